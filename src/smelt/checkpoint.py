@@ -1,0 +1,69 @@
+"""What a run has finished so far, on disk, so that a killed run goes on where it was and ends with the same bytes.
+
+Safetensors and JSON only, each file written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from smelt.errors import SmeltError
+from smelt.files import write_whole
+
+
+class Checkpoint:
+    """A folder of finished pieces, each under a name. Without a folder nothing is kept."""
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+
+    def inside(self, name: str) -> Checkpoint:
+        """A checkpoint of its own for one step."""
+        return Checkpoint(None if self.folder is None else self.folder / name)
+
+    def load(self, name: str) -> dict[str, Tensor] | None:
+        """The tensors saved under a name, or None."""
+        path = self._path(name, "safetensors")
+        if path is None or not path.exists():
+            return None
+        try:
+            return dict(load_file(path))
+        except (SafetensorError, OSError) as error:
+            raise SmeltError(f"the unfinished run holds a damaged file {path.name} ({error}); start it anew.") from error
+
+    def save(self, name: str, tensors: dict[str, Tensor]) -> None:
+        path = self._path(name, "safetensors")
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+            write_whole(path, lambda temporary: save_file(tensors, temporary))
+
+    def load_facts(self, name: str) -> dict[str, Any] | None:
+        """The plain data saved under a name, or None."""
+        path = self._path(name, "json")
+        if path is None or not path.exists():
+            return None
+        facts = json.loads(path.read_text())
+        return facts if isinstance(facts, dict) else None
+
+    def save_facts(self, name: str, facts: dict[str, Any]) -> None:
+        path = self._path(name, "json")
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, lambda temporary: temporary.write_text(json.dumps(facts, indent=1)))
+
+    def clear(self) -> None:
+        if self.folder is not None and self.folder.exists():
+            shutil.rmtree(self.folder)
+
+    def _path(self, name: str, suffix: str) -> Path | None:
+        assert re.fullmatch(r"[\w.-]+", name), name
+        return None if self.folder is None else self.folder / f"{name}.{suffix}"

@@ -1,0 +1,85 @@
+"""Multiple choice: for each item the text of every option, split into what is given and what is scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smelt.data.files import Row, columns_of, read_rows
+from smelt.data.hub import is_hub, read_hub
+from smelt.errors import DataError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One item: option i is `continuations[i]` after `contexts[i]`; `gold` is the index of the right one."""
+
+    contexts: tuple[str, ...]
+    continuations: tuple[str, ...]
+    gold: int
+
+
+@dataclass(frozen=True)
+class ChoiceData:
+    """Items in order. `name` says where they come from."""
+
+    name: str
+    items: tuple[Choice, ...]
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def load_choices(source: str | Path, *, split: str = "evaluation") -> ChoiceData:
+    """Multiple-choice items from a table in one of three forms, told by the columns.
+
+    `query`, `choices`, `gold`; `question`, `choices`, `answer` (MMLU); or `context_options`, `continuation`, `gold`
+    (WinoGrande: the same continuation is scored after each context).
+    """
+    rows = read_hub(str(source), split) if is_hub(str(source)) else read_rows(Path(source))
+    return choices_from_rows(rows, str(source))
+
+
+def has_choices(columns: list[str]) -> bool:
+    """Whether rows with these columns are multiple choice."""
+    return any(set(form) <= set(columns) for form in _FORMS)
+
+
+def choices_from_rows(rows: list[Row], source: str) -> ChoiceData:
+    """Multiple-choice items from rows that were read already."""
+    columns = columns_of(rows)
+    form = next((form for form in _FORMS if set(form) <= set(columns)), None)
+    if form is None:
+        expected = "; ".join(", ".join(names) for names in _FORMS)
+        raise DataError(
+            f"{source} is no multiple choice: expected the columns {expected}; it has {', '.join(columns)}."
+        )
+    return ChoiceData(source, tuple(_item(row, form, f"{source} row {n}") for n, row in enumerate(rows, start=1)))
+
+
+_FORMS = (
+    ("query", "choices", "gold"),
+    ("question", "choices", "answer"),
+    ("context_options", "continuation", "gold"),
+)
+
+
+def _item(row: Row, form: tuple[str, str, str], where: str) -> Choice:
+    given, scored, gold = (row.get(name) for name in form)
+    options = max(len(value) if isinstance(value, list) else 0 for value in (given, scored))
+    if options < 2:
+        raise DataError(f"{where} has fewer than two options.")
+    if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < options:
+        raise DataError(
+            f"{where} has {gold!r} in column '{form[2]}': expected the index of an option, 0 to {options - 1}."
+        )
+    return Choice(_as_texts(given, options, form[0], where), _as_texts(scored, options, form[1], where), gold)
+
+
+def _as_texts(value: Any, options: int, column: str, where: str) -> tuple[str, ...]:
+    """A text for each option: a list has one each, a single text serves them all."""
+    texts = value if isinstance(value, list) else [value] * options
+    if len(texts) != options or not all(isinstance(text, str) and text.strip() for text in texts):
+        raise DataError(f"{where} has not a text for each of the {options} options in column '{column}'.")
+    return tuple(texts)

@@ -1,0 +1,58 @@
+"""The built-in text: the prose about the language that every Python ships, so that nothing has to be downloaded.
+
+The topics repeat whole passages of each other. Each paragraph is therefore kept once only, in the longest topic that
+has it, and a topic belongs to calibration or evaluation by a hash of its name: the two share neither topic nor
+paragraph.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import cache
+from pydoc_data.topics import topics
+
+SPLITS = ("calibration", "evaluation")
+
+_CALIBRATION_SHARE = 0.7
+_FEWEST_WORDS = 8
+_LEAST_LETTERS = 0.8
+_BLANK_LINE = re.compile(r"\n\s*\n")
+_FOOTNOTE_MARK = re.compile(r"\s*\[\d+\]")
+# Grammar rules, interactive sessions, table borders and heading underlines.
+_MARKUP = re.compile(r"::=|>>>|\||[-=*^~]{4}")
+
+
+def default_documents(split: str) -> dict[str, str]:
+    """The documents of a split, by topic, in the order of their names."""
+    return {topic: text for topic, text in _documents().items() if _split_of(topic) == split}
+
+
+def _split_of(topic: str) -> str:
+    position = int.from_bytes(hashlib.sha256(topic.encode()).digest()[:4], "big") / 2**32
+    return SPLITS[0] if position < _CALIBRATION_SHARE else SPLITS[1]
+
+
+@cache
+def _documents() -> dict[str, str]:
+    seen: set[str] = set()
+    documents = {}
+    for topic in sorted(topics, key=lambda name: (-len(topics[name]), name)):
+        paragraphs = [paragraph for paragraph in _prose(topics[topic]) if paragraph not in seen]
+        seen.update(paragraphs)
+        if paragraphs:
+            documents[topic] = "\n\n".join(dict.fromkeys(paragraphs))
+    return dict(sorted(documents.items()))
+
+
+def _prose(text: str) -> list[str]:
+    """The paragraphs that are sentences, each on one line; code, tables, headings and signatures are left out."""
+    paragraphs = (_FOOTNOTE_MARK.sub("", " ".join(block.split())) for block in _BLANK_LINE.split(text))
+    return [paragraph for paragraph in paragraphs if _is_prose(paragraph)]
+
+
+def _is_prose(paragraph: str) -> bool:
+    if len(paragraph.split()) < _FEWEST_WORDS or _MARKUP.search(paragraph):
+        return False
+    letters = sum(character.isalpha() or character == " " for character in paragraph)
+    return letters >= _LEAST_LETTERS * len(paragraph)

@@ -1,0 +1,181 @@
+"""Reading files: plain text, or rows from JSONL, JSON, CSV, TSV and Parquet; each also gzipped.
+
+A file is read whole, but never more than `MOST_BYTES` of it, so that a small archive that unpacks without end is an
+error and not a full memory.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from smelt.errors import DataError
+
+Row = dict[str, Any]
+
+MOST_BYTES = 2**30
+_CHUNK_BYTES = 2**22
+_GZIP_MAGIC = b"\x1f\x8b"
+
+TEXT_SUFFIXES = (".txt", ".md")
+TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+
+
+def suffix_of(path: Path) -> str:
+    """The suffix that says the format: `.gz` does not count, and a bare `.gz` is plain text."""
+    if path.suffix.lower() != ".gz":
+        return path.suffix.lower()
+    return Path(path.stem).suffix.lower() or ".txt"
+
+
+def read_text(path: Path) -> str:
+    """The text of a plain text file, exactly as it stands there."""
+    text = _decoded(path)
+    if not text.strip():
+        raise DataError(f"{path} is empty: give a file with text in it.")
+    return text
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a table, each a dictionary by column name."""
+    suffix = suffix_of(path)
+    if suffix in (".jsonl", ".json"):
+        rows = _json_rows(path)
+    elif suffix in (".csv", ".tsv"):
+        rows = _separated_rows(path, tab=suffix == ".tsv")
+    elif suffix == ".parquet":
+        rows = _parquet_rows(path)
+    else:
+        raise DataError(f"{path} has no columns: give rows in one of {', '.join(TABLE_SUFFIXES)} (or .gz of it).")
+    if not rows:
+        raise DataError(f"{path} is empty: give a file with at least one row.")
+    return rows
+
+
+def columns_of(rows: list[Row]) -> list[str]:
+    """Every column that any row has, in the order of first appearance."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def column_of(rows: list[Row], name: str, source: str) -> list[Any]:
+    """One column's values. A column that no row has is an error that lists those there are."""
+    columns = columns_of(rows)
+    if name not in columns:
+        raise DataError(f"{source} has no column '{name}': its columns are {', '.join(columns)}.")
+    return [row.get(name) for row in rows]
+
+
+def text_column(rows: list[Row], name: str, source: str) -> tuple[str, ...]:
+    """One column whose values must all be text."""
+    values = column_of(rows, name, source)
+    for number, value in enumerate(values, start=1):
+        if not isinstance(value, str):
+            raise DataError(f"{source} has no text in column '{name}' of row {number} but {_shown(value)}.")
+    return tuple(values)
+
+
+def _shown(value: Any) -> str:
+    return "nothing" if value is None else f"{str(value)[:40]!r} ({type(value).__name__})"
+
+
+def _bytes(path: Path) -> bytes:
+    """The file's content, unpacked where it is gzip (told by its first bytes, not its name)."""
+    if not path.is_file():
+        kind = "is a folder" if path.is_dir() else "does not exist"
+        raise DataError(f"{path} {kind}: give a data file ({', '.join(TEXT_SUFFIXES + TABLE_SUFFIXES)} or .gz of it).")
+    try:
+        with path.open("rb") as file:
+            packed = file.read(2) == _GZIP_MAGIC
+        with gzip.open(path, "rb") if packed else path.open("rb") as stream:
+            return _capped(stream, path)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path} is a broken gzip file ({error}): write or download it again.") from error
+    except OSError as error:
+        raise DataError(f"{path} cannot be read ({error.strerror or error}).") from error
+
+
+def _capped(stream: Any, path: Path) -> bytes:
+    content = bytearray()
+    while chunk := stream.read(_CHUNK_BYTES):
+        content += chunk
+        if len(content) > MOST_BYTES:
+            raise DataError(f"{path} holds more than {MOST_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
+    return bytes(content)
+
+
+def _decoded(path: Path) -> str:
+    try:
+        return _bytes(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text (byte {error.start}): convert it to UTF-8 first.") from error
+
+
+def _json_rows(path: Path) -> list[Row]:
+    """A list of objects, or one object a line: which of the two is told by the first character."""
+    text = _decoded(path)
+    if text.lstrip().startswith("["):
+        return [_as_row(value, path, number) for number, value in enumerate(_parsed(text, path, None), start=1)]
+    return [_as_row(_parsed(line, path, number), path, number) for number, line in _numbered_lines(text)]
+
+
+def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
+    # Only "\n" ends a line of JSONL: splitlines() would also cut inside strings, at U+2028 and its kin.
+    return ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
+
+
+def _parsed(text: str, path: Path, line: int | None) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        where = line if line is not None else error.lineno
+        raise DataError(f"{path} line {where} is not valid JSON ({error.msg}): mend or remove the line.") from error
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} line {line or 1} holds JSON that cannot be read (too deep or too long).") from error
+
+
+def _as_row(value: Any, path: Path, number: int) -> Row:
+    if not isinstance(value, dict):
+        raise DataError(f"{path} row {number} is a {type(value).__name__}: expected an object with named columns.")
+    return value
+
+
+def _separated_rows(path: Path, tab: bool) -> list[Row]:
+    """Rows under a header line. In TSV a quote is a plain character, as the GLUE files have it."""
+    options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tab else {}
+    previous_limit = csv.field_size_limit(MOST_BYTES)
+    try:
+        reader = csv.DictReader(io.StringIO(_decoded(path), newline=""), **options)
+        return [_complete(row, path, reader.line_num) for row in reader]
+    except csv.Error as error:
+        raise DataError(f"{path} is not a readable table ({error}): check its quotes.") from error
+    finally:
+        csv.field_size_limit(previous_limit)
+
+
+def _complete(row: dict[Any, Any], path: Path, line: int) -> Row:
+    if None in row or None in row.values():
+        raise DataError(f"{path} line {line} has not as many fields as the header: check its separators and quotes.")
+    return row
+
+
+def _parquet_rows(path: Path) -> list[Row]:
+    try:
+        from pyarrow import ArrowException, BufferReader, parquet
+    except ImportError as error:
+        raise DataError(f"{path} is Parquet, which needs one more package: pip install smelt[parquet].") from error
+    content = BufferReader(_bytes(path))
+    try:
+        file = parquet.ParquetFile(content)
+        groups = range(file.metadata.num_row_groups)
+        if sum(file.metadata.row_group(group).total_byte_size for group in groups) > MOST_BYTES:
+            raise DataError(f"{path} unpacks to more than {MOST_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
+        rows: list[Row] = file.read().to_pylist()
+    except (ArrowException, OSError, ValueError) as error:
+        raise DataError(f"{path} is not a readable Parquet file ({str(error).splitlines()[0]}).") from error
+    return rows

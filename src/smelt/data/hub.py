@@ -1,0 +1,60 @@
+"""Reading a data set from the Hugging Face hub through the `datasets` package, an extra.
+
+No code of a repository is ever run. A source is `hub:owner/name`, optionally with a configuration and a split:
+`hub:owner/name:configuration@split`. Without the split, calibration takes `train`; evaluation takes `validation`, else
+`test`, else `train`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from smelt.data.files import TABLE_SUFFIXES, TEXT_SUFFIXES, Row, suffix_of
+from smelt.errors import DataError
+
+_IDENTIFIER = re.compile(r"(?P<name>[\w.-]+(/[\w.-]+)?)(:(?P<configuration>[\w.-]+))?(@(?P<split>[\w.-]+))?")
+_PREFIX = "hub:"
+_SPLITS = {"calibration": ("train",), "evaluation": ("validation", "test", "train")}
+
+
+def is_hub(source: str) -> bool:
+    """Whether a source names the hub: by its prefix, or as `owner/name` where no such file is."""
+    if source.startswith(_PREFIX):
+        return True
+    looks_like_file = suffix_of(Path(source)) in TEXT_SUFFIXES + TABLE_SUFFIXES or Path(source).exists()
+    return not looks_like_file and source.count("/") == 1 and _IDENTIFIER.fullmatch(source) is not None
+
+
+def read_hub(source: str, purpose: str) -> list[Row]:
+    """The rows of one split."""
+    match = _IDENTIFIER.fullmatch(source.removeprefix(_PREFIX))
+    if match is None:
+        raise DataError(f"'{source}' is no data set on the hub: expected hub:owner/name:configuration@split.")
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(
+            f"'{source}' is no file here, and reading it from the hub needs one more package: "
+            "pip install smelt[datasets]."
+        ) from error
+    name, configuration = match["name"], match["configuration"]
+    try:
+        split = match["split"] or _split_for(datasets.get_dataset_split_names(name, configuration), purpose, source)
+        rows: list[Row] = datasets.load_dataset(name, configuration, split=split).to_list()
+    except DataError:
+        raise
+    except Exception as error:  # the package raises its own, the network's and the file system's errors alike
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(
+            f"'{source}' cannot be read from the hub ({reason}): check the name and the network."
+        ) from error
+    return rows
+
+
+def _split_for(available: list[Any], purpose: str, source: str) -> str:
+    for split in _SPLITS[purpose]:
+        if split in available:
+            return split
+    raise DataError(f"'{source}' has no split for {purpose}: add one of @{', @'.join(map(str, available))}.")

@@ -1,0 +1,101 @@
+"""Labelled tasks: single sentences or pairs with a class or a number each, as in GLUE."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smelt.data.files import Row, column_of, columns_of, read_rows, text_column
+from smelt.data.hub import is_hub, read_hub
+from smelt.errors import DataError
+
+# Text column, second text column: what GLUE-style files call them, the first that fits is taken.
+_KNOWN_COLUMNS = (("sentence1", "sentence2"), ("question", "sentence"), ("sentence", None), ("text", None))
+
+
+@dataclass(frozen=True, eq=False)
+class LabelledData:
+    """Items with a label each. `classes` names them in label order where the file held words and not numbers."""
+
+    name: str
+    first: tuple[str, ...]
+    second: tuple[str, ...] | None
+    labels: np.ndarray  # [items], int64 for classes and float32 for regression
+    regression: bool
+    classes: tuple[str, ...] | None = None
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def take(self, indices: Sequence[int] | np.ndarray) -> LabelledData:
+        """The items at these places, in this order."""
+        first = tuple(self.first[index] for index in indices)
+        second = None if self.second is None else tuple(self.second[index] for index in indices)
+        return replace(self, first=first, second=second, labels=self.labels[np.asarray(indices, dtype=np.int64)])
+
+
+def load_labelled(
+    source: str | Path,
+    *,
+    text: str | None = None,
+    pair: str | None = None,
+    label: str = "label",
+    split: str = "evaluation",
+) -> LabelledData:
+    """Labelled items from a table. Without names the GLUE ones are taken: sentence, sentence1 + sentence2, or text."""
+    rows = read_hub(str(source), split) if is_hub(str(source)) else read_rows(Path(source))
+    return labelled_from_rows(rows, str(source), text=text, pair=pair, label=label)
+
+
+def labelled_from_rows(
+    rows: list[Row], source: str, *, text: str | None = None, pair: str | None = None, label: str = "label"
+) -> LabelledData:
+    """Labelled items from rows that were read already."""
+    if text is None and pair is None:
+        text, pair = _guessed_columns(columns_of(rows), source)
+    elif text is None:
+        raise DataError(f"{source} is given a second text column '{pair}' but no first one: name both.")
+    values = column_of(rows, label, source)
+    labels, classes = _as_labels(values, f"{source}, column '{label}'")
+    first = text_column(rows, text, source)
+    second = None if pair is None else text_column(rows, pair, source)
+    return LabelledData(source, first, second, labels, labels.dtype == np.float32, classes)
+
+
+def _guessed_columns(columns: list[str], source: str) -> tuple[str, str | None]:
+    for first, second in _KNOWN_COLUMNS:
+        if first in columns and (second is None or second in columns):
+            return first, second
+    raise DataError(f"{source} has no column 'sentence' or 'text': name the text column, one of {', '.join(columns)}.")
+
+
+def _as_labels(values: list[Any], where: str) -> tuple[np.ndarray, tuple[str, ...] | None]:
+    """Numbers as they are, whole ones as classes; words as classes in sorted order."""
+    for number, value in enumerate(values, start=1):
+        if value is None or (isinstance(value, str) and not value.strip()):
+            raise DataError(f"{where} has no label in row {number}: remove the row or give it a label.")
+    numbers = _as_numbers(values)
+    if numbers is None:
+        words = [str(value).strip() for value in values]
+        classes = tuple(sorted(set(words)))
+        return np.array([classes.index(word) for word in words], dtype=np.int64), classes
+    if not np.isfinite(numbers).all():
+        raise DataError(
+            f"{where} has a label that is not a finite number in row {int(np.argmin(np.isfinite(numbers))) + 1}."
+        )
+    if (numbers != np.round(numbers)).any():
+        return numbers.astype(np.float32), None
+    if numbers.min() < 0:
+        raise DataError(f"{where} has negative labels, which mark unlabelled rows: give a labelled split.")
+    return numbers.astype(np.int64), None
+
+
+def _as_numbers(values: list[Any]) -> np.ndarray | None:
+    try:
+        return np.array([float(value) for value in values], dtype=np.float64)
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,70 @@
+"""Text: documents to calibrate on or to measure perplexity on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from smelt.data.default import SPLITS, default_documents
+from smelt.data.files import TEXT_SUFFIXES, Row, columns_of, read_rows, read_text, suffix_of, text_column
+from smelt.data.hub import is_hub, read_hub
+from smelt.errors import DataError
+
+
+@dataclass(frozen=True)
+class TextData:
+    """Documents in order. `name` says where they come from."""
+
+    name: str
+    documents: tuple[str, ...]
+
+    @property
+    def joined(self) -> str:
+        """All of it as one text, a blank line between documents."""
+        return "\n\n".join(self.documents)
+
+
+def load_text(source: str | Path, *, column: str | None = None, split: str = "evaluation") -> TextData:
+    """Text from "default", a plain text file (one document), a table's text column, or the hub.
+
+    `split` is "calibration" or "evaluation"; a file has no splits and gives the same text for both.
+    """
+    if split not in SPLITS:
+        raise DataError(f"There is no split '{split}': expected one of {', '.join(SPLITS)}.")
+    if str(source) == "default":
+        return TextData(f"default/{split}", tuple(default_documents(split).values()))
+    if is_hub(str(source)):
+        return text_from_rows(read_hub(str(source), split), str(source), column)
+    if suffix_of(Path(source)) in TEXT_SUFFIXES:
+        return TextData(str(source), (read_text(Path(source)),))
+    return text_from_rows(read_rows(Path(source)), str(source), column)
+
+
+def text_from_rows(rows: list[Row], source: str, column: str | None) -> TextData:
+    """A document a row, from the column named, `text`, or the only one that holds text."""
+    documents = text_column(rows, column or _guessed_column(rows, source), source)
+    if not any(document.strip() for document in documents):
+        raise DataError(f"{source} is empty: every text in it is blank.")
+    return TextData(source, documents)
+
+
+def _guessed_column(rows: list[Row], source: str) -> str:
+    columns = columns_of(rows)
+    if "text" in columns:
+        return "text"
+    worded = [name for name in columns if any(_is_worded(row.get(name)) for row in rows[:100])]
+    if len(worded) != 1:
+        raise DataError(f"{source} has no column 'text': name the column to read, one of {', '.join(columns)}.")
+    return worded[0]
+
+
+def _is_worded(value: Any) -> bool:
+    """Whether a value is text; a number written as text, as in CSV, is not."""
+    if not isinstance(value, str):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return bool(value.strip())
+    return False

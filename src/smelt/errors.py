@@ -1,0 +1,25 @@
+"""What goes wrong because of what a user gave us: one sentence with the cause and the way out, no traceback."""
+
+
+class SmeltError(Exception):
+    """An error a user can cause and mend. The command line prints its sentence and exits with 2."""
+
+
+class ModelError(SmeltError):
+    """The model cannot be found, read, or is of a kind Smelt does not know."""
+
+
+class DataError(SmeltError):
+    """The data cannot be found, read, or does not hold what was asked of it."""
+
+
+class RecipeError(SmeltError):
+    """The recipe has an unknown key or an impossible value."""
+
+
+class BudgetError(SmeltError):
+    """The budget cannot be met by what the recipe may remove."""
+
+
+class ResourceError(SmeltError):
+    """The work does not fit: memory or disk."""

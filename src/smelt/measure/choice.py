@@ -1,0 +1,119 @@
+"""Multiple choice: a language model picks the option whose text it finds the most likely after its context.
+
+The log-likelihood of an option is divided by its number of tokens unless told otherwise, so that long options have a
+chance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import takewhile
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from smelt.data.batches import check_positive, padded, padding_token
+from smelt.data.choices import ChoiceData
+from smelt.errors import DataError
+from smelt.measure.logits import evaluating, token_losses
+from smelt.measure.quality import Quality
+from smelt.models.model import Model
+from smelt.progress import Silent, Watcher
+
+NORMALISATIONS = ("tokens", "characters", "none")
+
+
+@dataclass(frozen=True)
+class Option:
+    """Tokens of a context and one continuation; those from `scored_from` on are scored."""
+
+    tokens: list[int]
+    scored_from: int
+    characters: int
+
+
+def choice_accuracy(
+    model: Model,
+    data: ChoiceData,
+    *,
+    normalise: str = "tokens",
+    batch_size: int = 16,
+    limit: int | None = None,
+    watcher: Watcher = Silent(),  # noqa: B008
+) -> Quality:
+    """The share of items, of all or the first `limit`, where the right option is the most likely one."""
+    if normalise not in NORMALISATIONS:
+        raise DataError(f"There is no normalisation '{normalise}': expected one of {', '.join(NORMALISATIONS)}.")
+    if model.task != "language" or model.tokenizer is None:
+        raise DataError(
+            f"{model.source or 'This model'} ({model.task}) cannot score options: it takes a language model."
+        )
+    check_positive(batch_size=batch_size, limit=limit)
+    items = data.items[:limit]
+    positions = getattr(model.network.config.get_text_config(), "max_position_embeddings", None)
+    options = [
+        _option(model.tokenizer, context, continuation, positions)
+        for item in items
+        for context, continuation in zip(item.contexts, item.continuations, strict=True)
+    ]
+    likelihoods = _likelihoods(model, options, batch_size, watcher) / _lengths(options, normalise)
+    ends = np.cumsum([len(item.contexts) for item in items])
+    predictions = np.array([int(part.argmax()) for part in np.split(likelihoods, ends[:-1])])
+    labels = np.array([item.gold for item in items])
+    correct = (predictions == labels).astype(np.float64)
+    return Quality(
+        metric="accuracy",
+        value=float(correct.mean()),
+        higher_is_better=True,
+        data=data.name,
+        items=correct,
+        predictions=predictions,
+        labels=labels,
+        settings={"normalise": normalise, "items": len(items)},
+    )
+
+
+def _option(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, positions: int | None) -> Option:
+    """A space goes between the two unless there is one. The longest contexts lose their beginning."""
+    text = context if context[-1:].isspace() or continuation[:1].isspace() else context + " "
+    whole = list(tokenizer(text + continuation, verbose=False)["input_ids"])
+    before = tokenizer(context, verbose=False)["input_ids"]
+    # A tokenizer may merge across the seam: from the first token that differs on, all are the continuation's.
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)))
+    dropped = max(0, len(whole) - positions) if positions is not None else 0
+    # At least one token is scored, and never the first, which has nothing before it.
+    return Option(whole[dropped:], max(1, min(shared, len(whole) - 1) - dropped), len(continuation))
+
+
+def _likelihoods(model: Model, options: list[Option], batch_size: int, watcher: Watcher) -> np.ndarray:
+    """The log-likelihood of each option. [options]"""
+    order = sorted(range(len(options)), key=lambda option: len(options[option].tokens))
+    likelihoods = np.zeros(len(options))
+    groups = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    with evaluating(model.network):
+        for group in watcher.track(groups, "multiple choice"):
+            likelihoods[group] = _batch_likelihoods(model, [options[index] for index in group])
+    return likelihoods
+
+
+def _batch_likelihoods(model: Model, options: list[Option]) -> list[float]:
+    assert model.tokenizer is not None
+    rows = [option.tokens for option in options]
+    encoded = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+    batch = padded(encoded, padding_token(model.tokenizer))  # [options, longest]
+    starts = torch.tensor([[option.scored_from] for option in options])
+    scored = (torch.arange(batch["input_ids"].shape[1]) >= starts) & (batch["attention_mask"] == 1)
+    device = model.device
+    losses = token_losses(
+        model.network, batch["input_ids"].to(device), batch["attention_mask"].to(device), scored.to(device)
+    )
+    return [-float(part.sum()) for part in losses.split(scored.sum(dim=1).tolist())]
+
+
+def _lengths(options: list[Option], normalise: str) -> np.ndarray:
+    if normalise == "none":
+        return np.ones(len(options))
+    if normalise == "characters":
+        return np.array([option.characters for option in options])
+    return np.array([len(option.tokens) - option.scored_from for option in options])

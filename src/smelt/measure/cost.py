@@ -1,0 +1,157 @@
+"""What a network costs: parameters, bytes and multiply-accumulates, in all and for one unit of each part.
+
+MACs follow the usual count (Kwon et al., 2022): projections and both attention products of the blocks; embeddings,
+norms, pooler and head are not counted. A causal attention needs half of the products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from smelt.models.anatomy import Anatomy, Part
+
+Measure = Literal["parameters", "macs", "bytes"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The work that costs are counted for: `tokens` a sequence; for decoded bytes also the context and the batch."""
+
+    tokens: int = 128
+    context: int = 1024
+    batch: int = 1
+    image_size: int = 224
+
+
+def count_parameters(network: nn.Module) -> int:
+    """All parameters, shared ones once."""
+    return sum(parameter.numel() for parameter in network.parameters())
+
+
+def count_bytes(network: nn.Module) -> int:
+    """Bytes of all parameters, shared ones once."""
+    return sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
+
+
+def block_parameters(anatomy: Anatomy) -> int:
+    """Parameters inside the blocks, norms and biases included."""
+    return sum(count_parameters(block.module) for block in anatomy.blocks)
+
+
+def unit_parameters(part: Part) -> int:
+    """Parameters that leave with one unit."""
+    kernel = [projection.weight[0, 0].numel() for projection in (*part.writers, part.output)] if part.units else []
+    total = 0
+    for writer, span, area in zip(part.writers, part.spans, kernel, strict=False):
+        total += span * (writer.columns * area + (writer.bias is not None))
+    if part.norm is not None:
+        total += 2
+    return total + (part.width * part.output.rows * kernel[-1] if part.units else 0)
+
+
+def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int, int] = (1, 1)) -> float:
+    """MACs that leave with one unit, for one sequence (or one image, with the output positions of writer and reader)."""
+    if not part.units:
+        return 0.0
+    if part.kind == "channels":
+        writer, output = part.writers[0].weight, part.output.weight
+        return float(writer[0].numel() * positions[0] + output[:, 0].numel() * positions[1])
+    tokens = workload.tokens
+    projections = sum(span * writer.columns for writer, span in zip(part.writers, part.spans, strict=True))
+    projections += part.width * part.output.rows
+    products = 2 * part.width * tokens * tokens * (0.5 if causal else 1.0) if part.kind == "heads" else 0.0
+    return tokens * projections + products
+
+
+def unit_bytes(part: Part, workload: Workload) -> float:
+    """Bytes that decoding one token need not read without this unit: its weights and its share of the cache."""
+    if not part.units:
+        return 0.0
+    size = part.output.weight.element_size()
+    cache = 2 * part.head_dim * workload.context * workload.batch * size if part.kind == "heads" else 0
+    return float(unit_parameters(part) * size + cache)
+
+
+def unit_costs(anatomy: Anatomy, measure: Measure, workload: Workload) -> list[float]:
+    """The price of one unit of every part."""
+    if measure == "parameters":
+        return [float(unit_parameters(part)) for part in anatomy.parts]
+    if measure == "bytes":
+        return [unit_bytes(part, workload) for part in anatomy.parts]
+    causal, positions = anatomy.family.causal, channel_positions(anatomy, workload)
+    return [
+        unit_macs(part, workload, causal, place) for part, place in zip(anatomy.parts, positions, strict=True)
+    ]
+
+
+def fixed_cost(anatomy: Anatomy, measure: Measure, workload: Workload) -> float:
+    """What the blocks cost whatever units are removed: norms and biases, or what is not part of any unit."""
+    if measure == "parameters":
+        units = sum(part.units * unit_parameters(part) for part in anatomy.parts)
+        return float(block_parameters(anatomy) - units) if not _has_channels(anatomy) else 0.0
+    return 0.0
+
+
+def block_cost(anatomy: Anatomy, measure: Measure, workload: Workload) -> float:
+    """What the blocks cost as they are now."""
+    if measure == "parameters":
+        return float(block_parameters(anatomy))
+    if measure == "macs" and _has_channels(anatomy):
+        return float(convolution_macs(anatomy, workload))
+    costs = unit_costs(anatomy, measure, workload)
+    return sum(part.units * cost for part, cost in zip(anatomy.parts, costs, strict=True))
+
+
+def block_macs(anatomy: Anatomy, workload: Workload) -> float:
+    return block_cost(anatomy, "macs", workload)
+
+
+def _has_channels(anatomy: Anatomy) -> bool:
+    return any(part.kind == "channels" for part in anatomy.parts)
+
+
+def channel_positions(anatomy: Anatomy, workload: Workload) -> list[tuple[int, int]]:
+    """For convolution parts, how many output positions the writer and the reader have; (1, 1) for all others."""
+    if not _has_channels(anatomy):
+        return [(1, 1)] * len(anatomy.parts)
+    sizes = _output_positions(anatomy, workload)
+    return [(sizes[id(part.writers[0].module)], sizes[id(part.output.module)]) for part in anatomy.parts]
+
+
+def convolution_macs(anatomy: Anatomy, workload: Workload) -> int:
+    """MACs of all convolutions inside the blocks for one image, as they are now."""
+    sizes = _output_positions(anatomy, workload)
+    return sum(
+        module.weight.numel() * sizes[id(module)]
+        for block in anatomy.blocks
+        for module in block.module.modules()
+        if isinstance(module, nn.Conv2d)
+    )
+
+
+@torch.no_grad()
+def _output_positions(anatomy: Anatomy, workload: Workload) -> dict[int, int]:
+    """Output height x width of every convolution, from one forward of one image."""
+    sizes: dict[int, int] = {}
+
+    def note(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        sizes[id(module)] = output.shape[-2] * output.shape[-1]
+
+    hooks = [
+        module.register_forward_hook(note) for module in anatomy.network.modules() if isinstance(module, nn.Conv2d)
+    ]
+    parameter = next(anatomy.network.parameters())
+    image = torch.zeros(
+        1, anatomy.network.config.num_channels, workload.image_size, workload.image_size,
+        device=parameter.device, dtype=parameter.dtype,
+    )  # fmt: skip
+    try:
+        anatomy.network(pixel_values=image)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return sizes

@@ -1,0 +1,82 @@
+"""How far two language models' predictions lie apart, token by token, on the same windows of text."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import kl_div, log_softmax
+
+from smelt.data.batches import check_positive
+from smelt.data.text import TextData
+from smelt.errors import DataError
+from smelt.measure.logits import evaluating, logit_rows, slices
+from smelt.measure.perplexity import batched_windows, check_context, tokens_of, window_inputs, windows_over
+from smelt.models.model import Model
+from smelt.progress import Silent, Watcher
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Means over tokens: KL(base || new) in nats, and the share of tokens where both put the same one first."""
+
+    kl: float
+    agreement: float
+    tokens: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def logit_divergence(
+    new: Model,
+    base: Model,
+    data: TextData,
+    *,
+    context: int = 1024,
+    batch_size: int = 1,
+    limit: int | None = None,
+    watcher: Watcher = Silent(),  # noqa: B008
+) -> Divergence:
+    """Runs both models over windows that lie side by side and compares their predictions of every scored token."""
+    check_positive(batch_size=batch_size, limit=limit)
+    vocabulary = _shared_vocabulary(new, base)
+    for model in (new, base):
+        check_context(model, context, context)
+    tokens = tokens_of(base, data, limit)
+    groups = list(batched_windows(list(windows_over(len(tokens), context, context)), batch_size))
+    totals = torch.zeros(3, dtype=torch.float64)
+    with evaluating(new.network), evaluating(base.network):
+        for group in watcher.track(groups, "divergence"):
+            input_ids, scored = window_inputs(tokens, group, base.device)
+            totals += _compared(new, base, input_ids, scored, vocabulary)
+    kl, agreement, count = totals.tolist()
+    return Divergence(kl=kl / count, agreement=agreement / count, tokens=int(count))
+
+
+def _shared_vocabulary(new: Model, base: Model) -> int:
+    sizes = [model.network.config.get_text_config().vocab_size for model in (new, base)]
+    if sizes[0] != sizes[1]:
+        raise DataError(
+            f"The models have {sizes[0]:,} and {sizes[1]:,} tokens: only models with one vocabulary compare."
+        )
+    return int(sizes[0])
+
+
+def _compared(new: Model, base: Model, input_ids: Tensor, scored: Tensor, vocabulary: int) -> Tensor:
+    """Sums over the scored tokens: divergence, agreements, tokens. [3], float64"""
+    keep = scored.roll(-1, dims=1)
+    new_rows, base_rows = (
+        logit_rows(model.network, ids, torch.ones_like(ids), keep.to(model.device))
+        for model, ids in ((new, input_ids.to(new.device)), (base, input_ids))
+    )
+    sums = torch.zeros(3, dtype=torch.float64)
+    for part in slices(int(keep.sum()), vocabulary):
+        reference = log_softmax(base_rows(part), dim=-1)
+        other = log_softmax(new_rows(part), dim=-1).to(reference.device)
+        kl = kl_div(other, reference, reduction="none", log_target=True).sum(dim=-1)  # [rows]
+        agree = reference.argmax(dim=-1) == other.argmax(dim=-1)
+        sums += torch.stack([kl.double().sum(), agree.double().sum(), torch.tensor(float(len(kl)))]).cpu()
+    return sums

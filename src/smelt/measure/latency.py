@@ -1,0 +1,206 @@
+"""Measured speed of a model: one forward, one decoded token, and two models side by side in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smelt.errors import ModelError
+from smelt.measure.clock import stopwatch, time_call
+from smelt.models.model import Model
+
+__all__ = ["Latency", "LatencyComparison", "compare_latency", "decode_latency", "latency", "time_call"]
+
+_IMAGE_SIDE = 224  # what image models without a fixed size (ResNet) were trained on
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Median and interquartile range of the timed calls, with all that they depend on.
+
+    `length` counts the tokens of a row; an image counts as one, and `tokens_per_second` then counts images.
+    """
+
+    median_ms: float
+    spread_ms: float
+    repeats: int
+    warmup: int
+    batch: int
+    length: int
+    device: str
+    dtype: str
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class LatencyComparison:
+    """Two models timed in turns. `ratio` is base over new: above 1 the new model is faster."""
+
+    new: Latency
+    base: Latency
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    confidence: float
+
+
+def latency(
+    model: Model,
+    *,
+    batch: int = 1,
+    length: int = 128,
+    warmup: int = 3,
+    repeats: int = 20,
+    min_seconds: float = 0.0,
+    seed: int = 0,
+) -> Latency:
+    """Time one forward over random token ids, or random pixels where the model takes images."""
+    with _inference(model):
+        forward = _forward(model, batch, length, seed)
+        seconds = time_call(forward, warmup=warmup, repeats=repeats, min_seconds=min_seconds, device=model.device)
+    return _summary(model, seconds, warmup=warmup, batch=batch, length=_length(model, length))
+
+
+def decode_latency(
+    model: Model, *, prompt: int = 128, tokens: int = 32, batch: int = 1, warmup: int = 4, seed: int = 0
+) -> Latency:
+    """Time a token of greedy decoding with the key-value cache filled by a random prompt of `prompt` tokens."""
+    if model.task != "language":
+        raise ModelError(f"{_name(model)} has no language head, so it decodes no tokens: time its forward instead.")
+    _check_length(model, prompt + warmup + tokens + 1)
+    with _inference(model):
+        step = _decode_step(model, _token_ids(model, batch, prompt, seed))
+        seconds = time_call(step, warmup=warmup, repeats=tokens, device=model.device)
+    return _summary(model, seconds, warmup=warmup, batch=batch, length=prompt, tokens_a_call=1)
+
+
+def compare_latency(
+    new: Model,
+    base: Model,
+    *,
+    batch: int = 1,
+    length: int = 128,
+    warmup: int = 3,
+    repeats: int = 20,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> LatencyComparison:
+    """Time both models in turns (new, base, new, base ...), so that the machine's drift falls on both alike."""
+    if new.device != base.device:
+        raise ModelError(f"The two models lie on {new.device} and {base.device}: put both on one device.")
+    clock = stopwatch(new.device)
+    with _inference(new), _inference(base):
+        forwards = [_forward(model, batch, length, seed) for model in (new, base)]
+        rounds = [[clock(forward) for forward in forwards] for _ in range(warmup + repeats)]
+    seconds = np.array(rounds[warmup:])  # [repeats, 2]
+    new_latency, base_latency = (
+        _summary(model, seconds[:, column], warmup=warmup, batch=batch, length=_length(model, length))
+        for column, model in enumerate((new, base))
+    )
+    low, high = ratio_interval(seconds[:, 0], seconds[:, 1], confidence=confidence, seed=seed)
+    ratio = base_latency.median_ms / new_latency.median_ms
+    return LatencyComparison(new_latency, base_latency, ratio, low, high, confidence)
+
+
+def ratio_interval(new: np.ndarray, base: np.ndarray, *, confidence: float, seed: int) -> tuple[float, float]:
+    """Bootstrap interval of median(base) / median(new); a round is drawn whole, as its two readings go together."""
+    picks = np.random.default_rng(seed).integers(len(new), size=(_RESAMPLES, len(new)))  # [resamples, rounds]
+    ratios = np.median(base[picks], axis=1) / np.median(new[picks], axis=1)
+    tail = 100 * (1 - confidence) / 2
+    low, high = np.percentile(ratios, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+@contextmanager
+def _inference(model: Model) -> Iterator[None]:
+    """Evaluation mode without gradients; the network's own mode comes back afterwards."""
+    training = model.network.training
+    model.network.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        model.network.train(training)
+
+
+def _forward(model: Model, batch: int, length: int, seed: int) -> Callable[[], object]:
+    network = model.network
+    if _takes_images(model):
+        pixels = _pixels(model, batch, seed)
+        return lambda: network(pixel_values=pixels)
+    _check_length(model, length)
+    token_ids = _token_ids(model, batch, length, seed)
+    if model.task == "language":
+        return lambda: network(input_ids=token_ids, use_cache=False)
+    return lambda: network(input_ids=token_ids)
+
+
+def _decode_step(model: Model, prompt: Tensor) -> Callable[[], object]:
+    """A function that decodes one more token each time it is called."""
+    network = model.network
+    output = network(input_ids=prompt, use_cache=True)
+    cache, token = output.past_key_values, output.logits[:, -1:].argmax(-1)  # [batch, 1]
+
+    def step() -> None:
+        nonlocal cache, token
+        output = network(input_ids=token, past_key_values=cache, use_cache=True)
+        cache, token = output.past_key_values, output.logits[:, -1:].argmax(-1)
+
+    return step
+
+
+def _token_ids(model: Model, batch: int, length: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(model.network.config.vocab_size, (batch, length), generator=generator)
+    return ids.to(model.device)
+
+
+def _pixels(model: Model, batch: int, seed: int) -> Tensor:
+    config = model.network.config
+    side = getattr(config, "image_size", _IMAGE_SIDE)
+    height, width = (side, side) if isinstance(side, int) else side
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randn((batch, config.num_channels, height, width), generator=generator)
+    return pixels.to(device=model.device, dtype=model.network.dtype)
+
+
+def _takes_images(model: Model) -> bool:
+    return bool(model.network.main_input_name == "pixel_values")
+
+
+def _length(model: Model, length: int) -> int:
+    return 1 if _takes_images(model) else length
+
+
+def _check_length(model: Model, length: int) -> None:
+    longest = getattr(model.network.config, "max_position_embeddings", None)
+    if longest is not None and length > longest:
+        raise ModelError(f"{_name(model)} takes at most {longest} tokens, not {length}: ask for a smaller length.")
+
+
+def _name(model: Model) -> str:
+    return model.source or "This model"
+
+
+def _summary(
+    model: Model, seconds: np.ndarray, *, warmup: int, batch: int, length: int, tokens_a_call: int | None = None
+) -> Latency:
+    lower, median, upper = np.percentile(seconds, [25, 50, 75])
+    tokens = batch * (length if tokens_a_call is None else tokens_a_call)
+    return Latency(
+        median_ms=float(median) * 1000,
+        spread_ms=float(upper - lower) * 1000,
+        repeats=len(seconds),
+        warmup=warmup,
+        batch=batch,
+        length=length,
+        device=str(model.device),
+        dtype=str(model.network.dtype).removeprefix("torch."),
+        tokens_per_second=tokens / float(median),
+    )

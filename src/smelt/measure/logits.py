@@ -1,0 +1,78 @@
+"""Logits of chosen tokens in slices, so that a large vocabulary never fills the memory.
+
+For a window of 4,096 tokens and a vocabulary of 150,000 all logits together are 2.5 GB. Most language models end in a
+plain linear head: there the network runs once up to the head, and the head runs over a few hundred rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+
+_MOST_BYTES = 2**26
+
+LogitRows = Callable[[slice], Tensor]
+
+
+@contextmanager
+def evaluating(network: PreTrainedModel) -> Iterator[None]:
+    """No gradients and no dropout inside; the network's mode is given back after."""
+    training = network.training
+    network.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        network.train(training)
+
+
+def logit_rows(network: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, keep: Tensor) -> LogitRows:
+    """Runs the network; the result gives the float32 logits of any slice of the tokens marked in `keep`."""
+    # [batch, tokens] are the shapes of all three inputs; kept tokens are counted through the batch in order.
+    hidden: list[Tensor] = []
+    head = network.get_output_embeddings()
+
+    def only_last(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden.append(inputs[0])
+        return (inputs[0][:, -1:], *inputs[1:])
+
+    handle = head.register_forward_pre_hook(only_last)
+    try:
+        last = network(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
+        ).logits  # [batch, 1, vocabulary]
+    finally:
+        handle.remove()
+    if torch.equal(last, head(hidden[0][:, -1:])):
+        rows = hidden[0][keep]  # [kept, hidden size]
+        return lambda part: head(rows[part]).float()
+    # Some networks scale or cap what the head gives; only their own full pass has it right.
+    logits = network(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[keep]
+    return lambda part: logits[part].float()
+
+
+def slices(rows: int, vocabulary: int) -> Iterator[slice]:
+    """Slices over `rows` whose logits take at most some 64 MiB each."""
+    size = max(1, _MOST_BYTES // (4 * vocabulary))
+    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+def token_losses(network: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, scored: Tensor) -> Tensor:
+    """The negative log-likelihood of each token marked in `scored`, given those before it. [scored tokens], float64
+
+    The first token of a row has nothing before it and must not be marked.
+    """
+    # The logits at one place speak about the next token.
+    keep = scored.roll(-1, dims=1)
+    targets = input_ids[scored]
+    rows = logit_rows(network, input_ids, attention_mask, keep)
+    losses = [
+        cross_entropy(rows(part), targets[part], reduction="none").double()
+        for part in slices(len(targets), network.config.get_text_config().vocab_size)
+    ]
+    return torch.cat(losses) if losses else torch.zeros(0, dtype=torch.float64)

@@ -1,0 +1,60 @@
+"""The machine a figure was measured on: hardware and versions, and nothing that names a host, a user or a folder."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import smelt
+
+# The two ways Linux spells the processor's name, on x86 and on most ARM machines.
+_CPUINFO_NAMES = ("model name", "Model")
+
+
+def cpu_model() -> str:
+    """The processor's name as the system gives it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    named = {key.strip(): " ".join(value.split()) for key, value in fields.items()}
+    name = next((named[key] for key in _CPUINFO_NAMES if named.get(key)), "")
+    return name or platform.processor() or platform.machine()
+
+
+def gpu_model() -> str | None:
+    """The name of the first CUDA device, or None where there is none."""
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+
+
+def cores() -> int:
+    """The cores this process may run on, which in a container can be fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def machine() -> dict[str, Any]:
+    """What a reader needs to judge or repeat a measurement."""
+    facts: dict[str, Any] = {
+        "cpu": cpu_model(),
+        "cores": cores(),
+        "threads": torch.get_num_threads(),
+        "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        "os": f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} ({platform.machine()})",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": metadata.version("transformers"),
+        "smelt": smelt.__version__,
+    }
+    gpu = gpu_model()
+    if gpu is not None:
+        facts["gpu"] = gpu
+        facts["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
+    return facts

@@ -1,0 +1,206 @@
+"""Two models on the same items: how far apart they are, and how sure that is.
+
+The interval is a bootstrap over the items, both models always on the same resample. Its percentiles are widened for few
+items as Hesterberg (2015, "What Teachers Should Know About the Bootstrap") proposes. McNemar's exact test looks at the
+items that only one of the two got right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from scipy import stats
+from scipy.special import log_softmax
+
+from smelt.errors import DataError
+from smelt.measure.quality import Quality
+from smelt.measure.scores import SCORES
+
+_WORST = 10
+_COUNTS_AT_ONCE = 2**21
+
+
+@dataclass(frozen=True)
+class Change:
+    """An item whose score became worse."""
+
+    item: int
+    base: float
+    new: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The new model against the base one. Differences are new minus base; the ratio is for perplexity only."""
+
+    metric: str
+    data: str
+    higher_is_better: bool
+    items: int
+    new: float
+    base: float
+    difference: float
+    interval: tuple[float, float]
+    ratio: float | None
+    ratio_interval: tuple[float, float] | None
+    confidence: float
+    resamples: int
+    seed: int
+    gained: int | None  # items only the new model got right
+    lost: int | None  # items only the base model got right
+    mcnemar: float | None  # two-sided p-value
+    flips: float | None  # share of items with another prediction, right or wrong
+    divergence: float | None  # mean KL(base || new) of the predicted classes, in nats
+    worst: tuple[Change, ...]
+
+    @property
+    def verdict(self) -> str:
+        """In one word or so, at the stated confidence: better, worse, or no clear difference."""
+        low, high = self.interval
+        if low <= 0 <= high:
+            return "no clear difference"
+        return "better" if (low > 0) == self.higher_is_better else "worse"
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it in plain values, with the verdict. A bound that is not finite becomes null."""
+        values = asdict(self) | {"verdict": self.verdict}
+        for name in ("interval", "ratio_interval"):
+            if values[name] is not None:
+                values[name] = [bound if math.isfinite(bound) else None for bound in values[name]]
+        values["worst"] = list(values["worst"])
+        return values
+
+
+def compare(
+    new: Quality, base: Quality, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> Comparison:
+    """Compares two measurements of the same metric on the same items."""
+    _check_pair(new, base, confidence, resamples)
+    differences, ratios = _resampled(new, base, resamples, seed)
+    gained, lost = _discordant(new, base)
+    perplexities = new.metric == "perplexity"
+    return Comparison(
+        metric=new.metric,
+        data=new.data,
+        higher_is_better=new.higher_is_better,
+        items=len(new.items),
+        new=new.value,
+        base=base.value,
+        difference=new.value - base.value,
+        interval=_interval(differences, len(new.items), confidence),
+        ratio=new.value / base.value if perplexities else None,
+        ratio_interval=_interval(ratios, len(new.items), confidence) if ratios is not None else None,
+        confidence=confidence,
+        resamples=resamples,
+        seed=seed,
+        gained=gained,
+        lost=lost,
+        mcnemar=mcnemar(gained, lost) if gained is not None and lost is not None else None,
+        flips=_flips(new, base),
+        divergence=_divergence(new, base),
+        worst=_worst(new, base),
+    )
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """The two-sided exact p-value: as if each item that only one model got right were the toss of a coin."""
+    return float(min(1.0, 2 * stats.binom.cdf(min(gained, lost), gained + lost, 0.5)))
+
+
+def _check_pair(new: Quality, base: Quality, confidence: float, resamples: int) -> None:
+    if not 0 < confidence < 1 or resamples < 1:
+        raise DataError(
+            f"Confidence {confidence} or resamples {resamples} is impossible: expected 0 to 1, and at least 1."
+        )
+    if new.metric != base.metric:
+        raise DataError(f"{new.metric} and {base.metric} cannot be compared: measure both models by the same metric.")
+    same_items = len(new.items) == len(base.items) and new.settings == base.settings
+    same_items = same_items and _alike(new.weights, base.weights) and _alike(new.labels, base.labels)
+    if new.data != base.data or not same_items:
+        raise DataError(
+            f"The two models were not measured on the same items ({len(new.items):,} of {new.data}, "
+            f"{len(base.items):,} of {base.data}): measure both with the same data and settings."
+        )
+
+
+def _alike(first: np.ndarray | None, second: np.ndarray | None) -> bool:
+    if first is None or second is None:
+        return first is second
+    return np.array_equal(first, second)
+
+
+def _resampled(new: Quality, base: Quality, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """The difference in each resample, and for perplexity the ratio. [resamples]"""
+    differences, ratios = [], []
+    for counts in _sample_counts(len(new.items), resamples, seed):
+        values, references = _values(new, counts), _values(base, counts)
+        differences.append(values - references)
+        ratios.append(values / references if new.metric == "perplexity" else None)
+    joined = None if ratios[0] is None else np.concatenate([ratio for ratio in ratios if ratio is not None])
+    return np.concatenate(differences), joined
+
+
+def _sample_counts(items: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
+    """How often each item stands in each resample, some resamples at a time. [resamples, items]"""
+    generator = np.random.Generator(np.random.PCG64(seed))
+    step = max(1, _COUNTS_AT_ONCE // items)
+    for start in range(0, resamples, step):
+        rows = min(step, resamples - start)
+        drawn = generator.integers(0, items, (rows, items)) + items * np.arange(rows)[:, None]
+        yield np.bincount(drawn.ravel(), minlength=rows * items).reshape(rows, items).astype(np.float64)
+
+
+def _values(quality: Quality, counts: np.ndarray) -> np.ndarray:
+    """The metric in each resample. [resamples]"""
+    if quality.metric == "perplexity":
+        assert quality.weights is not None
+        return np.exp(counts @ (quality.weights * quality.items) / (counts @ quality.weights))
+    return SCORES[quality.metric](quality.predictions, quality.labels, counts)
+
+
+def _interval(values: np.ndarray, items: int, confidence: float) -> tuple[float, float]:
+    """Percentiles, moved outwards as far as Student's t lies outside the normal for so many items."""
+    if items < 2:
+        return -math.inf, math.inf
+    tail = (1 - confidence) / 2
+    tail = float(stats.norm.cdf(math.sqrt(items / (items - 1)) * stats.t.ppf(tail, items - 1)))
+    low, high = np.quantile(values, [tail, 1 - tail])
+    return float(low), float(high)
+
+
+def _is_right(quality: Quality) -> np.ndarray | None:
+    """Which items are right, where a prediction can be right at all. [items]"""
+    if quality.predictions is None or quality.labels is None or quality.metric in ("spearman", "pearson"):
+        return None
+    return quality.predictions == quality.labels
+
+
+def _discordant(new: Quality, base: Quality) -> tuple[int | None, int | None]:
+    right, right_before = _is_right(new), _is_right(base)
+    if right is None or right_before is None:
+        return None, None
+    return int((right & ~right_before).sum()), int((right_before & ~right).sum())
+
+
+def _flips(new: Quality, base: Quality) -> float | None:
+    if _is_right(new) is None or new.predictions is None or base.predictions is None:
+        return None
+    return float((new.predictions != base.predictions).mean())
+
+
+def _divergence(new: Quality, base: Quality) -> float | None:
+    if new.logits is None or base.logits is None or new.logits.shape != base.logits.shape or new.logits.shape[1] < 2:
+        return None
+    log_new, log_base = (log_softmax(logits.astype(np.float64), axis=1) for logits in (new.logits, base.logits))
+    return float((np.exp(log_base) * (log_base - log_new)).sum(axis=1).mean())
+
+
+def _worst(new: Quality, base: Quality) -> tuple[Change, ...]:
+    """The items that lost the most, worst first."""
+    gain = (new.items - base.items) * (1 if new.higher_is_better else -1)
+    order = np.argsort(gain, kind="stable")[:_WORST]
+    return tuple(Change(int(item), float(base.items[item]), float(new.items[item])) for item in order if gain[item] < 0)

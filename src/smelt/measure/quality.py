@@ -1,0 +1,53 @@
+"""Quality: what a measurement of a model on data gave, with the score of every item so that two can be compared."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from smelt.errors import DataError
+
+
+@dataclass(frozen=True, eq=False)
+class Quality:
+    """One metric on one set of data.
+
+    `items` holds a score an item, better in the same direction as the metric: 1 or 0 for right or wrong, the mean
+    negative log-likelihood of a window, closeness in rank. `weights` are the tokens a window counts for. Predictions,
+    labels and logits are there where the metric is made of them.
+    """
+
+    metric: str
+    value: float
+    higher_is_better: bool
+    data: str
+    items: np.ndarray  # [items]
+    weights: np.ndarray | None = None  # [items]
+    predictions: np.ndarray | None = None  # [items]
+    labels: np.ndarray | None = None  # [items]
+    logits: np.ndarray | None = None  # [items, labels]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The result in plain values, with the number of items in place of the items."""
+        return {
+            "metric": self.metric,
+            "value": self.value,
+            "higher_is_better": self.higher_is_better,
+            "data": self.data,
+            "items": len(self.items),
+            "settings": dict(self.settings),
+        }
+
+
+def meets(quality: Quality, minimum: float | None = None, maximum: float | None = None) -> bool:
+    """Whether the value is at least the minimum (metrics where more is better) or at most the maximum (perplexity)."""
+    if minimum is not None and not quality.higher_is_better:
+        raise DataError(f"A minimum makes no sense for {quality.metric}, where less is better: give a maximum.")
+    if maximum is not None and quality.higher_is_better:
+        raise DataError(f"A maximum makes no sense for {quality.metric}, where more is better: give a minimum.")
+    # A value that is not a number must not pass, hence "is within" and not "is not beyond".
+    above = minimum is None or quality.value >= minimum
+    return above and (maximum is None or quality.value <= maximum)

@@ -1,0 +1,102 @@
+"""Scores of predictions against labels: accuracy, F1, Matthews, Pearson and Spearman correlation.
+
+Every score takes `counts`, how often each item stands in the sample: [items], or [resamples, items] for many samples at
+once, which is what makes the bootstrap fast. Without them every item stands once. The result has the shape of `counts`
+without its last dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+Score = Callable[..., np.ndarray]
+
+
+def accuracy(predictions: np.ndarray, labels: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+    """The share of predictions that are right."""
+    counts = _counts(labels, counts)
+    return counts @ (predictions == labels).astype(float) / counts.sum(axis=-1)
+
+
+def f1(predictions: np.ndarray, labels: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+    """F1 of class 1 where the classes are 0 and 1; with more classes, the mean of each class's F1 (macro)."""
+    counts = _counts(labels, counts)
+    classes = _classes(predictions, labels)
+    classes = np.array([1]) if set(classes) <= {0, 1} else classes
+    predicted, actual = predictions[:, None] == classes, labels[:, None] == classes  # [items, classes]
+    right = counts @ (predicted & actual).astype(float)  # [..., classes]
+    claimed_and_actual = counts @ (predicted.astype(float) + actual)
+    # A class that the sample lacks altogether takes no part in the mean.
+    present = claimed_and_actual > 0
+    each = np.divide(2 * right, claimed_and_actual, out=np.zeros_like(right), where=present)
+    return each.sum(axis=-1) / np.maximum(present.sum(axis=-1), 1)
+
+
+def matthews(predictions: np.ndarray, labels: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+    """Matthews correlation, for two or more classes; 0 where predictions or labels are all the same."""
+    counts = _counts(labels, counts)
+    classes = _classes(predictions, labels)
+    predicted = counts @ (predictions[:, None] == classes).astype(float)  # [..., classes]
+    actual = counts @ (labels[:, None] == classes).astype(float)
+    right, total = counts @ (predictions == labels).astype(float), counts.sum(axis=-1)
+    covariance = right * total - (predicted * actual).sum(axis=-1)
+    spread = (total**2 - (predicted**2).sum(axis=-1)) * (total**2 - (actual**2).sum(axis=-1))
+    return _ratio(covariance, np.sqrt(spread))
+
+
+def pearson(predictions: np.ndarray, labels: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+    """Pearson correlation; 0 where predictions or labels are all the same."""
+    counts = _counts(labels, counts)
+    return _weighted_pearson(predictions.astype(float), labels.astype(float), counts)
+
+
+def spearman(predictions: np.ndarray, labels: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
+    """Spearman correlation: Pearson's of the ranks, ties sharing their mean rank."""
+    counts = _counts(labels, counts)
+    return _weighted_pearson(ranks(predictions, counts), ranks(labels, counts), counts)
+
+
+def ranks(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Each value's rank in the sample, from 1, ties sharing their mean rank. The shape of `counts`"""
+    distinct, group = np.unique(values, return_inverse=True)
+    order = np.argsort(group, kind="stable")
+    starts = np.searchsorted(group[order], np.arange(len(distinct)))
+    sizes = np.add.reduceat(counts[..., order], starts, axis=-1)  # [..., distinct values]
+    return (np.cumsum(sizes, axis=-1) - (sizes - 1) / 2)[..., group]
+
+
+SCORES: dict[str, Score] = {
+    "accuracy": accuracy,
+    "f1": f1,
+    "matthews": matthews,
+    "spearman": spearman,
+    "pearson": pearson,
+}
+CLASS_SCORES = ("accuracy", "f1", "matthews")
+
+
+def _counts(labels: np.ndarray, counts: np.ndarray | None) -> np.ndarray:
+    return np.ones(len(labels)) if counts is None else counts
+
+
+def _classes(predictions: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    return np.union1d(predictions, labels)
+
+
+def _weighted_pearson(first: np.ndarray, second: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    first, second = _centred(first, counts), _centred(second, counts)
+    spread = np.sqrt((counts * first**2).sum(axis=-1) * (counts * second**2).sum(axis=-1))
+    return _ratio((counts * first * second).sum(axis=-1), spread)
+
+
+def _centred(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Distances from the mean; those that are only its rounding error are none."""
+    mean = (counts * values).sum(axis=-1, keepdims=True) / counts.sum(axis=-1, keepdims=True)
+    distances = values - mean
+    return np.where(np.abs(distances) > 1e-13 * np.abs(mean), distances, 0.0)
+
+
+def _ratio(above: np.ndarray, below: np.ndarray) -> np.ndarray:
+    return np.divide(above, below, out=np.zeros_like(np.asarray(above, dtype=float)), where=np.asarray(below) > 0)

@@ -1,0 +1,141 @@
+"""Quality on labelled data: of a classifier or regressor by its logits, of an embedding model by the cosine of pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from smelt.data.batches import Batch, check_positive, labelled_batches
+from smelt.data.labelled import LabelledData
+from smelt.errors import DataError
+from smelt.measure.logits import evaluating
+from smelt.measure.quality import Quality
+from smelt.measure.scores import CLASS_SCORES, SCORES, ranks
+from smelt.models.model import Model
+from smelt.progress import Silent, Watcher
+
+Outputs = Callable[[LabelledData, Callable[[Batch], Tensor]], np.ndarray]
+
+
+def task_quality(
+    model: Model,
+    data: LabelledData,
+    *,
+    metric: str | None = None,
+    max_length: int = 128,
+    batch_size: int = 32,
+    limit: int | None = None,
+    watcher: Watcher = Silent(),  # noqa: B008
+) -> Quality:
+    """The metric over all items or the first `limit`. The default is accuracy for classes and Spearman for numbers."""
+    check_positive(limit=limit)
+    data = data if limit is None else data.take(range(min(limit, len(data))))
+    embedding = model.task == "embedding"
+    numbers = embedding or data.regression or model.network.config.num_labels == 1
+    metric = _checked_metric(metric, numbers)
+    outputs: Outputs = partial(_outputs, model, max_length, batch_size, watcher)
+    logits = None if embedding else outputs(data, lambda batch: model.network(**batch).logits)
+    labels = data.labels if numbers else _model_labels(model, data)
+    predictions = _closeness(model, data, outputs) if logits is None else _predictions(logits, labels, data, numbers)
+    return Quality(
+        metric=metric,
+        value=float(SCORES[metric](predictions, labels)),
+        higher_is_better=True,
+        data=data.name,
+        items=_closeness_in_rank(predictions, labels) if numbers else (predictions == labels).astype(np.float64),
+        predictions=predictions,
+        labels=labels,
+        logits=logits,
+        settings={"max_length": max_length, "items": len(data)} | ({"pooling": "mean"} if embedding else {}),
+    )
+
+
+def _outputs(
+    model: Model,
+    max_length: int,
+    batch_size: int,
+    watcher: Watcher,
+    data: LabelledData,
+    compute: Callable[[Batch], Tensor],
+) -> np.ndarray:
+    """What `compute` gives for each item, in the items' order. Runs in order of length, so that little is padded."""
+    if model.tokenizer is None:
+        raise DataError(f"{model.source or 'This model'} has no tokenizer: text cannot be measured with it.")
+    # A decoder that knows no padding token cannot find the end of a shorter row in a batch.
+    batch_size = batch_size if model.network.config.pad_token_id is not None else 1
+    order = sorted(
+        range(len(data)), key=lambda item: len(data.first[item]) + len(data.second[item] if data.second else "")
+    )
+    batches = labelled_batches(
+        data.take(order),
+        model.tokenizer,
+        samples=None,
+        max_length=max_length,
+        batch_size=batch_size,
+        seed=0,
+        shuffle=False,
+    )
+    rows = []
+    with evaluating(model.network):
+        for batch in watcher.track(batches, "evaluation"):
+            inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
+            rows.append(compute(inputs).float().cpu().numpy())
+    return np.concatenate(rows)[np.argsort(order)]
+
+
+def _checked_metric(metric: str | None, numbers: bool) -> str:
+    allowed = [name for name in SCORES if (name in CLASS_SCORES) != numbers]
+    if metric is None:
+        return allowed[0]
+    if metric not in allowed:
+        what = "numbers" if numbers else "classes"
+        raise DataError(f"The metric '{metric}' does not fit labels that are {what}: use {' or '.join(allowed)}.")
+    return metric
+
+
+def _model_labels(model: Model, data: LabelledData) -> np.ndarray:
+    """The labels as the model numbers them: by name where both the file and the model have names."""
+    numbers = {str(name).lower(): number for name, number in model.network.config.label2id.items()}
+    if data.classes is None or not all(name.lower() in numbers for name in data.classes):
+        return data.labels
+    return np.array([numbers[name.lower()] for name in data.classes], dtype=np.int64)[data.labels]
+
+
+def _predictions(logits: np.ndarray, labels: np.ndarray, data: LabelledData, numbers: bool) -> np.ndarray:
+    outputs = logits.shape[1]
+    if numbers:
+        if outputs != 1:
+            raise DataError(f"{data.name} has numbers as labels, but the model tells {outputs} classes apart.")
+        return logits[:, 0].astype(np.float64)
+    if outputs <= labels.max():
+        raise DataError(f"{data.name} has the label {labels.max()}, but the model tells only {outputs} classes apart.")
+    return logits.argmax(axis=1)
+
+
+def _closeness(model: Model, data: LabelledData, outputs: Outputs) -> np.ndarray:
+    """The cosine between the embeddings of each pair. [items]"""
+    if data.second is None:
+        raise DataError(
+            f"{data.name} has single texts, but an embedding model is measured on pairs: name a second column."
+        )
+    first = outputs(replace(data, second=None), partial(_embedded, model))
+    second = outputs(replace(data, first=data.second, second=None), partial(_embedded, model))
+    return (first * second).sum(axis=1, dtype=np.float64)
+
+
+def _embedded(model: Model, inputs: Batch) -> Tensor:
+    """The mean of the last hidden states over the real tokens, at length one. [rows, hidden size]"""
+    states = model.network(**inputs).last_hidden_state  # [rows, tokens, hidden size]
+    mask = inputs["attention_mask"][:, :, None].to(states.dtype)
+    return normalize((states * mask).sum(dim=1) / mask.sum(dim=1), dim=1)
+
+
+def _closeness_in_rank(predictions: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """1 where an item has the same rank among predictions as among labels, towards 0 the further apart. [items]"""
+    once = np.ones(len(labels))
+    return 1 - np.abs(ranks(predictions, once) - ranks(labels, once)) / len(labels)

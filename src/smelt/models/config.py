@@ -1,0 +1,108 @@
+"""config.json, read with suspicion: nothing in it may run code, fetch something, or ask for absurd memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
+
+from smelt.errors import ModelError
+from smelt.models.jsonfile import one_line, read_object
+from smelt.models.quiet import quiet_transformers
+
+# Keys that name code, kernels, files or machines instead of describing the network.
+_INSTRUCTIONS = {
+    "auto_map",
+    "attn_implementation",
+    "experts_implementation",
+    "custom_pipelines",
+    "distributed_config",
+    "fusion_config",
+    "transformers_weights",
+}
+_DTYPES = {"float32", "float16", "bfloat16", "float64"}
+
+# The largest believable value of a size, far above any model that exists.
+_LARGEST = {
+    **dict.fromkeys(["num_hidden_layers", "num_layers", "n_layer", "n_layers", "depths"], 1_000),
+    **dict.fromkeys(["encoder_layers", "decoder_layers"], 1_000),
+    **dict.fromkeys(["num_attention_heads", "num_key_value_heads", "num_heads", "n_head", "n_heads"], 2**12),
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 2**12),
+    **dict.fromkeys(["hidden_size", "hidden_sizes", "n_embd", "d_model", "dim", "embedding_size", "head_dim"], 2**20),
+    **dict.fromkeys(["intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "word_embed_proj_dim"], 2**20),
+    **dict.fromkeys(["image_size", "patch_size", "num_channels", "num_labels", "type_vocab_size"], 2**20),
+    "vocab_size": 2**24,
+    **dict.fromkeys(["max_position_embeddings", "n_positions"], 2**27),
+}
+
+_GENERATION_KEYS = {
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("do_sample", "temperature", "top_k", "top_p", "repetition_penalty", "max_length", "max_new_tokens"),
+}
+
+
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The transformers config of a folder in Hugging Face format."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json; a model folder in Hugging Face format is expected.")
+    return config_from(read_object(folder / "config.json"), str(folder / "config.json"))
+
+
+def config_from(values: dict[str, Any], where: str) -> PreTrainedConfig:
+    """The transformers config with these values; `where` names their source in errors."""
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelError(f"{where} does not say its model_type, so Smelt cannot tell what network it describes.")
+    if model_type not in CONFIG_MAPPING:
+        raise ModelError(
+            f"{where} has the model_type {model_type!r:.80}, which transformers {transformers.__version__} does not "
+            "know; Smelt never runs code that comes with a model."
+        )
+    if values.get("quantization_config"):
+        raise ModelError(f"{where} describes an already quantised model; give the unquantised one.")
+    try:
+        _check_sizes(values, where, smallest=1)
+        with quiet_transformers():
+            return CONFIG_MAPPING[model_type].from_dict(_description_only(values))
+    except ModelError:
+        raise
+    except Exception as error:  # a foreign constructor fed with foreign values may raise anything
+        raise ModelError(f"{where} is not a usable {model_type} config ({one_line(error)}).") from error
+
+
+def _check_sizes(values: dict[str, Any], where: str, smallest: int) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            # A layer of a pruned network may have lost everything; a whole network may not.
+            _check_sizes(value, where, smallest=0 if key == "per_layer_config" else smallest)
+        elif key in _LARGEST:
+            for size in value if isinstance(value, list) else [value]:
+                if size is not None and not (type(size) is int and smallest <= size <= _LARGEST[key]):
+                    limits = f"{smallest} to {_LARGEST[key]}"
+                    raise ModelError(f"{where} has {key} = {value!r:.80}; a whole number from {limits} is expected.")
+
+
+def _description_only(values: dict[str, Any]) -> dict[str, Any]:
+    """The values without private fields and without instructions, at every depth."""
+    kept: dict[str, Any] = {}
+    for key, value in values.items():
+        if key.startswith("_") or key in _INSTRUCTIONS:
+            continue
+        if key in ("dtype", "torch_dtype") and str(value) not in _DTYPES:
+            continue
+        kept[key] = _description_only(value) if isinstance(value, dict) else value
+    return kept
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """The token ids and sampling values of generation_config.json, if the folder has one."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    values = {key: value for key, value in read_object(path).items() if key in _GENERATION_KEYS}
+    try:
+        return GenerationConfig(**values)
+    except Exception as error:  # as above: foreign code on foreign values
+        raise ModelError(f"{path} is not a usable generation config ({one_line(error)}).") from error

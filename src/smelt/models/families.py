@@ -1,0 +1,222 @@
+"""Where each model family keeps its parts. A family is data: paths from the backbone, and the names of its attributes.
+
+To add a family, add a row to FAMILIES; methods never name one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from smelt.errors import ModelError
+
+Residual = Literal["pre", "post"]
+
+
+@dataclass(frozen=True)
+class AttentionPaths:
+    """Paths from a block to its attention. `holder` is the module that runs it and may be replaced as a whole."""
+
+    holder: str
+    queries: str
+    keys: str
+    values: str
+    output: str
+    head_dim: str = "head_dim"
+    # Attributes of the holder that its forward reads and that change with the heads: name -> "heads" or "width".
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    # The name of an argument that carries one plane a head (MPNet's shared position bias), sliced to the kept heads.
+    head_planes: str | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Queries, keys and values live in one module, in that order."""
+        return self.queries == self.keys == self.values
+
+
+@dataclass(frozen=True)
+class FeedForwardPaths:
+    """Paths from a block to its feed-forward: what writes the filters (up, and gate where there is one), what reads them."""
+
+    writers: tuple[str, ...]
+    output: str
+
+
+@dataclass(frozen=True)
+class ChannelPaths:
+    """A convolution and its norm inside a residual block, and the convolution that reads its channels."""
+
+    writer: str
+    norm: str
+    output: str
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of architectures. `blocks` is the path of the block list from `network.base_model`."""
+
+    name: str
+    model_types: tuple[str, ...]
+    blocks: str
+    residual: Residual
+    causal: bool = False  # a position attends to earlier ones only
+    returns_tuple: bool = False  # a block returns (hidden states, ...) and not the hidden states themselves
+    attention: AttentionPaths | None = None
+    feed_forward: FeedForwardPaths | None = None
+    channels: tuple[tuple[ChannelPaths, ...], ...] = ()  # alternatives; the one whose paths all exist holds
+    # Names in the configuration of what differs between layers after surgery, where transformers has a field for it.
+    config_names: Mapping[str, str] = field(default_factory=dict)
+    # The configuration flag that turns a pre-norm family into a post-norm one when false (OPT-350m).
+    pre_norm_flag: str | None = None
+
+
+_LLAMA_ATTENTION = AttentionPaths(
+    holder="self_attn",
+    queries="self_attn.q_proj",
+    keys="self_attn.k_proj",
+    values="self_attn.v_proj",
+    output="self_attn.o_proj",
+)
+_BERT_ATTENTION = AttentionPaths(
+    holder="attention.self",
+    queries="attention.self.query",
+    keys="attention.self.key",
+    values="attention.self.value",
+    output="attention.output.dense",
+    head_dim="attention_head_size",
+    attributes={"num_attention_heads": "heads", "all_head_size": "width"},
+)
+_GROUPED_NAMES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "filters": "intermediate_size"}
+_PLAIN_NAMES = {"heads": "num_attention_heads", "filters": "intermediate_size"}
+
+FAMILIES: tuple[Family, ...] = (
+    Family(
+        name="llama",
+        model_types=("llama", "mistral", "qwen2", "qwen3", "smollm3"),
+        blocks="layers",
+        residual="pre",
+        causal=True,
+        attention=_LLAMA_ATTENTION,
+        feed_forward=FeedForwardPaths(writers=("mlp.up_proj", "mlp.gate_proj"), output="mlp.down_proj"),
+        config_names=_GROUPED_NAMES,
+    ),
+    Family(
+        name="bert",
+        model_types=("bert", "roberta", "xlm-roberta", "camembert"),
+        blocks="encoder.layer",
+        residual="post",
+        attention=_BERT_ATTENTION,
+        feed_forward=FeedForwardPaths(writers=("intermediate.dense",), output="output.dense"),
+        config_names=_PLAIN_NAMES,
+    ),
+    Family(
+        name="distilbert",
+        model_types=("distilbert",),
+        blocks="transformer.layer",
+        residual="post",
+        attention=AttentionPaths(
+            holder="attention",
+            queries="attention.q_lin",
+            keys="attention.k_lin",
+            values="attention.v_lin",
+            output="attention.out_lin",
+            head_dim="attention_head_size",
+            attributes={"n_heads": "heads"},
+        ),
+        feed_forward=FeedForwardPaths(writers=("ffn.lin1",), output="ffn.lin2"),
+        config_names={"heads": "n_heads", "filters": "hidden_dim"},
+    ),
+    Family(
+        name="mpnet",
+        model_types=("mpnet",),
+        blocks="encoder.layer",
+        residual="post",
+        returns_tuple=True,
+        attention=AttentionPaths(
+            holder="attention.attn",
+            queries="attention.attn.q",
+            keys="attention.attn.k",
+            values="attention.attn.v",
+            output="attention.attn.o",
+            head_dim="attention_head_size",
+            attributes={"num_attention_heads": "heads", "all_head_size": "width"},
+            head_planes="position_bias",
+        ),
+        feed_forward=FeedForwardPaths(writers=("intermediate.dense",), output="output.dense"),
+        config_names=_PLAIN_NAMES,
+    ),
+    Family(
+        name="vit",
+        model_types=("vit",),
+        blocks="layers",
+        residual="pre",
+        attention=AttentionPaths(
+            holder="attention",
+            queries="attention.q_proj",
+            keys="attention.k_proj",
+            values="attention.v_proj",
+            output="attention.o_proj",
+            attributes={"num_attention_heads": "heads"},
+        ),
+        feed_forward=FeedForwardPaths(writers=("mlp.fc1",), output="mlp.fc2"),
+        config_names=_PLAIN_NAMES,
+    ),
+    Family(
+        name="gpt2",
+        model_types=("gpt2",),
+        blocks="h",
+        residual="pre",
+        causal=True,
+        attention=AttentionPaths(
+            holder="attn",
+            queries="attn.c_attn",
+            keys="attn.c_attn",
+            values="attn.c_attn",
+            output="attn.c_proj",
+            attributes={"num_heads": "heads", "split_size": "width"},
+        ),
+        feed_forward=FeedForwardPaths(writers=("mlp.c_fc",), output="mlp.c_proj"),
+        config_names={"heads": "n_head", "filters": "n_inner"},
+    ),
+    Family(
+        name="opt",
+        model_types=("opt",),
+        blocks="decoder.layers",
+        residual="pre",
+        causal=True,
+        attention=AttentionPaths(
+            holder="self_attn",
+            queries="self_attn.q_proj",
+            keys="self_attn.k_proj",
+            values="self_attn.v_proj",
+            output="self_attn.out_proj",
+            attributes={"num_heads": "heads"},
+        ),
+        feed_forward=FeedForwardPaths(writers=("fc1",), output="fc2"),
+        config_names={"heads": "num_attention_heads", "filters": "ffn_dim"},
+        pre_norm_flag="do_layer_norm_before",
+    ),
+    Family(
+        name="resnet",
+        model_types=("resnet",),
+        blocks="encoder.stages.*.layers",
+        residual="post",
+        channels=(
+            (
+                ChannelPaths("layer.0.convolution", "layer.0.normalization", "layer.1.convolution"),
+                ChannelPaths("layer.1.convolution", "layer.1.normalization", "layer.2.convolution"),
+            ),
+            (ChannelPaths("layer.0.convolution", "layer.0.normalization", "layer.1.convolution"),),
+        ),
+    ),
+)
+
+
+def family_of(model_type: str) -> Family:
+    """The family of a configuration's `model_type`."""
+    for family in FAMILIES:
+        if model_type in family.model_types:
+            return family
+    known = ", ".join(sorted(kind for family in FAMILIES for kind in family.model_types))
+    raise ModelError(f"the architecture {model_type!r} is not one Smelt can take apart; it knows {known}.")

@@ -1,0 +1,146 @@
+"""GGML's block formats as pure NumPy: packed bytes in, float32 out. The layouts are those of the public GGML format.
+
+A quantised row is a run of blocks; a block holds 32 (or, in the K formats, 256) weights that share scales. Each decoder
+takes blocks as bytes, [blocks, bytes of a block], and gives their weights, [blocks, weights of a block].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Bytes = NDArray[np.uint8]
+Floats = NDArray[np.float32]
+
+# Decoding in pieces keeps the temporary arrays in cache and small beside the result.
+_WEIGHTS_AT_ONCE = 2**20
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """One of GGML's tensor types: how many weights a block holds, in how many bytes, and how to read them."""
+
+    name: str
+    weights: int
+    bytes: int
+    decode: Callable[[Bytes], Floats]
+
+
+def dequantize(data: Bytes, block_format: BlockFormat, shape: tuple[int, ...]) -> Floats:
+    """The float32 tensor of the given shape that `data` holds; its size must fit exactly."""
+    blocks = data.reshape(-1, block_format.bytes)
+    weights = np.empty((len(blocks), block_format.weights), dtype=np.float32)
+    step = max(1, _WEIGHTS_AT_ONCE // block_format.weights)
+    for start in range(0, len(blocks), step):
+        weights[start : start + step] = block_format.decode(np.ascontiguousarray(blocks[start : start + step]))
+    return weights.reshape(shape)
+
+
+def _f32(blocks: Bytes) -> Floats:
+    return blocks.view("<f4").astype(np.float32, copy=False)
+
+
+def _f16(blocks: Bytes) -> Floats:
+    return blocks.view("<f2").astype(np.float32)
+
+
+def _bf16(blocks: Bytes) -> Floats:
+    # bfloat16 is the upper half of a float32.
+    return (blocks.view("<u2").astype(np.uint32) << 16).view(np.float32)
+
+
+def _half(blocks: Bytes, start: int) -> Floats:
+    """The float16 at byte `start` of each block, [blocks, 1]."""
+    return _f16(np.ascontiguousarray(blocks[:, start : start + 2]))
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """All low halves, then all high halves: [..., n] -> [..., 2 n]."""
+    return np.concatenate([packed & 0x0F, packed >> 4], axis=-1)
+
+
+def _fifth_bits(packed: Bytes) -> Bytes:
+    """32 bits in 4 bytes, lowest first, each as 0 or 16: [blocks, 4] -> [blocks, 32]."""
+    return np.unpackbits(packed, axis=-1, bitorder="little") * np.uint8(16)
+
+
+def _q4_0(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).astype(np.float32) - 8)
+
+
+def _q4_1(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).astype(np.float32) + _half(blocks, 2)
+
+
+def _q5_0(blocks: Bytes) -> Floats:
+    levels = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
+    return _half(blocks, 0) * (levels.astype(np.float32) - 16)
+
+
+def _q5_1(blocks: Bytes) -> Floats:
+    levels = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
+    return _half(blocks, 0) * levels.astype(np.float32) + _half(blocks, 2)
+
+
+def _q8_0(blocks: Bytes) -> Floats:
+    return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+
+
+def _scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:
+    """Eight 6-bit scales and eight 6-bit minima in 12 bytes: [blocks, 12] -> two of [blocks, 8, 1].
+
+    The first four of each lie in the low six bits of bytes 0-3 and 4-7. The other four have their low halves in the
+    nibbles of bytes 8-11 and their upper two bits in what bytes 0-7 left free.
+    """
+    first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate([first & 0x3F, (third & 0x0F) | (first >> 6 << 4)], axis=-1)
+    minima = np.concatenate([second & 0x3F, (third >> 4) | (second >> 6 << 4)], axis=-1)
+    return scales[..., None].astype(np.float32), minima[..., None].astype(np.float32)
+
+
+def _scaled_groups(blocks: Bytes, levels: Bytes) -> Floats:
+    """Q4_K and Q5_K: eight groups of 32 levels, each with its scale and minimum."""
+    scales, minima = _scales_and_minima(blocks[:, 4:16])
+    scales = _half(blocks, 0)[..., None] * scales
+    minima = _half(blocks, 2)[..., None] * minima
+    return (scales * levels.astype(np.float32) - minima).reshape(-1, 256)
+
+
+def _q4_k(blocks: Bytes) -> Floats:
+    levels = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    return _scaled_groups(blocks, levels)
+
+
+def _q5_k(blocks: Bytes) -> Floats:
+    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    group = np.arange(8, dtype=np.uint8)[:, None]
+    fifth: Bytes = (blocks[:, None, 16:48] >> group) & np.uint8(1)  # bit g of byte l is that of weight l in group g
+    return _scaled_groups(blocks, low | fifth * np.uint8(16))
+
+
+def _q6_k(blocks: Bytes) -> Floats:
+    # Two halves of 128 weights: four runs of 32, with low nibbles in 64 bytes and the upper two bits in 32 bytes.
+    low = _nibbles(blocks[:, 0:128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
+    shift = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
+    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shift & 3) * np.uint8(16)
+    levels = (low | high).reshape(-1, 16, 16).astype(np.float32) - 32
+    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)  # one for each 16 weights
+    return ((_half(blocks, 208) * scales)[..., None] * levels).reshape(-1, 256)
+
+
+FORMATS = {
+    0: BlockFormat("F32", 1, 4, _f32),
+    1: BlockFormat("F16", 1, 2, _f16),
+    2: BlockFormat("Q4_0", 32, 18, _q4_0),
+    3: BlockFormat("Q4_1", 32, 20, _q4_1),
+    6: BlockFormat("Q5_0", 32, 22, _q5_0),
+    7: BlockFormat("Q5_1", 32, 24, _q5_1),
+    8: BlockFormat("Q8_0", 32, 34, _q8_0),
+    12: BlockFormat("Q4_K", 256, 144, _q4_k),
+    13: BlockFormat("Q5_K", 256, 176, _q5_k),
+    14: BlockFormat("Q6_K", 256, 210, _q6_k),
+    30: BlockFormat("BF16", 1, 2, _bf16),
+}

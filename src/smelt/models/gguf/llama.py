@@ -1,0 +1,183 @@
+"""Llama-like networks from GGUF (llama, qwen2, qwen3): their metadata as a config, their tensors renamed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from smelt.errors import ModelError
+from smelt.models.config import config_from
+from smelt.models.gguf.blocks import Floats
+from smelt.models.gguf.reader import GgufFile
+
+_CLASS_OF_ARCHITECTURE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+_OUTER_NAMES = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
+_ROTARY_FACTORS = "rope_freqs.weight"
+
+# Llama 3.x files carry only the factors; these published constants are then the same in all of them.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+def gguf_config(file: GgufFile) -> PreTrainedConfig:
+    """The transformers config that the file's metadata and tensors describe."""
+    architecture = _architecture(file)
+    heads = _whole(file, f"{architecture}.attention.head_count")
+    width = _whole(file, f"{architecture}.embedding_length")
+    head_dim = _whole(file, f"{architecture}.attention.key_length", default=width // heads)
+    values = {
+        "model_type": architecture,
+        "architectures": [_CLASS_OF_ARCHITECTURE[architecture]],
+        "hidden_size": width,
+        "intermediate_size": _whole(file, f"{architecture}.feed_forward_length"),
+        "num_hidden_layers": _whole(file, f"{architecture}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _whole(file, f"{architecture}.attention.head_count_kv", default=heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": _whole(file, f"{architecture}.context_length"),
+        "rms_norm_eps": _real(file, f"{architecture}.attention.layer_norm_rms_epsilon"),
+        "vocab_size": _vocabulary_size(file),
+        "tie_word_embeddings": "output.weight" not in file.entries,
+        "rope_parameters": _rotary_parameters(file, architecture, head_dim),
+        **_special_tokens(file),
+    }
+    return config_from(values, str(file.path))
+
+
+def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
+    """The tensors' shapes under their transformers names."""
+    return {name: file.entries[source].shape for source, name in _names(file)}
+
+
+def gguf_tensors(file: GgufFile, config: PreTrainedConfig) -> dict[str, Tensor]:
+    """The tensors in float32 under their transformers names."""
+    permuted = _architecture(file) == "llama"
+    tensors = {}
+    for source, name in _names(file):
+        weights = file.tensor(source)
+        if permuted and ".q_proj." in name:
+            weights = _rotary_halves(weights, config.num_attention_heads)
+        if permuted and ".k_proj." in name:
+            weights = _rotary_halves(weights, config.num_key_value_heads)
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(weights))
+    return tensors
+
+
+def _names(file: GgufFile) -> Iterator[tuple[str, str]]:
+    """Pairs of a tensor's name in the file and in transformers."""
+    for source in file.entries:
+        match = _BLOCK.fullmatch(source)
+        if source in _OUTER_NAMES:
+            yield source, _OUTER_NAMES[source]
+        elif match and match[2] in _BLOCK_NAMES:
+            yield source, f"model.layers.{int(match[1])}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
+        elif source != _ROTARY_FACTORS:
+            raise ModelError(f"{file.path} holds the tensor {source!r:.80}, which Smelt does not know.")
+
+
+def _rotary_halves(weights: Floats, heads: int) -> Floats:
+    """Rows of q or k from GGUF's order to transformers': rotating pairs side by side -> first halves, second halves."""
+    if len(weights) % (2 * heads):
+        return weights  # a wrong shape, which the comparison with the config reports
+    paired = weights.reshape(heads, -1, 2, *weights.shape[1:])  # [heads, head_dim / 2, 2, ...]
+    return paired.swapaxes(1, 2).reshape(weights.shape)
+
+
+def _architecture(file: GgufFile) -> str:
+    architecture = file.metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in _CLASS_OF_ARCHITECTURE:
+        known = ", ".join(_CLASS_OF_ARCHITECTURE)
+        raise ModelError(f"{file.path} has the architecture {architecture!r:.80}; Smelt reads {known} from GGUF.")
+    return architecture
+
+
+def _vocabulary_size(file: GgufFile) -> int:
+    if "token_embd.weight" not in file.entries:
+        raise ModelError(f"{file.path} has no token_embd.weight; a split GGUF must be joined into one file first.")
+    return file.entries["token_embd.weight"].shape[0]
+
+
+def _special_tokens(file: GgufFile) -> dict[str, int]:
+    """The ids of special tokens, as far as the file gives them and they exist."""
+    sources = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    ids = {field: file.metadata.get(f"tokenizer.ggml.{source}_token_id") for field, source in sources.items()}
+    size = _vocabulary_size(file)
+    return {field: number for field, number in ids.items() if type(number) is int and 0 <= number < size}
+
+
+def _rotary_parameters(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
+    if _whole(file, f"{architecture}.rope.dimension_count", default=head_dim) != head_dim:
+        raise ModelError(f"{file.path} rotates only a part of each head, which Smelt does not read from GGUF.")
+    theta = _real(file, f"{architecture}.rope.freq_base", default=10000.0)
+    scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if _ROTARY_FACTORS in file.entries:
+        return {"rope_theta": theta, **_llama3_scaling(file, theta, head_dim)}
+    if scaling == "none":
+        return {"rope_theta": theta, "rope_type": "default"}
+    factor = _real(file, f"{architecture}.rope.scaling.factor")
+    if scaling == "linear":
+        return {"rope_theta": theta, "rope_type": "linear", "factor": factor}
+    if scaling == "yarn":
+        original = _whole(file, f"{architecture}.rope.scaling.original_context_length")
+        return {
+            "rope_theta": theta,
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+        }
+    raise ModelError(f"{file.path} scales its rotary positions by {scaling!r:.40}, which Smelt does not read.")
+
+
+def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3's parameters behind the factors in the file, accepted only when they give back the same factors."""
+    factors = file.tensor(_ROTARY_FACTORS).ravel()
+    factor = float(factors.max())
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    # 1 for short waves, 0 for long ones, a ramp between
+    kept = np.clip((_LLAMA3["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
+    expected = 1 / ((1 - kept) / factor + kept) if factor > 0 else None
+    if expected is None or factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
+        raise ModelError(f"{file.path} has rotary factors of a kind that Smelt does not know.")
+    return {"rope_type": "llama3", "factor": round(factor, 3), **_LLAMA3}
+
+
+def _whole(file: GgufFile, key: str, default: int | None = None) -> int:
+    value = file.metadata.get(key, default)
+    if type(value) is not int or value < 1:
+        raise ModelError(f"{file.path} has {key} = {value!r:.40}; a positive whole number is expected.")
+    return value
+
+
+def _real(file: GgufFile, key: str, default: float | None = None) -> float:
+    value = file.metadata.get(key, default)
+    # The file holds a float32; its shortest decimal is what its maker wrote (1e-05, not 9.999999747378752e-06).
+    number = float(str(np.float32(value))) if isinstance(value, float) else math.nan
+    if not 0 < number < math.inf:
+        raise ModelError(f"{file.path} has {key} = {value!r:.40}; a positive number is expected.")
+    return number

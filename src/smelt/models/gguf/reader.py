@@ -1,0 +1,194 @@
+"""The GGUF container, read with suspicion: each count, length and offset is checked before it is used.
+
+Layout (little-endian): magic, version, number of tensors, number of metadata pairs; the pairs; a line on each tensor
+(name, dimensions, type, offset); padding to the alignment; the tensors' bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from smelt.errors import ModelError
+from smelt.models.gguf.blocks import FORMATS, BlockFormat, Bytes, Floats, dequantize
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_MOST_TENSORS = 2**16
+_MOST_PAIRS = 2**12
+_MOST_STRINGS = 2**20  # in one array; the largest vocabularies and merge lists have half as many
+_MOST_DIMENSIONS = 4
+_LARGEST_ALIGNMENT = 2**16
+
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+_STRING = 8
+_ARRAY = 9
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies in the file. The shape is in PyTorch's order, slowest dimension first."""
+
+    name: str
+    shape: tuple[int, ...]
+    format: BlockFormat
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GgufFile:
+    """A checked GGUF file: its metadata and the places of its tensors."""
+
+    path: Path
+    metadata: dict[str, Any]
+    entries: dict[str, TensorEntry]
+    data: Bytes
+
+    def tensor(self, name: str) -> Floats:
+        """The tensor's weights as float32."""
+        entry = self.entries[name]
+        return dequantize(self.data[entry.begin : entry.end], entry.format, entry.shape)
+
+
+class _Damage(Exception):
+    """What is wrong with the file; `read_gguf` adds the file's name."""
+
+
+class _Cursor:
+    """Walks through the bytes and never past their end."""
+
+    def __init__(self, data: Bytes):
+        self.data = data
+        self.position = 0
+
+    def take(self, count: int) -> Bytes:
+        if count > len(self.data) - self.position:
+            raise _Damage("it is cut off, or a length in it is wrong")
+        self.position += count
+        return self.data[self.position - count : self.position]
+
+    def number(self, layout: str) -> Any:
+        return struct.unpack(layout, self.take(struct.calcsize(layout)).tobytes())[0]
+
+    def text(self) -> str:
+        raw = self.take(self.number("<Q")).tobytes()
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:
+            raise _Damage("a text in it is not UTF-8") from None
+
+    def count(self, most: int, what: str) -> int:
+        value = int(self.number("<Q"))
+        if value > most:
+            raise _Damage(f"it claims {value} {what}; at most {most} are believable")
+        return value
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """The file's metadata and tensor entries; tensor bytes stay on disk until they are asked for."""
+    try:
+        data: Bytes = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error}).") from error
+    try:
+        metadata, entries = _read_header(_Cursor(data))
+    except _Damage as damage:
+        raise ModelError(f"{path} is not a usable GGUF file: {damage}.") from None
+    return GgufFile(path, metadata, entries, data)
+
+
+def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorEntry]]:
+    if cursor.take(4).tobytes() != _MAGIC:
+        raise _Damage("it does not begin with GGUF")
+    version = cursor.number("<I")
+    if version not in _VERSIONS:
+        raise _Damage(f"its version is {version}; versions 2 and 3 are read")
+    tensor_count = cursor.count(_MOST_TENSORS, "tensors")
+    metadata = _read_metadata(cursor, cursor.count(_MOST_PAIRS, "metadata pairs"))
+    entries = _read_entries(cursor, tensor_count, _alignment(metadata))
+    return metadata, entries
+
+
+def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for _ in range(count):
+        key = cursor.text()
+        if key in metadata:
+            raise _Damage(f"the metadata key {key!r:.80} is there twice")
+        metadata[key] = _read_value(cursor, cursor.number("<I"))
+    return metadata
+
+
+def _read_value(cursor: _Cursor, kind: int) -> Any:
+    if kind == _STRING:
+        return cursor.text()
+    if kind == _ARRAY:
+        return _read_array(cursor)
+    if kind not in _SCALARS:
+        raise _Damage(f"a metadata value has the unknown type {kind}")
+    return cursor.number(_SCALARS[kind])
+
+
+def _read_array(cursor: _Cursor) -> Any:
+    """A list of texts, or a NumPy view of numbers. Arrays of arrays are in no model we read."""
+    kind = cursor.number("<I")
+    if kind == _STRING:
+        return [cursor.text() for _ in range(cursor.count(_MOST_STRINGS, "texts in an array"))]
+    if kind not in _SCALARS:
+        raise _Damage(f"an array in its metadata has elements of the unsupported type {kind}")
+    layout = np.dtype(_SCALARS[kind])
+    length = int(cursor.number("<Q"))
+    return cursor.take(length * layout.itemsize).view(layout)
+
+
+def _alignment(metadata: dict[str, Any]) -> int:
+    alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 8 <= alignment <= _LARGEST_ALIGNMENT or alignment % 8:
+        raise _Damage(f"its alignment is {alignment!r:.40}; a multiple of 8 up to {_LARGEST_ALIGNMENT} is expected")
+    return alignment
+
+
+def _read_entries(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorEntry]:
+    lines = [_read_line(cursor) for _ in range(count)]
+    data_start = cursor.position + -cursor.position % alignment
+    entries: dict[str, TensorEntry] = {}
+    for name, shape, block_format, offset in lines:
+        begin = data_start + offset
+        end = begin + math.prod(shape) // block_format.weights * block_format.bytes
+        if name in entries:
+            raise _Damage(f"the tensor {name!r:.80} is there twice")
+        if offset % alignment or end > len(cursor.data):
+            raise _Damage(f"the tensor {name!r:.80} lies outside of the file or off its alignment")
+        entries[name] = TensorEntry(name, shape, block_format, begin, end)
+    _check_overlap(entries)
+    return entries
+
+
+def _read_line(cursor: _Cursor) -> tuple[str, tuple[int, ...], BlockFormat, int]:
+    name = cursor.text()
+    rank = cursor.number("<I")
+    if not 1 <= rank <= _MOST_DIMENSIONS:
+        raise _Damage(f"the tensor {name!r:.80} has {rank} dimensions; 1 to {_MOST_DIMENSIONS} are expected")
+    shape = tuple(int(cursor.number("<Q")) for _ in range(rank))[::-1]
+    kind, offset = cursor.number("<I"), int(cursor.number("<Q"))
+    if kind not in FORMATS:
+        known = ", ".join(block_format.name for block_format in FORMATS.values())
+        raise _Damage(f"the tensor {name!r:.80} has the type {kind}; Smelt reads {known}")
+    if 0 in shape or math.prod(shape) >= 2**63 or shape[-1] % FORMATS[kind].weights:
+        raise _Damage(f"the tensor {name!r:.80} has the impossible shape {list(shape)} for its type")
+    return name, shape, FORMATS[kind], offset
+
+
+def _check_overlap(entries: dict[str, TensorEntry]) -> None:
+    """Tensors that share bytes would let a small file ask for a lot of memory."""
+    position = 0
+    for entry in sorted(entries.values(), key=lambda entry: entry.begin):
+        if entry.begin < position:
+            raise _Damage(f"the tensor {entry.name!r:.80} overlaps another")
+        position = entry.end

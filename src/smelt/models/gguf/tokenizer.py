@@ -1,0 +1,191 @@
+"""A fast tokenizer from GGUF metadata: byte-level BPE (`gpt2`) or SentencePiece BPE with byte fallback (`llama`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from smelt.errors import ModelError
+from smelt.models.gguf.reader import GgufFile
+from smelt.models.jsonfile import one_line
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+_LONGEST_PIECE = 256  # characters; SentencePiece makes pieces of at most a few dozen
+
+# How text is cut into words before merging: the published patterns of Llama 3 and Qwen 2, which differ in how many
+# digits go together.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """The metadata that every tokenizer needs."""
+
+    tokens: list[str]
+    kinds: list[int]
+    metadata: dict[str, Any]
+
+    def of_kind(self, *kinds: int) -> list[str]:
+        return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds]
+
+    def special(self, name: str) -> str | None:
+        """The token that the metadata names for a role: bos, eos, unknown, padding."""
+        number = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
+        return self.tokens[number] if type(number) is int and 0 <= number < len(self.tokens) else None
+
+
+def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase | None:
+    """The file's tokenizer, or None where it has none."""
+    kind = file.metadata.get("tokenizer.ggml.model")
+    if kind in (None, "none"):
+        return None
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(f"{file.path} has a tokenizer of the kind {kind!r:.40}; Smelt reads gpt2 and llama from GGUF.")
+    vocabulary = _read_vocabulary(file)
+    try:
+        tokenizer = _byte_level(vocabulary) if kind == "gpt2" else _sentence_piece(vocabulary)
+        _add_special_tokens(tokenizer, vocabulary)
+        return _wrapped(tokenizer, vocabulary)
+    except ModelError as error:
+        raise ModelError(f"{file.path} {error}") from None
+    except Exception as error:  # the tokenizers library raises plain Exception
+        raise ModelError(f"{file.path} has a tokenizer that cannot be built ({one_line(error)}).") from error
+
+
+def _read_vocabulary(file: GgufFile) -> _Vocabulary:
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise ModelError(f"{file.path} has a tokenizer without tokens.")
+    kinds = _numbers(file, "tokenizer.ggml.token_type", len(tokens), default=_NORMAL)
+    return _Vocabulary(tokens, [int(kind) for kind in kinds], file.metadata)
+
+
+def _numbers(file: GgufFile, key: str, length: int, default: float) -> Any:
+    values = file.metadata.get(key)
+    if values is None:
+        return np.full(length, default)
+    if not isinstance(values, np.ndarray) or len(values) != length:
+        raise ModelError(f"{file.path} has a {key} that is not one number for each token.")
+    return values
+
+
+def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
+    merges = vocabulary.metadata.get("tokenizer.ggml.merges", [])
+    if not isinstance(merges, list):
+        raise ModelError("has a tokenizer whose merges are not texts.")
+    name = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: number for number, token in enumerate(vocabulary.tokens)},
+            merges=[_halves(merge) for merge in merges],
+            ignore_merges=name == "llama-bpe",
+        )
+    )
+    if name == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_word_splits(name))
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _halves(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _word_splits(name: Any) -> list[Any]:
+    """The pre-tokenizer of that name. Another one would give other tokens, so an unknown name is an error."""
+    if name in ("gpt-2", "default"):
+        return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    if name == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return [digits, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    if name in ("qwen2", "llama-bpe"):
+        words = Regex(_WORDS.replace("DIGITS", "" if name == "qwen2" else "{1,3}"))
+        return [
+            pre_tokenizers.Split(words, behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    raise ModelError(f"has the pre-tokenizer {name!r:.40}; Smelt knows gpt-2, default, smollm, qwen2 and llama-bpe.")
+
+
+def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={token: number for number, token in enumerate(vocabulary.tokens)},
+            merges=list(_merges_from_scores(vocabulary)),
+            unk_token=vocabulary.special("unknown") or next(iter(vocabulary.of_kind(_UNKNOWN)), None),
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    replace = normalizers.Replace(" ", "▁")
+    unmark = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", True):
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace])
+        tokenizer.decoder = decoders.Sequence([*unmark, decoders.Strip(" ", 1, 0)])
+    else:
+        tokenizer.normalizer = replace
+        tokenizer.decoder = decoders.Sequence(unmark)
+    return tokenizer
+
+
+def _merges_from_scores(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
+    """SentencePiece merges the neighbours whose union has the best score; as an ordered list of pairs that is every
+    way to cut a piece into two known ones, best piece first."""
+    scores = vocabulary.metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
+        raise ModelError("has a tokenizer without one score for each token.")
+    number = {token: index for index, token in enumerate(vocabulary.tokens)}
+    pieces = [index for index, kind in enumerate(vocabulary.kinds) if kind == _NORMAL]
+    for index in sorted(pieces, key=lambda index: -scores[index]):
+        piece = vocabulary.tokens[index]
+        if len(piece) > _LONGEST_PIECE:
+            raise ModelError(f"has a token of {len(piece)} characters; at most {_LONGEST_PIECE} are believable.")
+        cuts = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
+        known = [pair for pair in cuts if pair[0] in number and pair[1] in number]
+        yield from sorted(known, key=lambda pair: (number[pair[0]], number[pair[1]]))
+
+
+def _add_special_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
+    """Control tokens are found in text before any splitting; a start or end token is added where the file says so."""
+    controls = vocabulary.of_kind(_CONTROL, _UNKNOWN)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in controls])
+    own = vocabulary.of_kind(_USER_DEFINED)
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
+    start = [token for token in [vocabulary.special("bos")] if token and _adds(vocabulary, "bos")]
+    end = [token for token in [vocabulary.special("eos")] if token and _adds(vocabulary, "eos")]
+    if start or end:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*start, "$A", *end],
+            pair=[*start, "$A", *end, *start, "$B", *end],
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in {*start, *end}],
+        )
+
+
+def _adds(vocabulary: _Vocabulary, name: str) -> bool:
+    """Whether that token is added to every text. Older files do not say; then the model's family decides."""
+    family = vocabulary.metadata.get("tokenizer.ggml.model"), vocabulary.metadata.get("tokenizer.ggml.pre")
+    usual = name == "bos" and (family[0] == "llama" or family[1] == "llama-bpe")
+    return bool(vocabulary.metadata.get(f"tokenizer.ggml.add_{name}_token", usual))
+
+
+def _wrapped(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> PreTrainedTokenizerBase:
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    roles = {role: vocabulary.special(name) for role, name in names.items()}
+    template = vocabulary.metadata.get("tokenizer.chat_template")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=template if isinstance(template, str) else None,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+        **{role: token for role, token in roles.items() if token is not None},
+    )

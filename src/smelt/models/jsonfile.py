@@ -1,0 +1,46 @@
+"""JSON objects from files that nobody vouches for: broken, nested without end, or with a key given twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from smelt.errors import ModelError
+
+_LARGEST_FILE = 64 * 2**20
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, or a ModelError that names the file."""
+    try:
+        if path.stat().st_size > _LARGEST_FILE:
+            raise ModelError(f"{path} is larger than {_LARGEST_FILE // 2**20} MiB, too large for the JSON of a model.")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}.") from error
+    return parse_object(raw, str(path))
+
+
+def parse_object(raw: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in `raw`; `where` names it in the error."""
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"{where} is not valid JSON ({one_line(error)}).") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{where} holds a JSON {type(value).__name__} where an object is expected.")
+    return value
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        raise ValueError("a key is given twice")
+    return value
+
+
+def one_line(error: BaseException) -> str:
+    """What a foreign error says, short and without line breaks, to be put into a sentence of ours."""
+    words = " ".join(str(error).split())[:200].rstrip(".")
+    return words if " " in words else f"{type(error).__name__} {words}".strip()

@@ -1,0 +1,140 @@
+"""Loading: a bundled name, a folder, a GGUF file or a hub id becomes a model. No code that comes with it is run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from smelt.errors import ModelError, ResourceError
+from smelt.models.bundled import BUNDLED, ensure_bundled
+from smelt.models.config import read_config, read_generation_config
+from smelt.models.gguf import gguf_config, gguf_shapes, gguf_tensors, gguf_tokenizer, read_gguf
+from smelt.models.jsonfile import one_line
+from smelt.models.model import Model
+from smelt.models.network import empty_network, fill_network, matching_network
+from smelt.models.quiet import quiet_transformers
+from smelt.models.weights import float_dtype, read_headers, read_safetensors
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_FILE_SUFFIXES = {".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml"}
+_TOKENIZER_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+]
+_FROM_HUB = [
+    *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
+    *(*_TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+]
+
+
+def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Model:
+    """The model that `spec` names, in eval mode, in its file's own float dtype unless another is asked for."""
+    _check_device(device)
+    path = resolve(spec)
+    if _is_artifact(path):
+        from smelt.models.artifact import load_artifact
+
+        return load_artifact(path, dtype=dtype, device=device)
+    network, tokenizer = _load_gguf(path, dtype) if path.is_file() else _load_folder(path, dtype)
+    try:
+        return Model(network.to(device), tokenizer, source=str(spec))
+    except torch.OutOfMemoryError as error:
+        raise ResourceError(f"{spec} does not fit into the memory of {device}; load it on the CPU.") from error
+
+
+def load_config(spec: str | Path) -> PreTrainedConfig:
+    """The config of the model that `spec` names, without its weights."""
+    path = resolve(spec, config_only=True)
+    return gguf_config(read_gguf(path)) if path.is_file() else read_config(path)
+
+
+def skeleton(spec: str | Path) -> PreTrainedModel:
+    """The network that `spec` names on the meta device: shapes without memory."""
+    path = resolve(spec, config_only=True)
+    if _is_artifact(path):
+        # The widths of its layers are known only to its own loader.
+        return load(path).network.to("meta")
+    return empty_network(load_config(path), str(spec))
+
+
+def resolve(spec: str | Path, *, config_only: bool = False) -> Path:
+    """The folder or GGUF file that `spec` names, fetched first if need be (from the hub perhaps its config only)."""
+    if str(spec) in BUNDLED:
+        return ensure_bundled(str(spec))
+    path = Path(spec).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix.lower() == ".gguf"):
+        return path
+    if path.exists():
+        raise ModelError(f"{spec} is a file that Smelt does not load; give the model's folder or a .gguf file.")
+    if isinstance(spec, str) and _HUB_ID.fullmatch(spec) and path.suffix.lower() not in _FILE_SUFFIXES:
+        return _fetch_from_hub(spec, ["config.json"] if config_only else _FROM_HUB)
+    bundled = ", ".join(BUNDLED)
+    raise ModelError(f"no model at {spec}; give a bundled name ({bundled}), a folder, a .gguf file or a hub id.")
+
+
+def _fetch_from_hub(hub_id: str, patterns: list[str]) -> Path:
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=patterns))
+    except LocalEntryNotFoundError as error:
+        raise ModelError(f"no folder {hub_id} here, and the hub cannot be reached to fetch it from there.") from error
+    except GatedRepoError as error:
+        raise ModelError(f"{hub_id} is gated: accept its terms on the hub and log in with `hf auth login`.") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"no folder {hub_id} here, and the hub has no model of that name (or it is private)."
+        ) from error
+    except Exception as error:  # network stacks raise many kinds
+        raise ModelError(f"{hub_id} could not be fetched from the hub ({one_line(error)}).") from error
+
+
+def _is_artifact(path: Path) -> bool:
+    return (path / "smelt.json").is_file()
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ModelError(f"the device {device!r} is not usable here ({one_line(error)}); use cpu.") from error
+
+
+def _load_folder(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    config = read_config(folder)
+    headers = read_headers(folder)
+    empty = matching_network(config, {name: header.shape for name, header in headers.items()}, str(folder))
+    network = fill_network(empty, read_safetensors(folder), dtype or float_dtype(headers), str(folder))
+    generation = read_generation_config(folder)
+    if generation is not None and network.can_generate():
+        network.generation_config = generation
+    return network, load_tokenizer(folder, config)
+
+
+def load_tokenizer(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder in Hugging Face format, or None where it has no tokenizer files."""
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(
+                str(folder), config=config, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # foreign code on foreign values
+        raise ModelError(f"the tokenizer in {folder} cannot be loaded ({one_line(error)}).") from error
+
+
+def _load_gguf(path: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    file = read_gguf(path)
+    config = gguf_config(file)
+    empty = matching_network(config, gguf_shapes(file), str(path))
+    tokenizer = gguf_tokenizer(file)
+    network = fill_network(empty, gguf_tensors(file, config), dtype or torch.float32, str(path))
+    return network, tokenizer

@@ -1,0 +1,58 @@
+"""The model: a trained network, its tokenizer, and the list of what was done to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from smelt.errors import ModelError
+from smelt.models.anatomy import Anatomy, anatomy_of
+
+_TASK_OF_HEAD = {
+    "ForCausalLM": "language",
+    "LMHeadModel": "language",
+    "ForSequenceClassification": "classification",
+    "ForImageClassification": "images",
+    "ForMaskedLM": "masked-language",
+}
+
+
+@dataclass
+class Model:
+    """A network with its tokenizer. `history` lists the steps that were applied, as they stood in their recipes."""
+
+    network: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None = None
+    source: str = ""
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def anatomy(self) -> Anatomy:
+        """The structural view, read afresh from the network as it is now."""
+        return anatomy_of(self.network)
+
+    @property
+    def task(self) -> str:
+        """What the head is for: language, classification, images, masked-language, or embedding (no head)."""
+        name = type(self.network).__name__
+        return next((task for head, task in _TASK_OF_HEAD.items() if name.endswith(head)), "embedding")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.network.parameters()).device
+
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.network.parameters())
+
+    @torch.no_grad()
+    def generate(self, prompt: str, max_new_tokens: int = 32) -> str:
+        """The prompt's greedy continuation."""
+        if self.task != "language" or self.tokenizer is None:
+            raise ModelError(f"{self.source or 'this model'} cannot generate text: it has no language head or tokenizer.")
+        inputs = self.tokenizer(prompt, return_tensors="pt").to(self.device)
+        output: Tensor = self.network.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        return str(self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))

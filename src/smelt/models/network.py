@@ -1,0 +1,102 @@
+"""From a config and tensors to a network: shapes are compared on the meta device before real memory is touched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from smelt.errors import ModelError
+from smelt.models.jsonfile import one_line
+from smelt.models.quiet import quiet_transformers
+
+_AUTO_CLASS_OF_HEAD = {
+    "ForCausalLM": transformers.AutoModelForCausalLM,
+    "LMHeadModel": transformers.AutoModelForCausalLM,
+    "ForSequenceClassification": transformers.AutoModelForSequenceClassification,
+    "ForImageClassification": transformers.AutoModelForImageClassification,
+    "ForMaskedLM": transformers.AutoModelForMaskedLM,
+}
+
+# An encoder without a head is often saved without the pooler on its first token, which then nobody reads. Under a
+# classifier the pooler's name has a prefix, and its loss is not harmless.
+_HARMLESS_WHEN_MISSING = "pooler."
+
+
+def empty_network(config: PreTrainedConfig, where: str) -> PreTrainedModel:
+    """The network that the config describes, on the meta device: shapes without memory."""
+    try:
+        with torch.device("meta"), quiet_transformers():
+            return _auto_class(config).from_config(config, trust_remote_code=False)
+    except Exception as error:  # a foreign constructor fed with foreign values may raise anything
+        raise ModelError(
+            f"{where} does not describe a network that transformers can build ({one_line(error)})."
+        ) from error
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    name = str((config.architectures or [""])[0])
+    return next((auto for head, auto in _AUTO_CLASS_OF_HEAD.items() if name.endswith(head)), transformers.AutoModel)
+
+
+def matching_network(config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]], where: str) -> PreTrainedModel:
+    """The empty network of the config, unless the shapes of the weights already show that they are not its own."""
+    layers = getattr(config, "num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > len(shapes):
+        raise ModelError(
+            f"{where}: the config describes {layers} blocks, but the weights hold only {len(shapes)} tensors."
+        )
+    empty = empty_network(config, where)
+    for name, expected in empty.state_dict().items():
+        if name in shapes and shapes[name] != tuple(expected.shape):
+            raise ModelError(
+                f"{where}: {name} is {list(shapes[name])}, but the config makes it {list(expected.shape)}."
+            )
+    wanted = sum(parameter.numel() for parameter in empty.parameters())
+    held = sum(math.prod(shape) for shape in shapes.values())
+    # Names can differ between the file and the network, so the exact comparison comes after loading; this bound keeps
+    # a lying config from allocating much more than the file holds. Twice, for heads that share the embedding.
+    if wanted > 2 * held + 2**20:
+        raise ModelError(f"{where}: the config describes {wanted} parameters, but the weights hold only {held}.")
+    return empty
+
+
+def fill_network(empty: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype, where: str) -> PreTrainedModel:
+    """The network with these tensors in it, in eval mode. transformers sees no file here, only names and tensors."""
+    try:
+        # What a file may lack is initialised at random; a fixed seed makes that the same every time.
+        with quiet_transformers(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            network, report = type(empty).from_pretrained(
+                None,
+                config=empty.config,
+                state_dict=tensors,
+                dtype=dtype,
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # foreign code on foreign values
+        raise ModelError(f"{where} cannot be loaded ({one_line(error)}).") from error
+    _check_report(report, where)
+    return network
+
+
+def _check_report(report: dict[str, Any], where: str) -> None:
+    mismatched = sorted(name for name, *_ in report["mismatched_keys"])
+    if mismatched:
+        raise ModelError(f"{where}: {_some(mismatched)} of another shape in the weights than the config makes it.")
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith(_HARMLESS_WHEN_MISSING))
+    if missing:
+        raise ModelError(f"{where}: {_some(missing)} missing from the weights; Smelt does not make up weights.")
+    if report["error_msgs"]:
+        raise ModelError(f"{where} cannot be loaded ({' '.join(' '.join(report['error_msgs']).split())[:200]}).")
+
+
+def _some(names: list[str]) -> str:
+    if len(names) == 1:
+        return f"{names[0]} is"
+    return f"{', '.join(names[:3])}{' and others' if len(names) > 3 else ''} are"

@@ -1,0 +1,62 @@
+"""Progress of long work: one line with a bar and the time left, on standard error; silent when nobody watches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+Item = TypeVar("Item")
+
+
+class Watcher(Protocol):
+    """Sees work go by: `track` wraps what a loop runs over."""
+
+    def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]: ...
+
+
+class Silent:
+    """A watcher that shows nothing."""
+
+    def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+        yield from items
+
+
+class Bars:
+    """A watcher that draws a bar a loop, nested loops below each other."""
+
+    def __init__(self, progress: Progress):
+        self._progress = progress
+
+    def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
+        if total is None and hasattr(items, "__len__"):
+            total = len(items)
+        task = self._progress.add_task(what, total=total)
+        try:
+            for item in items:
+                yield item
+                self._progress.advance(task)
+        finally:
+            self._progress.remove_task(task)
+
+
+@contextmanager
+def bars() -> Iterator[Watcher]:
+    """Bars on a terminal, silence elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield Silent()
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield Bars(progress)

@@ -1,0 +1,81 @@
+"""Retraining-free pruning: Fisher mask search, rearrangement, mask tuning (Kwon et al., NeurIPS 2022).
+
+The loss is expanded to second order in one mask a unit at m = 1, with the empirical Fisher as Hessian: the importance
+of unit i is sum over mini-batches of (d mean loss / d m_i)^2, and the loss of a choice the sum over what it removes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from smelt.budget import Budget
+from smelt.calibrate.gradients import all_mask_gradients
+from smelt.method import Context, method, one_of
+from smelt.models.anatomy import Anatomy
+from smelt.models.model import Model
+from smelt.prune.finish import Finisher, cut, cut_and_repair
+from smelt.prune.frame import Scores, StructuredPruning
+from smelt.prune.rearrange import rearrange
+from smelt.prune.search import Choice
+
+
+@method(
+    "fisher",
+    paper="Kwon et al., A Fast Post-Training Pruning Framework for Transformers, NeurIPS 2022 (arXiv 2204.09656)",
+    needs=("calibration data", "labels or text", "gradients"),
+)
+@dataclass(frozen=True)
+class Fisher(StructuredPruning):
+    """Search heads and filters by the Fisher information, rearrange them within layers, repair what is left."""
+
+    finish: str = "full"
+    rearranged: bool = True  # re-choose within each layer by the block-diagonal Fisher
+    teacher: str = "dense"  # what the repair is fitted to: dense, or assistant (the same search at sqrt(budget))
+    published: bool = False  # tune with the released code's special cases: see `finisher`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self.name, "teacher", self.teacher, ("dense", "assistant"))
+
+    def observe(self, anatomy: Anatomy, context: Context) -> list[np.ndarray]:
+        """Each part's gradients: [mini-batches, units]."""
+        gradients = all_mask_gradients(anatomy, context.batches, context.watcher, context.checkpoint)
+        return np.split(gradients, np.cumsum([part.units for part in anatomy.parts])[:-1], axis=1)
+
+    def scores(self, anatomy: Anatomy, seen: list[np.ndarray], context: Context) -> Scores:
+        return [np.square(gradients, dtype=np.float64).sum(0) for gradients in seen]
+
+    def refine(self, anatomy: Anatomy, choice: Choice, seen: list[np.ndarray]) -> Choice:
+        if not self.rearranged:
+            return choice
+        return [rearrange(gradients, kept) for gradients, kept in zip(seen, choice, strict=True)]
+
+    def repair(
+        self, model: Model, choice: Choice, scores: Scores, seen: list[np.ndarray], context: Context
+    ) -> dict[str, Any]:
+        if self.finish == "none":
+            cut(model.network, choice)
+            return {}
+        assistant = None
+        if self.teacher == "assistant":
+            larger = Budget(self.budget.measure, math.sqrt(self.budget.keep))
+            assistant = self.choose(model.anatomy, scores, context, larger)
+        return cut_and_repair(model, choice, self.finisher(model), context, assistant)
+
+    def finisher(self, model: Model) -> Finisher:
+        """The released code leaves the first attention alone, fits the last feed-forward of a classifier on its first
+        token only, and stops for good at the first solve that fails."""
+        plain = super().finisher(model)
+        if not self.published:
+            return plain
+        return Finisher(
+            kind="tune",
+            solver="lsmr",
+            published=True,
+            first_token_at_the_end=model.task == "classification" and not model.anatomy.family.causal,
+            skip_first_token=False,
+        )

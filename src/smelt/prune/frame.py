@@ -1,0 +1,147 @@
+"""The frame that every structured pruning method stands in: observe, score, choose under a budget, cut, repair.
+
+A method brings its scores. The frame brings prices, the search, the repair of what is left, surgery, and the facts.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from smelt.budget import Budget
+from smelt.errors import BudgetError, RecipeError
+from smelt.measure.cost import Workload, block_cost, block_parameters, fixed_cost, unit_costs
+from smelt.method import Context, Method, one_of, within
+from smelt.models.anatomy import Anatomy, Part
+from smelt.models.model import Model
+from smelt.prune.finish import Finisher, cut, cut_and_repair
+from smelt.prune.latency import choose_under_latency
+from smelt.prune.search import Candidates, Choice, search, search_threshold, search_uniform
+
+Scores = list[np.ndarray]
+SPREADS: dict[str, Callable[[Sequence[Candidates], float], Choice]] = {
+    "global": search,
+    "uniform": search_uniform,
+    "threshold": search_threshold,
+}
+
+
+@dataclass(frozen=True)
+class StructuredPruning(Method):
+    """Remove whole heads, filters and channels until a budget is met."""
+
+    budget: Budget
+    tokens: int | None = None  # sequence length that MACs and latency are counted for; None: the data's mean
+    cap: float | None = None  # largest share a layer may lose; None: all of it in encoders, half in decoders
+    multiple: int = 1  # filters are kept in multiples of this
+    head_multiple: int = 1  # heads (or their groups) are kept in multiples of this
+    finish: str = "none"  # repair: none, tune (a scale a unit), full (the whole output projection)
+    solver: str = "lsmr"  # for tune: lsmr (the paper's) or ridge (scale-free damping)
+    damping: float = 0.01  # of ridge and full, relative to the mean of the Gram's diagonal
+    intercept: bool = True  # of full: fit a bias too
+
+    spread: ClassVar[str] = "global"
+
+    def __post_init__(self) -> None:
+        one_of(self.name, "finish", self.finish, ("none", "tune", "full"))
+        one_of(self.name, "solver", self.solver, ("lsmr", "ridge"))
+        within(self.name, "multiple", self.multiple, 1, 4096)
+        within(self.name, "head_multiple", self.head_multiple, 1, 1024)
+        within(self.name, "damping", self.damping, 1e-8, 1e3)
+        if self.cap is not None:
+            within(self.name, "cap", self.cap, 0.0, 1.0)
+        if self.tokens is not None:
+            within(self.name, "tokens", self.tokens, 1, 1_000_000)
+        if self.budget.measure == "latency" and self.spread != "global":
+            raise RecipeError(f"{self.name} cannot search under a latency budget; fisher can.")
+
+    def observe(self, anatomy: Anatomy, context: Context) -> Any:
+        """What the method must see of the model before it can score: gradients, moments, or nothing."""
+        return None
+
+    @abstractmethod
+    def scores(self, anatomy: Anatomy, seen: Any, context: Context) -> Scores:
+        """How much each unit matters, a vector for every part."""
+
+    def refine(self, anatomy: Anatomy, choice: Choice, seen: Any) -> Choice:
+        """A second look at which units stay, the number in each part given."""
+        return choice
+
+    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+        anatomy = model.anatomy
+        self._check_repair(anatomy)
+        before = block_parameters(anatomy)
+        seen = self.observe(anatomy, context)
+        scores = self.scores(anatomy, seen, context)
+        choice = self.refine(anatomy, self.choose(anatomy, scores, context, self.budget), seen)
+        facts = self.repair(model, choice, scores, seen, context)
+        removed = before - block_parameters(model.anatomy)
+        if removed <= 0 and self.budget.keep < 1:
+            raise BudgetError(f"{self.name} removed nothing under the budget {self.budget.to_json()}.")
+        return {"parameters_removed": removed, "block_parameters_before": before, **facts}
+
+    def choose(self, anatomy: Anatomy, scores: Scores, context: Context, budget: Budget) -> Choice:
+        """The units to keep under a budget."""
+        if budget.keep == 1:
+            return [np.arange(part.units) for part in anatomy.parts]
+        workload = self.workload(anatomy, context)
+        if budget.measure == "latency":
+            candidates = self.candidates(anatomy, scores, [0.0] * len(scores))
+            return choose_under_latency(anatomy, candidates, budget.keep, workload, context.seed)
+        measure: Any = budget.measure
+        candidates = self.candidates(anatomy, scores, unit_costs(anatomy, measure, workload))
+        capacity = budget.keep * block_cost(anatomy, measure, workload) - fixed_cost(anatomy, measure, workload)
+        return SPREADS[self.spread](candidates, capacity)
+
+    def candidates(self, anatomy: Anatomy, scores: Scores, prices: Sequence[float]) -> list[Candidates]:
+        """Units as the search sees them, with the floors that protect a network from losing too much in one place."""
+        return [
+            Candidates(
+                kind=part.kind,
+                importance=np.asarray(score, dtype=np.float64),
+                price=price,
+                floor=self.floor(anatomy, part),
+                multiple=self.head_multiple if part.kind == "heads" else self.multiple,
+            )
+            for part, score, price in zip(anatomy.parts, scores, prices, strict=True)
+        ]
+
+    def floor(self, anatomy: Anatomy, part: Part) -> int:
+        """At least so many units stay: what `cap` leaves; one channel; one unit at the ends of a decoder."""
+        causal = anatomy.family.causal
+        cap = self.cap if self.cap is not None else (0.5 if causal else 1.0)
+        least = part.units - int(np.floor(part.units * cap + 1e-9))
+        ends = causal and part.block in (0, 1, len(anatomy.blocks) - 1)
+        return max(least, 1 if part.kind == "channels" or ends else 0)
+
+    def workload(self, anatomy: Anatomy, context: Context) -> Workload:
+        size = getattr(anatomy.network.config, "image_size", 224)
+        image_size = size if isinstance(size, int) else 224
+        return Workload(tokens=self.tokens or max(1, round(context.mean_tokens)), image_size=image_size)
+
+    def repair(self, model: Model, choice: Choice, scores: Scores, seen: Any, context: Context) -> dict[str, Any]:
+        """Cut to the choice and repair what is left."""
+        if self.finish == "none":
+            cut(model.network, choice)
+            return {}
+        return cut_and_repair(model, choice, self.finisher(model), context)
+
+    def finisher(self, model: Model) -> Finisher:
+        causal = model.anatomy.family.causal
+        return Finisher(
+            kind=self.finish,
+            solver=self.solver,
+            damping=self.damping,
+            intercept=self.intercept,
+            skip_first_token=causal,
+        )
+
+    def _check_repair(self, anatomy: Anatomy) -> None:
+        if self.finish != "none" and any(part.kind == "channels" for part in anatomy.parts):
+            raise RecipeError(
+                f"finish: {self.finish} is for attention and feed-forward parts; for convolutions use finish: none."
+            )

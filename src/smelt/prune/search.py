@@ -1,0 +1,174 @@
+"""Choosing which units to keep under a budget: an exact search, one ratio for every layer, or one global threshold.
+
+The exact search (Kwon et al., 2022): all heads cost the same and so do all filters, so for every number of heads the
+best heads and the best filters that still fit are two prefixes of two sorted lists, and the best pair wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from smelt.errors import BudgetError
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The units of one part as the search sees them: their importance, price, and how many must or may stay."""
+
+    kind: str
+    importance: np.ndarray  # [units]
+    price: float
+    floor: int = 0  # at least so many stay
+    multiple: int = 1  # the number kept is a multiple of this (or all)
+
+    def ranking(self) -> np.ndarray:
+        """Units from most to least important; ties by position, so that the choice is the same everywhere."""
+        return np.argsort(-self.importance, kind="stable")
+
+
+Choice = list[np.ndarray]  # the positions kept in each part, ascending
+
+
+def cost(parts: Sequence[Candidates], choice: Choice) -> float:
+    return sum(part.price * len(kept) for part, kept in zip(parts, choice, strict=True))
+
+
+def kept_importance(parts: Sequence[Candidates], choice: Choice) -> float:
+    return float(sum(part.importance[kept].sum() for part, kept in zip(parts, choice, strict=True)))
+
+
+def search(parts: Sequence[Candidates], capacity: float) -> Choice:
+    """The choice of most importance that costs at most `capacity`.
+
+    Exact for two prices (heads and filters). With more prices (convolutions) units go in order of importance a price.
+    """
+    forced = [forced_count(part) for part in parts]
+    left = capacity - sum(part.price * count for part, count in zip(parts, forced, strict=True))
+    _check_floor(left, capacity)
+    items = [_items(part, count) for part, count in zip(parts, forced, strict=True)]
+    groups: dict[tuple[str, float], list[int]] = {}
+    for position, part in enumerate(parts):
+        groups.setdefault((part.kind, part.price * part.multiple), []).append(position)
+    if len(groups) <= 2:
+        taken = _two_prefixes(list(groups.values()), [price for _, price in groups], items, left)
+    else:
+        taken = _by_density(parts, items, left)
+    return [
+        np.sort(part.ranking()[: min(count + took * part.multiple, len(part.importance))])
+        for part, count, took in zip(parts, forced, taken, strict=True)
+    ]
+
+
+def search_uniform(parts: Sequence[Candidates], capacity: float) -> Choice:
+    """The same share of every layer: heads first to the nearest count, then filters to fill what is left."""
+    full = sum(part.price * len(part.importance) for part in parts)
+    share = min(1.0, max(0.0, capacity / full))
+    counts = [_rounded(part, share, up=part.kind == "heads") for part in parts]
+    flexible = [i for i, part in enumerate(parts) if part.kind != "heads"]
+    spent = sum(parts[i].price * counts[i] for i in range(len(parts)) if i not in flexible)
+    room = capacity - spent
+    whole = sum(parts[i].price * len(parts[i].importance) for i in flexible)
+    if flexible:
+        share = min(1.0, room / whole)
+        for i in flexible:
+            counts[i] = _rounded(parts[i], share, up=False)
+    choice = [np.sort(part.ranking()[:count]) for part, count in zip(parts, counts, strict=True)]
+    _check_floor(capacity - cost(parts, choice), capacity)
+    return choice
+
+
+def search_threshold(parts: Sequence[Candidates], capacity: float) -> Choice:
+    """One global order over all units of all kinds; the least important go until the rest fits (FLAP's rule)."""
+    owner = np.concatenate([np.full(len(part.importance), i) for i, part in enumerate(parts)])
+    place = np.concatenate([np.arange(len(part.importance)) for part in parts])
+    order = np.argsort(np.concatenate([part.importance for part in parts]), kind="stable")
+    keep = [np.ones(len(part.importance), dtype=bool) for part in parts]
+    excess = sum(part.price * len(part.importance) for part in parts) - capacity
+    for item in order:
+        if excess <= 0:
+            break
+        part, mask = parts[owner[item]], keep[owner[item]]
+        if mask.sum() > part.floor:
+            mask[place[item]] = False
+            excess -= part.price
+    _check_floor(-excess, capacity)
+    return [np.flatnonzero(mask) for mask in keep]
+
+
+def forced_count(part: Candidates) -> int:
+    """How many units stay whatever the budget: the floor, rounded up to the multiple."""
+    rounded = -(-part.floor // part.multiple) * part.multiple
+    return min(rounded, len(part.importance))
+
+
+def _items(part: Candidates, forced: int) -> np.ndarray:
+    """The importance of each further bundle of `multiple` units, most important first."""
+    rest = part.importance[part.ranking()[forced:]]
+    starts = np.arange(0, len(rest), part.multiple)
+    return np.add.reduceat(rest, starts) if len(rest) else np.zeros(0)
+
+
+def _two_prefixes(
+    groups: list[list[int]], prices: list[float], items: list[np.ndarray], capacity: float
+) -> list[int]:
+    """Exact: for every count of the first group, as many of the second as fit; the best sum wins."""
+    sorted_items = [_merged(group, items) for group in groups]
+    sums = [np.concatenate([[0.0], np.cumsum(values)]) for values, _ in sorted_items]
+    if len(groups) == 1:
+        best = [_affordable(capacity, prices[0], len(sums[0]) - 1)]
+    else:
+        first = np.arange(len(sums[0]))
+        room = capacity - first * prices[0]
+        second = np.minimum(np.floor(room / prices[1] + 1e-9), len(sums[1]) - 1).astype(int)
+        value = np.where(room >= 0, sums[0] + sums[1][np.maximum(second, 0)], -np.inf)
+        top = int(value.argmax())
+        best = [top, int(second[top])]
+    taken = [0] * len(items)
+    for (_, owners), count in zip(sorted_items, best, strict=True):
+        for owner in owners[:count]:
+            taken[owner] += 1
+    return taken
+
+
+def _merged(group: list[int], items: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """All bundles of a group in one descending order, with the part each belongs to."""
+    values = np.concatenate([items[i] for i in group])
+    owners = np.concatenate([np.full(len(items[i]), i) for i in group])
+    order = np.argsort(-values, kind="stable")
+    return values[order], owners[order]
+
+
+def _affordable(capacity: float, price: float, most: int) -> int:
+    return min(most, int(np.floor(capacity / price + 1e-9)))
+
+
+def _by_density(parts: Sequence[Candidates], items: list[np.ndarray], capacity: float) -> list[int]:
+    density = np.concatenate([items[i] / (part.price * part.multiple) for i, part in enumerate(parts)])
+    owners = np.concatenate([np.full(len(items[i]), i) for i in range(len(parts))])
+    taken, left = [0] * len(parts), capacity
+    for item in np.argsort(-density, kind="stable"):
+        owner = int(owners[item])
+        price = parts[owner].price * parts[owner].multiple
+        if price <= left:
+            taken[owner] += 1
+            left -= price
+    return taken
+
+
+def _rounded(part: Candidates, share: float, *, up: bool) -> int:
+    """A share of a part's units: nearest for heads, downwards for the rest, never below the floor."""
+    units = len(part.importance)
+    count = int(np.floor(units * share + 0.5)) if up else int(np.floor(units * share + 1e-9))
+    count = count // part.multiple * part.multiple
+    return min(units, max(count, forced_count(part)))
+
+
+def _check_floor(left: float, capacity: float) -> None:
+    if left < -1e-9 * max(abs(capacity), 1.0):
+        raise BudgetError(
+            "the budget cannot be met: what must stay (norms, biases, protected units) already costs more; "
+            "allow more, or raise `cap`."
+        )

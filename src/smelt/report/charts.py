@@ -1,0 +1,147 @@
+"""Charts as inline SVG. Positions are percentages, so that a chart fills its place while its text keeps its size."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from smelt.report.markup import Markup, join, tag
+
+
+def _at(fraction: float) -> str:
+    return f"{100 * fraction:.2f}%"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A bar from zero, with a whisker of half the spread to both sides of its end."""
+
+    value: float
+    spread: float
+    style: str
+    title: str
+
+
+def bar(entry: Bar, longest: float) -> Markup:
+    """One bar, drawn on a scale that ends at `longest`."""
+    end = entry.value / longest
+    low, high = (max(0.0, entry.value + side * entry.spread / 2) / longest for side in (-1, 1))
+    whisker = join(
+        tag("line", x1=_at(low), x2=_at(high), y1=11, y2=11, class_="whisker"),
+        *(tag("line", x1=_at(edge), x2=_at(edge), y1=7, y2=15, class_="whisker") for edge in (low, high)),
+    )
+    return tag(
+        "svg",
+        tag("title", entry.title),
+        tag("rect", x=0, y=2, width=_at(end), height=18, rx=3, class_=entry.style),
+        whisker if entry.spread else None,
+        width="100%",
+        height=22,
+        role="img",
+    )
+
+
+def fraction_bar(kept: float, title: str) -> Markup:
+    """A track filled to the fraction that was kept."""
+    return tag(
+        "svg",
+        tag("title", title),
+        tag("rect", x=0, y=1, width="100%", height=12, rx=2, class_="removed"),
+        tag("rect", x=0, y=1, width=_at(kept), height=12, rx=2, class_="kept"),
+        width="100%",
+        height=14,
+        role="img",
+    )
+
+
+def cells(kept: set[int], of: int, unit: str) -> Markup:
+    """One cell a unit, in the original order: filled where it was kept, hollow where it was removed."""
+    drawn = [
+        tag(
+            "rect",
+            tag("title", f"{unit} {index}: {'kept' if index in kept else 'removed'}"),
+            x=_at((index + 0.06) / of),
+            y=1,
+            width=_at(0.88 / of),
+            height=12,
+            rx=2,
+            class_="cell kept" if index in kept else "cell removed",
+        )
+        for index in range(of)
+    ]
+    return tag("svg", *drawn, width="100%", height=14, role="img", style=f"max-width:{20 * of}px")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its interval; `reference` is the value that means no change."""
+
+    value: float
+    low: float
+    high: float
+    reference: float
+    higher_is_better: bool
+
+    @property
+    def finite(self) -> bool:
+        return all(math.isfinite(number) for number in (self.value, self.low, self.high))
+
+
+def interval_plot(interval: Interval, title: str) -> Markup:
+    """The estimate as a dot on its interval, beside the line of no change; ticks below, the better side named above."""
+    first, last = _padded(interval)
+    ticks = _ticks(first, last)
+
+    def place(value: float) -> str:
+        return _at((value - first) / (last - first))
+
+    worse, better = "worse", "better"
+    left, right = (f"← {worse}", f"{better} →") if interval.higher_is_better else (f"← {better}", f"{worse} →")
+    axis = [
+        join(
+            tag("line", x1=place(tick), x2=place(tick), y1=62, y2=67, class_="axis"),
+            tag("text", _tick_text(tick, ticks), x=place(tick), y=82, text_anchor="middle"),
+        )
+        for tick in ticks
+    ]
+    return tag(
+        "svg",
+        tag("title", title),
+        tag("text", left, x="0%", y=12),
+        tag("text", right, x="100%", y=12, text_anchor="end"),
+        tag("line", x1="0%", x2="100%", y1=62, y2=62, class_="axis"),
+        *axis,
+        tag("line", x1=place(interval.reference), x2=place(interval.reference), y1=20, y2=62, class_="reference"),
+        tag("line", x1=place(interval.low), x2=place(interval.high), y1=42, y2=42, class_="interval"),
+        *(tag("line", x1=place(end), x2=place(end), y1=35, y2=49, class_="interval") for end in _ends(interval)),
+        tag("circle", cx=place(interval.value), cy=42, r=6, class_="estimate"),
+        width="100%",
+        height=88,
+        role="img",
+        class_="plot",
+    )
+
+
+def _ends(interval: Interval) -> tuple[float, float]:
+    return interval.low, interval.high
+
+
+def _padded(interval: Interval) -> tuple[float, float]:
+    """The range of the axis: everything drawn, with room at both sides."""
+    values = (interval.value, interval.low, interval.high, interval.reference)
+    width = max(values) - min(values) or abs(interval.reference) or 1.0
+    return min(values) - 0.12 * width, max(values) + 0.12 * width
+
+
+def _ticks(first: float, last: float) -> list[float]:
+    """Three to six round numbers inside the range."""
+    rough = (last - first) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    return [index * step for index in range(math.ceil(first / step), math.floor(last / step) + 1)]
+
+
+def _tick_text(tick: float, ticks: list[float]) -> str:
+    step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{tick:.{decimals}f}".replace("-", "−") if tick else "0"

@@ -1,0 +1,87 @@
+"""Numbers as people read them: 134.5 M, 538 MB, 12.3 GMACs, 61.2 s, +14.8 %."""
+
+from __future__ import annotations
+
+import math
+
+MINUS = "−"
+
+
+def _scaled(value: float, units: tuple[str, ...]) -> tuple[float, str]:
+    """The value in the largest unit that leaves it at 1 or more."""
+    index = 0
+    while abs(value) >= 999.95 and index < len(units) - 1:
+        value /= 1000
+        index += 1
+    return value, units[index]
+
+
+def _three_digits(value: float) -> str:
+    decimals = 0 if abs(value) >= 99.95 or value == int(value) else 1 if abs(value) >= 9.995 else 2
+    return f"{value:.{decimals}f}"
+
+
+def count(value: float) -> str:
+    """How many: written out below ten thousand, then 12.3 k, 134.5 M, 7.2 B."""
+    if abs(value) < 10_000:
+        return f"{value:,.0f}"
+    scaled, unit = _scaled(value, ("", "k", "M", "B", "T"))
+    return f"{scaled:.1f} {unit}"
+
+
+def size(value: float) -> str:
+    """Bytes in decimal units."""
+    scaled, unit = _scaled(value, ("B", "kB", "MB", "GB", "TB"))
+    return f"{_three_digits(scaled)} {unit}"
+
+
+def macs(value: float) -> str:
+    scaled, unit = _scaled(value, ("MACs", "kMACs", "MMACs", "GMACs", "TMACs", "PMACs"))
+    return f"{_three_digits(scaled)} {unit}"
+
+
+def seconds(value: float) -> str:
+    """A duration: 350 ms, 61.2 s, 4 min 12 s."""
+    if value < 0.9995:
+        return f"{value * 1000:.0f} ms"
+    if value < 119.95:
+        return f"{value:.1f} s"
+    minutes, rest = divmod(round(value), 60)
+    return f"{minutes} min {rest} s"
+
+
+def milliseconds(value: float, spread: float = 0.0) -> str:
+    """A median and, where there is one, what lies to both of its sides, in the same decimals."""
+    decimals = 0 if value >= 1000 else 1 if value >= 10 else 2 if value >= 1 else 3
+    return f"{value:.{decimals}f} ± {spread:.{decimals}f} ms" if spread else f"{value:.{decimals}f} ms"
+
+
+def metric(value: float) -> str:
+    """A quality figure: four decimals below 1 (accuracy), two above (perplexity)."""
+    if not math.isfinite(value):
+        return "not finite"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.4f}"
+
+
+def signed(value: float) -> str:
+    """A difference with its sign always written."""
+    text = metric(abs(value))
+    return text if not math.isfinite(value) else f"{MINUS if value < 0 else '+'}{text}"
+
+
+def percent(value: float) -> str:
+    """A relative change of `value` (0.148) as +14.8 %."""
+    return f"{MINUS if value < 0 else '+'}{abs(value) * 100:.1f} %"
+
+
+def probability(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def plain(value: object) -> str:
+    """Any fact: whole numbers with separators, others in four digits, text as it is."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

@@ -1,0 +1,78 @@
+"""The report: one self-contained HTML file drawn from a plain dict, with no script and nothing from a network."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from smelt.report import sections
+from smelt.report.figures import figures, verdict
+from smelt.report.markup import Markup, join, tag
+from smelt.report.quality import quality
+from smelt.report.speed import speed
+from smelt.report.style import CSS
+
+# Even if a text of the run became markup, the browser would neither run nor fetch anything.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def render(run: Mapping[str, Any]) -> str:
+    """The page. `title` and `model` must be there; any other part of the run that is missing is left out."""
+    body = tag(
+        "main",
+        _header(run),
+        sections.warnings(run),
+        figures(run),
+        sections.comparison_table(run),
+        quality(run),
+        speed(run),
+        sections.kept(run),
+        sections.samples(run),
+        sections.steps(run),
+        sections.recipe(run),
+        sections.machine(run),
+        sections.papers(run),
+        tag("footer", "Written by Smelt."),
+    )
+    return "<!doctype html>\n" + tag("html", _head(run), tag("body", body), lang="en") + "\n"
+
+
+def write_report(run: Mapping[str, Any], path: Path) -> None:
+    """Write the page whole or not at all."""
+    # A lone surrogate in a model's own words is no reason to lose the report.
+    page = render(run).encode("utf-8", errors="replace")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(page)
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _head(run: Mapping[str, Any]) -> Markup:
+    return tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        tag("title", run["title"]),
+        tag("style", Markup(CSS)),
+    )
+
+
+def _header(run: Mapping[str, Any]) -> Markup:
+    source = f"{run['model']} → {run['result']}" if run.get("result") else str(run["model"])
+    line = ", ".join(str(part) for part in (source, run.get("created")) if part)
+    said = verdict(run)
+    return tag(
+        "header",
+        tag("h1", run["title"]),
+        tag("div", line, class_="soft"),
+        tag("p", said, class_="verdict") if said else join(),
+    )

@@ -1,0 +1,69 @@
+"""The quality section: the paired comparison of both models on the same items, intervals drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from smelt.report import numbers
+from smelt.report.charts import Interval, interval_plot
+from smelt.report.elements import note, section, table
+from smelt.report.markup import Markup, tag
+from smelt.report.rows import Run, confidence_words, interval_words
+
+
+def quality(run: Run) -> Markup | None:
+    """Where the quality was measured, and how the two models compare there."""
+    measured = run.get("quality") or {}
+    if not measured:
+        return None
+    compared = measured.get("comparison") or {}
+    facts = _facts(compared)
+    compared_table = table(("paired comparison", "after against before"), facts) if facts else None
+    plots = _plots(compared, bool(measured.get("higher_is_better", True)))
+    content = tag("div", tag("div", *plots), compared_table, class_="pair") if plots else compared_table
+    return section("Quality", note(_conditions(measured)), content)
+
+
+def _conditions(measured: Run) -> str:
+    settings = [f"{key} {numbers.plain(value)}" for key, value in (measured.get("settings") or {}).items()]
+    data = f"on {measured['data']}" if measured.get("data") else ""
+    measured_on = f"{measured.get('metric', 'quality')} {data}".strip()
+    return ", ".join([measured_on, *settings])
+
+
+def _plots(compared: Run, higher_is_better: bool) -> list[Markup]:
+    drawn: list[Markup] = []
+    for key, prefix, reference, label in (
+        ("difference", "", 0.0, "difference, after − before"),
+        ("ratio", "ratio_", 1.0, "ratio, after ÷ before"),
+    ):
+        value, low, high = (compared.get(name) for name in (key, f"{prefix}low", f"{prefix}high"))
+        if value is None or low is None or high is None:
+            continue
+        interval = Interval(value, low, high, reference, higher_is_better)
+        if interval.finite:
+            title = f"{label}, with its {confidence_words(compared)}"
+            drawn += [tag("h3", title), interval_plot(interval, title)]
+    return drawn
+
+
+def _facts(compared: Run) -> list[tuple[str, str]]:
+    writers: dict[str, tuple[str, Callable[[float], str]]] = {
+        "difference": ("difference", numbers.signed),
+        "ratio": ("ratio", lambda value: f"{value:.4f}"),
+        "agreement": ("items answered alike", lambda value: f"{100 * value:.2f} %"),
+        "flips": ("answers that flipped", numbers.plain),
+        "mcnemar_p": ("McNemar test, p", numbers.probability),
+        "kl": ("KL divergence of logits", lambda value: f"{value:.4g}"),
+    }
+    between = confidence_words(compared)
+    ends = {
+        "difference": (between, interval_words(compared, numbers.signed)),
+        "ratio": (between, interval_words(compared, lambda value: f"{value:.4f}", "ratio_")),
+    }
+    facts: list[tuple[str, str]] = []
+    for key, (label, write) in writers.items():
+        if compared.get(key) is not None:
+            facts.append((label, write(compared[key])))
+            facts += [ends[key]] if key in ends and ends[key][1] else []
+    return facts

@@ -1,0 +1,110 @@
+"""The plain sections of the page. Each takes the run and gives None where the run has nothing for it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from smelt.report import numbers
+from smelt.report.elements import section, table, warning
+from smelt.report.kept import kept_map
+from smelt.report.markup import Markup, join, tag
+from smelt.report.rows import Run, before_after
+
+_ARXIV = re.compile(r"arxiv[ :]*(\d{4}\.\d{4,5})", re.IGNORECASE)
+_SIZE_FACTS = {"memory_bytes": "memory", "gpu_memory_bytes": "gpu memory"}
+
+
+def warnings(run: Run) -> Markup | None:
+    """What a reader must not miss."""
+    texts = run.get("warnings") or []
+    return join(*(warning(str(text)) for text in texts)) if texts else None
+
+
+def comparison_table(run: Run) -> Markup | None:
+    rows = [(row.label, row.before, row.after, row.change) for row in before_after(run)]
+    return section("Before and after", table(("", "before", "after", "change"), rows)) if rows else None
+
+
+def kept(run: Run) -> Markup | None:
+    """The heat map with its key."""
+    blocks = run.get("kept") or []
+    if not blocks:
+        return None
+    key = tag("p", tag("span", class_="key"), "kept", tag("span", class_="key hollow"), "removed", class_="soft")
+    return section("What was kept", key, kept_map(blocks))
+
+
+def steps(run: Run) -> Markup | None:
+    """Time, memory and effect of every step."""
+    listed = run.get("steps") or []
+    if not listed:
+        return None
+    total = sum(step.get("seconds") or 0.0 for step in listed)
+    foot = ("all steps", numbers.seconds(total), "", "", "", "") if len(listed) > 1 else ()
+    headings = ("step", "time", "peak memory", "tensors changed", "parameters removed", "")
+    return section("Steps", table(headings, (_step(step) for step in listed), foot))
+
+
+def _step(step: Run) -> tuple[object, ...]:
+    changed = step.get("changed") or {}
+    facts = ", ".join(f"{key} {numbers.plain(value)}" for key, value in (step.get("facts") or {}).items())
+    return (
+        step.get("name", ""),
+        _written(step.get("seconds"), numbers.seconds),
+        _written(step.get("peak_bytes"), numbers.size),
+        _written(changed.get("tensors"), numbers.plain),
+        _written(changed.get("parameters_removed"), numbers.count),
+        tag("div", facts, class_="facts") if facts else "",
+    )
+
+
+def _written(value: float | None, write: Callable[[float], str]) -> str:
+    return "" if value is None else write(value)
+
+
+def samples(run: Run) -> Markup | None:
+    """The same prompt continued by each model, side by side."""
+    quotes = [
+        tag(
+            "blockquote",
+            tag("span", sample.get("who", ""), class_="who"),
+            tag("p", tag("span", sample.get("prompt", ""), class_="soft"), sample.get("text", "")),
+        )
+        for sample in run.get("samples") or []
+    ]
+    return section("In their own words", tag("div", *quotes, class_="samples")) if quotes else None
+
+
+def recipe(run: Run) -> Markup | None:
+    return section("Recipe", tag("pre", run["recipe"])) if run.get("recipe") else None
+
+
+def machine(run: Run) -> Markup | None:
+    """Hardware and versions."""
+    pairs = [
+        join(tag("dt", label), tag("dd", words)) for label, words in map(_fact, (run.get("machine") or {}).items())
+    ]
+    return section("Measured on", tag("dl", *pairs)) if pairs else None
+
+
+def _fact(item: tuple[str, object]) -> tuple[str, str]:
+    key, value = item
+    if key in _SIZE_FACTS and isinstance(value, int):
+        return _SIZE_FACTS[key], numbers.size(value)
+    return key, numbers.plain(value)
+
+
+def papers(run: Run) -> Markup | None:
+    """The papers behind the methods; an arXiv number becomes a link."""
+    entries = run.get("papers") or []
+    items = [tag("li", paper.get("method", ""), ": ", _linked(str(paper.get("citation", "")))) for paper in entries]
+    return section("Papers", tag("ul", *items)) if items else None
+
+
+def _linked(citation: str) -> Markup:
+    found = _ARXIV.search(citation)
+    if not found:
+        return join(citation)
+    link = tag("a", found.group(0), href=f"https://arxiv.org/abs/{found.group(1)}", rel="noreferrer")
+    return join(citation[: found.start()], link, citation[found.end() :])

@@ -1,0 +1,134 @@
+"""The page's look: one style sheet, light and dark by what the reader's system prefers, no font from elsewhere.
+
+Blue and orange are told apart by every kind of colour vision; what they mean is always written or drawn as well.
+"""
+
+CSS = """
+:root {
+  color-scheme: light dark;
+  --page: #f6f7f8; --card: #ffffff; --ink: #1b2127; --soft: #5b6670; --line: #dfe3e7;
+  --blue: #0b6fb0; --grey: #9aa5af; --hollow: #f3f5f7; --edge: #c6ced5;
+  --warn: #9a4a00; --warn-page: #fff3e4; --warn-line: #e8a54b;
+}
+@media (prefers-color-scheme: dark) {
+  :root {
+    --page: #14181c; --card: #1c2228; --ink: #e7ebee; --soft: #9eaab4; --line: #323b43;
+    --blue: #56b4e9; --grey: #707c87; --hollow: #222a30; --edge: #48545e;
+    --warn: #ffc078; --warn-page: #33261a; --warn-line: #a8691f;
+  }
+}
+* { box-sizing: border-box; }
+body {
+  margin: 0; padding: 40px 24px 64px; background: var(--page); color: var(--ink);
+  font: 15px/1.55 system-ui, -apple-system, "Segoe UI", Roboto, "Noto Sans", sans-serif;
+  font-variant-numeric: tabular-nums; -webkit-text-size-adjust: 100%;
+}
+main { max-width: 1080px; margin: 0 auto; }
+header { margin-bottom: 24px; }
+h1 { font-size: 28px; line-height: 1.25; margin: 0 0 4px; letter-spacing: -0.01em; overflow-wrap: anywhere; }
+h2 { font-size: 18px; margin: 0 0 4px; }
+h3 { font-size: 14px; margin: 20px 0 4px; }
+p { margin: 0 0 12px; }
+.soft { color: var(--soft); }
+.verdict { font-size: 18px; margin: 12px 0 0; text-wrap: balance; }
+section {
+  background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 24px; margin: 0 0 24px;
+}
+section > :last-child { margin-bottom: 0; }
+.figures {
+  display: grid; grid-template-columns: repeat(auto-fit, minmax(180px, 1fr)); gap: 16px; margin: 0 0 24px;
+}
+.figure { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: 16px 18px; }
+.figure .label { color: var(--soft); font-size: 13px; overflow-wrap: anywhere; }
+.figure .value { font-size: 28px; line-height: 1.3; font-weight: 600; letter-spacing: -0.01em; white-space: nowrap; }
+.figure .unit { font-size: 17px; font-weight: 500; }
+.figure .note { color: var(--soft); font-size: 13px; line-height: 1.45; }
+.warning {
+  background: var(--warn-page); border: 1px solid var(--warn-line); border-left-width: 4px; border-radius: 8px;
+  color: var(--warn); padding: 12px 16px; margin: 0 0 16px; overflow-wrap: anywhere;
+}
+.warning b { color: inherit; }
+table { border-collapse: collapse; width: 100%; margin: 12px 0 0; }
+th, td { padding: 8px 0 8px 20px; text-align: right; border-bottom: 1px solid var(--line); vertical-align: top; }
+th { color: var(--soft); font-weight: 500; font-size: 13px; white-space: nowrap; }
+th:first-child, td:first-child { text-align: left; padding-left: 0; }
+tbody tr:last-child td { border-bottom: 0; }
+tfoot td { border-top: 1px solid var(--line); border-bottom: 0; font-weight: 600; }
+td { white-space: nowrap; }
+td:first-child { white-space: normal; min-width: 130px; overflow-wrap: anywhere; }
+.facts {
+  text-align: left; white-space: normal; color: var(--soft); font-size: 13px; min-width: 200px; overflow-wrap: anywhere;
+}
+.pair { display: grid; grid-template-columns: minmax(0, 5fr) minmax(0, 4fr); gap: 8px 48px; align-items: start; }
+svg { display: block; overflow: visible; }
+svg text { fill: var(--soft); font-size: 12px; }
+.before { fill: var(--grey); } .after { fill: var(--blue); }
+.whisker { stroke: var(--ink); stroke-width: 1.5; }
+.axis { stroke: var(--line); } .reference { stroke: var(--soft); stroke-dasharray: 3 3; }
+.interval { stroke: var(--blue); stroke-width: 2.5; }
+.estimate { fill: var(--blue); stroke: var(--card); stroke-width: 2; }
+.plot { margin: 8px 0 20px; }
+.kept { fill: var(--blue); }
+.removed { fill: var(--hollow); stroke: var(--edge); }
+.timing {
+  display: grid; grid-template-columns: 64px minmax(0, 1fr) 150px; gap: 2px 14px; align-items: center; margin: 6px 0;
+}
+.kept-map { margin: 16px 0 0; font-size: 13px; }
+.kept-row { display: grid; gap: 0 28px; padding: 2px 0; align-items: center; }
+.kept-row { grid-template-columns: 44px minmax(0, min(50%, var(--heads))) minmax(0, 1fr); }
+.single .kept-row { grid-template-columns: 44px minmax(0, 1fr); }
+.kept-head { color: var(--soft); padding-bottom: 6px; }
+.block-name { text-align: right; color: var(--soft); }
+.part { display: grid; grid-template-columns: minmax(0, 1fr) 92px; gap: 2px 10px; align-items: center; }
+.part.heads { grid-template-columns: minmax(0, 1fr) 52px; }
+.count { text-align: right; white-space: nowrap; }
+.key {
+  display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin: 0 6px -1px 0; background: var(--blue);
+}
+.key.hollow { background: var(--hollow); border: 1px solid var(--edge); margin-left: 16px; }
+pre {
+  margin: 12px 0 0; padding: 16px; background: var(--page); border: 1px solid var(--line); border-radius: 8px;
+  overflow-x: auto;
+  font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
+}
+.samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 16px; margin: 12px 0 0; }
+blockquote { margin: 0; padding: 14px 16px; background: var(--page); border-radius: 8px; overflow-wrap: anywhere; }
+blockquote .who { display: block; font-size: 13px; color: var(--soft); margin-bottom: 4px; }
+blockquote p { margin: 0; white-space: pre-wrap; }
+dl { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: 4px 24px; margin: 12px 0 0; }
+dt { color: var(--soft); } dd { margin: 0; overflow-wrap: anywhere; }
+ul { margin: 12px 0 0; padding-left: 20px; overflow-wrap: anywhere; }
+a { color: var(--blue); }
+footer { color: var(--soft); font-size: 13px; }
+@media (max-width: 640px) {
+  body { padding: 24px 12px 40px; }
+  h1 { font-size: 23px; }
+  .verdict { font-size: 16px; }
+  section { padding: 18px 16px; margin-bottom: 16px; }
+  .figures { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 10px; margin-bottom: 16px; }
+  .figure { padding: 12px; }
+  .figure .value { font-size: 22px; }
+  .figure:last-child:nth-child(odd) { grid-column: 1 / -1; }
+  .pair { grid-template-columns: minmax(0, 1fr); }
+  thead { display: none; }
+  tr { display: grid; grid-template-columns: 7fr 7fr 6fr; gap: 2px 8px; padding: 8px 0; }
+  tr:has(td:nth-child(5)) { grid-template-columns: 1fr 1fr; }
+  tr + tr { border-top: 1px solid var(--line); }
+  td, tfoot td { padding: 0; border: 0; font-size: 13px; text-align: left; white-space: normal; }
+  td:first-child { grid-column: 1 / -1; font-size: 14px; }
+  td:not(:first-child)::before { content: attr(data-label); display: block; font-size: 12px; color: var(--soft); }
+  td:empty { display: none; }
+  td:has(.facts) { grid-column: 1 / -1; }
+  .pair tr { grid-template-columns: minmax(0, 3fr) minmax(0, 2fr); }
+  .pair td:first-child { grid-column: auto; font-size: 13px; }
+  .pair td:not(:first-child) { text-align: right; }
+  .pair td:not(:first-child)::before { display: none; }
+  .timing { grid-template-columns: 48px minmax(0, 1fr); gap: 2px 10px; font-size: 13px; }
+  .timing .count { grid-column: 2; text-align: left; margin-bottom: 6px; }
+  .kept-map .kept-row { grid-template-columns: 24px minmax(0, 1fr); gap: 2px 12px; padding: 5px 0; }
+  .kept-map .kept-row > :nth-child(n + 3) { grid-column: 2; }
+  .kept-head { display: none !important; }
+  .part.heads { grid-template-columns: minmax(0, 1fr) 92px; }
+}
+@media print { body { background: none; padding: 0; } section, .figure { break-inside: avoid; } }
+"""

@@ -1,0 +1,22 @@
+"""The before-and-after table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from smelt.report.rows import before_after
+
+
+def summary_table(run: Mapping[str, Any]) -> Table:
+    """Quality, size and speed before and after, numbers to the right. Texts of the run are shown as they are."""
+    table = Table(title=Text(str(run["title"])), title_justify="left")
+    table.add_column("")
+    for heading in ("before", "after", "change"):
+        table.add_column(heading, justify="right")
+    for row in before_after(run):
+        table.add_row(*(Text(cell) for cell in (row.label, row.before, row.after, row.change)))
+    return table

@@ -1,0 +1,154 @@
+"""Targets: hardware that answers how long an operator takes. `Device` is the hardware of this machine, measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from smelt.errors import ResourceError
+from smelt.measure.clock import time_call
+from smelt.measure.machine import cpu_model, gpu_model
+from smelt.measure.memory import available_memory
+from smelt.targets.operators import Attention, FeedForward, Operator
+
+_ALIGNMENT = 64  # numbers; a tensor that starts in the middle of a cache line is slower than a trained one would be
+_MOST_TENSORS = 7  # of a block: input, weights, LayerNorm
+
+
+class Target(Protocol):
+    """What a search may ask of hardware."""
+
+    @property
+    def name(self) -> str: ...
+
+    def latency(self, operator: Operator) -> float:
+        """Seconds one call of the operator takes."""
+        ...
+
+    def fits(self, size: int) -> bool:
+        """Whether this many bytes find room."""
+        ...
+
+
+class Device:
+    """The processor (`cpu`) or the first GPU (`cuda`) of this machine, measured on stand-alone blocks."""
+
+    def __init__(self, kind: str = "cpu", *, warmup: int = 1, repeats: int = 3, seed: int = 0) -> None:
+        if kind not in ("cpu", "cuda"):
+            raise ResourceError(f"There is no device {kind!r}: it can be cpu or cuda.")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ResourceError("This machine has no CUDA device: measure on cpu instead.")
+        self.kind = kind
+        self._warmup = warmup
+        self._repeats = repeats
+        self._pool = _RandomPool(kind, seed)
+
+    def __repr__(self) -> str:
+        return f"Device({self.kind!r})"
+
+    @property
+    def name(self) -> str:
+        """The hardware and what else decides its speed: threads and the version of torch."""
+        if self.kind == "cuda":
+            return f"{gpu_model()}, torch {torch.__version__}"
+        return f"{cpu_model()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+    def latency(self, operator: Operator) -> float:
+        """Median seconds of the operator's block; a block without units is not run at all."""
+        if operator.parameters() == 0:
+            return 0.0
+        self._pool.start(operator)
+        block = _block(operator, self._pool)
+        with torch.inference_mode():
+            seconds = time_call(block, warmup=self._warmup, repeats=self._repeats, device=self.kind)
+        return float(np.median(seconds))
+
+    def fits(self, size: int) -> bool:
+        """Whether this many bytes find room in what is free now."""
+        if self.kind == "cuda":
+            idle_in_torch = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            return size <= torch.cuda.mem_get_info()[0] + idle_in_torch
+        return size <= available_memory()
+
+
+class _RandomPool:
+    """Random numbers to cut weights and inputs from, so that changing the width costs no new random draw.
+
+    Every tensor of a block has its own stretch of the pool: shared stretches would stay in the cache and look fast.
+    """
+
+    def __init__(self, device: str, seed: int) -> None:
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
+        self._numbers = torch.empty(0, device=device)
+        self._used = 0
+
+    def start(self, operator: Operator) -> None:
+        """Make room for all tensors of an operator and cut from the beginning again."""
+        dtype: torch.dtype = getattr(torch, operator.dtype)
+        norm_and_input = operator.hidden * (2 + operator.batch * operator.tokens)
+        needed = operator.parameters() + norm_and_input + _MOST_TENSORS * _ALIGNMENT
+        if self._numbers.dtype != dtype or len(self._numbers) < needed:
+            # Scaled as trained weights are, so that nothing overflows on its way through a block.
+            numbers = torch.randn(needed, generator=self._generator, device=self._device) / operator.hidden**0.5
+            self._numbers = numbers.to(dtype)
+        self._used = 0
+
+    def take(self, *shape: int) -> Tensor:
+        start, end = self._used, self._used + prod(shape)
+        self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return self._numbers[start:end].view(shape)
+
+
+def _block(operator: Operator, pool: _RandomPool) -> Callable[[], Tensor]:
+    return _attention(operator, pool) if isinstance(operator, Attention) else _feed_forward(operator, pool)
+
+
+def _attention(operator: Attention, pool: _RandomPool) -> Callable[[], Tensor]:
+    """Projections, scores, softmax, context, output projection, residual, LayerNorm."""
+    hidden, inner, shared = operator.hidden, operator.heads * operator.head_dim, operator.kv_heads * operator.head_dim
+    states = pool.take(operator.batch, operator.tokens, hidden)  # [batch, tokens, hidden]
+    query, key, value = pool.take(inner, hidden), pool.take(shared, hidden), pool.take(shared, hidden)
+    output = pool.take(hidden, inner)
+    scale, shift = pool.take(hidden), pool.take(hidden)
+
+    def split(flat: Tensor, heads: int) -> Tensor:
+        return flat.view(operator.batch, operator.tokens, heads, operator.head_dim).transpose(1, 2)
+
+    def block() -> Tensor:
+        context = functional.scaled_dot_product_attention(
+            split(functional.linear(states, query), operator.heads),
+            split(functional.linear(states, key), operator.kv_heads),
+            split(functional.linear(states, value), operator.kv_heads),
+            is_causal=operator.causal,
+            enable_gqa=operator.kv_heads != operator.heads,
+        )  # [batch, heads, tokens, head_dim]
+        joined = context.transpose(1, 2).reshape(operator.batch, operator.tokens, inner)
+        return functional.layer_norm(states + functional.linear(joined, output), (hidden,), scale, shift)
+
+    return block
+
+
+def _feed_forward(operator: FeedForward, pool: _RandomPool) -> Callable[[], Tensor]:
+    """Linear, GELU (or SiLU with a gate), linear, residual, LayerNorm."""
+    hidden, filters = operator.hidden, operator.filters
+    states = pool.take(operator.batch, operator.tokens, hidden)  # [batch, tokens, hidden]
+    up, down = pool.take(filters, hidden), pool.take(hidden, filters)
+    gate = pool.take(filters, hidden) if operator.gated else None
+    scale, shift = pool.take(hidden), pool.take(hidden)
+
+    def block() -> Tensor:
+        inner = functional.linear(states, up)  # [batch, tokens, filters]
+        if gate is None:
+            inner = functional.gelu(inner)
+        else:
+            inner = functional.silu(functional.linear(states, gate)) * inner
+        return functional.layer_norm(states + functional.linear(inner, down), (hidden,), scale, shift)
+
+    return block

@@ -1,0 +1,79 @@
+"""Operators as numbers: the two parts of a transformer block that a target is asked about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BYTES_OF_DTYPE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype not in BYTES_OF_DTYPE:
+        raise ValueError(f"dtype must be one of {', '.join(BYTES_OF_DTYPE)}, not {dtype!r}")
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention over `tokens` positions; with `kv_heads` below `heads`, query heads share keys and values."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    batch: int = 1
+    causal: bool = False
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+        if min(self.hidden, self.head_dim, self.tokens, self.batch) < 1 or min(self.heads, self.kv_heads) < 0:
+            raise ValueError(f"sizes must be positive (only heads may be 0): {self}")
+        if bool(self.heads) != bool(self.kv_heads) or (self.kv_heads and self.heads % self.kv_heads):
+            raise ValueError(f"heads must be a multiple of kv_heads, not {self.heads} of {self.kv_heads}")
+
+    def parameters(self) -> int:
+        """Weights of the query, key, value and output projections."""
+        return 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
+
+    def macs(self) -> int:
+        """Multiply-adds of the projections and of scores and context, these halved where the mask is causal."""
+        pairs = self.tokens * self.tokens
+        products = 2 * self.heads * self.head_dim * pairs
+        return self.batch * (self.tokens * self.parameters() + (products // 2 if self.causal else products))
+
+    def bytes(self) -> int:
+        """What the weights take."""
+        return self.parameters() * BYTES_OF_DTYPE[self.dtype]
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """Two linear maps with an activation between; `gated` adds the third map that multiplies the activation."""
+
+    hidden: int
+    filters: int
+    gated: bool
+    tokens: int
+    batch: int = 1
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+        if min(self.hidden, self.tokens, self.batch) < 1 or self.filters < 0:
+            raise ValueError(f"sizes must be positive (only filters may be 0): {self}")
+
+    def parameters(self) -> int:
+        """Weights of the two or three linear maps."""
+        return (3 if self.gated else 2) * self.filters * self.hidden
+
+    def macs(self) -> int:
+        """Multiply-adds of the linear maps."""
+        return self.batch * self.tokens * self.parameters()
+
+    def bytes(self) -> int:
+        """What the weights take."""
+        return self.parameters() * BYTES_OF_DTYPE[self.dtype]
+
+
+Operator = Attention | FeedForward

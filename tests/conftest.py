@@ -1,0 +1,31 @@
+"""What every test may use: where the real data and weights lie, if they are there at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """The folder with real data and weights: SMELT_SHARED, or `shared` beside the checkout."""
+    folder = Path(os.environ.get("SMELT_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+    if not (folder / "data").is_dir():
+        pytest.skip("the real data and weights are not here (set SMELT_SHARED to their folder)")
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,55 @@
+"""Charts: what is drawn lies where its number says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from smelt.report.charts import Bar, Interval, bar, cells, fraction_bar, interval_plot
+
+
+def places(svg: str, style: str, attribute: str) -> list[float]:
+    tags = [tag for tag in re.findall(r"<[^>]*>", svg) if f'class="{style}"' in tag]
+    return [float(re.search(rf'{attribute}="([-\d.]+)%"', tag).group(1)) for tag in tags]  # type: ignore[union-attr]
+
+
+def test_interval_lies_on_one_scale_with_its_reference() -> None:
+    svg = interval_plot(Interval(3.5, 3.0, 4.5, 0.0, higher_is_better=False), "title")
+    (reference,), (dot,) = places(svg, "reference", "x1"), places(svg, "estimate", "cx")
+    low, high = places(svg, "interval", "x1")[0], places(svg, "interval", "x2")[0]
+    unit = (high - low) / 1.5
+    assert dot == pytest.approx(low + 0.5 * unit, abs=0.1) and reference == pytest.approx(dot - 3.5 * unit, abs=0.1)
+    assert 0 < reference < low < dot < high < 100
+    ticks = {int(text): float(x) for x, text in re.findall(r'<text x="([\d.]+)%" y="82"[^>]*>(\d+)<', svg)}
+    assert ticks and all(x == pytest.approx(reference + value * unit, abs=0.1) for value, x in ticks.items())
+
+
+@pytest.mark.parametrize(("higher_is_better", "left"), [(True, "← worse"), (False, "← better")])
+def test_the_better_side_is_named(higher_is_better: bool, left: str) -> None:
+    svg = interval_plot(Interval(0.1, 0.0, 0.2, 0.0, higher_is_better), "title")
+    assert re.search(rf'<text x="0%"[^>]*>{left}</text>', svg)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-9, 1.0, 1e12, -5.0])
+def test_an_interval_of_no_width_is_drawn(value: float) -> None:
+    svg = interval_plot(Interval(value, value, value, 0.0, higher_is_better=True), "title")
+    assert "nan" not in svg and 0 <= places(svg, "estimate", "cx")[0] <= 100
+
+
+def test_bars_share_their_scale() -> None:
+    svg = bar(Bar(50.0, 20.0, "after", "title"), longest=100.0)
+    assert places(svg, "after", "width") == [50.0]
+    assert places(svg, "whisker", "x1") == [40.0, 40.0, 60.0] and places(svg, "whisker", "x2") == [60.0, 40.0, 60.0]
+    assert "whisker" not in bar(Bar(50.0, 0.0, "after", "title"), longest=100.0)
+
+
+def test_kept_fraction_fills_the_track() -> None:
+    svg = fraction_bar(0.25, "a quarter")
+    assert places(svg, "kept", "width") == [25.0] and "<title>a quarter</title>" in svg
+
+
+def test_cells_keep_their_places() -> None:
+    svg = cells({0, 2}, 4, "head")
+    assert places(svg, "cell kept", "x") == pytest.approx([1.5, 51.5])
+    assert places(svg, "cell removed", "x") == pytest.approx([26.5, 76.5])

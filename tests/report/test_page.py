@@ -1,0 +1,223 @@
+"""The page: whole, self-contained, escaped, and with the run's numbers in it."""
+
+from __future__ import annotations
+
+import copy
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smelt.report import render, write_report
+
+VOID = {"meta", "br"}
+HOSTILE = "\"><img src=x onerror=alert(1)><script>alert('x')</script>&amp;</title></style>"
+
+
+class Page(HTMLParser):
+    """A parsed page: elements with their attributes and direct text, and a check that every tag is closed."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._open: list[str] = []
+        self.feed(html)
+        self.close()
+        assert not self._open, f"never closed: {self._open}"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open and self._open[-1] == tag, f"</{tag}> closes {self._open[-1:]}"
+        self._open.pop()
+
+    def handle_data(self, data: str) -> None:
+        self.text += data if self._open[-1:] != ["style"] else ""
+
+    def with_class(self, name: str) -> list[dict[str, str | None]]:
+        return [attributes for _, attributes in self.elements if name in (attributes.get("class") or "").split()]
+
+    def headings(self) -> list[str]:
+        return re.findall(
+            "Before and after|Quality|Speed|What was kept|In their own words|Steps|Recipe|Papers", self.text
+        )
+
+
+def test_every_number_of_the_run_is_there(run: dict[str, Any]) -> None:
+    text = Page(render(run)).text
+    for number in (
+        *("23.60", "27.10", "+14.8 % (worse)", "+13.9 % to +15.8 %"),
+        *("134.5 M", "113.3 M", "−15.8 %", "106.2 M", "538 MB", "453 MB", "17.3 GMACs", "14.6 GMACs"),
+        *("1.21 GB", "1.03 GB", "182.4 ± 4.5 ms", "150.7 ± 3.6 ms", "1.21×", "1.18× to 1.25×"),
+        *("+3.50", "+3.31 to +3.72", "1.1390 to 1.1580", "81.23 %", "1,234", "< 0.001", "0.1876"),
+        *("61.2 s", "2 min 22 s", "840 ms", "3 min 24 s", "1.89 GB", "2.34 GB", "21.2 M", "210"),
+        *("1,056 / 1,536", "damping 0.01", "context 1,024", "keep: 0.8", "25.3 GB", "5.22.2"),
+    ):
+        assert number in text, number
+    for words in (run["title"], run["verdict"], run["created"], run["result"], run["recipe"], run["warnings"][0]):
+        assert words in text
+    assert all(sample["text"] in text for sample in run["samples"])
+
+
+def test_heat_map_has_a_cell_for_every_head_and_fills_the_kept_ones(run: dict[str, Any]) -> None:
+    html = render(run)
+    assert len(Page(html).with_class("cell")) == sum(row["heads"]["of"] for row in run["kept"])
+    rows = html.split('<span class="block-name">')[1:]
+    assert len(rows) == len(run["kept"])
+    for expected, row in zip(run["kept"], rows, strict=True):
+        drawn = re.findall(r'class="cell (kept|removed)"><title>kv group (\d+): (kept|removed)</title>', row)
+        assert [int(index) for _, index, _ in drawn] == list(range(expected["heads"]["of"]))
+        assert [int(index) for style, index, _ in drawn if style == "kept"] == expected["heads"]["kept"]
+        assert all(style == said for style, _, said in drawn)
+        assert f"{len(expected['heads']['kept'])} / {expected['heads']['of']}" in row
+        share = 100 * expected["filters"]["kept"] / expected["filters"]["of"]
+        assert f'width="{share:.2f}%" height="12" rx="2" class="kept"' in row
+
+
+def test_page_asks_the_network_for_nothing(run: dict[str, Any]) -> None:
+    html = render(run)
+    assert re.findall(r"https?://[^\"]*", html) == ["https://arxiv.org/abs/2204.09656"]
+    page = Page(html)
+    assert ("a", {"href": "https://arxiv.org/abs/2204.09656", "rel": "noreferrer"}) in page.elements
+    names = {name for name, _ in page.elements}
+    assert not names & {"script", "link", "img", "iframe", "object", "embed", "base", "form", "use", "image"}
+    assert not [attributes for _, attributes in page.elements if {"src", "srcset", "xlink:href"} & set(attributes)]
+    assert "url(" not in html and "@import" not in html
+    policies = [attributes for _, attributes in page.elements if attributes.get("http-equiv")]
+    assert [policy["content"] for policy in policies] == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def poisoned(value: Any) -> Any:
+    if isinstance(value, str):
+        return value + HOSTILE
+    if isinstance(value, list):
+        return [poisoned(item) for item in value]
+    if isinstance(value, dict):
+        return {key: poisoned(item) for key, item in value.items()}
+    return value
+
+
+def test_hostile_text_in_every_field_comes_out_as_text(run: dict[str, Any]) -> None:
+    hostile = poisoned(run)
+    for free_keys in (hostile["machine"], hostile["quality"]["settings"], hostile["steps"][0]["facts"]):
+        free_keys[HOSTILE] = HOSTILE
+    page, clean = Page(render(hostile)), Page(render(run))
+    strange = {name for name, _ in page.elements} - {name for name, _ in clean.elements}
+    assert not strange
+    assert not [attributes for _, attributes in page.elements if any(key.startswith("on") for key in attributes)]
+    assert page.text.count(HOSTILE) > 30, "the text itself is shown"
+
+
+@pytest.mark.parametrize("words", ["see javascript:alert(1)", 'arXiv 2204.09656" onclick="x', "http://evil.example"])
+def test_only_an_arxiv_number_becomes_a_link(run: dict[str, Any], words: str) -> None:
+    run["papers"] = [{"method": "m", "citation": words}]
+    links = [attributes["href"] for name, attributes in Page(render(run)).elements if name == "a"]
+    assert links == (["https://arxiv.org/abs/2204.09656"] if "2204" in words else [])
+
+
+def test_only_title_and_model_are_needed() -> None:
+    page = Page(render({"title": "a title", "model": "a model"}))
+    assert page.headings() == [] and "a title" in page.text and "a model" in page.text
+    assert not page.with_class("figure") and not page.with_class("warning") and not page.with_class("verdict")
+
+
+PARTS = {
+    "size": ["Before and after"],
+    "quality": ["Before and after", "Quality"],
+    "speed": ["Before and after", "Speed"],
+    "memory": ["Before and after"],
+    "kept": ["What was kept"],
+    "samples": ["In their own words"],
+    "steps": ["Steps"],
+    "recipe": ["Recipe"],
+    "papers": ["Papers"],
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_stands_alone(run: dict[str, Any], part: str) -> None:
+    page = Page(render({"title": "t", "model": "m", part: run[part]}))
+    assert page.headings() == PARTS[part]
+
+
+def test_a_verdict_is_made_where_none_is_given(run: dict[str, Any]) -> None:
+    del run["verdict"]
+    expected = (
+        "parameters 134.5 M → 113.3 M, −15.8 %; perplexity on wikitext2 23.60 → 27.10, +14.8 % (worse); "
+        "1.21× faster (forward, batch 1, 128 tokens, cpu)."
+    )
+    assert expected in Page(render(run)).text
+
+
+def warnings_of(run: dict[str, Any], **speed: Any) -> list[str]:
+    entry = {**run["speed"][0], **speed}
+    html = render({"title": "t", "model": "m", "speed": [entry]})
+    return re.findall(r"<b>Not faster\. </b>([^<]*)</div>", html)
+
+
+def test_what_is_not_faster_is_said(run: dict[str, Any]) -> None:
+    name = "forward, batch 1, 128 tokens, cpu"
+    assert warnings_of(run) == []
+    assert warnings_of(run, ratio=0.8, ratio_low=0.78, ratio_high=0.82) == [f"{name}: 1.25× slower."]
+    assert warnings_of(run, ratio=1.01, ratio_low=0.97, ratio_high=1.05) == [f"{name}: no measurable change."]
+    unmeasured = {"ratio": None, "ratio_low": None, "ratio_high": None}
+    assert warnings_of(run, **unmeasured) == []
+    swapped = {"before": run["speed"][0]["after"], "after": run["speed"][0]["before"]}
+    assert warnings_of(run, **unmeasured, **swapped) == [f"{name}: 1.21× slower."]
+
+
+def test_a_quality_change_within_its_interval_is_not_called_worse(run: dict[str, Any]) -> None:
+    run["quality"].update(metric="accuracy", higher_is_better=True, before=0.9002, after=0.8945)
+    run["quality"]["comparison"] = {"difference": -0.0057, "low": -0.0126, "high": 0.0011}
+    assert "−0.0057 (within noise)" in Page(render(run)).text
+    run["quality"]["comparison"]["high"] = -0.001
+    assert "−0.0057 (worse)" in Page(render(run)).text
+    run["quality"].update(higher_is_better=False)
+    assert "−0.0057 (better)" in Page(render(run)).text
+
+
+def test_a_model_that_broke_is_still_reported(run: dict[str, Any]) -> None:
+    run["quality"].update(after=float("inf"))
+    run["quality"]["comparison"].update(difference=float("inf"), high=float("inf"), kl=float("nan"))
+    run["speed"][0]["after"] = {"median_ms": 0.0}
+    run["speed"][0]["before"] = {"median_ms": 0.0, "spread_ms": None}
+    text = Page(render(run)).text
+    assert "not finite" in text and "(worse)" in text
+
+
+def test_channels_of_a_convolution_network() -> None:
+    blocks = [{"block": 0, "channels": [{"of": 64, "kept": 32}, {"of": 128, "kept": 128}]}]
+    page = Page(render({"title": "t", "model": "m", "kept": blocks}))
+    assert "32 / 64" in page.text and "128 / 128" in page.text and not page.with_class("cell")
+
+
+def test_rendering_leaves_the_run_alone(run: dict[str, Any]) -> None:
+    before = copy.deepcopy(run)
+    assert render(run) == render(run) and run == before
+
+
+def test_report_is_written_whole_or_not_at_all(run: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    run["samples"][0]["text"] = "half a character \ud83d"
+    write_report(run, path)
+    written = path.read_text(encoding="utf-8")
+    assert written.startswith("<!doctype html>") and written.rstrip().endswith("</html>")
+    del run["title"]
+    with pytest.raises(KeyError):
+        write_report(run, path)
+    assert path.read_text(encoding="utf-8") == written
+    path.unlink()
+    path.mkdir()
+    run["title"] = "cannot replace a folder"
+    with pytest.raises(OSError):
+        write_report(run, path)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["report.html"]

@@ -1,0 +1,43 @@
+"""The table for the terminal: the same rows as the page, with the run's texts shown as they are."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from rich.console import Console
+
+from smelt.report import summary_table
+
+
+def printed(run: dict[str, Any]) -> str:
+    console = Console(width=120, record=True, force_terminal=False, file=io.StringIO())
+    console.print(summary_table(run))
+    return console.export_text()
+
+
+def test_table_holds_the_run(run: dict[str, Any]) -> None:
+    lines = printed(run).splitlines()
+
+    def cells(label: str) -> list[str]:
+        line = next(line for line in lines if label in line)
+        return [cell.strip() for cell in line.strip("│┃ ").split("│")][1:]
+
+    assert cells("perplexity on wikitext2") == ["23.60", "27.10", "+14.8 % (worse)"]
+    assert cells("parameters ") == ["134.5 M", "113.3 M", "−15.8 %"]
+    assert cells("parameters in blocks") == ["106.2 M", "85.0 M", "−20.0 %"]
+    assert cells("bytes of weights") == ["538 MB", "453 MB", "−15.8 %"]
+    assert cells("multiply-adds, 128 tokens") == ["17.3 GMACs", "14.6 GMACs", "−15.7 %"]
+    assert cells("peak memory") == ["1.21 GB", "1.03 GB", "−14.9 %"]
+    assert cells("forward, batch 1, 128 tokens, cpu") == ["182.4 ± 4.5 ms", "150.7 ± 3.6 ms", "1.21× faster"]
+
+
+def test_markup_in_a_name_is_shown_and_not_obeyed(run: dict[str, Any]) -> None:
+    run["title"] = "[red]model[/red]"
+    run["quality"]["metric"] = "[bold]metric[/]"
+    text = printed(run)
+    assert "[red]model[/red]" in text and "[bold]metric[/] on wikitext2" in text
+
+
+def test_an_empty_run_is_an_empty_table() -> None:
+    assert summary_table({"title": "t", "model": "m"}).row_count == 0
