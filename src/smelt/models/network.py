@@ -27,10 +27,10 @@ _AUTO_CLASS_OF_HEAD = {
 _HARMLESS_WHEN_MISSING = "pooler."
 
 
-def empty_network(config: PreTrainedConfig, where: str) -> PreTrainedModel:
-    """The network that the config describes, on the meta device: shapes without memory."""
+def empty_network(config: PreTrainedConfig, where: str, device: str = "meta") -> PreTrainedModel:
+    """The network that the config describes, on the meta device unless told otherwise: shapes without memory."""
     try:
-        with torch.device("meta"), quiet_transformers():
+        with torch.device(device), quiet_transformers():
             return _auto_class(config).from_config(config, trust_remote_code=False)
     except Exception as error:  # a foreign constructor fed with foreign values may raise anything
         raise ModelError(

@@ -81,7 +81,11 @@ def restore_shape(anatomy: Anatomy, shape: Sequence[dict[str, Any]]) -> None:
     parts = {part.name: part for part in anatomy.parts}
     for entry in shape:
         part = parts[entry["part"]]
-        keep_units(anatomy.network, part, entry.get("kept", range(entry["units"])))
+        if part.units != entry["units"]:
+            keep_units(anatomy.network, part, entry.get("kept", range(entry["units"])))
+        elif entry["units"] != entry["of"]:  # built at this width already: only the memory of what it was is missing
+            part.holder.smelt_kept_units = tuple(entry.get("kept", range(entry["units"])))
+            part.holder.smelt_original_units = entry["of"]
 
 
 def _expand(index: Tensor, width: int) -> Tensor:

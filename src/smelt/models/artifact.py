@@ -1,0 +1,198 @@
+"""The artifact: the folder Smelt writes, and reads back on any machine that has Smelt.
+
+`config.json`, `model.safetensors` and the tokenizer are as transformers has them; `smelt.json` holds what was done and
+the shape of every layer. The same model gives the same bytes; nothing in these files depends on time or machine.
+Layers of different widths are also written as transformers' `per_layer_config`; equal ones as the plain fields, so
+that such a folder opens in transformers itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import smelt
+from smelt.errors import ModelError
+from smelt.models.anatomy import Anatomy, anatomy_of
+from smelt.models.config import config_from, read_generation_config
+from smelt.models.jsonfile import read_object
+from smelt.models.load import load_tokenizer
+from smelt.models.model import Model
+from smelt.models.network import empty_network
+from smelt.models.surgery import restore_shape
+from smelt.models.weights import read_headers, read_safetensors
+
+FORMAT = 1
+
+
+def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = None) -> None:
+    """Write a model into an existing, empty folder. `record` joins `smelt.json`: measurements that do not vary."""
+    network = model.network
+    anatomy = model.anatomy
+    _write_json(folder / "config.json", {**_plain_config(network), **_layer_fields(anatomy)})
+    save_file(_tensors(network), folder / "model.safetensors", metadata={"format": "pt"})
+    if network.can_generate():
+        network.generation_config.save_pretrained(folder)
+    if model.tokenizer is not None:
+        model.tokenizer.save_pretrained(folder)
+    content = {
+        "format": FORMAT,
+        "smelt": smelt.__version__,
+        "source": model.source,
+        "history": model.history,
+        "shape": anatomy.shape(),
+        **(record or {}),
+    }
+    _write_json(folder / "smelt.json", content)
+
+
+def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Model:
+    """Read a folder that `save_artifact` wrote."""
+    content = read_object(folder / "smelt.json")
+    network = shaped_network(folder, content)
+    headers = read_headers(folder)
+    _check_shapes(network, {name: header.shape for name, header in headers.items()}, folder)
+    tensors = {name: tensor.to(dtype) if dtype else tensor for name, tensor in read_safetensors(folder).items()}
+    network.load_state_dict(tensors, strict=False, assign=True)
+    network.tie_weights()
+    network.config.dtype = next(network.parameters()).dtype
+    generation = read_generation_config(folder)
+    if generation is not None and network.can_generate():
+        network.generation_config = generation
+    history = content.get("history")
+    return Model(
+        network.eval().to(device),
+        load_tokenizer(folder, network.config),
+        source=str(folder),
+        history=history if isinstance(history, list) else [],
+    )
+
+
+def shaped_network(folder: Path, content: dict[str, Any] | None = None) -> PreTrainedModel:
+    """The network of an artifact in its true shape, with parameters on the meta device: nothing large is allocated."""
+    content = content if content is not None else read_object(folder / "smelt.json")
+    if content.get("format") != FORMAT:
+        raise ModelError(f"{folder} was written in format {content.get('format')!r}; this Smelt reads format {FORMAT}.")
+    values = read_object(folder / "config.json")
+    values.pop("per_layer_config", None)
+    config = config_from(values, str(folder / "config.json"))
+    with _parameters_on_meta():
+        network = empty_network(config, str(folder), device="cpu")
+    anatomy = anatomy_of(network)
+    restore_shape(anatomy, checked_shape(anatomy, content.get("shape"), folder))
+    return network
+
+
+def checked_shape(anatomy: Anatomy, shape: Any, folder: Path) -> list[dict[str, Any]]:
+    """The shape of a file from elsewhere, once it is sure that every entry fits this network."""
+    parts = {part.name: part for part in anatomy.parts}
+    if not isinstance(shape, list) or {entry.get("part") for entry in shape if isinstance(entry, dict)} != set(parts):
+        raise ModelError(f"{folder}: the shape in smelt.json does not name the parts of this network.")
+    for entry in shape:
+        units, whole, kept = entry.get("units"), entry.get("of"), entry.get("kept")
+        here = parts[entry["part"]].units
+        fits = isinstance(units, int) and isinstance(whole, int) and 0 <= units <= whole and here in (units, whole)
+        if fits and kept is not None:
+            numbers = isinstance(kept, list) and all(type(i) is int and 0 <= i < whole for i in kept)
+            fits = numbers and len(kept) == units and kept == sorted(set(kept))
+        if not fits:
+            raise ModelError(f"{folder}: the shape of {entry['part']} in smelt.json does not fit this network.")
+    return shape
+
+
+def _check_shapes(network: nn.Module, held: dict[str, tuple[int, ...]], folder: Path) -> None:
+    """Every tensor of the network is in the file in its shape, apart from names that share another's storage."""
+    wanted = network.state_dict()
+    for module_path, module in network.named_modules():  # a repair may have added a bias where there was none
+        name = f"{module_path}.bias"
+        if name in held and getattr(module, "bias", 0) is None:
+            module.bias = nn.Parameter(torch.empty(module.weight.shape[0], device="meta"))
+            wanted[name] = module.bias
+    tied = set(getattr(network, "all_tied_weights_keys", {}))
+    for name, tensor in wanted.items():
+        if name not in held and name not in tied:
+            raise ModelError(f"{folder}: the weights lack {name}.")
+        if name in held and held[name] != tuple(tensor.shape):
+            raise ModelError(f"{folder}: {name} is {list(held[name])} and not {list(tensor.shape)} as smelt.json says.")
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Networks built here have their parameters on the meta device and their buffers, which no file holds, for real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Everything the network must remember, storage that has several names once."""
+    seen: set[tuple[int, int]] = set()
+    tensors = {}
+    for name, tensor in network.state_dict().items():
+        place = (tensor.data_ptr(), tensor.numel())
+        if tensor.numel() and place in seen:
+            continue
+        seen.add(place)
+        tensors[name] = tensor.detach().cpu().contiguous()
+    return tensors
+
+
+def _plain_config(network: PreTrainedModel) -> dict[str, Any]:
+    values = network.config.to_dict()
+    values.pop("_name_or_path", None)
+    values.pop("transformers_version", None)
+    values["architectures"] = [type(network).__name__]
+    values["dtype"] = str(next(network.parameters()).dtype).removeprefix("torch.")
+    return {name: values[name] for name in sorted(values)}
+
+
+def _layer_fields(anatomy: Anatomy) -> dict[str, Any]:
+    """Widths as transformers' configuration has them: one value where all layers agree, else an entry a layer."""
+    names = anatomy.family.config_names
+    layers: dict[str, dict[str, int]] = {}
+    for block in anatomy.blocks:
+        sizes: dict[str, int] = {}
+        for part in block.parts:
+            if part.kind == "heads":
+                sizes["heads"], sizes["kv_heads"] = part.units * part.group, part.units
+            else:
+                sizes[part.kind] = part.units
+        layers[str(block.index)] = {names[kind]: size for kind, size in sizes.items() if kind in names}
+    if not names or not _was_cut(anatomy):
+        return {}
+    first = layers["0"]
+    if all(layer == first for layer in layers.values()) and _plain_fields_suffice(anatomy):
+        return dict(first)
+    return {"per_layer_config": layers}
+
+
+def _was_cut(anatomy: Anatomy) -> bool:
+    return any(part.units != part.original_units for part in anatomy.parts)
+
+
+def _plain_fields_suffice(anatomy: Anatomy) -> bool:
+    """Fewer heads fit the plain fields only where the configuration gives the head size on its own."""
+    heads = [part for part in anatomy.parts if part.kind == "heads"]
+    cut = any(part.units != part.original_units for part in heads)
+    return not cut or (getattr(anatomy.network.config, "head_dim", None) is not None and all(p.units for p in heads))
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

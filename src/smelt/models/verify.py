@@ -1,0 +1,72 @@
+"""Proof that a saved folder loads: a clean process reads it and must give the very logits it gave before saving."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from smelt.errors import ModelError
+from smelt.models.model import Model
+
+_EXPECTED = "expected"
+
+
+@torch.no_grad()
+def probe(model: Model, batch: int = 2, length: int = 24) -> dict[str, Tensor]:
+    """Fixed pseudo-random inputs of a kind the model takes."""
+    config = model.network.config
+    generator = torch.Generator().manual_seed(0)
+    if model.network.main_input_name == "pixel_values":
+        size = getattr(config, "image_size", None) or 64
+        return {"pixel_values": torch.randn(batch, config.num_channels, size, size, generator=generator)}
+    length = min(length, getattr(config, "max_position_embeddings", length) - 2)
+    ids = torch.randint(config.vocab_size, (batch, max(length, 1)), generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@torch.no_grad()
+def outputs(model: Model, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits, or the last hidden state of a network without a head, on the CPU."""
+    result = model.network(**{name: tensor.to(model.device) for name, tensor in inputs.items()})
+    first: Tensor = result[0]
+    return first.float().cpu().contiguous()
+
+
+def verify(model: Model, folder: Path) -> None:
+    """Reload `folder` in a new process and compare with `model`, bit for bit; raise where they differ."""
+    inputs = probe(model)
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(temporary) / "probe.safetensors"
+        save_file({**inputs, _EXPECTED: outputs(model, inputs)}, file)
+        command = [sys.executable, "-m", "smelt.models.verify", str(folder), str(file)]
+        options = [str(model.device), str(torch.get_num_threads())]
+        result = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        detail = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1:]
+        raise ModelError(f"the saved model did not prove itself after reloading: {' '.join(detail) or 'no reason given'}")
+
+
+def _main(folder: str, file: str, device: str, threads: str) -> int:
+    from smelt.models.load import load
+
+    torch.set_num_threads(int(threads))
+    tensors = load_file(file)
+    expected = tensors.pop(_EXPECTED)
+    found = outputs(load(folder, device=device), tensors)
+    if found.shape != expected.shape:
+        print(f"outputs of shape {list(found.shape)} instead of {list(expected.shape)}.", file=sys.stderr)
+        return 1
+    if not torch.equal(found, expected):
+        print(f"logits differ by up to {float((found - expected).abs().max()):.3g}.", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(*sys.argv[1:]))

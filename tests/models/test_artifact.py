@@ -1,0 +1,118 @@
+"""An artifact gives back what was saved, bit for bit, in this process and in a clean one; the same model, the same bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tests.models.test_surgery import cut, random_masks
+from tests.tiny import BUILDS, TRANSFORMERS, inputs
+
+from smelt.errors import ModelError
+from smelt.models.anatomy import anatomy_of
+from smelt.models.artifact import load_artifact, save_artifact
+from smelt.models.model import Model
+from smelt.models.surgery import keep_units, set_output
+from smelt.models.verify import verify
+
+
+def pruned(name: str) -> Model:
+    network = BUILDS[name]()
+    cut(network, random_masks(network, empty=("heads1", "filters2") if name in TRANSFORMERS else ()))
+    return Model(network, source=name)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@torch.no_grad()
+def test_saved_and_reloaded_is_the_same_to_the_bit(name: str, tmp_path: Path) -> None:
+    model = pruned(name)
+    save_artifact(model, tmp_path)
+    again = load_artifact(tmp_path)
+    assert torch.equal(again.network(**inputs(name)).logits, model.network(**inputs(name)).logits)
+    assert again.anatomy.shape() == model.anatomy.shape()
+    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".bin"] == []
+
+
+def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        save_artifact(pruned("llama"), tmp_path / folder)
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+
+
+def test_an_added_bias_survives(tmp_path: Path) -> None:
+    model = pruned("llama")
+    part = model.anatomy.parts[0]
+    set_output(part, part.output.weight.clone(), torch.randn(part.output.rows))
+    save_artifact(model, tmp_path)
+    again = load_artifact(tmp_path)
+    assert torch.equal(again.network(**inputs("llama")).logits, model.network(**inputs("llama")).logits)
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "bert", "resnet"])
+def test_a_clean_process_proves_it(name: str, tmp_path: Path) -> None:
+    model = pruned(name)
+    save_artifact(model, tmp_path)
+    verify(model, tmp_path)
+    with torch.no_grad():
+        next(iter(model.network.parameters())).add_(1e-3)
+    with pytest.raises(ModelError, match="differ"):
+        verify(model, tmp_path)
+
+
+def test_layers_of_different_widths_are_in_the_per_layer_configuration(tmp_path: Path) -> None:
+    model = pruned("qwen3")
+    save_artifact(model, tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert config.is_heterogeneous
+    for block in model.anatomy.blocks:
+        layer = config.per_layer_config[block.index]
+        heads, filters = block.parts
+        assert (layer.num_key_value_heads, layer.intermediate_size) == (heads.units, filters.units)
+
+
+@torch.no_grad()
+def test_equal_widths_open_in_transformers_itself(tmp_path: Path) -> None:
+    network = BUILDS["llama"]()
+    for position in range(len(anatomy_of(network).parts)):
+        part = anatomy_of(network).parts[position]
+        keep_units(network, part, range(1, part.units))
+    save_artifact(Model(network), tmp_path)
+    stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(stock(**inputs("llama")).logits, network(**inputs("llama")).logits)
+    again = load_artifact(tmp_path)
+    assert again.anatomy.shape() == anatomy_of(network).shape()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"units": 10**9}, "does not fit"),
+        ({"units": -1}, "does not fit"),
+        ({"units": "2"}, "does not fit"),
+        ({"kept": [0, 0]}, "does not fit"),
+        ({"kept": ["a"]}, "does not fit"),
+        ({"part": "model.layers.0.evil"}, "does not name"),
+    ],
+)
+def test_a_forged_shape_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    save_artifact(pruned("llama"), tmp_path)
+    content = json.loads((tmp_path / "smelt.json").read_text())
+    content["shape"][0].update(change)
+    (tmp_path / "smelt.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match=message):
+        load_artifact(tmp_path)
+
+
+def test_a_shape_that_contradicts_the_weights_is_refused(tmp_path: Path) -> None:
+    save_artifact(pruned("bert"), tmp_path)
+    content = json.loads((tmp_path / "smelt.json").read_text())
+    filters = next(entry for entry in content["shape"] if entry["kind"] == "filters" and entry["units"] > 1)
+    filters["units"] -= 1
+    (tmp_path / "smelt.json").write_text(json.dumps(content))
+    with pytest.raises(ModelError, match="and not"):
+        load_artifact(tmp_path)
