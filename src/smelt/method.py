@@ -18,6 +18,7 @@ from torch import Tensor
 from smelt.budget import Budget
 from smelt.checkpoint import Checkpoint
 from smelt.errors import RecipeError
+from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.progress import Silent, Watcher
 
@@ -43,6 +44,27 @@ class Context:
         return sum(counts) / sum(sequences) if sequences else 1.0
 
 
+@dataclass(frozen=True)
+class CalibrationSize:
+    """How much calibration data a step will see, known before any of it is read."""
+
+    samples: int
+    length: int
+    batch: int
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.length
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What a step will ask for: passes of the blocks over all calibration tokens, and bytes besides the weights."""
+
+    passes: float = 0.0
+    memory: int = 0
+
+
 class Method(ABC):
     """One published technique. Subclasses are frozen dataclasses; their fields are all that can be told to them."""
 
@@ -54,6 +76,10 @@ class Method(ABC):
     @abstractmethod
     def apply(self, model: Model, context: Context) -> dict[str, Any]:
         """Change the model in place; return plain facts about what was changed."""
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        """What the step will ask for on this network (which may lie on the meta device)."""
+        return Demand()
 
     def to_json(self) -> dict[str, Any]:
         """The parameters as they stand in a recipe."""

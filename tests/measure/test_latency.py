@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -130,6 +131,16 @@ def test_a_length_beyond_the_positions_is_one_sentence() -> None:
         latency(Model(bert()), length=65)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Several threads on a busy machine wait for each other, and the waiting would drown the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_comparison_takes_turns_and_favours_the_smaller_model() -> None:
     small, large = Model(llama(16)), Model(llama(1024))
     order: list[str] = []

@@ -194,6 +194,19 @@ def test_a_model_that_broke_is_still_reported(run: dict[str, Any]) -> None:
     assert "not finite" in text and "(worse)" in text
 
 
+def test_samples_stand_beside_their_twins() -> None:
+    told = [("before", "b1"), ("before", "b2"), ("after", "a1"), ("after", "a2")]
+    text = Page(
+        render({"title": "t", "model": "m", "samples": [{"who": who, "text": text} for who, text in told]})
+    ).text
+    assert text.index("b1") < text.index("a1") < text.index("b2") < text.index("a2")
+
+
+def test_flips_may_be_a_count_or_a_share(run: dict[str, Any]) -> None:
+    run["quality"]["comparison"]["flips"] = 0.0234
+    assert "answers that flipped2.34 %" in Page(render(run)).text
+
+
 def test_channels_of_a_convolution_network() -> None:
     blocks = [{"block": 0, "channels": [{"of": 64, "kept": 32}, {"of": 128, "kept": 128}]}]
     page = Page(render({"title": "t", "model": "m", "kept": blocks}))

@@ -22,6 +22,7 @@ from smelt.models.anatomy import Anatomy
 from smelt.progress import Watcher
 
 Batch = dict[str, Tensor]
+HIDDEN_COPIES, UNIT_COPIES, LOGIT_COPIES = 7, 4, 4  # float32 tensors of each width that live at the peak of a backward
 BATCHES_A_PIECE = 8  # so many mini-batches are kept in the checkpoint together
 
 
@@ -37,6 +38,19 @@ def mask_gradients(anatomy: Anatomy, batch: Batch, *, checkpointing: bool = Fals
             for mask, gradient in zip(masks, gradients, strict=True)
         ]
     )
+
+
+def gradient_bytes(anatomy: Anatomy, batch: int, length: int, *, checkpointing: bool = False) -> int:
+    """About how much memory one mini-batch of gradients takes: what autograd keeps of the blocks, and the logits.
+
+    Weights are frozen, so a projection keeps nothing of its input; norms, activations, masks and attention do.
+    """
+    widths = [sum(part.output.columns for part in block.parts) for block in anatomy.blocks]
+    hidden = anatomy.parts[0].output.rows
+    numbers = [HIDDEN_COPIES * hidden + UNIT_COPIES * width for width in widths]
+    kept = sum(numbers) if not checkpointing else max(numbers) + hidden * len(numbers)
+    vocabulary = getattr(anatomy.network.config, "vocab_size", 0) if anatomy.family.causal else 0
+    return 4 * batch * length * (kept + LOGIT_COPIES * vocabulary)
 
 
 def batch_loss(network: nn.Module, batch: Batch) -> Tensor:
@@ -89,11 +103,20 @@ def _rerun(forward: Any) -> Any:
 
 
 def all_mask_gradients(
-    anatomy: Anatomy, batches: Sequence[Batch], watcher: Watcher, checkpoint: Checkpoint
+    anatomy: Anatomy,
+    batches: Sequence[Batch],
+    watcher: Watcher,
+    checkpoint: Checkpoint,
+    memory_limit: int | None = None,
 ) -> np.ndarray:
-    """One gradient a mini-batch: [mini-batches, units], parts end to end. Finished mini-batches are not run again."""
+    """One gradient a mini-batch: [mini-batches, units], parts end to end. Finished mini-batches are not run again.
+
+    Blocks are run twice (checkpointing) where a mini-batch would not fit into the limit otherwise.
+    """
     if not batches:
         raise DataError("this step needs calibration data, and there is none.")
+    largest = max(next(iter(batch.values())).shape[:2] for batch in batches)
+    checkpointing = memory_limit is not None and gradient_bytes(anatomy, *largest) > memory_limit
     rows: list[np.ndarray] = []
     starts = range(0, len(batches), BATCHES_A_PIECE)
     for start in watcher.track(starts, "gradients of the masks"):
@@ -101,7 +124,7 @@ def all_mask_gradients(
         done = checkpoint.load(name)
         if done is None:
             piece = batches[start : start + BATCHES_A_PIECE]
-            done = {"gradients": torch.stack([mask_gradients(anatomy, batch) for batch in piece])}
+            done = {"gradients": torch.stack([mask_gradients(anatomy, batch, checkpointing=checkpointing) for batch in piece])}
             checkpoint.save(name, done)
         rows.append(done["gradients"].cpu().numpy())
     return np.concatenate(rows)

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from smelt.budget import Budget
-from smelt.calibrate.gradients import all_mask_gradients
-from smelt.method import Context, method, one_of
+from smelt.calibrate.gradients import all_mask_gradients, gradient_bytes
+from smelt.method import CalibrationSize, Context, Demand, method, one_of
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.prune.finish import Finisher, cut, cut_and_repair
@@ -43,8 +43,18 @@ class Fisher(StructuredPruning):
 
     def observe(self, anatomy: Anatomy, context: Context) -> list[np.ndarray]:
         """Each part's gradients: [mini-batches, units]."""
-        gradients = all_mask_gradients(anatomy, context.batches, context.watcher, context.checkpoint)
+        gradients = all_mask_gradients(
+            anatomy, context.batches, context.watcher, context.checkpoint, context.memory_limit
+        )
         return np.split(gradients, np.cumsum([part.units for part in anatomy.parts])[:-1], axis=1)
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        repair = super().demand(anatomy, size, memory_limit)
+        memory = gradient_bytes(anatomy, size.batch, size.length)
+        checkpointing = memory_limit is not None and memory > memory_limit
+        if checkpointing:
+            memory = gradient_bytes(anatomy, size.batch, size.length, checkpointing=True)
+        return Demand(repair.passes + (3.5 if checkpointing else 2.5), max(repair.memory, memory))
 
     def scores(self, anatomy: Anatomy, seen: list[np.ndarray], context: Context) -> Scores:
         return [np.square(gradients, dtype=np.float64).sum(0) for gradients in seen]

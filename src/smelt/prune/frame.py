@@ -15,12 +15,14 @@ import numpy as np
 from smelt.budget import Budget
 from smelt.errors import BudgetError, RecipeError
 from smelt.measure.cost import Workload, block_cost, block_parameters, fixed_cost, unit_costs
-from smelt.method import Context, Method, one_of, within
+from smelt.method import CalibrationSize, Context, Demand, Method, one_of, within
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.model import Model
 from smelt.prune.finish import Finisher, cut, cut_and_repair
 from smelt.prune.latency import choose_under_latency
 from smelt.prune.search import Candidates, Choice, search, search_threshold, search_uniform
+
+STREAMS, MATRICES = 3, 5  # activations of all tokens, and float64 matrices of a part's width, that live at once
 
 Scores = list[np.ndarray]
 SPREADS: dict[str, Callable[[Sequence[Candidates], float], Choice]] = {
@@ -83,6 +85,15 @@ class StructuredPruning(Method):
         if removed <= 0 and self.budget.keep < 1:
             raise BudgetError(f"{self.name} removed nothing under the budget {self.budget.to_json()}.")
         return {"parameters_removed": removed, "block_parameters_before": before, **facts}
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        """Of the repair: teacher and student pass through every block, and one part's equations are solved at a time."""
+        if self.finish not in ("tune", "full"):
+            return Demand(1.0 if "calibration data" in self.needs else 0.0)
+        widest = max(part.output.columns for part in anatomy.parts)
+        streams = STREAMS * 4 * size.tokens * anatomy.parts[0].output.rows
+        held = streams if memory_limit is None else min(streams, memory_limit)
+        return Demand(passes=3.5, memory=held + MATRICES * 8 * widest * widest)
 
     def choose(self, anatomy: Anatomy, scores: Scores, context: Context, budget: Budget) -> Choice:
         """The units to keep under a budget."""

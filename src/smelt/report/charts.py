@@ -95,8 +95,7 @@ def interval_plot(interval: Interval, title: str) -> Markup:
     def place(value: float) -> str:
         return _at((value - first) / (last - first))
 
-    worse, better = "worse", "better"
-    left, right = (f"← {worse}", f"{better} →") if interval.higher_is_better else (f"← {better}", f"{worse} →")
+    left, right = ("← worse", "better →") if interval.higher_is_better else ("← better", "worse →")
     axis = [
         join(
             tag("line", x1=place(tick), x2=place(tick), y1=62, y2=67, class_="axis"),
@@ -113,17 +112,16 @@ def interval_plot(interval: Interval, title: str) -> Markup:
         *axis,
         tag("line", x1=place(interval.reference), x2=place(interval.reference), y1=20, y2=62, class_="reference"),
         tag("line", x1=place(interval.low), x2=place(interval.high), y1=42, y2=42, class_="interval"),
-        *(tag("line", x1=place(end), x2=place(end), y1=35, y2=49, class_="interval") for end in _ends(interval)),
+        *(
+            tag("line", x1=place(end), x2=place(end), y1=35, y2=49, class_="interval")
+            for end in (interval.low, interval.high)
+        ),
         tag("circle", cx=place(interval.value), cy=42, r=6, class_="estimate"),
         width="100%",
         height=88,
         role="img",
         class_="plot",
     )
-
-
-def _ends(interval: Interval) -> tuple[float, float]:
-    return interval.low, interval.high
 
 
 def _padded(interval: Interval) -> tuple[float, float]:

@@ -73,6 +73,8 @@ def signed(value: float) -> str:
 
 def percent(value: float) -> str:
     """A relative change of `value` (0.148) as +14.8 %."""
+    if not math.isfinite(value):
+        return "not finite"
     return f"{MINUS if value < 0 else '+'}{abs(value) * 100:.1f} %"
 
 

@@ -25,7 +25,8 @@ def quality(run: Run) -> Markup | None:
 
 
 def _conditions(measured: Run) -> str:
-    settings = [f"{key} {numbers.plain(value)}" for key, value in (measured.get("settings") or {}).items()]
+    told = {key: value for key, value in (measured.get("settings") or {}).items() if value is not None}
+    settings = [f"{key} {numbers.plain(value)}" for key, value in told.items()]
     data = f"on {measured['data']}" if measured.get("data") else ""
     measured_on = f"{measured.get('metric', 'quality')} {data}".strip()
     return ", ".join([measured_on, *settings])
@@ -47,12 +48,19 @@ def _plots(compared: Run, higher_is_better: bool) -> list[Markup]:
     return drawn
 
 
+def _share(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
 def _facts(compared: Run) -> list[tuple[str, str]]:
     writers: dict[str, tuple[str, Callable[[float], str]]] = {
         "difference": ("difference", numbers.signed),
         "ratio": ("ratio", lambda value: f"{value:.4f}"),
-        "agreement": ("items answered alike", lambda value: f"{100 * value:.2f} %"),
-        "flips": ("answers that flipped", numbers.plain),
+        "agreement": ("predicted alike", _share),
+        "flips": (
+            "answers that flipped",
+            lambda value: numbers.plain(value) if isinstance(value, int) else _share(value),
+        ),
         "mcnemar_p": ("McNemar test, p", numbers.probability),
         "kl": ("KL divergence of logits", lambda value: f"{value:.4g}"),
     }

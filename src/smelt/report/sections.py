@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 
 from smelt.report import numbers
@@ -64,14 +65,20 @@ def _written(value: float | None, write: Callable[[float], str]) -> str:
 
 
 def samples(run: Run) -> Markup | None:
-    """The same prompt continued by each model, side by side."""
+    """The same prompt continued by each model, side by side: all first ones, then all second ones."""
+    told: Counter[str] = Counter()
+    turns: list[tuple[int, Run]] = []
+    for sample in run.get("samples") or []:
+        who = str(sample.get("who", ""))
+        turns.append((told[who], sample))
+        told[who] += 1
     quotes = [
         tag(
             "blockquote",
             tag("span", sample.get("who", ""), class_="who"),
             tag("p", tag("span", sample.get("prompt", ""), class_="soft"), sample.get("text", "")),
         )
-        for sample in run.get("samples") or []
+        for _, sample in sorted(turns, key=lambda turn: turn[0])
     ]
     return section("In their own words", tag("div", *quotes, class_="samples")) if quotes else None
 

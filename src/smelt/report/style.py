@@ -91,7 +91,7 @@ pre {
   overflow-x: auto;
   font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace;
 }
-.samples { display: grid; grid-template-columns: repeat(auto-fit, minmax(260px, 1fr)); gap: 16px; margin: 12px 0 0; }
+.samples { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 16px; margin: 12px 0 0; }
 blockquote { margin: 0; padding: 14px 16px; background: var(--page); border-radius: 8px; overflow-wrap: anywhere; }
 blockquote .who { display: block; font-size: 13px; color: var(--soft); margin-bottom: 4px; }
 blockquote p { margin: 0; white-space: pre-wrap; }
@@ -109,7 +109,7 @@ footer { color: var(--soft); font-size: 13px; }
   .figure { padding: 12px; }
   .figure .value { font-size: 22px; }
   .figure:last-child:nth-child(odd) { grid-column: 1 / -1; }
-  .pair { grid-template-columns: minmax(0, 1fr); }
+  .pair, .samples { grid-template-columns: minmax(0, 1fr); }
   thead { display: none; }
   tr { display: grid; grid-template-columns: 7fr 7fr 6fr; gap: 2px 8px; padding: 8px 0; }
   tr:has(td:nth-child(5)) { grid-template-columns: 1fr 1fr; }

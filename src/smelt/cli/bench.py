@@ -1,0 +1,68 @@
+"""`smelt bench`: latency and memory, measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+
+from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, console, table, write_json
+from smelt.measure.latency import Latency, compare_latency, decode_latency, latency
+from smelt.measure.machine import machine
+from smelt.measure.memory import PeakMemory
+from smelt.models.load import load
+from smelt.report.numbers import count, size
+
+AgainstOption = Annotated[str | None, typer.Option("--against", metavar="BASE", help="Time in turns with this model.")]
+
+
+def run(
+    model: ModelArgument,
+    against: AgainstOption = None,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens a sequence has.")] = 128,
+    repeats: Annotated[int, typer.Option(min=3, help="Timed calls.")] = 20,
+    device: DeviceOption = "cpu",
+    json_file: JsonOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Latency and memory, measured here: median and spread after a warm-up, batch and length stated."""
+    with PeakMemory() as memory:
+        loaded = load(model, device=device)
+        timings = {"forward": latency(loaded, batch=batch, length=length, repeats=repeats, seed=seed)}
+        if loaded.task == "language":
+            timings["decode a token"] = decode_latency(loaded, prompt=length, batch=batch, seed=seed)
+    content: dict[str, Any] = {
+        "model": model,
+        "latency": {name: asdict(timing) for name, timing in timings.items()},
+        "peak_bytes": memory.peak_bytes,
+        "device_peak_bytes": memory.device_peak_bytes,
+        "machine": machine(),
+    }
+    _show(model, timings)
+    peak = memory.device_peak_bytes if device.startswith("cuda") else memory.peak_bytes
+    console.print(f"peak memory {size(peak)} ({device}, weights and the work on them)", highlight=False)
+    if against is not None:
+        compared = compare_latency(
+            loaded, load(against, device=device), batch=batch, length=length, repeats=repeats, seed=seed
+        )
+        content |= {"against": against, "comparison": asdict(compared)}
+        words = "faster" if compared.ratio >= 1 else "slower (the ratio is below 1)"
+        console.print(
+            f"{compared.ratio:.2f} times the speed of {against}, 95% interval "
+            f"[{compared.ratio_low:.2f}, {compared.ratio_high:.2f}]: {words}",
+            highlight=False,
+        )
+    write_json(json_file, content)
+
+
+def _show(model: str, timings: dict[str, Latency]) -> None:
+    rows = [
+        [name, f"{t.median_ms:.2f} ms", f"{t.spread_ms:.2f} ms", count(t.tokens_per_second), str(t.batch), str(t.length)]
+        for name, t in timings.items()
+    ]
+    first = next(iter(timings.values()))
+    title = f"{model} on {first.device}, {first.dtype}, {first.repeats} calls after {first.warmup} to warm up"
+    headings = ["what", "median", "spread (IQR)", "tokens/s", "batch", "length"]
+    console.print(table(title, headings, rows))

@@ -1,0 +1,51 @@
+"""`smelt compress`: the smaller model, proven and reloadable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, console, say, write_json
+from smelt.cli.recipes import RecipeOption, SeedOverride, read_recipe
+from smelt.progress import bars
+from smelt.recipes.plan import plan
+from smelt.recipes.run import compress
+from smelt.report.terminal import summary_table
+
+OutOption = Annotated[Path, typer.Option("-o", "--out", help="The folder to write; it must not exist yet.")]
+DataOption = Annotated[str | None, typer.Option("--data", help="Calibration data: a file, a hub id, or default.")]
+EvalOption = Annotated[str | None, typer.Option("--eval-data", help="What before and after are compared on.")]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")]
+PromptOption = Annotated[list[str] | None, typer.Option("--prompt", help="Continue this before and after.")]
+SpeedOption = Annotated[bool, typer.Option("--speed/--no-speed", help="Time both models.")]
+
+
+def run(
+    model: ModelArgument,
+    recipe: RecipeOption,
+    out: OutOption,
+    data: DataOption = None,
+    eval_data: EvalOption = None,
+    resume: ResumeOption = False,
+    prompt: PromptOption = None,
+    speed: SpeedOption = True,
+    device: DeviceOption = "cpu",
+    json_file: JsonOption = None,
+    seed: SeedOverride = None,
+) -> None:
+    """Make a model smaller by a recipe; save it, prove that it reloads, and report what it cost."""
+    read = read_recipe(recipe, data=data, evaluation=eval_data, seed=seed)
+    if device == "cpu":
+        plan(model, read, out).check()
+    with bars() as watcher:
+        result = compress(
+            model, read, out,
+            resume=resume, device=device, speed=speed, samples=prompt, watcher=watcher, say=say,
+        )  # fmt: skip
+    console.print(summary_table(result.record))
+    for sample in result.record.get("samples", []):
+        console.print(f"[bold]{sample['who']}[/bold]:", sample["text"].strip().replace("\n", " "), highlight=False)
+    console.print(f"saved and proven: {out}    report: {out / 'report.html'}", highlight=False)
+    write_json(json_file, result.record)

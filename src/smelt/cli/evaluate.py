@@ -1,0 +1,108 @@
+"""`smelt eval`: quality, paired with a confidence interval; exit code 3 below the bar."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, console, table, write_json
+from smelt.data import TextData, load_data
+from smelt.measure.divergence import logit_divergence
+from smelt.measure.paired import compare
+from smelt.measure.quality import Quality, meets
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.progress import Watcher, bars
+from smelt.recipes.inputs import Data, measure_quality
+from smelt.recipes.recipe import EvaluationSettings
+from smelt.report.numbers import metric as written
+
+DataOption = Annotated[str, typer.Option("--data", help="A file, a hub id, or default.")]
+AgainstOption = Annotated[str | None, typer.Option("--against", metavar="BASE", help="Compare with this model.")]
+MinOption = Annotated[float | None, typer.Option("--min", help="Exit with 3 when the value is below this.")]
+MaxOption = Annotated[float | None, typer.Option("--max", help="Exit with 3 when the value is above this.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Use only so many tokens of text.")]
+
+
+def run(
+    model: ModelArgument,
+    data: DataOption,
+    against: AgainstOption = None,
+    minimum: MinOption = None,
+    maximum: MaxOption = None,
+    metric: Annotated[str | None, typer.Option(help="accuracy, f1, matthews, spearman, pearson.")] = None,
+    text: Annotated[str | None, typer.Option(help="Column of the text.")] = None,
+    pair: Annotated[str | None, typer.Option(help="Column of the second text.")] = None,
+    label: Annotated[str | None, typer.Option(help="Column of the label.")] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens a window has, for perplexity.")] = 1024,
+    limit: LimitOption = None,
+    batch: Annotated[int, typer.Option(min=1)] = 8,
+    device: DeviceOption = "cpu",
+    json_file: JsonOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    """How good a model is on data, and with --against, how much it lost, with a confidence interval."""
+    settings = EvaluationSettings(data, metric, context, limit, batch, text, pair, label)
+    loaded = load_data(data, text=text, pair=pair, label=label)
+    with bars() as watcher:
+        new = load(model, device=device)
+        quality = measure_quality(new, loaded, settings, watcher)
+        content: dict[str, Any] = {"model": model, "quality": quality.to_json()}
+        if against is not None:
+            content |= _against(against, new, quality, loaded, settings, device, seed, watcher)
+    _show(model, quality, against, content)
+    passed = meets(quality, minimum, maximum)
+    write_json(json_file, {**content, "passed": passed})
+    if not passed:
+        bar = f"at least {minimum:g}" if minimum is not None else f"at most {maximum:g}"
+        console.print(f"below the bar: {quality.metric} is {written(quality.value)}, asked for {bar}")
+        raise typer.Exit(3)
+
+
+def _against(
+    base_name: str, new: Model, quality: Quality, data: Data, settings: EvaluationSettings, device: str, seed: int,
+    watcher: Watcher,
+) -> dict[str, Any]:  # fmt: skip
+    base = load(base_name, device=device)
+    base_quality = measure_quality(base, data, settings, watcher)
+    comparison = compare(quality, base_quality, seed=seed)
+    content = {"against": base_name, "base_quality": base_quality.to_json(), "comparison": comparison.to_json()}
+    if isinstance(data, TextData):
+        context = quality.settings["context"]
+        found = logit_divergence(new, base, data, context=context, limit=16 * context, watcher=watcher)
+        content["divergence"] = found.to_json()
+    return content
+
+
+def _show(model: str, quality: Quality, against: str | None, content: dict[str, Any]) -> None:
+    settings = ", ".join(f"{name} {value}" for name, value in quality.settings.items())
+    rows = [[model, written(quality.value)]]
+    if against is not None:
+        rows.append([against, written(content["base_quality"]["value"])])
+    console.print(table(f"{quality.metric} on {quality.data}", ["model", quality.metric], rows))
+    if settings:
+        console.print(settings, highlight=False)
+    if against is not None:
+        for line in _comparison_lines(content):
+            console.print(line, highlight=False)
+
+
+def _comparison_lines(content: dict[str, Any]) -> list[str]:
+    made = content["comparison"]
+    low, high = made["interval"]
+    percent = f"{made['confidence']:.0%}"
+    lines = [f"difference {made['difference']:+.4g}, {percent} interval [{low:+.4g}, {high:+.4g}]: {made['verdict']}"]
+    if made["ratio"] is not None:
+        low, high = made["ratio_interval"]
+        lines.append(f"ratio {made['ratio']:.4f}, {percent} interval [{low:.4f}, {high:.4f}]")
+    if made["mcnemar"] is not None:
+        lines.append(f"gained {made['gained']}, lost {made['lost']} items, McNemar p = {made['mcnemar']:.3g}")
+    if made["flips"] is not None:
+        lines.append(f"predictions changed on {made['flips']:.2%} of the items")
+    found = content.get("divergence")
+    if found is not None:
+        lines.append(f"KL {found['kl']:.4f} nats a token, same first choice on {found['agreement']:.2%} of tokens")
+    return lines
+
+

@@ -1,0 +1,60 @@
+"""`smelt inspect`: the anatomy of a model, without loading its weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smelt.cli.output import JsonOption, ModelArgument, SeedOption, console, table, write_json
+from smelt.measure.cost import Workload, block_cost, block_parameters, count_bytes, count_parameters, unit_costs
+from smelt.models.anatomy import Anatomy, Block, anatomy_of
+from smelt.models.load import skeleton
+from smelt.report.numbers import count, macs, size
+
+
+def run(model: ModelArgument, tokens: int = 128, json_file: JsonOption = None, seed: SeedOption = 0) -> None:
+    """The anatomy: blocks, heads, kv groups, filters, parameters, MACs, bytes."""
+    anatomy = anatomy_of(skeleton(model))
+    content = describe(anatomy, tokens)
+    rows = [
+        [str(row["block"]), row["attention"], row["feed_forward"], count(row["parameters"]), macs(row["macs"])]
+        for row in content["blocks"]
+    ]
+    title = f"{model}: {content['family']}, {count(content['parameters'])} parameters, {size(content['bytes'])}"
+    console.print(table(title, ["block", "attention", "feed-forward or channels", "parameters", "MACs"], rows))
+    console.print(
+        f"blocks {count(content['block_parameters'])} parameters, {macs(content['macs'])} "
+        f"for {tokens} tokens (an image for vision models)"
+    )
+    write_json(json_file, {"model": model, **content})
+
+
+def describe(anatomy: Anatomy, tokens: int) -> dict[str, Any]:
+    image_size = getattr(anatomy.network.config, "image_size", None)
+    workload = Workload(tokens=tokens, image_size=image_size if isinstance(image_size, int) else 224)
+    costs = dict(zip((p.name for p in anatomy.parts), unit_costs(anatomy, "macs", workload), strict=True))
+    return {
+        "family": anatomy.family.name,
+        "parameters": count_parameters(anatomy.network),
+        "block_parameters": block_parameters(anatomy),
+        "bytes": count_bytes(anatomy.network),
+        "macs": block_cost(anatomy, "macs", workload),
+        "tokens": tokens,
+        "blocks": [_block(block, costs) for block in anatomy.blocks],
+        "shape": anatomy.shape(),
+    }
+
+
+def _block(block: Block, costs: dict[str, float]) -> dict[str, Any]:
+    heads = next((part for part in block.parts if part.kind == "heads"), None)
+    others = [part for part in block.parts if part.kind != "heads"]
+    attention = "-"
+    if heads is not None:
+        attention = f"{heads.units * heads.group} heads of {heads.head_dim}"
+        attention += f" in {heads.units} kv groups" if heads.group > 1 else ""
+    return {
+        "block": block.index,
+        "attention": attention,
+        "feed_forward": ", ".join(f"{part.units} {part.kind}" for part in others),
+        "parameters": count_parameters(block.module),
+        "macs": sum(part.units * costs[part.name] for part in block.parts),
+    }

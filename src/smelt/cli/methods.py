@@ -1,0 +1,25 @@
+"""`smelt methods`: what can be done, what each needs, its paper."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import smelt.recipes.recipe  # noqa: F401  (puts all methods on the list)
+from smelt.cli.output import JsonOption, SeedOption, console, table, write_json
+from smelt.method import METHODS
+
+
+def run(json_file: JsonOption = None, seed: SeedOption = 0) -> None:
+    """What can be done to a model, what each method needs, and its paper."""
+    rows = [describe(name) for name in sorted(METHODS)]
+    cells = [[row["name"], row["summary"], ", ".join(row["needs"]) or "nothing", row["paper"]] for row in rows]
+    console.print(table("Methods", ["method", "what it does", "needs", "paper"], cells))
+    write_json(json_file, rows)
+
+
+def describe(name: str) -> dict[str, Any]:
+    cls = METHODS[name]
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    parameters = {f.name: None if f.default is dataclasses.MISSING else f.default for f in fields}
+    return {"name": name, "summary": cls.summary, "needs": cls.needs, "paper": cls.paper, "parameters": parameters}

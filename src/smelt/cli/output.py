@@ -1,0 +1,48 @@
+"""What commands share: options, tables on standard output, errors on standard error, results as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from smelt.files import write_whole
+
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything that is drawn at random.")]
+DeviceOption = Annotated[str, typer.Option("--device", help="Where to run: cpu or cuda.")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A bundled name, a folder, a .gguf file or a hub id.")
+]
+
+console = Console()
+
+
+def error_line(sentence: str) -> None:
+    print(f"smelt: {' '.join(sentence.split())}", file=sys.stderr)
+
+
+def say(sentence: str) -> None:
+    """What is happening, on standard error so that standard output holds results only."""
+    print(f"  {sentence}", file=sys.stderr, flush=True)
+
+
+def table(title: str, headings: list[str], rows: list[list[str]]) -> Table:
+    """A plain table; every column but the first is right-aligned when it holds numbers."""
+    result = Table(title=title, title_justify="left", header_style="bold")
+    for position, heading in enumerate(headings):
+        numeric = position > 0 and all(row[position][:1].isdigit() or row[position] in ("", "-") for row in rows)
+        result.add_column(heading, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        result.add_row(*row)
+    return result
+
+
+def write_json(path: Path | None, content: Any) -> None:
+    if path is not None:
+        write_whole(path, lambda temporary: temporary.write_text(json.dumps(content, indent=1) + "\n"))

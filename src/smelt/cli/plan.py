@@ -1,0 +1,49 @@
+"""`smelt plan`: memory, time, disk and what will change, before any work; refuses what cannot fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smelt.cli.output import JsonOption, ModelArgument, console, table, write_json
+from smelt.cli.recipes import RecipeOption, SeedOverride, read_recipe
+from smelt.recipes.plan import Plan
+from smelt.recipes.plan import plan as make_plan
+from smelt.report.numbers import count, seconds, size
+
+OutOption = Annotated[Path, typer.Option("-o", "--out", help="Where the result would be written.")]
+
+
+def run(
+    model: ModelArgument,
+    recipe: RecipeOption,
+    out: OutOption = Path("smelted"),
+    data: str | None = None,
+    json_file: JsonOption = None,
+    seed: SeedOverride = None,
+) -> None:
+    """Before any work: memory, time, disk, what will change; refuses what cannot fit."""
+    made = make_plan(model, read_recipe(recipe, data=data, seed=seed), out)
+    show(made)
+    write_json(json_file, made.to_json())
+    made.check()
+
+
+def show(made: Plan) -> None:
+    rows = [
+        ["parameters", count(made.parameters)],
+        ["in blocks, before", count(made.block_parameters)],
+        ["in blocks, at most after", count(made.block_parameters_after)],
+        ["weights", size(made.bytes)],
+        ["peak memory, about", f"{size(made.peak_memory)} of {size(made.available_memory)} there"],
+        ["disk, about", f"{size(made.disk)} of {size(made.free_disk)} free"],
+        ["time, about", seconds(made.seconds)],
+    ]
+    console.print(table(f"Plan for {made.model}", ["", "estimate"], rows))
+    steps = [
+        [step.method, ", ".join(f"{k} {v:g}" for k, v in step.budget.items()), seconds(step.seconds), size(step.memory)]
+        for step in made.steps
+    ]
+    console.print(table("Steps", ["method", "budget", "time", "memory besides weights"], steps))
