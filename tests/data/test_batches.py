@@ -39,7 +39,9 @@ def test_windows_are_passages_that_do_not_overlap() -> None:
     assert starts[0] < 2000 and starts[-1] > 12_000
 
 
-def test_windows_fill_the_text_to_the_last_token() -> None:
+@pytest.mark.parametrize("piece", [100, 10_000])
+def test_windows_fill_the_text_to_the_last_token(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(batches_module, "_PIECE_CHARACTERS", piece)
     text = TextData("exact", (COUNTED.joined[:1280],))
     assert places(windows(text, samples=10, length=128), text.joined) == list(range(0, 1280, 128))
 
@@ -54,6 +56,13 @@ def test_short_text_overlaps_a_little_but_not_more() -> None:
         windows(text, samples=1, length=1001)
     with pytest.raises(DataError, match="too few for 2 windows of 1,000"):
         windows(text, samples=2, length=1000)
+
+
+def test_windows_hold_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches_module, "_PIECE_CHARACTERS", 100)
+    tokenizer = character_tokenizer(encoder=True)
+    (part,) = text_batches(COUNTED, tokenizer, samples=40, length=300, batch_size=40, seed=0)
+    assert not {VOCABULARY["[CLS]"], VOCABULARY["[SEP]"]} & set(part["input_ids"].unique().tolist())
 
 
 def test_the_seed_decides() -> None:

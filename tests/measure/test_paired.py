@@ -39,11 +39,12 @@ def simulated(generator: np.random.Generator, items: int) -> tuple[Quality, Qual
 
 def test_counts_by_hand() -> None:
     labels = np.array([0, 1, 2, 1, 0, 2])
-    base, new = np.array([0, 1, 2, 0, 1, 1]), np.array([0, 0, 2, 1, 2, 1])
+    base, new = np.array([0, 1, 2, 0, 1, 1]), np.array([0, 0, 1, 1, 2, 1])
     result = compare(classified(new, labels), classified(base, labels))
-    assert (result.gained, result.lost, result.flips) == (1, 1, 3 / 6)
-    assert result.difference == 0 and result.mcnemar == 1 and result.verdict == "no clear difference"
-    assert [(change.item, change.base, change.new) for change in result.worst] == [(1, 1.0, 0.0)]
+    assert (result.gained, result.lost, result.flips) == (1, 2, 4 / 6)
+    assert result.difference == pytest.approx(-1 / 6)
+    assert result.mcnemar == 1 and result.verdict == "no clear difference"
+    assert [(change.item, change.base, change.new) for change in result.worst] == [(1, 1.0, 0.0), (2, 1.0, 0.0)]
     assert result.ratio is None and result.divergence is None
 
 
@@ -80,13 +81,15 @@ def test_intervals_of_the_perplexity_ratio_cover_the_truth(windows: int) -> None
 
 def test_perplexity_counts_tokens() -> None:
     weights = np.array([1000.0, 1.0])
-    result = compare(windowed(np.array([2.0, 9.0]), weights), windowed(np.array([1.5, 3.0]), weights), resamples=200)
+    pair = windowed(np.array([2.0, 9.0]), weights), windowed(np.array([1.5, 3.0]), weights)
+    result = compare(*pair, resamples=200)
     assert result.ratio == pytest.approx(math.exp((1000 * 0.5 + 6) / 1001))
     assert result.difference == pytest.approx(result.new - result.base)
     assert [change.item for change in result.worst] == [1, 0]
     assert result.verdict == "worse" and result.mcnemar is None and result.flips is None
-    # Resamples are of the first window only, of both, or of the second only.
+    # Resamples are of the first window only (a quarter), of both (half), or of the second only.
     assert result.ratio_interval == pytest.approx((math.exp(0.5), math.exp(6)))
+    assert compare(*pair, resamples=500, confidence=0.1).ratio_interval == pytest.approx((result.ratio, result.ratio))
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "f1", "matthews", "spearman", "pearson"])

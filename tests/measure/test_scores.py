@@ -58,7 +58,7 @@ def test_counts_are_repetitions(name: str) -> None:
     generator = np.random.default_rng(1)
     labels, predictions = generator.integers(0, 3, (2, 30))
     counts = generator.multinomial(30, np.full(30, 1 / 30), size=20).astype(float)
-    counts[0] = np.where(labels == 0, 0, 1)  # a sample that lacks a class
+    counts[0] = (labels != 0) & (predictions != 0)  # a sample that lacks a class altogether
     together = SCORES[name](predictions, labels, counts)
     for row, value in zip(counts.astype(int), together, strict=True):
         assert value == pytest.approx(

@@ -90,48 +90,63 @@ def _raw(header: object, data: bytes = b"", length: int | None = None) -> bytes:
     return struct.pack("<Q", len(raw) if length is None else length) + raw + data
 
 
-def _one(dtype: str = "F32", shape: Any = (2, 3), offsets: Any = (0, 24)) -> dict[str, Any]:
+def _one(dtype: Any = "F32", shape: Any = (2, 3), offsets: Any = (0, 24)) -> dict[str, Any]:
     return {"a": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 
-_BAD_SAFETENSORS = {
-    "empty": b"",
-    "shorter than a length": b"\x01\x02",
-    "header longer than the file": _raw(_one(), bytes(24), length=10**6),
-    "header length huge": _raw(_one(), bytes(24), length=2**63),
-    "header not JSON": _raw(b"{not json", bytes(24)),
-    "header not UTF-8": _raw(b'{"\xff": 1}', bytes(24)),
-    "header a list": _raw([1, 2], bytes(24)),
-    "header nested without end": _raw(b'{"a":' * 50_000, bytes(24)),
-    "number of many digits": _raw(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,24]}}'),
-    "entry not an object": _raw({"a": 5}, bytes(24)),
-    "entry without a shape": _raw({"a": {"dtype": "F32", "data_offsets": [0, 24]}}, bytes(24)),
-    "unknown dtype": _raw(_one(dtype="F31"), bytes(24)),
-    "dtype not a text": _raw({"a": {"dtype": ["F32"], "shape": [2, 3], "data_offsets": [0, 24]}}, bytes(24)),
-    "negative dimension": _raw(_one(shape=(-2, -3)), bytes(24)),
-    "fractional dimension": _raw(_one(shape=(2.0, 3)), bytes(24)),
-    "true as a dimension": _raw(_one(shape=(True, 6)), bytes(24)),
-    "dimensions that overflow": _raw(_one(shape=(2**62, 2**62)), bytes(24)),
-    "thousands of dimensions": _raw(_one(shape=[1] * 5000, offsets=(0, 4)), bytes(4)),
-    "shape and bytes differ": _raw(_one(shape=(2, 4)), bytes(24)),
-    "offsets swapped": _raw(_one(offsets=(24, 0)), bytes(24)),
-    "offset beyond the file": _raw(_one(offsets=(1000, 1024)), bytes(24)),
-    "three offsets": _raw(_one(offsets=(0, 24, 24)), bytes(24)),
-    "cut off": _raw(_one(), bytes(20)),
-    "bytes too many": _raw(_one(), bytes(25)),
-    "overlap": _raw({**_one(), "b": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}}, bytes(24)),
-    "gap": _raw(_one(offsets=(4, 28)), bytes(28)),
-    "key twice": _raw(
-        b'{"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]},"a":{"dtype":"F32","shape":[6],"data_offsets":[24,48]}}',
-        bytes(48),
+_FITS = "header does not fit"
+_JSON = "not valid JSON"
+_SHAPE = "impossible shape"
+_BYTES = "which its shape and dtype do not give"
+_ORDER = "overlaps another or leaves a gap"
+_TWICE = (
+    b'{"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]},"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}}'
+)
+_DEEP = b'{"a":{"dtype":' + b"[" * 900 + b"]" * 900 + b',"shape":[1],"data_offsets":[0,4]}}'
+_BAD_SAFETENSORS: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", _FITS),
+    "shorter than a length": (b"\x01\x02", _FITS),
+    "header longer than the file": (_raw(_one(), bytes(24), length=10**6), _FITS),
+    "header length huge": (_raw(_one(), bytes(24), length=2**63), _FITS),
+    "header not JSON": (_raw(b"{not json", bytes(24)), _JSON),
+    "header not UTF-8": (_raw(b'{"\xff": 1}', bytes(24)), _JSON),
+    "header a list": (_raw([1, 2], bytes(24)), "JSON list"),
+    "header nested without end": (_raw(b'{"a":' * 50_000, bytes(24)), _JSON),
+    "number of many digits": (
+        _raw(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,4]}}'),
+        _JSON,
     ),
+    "entry not an object": (_raw({"a": 5}, bytes(24)), "must have a dtype"),
+    "entry without a shape": (_raw({"a": {"dtype": "F32", "data_offsets": [0, 24]}}, bytes(24)), "must have a dtype"),
+    "unknown dtype": (_raw(_one(dtype="F31"), bytes(24)), "dtype 'F31'"),
+    "dtype not a text": (_raw(_one(dtype=["F32"]), bytes(24)), "dtype of type list"),
+    "dtype nested deeply": (_raw(_DEEP, bytes(4)), "dtype of type list"),
+    "negative dimension": (_raw(_one(shape=(-2, -3)), bytes(24)), _SHAPE),
+    "fractional dimension": (_raw(_one(shape=(2.0, 3)), bytes(24)), _SHAPE),
+    "true as a dimension": (_raw(_one(shape=(True, 6)), bytes(24)), _SHAPE),
+    "dimensions that overflow": (_raw(_one(shape=(2**62, 2**62)), bytes(24)), _BYTES),
+    "thousands of dimensions": (_raw(_one(shape=[1] * 5000, offsets=(0, 4)), bytes(4)), _SHAPE),
+    "shape and bytes differ": (_raw(_one(shape=(2, 4)), bytes(24)), _BYTES),
+    "offsets swapped": (_raw(_one(offsets=(24, 0)), bytes(24)), _BYTES),
+    "offset negative": (_raw(_one(offsets=(-24, 0)), bytes(24)), "impossible data_offsets"),
+    "offset beyond the file": (_raw(_one(offsets=(1000, 1024)), bytes(24)), _ORDER),
+    "three offsets": (_raw(_one(offsets=(0, 24, 24)), bytes(24)), "impossible data_offsets"),
+    "cut off": (_raw(_one(), bytes(20)), "cut off or damaged"),
+    "bytes too many": (_raw(_one(), bytes(25)), "cut off or damaged"),
+    "overlap": (_raw({**_one(), "b": {"dtype": "F32", "shape": [6], "data_offsets": [0, 24]}}, bytes(24)), _ORDER),
+    "gap": (_raw(_one(offsets=(4, 28)), bytes(28)), _ORDER),
+    "key twice": (_raw(_TWICE, bytes(24)), "a key is given twice"),
 }
 
 
 @pytest.mark.parametrize("case", _BAD_SAFETENSORS)
 def test_bad_safetensors(case: str, folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(_BAD_SAFETENSORS[case])
-    assert "model.safetensors" in _refused(lambda: load(folder))
+    raw, cause = _BAD_SAFETENSORS[case]
+    (folder / "model.safetensors").write_bytes(raw)
+    sentence = _refused(lambda: check_safetensors(folder / "model.safetensors"))
+    assert "model.safetensors" in sentence and cause in sentence, sentence
+    assert _refused(lambda: read_safetensors(folder / "model.safetensors")) == sentence
+    assert _refused(lambda: load(folder)) == sentence
 
 
 def test_good_safetensors_pass_the_check(tmp_path: Path) -> None:
@@ -321,9 +336,7 @@ def test_a_config_that_lies(changes: dict[str, Any], folder: Path) -> None:
     _refused(lambda: load(folder))
 
 
-@pytest.mark.parametrize(
-    "changes", [{"architectures": None}, {"dtype": "load"}, {"dtype": ["x"]}]
-)
+@pytest.mark.parametrize("changes", [{"architectures": None}, {"dtype": "load"}, {"dtype": ["x"]}])
 def test_a_config_with_nonsense_that_does_not_matter(changes: dict[str, Any], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**_CONFIG, **changes}))
     assert load(folder).network.dtype == torch.float32

@@ -6,7 +6,6 @@ one, a window scores only what the one before it did not reach, each token after
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
@@ -58,7 +57,7 @@ def perplexity(
     weights = np.array([window.end - window.scored_from for window in windows], dtype=np.float64)
     return Quality(
         metric="perplexity",
-        value=math.exp(np.average(items, weights=weights)),
+        value=float(np.exp(np.average(items, weights=weights))),
         higher_is_better=False,
         data=data.name,
         items=items,

@@ -1,4 +1,4 @@
-"""Quality on labelled data: of a classifier or regressor by its logits, of an embedding model by the cosine of pairs."""
+"""Quality on labelled data: classifiers and regressors by their logits, embedding models by the cosine of pairs."""
 
 from __future__ import annotations
 

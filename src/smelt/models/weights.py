@@ -69,7 +69,7 @@ def _tensor_header(entry: Any, where: str) -> TensorHeader:
         raise ModelError(f"{where} must have a dtype, a shape and data_offsets.")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _BYTES_OF_DTYPE:
-        raise ModelError(f"{where} has the dtype {dtype!r:.40}, which Smelt does not read.")
+        raise ModelError(f"{where} has the dtype {_shown(dtype)}, which Smelt does not read.")
     if not _are_sizes(shape) or len(shape) > _LARGEST_RANK:
         raise ModelError(f"{where} has an impossible shape.")
     if not _are_sizes(offsets) or len(offsets) != 2:
@@ -82,6 +82,11 @@ def _tensor_header(entry: Any, where: str) -> TensorHeader:
 
 def _are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**63 for value in values)
+
+
+def _shown(value: Any) -> str:
+    """A foreign value inside a sentence; only a text is shown, since showing nested lists can itself fail."""
+    return f"{value!r:.100}" if isinstance(value, str) else f"of type {type(value).__name__}"
 
 
 def _check_layout(headers: dict[str, TensorHeader], data_bytes: int, path: Path) -> None:
@@ -118,7 +123,7 @@ def _indexed_files(folder: Path) -> list[Path]:
     for name in names:
         # A plain name only: an index must not lead out of its folder.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-            raise ModelError(f"{folder / INDEX} names {name!r:.200}, which is not a safetensors file in this folder.")
+            raise ModelError(f"{folder / INDEX} names {_shown(name)}, which is not a safetensors file in this folder.")
         if not (folder / name).is_file():
             raise ModelError(f"{folder / INDEX} names {name}, which is missing.")
     return [folder / name for name in sorted(set(names))]
