@@ -1,4 +1,4 @@
-"""Small networks of every family, built from their configurations with random weights: for identities, never for quality."""
+"""Small networks of every family with random weights: for identities, never for quality."""
 
 from __future__ import annotations
 
@@ -11,8 +11,16 @@ from transformers import PreTrainedModel
 
 Build = Callable[[], PreTrainedModel]
 
-ENCODER = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
+ENCODER = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 99,
+}
 DECODER = {**ENCODER, "num_key_value_heads": 2, "max_position_embeddings": 128, "head_dim": 8}
+
+NO_HEAD_DIM = {name: value for name, value in DECODER.items() if name != "head_dim"}
 
 
 def _made(cls: Any, config: Any) -> PreTrainedModel:
@@ -38,7 +46,8 @@ BUILDS: dict[str, Build] = {
     "vit": lambda: _made(
         hf.ViTForImageClassification,
         hf.ViTConfig(
-            hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, image_size=32, patch_size=8
+            hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
+            image_size=32, patch_size=8,
         ),
     ),
     "gpt2": lambda: _made(
@@ -61,7 +70,7 @@ BUILDS: dict[str, Build] = {
     "llama": lambda: _made(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER)),
     "llama-tied": lambda: _made(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, tie_word_embeddings=True)),
     "mistral": lambda: _made(hf.MistralForCausalLM, hf.MistralConfig(**DECODER)),
-    "qwen2": lambda: _made(hf.Qwen2ForCausalLM, hf.Qwen2Config(**{k: v for k, v in DECODER.items() if k != "head_dim"})),
+    "qwen2": lambda: _made(hf.Qwen2ForCausalLM, hf.Qwen2Config(**NO_HEAD_DIM)),
     "qwen3": lambda: _made(hf.Qwen3ForCausalLM, hf.Qwen3Config(**DECODER)),
     "resnet": lambda: _made(
         hf.ResNetForImageClassification,

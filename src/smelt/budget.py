@@ -13,7 +13,7 @@ MEASURES = ("parameters", "macs", "bytes", "latency")
 
 @dataclass(frozen=True)
 class Budget:
-    """Keep at most the share `keep` of `measure`: parameters, macs, bytes (a decoded token reads) or measured latency."""
+    """Keep at most the share `keep` of `measure`; bytes are what decoding a token reads, latency is measured."""
 
     measure: str
     keep: float
@@ -30,7 +30,9 @@ class Budget:
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping) or len(value) != 1:
-            raise RecipeError(f"a budget is written as one measure and its share, such as {{macs: 0.6}}, not {value!r}.")
+            raise RecipeError(
+                f"a budget is written as one measure and its share, such as {{macs: 0.6}}, not {value!r}."
+            )
         ((measure, keep),) = value.items()
         return cls(str(measure), keep)
 

@@ -37,7 +37,9 @@ class Checkpoint:
         try:
             return dict(load_file(path))
         except (SafetensorError, OSError) as error:
-            raise SmeltError(f"the unfinished run holds a damaged file {path.name} ({error}); start it anew.") from error
+            raise SmeltError(
+                f"the unfinished run holds a damaged file {path.name} ({error}); start it anew."
+            ) from error
 
     def save(self, name: str, tensors: dict[str, Tensor]) -> None:
         path = self._path(name, "safetensors")

@@ -19,7 +19,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         with full_disk_told(path):
             write(temporary)
             _flush(temporary)
-            os.replace(temporary, path)
+            temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -36,7 +36,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
             for file in temporary.rglob("*"):
                 if file.is_file():
                     _flush(file)
-            os.replace(temporary, path)
+            temporary.replace(path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
@@ -32,7 +32,7 @@ class Bars:
         self._progress = progress
 
     def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
-        if total is None and hasattr(items, "__len__"):
+        if total is None and isinstance(items, Sized):
             total = len(items)
         task = self._progress.add_task(what, total=total)
         try:

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from tests.tiny import BUILDS, labelled
 
-from smelt.calibrate.gradients import all_mask_gradients, batch_loss, mask_gradients
+from smelt.calibrate.gradients import batch_loss, sensitivities, sensitivity
 from smelt.calibrate.masks import masked, unit_masks
 from smelt.calibrate.stream import Activations, advance, open_stream
 from smelt.checkpoint import Checkpoint
 from smelt.models.anatomy import anatomy_of
 from smelt.progress import Silent
+from tests.tiny import BUILDS, labelled
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -40,20 +39,25 @@ def test_mask_gradients_are_finite_differences(name: str) -> None:
     network = BUILDS[name]().double()
     batch = {k: v.double() if v.is_floating_point() else v for k, v in labelled(name).items()}
     anatomy = anatomy_of(network)
-    gradients = mask_gradients(anatomy, batch).double()
-    again = mask_gradients(anatomy, batch, checkpointing=True).double()
-    assert torch.allclose(gradients, again, atol=1e-8)
+    found = sensitivity(anatomy, batch)
+    again = sensitivity(anatomy, batch, checkpointing=True)
+    gradients = found.masks.double()
+    assert torch.allclose(found.masks, again.masks, atol=1e-8)
+    if found.tokens is not None and again.tokens is not None:
+        assert torch.allclose(found.tokens, again.tokens, atol=1e-10)
+    # A small step where activations have kinks, a large one where the loss is float32.
+    step, tolerance = (1e-3, 1e-3) if name.startswith("resnet") else (1e-2, 2e-4)
     position = 0
     for index, part in enumerate(anatomy.parts):
         unit = part.units // 2
         losses = []
-        for step in (1e-3, -1e-3):
+        for change in (step, -step):
             masks = [mask.double() for mask in unit_masks(anatomy)]
-            masks[index][unit] += step
+            masks[index][unit] += change
             with torch.no_grad(), masked(anatomy, masks):
                 losses.append(batch_loss(network, batch).double())
-        slope = float(losses[0] - losses[1]) / 2e-3
-        assert float(gradients[position + unit]) == pytest.approx(slope, abs=2e-4)
+        slope = float(losses[0] - losses[1]) / (2 * step)
+        assert float(gradients[position + unit]) == pytest.approx(slope, rel=1e-2, abs=tolerance)
         position += part.units
 
 
@@ -61,12 +65,13 @@ def test_finished_gradients_are_taken_from_the_checkpoint(tmp_path: Path) -> Non
     network = BUILDS["llama"]()
     batches = [labelled("llama", seed) for seed in range(10)]
     checkpoint = Checkpoint(tmp_path)
-    whole = all_mask_gradients(anatomy_of(network), batches, Silent(), checkpoint)
+    whole = sensitivities(anatomy_of(network), batches, Silent(), checkpoint)
     (tmp_path / "gradients-00008.safetensors").unlink()
-    first = tmp_path / "gradients-00000.safetensors"
-    checkpoint.save("gradients-00000", {"gradients": torch.from_numpy(whole[:8]) * 2})
-    resumed = all_mask_gradients(anatomy_of(network), batches, Silent(), checkpoint)
-    assert first.exists() and np.array_equal(resumed[:8], whole[:8] * 2) and np.array_equal(resumed[8:], whole[8:])
+    marked = {name: tensor * 2 for name, tensor in (checkpoint.load("gradients-00000") or {}).items()}
+    checkpoint.save("gradients-00000", marked)
+    resumed = sensitivities(anatomy_of(network), batches, Silent(), checkpoint)
+    assert all(torch.equal(resumed[i].masks, whole[i].masks * 2) for i in range(8))
+    assert all(torch.equal(resumed[i].masks, whole[i].masks) for i in (8, 9))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

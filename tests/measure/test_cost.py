@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
-from tests.tiny import BUILDS
 
 from smelt.measure.cost import (
     Workload,
@@ -17,6 +16,7 @@ from smelt.measure.cost import (
 )
 from smelt.models.anatomy import anatomy_of
 from smelt.models.surgery import keep_units
+from tests.tiny import BUILDS
 
 
 @pytest.mark.parametrize("name", BUILDS)

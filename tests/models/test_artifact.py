@@ -1,4 +1,4 @@
-"""An artifact gives back what was saved, bit for bit, in this process and in a clean one; the same model, the same bytes."""
+"""An artifact gives back what was saved, bit for bit, here and in a clean process; the same model, the same bytes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tests.models.test_surgery import cut, random_masks
-from tests.tiny import BUILDS, TRANSFORMERS, inputs
 
 from smelt.errors import ModelError
 from smelt.models.anatomy import anatomy_of
@@ -17,6 +15,8 @@ from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units, set_output
 from smelt.models.verify import verify
+from tests.models.test_surgery import cut, random_masks
+from tests.tiny import BUILDS, TRANSFORMERS, inputs
 
 
 def pruned(name: str) -> Model:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny import BUILDS, DECODERS, TRANSFORMERS, inputs
 
 from smelt.calibrate.masks import masked, unit_masks
 from smelt.models.anatomy import anatomy_of
 from smelt.models.surgery import keep_units, restore_shape, scale_units
+from tests.tiny import BUILDS, DECODERS, TRANSFORMERS, inputs
 
 
 def random_masks(network: torch.nn.Module, seed: int = 3, empty: tuple[str, ...] = ()) -> list[torch.Tensor]:

@@ -50,7 +50,7 @@ def test_correlated_gradients_gain_most_of_the_objective() -> None:
         better = rearrange(gradients, kept)
         assert len(better) == len(kept)
         ratios.append(objective(gradients, better) / objective(gradients, kept))
-    assert np.mean(ratios) < 0.2
+    assert np.mean(ratios) < 0.3 and max(ratios) < 1
 
 
 def test_nothing_to_rearrange() -> None:

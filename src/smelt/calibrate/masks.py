@@ -17,10 +17,7 @@ from smelt.models.anatomy import Anatomy, Part
 
 def unit_masks(anatomy: Anatomy, *, requires_grad: bool = False) -> list[Tensor]:
     """A mask of ones for every part, in float32 on the part's device."""
-    return [
-        torch.ones(part.units, device=part.output.module.weight.device, requires_grad=requires_grad)
-        for part in anatomy.parts
-    ]
+    return [torch.ones(part.units, device=part.output.device, requires_grad=requires_grad) for part in anatomy.parts]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,11 +136,8 @@ def _record(anatomy: Anatomy, inputs: Batch) -> tuple[Tensor, list[Call]]:
         return (hidden_states,) if anatomy.family.returns_tuple else hidden_states
 
     options = {"use_cache": False} if hasattr(anatomy.network.config, "use_cache") else {}
-    with _replaced_forward([block.module for block in anatomy.blocks], pass_on):
-        try:
-            anatomy.network.base_model(**inputs, **options)
-        except _Reached:
-            pass
+    with _replaced_forward([block.module for block in anatomy.blocks], pass_on), suppress(_Reached):
+        anatomy.network.base_model(**inputs, **options)
     return seen[0], calls
 
 

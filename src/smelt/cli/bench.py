@@ -59,7 +59,14 @@ def run(
 
 def _show(model: str, timings: dict[str, Latency]) -> None:
     rows = [
-        [name, f"{t.median_ms:.2f} ms", f"{t.spread_ms:.2f} ms", count(t.tokens_per_second), str(t.batch), str(t.length)]
+        [
+            name,
+            f"{t.median_ms:.2f} ms",
+            f"{t.spread_ms:.2f} ms",
+            count(t.tokens_per_second),
+            str(t.batch),
+            str(t.length),
+        ]
         for name, t in timings.items()
     ]
     first = next(iter(timings.values()))

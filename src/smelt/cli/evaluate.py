@@ -104,5 +104,3 @@ def _comparison_lines(content: dict[str, Any]) -> list[str]:
     if found is not None:
         lines.append(f"KL {found['kl']:.4f} nats a token, same first choice on {found['agreement']:.2%} of tokens")
     return lines
-
-

@@ -15,7 +15,7 @@ DEBUG = "--debug"
 
 app = typer.Typer(
     name="smelt",
-    help="A trained model, some data and a budget in; a smaller, faster model out, with the proof that it is still good.",
+    help="A trained model, some data and a budget in; a smaller, faster model out, proven to be still good.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -54,7 +54,7 @@ def unit_parameters(part: Part) -> int:
 
 
 def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int, int] = (1, 1)) -> float:
-    """MACs that leave with one unit, for one sequence (or one image, with the output positions of writer and reader)."""
+    """MACs that leave with one unit, for one sequence, or one image given the output positions of writer and reader."""
     if not part.units:
         return 0.0
     if part.kind == "channels":
@@ -83,9 +83,7 @@ def unit_costs(anatomy: Anatomy, measure: Measure, workload: Workload) -> list[f
     if measure == "bytes":
         return [unit_bytes(part, workload) for part in anatomy.parts]
     causal, positions = anatomy.family.causal, channel_positions(anatomy, workload)
-    return [
-        unit_macs(part, workload, causal, place) for part, place in zip(anatomy.parts, positions, strict=True)
-    ]
+    return [unit_macs(part, workload, causal, place) for part, place in zip(anatomy.parts, positions, strict=True)]
 
 
 def fixed_cost(anatomy: Anatomy, measure: Measure, workload: Workload) -> float:

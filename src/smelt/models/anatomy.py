@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import ModelError
@@ -22,12 +24,17 @@ Kind = Literal["heads", "filters", "channels"]
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear map inside the network, or one of several that share a module (`part` of `parts`, as GPT-2's q, k, v)."""
+    """A linear map inside the network, or one of several in one module (`part` of `parts`, as GPT-2's q, k, v)."""
 
-    module: nn.Module
+    module: Any  # Linear, Conv1D or Conv2d
     path: str
     part: int = 0
     parts: int = 1
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.module.weight.device
+        return device
 
     @property
     def transposed(self) -> bool:
@@ -47,12 +54,12 @@ class Projection:
     @property
     def weight(self) -> Tensor:
         """The weight as [out, in, ...], a view of the module's own storage."""
-        weight = self.module.weight.T if self.transposed else self.module.weight
+        weight: Tensor = self.module.weight.T if self.transposed else self.module.weight
         return weight[self.part * self.rows : (self.part + 1) * self.rows]
 
     @property
     def bias(self) -> Tensor | None:
-        bias = self.module.bias
+        bias: Tensor | None = self.module.bias
         return None if bias is None else bias[self.part * self.rows : (self.part + 1) * self.rows]
 
 
@@ -70,8 +77,8 @@ class Part:
     spans: tuple[int, ...]
     output: Projection
     width: int
-    holder: nn.Module
-    norm: nn.Module | None = None
+    holder: Any  # the module that remembers what was kept, and whose sizes change with it
+    norm: Any = None
     attention: AttentionPaths | None = None
     head_dim: int = 0
 
@@ -100,7 +107,7 @@ class Anatomy:
     """A network taken apart. It is a view of the moment: take a new one after surgery."""
 
     family: Family
-    network: nn.Module
+    network: PreTrainedModel
     residual: Residual
     blocks: tuple[Block, ...]
 
@@ -123,7 +130,7 @@ class Anatomy:
         ]
 
 
-def anatomy_of(network: nn.Module) -> Anatomy:
+def anatomy_of(network: PreTrainedModel) -> Anatomy:
     """Take a transformers network apart by the data of its family."""
     config = network.config
     family = family_of(config.model_type)
@@ -167,7 +174,7 @@ def _projection(block: nn.Module, block_path: str, path: str, part: int = 0, par
 
 
 def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -> Part:
-    holder = block.get_submodule(paths.holder)
+    holder: Any = block.get_submodule(paths.holder)
     output = _projection(block, path, paths.output)
     head_dim = int(getattr(holder, paths.head_dim))
     if output.columns == 0:

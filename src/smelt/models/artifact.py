@@ -57,9 +57,11 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
 def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Model:
     """Read a folder that `save_artifact` wrote."""
     content = read_object(folder / "smelt.json")
-    network = shaped_network(folder, content)
-    headers = read_headers(folder)
-    _check_shapes(network, {name: header.shape for name, header in headers.items()}, folder)
+    shapes = {name: header.shape for name, header in read_headers(folder).items()}
+    _check_shapes(shaped_network(folder, content), shapes, folder)  # before anything real is allocated
+    with _parameters_on_meta():
+        network = shaped_network(folder, content, device="cpu")
+    _add_biases(network, shapes)
     tensors = {name: tensor.to(dtype) if dtype else tensor for name, tensor in read_safetensors(folder).items()}
     network.load_state_dict(tensors, strict=False, assign=True)
     network.tie_weights()
@@ -76,16 +78,14 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
     )
 
 
-def shaped_network(folder: Path, content: dict[str, Any] | None = None) -> PreTrainedModel:
-    """The network of an artifact in its true shape, with parameters on the meta device: nothing large is allocated."""
+def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: str = "meta") -> PreTrainedModel:
+    """The network of an artifact in its true shape, without its weights."""
     content = content if content is not None else read_object(folder / "smelt.json")
     if content.get("format") != FORMAT:
         raise ModelError(f"{folder} was written in format {content.get('format')!r}; this Smelt reads format {FORMAT}.")
     values = read_object(folder / "config.json")
     values.pop("per_layer_config", None)
-    config = config_from(values, str(folder / "config.json"))
-    with _parameters_on_meta():
-        network = empty_network(config, str(folder), device="cpu")
+    network = empty_network(config_from(values, str(folder / "config.json")), str(folder), device)
     anatomy = anatomy_of(network)
     restore_shape(anatomy, checked_shape(anatomy, content.get("shape"), folder))
     return network
@@ -110,18 +110,21 @@ def checked_shape(anatomy: Anatomy, shape: Any, folder: Path) -> list[dict[str, 
 
 def _check_shapes(network: nn.Module, held: dict[str, tuple[int, ...]], folder: Path) -> None:
     """Every tensor of the network is in the file in its shape, apart from names that share another's storage."""
-    wanted = network.state_dict()
-    for module_path, module in network.named_modules():  # a repair may have added a bias where there was none
-        name = f"{module_path}.bias"
-        if name in held and getattr(module, "bias", 0) is None:
-            module.bias = nn.Parameter(torch.empty(module.weight.shape[0], device="meta"))
-            wanted[name] = module.bias
+    _add_biases(network, held)
     tied = set(getattr(network, "all_tied_weights_keys", {}))
-    for name, tensor in wanted.items():
+    for name, tensor in network.state_dict().items():
         if name not in held and name not in tied:
             raise ModelError(f"{folder}: the weights lack {name}.")
         if name in held and held[name] != tuple(tensor.shape):
             raise ModelError(f"{folder}: {name} is {list(held[name])} and not {list(tensor.shape)} as smelt.json says.")
+
+
+def _add_biases(network: nn.Module, held: dict[str, tuple[int, ...]]) -> None:
+    """A repair may have given a projection a bias where there was none: make room for those the file holds."""
+    for part in anatomy_of(network).parts:
+        module = part.output.module
+        if module.bias is None and f"{part.output.path}.bias" in held:
+            module.bias = nn.Parameter(torch.empty(part.output.rows, device="meta"))
 
 
 @contextmanager

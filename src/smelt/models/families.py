@@ -37,7 +37,7 @@ class AttentionPaths:
 
 @dataclass(frozen=True)
 class FeedForwardPaths:
-    """Paths from a block to its feed-forward: what writes the filters (up, and gate where there is one), what reads them."""
+    """Paths from a block to its feed-forward: what writes the filters (up, perhaps gate), and what reads them."""
 
     writers: tuple[str, ...]
     output: str

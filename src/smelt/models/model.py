@@ -52,7 +52,9 @@ class Model:
     def generate(self, prompt: str, max_new_tokens: int = 32) -> str:
         """The prompt's greedy continuation."""
         if self.task != "language" or self.tokenizer is None:
-            raise ModelError(f"{self.source or 'this model'} cannot generate text: it has no language head or tokenizer.")
+            raise ModelError(
+                f"{self.source or 'this model'} cannot generate text: it has no language head or tokenizer."
+            )
         inputs = self.tokenizer(prompt, return_tensors="pt").to(self.device)
         output: Tensor = self.network.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
         return str(self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))

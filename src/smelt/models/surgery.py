@@ -43,7 +43,7 @@ def keep_units(network: nn.Module, part: Part, keep: Sequence[int]) -> None:
     """Keep the units of a part at these positions (of what is there now), in this order, and delete all others."""
     if list(keep) == list(range(part.units)):
         return
-    index = torch.as_tensor(list(keep), dtype=torch.long, device=part.output.module.weight.device)
+    index = torch.as_tensor(list(keep), dtype=torch.long, device=part.output.device)
     for module, rows in _rows_of_writers(part, index):
         _keep_rows(module, rows)
     _keep_columns(part.output, _expand(index, part.width))
@@ -64,7 +64,7 @@ def scale_units(part: Part, scale: Tensor) -> None:
 
 
 def set_output(part: Part, weight: Tensor, bias: Tensor | None) -> None:
-    """Put a new weight [out, in] and bias into the projection that reads the part; a bias is added where there was none."""
+    """Put a new weight [out, in] and bias into the projection that reads the part, which may have had no bias."""
     module = part.output.module
     with torch.no_grad():
         part.output.weight.copy_(weight)
@@ -106,7 +106,7 @@ def _parameter(old: nn.Parameter, new: Tensor) -> nn.Parameter:
     return nn.Parameter(new.detach().contiguous(), requires_grad=old.requires_grad)
 
 
-def _keep_rows(module: nn.Module, rows: Tensor) -> None:
+def _keep_rows(module: Any, rows: Tensor) -> None:
     dimension = 1 if isinstance(module, Conv1D) else 0
     module.weight = _parameter(module.weight, module.weight.index_select(dimension, rows))
     if module.bias is not None:
@@ -127,7 +127,7 @@ def _set_size(module: nn.Module, names: Sequence[str], size: int) -> None:
             setattr(module, name, size)
 
 
-def _keep_norm(norm: nn.Module, index: Tensor) -> None:
+def _keep_norm(norm: Any, index: Tensor) -> None:
     for name in ("weight", "bias"):
         setattr(norm, name, _parameter(getattr(norm, name), getattr(norm, name).index_select(0, index)))
     for name in ("running_mean", "running_var"):
@@ -162,7 +162,9 @@ class _PlaneSlicer:
     def __init__(self, argument: str) -> None:
         self.argument = argument
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(
+        self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = inspect.signature(module.forward).bind(*args, **kwargs)
         planes = call.arguments.get(self.argument)
         if planes is not None:  # [batch, heads, queries, keys]
@@ -178,7 +180,7 @@ def _replace_attention(network: nn.Module, part: Part) -> None:
     output = _empty_linear(part.output) if inside else None
     if not inside:
         _replace_empty_output(network, part.output)
-    nothing = NoAttention(name, output, getattr(holder, "layer_idx", None))
+    nothing: Any = NoAttention(name, output, getattr(holder, "layer_idx", None))
     setattr(nothing, paths.head_dim, part.head_dim)
     nothing.smelt_kept_units, nothing.smelt_original_units = (), part.original_units
     nothing.smelt_unit_width = part.width
@@ -194,15 +196,17 @@ def _replace_empty_output(network: nn.Module, output: Projection) -> None:
 
 def _empty_linear(output: Projection) -> nn.Module:
     if not output.transposed:
-        return output.module
+        module: nn.Module = output.module
+        return module
     old = output.module
-    linear = nn.utils.skip_init(nn.Linear, 0, output.rows, device=old.weight.device, dtype=old.weight.dtype)
+    linear: Any = nn.utils.skip_init(nn.Linear, 0, output.rows, device=old.weight.device, dtype=old.weight.dtype)
     linear.bias = old.bias
     linear.weight.requires_grad_(old.weight.requires_grad)
     for name in ("smelt_kept_units", "smelt_original_units"):
         if hasattr(old, name):
             setattr(linear, name, getattr(old, name))
-    return linear
+    made: nn.Module = linear
+    return made
 
 
 def _replace(network: nn.Module, path: str, module: nn.Module) -> None:

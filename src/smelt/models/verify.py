@@ -49,7 +49,9 @@ def verify(model: Model, folder: Path) -> None:
         result = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         detail = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1:]
-        raise ModelError(f"the saved model did not prove itself after reloading: {' '.join(detail) or 'no reason given'}")
+        raise ModelError(
+            f"the saved model did not prove itself after reloading: {' '.join(detail) or 'no reason given'}"
+        )
 
 
 def _main(folder: str, file: str, device: str, threads: str) -> int:

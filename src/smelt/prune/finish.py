@@ -7,8 +7,7 @@ checkpoint, so a killed run repeats only forward passes.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,22 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from smelt.calibrate.least_squares import NormalEquations
-from smelt.calibrate.masks import apply_mask
 from smelt.calibrate.stream import Activations, Stream, advance, open_stream, watching
 from smelt.method import Context
 from smelt.models.anatomy import Anatomy, Block, Part, anatomy_of
+from smelt.models.families import Residual
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units, scale_units, set_output
 from smelt.prune.reconstruct import reconstruct
 from smelt.prune.search import Choice
+from smelt.prune.teacher import Teacher
 from smelt.prune.tune import tune_scales
+
+Weights = Callable[[int], list[Tensor]]  # from a part's number to a weight a token, a batch
+STREAMS = 3  # student, teacher, and the teacher's targets: what shares a memory limit
 
 
 @dataclass(frozen=True)
 class Finisher:
     """How the output projections are repaired: `tune` (one scale a unit) or `full` (the whole projection)."""
 
-    kind: str  # "tune" or "full"
+    kind: str
     solver: str = "lsmr"
     damping: float = 0.01
     intercept: bool = True
@@ -49,96 +52,110 @@ def cut(network: nn.Module, choice: Choice) -> None:
 
 @torch.no_grad()
 def cut_and_repair(
-    model: Model, choice: Choice, finisher: Finisher, context: Context, assistant: Choice | None = None
+    model: Model,
+    choice: Choice,
+    finisher: Finisher,
+    context: Context,
+    *,
+    assistant: Choice | None = None,
+    weights: Weights | None = None,
 ) -> dict[str, Any]:
-    """Cut every block and fit it to the teacher: the dense model, or the larger `assistant` choice."""
-    work = _Work(model, choice, finisher, context, assistant)
-    for block in context.watcher.track(model.anatomy.blocks, f"repair ({finisher.kind})"):
-        work.block(block.index)
+    """Cut every block and fit it to the teacher: the dense model, or the larger `assistant` choice.
+
+    `weights` says how much each token of each batch counts in the fit of a part; without it all count alike.
+    """
+    work = _Work(model, choice, finisher, context, assistant, weights)
+    for index in context.watcher.track(range(len(model.anatomy.blocks)), f"repair ({finisher.kind})"):
+        work.finish_block(index)
     return {"repaired": work.repaired, "gave_up": work.given_up}
 
 
 class _Work:
+    """The two streams and how far they have come."""
+
     def __init__(
-        self, model: Model, choice: Choice, finisher: Finisher, context: Context, assistant: Choice | None
+        self,
+        model: Model,
+        choice: Choice,
+        finisher: Finisher,
+        context: Context,
+        assistant: Choice | None,
+        weights: Weights | None,
     ) -> None:
-        self.model, self.finisher, self.context = model, finisher, context
+        self.weights = weights
+        self.model, self.finisher, self.checkpoint = model, finisher, context.checkpoint
         anatomy = model.anatomy
         self.residual = anatomy.residual
-        self.kept = {part.name: kept for part, kept in zip(anatomy.parts, choice, strict=True)}
+        self.kept = {part.name: kept.tolist() for part, kept in zip(anatomy.parts, choice, strict=True)}
         self.teacher_masks = None if assistant is None else _masks(anatomy, assistant)
-        limit = None if context.memory_limit is None else context.memory_limit // 3  # student, teacher, targets
+        limit = None if context.memory_limit is None else context.memory_limit // STREAMS
         self.student = open_stream(anatomy, context.batches, limit=limit, folder=context.folder)
         self.teacher = self.student.copy(limit, context.folder)
-        self.targets = Activations(limit, context.folder)
+        self.targets = Activations(limit, context.folder)  # what the last part of the block should reach
         self.repaired = 0
         self.given_up = False
 
-    def block(self, index: int) -> None:
+    def finish_block(self, index: int) -> None:
+        """Cut and repair a block, or take the repair of a killed run; carry both streams through."""
+        teacher = Teacher(self._block(index), self.residual, self.teacher_masks)
+        for position in range(len(self._block(index).parts)):
+            part = self._block(index).parts[position]
+            keep_units(self.model.network, part, self.kept[part.name])
         name = f"block-{index:03d}"
-        teacher = _Teacher(copy.deepcopy(self._block(index).module), self._block(index), self.teacher_masks, self.residual)
-        done = self.context.checkpoint.load(name)
-        self._cut(index)
-        if done is not None:
+        done = self.checkpoint.load(name)
+        if done is None:
+            self._repair(index, teacher)
+            self.checkpoint.save(name, self._results(index))
+        else:
             self._restore(index, done)
             for batch in range(len(self.teacher)):
-                self.teacher.hidden[batch] = teacher.run(self.teacher, index, batch).output
-        else:
-            self._repair(index, teacher)
-            self.context.checkpoint.save(name, self._results(index))
+                self._teach(teacher, index, batch)
         advance(self.student, self._block(index))
 
     def _block(self, index: int) -> Block:
         return self.model.anatomy.blocks[index]
 
-    def _cut(self, index: int) -> None:
-        for position in range(len(self._block(index).parts)):
-            part = self._block(index).parts[position]
-            keep_units(self.model.network, part, self.kept[part.name].tolist())
-
-    def _repair(self, index: int, teacher: _Teacher) -> None:
-        for position in range(len(self._block(index).parts)):
-            block = self._block(index)
-            part = block.parts[position]
-            first = position == 0
-            if self.given_up or not part.units:
-                if first:
-                    self._run_teacher(index, teacher, None)
-                continue
-            equations = NormalEquations.zeros(part.output.columns, part.output.rows, part.output.module.weight.device)
-            rows = _Rows(self.finisher, last=index == len(self.model.anatomy.blocks) - 1 and position > 0)
+    def _repair(self, index: int, teacher: Teacher) -> None:
+        last = index == len(self.model.anatomy.blocks) - 1
+        for position, part in enumerate(self._block(index).parts):
+            equations = NormalEquations.zeros(part.output.columns, part.output.rows, part.output.device)
+            number = sum(len(block.parts) for block in self.model.anatomy.blocks[:index]) + position
+            weights = None if self.weights is None else self.weights(number)
+            rows = _Rows(self.finisher, last=last and position > 0, weights=weights)
             for batch in range(len(self.student)):
-                target = self._run_teacher_batch(index, teacher, batch) if first else self.targets[batch]
-                self._collect(block, position, batch, target, equations, rows)
-            if not (self.finisher.published and index == 0 and part.kind == "heads"):
+                target = self._teach(teacher, index, batch) if position == 0 else self.targets[batch]
+                if part.units and not self.given_up:
+                    self._collect(index, position, batch, target, equations, rows)
+            left_alone = self.finisher.published and index == 0 and part.kind == "heads"
+            if part.units and not self.given_up and not left_alone:
                 self._solve(part, equations)
 
-    def _run_teacher(self, index: int, teacher: _Teacher, _: None) -> None:
-        for batch in range(len(self.teacher)):
-            self._run_teacher_batch(index, teacher, batch)
-
-    def _run_teacher_batch(self, index: int, teacher: _Teacher, batch: int) -> Tensor:
-        """Carry the teacher through its block; keep what its last part should give, return what the first should."""
-        result = teacher.run(self.teacher, index, batch)
-        self.teacher.hidden[batch] = result.output
-        self.targets[batch] = result.sums[-1]
-        return result.sums[0]
+    def _teach(self, teacher: Teacher, index: int, batch: int) -> Tensor:
+        """Carry the teacher's stream on; keep what its last part should reach, return what its first should."""
+        lesson = teacher.teach(self.teacher, index, batch)
+        self.teacher.hidden[batch] = lesson.output
+        self.targets[batch] = lesson.sums[-1]
+        return lesson.sums[0]
 
     def _collect(
-        self, block: Block, position: int, batch: int, target: Tensor, equations: NormalEquations, rows: _Rows
+        self, index: int, position: int, batch: int, target: Tensor, equations: NormalEquations, rows: _Rows
     ) -> None:
         """Add a batch's rows: what enters the part's projection, and what it should add to the residual."""
-        part = block.parts[position]
+        block = self._block(index)
         inputs, residual = part_inputs(self.student, block, position, batch, self.residual)
         wanted = target.reshape(residual.shape) - residual
-        if not self.finisher.intercept or self.finisher.kind == "tune":
-            bias = part.output.bias
-            wanted = wanted if bias is None else wanted - bias
-        select = rows.select(self.student.masks[batch], self.student.hidden[batch].shape[:2])
+        bias = block.parts[position].output.bias
+        fits_bias = self.finisher.kind == "full" and self.finisher.intercept
+        if bias is not None and not fits_bias:
+            wanted = wanted - bias
+        chosen = rows.select(self.student.masks[batch], self.student.hidden[batch].shape[:2])
+        counts = rows.counts(batch, inputs.device)
         inputs, wanted = inputs.flatten(0, -2), wanted.flatten(0, -2)
-        if select is not None:
-            inputs, wanted = inputs[select.to(inputs.device)], wanted[select.to(inputs.device)]
-        equations.add(inputs, wanted)
+        if chosen is not None:
+            chosen = chosen.to(inputs.device)
+            inputs, wanted = inputs[chosen], wanted[chosen]
+            counts = None if counts is None else counts[chosen]
+        equations.add(inputs, wanted, counts)
 
     def _solve(self, part: Part, equations: NormalEquations) -> None:
         finisher = self.finisher
@@ -147,20 +164,19 @@ class _Work:
                 equations, part.output.weight, damping=finisher.damping, intercept=finisher.intercept
             )
             set_output(part, weight, bias)
-            self.repaired += 1
-            return
-        scales = tune_scales(
-            equations, part.output.weight, part.width,
-            solver=finisher.solver, damping=finisher.damping, intercept=part.kind == "heads" and finisher.intercept,
-        )  # fmt: skip
-        if scales is None:
-            self.given_up = self.given_up or finisher.published
-            return
-        scale_units(part, scales)
+        else:
+            scales = tune_scales(
+                equations, part.output.weight, part.width,
+                solver=finisher.solver, damping=finisher.damping, intercept=part.kind == "heads",
+            )  # fmt: skip
+            if scales is None:
+                self.given_up = finisher.published
+                return
+            scale_units(part, scales)
         self.repaired += 1
 
     def _results(self, index: int) -> dict[str, Tensor]:
-        tensors = {"given_up": torch.tensor([self.given_up, self.repaired], dtype=torch.int64)}
+        tensors = {"progress": torch.tensor([self.given_up, self.repaired], dtype=torch.int64)}
         for position, part in enumerate(self._block(index).parts):
             tensors[f"{position}.weight"] = part.output.weight
             if part.output.bias is not None:
@@ -168,95 +184,45 @@ class _Work:
         return tensors
 
     def _restore(self, index: int, tensors: dict[str, Tensor]) -> None:
-        self.given_up, self.repaired = bool(tensors["given_up"][0]), int(tensors["given_up"][1])
+        self.given_up, self.repaired = bool(tensors["progress"][0]), int(tensors["progress"][1])
         for position, part in enumerate(self._block(index).parts):
             set_output(part, tensors[f"{position}.weight"], tensors.get(f"{position}.bias"))
 
 
-def part_inputs(
-    stream: Stream, block: Block, position: int, batch: int, residual: str
-) -> tuple[Tensor, Tensor]:
+def part_inputs(stream: Stream, block: Block, position: int, batch: int, residual: Residual) -> tuple[Tensor, Tensor]:
     """What enters a part's output projection, and the residual its result is added to (before any norm)."""
-    hidden = stream.hidden[batch]
+    part, hidden = block.parts[position], stream.hidden[batch]
     seen: dict[str, Tensor] = {}
-    before: dict[str, Tensor] = {}
-    part = block.parts[position]
     if position == 0:
         with watching(part.output.module, seen, stop=True):
             stream.run(block.module, block.index, batch)
         return seen["input"], hidden
+    earlier: dict[str, Tensor] = {}
     neighbour = part.writers[0].module if residual == "post" else block.parts[0].output.module
-    with watching(part.output.module, seen, stop=True), watching(neighbour, before):
+    with watching(part.output.module, seen, stop=True), watching(neighbour, earlier):
         stream.run(block.module, block.index, batch)
-    # After the norm of a post-norm block the feed-forward reads the residual itself; before it, the sum so far.
-    own = before["input"] if residual == "post" else before["output"].view(hidden.shape) + hidden
+    # A post-norm feed-forward reads its own residual; before a pre-norm one the residual is the sum so far.
+    own = earlier["input"] if residual == "post" else earlier["output"].view(hidden.shape) + hidden
     return seen["input"], own.reshape(*seen["input"].shape[:-1], own.shape[-1])
 
 
 @dataclass(frozen=True)
-class _TeacherResult:
-    output: Tensor
-    sums: list[Tensor]  # for each part: residual plus what the part gives, the target of the student's
-
-
-class _Teacher:
-    """A copy of a block as it was. With an assistant's masks its stream is carried masked; the feed-forward's target
-    has all its filters on that stream, as in the released code."""
-
-    def __init__(self, module: nn.Module, block: Block, masks: dict[str, Tensor] | None, residual: str) -> None:
-        prefix = len(block.path) + 1
-        self.module, self.parts, self.residual = module, block.parts, residual
-        self.outputs = [module.get_submodule(part.output.path[prefix:]) for part in block.parts]
-        self.writer = module.get_submodule(block.parts[-1].writers[0].path[prefix:]) if block.parts[-1].writers else None
-        self.masks = None if masks is None else [masks[part.name] for part in block.parts]
-
-    def run(self, stream: Stream, index: int, batch: int) -> _TeacherResult:
-        hidden = stream.hidden[batch]
-        seen: list[dict[str, Tensor]] = [{} for _ in self.parts]
-        writer: dict[str, Tensor] = {}
-        hooks = [
-            module.register_forward_pre_hook(self._mask(position, seen[position]))
-            for position, module in enumerate(self.outputs)
-        ]
-        try:
-            with watching(self.outputs[0], seen[0]), watching(self.outputs[-1], seen[-1]):
-                if self.writer is not None:
-                    with watching(self.writer, writer):
-                        output = stream.run(self.module, index, batch)
-                else:
-                    output = stream.run(self.module, index, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        first = hidden + seen[0]["output"].view(hidden.shape)
-        if len(self.parts) == 1:
-            return _TeacherResult(output, [first])
-        rest = writer["input"].view(hidden.shape) if self.residual == "post" else first
-        full = seen[-1]["output"] if self.masks is None else self.outputs[-1](seen[-1]["unmasked"])
-        return _TeacherResult(output, [first, rest + full.view(hidden.shape)])
-
-    def _mask(self, position: int, seen: dict[str, Tensor]) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-            if self.masks is None or "unmasked" in seen:
-                return None
-            seen["unmasked"] = args[0]
-            return (apply_mask(self.parts[position], self.masks[position], args[0]), *args[1:])
-
-        return hook
-
-
-@dataclass(frozen=True)
 class _Rows:
-    """Which tokens count in a fit."""
+    """Which tokens count in a fit, and how much."""
 
     finisher: Finisher
     last: bool
+    weights: list[Tensor] | None = None
+
+    def counts(self, batch: int, device: torch.device) -> Tensor | None:
+        """How much each row of a batch counts, flat, or None for all alike."""
+        return None if self.weights is None else self.weights[batch].to(device).flatten()
 
     def select(self, mask: Tensor | None, shape: Sequence[int]) -> Tensor | None:
         """A flat boolean choice of rows, or None for all of them."""
         batch, tokens = shape
         if self.last and self.finisher.first_token_at_the_end:
-            return _column(batch, tokens, 0)
+            return (torch.arange(batch * tokens) % tokens) == 0
         if mask is None and not self.finisher.skip_first_token:
             return None
         chosen = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.cpu().clone()
@@ -265,16 +231,10 @@ class _Rows:
         return chosen.flatten()
 
 
-def _column(batch: int, tokens: int, position: int) -> Tensor:
-    chosen = torch.zeros(batch, tokens, dtype=torch.bool)
-    chosen[:, position] = True
-    return chosen.flatten()
-
-
 def _masks(anatomy: Anatomy, choice: Choice) -> dict[str, Tensor]:
     masks = {}
     for part, kept in zip(anatomy.parts, choice, strict=True):
         mask = np.zeros(part.units, dtype=np.float32)
         mask[kept] = 1
-        masks[part.name] = torch.from_numpy(mask).to(part.output.module.weight.device)
+        masks[part.name] = torch.from_numpy(mask).to(part.output.device)
     return masks

@@ -25,7 +25,7 @@ from smelt.prune.search import Choice
 
 @method(
     "flap",
-    paper="An et al., Fluctuation-based Adaptive Structured Pruning for Large Language Models, AAAI 2024 (arXiv 2312.11983)",
+    paper="An et al., Fluctuation-based Adaptive Structured Pruning, AAAI 2024 (arXiv 2312.11983)",
     needs=("calibration data",),
 )
 @dataclass(frozen=True)

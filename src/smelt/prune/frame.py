@@ -87,7 +87,7 @@ class StructuredPruning(Method):
         return {"parameters_removed": removed, "block_parameters_before": before, **facts}
 
     def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
-        """Of the repair: teacher and student pass through every block, and one part's equations are solved at a time."""
+        """Of the repair: teacher and student pass through every block; one part's equations live at a time."""
         if self.finish not in ("tune", "full"):
             return Demand(1.0 if "calibration data" in self.needs else 0.0)
         widest = max(part.output.columns for part in anatomy.parts)

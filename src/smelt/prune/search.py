@@ -111,9 +111,7 @@ def _items(part: Candidates, forced: int) -> np.ndarray:
     return np.add.reduceat(rest, starts) if len(rest) else np.zeros(0)
 
 
-def _two_prefixes(
-    groups: list[list[int]], prices: list[float], items: list[np.ndarray], capacity: float
-) -> list[int]:
+def _two_prefixes(groups: list[list[int]], prices: list[float], items: list[np.ndarray], capacity: float) -> list[int]:
     """Exact: for every count of the first group, as many of the second as fit; the best sum wins."""
     sorted_items = [_merged(group, items) for group in groups]
     sums = [np.concatenate([[0.0], np.cumsum(values)]) for values, _ in sorted_items]

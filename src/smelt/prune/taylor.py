@@ -52,7 +52,7 @@ class Taylor(StructuredPruning):
 
 def _first_order(projection: Projection) -> torch.Tensor:
     gradient = projection.module.weight.grad
-    product = (projection.module.weight.detach() * gradient).abs().double()
+    product: torch.Tensor = (projection.module.weight.detach() * gradient).abs().double()
     product = product.T if projection.transposed else product
     return product[projection.part * projection.rows : (projection.part + 1) * projection.rows]
 

@@ -13,7 +13,7 @@ from smelt.models.anatomy import Part, Projection
 
 def sum_by_unit(part: Part, value: Callable[[Projection], Tensor]) -> np.ndarray:
     """Add up a value a weight ([out, in, ...]) over all the rows and columns each unit owns: [units]."""
-    total = torch.zeros(part.units, dtype=torch.float64, device=part.output.module.weight.device)
+    total = torch.zeros(part.units, dtype=torch.float64, device=part.output.device)
     for writer, span in zip(part.writers, part.spans, strict=True):
         total += value(writer).flatten(1).sum(1).view(part.units, span).sum(1)
     total += value(part.output).transpose(0, 1).flatten(1).sum(1).view(part.units, part.width).sum(1)

@@ -31,9 +31,7 @@ def calibration_data(recipe: Recipe, model: Model) -> TextData | LabelledData:
     settings = recipe.data
     if model.tokenizer is None:
         raise DataError("this model has no tokenizer, so text cannot be given to it; use a method that needs no data.")
-    data = load_data(
-        settings.source, text=settings.text, pair=settings.pair, label=settings.label, split="calibration"
-    )
+    data = load_data(settings.source, text=settings.text, pair=settings.pair, label=settings.label, split="calibration")
     if isinstance(data, ChoiceData):
         raise DataError(f"{settings.source} holds multiple-choice rows, which calibration cannot use; give text.")
     _check_kind(model, data, settings.source)
@@ -49,7 +47,9 @@ def split(recipe: Recipe, data: TextData | LabelledData) -> tuple[TextData | Lab
         held = max(1, int(len(data) * HELD_OUT))
         if held >= len(data):
             raise DataError(f"{data.name} has too few rows to hold some out; name other data to evaluate on.")
-        return data.take(np.sort(order[held:])), replace(data.take(np.sort(order[:held])), name=f"{data.name} (held out)")
+        return data.take(np.sort(order[held:])), replace(
+            data.take(np.sort(order[:held])), name=f"{data.name} (held out)"
+        )
     text = data.joined
     cut = int(len(text) * (1 - HELD_OUT))
     return TextData(data.name, (text[:cut],)), TextData(f"{data.name} (held out)", (text[cut:],))

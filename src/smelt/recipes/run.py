@@ -6,12 +6,11 @@ with the same bytes; the result appears in one step.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +82,7 @@ def compress(
 
 
 class _Run:
-    def __init__(
-        self, source: str, recipe: Recipe, folder: Path, device: str, watcher: Watcher, say: Say
-    ) -> None:
+    def __init__(self, source: str, recipe: Recipe, folder: Path, device: str, watcher: Watcher, say: Say) -> None:
         self.source, self.recipe, self.folder, self.device = source, recipe, folder, device
         self.watcher, self.say = watcher, say
         self.work = folder.with_name(folder.name + ".partial")
@@ -95,7 +92,12 @@ class _Run:
 
     def open(self, resume: bool) -> None:
         """Take up the work folder of a killed run, or begin a new one."""
-        mark = {"recipe": self.recipe.to_json(), "source": self.source, "smelt": smelt.__version__, "torch": torch.__version__}
+        mark = {
+            "recipe": self.recipe.to_json(),
+            "source": self.source,
+            "smelt": smelt.__version__,
+            "torch": torch.__version__,
+        }
         found = self.checkpoint.load_facts("run")
         if found is not None and not resume:
             raise SmeltError(f"{self.work} holds an unfinished run; add --resume to go on with it, or remove it.")
@@ -111,7 +113,7 @@ class _Run:
             return model, [], evaluation_data(self.recipe, None, model) if model.tokenizer else None
         assert model.tokenizer is not None or calibration_data(self.recipe, model)
         data, held_out = split(self.recipe, calibration_data(self.recipe, model))
-        batches = calibration_batches(self.recipe.data, data, model.tokenizer, self.recipe.seed)  # type: ignore[arg-type]
+        batches = calibration_batches(self.recipe.data, data, model.tokenizer, self.recipe.seed)
         return model, batches, evaluation_data(self.recipe, held_out, model)
 
     def before(self, model: Model, evaluation: Data | None, prompts: list[str]) -> Before:

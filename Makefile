@@ -1,0 +1,38 @@
+# Two commands for a fresh machine: `make demo` and `make test`. Both set everything up first.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+DEMO   := demo
+
+.PHONY: demo test check setup docs clean
+
+setup: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: setup
+	rm -rf $(DEMO)/small $(DEMO)/small.partial
+	mkdir -p $(DEMO)
+	$(BIN)/smelt compress smollm2-135m -r examples/prune-20.yaml -o $(DEMO)/small \
+		--prompt "The most important thing about water is" --json $(DEMO)/result.json
+	@echo "the report: $(DEMO)/small/report.html"
+
+check: setup
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff format --check src tests benchmarks
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest
+
+docs: setup
+	$(BIN)/python docs/make_methods.py
+
+clean:
+	rm -rf $(VENV) $(DEMO) build *.egg-info

@@ -1,0 +1,73 @@
+"""What the benchmarks share: where the real data lies, the models they start from, and how results are written."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import BertConfig, BertForSequenceClassification
+
+from smelt.checkpoint import Checkpoint
+from smelt.measure.machine import machine
+from smelt.models.load import load, resolve
+from smelt.models.model import Model
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def shared() -> Path:
+    """The folder with real data and weights: SMELT_SHARED, or `shared` beside the checkout."""
+    folder = Path(os.environ.get("SMELT_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+    if not (folder / "data").is_dir():
+        raise SystemExit("the real data is not here; set SMELT_SHARED to its folder")
+    return folder
+
+
+def minilm_sst2() -> Model:
+    """The bundled MiniLM with the encoder and head that were fine-tuned on SST-2."""
+    base = load("minilm-l6")
+    config = BertConfig.from_pretrained(resolve("minilm-l6"), num_labels=2)
+    network = BertForSequenceClassification(config).eval()
+    weights = {f"bert.{name}": tensor for name, tensor in base.network.state_dict().items()}
+    tuned = load_file(shared() / "weights" / "minilm-sst2" / "encoder_and_head.safetensors")
+    network.load_state_dict({**weights, **{name: tensor.float() for name, tensor in tuned.items()}})
+    return Model(network, base.tokenizer, source="minilm-sst2")
+
+
+class KeptGradients(Checkpoint):
+    """Keeps mask gradients in memory, which depend on data and seed alone, so that many settings share one pass."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.kept: dict[str, dict[str, Tensor]] = {}
+
+    def load(self, name: str) -> dict[str, Tensor] | None:
+        return self.kept.get(name)
+
+    def save(self, name: str, tensors: dict[str, Tensor]) -> None:
+        if name.startswith("gradients"):
+            self.kept[name] = tensors
+
+
+def write(name: str, rows: list[dict[str, Any]], text: str) -> None:
+    """The results as JSON and as a table, with the machine and versions they came from."""
+    RESULTS.mkdir(exist_ok=True)
+    content = {"machine": machine(), "rows": rows}
+    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    facts = ", ".join(f"{key} {value}" for key, value in machine().items() if value is not None)
+    (RESULTS / f"{name}.md").write_text(f"{text.strip()}\n\nMachine: {facts}.\n")
+    print(text)
+
+
+def table(headings: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(headings) + " |", "|" + "---|" * len(headings)]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows])
+
+
+def mean(values: list[float]) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).mean())
