@@ -28,7 +28,7 @@ def shared() -> Path:
     return folder
 
 
-def minilm_sst2() -> Model:
+def minilm_sst2(device: str = "cpu") -> Model:
     """The bundled MiniLM with the encoder and head that were fine-tuned on SST-2."""
     base = load("minilm-l6")
     config = BertConfig.from_pretrained(resolve("minilm-l6"), num_labels=2)
@@ -36,7 +36,7 @@ def minilm_sst2() -> Model:
     weights = {f"bert.{name}": tensor for name, tensor in base.network.state_dict().items()}
     tuned = load_file(shared() / "weights" / "minilm-sst2" / "encoder_and_head.safetensors")
     network.load_state_dict({**weights, **{name: tensor.float() for name, tensor in tuned.items()}})
-    return Model(network, base.tokenizer, source="minilm-sst2")
+    return Model(network.to(device), base.tokenizer, source="minilm-sst2")
 
 
 class KeptGradients(Checkpoint):
@@ -62,6 +62,12 @@ def write(name: str, rows: list[dict[str, Any]], text: str) -> None:
     facts = ", ".join(f"{key} {value}" for key, value in machine().items() if value is not None)
     (RESULTS / f"{name}.md").write_text(f"{text.strip()}\n\nMachine: {facts}.\n")
     print(text)
+
+
+def kept_rows(name: str, resume: bool) -> list[dict[str, Any]]:
+    """The rows of an earlier run that was cut off, to go on from; none without `resume`."""
+    file = RESULTS / f"{name}.json"
+    return json.loads(file.read_text())["rows"] if resume and file.exists() else []
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:

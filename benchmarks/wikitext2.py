@@ -1,6 +1,6 @@
 """Pruning SmolLM2-135M, perplexity on WikiText-2 after removing 10, 20 and 30 % of the blocks' parameters.
 
-    python benchmarks/wikitext2.py [--seeds 3] [--samples 128]
+    python benchmarks/wikitext2.py [--seeds 3] [--samples 128] [--device cuda]
 
 All methods see the same calibration windows of the training split; perplexity is over the first windows of the test
 split at context 1,024, side by side.
@@ -9,15 +9,17 @@ split at context 1,024, side by side.
 from __future__ import annotations
 
 import argparse
+import copy
 import time
 from typing import Any
 
-from common import KeptGradients, mean, shared, table, write
+from common import KeptGradients, kept_rows, mean, shared, table, write
 
 from smelt.data import TextData, load_text, text_batches
 from smelt.measure.perplexity import perplexity
 from smelt.method import Context, make
 from smelt.models.load import load
+from smelt.models.model import Model
 from smelt.recipes import recipe as _  # noqa: F401  (puts the methods on the list)
 
 REMOVED = (0.1, 0.2, 0.3)
@@ -31,8 +33,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "Fisher search": {"method": "fisher", "finish": "none", "rearranged": False},
     "+ rearrangement": {"method": "fisher", "finish": "none"},
     "+ tuning (ridge)": {"method": "fisher", "finish": "tune", "solver": "ridge"},
-    "Fisher search + full": {"method": "fisher", "finish": "full", "rearranged": False},
-    "Fisher + rearrangement + full": {"method": "fisher", "finish": "full"},
+    "Fisher search + full reconstruction": {"method": "fisher", "finish": "full", "rearranged": False},
+    "Fisher + rearrangement + full reconstruction": {"method": "fisher", "finish": "full"},
+    "FLAP's choice + full reconstruction": {"method": "flap", "finish": "full"},
 }
 
 
@@ -41,41 +44,48 @@ def main() -> None:
     train = load_text(shared() / "data/wikitext2/train.txt.gz")
     test = load_text(shared() / "data/wikitext2/test.txt.gz")
     limit = options.windows * CONTEXT
-    dense = perplexity(load("smollm2-135m"), test, context=CONTEXT, limit=limit).value
+    base = load("smollm2-135m", device=options.device)
+    dense = perplexity(base, test, context=CONTEXT, limit=limit, batch_size=BATCH).value
     print("dense", dense, flush=True)
-    rows: list[dict[str, Any]] = []
+    rows = [row for row in kept_rows("wikitext2", options.resume) if "seed" in row]
+    done = {(row["method"], row["removed"], row["seed"]) for row in rows}
     for seed in range(options.seeds):
         batches = text_batches(
-            train, load("smollm2-135m").tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=seed
+            train, base.tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=seed
         )
         context = Context(batches=batches, seed=seed, checkpoint=KeptGradients())
         for removed in REMOVED:
             for name, settings in METHODS.items():
-                rows.append(_run(name, settings, removed, seed, context, test, limit))
+                if (name, removed, seed) in done:
+                    continue
+                rows.append(_run(name, settings, removed, seed, context, test, limit, base))
                 print(rows[-1], flush=True)
-    write("wikitext2", rows, _text(dense, rows, options))
+        write("wikitext2", [{"method": "dense", "perplexity": dense}, *rows], _text(dense, rows, options, seed + 1))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=64, help=f"calibration windows of {LENGTH} tokens")
-    parser.add_argument("--windows", type=int, default=16, help=f"test windows of {CONTEXT} tokens")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of a run that was cut off")
+    parser.add_argument("--windows", type=int, default=64, help=f"test windows of {CONTEXT} tokens")
     return parser.parse_args()
 
 
 def _run(
-    name: str, settings: dict[str, Any], removed: float, seed: int, context: Context, test: TextData, limit: int
-) -> dict[str, Any]:
-    model = load("smollm2-135m")
+    name: str, settings: dict[str, Any], removed: float, seed: int, context: Context, test: TextData, limit: int,
+    base: Model,
+) -> dict[str, Any]:  # fmt: skip
+    model = Model(copy.deepcopy(base.network), base.tokenizer)
     start = time.perf_counter()
     facts = make({**settings, "budget": {"parameters": 1 - removed}}).apply(model, context)
     seconds = time.perf_counter() - start
-    value = perplexity(model, test, context=CONTEXT, limit=limit).value
+    value = perplexity(model, test, context=CONTEXT, limit=limit, batch_size=BATCH).value
     return {"method": name, "removed": removed, "seed": seed, "perplexity": value, "seconds": seconds, **facts}
 
 
-def _text(dense: float, rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
+def _text(dense: float, rows: list[dict[str, Any]], options: argparse.Namespace, seeds: int) -> str:
     def cell(name: str, removed: float) -> str:
         found = [row["perplexity"] for row in rows if row["method"] == name and row["removed"] == removed]
         return f"{mean(found):.1f}" + (f" ({min(found):.1f}-{max(found):.1f})" if len(found) > 1 else "")
@@ -83,9 +93,9 @@ def _text(dense: float, rows: list[dict[str, Any]], options: argparse.Namespace)
     cells = [[name, *(cell(name, removed) for removed in REMOVED)] for name in METHODS]
     title = (
         "# SmolLM2-135M on WikiText-2: perplexity after removing block parameters\n\n"
-        f"Mean of {options.seeds} seeds and (lowest-highest); dense {dense:.2f}. {options.samples} windows of {LENGTH} "
-        f"tokens of the training split for every method; the first {options.windows} windows of {CONTEXT} tokens of the "
-        "test split; no retraining.\n\n"
+        f"Mean of {seeds} seeds and (lowest-highest); dense {dense:.2f}. {options.samples} windows of {LENGTH} tokens "
+        f"of the training split for every method; the first {options.windows} windows of {CONTEXT} tokens of the test "
+        "split; no retraining.\n\n"
     )
     return title + table(["method", *(f"{removed:.0%} removed" for removed in REMOVED)], cells)
 

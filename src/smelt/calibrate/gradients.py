@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -26,61 +26,18 @@ HIDDEN_COPIES, UNIT_COPIES, LOGIT_COPIES = 7, 4, 4  # float32 tensors of each wi
 BATCHES_A_PIECE = 8  # so many mini-batches are kept in the checkpoint together
 
 
-@dataclass(frozen=True)
-class Sensitivity:
-    """What one backward pass tells: the gradient in every mask, and how much the loss feels each token of each part.
-
-    `masks` has parts end to end: [units]. `tokens` is the squared norm of the gradient at what each part adds to the
-    residual: [parts, sequences, tokens], or None where parts are convolutions.
-    """
-
-    masks: Tensor
-    tokens: Tensor | None
-
-
-def sensitivity(anatomy: Anatomy, batch: Batch, *, checkpointing: bool = False) -> Sensitivity:
-    """Gradients of the mini-batch's mean loss, all masks at one."""
+def mask_gradients(anatomy: Anatomy, batch: Batch, *, checkpointing: bool = False) -> Tensor:
+    """The gradient of the mini-batch's mean loss in all masks at one, parts end to end: [units]."""
     masks = unit_masks(anatomy, requires_grad=True)
-    with (
-        frozen(anatomy.network),
-        masked(anatomy, masks),
-        _checkpointed(anatomy, checkpointing),
-        _feeling(anatomy) as felt,
-    ):
+    with frozen(anatomy.network), masked(anatomy, masks), _checkpointed(anatomy, checkpointing):
         loss = batch_loss(anatomy.network, batch)
         gradients = torch.autograd.grad(loss, masks, allow_unused=True)
-    flat = [
-        torch.zeros_like(mask) if gradient is None else gradient.float()
-        for mask, gradient in zip(masks, gradients, strict=True)
-    ]
-    shape = batch["input_ids"].shape if "input_ids" in batch else None
-    return Sensitivity(torch.cat(flat), None if shape is None else _stacked(felt, shape))
-
-
-@contextmanager
-def _feeling(anatomy: Anatomy) -> Iterator[dict[int, Tensor]]:
-    """Note, for each part, the squared norm of the gradient at its output, as the backward pass goes by."""
-    felt: dict[int, Tensor] = {}
-
-    def listen(position: int) -> Any:
-        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda gradient: felt.update({position: gradient.float().square().sum(-1)}))
-
-        return hook
-
-    hooks = [part.output.module.register_forward_hook(listen(i)) for i, part in enumerate(anatomy.parts)]
-    try:
-        yield felt
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def _stacked(felt: dict[int, Tensor], shape: torch.Size) -> Tensor:
-    parts = max(felt, default=-1) + 1
-    blank = torch.zeros(shape, device=next(iter(felt.values())).device if felt else None)
-    return torch.stack([felt[i].view(shape) if i in felt else blank for i in range(parts)])
+    return torch.cat(
+        [
+            torch.zeros_like(mask) if gradient is None else gradient.float()
+            for mask, gradient in zip(masks, gradients, strict=True)
+        ]
+    )
 
 
 def gradient_bytes(anatomy: Anatomy, batch: int, length: int, *, checkpointing: bool = False) -> int:
@@ -145,14 +102,14 @@ def _rerun(forward: Any) -> Any:
     return run
 
 
-def sensitivities(
+def all_mask_gradients(
     anatomy: Anatomy,
     batches: Sequence[Batch],
     watcher: Watcher,
     checkpoint: Checkpoint,
     memory_limit: int | None = None,
-) -> list[Sensitivity]:
-    """One for every mini-batch. Finished ones are not run again.
+) -> np.ndarray:
+    """One gradient a mini-batch: [mini-batches, units], parts end to end. Finished mini-batches are not run again.
 
     Blocks are run twice (checkpointing) where a mini-batch would not fit into the limit otherwise.
     """
@@ -160,30 +117,14 @@ def sensitivities(
         raise DataError("this step needs calibration data, and there is none.")
     largest = max(next(iter(batch.values())).shape[:2] for batch in batches)
     checkpointing = memory_limit is not None and gradient_bytes(anatomy, *largest) > memory_limit
-    found: list[Sensitivity] = []
+    rows: list[np.ndarray] = []
     for start in watcher.track(range(0, len(batches), BATCHES_A_PIECE), "gradients of the masks"):
         name = f"gradients-{start:05d}"
-        piece = batches[start : start + BATCHES_A_PIECE]
         done = checkpoint.load(name)
         if done is None:
-            made = [sensitivity(anatomy, batch, checkpointing=checkpointing) for batch in piece]
-            done = {f"{i}.masks": one.masks for i, one in enumerate(made)}
-            done |= {f"{i}.tokens": one.tokens for i, one in enumerate(made) if one.tokens is not None}
+            piece = batches[start : start + BATCHES_A_PIECE]
+            gradients = [mask_gradients(anatomy, batch, checkpointing=checkpointing) for batch in piece]
+            done = {"gradients": torch.stack(gradients)}
             checkpoint.save(name, done)
-        found += [Sensitivity(done[f"{i}.masks"], done.get(f"{i}.tokens")) for i in range(len(piece))]
-    return found
-
-
-def token_weights(found: Sequence[Sensitivity], part: int) -> list[Tensor]:
-    """How much each token counts in a fit of a part, a batch: its share of what the loss feels in its sequence.
-
-    Sequences count alike, so that a few uncertain ones do not decide everything. [sequences, tokens] each, mean 1.
-    """
-    weights = []
-    for one in found:
-        assert one.tokens is not None
-        felt = one.tokens[part]
-        total = felt.sum(1, keepdim=True)
-        even = torch.ones_like(felt)
-        weights.append(torch.where(total > 0, felt * felt.shape[1] / total.clamp(min=1e-38), even))
-    return weights
+        rows.append(done["gradients"].cpu().numpy())
+    return np.concatenate(rows)

@@ -20,7 +20,7 @@ class NormalEquations:
     cross: Tensor
     input_sum: Tensor
     target_sum: Tensor
-    rows: float = 0.0
+    rows: int = 0
 
     @classmethod
     def zeros(cls, inputs: int, outputs: int, device: torch.device) -> NormalEquations:
@@ -29,19 +29,18 @@ class NormalEquations:
 
         return cls(blank(inputs, inputs), blank(inputs, outputs), blank(inputs), blank(outputs))
 
-    def add(self, inputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> None:
-        """Add rows: inputs [rows, inputs], targets [rows, outputs]; a row may count more or less than one."""
+    def add(self, inputs: Tensor, targets: Tensor) -> None:
+        """Add rows: inputs [rows, inputs], targets [rows, outputs]."""
         inputs, targets = inputs.float(), targets.float()
-        counted = inputs if weights is None else inputs * weights[:, None]
-        self.gram += counted.T @ inputs
-        self.cross += counted.T @ targets
-        self.input_sum += counted.sum(0, dtype=torch.float64)
-        self.target_sum += (targets if weights is None else targets * weights[:, None]).sum(0, dtype=torch.float64)
-        self.rows += len(inputs) if weights is None else float(weights.sum())
+        self.gram += inputs.T @ inputs
+        self.cross += inputs.T @ targets
+        self.input_sum += inputs.sum(0, dtype=torch.float64)
+        self.target_sum += targets.sum(0, dtype=torch.float64)
+        self.rows += len(inputs)
 
     def centred(self) -> tuple[Tensor, Tensor]:
         """Gram and cross products of rows less their mean: the equations of a fit with a free intercept."""
-        mean = self.input_sum / max(self.rows, 1e-12)
+        mean = self.input_sum / max(self.rows, 1)
         return self.gram - torch.outer(mean, self.input_sum), self.cross - torch.outer(mean, self.target_sum)
 
 

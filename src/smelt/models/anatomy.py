@@ -72,7 +72,6 @@ class Part:
     path: str  # of the module that runs the part; with `kind` it names the part
     units: int
     original_units: int
-    kept: tuple[int, ...]  # the original indices of the units that are left
     writers: tuple[Projection, ...]
     spans: tuple[int, ...]
     output: Projection
@@ -85,6 +84,12 @@ class Part:
     @property
     def name(self) -> str:
         return f"{self.path}.{self.kind}"
+
+    @property
+    def kept(self) -> tuple[int, ...]:
+        """The original indices of the units that are left."""
+        kept: tuple[int, ...] = getattr(self.holder, "smelt_kept_units", tuple(range(self.units)))
+        return kept
 
     @property
     def group(self) -> int:
@@ -180,7 +185,7 @@ def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -
     if output.columns == 0:
         original, width = holder.smelt_original_units, holder.smelt_unit_width
         return Part(
-            "heads", index, f"{path}.{paths.holder}", 0, original, (), (), (), output, width, holder,
+            "heads", index, f"{path}.{paths.holder}", 0, original, (), (), output, width, holder,
             attention=paths, head_dim=head_dim,
         )  # fmt: skip
     parts = 3 if paths.fused else 1
@@ -190,14 +195,12 @@ def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -
     )
     units = writers[1].rows // head_dim
     width = output.columns // units
-    kept = getattr(holder, "smelt_kept_units", tuple(range(units)))
     return Part(
         kind="heads",
         block=index,
         path=f"{path}.{paths.holder}",
         units=units,
         original_units=getattr(holder, "smelt_original_units", units),
-        kept=kept,
         writers=writers,
         spans=(width, head_dim, head_dim),
         output=output,
@@ -217,7 +220,6 @@ def _feed_forward(paths: FeedForwardPaths, index: int, path: str, block: nn.Modu
         path=f"{path}.{paths.output.rpartition('.')[0]}".rstrip("."),
         units=units,
         original_units=getattr(holder, "smelt_original_units", units),
-        kept=getattr(holder, "smelt_kept_units", tuple(range(units))),
         writers=tuple(_projection(block, path, name) for name in paths.writers),
         spans=(1,) * len(paths.writers),
         output=output,
@@ -243,7 +245,6 @@ def _channel_part(paths: ChannelPaths, index: int, path: str, block: nn.Module) 
         path=f"{path}.{paths.writer.rpartition('.')[0]}",
         units=writer.rows,
         original_units=getattr(holder, "smelt_original_units", writer.rows),
-        kept=getattr(holder, "smelt_kept_units", tuple(range(writer.rows))),
         writers=(writer,),
         spans=(1,),
         output=output,

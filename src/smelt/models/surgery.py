@@ -137,7 +137,8 @@ def _keep_norm(norm: Any, index: Tensor) -> None:
 
 def _remember(part: Part, keep: Sequence[int]) -> None:
     """The original indices of what is left, on the module itself, so that a second surgery still knows them."""
-    part.holder.smelt_kept_units = tuple(part.kept[i] for i in keep)
+    kept = part.kept
+    part.holder.smelt_kept_units = tuple(kept[i] for i in keep)
     part.holder.smelt_original_units = part.original_units
 
 

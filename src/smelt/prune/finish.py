@@ -7,7 +7,7 @@ checkpoint, so a killed run repeats only forward passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,6 @@ from smelt.prune.search import Choice
 from smelt.prune.teacher import Teacher
 from smelt.prune.tune import tune_scales
 
-Weights = Callable[[int], list[Tensor]]  # from a part's number to a weight a token, a batch
 STREAMS = 3  # student, teacher, and the teacher's targets: what shares a memory limit
 
 
@@ -37,7 +36,7 @@ class Finisher:
 
     kind: str
     solver: str = "lsmr"
-    damping: float = 0.01
+    damping: float = 0.1
     intercept: bool = True
     skip_first_token: bool = False  # its huge activations would dominate the fit of a decoder
     first_token_at_the_end: bool = False  # a classifier reads only that token of the last block
@@ -56,15 +55,10 @@ def cut_and_repair(
     choice: Choice,
     finisher: Finisher,
     context: Context,
-    *,
     assistant: Choice | None = None,
-    weights: Weights | None = None,
 ) -> dict[str, Any]:
-    """Cut every block and fit it to the teacher: the dense model, or the larger `assistant` choice.
-
-    `weights` says how much each token of each batch counts in the fit of a part; without it all count alike.
-    """
-    work = _Work(model, choice, finisher, context, assistant, weights)
+    """Cut every block and fit it to the teacher: the dense model, or the larger `assistant` choice."""
+    work = _Work(model, choice, finisher, context, assistant)
     for index in context.watcher.track(range(len(model.anatomy.blocks)), f"repair ({finisher.kind})"):
         work.finish_block(index)
     return {"repaired": work.repaired, "gave_up": work.given_up}
@@ -80,9 +74,7 @@ class _Work:
         finisher: Finisher,
         context: Context,
         assistant: Choice | None,
-        weights: Weights | None,
     ) -> None:
-        self.weights = weights
         self.model, self.finisher, self.checkpoint = model, finisher, context.checkpoint
         anatomy = model.anatomy
         self.residual = anatomy.residual
@@ -117,15 +109,14 @@ class _Work:
 
     def _repair(self, index: int, teacher: Teacher) -> None:
         last = index == len(self.model.anatomy.blocks) - 1
-        for position, part in enumerate(self._block(index).parts):
+        block = self._block(index)
+        for position, part in enumerate(block.parts):
             equations = NormalEquations.zeros(part.output.columns, part.output.rows, part.output.device)
-            number = sum(len(block.parts) for block in self.model.anatomy.blocks[:index]) + position
-            weights = None if self.weights is None else self.weights(number)
-            rows = _Rows(self.finisher, last=last and position > 0, weights=weights)
+            rows = _Rows(self.finisher, last=last and position > 0)
             for batch in range(len(self.student)):
                 target = self._teach(teacher, index, batch) if position == 0 else self.targets[batch]
                 if part.units and not self.given_up:
-                    self._collect(index, position, batch, target, equations, rows)
+                    self._collect(block, position, batch, target, equations, rows)
             left_alone = self.finisher.published and index == 0 and part.kind == "heads"
             if part.units and not self.given_up and not left_alone:
                 self._solve(part, equations)
@@ -138,10 +129,9 @@ class _Work:
         return lesson.sums[0]
 
     def _collect(
-        self, index: int, position: int, batch: int, target: Tensor, equations: NormalEquations, rows: _Rows
+        self, block: Block, position: int, batch: int, target: Tensor, equations: NormalEquations, rows: _Rows
     ) -> None:
         """Add a batch's rows: what enters the part's projection, and what it should add to the residual."""
-        block = self._block(index)
         inputs, residual = part_inputs(self.student, block, position, batch, self.residual)
         wanted = target.reshape(residual.shape) - residual
         bias = block.parts[position].output.bias
@@ -149,13 +139,11 @@ class _Work:
         if bias is not None and not fits_bias:
             wanted = wanted - bias
         chosen = rows.select(self.student.masks[batch], self.student.hidden[batch].shape[:2])
-        counts = rows.counts(batch, inputs.device)
         inputs, wanted = inputs.flatten(0, -2), wanted.flatten(0, -2)
         if chosen is not None:
             chosen = chosen.to(inputs.device)
             inputs, wanted = inputs[chosen], wanted[chosen]
-            counts = None if counts is None else counts[chosen]
-        equations.add(inputs, wanted, counts)
+        equations.add(inputs, wanted)
 
     def _solve(self, part: Part, equations: NormalEquations) -> None:
         finisher = self.finisher
@@ -208,15 +196,10 @@ def part_inputs(stream: Stream, block: Block, position: int, batch: int, residua
 
 @dataclass(frozen=True)
 class _Rows:
-    """Which tokens count in a fit, and how much."""
+    """Which tokens count in a fit."""
 
     finisher: Finisher
     last: bool
-    weights: list[Tensor] | None = None
-
-    def counts(self, batch: int, device: torch.device) -> Tensor | None:
-        """How much each row of a batch counts, flat, or None for all alike."""
-        return None if self.weights is None else self.weights[batch].to(device).flatten()
 
     def select(self, mask: Tensor | None, shape: Sequence[int]) -> Tensor | None:
         """A flat boolean choice of rows, or None for all of them."""

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
 from smelt.budget import Budget
-from smelt.calibrate.gradients import Sensitivity, gradient_bytes, sensitivities, token_weights
+from smelt.calibrate.gradients import all_mask_gradients, gradient_bytes
 from smelt.method import CalibrationSize, Context, Demand, method, one_of
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
@@ -22,14 +21,6 @@ from smelt.prune.finish import Finisher, cut, cut_and_repair
 from smelt.prune.frame import Scores, StructuredPruning
 from smelt.prune.rearrange import rearrange
 from smelt.prune.search import Choice
-
-
-@dataclass(frozen=True)
-class Seen:
-    """Each part's gradients, [mini-batches, units], and what else the backward passes told."""
-
-    gradients: list[np.ndarray]
-    found: list[Sensitivity]
 
 
 @method(
@@ -44,18 +35,18 @@ class Fisher(StructuredPruning):
     finish: str = "full"
     rearranged: bool = True  # re-choose within each layer by the block-diagonal Fisher
     teacher: str = "dense"  # what the repair is fitted to: dense, or assistant (the same search at sqrt(budget))
-    tokens_weighted: bool = True  # in the repair a token counts by how much the loss feels it
     published: bool = False  # tune with the released code's special cases: see `finisher`
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self.name, "teacher", self.teacher, ("dense", "assistant"))
 
-    def observe(self, anatomy: Anatomy, context: Context) -> Seen:
-        found = sensitivities(anatomy, context.batches, context.watcher, context.checkpoint, context.memory_limit)
-        gradients = torch.stack([one.masks for one in found]).cpu().numpy()
-        ends = np.cumsum([part.units for part in anatomy.parts])[:-1]
-        return Seen(np.split(gradients, ends, axis=1), found)
+    def observe(self, anatomy: Anatomy, context: Context) -> list[np.ndarray]:
+        """Each part's gradients: [mini-batches, units]."""
+        gradients = all_mask_gradients(
+            anatomy, context.batches, context.watcher, context.checkpoint, context.memory_limit
+        )
+        return np.split(gradients, np.cumsum([part.units for part in anatomy.parts])[:-1], axis=1)
 
     def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
         repair = super().demand(anatomy, size, memory_limit)
@@ -65,15 +56,17 @@ class Fisher(StructuredPruning):
             memory = gradient_bytes(anatomy, size.batch, size.length, checkpointing=True)
         return Demand(repair.passes + (3.5 if checkpointing else 2.5), max(repair.memory, memory))
 
-    def scores(self, anatomy: Anatomy, seen: Seen, context: Context) -> Scores:
-        return [np.square(gradients, dtype=np.float64).sum(0) for gradients in seen.gradients]
+    def scores(self, anatomy: Anatomy, seen: list[np.ndarray], context: Context) -> Scores:
+        return [np.square(gradients, dtype=np.float64).sum(0) for gradients in seen]
 
-    def refine(self, anatomy: Anatomy, choice: Choice, seen: Seen) -> Choice:
+    def refine(self, anatomy: Anatomy, choice: Choice, seen: list[np.ndarray]) -> Choice:
         if not self.rearranged:
             return choice
-        return [rearrange(gradients, kept) for gradients, kept in zip(seen.gradients, choice, strict=True)]
+        return [rearrange(gradients, kept) for gradients, kept in zip(seen, choice, strict=True)]
 
-    def repair(self, model: Model, choice: Choice, scores: Scores, seen: Seen, context: Context) -> dict[str, Any]:
+    def repair(
+        self, model: Model, choice: Choice, scores: Scores, seen: list[np.ndarray], context: Context
+    ) -> dict[str, Any]:
         if self.finish == "none":
             cut(model.network, choice)
             return {}
@@ -81,9 +74,7 @@ class Fisher(StructuredPruning):
         if self.teacher == "assistant":
             larger = Budget(self.budget.measure, math.sqrt(self.budget.keep))
             assistant = self.choose(model.anatomy, scores, context, larger)
-        weighted = self.tokens_weighted and not self.published
-        weights = (lambda part: token_weights(seen.found, part)) if weighted else None
-        return cut_and_repair(model, choice, self.finisher(model), context, assistant=assistant, weights=weights)
+        return cut_and_repair(model, choice, self.finisher(model), context, assistant)
 
     def finisher(self, model: Model) -> Finisher:
         """The released code leaves the first attention alone, fits the last feed-forward of a classifier on its first

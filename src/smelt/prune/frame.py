@@ -43,7 +43,7 @@ class StructuredPruning(Method):
     head_multiple: int = 1  # heads (or their groups) are kept in multiples of this
     finish: str = "none"  # repair: none, tune (a scale a unit), full (the whole output projection)
     solver: str = "lsmr"  # for tune: lsmr (the paper's) or ridge (scale-free damping)
-    damping: float = 0.01  # of ridge and full, relative to the mean of the Gram's diagonal
+    damping: float = 0.1  # of ridge and full, relative to the mean of the Gram's diagonal
     intercept: bool = True  # of full: fit a bias too
 
     spread: ClassVar[str] = "global"

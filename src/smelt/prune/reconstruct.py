@@ -23,5 +23,5 @@ def reconstruct(
     new = old + torch.cholesky_solve(cross - gram @ old, torch.linalg.cholesky(system))
     if not intercept:
         return new.T, None
-    bias = (equations.target_sum - equations.input_sum @ new) / max(equations.rows, 1e-12)
+    bias = (equations.target_sum - equations.input_sum @ new) / max(equations.rows, 1)
     return new.T, bias

@@ -1,0 +1,122 @@
+"""Fine-tunes the bundled MiniLM on a GLUE task, so that there is a classifier to compress, and saves it.
+
+    python benchmarks/finetune_glue.py --task rte --out minilm-rte
+
+AdamW at 1e-4 with weight decay 0.01, batches of 128, linear decay after 6 % of warm-up, at most 128 tokens, bfloat16
+autocast on a GPU. The embeddings stay as they are, as in the SST-2 weights of the other benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from common import shared
+from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
+
+from smelt.data import Batch, LabelledData, labelled_batches, load_labelled
+from smelt.files import whole_folder
+from smelt.measure.task import task_quality
+from smelt.models.artifact import save_artifact
+from smelt.models.load import load, resolve
+from smelt.models.model import Model
+from smelt.progress import bars
+
+RATE, DECAY, WARM_UP = 1e-4, 0.01, 0.06
+BATCH, LENGTH = 128, 128
+
+
+@dataclass(frozen=True)
+class Task:
+    """How many outputs the head has (1 for a number), and the metric GLUE reports."""
+
+    outputs: int
+    metric: str
+
+
+TASKS = {
+    "sst2": Task(2, "accuracy"),
+    "mrpc": Task(2, "f1"),
+    "rte": Task(2, "accuracy"),
+    "cola": Task(2, "matthews"),
+    "stsb": Task(1, "spearman"),
+    "wnli": Task(2, "accuracy"),
+}
+
+
+def main() -> None:
+    options = _options()
+    if options.out.exists():
+        raise SystemExit(f"{options.out} exists already; choose another folder or remove it")
+    task = TASKS[options.task]
+    train, dev = _rows(options.task, "train"), _rows(options.task, "dev")
+    if options.limit is not None:
+        train = train.take(range(min(options.limit, len(train))))
+    torch.manual_seed(options.seed)
+    model = _with_head(task.outputs, options.device)
+    _fine_tune(model, train, options.epochs, options.seed)
+    quality = task_quality(model, dev, metric=task.metric, max_length=LENGTH)
+    made = {"task": options.task, "rows": len(train), "epochs": options.epochs, "seed": options.seed}
+    with whole_folder(options.out) as folder:
+        save_artifact(model, folder, {"fine_tuned": made, "quality": quality.to_json()})
+    print(f"{quality.metric} on {quality.data}: {quality.value:.4f} ({len(dev)} rows), saved to {options.out}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write; it must not exist yet")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--limit", type=int, help="use only so many training rows, the first ones")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def _rows(task: str, split: str) -> LabelledData:
+    """A split under a name that does not depend on where the files lie."""
+    data = load_labelled(shared() / "data/glue" / task / f"{split}.jsonl.gz")
+    return replace(data, name=f"glue {task} {split}")
+
+
+def _with_head(outputs: int, device: str) -> Model:
+    """The bundled encoder under a fresh classification head."""
+    base = load("minilm-l6")
+    config = BertConfig.from_pretrained(resolve("minilm-l6"), num_labels=outputs)
+    network = BertForSequenceClassification(config)
+    network.bert.load_state_dict(base.network.state_dict())
+    network.bert.embeddings.requires_grad_(False)
+    return Model(network.to(device), base.tokenizer, source="minilm-l6")
+
+
+def _fine_tune(model: Model, train: LabelledData, epochs: int, seed: int) -> None:
+    network = model.network
+    trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=DECAY)
+    steps = epochs * -(-len(train) // BATCH)
+    schedule = get_linear_schedule_with_warmup(optimizer, round(WARM_UP * steps), steps)
+    network.train()
+    with bars() as watcher:
+        for batch in watcher.track(_batches(model, train, epochs, seed), "fine-tuning", total=steps):
+            with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+                loss = network(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    network.eval().requires_grad_(True)
+
+
+def _batches(model: Model, train: LabelledData, epochs: int, seed: int) -> Iterator[Batch]:
+    """All rows once an epoch, each time in another order."""
+    for epoch in range(epochs):
+        yield from labelled_batches(
+            train, model.tokenizer, samples=None, max_length=LENGTH, batch_size=BATCH, seed=epochs * seed + epoch
+        )
+
+
+if __name__ == "__main__":
+    main()
