@@ -6,6 +6,7 @@ norms, pooler and head are not counted. A causal attention needs half of the pro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -86,22 +87,21 @@ def unit_costs(anatomy: Anatomy, measure: Measure, workload: Workload) -> list[f
     return [unit_macs(part, workload, causal, place) for part, place in zip(anatomy.parts, positions, strict=True)]
 
 
-def fixed_cost(anatomy: Anatomy, measure: Measure, workload: Workload) -> float:
-    """What the blocks cost whatever units are removed: norms and biases, or what is not part of any unit."""
-    if measure == "parameters":
-        units = sum(part.units * unit_parameters(part) for part in anatomy.parts)
-        return float(block_parameters(anatomy) - units) if not _has_channels(anatomy) else 0.0
-    return 0.0
-
-
 def block_cost(anatomy: Anatomy, measure: Measure, workload: Workload) -> float:
     """What the blocks cost as they are now."""
-    if measure == "parameters":
-        return float(block_parameters(anatomy))
-    if measure == "macs" and _has_channels(anatomy):
-        return float(convolution_macs(anatomy, workload))
-    costs = unit_costs(anatomy, measure, workload)
-    return sum(part.units * cost for part, cost in zip(anatomy.parts, costs, strict=True))
+    return cost_of(anatomy, [part.units for part in anatomy.parts], measure, workload)
+
+
+def cost_of(anatomy: Anatomy, counts: Sequence[int], measure: Measure, workload: Workload) -> float:
+    """What the blocks would cost with so many units left in each part, norms and biases included."""
+    if _has_channels(anatomy):
+        return _convolution_cost(anatomy, counts, measure, workload)
+    prices = unit_costs(anatomy, measure, workload)
+    units = sum(price * count for price, count in zip(prices, counts, strict=True))
+    if measure != "parameters":
+        return units
+    present = sum(price * part.units for price, part in zip(prices, anatomy.parts, strict=True))
+    return block_parameters(anatomy) - present + units
 
 
 def block_macs(anatomy: Anatomy, workload: Workload) -> float:
@@ -120,15 +120,19 @@ def channel_positions(anatomy: Anatomy, workload: Workload) -> list[tuple[int, i
     return [(sizes[id(part.writers[0].module)], sizes[id(part.output.module)]) for part in anatomy.parts]
 
 
-def convolution_macs(anatomy: Anatomy, workload: Workload) -> int:
-    """MACs of all convolutions inside the blocks for one image, as they are now."""
-    sizes = _output_positions(anatomy, workload)
-    return sum(
-        module.weight.numel() * sizes[id(module)]
-        for block in anatomy.blocks
-        for module in block.module.modules()
-        if isinstance(module, nn.Conv2d)
-    )
+def _convolution_cost(anatomy: Anatomy, counts: Sequence[int], measure: Measure, workload: Workload) -> float:
+    """Neighbouring parts share a convolution, so its cost is a product: prices a unit would count it twice."""
+    outputs = {id(p.writers[0].module): count for p, count in zip(anatomy.parts, counts, strict=True)}
+    inputs = {id(p.output.module): count for p, count in zip(anatomy.parts, counts, strict=True)}
+    positions = _output_positions(anatomy, workload) if measure == "macs" else {}
+    total = 0.0 if measure == "macs" else float(block_parameters(anatomy))
+    for module in (m for block in anatomy.blocks for m in block.module.modules() if isinstance(m, nn.Conv2d)):
+        rows, columns = module.weight.shape[:2]
+        left = outputs.get(id(module), rows) * inputs.get(id(module), columns) * module.weight[0, 0].numel()
+        total += left * positions[id(module)] if measure == "macs" else left - module.weight.numel()
+    if measure != "macs":  # the norms behind what was cut
+        total -= sum(2 * (part.units - count) for part, count in zip(anatomy.parts, counts, strict=True))
+    return total if measure != "bytes" else total * anatomy.parts[0].output.weight.element_size()
 
 
 @torch.no_grad()

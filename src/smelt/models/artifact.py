@@ -125,6 +125,7 @@ def _add_biases(network: nn.Module, held: dict[str, tuple[int, ...]]) -> None:
         module = part.output.module
         if module.bias is None and f"{part.output.path}.bias" in held:
             module.bias = nn.Parameter(torch.empty(part.output.rows, device="meta"))
+            module.smelt_added_bias = True
 
 
 @contextmanager
@@ -191,7 +192,10 @@ def _was_cut(anatomy: Anatomy) -> bool:
 
 
 def _plain_fields_suffice(anatomy: Anatomy) -> bool:
-    """Fewer heads fit the plain fields only where the configuration gives the head size on its own."""
+    """Fewer heads fit the plain fields only where the configuration gives the head size on its own; and a bias that a
+    repair added has no field at all: transformers would drop it without an error."""
+    if any(hasattr(part.output.module, "smelt_added_bias") for part in anatomy.parts):
+        return False
     heads = [part for part in anatomy.parts if part.kind == "heads"]
     cut = any(part.units != part.original_units for part in heads)
     return not cut or (getattr(anatomy.network.config, "head_dim", None) is not None and all(p.units for p in heads))

@@ -71,6 +71,7 @@ def set_output(part: Part, weight: Tensor, bias: Tensor | None) -> None:
         if bias is None:
             return
         if module.bias is None:
+            module.smelt_added_bias = True
             module.bias = nn.Parameter(bias.to(module.weight).clone(), requires_grad=module.weight.requires_grad)
         else:
             module.bias.copy_(bias)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from smelt.calibrate.least_squares import NormalEquations
 from smelt.calibrate.stream import Activations, Stream, advance, open_stream, watching
+from smelt.errors import DataError
 from smelt.method import Context
 from smelt.models.anatomy import Anatomy, Block, Part, anatomy_of
 from smelt.models.families import Residual
@@ -58,6 +59,8 @@ def cut_and_repair(
     assistant: Choice | None = None,
 ) -> dict[str, Any]:
     """Cut every block and fit it to the teacher: the dense model, or the larger `assistant` choice."""
+    if not context.batches:
+        raise DataError(f"finish: {finisher.kind} needs calibration data, and there is none.")
     work = _Work(model, choice, finisher, context, assistant)
     for index in context.watcher.track(range(len(model.anatomy.blocks)), f"repair ({finisher.kind})"):
         work.finish_block(index)

@@ -14,11 +14,12 @@ import numpy as np
 
 from smelt.budget import Budget
 from smelt.calibrate.gradients import all_mask_gradients, gradient_bytes
+from smelt.errors import RecipeError
 from smelt.method import CalibrationSize, Context, Demand, method, one_of
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.prune.finish import Finisher, cut, cut_and_repair
-from smelt.prune.frame import Scores, StructuredPruning
+from smelt.prune.frame import Scores, StructuredPruning, kept_choice
 from smelt.prune.rearrange import rearrange
 from smelt.prune.search import Choice
 
@@ -40,6 +41,8 @@ class Fisher(StructuredPruning):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self.name, "teacher", self.teacher, ("dense", "assistant"))
+        if self.published and (self.finish, self.solver, self.teacher) != ("tune", "lsmr", "assistant"):
+            raise RecipeError("fisher as published has finish: tune, solver: lsmr and teacher: assistant.")
 
     def observe(self, anatomy: Anatomy, context: Context) -> list[np.ndarray]:
         """Each part's gradients: [mini-batches, units]."""
@@ -73,7 +76,8 @@ class Fisher(StructuredPruning):
         assistant = None
         if self.teacher == "assistant":
             larger = Budget(self.budget.measure, math.sqrt(self.budget.keep))
-            assistant = self.choose(model.anatomy, scores, context, larger)
+            anatomy = model.anatomy
+            assistant = kept_choice(context, "assistant", lambda: self.choose(anatomy, scores, context, larger))
         return cut_and_repair(model, choice, self.finisher(model), context, assistant)
 
     def finisher(self, model: Model) -> Finisher:

@@ -32,13 +32,13 @@ from smelt.prune.search import Choice
 class Flap(StructuredPruning):
     """Remove the units that fluctuate least, by one threshold over standardised scores; their mean becomes a bias."""
 
-    finish: str = "bias"
+    finish: str = "bias"  # repair: bias (the mean of what went), none, tune or full
     spread: ClassVar[str] = "threshold"
+    finishes: ClassVar[tuple[str, ...]] = ("bias", "none", "tune", "full")
 
-    def __post_init__(self) -> None:
-        if self.finish == "bias":
-            return
-        super().__post_init__()
+    @property
+    def adds_bias(self) -> bool:
+        return self.finish == "bias" or super().adds_bias
 
     def observe(self, anatomy: Anatomy, context: Context) -> list[Moments]:
         if any(part.kind == "channels" for part in anatomy.parts):

@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from smelt.budget import Budget
 from smelt.errors import BudgetError, RecipeError
-from smelt.measure.cost import Workload, block_cost, block_parameters, fixed_cost, unit_costs
+from smelt.measure.cost import Measure, Workload, block_cost, block_parameters, cost_of, unit_costs
 from smelt.method import CalibrationSize, Context, Demand, Method, one_of, within
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.model import Model
-from smelt.prune.finish import Finisher, cut, cut_and_repair
+from smelt.prune.finish import STREAMS, Finisher, cut, cut_and_repair
 from smelt.prune.latency import choose_under_latency
 from smelt.prune.search import Candidates, Choice, search, search_threshold, search_uniform
 
-STREAMS, MATRICES = 3, 5  # activations of all tokens, and float64 matrices of a part's width, that live at once
+HALVINGS = 30  # of the budget, where prices are not exact
+MATRICES = 5  # float64 matrices of a part's width that live at once in a solve
 
 Scores = list[np.ndarray]
 SPREADS: dict[str, Callable[[Sequence[Candidates], float], Choice]] = {
@@ -47,9 +49,10 @@ class StructuredPruning(Method):
     intercept: bool = True  # of full: fit a bias too
 
     spread: ClassVar[str] = "global"
+    finishes: ClassVar[tuple[str, ...]] = ("none", "tune", "full")
 
     def __post_init__(self) -> None:
-        one_of(self.name, "finish", self.finish, ("none", "tune", "full"))
+        one_of(self.name, "finish", self.finish, self.finishes)
         one_of(self.name, "solver", self.solver, ("lsmr", "ridge"))
         within(self.name, "multiple", self.multiple, 1, 4096)
         within(self.name, "head_multiple", self.head_multiple, 1, 1024)
@@ -79,7 +82,9 @@ class StructuredPruning(Method):
         before = block_parameters(anatomy)
         seen = self.observe(anatomy, context)
         scores = self.scores(anatomy, seen, context)
-        choice = self.refine(anatomy, self.choose(anatomy, scores, context, self.budget), seen)
+        choice = kept_choice(
+            context, "choice", lambda: self.refine(anatomy, self.choose(anatomy, scores, context, self.budget), seen)
+        )
         facts = self.repair(model, choice, scores, seen, context)
         removed = before - block_parameters(model.anatomy)
         if removed <= 0 and self.budget.keep < 1:
@@ -105,8 +110,20 @@ class StructuredPruning(Method):
             return choose_under_latency(anatomy, candidates, budget.keep, workload, context.seed)
         measure: Any = budget.measure
         candidates = self.candidates(anatomy, scores, unit_costs(anatomy, measure, workload))
-        capacity = budget.keep * block_cost(anatomy, measure, workload) - fixed_cost(anatomy, measure, workload)
-        return SPREADS[self.spread](candidates, capacity)
+        allowed = budget.keep * block_cost(anatomy, measure, workload) - self.added_cost(anatomy, measure)
+        return fitting_choice(anatomy, candidates, SPREADS[self.spread], allowed, measure, workload)
+
+    def added_cost(self, anatomy: Anatomy, measure: str) -> float:
+        """What a repair adds: a bias where there was none."""
+        if measure not in ("parameters", "bytes") or not self.adds_bias:
+            return 0.0
+        outputs = [part.output for part in anatomy.parts if part.output.bias is None]
+        size = outputs[0].weight.element_size() if outputs and measure == "bytes" else 1
+        return float(size * sum(output.rows for output in outputs))
+
+    @property
+    def adds_bias(self) -> bool:
+        return self.finish == "full" and self.intercept
 
     def candidates(self, anatomy: Anatomy, scores: Scores, prices: Sequence[float]) -> list[Candidates]:
         """Units as the search sees them, with the floors that protect a network from losing too much in one place."""
@@ -156,3 +173,47 @@ class StructuredPruning(Method):
             raise RecipeError(
                 f"finish: {self.finish} is for attention and feed-forward parts; for convolutions use finish: none."
             )
+
+
+Rule = Callable[[Sequence[Candidates], float], Choice]
+
+
+def fitting_choice(
+    anatomy: Anatomy, candidates: Sequence[Candidates], rule: Rule, allowed: float, measure: Measure, workload: Workload
+) -> Choice:
+    """The largest choice by a rule whose true cost is allowed. Prices a unit are exact but for convolutions, which
+    neighbouring parts share: there the rule's own budget is narrowed until the truth fits."""
+    everything = [part.units for part in anatomy.parts]
+    units = sum(part.price * len(part.importance) for part in candidates)
+    fixed = cost_of(anatomy, everything, measure, workload) - units
+
+    def true_cost(choice: Choice) -> float:
+        return cost_of(anatomy, [len(kept) for kept in choice], measure, workload)
+
+    if all(part.kind != "channels" for part in anatomy.parts):
+        return rule(candidates, allowed - fixed)
+    best, low, high = None, 0.0, units
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        try:
+            choice = rule(candidates, middle)
+        except BudgetError:
+            low = middle
+            continue
+        if true_cost(choice) <= allowed:
+            best, low = choice, middle
+        else:
+            high = middle
+    if best is None:
+        raise BudgetError(f"the budget cannot be met: {measure} stay above it with one channel a layer; allow more.")
+    return best
+
+
+def kept_choice(context: Context, name: str, choose: Callable[[], Choice]) -> Choice:
+    """A choice once made is kept: what was measured for it may come out differently in a resumed run."""
+    done = context.checkpoint.load(name)
+    if done is None:
+        choice = choose()
+        context.checkpoint.save(name, {f"{i:05d}": torch.from_numpy(kept) for i, kept in enumerate(choice)})
+        return choice
+    return [done[key].numpy() for key in sorted(done)]

@@ -95,7 +95,17 @@ def search_threshold(parts: Sequence[Candidates], capacity: float) -> Choice:
             mask[place[item]] = False
             excess -= part.price
     _check_floor(-excess, capacity)
-    return [np.flatnonzero(mask) for mask in keep]
+    choice = [np.flatnonzero(mask) for mask in keep]
+    return [_whole_bundles(part, kept) for part, kept in zip(parts, choice, strict=True)]
+
+
+def _whole_bundles(part: Candidates, kept: np.ndarray) -> np.ndarray:
+    """The best of what is kept, down to a multiple."""
+    if len(kept) == len(part.importance):
+        return kept
+    count = max(len(kept) // part.multiple * part.multiple, min(forced_count(part), len(kept)))
+    best = kept[np.argsort(-part.importance[kept], kind="stable")[:count]]
+    return np.sort(best)
 
 
 def forced_count(part: Candidates) -> int:

@@ -11,9 +11,10 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from smelt.calibrate.gradients import batch_loss, frozen
+from smelt.calibrate.gradients import batch_loss, frozen, gradient_bytes
 from smelt.errors import DataError
-from smelt.method import Context, method
+from smelt.measure.cost import block_parameters
+from smelt.method import CalibrationSize, Context, Demand, method
 from smelt.models.anatomy import Anatomy, Projection
 from smelt.prune.frame import Scores, StructuredPruning
 from smelt.prune.units import sum_by_unit
@@ -29,6 +30,12 @@ class Taylor(StructuredPruning):
     """Remove the units of smallest first-order effect |w * gradient|, the same share of every layer (LLM-Pruner)."""
 
     spread: ClassVar[str] = "uniform"
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        """Gradients as large as the weights, and what one mini-batch keeps for its backward pass."""
+        repair = super().demand(anatomy, size, memory_limit)
+        memory = 2 * 4 * block_parameters(anatomy) + 2 * gradient_bytes(anatomy, size.batch, size.length)
+        return Demand(repair.passes + 3.5, max(repair.memory, memory))
 
     def observe(self, anatomy: Anatomy, context: Context) -> None:
         """Leave the gradient of the mean loss over all batches in the weights that belong to units."""

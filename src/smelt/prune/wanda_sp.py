@@ -37,22 +37,24 @@ class WandaSp(StructuredPruning):
         return [np.zeros(part.units) for part in anatomy.parts]
 
     def repair(self, model: Model, choice: Choice, scores: Scores, seen: None, context: Context) -> dict[str, Any]:
-        counts = {part.name: len(kept) for part, kept in zip(model.anatomy.parts, choice, strict=True)}
-        better = self._scored_layer_by_layer(model, counts, context) if self.finish == "none" else None
-        if better is None:
-            dense = self._dense_scores(model.anatomy, context)
-            choice = [best(score, len(kept)) for score, kept in zip(dense, choice, strict=True)]
-            return super().repair(model, choice, scores, seen, context)
-        return {}
+        counts = [len(kept) for kept in choice]
+        if self.finish == "none":
+            self._cut_layer_by_layer(model, counts, context)
+            return {}
+        dense = self._dense_scores(model.anatomy, context)
+        choice = [best(score, count) for score, count in zip(dense, counts, strict=True)]
+        return super().repair(model, choice, scores, seen, context)
 
-    def _scored_layer_by_layer(self, model: Model, counts: dict[str, int], context: Context) -> bool:
+    def _cut_layer_by_layer(self, model: Model, counts: list[int], context: Context) -> None:
+        """Score each block on the stream of the pruned blocks below it, cut it, carry the stream on."""
         stream = open_stream(model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
+        left = iter(counts)
         for block in context.watcher.track(model.anatomy.blocks, "wanda-sp"):
-            for part, moments in zip(block.parts, block_moments(stream, block), strict=True):
-                current = model.anatomy.blocks[block.index].parts[block.parts.index(part)]
-                keep_units(model.network, current, best(unit_scores(part, moments), counts[part.name]).tolist())
+            found = block_moments(stream, block)
+            kept = [best(unit_scores(p, m), next(left)).tolist() for p, m in zip(block.parts, found, strict=True)]
+            for position, keep in enumerate(kept):
+                keep_units(model.network, model.anatomy.blocks[block.index].parts[position], keep)
             advance(stream, model.anatomy.blocks[block.index])
-        return True
 
     def _dense_scores(self, anatomy: Anatomy, context: Context) -> Scores:
         stream = open_stream(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)

@@ -1,0 +1,166 @@
+"""The docs say what the code does: commands parse, recipes are accepted, snippets name what exists or even run."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import re
+import shlex
+import sys
+from dataclasses import fields
+from functools import reduce
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from typer.main import get_command
+
+import smelt.method
+from smelt.cli.app import app
+from smelt.method import METHODS
+from smelt.models.families import FAMILIES
+from smelt.recipes.recipe import CalibrationSettings, EvaluationSettings, Recipe
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+WORKED_EXAMPLE = ROOT / "docs" / "adding-a-method.md"
+COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language on a page."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def all_blocks(language: str, *, but: Path | None = None) -> list[Any]:
+    found = [
+        (page, number, text) for page in PAGES if page != but for number, text in enumerate(blocks(page, language))
+    ]
+    assert found, f"no {language} on any page: the pattern no longer finds the blocks"
+    return [pytest.param(text, id=f"{page.name}-{number}") for page, number, text in found]
+
+
+def module_from(path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_of_methods_is_fresh() -> None:
+    made = module_from(ROOT / "docs" / "make_methods.py")
+    assert made.PAGE.read_text(encoding="utf-8") == made.page(), "docs/methods.md is stale: run `make docs`"
+
+
+def test_every_parameter_has_a_meaning() -> None:
+    made = module_from(ROOT / "docs" / "make_methods.py")
+    for cls in METHODS.values():
+        for field in fields(cls):  # type: ignore[arg-type]
+            assert made.meaning(cls, field.name), f"{cls.__name__}.{field.name} has no comment behind it"
+
+
+def shell_commands() -> list[Any]:
+    lines = [line for param in all_blocks("sh") for line in param.values[0].replace("\\\n", " ").splitlines()]
+    return [line for line in lines if line.startswith("smelt ")]
+
+
+@pytest.mark.parametrize("line", shell_commands())
+def test_a_command_in_a_block_parses(line: str) -> None:
+    _, name, *arguments = shlex.split(line, comments=True)
+    context = COMMANDS[name].make_context(name, arguments)
+    for value in context.params.values():
+        if isinstance(value, Path) and value.parts[0] == "examples":
+            assert (ROOT / value).is_file(), value
+
+
+def test_the_readme_shows_every_command() -> None:
+    shown = {
+        shlex.split(line)[1]
+        for text in blocks(ROOT / "README.md", "sh")
+        for line in re.findall("^smelt .*", text, re.M)
+    }
+    assert shown == set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_command_in_a_sentence_exists(page: Path) -> None:
+    for span in re.findall(r"`smelt ([^`]+)`", page.read_text(encoding="utf-8")):
+        name, *words = span.split()
+        known = {
+            option for parameter in COMMANDS[name].params for option in (*parameter.opts, *parameter.secondary_opts)
+        }
+        assert {word for word in words if word.startswith("-")} <= known, span
+
+
+@pytest.mark.parametrize("text", all_blocks("yaml"))
+def test_a_recipe_is_accepted(text: str) -> None:
+    recipe = Recipe.parse(yaml.safe_load(text))
+    assert Recipe.parse(yaml.safe_load(recipe.to_yaml())) == recipe
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_an_example_is_accepted(path: Path) -> None:
+    assert Recipe.load(path).steps
+
+
+def test_the_page_of_recipes_has_every_key_and_no_other() -> None:
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    shown = [set(re.findall(r"^\| `(\w+)` \|", table, re.M)) for table in page.split("| key | default | meaning |")[1:]]
+    shown[-1] -= {"parameters", "macs", "bytes", "latency"}  # the measures of a budget come after the last of them
+    assert shown == [{field.name for field in fields(cls)} for cls in (Recipe, CalibrationSettings, EvaluationSettings)]
+
+
+def resolved(node: ast.expr, names: dict[str, Any]) -> Any:
+    """What an expression like `smelt.Recipe.load` stands for; None where it is no chain of known names."""
+    chain = ast.unparse(node).split(".")
+    if not all(part.isidentifier() for part in chain) or chain[0] not in names:
+        return None
+    return reduce(getattr, chain[1:], names[chain[0]])
+
+
+@pytest.mark.parametrize("text", all_blocks("python", but=WORKED_EXAMPLE))
+def test_a_snippet_uses_what_exists(text: str) -> None:
+    tree = ast.parse(text)
+    names: dict[str, Any] = {}
+    imports: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    exec(compile(ast.Module(imports, []), "snippet", "exec"), names)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            resolved(node, names)  # an AttributeError where a name is gone
+        if isinstance(node, ast.Call) and callable(function := resolved(node.func, names)):
+            inspect.signature(function).bind(*node.args, **{str(one.arg): one.value for one in node.keywords})
+
+
+def test_python_in_the_readme_is_under_ten_lines() -> None:
+    (text,) = blocks(ROOT / "README.md", "python")
+    assert len([line for line in text.splitlines() if line.strip()]) < 10
+
+
+def test_the_worked_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The method on the page, put where the page says, passes the test on the page."""
+    method_text, test_text = blocks(WORKED_EXAMPLE, "python")
+    example, its_test = ModuleType("smelt.prune.activation"), ModuleType("test_activation")
+    monkeypatch.setattr("smelt.method.METHODS", {})  # so that the example does not stay on the list
+    for module, text in ((example, method_text), (its_test, test_text)):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        exec(compile(text, module.__name__, "exec", dont_inherit=True), module.__dict__)
+    assert list(smelt.method.METHODS) == ["activation"]
+    for family in its_test.test_silent_units_go_first.pytestmark[0].args[1]:
+        its_test.test_silent_units_go_first(family)
+
+
+def test_the_readme_names_every_method_and_family() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    for row, names in (("methods", METHODS), ("families", [family.name for family in FAMILIES])):
+        (line,) = (line for line in lines if line.startswith(f"| {row} |"))
+        assert [name for name in names if f"`{name}`" not in line] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
