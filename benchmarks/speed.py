@@ -40,7 +40,7 @@ def main() -> None:
     rows = [
         ["whole command", f"{run['seconds']:.0f} s", f"{run['peak_bytes'] / 1e9:.2f} GB"],
         [
-            "the step itself (gradients, search, repair)",
+            "the step: gradients, search, repair",
             f"{step['seconds']:.0f} s",
             f"{step['peak_bytes'] / 1e9:.2f} GB",
         ],

@@ -24,10 +24,10 @@ from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.config import config_from, read_generation_config
 from smelt.models.jsonfile import read_object
-from smelt.models.load import load_tokenizer
 from smelt.models.model import Model
 from smelt.models.network import empty_network
 from smelt.models.surgery import restore_shape
+from smelt.models.tokenizer import load_tokenizer
 from smelt.models.weights import read_headers, read_safetensors
 
 FORMAT = 1

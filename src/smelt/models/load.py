@@ -8,31 +8,24 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from smelt.errors import ModelError, ResourceError
+from smelt.models.artifact import load_artifact, shaped_network
 from smelt.models.bundled import BUNDLED, ensure_bundled
 from smelt.models.config import read_config, read_generation_config
 from smelt.models.gguf import gguf_config, gguf_shapes, gguf_tensors, gguf_tokenizer, read_gguf
 from smelt.models.jsonfile import one_line
 from smelt.models.model import Model
 from smelt.models.network import empty_network, fill_network, matching_network
-from smelt.models.quiet import quiet_transformers
+from smelt.models.tokenizer import TOKENIZER_FILES, load_tokenizer
 from smelt.models.weights import float_dtype, read_headers, read_safetensors
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_SUFFIXES = {".gguf", ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".json", ".yaml"}
-_TOKENIZER_FILES = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "vocab.txt",
-    "vocab.json",
-    "tokenizer.model",
-    "spiece.model",
-]
 _FROM_HUB = [
     *("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"),
-    *(*_TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *(*TOKENIZER_FILES, "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
 ]
 
 
@@ -41,8 +34,6 @@ def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "c
     _check_device(device)
     path = resolve(spec)
     if _is_artifact(path):
-        from smelt.models.artifact import load_artifact
-
         return load_artifact(path, dtype=dtype, device=device)
     network, tokenizer = _load_gguf(path, dtype) if path.is_file() else _load_folder(path, dtype)
     try:
@@ -61,8 +52,6 @@ def skeleton(spec: str | Path) -> PreTrainedModel:
     """The network that `spec` names on the meta device: shapes without memory."""
     path = resolve(spec, config_only=True)
     if _is_artifact(path):
-        from smelt.models.artifact import shaped_network
-
         return shaped_network(path).to("meta")
     return empty_network(load_config(path), str(spec))
 
@@ -117,19 +106,6 @@ def _load_folder(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedMod
     if generation is not None and network.can_generate():
         network.generation_config = generation
     return network, load_tokenizer(folder, config)
-
-
-def load_tokenizer(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder in Hugging Face format, or None where it has no tokenizer files."""
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return None
-    try:
-        with quiet_transformers():
-            return AutoTokenizer.from_pretrained(
-                str(folder), config=config, local_files_only=True, trust_remote_code=False
-            )
-    except Exception as error:  # foreign code on foreign values
-        raise ModelError(f"the tokenizer in {folder} cannot be loaded ({one_line(error)}).") from error
 
 
 def _load_gguf(path: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:

@@ -1,0 +1,33 @@
+"""The tokenizer of a folder in Hugging Face format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from smelt.errors import ModelError
+from smelt.models.jsonfile import one_line
+from smelt.models.quiet import quiet_transformers
+
+TOKENIZER_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "tokenizer.model",
+    "spiece.model",
+]
+
+
+def load_tokenizer(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder in Hugging Face format, or None where it has no tokenizer files."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        with quiet_transformers():
+            return AutoTokenizer.from_pretrained(
+                str(folder), config=config, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # foreign code on foreign values
+        raise ModelError(f"the tokenizer in {folder} cannot be loaded ({one_line(error)}).") from error
