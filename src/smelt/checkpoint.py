@@ -37,14 +37,11 @@ class Checkpoint:
         try:
             return dict(load_file(path))
         except (SafetensorError, OSError) as error:
-            raise SmeltError(
-                f"the unfinished run holds a damaged file {path.name} ({error}); start it anew."
-            ) from error
+            raise _damaged(path, error) from error
 
     def save(self, name: str, tensors: dict[str, Tensor]) -> None:
         path = self._path(name, "safetensors")
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
             write_whole(path, lambda temporary: save_file(tensors, temporary))
 
@@ -53,13 +50,17 @@ class Checkpoint:
         path = self._path(name, "json")
         if path is None or not path.exists():
             return None
-        facts = json.loads(path.read_text())
-        return facts if isinstance(facts, dict) else None
+        try:
+            facts = json.loads(path.read_text())
+        except (ValueError, OSError) as error:
+            raise _damaged(path, error) from error
+        if not isinstance(facts, dict):
+            raise _damaged(path, "no set of facts")
+        return facts
 
     def save_facts(self, name: str, facts: dict[str, Any]) -> None:
         path = self._path(name, "json")
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, lambda temporary: temporary.write_text(json.dumps(facts, indent=1)))
 
     def clear(self) -> None:
@@ -69,3 +70,7 @@ class Checkpoint:
     def _path(self, name: str, suffix: str) -> Path | None:
         assert re.fullmatch(r"[\w.-]+", name), name
         return None if self.folder is None else self.folder / f"{name}.{suffix}"
+
+
+def _damaged(path: Path, reason: object) -> SmeltError:
+    return SmeltError(f"{path} of the unfinished run is damaged ({reason}); remove {path.parent} and run again.")

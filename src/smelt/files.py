@@ -6,28 +6,46 @@ import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from smelt.errors import ResourceError
 
 
+def check_place(path: Path) -> None:
+    """Refuse, before any work, a path that could not be written at its end."""
+    with full_disk_told(path):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.lstat()  # a name too long, or a folder one may not look into
+        parent = path.absolute().parent
+        while not parent.exists():
+            parent = parent.parent
+        if not parent.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{parent} is not a folder")
+        if not os.access(parent, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"{parent} may not be written to")
+
+
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then put it in place in one step."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with full_disk_told(path):
+    with full_disk_told(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
             write(temporary)
             _flush(temporary)
             temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """A temporary folder beside `path` that becomes `path` when the block ends well, and vanishes when it does not."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def whole_folder(path: Path, inside: Path | None = None) -> Iterator[Path]:
+    """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not.
+
+    It lies beside `path`, or `inside` a folder on the same disk, where a killed process leaves it for others to remove.
+    """
+    temporary = (inside or path.parent) / f".{path.name}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with full_disk_told(path):
@@ -43,22 +61,23 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def full_disk_told(path: Path) -> Iterator[None]:
-    """A disk that fills up, or a folder one may not write to, becomes one clear sentence."""
+    """A disk that fills up, or a place one may not write to, becomes one clear sentence."""
     try:
         yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    except Exception as error:  # safetensors and tokenizers report a full disk as errors of their own kinds
+        if _tells_full_disk(error):
             message = f"the disk is full: {path} could not be written; free some space or choose another folder."
             raise ResourceError(message) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM):
-            message = f"{path} could not be written: {error.strerror}; choose a folder you may write to."
+        if isinstance(error, OSError) and error.errno is not None:
+            message = f"{path} could not be written: {error.strerror}; choose a place you may write to."
             raise ResourceError(message) from error
         raise
-    except Exception as error:  # safetensors reports a full disk as an error of its own kind
-        if "No space left" in str(error) or "Disk quota" in str(error):
-            message = f"the disk is full: {path} could not be written; free some space or choose another folder."
-            raise ResourceError(message) from error
-        raise
+
+
+def _tells_full_disk(error: Exception) -> bool:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return "No space left" in str(error) or "Disk quota" in str(error)
 
 
 def _flush(path: Path) -> None:

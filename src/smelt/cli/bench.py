@@ -42,7 +42,7 @@ def run(
     }
     _show(model, timings)
     peak = memory.device_peak_bytes if device.startswith("cuda") else memory.peak_bytes
-    console.print(f"peak memory {size(peak)} ({device}, weights and the work on them)", highlight=False)
+    console.print(f"peak memory {size(peak)} ({device}, weights and the work on them)")
     if against is not None:
         compared = compare_latency(
             loaded, load(against, device=device), batch=batch, length=length, repeats=repeats, seed=seed
@@ -51,8 +51,7 @@ def run(
         words = "faster" if compared.ratio >= 1 else "slower (the ratio is below 1)"
         console.print(
             f"{compared.ratio:.2f} times the speed of {against}, 95% interval "
-            f"[{compared.ratio_low:.2f}, {compared.ratio_high:.2f}]: {words}",
-            highlight=False,
+            f"[{compared.ratio_low:.2f}, {compared.ratio_high:.2f}]: {words}"
         )
     write_json(json_file, content)
 

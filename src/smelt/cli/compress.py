@@ -9,6 +9,7 @@ import typer
 
 from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, console, say, write_json
 from smelt.cli.recipes import RecipeOption, SeedOverride, read_recipe
+from smelt.files import check_place
 from smelt.progress import bars
 from smelt.recipes.plan import plan
 from smelt.recipes.run import compress
@@ -37,6 +38,7 @@ def run(
 ) -> None:
     """Make a model smaller by a recipe; save it, prove that it reloads, and report what it cost."""
     read = read_recipe(recipe, data=data, evaluation=eval_data, seed=seed)
+    check_place(out)
     if device == "cpu":
         plan(model, read, out).check()
     with bars() as watcher:
@@ -46,6 +48,6 @@ def run(
         )  # fmt: skip
     console.print(summary_table(result.record))
     for sample in result.record.get("samples", []):
-        console.print(f"[bold]{sample['who']}[/bold]:", sample["text"].strip().replace("\n", " "), highlight=False)
-    console.print(f"saved and proven: {out}    report: {out / 'report.html'}", highlight=False)
+        console.print(f"{sample['who']}:", " ".join(sample["text"].split()), soft_wrap=True)
+    console.print(f"saved and proven: {out}    report: {out / 'report.html'}", soft_wrap=True)
     write_json(json_file, result.record)

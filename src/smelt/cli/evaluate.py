@@ -22,7 +22,7 @@ DataOption = Annotated[str, typer.Option("--data", help="A file, a hub id, or de
 AgainstOption = Annotated[str | None, typer.Option("--against", metavar="BASE", help="Compare with this model.")]
 MinOption = Annotated[float | None, typer.Option("--min", help="Exit with 3 when the value is below this.")]
 MaxOption = Annotated[float | None, typer.Option("--max", help="Exit with 3 when the value is above this.")]
-LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Use only so many tokens of text.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Use only so many tokens of text, or rows.")]
 
 
 def run(
@@ -82,10 +82,10 @@ def _show(model: str, quality: Quality, against: str | None, content: dict[str, 
         rows.append([against, written(content["base_quality"]["value"])])
     console.print(table(f"{quality.metric} on {quality.data}", ["model", quality.metric], rows))
     if settings:
-        console.print(settings, highlight=False)
+        console.print(settings)
     if against is not None:
         for line in _comparison_lines(content):
-            console.print(line, highlight=False)
+            console.print(line)
 
 
 def _comparison_lines(content: dict[str, Any]) -> list[str]:

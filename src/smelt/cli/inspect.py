@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from smelt.cli.output import JsonOption, ModelArgument, SeedOption, console, table, write_json
 from smelt.measure.cost import Workload, block_cost, block_parameters, count_bytes, count_parameters, unit_costs
@@ -11,7 +13,12 @@ from smelt.models.load import skeleton
 from smelt.report.numbers import count, macs, size
 
 
-def run(model: ModelArgument, tokens: int = 128, json_file: JsonOption = None, seed: SeedOption = 0) -> None:
+def run(
+    model: ModelArgument,
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence that MACs are counted for.")] = 128,
+    json_file: JsonOption = None,
+    seed: SeedOption = 0,
+) -> None:
     """The anatomy: blocks, heads, kv groups, filters, parameters, MACs, bytes."""
     anatomy = anatomy_of(skeleton(model))
     content = describe(anatomy, tokens)

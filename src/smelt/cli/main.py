@@ -1,65 +1,74 @@
-"""The command line: one file a command. Errors a user can cause are one sentence and exit code 2."""
+"""The way in. An error a user can cause is one sentence and exit code 2, one of ours a sentence and exit code 1.
+
+Nothing heavy is imported here, so that Ctrl-C is answered in the same way while the rest is still being imported.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import typer
-
-from smelt import __version__
-from smelt.cli import bench, compress, evaluate, inspect, methods, plan
-from smelt.cli.output import error_line
 from smelt.errors import SmeltError
 
 DEBUG = "--debug"
-
-app = typer.Typer(
-    name="smelt",
-    help="A trained model, some data and a budget in; a smaller, faster model out, proven to be still good.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-
-
-@app.callback(invoke_without_command=True)
-def options(
-    version: bool = typer.Option(False, "--version", help="Print the version and stop."),
-    debug: bool = typer.Option(False, DEBUG, help="Show the whole traceback of an error."),
-) -> None:
-    if version:
-        print(__version__)
-        raise typer.Exit
-
-
-app.command("methods")(methods.run)
-app.command("inspect")(inspect.run)
-app.command("plan")(plan.run)
-app.command("compress")(compress.run)
-app.command("eval")(evaluate.run)
-app.command("bench")(bench.run)
+STOPPED = "stopped; what was finished is kept, and `smelt compress --resume` goes on from there."
+NO_MEMORY = "out of memory; use fewer or shorter samples, or set memory_limit in the recipe."
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run a command; `--debug` may stand anywhere."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    debug = DEBUG in arguments
-    arguments = [argument for argument in arguments if argument != DEBUG]
+    if DEBUG in arguments:
+        sys.exit(_call([argument for argument in arguments if argument != DEBUG]))
     try:
-        app(arguments, standalone_mode=True)
+        code = _call(arguments)
     except SmeltError as error:
-        _fail(str(error), debug, error)
-    except KeyboardInterrupt as error:
-        _fail("stopped; what was finished is kept, and `smelt compress --resume` goes on from there.", debug, error)
-    except MemoryError as error:
-        _fail("out of memory; use fewer or shorter samples, or set memory_limit in the recipe.", debug, error)
+        code = _fail(str(error))
+    except KeyboardInterrupt:
+        code = _fail(STOPPED)
+    except Exception as error:
+        if _is_lack_of_memory(error):
+            code = _fail(NO_MEMORY)
+        else:
+            code = _fail(
+                f"{type(error).__name__}: {error}: this is a bug; run again with {DEBUG} to see where it is.", 1
+            )
+    sys.exit(code)
 
 
-def _fail(sentence: str, debug: bool, error: BaseException) -> None:
-    if debug:
-        raise error
-    error_line(sentence)
-    sys.exit(2)
+def _call(arguments: list[str]) -> int:
+    with _stopping_at_once():
+        from smelt.cli.app import call
+    return call(arguments)
+
+
+@contextmanager
+def _stopping_at_once() -> Iterator[None]:
+    """Ctrl-C ends the process on the spot: inside an import an exception could be lost, or reported by others."""
+
+    def stop(*_: object) -> None:
+        os._exit(_fail(STOPPED))
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    """Torch has an error of its own for devices, and says it in words for the CPU."""
+    return (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+    )
+
+
+def _fail(sentence: str, code: int = 2) -> int:
+    print(f"smelt: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
+    return code
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,20 +12,38 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from smelt.files import write_whole
+from smelt.errors import SmeltError
+from smelt.files import check_place, write_whole
 
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")]
-SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Seed of everything that is drawn at random.")]
-DeviceOption = Annotated[str, typer.Option("--device", help="Where to run: cpu or cuda.")]
+
+def _place(path: Path | None) -> Path | None:
+    """Refuse a file that could not be written before the work for it is done."""
+    if path is not None:
+        check_place(path)
+        if path.is_dir():
+            raise SmeltError(f"{path} is a folder; give --json a file to write to.")
+    return path
+
+
+def _device(name: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise SmeltError(f"there is no device {name!r}; use cpu, cuda, or cuda:1 for the second one.")
+    return name
+
+
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", callback=_place, help="Also write the result to this file as JSON.")
+]
+SeedOption = Annotated[
+    int, typer.Option("--seed", min=0, max=2**32 - 1, help="Seed of everything that is drawn at random.")
+]
+DeviceOption = Annotated[str, typer.Option("--device", callback=_device, help="Where to run: cpu or cuda.")]
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A bundled name, a folder, a .gguf file or a hub id.")
 ]
 
-console = Console()
-
-
-def error_line(sentence: str) -> None:
-    print(f"smelt: {' '.join(sentence.split())}", file=sys.stderr)
+# Names and texts come from elsewhere: what looks like markup in them is printed as it stands.
+console = Console(markup=False, emoji=False, highlight=False)
 
 
 def say(sentence: str) -> None:

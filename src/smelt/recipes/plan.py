@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from smelt.errors import ResourceError
+from smelt.files import full_disk_told
 from smelt.measure.cost import Workload, block_cost, block_parameters, count_bytes, count_parameters
 from smelt.measure.memory import available_memory, free_disk, resident_bytes
 from smelt.method import CalibrationSize
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.load import skeleton
 from smelt.recipes.recipe import Recipe, bytes_of
+from smelt.report.numbers import size as written
 
 EFFICIENCY = 0.5  # of the speed of a large matrix product that whole blocks reach
 
@@ -59,12 +61,12 @@ class Plan:
         """Refuse what cannot fit."""
         if self.peak_memory > self.available_memory:
             raise ResourceError(
-                f"this run needs about {gigabytes(self.peak_memory)} of memory and {gigabytes(self.available_memory)} "
+                f"this run needs about {written(self.peak_memory)} of memory and {written(self.available_memory)} "
                 "is free; use fewer or shorter samples, a smaller batch, or set memory_limit in the recipe."
             )
         if self.disk > self.free_disk:
             raise ResourceError(
-                f"this run needs about {gigabytes(self.disk)} of disk and {gigabytes(self.free_disk)} is free; "
+                f"this run needs about {written(self.disk)} of disk and {written(self.free_disk)} is free; "
                 "free some space or write to another disk."
             )
 
@@ -81,6 +83,8 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
     weights = count_bytes(network)
     evaluation = 3 * 2 * count_parameters(network) * (recipe.evaluate.limit or 300_000) / rate
     before = block_parameters(anatomy)
+    with full_disk_told(Path(folder)):
+        free = free_disk(folder)
     return Plan(
         model=source,
         parameters=count_parameters(network),
@@ -92,7 +96,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
         peak_memory=weights + max([weights, *(step.memory for step in steps)]) + resident_bytes(),
         available_memory=available_memory() + resident_bytes(),
         disk=2 * weights,
-        free_disk=free_disk(_existing(Path(folder))),
+        free_disk=free,
         seconds=sum(step.seconds for step in steps) + evaluation,
         steps=steps,
     )
@@ -131,15 +135,3 @@ def matrix_speed(size: int = 1024, seconds: float = 0.3) -> float:
         left @ right
         products += 1
     return 2.0 * size**3 * products / (time.perf_counter() - start)
-
-
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:.1f} GB"
-
-
-def _existing(path: Path) -> Path:
-    """The nearest folder above that exists."""
-    path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return path

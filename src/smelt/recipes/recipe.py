@@ -16,6 +16,7 @@ from smelt.method import Method, make
 
 Settings = TypeVar("Settings", bound="_Checked")
 _LARGEST_RECIPE = 1_000_000
+_LARGEST_NUMBER = 10**9
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class _Checked:
             is_number = isinstance(given, int) and not isinstance(given, bool)
             if given is None and "None" in wanted:
                 continue
-            if wanted.startswith("int") and not (is_number and given > 0):
-                raise RecipeError(f"{key} of `{where}` must be a whole number above 0, not {given!r}.")
+            if wanted.startswith("int") and not (is_number and 0 < given <= _LARGEST_NUMBER):
+                raise RecipeError(f"{key} of `{where}` must be a whole number from 1 to 10^9, not {given!r}.")
             if wanted.startswith("str") and not isinstance(given, str):
                 raise RecipeError(f"{key} of `{where}` must be text, not {given!r}.")
         return cls(**value)
@@ -61,7 +62,7 @@ class EvaluationSettings(_Checked):
     source: str | None = None
     metric: str | None = None
     context: int = 512
-    limit: int | None = 32768  # tokens of text
+    limit: int | None = 32768  # tokens of text, or rows
     batch: int = 8
     text: str | None = None
     pair: str | None = None
@@ -116,7 +117,7 @@ class Recipe:
             raise RecipeError(f"there is no recipe at {path}.") from None
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"the recipe {path} cannot be read ({error}).") from error
-        except (yaml.YAMLError, RecursionError) as error:
+        except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date or number that is none is a ValueError
             place = " ".join(str(error).split())[:200]
             raise RecipeError(f"{path} is not valid YAML ({place}).") from error
         try:
@@ -141,6 +142,8 @@ class Recipe:
 def _step(content: Any) -> Method:
     if not isinstance(content, Mapping):
         raise RecipeError(f"a step of a recipe is a set of keys with a `method`, not {content!r}.")
+    if not isinstance(content.get("method"), str):
+        raise RecipeError(f"`method` of a step is the name of a method, not {content.get('method')!r}.")
     return make(content)
 
 

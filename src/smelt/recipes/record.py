@@ -66,11 +66,12 @@ def after_record(
         comparison = compared(compare(quality, before.quality, seed=recipe.seed))
         if isinstance(data, TextData):
             context = quality.settings["context"]
-            divergence = logit_divergence(model, base, data, context=context, limit=8 * context)
+            divergence = logit_divergence(model, base, data, context=context, limit=4 * context)
             comparison |= {"kl": divergence.kl, "agreement": divergence.agreement}
     timings = []
     if speed and base is not None:
-        timings = [_timing(compare_latency(model, base, length=TIMED_TOKENS, seed=recipe.seed))]
+        length = min(TIMED_TOKENS, getattr(base.network.config, "max_position_embeddings", TIMED_TOKENS))
+        timings = [_timing(compare_latency(model, base, length=length, seed=recipe.seed))]
     return After(size_of(model, recipe), quality, comparison, timings, [model.generate(prompt) for prompt in prompts])
 
 
@@ -107,7 +108,14 @@ def _timing(comparison: LatencyComparison) -> dict[str, Any]:
 
 
 def run_record(
-    source: str, folder: str, recipe: Recipe, before: Before, after: After, steps: list[dict[str, Any]], model: Model
+    source: str,
+    folder: str,
+    recipe: Recipe,
+    before: Before,
+    after: After,
+    steps: list[dict[str, Any]],
+    model: Model,
+    prompts: list[str],
 ) -> dict[str, Any]:
     """The whole run, as the report reads it."""
     record: dict[str, Any] = {
@@ -137,9 +145,9 @@ def run_record(
         record["speed"] = after.speed
     if before.sentences:
         record["samples"] = [
-            {"who": who, "text": text}
+            {"who": who, "prompt": prompt, "text": text}
             for who, texts in (("before", before.sentences), ("after", after.sentences))
-            for text in texts
+            for prompt, text in zip(prompts, texts, strict=True)
         ]
     return record
 

@@ -7,6 +7,7 @@ with the same bytes; the result appears in one step.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -20,8 +21,8 @@ import torch
 import smelt
 from smelt.checkpoint import Checkpoint
 from smelt.data import Batch
-from smelt.errors import SmeltError
-from smelt.files import whole_folder
+from smelt.errors import BudgetError, DataError, RecipeError, SmeltError
+from smelt.files import check_place, whole_folder
 from smelt.measure.memory import PeakMemory
 from smelt.measure.quality import Quality
 from smelt.method import Context, Method
@@ -70,13 +71,17 @@ def compress(
 ) -> Result:
     """Make the smaller model and prove it. `samples` are prompts to continue before and after."""
     folder = Path(folder)
-    if folder.exists():
-        raise SmeltError(f"{folder} exists already; choose another folder or remove it.")
     run = _Run(source, recipe, folder, device, watcher or Silent(), say)
-    run.open(resume)
+    found = run.look(resume)
     model, batches, evaluation = run.inputs()
-    before = run.before(model, evaluation, samples or [])
-    steps = run.steps(model, batches)
+    sentences = [model.generate(prompt) for prompt in samples or []]
+    run.open(found, batches)
+    try:
+        before = run.before(model, evaluation, sentences)
+        steps = run.steps(model, batches)
+    except (BudgetError, DataError, RecipeError):
+        run.checkpoint.clear()  # the same run would only come to the same end
+        raise
     run.finish(before, evaluation, steps, speed, samples or [])
     return Result(folder, run.model, run.record)
 
@@ -90,39 +95,58 @@ class _Run:
         self.record: dict[str, Any] = {}
         self.model: Model
 
-    def open(self, resume: bool) -> None:
-        """Take up the work folder of a killed run, or begin a new one."""
+    def look(self, resume: bool) -> dict[str, Any] | None:
+        """The mark of a killed run to go on with, if there is one; what stands in the way is refused."""
+        check_place(self.folder)
+        check_place(self.work / "run.json")
+        if os.path.lexists(self.folder):
+            raise SmeltError(f"{self.folder} exists already; choose another folder or remove it.")
+        found = self.checkpoint.load_facts("run")
+        if found is None and self.work.exists() and any(not file.name.startswith(".") for file in self.work.iterdir()):
+            raise SmeltError(f"{self.work} is in the way and no unfinished run; remove it or choose another folder.")
+        if found is not None and not resume:
+            raise SmeltError(f"{self.work} holds an unfinished run; add --resume to go on with it, or remove it.")
+        if found is not None and {**self._mark(), "calibration": found.get("calibration")} != found:
+            raise SmeltError(f"{self.work} holds an unfinished run of something else; remove it, or repeat that run.")
+        return found
+
+    def open(self, found: dict[str, Any] | None, batches: list[Batch]) -> None:
+        """Begin the work folder, or take up that of a killed run once it is sure that its data has not changed."""
+        calibration = fingerprint(batches)
+        if found is None:
+            self.checkpoint.save_facts("run", {**self._mark(), "calibration": calibration})
+        elif found["calibration"] != calibration:
+            raise SmeltError(f"the data has changed since the unfinished run in {self.work}; remove it and start anew.")
+        for left_behind in (*self.work.glob("activations-*"), *self.work.glob(".*.tmp")):
+            shutil.rmtree(left_behind, ignore_errors=True)
+
+    def _mark(self) -> dict[str, Any]:
+        """What must be the same for a killed run to go on, as JSON gives it back."""
         mark = {
             "recipe": self.recipe.to_json(),
             "source": self.source,
+            "device": self.device,
             "smelt": smelt.__version__,
             "torch": torch.__version__,
         }
-        found = self.checkpoint.load_facts("run")
-        if found is not None and not resume:
-            raise SmeltError(f"{self.work} holds an unfinished run; add --resume to go on with it, or remove it.")
-        if found is not None and found != json.loads(json.dumps(mark)):
-            raise SmeltError(f"{self.work} holds an unfinished run of something else; remove it, or repeat that run.")
-        if found is None:
-            self.checkpoint.save_facts("run", mark)
+        plain: dict[str, Any] = json.loads(json.dumps(mark))
+        return plain
 
     def inputs(self) -> tuple[Model, list[Batch], Data | None]:
         self.say(f"loading {self.source}")
         model = load(self.source, device=self.device)
         if not needs_data(self.recipe):
             return model, [], evaluation_data(self.recipe, None, model) if model.tokenizer else None
-        assert model.tokenizer is not None or calibration_data(self.recipe, model)
         data, held_out = split(self.recipe, calibration_data(self.recipe, model))
-        batches = calibration_batches(self.recipe.data, data, model.tokenizer, self.recipe.seed)
+        batches = calibration_batches(self.recipe.data, data, model, self.recipe.seed)
         return model, batches, evaluation_data(self.recipe, held_out, model)
 
-    def before(self, model: Model, evaluation: Data | None, prompts: list[str]) -> Before:
+    def before(self, model: Model, evaluation: Data | None, sentences: list[str]) -> Before:
         """What is known of the model before any change: measured once, kept for a resumed run."""
         quality = None
         if evaluation is not None:
             self.say(f"measuring the model as it is on {evaluation.name}")
             quality = self._kept_quality("before", model, evaluation)
-        sentences = [model.generate(prompt) for prompt in prompts]
         return Before(size_of(model, self.recipe), quality, sentences)
 
     def steps(self, model: Model, batches: list[Batch]) -> list[dict[str, Any]]:
@@ -151,6 +175,7 @@ class _Run:
             folder=self.work,
         )
         torch.manual_seed(self.recipe.seed)
+        untouched = _states(model)
         start = time.perf_counter()
         with PeakMemory() as memory:
             facts = step.apply(model, context)
@@ -159,7 +184,10 @@ class _Run:
             "name": step.name,
             "seconds": time.perf_counter() - start,
             "peak_bytes": max(memory.peak_bytes, memory.device_peak_bytes),
-            "changed": {"parameters_removed": facts.pop("parameters_removed", 0)},
+            "changed": {
+                "tensors": len(_states(model) - untouched),
+                "parameters_removed": facts.pop("parameters_removed", 0),
+            },
             "facts": facts,
         }
         if not (self.work / name).exists():
@@ -180,10 +208,10 @@ class _Run:
         if speed:
             self.say("timing both, in turns")
         after = after_record(self.model, base, before, quality, evaluation, self.recipe, speed, prompts)
-        self.record = run_record(self.source, self.folder.name, self.recipe, before, after, steps, self.model)
+        self.record = run_record(self.source, self.folder.name, self.recipe, before, after, steps, self.model, prompts)
         self.say("saving, and reloading in a clean process")
         del base
-        with whole_folder(self.folder) as temporary:
+        with whole_folder(self.folder, inside=self.work) as temporary:
             save_artifact(self.model, temporary, {"recipe": self.recipe.to_json(), **after.unvarying})
             verify(self.model, temporary)
             (temporary / "measurements.json").write_text(json.dumps(self.record, indent=1) + "\n")
@@ -203,3 +231,8 @@ class _Run:
         self.checkpoint.save(f"quality-{name}", {key: torch.from_numpy(value) for key, value in arrays.items()})
         self.checkpoint.save_facts(f"quality-{name}", plain)
         return quality
+
+
+def _states(model: Model) -> set[tuple[str, int, int]]:
+    """Each tensor's name, place and number of writes so far: what is not in a later set was changed in between."""
+    return {(name, tensor.data_ptr(), tensor._version) for name, tensor in model.network.named_parameters()}

@@ -1,0 +1,293 @@
+"""The command line as a person calls it: two small trained models with data and recipes, and ways to run `smelt`.
+
+`smelt` calls it in this process, which is quick. `forked` calls it in a process of its own that can be killed or
+stopped at a chosen moment; it is forked from a server that has everything imported, because imports take seconds.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from transformers import PreTrainedModel
+
+import smelt
+import smelt.recipes.plan
+import smelt.recipes.run
+from smelt.cli.main import main
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.models.verify import outputs, probe
+from smelt.recipes.recipe import Recipe
+from tests.character_tokenizer import character_tokenizer
+from tests.tiny import BUILDS
+
+NOT_THE_SAME_EVERY_TIME = ("measurements.json", "report.html")  # they hold times and dates
+
+
+@dataclass(frozen=True)
+class Done:
+    """How a call of `smelt` ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def sentences(self) -> list[str]:
+        return [line for line in self.err.splitlines() if line.startswith("smelt: ")]
+
+    def refused(self, words: str, code: int = 2) -> None:
+        """It ended with one sentence that says this, as the last line, and without a traceback."""
+        assert self.code == code, self
+        assert len(self.sentences) == 1 and self.err.splitlines()[-1] == self.sentences[0], self.err
+        assert words in self.sentences[0], self.sentences[0]
+        assert "Traceback" not in self.err + self.out, self.err
+
+
+Smelt = Callable[..., Done]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder with what the tests work on."""
+
+    folder: Path
+
+    def __truediv__(self, name: str) -> str:
+        return str(self.folder / name)
+
+    def recipe(self, name: str, content: Any) -> str:
+        (self.folder / name).write_text(yaml.safe_dump(content))
+        return self / name
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """A language model `llama`, a classifier `bert`, `text.txt`, `rows.jsonl`, and a recipe for each model."""
+    made = Place(tmp_path_factory.mktemp("use"))
+    text, rows = _text(2000), _rows(160)
+    (made.folder / "text.txt").write_text(text)
+    (made.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _save(_trained_llama(text), character_tokenizer(), made.folder / "llama")
+    _save(_trained_bert(rows), character_tokenizer(encoder=True), made.folder / "bert")
+    made.recipe("llama.yaml", llama_recipe(made))
+    made.recipe("bert.yaml", bert_recipe(made))
+    return made
+
+
+def llama_recipe(place: Place, **step: Any) -> dict[str, Any]:
+    return {
+        "data": {"source": place / "text.txt", "samples": 24, "length": 32, "batch": 2},
+        "evaluate": {"context": 64, "limit": 1500},
+        "steps": [{"method": "fisher", "budget": {"parameters": 0.8}, **step}],
+    }
+
+
+def bert_recipe(place: Place, **step: Any) -> dict[str, Any]:
+    return {
+        "data": {"source": place / "rows.jsonl", "samples": 48, "length": 32, "batch": 4},
+        "steps": [{"method": "fisher", "budget": {"macs": 0.7}, **step}],
+    }
+
+
+@pytest.fixture(scope="session")
+def pruned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The language model after its recipe, not repaired so that it is worse, as `smelt compress` wrote it."""
+    recipe = Recipe.parse(llama_recipe(place, finish="none", budget={"parameters": 0.7}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(smelt.recipes.run, "verify", _prove_here)
+        return smelt.compress(place / "llama", recipe, tmp_path_factory.mktemp("pruned") / "out", speed=False).folder
+
+
+@pytest.fixture
+def smelt_here(monkeypatch: pytest.MonkeyPatch) -> Smelt:
+    """Call `smelt` in this process."""
+    monkeypatch.setenv("COLUMNS", "400")
+
+    def call(*arguments: str) -> Done:
+        out, err = io.StringIO(), io.StringIO()
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        return Done(int(ended.value.code or 0), out.getvalue(), err.getvalue())
+
+    return call
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what other tests look at and what takes its time: the clean process, and timing the machine to plan."""
+    monkeypatch.setattr(smelt.recipes.run, "verify", _prove_here)
+    monkeypatch.setattr(smelt.recipes.plan, "matrix_speed", lambda: 1e10)
+
+
+def _prove_here(model: Model, folder: Path) -> None:
+    inputs = probe(model)
+    assert torch.equal(outputs(load(folder), inputs), outputs(model, inputs))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a signal comes to a forked run: as a file is put in place (by name, or the nth), or after some seconds."""
+
+    file: str = ""
+    number: int = 0
+    before: bool = False  # the file is put in place, not after
+    seconds: float = 0.0
+    signal: int = signal.SIGKILL
+
+
+class Forked:
+    """Calls `smelt` in processes of their own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._calls = folder, 0
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(
+            ["smelt.cli.app", "tests.cli.conftest", "transformers.models.llama.modeling_llama"]
+        )
+
+    def __call__(self, *arguments: str, moment: Moment | None = None) -> Done:
+        return self.start(*arguments, moment=moment).wait()
+
+    def start(self, *arguments: str, moment: Moment | None = None, quick: bool = True) -> Running:
+        self._calls += 1
+        out, err = (self._folder / f"{self._calls}.{name}" for name in ("out", "err"))
+        process = self._context.Process(target=_child, args=(arguments, out, err, moment, quick))
+        process.start()
+        return Running(process, out, err)
+
+
+@dataclass(frozen=True)
+class Running:
+    """A forked run under way."""
+
+    process: Any
+    out: Path
+    err: Path
+
+    def stop_when_it_says(self, words: str) -> None:
+        """Ctrl-C in a terminal: the signal goes to the process and to all that it started."""
+        while not (self.err.exists() and words in self.err.read_text()):
+            assert self.process.is_alive(), self.err.read_text()
+            time.sleep(0.01)
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def wait(self) -> Done:
+        self.process.join()
+        return Done(self.process.exitcode, self.out.read_text(), self.err.read_text())
+
+
+@pytest.fixture(scope="session")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Forked:
+    return Forked(tmp_path_factory.mktemp("forked"))
+
+
+def _child(arguments: tuple[str, ...], out: Path, err: Path, moment: Moment | None, quick: bool) -> None:
+    os.setsid()
+    for path, number in ((out, 1), (err, 2)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    torch.set_num_threads(1)
+    smelt.recipes.plan.matrix_speed = lambda: 1e10
+    if quick:
+        smelt.recipes.run.verify = _prove_here
+    if moment is not None:
+        _arrange(moment)
+    main(list(arguments))
+
+
+def _arrange(moment: Moment) -> None:
+    """Let the signal come at its moment."""
+    if moment.seconds:
+        timer = threading.Timer(moment.seconds, os.kill, (os.getpid(), moment.signal))
+        timer.daemon = True
+        timer.start()
+        return
+    replace, count = os.replace, iter(range(1, 10_000))
+
+    def replace_and_stop(*paths: Any) -> None:
+        hit = moment.file == Path(paths[1]).name or moment.number == next(count)
+        if hit and moment.before:
+            os.kill(os.getpid(), moment.signal)
+        replace(*paths)
+        if hit and not moment.before:
+            os.kill(os.getpid(), moment.signal)
+
+    os.replace = replace_and_stop
+
+
+def same_bytes(one: Path, two: Path) -> bool:
+    """Whether two artifacts hold the same files with the same bytes, but for those that hold times."""
+    return _contents(one) == _contents(two)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    files = [file for file in folder.rglob("*") if file.is_file() and file.name not in NOT_THE_SAME_EVERY_TIME]
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def _text(sentences: int) -> str:
+    generator = np.random.Generator(np.random.PCG64(0))
+    nouns, verbs = ("cat", "dog", "bird", "child"), ("sees", "likes", "follows")
+    return " ".join(
+        f"the {generator.choice(nouns)} {generator.choice(verbs)} the {generator.choice(nouns)}."
+        for _ in range(sentences)
+    )
+
+
+def _rows(count: int) -> list[dict[str, Any]]:
+    generator = np.random.Generator(np.random.PCG64(0))
+    rows = []
+    for _ in range(count):
+        label = int(generator.integers(2))
+        word = generator.choice([("bad", "dull"), ("good", "fine")][label])
+        rows.append({"sentence": f"a {word} {generator.choice(('film', 'book'))}", "label": label})
+    return rows
+
+
+def _trained_llama(text: str) -> PreTrainedModel:
+    tokens = torch.tensor(character_tokenizer()(text)["input_ids"])
+    network = BUILDS["llama"]()
+
+    def loss() -> torch.Tensor:
+        starts = torch.randint(len(tokens) - 64, (8,))
+        batch = torch.stack([tokens[start : start + 64] for start in starts])
+        return network(input_ids=batch, labels=batch).loss
+
+    return _trained(network, loss, steps=100)
+
+
+def _trained_bert(rows: list[dict[str, Any]]) -> PreTrainedModel:
+    tokenizer, network = character_tokenizer(encoder=True), BUILDS["bert"]()
+    batch = dict(tokenizer([row["sentence"] for row in rows], padding=True, return_tensors="pt"))
+    labels = torch.tensor([row["label"] for row in rows])
+    return _trained(network, lambda: network(**batch, labels=labels).loss, steps=60)
+
+
+def _trained(network: PreTrainedModel, loss: Callable[[], torch.Tensor], steps: int) -> PreTrainedModel:
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    return network.eval()
+
+
+def _save(network: PreTrainedModel, tokenizer: Any, folder: Path) -> None:
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

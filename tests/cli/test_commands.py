@@ -1,0 +1,167 @@
+"""Every command runs, says something sane, and writes the right numbers with --json."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import smelt
+from smelt.measure.cost import block_parameters, count_bytes, count_parameters
+from smelt.method import METHODS
+from smelt.models.load import load
+from tests.cli.conftest import Place, Smelt
+
+COMMANDS = ("methods", "inspect", "plan", "compress", "eval", "bench")
+
+
+def result(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help(command: str, smelt_here: Smelt) -> None:
+    done = smelt_here(command, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert "--json" in done.out and "--seed" in done.out
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_without_a_command_the_commands_are_listed(arguments: list[str], smelt_here: Smelt) -> None:
+    done = smelt_here(*arguments)
+    assert done.code == 0
+    assert all(command in done.out for command in COMMANDS)
+
+
+def test_the_version(smelt_here: Smelt) -> None:
+    assert smelt_here("--version").out.strip() == smelt.__version__
+
+
+def test_as_a_process_of_its_own() -> None:
+    command = [sys.executable, "-m", "smelt.cli.main"]
+    done = subprocess.run([*command, "inspect", "nowhere"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("smelt: no model at nowhere; give") and done.stderr.count("\n") == 1
+
+
+def test_methods(smelt_here: Smelt, tmp_path: Path) -> None:
+    done = smelt_here("methods", "--json", str(tmp_path / "r.json"), "--seed", "3")
+    rows = result(tmp_path / "r.json")
+    assert {row["name"] for row in rows} == set(METHODS)
+    for row in rows:
+        assert row["name"] in done.out and row["paper"] and row["summary"] in done.out
+    assert "calibration data" in next(row["needs"] for row in rows if row["name"] == "fisher")
+
+
+@pytest.mark.parametrize("model", ["llama", "bert"])
+def test_inspect(model: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    done = smelt_here("inspect", place / model, "--json", str(tmp_path / "r.json"), "--seed", "3")
+    found, network = result(tmp_path / "r.json"), load(place / model).network
+    assert found["parameters"] == sum(parameter.numel() for parameter in network.parameters())
+    assert found["bytes"] == 4 * found["parameters"]
+    assert found["block_parameters"] == sum(row["parameters"] for row in found["blocks"])
+    assert found["macs"] == pytest.approx(sum(row["macs"] for row in found["blocks"]))
+    assert len(found["blocks"]) == 3 and "48 filters" in done.out
+    assert ("4 heads of 8 in 2 kv groups" if model == "llama" else "4 heads of 8") in done.out
+
+
+def test_inspect_counts_macs_for_the_tokens_asked_for(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    """By hand, without the embeddings and the head: projections a token, and products of causal attention."""
+    smelt_here("inspect", place / "llama", "--tokens", "64", "--json", str(tmp_path / "r.json"))
+    attention = 32 * (32 + 16 + 16) + 32 * 32
+    by_hand = 64 * (attention + 3 * 32 * 48) + 2 * 32 * 64 * 64 / 2
+    assert result(tmp_path / "r.json")["macs"] == 3 * by_hand
+
+
+def test_plan(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    arguments = ["-r", place / "llama.yaml", "--json", str(tmp_path / "r.json"), "--seed", "3"]
+    done = smelt_here("plan", place / "llama", *arguments)
+    found, model = result(tmp_path / "r.json"), load(place / "llama")
+    assert done.code == 0 and "fisher" in done.out and "parameters 0.8" in done.out
+    assert found["parameters"] == count_parameters(model.network)
+    assert found["bytes"] == count_bytes(model.network)
+    before = block_parameters(model.anatomy)
+    assert (found["block_parameters"], found["block_parameters_after"]) == (before, int(0.8 * before))
+    assert 0 < found["seconds"] < 60
+    assert found["bytes"] < found["peak_memory"] < found["available_memory"]
+
+
+def test_eval_of_text(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    arguments = ["--data", place / "text.txt", "--limit", "2000", "--context", "64", "--json", str(tmp_path / "r.json")]
+    done = smelt_here("eval", place / "llama", "--seed", "3", *arguments)
+    found = result(tmp_path / "r.json")
+    assert done.code == 0 and "perplexity" in done.out and found["passed"]
+    assert found["quality"]["metric"] == "perplexity" and found["quality"]["settings"]["context"] == 64
+    assert 1.0 < found["quality"]["value"] < 2.0  # it was trained on this text; a guess among its letters is about 20
+
+
+def test_eval_against_another(place: Place, smelt_here: Smelt, pruned: Path, tmp_path: Path) -> None:
+    arguments = ["--data", place / "text.txt", "--limit", "3000", "--context", "64", "--json", str(tmp_path / "r.json")]
+    done = smelt_here("eval", str(pruned), "--against", place / "llama", *arguments)
+    found = result(tmp_path / "r.json")
+    made, (low, high) = found["comparison"], found["comparison"]["interval"]
+    assert made["difference"] == pytest.approx(found["quality"]["value"] - found["base_quality"]["value"])
+    assert low < made["difference"] < high and made["ratio"] > 1
+    assert found["divergence"]["kl"] > 0
+    assert "95% interval" in done.out and "worse" in done.out
+
+
+def test_eval_of_a_classifier_against_itself(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    arguments = ["--data", place / "rows.jsonl", "--json", str(tmp_path / "r.json")]
+    done = smelt_here("eval", place / "bert", "--against", place / "bert", *arguments)
+    found = result(tmp_path / "r.json")
+    assert found["quality"]["metric"] == "accuracy" and found["quality"]["value"] > 0.9
+    assert (found["comparison"]["flips"], found["comparison"]["mcnemar"]) == (0, 1)
+    assert "no clear difference" in done.out
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "bar", "code"),
+    [
+        ("bert", "rows.jsonl", ["--min", "0.9"], 0),
+        ("bert", "rows.jsonl", ["--min", "1.1"], 3),
+        ("bert", "rows.jsonl", ["--min", "0.9", "--metric", "matthews"], 0),
+        ("llama", "text.txt", ["--max", "3", "--limit", "500"], 0),
+        ("llama", "text.txt", ["--max", "1.01", "--limit", "500"], 3),
+    ],
+)
+def test_eval_ends_with_3_past_the_bar(
+    model: str, data: str, bar: list[str], code: int, place: Place, smelt_here: Smelt, tmp_path: Path
+) -> None:
+    done = smelt_here("eval", place / model, "--data", place / data, *bar, "--json", str(tmp_path / "r.json"))
+    assert done.code == code, done
+    assert result(tmp_path / "r.json")["passed"] == (code == 0)
+    assert ("below the bar" in done.out) == (code == 3)
+
+
+def test_bench(place: Place, smelt_here: Smelt, pruned: Path, tmp_path: Path) -> None:
+    arguments = ["--length", "16", "--batch", "2", "--repeats", "5", "--json", str(tmp_path / "r.json"), "--seed", "3"]
+    done = smelt_here("bench", str(pruned), "--against", place / "llama", *arguments)
+    found = result(tmp_path / "r.json")
+    forward, decode = found["latency"]["forward"], found["latency"]["decode a token"]
+    assert 0 < forward["median_ms"] < 1000 and 0 < decode["median_ms"] < 1000
+    assert (forward["batch"], forward["length"], forward["repeats"]) == (2, 16, 5)
+    assert forward["tokens_per_second"] == pytest.approx(2 * 16 / forward["median_ms"] * 1000)
+    assert found["peak_bytes"] > 10**8  # torch alone takes more
+    compared = found["comparison"]
+    assert compared["ratio_low"] <= compared["ratio"] <= compared["ratio_high"] and math.isfinite(compared["ratio"])
+    assert "median" in done.out and "times the speed of" in done.out
+
+
+def test_bench_of_a_classifier_decodes_nothing(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    smelt_here("bench", place / "bert", "--repeats", "3", "--json", str(tmp_path / "r.json"))
+    assert list(result(tmp_path / "r.json")["latency"]) == ["forward"]
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    """A closing tag without its opening one would be an error of the table's own language."""
+    model = tmp_path / "[red]llama[" / "b]"
+    model.parent.mkdir()
+    model.symlink_to(place / "llama")
+    done = smelt_here("inspect", str(model))
+    assert done.code == 0 and "[red]llama[/b]" in done.out

@@ -1,0 +1,81 @@
+"""`smelt plan`: refuses what cannot fit without loading weights; what it foresees is about what happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import transformers
+
+from smelt.method import METHODS
+from tests.character_tokenizer import character_tokenizer
+from tests.cli.conftest import Place, Smelt, llama_recipe
+
+SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "intermediate_size": 768}
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("data", [{"samples": 10**9}, {"length": 10**9}, {"batch": 10**8, "length": 128}])
+def test_what_cannot_fit_is_refused_before_the_weights_are_read(
+    data: dict[str, int], place: Place, smelt_here: Smelt, tmp_path: Path
+) -> None:
+    """There are no weights to read here: only their headers are looked at."""
+    content = llama_recipe(place)
+    content["data"] |= data
+    arguments = [place / "llama", "-r", place.recipe("huge.yaml", content), "-o", str(tmp_path / "out")]
+    for command in ("plan", "compress"):
+        done = smelt_here(command, *arguments)
+        done.refused("of memory and")
+        assert "loading" not in done.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("quick")
+def test_planning_reads_no_weights(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    """A sparse file stands for a terabyte of weights that no machine could load."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for file in Path(place / "llama").iterdir():
+        if file.suffix == ".json":
+            (folder / file.name).write_bytes(file.read_bytes())
+    with (folder / "model.safetensors").open("wb") as weights:
+        weights.truncate(2**40)
+    assert smelt_here("plan", str(folder), "-r", place / "llama.yaml", "-o", str(tmp_path / "out")).code == 0
+
+
+@pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    recipe = place.recipe(f"{name}.yaml", llama_recipe(place, method=name))
+    done = smelt_here("plan", place / "llama", "-r", recipe, "--json", str(tmp_path / "r.json"))
+    assert done.code == 0
+    (step,) = json.loads((tmp_path / "r.json").read_text())["steps"]
+    assert (step["method"], step["budget"]) == (name, {"parameters": 0.8})
+
+
+def test_the_peak_of_memory_is_about_what_was_foreseen(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    """Of a whole run in a process of its own, as the system tells it."""
+    config = transformers.LlamaConfig(**SIZES, vocab_size=8000, num_key_value_heads=4, max_position_embeddings=256)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    content = llama_recipe(place)
+    content["data"] |= {"samples": 32, "length": 256, "batch": 8}
+    recipe = place.recipe("memory.yaml", content)
+    arguments = [str(tmp_path / "model"), "-r", recipe, "-o", str(tmp_path / "out")]
+    code, peak = peak_of(["compress", *arguments, "--no-speed"])
+    assert code == 0
+    smelt_here("plan", *arguments[:3], "-o", str(tmp_path / "other"), "--json", str(tmp_path / "r.json"))
+    foreseen = json.loads((tmp_path / "r.json").read_text())["peak_memory"]
+    assert 0.7 * peak < foreseen < 3 * peak, (foreseen, peak)
+
+
+def peak_of(arguments: list[str]) -> tuple[int, int]:
+    """How a call of `smelt` ended, and the most memory it had, in bytes."""
+    process = subprocess.Popen([sys.executable, "-m", "smelt.cli.main", *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return process.returncode, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,0 +1,162 @@
+"""A killed run goes on with --resume and ends with the same bytes; what cannot go on is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Done, Forked, Moment, Place, Smelt, llama_recipe, same_bytes
+
+KILLED = -9
+
+
+def compress(forked: Forked, place: Place, out: Path, *more: str, moment: Moment | None = None) -> Done:
+    recipe = place / "llama.yaml"
+    return forked("compress", place / "llama", "-r", recipe, "-o", str(out), "--no-speed", *more, moment=moment)
+
+
+@pytest.fixture(scope="session")
+def whole(place: Place, forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The result of a run that nothing happened to."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    assert compress(forked, place, out).code == 0
+    return out
+
+
+@pytest.fixture(scope="session")
+def stopped(place: Place, forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The work folder of a run that was killed when its step was done. For copying."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    assert compress(forked, place, out, moment=Moment("step-0.json")).code == KILLED
+    return out.with_name("out.partial")
+
+
+def unfinished(stopped: Path, folder: Path) -> Path:
+    """A copy of the killed run; returns where its result would be."""
+    shutil.copytree(stopped, folder / "out.partial")
+    return folder / "out"
+
+
+def test_a_run_killed_at_every_file_it_writes_ends_with_the_same_bytes(
+    place: Place, forked: Forked, whole: Path, tmp_path: Path
+) -> None:
+    """Each life of the run gets a file or two further and dies while it puts the next in place."""
+    out, seen = tmp_path / "out", set()
+    for life in range(50):
+        done = compress(forked, place, out, "--resume", moment=Moment(number=2 + life % 2, before=True))
+        if done.code != KILLED:
+            break
+        assert not out.exists()
+        assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+        seen |= {str(path.relative_to(out.with_name("out.partial"))) for path in tmp_path.rglob("*.[js]*")}
+    assert done.code == 0, done
+    assert life > 7
+    assert {"step-0-work/gradients-00008.safetensors", "step-0-work/block-001.safetensors", "step-0.json"} <= seen
+    assert same_bytes(out, whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_two_steps_and_a_kill_between_them(place: Place, forked: Forked, tmp_path: Path) -> None:
+    content = llama_recipe(place, finish="tune")
+    content["steps"].append({"method": "magnitude", "budget": {"parameters": 0.9}})
+    recipe = place.recipe("two.yaml", content)
+    arguments = ["compress", place / "llama", "-r", recipe, "--no-speed", "--resume", "-o"]
+    assert forked(*arguments, str(tmp_path / "whole")).code == 0
+    assert forked(*arguments, str(tmp_path / "out"), moment=Moment("step-0.json")).code == KILLED
+    assert forked(*arguments, str(tmp_path / "out")).code == 0
+    assert same_bytes(tmp_path / "out", tmp_path / "whole")
+    history = json.loads((tmp_path / "out" / "smelt.json").read_text())["history"]
+    assert [step["method"] for step in history] == ["fisher", "magnitude"]
+
+
+def test_what_a_killed_process_put_on_disk_to_save_memory_does_not_pile_up(
+    place: Place, forked: Forked, tmp_path: Path
+) -> None:
+    recipe = place.recipe("limited.yaml", {**llama_recipe(place), "memory_limit": "1 kB"})
+    arguments = ["compress", place / "llama", "-r", recipe, "-o", str(tmp_path / "out"), "--no-speed", "--resume"]
+    piles = []
+    for block in ("block-001.safetensors", "block-002.safetensors"):
+        assert forked(*arguments, moment=Moment(block)).code == KILLED
+        piles.append({path.name for path in (tmp_path / "out.partial").glob("activations-*")})
+    assert all(piles) and not piles[0] & piles[1]
+    assert forked(*arguments).code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_resumed_run_does_not_repeat_what_is_done(
+    place: Place, smelt_here: Smelt, quick: None, stopped: Path, whole: Path, tmp_path: Path
+) -> None:
+    out = unfinished(stopped, tmp_path)
+    done = smelt_here("compress", place / "llama", "-r", place / "llama.yaml", "-o", str(out), "--resume", "--no-speed")
+    assert done.code == 0, done
+    assert "step 1 of 1" not in done.err
+    assert same_bytes(out, whole)
+
+
+def test_without_resume_an_unfinished_run_is_pointed_out(
+    place: Place, smelt_here: Smelt, stopped: Path, tmp_path: Path
+) -> None:
+    out = unfinished(stopped, tmp_path)
+    done = smelt_here("compress", place / "llama", "-r", place / "llama.yaml", "-o", str(out))
+    done.refused("add --resume")
+    assert (tmp_path / "out.partial" / "step-0.json").exists()
+
+
+@pytest.mark.parametrize("what", ["recipe", "seed", "model"])
+def test_resuming_something_else_is_refused(
+    what: str, place: Place, smelt_here: Smelt, quick: None, stopped: Path, tmp_path: Path
+) -> None:
+    out = unfinished(stopped, tmp_path)
+    recipe = place.recipe("other.yaml", llama_recipe(place, budget={"parameters": 0.7}))
+    arguments = {
+        "recipe": [place / "llama", "-r", recipe],
+        "seed": [place / "llama", "-r", place / "llama.yaml", "--seed", "5"],
+        "model": [place / "bert", "-r", place / "llama.yaml"],
+    }
+    done = smelt_here("compress", *arguments[what], "-o", str(out), "--resume")
+    done.refused("of something else")
+    assert not out.exists()
+    assert (tmp_path / "out.partial" / "step-0.json").exists()
+
+
+def test_resuming_with_other_data_in_the_same_file_is_refused(
+    place: Place, forked: Forked, smelt_here: Smelt, tmp_path: Path
+) -> None:
+    """The pieces on disk were made from the old text: a result from both would be neither's."""
+    (tmp_path / "text.txt").write_text(Path(place / "text.txt").read_text())
+    arguments = ["compress", place / "llama", "-r", place / "llama.yaml", "-o", str(tmp_path / "out")]
+    arguments += ["--data", str(tmp_path / "text.txt")]
+    assert forked(*arguments, moment=Moment("gradients-00000.safetensors")).code == KILLED
+    (tmp_path / "text.txt").write_text(Path(place / "text.txt").read_text()[1000:])
+    smelt_here(*arguments, "--resume").refused("the data has changed")
+
+
+def test_a_damaged_file_of_the_unfinished_run_is_named(
+    place: Place, smelt_here: Smelt, quick: None, stopped: Path, tmp_path: Path
+) -> None:
+    out = unfinished(stopped, tmp_path)
+    names = ["run.json", "quality-before.json", "quality-before.safetensors", "step-0.json"]
+    names += ["step-0/model.safetensors", "step-0/smelt.json", "step-0/config.json"]
+    arguments = ["compress", place / "llama", "-r", place / "llama.yaml", "-o", str(out), "--resume", "--no-speed"]
+    for name in names:
+        file = tmp_path / "out.partial" / name
+        content = file.read_bytes()
+        for damaged in (b"", content[: len(content) // 2]):
+            file.write_bytes(damaged)
+            smelt_here(*arguments).refused(str(file.parent))
+        file.write_bytes(content)
+    assert not out.exists()
+    assert smelt_here(*arguments).code == 0
+
+
+def test_a_folder_of_someone_else_in_the_place_of_the_work_is_left_alone(
+    place: Place, smelt_here: Smelt, tmp_path: Path
+) -> None:
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "precious.txt").write_text("mine")
+    done = smelt_here("compress", place / "llama", "-r", place / "llama.yaml", "-o", str(tmp_path / "out"), "--resume")
+    done.refused("in the way")
+    assert (tmp_path / "out.partial" / "precious.txt").read_text() == "mine"
