@@ -10,10 +10,12 @@ import io
 import json
 import multiprocessing
 import os
+import resource
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +48,7 @@ class Done:
     code: int
     out: str
     err: str
+    peak_bytes: int = 0  # of a forked run that was not killed
 
     @property
     def sentences(self) -> list[str]:
@@ -115,9 +118,11 @@ def pruned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def smelt_here(monkeypatch: pytest.MonkeyPatch) -> Smelt:
-    """Call `smelt` in this process."""
+def smelt_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Smelt]:
+    """Call `smelt` in this process, with as many threads as a forked one has: sums must come out the same."""
     monkeypatch.setenv("COLUMNS", "400")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
 
     def call(*arguments: str) -> Done:
         out, err = io.StringIO(), io.StringIO()
@@ -125,7 +130,8 @@ def smelt_here(monkeypatch: pytest.MonkeyPatch) -> Smelt:
             main(list(arguments))
         return Done(int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
-    return call
+    yield call
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -189,7 +195,9 @@ class Running:
 
     def wait(self) -> Done:
         self.process.join()
-        return Done(self.process.exitcode, self.out.read_text(), self.err.read_text())
+        peak = self.out.with_suffix(".peak")
+        peak_bytes = int(peak.read_text()) if peak.exists() else 0
+        return Done(self.process.exitcode, self.out.read_text(), self.err.read_text(), peak_bytes)
 
 
 @pytest.fixture(scope="session")
@@ -207,7 +215,11 @@ def _child(arguments: tuple[str, ...], out: Path, err: Path, moment: Moment | No
         smelt.recipes.run.verify = _prove_here
     if moment is not None:
         _arrange(moment)
-    main(list(arguments))
+    try:
+        main(list(arguments))
+    finally:
+        unit = 1 if sys.platform == "darwin" else 1024
+        out.with_suffix(".peak").write_text(str(unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss))
 
 
 def _arrange(moment: Moment) -> None:

@@ -54,7 +54,7 @@ def test_at_any_moment(
             break
         done.refused("the disk is full")
         assert not out.exists()
-        assert not [path for path in disk.folder.rglob("*.tmp")]
+        assert not list(disk.folder.rglob("*.tmp"))
         failed_at.add(done.err.split("the disk is full: ")[1].split()[0])
     assert done.code == 0, done
     assert len(failed_at) > 3, failed_at

@@ -20,10 +20,12 @@ from smelt.measure.memory import available_memory, free_disk, resident_bytes
 from smelt.method import CalibrationSize
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.load import skeleton
+from smelt.recipes.inputs import needs_data
 from smelt.recipes.recipe import Recipe, bytes_of
 from smelt.report.numbers import size as written
 
 EFFICIENCY = 0.5  # of the speed of a large matrix product that whole blocks reach
+BYTES_A_TOKEN = 24  # of calibration data: its number, mask and label
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
     rate = EFFICIENCY * matrix_speed()
     steps = tuple(_step_plan(step, anatomy, size, limit, rate) for step in recipe.steps)
     weights = count_bytes(network)
+    batches = BYTES_A_TOKEN * size.tokens if needs_data(recipe) else 0
     evaluation = 3 * 2 * count_parameters(network) * (recipe.evaluate.limit or 300_000) / rate
     before = block_parameters(anatomy)
     with full_disk_told(Path(folder)):
@@ -93,7 +96,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
         bytes=weights,
         macs=_macs(anatomy),
         # Two models live at once while they are compared; torch itself is there already.
-        peak_memory=weights + max([weights, *(step.memory for step in steps)]) + resident_bytes(),
+        peak_memory=weights + max([weights, *(step.memory for step in steps)]) + batches + resident_bytes(),
         available_memory=available_memory() + resident_bytes(),
         disk=2 * weights,
         free_disk=free,

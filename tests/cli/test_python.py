@@ -1,0 +1,46 @@
+"""The same from Python, in under ten lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import smelt
+from tests.cli.conftest import Place, llama_recipe
+
+
+@pytest.mark.usefixtures("quick")
+def test_the_same_from_python(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(yaml.safe_dump(llama_recipe(place)))
+
+    recipe = smelt.Recipe.load("recipe.yaml")
+    smelt.plan(place / "llama", recipe).check()
+    result = smelt.compress(place / "llama", recipe, "small", samples=["the cat "])
+    model = smelt.load("small")
+    print(result.record["quality"], model.generate("the cat "))
+
+    assert result.folder == Path("small") and result.model.source == "small"
+    assert model.generate("the cat ") == result.record["samples"][1]["text"]
+    assert result.record["steps"][0]["changed"]["parameters_removed"] > 0
+    assert sum(p.numel() for p in model.parameters()) == result.record["size"]["parameters"]["after"]
+
+
+def test_a_recipe_made_in_python(place: Place, quick: None, tmp_path: Path) -> None:
+    recipe = smelt.Recipe.parse({"steps": [{"method": "magnitude", "budget": {"parameters": 0.7}}]})
+    result = smelt.compress(place / "bert", recipe, tmp_path / "out", speed=False)
+    assert (
+        result.record["size"]["block_parameters"]["after"] <= 0.7 * result.record["size"]["block_parameters"]["before"]
+    )
+    assert "quality" not in result.record  # nothing was named to measure a classifier on
+
+
+def test_errors_are_of_one_kind(place: Place, tmp_path: Path) -> None:
+    from smelt.errors import SmeltError
+
+    with pytest.raises(SmeltError, match="no model at"):
+        smelt.load(tmp_path / "nowhere")
+    with pytest.raises(SmeltError, match="exists already"):
+        smelt.compress(place / "bert", smelt.Recipe.load(place / "bert.yaml"), tmp_path)
