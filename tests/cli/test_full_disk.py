@@ -76,7 +76,6 @@ def test_for_the_result_as_json(disk: Disk, place: Place, smelt_here: Smelt) -> 
     assert [path.name for path in disk.folder.iterdir()] == ["filling"]
 
 
-@pytest.mark.xfail(strict=True, reason="activations lie in mapped files, and a full disk under one ends the process")
 def test_by_activations_past_the_memory_limit(disk: Disk, place: Place, forked: Forked) -> None:
     content = {**llama_recipe(place), "memory_limit": "1 kB"}
     content["data"] |= {"samples": 64, "length": 128}

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from smelt.files import full_disk_told
 from smelt.models.anatomy import Anatomy, Block
 
 Batch = dict[str, Tensor]
@@ -27,7 +28,7 @@ class Activations:
     def __init__(self, limit: int | None = None, folder: Path | None = None) -> None:
         self._limit, self._folder = limit, folder
         self._held: dict[int, Tensor] = {}
-        self._filed: dict[int, tuple[np.memmap, torch.dtype, torch.device]] = {}
+        self._filed: dict[int, _Filed] = {}
         self._files: Any = None
         self.bytes_in_memory = 0
 
@@ -37,12 +38,13 @@ class Activations:
     def __getitem__(self, batch: int) -> Tensor:
         if batch in self._held:
             return self._held[batch]
-        array, dtype, device = self._filed[batch]
-        return torch.from_numpy(np.array(array)).view(dtype).to(device)
+        place = self._filed[batch]
+        raw = np.fromfile(place.path, dtype=np.uint8).reshape(place.shape)
+        return torch.from_numpy(raw).view(place.dtype).to(place.device)
 
     def __setitem__(self, batch: int, tensor: Tensor) -> None:
         if batch in self._filed:
-            self._filed[batch][0][...] = _raw(tensor)
+            self._file(batch, tensor)
             return
         size = tensor.numel() * tensor.element_size()
         if batch in self._held:
@@ -56,10 +58,20 @@ class Activations:
     def _file(self, batch: int, tensor: Tensor) -> None:
         if self._files is None:
             self._files = tempfile.TemporaryDirectory(prefix="activations-", dir=self._folder)
-        raw = _raw(tensor)
-        array = np.memmap(Path(self._files.name) / f"{batch}.raw", dtype=np.uint8, mode="w+", shape=raw.shape)
-        array[...] = raw
-        self._filed[batch] = (array, tensor.dtype, tensor.device)
+        raw, path = _raw(tensor), Path(self._files.name) / f"{batch}.raw"
+        with full_disk_told(path):  # written and not mapped: a full disk under a mapped file would end the process
+            path.write_bytes(raw.tobytes())
+        self._filed[batch] = _Filed(path, raw.shape, tensor.dtype, tensor.device)
+
+
+@dataclass(frozen=True)
+class _Filed:
+    """Where a tensor lies, and what it is."""
+
+    path: Path
+    shape: tuple[int, ...]  # of its bytes
+    dtype: torch.dtype
+    device: torch.device
 
 
 def _raw(tensor: Tensor) -> np.ndarray:
