@@ -44,3 +44,5 @@ def test_errors_are_of_one_kind(place: Place, tmp_path: Path) -> None:
         smelt.load(tmp_path / "nowhere")
     with pytest.raises(SmeltError, match="exists already"):
         smelt.compress(place / "bert", smelt.Recipe.load(place / "bert.yaml"), tmp_path)
+    with pytest.raises(SmeltError, match="is not a folder"):
+        smelt.compress(place / "bert", smelt.Recipe.load(place / "bert.yaml"), place / "bert.yaml/out")
