@@ -169,7 +169,7 @@ def test_text_that_looks_like_markup_is_printed_as_it_is(
 
 
 @pytest.mark.shared
-def test_a_real_small_model(shared: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+def test_a_real_small_model(shared: Path, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
     """TinyStories with 260 thousand weights, a tenth of its blocks removed: it tells its stories still."""
     recipe = tmp_path / "recipe.yaml"
     data = "data: {samples: 16, length: 128}\nevaluate: {context: 128, limit: 4096}\n"

@@ -54,15 +54,16 @@ def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt,
     assert (step["method"], step["budget"]) == (name, {"parameters": 0.8})
 
 
+@pytest.mark.parametrize("method", ["fisher", "wanda-sp"])
 def test_the_peak_of_memory_is_about_what_was_foreseen(
-    place: Place, smelt_here: Smelt, forked: Forked, tmp_path: Path
+    method: str, place: Place, smelt_here: Smelt, forked: Forked, tmp_path: Path
 ) -> None:
     """Of a whole run in a process of its own, as the system tells it."""
     config = transformers.LlamaConfig(**SIZES, vocab_size=8000, num_key_value_heads=4, max_position_embeddings=256)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     character_tokenizer().save_pretrained(tmp_path / "model")
-    content = llama_recipe(place)
-    content["data"] |= {"samples": 8, "length": 256, "batch": 8}
+    content = llama_recipe(place, method=method)
+    content["data"] |= {"samples": 16 if method == "wanda-sp" else 8, "length": 256, "batch": 8}
     arguments = [str(tmp_path / "model"), "-r", place.recipe("memory.yaml", content), "-o", str(tmp_path / "out")]
     smelt_here("plan", *arguments, "--json", str(tmp_path / "r.json"))
     foreseen = json.loads((tmp_path / "r.json").read_text())["peak_memory"]

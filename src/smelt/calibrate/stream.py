@@ -186,6 +186,7 @@ def watching(module: nn.Module, seen: dict[str, Tensor], *, stop: bool = False) 
             hook.remove()
 
 
+@torch.no_grad()
 def advance(stream: Stream, block: Block) -> None:
     """Carry every batch through a block."""
     for batch in range(len(stream)):
