@@ -207,6 +207,7 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Forked:
 
 def _child(arguments: tuple[str, ...], out: Path, err: Path, moment: Moment | None, quick: bool) -> None:
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background are started without it
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     torch.set_num_threads(1)

@@ -88,6 +88,19 @@ def test_equal_widths_open_in_transformers_itself(tmp_path: Path) -> None:
     assert again.anatomy.shape() == anatomy_of(network).shape()
 
 
+@torch.no_grad()
+def test_equal_heads_that_do_not_divide_the_hidden_size_reload(tmp_path: Path) -> None:
+    """Transformers refuses such a configuration when it stands in the plain fields."""
+    sizes = {"hidden_size": 32, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(**sizes, intermediate_size=16, num_hidden_layers=2, vocab_size=99)
+    network = transformers.LlamaForCausalLM(config).eval()
+    for part in anatomy_of(network).parts[::2]:
+        keep_units(network, part, [0, 1, 3])
+    save_artifact(Model(network), tmp_path)
+    tokens = torch.arange(12)[None]
+    assert torch.equal(load_artifact(tmp_path).network(tokens).logits, network(tokens).logits)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -192,13 +192,17 @@ def _was_cut(anatomy: Anatomy) -> bool:
 
 
 def _plain_fields_suffice(anatomy: Anatomy) -> bool:
-    """Fewer heads fit the plain fields only where the configuration gives the head size on its own; and a bias that a
-    repair added has no field at all: transformers would drop it without an error."""
+    """Fewer heads fit the plain fields only where the configuration gives the head size on its own and their number
+    divides the hidden size, which transformers insists on; and a bias that a repair added has no field at all:
+    transformers would drop it without an error."""
     if any(hasattr(part.output.module, "smelt_added_bias") for part in anatomy.parts):
         return False
     heads = [part for part in anatomy.parts if part.kind == "heads"]
-    cut = any(part.units != part.original_units for part in heads)
-    return not cut or (getattr(anatomy.network.config, "head_dim", None) is not None and all(p.units for p in heads))
+    if all(part.units == part.original_units for part in heads):
+        return True
+    config = anatomy.network.config
+    even = all(part.units and config.hidden_size % (part.units * part.group) == 0 for part in heads)
+    return even and getattr(config, "head_dim", None) is not None
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
