@@ -23,3 +23,7 @@ class BudgetError(SmeltError):
 
 class ResourceError(SmeltError):
     """The work does not fit: memory or disk."""
+
+
+class FormatError(SmeltError):
+    """A number format that does not exist, or that cannot hold what is asked of it."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import Tensor
 
 from smelt.budget import Budget
@@ -35,6 +36,7 @@ class Context:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     memory_limit: int | None = None  # bytes of activations that may stay in memory; None: all
     folder: Path | None = None  # where activations past that limit are put
+    device: torch.device | None = None  # where blocks are brought one at a time; None: where the network is
 
     @property
     def mean_tokens(self) -> float:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from smelt.calibrate.device import moved
 from smelt.files import full_disk_told
 from smelt.models.anatomy import Anatomy, Block
 
@@ -119,17 +120,24 @@ class _Reached(Exception):
 
 @torch.no_grad()
 def open_stream(
-    anatomy: Anatomy, batches: Sequence[Batch], *, limit: int | None = None, folder: Path | None = None
+    anatomy: Anatomy,
+    batches: Sequence[Batch],
+    *,
+    limit: int | None = None,
+    folder: Path | None = None,
+    device: torch.device | None = None,
 ) -> Stream:
-    """Run only what comes before the first block, and note how the network calls each of them."""
-    device = next(anatomy.network.parameters()).device
+    """Run only what comes before the first block, and note how the network calls each of them.
+
+    `device` is where the blocks will run, if that is not where the network is."""
+    home = next(anatomy.network.parameters()).device
     hidden, calls, masks = Activations(limit, folder), [], []
     for position, batch in enumerate(batches):
-        inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
-        first, batch_calls = _record(anatomy, inputs)
+        inputs = {name: tensor.to(home) for name, tensor in batch.items() if name != "labels"}
+        first, batch_calls = moved(_record(anatomy, inputs), device or home)
         hidden[position] = first
         calls.append(batch_calls)
-        mask = inputs.get("attention_mask")
+        mask = moved(inputs.get("attention_mask"), device or home)
         masks.append(None if mask is None or bool(mask.all()) else mask.bool())
     return Stream(hidden, calls, masks)
 

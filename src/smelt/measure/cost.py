@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from smelt.models.anatomy import Anatomy, Part
+from smelt.models.quantized import quantized_layers
 
 Measure = Literal["parameters", "macs", "bytes"]
 
@@ -30,12 +31,16 @@ class Workload:
 
 def count_parameters(network: nn.Module) -> int:
     """All parameters, shared ones once."""
-    return sum(parameter.numel() for parameter in network.parameters())
+    packed = sum(layer.in_features * layer.out_features for layer in quantized_layers(network).values())
+    return packed + sum(parameter.numel() for parameter in network.parameters())
 
 
 def count_bytes(network: nn.Module) -> int:
-    """Bytes of all parameters, shared ones once."""
-    return sum(parameter.numel() * parameter.element_size() for parameter in network.parameters())
+    """Bytes of everything the network must remember, shared tensors once."""
+    held: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in network.parameters()}
+    for layer in quantized_layers(network).values():
+        held |= {id(tensor): tensor for tensor in layer.buffers()}
+    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
 
 
 def block_parameters(anatomy: Anatomy) -> int:

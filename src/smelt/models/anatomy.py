@@ -8,7 +8,7 @@ alike: some projections *write* the units, one projection reads them (`output`),
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import ModelError
 from smelt.models.families import AttentionPaths, ChannelPaths, Family, FeedForwardPaths, Residual, family_of
+from smelt.models.quantized import QuantizedLinear
 
 Kind = Literal["heads", "filters", "channels"]
 
@@ -33,6 +34,8 @@ class Projection:
 
     @property
     def device(self) -> torch.device:
+        if isinstance(self.module, QuantizedLinear):
+            return self.module.packed.device
         device: torch.device = self.module.weight.device
         return device
 
@@ -44,11 +47,15 @@ class Projection:
     @property
     def rows(self) -> int:
         """How many outputs this projection has."""
+        if isinstance(self.module, QuantizedLinear):
+            return self.module.out_features // self.parts
         return int(self.module.weight.shape[1 if self.transposed else 0]) // self.parts
 
     @property
     def columns(self) -> int:
         """How many inputs this projection has."""
+        if isinstance(self.module, QuantizedLinear):
+            return self.module.in_features
         return int(self.module.weight.shape[0 if self.transposed else 1])
 
     @property
@@ -77,9 +84,10 @@ class Part:
     output: Projection
     width: int
     holder: Any  # the module that remembers what was kept, and whose sizes change with it
-    norm: Any = None
+    norm: Any = None  # of a convolution: what follows it
     attention: AttentionPaths | None = None
     head_dim: int = 0
+    feeder: Any = None  # of a pre-norm block: the norm whose output only the writers read
 
     @property
     def name(self) -> str:
@@ -120,6 +128,17 @@ class Anatomy:
     def parts(self) -> tuple[Part, ...]:
         return tuple(part for block in self.blocks for part in block.parts)
 
+    @property
+    def final_norm(self) -> nn.Module | None:
+        """The norm between the last block and the head, where there is one."""
+        path = self.family.final_norm
+        return self.network.base_model.get_submodule(path) if path and self.residual == "pre" else None
+
+    @property
+    def embeddings(self) -> tuple[nn.Module, ...]:
+        """The tables whose rows begin the residual stream."""
+        return tuple(self.network.base_model.get_submodule(path) for path in self.family.embeddings)
+
     def shape(self) -> list[dict[str, object]]:
         """What is left in each part, as plain data: enough to rebuild the structure around the same weights."""
         return [
@@ -145,7 +164,7 @@ def anatomy_of(network: PreTrainedModel) -> Anatomy:
     backbone = network.base_model
     prefix = next((name for name, module in network.named_modules() if module is backbone), "")
     blocks = tuple(
-        _block(family, index, f"{prefix}.{path}".lstrip("."), module)
+        _block(family, residual, index, f"{prefix}.{path}".lstrip("."), module)
         for index, (path, module) in enumerate(_block_modules(backbone, family.blocks))
     )
     if not blocks:
@@ -164,12 +183,14 @@ def _block_modules(backbone: nn.Module, path: str) -> Iterator[tuple[str, nn.Mod
             yield f"{head}.{name}", child
 
 
-def _block(family: Family, index: int, path: str, module: nn.Module) -> Block:
+def _block(family: Family, residual: Residual, index: int, path: str, module: nn.Module) -> Block:
     parts: list[Part] = []
+    norms = family.norms if residual == "pre" else None
+    feeders = [module.get_submodule(norm) for norm in norms] if norms else [None, None]
     if family.attention is not None:
-        parts.append(_attention(family.attention, index, path, module))
+        parts.append(replace(_attention(family.attention, index, path, module), feeder=feeders[0]))
     if family.feed_forward is not None:
-        parts.append(_feed_forward(family.feed_forward, index, path, module))
+        parts.append(replace(_feed_forward(family.feed_forward, index, path, module), feeder=feeders[1]))
     parts.extend(_channels(family, index, path, module))
     return Block(index, path, module, tuple(parts))
 

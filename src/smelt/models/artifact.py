@@ -26,9 +26,10 @@ from smelt.models.config import config_from, read_generation_config
 from smelt.models.jsonfile import read_object
 from smelt.models.model import Model
 from smelt.models.network import empty_network
+from smelt.models.quantized import FACTORS, lay_out, quantized_layers
 from smelt.models.surgery import restore_shape
 from smelt.models.tokenizer import load_tokenizer
-from smelt.models.weights import read_headers, read_safetensors
+from smelt.models.weights import TensorHeader, read_headers, read_safetensors
 
 FORMAT = 1
 
@@ -37,6 +38,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
     """Write a model into an existing, empty folder. `record` joins `smelt.json`: measurements that do not vary."""
     network = model.network
     anatomy = model.anatomy
+    packed = quantized_layers(network)
     _write_json(folder / "config.json", {**_plain_config(network), **_layer_fields(anatomy)})
     save_file(_tensors(network), folder / "model.safetensors", metadata={"format": "pt"})
     if network.can_generate():
@@ -49,6 +51,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         "source": model.source,
         "history": model.history,
         "shape": anatomy.shape(),
+        **({"quantized": {path: layer.scheme.to_json() for path, layer in packed.items()}} if packed else {}),
         **(record or {}),
     }
     _write_json(folder / "smelt.json", content)
@@ -57,12 +60,19 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
 def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Model:
     """Read a folder that `save_artifact` wrote."""
     content = read_object(folder / "smelt.json")
-    shapes = {name: header.shape for name, header in read_headers(folder).items()}
-    _check_shapes(shaped_network(folder, content), shapes, folder)  # before anything real is allocated
+    headers = read_headers(folder)
+    shapes = {name: header.shape for name, header in headers.items()}
+    outline = shaped_network(folder, content)
+    _check_shapes(outline, shapes, folder)  # before anything real is allocated
+    _check_packed(outline, headers, folder)
     with _parameters_on_meta():
         network = shaped_network(folder, content, device="cpu")
     _add_biases(network, shapes)
-    tensors = {name: tensor.to(dtype) if dtype else tensor for name, tensor in read_safetensors(folder).items()}
+    packed = tuple(f"{path}." for path in quantized_layers(network))
+    tensors = {
+        name: tensor.to(dtype) if dtype and not name.startswith(packed) else tensor
+        for name, tensor in read_safetensors(folder).items()
+    }
     network.load_state_dict(tensors, strict=False, assign=True)
     network.tie_weights()
     network.config.dtype = next(network.parameters()).dtype
@@ -88,6 +98,7 @@ def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: 
     network = empty_network(config_from(values, str(folder / "config.json")), str(folder), device)
     anatomy = anatomy_of(network)
     restore_shape(anatomy, checked_shape(anatomy, content.get("shape"), folder))
+    lay_out(network, content.get("quantized", {}), str(folder))
     return network
 
 
@@ -117,6 +128,15 @@ def _check_shapes(network: nn.Module, held: dict[str, tuple[int, ...]], folder: 
             raise ModelError(f"{folder}: the weights lack {name}.")
         if name in held and held[name] != tuple(tensor.shape):
             raise ModelError(f"{folder}: {name} is {list(held[name])} and not {list(tensor.shape)} as smelt.json says.")
+
+
+def _check_packed(network: nn.Module, headers: dict[str, TensorHeader], folder: Path) -> None:
+    """Codes and scales are in the number types that their format stores them in."""
+    for path, layer in quantized_layers(network).items():
+        for name, tensor in layer.named_buffers():
+            held = headers[f"{path}.{name}"].torch_dtype
+            if held != tensor.dtype and name not in FACTORS:
+                raise ModelError(f"{folder}: {path}.{name} is {held} and not {tensor.dtype} as smelt.json says.")
 
 
 def _add_biases(network: nn.Module, held: dict[str, tuple[int, ...]]) -> None:

@@ -67,6 +67,11 @@ class Family:
     channels: tuple[tuple[ChannelPaths, ...], ...] = ()  # alternatives; the one whose paths all exist holds
     # Names in the configuration of what differs between layers after surgery, where transformers has a field for it.
     config_names: Mapping[str, str] = field(default_factory=dict)
+    # Of pre-norm families: the norms before attention and feed-forward (from a block), the one after the last block,
+    # and the tables whose rows begin the residual stream (from the backbone).
+    norms: tuple[str, str] | None = None
+    final_norm: str | None = None
+    embeddings: tuple[str, ...] = ()
     # The configuration flag that turns a pre-norm family into a post-norm one when false (OPT-350m).
     pre_norm_flag: str | None = None
 
@@ -100,6 +105,9 @@ FAMILIES: tuple[Family, ...] = (
         attention=_LLAMA_ATTENTION,
         feed_forward=FeedForwardPaths(writers=("mlp.up_proj", "mlp.gate_proj"), output="mlp.down_proj"),
         config_names=_GROUPED_NAMES,
+        norms=("input_layernorm", "post_attention_layernorm"),
+        final_norm="norm",
+        embeddings=("embed_tokens",),
     ),
     Family(
         name="bert",
@@ -161,6 +169,8 @@ FAMILIES: tuple[Family, ...] = (
         ),
         feed_forward=FeedForwardPaths(writers=("mlp.fc1",), output="mlp.fc2"),
         config_names=_PLAIN_NAMES,
+        norms=("layernorm_before", "layernorm_after"),
+        final_norm="layernorm",
     ),
     Family(
         name="gpt2",
@@ -178,6 +188,9 @@ FAMILIES: tuple[Family, ...] = (
         ),
         feed_forward=FeedForwardPaths(writers=("mlp.c_fc",), output="mlp.c_proj"),
         config_names={"heads": "n_head", "filters": "n_inner"},
+        norms=("ln_1", "ln_2"),
+        final_norm="ln_f",
+        embeddings=("wte", "wpe"),
     ),
     Family(
         name="opt",
@@ -195,6 +208,9 @@ FAMILIES: tuple[Family, ...] = (
         ),
         feed_forward=FeedForwardPaths(writers=("fc1",), output="fc2"),
         config_names={"heads": "num_attention_heads", "filters": "ffn_dim"},
+        norms=("self_attn_layer_norm", "final_layer_norm"),
+        final_norm="decoder.final_layer_norm",
+        embeddings=("decoder.embed_tokens", "decoder.embed_positions"),
         pre_norm_flag="do_layer_norm_before",
     ),
     Family(

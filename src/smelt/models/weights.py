@@ -28,6 +28,7 @@ _BYTES_OF_DTYPE = {
     "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
+_PACKED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class TensorHeader:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """None for those that no layer of ours holds."""
+        return (_FLOATS | _PACKED).get(self.dtype)
 
 
 def check_safetensors(path: Path) -> dict[str, TensorHeader]:

@@ -10,7 +10,8 @@ from typing import Any, TypeVar
 
 import yaml
 
-import smelt.prune  # noqa: F401  (puts the pruning methods on the list)
+import smelt.prune
+import smelt.quantize  # noqa: F401  (and the quantisation methods)
 from smelt.errors import RecipeError
 from smelt.method import Method, make
 

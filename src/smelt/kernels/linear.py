@@ -1,0 +1,111 @@
+"""Products with a packed matrix: the contract of a kernel, the plain reference, and the one place that chooses.
+
+A kernel reads the packed matrix as it is stored (codes row by row, low bits first; see `numerics.packing`), so that a
+model in memory is as small as on disk. What it must derive it makes once, in `prepare`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smelt.numerics.format import Format, Grid, Quantized
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix [rows, columns] as it lies in memory: `codes` and the tensors of its grid."""
+
+    format: Format
+    rows: int
+    columns: int
+    tensors: dict[str, Tensor]
+
+    def quantized(self) -> Quantized:
+        return Quantized.unpacked(self.format, self.tensors, self.columns)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensors["codes"].device
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """How the other operand is rounded before the product: a format, and its scale where that was fixed beforehand."""
+
+    format: Format
+    scale: Tensor | None = None
+
+    def rounded(self, x: Tensor) -> Tensor:
+        if self.scale is None:
+            return self.format.rounded(x)
+        grouped = self.format.groups(x)
+        grid = Grid(self.scale.float())
+        codes = self.format.encode(grouped, grid)
+        return self.format.decode(codes, grid).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+
+class LinearKernel(ABC):
+    """One way to compute `x W^T + b` with a packed W."""
+
+    name: ClassVar[str]
+
+    @abstractmethod
+    def takes(self, packed: Packed, inputs: Inputs | None, dtype: torch.dtype) -> bool:
+        """Whether this kernel can run such a product here (format, device, type of x)."""
+
+    def prepare(self, packed: Packed, inputs: Inputs | None) -> Any:
+        """What the kernel needs besides the packed tensors, made once."""
+        return None
+
+    @abstractmethod
+    def run(self, x: Tensor, packed: Packed, inputs: Inputs | None, bias: Tensor | None, prepared: Any) -> Tensor:
+        """x [..., columns] -> [..., rows], in the dtype of x."""
+
+
+class Reference(LinearKernel):
+    """Decode the matrix, round the inputs, multiply. Every other kernel is compared with this one."""
+
+    name = "reference"
+
+    def takes(self, packed: Packed, inputs: Inputs | None, dtype: torch.dtype) -> bool:
+        return True
+
+    def run(self, x: Tensor, packed: Packed, inputs: Inputs | None, bias: Tensor | None, prepared: Any) -> Tensor:
+        weight = packed.quantized().values().to(x.dtype)
+        return F.linear(x if inputs is None else inputs.rounded(x), weight, bias)
+
+
+KERNELS: list[LinearKernel] = []  # in the order of preference; the reference is always last
+REFERENCE = Reference()
+_forced: list[str] = []
+
+
+def register(kernel: LinearKernel) -> LinearKernel:
+    KERNELS.append(kernel)
+    return kernel
+
+
+def choose(packed: Packed, inputs: Inputs | None, dtype: torch.dtype) -> LinearKernel:
+    """The first kernel that takes the product, or the one that `using` asks for."""
+    for kernel in (*KERNELS, REFERENCE):
+        if (not _forced or kernel.name == _forced[-1]) and kernel.takes(packed, inputs, dtype):
+            return kernel
+    raise LookupError(f"no kernel named {_forced[-1]!r} takes {packed.format} on {packed.device} in {dtype}.")
+
+
+@contextmanager
+def using(name: str) -> Iterator[None]:
+    """Inside, every choice is the kernel of that name."""
+    _forced.append(name)
+    try:
+        yield
+    finally:
+        _forced.pop()

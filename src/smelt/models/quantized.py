@@ -1,0 +1,188 @@
+"""A linear layer whose weight is held in few bits, and how a network's layers are exchanged for such ones.
+
+What stands in a layer's place is described by a `Scheme`, which is plain data: enough to lay out the layer before its
+tensors are read. The product itself is a kernel's; `path` tells which one it takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from smelt.errors import FormatError, ModelError
+from smelt.kernels.hadamard import hadamard_transform
+from smelt.kernels.linear import Inputs, LinearKernel, Packed, choose
+from smelt.numerics.catalogue import format_named, name_of
+from smelt.numerics.format import Format, Quantized, packed_shapes
+
+STATIC_SCALE = "input_scale"
+GRID = ("scale", "zero", "negative", "tensor")
+FACTORS = ("down", "up")
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one layer computes: the format of its weight, of its inputs, and what is done to the inputs before."""
+
+    weight: Format
+    inputs: Format | None = None
+    static: bool = False  # the scale of the inputs is fixed; otherwise it is taken from each input
+    hadamard: bool = False  # the inputs are rotated by a Hadamard matrix, whose inverse is in the weight
+    rank: int = 0  # of a pair of low-rank factors added to the product
+
+    def to_json(self) -> dict[str, Any]:
+        plain: dict[str, Any] = {"weight": name_of(self.weight)}
+        if self.inputs is not None:
+            plain |= {"inputs": name_of(self.inputs), "static": self.static}
+        if self.hadamard:
+            plain["hadamard"] = True
+        if self.rank:
+            plain["rank"] = self.rank
+        return plain
+
+    @classmethod
+    def from_json(cls, plain: Any, place: str) -> Scheme:
+        """From a file: anything that is not what `to_json` writes is an error."""
+        known = {"weight": str, "inputs": str, "static": bool, "hadamard": bool, "rank": int}
+        if not isinstance(plain, dict) or any(type(value) is not known.get(key) for key, value in plain.items()):
+            raise ModelError(f"{place}: this is not the description of a quantised layer: {plain!r}.")
+        try:
+            weight, inputs = format_named(plain.get("weight", "")), plain.get("inputs")
+            scheme = cls(weight, None if inputs is None else format_named(inputs), plain.get("static", False))
+        except FormatError as error:
+            raise ModelError(f"{place}: {error}") from error
+        rank = plain.get("rank", 0)
+        if not 0 <= rank <= 65536:
+            raise ModelError(f"{place}: a rank of {rank} is not possible.")
+        return cls(scheme.weight, scheme.inputs, scheme.static, plain.get("hadamard", False), rank)
+
+
+class QuantizedLinear(nn.Module):
+    """Stands where a Linear (or GPT-2's Conv1D) stood. Its tensors are buffers: nothing of it is trained."""
+
+    def __init__(self, in_features: int, out_features: int, scheme: Scheme, *, bias: bool, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.down: Tensor
+        self.up: Tensor
+        self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
+        for name, (shape, kind) in packed_shapes(scheme.weight, out_features, in_features).items():
+            self.register_buffer(name, torch.empty(shape, dtype=kind, device="meta"))
+        if scheme.static:
+            self.register_buffer(STATIC_SCALE, torch.empty(1, 1, 1, device="meta"))
+        if scheme.rank:
+            self.register_buffer("down", torch.empty(scheme.rank, in_features, dtype=dtype, device="meta"))
+            self.register_buffer("up", torch.empty(out_features, scheme.rank, dtype=dtype, device="meta"))
+        self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), False) if bias else None
+        self._chosen: tuple[Any, LinearKernel, Any] | None = None
+
+    @classmethod
+    def holding(
+        cls, quantized: Quantized, scheme: Scheme, *, bias: Tensor | None, dtype: torch.dtype
+    ) -> QuantizedLinear:
+        """A layer around a matrix that was just quantised. A static scale is fixed later; until then it is dynamic."""
+        rows, columns = quantized.codes.shape
+        layer = cls(columns, rows, scheme, bias=bias is not None, dtype=dtype)
+        for name, tensor in quantized.packed().items():
+            setattr(layer, name, tensor.contiguous())
+        if scheme.static:
+            setattr(layer, STATIC_SCALE, None)
+        if bias is not None:
+            layer.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+        return layer
+
+    def fix_input_scale(self, largest: Tensor) -> None:
+        """From the largest magnitude of every input that the calibration data showed."""
+        assert self.scheme.inputs is not None
+        scale = self.scheme.inputs.fit(largest.reshape(1, 1, -1)).scale
+        setattr(self, STATIC_SCALE, scale.float().reshape(1, 1, 1))
+
+    def add_factors(self, down: Tensor, up: Tensor) -> None:
+        """Add the product of two thin matrices, [rank, in] and [out, rank], to the layer."""
+        self.scheme = replace(self.scheme, rank=len(down))
+        self.register_buffer("down", down)
+        self.register_buffer("up", up)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Codes, scales and low-rank factors together."""
+        size = self.in_features * self.out_features
+        factors = self.scheme.rank * (self.in_features + self.out_features) / size
+        kind = self.down.dtype if self.scheme.rank else torch.float16
+        return self.scheme.weight.bits_per_value(self.in_features, self.out_features) + 8 * kind.itemsize * factors
+
+    @property
+    def packed(self) -> Packed:
+        tensors = {name: getattr(self, name) for name in ("codes", *GRID) if hasattr(self, name)}
+        return Packed(self.scheme.weight, self.out_features, self.in_features, tensors)
+
+    @property
+    def inputs(self) -> Inputs | None:
+        if self.scheme.inputs is None:
+            return None
+        return Inputs(self.scheme.inputs, getattr(self, STATIC_SCALE, None))
+
+    @property
+    def weight(self) -> Tensor:
+        """The matrix that the codes stand for, [out, in]: decoded anew at each call."""
+        return self.packed.quantized().values()
+
+    @property
+    def path(self) -> str:
+        """The kernel that the last forward took."""
+        return self._chosen[1].name if self._chosen else "none yet"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.scheme.hadamard:
+            x = hadamard_transform(x)
+        kernel, prepared = self._kernel(x)
+        y = kernel.run(x, self.packed, self.inputs, self.bias, prepared)
+        if self.scheme.rank:
+            y = y + (x @ self.down.T.to(x.dtype)) @ self.up.T.to(x.dtype)
+        return y
+
+    def _kernel(self, x: Tensor) -> tuple[LinearKernel, Any]:
+        """Chosen once for a device and a type, or when a test or benchmark asks for another."""
+        packed, inputs = self.packed, self.inputs
+        kernel = choose(packed, inputs, x.dtype)
+        key = (kernel.name, packed.device, x.dtype)
+        if self._chosen is None or self._chosen[0] != key:
+            self._chosen = (key, kernel, kernel.prepare(packed, inputs))
+        return self._chosen[1], self._chosen[2]
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.scheme.to_json()}"
+
+
+def linear_weight(module: nn.Module) -> Tensor:
+    """The weight of a plain layer as [out, in], a view."""
+    weight: Any = module.weight
+    return weight.T if isinstance(module, Conv1D) else weight
+
+
+def replace_module(network: nn.Module, path: str, new: nn.Module) -> None:
+    """Put another module at a path."""
+    parent, _, name = path.rpartition(".")
+    setattr(network.get_submodule(parent), name, new)
+
+
+def quantized_layers(network: nn.Module) -> dict[str, QuantizedLinear]:
+    return {path: module for path, module in network.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def lay_out(network: nn.Module, schemes: Any, place: str) -> None:
+    """Exchange the named layers of a freshly built network for quantised ones without tensors."""
+    if not isinstance(schemes, dict):
+        raise ModelError(f"{place}: the list of quantised layers is broken.")
+    plain = {path: module for path, module in network.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    for path, description in schemes.items():
+        if path not in plain:
+            raise ModelError(f"{place}: {path} is not a linear layer of this network.")
+        rows, columns = linear_weight(plain[path]).shape
+        scheme = Scheme.from_json(description, place)
+        dtype = plain[path].weight.dtype
+        bias = plain[path].bias is not None
+        replace_module(network, path, QuantizedLinear(columns, rows, scheme, bias=bias, dtype=dtype))

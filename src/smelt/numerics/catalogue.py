@@ -1,0 +1,76 @@
+"""Every format by its name. `int4/128@float16` is four-bit integers in groups of 128 with scales in float16.
+
+A name is a base from the list, then optionally `/` and the group (a number, `row` or `tensor`), then optionally `@` and
+the number type of the scales. The canonical name of a format leaves out what its base already says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast, get_args
+
+from smelt.errors import FormatError
+from smelt.numerics.elements import E2M1, E2M3, E3M2, E4M3, E5M2, integers, normal_floats
+from smelt.numerics.format import TENSOR, WHOLE_ROW, Format
+from smelt.numerics.integer import DenormalInteger, Integer
+from smelt.numerics.scaled import Scaled, ScaleType, SignedScales, TensorScaled, Ternary
+
+MX = 32  # values in a block of the OCP formats
+FORMATS: dict[str, Format] = {
+    **{f"int{bits}": Integer(width=bits) for bits in range(2, 9)},
+    **{f"int{bits}-asym": Integer(width=bits, symmetric=False) for bits in range(2, 9)},
+    **{f"int{bits}-float-zero": Integer(width=bits, symmetric=False, zero_type="float16") for bits in range(2, 9)},
+    **{f"int{bits}-wide": Integer(width=bits, wide=True) for bits in range(2, 9)},
+    **{f"dint{bits}": DenormalInteger(width=bits) for bits in range(3, 9)},
+    **{f"dint{bits}-sym": DenormalInteger(width=bits, symmetric=True) for bits in range(3, 9)},
+    "fp8-e4m3": Scaled(elements=E4M3),
+    "fp8-e5m2": Scaled(elements=E5M2),
+    "fp4": Scaled(elements=E2M1),
+    "mxfp4": Scaled(MX, "e8m0", E2M1),
+    "mxfp4-up": Scaled(MX, "e8m0-up", E2M1),
+    "mxfp6-e2m3": Scaled(MX, "e8m0", E2M3),
+    "mxfp6-e3m2": Scaled(MX, "e8m0", E3M2),
+    "mxfp8-e4m3": Scaled(MX, "e8m0", E4M3),
+    "mxfp8-e5m2": Scaled(MX, "e8m0", E5M2),
+    "mxint8": Scaled(MX, "e8m0", integers(8, full=False, step=2.0**-6)),
+    "mxint4": Scaled(MX, "e8m0", integers(4, full=False, step=2.0**-2)),
+    "nvfp4": TensorScaled(elements=E2M1),
+    "amxfp4": SignedScales(MX, "e5m2", E2M1),
+    "nf4": Scaled(64, "float32", normal_floats(4)),
+    "nf3": Scaled(64, "float32", normal_floats(3)),
+    "nf2": Scaled(64, "float32", normal_floats(2)),
+    "ternary": Ternary(),
+}
+_GROUPS = {"row": WHOLE_ROW, "tensor": TENSOR}
+
+
+def format_named(name: str) -> Format:
+    """The format a name stands for."""
+    rest, _, scale = name.partition("@")
+    base, slash, group = rest.partition("/")
+    if base not in FORMATS:
+        raise FormatError(f"there is no number format {base!r}; `smelt formats` lists them all.")
+    found = FORMATS[base]
+    if slash:
+        if group not in _GROUPS and not (group.isdecimal() and int(group) > 0):
+            raise FormatError(f"the group in {name!r} is a number, `row` or `tensor`.")
+        found = replace(found, group=_GROUPS[group] if group in _GROUPS else int(group))
+    if scale:
+        if scale not in get_args(ScaleType):
+            raise FormatError(f"the scale type in {name!r} is one of {', '.join(get_args(ScaleType))}.")
+        found = replace(found, scale=cast(ScaleType, scale))
+    return found
+
+
+def name_of(number_format: Format) -> str:
+    """The canonical name: `format_named` gives the same format back."""
+    for base, found in FORMATS.items():
+        if found == number_format:
+            return base
+    for base, found in FORMATS.items():
+        if replace(found, group=number_format.group, scale=number_format.scale) == number_format:
+            words = {value: word for word, value in _GROUPS.items()}
+            group = words.get(number_format.group, str(number_format.group))
+            scale = f"@{number_format.scale}" if number_format.scale != found.scale else ""
+            return base + (f"/{group}" if number_format.group != found.group else "") + scale
+    raise FormatError(f"this format has no name: {number_format!r}.")

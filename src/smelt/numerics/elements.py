@@ -1,0 +1,126 @@
+"""Element types: the values that the codes of a format stand for, before any scale.
+
+An element type is its table: `values[code]` is the value of a code. Rounding is to the nearest value, and to the even
+code where two are equally near, as IEEE 754 and the OCP formats ask; beyond the largest value it saturates. Codes that
+the type leaves unused, and codes of infinity and NaN, hold NaN: nothing is ever rounded to them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Elements:
+    """A table of at most 256 values, one for each code."""
+
+    name: str
+    bits: int
+    values: tuple[float, ...]
+
+    @cached_property
+    def largest(self) -> float:
+        """The largest positive value: what a scale maps the largest element of a group to."""
+        return max(value for value in self.values if not math.isnan(value))
+
+    @cached_property
+    def smallest(self) -> float:
+        return min(value for value in self.values if not math.isnan(value))
+
+    def encode(self, x: Tensor) -> Tensor:  # any shape -> uint8 of that shape
+        """The code of the nearest value. NaN has no code of its own: its group's scale must carry it."""
+        boundaries, codes = _search_tables(self, x.device)
+        return codes[torch.bucketize(x.float(), boundaries, right=True)]
+
+    def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return _values(self, codes.device, dtype)[codes.long()]
+
+    def encode_stochastic(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """One of the two neighbouring values at random, the nearer the likelier, so that the mean is the input."""
+        levels, codes = _levels(self, x.device)
+        x = x.float().clamp(self.smallest, self.largest)
+        low = (torch.bucketize(x, levels, right=True) - 1).clamp(0, len(levels) - 2)
+        share = (x - levels[low]) / (levels[low + 1] - levels[low])
+        draw = torch.rand(x.shape, generator=generator, device=x.device)
+        return codes[low + (draw < share).long()]
+
+
+@lru_cache(maxsize=256)
+def _values(elements: Elements, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(elements.values, device=device, dtype=dtype)
+
+
+@lru_cache(maxsize=256)
+def _levels(elements: Elements, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The values in ascending order, and the code of each. Of two zeros the positive one is used."""
+    found: dict[float, int] = {}
+    for code, value in enumerate(elements.values):
+        if not math.isnan(value):
+            found.setdefault(value + 0.0, code)
+    ordered = sorted(found.items())
+    levels = torch.tensor([value for value, _ in ordered], device=device)
+    return levels, torch.tensor([code for _, code in ordered], device=device, dtype=torch.uint8)
+
+
+@lru_cache(maxsize=256)
+def _search_tables(elements: Elements, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Boundaries such that x >= boundary takes the upper level. A tie goes to the even code: where that is the lower
+    one, the boundary is the next number above the middle."""
+    levels, codes = _levels(elements, torch.device("cpu"))
+    exact = levels.double()
+    middle = ((exact[1:] + exact[:-1]) / 2).float()
+    lower_is_even = codes[:-1] % 2 == 0
+    above = torch.nextafter(middle, torch.full_like(middle, math.inf))
+    return torch.where(lower_is_even, above, middle).to(device), codes.to(device)
+
+
+def minifloat(name: str, exponent: int, mantissa: int, bias: int, special: str = "none") -> Elements:
+    """A small IEEE-like float. `special`: none (every code is finite), nan (all ones is NaN), ieee (inf and NaN)."""
+    top = (1 << exponent) - 1
+    values = []
+    for code in range(1 << (exponent + mantissa)):
+        power, fraction = code >> mantissa, code & ((1 << mantissa) - 1)
+        if (special == "ieee" and power == top) or (special == "nan" and code == (1 << (exponent + mantissa)) - 1):
+            values.append(NAN)
+        elif power == 0:
+            values.append(fraction * 2.0 ** (1 - bias - mantissa))
+        else:
+            values.append((1 + fraction / (1 << mantissa)) * 2.0 ** (power - bias))
+    return Elements(name, 1 + exponent + mantissa, tuple(values) + tuple(-value for value in values))
+
+
+def integers(bits: int, *, full: bool = True, step: float = 1.0) -> Elements:
+    """Two's complement, offset so that codes ascend with values; without `full` the lowest value is left out."""
+    half = 1 << (bits - 1)
+    values = [step * (code - half) for code in range(2 * half)]
+    if not full:
+        values[0] = NAN
+    return Elements(f"int{bits}", bits, tuple(values))
+
+
+def normal_floats(bits: int) -> Elements:
+    """Quantiles of the normal distribution with an exact zero, scaled to [-1, 1] (Dettmers et al., 2023)."""
+    offset, half = 0.9677083, 1 << (bits - 1)
+    normal = torch.distributions.Normal(0.0, 1.0)
+
+    def quantiles(count: int) -> list[float]:
+        return normal.icdf(torch.linspace(offset, 0.5, count + 1, dtype=torch.float64)[:-1]).tolist()
+
+    positive, negative = quantiles(half), [-value for value in quantiles(half - 1)]
+    largest = max(positive)
+    return Elements(f"nf{bits}", bits, tuple(sorted(value / largest for value in [*positive, 0.0, *negative])))
+
+
+E2M1 = minifloat("e2m1", 2, 1, 1)
+E2M3 = minifloat("e2m3", 2, 3, 1)
+E3M2 = minifloat("e3m2", 3, 2, 3)
+E4M3 = minifloat("e4m3", 4, 3, 7, special="nan")
+E5M2 = minifloat("e5m2", 5, 2, 15, special="ieee")
+TERNARY = Elements("ternary", 2, (-1.0, 0.0, 1.0, NAN))

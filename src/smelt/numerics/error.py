@@ -1,0 +1,21 @@
+"""How far a format's values are from the true ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def signal_to_noise(x: Tensor, rounded: Tensor) -> float:
+    """In decibel: 10 log10 of the power of the values over the power of their errors."""
+    x, rounded = x.double(), rounded.double()
+    noise = (x - rounded).square().sum()
+    return float(10 * torch.log10(x.square().sum() / noise))
+
+
+def underflow_share(x: Tensor, rounded: Tensor) -> tuple[float, float]:
+    """The share of values other than zero that were rounded to zero, and their share of the squared error."""
+    lost = (rounded == 0) & (x != 0)
+    error = (x.double() - rounded.double()).square()
+    total = float(error.sum())
+    return float(lost.double().mean()), float(error[lost].sum()) / total if total else 0.0

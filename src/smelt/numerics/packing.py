@@ -1,0 +1,41 @@
+"""Codes of 1 to 8 bits in bytes, the first code in the lowest bits, codes straddling bytes where they must."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def packed_columns(columns: int, bits: int) -> int:
+    """Bytes that a row of codes takes."""
+    return math.ceil(columns * bits / 8)
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:  # uint8 [..., columns] -> uint8 [..., bytes]
+    if bits == 8:
+        return codes.contiguous()
+    period = 8 // math.gcd(bits, 8)  # codes that fill whole bytes
+    columns = codes.shape[-1]
+    padded = torch.nn.functional.pad(codes, (0, -columns % period)).unflatten(-1, (-1, period))
+    word = torch.zeros(padded.shape[:-1], dtype=torch.int64, device=codes.device)
+    for position in range(period):
+        word |= padded[..., position].long() << (bits * position)
+    size = bits * period // 8
+    octets = torch.stack([(word >> (8 * octet)) & 255 for octet in range(size)], dim=-1)
+    return octets.flatten(-2).to(torch.uint8)[..., : packed_columns(columns, bits)].contiguous()
+
+
+def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:  # uint8 [..., bytes] -> uint8 [..., columns]
+    if bits == 8:
+        return packed[..., :columns]
+    period = 8 // math.gcd(bits, 8)
+    size = bits * period // 8
+    octets = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % size)).unflatten(-1, (-1, size))
+    word = torch.zeros(octets.shape[:-1], dtype=torch.int64, device=packed.device)
+    for octet in range(size):
+        word |= octets[..., octet].long() << (8 * octet)
+    mask = (1 << bits) - 1
+    codes = torch.stack([(word >> (bits * position)) & mask for position in range(period)], dim=-1)
+    return codes.flatten(-2)[..., :columns].to(torch.uint8)

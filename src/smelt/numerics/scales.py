@@ -1,0 +1,60 @@
+"""How a scale is stored: the number types that a group's scale is rounded to before any element is.
+
+A scale is never zero (it would divide by zero): where rounding makes it so, the smallest positive one takes its place,
+and a group of zeros has the scale one. NaN stays NaN, so that a group that held a NaN decodes to NaN.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ScaleType = Literal["float32", "float16", "bfloat16", "e8m0", "e8m0-up", "e4m3", "e5m2"]
+STORED_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "e8m0": 8, "e8m0-up": 8, "e4m3": 8, "e5m2": 8}
+_TORCH = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+_SMALLEST = {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-126, "e4m3": 2.0**-9, "e5m2": 2.0**-16}
+_LARGEST = {"float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.38e38, "e4m3": 448.0, "e5m2": 57344.0}
+BIAS, NAN_BYTE = 127, 255  # of E8M0
+
+
+def round_scale(scale: Tensor, kind: ScaleType) -> Tensor:
+    """Scales (not powers of two) as they will be read back, in float32."""
+    if kind == "float32":
+        return scale.float().clamp(_SMALLEST[kind], _LARGEST[kind])
+    bounded = scale.float().clamp(max=_LARGEST[kind])
+    return bounded.to(_TORCH[kind]).float().clamp(min=_SMALLEST[kind])
+
+
+def power_of_two(largest: Tensor, kind: ScaleType, top_exponent: int) -> Tensor:
+    """The OCP rule: 2^(floor(log2 amax) - exponent of the element type's largest value). `e8m0-up` takes the next
+    power where the mantissa is 1.75 or more, which would otherwise saturate."""
+    mantissa, exponent = torch.frexp(largest.float())  # mantissa in [0.5, 1)
+    exponent = exponent - 1
+    if kind == "e8m0-up":
+        exponent = exponent + (mantissa >= 0.875)
+    scale = torch.ldexp(torch.ones_like(mantissa), (exponent - top_exponent).clamp(-BIAS, BIAS))
+    return torch.where(largest.isnan(), largest, scale)
+
+
+def store_scale(scale: Tensor, kind: ScaleType) -> Tensor:
+    """As it lies on disk and in memory; E8M0 is a byte that holds the exponent."""
+    if kind not in ("e8m0", "e8m0-up"):
+        return scale.to(_TORCH[kind])
+    _, exponent = torch.frexp(scale)
+    return torch.where(scale.isnan(), NAN_BYTE, exponent - 1 + BIAS).to(torch.uint8)
+
+
+def read_scale(stored: Tensor, kind: ScaleType) -> Tensor:
+    """The inverse of `store_scale`, in float32."""
+    if kind not in ("e8m0", "e8m0-up"):
+        return stored.float()
+    scale = torch.ldexp(torch.ones(stored.shape, device=stored.device), stored.int() - BIAS)
+    return scale.masked_fill(stored == NAN_BYTE, float("nan"))

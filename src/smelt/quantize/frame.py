@@ -1,0 +1,234 @@
+"""The frame that every quantisation method stands in: block by block, transform, round, exchange the layers, go on.
+
+A method brings its transform or its rounding. The frame brings the stream of calibration data, the memory budget, the
+exchange of layers for packed ones, resuming, and the count of what was changed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from smelt.calibrate.device import on_device
+from smelt.calibrate.observe import Largest, Observer, observe
+from smelt.calibrate.stream import Activations, Stream, advance, open_stream
+from smelt.errors import DataError, FormatError, ModelError, RecipeError
+from smelt.measure.cost import count_bytes
+from smelt.method import CalibrationSize, Context, Demand, Method
+from smelt.models.anatomy import Anatomy, Block
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizedLinear, Scheme, lay_out, quantized_layers, replace_module
+from smelt.numerics.catalogue import format_named
+from smelt.numerics.format import TENSOR, Format, Quantized
+from smelt.numerics.integer import Integer
+from smelt.quantize.layers import Group, groups_of
+
+
+@dataclass(frozen=True)
+class Quantization(Method):
+    """Hold the linear layers of the blocks in few bits."""
+
+    bits: int = 4
+    group: int = 128  # values of a row that share a scale; -1: the whole row
+    symmetric: bool = False  # the grid has its zero in the middle; otherwise a zero point a group
+    format: str | None = None  # a name from `smelt formats`, instead of bits, group and symmetric
+    inputs: str | None = None  # the format that a layer's inputs are rounded to, such as int8 (a scale a token)
+    static: bool = False  # the inputs' scale is fixed by the calibration data; otherwise taken from each input
+    ragged: bool = False  # allow a last group that is shorter than the others
+
+    def __post_init__(self) -> None:
+        try:
+            self.weight_format  # noqa: B018  (built to be checked)
+            self.input_format  # noqa: B018
+        except FormatError as error:
+            raise RecipeError(f"{self.name}: {error}") from error
+        if self.static and self.inputs is None:
+            raise RecipeError(f"static of {self.name} fixes the scale of inputs: give their format, as `inputs: int8`.")
+
+    @property
+    def weight_format(self) -> Format:
+        if self.format is not None:
+            return format_named(self.format)
+        return Integer(self.group, "float16", self.bits, self.symmetric)
+
+    @property
+    def input_format(self) -> Format | None:
+        if self.inputs is None:
+            return None
+        found = format_named(self.inputs)
+        return replace(found, group=TENSOR) if self.static else found
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(self.weight_format, self.input_format, self.static)
+
+    @property
+    def streams(self) -> bool:
+        """Whether the calibration data must pass through the blocks."""
+        return "calibration data" in self.needs or self.static
+
+    teacher: ClassVar[bool] = False  # the method compares with what the unchanged network gives
+
+    def prepare(self, model: Model, context: Context) -> None:
+        """What is done to the whole network before the first block."""
+
+    @abstractmethod
+    def quantize(self, work: BlockWork) -> None:
+        """Quantise every layer of a block, by `work.put`."""
+
+    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+        self.check(model.anatomy)
+        if self.streams and not context.batches:
+            raise DataError(f"{self.name} needs calibration data, and there is none.")
+        torch.manual_seed(context.seed)
+        self.prepare(model, context)
+        run = _Run(self, model, context)
+        for block in context.watcher.track(model.anatomy.blocks, self.name):
+            run.block(block)
+        self.conclude(model, context)
+        return run.facts()
+
+    def conclude(self, model: Model, context: Context) -> None:
+        """What is done to the whole network after the last block."""
+
+    def check(self, anatomy: Anatomy) -> None:
+        """Everything that can be refused before any work starts."""
+        if any(part.kind == "channels" for part in anatomy.parts):
+            raise ModelError(f"{self.name} quantises linear layers; this network is made of convolutions.")
+        if quantized_layers(anatomy.network):
+            raise ModelError("this model is quantised already; quantise the model it was made from.")
+        size = self.weight_format.group
+        for layer in (layer for block in anatomy.blocks for group in groups_of(block) for layer in group.layers):
+            columns = layer.weight.shape[1]
+            if size > 0 and columns % size and not self.ragged:
+                fitting = [str(g) for g in (256, 128, 64, 32, 16) if columns % g == 0]
+                options = f"{', '.join(fitting)} or -1" if fitting else "-1"
+                raise RecipeError(
+                    f"{layer.path} has {columns} inputs, which groups of {size} do not divide; use group {options}, "
+                    "or `ragged: true` for a shorter last group."
+                )
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        if not self.streams:
+            return Demand()
+        rows = 4 * size.tokens * anatomy.parts[0].output.rows
+        held = rows if memory_limit is None else min(rows, memory_limit)
+        widest = max(part.output.columns for part in anatomy.parts)
+        return Demand(passes=2.0, memory=held + 5 * 4 * widest * widest)
+
+
+@dataclass
+class BlockWork:
+    """One block being quantised: its groups of layers, the stream before it, and where the results are put."""
+
+    block: Block
+    stream: Stream | None
+    context: Context
+    network: nn.Module
+    scheme: Scheme
+    facts: dict[str, dict[str, Any]]
+    targets: Activations | None = None  # what the block gave before any change to the network, a tensor a batch
+    last: bool = False  # no block follows
+
+    @property
+    def groups(self) -> list[Group]:
+        return groups_of(self.block)
+
+    def observe(self, observers: Sequence[tuple[Group, Observer]]) -> None:
+        """Show each group's inputs to its observer, in one pass."""
+        assert self.stream is not None
+        observe(self.stream, self.block, {group.layers[0].module: observer for group, observer in observers})
+
+    def put(self, group: Group, quantized: Sequence[Quantized], **changes: Any) -> None:
+        """Exchange the layers of a group for packed ones; `changes` alter the scheme for this group."""
+        for layer, matrix in zip(group.layers, quantized, strict=True):
+            if not bool(matrix.grid.scale.isfinite().all()):
+                raise ModelError(f"{layer.path} holds NaN or infinity; it cannot be quantised.")
+            scheme = replace(self.scheme, weight=matrix.format, **changes)
+            error = _relative_error(layer.weight, matrix)
+            new = QuantizedLinear.holding(matrix, scheme, bias=layer.module.bias, dtype=layer.weight.dtype)
+            replace_module(self.network, layer.path, new)
+            self.facts[layer.path] = {"scheme": scheme.to_json(), "relative_error": error}
+
+
+class _Run:
+    """The walk through the blocks, with what it needs to be taken up again."""
+
+    def __init__(self, method: Quantization, model: Model, context: Context) -> None:
+        self.method, self.network, self.context = method, model.network, context
+        self.before = count_bytes(self.network)
+        self.layers: dict[str, dict[str, Any]] = {}
+        self.last = len(model.anatomy.blocks) - 1
+        self.stream: Stream | None = None
+        self.teacher: Stream | None = None
+        if method.streams:
+            self.stream = open_stream(
+                model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder, device=context.device
+            )
+            self.teacher = self.stream.copy(context.memory_limit, context.folder) if method.teacher else None
+
+    def block(self, block: Block) -> None:
+        name = f"block-{block.index}"
+        checkpoint = self.context.checkpoint
+        with on_device(block.module, self.context.device):
+            if self.teacher is not None:
+                advance(self.teacher, block)  # what it holds now is the target of this block
+            facts = checkpoint.load_facts(name)
+            if facts is None:
+                facts = self._quantize(block)
+                checkpoint.save(name, block.module.state_dict())
+                checkpoint.save_facts(name, facts)
+            else:
+                self._restore(block, facts, checkpoint.load(name) or {})
+            self.layers |= facts
+            if self.stream is not None and block.index < self.last:
+                advance(self.stream, block)
+
+    def _quantize(self, block: Block) -> dict[str, dict[str, Any]]:
+        work = BlockWork(
+            block, self.stream, self.context, self.network, self.method.scheme, {},
+            targets=None if self.teacher is None else self.teacher.hidden, last=block.index == self.last,
+        )  # fmt: skip
+        self.method.quantize(work)
+        if self.method.static:
+            self._fix_scales(block)
+        return work.facts
+
+    def _fix_scales(self, block: Block) -> None:
+        """Give every layer the scale of the largest input that the calibration data brings to it."""
+        assert self.stream is not None
+        layers = [module for module in block.module.modules() if isinstance(module, QuantizedLinear)]
+        seen: dict[nn.Module, Observer] = {layer: Largest() for layer in layers}
+        observe(self.stream, block, seen)
+        for layer in layers:
+            layer.fix_input_scale(getattr(seen[layer], "values"))  # noqa: B009
+
+    def _restore(self, block: Block, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        device = next(block.module.parameters()).device
+        lay_out(self.network, {path: fact["scheme"] for path, fact in facts.items()}, "the unfinished run")
+        block.module.load_state_dict({name: t.to(device) for name, t in tensors.items()}, assign=True)
+
+    def facts(self) -> dict[str, Any]:
+        """What was changed; a run that changed nothing is an error."""
+        if not self.layers:
+            raise ModelError(f"{self.method.name} found no layer to quantise in this network.")
+        bits = [layer.bits_per_weight for layer in quantized_layers(self.network).values()]
+        sizes = [layer.in_features * layer.out_features for layer in quantized_layers(self.network).values()]
+        return {
+            "layers_quantised": len(self.layers),
+            "bits_per_weight": sum(b * n for b, n in zip(bits, sizes, strict=True)) / sum(sizes),
+            "bytes_before": self.before,
+            "bytes_after": count_bytes(self.network),
+            "layers": self.layers,
+        }
+
+
+def _relative_error(weight: Tensor, matrix: Quantized) -> float:
+    """Squared error of the weights over their squared size."""
+    true = weight.detach().float()
+    return float((matrix.values() - true).square().sum() / true.square().sum().clamp(min=1e-30))
