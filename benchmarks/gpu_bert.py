@@ -17,9 +17,9 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from smelt.measure.latency import compare_latency
 from smelt.measure.memory import PeakMemory
-from smelt.method import Context, make
+from smelt.method import Context
 from smelt.models.model import Model
-from smelt.recipes import recipe as _  # noqa: F401  (puts the methods on the list)
+from smelt.recipes.methods import make
 
 SAMPLES, LENGTH, BATCH, KEEP = 2048, 128, 32, 0.6
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -17,10 +17,10 @@ from common import KeptGradients, kept_rows, mean, shared, table, write
 
 from smelt.data import TextData, load_text, text_batches
 from smelt.measure.perplexity import perplexity
-from smelt.method import Context, make
+from smelt.method import Context
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.recipes import recipe as _  # noqa: F401  (puts the methods on the list)
+from smelt.recipes.methods import make
 
 REMOVED = (0.1, 0.2, 0.3)
 CONTEXT, LENGTH, BATCH = 1024, 256, 4

@@ -14,8 +14,8 @@ import re
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import smelt.recipes.recipe  # noqa: F401  (puts all methods on the list)
-from smelt.method import METHODS, Method
+from smelt.method import Method
+from smelt.recipes.methods import METHODS
 
 PAGE = Path(__file__).parent / "methods.md"
 INTRODUCTION = """\

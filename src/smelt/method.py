@@ -79,6 +79,18 @@ class Method(ABC):
     def apply(self, model: Model, context: Context) -> dict[str, Any]:
         """Change the model in place; return plain facts about what was changed."""
 
+    def check(self, anatomy: Anatomy) -> None:  # noqa: B027  (most methods take any network)
+        """Refuse, before any work starts, a network that the method cannot be applied to."""
+
+    @property
+    def uses_data(self) -> bool:
+        """Whether it looks at calibration data with the parameters it has."""
+        return "calibration data" in self.needs
+
+    def aim(self) -> dict[str, float]:
+        """What the result will meet, for the plan: a measure and its value."""
+        return {}
+
     def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
         """What the step will ask for on this network (which may lie on the meta device)."""
         return Demand()

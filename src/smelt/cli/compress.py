@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, console, say, write_json
-from smelt.cli.recipes import RecipeOption, SeedOverride, read_recipe
+from smelt.cli.recipes import (
+    BitsOption,
+    GroupOption,
+    MethodOption,
+    RecipeOption,
+    SeedOverride,
+    SetOption,
+    read_recipe,
+    settings_of,
+)
 from smelt.files import check_place
 from smelt.progress import bars
 from smelt.recipes.plan import plan
@@ -25,8 +34,12 @@ SpeedOption = Annotated[bool, typer.Option("--speed/--no-speed", help="Time both
 
 def run(
     model: ModelArgument,
-    recipe: RecipeOption,
     out: OutOption,
+    recipe: RecipeOption = None,
+    method: MethodOption = None,
+    bits: BitsOption = None,
+    group: GroupOption = None,
+    parameters: SetOption = None,
     data: DataOption = None,
     eval_data: EvalOption = None,
     resume: ResumeOption = False,
@@ -36,8 +49,9 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOverride = None,
 ) -> None:
-    """Make a model smaller by a recipe; save it, prove that it reloads, and report what it cost."""
-    read = read_recipe(recipe, data=data, evaluation=eval_data, seed=seed)
+    """Make a model smaller by a recipe or one method; save it, prove that it reloads, and report what it cost."""
+    settings = settings_of(bits, group, parameters)
+    read = read_recipe(recipe, method=method, settings=settings, data=data, evaluation=eval_data, seed=seed)
     check_place(out)
     if device == "cpu":
         plan(model, read, out).check()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import smelt.recipes.recipe  # noqa: F401  (puts all methods on the list)
 from smelt.cli.output import JsonOption, SeedOption, console, table, write_json
-from smelt.method import METHODS
+from smelt.recipes.methods import METHODS
 
 
 def run(json_file: JsonOption = None, seed: SeedOption = 0) -> None:

@@ -8,7 +8,16 @@ from typing import Annotated
 import typer
 
 from smelt.cli.output import JsonOption, ModelArgument, console, table, write_json
-from smelt.cli.recipes import RecipeOption, SeedOverride, read_recipe
+from smelt.cli.recipes import (
+    BitsOption,
+    GroupOption,
+    MethodOption,
+    RecipeOption,
+    SeedOverride,
+    SetOption,
+    read_recipe,
+    settings_of,
+)
 from smelt.recipes.plan import Plan
 from smelt.recipes.plan import plan as make_plan
 from smelt.report.numbers import count, seconds, size
@@ -18,14 +27,22 @@ OutOption = Annotated[Path, typer.Option("-o", "--out", help="Where the result w
 
 def run(
     model: ModelArgument,
-    recipe: RecipeOption,
+    recipe: RecipeOption = None,
+    method: MethodOption = None,
+    bits: BitsOption = None,
+    group: GroupOption = None,
+    parameters: SetOption = None,
     out: OutOption = Path("smelted"),
     data: str | None = None,
     json_file: JsonOption = None,
     seed: SeedOverride = None,
 ) -> None:
     """Before any work: memory, time, disk, what will change; refuses what cannot fit."""
-    made = make_plan(model, read_recipe(recipe, data=data, seed=seed), out)
+    made = make_plan(
+        model,
+        read_recipe(recipe, method=method, settings=settings_of(bits, group, parameters), data=data, seed=seed),
+        out,
+    )
     show(made)
     write_json(json_file, made.to_json())
     made.check()

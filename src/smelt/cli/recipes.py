@@ -1,25 +1,64 @@
-"""Reading a recipe for a command, with what the command line overrides."""
+"""Reading a recipe for a command: a file, or one method given on the command line; and what options override."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import yaml
 
+from smelt.errors import RecipeError
 from smelt.recipes.recipe import Recipe
 
-RecipeOption = Annotated[Path, typer.Option("-r", "--recipe", help="The recipe, a YAML file.")]
+RecipeOption = Annotated[Path | None, typer.Option("-r", "--recipe", help="The recipe, a YAML file.")]
+MethodOption = Annotated[str | None, typer.Option("--method", help="One method instead of a recipe.")]
+BitsOption = Annotated[float | None, typer.Option("--bits", help="With --method: bits of a weight.")]
+GroupOption = Annotated[int | None, typer.Option("--group", help="With --method: weights that share a scale.")]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", help="With --method: any parameter, as name=value; may be repeated.")
+]
 SeedOverride = Annotated[int | None, typer.Option("--seed", min=0, max=2**32 - 1, help="Replaces the recipe's seed.")]
 
 
 def read_recipe(
-    path: Path, *, data: str | None = None, evaluation: str | None = None, seed: int | None = None
+    path: Path | None,
+    *,
+    method: str | None = None,
+    settings: dict[str, Any] | None = None,
+    data: str | None = None,
+    evaluation: str | None = None,
+    seed: int | None = None,
 ) -> Recipe:
-    recipe = Recipe.load(path)
+    if (path is None) == (method is None):
+        raise RecipeError("give either a recipe (-r FILE) or one method (--method NAME).")
+    if path is None:
+        recipe = Recipe.parse({"steps": [{"method": method, **(settings or {})}]})
+    elif settings:
+        raise RecipeError(f"--{next(iter(settings))} goes with --method; in a recipe it stands under its step.")
+    else:
+        recipe = Recipe.load(path)
     if data is not None:
         recipe = replace(recipe, data=replace(recipe.data, source=data))
     if evaluation is not None:
         recipe = replace(recipe, evaluate=replace(recipe.evaluate, source=evaluation))
     return recipe if seed is None else replace(recipe, seed=seed)
+
+
+def settings_of(bits: float | None, group: int | None, others: list[str] | None) -> dict[str, Any]:
+    """The parameters given on the command line. Values are read as a recipe reads them."""
+    found: dict[str, Any] = {}
+    if bits is not None:
+        found["bits"] = int(bits) if bits == int(bits) else bits
+    if group is not None:
+        found["group"] = group
+    for other in others or []:
+        name, equals, value = other.partition("=")
+        if not equals or not name:
+            raise RecipeError(f"--set takes name=value, not {other!r}.")
+        try:
+            found[name] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise RecipeError(f"the value in --set {other!r} cannot be read.") from error
+    return found

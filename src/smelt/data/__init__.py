@@ -8,6 +8,7 @@ from smelt.data.batches import Batch, labelled_batches, text_batches
 from smelt.data.choices import Choice, ChoiceData, choices_from_rows, has_choices, load_choices
 from smelt.data.files import TEXT_SUFFIXES, columns_of, read_rows, suffix_of
 from smelt.data.hub import is_hub, read_hub
+from smelt.data.known import where_is
 from smelt.data.labelled import LabelledData, labelled_from_rows, load_labelled
 from smelt.data.text import TextData, load_text, text_from_rows
 from smelt.errors import DataError
@@ -39,6 +40,7 @@ def load_data(
     split: str = "evaluation",
 ) -> TextData | LabelledData | ChoiceData:
     """Data of the kind named, or of the kind its columns show: options and an answer, a label, else text."""
+    source = where_is(source, split)
     if kind is not None and kind not in KINDS:
         raise DataError(f"There is no kind of data '{kind}': expected one of {', '.join(KINDS)}.")
     if str(source) == "default" or (suffix_of(Path(source)) in TEXT_SUFFIXES and not is_hub(str(source))):

@@ -50,13 +50,12 @@ def block_parameters(anatomy: Anatomy) -> int:
 
 def unit_parameters(part: Part) -> int:
     """Parameters that leave with one unit."""
-    kernel = [projection.weight[0, 0].numel() for projection in (*part.writers, part.output)] if part.units else []
     total = 0
-    for writer, span, area in zip(part.writers, part.spans, kernel, strict=False):
-        total += span * (writer.columns * area + (writer.bias is not None))
+    for writer, span in zip(part.writers, part.spans, strict=True):
+        total += span * (writer.columns * writer.area + (writer.bias is not None))
     if part.norm is not None:
         total += 2
-    return total + (part.width * part.output.rows * kernel[-1] if part.units else 0)
+    return total + (part.width * part.output.rows * part.output.area if part.units else 0)
 
 
 def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int, int] = (1, 1)) -> float:

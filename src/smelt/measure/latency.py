@@ -71,9 +71,7 @@ def decode_latency(
     model: Model, *, prompt: int = 128, tokens: int = 32, batch: int = 1, warmup: int = 4, seed: int = 0
 ) -> Latency:
     """Time a token of greedy decoding with the key-value cache filled by a random prompt of `prompt` tokens."""
-    if model.task != "language":
-        raise ModelError(f"{_name(model)} has no language head, so it decodes no tokens: time its forward instead.")
-    _check_length(model, prompt + warmup + tokens + 1)
+    _check_decoding(model, prompt + warmup + tokens + 1)
     with _inference(model):
         step = _decode_step(model, _token_ids(model, batch, prompt, seed))
         seconds = time_call(step, warmup=warmup, repeats=tokens, device=model.device)
@@ -92,20 +90,53 @@ def compare_latency(
     confidence: float = 0.95,
 ) -> LatencyComparison:
     """Time both models in turns (new, base, new, base ...), so that the machine's drift falls on both alike."""
-    if new.device != base.device:
-        raise ModelError(f"The two models lie on {new.device} and {base.device}: put both on one device.")
-    clock = stopwatch(new.device)
-    with _inference(new), _inference(base):
-        forwards = [_forward(model, batch, length, seed) for model in (new, base)]
-        rounds = [[clock(forward) for forward in forwards] for _ in range(warmup + repeats)]
-    seconds = np.array(rounds[warmup:])  # [repeats, 2]
+    seconds = _in_turns(new, base, lambda model: _forward(model, batch, length, seed), warmup, repeats)
     new_latency, base_latency = (
         _summary(model, seconds[:, column], warmup=warmup, batch=batch, length=_length(model, length))
         for column, model in enumerate((new, base))
     )
+    return _comparison(new_latency, base_latency, seconds, confidence, seed)
+
+
+def compare_decode(
+    new: Model,
+    base: Model,
+    *,
+    prompt: int = 128,
+    tokens: int = 32,
+    batch: int = 1,
+    warmup: int = 4,
+    seed: int = 0,
+    confidence: float = 0.95,
+) -> LatencyComparison:
+    """Time a decoded token of both models, in turns."""
+    for model in (new, base):
+        _check_decoding(model, prompt + warmup + tokens + 1)
+    seconds = _in_turns(
+        new, base, lambda model: _decode_step(model, _token_ids(model, batch, prompt, seed)), warmup, tokens
+    )
+    new_latency, base_latency = (
+        _summary(model, seconds[:, column], warmup=warmup, batch=batch, length=prompt, tokens_a_call=1)
+        for column, model in enumerate((new, base))
+    )
+    return _comparison(new_latency, base_latency, seconds, confidence, seed)
+
+
+def _in_turns(
+    new: Model, base: Model, make: Callable[[Model], Callable[[], object]], warmup: int, repeats: int
+) -> np.ndarray:  # [repeats, 2]
+    if new.device != base.device:
+        raise ModelError(f"The two models lie on {new.device} and {base.device}: put both on one device.")
+    clock = stopwatch(new.device)
+    with _inference(new), _inference(base):
+        calls = [make(model) for model in (new, base)]
+        rounds = [[clock(call) for call in calls] for _ in range(warmup + repeats)]
+    return np.array(rounds[warmup:])
+
+
+def _comparison(new: Latency, base: Latency, seconds: np.ndarray, confidence: float, seed: int) -> LatencyComparison:
     low, high = ratio_interval(seconds[:, 0], seconds[:, 1], confidence=confidence, seed=seed)
-    ratio = base_latency.median_ms / new_latency.median_ms
-    return LatencyComparison(new_latency, base_latency, ratio, low, high, confidence)
+    return LatencyComparison(new, base, base.median_ms / new.median_ms, low, high, confidence)
 
 
 def ratio_interval(new: np.ndarray, base: np.ndarray, *, confidence: float, seed: int) -> tuple[float, float]:
@@ -176,6 +207,12 @@ def _takes_images(model: Model) -> bool:
 
 def _length(model: Model, length: int) -> int:
     return 1 if _takes_images(model) else length
+
+
+def _check_decoding(model: Model, length: int) -> None:
+    if model.task != "language":
+        raise ModelError(f"{_name(model)} has no language head, so it decodes no tokens: time its forward instead.")
+    _check_length(model, length)
 
 
 def _check_length(model: Model, length: int) -> None:

@@ -59,6 +59,11 @@ class Projection:
         return int(self.module.weight.shape[0 if self.transposed else 1])
 
     @property
+    def area(self) -> int:
+        """Weights an input and an output have between them: those of a convolution's kernel, else one."""
+        return int(self.module.weight[0, 0].numel()) if isinstance(self.module, nn.Conv2d) else 1
+
+    @property
     def weight(self) -> Tensor:
         """The weight as [out, in, ...], a view of the module's own storage."""
         weight: Tensor = self.module.weight.T if self.transposed else self.module.weight

@@ -6,11 +6,14 @@ tensors are read. The product itself is a kernel's; `path` tells which one it ta
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import FormatError, ModelError
@@ -33,6 +36,7 @@ class Scheme:
     static: bool = False  # the scale of the inputs is fixed; otherwise it is taken from each input
     hadamard: bool = False  # the inputs are rotated by a Hadamard matrix, whose inverse is in the weight
     rank: int = 0  # of a pair of low-rank factors added to the product
+    clip: float = 1.0  # the part of an input's range that its grid covers; what lies outside is clipped
 
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = {"weight": name_of(self.weight)}
@@ -42,12 +46,14 @@ class Scheme:
             plain["hadamard"] = True
         if self.rank:
             plain["rank"] = self.rank
+        if self.clip != 1.0:
+            plain["clip"] = self.clip
         return plain
 
     @classmethod
     def from_json(cls, plain: Any, place: str) -> Scheme:
         """From a file: anything that is not what `to_json` writes is an error."""
-        known = {"weight": str, "inputs": str, "static": bool, "hadamard": bool, "rank": int}
+        known = {"weight": str, "inputs": str, "static": bool, "hadamard": bool, "rank": int, "clip": float}
         if not isinstance(plain, dict) or any(type(value) is not known.get(key) for key, value in plain.items()):
             raise ModelError(f"{place}: this is not the description of a quantised layer: {plain!r}.")
         try:
@@ -55,10 +61,12 @@ class Scheme:
             scheme = cls(weight, None if inputs is None else format_named(inputs), plain.get("static", False))
         except FormatError as error:
             raise ModelError(f"{place}: {error}") from error
-        rank = plain.get("rank", 0)
+        rank, clip = plain.get("rank", 0), plain.get("clip", 1.0)
         if not 0 <= rank <= 65536:
             raise ModelError(f"{place}: a rank of {rank} is not possible.")
-        return cls(scheme.weight, scheme.inputs, scheme.static, plain.get("hadamard", False), rank)
+        if not 0 < clip <= 1:
+            raise ModelError(f"{place}: inputs cannot be clipped at {clip} of their range.")
+        return cls(scheme.weight, scheme.inputs, scheme.static, plain.get("hadamard", False), rank, clip)
 
 
 class QuantizedLinear(nn.Module):
@@ -78,6 +86,7 @@ class QuantizedLinear(nn.Module):
             self.register_buffer("up", torch.empty(out_features, scheme.rank, dtype=dtype, device="meta"))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), False) if bias else None
         self._chosen: tuple[Any, LinearKernel, Any] | None = None
+        self._decoded: Tensor | None = None
 
     @classmethod
     def holding(
@@ -97,7 +106,7 @@ class QuantizedLinear(nn.Module):
     def fix_input_scale(self, largest: Tensor) -> None:
         """From the largest magnitude of every input that the calibration data showed."""
         assert self.scheme.inputs is not None
-        scale = self.scheme.inputs.fit(largest.reshape(1, 1, -1)).scale
+        scale = self.scheme.inputs.fit(largest.reshape(1, 1, -1), shrink=self.scheme.clip).scale
         setattr(self, STATIC_SCALE, scale.float().reshape(1, 1, 1))
 
     def add_factors(self, down: Tensor, up: Tensor) -> None:
@@ -123,7 +132,7 @@ class QuantizedLinear(nn.Module):
     def inputs(self) -> Inputs | None:
         if self.scheme.inputs is None:
             return None
-        return Inputs(self.scheme.inputs, getattr(self, STATIC_SCALE, None))
+        return Inputs(self.scheme.inputs, getattr(self, STATIC_SCALE, None), self.scheme.clip)
 
     @property
     def weight(self) -> Tensor:
@@ -138,8 +147,11 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.scheme.hadamard:
             x = hadamard_transform(x)
-        kernel, prepared = self._kernel(x)
-        y = kernel.run(x, self.packed, self.inputs, self.bias, prepared)
+        if self._decoded is not None:
+            y = F.linear(x if self.inputs is None else self.inputs.rounded(x), self._decoded, self.bias)
+        else:
+            kernel, prepared = self._kernel(x)
+            y = kernel.run(x, self.packed, self.inputs, self.bias, prepared)
         if self.scheme.rank:
             y = y + (x @ self.down.T.to(x.dtype)) @ self.up.T.to(x.dtype)
         return y
@@ -155,6 +167,19 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.scheme.to_json()}"
+
+
+@contextmanager
+def decoded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, the layers hold their matrices in full: for many passes over one block, where memory is there for it."""
+    layers = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
+    for layer in layers:
+        layer._decoded = layer.weight.to(dtype)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._decoded = None
 
 
 def linear_weight(module: nn.Module) -> Tensor:

@@ -91,6 +91,13 @@ class StructuredPruning(Method):
             raise BudgetError(f"{self.name} removed nothing under the budget {self.budget.to_json()}.")
         return {"parameters_removed": removed, "block_parameters_before": before, **facts}
 
+    @property
+    def uses_data(self) -> bool:
+        return super().uses_data or self.finish != "none"
+
+    def aim(self) -> dict[str, float]:
+        return self.budget.to_json()
+
     def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
         """Of the repair: teacher and student pass through every block; one part's equations live at a time."""
         if self.finish not in ("tune", "full"):

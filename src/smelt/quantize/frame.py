@@ -22,7 +22,7 @@ from smelt.measure.cost import count_bytes
 from smelt.method import CalibrationSize, Context, Demand, Method
 from smelt.models.anatomy import Anatomy, Block
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizedLinear, Scheme, lay_out, quantized_layers, replace_module
+from smelt.models.quantized import QuantizedLinear, Scheme, decoded, lay_out, quantized_layers, replace_module
 from smelt.numerics.catalogue import format_named
 from smelt.numerics.format import TENSOR, Format, Quantized
 from smelt.numerics.integer import Integer
@@ -68,14 +68,13 @@ class Quantization(Method):
         return Scheme(self.weight_format, self.input_format, self.static)
 
     @property
-    def streams(self) -> bool:
-        """Whether the calibration data must pass through the blocks."""
-        return "calibration data" in self.needs or self.static
+    def uses_data(self) -> bool:
+        return super().uses_data or self.static
 
     teacher: ClassVar[bool] = False  # the method compares with what the unchanged network gives
 
-    def prepare(self, model: Model, context: Context) -> None:
-        """What is done to the whole network before the first block."""
+    def prepare(self, model: Model, context: Context) -> Any:
+        """What is done to the whole network before the first block; each block's work is handed the result."""
 
     @abstractmethod
     def quantize(self, work: BlockWork) -> None:
@@ -83,11 +82,10 @@ class Quantization(Method):
 
     def apply(self, model: Model, context: Context) -> dict[str, Any]:
         self.check(model.anatomy)
-        if self.streams and not context.batches:
+        if self.uses_data and not context.batches:
             raise DataError(f"{self.name} needs calibration data, and there is none.")
         torch.manual_seed(context.seed)
-        self.prepare(model, context)
-        run = _Run(self, model, context)
+        run = _Run(self, model, context, self.prepare(model, context))
         for block in context.watcher.track(model.anatomy.blocks, self.name):
             run.block(block)
         self.conclude(model, context)
@@ -113,8 +111,11 @@ class Quantization(Method):
                     "or `ragged: true` for a shorter last group."
                 )
 
+    def aim(self) -> dict[str, float]:
+        return {"bits": self.weight_format.bits}
+
     def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
-        if not self.streams:
+        if not self.uses_data:
             return Demand()
         rows = 4 * size.tokens * anatomy.parts[0].output.rows
         held = rows if memory_limit is None else min(rows, memory_limit)
@@ -134,6 +135,7 @@ class BlockWork:
     facts: dict[str, dict[str, Any]]
     targets: Activations | None = None  # what the block gave before any change to the network, a tensor a batch
     last: bool = False  # no block follows
+    prepared: Any = None  # what the method's `prepare` returned
 
     @property
     def groups(self) -> list[Group]:
@@ -159,14 +161,14 @@ class BlockWork:
 class _Run:
     """The walk through the blocks, with what it needs to be taken up again."""
 
-    def __init__(self, method: Quantization, model: Model, context: Context) -> None:
-        self.method, self.network, self.context = method, model.network, context
+    def __init__(self, method: Quantization, model: Model, context: Context, prepared: Any) -> None:
+        self.method, self.network, self.context, self.prepared = method, model.network, context, prepared
         self.before = count_bytes(self.network)
         self.layers: dict[str, dict[str, Any]] = {}
         self.last = len(model.anatomy.blocks) - 1
         self.stream: Stream | None = None
         self.teacher: Stream | None = None
-        if method.streams:
+        if method.uses_data:
             self.stream = open_stream(
                 model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder, device=context.device
             )
@@ -187,12 +189,14 @@ class _Run:
                 self._restore(block, facts, checkpoint.load(name) or {})
             self.layers |= facts
             if self.stream is not None and block.index < self.last:
-                advance(self.stream, block)
+                with decoded(block.module, self.stream.hidden[0].dtype):
+                    advance(self.stream, block)
 
     def _quantize(self, block: Block) -> dict[str, dict[str, Any]]:
         work = BlockWork(
             block, self.stream, self.context, self.network, self.method.scheme, {},
             targets=None if self.teacher is None else self.teacher.hidden, last=block.index == self.last,
+            prepared=self.prepared,
         )  # fmt: skip
         self.method.quantize(work)
         if self.method.static:
@@ -204,7 +208,8 @@ class _Run:
         assert self.stream is not None
         layers = [module for module in block.module.modules() if isinstance(module, QuantizedLinear)]
         seen: dict[nn.Module, Observer] = {layer: Largest() for layer in layers}
-        observe(self.stream, block, seen)
+        with decoded(block.module, self.stream.hidden[0].dtype):
+            observe(self.stream, block, seen)
         for layer in layers:
             layer.fix_input_scale(getattr(seen[layer], "values"))  # noqa: B009
 

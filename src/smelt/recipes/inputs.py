@@ -23,8 +23,7 @@ HELD_OUT = 0.2  # of the calibration data, where no other data was named to eval
 
 def needs_data(recipe: Recipe) -> bool:
     """Whether a step looks at data, be it only for its repair; data that was named is used in any case."""
-    looks = any("calibration data" in step.needs or getattr(step, "finish", "none") != "none" for step in recipe.steps)
-    return looks or recipe.data.source != "default"
+    return any(step.uses_data for step in recipe.steps) or recipe.data.source != "default"
 
 
 def calibration_data(recipe: Recipe, model: Model) -> TextData | LabelledData:

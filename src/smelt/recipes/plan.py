@@ -77,6 +77,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
     """Plan a run of the recipe on a model, to be written to a folder."""
     network = skeleton(source)
     anatomy = anatomy_of(network)
+    recipe.steps[0].check(anatomy)
     limit = None if recipe.memory_limit is None else bytes_of(recipe.memory_limit)
     data = recipe.data
     size = CalibrationSize(data.samples, data.length, data.batch)
@@ -108,8 +109,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
 def _step_plan(step: Any, anatomy: Anatomy, size: CalibrationSize, limit: int | None, rate: float) -> StepPlan:
     demand = step.demand(anatomy, size, limit)
     work = 2.0 * block_parameters(anatomy) * size.tokens * demand.passes
-    budget = step.budget.to_json() if hasattr(step, "budget") else {}
-    return StepPlan(step.name, step.needs, work / rate, demand.memory, budget)
+    return StepPlan(step.name, step.needs, work / rate, demand.memory, step.aim())
 
 
 def _parameters_after(recipe: Recipe, before: int) -> int:

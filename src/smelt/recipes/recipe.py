@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-import smelt.prune
-import smelt.quantize  # noqa: F401  (and the quantisation methods)
 from smelt.errors import RecipeError
-from smelt.method import Method, make
+from smelt.method import Method
+from smelt.recipes.methods import make
 
 Settings = TypeVar("Settings", bound="_Checked")
 _LARGEST_RECIPE = 1_000_000

@@ -9,16 +9,17 @@ from typing import Any
 from smelt.data import TextData
 from smelt.measure.cost import Workload, block_macs, block_parameters, count_bytes, count_parameters
 from smelt.measure.divergence import logit_divergence
-from smelt.measure.latency import LatencyComparison, compare_latency
+from smelt.measure.latency import LatencyComparison, compare_decode, compare_latency
 from smelt.measure.machine import machine
 from smelt.measure.paired import Comparison, compare
 from smelt.measure.quality import Quality
-from smelt.method import METHODS
 from smelt.models.model import Model
 from smelt.recipes.inputs import Data
+from smelt.recipes.methods import METHODS
 from smelt.recipes.recipe import Recipe
 
 TIMED_TOKENS = 128
+DECODED_TOKENS = 24
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,11 @@ def after_record(
     timings = []
     if speed and base is not None:
         length = min(TIMED_TOKENS, getattr(base.network.config, "max_position_embeddings", TIMED_TOKENS))
-        timings = [_timing(compare_latency(model, base, length=length, seed=recipe.seed))]
+        timings = [_timing(compare_latency(model, base, length=length, seed=recipe.seed), "forward")]
+        if model.task == "language":
+            prompt, tokens = length // 2, min(DECODED_TOKENS, length // 4)
+            compared_decode = compare_decode(model, base, prompt=prompt, tokens=tokens, warmup=1, seed=recipe.seed)
+            timings.append(_timing(compared_decode, "decode a token"))
     return After(size_of(model, recipe), quality, comparison, timings, [model.generate(prompt) for prompt in prompts])
 
 
@@ -94,10 +99,11 @@ def compared(comparison: Comparison) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _timing(comparison: LatencyComparison) -> dict[str, Any]:
+def _timing(comparison: LatencyComparison, what: str) -> dict[str, Any]:
     new, base = comparison.new, comparison.base
+    where = f"{new.length} tokens" if what == "forward" else f"after {new.length} tokens"
     return {
-        "name": f"forward, batch {new.batch}, {new.length} tokens",
+        "name": f"{what}, batch {new.batch}, {where}",
         "device": new.device,
         "before": asdict(base),
         "after": asdict(new),

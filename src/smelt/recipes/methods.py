@@ -1,0 +1,5 @@
+"""The list of methods with all of them on it: importing their rooms puts them there."""
+
+from smelt.method import METHODS, make
+
+__all__ = ["METHODS", "make"]

@@ -1,0 +1,35 @@
+"""Short names of data sets: a local copy first, else the hub; a file of that name is a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from smelt.data import load_data
+from smelt.data.known import where_is
+
+
+def test_a_local_copy_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMELT_DATA", str(tmp_path))
+    folder = tmp_path / "wikitext2"
+    folder.mkdir()
+    assert where_is("wikitext2", "evaluation") == "hub:Salesforce/wikitext:wikitext-2-raw-v1@test"
+    assert where_is("wikitext2", "calibration") == "hub:Salesforce/wikitext:wikitext-2-raw-v1@train"
+    for name in ("test.txt.gz", "test.raw.txt.gz", "train.txt.gz"):
+        (folder / name).touch()
+    assert where_is("wikitext2", "evaluation") == folder / "test.raw.txt.gz"
+    assert where_is("wikitext2", "calibration") == folder / "train.txt.gz"
+
+
+def test_what_is_no_short_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert where_is("text.txt", "evaluation") == "text.txt"
+    Path("wikitext2").mkdir()
+    assert where_is("wikitext2", "evaluation") == "wikitext2"
+
+
+@pytest.mark.shared
+def test_the_real_one(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMELT_DATA", str(shared / "data"))
+    assert len(load_data("wikitext2").joined) > 1_000_000
