@@ -14,6 +14,8 @@ from smelt.measure.machine import machine
 from smelt.measure.paired import Comparison, compare
 from smelt.measure.quality import Quality
 from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
+from smelt.numerics.catalogue import name_of
 from smelt.recipes.inputs import Data
 from smelt.recipes.methods import METHODS
 from smelt.recipes.recipe import Recipe
@@ -130,13 +132,17 @@ def run_record(
         "result": folder,
         "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "size": {name: {"before": before.size[name], "after": after.size[name]} for name in before.size},
-        "kept": kept(model),
         "steps": steps,
         "recipe": recipe.to_yaml(),
         "machine": machine(),
         "papers": [{"method": step.name, "citation": METHODS[step.name].paper} for step in recipe.steps],
     }
     record["size"]["macs"]["tokens"] = TIMED_TOKENS
+    if any(part.units != part.original_units for part in model.anatomy.parts):
+        record["kept"] = kept(model)
+    layers = {path: layer for step in steps for path, layer in step.get("layers", {}).items()}
+    if layers:
+        record["precision"] = precision(model, layers)
     if after.quality is not None and before.quality is not None:
         record["quality"] = {
             "metric": after.quality.metric,
@@ -156,6 +162,25 @@ def run_record(
             for prompt, text in zip(prompts, texts, strict=True)
         ]
     return record
+
+
+def precision(model: Model, layers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """How each layer of each block is held, for the map."""
+    held = quantized_layers(model.network)
+    rows = []
+    for block in model.anatomy.blocks:
+        prefix = f"{block.path}."
+        row = {
+            path.removeprefix(prefix): {
+                "bits": round(held[path].bits_per_weight, 2),
+                "format": name_of(held[path].scheme.weight),
+                "error": layers[path]["relative_error"],
+            }
+            for path in layers
+            if path.startswith(prefix) and path in held
+        }
+        rows.append({"block": block.index, "layers": row})
+    return rows
 
 
 def kept(model: Model) -> list[dict[str, Any]]:

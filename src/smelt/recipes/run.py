@@ -6,6 +6,7 @@ with the same bytes; the result appears in one step.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -188,6 +189,7 @@ class _Run:
                 "tensors": len(_states(model) - untouched),
                 "parameters_removed": facts.pop("parameters_removed", 0),
             },
+            "layers": facts.pop("layers", {}),
             "facts": facts,
         }
         if not (self.work / name).exists():
@@ -235,4 +237,5 @@ class _Run:
 
 def _states(model: Model) -> set[tuple[str, int, int]]:
     """Each tensor's name, place and number of writes so far: what is not in a later set was changed in between."""
-    return {(name, tensor.data_ptr(), tensor._version) for name, tensor in model.network.named_parameters()}
+    tensors = itertools.chain(model.network.named_parameters(), model.network.named_buffers())
+    return {(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors}

@@ -11,6 +11,7 @@ from typing import Any
 from smelt.report import sections
 from smelt.report.figures import figures, verdict
 from smelt.report.markup import Markup, join, tag
+from smelt.report.precision import precision
 from smelt.report.quality import quality
 from smelt.report.speed import speed
 from smelt.report.style import CSS
@@ -30,6 +31,7 @@ def render(run: Mapping[str, Any]) -> str:
         quality(run),
         speed(run),
         sections.kept(run),
+        precision(run),
         sections.samples(run),
         sections.steps(run),
         sections.recipe(run),

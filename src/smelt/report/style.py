@@ -82,6 +82,12 @@ svg text { fill: var(--soft); font-size: 12px; }
 .part { display: grid; grid-template-columns: minmax(0, 1fr) 92px; gap: 2px 10px; align-items: center; }
 .part.heads { grid-template-columns: minmax(0, 1fr) 52px; }
 .count { text-align: right; white-space: nowrap; }
+.scrolled { overflow-x: auto; }
+.precision td:not(:first-child) {
+  background: color-mix(in srgb, var(--blue) var(--share, 0%), transparent); padding: 4px 8px; font-size: 13px;
+  border: 1px solid var(--card); border-radius: 4px;
+}
+.precision th { padding: 4px 8px; }
 .key {
   display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin: 0 6px -1px 0; background: var(--blue);
 }
