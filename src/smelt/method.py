@@ -73,6 +73,7 @@ class Method(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     summary: ClassVar[str]
+    offloads: ClassVar[bool] = False  # it can bring blocks to an accelerator one at a time
     needs: ClassVar[tuple[str, ...]] = ()  # of "calibration data", "labels", "gradients"
 
     @abstractmethod

@@ -31,6 +31,10 @@ ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with a run t
 PromptOption = Annotated[list[str] | None, typer.Option("--prompt", help="Continue this before and after.")]
 SpeedOption = Annotated[bool, typer.Option("--speed/--no-speed", help="Time both models.")]
 
+OffloadOption = Annotated[
+    bool, typer.Option("--offload", help="Keep the model in host memory; bring its blocks to the device one at a time.")
+]
+
 
 def run(
     model: ModelArgument,
@@ -46,6 +50,7 @@ def run(
     prompt: PromptOption = None,
     speed: SpeedOption = True,
     device: DeviceOption = "cpu",
+    offload: OffloadOption = False,
     json_file: JsonOption = None,
     seed: SeedOverride = None,
 ) -> None:
@@ -58,7 +63,7 @@ def run(
     with bars() as watcher:
         result = compress(
             model, read, out,
-            resume=resume, device=device, speed=speed, samples=prompt, watcher=watcher, say=say,
+            resume=resume, device=device, offload=offload, speed=speed, samples=prompt, watcher=watcher, say=say,
         )  # fmt: skip
     console.print(summary_table(result.record))
     for sample in result.record.get("samples", []):

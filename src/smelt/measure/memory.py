@@ -79,6 +79,13 @@ class PeakMemory:
             self.peak_bytes = max(self.peak_bytes, resident_bytes())
 
 
+def total_memory(device: torch.device) -> int:
+    """All the memory a device has, used or not."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes this process may still take: the system's free memory, or what its cgroup leaves it where that is less.
 

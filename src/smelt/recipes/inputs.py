@@ -94,6 +94,7 @@ def calibration_batches(
 ) -> list[Batch]:
     """Windows of text of exactly the length asked for, or labelled rows cut to what the model takes."""
     assert model.tokenizer is not None
+    assert settings.batch is not None
     longest = getattr(model.network.config, "max_position_embeddings", settings.length)
     if isinstance(data, LabelledData):
         return labelled_batches(

@@ -20,6 +20,7 @@ from smelt.measure.memory import available_memory, free_disk, resident_bytes
 from smelt.method import CalibrationSize
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.load import skeleton
+from smelt.recipes.batch import with_batch
 from smelt.recipes.inputs import needs_data
 from smelt.recipes.recipe import Recipe, bytes_of
 from smelt.report.numbers import size as written
@@ -79,7 +80,8 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
     anatomy = anatomy_of(network)
     recipe.steps[0].check(anatomy)
     limit = None if recipe.memory_limit is None else bytes_of(recipe.memory_limit)
-    data = recipe.data
+    data = with_batch(recipe, anatomy, torch.device("cpu")).data
+    assert data.batch is not None
     size = CalibrationSize(data.samples, data.length, data.batch)
     rate = EFFICIENCY * matrix_speed()
     steps = tuple(_step_plan(step, anatomy, size, limit, rate) for step in recipe.steps)

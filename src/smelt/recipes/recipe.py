@@ -32,6 +32,8 @@ class _Checked:
             if key not in fields:
                 raise RecipeError(f"`{where}` has no key {key!r}; it has {', '.join(fields)}.")
             wanted = str(fields[key].type)
+            if key == "batch" and given == "auto" and "None" in wanted:
+                continue
             is_number = isinstance(given, int) and not isinstance(given, bool)
             if given is None and "None" in wanted:
                 continue
@@ -39,7 +41,7 @@ class _Checked:
                 raise RecipeError(f"{key} of `{where}` must be a whole number from 1 to 10^9, not {given!r}.")
             if wanted.startswith("str") and not isinstance(given, str):
                 raise RecipeError(f"{key} of `{where}` must be text, not {given!r}.")
-        return cls(**value)
+        return cls(**{key: None if given == "auto" and key == "batch" else given for key, given in value.items()})
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class CalibrationSettings(_Checked):
     source: str = "default"
     samples: int = 128
     length: int = 256
-    batch: int = 4
+    batch: int | None = 4  # sequences at once; auto: as many as fit the memory
     text: str | None = None
     pair: str | None = None
     label: str | None = None

@@ -32,6 +32,7 @@ from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.verify import verify
 from smelt.progress import Silent, Watcher
+from smelt.recipes.batch import with_batch
 from smelt.recipes.inputs import (
     Data,
     calibration_batches,
@@ -65,14 +66,16 @@ def compress(
     *,
     resume: bool = False,
     device: str = "cpu",
+    offload: bool = False,
     speed: bool = True,
     samples: list[str] | None = None,
     watcher: Watcher | None = None,
     say: Say = lambda _: None,
 ) -> Result:
-    """Make the smaller model and prove it. `samples` are prompts to continue before and after."""
+    """Make the smaller model and prove it. `samples` are prompts to continue before and after. With `offload` the model
+    stays in host memory and its blocks come to the device one at a time."""
     folder = Path(folder)
-    run = _Run(source, recipe, folder, device, watcher or Silent(), say)
+    run = _Run(source, recipe, folder, device, offload, watcher or Silent(), say)
     found = run.look(resume)
     model, batches, evaluation = run.inputs()
     sentences = [model.generate(prompt) for prompt in samples or []]
@@ -88,8 +91,14 @@ def compress(
 
 
 class _Run:
-    def __init__(self, source: str, recipe: Recipe, folder: Path, device: str, watcher: Watcher, say: Say) -> None:
+    def __init__(
+        self, source: str, recipe: Recipe, folder: Path, device: str, offload: bool, watcher: Watcher, say: Say
+    ) -> None:
         self.source, self.recipe, self.folder, self.device = source, recipe, folder, device
+        self.home = "cpu" if offload else device  # where the model lies
+        whole = [step.name for step in recipe.steps if not step.offloads]
+        if offload and whole:
+            raise RecipeError(f"{whole[0]} needs the whole model in one place; leave --offload out.")
         self.watcher, self.say = watcher, say
         self.work = folder.with_name(folder.name + ".partial")
         self.checkpoint = Checkpoint(self.work)
@@ -135,11 +144,12 @@ class _Run:
 
     def inputs(self) -> tuple[Model, list[Batch], Data | None]:
         self.say(f"loading {self.source}")
-        model = load(self.source, device=self.device)
+        model = load(self.source, device=self.home)
         if not needs_data(self.recipe):
             return model, [], evaluation_data(self.recipe, None, model) if model.tokenizer else None
         data, held_out = split(self.recipe, calibration_data(self.recipe, model))
-        batches = calibration_batches(self.recipe.data, data, model, self.recipe.seed)
+        settings = with_batch(self.recipe, model.anatomy, torch.device(self.device)).data
+        batches = calibration_batches(settings, data, model, self.recipe.seed)
         return model, batches, evaluation_data(self.recipe, held_out, model)
 
     def before(self, model: Model, evaluation: Data | None, sentences: list[str]) -> Before:
@@ -157,7 +167,7 @@ class _Run:
             name = f"step-{position}"
             done = self.checkpoint.load_facts(name)
             if done is not None:
-                model = load_artifact(self.work / name, device=self.device)
+                model = load_artifact(self.work / name, device=self.home)
                 model.source = self.source
             else:
                 self.say(f"step {position + 1} of {len(self.recipe.steps)}: {step.name}")
@@ -174,6 +184,7 @@ class _Run:
             checkpoint=self.checkpoint.inside(f"{name}-work"),
             memory_limit=None if self.recipe.memory_limit is None else bytes_of(self.recipe.memory_limit),
             folder=self.work,
+            device=torch.device(self.device) if self.home != self.device else None,
         )
         torch.manual_seed(self.recipe.seed)
         untouched = _states(model)
@@ -206,7 +217,7 @@ class _Run:
         if evaluation is not None:
             self.say(f"measuring the result on {evaluation.name}")
             quality = self._kept_quality("after", self.model, evaluation)
-        base = load(self.source, device=self.device) if speed or quality is not None else None
+        base = load(self.source, device=self.home) if speed or quality is not None else None
         if speed:
             self.say("timing both, in turns")
         after = after_record(self.model, base, before, quality, evaluation, self.recipe, speed, prompts)
