@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,15 +15,23 @@ from smelt.models.anatomy import Block
 Observer = Callable[[Tensor], None]  # of inputs [rows, columns]: real tokens only
 
 
+class _Seen(Exception):
+    """The last layer that is observed was reached; what follows is not needed."""
+
+
 @torch.no_grad()
-def observe(stream: Stream, block: Block, observers: Mapping[nn.Module, Observer], *, carry: bool = False) -> None:
-    """Run every batch through the block; with `carry` the stream goes on to the block's output."""
+def observe(
+    stream: Stream, block: Block, observers: Mapping[nn.Module, Observer], *, last: nn.Module | None = None
+) -> None:
+    """Run every batch through the block, or only to `last`, where that is known to be the last one observed."""
     mask: Tensor | None = None
 
     def hook(observer: Observer) -> Any:
-        def before(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+        def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             rows = args[0].detach().flatten(0, -2)
             observer(rows if mask is None else rows[mask.flatten()])
+            if module is last:
+                raise _Seen
 
         return before
 
@@ -30,9 +39,8 @@ def observe(stream: Stream, block: Block, observers: Mapping[nn.Module, Observer
     try:
         for batch in range(len(stream)):
             mask = stream.masks[batch]
-            output = stream.run(block.module, block.index, batch)
-            if carry:
-                stream.hidden[batch] = output
+            with suppress(_Seen):
+                stream.run(block.module, block.index, batch)
     finally:
         for handle in hooks:
             handle.remove()
@@ -58,11 +66,15 @@ class SecondMoment:
 
 
 def gram(x: Tensor) -> Tensor:  # [rows, columns] -> [columns, columns]
-    """x^T x in float32. Low-precision inputs on a GPU are multiplied as they are: the products are exact there."""
+    """x^T x in float32. Low-precision inputs on a GPU are multiplied as they are: the products are exact there. On the
+    CPU numpy sees that both operands are one, and computes half of the result."""
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x.T, x, out_dtype=torch.float32)
     x = x.float()
-    return x.T @ x
+    if x.is_cuda:
+        return x.T @ x
+    values = x.contiguous().numpy()
+    return torch.from_numpy(values.T @ values)
 
 
 class Largest:

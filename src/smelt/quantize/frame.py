@@ -23,10 +23,10 @@ from smelt.method import CalibrationSize, Context, Demand, Method
 from smelt.models.anatomy import Anatomy, Block
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, Scheme, decoded, lay_out, quantized_layers, replace_module
-from smelt.numerics.catalogue import format_named
+from smelt.numerics.catalogue import format_named, name_of
 from smelt.numerics.format import TENSOR, Format, Quantized
 from smelt.numerics.integer import Integer
-from smelt.quantize.layers import Group, groups_of
+from smelt.quantize.layers import Group, groups_of, observed
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,8 @@ class Quantization(Method):
             raise RecipeError(f"{self.name}: {error}") from error
         if self.static and self.inputs is None:
             raise RecipeError(f"static of {self.name} fixes the scale of inputs: give their format, as `inputs: int8`.")
+        if self.static and self.input_format is not None and not _has_one_number(self.input_format):
+            raise RecipeError(f"static of {self.name} fixes one scale and no zero point, which {self.inputs} needs.")
 
     @property
     def weight_format(self) -> Format:
@@ -71,6 +73,7 @@ class Quantization(Method):
     def uses_data(self) -> bool:
         return super().uses_data or self.static
 
+    offloads: ClassVar[bool] = True
     teacher: ClassVar[bool] = False  # the method compares with what the unchanged network gives
 
     def prepare(self, model: Model, context: Context) -> Any:
@@ -85,6 +88,7 @@ class Quantization(Method):
         if self.uses_data and not context.batches:
             raise DataError(f"{self.name} needs calibration data, and there is none.")
         torch.manual_seed(context.seed)
+        _check_weights(model.anatomy)
         run = _Run(self, model, context, self.prepare(model, context))
         for block in context.watcher.track(model.anatomy.blocks, self.name):
             run.block(block)
@@ -142,15 +146,16 @@ class BlockWork:
         return groups_of(self.block)
 
     def observe(self, observers: Sequence[tuple[Group, Observer]]) -> None:
-        """Show each group's inputs to its observer, in one pass."""
+        """Show each group's inputs to its observer, in one pass that ends at the last of them: give them as they run."""
         assert self.stream is not None
-        observe(self.stream, self.block, {group.layers[0].module: observer for group, observer in observers})
+        seen = {group.layers[0].module: observer for group, observer in observers}
+        observe(self.stream, self.block, seen, last=observers[-1][0].layers[0].module)
 
     def put(self, group: Group, quantized: Sequence[Quantized], **changes: Any) -> None:
         """Exchange the layers of a group for packed ones; `changes` alter the scheme for this group."""
         for layer, matrix in zip(group.layers, quantized, strict=True):
-            if not bool(matrix.grid.scale.isfinite().all()):
-                raise ModelError(f"{layer.path} holds NaN or infinity; it cannot be quantised.")
+            if not all(bool(tensor.isfinite().all()) for tensor in matrix.grid.tensors().values()):
+                raise ModelError(f"{layer.path} holds values that {name_of(matrix.format)} has no scale for.")
             scheme = replace(self.scheme, weight=matrix.format, **changes)
             error = _relative_error(layer.weight, matrix)
             new = QuantizedLinear.holding(matrix, scheme, bias=layer.module.bias, dtype=layer.weight.dtype)
@@ -206,12 +211,12 @@ class _Run:
     def _fix_scales(self, block: Block) -> None:
         """Give every layer the scale of the largest input that the calibration data brings to it."""
         assert self.stream is not None
-        layers = [module for module in block.module.modules() if isinstance(module, QuantizedLinear)]
-        seen: dict[nn.Module, Observer] = {layer: Largest() for layer in layers}
+        layers = {f"{block.path}.{name}": layer for name, layer in quantized_layers(block.module).items()}
+        seen: dict[nn.Module, Largest] = {layer: Largest() for layer in layers.values()}
         with decoded(block.module, self.stream.hidden[0].dtype):
             observe(self.stream, block, seen)
-        for layer in layers:
-            layer.fix_input_scale(getattr(seen[layer], "values"))  # noqa: B009
+        for path, layer in layers.items():
+            layer.fix_input_scale(observed(path, seen[layer].values))
 
     def _restore(self, block: Block, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         device = next(block.module.parameters()).device
@@ -231,6 +236,18 @@ class _Run:
             "bytes_after": count_bytes(self.network),
             "layers": self.layers,
         }
+
+
+def _has_one_number(number_format: Format) -> bool:
+    """A group's grid is its scale and nothing else."""
+    return set(number_format.fit(torch.zeros(1, 1, 1)).tensors()) == {"scale"}
+
+
+def _check_weights(anatomy: Anatomy) -> None:
+    """Before any work: a NaN or an infinity would spoil every layer after its own."""
+    for layer in (layer for block in anatomy.blocks for group in groups_of(block) for layer in group.layers):
+        if not bool(layer.weight.isfinite().all()):
+            raise ModelError(f"{layer.path} holds NaN or infinity; it cannot be quantised.")
 
 
 def _relative_error(weight: Tensor, matrix: Quantized) -> float:

@@ -1,0 +1,101 @@
+"""GPTQ here and in llm-compressor: the same model, calibration tokens and settings, time and perplexity on the CPU.
+
+    python benchmarks/peer_gptq.py --peer PYTHON [--samples 32] [--length 512]
+
+PYTHON is the interpreter of an environment that has llm-compressor. Four bits, symmetric, groups of 64, damping 0.01,
+columns in order of activation on grids fixed beforehand, for both. The bundled SmolLM2-135M is rotated first, so that
+the grid its weights lie on helps nobody. The two run one after the other; nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import shared, table, write
+from safetensors.torch import save_file
+
+from smelt.data import load_text, text_batches
+from smelt.measure.perplexity import tokens_of
+from smelt.method import Context
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.models.quantized import decoded
+from smelt.recipes.methods import make
+
+CONTEXT = 1024
+SETTINGS = {"method": "gptq", "format": "int4-wide/64@float32", "damping": 0.01, "act_order": True}
+
+
+def main() -> None:
+    options = _options()
+    model = load("smollm2-135m")
+    make({"method": "rotate"}).apply(model, Context())
+    train = load_text(shared() / "data/wikitext2/train.txt.gz")
+    test = tokens_of(model, load_text(shared() / "data/wikitext2/test.txt.gz"), options.windows * CONTEXT)
+    batches = text_batches(
+        train, model.tokenizer, samples=options.samples, length=options.length, batch_size=options.batch, seed=0
+    )
+    windows = torch.as_tensor(test)[: options.windows * CONTEXT].view(-1, CONTEXT)
+    with tempfile.TemporaryDirectory() as folder:
+        peer = _peer(options, model, batches, windows, Path(folder))
+        ours = _ours(model, batches, windows)
+    rows = [
+        ["llm-compressor", f"{peer['seconds']:.0f} s", f"{peer['perplexity']:.3f}", "1"],
+        ["Smelt", f"{ours['seconds']:.0f} s", f"{ours['perplexity']:.3f}", f"{ours['seconds'] / peer['seconds']:.2f}"],
+    ]
+    text = (
+        "# GPTQ of SmolLM2-135M on the CPU, here and in llm-compressor\n\n"
+        f"Four bits, symmetric, groups of 64; {options.samples} sequences of {options.length} tokens in batches of "
+        f"{options.batch}; perplexity over {options.windows} windows of {CONTEXT} tokens of WikiText-2's test split. "
+        f"float32: {ours['dense']:.3f}.\n\n" + table(["", "time", "perplexity", "time, relative"], rows)
+    )
+    write("peer_gptq", [{"peer": peer, "ours": ours}], text)
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--peer", required=True, help="the interpreter of the environment that has llm-compressor")
+    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--windows", type=int, default=16)
+    return parser.parse_args()
+
+
+def _peer(
+    options: argparse.Namespace, model: Model, batches: list[Any], windows: torch.Tensor, folder: Path
+) -> dict[str, float]:
+    model.network.save_pretrained(folder / "model")
+    calibration = torch.cat([batch["input_ids"] for batch in batches])
+    save_file({"calibration": calibration, "test": windows.contiguous()}, folder / "tokens.safetensors")
+    script = Path(__file__).parent / "peers" / "llmcompressor_gptq.py"
+    arguments = [folder / "model", folder / "tokens.safetensors", folder / "result.json", str(options.batch)]
+    subprocess.run([options.peer, script, *arguments], check=True, cwd=folder)
+    result: dict[str, float] = json.loads((folder / "result.json").read_text())
+    return result
+
+
+def _ours(model: Model, batches: list[Any], windows: torch.Tensor) -> dict[str, float]:
+    dense = _perplexity(model.network, windows)
+    start = time.perf_counter()
+    make(SETTINGS).apply(model, Context(batches=batches))
+    seconds = time.perf_counter() - start
+    with decoded(model.network, torch.float32):
+        return {"seconds": seconds, "perplexity": _perplexity(model.network, windows), "dense": dense}
+
+
+@torch.no_grad()
+def _perplexity(network: torch.nn.Module, windows: torch.Tensor) -> float:
+    losses = [float(network(input_ids=window[None], labels=window[None]).loss) for window in windows]
+    return float(torch.tensor(losses, dtype=torch.float64).mean().exp())
+
+
+if __name__ == "__main__":
+    main()
