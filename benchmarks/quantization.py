@@ -31,19 +31,30 @@ Steps = list[dict[str, Any]]
 Rows = dict[tuple[str, str], Steps]  # (row, column) -> what is applied
 
 GROUPS = {"g128": 128, "channel": -1}
-LEARNED = {"omniquant": {"epochs": 5}, "flexround": {"iterations": 300}}
+LEARNED = {"omniquant": {"epochs": 5}, "flexround": {"iterations": 150}}
+REPAIR = {"method": "rilq", "rank": 16, "updates": 150, "accumulation": 1, "rate": 5e-4}
+UNROTATED = "from the network as it is: "  # rows that begin so do not start from the rotated network
 
 
 def _weights() -> Rows:
     """Weight-only: methods x bits x groups."""
     return {
-        (name, f"{bits} bits {label}"): [
-            {"method": name, "bits": bits, "group": group, "ragged": True, **LEARNED.get(name, {})}
-        ]
-        for name in ("rtn", "hqq", "awq", "gptq", "omniquant", "flexround")
+        (name, f"{bits} bits {label}"): [{"method": name, "bits": bits, "group": group, "ragged": True}]
+        for name in ("rtn", "hqq", "awq", "gptq")
         for bits in (8, 4, 3, 2)
         for label, group in GROUPS.items()
-        if bits < 8 or name not in LEARNED
+    }
+
+
+def _learned() -> Rows:
+    """The methods that train, shorter than their papers do."""
+    return {
+        (name, f"{bits} bits {label}"): [
+            {"method": name, "bits": bits, "group": group, "ragged": True, **LEARNED[name]}
+        ]
+        for name in LEARNED
+        for bits in (4, 3, 2)
+        for label, group in GROUPS.items()
     }
 
 
@@ -55,12 +66,15 @@ def _w4a8() -> Rows:
         "rtn, dint4": [{"method": "rtn", "format": "dint4@float16", "inputs": "int8"}],
         "SmoothQuant, int4": [{"method": "smoothquant", **plain, "symmetric": False}],
         "AWQ, int4": [{"method": "awq", **plain}],
-        "AQAS, int4": [{"method": "aqas", "format": "int4-asym@float16", "rounding": "rtn"}],
-        "AQAS, dint4": [{"method": "aqas", "format": "dint4@float16", "rounding": "rtn"}],
+        "AWQ without clipping, int4": [{"method": "awq", "clip": False, **plain}],
+        "AQAS, int4": [{"method": "aqas", "denormal": False, "rounding": "rtn"}],
+        "AQAS, dint4": [{"method": "aqas", "rounding": "rtn"}],
         "gptq, int4": [{"method": "gptq", **plain}],
-        "AQAS, int4, gptq": [{"method": "aqas", "format": "int4-asym@float16", "rounding": "gptq"}],
-        "AQAS, dint4, gptq": [{"method": "aqas", "format": "dint4@float16", "rounding": "gptq"}],
+        "AQAS, int4, gptq": [{"method": "aqas", "denormal": False}],
+        "AQAS, dint4, gptq": [{"method": "aqas"}],
     }
+    scaled = [name for name in rows if name.startswith(("SmoothQuant", "AWQ", "AQAS")) and "gptq" not in name]
+    rows |= {f"{UNROTATED}{name}": rows[name] for name in scaled}
     return {(name, column): steps for name, steps in rows.items()}
 
 
@@ -70,12 +84,11 @@ def _w4a4() -> Rows:
     rows: dict[str, Steps] = {
         f"cast to {label}": [{"method": "rtn", "format": name, "inputs": name, "ragged": True}] for label, name in cast
     }
+    plain = {"bits": 4, "group": -1, "symmetric": True, "search": True, "inputs": "int4"}
     rows |= {
-        "gptq int4, no rotation": [
-            {"method": "gptq", "bits": 4, "group": -1, "symmetric": True, "search": True, "inputs": "int4"}
-        ],
-        "QuaRot (gptq)": [{"method": "quarot"}],
-        "SpinQuant (gptq)": [{"method": "spinquant"}],
+        f"{UNROTATED}gptq int4, no rotation": [{"method": "gptq", **plain}],
+        f"{UNROTATED}QuaRot (gptq)": [{"method": "quarot"}],
+        f"{UNROTATED}SpinQuant (gptq)": [{"method": "spinquant"}],
     }
     return {(name, column): steps for name, steps in rows.items()}
 
@@ -86,7 +99,7 @@ def _two_bit() -> Rows:
         "gptq g64": [{"method": "gptq", "bits": 2, "group": 64}],
         "omniquant g64": [{"method": "omniquant", "bits": 2, "group": 64, **LEARNED["omniquant"]}],
     }
-    repaired = {f"{name} + RILQ": [*steps, {"method": "rilq", "rank": 16}] for name, steps in bases.items()}
+    repaired = {f"{name} + RILQ": [*steps, REPAIR] for name, steps in bases.items()}
     return {(name, "2 bits"): steps for name, steps in (bases | repaired).items()}
 
 
@@ -99,7 +112,14 @@ def _last_block() -> Rows:
     return rows
 
 
-TABLES = {"weights": _weights, "w4a8": _w4a8, "w4a4": _w4a4, "two-bit": _two_bit, "last-block": _last_block}
+TABLES = {
+    "weights": _weights,
+    "learned": _learned,
+    "w4a8": _w4a8,
+    "w4a4": _w4a4,
+    "two-bit": _two_bit,
+    "last-block": _last_block,
+}
 
 
 def main() -> None:
@@ -109,8 +129,9 @@ def main() -> None:
     rows = kept_rows("quantization", options.resume)
     done = {(row["table"], row["method"], row["column"], row["seed"]) for row in rows}
     until = time.monotonic() + options.seconds
+    plain = load("smollm2-135m", device=options.device)
     for seed in range(options.seeds):
-        base = load("smollm2-135m", device=options.device)
+        base = Model(copy.deepcopy(plain.network), plain.tokenizer, source=plain.source)
         make({"method": "rotate"}).apply(base, Context(seed=seed))
         batches = text_batches(
             train, base.tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=seed
@@ -122,7 +143,8 @@ def main() -> None:
             for (method, column), steps in TABLES[name]().items():
                 if (name, method, column, seed) in done or time.monotonic() > until:
                     continue
-                facts = _attempt(base, steps, Context(batches=batches, seed=seed), measure)
+                start = plain if method.startswith(UNROTATED) else base
+                facts = _attempt(start, steps, Context(batches=batches, seed=seed), measure)
                 rows.append({"table": name, "method": method, "column": column, "seed": seed, **facts})
                 print(rows[-1], flush=True)
                 write("quantization", rows, _text(rows, options))
