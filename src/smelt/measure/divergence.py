@@ -12,8 +12,8 @@ from torch.nn.functional import kl_div, log_softmax
 from smelt.data.batches import check_positive
 from smelt.data.text import TextData
 from smelt.errors import DataError
-from smelt.measure.logits import evaluating, logit_rows, slices
-from smelt.measure.perplexity import batched_windows, check_context, tokens_of, window_inputs, windows_over
+from smelt.measure.logits import NewCache, evaluating, logit_rows, slices
+from smelt.measure.perplexity import batched_windows, cache_in, check_context, tokens_of, window_inputs, windows_over
 from smelt.models.model import Model
 from smelt.progress import Silent, Watcher
 
@@ -38,9 +38,12 @@ def logit_divergence(
     context: int = 1024,
     batch_size: int = 1,
     limit: int | None = None,
+    kv: str | None = None,
     watcher: Watcher = Silent(),  # noqa: B008
 ) -> Divergence:
-    """Runs both models over windows that lie side by side and compares their predictions of every scored token."""
+    """Runs both models over windows that lie side by side and compares their predictions of every scored token.
+
+    `kv` is the number format that the new model's keys and values are held in."""
     check_positive(batch_size=batch_size, limit=limit)
     vocabulary = _shared_vocabulary(new, base)
     for model in (new, base):
@@ -48,10 +51,11 @@ def logit_divergence(
     tokens = tokens_of(base, data, limit)
     groups = list(batched_windows(list(windows_over(len(tokens), context, context)), batch_size))
     totals = torch.zeros(3, dtype=torch.float64)
+    cache = cache_in(new, kv)
     with evaluating(new.network), evaluating(base.network):
         for group in watcher.track(groups, "divergence"):
             input_ids, scored = window_inputs(tokens, group, base.device)
-            totals += _compared(new, base, input_ids, scored, vocabulary)
+            totals += _compared(new, base, input_ids, scored, vocabulary, cache)
     kl, agreement, count = totals.tolist()
     return Divergence(kl=kl / count, agreement=agreement / count, tokens=int(count))
 
@@ -65,12 +69,14 @@ def _shared_vocabulary(new: Model, base: Model) -> int:
     return int(sizes[0])
 
 
-def _compared(new: Model, base: Model, input_ids: Tensor, scored: Tensor, vocabulary: int) -> Tensor:
+def _compared(
+    new: Model, base: Model, input_ids: Tensor, scored: Tensor, vocabulary: int, cache: NewCache | None
+) -> Tensor:
     """Sums over the scored tokens: divergence, agreements, tokens. [3], float64"""
     keep = scored.roll(-1, dims=1)
     new_rows, base_rows = (
-        logit_rows(model.network, ids, torch.ones_like(ids), keep.to(model.device))
-        for model, ids in ((new, input_ids.to(new.device)), (base, input_ids))
+        logit_rows(model.network, ids, torch.ones_like(ids), keep.to(model.device), held)
+        for model, ids, held in ((new, input_ids.to(new.device), cache), (base, input_ids, None))
     )
     sums = torch.zeros(3, dtype=torch.float64)
     for part in slices(int(keep.sum()), vocabulary):
@@ -78,5 +84,5 @@ def _compared(new: Model, base: Model, input_ids: Tensor, scored: Tensor, vocabu
         other = log_softmax(new_rows(part), dim=-1).to(reference.device)
         kl = kl_div(other, reference, reduction="none", log_target=True).sum(dim=-1)  # [rows]
         agree = reference.argmax(dim=-1) == other.argmax(dim=-1)
-        sums += torch.stack([kl.double().sum(), agree.double().sum(), torch.tensor(float(len(kl)))]).cpu()
+        sums += torch.tensor([float(kl.double().sum()), float(agree.double().sum()), float(len(kl))], dtype=sums.dtype)
     return sums

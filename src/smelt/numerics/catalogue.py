@@ -6,14 +6,13 @@ the number type of the scales. The canonical name of a format leaves out what it
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import cast, get_args
+from dataclasses import fields, replace
 
 from smelt.errors import FormatError
 from smelt.numerics.elements import E2M1, E2M3, E3M2, E4M3, E5M2, integers, normal_floats
 from smelt.numerics.format import TENSOR, WHOLE_ROW, Format
 from smelt.numerics.integer import DenormalInteger, Integer
-from smelt.numerics.scaled import Scaled, ScaleType, SignedScales, TensorScaled, Ternary
+from smelt.numerics.scaled import Scaled, SignedScales, TensorScaled, Ternary
 
 MX = 32  # values in a block of the OCP formats
 FORMATS: dict[str, Format] = {
@@ -32,8 +31,8 @@ FORMATS: dict[str, Format] = {
     "mxfp6-e3m2": Scaled(MX, "e8m0", E3M2),
     "mxfp8-e4m3": Scaled(MX, "e8m0", E4M3),
     "mxfp8-e5m2": Scaled(MX, "e8m0", E5M2),
-    "mxint8": Scaled(MX, "e8m0", integers(8, full=False, step=2.0**-6)),
-    "mxint4": Scaled(MX, "e8m0", integers(4, full=False, step=2.0**-2)),
+    "mxint8": Scaled(MX, "e8m0", integers(8)),
+    "mxint4": Scaled(MX, "e8m0", integers(4)),
     "nvfp4": TensorScaled(elements=E2M1),
     "amxfp4": SignedScales(MX, "e5m2", E2M1),
     "nf4": Scaled(64, "float32", normal_floats(4)),
@@ -46,7 +45,7 @@ _GROUPS = {"row": WHOLE_ROW, "tensor": TENSOR}
 
 def format_named(name: str) -> Format:
     """The format a name stands for."""
-    rest, _, scale = name.partition("@")
+    rest, at, scale = name.partition("@")
     base, slash, group = rest.partition("/")
     if base not in FORMATS:
         raise FormatError(f"there is no number format {base!r}; `smelt formats` lists them all.")
@@ -55,10 +54,10 @@ def format_named(name: str) -> Format:
         if group not in _GROUPS and not (group.isdecimal() and int(group) > 0):
             raise FormatError(f"the group in {name!r} is a number, `row` or `tensor`.")
         found = replace(found, group=_GROUPS[group] if group in _GROUPS else int(group))
-    if scale:
-        if scale not in get_args(ScaleType):
-            raise FormatError(f"the scale type in {name!r} is one of {', '.join(get_args(ScaleType))}.")
-        found = replace(found, scale=cast(ScaleType, scale))
+    if at:
+        if scale not in found.scale_types:
+            raise FormatError(f"the scale type in {name!r} is one of {', '.join(found.scale_types)}.")
+        found = replace(found, scale=scale)
     return found
 
 
@@ -68,9 +67,15 @@ def name_of(number_format: Format) -> str:
         if found == number_format:
             return base
     for base, found in FORMATS.items():
-        if replace(found, group=number_format.group, scale=number_format.scale) == number_format:
+        if _kind(found) == _kind(number_format):
             words = {value: word for word, value in _GROUPS.items()}
             group = words.get(number_format.group, str(number_format.group))
             scale = f"@{number_format.scale}" if number_format.scale != found.scale else ""
             return base + (f"/{group}" if number_format.group != found.group else "") + scale
     raise FormatError(f"this format has no name: {number_format!r}.")
+
+
+def _kind(number_format: Format) -> tuple[object, ...]:
+    """All of a format but its group and the type of its scales."""
+    others = (f.name for f in fields(number_format) if f.name not in ("group", "scale"))
+    return type(number_format), *(getattr(number_format, name) for name in others)

@@ -8,8 +8,9 @@ the type leaves unused, and codes of infinity and NaN, hold NaN: nothing is ever
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -19,11 +20,11 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class Elements:
-    """A table of at most 256 values, one for each code."""
+    """A table of at most 256 values, one for each code. Its name stands for it: NaN in a table equals nothing."""
 
     name: str
     bits: int
-    values: tuple[float, ...]
+    values: tuple[float, ...] = field(compare=False)
 
     @cached_property
     def largest(self) -> float:
@@ -37,7 +38,7 @@ class Elements:
     def encode(self, x: Tensor) -> Tensor:  # any shape -> uint8 of that shape
         """The code of the nearest value. NaN has no code of its own: its group's scale must carry it."""
         boundaries, codes = _search_tables(self, x.device)
-        return codes[torch.bucketize(x.float(), boundaries, right=True)]
+        return codes[torch.bucketize(x.float().contiguous(), boundaries, right=True)]
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         return _values(self, codes.device, dtype)[codes.long()]
@@ -45,10 +46,10 @@ class Elements:
     def encode_stochastic(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """One of the two neighbouring values at random, the nearer the likelier, so that the mean is the input."""
         levels, codes = _levels(self, x.device)
-        x = x.float().clamp(self.smallest, self.largest)
+        x = x.float().clamp(self.smallest, self.largest).contiguous()
         low = (torch.bucketize(x, levels, right=True) - 1).clamp(0, len(levels) - 2)
         share = (x - levels[low]) / (levels[low + 1] - levels[low])
-        draw = torch.rand(x.shape, generator=generator, device=x.device)
+        draw = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
         return codes[low + (draw < share).long()]
 
 
@@ -65,20 +66,21 @@ def _levels(elements: Elements, device: torch.device) -> tuple[Tensor, Tensor]:
         if not math.isnan(value):
             found.setdefault(value + 0.0, code)
     ordered = sorted(found.items())
-    levels = torch.tensor([value for value, _ in ordered], device=device)
+    levels = torch.tensor([value for value, _ in ordered], device=device, dtype=torch.float32)
     return levels, torch.tensor([code for _, code in ordered], device=device, dtype=torch.uint8)
 
 
 @lru_cache(maxsize=256)
 def _search_tables(elements: Elements, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Boundaries such that x >= boundary takes the upper level. A tie goes to the even code: where that is the lower
-    one, the boundary is the next number above the middle."""
+    """Boundaries such that x >= boundary takes the upper level: the first number in float32 that is nearer to it. A
+    tie goes to the even code: where that is the lower one, the boundary is the next number above the middle."""
     levels, codes = _levels(elements, torch.device("cpu"))
-    exact = levels.double()
-    middle = ((exact[1:] + exact[:-1]) / 2).float()
+    middle = (levels[1:].double() + levels[:-1].double()) / 2  # exact
+    boundary = middle.float()
     lower_is_even = codes[:-1] % 2 == 0
-    above = torch.nextafter(middle, torch.full_like(middle, math.inf))
-    return torch.where(lower_is_even, above, middle).to(device), codes.to(device)
+    below = (boundary < middle) | ((boundary == middle) & lower_is_even)
+    above = torch.nextafter(boundary, torch.full_like(boundary, math.inf))
+    return torch.where(below, above, boundary).to(device), codes.to(device)
 
 
 def minifloat(name: str, exponent: int, mantissa: int, bias: int, special: str = "none") -> Elements:
@@ -96,22 +98,20 @@ def minifloat(name: str, exponent: int, mantissa: int, bias: int, special: str =
     return Elements(name, 1 + exponent + mantissa, tuple(values) + tuple(-value for value in values))
 
 
-def integers(bits: int, *, full: bool = True, step: float = 1.0) -> Elements:
-    """Two's complement, offset so that codes ascend with values; without `full` the lowest value is left out."""
+def integers(bits: int) -> Elements:
+    """Whole numbers with all but two bits behind the point, as in MXINT8. Codes ascend with values; the lowest value
+    is left out, so that the range is symmetric."""
     half = 1 << (bits - 1)
-    values = [step * (code - half) for code in range(2 * half)]
-    if not full:
-        values[0] = NAN
-    return Elements(f"int{bits}", bits, tuple(values))
+    values = [2.0 ** (2 - bits) * (code - half) for code in range(2 * half)]
+    return Elements(f"int{bits}", bits, (NAN, *values[1:]))
 
 
 def normal_floats(bits: int) -> Elements:
     """Quantiles of the normal distribution with an exact zero, scaled to [-1, 1] (Dettmers et al., 2023)."""
     offset, half = 0.9677083, 1 << (bits - 1)
-    normal = torch.distributions.Normal(0.0, 1.0)
 
     def quantiles(count: int) -> list[float]:
-        return normal.icdf(torch.linspace(offset, 0.5, count + 1, dtype=torch.float64)[:-1]).tolist()
+        return [NormalDist().inv_cdf(offset + (0.5 - offset) * place / count) for place in range(count)]
 
     positive, negative = quantiles(half), [-value for value in quantiles(half - 1)]
     largest = max(positive)

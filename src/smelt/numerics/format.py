@@ -2,7 +2,8 @@
 
 Everything works along the last axis. A row is cut into groups of `group` values (`WHOLE_ROW`: one group; `TENSOR`: all
 rows share one), a shorter last group is filled with zeros. Edges are the same for all formats: an infinity saturates
-and does not count for the scale, a NaN makes its whole group NaN, a group of zeros decodes to zeros.
+and does not count for the scale, a NaN makes its whole group NaN and no other, a group of zeros decodes to zeros.
+Values are taken as float32: what is too large for that is an infinity.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from smelt.errors import FormatError
 from smelt.numerics.packing import pack, packed_columns, unpack
-from smelt.numerics.scales import STORED_BITS, ScaleType, read_scale, store_scale
+from smelt.numerics.scales import ROUNDED, STORED_BITS, ScaleType, read_scale, store_scale
 
 WHOLE_ROW, TENSOR = -1, 0
 
@@ -43,7 +44,7 @@ class Format(ABC):
     group: int = WHOLE_ROW
     scale: ScaleType = "float32"
 
-    holds_zero: ClassVar[bool] = False  # the grid has a zero
+    scale_types: ClassVar[tuple[ScaleType, ...]] = ROUNDED
 
     @property
     @abstractmethod
@@ -59,6 +60,10 @@ class Format(ABC):
         """The codes, uint8, of groups [..., groups, size]."""
 
     @abstractmethod
+    def encode_stochastic(self, x: Tensor, grid: Grid, generator: torch.Generator | None = None) -> Tensor:
+        """As `encode`, but up or down at random, the nearer the likelier: the mean of what is read back is x."""
+
+    @abstractmethod
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
         """The values of codes, in float32."""
 
@@ -69,32 +74,42 @@ class Format(ABC):
 
     def size(self, columns: int) -> int:
         """Values that share a scale within a row."""
-        return max(columns, 1) if self.group in (WHOLE_ROW, TENSOR) else self.group
+        return max(columns, 1) if self.group in (WHOLE_ROW, TENSOR) else min(self.group, max(columns, 1))
 
     def whole(self, x: Tensor) -> Tensor | None:
         """What the grid of every group must know of the tensor, if anything."""
         return None
 
-    def quantize(self, x: Tensor) -> Quantized:
-        """Write a tensor [..., columns] in this format."""
+    def quantize(self, x: Tensor, *, stochastic: torch.Generator | None = None) -> Quantized:
+        """Write a tensor [..., columns] in this format: to nearest, or at random where a generator is given."""
         grouped = self.groups(x)
         grid = self.fit(grouped, whole=self.whole(x))
-        codes = self.encode(grouped, grid).flatten(-2)[..., : x.shape[-1]]
-        return Quantized(self, codes, grid)
+        if stochastic is None:
+            codes = self.encode(grouped, grid)
+        else:
+            codes = self.encode_stochastic(grouped, grid, stochastic)
+        return Quantized(self, codes.flatten(-2)[..., : x.shape[-1]], grid)
 
     def rounded(self, x: Tensor) -> Tensor:
         """What is read back of a tensor written in this format: the same shape and dtype."""
-        return self.quantize(x).values().to(x.dtype)
+        limit = min(torch.finfo(kind).max for kind in (x.dtype, torch.float32))  # may be rounded up past it
+        return self.quantize(x).values().clamp(-limit, limit).to(x.dtype)
 
     def bits_per_value(self, columns: int, rows: int = 1) -> float:
-        """Codes, scales and zeros together, for a tensor of that many rows and columns."""
-        groups = 1 / rows if self.group == TENSOR else math.ceil(columns / self.size(columns))
-        return self.bits + self.grid_bits * groups / columns
+        """Of all that is stored, for a tensor of that many rows and columns."""
+        groups = 1 if self.group == TENSOR else rows * math.ceil(columns / self.size(columns))
+        codes = 8 * rows * packed_columns(columns, self.bits)
+        return (codes + self.grid_bits * groups + self.tensor_bits) / (rows * columns)
 
     @property
     def grid_bits(self) -> int:
         """Of what a group shares."""
-        return STORED_BITS[self.scale] + (8 if self.holds_zero else 0)
+        return STORED_BITS[self.scale]
+
+    @property
+    def tensor_bits(self) -> int:
+        """Of what all groups share."""
+        return 0
 
     def store(self, grid: Grid) -> dict[str, Tensor]:
         """The grid as it lies on disk and in memory."""
@@ -118,6 +133,8 @@ class Format(ABC):
     def check(self) -> None:
         if self.group < WHOLE_ROW:
             raise FormatError(f"a group has at least one value, not {self.group}; -1 means a whole row.")
+        if self.scale not in self.scale_types:
+            raise FormatError(f"this format has its scales in {', '.join(self.scale_types)}, not in {self.scale}.")
 
     def __post_init__(self) -> None:
         self.check()
@@ -133,11 +150,8 @@ class Quantized:
 
     def values(self) -> Tensor:
         """What is read back, in float32."""
-        return self.decode(self.codes)
-
-    def decode(self, codes: Tensor) -> Tensor:
-        columns, size = codes.shape[-1], self.format.size(codes.shape[-1])
-        grouped = F.pad(codes, (0, -columns % size)).unflatten(-1, (-1, size))
+        columns, size = self.codes.shape[-1], self.format.size(self.codes.shape[-1])
+        grouped = F.pad(self.codes, (0, -columns % size)).unflatten(-1, (-1, size))
         return self.format.decode(grouped, self.grid).flatten(-2)[..., :columns]
 
     def packed(self) -> dict[str, Tensor]:
@@ -171,4 +185,9 @@ def finite(x: Tensor) -> Tensor:
 def magnitude(x: Tensor, number_format: Format) -> Tensor:
     """The largest magnitude of each group, or of all of them where the tensor shares one scale."""
     sizes = finite(x).abs().amax(-1, keepdim=True)
-    return sizes.amax().expand(1, 1, 1) if number_format.group == TENSOR else sizes
+    return largest_of_all(sizes) if number_format.group == TENSOR else sizes
+
+
+def largest_of_all(sizes: Tensor) -> Tensor:
+    """One number, none below zero, as a group of its own: zero where there are no sizes at all."""
+    return F.pad(sizes.flatten(), (0, 1)).amax().reshape([1] * sizes.dim())

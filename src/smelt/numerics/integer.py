@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from smelt.errors import FormatError
-from smelt.numerics.format import TENSOR, Format, Grid, finite, magnitude
+from smelt.numerics.format import TENSOR, Format, Grid, finite, largest_of_all, magnitude
 from smelt.numerics.scales import round_scale
 
 ZeroType = Literal["code", "float16"]
@@ -33,10 +33,6 @@ class Integer(Format):
         return self.width
 
     @property
-    def holds_zero(self) -> bool:  # type: ignore[override]
-        return not self.symmetric
-
-    @property
     def top(self) -> int:
         """The largest code."""
         return (1 << self.width) - 1
@@ -45,6 +41,10 @@ class Integer(Format):
         super().check()
         if not 2 <= self.width <= 8:
             raise FormatError(f"integers have 2 to 8 bits, not {self.width}.")
+        if self.symmetric and self.zero_type != "code":
+            raise FormatError("symmetric integers store no zero point, so it has no type.")
+        if self.wide and not self.symmetric:
+            raise FormatError("wide is a way to place a symmetric range; leave it out with zero points.")
 
     def fit(self, x: Tensor, *, shrink: Tensor | float = 1.0, whole: Tensor | None = None) -> Grid:
         if self.symmetric:
@@ -59,7 +59,8 @@ class Integer(Format):
         """The asymmetric grid from `low` (at most 0) to `high` (at least 0)."""
         scale = torch.where(high == low, 1.0, (high - low) / self.steps)
         scale = round_scale(scale, self.scale)
-        return Grid(scale, (-low / scale).round().clamp(0, self.steps))
+        zero = (-low / scale).round().clamp(0, self.steps)
+        return Grid(scale, zero.nan_to_num(nan=0.0))  # the scale says NaN; a byte cannot
 
     @property
     def steps(self) -> int:
@@ -76,7 +77,8 @@ class Integer(Format):
 
     @property
     def grid_bits(self) -> int:
-        return super().grid_bits + (8 if self.zero_type == "float16" else 0)
+        zero = 0 if self.symmetric else (8 if self.zero_type == "code" else 16)
+        return super().grid_bits + zero
 
     def _store(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.half() if name == "zero" and self.zero_type == "float16" else super()._store(name, tensor)
@@ -85,6 +87,11 @@ class Integer(Format):
         zero = self.zero_of(grid)
         steps = x / grid.scale
         codes = steps.round() + zero if self.zero_type == "code" else (steps + zero).round()
+        return codes.nan_to_num(nan=0.0).clamp(0, self.top).to(torch.uint8)
+
+    def encode_stochastic(self, x: Tensor, grid: Grid, generator: torch.Generator | None = None) -> Tensor:
+        steps = x / grid.scale + (self.zero_of(grid) if self.zero_type == "float16" else 0.0)
+        codes = up_or_down(steps, 1.0, generator) + (self.zero_of(grid) if self.zero_type == "code" else 0.0)
         return codes.nan_to_num(nan=0.0).clamp(0, self.top).to(torch.uint8)
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
@@ -112,6 +119,8 @@ class DenormalInteger(Integer):
         super().check()
         if self.width < 3:
             raise FormatError("dint has 3 to 8 bits: two codes are spent near zero.")
+        if self.zero_type != "code":
+            raise FormatError("the zero point of dint is a code.")
 
     def fit(self, x: Tensor, *, shrink: Tensor | float = 1.0, whole: Tensor | None = None) -> Grid:
         if not self.symmetric:
@@ -121,10 +130,19 @@ class DenormalInteger(Integer):
         return Grid(round_scale(torch.where(largest == 0, 1.0, largest * shrink / (self.steps // 2)), self.scale))
 
     def encode(self, x: Tensor, grid: Grid) -> Tensor:
+        return self._nearest(x / grid.scale, grid)
+
+    def encode_stochastic(self, x: Tensor, grid: Grid, generator: torch.Generator | None = None) -> Tensor:
         steps = x / grid.scale
-        codes = (steps.round() + self.zero_of(grid)).nan_to_num(nan=0.0).clamp(0, self._last)
-        codes = torch.where((steps >= 0.25) & (steps < 0.75), self.top - 1, codes)
-        codes = torch.where((steps <= -0.25) & (steps > -0.75), self.top, codes)
+        grain = torch.where(steps.abs() < 1, 0.5, 1.0)
+        return self._nearest(up_or_down(steps, grain, generator), grid)
+
+    def _nearest(self, steps: Tensor, grid: Grid) -> Tensor:
+        """Where there is no whole step on a side of zero, the half step is the end of the grid on that side."""
+        zero = self.zero_of(grid)
+        codes = (steps.round() + zero).nan_to_num(nan=0.0).clamp(0, self._last)
+        codes = torch.where((steps >= 0.25) & ((steps < 0.75) | (zero >= self._last)), self.top - 1, codes)
+        codes = torch.where((steps <= -0.25) & ((steps > -0.75) | (zero <= 0)), self.top, codes)
         return codes.to(torch.uint8)
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
@@ -144,10 +162,17 @@ class DenormalInteger(Integer):
         return 2 * (self.steps // 2) if self.symmetric else self.steps
 
 
+def up_or_down(steps: Tensor, grain: Tensor | float, generator: torch.Generator | None) -> Tensor:
+    """One of the two neighbouring multiples of the grain at random, the nearer the likelier."""
+    low = (steps / grain).floor() * grain
+    draw = torch.rand(steps.shape, generator=generator, device=steps.device, dtype=torch.float32)
+    return torch.where(draw < (steps - low) / grain, low + grain, low)
+
+
 def extent(x: Tensor, number_format: Format) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of each group; zero always lies between them, so that it is exact."""
     kept = finite(x)
     low, high = kept.amin(-1, keepdim=True).clamp(max=0), kept.amax(-1, keepdim=True).clamp(min=0)
     if number_format.group == TENSOR:
-        return low.amin().expand(1, 1, 1), high.amax().expand(1, 1, 1)
+        return -largest_of_all(-low), largest_of_all(high)
     return low, high

@@ -19,10 +19,10 @@ def pack(codes: Tensor, bits: int) -> Tensor:  # uint8 [..., columns] -> uint8 [
     period = 8 // math.gcd(bits, 8)  # codes that fill whole bytes
     columns = codes.shape[-1]
     padded = torch.nn.functional.pad(codes, (0, -columns % period)).unflatten(-1, (-1, period))
-    word = torch.zeros(padded.shape[:-1], dtype=torch.int64, device=codes.device)
+    size, kind = bits * period // 8, _word(bits * period)
+    word = torch.zeros(padded.shape[:-1], dtype=kind, device=codes.device)
     for position in range(period):
-        word |= padded[..., position].long() << (bits * position)
-    size = bits * period // 8
+        word |= padded[..., position].to(kind) << (bits * position)
     octets = torch.stack([(word >> (8 * octet)) & 255 for octet in range(size)], dim=-1)
     return octets.flatten(-2).to(torch.uint8)[..., : packed_columns(columns, bits)].contiguous()
 
@@ -31,11 +31,16 @@ def unpack(packed: Tensor, bits: int, columns: int) -> Tensor:  # uint8 [..., by
     if bits == 8:
         return packed[..., :columns]
     period = 8 // math.gcd(bits, 8)
-    size = bits * period // 8
+    size, kind = bits * period // 8, _word(bits * period)
     octets = torch.nn.functional.pad(packed, (0, -packed.shape[-1] % size)).unflatten(-1, (-1, size))
-    word = torch.zeros(octets.shape[:-1], dtype=torch.int64, device=packed.device)
+    word = torch.zeros(octets.shape[:-1], dtype=kind, device=packed.device)
     for octet in range(size):
-        word |= octets[..., octet].long() << (8 * octet)
+        word |= octets[..., octet].to(kind) << (8 * octet)
     mask = (1 << bits) - 1
     codes = torch.stack([(word >> (bits * position)) & mask for position in range(period)], dim=-1)
     return codes.flatten(-2)[..., :columns].to(torch.uint8)
+
+
+def _word(bits: int) -> torch.dtype:
+    """The smallest integers that hold the codes of a period: they are the most memory that packing takes."""
+    return torch.uint8 if bits == 8 else torch.int32 if bits < 32 else torch.int64

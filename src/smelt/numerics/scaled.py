@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from smelt.numerics.elements import E2M1, TERNARY, Elements
-from smelt.numerics.format import TENSOR, Format, Grid, finite, magnitude
-from smelt.numerics.scales import STORED_BITS, ScaleType, power_of_two, round_scale
+from smelt.numerics.format import TENSOR, Format, Grid, finite, largest_of_all, magnitude
+from smelt.numerics.scales import POWERS, ROUNDED, ScaleType, power_of_two, round_scale
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,8 @@ class Scaled(Format):
     """Every group has one scale, chosen so that its largest magnitude meets the largest element."""
 
     elements: Elements = E2M1
+
+    scale_types: ClassVar[tuple[ScaleType, ...]] = ROUNDED + POWERS
 
     @property
     def bits(self) -> int:
@@ -27,17 +30,28 @@ class Scaled(Format):
         return Grid(self.scale_for(magnitude(x, self) * shrink))
 
     def scale_for(self, largest: Tensor) -> Tensor:
-        if self.scale in ("e8m0", "e8m0-up"):
+        if self.scale in POWERS:
             scale = power_of_two(largest, self.scale, math.floor(math.log2(self.elements.largest)))
         else:
             scale = round_scale(largest / self.elements.largest, self.scale)
         return torch.where(largest == 0, 1.0, scale)
 
+    def scale_of(self, x: Tensor, grid: Grid) -> Tensor:
+        """By what each value is divided. The values may be true or rounded ones: only their signs can matter."""
+        return grid.scale
+
     def encode(self, x: Tensor, grid: Grid) -> Tensor:
-        return self.elements.encode((x / grid.scale).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
+        return self.elements.encode(self._scaled(x, grid))
+
+    def encode_stochastic(self, x: Tensor, grid: Grid, generator: torch.Generator | None = None) -> Tensor:
+        return self.elements.encode_stochastic(self._scaled(x, grid), generator)
+
+    def _scaled(self, x: Tensor, grid: Grid) -> Tensor:
+        return (x / self.scale_of(x, grid)).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
     def decode(self, codes: Tensor, grid: Grid) -> Tensor:
-        return self.elements.decode(codes) * grid.scale
+        values = self.elements.decode(codes)
+        return values * self.scale_of(values, grid)
 
 
 @dataclass(frozen=True)
@@ -46,20 +60,15 @@ class SignedScales(Scaled):
 
     @property
     def grid_bits(self) -> int:
-        return 2 * STORED_BITS[self.scale]
+        return 2 * super().grid_bits
 
     def fit(self, x: Tensor, *, shrink: Tensor | float = 1.0, whole: Tensor | None = None) -> Grid:
         positive = self.scale_for(magnitude(x.clamp(min=0), self) * shrink)
         return Grid(positive, negative=self.scale_for(magnitude(x.clamp(max=0), self) * shrink))
 
-    def encode(self, x: Tensor, grid: Grid) -> Tensor:
+    def scale_of(self, x: Tensor, grid: Grid) -> Tensor:
         assert grid.negative is not None
-        return super().encode(x, Grid(torch.where(x > 0, grid.scale, grid.negative)))
-
-    def decode(self, codes: Tensor, grid: Grid) -> Tensor:
-        assert grid.negative is not None
-        values = self.elements.decode(codes)
-        return values * torch.where(values > 0, grid.scale, grid.negative)
+        return torch.where(x > 0, grid.scale, grid.negative)
 
 
 @dataclass(frozen=True)
@@ -69,38 +78,44 @@ class TensorScaled(Scaled):
     group: int = 16
     scale: ScaleType = "e4m3"
 
+    scale_types: ClassVar[tuple[ScaleType, ...]] = ("e4m3",)
+
+    @property
+    def tensor_bits(self) -> int:
+        return 32
+
     def whole(self, x: Tensor) -> Tensor:
-        return finite(x.float()).abs().amax() if x.numel() else torch.zeros((), device=x.device)
+        """The largest magnitude. A NaN is its group's concern, and must not reach the others through this number."""
+        return largest_of_all(finite(x.float()).nan_to_num(nan=0.0).abs())
 
     def fit(self, x: Tensor, *, shrink: Tensor | float = 1.0, whole: Tensor | None = None) -> Grid:
         largest = self.whole(x) if whole is None else whole
         reach = 448.0 * self.elements.largest
-        tensor = torch.where(largest == 0, 1.0, reach / largest).reshape(1, 1, 1)
-        stored = round_scale(magnitude(x, self) * shrink * tensor / self.elements.largest, "e4m3")
+        tensor = round_scale(torch.where(largest == 0, 1.0, reach / largest), "float32").reshape([1] * x.dim())
+        stored = round_scale(magnitude(x, self) * shrink * tensor / self.elements.largest, self.scale)
         return Grid(stored, tensor=tensor)
 
-    def encode(self, x: Tensor, grid: Grid) -> Tensor:
-        return super().encode(x, Grid(self._effective(grid)))
-
-    def decode(self, codes: Tensor, grid: Grid) -> Tensor:
-        return self.elements.decode(codes) * self._effective(grid)
-
-    @staticmethod
-    def _effective(grid: Grid) -> Tensor:
+    def scale_of(self, x: Tensor, grid: Grid) -> Tensor:
         assert grid.tensor is not None
         return grid.scale / grid.tensor
 
 
 @dataclass(frozen=True)
 class Ternary(Scaled):
-    """Minus one, zero, one, times the mean magnitude of the group's values that are not zero (Ma et al., 2024)."""
+    """Minus one, zero, one, times the mean magnitude of a group (Ma et al., 2024).
+
+    Zeros are left out of the mean: it then does not depend on how a short group is filled up, and weights that are
+    ternary already stay what they are.
+    """
 
     elements: Elements = TERNARY
+
+    scale_types: ClassVar[tuple[ScaleType, ...]] = ROUNDED
 
     def fit(self, x: Tensor, *, shrink: Tensor | float = 1.0, whole: Tensor | None = None) -> Grid:
         kept = finite(x).abs()
         total, held = kept.sum(-1, keepdim=True), (kept > 0).sum(-1, keepdim=True)
         if self.group == TENSOR:
-            total, held = total.sum().expand(1, 1, 1), held.sum().expand(1, 1, 1)
+            total, held = (part.sum().reshape([1] * x.dim()) for part in (total, held))
         mean = total / held.clamp(min=1)
         return Grid(torch.where(mean == 0, 1.0, round_scale(mean * shrink, self.scale)))

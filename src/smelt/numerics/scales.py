@@ -6,12 +6,15 @@ and a group of zeros has the scale one. NaN stays NaN, so that a group that held
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 ScaleType = Literal["float32", "float16", "bfloat16", "e8m0", "e8m0-up", "e4m3", "e5m2"]
+ROUNDED: tuple[ScaleType, ...] = ("float32", "float16", "bfloat16", "e4m3", "e5m2")  # any number, to the nearest
+POWERS: tuple[ScaleType, ...] = ("e8m0", "e8m0-up")  # powers of two
 STORED_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "e8m0": 8, "e8m0-up": 8, "e4m3": 8, "e5m2": 8}
 _TORCH = {
     "float32": torch.float32,
@@ -37,16 +40,15 @@ def power_of_two(largest: Tensor, kind: ScaleType, top_exponent: int) -> Tensor:
     """The OCP rule: 2^(floor(log2 amax) - exponent of the element type's largest value). `e8m0-up` takes the next
     power where the mantissa is 1.75 or more, which would otherwise saturate."""
     mantissa, exponent = torch.frexp(largest.float())  # mantissa in [0.5, 1)
-    exponent = exponent - 1
     if kind == "e8m0-up":
-        exponent = exponent + (mantissa >= 0.875)
-    scale = torch.ldexp(torch.ones_like(mantissa), (exponent - top_exponent).clamp(-BIAS, BIAS))
-    return torch.where(largest.isnan(), largest, scale)
+        exponent = exponent + (mantissa >= 0.875).int()
+    stored = (exponent - 1 - top_exponent + BIAS).clamp(0, 2 * BIAS)
+    return read_scale(stored.masked_fill(largest.isnan(), NAN_BYTE), kind)
 
 
 def store_scale(scale: Tensor, kind: ScaleType) -> Tensor:
     """As it lies on disk and in memory; E8M0 is a byte that holds the exponent."""
-    if kind not in ("e8m0", "e8m0-up"):
+    if kind not in POWERS:
         return scale.to(_TORCH[kind])
     _, exponent = torch.frexp(scale)
     return torch.where(scale.isnan(), NAN_BYTE, exponent - 1 + BIAS).to(torch.uint8)
@@ -54,7 +56,11 @@ def store_scale(scale: Tensor, kind: ScaleType) -> Tensor:
 
 def read_scale(stored: Tensor, kind: ScaleType) -> Tensor:
     """The inverse of `store_scale`, in float32."""
-    if kind not in ("e8m0", "e8m0-up"):
-        return stored.float()
-    scale = torch.ldexp(torch.ones(stored.shape, device=stored.device), stored.int() - BIAS)
-    return scale.masked_fill(stored == NAN_BYTE, float("nan"))
+    return _powers_of_two(stored.device)[stored.int()] if kind in POWERS else stored.float()
+
+
+@lru_cache(maxsize=16)
+def _powers_of_two(device: torch.device) -> Tensor:
+    """What each byte of E8M0 stands for. A table, because not every device computes powers exactly."""
+    powers = [2.0 ** (byte - BIAS) for byte in range(NAN_BYTE)]
+    return torch.tensor([*powers, float("nan")], device=device, dtype=torch.float32)

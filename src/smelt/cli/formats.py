@@ -1,0 +1,127 @@
+"""`smelt formats`: every number format, how many bits it takes, and how much it loses on normal values."""
+
+from __future__ import annotations
+
+import re
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.cli.output import JsonOption, SeedOption, console, table, write_json
+from smelt.numerics import FORMATS, Format, format_named
+from smelt.numerics.error import signal_to_noise
+from smelt.numerics.format import TENSOR, WHOLE_ROW
+from smelt.numerics.integer import DenormalInteger, Integer
+from smelt.numerics.scaled import Scaled, SignedScales
+from smelt.numerics.scales import POWERS, ROUNDED
+
+ROWS, COLUMNS = 48, 4096  # of the normal values; bits are counted for a square matrix with such columns
+SHOWN = ("", "-asym", "-wide", "-sym")  # of integers with four bits; the rest is in the table of widths
+EXAMPLE = "int4-asym/128@float16"
+
+
+def run(json_file: JsonOption = None, seed: SeedOption = 0) -> None:
+    """Every number format: its bits, its grid, its scales, and its error on normal values, measured now."""
+    x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed))
+    found = {name: describe(name, x) for name in FORMATS}
+    _show_formats(found)
+    _show_widths(found)
+    _show_notes(describe(EXAMPLE, x))
+    write_json(json_file, list(found.values()))
+
+
+def describe(name: str, x: Tensor) -> dict[str, Any]:
+    """All that is shown of a format, with its signal-to-noise ratio on a sample [rows, columns]."""
+    number_format = format_named(name)
+    return {
+        "name": name,
+        "bits": number_format.bits,
+        "bits_per_value": number_format.bits_per_value(COLUMNS, COLUMNS),
+        "grid": grid_words(number_format),
+        "scale": f"2 {number_format.scale}" if isinstance(number_format, SignedScales) else number_format.scale,
+        "group": {WHOLE_ROW: "row", TENSOR: "tensor"}.get(number_format.group, number_format.group),
+        "signal_to_noise": signal_to_noise(x, number_format.rounded(x)),
+    }
+
+
+def grid_words(number_format: Format) -> str:
+    """What is multiplied by the scale."""
+    if isinstance(number_format, Integer):
+        return _integer_words(number_format)
+    assert isinstance(number_format, Scaled)
+    elements = number_format.elements
+    if elements.name == "e2m1":
+        return "±0 .5 1 1.5 2 3 4 6"
+    if re.fullmatch(r"e\dm\d", elements.name):
+        return f"{elements.name.upper()}, to ±{elements.largest:g}"
+    if elements.name.startswith("nf"):
+        return f"{len(elements.values)} normal quantiles"
+    if elements.name.startswith("int"):
+        parts = 2 ** (elements.bits - 2)
+        return f"-{2 * parts - 1}/{parts} .. {2 * parts - 1}/{parts}"
+    return "-1, 0, 1"
+
+
+def _integer_words(number_format: Integer) -> str:
+    if isinstance(number_format, DenormalInteger):
+        half = number_format.steps // 2
+        return f"-{half} .. {half}, ±½" if number_format.symmetric else f"0 .. {number_format.steps} - zero, ±½"
+    if number_format.symmetric:
+        half = number_format.top // 2
+        return f"-{half + 1} .. {half}"
+    return f"0 .. {number_format.top} - zero"
+
+
+def _show_formats(found: dict[str, dict[str, Any]]) -> None:
+    shown = [row for name, row in found.items() if not (kind := _kind(name)) or (row["bits"] == 4 and kind[1] in SHOWN)]
+    cells = [
+        [
+            row["name"], str(row["bits"]), f"{row['bits_per_value']:.2f}", f"{row['signal_to_noise']:.1f}",
+            row["grid"], row["scale"], str(row["group"]),
+        ]
+        for row in shown
+    ]  # fmt: skip
+    made = table("Number formats", ["format", "bits", "stored", "dB", "grid", "scale", "group"], cells)
+    for position, (row, following) in enumerate(pairwise(shown)):
+        made.rows[position].end_section = _section(row["name"]) != _section(following["name"])
+    console.print(made)
+
+
+def _show_widths(found: dict[str, dict[str, Any]]) -> None:
+    """The integers, whose rows would differ in their bits alone."""
+    kinds = list(dict.fromkeys(kind for name in found if (kind := _kind(name))))
+    widths = sorted({row["bits"] for name, row in found.items() if _kind(name)})
+    rows = [[found.get(f"{first}{width}{last}") for width in widths] for first, last in kinds]
+    cells = [
+        [f"{first}N{last}", *("-" if one is None else f"{one['signal_to_noise']:.1f}" for one in row)]
+        for (first, last), row in zip(kinds, rows, strict=True)
+    ]
+    console.print(table("Integers of N bits: dB", ["format", *map(str, widths)], cells))
+
+
+def _kind(name: str) -> tuple[str, str] | None:
+    """What stands before and after the width of an integer; None for other formats."""
+    parts = re.fullmatch(r"(d?int)\d(.*)", name)
+    return (parts[1], parts[2]) if parts else None
+
+
+def _section(name: str) -> str | None:
+    """Integers, plain floats, the OCP block formats, all others."""
+    start = re.match(r"d?(int|fp|mx)", name)
+    return start[1] if start else None
+
+
+def _show_notes(example: dict[str, Any]) -> None:
+    console.print(
+        f"stored: bits a value with its scales, for {COLUMNS} columns. dB: signal to noise on {ROWS} x {COLUMNS} "
+        "normal values, measured now. group: the values that share a scale.\n"
+        "zero: a byte with each scale; in intN-float-zero a float16, which need not be whole (hqq moves it). intN-wide "
+        "spreads the range over all codes. amxfp4: a scale for each sign. nvfp4: one float32 a tensor besides.\n"
+        "A name can go on with `/` and what shares a scale (a number, `row`, `tensor`), then `@` and the type of the "
+        f"scale: {example['name']} takes {example['bits_per_value']:.2f} bits and has "
+        f"{example['signal_to_noise']:.1f} dB.\n"
+        f"Scale types: {', '.join(ROUNDED)}; {', '.join(POWERS)} are powers of two, not for integers and ternary; "
+        "nvfp4 has e4m3 only."
+    )

@@ -1,0 +1,236 @@
+"""What holds for every format: nearest rounding, values that stay, names, what is stored and how large it is."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from smelt.errors import FormatError
+from smelt.numerics import FORMATS, Quantized, format_named, name_of
+from smelt.numerics.format import packed_shapes
+from smelt.numerics.integer import DenormalInteger, Integer
+from smelt.numerics.scales import POWERS
+from tests.numerics.named import NAMES, every_value
+
+
+@st.composite
+def matrices(draw: st.DrawFn) -> Tensor:
+    """Small matrices of any odd shape: normal, constant or sparse, with values of very different size."""
+    rows, columns = draw(st.integers(1, 4)), draw(st.integers(1, 70))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
+    x = torch.randn(rows, columns, generator=generator)
+    kind = draw(st.sampled_from(["normal", "wide", "constant", "one-signed", "sparse"]))
+    if kind == "wide":
+        x = x * torch.exp2(6 * torch.randn(rows, columns, generator=generator))
+    elif kind == "constant":
+        x = x[:1, :1].expand(rows, columns)
+    elif kind == "one-signed":
+        x = -x.abs()
+    elif kind == "sparse":
+        x = torch.where(torch.rand(rows, columns, generator=generator) < 0.8, 0.0, x)
+    return x * 2.0 ** draw(st.integers(-20, 20))
+
+
+def round_trip(quantized: Quantized) -> Quantized:
+    return Quantized.unpacked(quantized.format, quantized.packed(), quantized.codes.shape[-1])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=12)
+@given(x=matrices())
+def test_every_value_goes_to_the_nearest_on_its_grid(name: str, x: Tensor) -> None:
+    number_format = format_named(name)
+    grouped = number_format.groups(x)
+    grid = number_format.fit(grouped, whole=number_format.whole(x))
+    error = (number_format.decode(number_format.encode(grouped, grid), grid) - grouped).abs()
+    choices = every_value(number_format, grid)
+    if number_format.group == 0:
+        choices = choices.expand(*grouped.shape[:-1], -1)
+    least = (grouped[..., None] - choices[..., None, :]).abs().nan_to_num(nan=torch.inf).amin(-1)
+    assert bool((error <= least * (1 + 1e-4) + 1e-5 * grouped.abs()).all())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=8)
+@given(x=matrices())
+def test_values_on_the_grid_stay(name: str, x: Tensor) -> None:
+    number_format = format_named(name)
+    grouped = number_format.groups(x)
+    grid = number_format.fit(grouped, whole=number_format.whole(x))
+    codes = number_format.encode(grouped, grid)
+    values = number_format.decode(codes, grid)
+    again = number_format.encode(values, grid)
+    assert torch.equal(number_format.decode(again, grid), values)
+    every = every_value(number_format, grid).nan_to_num(nan=0.0)
+    assert torch.equal(number_format.decode(number_format.encode(every, grid), grid), every)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if format_named(name).scale in POWERS])
+@settings(max_examples=15)
+@given(x=matrices())
+def test_what_is_read_back_is_written_as_the_same_again(name: str, x: Tensor) -> None:
+    """Powers of two are found again exactly; other scales are, but for the last bit."""
+    number_format = format_named(name)
+    rounded = number_format.rounded(x)
+    assert torch.equal(number_format.rounded(rounded), rounded)
+
+
+@pytest.mark.parametrize("name", ["int4", "int8/16", "fp8-e4m3", "nf4", "ternary", "mxfp4-up", "amxfp4", "dint4-sym"])
+def test_rounding_twice_is_rounding_once(name: str) -> None:
+    x = torch.randn(16, 256)
+    rounded = format_named(name).rounded(x)
+    torch.testing.assert_close(format_named(name).rounded(rounded), rounded, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=8)
+@given(x=matrices())
+def test_packed_and_unpacked(name: str, x: Tensor) -> None:
+    number_format = format_named(name)
+    quantized = number_format.quantize(x)
+    again = round_trip(quantized)
+    assert torch.equal(again.codes, quantized.codes) and torch.equal(again.values(), quantized.values())
+    assert quantized.values().shape == x.shape and quantized.values().dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shapes_are_known_beforehand_and_bits_are_those_stored(name: str) -> None:
+    number_format = format_named(name)
+    for rows, columns in ((1, 1), (3, 7), (4, 96), (5, 33)):
+        packed = number_format.quantize(torch.randn(rows, columns)).packed()
+        expected = packed_shapes(number_format, rows, columns)
+        assert {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in packed.items()} == expected
+        stored = sum(8 * tensor.nbytes for tensor in packed.values())
+        assert number_format.bits_per_value(columns, rows) == pytest.approx(stored / (rows * columns))
+
+
+@pytest.mark.parametrize(
+    ("name", "bits"),
+    [
+        ("int4/128@float16", 4.125), ("int4-asym/128@float16", 4.1875), ("mxfp4", 4.25), ("mxfp6-e2m3", 6.25),
+        ("mxfp8-e4m3", 8.25), ("mxint8", 8.25), ("amxfp4", 4.5), ("nf4", 4.5), ("fp4/32@float16", 4.5),
+        ("dint4/32@e5m2", 4.5), ("ternary/64@float16", 2.25),
+    ],
+)  # fmt: skip
+def test_bits_of_a_value(name: str, bits: float) -> None:
+    assert format_named(name).bits_per_value(4096, 4096) == bits
+
+
+def test_the_number_of_the_tensor_is_counted() -> None:
+    assert format_named("nvfp4").bits_per_value(64, 1) == 4.5 + 32 / 64
+    assert format_named("int8/tensor").bits_per_value(64, 2) == 8 + 32 / 128
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_and_its_format(name: str) -> None:
+    number_format = format_named(name)
+    assert format_named(name_of(number_format)) == number_format
+    assert name not in FORMATS or name_of(number_format) == name
+    assert pickle.loads(pickle.dumps(number_format)) == number_format  # noqa: S301  (our own bytes)
+
+
+def test_canonical_names() -> None:
+    assert name_of(format_named("int4/row@float32")) == "int4"
+    assert name_of(format_named("fp4/32@e8m0")) == "mxfp4"
+    assert name_of(format_named("mxfp4/16")) == "fp4/16@e8m0"
+    assert name_of(format_named("int4-asym/0128@float16")) == "int4-asym/128@float16"
+
+
+def test_no_two_bases_are_the_same_format() -> None:
+    assert len(set(FORMATS.values())) == len(FORMATS)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("int9", "no number format 'int9'; `smelt formats` lists them"),
+        ("", "no number format"),
+        ("int4/", "a number, `row` or `tensor`"),
+        ("int4/0", "a number, `row` or `tensor`"),
+        ("int4/-1", "a number, `row` or `tensor`"),
+        ("int4/1.5", "a number, `row` or `tensor`"),
+        ("int4@", "the scale type in 'int4@' is one of float32, float16"),
+        ("int4@int8", "the scale type"),
+        ("int4@e8m0", "is one of float32, float16, bfloat16, e4m3, e5m2."),
+        ("ternary@e8m0-up", "the scale type"),
+        ("nvfp4@float16", "the scale type in 'nvfp4@float16' is one of e4m3."),
+        ("int4@float16/32", "the scale type"),
+    ],
+)
+def test_a_name_that_is_none(name: str, words: str) -> None:
+    with pytest.raises(FormatError, match=words.replace(".", r"\.")):
+        format_named(name)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "words"),
+    [
+        ("int4", {"group": -2}, "at least one value"),
+        ("int4", {"width": 9}, "2 to 8 bits, not 9"),
+        ("int4", {"width": 1}, "2 to 8 bits, not 1"),
+        ("int4", {"zero_type": "float16"}, "no zero point"),
+        ("int4-asym", {"wide": True}, "symmetric range"),
+        ("int4", {"scale": "e8m0"}, "not in e8m0"),
+        ("nvfp4", {"scale": "float32"}, "scales in e4m3, not in float32"),
+        ("dint4", {"width": 2}, "3 to 8 bits"),
+        ("dint4", {"zero_type": "float16"}, "is a code"),
+    ],
+)
+def test_a_format_that_cannot_be(base: str, changes: dict[str, object], words: str) -> None:
+    with pytest.raises(FormatError, match=words):
+        replace(FORMATS[base], **changes)  # type: ignore[arg-type]
+
+
+def test_a_format_without_a_name() -> None:
+    odd = type("Odd", (Integer,), {})
+    with pytest.raises(FormatError, match="has no name"):
+        name_of(odd())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_stochastic_rounding_is_unbiased_and_lands_on_neighbours(name: str) -> None:
+    number_format, generator, draws = format_named(name), torch.Generator().manual_seed(1), 1500
+    x = torch.randn(2, 40)
+    grouped = number_format.groups(x)
+    grid = number_format.fit(grouped, whole=number_format.whole(x))
+    codes = number_format.encode_stochastic(grouped.expand(draws, *grouped.shape), grid, generator)
+    drawn = number_format.decode(codes, grid)
+    choices = every_value(number_format, grid).nan_to_num(nan=torch.inf)
+    choices = choices.expand(*grouped.shape[:-1], -1)[..., None, :]
+    slack = 1e-6 * grouped.abs()
+    high = choices.masked_fill(choices < (grouped - slack)[..., None], torch.inf).amin(-1)
+    low = choices.masked_fill(choices > (grouped + slack)[..., None], -torch.inf).amax(-1)
+    assert bool(((drawn == low) | (drawn == high)).all())
+    inside = high.isfinite() & low.isfinite()
+    deviation = ((high - grouped) * (grouped - low)).clamp(min=0).sqrt() / draws**0.5  # of the mean
+    assert bool(((drawn.mean(0) - grouped).abs() <= 5 * deviation + 10 * slack)[inside].all())
+
+
+def test_a_generator_makes_quantize_stochastic() -> None:
+    x = torch.full((1, 2000), 0.3).index_fill(1, torch.tensor([0]), 7.0)  # a scale of one
+    drawn = format_named("int4").quantize(x, stochastic=torch.Generator().manual_seed(0)).values()
+    assert set(drawn.unique().tolist()) == {0.0, 1.0, 7.0} and float(drawn[0, 1:].mean()) == pytest.approx(
+        0.3, abs=0.05
+    )
+    assert float(format_named("int4").rounded(x)[0, 1:].abs().max()) == 0
+
+
+def test_a_narrowed_range_clips() -> None:
+    x = torch.randn(4, 64)
+    for name in ("int4", "int4-asym", "dint4", "dint4-sym", "fp8-e4m3", "nf4", "nvfp4", "amxfp4@float32", "ternary"):
+        number_format = format_named(name)
+        grouped = number_format.groups(x)
+        whole, half = (number_format.fit(grouped, shrink=shrink, whole=number_format.whole(x)) for shrink in (1.0, 0.5))
+        ratio = half.scale / whole.scale
+        assert torch.allclose(ratio, torch.full_like(ratio, 0.5), rtol=0.07), name  # but for the rounding to E4M3
+
+
+def test_denormal_integers_are_integers_with_two_codes_less() -> None:
+    assert isinstance(format_named("dint4"), DenormalInteger) and name_of(DenormalInteger(width=4)) == "dint4"
+    assert name_of(Integer(width=4, symmetric=False)) == "int4-asym"
