@@ -88,7 +88,11 @@ def _w4a4() -> Rows:
     rows |= {
         f"{UNROTATED}gptq int4, no rotation": [{"method": "gptq", **plain}],
         f"{UNROTATED}QuaRot (gptq)": [{"method": "quarot"}],
+        f"{UNROTATED}QuaRot with SpinQuant's settings": [
+            {"method": "quarot", "inputs": "int4-asym", "clip": 1.0, "rotate_heads": False}
+        ],
         f"{UNROTATED}SpinQuant (gptq)": [{"method": "spinquant"}],
+        f"{UNROTATED}SpinQuant, heads mixed": [{"method": "spinquant", "rotate_heads": True}],
     }
     return {(name, column): steps for name, steps in rows.items()}
 
