@@ -26,7 +26,8 @@ list. A step of a recipe names a method and sets any of its parameters; what is 
 unknown parameter or an impossible value is an error before any work starts. See [recipes](recipes.md) and
 [adding a method](adding-a-method.md).
 """
-_FIELD = re.compile(r"^ +(\w+): .*?# (.+)$", re.MULTILINE)  # `name: type = default  # comment`
+# `name: type = default  # comment`
+_FIELD = re.compile(r"^ +(\w+): .*?# (?:type: ignore\S*  # )?(.+)$", re.MULTILINE)
 
 
 def page() -> str:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
@@ -36,7 +35,7 @@ from smelt.models.model import Model
 from smelt.models.verify import outputs, probe
 from smelt.recipes.recipe import Recipe
 from tests.character_tokenizer import character_tokenizer
-from tests.tiny import BUILDS
+from tests.trained import labelled_rows, sentences, trained_bert, trained_llama
 
 NOT_THE_SAME_EVERY_TIME = ("measurements.json", "report.html")  # they hold times and dates
 
@@ -83,11 +82,11 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """A language model `llama`, a classifier `bert`, `text.txt`, `rows.jsonl`, and a recipe for each model."""
     made = Place(tmp_path_factory.mktemp("use"))
-    text, rows = _text(2000), _rows(160)
+    text, rows = sentences(2000), labelled_rows(160)
     (made.folder / "text.txt").write_text(text)
     (made.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _save(_trained_llama(text), character_tokenizer(), made.folder / "llama")
-    _save(_trained_bert(rows), character_tokenizer(encoder=True), made.folder / "bert")
+    _save(trained_llama(text), character_tokenizer(), made.folder / "llama")
+    _save(trained_bert(rows), character_tokenizer(encoder=True), made.folder / "bert")
     made.recipe("llama.yaml", llama_recipe(made))
     made.recipe("bert.yaml", bert_recipe(made))
     return made
@@ -251,54 +250,6 @@ def same_bytes(one: Path, two: Path) -> bool:
 def _contents(folder: Path) -> dict[str, bytes]:
     files = [file for file in folder.rglob("*") if file.is_file() and file.name not in NOT_THE_SAME_EVERY_TIME]
     return {str(file.relative_to(folder)): file.read_bytes() for file in files}
-
-
-def _text(sentences: int) -> str:
-    generator = np.random.Generator(np.random.PCG64(0))
-    nouns, verbs = ("cat", "dog", "bird", "child"), ("sees", "likes", "follows")
-    return " ".join(
-        f"the {generator.choice(nouns)} {generator.choice(verbs)} the {generator.choice(nouns)}."
-        for _ in range(sentences)
-    )
-
-
-def _rows(count: int) -> list[dict[str, Any]]:
-    generator = np.random.Generator(np.random.PCG64(0))
-    rows = []
-    for _ in range(count):
-        label = int(generator.integers(2))
-        word = generator.choice([("bad", "dull"), ("good", "fine")][label])
-        rows.append({"sentence": f"a {word} {generator.choice(('film', 'book'))}", "label": label})
-    return rows
-
-
-def _trained_llama(text: str) -> PreTrainedModel:
-    tokens = torch.tensor(character_tokenizer()(text)["input_ids"])
-    network = BUILDS["llama"]()
-
-    def loss() -> torch.Tensor:
-        starts = torch.randint(len(tokens) - 64, (8,))
-        batch = torch.stack([tokens[start : start + 64] for start in starts])
-        return network(input_ids=batch, labels=batch).loss
-
-    return _trained(network, loss, steps=100)
-
-
-def _trained_bert(rows: list[dict[str, Any]]) -> PreTrainedModel:
-    tokenizer, network = character_tokenizer(encoder=True), BUILDS["bert"]()
-    batch = dict(tokenizer([row["sentence"] for row in rows], padding=True, return_tensors="pt"))
-    labels = torch.tensor([row["label"] for row in rows])
-    return _trained(network, lambda: network(**batch, labels=labels).loss, steps=60)
-
-
-def _trained(network: PreTrainedModel, loss: Callable[[], torch.Tensor], steps: int) -> PreTrainedModel:
-    torch.manual_seed(0)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=5e-3)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss().backward()
-        optimizer.step()
-    return network.eval()
 
 
 def _save(network: PreTrainedModel, tokenizer: Any, folder: Path) -> None:

@@ -16,7 +16,7 @@ from smelt.errors import ModelError
 from smelt.models.bundled import ensure_bundled
 from smelt.models.gguf import gguf_config, gguf_tensors, gguf_tokenizer, read_gguf
 from smelt.models.gguf.blocks import FORMATS, dequantize
-from smelt.models.gguf.llama import _BLOCK_NAMES
+from smelt.models.gguf.llama import BLOCK_NAMES
 from smelt.models.load import load
 from tests.models.gguf_files import Gguf, Tensor, matrix
 
@@ -95,7 +95,7 @@ def _as_gguf(network: PreTrainedModel, metadata: dict[str, Any] | None = None) -
     if not config.tie_word_embeddings:
         file.tensors.append(matrix("output.weight", state["lm_head.weight"]))
     for block in range(config.num_hidden_layers):
-        for ours, theirs in _BLOCK_NAMES.items():
+        for ours, theirs in BLOCK_NAMES.items():
             for part in ("weight", "bias"):
                 values = state.get(f"model.layers.{block}.{theirs}.{part}")
                 if values is None:

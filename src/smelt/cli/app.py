@@ -5,7 +5,7 @@ from __future__ import annotations
 import typer
 
 from smelt import __version__
-from smelt.cli import bench, compress, evaluate, inspect, methods, plan
+from smelt.cli import bench, compress, evaluate, export, formats, inspect, methods, plan
 from smelt.errors import SmeltError
 
 # Every wrong use of options and arguments is of this class, for which typer has no public name.
@@ -28,11 +28,13 @@ def options(version: bool = typer.Option(False, "--version", help="Print the ver
 
 
 app.command("methods")(methods.run)
+app.command("formats")(formats.run)
 app.command("inspect")(inspect.run)
 app.command("plan")(plan.run)
 app.command("compress")(compress.run)
 app.command("eval")(evaluate.run)
 app.command("bench")(bench.run)
+app.command("export")(export.run)
 
 
 def call(arguments: list[str]) -> int:

@@ -22,6 +22,7 @@ DataOption = Annotated[str, typer.Option("--data", help="A file, a hub id, or de
 AgainstOption = Annotated[str | None, typer.Option("--against", metavar="BASE", help="Compare with this model.")]
 MinOption = Annotated[float | None, typer.Option("--min", help="Exit with 3 when the value is below this.")]
 MaxOption = Annotated[float | None, typer.Option("--max", help="Exit with 3 when the value is above this.")]
+KvOption = Annotated[str | None, typer.Option("--kv", help="Hold keys and values in this format (not BASE's).")]
 LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Use only so many tokens of text, or rows.")]
 
 
@@ -37,6 +38,7 @@ def run(
     label: Annotated[str | None, typer.Option(help="Column of the label.")] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens a window has, for perplexity.")] = 1024,
     limit: LimitOption = None,
+    kv: KvOption = None,
     batch: Annotated[int, typer.Option(min=1)] = 8,
     device: DeviceOption = "cpu",
     json_file: JsonOption = None,
@@ -47,10 +49,10 @@ def run(
     loaded = load_data(data, text=text, pair=pair, label=label)
     with bars() as watcher:
         new = load(model, device=device)
-        quality = measure_quality(new, loaded, settings, watcher)
-        content: dict[str, Any] = {"model": model, "quality": quality.to_json()}
+        quality = measure_quality(new, loaded, settings, watcher, kv)
+        content: dict[str, Any] = {"model": model, "quality": quality.to_json(), **({"kv": kv} if kv else {})}
         if against is not None:
-            content |= _against(against, new, quality, loaded, settings, device, seed, watcher)
+            content |= _against(against, new, quality, loaded, settings, device, seed, watcher, kv)
     _show(model, quality, against, content)
     passed = meets(quality, minimum, maximum)
     write_json(json_file, {**content, "passed": passed})
@@ -62,7 +64,7 @@ def run(
 
 def _against(
     base_name: str, new: Model, quality: Quality, data: Data, settings: EvaluationSettings, device: str, seed: int,
-    watcher: Watcher,
+    watcher: Watcher, kv: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     base = load(base_name, device=device)
     base_quality = measure_quality(base, data, settings, watcher)
@@ -70,14 +72,15 @@ def _against(
     content = {"against": base_name, "base_quality": base_quality.to_json(), "comparison": comparison.to_json()}
     if isinstance(data, TextData):
         context = quality.settings["context"]
-        found = logit_divergence(new, base, data, context=context, limit=16 * context, watcher=watcher)
+        found = logit_divergence(new, base, data, context=context, limit=16 * context, kv=kv, watcher=watcher)
         content["divergence"] = found.to_json()
     return content
 
 
 def _show(model: str, quality: Quality, against: str | None, content: dict[str, Any]) -> None:
     settings = ", ".join(f"{name} {value}" for name, value in quality.settings.items())
-    rows = [[model, written(quality.value)]]
+    name = f"{model}, keys and values in {content['kv']}" if "kv" in content else model
+    rows = [[name, written(quality.value)]]
     if against is not None:
         rows.append([against, written(content["base_quality"]["value"])])
     console.print(table(f"{quality.metric} on {quality.data}", ["model", quality.metric], rows))

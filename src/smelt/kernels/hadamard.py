@@ -1,7 +1,8 @@
 """The Hadamard transform of the last axis, orthonormal: the plain reference is the product with the whole matrix.
 
-A size n = k 2^m needs a Hadamard matrix of order k, which Paley's two constructions give for the odd factors that the
-widths of networks have. A transform costs n log n.
+A size n = k 2^m needs a Hadamard matrix of order k = 4 x (odd factor): Paley's two constructions and Williamson's four
+circulants give one for every odd factor up to 27 and for most of the larger ones that widths of networks have. The
+transform is a few products with small matrices, of which the whole is the Kronecker product: n (k + 64 + ...) work.
 """
 
 from __future__ import annotations
@@ -12,52 +13,87 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+LARGEST_FACTOR = 64  # of two: products of this size run at full speed, and a few of them make any size
+# Where Paley has nothing: first rows of four symmetric circulants of this odd order, whose squares add up to 4 n I.
+# The sign of entry i (and n - i) is bit i - 1; entry 0 is one. Found by search, checked by the tests.
+WILLIAMSON = {
+    13: (40, 46, 46, 23),
+    23: (912, 1329, 1549, 1875),
+    25: (2784, 1588, 666, 433),
+    43: (628624, 1987996, 814346, 282873),
+}
+_Rows = tuple[tuple[int, ...], ...]
 
+
+@torch.compiler.assume_constant_result
 def hadamard_order(size: int) -> int | None:
     """The order k of the stored factor for a size, or None where there is no matrix of this form."""
+    if size < 1:
+        return None
     odd = size // (size & -size)
     order = 1 if odd == 1 else 4 * odd
     return order if size % order == 0 and _base(order) is not None else None
 
 
-def hadamard_transform(x: Tensor) -> Tensor:  # [..., n] -> [..., n]
-    """x H / sqrt(n), H = (Hadamard of order 2^m) x (Hadamard of order k), in the dtype of x but at least float32."""
+def hadamard_transform(x: Tensor, *, inverse: bool = False) -> Tensor:  # [..., n] -> [..., n]
+    """x H / sqrt(n), H = (Hadamard of order 2^m) x (Hadamard of order k), in the dtype of x but at least float32.
+
+    `inverse` is the product with the transpose, which is another matrix only where k > 1."""
     size = x.shape[-1]
-    order = hadamard_order(size)
-    if order is None:
-        raise ValueError(f"there is no Hadamard matrix of order {size} here")
+    order = _order(size)
     y = x if x.dtype == torch.float64 else x.float()
-    y = y.unflatten(-1, (size // order, order))
-    if order > 1:
-        y = y @ _base_tensor(order, y.device, y.dtype)
-    half = 1
-    while half < size // order:
-        y = y.unflatten(-2, (-1, 2, half))
-        y = torch.stack((y[..., 0, :, :] + y[..., 1, :, :], y[..., 0, :, :] - y[..., 1, :, :]), dim=-3).flatten(-4, -2)
-        half *= 2
-    return (y.flatten(-2) / math.sqrt(size)).to(x.dtype)
+    inner = _innermost(size, order)
+    matrix = _factor(inner, y.device, y.dtype)
+    y = (y.unflatten(-1, (size // inner, inner)) @ (matrix.T if inverse else matrix)).flatten(-2)
+    while inner < size:
+        factor = min(LARGEST_FACTOR, size // inner)
+        y = y.unflatten(-1, (size // (factor * inner), factor, inner))
+        y = (_factor(factor, y.device, y.dtype) @ y).flatten(-3)
+        inner *= factor
+    return y.to(x.dtype)
 
 
 def hadamard_matrix(size: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """The whole orthonormal matrix: the reference."""
+    order = _order(size)
+    matrix = torch.ones(1, 1, dtype=dtype)
+    for _ in range((size // order).bit_length() - 1):
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return torch.kron(matrix, torch.tensor(_base(order), dtype=dtype)) / math.sqrt(size)
+
+
+def _order(size: int) -> int:
     order = hadamard_order(size)
     if order is None:
         raise ValueError(f"there is no Hadamard matrix of order {size} here")
-    matrix = torch.ones(1, 1, dtype=dtype)
-    for _ in range(int(math.log2(size // order))):
-        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
-    return torch.kron(matrix, _base_tensor(order, torch.device("cpu"), dtype)) / math.sqrt(size)
+    return order
+
+
+def _innermost(size: int, order: int) -> int:
+    """The size of the first product: the stored factor, with as many twos as keep it small."""
+    inner = order
+    while inner < size and 2 * inner <= LARGEST_FACTOR:
+        inner *= 2
+    return inner
+
+
+@torch.compiler.assume_constant_result
+def _factor(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return _kept_factor(size, device, dtype)
 
 
 @lru_cache(maxsize=64)
-def _base_tensor(order: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(_base(order), device=device, dtype=dtype)
+def _kept_factor(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):  # kept for later, when gradients may be wanted
+        return hadamard_matrix(size).to(device, dtype)
 
 
 @lru_cache(maxsize=16)
-def _base(order: int) -> tuple[tuple[int, ...], ...] | None:
-    """Paley's constructions: the first for a prime `order - 1` (3 modulo 4), the second for a prime `order / 2 - 1`
-    (1 modulo 4)."""
+def _base(order: int) -> _Rows | None:
+    """A Hadamard matrix of order 1 or 4 x odd, as rows of plus and minus one; None where no construction here has it.
+
+    Paley's first construction takes a prime `order - 1`, 3 modulo 4; his second a prime `order / 2 - 1`, 1 modulo 4.
+    """
     if order == 1:
         return ((1,),)
     first, second = order - 1, order // 2 - 1
@@ -72,7 +108,19 @@ def _base(order: int) -> tuple[tuple[int, ...], ...] | None:
             for i in range(second + 1)
             for a in range(2)
         )
-    return None
+    return _williamson(order // 4) if order // 4 in WILLIAMSON else None
+
+
+def _williamson(size: int) -> _Rows:
+    """Four circulants A, B, C, D in the pattern of the quaternions."""
+    rows = [[1] + [1 - 2 * (bits >> (min(i, size - i) - 1) & 1) for i in range(1, size)] for bits in WILLIAMSON[size]]
+    pattern = (((0, 1), (1, 1), (2, 1), (3, 1)), ((1, -1), (0, 1), (3, -1), (2, 1)),
+               ((2, -1), (3, 1), (0, 1), (1, -1)), ((3, -1), (2, -1), (1, 1), (0, 1)))  # fmt: skip
+    return tuple(
+        tuple(sign * rows[which][(j - i) % size] for which, sign in blocks for j in range(size))
+        for blocks in pattern
+        for i in range(size)
+    )
 
 
 def _conference(prime: int, corner: int) -> list[list[int]]:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -42,14 +43,18 @@ class Inputs:
 
     format: Format
     scale: Tensor | None = None
+    clip: float = 1.0  # the part of each group's range that the grid covers, where the scale is taken from the input
 
     def rounded(self, x: Tensor) -> Tensor:
-        if self.scale is None:
+        if self.scale is None and self.clip == 1.0:
             return self.format.rounded(x)
         grouped = self.format.groups(x)
-        grid = Grid(self.scale.float())
+        grid = Grid(self.scale.float()) if self.scale is not None else self._clipped(grouped, x)
         codes = self.format.encode(grouped, grid)
         return self.format.decode(codes, grid).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+
+    def _clipped(self, grouped: Tensor, x: Tensor) -> Grid:
+        return self.format.fit(grouped, shrink=self.clip, whole=self.format.whole(x))
 
 
 class LinearKernel(ABC):
@@ -85,6 +90,7 @@ class Reference(LinearKernel):
 
 KERNELS: list[LinearKernel] = []  # in the order of preference; the reference is always last
 REFERENCE = Reference()
+_ROOMS = ["smelt.kernels.cpu", "smelt.kernels.gpu"]  # each has `register_kernels`, called once at the first choice
 _forced: list[str] = []
 
 
@@ -95,10 +101,17 @@ def register(kernel: LinearKernel) -> LinearKernel:
 
 def choose(packed: Packed, inputs: Inputs | None, dtype: torch.dtype) -> LinearKernel:
     """The first kernel that takes the product, or the one that `using` asks for."""
+    while _ROOMS:
+        import_module(_ROOMS.pop(0)).register_kernels()
     for kernel in (*KERNELS, REFERENCE):
         if (not _forced or kernel.name == _forced[-1]) and kernel.takes(packed, inputs, dtype):
             return kernel
     raise LookupError(f"no kernel named {_forced[-1]!r} takes {packed.format} on {packed.device} in {dtype}.")
+
+
+def asked_for() -> str | None:
+    """The kernel that `using` asks for, if any."""
+    return _forced[-1] if _forced else None
 
 
 @contextmanager

@@ -12,11 +12,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 _MOST_BYTES = 2**26
 
 LogitRows = Callable[[slice], Tensor]
+NewCache = Callable[[], Cache]  # what a pass keeps its keys and values in, where that is not the network's own tensors
 
 
 @contextmanager
@@ -31,7 +32,9 @@ def evaluating(network: PreTrainedModel) -> Iterator[None]:
         network.train(training)
 
 
-def logit_rows(network: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, keep: Tensor) -> LogitRows:
+def logit_rows(
+    network: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, keep: Tensor, cache: NewCache | None = None
+) -> LogitRows:
     """Runs the network; the result gives the float32 logits of any slice of the tokens marked in `keep`."""
     # [batch, tokens] are the shapes of all three inputs; kept tokens are counted through the batch in order.
     hidden: list[Tensor] = []
@@ -41,18 +44,21 @@ def logit_rows(network: PreTrainedModel, input_ids: Tensor, attention_mask: Tens
         hidden.append(inputs[0])
         return (inputs[0][:, -1:], *inputs[1:])
 
+    def run() -> Tensor:
+        held = {} if cache is None else {"past_key_values": cache()}
+        logits: Tensor = network(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **held).logits
+        return logits
+
     handle = head.register_forward_pre_hook(only_last)
     try:
-        last = network(
-            input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-        ).logits  # [batch, 1, vocabulary]
+        last = run()  # [batch, 1, vocabulary]
     finally:
         handle.remove()
     if torch.equal(last, head(hidden[0][:, -1:])):
         rows = hidden[0][keep]  # [kept, hidden size]
         return lambda part: head(rows[part]).float()
     # Some networks scale or cap what the head gives; only their own full pass has it right.
-    logits = network(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits[keep]
+    logits = run()[keep]
     return lambda part: logits[part].float()
 
 
@@ -62,7 +68,9 @@ def slices(rows: int, vocabulary: int) -> Iterator[slice]:
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
 
-def token_losses(network: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, scored: Tensor) -> Tensor:
+def token_losses(
+    network: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, scored: Tensor, cache: NewCache | None = None
+) -> Tensor:
     """The negative log-likelihood of each token marked in `scored`, given those before it. [scored tokens], float64
 
     The first token of a row has nothing before it and must not be marked.
@@ -70,7 +78,7 @@ def token_losses(network: PreTrainedModel, input_ids: Tensor, attention_mask: Te
     # The logits at one place speak about the next token.
     keep = scored.roll(-1, dims=1)
     targets = input_ids[scored]
-    rows = logit_rows(network, input_ids, attention_mask, keep)
+    rows = logit_rows(network, input_ids, attention_mask, keep, cache)
     losses = [
         cross_entropy(rows(part), targets[part], reduction="none").double()
         for part in slices(len(targets), network.config.get_text_config().vocab_size)

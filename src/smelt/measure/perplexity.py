@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from smelt.data.batches import check_positive
 from smelt.data.text import TextData
 from smelt.errors import DataError
-from smelt.measure.logits import evaluating, token_losses
+from smelt.measure.logits import NewCache, evaluating, token_losses
 from smelt.measure.quality import Quality
+from smelt.models.kv_cache import QuantizedCache
 from smelt.models.model import Model
 from smelt.progress import Silent, Watcher
 
@@ -41,18 +42,22 @@ def perplexity(
     stride: int | None = None,
     batch_size: int = 1,
     limit: int | None = None,
+    kv: str | None = None,
     watcher: Watcher = Silent(),  # noqa: B008
 ) -> Quality:
-    """Perplexity over the text, or over its first `limit` tokens. Without a stride the windows lie side by side."""
+    """Perplexity over the text, or over its first `limit` tokens. Without a stride the windows lie side by side.
+
+    `kv` is the number format that keys and values are held in; without it they are not rounded."""
     stride = context if stride is None else stride
     check_positive(batch_size=batch_size, limit=limit)
     check_context(model, context, stride)
+    cache = cache_in(model, kv)
     tokens = tokens_of(model, data, limit)
     windows = list(windows_over(len(tokens), context, stride))
     losses: list[float] = []
     with evaluating(model.network):
         for group in watcher.track(list(batched_windows(windows, batch_size)), "perplexity"):
-            losses.extend(_window_losses(model, tokens, group))
+            losses.extend(_window_losses(model, tokens, group, cache))
     items = np.array(losses)
     weights = np.array([window.end - window.scored_from for window in windows], dtype=np.float64)
     return Quality(
@@ -64,6 +69,19 @@ def perplexity(
         weights=weights,
         settings={"context": context, "stride": stride, "tokens_scored": int(weights.sum()), "windows": len(windows)},
     )
+
+
+def cache_in(model: Model, kv: str | None) -> NewCache | None:
+    """What makes a cache that holds keys and values in a format; None where they are not rounded."""
+    if kv is None:
+        return None
+    name: str = kv
+
+    def new() -> QuantizedCache:
+        return QuantizedCache(model.network.config, name)
+
+    new()  # so that a name that does not exist is told before anything runs
+    return new
 
 
 def check_context(model: Model, context: int, stride: int) -> None:
@@ -119,9 +137,9 @@ def window_inputs(tokens: Tensor, windows: list[Window], device: torch.device) -
     return input_ids.to(device), scored.to(device)
 
 
-def _window_losses(model: Model, tokens: Tensor, windows: list[Window]) -> list[float]:
+def _window_losses(model: Model, tokens: Tensor, windows: list[Window], cache: NewCache | None) -> list[float]:
     """The mean negative log-likelihood of each window."""
     input_ids, scored = window_inputs(tokens, windows, model.device)
-    losses = token_losses(model.network, input_ids, torch.ones_like(input_ids), scored)
+    losses = token_losses(model.network, input_ids, torch.ones_like(input_ids), scored, cache)
     counts = [window.end - window.scored_from for window in windows]
     return [float(part.mean()) for part in losses.split(counts)]

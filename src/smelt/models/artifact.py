@@ -39,8 +39,8 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
     network = model.network
     anatomy = model.anatomy
     packed = quantized_layers(network)
-    _write_json(folder / "config.json", {**_plain_config(network), **_layer_fields(anatomy)})
-    save_file(_tensors(network), folder / "model.safetensors", metadata={"format": "pt"})
+    write_json(folder / "config.json", {**plain_config(network), **layer_fields(anatomy)})
+    save_file(distinct_tensors(network), folder / "model.safetensors", metadata={"format": "pt"})
     if network.can_generate():
         network.generation_config.save_pretrained(folder)
     if model.tokenizer is not None:
@@ -54,7 +54,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         **({"quantized": {path: layer.scheme.to_json() for path, layer in packed.items()}} if packed else {}),
         **(record or {}),
     }
-    _write_json(folder / "smelt.json", content)
+    write_json(folder / "smelt.json", content)
 
 
 def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Model:
@@ -63,9 +63,9 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
     headers = read_headers(folder)
     shapes = {name: header.shape for name, header in headers.items()}
     outline = shaped_network(folder, content)
-    _check_shapes(outline, shapes, folder)  # before anything real is allocated
+    check_shapes(outline, shapes, folder)  # before anything real is allocated
     _check_packed(outline, headers, folder)
-    with _parameters_on_meta():
+    with parameters_on_meta():
         network = shaped_network(folder, content, device="cpu")
     _add_biases(network, shapes)
     packed = tuple(f"{path}." for path in quantized_layers(network))
@@ -119,7 +119,7 @@ def checked_shape(anatomy: Anatomy, shape: Any, folder: Path) -> list[dict[str, 
     return shape
 
 
-def _check_shapes(network: nn.Module, held: dict[str, tuple[int, ...]], folder: Path) -> None:
+def check_shapes(network: nn.Module, held: dict[str, tuple[int, ...]], folder: Path) -> None:
     """Every tensor of the network is in the file in its shape, apart from names that share another's storage."""
     _add_biases(network, held)
     tied = set(getattr(network, "all_tied_weights_keys", {}))
@@ -137,6 +137,10 @@ def _check_packed(network: nn.Module, headers: dict[str, TensorHeader], folder: 
             held = headers[f"{path}.{name}"].torch_dtype
             if held != tensor.dtype and name not in FACTORS:
                 raise ModelError(f"{folder}: {path}.{name} is {held} and not {tensor.dtype} as smelt.json says.")
+        known = {f"{path}.{name}" for name in layer.state_dict()}
+        spare = next((name for name in headers if name.startswith(f"{path}.") and name not in known), None)
+        if spare is not None:
+            raise ModelError(f"{folder}: the weights hold {spare}, for which smelt.json has no place.")
 
 
 def _add_biases(network: nn.Module, held: dict[str, tuple[int, ...]]) -> None:
@@ -149,7 +153,7 @@ def _add_biases(network: nn.Module, held: dict[str, tuple[int, ...]]) -> None:
 
 
 @contextmanager
-def _parameters_on_meta() -> Iterator[None]:
+def parameters_on_meta() -> Iterator[None]:
     """Networks built here have their parameters on the meta device and their buffers, which no file holds, for real."""
     register = nn.Module.register_parameter
 
@@ -165,7 +169,7 @@ def _parameters_on_meta() -> Iterator[None]:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _tensors(network: nn.Module) -> dict[str, Tensor]:
+def distinct_tensors(network: nn.Module) -> dict[str, Tensor]:
     """Everything the network must remember, storage that has several names once."""
     seen: set[tuple[int, int]] = set()
     tensors = {}
@@ -178,7 +182,7 @@ def _tensors(network: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _plain_config(network: PreTrainedModel) -> dict[str, Any]:
+def plain_config(network: PreTrainedModel) -> dict[str, Any]:
     values = network.config.to_dict()
     values.pop("_name_or_path", None)
     values.pop("transformers_version", None)
@@ -187,7 +191,7 @@ def _plain_config(network: PreTrainedModel) -> dict[str, Any]:
     return {name: values[name] for name in sorted(values)}
 
 
-def _layer_fields(anatomy: Anatomy) -> dict[str, Any]:
+def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
     """Widths as transformers' configuration has them: one value where all layers agree, else an entry a layer."""
     names = anatomy.family.config_names
     layers: dict[str, dict[str, int]] = {}
@@ -225,5 +229,5 @@ def _plain_fields_suffice(anatomy: Anatomy) -> bool:
     return even and getattr(config, "head_dim", None) is not None
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -7,7 +7,6 @@ a quantisation result on that same grid would be a mirage.
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
+from smelt.cache import cache_folder
 from smelt.errors import ModelError, ResourceError
 from smelt.models.gguf import gguf_config, gguf_tensors, gguf_tokenizer, read_gguf
 from smelt.models.jsonfile import one_line
@@ -63,13 +63,6 @@ def ensure_bundled(name: str) -> Path:
             "set SMELT_CACHE to a folder with 1 GB free."
         ) from error
     return folder
-
-
-def cache_folder() -> Path:
-    """Where fetched things are kept: SMELT_CACHE, or `smelt` in the user's cache folder."""
-    if given := os.environ.get("SMELT_CACHE"):
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smelt"
 
 
 def _fetch_wheel(bundled: Bundled) -> Path:

@@ -13,6 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from smelt.errors import ModelError, ResourceError
 from smelt.models.artifact import load_artifact, shaped_network
 from smelt.models.bundled import BUNDLED, ensure_bundled
+from smelt.models.compressed_tensors import (
+    compressed_config,
+    compressed_skeleton,
+    holds_compressed_tensors,
+    load_compressed,
+)
 from smelt.models.config import read_config, read_generation_config
 from smelt.models.gguf import gguf_config, gguf_shapes, gguf_tensors, gguf_tokenizer, read_gguf
 from smelt.models.jsonfile import one_line
@@ -45,7 +51,9 @@ def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "c
 def load_config(spec: str | Path) -> PreTrainedConfig:
     """The config of the model that `spec` names, without its weights."""
     path = resolve(spec, config_only=True)
-    return gguf_config(read_gguf(path)) if path.is_file() else read_config(path)
+    if path.is_file():
+        return gguf_config(read_gguf(path))
+    return compressed_config(path) if holds_compressed_tensors(path) else read_config(path)
 
 
 def skeleton(spec: str | Path) -> PreTrainedModel:
@@ -53,6 +61,8 @@ def skeleton(spec: str | Path) -> PreTrainedModel:
     path = resolve(spec, config_only=True)
     if _is_artifact(path):
         return shaped_network(path).to("meta")
+    if holds_compressed_tensors(path):
+        return compressed_skeleton(path)
     return empty_network(load_config(path), str(spec))
 
 
@@ -98,6 +108,9 @@ def _check_device(device: str) -> None:
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    if holds_compressed_tensors(folder):
+        packed = load_compressed(folder, dtype)
+        return packed, load_tokenizer(folder, packed.config)
     config = read_config(folder)
     headers = read_headers(folder)
     empty = matching_network(config, {name: header.shape for name, header in headers.items()}, str(folder))

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import FormatError, ModelError
 from smelt.kernels.hadamard import hadamard_transform
-from smelt.kernels.linear import Inputs, LinearKernel, Packed, choose
+from smelt.kernels.linear import Inputs, LinearKernel, Packed, asked_for, choose
 from smelt.numerics.catalogue import format_named, name_of
 from smelt.numerics.format import Format, Quantized, packed_shapes
 
@@ -61,12 +61,25 @@ class Scheme:
             scheme = cls(weight, None if inputs is None else format_named(inputs), plain.get("static", False))
         except FormatError as error:
             raise ModelError(f"{place}: {error}") from error
+        if scheme.static and (scheme.inputs is None or not scheme.inputs.has_one_number):
+            raise ModelError(f"{place}: a fixed scale cannot be that of inputs in the format {inputs!r}.")
         rank, clip = plain.get("rank", 0), plain.get("clip", 1.0)
         if not 0 <= rank <= 65536:
             raise ModelError(f"{place}: a rank of {rank} is not possible.")
         if not 0 < clip <= 1:
             raise ModelError(f"{place}: inputs cannot be clipped at {clip} of their range.")
         return cls(scheme.weight, scheme.inputs, scheme.static, plain.get("hadamard", False), rank, clip)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A kernel, and what it was prepared for. It holds the tensors, so that their identities stay theirs."""
+
+    key: tuple[Any, ...]
+    kernel: LinearKernel
+    packed: Packed
+    inputs: Inputs | None
+    prepared: Any
 
 
 class QuantizedLinear(nn.Module):
@@ -85,7 +98,7 @@ class QuantizedLinear(nn.Module):
             self.register_buffer("down", torch.empty(scheme.rank, in_features, dtype=dtype, device="meta"))
             self.register_buffer("up", torch.empty(out_features, scheme.rank, dtype=dtype, device="meta"))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), False) if bias else None
-        self._chosen: tuple[Any, LinearKernel, Any] | None = None
+        self._chosen: _Chosen | None = None
         self._decoded: Tensor | None = None
 
     @classmethod
@@ -142,7 +155,7 @@ class QuantizedLinear(nn.Module):
     @property
     def path(self) -> str:
         """The kernel that the last forward took."""
-        return self._chosen[1].name if self._chosen else "none yet"
+        return self._chosen.kernel.name if self._chosen else "none yet"
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scheme.hadamard:
@@ -150,20 +163,29 @@ class QuantizedLinear(nn.Module):
         if self._decoded is not None:
             y = F.linear(x if self.inputs is None else self.inputs.rounded(x), self._decoded, self.bias)
         else:
-            kernel, prepared = self._kernel(x)
-            y = kernel.run(x, self.packed, self.inputs, self.bias, prepared)
+            chosen = self._choice(x.dtype)
+            if torch.compiler.is_compiling():  # in a graph all must be reached from the module
+                assert self._chosen is not None
+                y = self._chosen.kernel.run(x, self.packed, self.inputs, self.bias, self._chosen.prepared)
+            else:
+                y = chosen.kernel.run(x, chosen.packed, chosen.inputs, self.bias, chosen.prepared)
         if self.scheme.rank:
             y = y + (x @ self.down.T.to(x.dtype)) @ self.up.T.to(x.dtype)
         return y
 
-    def _kernel(self, x: Tensor) -> tuple[LinearKernel, Any]:
-        """Chosen once for a device and a type, or when a test or benchmark asks for another."""
-        packed, inputs = self.packed, self.inputs
-        kernel = choose(packed, inputs, x.dtype)
-        key = (kernel.name, packed.device, x.dtype)
-        if self._chosen is None or self._chosen[0] != key:
-            self._chosen = (key, kernel, kernel.prepare(packed, inputs))
-        return self._chosen[1], self._chosen[2]
+    @torch.compiler.assume_constant_result
+    def _choice(self, dtype: torch.dtype) -> _Chosen:
+        """Made once for a type and a set of tensors, or when a test or benchmark asks for another kernel."""
+        key = (dtype, asked_for(), *map(id, self._buffers.values()))
+        if self._chosen is None or self._chosen.key != key:
+            packed, inputs = self.packed, self.inputs
+            kernel = choose(packed, inputs, dtype)
+            self._chosen = _Chosen(key, kernel, packed, inputs, kernel.prepare(packed, inputs))
+        return self._chosen
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy chooses its kernel anew: what a kernel has prepared can hold pointers, which cannot be copied."""
+        return {**self.__dict__, "_chosen": None}
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.scheme.to_json()}"
@@ -189,8 +211,11 @@ def linear_weight(module: nn.Module) -> Tensor:
 
 
 def replace_module(network: nn.Module, path: str, new: nn.Module) -> None:
-    """Put another module at a path."""
+    """Put another module at a path. What surgery noted on the old one (units kept, a bias added) stays noted."""
     parent, _, name = path.rpartition(".")
+    for note, value in vars(network.get_submodule(path)).items():
+        if note.startswith("smelt_"):
+            setattr(new, note, value)
     setattr(network.get_submodule(parent), name, new)
 
 

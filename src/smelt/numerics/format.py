@@ -127,6 +127,11 @@ class Format(ABC):
     def _read(self, name: str, stored: Tensor) -> Tensor:
         return stored.float() if name in ("tensor", "zero") else read_scale(stored, self.scale)
 
+    @property
+    def has_one_number(self) -> bool:
+        """Whether a group shares a scale and nothing else, so that it can be fixed beforehand."""
+        return set(self.fit(torch.zeros(1, 1, 1)).tensors()) == {"scale"}
+
     def with_group(self, group: int) -> Format:
         return replace(self, group=group)
 

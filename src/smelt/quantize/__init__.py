@@ -1,5 +1,33 @@
 """Quantisation: one file a method, all in one frame. Importing this room puts them on the list."""
 
-from smelt.quantize import gptq, hqq, rtn
+from smelt.quantize import (
+    aqas,
+    awq,
+    flexround,
+    gptq,
+    hqq,
+    mixed,
+    omniquant,
+    quarot,
+    rilq,
+    rotate,
+    rtn,
+    smoothquant,
+    spinquant,
+)
 
-__all__ = ["gptq", "hqq", "rtn"]
+__all__ = [
+    "aqas",
+    "awq",
+    "flexround",
+    "gptq",
+    "hqq",
+    "mixed",
+    "omniquant",
+    "quarot",
+    "rilq",
+    "rotate",
+    "rtn",
+    "smoothquant",
+    "spinquant",
+]

@@ -33,7 +33,7 @@ from smelt.quantize.layers import Group, groups_of, observed
 class Quantization(Method):
     """Hold the linear layers of the blocks in few bits."""
 
-    bits: int = 4
+    bits: int = 4  # of a weight
     group: int = 128  # values of a row that share a scale; -1: the whole row
     symmetric: bool = False  # the grid has its zero in the middle; otherwise a zero point a group
     format: str | None = None  # a name from `smelt formats`, instead of bits, group and symmetric
@@ -49,7 +49,7 @@ class Quantization(Method):
             raise RecipeError(f"{self.name}: {error}") from error
         if self.static and self.inputs is None:
             raise RecipeError(f"static of {self.name} fixes the scale of inputs: give their format, as `inputs: int8`.")
-        if self.static and self.input_format is not None and not _has_one_number(self.input_format):
+        if self.static and self.input_format is not None and not self.input_format.has_one_number:
             raise RecipeError(f"static of {self.name} fixes one scale and no zero point, which {self.inputs} needs.")
 
     @property
@@ -146,7 +146,7 @@ class BlockWork:
         return groups_of(self.block)
 
     def observe(self, observers: Sequence[tuple[Group, Observer]]) -> None:
-        """Show each group's inputs to its observer, in one pass that ends at the last of them: give them as they run."""
+        """Show each group's inputs to its observer, in one pass that ends at the last of them: give them in order."""
         assert self.stream is not None
         seen = {group.layers[0].module: observer for group, observer in observers}
         observe(self.stream, self.block, seen, last=observers[-1][0].layers[0].module)
@@ -236,11 +236,6 @@ class _Run:
             "bytes_after": count_bytes(self.network),
             "layers": self.layers,
         }
-
-
-def _has_one_number(number_format: Format) -> bool:
-    """A group's grid is its scale and nothing else."""
-    return set(number_format.fit(torch.zeros(1, 1, 1)).tensors()) == {"scale"}
 
 
 def _check_weights(anatomy: Anatomy) -> None:

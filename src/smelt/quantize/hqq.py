@@ -14,6 +14,7 @@ from smelt.numerics.integer import Integer
 from smelt.quantize.frame import BlockWork, Quantization
 
 LARGEST_INVERSE = 2e4  # of a scale
+LARGEST_ZERO = 6e4  # that float16 holds
 
 
 @method("hqq", paper="Badri and Shaji, 2023 (Half-Quadratic Quantization)")
@@ -23,8 +24,8 @@ class Hqq(Quantization):
 
     group: int = 64
     power: float = 0.7  # p of the norm
-    beta: float = 10.0
-    iterations: int = 20
+    beta: float = 10.0  # how dear it is to spare an error: larger spares more
+    iterations: int = 20  # at most; it stops when the mean error no longer falls
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,6 +50,7 @@ class Hqq(Quantization):
         grouped = number_format.groups(weight)
         low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
         inverse = torch.where(high == low, 1.0, (number_format.top / (high - low)).clamp(max=LARGEST_INVERSE))
+        inverse = torch.minimum(inverse, LARGEST_ZERO / low.abs())
         scale = number_format.rounded_scale(1 / inverse)
         zero = -low / scale
         best, least = zero, torch.inf

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smelt.errors import DataError, ModelError
 from smelt.models.anatomy import Block, Part
 from smelt.models.quantized import linear_weight
 
@@ -34,6 +35,11 @@ class Group:
     layers: tuple[Layer, ...]
 
     @property
+    def path(self) -> str:
+        """Of its first layer, which names the group."""
+        return self.layers[0].path
+
+    @property
     def columns(self) -> int:
         return int(self.layers[0].weight.shape[1])
 
@@ -56,3 +62,12 @@ def groups_of(block: Block) -> list[Group]:
         found.append(Group(part, True, tuple(Layer(module, path) for path, module in writers.items())))
         found.append(Group(part, False, (Layer(part.output.module, part.output.path),)))
     return found
+
+
+def observed(path: str, statistic: Tensor | None) -> Tensor:
+    """What an observer found of a layer's inputs, where it can be worked with."""
+    if statistic is None:
+        raise ModelError(f"{path} was never reached by the calibration data; give more of it.")
+    if not bool(statistic.isfinite().all()):
+        raise DataError(f"the inputs of {path} are NaN or infinite on the calibration data; it cannot be quantised.")
+    return statistic

@@ -110,12 +110,16 @@ def calibration_batches(
     )
 
 
-def measure_quality(model: Model, data: Data, settings: EvaluationSettings, watcher: Watcher | None = None) -> Quality:
-    """The model's quality on the data, by the recipe's settings."""
+def measure_quality(
+    model: Model, data: Data, settings: EvaluationSettings, watcher: Watcher | None = None, kv: str | None = None
+) -> Quality:
+    """The model's quality on the data, by the recipe's settings; on text also with keys and values in a format."""
     options: dict[str, Any] = {"batch_size": settings.batch, "limit": settings.limit, "watcher": watcher or Silent()}
     if isinstance(data, TextData):
         context = min(settings.context, getattr(model.network.config, "max_position_embeddings", settings.context))
-        options["context"] = context
+        options |= {"context": context, "kv": kv}
+    elif kv is not None:
+        raise DataError("a format of keys and values is measured on text, by perplexity; this data is not plain text.")
     return evaluate(model, data, metric=settings.metric, **options)
 
 

@@ -19,12 +19,12 @@ from smelt.models.gguf.reader import GgufFile
 
 _CLASS_OF_ARCHITECTURE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-_OUTER_NAMES = {
+OUTER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
-_BLOCK_NAMES = {
+BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -38,10 +38,10 @@ _BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
-_ROTARY_FACTORS = "rope_freqs.weight"
+ROTARY_FACTORS = "rope_freqs.weight"
 
 # Llama 3.x files carry only the factors; these published constants are then the same in all of them.
-_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
@@ -92,11 +92,11 @@ def _names(file: GgufFile) -> Iterator[tuple[str, str]]:
     """Pairs of a tensor's name in the file and in transformers."""
     for source in file.entries:
         match = _BLOCK.fullmatch(source)
-        if source in _OUTER_NAMES:
-            yield source, _OUTER_NAMES[source]
-        elif match and match[2] in _BLOCK_NAMES:
-            yield source, f"model.layers.{int(match[1])}.{_BLOCK_NAMES[match[2]]}.{match[3]}"
-        elif source != _ROTARY_FACTORS:
+        if source in OUTER_NAMES:
+            yield source, OUTER_NAMES[source]
+        elif match and match[2] in BLOCK_NAMES:
+            yield source, f"model.layers.{int(match[1])}.{BLOCK_NAMES[match[2]]}.{match[3]}"
+        elif source != ROTARY_FACTORS:
             raise ModelError(f"{file.path} holds the tensor {source!r:.80}, which Smelt does not know.")
 
 
@@ -135,7 +135,7 @@ def _rotary_parameters(file: GgufFile, architecture: str, head_dim: int) -> dict
         raise ModelError(f"{file.path} rotates only a part of each head, which Smelt does not read from GGUF.")
     theta = _real(file, f"{architecture}.rope.freq_base", default=10000.0)
     scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if _ROTARY_FACTORS in file.entries:
+    if ROTARY_FACTORS in file.entries:
         return {"rope_theta": theta, **_llama3_scaling(file, theta, head_dim)}
     if scaling == "none":
         return {"rope_theta": theta, "rope_type": "default"}
@@ -155,16 +155,21 @@ def _rotary_parameters(file: GgufFile, architecture: str, head_dim: int) -> dict
 
 def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
     """Llama 3's parameters behind the factors in the file, accepted only when they give back the same factors."""
-    factors = file.tensor(_ROTARY_FACTORS).ravel()
+    factors = file.tensor(ROTARY_FACTORS).ravel()
     factor = float(factors.max())
-    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    # 1 for short waves, 0 for long ones, a ramp between
-    kept = np.clip((_LLAMA3["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
-    expected = 1 / ((1 - kept) / factor + kept) if factor > 0 else None
+    expected = llama3_factors(factor, theta, head_dim) if factor > 0 else None
     if expected is None or factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
         raise ModelError(f"{file.path} has rotary factors of a kind that Smelt does not know.")
-    return {"rope_type": "llama3", "factor": round(factor, 3), **_LLAMA3}
+    return {"rope_type": "llama3", "factor": round(factor, 3), **LLAMA3}
+
+
+def llama3_factors(factor: float, theta: float, head_dim: int) -> Floats:
+    """By what Llama 3 divides each rotary frequency: 1 for short waves, `factor` for long ones, a ramp between."""
+    wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
+    kept = np.clip((LLAMA3["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
+    factors: Floats = (1 / ((1 - kept) / factor + kept)).astype(np.float32)
+    return factors
 
 
 def _whole(file: GgufFile, key: str, default: int | None = None) -> int:

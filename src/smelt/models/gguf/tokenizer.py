@@ -14,7 +14,7 @@ from smelt.errors import ModelError
 from smelt.models.gguf.reader import GgufFile
 from smelt.models.jsonfile import one_line
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 _LONGEST_PIECE = 256  # characters; SentencePiece makes pieces of at most a few dozen
 
 # How text is cut into words before merging: the published patterns of Llama 3 and Qwen 2, which differ in how many
@@ -64,7 +64,7 @@ def _read_vocabulary(file: GgufFile) -> _Vocabulary:
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise ModelError(f"{file.path} has a tokenizer without tokens.")
-    kinds = _numbers(file, "tokenizer.ggml.token_type", len(tokens), default=_NORMAL)
+    kinds = _numbers(file, "tokenizer.ggml.token_type", len(tokens), default=NORMAL)
     return _Vocabulary(tokens, [int(kind) for kind in kinds], file.metadata)
 
 
@@ -91,7 +91,7 @@ def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     )
     if name == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(_word_splits(name))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(word_splits(name))
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -101,7 +101,7 @@ def _halves(merge: str) -> tuple[str, str]:
     return left, right
 
 
-def _word_splits(name: Any) -> list[Any]:
+def word_splits(name: Any) -> list[Any]:
     """The pre-tokenizer of that name. Another one would give other tokens, so an unknown name is an error."""
     if name in ("gpt-2", "default"):
         return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
@@ -122,7 +122,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
         models.BPE(
             vocab={token: number for number, token in enumerate(vocabulary.tokens)},
             merges=list(_merges_from_scores(vocabulary)),
-            unk_token=vocabulary.special("unknown") or next(iter(vocabulary.of_kind(_UNKNOWN)), None),
+            unk_token=vocabulary.special("unknown") or next(iter(vocabulary.of_kind(UNKNOWN)), None),
             fuse_unk=True,
             byte_fallback=True,
         )
@@ -145,7 +145,7 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
     if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
         raise ModelError("has a tokenizer without one score for each token.")
     number = {token: index for index, token in enumerate(vocabulary.tokens)}
-    pieces = [index for index, kind in enumerate(vocabulary.kinds) if kind == _NORMAL]
+    pieces = [index for index, kind in enumerate(vocabulary.kinds) if kind == NORMAL]
     for index in sorted(pieces, key=lambda index: -scores[index]):
         piece = vocabulary.tokens[index]
         if len(piece) > _LONGEST_PIECE:
@@ -157,9 +157,9 @@ def _merges_from_scores(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
 
 def _add_special_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
     """Control tokens are found in text before any splitting; a start or end token is added where the file says so."""
-    controls = vocabulary.of_kind(_CONTROL, _UNKNOWN)
+    controls = vocabulary.of_kind(CONTROL, UNKNOWN)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in controls])
-    own = vocabulary.of_kind(_USER_DEFINED)
+    own = vocabulary.of_kind(USER_DEFINED)
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
     start = [token for token in [vocabulary.special("bos")] if token and _adds(vocabulary, "bos")]
     end = [token for token in [vocabulary.special("eos")] if token and _adds(vocabulary, "eos")]

@@ -1,0 +1,344 @@
+"""How fast products with packed matrices are on a GPU, against bfloat16 and PyTorch's own kernels in the same run.
+
+    PYTHONPATH=src python benchmarks/gpu_kernels.py
+
+Every time is the median of replays of a captured graph, divided by the calls in it; each call has its own copy of the
+matrix and of x, together far more than the cache holds. Bytes are those of codes, scales, x and y; their share is of
+the bandwidth of a large copy (bytes read and written), measured first. Random data, never zeros.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from common import table, write
+from torch import Tensor
+from torch.nn import functional as F
+
+from smelt.kernels.gpu import launch
+from smelt.kernels.gpu.gptq import gptq_block
+from smelt.kernels.gpu.matrix import Matrix, describe
+from smelt.kernels.linear import Inputs, Packed, choose
+from smelt.numerics import Quantized, format_named
+
+SEED, REPEATS, AT_LEAST = 0, 20, 600e6  # bytes of matrices that the calls of a graph go through
+SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336)]  # rows, columns
+DECODING = {  # format: batches
+    "int4/128@float16": (1, 2, 4, 8, 16, 32, 64),
+    "int4-asym/128@float16": (1, 16),
+    "int4/row@float16": (1, 16),
+    "int8/128@float16": (1, 16),
+    "int3/128@float16": (1,),
+    "int2/128@float16": (1, 16),
+    "mxfp4": (1, 16),
+    "nvfp4": (1, 16),
+    "amxfp4": (1, 16),
+}
+EIGHT = {"int8/row": "int8", "int4/row": "int8", "dint4": "int8"}  # matrix, inputs
+PREFILL = (128, 512, 4096)
+Row = dict[str, Any]
+
+
+def main() -> None:
+    torch.manual_seed(SEED)
+    copy = copy_bandwidth()
+    print(f"copy {copy / 1e12:.2f} TB/s", flush=True)
+    rows: list[Row] = [{"kind": "copy", "bytes_per_second": copy}]
+    for shape in SHAPES:
+        rows += decoding(shape, copy)
+    rows += prefill() + cube() + errors() + gptq()
+    write("gpu_kernels", rows, text(rows, copy))
+
+
+def copy_bandwidth() -> float:
+    source = torch.empty(2**30, device="cuda").normal_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(REPEATS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return 2 * 4 * source.numel() / statistics.median(times)
+
+
+def microseconds(calls: list[Callable[[], Any]]) -> float:
+    """The median time of one call among those that a graph holds."""
+    calls[0]()
+    calls[-1]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    graph.replay()
+    times = []
+    for _ in range(REPEATS):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / len(calls))
+    del kept
+    return statistics.median(times)
+
+
+def packed(name: str, rows: int, columns: int) -> tuple[Packed, Quantized]:
+    number_format = format_named(name)
+    quantized = number_format.quantize(torch.randn(rows, columns, device="cuda") * 0.05)
+    return Packed(number_format, rows, columns, quantized.packed()), quantized
+
+
+def copies(tensors: list[Tensor]) -> list[list[Tensor]]:
+    size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return [[tensor.clone() for tensor in tensors] for _ in range(max(4, int(AT_LEAST / size)))]
+
+
+def vectors(batch: int, columns: int, count: int) -> list[Tensor]:
+    return [torch.randn(batch, columns, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+
+
+def decoding(shape: tuple[int, int], copy: float) -> list[Row]:
+    rows, columns = shape
+    found, dense = [], {}
+    weights = copies([torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16)])
+    for batch in DECODING["int4/128@float16"]:
+        xs = vectors(batch, columns, len(weights))
+        time = microseconds([lambda x=x, w=w: F.linear(x, w[0]) for x, w in zip(xs, weights, strict=True)])
+        dense[batch] = time
+        found.append(decoding_row("bfloat16", shape, batch, "cublas", time, 2 * rows * columns, copy, time))
+    del weights
+    found += tinygemm(shape, copy, dense)
+    for name, batches in DECODING.items():
+        example, _ = packed(name, rows, columns)
+        names = list(example.tensors)
+        held = [Packed(example.format, rows, columns, dict(zip(names, part, strict=True)))
+                for part in copies(list(example.tensors.values()))]  # fmt: skip
+        size = sum(tensor.numel() * tensor.element_size() for tensor in example.tensors.values())
+        for batch in batches:
+            path = launch.weight_only_path(batch, describe(example))
+            time = microseconds(linear_calls(held, None, vectors(batch, columns, len(held)), "triton-weight-only"))
+            found.append(decoding_row(name, shape, batch, path, time, size, copy, dense[batch]))
+    for name, inputs in EIGHT.items():
+        example, _ = packed(name, rows, columns)
+        names = list(example.tensors)
+        held = [Packed(example.format, rows, columns, dict(zip(names, part, strict=True)))
+                for part in copies(list(example.tensors.values()))]  # fmt: skip
+        size = sum(tensor.numel() * tensor.element_size() for tensor in example.tensors.values())
+        for batch in (1, 16):
+            calls = linear_calls(
+                held, Inputs(format_named(inputs)), vectors(batch, columns, len(held)), "triton-eight-bit"
+            )
+            path = launch.eight_bit_path(batch, describe(example))
+            row = decoding_row(
+                f"{name}, {inputs} inputs", shape, batch, path, microseconds(calls), size, copy, dense[batch]
+            )
+            found.append(row)
+    for row in found:
+        print(row, flush=True)
+    return found
+
+
+def decoding_row(
+    name: str, shape: tuple[int, int], batch: int, path: str, time: float, size: int, copy: float, dense: float
+) -> Row:
+    moved = size + 2 * batch * sum(shape)
+    return {
+        "kind": "decoding", "format": name, "rows": shape[0], "columns": shape[1], "batch": batch, "path": path,
+        "microseconds": time, "share_of_copy": moved / (time * 1e-6) / copy, "against_bfloat16": dense / time,
+    }  # fmt: skip
+
+
+def linear_calls(
+    held: list[Packed], inputs: Inputs | None, xs: list[Tensor], expected: str
+) -> list[Callable[[], Tensor]]:
+    """As a layer calls: chosen from the list of kernels, which must be the expected one."""
+    calls = []
+    for matrix, x in zip(held, xs, strict=True):
+        kernel = choose(matrix, inputs, x.dtype)
+        assert kernel.name == expected, f"{matrix.format} took {kernel.name}"
+        prepared = kernel.prepare(matrix, inputs)
+        calls.append(lambda x=x, m=matrix, k=kernel, p=prepared: k.run(x, m, inputs, None, p))
+    return calls
+
+
+def tinygemm(shape: tuple[int, int], copy: float, dense: dict[int, float]) -> list[Row]:
+    """PyTorch's own int4 product, groups of 128."""
+    rows, columns = shape
+    codes = torch.randint(0, 256, (rows, columns // 2), device="cuda", dtype=torch.uint8)
+    weight = torch.ops.aten._convert_weight_to_int4pack(codes, 8)
+    grid = torch.rand(columns // 128, rows, 2, device="cuda", dtype=torch.bfloat16) + 0.1
+    held = copies([weight, grid])
+    size = weight.numel() * weight.element_size() + grid.numel() * 2
+    found = []
+    for batch in (1, 16):
+        xs = vectors(batch, columns, len(held))
+        calls = [
+            lambda x=x, h=h: torch.ops.aten._weight_int4pack_mm(x, h[0], 128, h[1])
+            for x, h in zip(xs, held, strict=True)
+        ]
+        time = microseconds(calls)
+        found.append(decoding_row("PyTorch int4/128", shape, batch, "aten", time, size, copy, dense[batch]))
+    return found
+
+
+def prefill() -> list[Row]:
+    """Many vectors at once, 4096 x 4096."""
+    size, found = 4096, []
+    weights = [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    for batch in PREFILL:
+        xs = vectors(batch, size, 4)
+        dense = microseconds([lambda x=x, w=w: F.linear(x, w) for x, w in zip(xs, weights, strict=True)])
+        for name in ("int4/128@float16", "int8/128@float16", "mxfp4"):
+            held = [packed(name, size, size)[0] for _ in range(4)]
+            path = launch.weight_only_path(batch, describe(held[0]))
+            time = microseconds(linear_calls(held, None, xs, "triton-weight-only"))
+            found.append({"kind": "prefill", "format": name, "batch": batch, "path": path, "microseconds": time,
+                          "bfloat16_microseconds": dense, "against_bfloat16": dense / time})  # fmt: skip
+            print(found[-1], flush=True)
+    return found
+
+
+def cube() -> list[Row]:
+    """4096 x 4096 x 4096: the product alone, and with the rounding of the inputs before it."""
+    size, count = 4096, 3
+    xs = vectors(size, size, count)
+    weights = [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+    dense = microseconds([lambda x=x, w=w: F.linear(x, w) for x, w in zip(xs, weights, strict=True)])
+    found: list[Row] = []
+
+    def add(name: str, calls: list[Callable[[], Any]], what: str) -> None:
+        time = microseconds(calls)
+        found.append({"kind": "cube", "product": name, "what": what, "microseconds": time,
+                      "teraops": 2 * size**3 / time / 1e6, "against_bfloat16": dense / time})  # fmt: skip
+        print(found[-1], flush=True)
+
+    add("bfloat16 (cuBLAS)", [lambda x=x, w=w: F.linear(x, w) for x, w in zip(xs, weights, strict=True)], "product")
+    rounded = [launch.round_rows(x, torch.int8, 127.0, "float32") for x in xs]
+    whole = [torch.randint(-127, 128, (size, size), device="cuda", dtype=torch.int8) for _ in range(count)]
+    add("torch._int_mm", [lambda r=r, w=w: torch._int_mm(r[0], w.t()) for r, w in zip(rounded, whole, strict=True)],
+        "product, no scales")  # fmt: skip
+    for name, inputs in EIGHT.items():
+        held = [packed(name, size, size)[0] for _ in range(count)]
+        matrices = [describe(matrix) for matrix in held]
+        path = launch.eight_bit_path(size, matrices[0])
+        add(name, [lambda r=r, m=m: int8_product(r, m) for r, m in zip(rounded, matrices, strict=True)],
+            f"product with scales ({path})")  # fmt: skip
+        add(name, linear_calls(held, Inputs(format_named(inputs)), xs, "triton-eight-bit"), "with rounding of x")
+    held = [packed("fp8-e4m3", size, size)[0] for _ in range(count)]
+    eighths = [launch.round_rows(x, torch.float8_e4m3fn, 448.0, "float32") for x in xs]
+    calls = []
+    for (codes, scales), matrix in zip(eighths, held, strict=True):
+        weight = matrix.tensors["codes"].view(torch.float8_e4m3fn).t()
+        across = matrix.tensors["scale"].reshape(1, -1).float().contiguous()
+        calls.append(
+            lambda a=codes, s=scales, w=weight, t=across: torch._scaled_mm(
+                a, w, s[:, None], t, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+        )
+    add("torch._scaled_mm, row-wise", calls, "product with scales")
+    add("fp8-e4m3", linear_calls(held, Inputs(format_named("fp8-e4m3")), xs, "triton-eight-bit"), "with rounding of x")
+    return found
+
+
+def int8_product(rounded: tuple[Tensor, Tensor], matrix: Matrix) -> Tensor:
+    return launch.int8_product(rounded[0], rounded[1], matrix, None, torch.bfloat16)
+
+
+def errors() -> list[Row]:
+    """Against float64, on a shape that fills no tile: the norm of the difference over that of the result."""
+    found = []
+    names = [*DECODING, "int4/32", "int4-float-zero/64", "int8-asym/64", "int5/64", "dint4", "nf4", "mxfp6-e3m2"]
+    for name in names:
+        matrix, quantized = packed(name, 1000, 1088)
+        for batch in (1, 5, 100):
+            x = torch.randn(batch, 1088, device="cuda", dtype=torch.bfloat16)
+            wanted = x.double() @ quantized.values().double().T
+            y = linear_calls([matrix], None, [x], "triton-weight-only")[0]()
+            error = float((y.double() - wanted).norm() / wanted.norm())
+            rounding = float((wanted.bfloat16().double() - wanted).norm() / wanted.norm())
+            path = launch.weight_only_path(batch, describe(matrix))
+            found.append({"kind": "error", "format": name, "batch": batch, "path": path, "error": error,
+                          "of_rounding_alone": rounding})  # fmt: skip
+    for name, inputs in {**EIGHT, "int4-asym/128": "int8", "dint4/128": "int8", "fp8-e4m3": "fp8-e4m3"}.items():
+        matrix, quantized = packed(name, 1008, 1088)
+        rule = Inputs(format_named(inputs))
+        for batch in (1, 100, 1500):
+            x = torch.randn(batch, 1088, device="cuda", dtype=torch.bfloat16)
+            wanted = rule.rounded(x.float()).double() @ quantized.values().double().T
+            y = linear_calls([matrix], rule, [x], "triton-eight-bit")[0]()
+            error = float((y.double() - wanted).norm() / wanted.norm())
+            rounding = float((wanted.bfloat16().double() - wanted).norm() / wanted.norm())
+            path = launch.eight_bit_path(batch, describe(matrix))
+            found.append({"kind": "error", "format": f"{name}, {inputs} inputs", "batch": batch, "path": path,
+                          "error": error, "of_rounding_alone": rounding})  # fmt: skip
+    worst = max(found, key=lambda row: row["error"])
+    print("worst", worst, flush=True)
+    assert worst["error"] < 4e-3
+    return found
+
+
+def gptq() -> list[Row]:
+    """The 128 columns of a block, rounded one after the other."""
+    found = []
+    factor = torch.triu(torch.randn(128, 128, device="cuda") * 0.1) + torch.eye(128, device="cuda")
+    for rows in (4096, 14336):
+        weight, scale = torch.randn(rows, 128, device="cuda"), torch.rand(rows, 128, device="cuda") * 0.1 + 0.2
+        time = microseconds([lambda w=weight, s=scale: gptq_block(w, factor, s, None, 15, middle=8.0)] * 8)
+        found.append({"kind": "gptq", "rows": rows, "microseconds": time})
+        print(found[-1], flush=True)
+    return found
+
+
+def text(rows: list[Row], copy: float) -> str:
+    def of(kind: str) -> list[Row]:
+        return [row for row in rows if row["kind"] == kind]
+
+    lines = [
+        [row["format"], f"{row['rows']} x {row['columns']}", str(row["batch"]), row["path"],
+         f"{row['microseconds']:.2f} us", f"{row['share_of_copy']:.0%}", f"{row['against_bfloat16']:.2f} x"]
+        for row in of("decoding")
+    ]  # fmt: skip
+    many = [
+        [row["format"], str(row["batch"]), row["path"], f"{row['microseconds']:.1f} us",
+         f"{row['bfloat16_microseconds']:.1f} us", f"{row['against_bfloat16']:.2f} x"]
+        for row in of("prefill")
+    ]  # fmt: skip
+    cubes = [
+        [row["product"], row["what"], f"{row['microseconds']:.1f} us", f"{row['teraops']:.0f}",
+         f"{row['against_bfloat16']:.2f} x"]
+        for row in of("cube")
+    ]  # fmt: skip
+    far = [
+        [row["format"], str(row["batch"]), row["path"], f"{row['error']:.2e}", f"{row['of_rounding_alone']:.2e}"]
+        for row in of("error")
+    ]
+    blocks = [[str(row["rows"]), f"{row['microseconds']:.0f} us"] for row in of("gptq")]
+    return (
+        "# Products with packed matrices on a GPU\n\n"
+        f"Inputs in bfloat16, seed {SEED}, Triton {triton.__version__}. Times of single calls inside a captured graph, "
+        f"matrices and inputs rotated (see the script). Copy bandwidth: {copy / 1e12:.2f} TB/s, read and written.\n\n"
+        "Few vectors; `rows x columns` of the matrix (columns are summed over), the bytes of codes, scales, x and y "
+        "over the time as a share of the copy bandwidth, and the speed against bfloat16. Rows with `int8 inputs` "
+        "include the rounding of x.\n\n"
+        + table(["format", "matrix", "batch", "path", "time", "of copy bandwidth", "against bfloat16"], lines)
+        + "\n\nMany vectors, 4096 x 4096:\n\n"
+        + table(["format", "batch", "path", "time", "bfloat16", "against bfloat16"], many)
+        + "\n\n4096 x 4096 x 4096:\n\n"
+        + table(["product", "what", "time", "10^12 operations a second", "against bfloat16"], cubes)
+        + "\n\nDistance from float64 (1000 or 1008 rows, 1088 columns), and what rounding the true result to bfloat16 "
+        "alone would give:\n\n"
+        + table(["format", "batch", "path", "distance", "of rounding alone"], far)
+        + "\n\nGPTQ's inner loop, 128 columns of a block in one launch:\n\n"
+        + table(["rows", "time"], blocks)
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""`smelt export`: the same model in a format that other programs read, proven by reading it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smelt.cli.output import JsonOption, ModelArgument, SeedOption, console, write_json
+from smelt.export import EXPORTS, export
+from smelt.report.numbers import size
+
+ToOption = Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of {', '.join(EXPORTS)}.")]
+OutOption = Annotated[
+    Path, typer.Option("-o", "--out", help="The folder to write, or for gguf a .gguf file; it must not exist yet.")
+]
+TypeOption = Annotated[
+    str | None,
+    typer.Option("--type", help="gguf: the type of matrices that are not quantised, such as q4_k; else as they are."),
+]
+TokenizerOption = Annotated[
+    bool | None, typer.Option("--tokenizer/--no-tokenizer", help="gguf: whether the file holds the tokenizer.")
+]
+
+
+def run(
+    model: ModelArgument,
+    to: ToOption,
+    out: OutOption,
+    type_: TypeOption = None,
+    tokenizer: TokenizerOption = None,
+    json_file: JsonOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    """Write a model for vLLM and transformers (compressed-tensors), llama.cpp (gguf) or onnxruntime (onnx)."""
+    result = export(model, to, out, type=type_, tokenizer=tokenizer)
+    told = ", ".join(f"{count} {kind}" for kind, count in result["tensors"].items())
+    console.print(f"{to}: {told}; {size(result['bytes'])} in {len(result['files'])} files", soft_wrap=True)
+    for note in result["notes"]:
+        console.print(f"mind: {note}", soft_wrap=True)
+    console.print(f"written and read back: {out}", soft_wrap=True)
+    write_json(json_file, result)

@@ -1,0 +1,276 @@
+"""compressed-tensors: a folder that transformers and vLLM open, with the codes and scales of the artifact as they are.
+
+A layer's scheme becomes the `QuantizationArgs` of a config group, its packed tensors the format's own; layers with the
+same scheme share a group. What the format cannot say is refused. The rule by which a reader takes the scale of dynamic
+inputs is not part of the format: every reader has its own, and they differ by less than half a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smelt.errors import FormatError
+from smelt.export.format import Export, ExportFormat
+from smelt.models.artifact import distinct_tensors, layer_fields, plain_config, write_json
+from smelt.models.compressed_tensors import FLOATS, INTEGERS, METHOD, MIXED, MXFP4, NVFP4, PACKED
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, Scheme, quantized_layers
+from smelt.numerics.catalogue import FORMATS, name_of
+from smelt.numerics.elements import E4M3
+from smelt.numerics.format import TENSOR, WHOLE_ROW, Format
+from smelt.numerics.integer import DenormalInteger, Integer
+from smelt.numerics.packing import pack, unpack
+from smelt.numerics.scaled import Scaled
+
+Arguments = dict[str, Any]
+_MX = (FORMATS["mxfp4"], FORMATS["mxfp4-up"])
+
+
+@dataclass(frozen=True)
+class CompressedTensors(ExportFormat):
+    """The folder format of vLLM and transformers."""
+
+    name = METHOD
+
+    def write(self, model: Model, folder: Path) -> Export:
+        network, layers = model.network, quantized_layers(model.network)
+        _check(model, layers)
+        groups: dict[str, tuple[Arguments, list[str]]] = {}
+        for path, layer in layers.items():
+            group = _group(layer.scheme, path)
+            _check_groups(layer, path)
+            groups.setdefault(str(group), (group, []))[1].append(path)
+        plain = [path for path, module in network.named_modules() if isinstance(module, nn.Linear)]
+        config = {**plain_config(network), **layer_fields(model.anatomy)}
+        config["quantization_config"] = _quantization_config(list(groups.values()), plain)
+        if any(group["format"] in (NVFP4, MXFP4) for group, _ in groups.values()):
+            config["dtype"] = "bfloat16"  # readers decode these to bfloat16, whatever else the network is in
+        write_json(folder / "config.json", config)
+        save_file(_tensors(network, layers), folder / "model.safetensors", metadata={"format": "pt"})
+        if network.can_generate():
+            network.generation_config.save_pretrained(folder)
+        if model.tokenizer is not None:
+            model.tokenizer.save_pretrained(folder)
+        kinds = Counter(group["format"] for group, paths in groups.values() for _ in paths)
+        return Export(dict(kinds), _notes(network, layers))
+
+    def verify(self, model: Model, folder: Path) -> None:
+        mine, read = model.network, load(folder).network
+        layers, found = quantized_layers(mine), quantized_layers(read)
+        plain = {name: tensor for name, tensor in distinct_tensors(mine).items() if not _is_packed(name, layers)}
+        state = read.state_dict()
+        wrong = [name for name, tensor in plain.items() if not torch.equal(state[name], tensor)]
+        wrong += [path for path, layer in layers.items() if not torch.equal(found[path].weight, layer.weight)]
+        scales = {path: getattr(layer, STATIC_SCALE, None) for path, layer in layers.items()}
+        wrong += [
+            path for path, scale in scales.items()
+            if scale is not None and not torch.equal(getattr(found[path], STATIC_SCALE), scale)
+        ]  # fmt: skip
+        if wrong or layers.keys() != found.keys():
+            raise FormatError(f"the export did not prove itself: {wrong or 'its list of layers'} differs when read.")
+
+
+def _check(model: Model, layers: dict[str, QuantizedLinear]) -> None:
+    """Everything about the model as a whole that the format cannot express."""
+    if not layers:
+        raise FormatError(
+            "this model is not quantised, so compressed-tensors has nothing to say of it; its own folder opens in "
+            "transformers and vLLM as it is."
+        )
+    if "per_layer_config" in layer_fields(model.anatomy):
+        raise FormatError(
+            "the layers of this model have different widths or biases that a repair added, and compressed-tensors "
+            "describes one width for all of them; keep the artifact, or for an encoder export to onnx."
+        )
+    with torch.device("meta"):
+        plain = type(model.network)(model.network.config)  # what stood where the packed layers stand now
+    for path, layer in layers.items():
+        kind, scheme = type(plain.get_submodule(path)).__name__, layer.scheme
+        if not isinstance(plain.get_submodule(path), nn.Linear):
+            raise FormatError(f"{path} is a {kind}, and compressed-tensors only knows Linear; keep the artifact.")
+        if scheme.hadamard:
+            raise FormatError(
+                f"{path} rotates its inputs while it runs, which Smelt cannot write as compressed-tensors; quantise "
+                "without that rotation."
+            )
+        if scheme.rank:
+            raise FormatError(
+                f"{path} has low-rank factors beside its codes, for which compressed-tensors has no place; quantise "
+                "without them, or keep the artifact."
+            )
+
+
+def _check_groups(layer: QuantizedLinear, path: str) -> None:
+    size = layer.scheme.weight.group
+    if size > 0 and layer.in_features % size:
+        raise FormatError(
+            f"the last group of {path} is shorter than the others, and compressed-tensors needs groups that divide its "
+            f"{layer.in_features} inputs; quantise with another group, or with -1."
+        )
+
+
+def _quantization_config(groups: list[tuple[Arguments, list[str]]], plain: list[str]) -> dict[str, Any]:
+    """One group takes all linear layers that are not ignored; several name their layers."""
+    formats = sorted({group["format"] for group, _ in groups})
+    return {
+        "quant_method": METHOD,
+        "format": formats[0] if len(formats) == 1 else MIXED,
+        "quantization_status": "compressed",
+        "config_groups": {
+            f"group_{number}": {"targets": ["Linear"] if len(groups) == 1 else paths, **group}
+            for number, (group, paths) in enumerate(groups)
+        },
+        "ignore": plain,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _group(scheme: Scheme, path: str) -> Arguments:
+    """A scheme as the format says it."""
+    if scheme.clip != 1.0 and not scheme.static:
+        raise FormatError(
+            f"{path} clips the range of each input, which compressed-tensors cannot say; quantise with a clip of 1, or "
+            "with static inputs, whose scale holds it."
+        )
+    storage, weights = _weight_arguments(scheme.weight, scheme.inputs is not None, path)
+    inputs = None if scheme.inputs is None else _input_arguments(scheme.inputs, scheme.static, path)
+    if inputs is not None and (inputs["type"], inputs["num_bits"] == 8) != (weights["type"], storage != MXFP4):
+        raise FormatError(
+            f"{path} has {name_of(scheme.weight)} weights and {name_of(scheme.inputs)} inputs, a pair that no reader "  # type: ignore[arg-type]
+            "of compressed-tensors runs; use inputs of the same kind as the weights."
+        )
+    return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": storage}
+
+
+def _weight_arguments(form: Format, rounds_inputs: bool, path: str) -> tuple[str, Arguments]:
+    """How a weight is stored, and its arguments."""
+    shared: Arguments = {"symmetric": True, "dynamic": False}
+    groups = {"strategy": "group", "group_size": form.group} if form.group > 0 else {"strategy": "channel"}
+    if type(form) is Integer and form.zero_type == "code":
+        shared["symmetric"] = form.symmetric
+        return INTEGERS if rounds_inputs else PACKED, {"num_bits": form.width, "type": "int", **shared, **groups}
+    if type(form) is Scaled and form.elements == E4M3 and form.group in (WHOLE_ROW, TENSOR):
+        strategy = "tensor" if form.group == TENSOR else "channel"
+        return FLOATS, {"num_bits": 8, "type": "float", **shared, "strategy": strategy}
+    if form in _MX:
+        return MXFP4, {"num_bits": 4, "type": "float", **shared, **groups, "scale_dtype": "torch.uint8"}
+    if form == FORMATS["nvfp4"] and not rounds_inputs:
+        groups = {"strategy": "tensor_group", "group_size": form.group}
+        return NVFP4, {"num_bits": 4, "type": "float", **shared, **groups, "scale_dtype": "torch.float8_e4m3fn"}
+    raise FormatError(f"{path} is in {name_of(form)}, {_why_not(form)}.")
+
+
+def _why_not(form: Format) -> str:
+    known = "quantise to int2 to int8, fp8-e4m3 (row or tensor), mxfp4 or nvfp4"
+    if isinstance(form, DenormalInteger):
+        return f"whose two codes near zero no reader of compressed-tensors knows; {known}"
+    if isinstance(form, Integer):
+        return f"whose zero points are fractions, and compressed-tensors has whole ones; {known}"
+    if form == FORMATS["nvfp4"]:
+        return (
+            "and its inputs are rounded: compressed-tensors wants one global scale of the inputs for that, fixed "
+            "beforehand, which this model does not hold; quantise the weights only"
+        )
+    return f"for which compressed-tensors has no scheme; {known}"
+
+
+def _input_arguments(form: Format, static: bool, path: str) -> Arguments:
+    """The arguments of inputs: one fixed scale, or one taken from each token or block."""
+    dynamic: Arguments = {"symmetric": True, "dynamic": not static}
+    strategy = {WHOLE_ROW: "token", TENSOR: "tensor"}.get(form.group, "group")
+    if form in _MX and not static:
+        blocks = {"strategy": "group", "group_size": form.group, "scale_dtype": "torch.uint8"}
+        return {"num_bits": 4, "type": "float", **dynamic, **blocks}
+    if type(form) is Integer and form.width == 8 and form.symmetric and strategy != "group":
+        return {"num_bits": 8, "type": "int", **dynamic, "strategy": strategy}
+    if type(form) is Scaled and form.elements == E4M3 and strategy != "group":
+        return {"num_bits": 8, "type": "float", **dynamic, "strategy": strategy}
+    raise FormatError(
+        f"{path} rounds its inputs to {name_of(form)}, for which compressed-tensors has no scheme here; use int8, "
+        "fp8-e4m3 or mxfp4 inputs, or quantise the weights only."
+    )
+
+
+def _is_packed(name: str, layers: dict[str, QuantizedLinear]) -> bool:
+    path, _, own = name.rpartition(".")
+    return path in layers and own != "bias"
+
+
+def _tensors(network: nn.Module, layers: dict[str, QuantizedLinear]) -> dict[str, Tensor]:
+    """Everything as the format names it."""
+    tensors = {name: tensor for name, tensor in distinct_tensors(network).items() if not _is_packed(name, layers)}
+    dtype = next(network.parameters()).dtype
+    for path, layer in layers.items():
+        tensors |= {f"{path}.{name}": tensor.cpu().contiguous() for name, tensor in layer_tensors(layer, dtype).items()}
+    return tensors
+
+
+def layer_tensors(layer: QuantizedLinear, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The tensors of a layer as the format has them."""
+    form, stored = layer.scheme.weight, layer.packed.tensors
+    storage, _ = _weight_arguments(form, layer.scheme.inputs is not None, "a layer")
+    tensors: dict[str, Tensor] = {}
+    if layer.scheme.static:
+        tensors["input_scale"] = _in_type(getattr(layer, STATIC_SCALE).reshape(1), dtype)
+    if storage in (NVFP4, MXFP4):
+        tensors |= {"weight_packed": stored["codes"], "weight_scale": stored["scale"].squeeze(-1)}
+        if storage == NVFP4:
+            tensors["weight_global_scale"] = stored["tensor"].reshape(1)
+        return tensors
+    scale = _in_type(stored["scale"].squeeze(-1), dtype)  # [rows, groups]
+    if storage == FLOATS:
+        scale = scale.reshape(1) if form.group == TENSOR else scale
+        return {**tensors, "weight": stored["codes"].view(torch.float8_e4m3fn), "weight_scale": scale}
+    # A scale of a whole tensor is written once for every row: the same values, and every reader has that.
+    tensors["weight_scale"] = scale.expand(layer.out_features, -1)
+    zero = stored["zero"].squeeze(-1).expand(layer.out_features, -1) if "zero" in stored else None
+    if storage == PACKED:
+        tensors["weight_packed"] = _words(stored["codes"])
+        tensors["weight_shape"] = torch.tensor([layer.out_features, layer.in_features])
+        if zero is not None:
+            tensors["weight_zero_point"] = _words(pack(zero.T.contiguous(), form.bits)).T  # [words of rows, groups]
+        return tensors
+    middle = 1 << (form.bits - 1)
+    tensors["weight"] = (unpack(stored["codes"], form.bits, layer.in_features).short() - middle).to(torch.int8)
+    if zero is not None:
+        tensors["weight_zero_point"] = (zero.short() - middle).to(torch.int8)
+    return tensors
+
+
+def _words(octets: Tensor) -> Tensor:  # uint8 [..., bytes] -> int32 [..., words]
+    return F.pad(octets, (0, -octets.shape[-1] % 4)).contiguous().view(torch.int32)
+
+
+def _in_type(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Scales in the type of the network, as the format has them, where that changes none; else in their own."""
+    cast = scale.to(dtype)
+    return cast if torch.equal(cast.double(), scale.double()) else scale
+
+
+def _notes(network: nn.Module, layers: dict[str, QuantizedLinear]) -> list[str]:
+    dtype = next(network.parameters()).dtype
+    notes = []
+    scales = [layer.packed.tensors["scale"] for layer in layers.values() if layer.scheme.weight not in _MX]
+    if any(_in_type(scale, dtype).dtype != dtype for scale in scales if scale.dtype.itemsize > 1):
+        kind = str(dtype).removeprefix("torch.")
+        notes.append(
+            f"scales do not fit into {kind}, the type of the model, and are written in their own; a reader that keeps "
+            f"them in {kind} rounds them (quantise with scales in {kind} to avoid that)."
+        )
+    if dtype != torch.bfloat16 and any(layer.scheme.weight in (*_MX, FORMATS["nvfp4"]) for layer in layers.values()):
+        notes.append(
+            "config.json says bfloat16, because readers decode four-bit floats to that; tensors are unchanged."
+        )
+    if any(layer.scheme.inputs is not None and not layer.scheme.static for layer in layers.values()):
+        notes.append("the scale of dynamic inputs follows the reader's own rule, which the format leaves open.")
+    return notes

@@ -1,0 +1,84 @@
+"""The GGUF container, version 3, written piece by piece: the inverse of `models/gguf/reader.py`.
+
+The bytes of a tensor are made when its turn comes, so that a model is never in memory twice.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from smelt.models.gguf.blocks import FORMATS, BlockFormat, Bytes
+
+ALIGNMENT = 32
+_LONGEST_NAME = 63  # bytes; readers keep a name in 64 with its end
+_MAGIC, _VERSION = b"GGUF", 3
+_KINDS = {bool: (7, "<?"), int: (4, "<I"), float: (6, "<f")}
+_STRING, _ARRAY = 8, 9
+_ARRAYS = {"i": (5, "<i4"), "f": (6, "<f4")}
+TYPES = {block_format.name: number for number, block_format in FORMATS.items()}
+
+
+@dataclass(frozen=True)
+class TensorToWrite:
+    """A tensor's name, shape (slowest dimension first) and type, and how to make its bytes."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: str
+    make: Callable[[], Bytes]
+
+    @property
+    def format(self) -> BlockFormat:
+        return FORMATS[TYPES[self.kind]]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) // self.format.weights * self.format.bytes
+
+
+def write_gguf(path: Path, metadata: dict[str, Any], tensors: Sequence[TensorToWrite]) -> None:
+    """A file with these metadata (texts, numbers, truths, lists of texts, arrays of numbers) and tensors."""
+    with path.open("wb") as file:
+        file.write(_MAGIC + struct.pack("<IQQ", _VERSION, len(tensors), len(metadata)))
+        for key, value in metadata.items():
+            file.write(_text(key) + _value(value))
+        offset = 0
+        for tensor in tensors:
+            assert len(tensor.name.encode()) <= _LONGEST_NAME and tensor.shape[-1] % tensor.format.weights == 0
+            dimensions = struct.pack(f"<I{len(tensor.shape)}Q", len(tensor.shape), *reversed(tensor.shape))
+            file.write(_text(tensor.name) + dimensions + struct.pack("<IQ", TYPES[tensor.kind], offset))
+            offset += tensor.size + -tensor.size % ALIGNMENT
+        _pad(file)
+        for tensor in tensors:
+            data = tensor.make()
+            assert data.nbytes == tensor.size, f"{tensor.name} has {data.nbytes} bytes and not {tensor.size}"
+            file.write(data.tobytes())
+            _pad(file)
+
+
+def _pad(file: BinaryIO) -> None:
+    file.write(bytes(-file.tell() % ALIGNMENT))
+
+
+def _text(text: str) -> bytes:
+    raw = text.encode("utf-8")
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _value(value: Any) -> bytes:
+    if isinstance(value, str):
+        return struct.pack("<I", _STRING) + _text(value)
+    if isinstance(value, list):
+        return struct.pack("<IIQ", _ARRAY, _STRING, len(value)) + b"".join(map(_text, value))
+    if isinstance(value, np.ndarray):
+        kind, layout = _ARRAYS[value.dtype.kind]
+        return struct.pack("<IIQ", _ARRAY, kind, len(value)) + value.astype(layout).tobytes()
+    kind, layout = _KINDS[type(value)]
+    return struct.pack("<I", kind) + struct.pack(layout, value)

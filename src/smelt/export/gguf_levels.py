@@ -1,0 +1,110 @@
+"""Packed layers as GGML blocks without rounding: whole levels times a step that a block's float16 can hold.
+
+A group of any multiple of 32 becomes blocks of 32 with the same scale, which is exact. Levels from -8 to 7 are Q4_0, to
+15 Q5_0, to 127 Q8_0. A grid with zero points is Q4_1 where its minimum is a float16, else it has levels on both sides
+of zero and takes the next type: the bits grow, the weights do not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smelt.errors import FormatError
+from smelt.export.gguf_blocks import BLOCK, Levels, lay_q4_0, lay_q4_1, lay_q5_0, lay_q8_0
+from smelt.models.gguf.blocks import Bytes, Floats
+from smelt.models.quantized import QuantizedLinear
+from smelt.numerics.catalogue import name_of
+from smelt.numerics.format import Quantized
+from smelt.numerics.integer import DenormalInteger, Integer
+from smelt.numerics.scaled import Scaled, Ternary
+
+_RANGES = {"Q4_0": (8, lay_q4_0), "Q5_0": (16, lay_q5_0), "Q8_0": (128, lay_q8_0)}
+_WIDEST = 8  # element values are tried as eighths at most
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A matrix as levels and steps, a step for each block of 32: which type holds it."""
+
+    kind: str
+    levels: Levels  # [rows, columns]
+    step: Floats  # [rows, blocks of a row]
+    minimum: Floats | None = None  # of Q4_1, [rows, blocks of a row]
+
+    def to_bytes(self, rows: Tensor | None = None) -> Bytes:
+        """The bytes, the rows in another order if one is given."""
+        order = slice(None) if rows is None else rows.numpy()
+        levels, step = self.levels[order].reshape(-1, BLOCK), self.step[order].reshape(-1)
+        if self.minimum is not None:
+            return lay_q4_1(levels, step, self.minimum[order].reshape(-1))
+        return _RANGES[self.kind][1](levels, step)
+
+
+def exact_blocks(path: str, layer: QuantizedLinear) -> Blocks:
+    """The blocks that hold a layer's very weights, or FormatError with what stands against it."""
+    form = layer.scheme.weight
+    stored = {name: tensor.cpu() for name, tensor in layer.packed.tensors.items()}
+    quantized = Quantized.unpacked(form, stored, layer.in_features)
+    size = form.size(layer.in_features)
+    if size % BLOCK or layer.in_features % size:
+        raise FormatError(
+            f"{path} has groups of {size}, and a block of GGUF has {BLOCK} weights; quantise with groups of "
+            f"{BLOCK} or a multiple of it, which must divide the {layer.in_features} inputs."
+        )
+    levels, step = _levels(path, quantized)
+    per_block = step.expand(layer.out_features, -1).repeat_interleave(size // BLOCK, dim=1)  # [rows, blocks of a row]
+    if not torch.equal(per_block.half().float(), per_block):
+        raise FormatError(
+            f"the scales of {path} are not float16 numbers, which is what GGUF holds; quantise with scales in float16 "
+            f"(format {name_of(form).partition('@')[0]}@float16)."
+        )
+    lowest, highest = int(levels.min()), int(levels.max())
+    shifted = _with_minimum(quantized, per_block, size)
+    if shifted is not None and (lowest < -8 or highest > 7):
+        return shifted
+    for kind, (reach, _) in _RANGES.items():
+        if -reach <= lowest and highest < reach:
+            return Blocks(kind, levels.to(torch.int16).numpy(), per_block.numpy())
+    raise FormatError(f"{path} has {form.bits} bits and zero points, more than Q8_0 holds; quantise it symmetrically.")
+
+
+def _levels(path: str, quantized: Quantized) -> tuple[Tensor, Tensor]:
+    """Whole levels [rows, columns] and the step between them [rows or 1, groups]."""
+    form, grid = quantized.format, quantized.grid
+    columns, size = quantized.codes.shape[-1], quantized.format.size(quantized.codes.shape[-1])
+    codes = quantized.codes.unflatten(-1, (-1, size))
+    if isinstance(form, DenormalInteger):
+        levels, step = form.doubled(codes, grid), grid.scale / 2
+    elif isinstance(form, Integer) and form.zero_type == "code":
+        levels, step = codes.float() - form.zero_of(grid), grid.scale
+    elif type(form) in (Scaled, Ternary) and (parts := _parts(form)):  # type: ignore[arg-type]
+        levels, step = form.elements.decode(codes) * parts, grid.scale / parts  # type: ignore[attr-defined]
+    else:
+        raise FormatError(
+            f"{path} is in {name_of(form)}, whose values are not whole multiples of a float16; GGUF takes int2 to "
+            "int8, dint, ternary and mxfp4 as they are, or export the unquantised model with --type."
+        )
+    return levels.flatten(-2)[..., :columns], step.squeeze(-1)
+
+
+def _parts(form: Scaled) -> int:
+    """Into how many parts one must be cut for every element value to be whole; 0 where that is too many."""
+    values = torch.tensor([value for value in form.elements.values if value == value])
+    fitting = (parts for parts in (1, 2, 4, _WIDEST) if bool((values * parts == (values * parts).round()).all()))
+    parts = next(fitting, 0)
+    return parts if float(values.abs().max()) * parts <= 127 else 0
+
+
+def _with_minimum(quantized: Quantized, per_block: Tensor, size: int) -> Blocks | None:
+    """As Q4_1, where codes of at most four bits have zero points whose minimum is exactly a float16."""
+    form, grid = quantized.format, quantized.grid
+    if type(form) is not Integer or form.symmetric or form.width > 4 or grid.zero is None:
+        return None
+    zero = grid.zero.squeeze(-1).expand(per_block.shape[0], -1).repeat_interleave(size // BLOCK, dim=1)
+    minimum = -zero * per_block
+    if not torch.equal(minimum.half().float(), minimum):
+        return None
+    return Blocks("Q4_1", quantized.codes.to(torch.int16).numpy(), per_block.numpy(), minimum.numpy())

@@ -1,0 +1,95 @@
+"""The compiled library: made once by the system's C++ compiler, kept in the cache, loaded by every later process.
+
+Its name holds a hash of the source, the compiler and the processor, so that nothing stale is ever loaded. Whatever
+fails (no compiler, another architecture, a cache that cannot be written) means that there is no library, and the plain
+paths are taken. `SMELT_COMPILE=0` asks for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+from smelt.cache import cache_folder
+
+SOURCE = Path(__file__).parent / "source"
+NATIVE = "-march=native"
+# Threads come from the OpenMP runtime that PyTorch has loaded: the library is not linked with one of its own, since two
+# pools of threads would fight for the cores.
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-w")
+_PATIENCE = 300  # seconds for the compiler
+
+
+def load_library(machine: str = NATIVE) -> ctypes.CDLL | None:
+    """The library for this machine, compiled if it is not in the cache; None where that cannot be."""
+    if os.environ.get("SMELT_COMPILE") == "0" or platform.machine() not in ("x86_64", "AMD64"):
+        return None
+    try:
+        library = ctypes.CDLL(str(ensure_compiled(machine)))
+        return _declared(library)
+    except (OSError, subprocess.SubprocessError, AttributeError):
+        return None
+
+
+def ensure_compiled(machine: str = NATIVE) -> Path:
+    """The library's file."""
+    compiler = _compiler()
+    path = cache_folder() / "kernels" / f"linear-{_fingerprint(compiler, machine)}.so"
+    if not path.is_file():  # it got this name by a rename, so it is whole
+        _compile(compiler, machine, path)
+    owner = path.stat()
+    if owner.st_uid not in (os.geteuid(), 0) or owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(f"{path} could have been written by another user")
+    return path
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise FileNotFoundError("there is no C++ compiler")
+
+
+def _fingerprint(compiler: str, machine: str) -> str:
+    """Of all that the library depends on."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE).stdout
+    parts = [version, " ".join((*FLAGS, machine)).encode(), _processor()]
+    parts += [file.read_bytes() for file in sorted(SOURCE.iterdir())]
+    return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
+
+
+def _processor() -> bytes:
+    """The name and the abilities of the processor, which `-march=native` stands for."""
+    lines = Path("/proc/cpuinfo").read_bytes().splitlines()
+    wanted = (b"model name", b"flags")
+    return b"\n".join(next((line for line in lines if line.startswith(word)), b"") for word in wanted)
+
+
+def _compile(compiler: str, machine: str, path: Path) -> None:
+    """Beside its place, then renamed: two processes that compile at once both end with a whole file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling-") as folder:
+        parts, made = Path(folder) / "linear.o", Path(folder) / "linear.so"
+        compile_parts = [compiler, *FLAGS, machine, "-c", str(SOURCE / "linear.cpp"), "-o", str(parts)]
+        link = [compiler, "-shared", str(parts), "-o", str(made)]
+        for command in (compile_parts, link):
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_PATIENCE)
+        made.chmod(0o755)
+        made.replace(path)
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    pointer, integer, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.smelt_plan_size.argtypes, library.smelt_plan_size.restype = [], integer
+    library.smelt_has_integers.argtypes, library.smelt_has_integers.restype = [pointer], whole
+    library.smelt_has_many.argtypes, library.smelt_has_many.restype = [pointer], whole
+    library.smelt_linear.argtypes, library.smelt_linear.restype = [pointer] * 3 + [integer] * 2 + [whole], None
+    library.smelt_decode.argtypes, library.smelt_decode.restype = [pointer] + [integer] * 2 + [pointer, whole], None
+    return library

@@ -1,0 +1,120 @@
+"""A packed matrix as the compiled code is told of it: the same fields as `Plan` in `source/plan.h`."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from smelt.kernels.linear import Inputs
+from smelt.numerics.format import TENSOR, WHOLE_ROW, Format
+from smelt.numerics.integer import DenormalInteger, Integer
+from smelt.numerics.scaled import Scaled, SignedScales, TensorScaled, Ternary
+from smelt.numerics.scales import read_scale
+
+UNIFORM, TABLE, TWO_SCALES, DENORMAL = range(4)  # how a code becomes a value
+NUMBERS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+BYTES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
+BYTE = 4
+AS_THEY_ARE, SCALE_A_TOKEN, FIXED_SCALE = range(3)  # what is done to inputs
+FLOAT_TYPES = (torch.float32, torch.bfloat16)
+_VALUES: dict[type[Format], int] = {
+    Integer: UNIFORM,
+    DenormalInteger: DENORMAL,
+    Scaled: TABLE,
+    Ternary: TABLE,
+    TensorScaled: TABLE,
+    SignedScales: TWO_SCALES,
+}
+
+
+class Plan(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("rows", "columns", "group", "groups", "scale_stride")),
+        *((name, ctypes.c_int32) for name in ("bits", "values", "scale_type", "zero_type", "bias_type", "x_type")),
+        ("inputs", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("centre", "span", "lowest", "highest", "clip")),
+        *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "negative", "divisor")),
+        *((name, ctypes.c_void_p) for name in ("scale_table", "table", "bias", "x_scale")),
+    ]
+
+
+def known(number_format: Format) -> bool:
+    """Whether the compiled code reads such codes."""
+    return type(number_format) in _VALUES
+
+
+def rounds_here(inputs: Inputs | None) -> bool:
+    """Whether the inputs are whole numbers around zero with a scale a token, or one that was fixed."""
+    if inputs is None or type(inputs.format) is not Integer or not inputs.format.symmetric:
+        return False
+    if inputs.scale is None:
+        return inputs.format.group == WHOLE_ROW and inputs.format.scale == "float32"
+    scale = inputs.scale
+    return scale.numel() == 1 and scale.dtype == torch.float32 and scale.device.type == "cpu"
+
+
+def make_plan(
+    number_format: Format, rows: int, columns: int, tensors: dict[str, Tensor], inputs: Inputs | None, x: torch.dtype
+) -> Plan:
+    """Points into the tensors, which must outlive it. `inputs` only where `rounds_here`."""
+    scale, zero, size = tensors["scale"], tensors.get("zero"), number_format.size(columns)
+    plan = Plan(rows=rows, columns=columns, group=size, groups=-(-columns // size), bits=number_format.bits)
+    plan.scale_stride = 0 if number_format.group == TENSOR else plan.groups
+    plan.values, plan.x_type = _VALUES[type(number_format)], NUMBERS[x]
+    plan.scale_type = BYTE if scale.dtype in BYTES else NUMBERS[scale.dtype]
+    if zero is not None:
+        plan.zero_type = BYTE if zero.dtype == torch.uint8 else NUMBERS[zero.dtype]
+    if isinstance(number_format, Integer):
+        plan.centre = _centre(number_format)
+    if isinstance(number_format, Scaled):
+        plan.table = _table(number_format).data_ptr()
+    if plan.scale_type == BYTE:
+        plan.scale_table = _scale_table(number_format, scale.dtype).data_ptr()
+    for field, name in (("zero", "zero"), ("negative", "negative"), ("divisor", "tensor")):
+        if name in tensors:
+            setattr(plan, field, tensors[name].data_ptr())
+    plan.codes, plan.scale = tensors["codes"].data_ptr(), scale.data_ptr()
+    if inputs is not None:
+        _tell_inputs(plan, inputs)
+    return plan
+
+
+def _tell_inputs(plan: Plan, inputs: Inputs) -> None:
+    found = inputs.format
+    assert isinstance(found, Integer)
+    plan.inputs = SCALE_A_TOKEN if inputs.scale is None else FIXED_SCALE
+    plan.span = found.top / 2 if found.wide else found.top // 2
+    plan.lowest, plan.highest = -(found.top // 2 + 1), found.top // 2
+    plan.clip = inputs.clip
+    plan.x_scale = None if inputs.scale is None else inputs.scale.data_ptr()
+
+
+def _centre(number_format: Integer) -> float:
+    """The code of zero without a zero point; a uniform code is counted from the middle even where there is one."""
+    if isinstance(number_format, DenormalInteger):
+        return float(number_format.steps // 2)
+    return float(1 << (number_format.width - 1))
+
+
+@lru_cache(maxsize=256)
+def _table(number_format: Scaled) -> Tensor:
+    """The value of each of 256 codes; never freed, since plans point to it."""
+    values = torch.full((256,), float("nan"))
+    values[: len(number_format.elements.values)] = torch.tensor(number_format.elements.values)
+    return _kept(values)
+
+
+@lru_cache(maxsize=256)
+def _scale_table(number_format: Format, dtype: torch.dtype) -> Tensor:
+    return _kept(read_scale(torch.arange(256, dtype=torch.uint8).view(dtype), number_format.scale))
+
+
+_TABLES: list[Tensor] = []
+
+
+def _kept(table: Tensor) -> Tensor:
+    _TABLES.append(table)
+    return table

@@ -1,0 +1,130 @@
+// The scales of a row, and the plain decoding of whole rows that any format has.
+#pragma once
+
+#include "plan.h"
+
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
+// The scales of `count` rows in float32, row after row. Where there are zero points, `shift` is what is taken off the
+// product with a group for each unit of the sum of its inputs: scale * (zero - centre). Both have room for 16 more.
+inline void row_scales(const Plan& plan, int64_t row, int64_t count, float* scale, float* shift) {
+    const int64_t first = row * plan.scale_stride, size = plan.scale_stride ? count * plan.groups : 1;
+    int64_t i = 0;
+#ifdef __AVX512BW__
+    if (plan.scale_type == FLOAT16)
+        for (const uint16_t* halves = static_cast<const uint16_t*>(plan.scale) + first; i < size; i += 16) {
+            const __mmask16 there = __mmask16(size - i >= 16 ? 0xffff : (1u << (size - i)) - 1);
+            const __m256i some = _mm512_castsi512_si256(_mm512_maskz_loadu_epi16(there, halves + i));
+            _mm512_storeu_ps(scale + i, _mm512_cvtph_ps(some));
+        }
+#endif
+    for (; i < size; ++i) scale[i] = number_at(plan.scale, plan.scale_type, first + i, plan.scale_table);
+    if (plan.divisor)
+        for (i = 0; i < size; ++i) scale[i] /= *plan.divisor;
+    if (plan.zero && plan.zero_type == BYTE) {
+        const uint8_t* zero = static_cast<const uint8_t*>(plan.zero) + first;
+        for (i = 0; i < size; ++i) shift[i] = scale[i] * (float(zero[i]) - plan.centre);
+    } else if (plan.zero) {
+        for (i = 0; i < size; ++i) shift[i] = scale[i] * (number_at(plan.zero, plan.zero_type, first + i) - plan.centre);
+    }
+    for (i = size; i < count * plan.groups; ++i) scale[i] = scale[0], shift[i] = shift[0];  // one for all rows
+}
+
+inline void unpack_codes(const uint8_t* packed, int bits, int64_t columns, uint8_t* codes) {
+    if (bits == 4) {
+        for (int64_t k = 0; k + 1 < columns; k += 2) {
+            codes[k] = packed[k / 2] & 15;
+            codes[k + 1] = packed[k / 2] >> 4;
+        }
+        if (columns % 2) codes[columns - 1] = packed[columns / 2] & 15;
+        return;
+    }
+    const int64_t bytes = (columns * bits + 7) / 8;
+    const unsigned mask = (1u << bits) - 1;
+    for (int64_t k = 0; k < columns; ++k) {
+        const int64_t bit = k * bits, byte = bit / 8;
+        const unsigned word = packed[byte] | (byte + 1 < bytes ? unsigned(packed[byte + 1]) << 8 : 0u);
+        codes[k] = uint8_t((word >> (bit % 8)) & mask);
+    }
+}
+
+// The values of a row: out [columns], for any format. `codes` is room for the unpacked codes.
+inline void decode_row(const Plan& plan, int64_t row, uint8_t* codes, float* out) {
+    const uint8_t* packed = plan.row_codes(row);
+    if (plan.bits == 8) codes = const_cast<uint8_t*>(packed);
+    else unpack_codes(packed, plan.bits, plan.columns, codes);
+    const int64_t first = plan.scale_stride ? row * plan.scale_stride : 0;
+    const uint8_t top = uint8_t((1 << plan.bits) - 1);
+    for (int64_t g = 0; g < plan.groups; ++g) {
+        const int64_t begin = g * plan.group, end = plan.group_end(g);
+        float scale = number_at(plan.scale, plan.scale_type, first + g, plan.scale_table);
+        if (plan.divisor) scale /= *plan.divisor;
+        const float zero = plan.zero ? number_at(plan.zero, plan.zero_type, first + g) : plan.centre;
+        const float other = plan.negative ? number_at(plan.negative, plan.scale_type, first + g, plan.scale_table) : 0;
+        switch (plan.values) {
+            case UNIFORM:
+                for (int64_t k = begin; k < end; ++k) out[k] = (float(codes[k]) - zero) * scale;
+                break;
+            case TABLE:
+                for (int64_t k = begin; k < end; ++k) out[k] = plan.table[codes[k]] * scale;
+                break;
+            case TWO_SCALES:
+                for (int64_t k = begin; k < end; ++k) {
+                    const float value = plan.table[codes[k]];
+                    out[k] = value * (value > 0 ? scale : other);
+                }
+                break;
+            case DENORMAL:  // the last two codes are plus and minus half a step
+                for (int64_t k = begin; k < end; ++k) {
+                    const float plain = float(codes[k]) - zero;
+                    out[k] = (codes[k] == top ? -0.5f : codes[k] == top - 1 ? 0.5f : plain) * scale;
+                }
+                break;
+        }
+    }
+}
+
+struct RowRoom {  // of a thread
+    Scratch codes, values;
+};
+
+inline RowRoom& row_room() {
+    static thread_local RowRoom room;
+    return room;
+}
+
+// Rows `first` to `last` of the matrix, decoded: out [last - first, columns] in the type of x.
+inline void decode_rows(const Plan& plan, int64_t first, int64_t last, void* out, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = first; row < last; ++row) {
+        uint8_t* codes = row_room().codes.take<uint8_t>(plan.columns);
+        float* values = row_room().values.take<float>(plan.columns);
+        const int64_t place = (row - first) * plan.columns;
+        if (plan.x_type == FLOAT32) {
+            decode_row(plan, row, codes, static_cast<float*>(out) + place);
+            continue;
+        }
+        decode_row(plan, row, codes, values);
+        uint16_t* target = static_cast<uint16_t*>(out) + place;
+        for (int64_t k = 0; k < plan.columns; ++k) target[k] = float_to_bfloat(values[k]);
+    }
+}
+
+// Products with rows that are decoded one after the other: x [tokens, columns] in float32.
+inline void plain_product(const Plan& plan, const float* x, int64_t tokens, void* y, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t row = 0; row < plan.rows; ++row) {
+        uint8_t* codes = row_room().codes.take<uint8_t>(plan.columns);
+        float* values = row_room().values.take<float>(plan.columns);
+        decode_row(plan, row, codes, values);
+        for (int64_t token = 0; token < tokens; ++token) {
+            const float* input = x + token * plan.columns;
+            float sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t k = 0; k < plan.columns; ++k) sum += values[k] * input[k];
+            store_result(plan, y, token, row, sum);
+        }
+    }
+}

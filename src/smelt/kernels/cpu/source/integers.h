@@ -1,0 +1,197 @@
+// Inputs as int8 with a scale a token: whole numbers are multiplied and added exactly, then scaled.
+//
+// A chunk is 64 codes. Eight-bit codes are multiplied as they lie in memory; four-bit codes become bytes, the first 32
+// columns in the lower half. `offset` makes all bytes unsigned, as the instruction wants the weights; what it adds to
+// a product is a multiple of the inputs' sum and is taken off beforehand, in whole numbers.
+#pragma once
+
+#include "rows.h"
+
+#if defined(SMELT_LANES) && defined(__AVX512VNNI__)
+#define SMELT_INTEGERS 1
+constexpr int CHUNK = 64;
+
+// Whether the product can be computed in whole numbers.
+inline bool has_integers(const Plan& plan) {
+    const bool uniform = plan.values == UNIFORM && (plan.bits == 4 || plan.bits == 8);
+    const bool denormal = plan.values == DENORMAL && plan.bits == 4 && (!plan.zero || plan.zero_type == BYTE);
+    return plan.inputs != AS_THEY_ARE && (uniform || denormal) && plan.groups_of(32);
+}
+
+inline int column_in_chunk(int bits, int position) {
+    if (bits == 8) return position;
+    return position / 32 * 32 + 2 * (position % 16) + position % 32 / 16;
+}
+
+inline int offset_of(const Plan& plan) { return plan.values == DENORMAL ? 32 : plan.bits == 8 ? 128 : 8; }
+
+// dINT: bytes of twice the value plus the offset, one table for every zero point. [16 zeros][16 codes]
+struct DoubledTables {
+    alignas(64) uint8_t bytes[16][16];
+    DoubledTables() {
+        for (int zero = 0; zero < 16; ++zero)
+            for (int code = 0; code < 16; ++code)
+                bytes[zero][code] = uint8_t(32 + (code == 14 ? 1 : code == 15 ? -1 : 2 * (code - zero)));
+    }
+};
+inline const DoubledTables& doubled_tables() {
+    static const DoubledTables tables;
+    return tables;
+}
+
+inline __m512i nibbles(const uint8_t* codes) {  // 32 bytes -> 64 codes in the order of `column_in_chunk`
+    const __m512i pairs = _mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), shifts = _mm512_setr_epi64(
+        0, 0, 0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004, 0x0004000400040004);
+    const __m512i bytes = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)codes));
+    return _mm512_and_si512(_mm512_srlv_epi16(_mm512_permutexvar_epi64(pairs, bytes), shifts), _mm512_set1_epi8(15));
+}
+
+enum Kind { BYTES, NIBBLES, DOUBLED };  // codes as they are, four bits, four bits of dINT
+
+inline Kind kind_of(const Plan& plan) { return plan.values == DENORMAL ? DOUBLED : plan.bits == 4 ? NIBBLES : BYTES; }
+
+// The groups of the two halves of a chunk, walking along a row.
+struct Walk {
+    const Plan& plan;
+    int64_t low = 0, high = 0;
+    void to(int64_t k) {
+        while (low + 1 < plan.groups && (low + 1) * plan.group <= k) ++low;
+        high = low + 1 < plan.groups && (low + 1) * plan.group <= k + 32 ? low + 1 : low;
+    }
+};
+
+// A chunk of a row as unsigned bytes; `zero` are the row's zero points where the format is dINT.
+template <Kind K> inline __m512i chunk_bytes(const Plan& plan, const uint8_t* codes, int64_t k, const uint8_t* zero, const Walk& walk) {
+    if constexpr (K == BYTES) return _mm512_loadu_si512(codes + k);
+    const __m512i found = nibbles(codes + k / 2);
+    if constexpr (K == NIBBLES) return found;
+    const auto& tables = doubled_tables().bytes;
+    const int low = zero ? zero[walk.low] & 15 : int(plan.centre), high = zero ? zero[walk.high] & 15 : int(plan.centre);
+    const __m512i lower = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)tables[low]));
+    const __m512i both = _mm512_mask_broadcast_i32x4(lower, 0xff00, _mm_load_si128((const __m128i*)tables[high]));
+    return _mm512_shuffle_epi8(both, found);
+}
+
+inline const uint8_t* zeros_of(const Plan& plan, int64_t row) {
+    return plan.zero ? static_cast<const uint8_t*>(plan.zero) + (plan.scale_stride ? row * plan.scale_stride : 0) : nullptr;
+}
+
+// Scales and shifts as `row_scales`; dINT has its zero points in the bytes, and twice the value.
+inline void integer_scales(const Plan& plan, int64_t row, int64_t count, float* scale, float* shift) {
+    row_scales(plan, row, count, scale, shift);
+    if (plan.values != DENORMAL) return;
+    for (int64_t i = 0; i < count * plan.groups; ++i) scale[i] *= 0.5f, shift[i] = 0.0f;
+}
+
+// The codes of a token's inputs, rounded as `numerics.integer` does: codes [padded], zero beyond the last column.
+inline float round_inputs(const Plan& plan, const void* x, int64_t token, int8_t* codes, int64_t padded) {
+    float scale = plan.inputs == FIXED_SCALE ? *plan.x_scale : 0.0f;
+    if (plan.inputs == SCALE_A_TOKEN) {
+        const __m512 infinity = _mm512_set1_ps(INFINITY);
+        __m512 largest = _mm512_setzero_ps();
+        __mmask16 broken = 0;
+        for (int64_t k = 0; k < plan.columns; k += 16) {
+            const __m512 size = _mm512_abs_ps(inputs_at(plan, x, token, k));
+            broken |= _mm512_cmp_ps_mask(size, size, _CMP_UNORD_Q);
+            largest = _mm512_mask_max_ps(largest, _mm512_cmp_ps_mask(size, infinity, _CMP_LT_OQ), largest, size);
+        }
+        scale = _mm512_reduce_max_ps(largest);
+        scale = scale == 0 ? 1.0f : std::fmin(std::fmax(scale * plan.clip / plan.span, 0x1p-126f), 3.4e38f);
+        if (broken) scale = NAN;
+    }
+    const __m512 step = _mm512_set1_ps(scale), low = _mm512_set1_ps(plan.lowest), high = _mm512_set1_ps(plan.highest);
+    for (int64_t k = 0; k < padded; k += 16) {
+        __m512 steps = _mm512_div_ps(inputs_at(plan, x, token, k), step);
+        steps = _mm512_roundscale_ps(steps, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+        steps = _mm512_max_ps(_mm512_min_ps(steps, high), low);  // NaN becomes `high`; the scale carries it then
+        _mm_store_si128((__m128i*)(codes + k), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(steps)));
+    }
+    return scale;
+}
+
+struct IntegerInputs {
+    int8_t* codes;    // [tokens, padded] in the order of the chunk
+    int32_t* taken;   // [tokens, padded / 4]: minus the offset times the sum of four codes, what a product starts from
+    float* sums;      // [tokens, groups]
+    float* scale;     // [tokens]
+    int64_t padded, padded_groups;
+};
+
+inline IntegerInputs integer_inputs(const Plan& plan, const void* x, int64_t tokens) {
+    static thread_local Scratch rounded, codes, taken, sums, scale;
+    const int64_t padded = round_up(plan.columns, CHUNK), groups = round_up(plan.groups, 16);
+    IntegerInputs in{codes.take<int8_t>(tokens * padded), taken.take<int32_t>(tokens * padded / 4),
+                     sums.take<float>(tokens * groups), scale.take<float>(tokens), padded, groups};
+    int8_t* plain = rounded.take<int8_t>(padded);
+    alignas(64) uint8_t order[CHUNK];
+    for (int p = 0; p < CHUNK; ++p) order[p] = uint8_t(column_in_chunk(plan.bits, p));
+    const __m512i offset = _mm512_set1_epi32(-offset_of(plan)), ones = _mm512_set1_epi8(1);
+    for (int64_t token = 0; token < tokens; ++token) {
+        in.scale[token] = round_inputs(plan, x, token, plain, padded);
+        for (int64_t k = 0; k < padded; k += CHUNK) {
+            alignas(64) int8_t chunk[CHUNK];
+            for (int p = 0; p < CHUNK; ++p) chunk[p] = plain[k + order[p]];
+            const __m512i ordered = _mm512_load_si512(chunk);
+            _mm512_store_si512(in.codes + token * padded + k, ordered);
+            const __m512i fours = _mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, ordered);
+            _mm512_store_si512(in.taken + (token * padded + k) / 4, _mm512_mullo_epi32(fours, offset));
+        }
+        for (int64_t g = 0; g < groups; ++g) {
+            int32_t sum = 0;
+            for (int64_t k = g * plan.group; g < plan.groups && k < plan.group_end(g); ++k) sum += plain[k];
+            in.sums[token * groups + g] = float(sum);
+        }
+    }
+    return in;
+}
+
+// Products of four rows with a token: sums [4].
+template <Kind K> inline void multiply_integers(
+    const Plan& plan, int64_t row, const uint8_t* const* codes, const float* scale, const float* shift,
+    const IntegerInputs& in, int64_t token, float* sums) {
+    const uint8_t* zero[4];
+    __m512 total[4];
+    for (int r = 0; r < 4; ++r) {
+        zero[r] = zeros_of(plan, row + r < plan.rows ? row + r : plan.rows - 1);
+        total[r] = _mm512_setzero_ps();
+    }
+    const bool halves = plan.groups > 1 && plan.group % CHUNK;
+    Walk walk{plan};
+    for (int64_t k = 0; k < in.padded; k += CHUNK) {
+        const __m512i x = _mm512_load_si512(in.codes + token * in.padded + k);
+        const __m512i start = _mm512_load_si512(in.taken + (token * in.padded + k) / 4);
+        walk.to(k);
+        for (int r = 0; r < 4; ++r) {
+            const __m512i sum = _mm512_dpbusd_epi32(start, chunk_bytes<K>(plan, codes[r], k, zero[r], walk), x);
+            __m512 step = _mm512_set1_ps(scale[r * plan.groups + walk.low]);
+            if (halves) step = _mm512_mask_mov_ps(step, 0xff00, _mm512_set1_ps(scale[r * plan.groups + walk.high]));
+            total[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum), step, total[r]);
+        }
+    }
+    for (int r = 0; plan.zero && r < 4; ++r)
+        total[r] = _mm512_sub_ps(total[r], taken_off(plan, shift + r * plan.groups, in.sums + token * in.padded_groups));
+    _mm_store_ps(sums, sum_lanes(total[0], total[1], total[2], total[3]));
+}
+
+template <Kind K> inline void integer_product(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
+    const IntegerInputs in = integer_inputs(plan, x, tokens);
+#pragma omp parallel num_threads(threads)
+    {
+        const RowBuffers room = row_buffers(plan);
+        const Share share = share_of(plan.rows, BLOCK);
+        for (int64_t row = share.first; row < share.last; row += BLOCK) {
+            const uint8_t* codes[BLOCK];
+            row_pointers(plan, row, room, codes);
+            integer_scales(plan, row, plan.rows - row < BLOCK ? plan.rows - row : BLOCK, room.scale, room.shift);
+            for (int64_t token = 0; token < tokens; ++token) {
+                alignas(64) float sums[BLOCK];
+                for (int r = 0; r < BLOCK; r += 4)
+                    multiply_integers<K>(
+                        plan, row + r, codes + r, room.scale + r * plan.groups, room.shift + r * plan.groups, in, token, sums + r);
+                const __m512 scale = _mm512_set1_ps(in.scale[token]);
+                store_block(plan, y, token, row, _mm512_mul_ps(_mm512_load_ps(sums), scale));
+            }
+        }
+    }
+}
+#endif

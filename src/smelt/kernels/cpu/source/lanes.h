@@ -1,0 +1,98 @@
+// Sixteen codes at once, AVX-512: how they are read from a row, in which order, and turned into values.
+//
+// The order is free as long as the inputs are laid out in the same one. Four-bit codes come in the order 0 8 1 9 ...,
+// which takes one shift and one table look-up; all others in the order of the columns.
+#pragma once
+
+#include "decode.h"
+
+#ifdef __AVX512BW__
+#define SMELT_LANES 1
+
+// The 16 values that a code of up to four bits can have; the bits above a code are those of its neighbour.
+inline __m512 lane_table(const Plan& plan) {
+    alignas(64) float values[16];
+    for (int index = 0; index < 16; ++index) {
+        const int code = plan.bits < 4 ? index & ((1 << plan.bits) - 1) : index;
+        values[index] = plan.values == TABLE ? plan.table[code] : float(code) - plan.centre;
+        if (plan.values == DENORMAL && code >= (1 << plan.bits) - 2) values[index] = code % 2 ? -0.5f : 0.5f;
+    }
+    return _mm512_load_ps(values);
+}
+
+template <int Bits> inline __m512i lane_shifts() {
+    alignas(64) int32_t shifts[16];
+    for (int lane = 0; lane < 16; ++lane) shifts[lane] = Bits == 4 ? 4 * (lane / 2) : Bits * (Bits == 3 ? lane % 8 : lane);
+    return _mm512_load_si512(shifts);
+}
+
+template <class T> inline T unaligned(const uint8_t* bytes) {
+    T value;
+    std::memcpy(&value, bytes, sizeof(T));
+    return value;
+}
+
+// Values of the 16 codes that start at a whole byte. Reads at most 16 bytes, and never fewer than the codes have.
+template <int Bits> inline __m512 lane_values(const uint8_t* codes, __m512 table, __m512i shifts) {
+    if constexpr (Bits == 8) {
+        const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
+        return _mm512_cvtepi32_ps(_mm512_sub_epi32(wide, _mm512_set1_epi32(128)));
+    } else {
+        __m512i words;
+        if constexpr (Bits == 4) words = _mm512_set1_epi64(unaligned<int64_t>(codes));
+        else if constexpr (Bits == 2) words = _mm512_set1_epi32(unaligned<int32_t>(codes));
+        else words = _mm512_mask_set1_epi32(_mm512_set1_epi32(unaligned<int32_t>(codes)), 0xff00, unaligned<int32_t>(codes + 3));
+        return _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), table);
+    }
+}
+
+// Whether columns can be made up to a multiple of `step`: their inputs are zero, so their codes must not be NaN.
+inline bool fills_up(const Plan& plan, int64_t step) {
+    if (plan.columns % step == 0 || plan.values != TABLE) return true;
+    for (int code = 0; code < 1 << plan.bits; ++code)
+        if (std::isnan(plan.table[code])) return false;
+    return true;
+}
+
+// Formats that these lanes read: up to four bits by a table, eight bits as whole numbers around 128.
+inline bool has_lanes(const Plan& plan) {
+    const bool tabled = plan.values == UNIFORM || plan.values == TABLE || (plan.values == DENORMAL && !plan.zero);
+    const bool narrow = plan.bits >= 2 && plan.bits <= 4 && tabled;
+    const bool wide = plan.bits == 8 && plan.values == UNIFORM;
+    return (narrow || wide) && plan.groups_of(16) && fills_up(plan, 16);
+}
+
+// The codes of a row, of which 64 bytes beyond the end may be read: the last rows of a matrix are copied aside.
+inline const uint8_t* readable_row(const Plan& plan, int64_t row, uint8_t* aside) {
+    const int64_t bytes = plan.row_bytes();
+    if ((plan.rows - row - 1) * bytes >= 64) return plan.row_codes(row);
+    std::memcpy(aside, plan.row_codes(row), bytes);
+    std::memset(aside + bytes, 0, 64);
+    return aside;
+}
+
+inline __m512 load_inputs(const Plan& plan, const void* x, int64_t index) {
+    if (plan.x_type == FLOAT32) return _mm512_loadu_ps(static_cast<const float*>(x) + index);
+    const __m256i narrow = _mm256_loadu_si256((const __m256i*)(static_cast<const uint16_t*>(x) + index));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+}
+
+// Columns k to k + 16 of a token in float32, zero beyond the last.
+inline __m512 inputs_at(const Plan& plan, const void* x, int64_t token, int64_t k) {
+    if (k + 16 <= plan.columns) return load_inputs(plan, x, token * plan.columns + k);
+    alignas(64) float values[16] = {};
+    for (int lane = 0; k + lane < plan.columns; ++lane)
+        values[lane] = number_at(x, plan.x_type, token * plan.columns + k + lane);
+    return _mm512_load_ps(values);
+}
+
+template <int Bits> inline __m512 in_lane_order(__m512 inputs) {
+    if constexpr (Bits != 4) return inputs;
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15), inputs);
+}
+
+template <int Bits> inline __m512 in_column_order(__m512 lanes) {  // the inverse
+    if constexpr (Bits != 4) return lanes;
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15), lanes);
+}
+#endif

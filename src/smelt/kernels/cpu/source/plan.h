@@ -1,0 +1,120 @@
+// What a product needs to know: the packed matrix as it lies in memory, and how its codes and scales are read.
+// The fields are laid out as in plan.py; nothing here is owned.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <omp.h>
+
+enum Values : int32_t { UNIFORM, TABLE, TWO_SCALES, DENORMAL };  // how a code becomes a value
+enum Number : int32_t { NONE, FLOAT32, FLOAT16, BFLOAT16, BYTE };
+enum Inputs : int32_t { AS_THEY_ARE, SCALE_A_TOKEN, FIXED_SCALE };
+
+struct Plan {
+    int64_t rows, columns;
+    int64_t group, groups;     // values that share a scale; how many such groups a row has
+    int64_t scale_stride;      // scales a row, 0 where all rows share one
+    int32_t bits;
+    Values values;
+    Number scale_type, zero_type, bias_type, x_type;
+    Inputs inputs;
+    float centre;              // the code of zero where there is no zero point; otherwise what is taken off codes first
+    float span, lowest, highest;  // of the inputs' codes: largest magnitude / span is the scale
+    float clip;
+    const uint8_t* codes;      // [rows, row_bytes]
+    const void *scale, *zero, *negative;  // [rows, groups]
+    const float* divisor;      // one number that divides all scales
+    const float* scale_table;  // the 256 values of a scale that is one byte
+    const float* table;        // the value of each code, 256
+    const void* bias;          // [rows]
+    const float* x_scale;      // the fixed one
+
+    int64_t row_bytes() const { return (columns * bits + 7) / 8; }
+    const uint8_t* row_codes(int64_t row) const { return codes + row * row_bytes(); }
+    int64_t group_end(int64_t g) const { return (g + 1) * group < columns ? (g + 1) * group : columns; }
+    bool groups_of(int64_t step) const { return groups == 1 || group % step == 0; }
+};
+
+inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+// Memory of a thread that stays between calls, so that a call allocates nothing.
+class Scratch {
+  public:
+    ~Scratch() { std::free(data_); }
+    template <class T> T* take(int64_t count) {
+        const size_t bytes = round_up(count * int64_t(sizeof(T)) + 64, 64);
+        if (bytes > size_) {
+            std::free(data_);
+            data_ = std::aligned_alloc(64, bytes);
+            if (!data_) throw std::bad_alloc();
+            size_ = bytes;
+        }
+        return static_cast<T*>(data_);
+    }
+
+  private:
+    void* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+// The rows of this thread, in whole blocks, inside a parallel region.
+struct Share {
+    int64_t first, last;
+};
+
+inline Share share_of(int64_t rows, int64_t block) {
+    const int64_t blocks = (rows + block - 1) / block, thread = omp_get_thread_num(), threads = omp_get_num_threads();
+    const int64_t last = blocks * (thread + 1) / threads * block;
+    return {blocks * thread / threads * block, last < rows ? last : rows};
+}
+
+inline float half_to_float(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
+    uint32_t bits;
+    if (rest >= 0x7c00) bits = sign | 0x7f800000 | ((rest & 0x3ff) << 13);
+    else if (rest >= 0x400) bits = sign | ((rest + 0x1c000) << 13);
+    else {
+        const float small = float(rest) * 0x1p-24f;
+        return sign ? -small : small;
+    }
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline float bfloat_to_float(uint16_t b) {
+    const uint32_t bits = uint32_t(b) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+inline uint16_t float_to_bfloat(float value) {  // to nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (std::isnan(value)) return uint16_t((bits >> 16) | 0x40);
+    return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline float number_at(const void* numbers, Number type, int64_t index, const float* table = nullptr) {
+    switch (type) {
+        case FLOAT32: return static_cast<const float*>(numbers)[index];
+        case FLOAT16: return half_to_float(static_cast<const uint16_t*>(numbers)[index]);
+        case BFLOAT16: return bfloat_to_float(static_cast<const uint16_t*>(numbers)[index]);
+        case BYTE: {
+            const uint8_t byte = static_cast<const uint8_t*>(numbers)[index];
+            return table ? table[byte] : float(byte);
+        }
+        default: return 0.0f;
+    }
+}
+
+inline void store_result(const Plan& plan, void* y, int64_t token, int64_t row, float value) {
+    if (plan.bias) value += number_at(plan.bias, plan.bias_type, row);
+    const int64_t index = token * plan.rows + row;
+    if (plan.x_type == FLOAT32) static_cast<float*>(y)[index] = value;
+    else static_cast<uint16_t*>(y)[index] = float_to_bfloat(value);
+}

@@ -1,0 +1,199 @@
+"""Which kernel a product takes, with which tiles, and its launch. The thresholds and tiles were measured on an H200."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional as F
+from triton.runtime.interpreter import InterpretedFunction
+
+from smelt.kernels.gpu.activations import round_rows_kernel
+from smelt.kernels.gpu.expand import expand_kernel
+from smelt.kernels.gpu.gemm import add_parts_kernel, gemm_kernel
+from smelt.kernels.gpu.gemv import gemv_kernel
+from smelt.kernels.gpu.matrix import Matrix
+
+GEMV_BATCH = 2  # the most vectors that are multiplied one by one
+GEMM_BATCH = 64  # the most vectors for which codes are decoded in registers; for more, the matrix is written out
+INT8_BATCH = 1024  # the same for int8 inputs, where the matrix is written out as int8
+PTX = not isinstance(gemm_kernel, InterpretedFunction)
+PDL = PTX and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
+
+def weight_only_path(batch: int, matrix: Matrix) -> str:
+    """`gemv`, `gemm` or `expand`."""
+    if batch <= GEMV_BATCH and chunk_of(matrix) is not None:
+        return "gemv"
+    readable = matrix.element != "dint" and tile_of(matrix, 16) is not None
+    return "gemm" if batch <= GEMM_BATCH and readable else "expand"
+
+
+def weight_only(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+    """x [batch, columns] in half precision -> [batch, rows] in its type."""
+    if x.shape[0] == 0 or matrix.rows == 0:
+        return x.new_empty(x.shape[0], matrix.rows)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    path = weight_only_path(x.shape[0], matrix)
+    if path == "gemv":
+        return gemv(x, matrix, bias)
+    if path == "gemm":
+        return gemm(x, matrix, bias, None, x.dtype)
+    return F.linear(x, expand(matrix, x.dtype), bias)
+
+
+def eight_bit_path(batch: int, matrix: Matrix) -> str:
+    """`scaled_mm` (PyTorch's), `gemm`, or `expand` to int8 first."""
+    if matrix.element == "table":
+        return "scaled_mm"
+    return "expand" if batch > INT8_BATCH and matrix.bits < 8 else "gemm"
+
+
+def eight_bit(
+    x: Tensor, matrix: Matrix, bias: Tensor | None, *, fixed: Tensor | None, clip: float, span: float, kind: str
+) -> Tensor:
+    """x [batch, columns] in half precision -> [batch, rows] in its type, through int8 or E4M3."""
+    if x.shape[0] == 0 or matrix.rows == 0:
+        return x.new_empty(x.shape[0], matrix.rows)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    path = eight_bit_path(x.shape[0], matrix)
+    if path == "scaled_mm":
+        rounded, scales = round_rows(x, torch.float8_e4m3fn, span, kind, fixed, clip)
+        weight_scale = matrix.scale.float().reshape(1, -1).expand(1, matrix.rows).contiguous()
+        weight = matrix.codes.view(torch.float8_e4m3fn).t()
+        y = torch._scaled_mm(rounded, weight, scales[:, None], weight_scale, out_dtype=x.dtype, use_fast_accum=True)
+        return y if bias is None else y + bias
+    rounded, scales = round_rows(x, torch.int8, span, kind, fixed, clip)
+    return int8_product(rounded, scales, matrix, bias, x.dtype)
+
+
+def int8_product(rounded: Tensor, scales: Tensor, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """int8 [batch, columns] with a scale a row -> [batch, rows]."""
+    if eight_bit_path(rounded.shape[0], matrix) == "expand":
+        codes = expand(matrix, torch.uint8)
+        matrix = replace(matrix, codes=codes, bits=8, zero=None, middle=128)
+    return gemm(rounded, matrix, bias, scales, dtype)
+
+
+def chunk_of(matrix: Matrix) -> int | None:
+    """How many codes of a row a thread of the GEMV takes at once; None where it cannot read the matrix."""
+    if matrix.element not in ("int", "e2m1") or matrix.octets % 4 or matrix.codes.data_ptr() % 16:
+        return None
+    for size in (16,) if matrix.bits == 8 else (32, 16) if matrix.bits == 4 else (32,):
+        if matrix.columns % size == 0 and matrix.group % size == 0:
+            return size
+    return None
+
+
+def gemv_tiles(matrix: Matrix) -> tuple[int, int, int]:
+    """Rows, chunks, warps."""
+    if matrix.element == "e2m1" or 32 % matrix.bits:
+        return (8, 128, 4) if matrix.negative is not None else (4, 64, 2)
+    return (8, 32, 1) if matrix.bits == 4 and matrix.rows >= 8192 else (8, 128, 4)
+
+
+def gemv(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
+    size = chunk_of(matrix)
+    assert size is not None
+    rows, chunks, warps = gemv_tiles(matrix)
+    y = x.new_empty(x.shape[0], matrix.rows)
+    words = matrix.codes.view(torch.int32)
+    gemv_kernel[(triton.cdiv(matrix.rows, rows) * x.shape[0],)](
+        x, words, matrix.scale, matrix.zero, matrix.negative, matrix.tensor, bias, y, x.shape[0], matrix.rows,
+        matrix.columns, x.stride(0), words.shape[1], matrix.scale_stride, BITS=matrix.bits, ELEMENT=matrix.element,
+        SCALE=matrix.scale_kind, MIDDLE=matrix.middle, GROUP=matrix.group, SIZE=size, ROWS=rows, CHUNKS=chunks,
+        PTX=PTX, PDL=PDL, num_warps=warps, launch_pdl=PDL, maxnreg=128,
+    )  # fmt: skip
+    return y
+
+
+def tile_of(matrix: Matrix, least: int) -> int | None:
+    """How many columns the GEMM takes at once: they lie in one group, or hold whole groups. `least` is the smallest
+    inner length of a tensor core's product. None where the GEMM cannot read the matrix."""
+    planes = 8 // matrix.bits if matrix.bits in (2, 4, 8) else 0
+    if not planes or matrix.element not in ("int", "dint", "e2m1") or matrix.table is not None:
+        return None
+    exact = matrix.element == "e2m1" and matrix.scale_kind != "float"
+    if matrix.group == 0 or (exact and 128 % matrix.group == 0):
+        return 128
+    tile = min(matrix.group & -matrix.group, 128)
+    return tile if tile >= least * planes else None
+
+
+def gemm(
+    x: Tensor, matrix: Matrix, bias: Tensor | None, x_scale: Tensor | None, dtype: torch.dtype, *,
+    tiles: tuple[int, int, int, int] | None = None, split: int | None = None,
+) -> Tensor:  # fmt: skip
+    """x [batch, columns] in half precision or int8 with a scale a row. `tiles`: rows, vectors, warps, stages."""
+    batch, rows = x.shape[0], matrix.rows
+    columns = tile_of(matrix, 32 if x.dtype == torch.int8 else 16)
+    assert columns is not None
+    tile_rows, tile_batch, warps, stages = tiles or gemm_tiles(batch, matrix, x.dtype == torch.int8)
+    grid = triton.cdiv(rows, tile_rows), triton.cdiv(batch, tile_batch)
+    steps = triton.cdiv(matrix.columns, columns)
+    split = split or parts_of(grid[0] * grid[1], steps, 256 if batch <= 32 else 128)
+    each = triton.cdiv(steps, split)
+    split = triton.cdiv(steps, each)
+    y = torch.empty(batch, rows, dtype=dtype, device=x.device)
+    target = y if split == 1 else torch.empty(split, batch, rows, dtype=torch.float32, device=x.device)
+    gemm_kernel[(*grid, split)](
+        x, matrix.codes, matrix.scale, matrix.zero, matrix.negative, matrix.tensor, x_scale, bias, target, batch, rows,
+        matrix.columns, x.stride(0), matrix.octets, matrix.scale_stride, each, BITS=matrix.bits, ELEMENT=matrix.element,
+        SCALE=matrix.scale_kind, MIDDLE=matrix.middle, GROUP=matrix.group, ROWS=tile_rows, BATCH=tile_batch,
+        COLUMNS=columns, SPLIT=split > 1, PTX=PTX, PDL=PDL, num_warps=warps, num_stages=stages, launch_pdl=PDL,
+    )  # fmt: skip
+    if split > 1:
+        size = 1024 if y.numel() > 1 << 17 else 256
+        add_parts_kernel[(triton.cdiv(y.numel(), size),)](
+            target, bias, y, y.numel(), rows, COUNT=split, SIZE=size, PDL=PDL, num_warps=size // 256, launch_pdl=PDL
+        )
+    return y
+
+
+def gemm_tiles(batch: int, matrix: Matrix, integer: bool) -> tuple[int, int, int, int]:
+    """Rows, vectors, warps, stages; `integer`: the vectors are in int8."""
+    if batch <= 16:
+        return (64, 16, 4, 4) if integer or matrix.bits == 8 else (128, 16, 4, 3)
+    if batch <= 32:
+        return 128, 32, 4, 3
+    return (128, 64, 8, 4) if batch <= 512 else (128, 128, 8, 4)
+
+
+def parts_of(programs: int, steps: int, enough: int) -> int:
+    """Into how many parts the columns are cut, so that enough programs share the work."""
+    parts = 1
+    while programs * parts < enough and parts < 8 and steps >= 8 * parts:
+        parts *= 2
+    return parts
+
+
+def expand(matrix: Matrix, dtype: torch.dtype) -> Tensor:
+    """The matrix [rows, columns] in a type; in uint8, whole numbers plus 128, without the scales."""
+    out = torch.empty(matrix.rows, matrix.columns, dtype=dtype, device=matrix.codes.device)
+    if out.numel():
+        expand_kernel[(triton.cdiv(matrix.rows, 4), triton.cdiv(matrix.columns, 1024))](
+            matrix.codes, matrix.scale, matrix.zero, matrix.negative, matrix.tensor, matrix.table, out, matrix.rows,
+            matrix.columns, matrix.octets, matrix.scale_stride, BITS=matrix.bits, ELEMENT=matrix.element,
+            SCALE=matrix.scale_kind, MIDDLE=matrix.middle, GROUP=matrix.group, ROWS=4, COLUMNS=1024,
+        )  # fmt: skip
+    return out
+
+
+def round_rows(
+    x: Tensor, dtype: torch.dtype, span: float, kind: str, fixed: Tensor | None = None, clip: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """x [batch, columns] -> codes of that shape in int8 or E4M3, and a scale for each row in float32."""
+    batch, columns = x.shape
+    codes = torch.empty(batch, columns, dtype=dtype, device=x.device)
+    scales = torch.empty(batch, dtype=torch.float32, device=x.device)
+    if batch:
+        tile = max(min(triton.next_power_of_2(columns), 16384), 16)
+        round_rows_kernel[(batch,)](
+            x, fixed, codes, scales, columns, x.stride(0), clip, SPAN=span, KIND=kind,
+            COLUMNS=tile, ONCE=tile >= columns, num_warps=max(min(tile // 512, 16), 1),
+        )  # fmt: skip
+    return codes, scales

@@ -1,0 +1,107 @@
+"""The kernels of this folder as entries of the list in `smelt.kernels.linear`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.kernels.gpu import launch
+from smelt.kernels.gpu.matrix import Matrix, describe
+from smelt.kernels.gpu.operators import eight_bit, weight_only
+from smelt.kernels.linear import Inputs, LinearKernel, Packed, register
+from smelt.numerics.elements import E4M3
+from smelt.numerics.format import WHOLE_ROW
+from smelt.numerics.integer import DenormalInteger, Integer
+from smelt.numerics.scaled import Scaled, SignedScales, Ternary
+
+HALF = (torch.bfloat16, torch.float16)
+FLOATS = ("float32", "float16", "bfloat16")
+
+
+class WeightOnly(LinearKernel):
+    """Inputs in half precision, a matrix in any format: fast where `launch.weight_only_path` is not `expand`."""
+
+    name = "triton-weight-only"
+
+    def takes(self, packed: Packed, inputs: Inputs | None, dtype: torch.dtype) -> bool:
+        known = isinstance(packed.format, Integer | Scaled)
+        return known and inputs is None and dtype in HALF and runs_on(packed.device)
+
+    def prepare(self, packed: Packed, inputs: Inputs | None) -> Matrix:
+        return describe(packed)
+
+    def run(self, x: Tensor, packed: Packed, inputs: Inputs | None, bias: Tensor | None, prepared: Any) -> Tensor:
+        y = weight_only(x.reshape(-1, packed.columns), bias, *prepared.arguments())
+        return y.reshape(*x.shape[:-1], packed.rows)
+
+
+class EightBit(LinearKernel):
+    """int8 inputs with a scale a row or a fixed one, and 4- or 8-bit integers or dINT4; or E4M3 both."""
+
+    name = "triton-eight-bit"
+
+    def takes(self, packed: Packed, inputs: Inputs | None, dtype: torch.dtype) -> bool:
+        if inputs is None or dtype not in HALF or not runs_on(packed.device) or not _rows_of(inputs):
+            return False
+        if isinstance(inputs.format, Integer):
+            return _integers(packed) and launch.tile_of(describe(packed), 32) is not None
+        return dtype == torch.bfloat16 and _floats(packed)
+
+    def prepare(self, packed: Packed, inputs: Inputs | None) -> Matrix:
+        return describe(packed)
+
+    def run(self, x: Tensor, packed: Packed, inputs: Inputs | None, bias: Tensor | None, prepared: Any) -> Tensor:
+        assert inputs is not None
+        span = _span(inputs)
+        y = eight_bit(
+            x.reshape(-1, packed.columns), bias, inputs.scale, inputs.clip, span, inputs.format.scale,
+            *prepared.arguments(),
+        )  # fmt: skip
+        return y.reshape(*x.shape[:-1], packed.rows)
+
+
+def runs_on(device: torch.device) -> bool:
+    """A CUDA device, or the CPU under Triton's interpreter."""
+    return device.type == ("cuda" if launch.PTX else "cpu")
+
+
+def _rows_of(inputs: Inputs) -> bool:
+    """Symmetric 8-bit integers or E4M3 with one scale a row, or one that was fixed beforehand."""
+    number_format = inputs.format
+    if inputs.scale is not None and inputs.scale.numel() != 1:
+        return False
+    if number_format.scale not in FLOATS or (number_format.group != WHOLE_ROW and inputs.scale is None):
+        return False
+    if type(number_format) is Integer:
+        return number_format.width == 8 and number_format.symmetric
+    return type(number_format) is Scaled and number_format.elements == E4M3
+
+
+def _span(inputs: Inputs) -> float:
+    """What the largest magnitude of a row becomes."""
+    if isinstance(inputs.format, Integer):
+        return inputs.format.top / 2 if inputs.format.wide else inputs.format.top // 2
+    return E4M3.largest
+
+
+def _integers(packed: Packed) -> bool:
+    number_format = packed.format
+    if isinstance(number_format, DenormalInteger):
+        return number_format.width == 4 and number_format.zero_type == "code"
+    return isinstance(number_format, Integer) and number_format.width in (4, 8) and number_format.zero_type == "code"
+
+
+def _floats(packed: Packed) -> bool:
+    """A matrix that PyTorch's own product of E4M3 takes."""
+    number_format = packed.format
+    plain = isinstance(number_format, Scaled) and not isinstance(number_format, SignedScales | Ternary)
+    one_scale = packed.tensors["scale"].shape[-2] == 1 and number_format.scale in FLOATS
+    whole = packed.rows % 16 == 0 and packed.columns % 16 == 0
+    return plain and one_scale and whole and getattr(number_format, "elements", None) == E4M3
+
+
+def register_kernels() -> None:
+    for kernel in (WeightOnly(), EightBit()):
+        register(kernel)

@@ -1,0 +1,95 @@
+"""A packed matrix as the kernels see it: tensors and the few words that say how to read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from smelt.kernels.linear import Packed
+from smelt.numerics.elements import E2M1, Elements
+from smelt.numerics.format import TENSOR, Format
+from smelt.numerics.integer import DenormalInteger, Integer
+from smelt.numerics.scaled import Scaled
+
+_SCALES = {"e8m0": "e8m0", "e8m0-up": "e8m0", "e4m3": "e4m3", "e5m2": "e5m2"}  # the others are floats that Triton knows
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """`group` 0: a row has one group; `middle`: the code of zero where no zeros are stored."""
+
+    codes: Tensor  # uint8 [rows, octets]
+    scale: Tensor  # one-byte floats as uint8
+    zero: Tensor | None
+    negative: Tensor | None
+    tensor: Tensor | None
+    table: Tensor | None  # the values of codes that no rule gives, float32 [2^bits]
+    columns: int
+    bits: int
+    element: str  # int, dint, e2m1, table
+    scale_kind: str  # float, e8m0, e4m3, e5m2
+    group: int
+    middle: int
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[0]
+
+    @property
+    def octets(self) -> int:
+        return self.codes.shape[1]
+
+    @property
+    def scale_stride(self) -> int:
+        """From a row's scales to the next row's; 0 where all rows share one."""
+        return self.scale.shape[1] if self.scale.shape[0] == self.rows and not self.shared else 0
+
+    @property
+    def shared(self) -> bool:
+        return self.scale.numel() == 1
+
+    def arguments(self) -> tuple[object, ...]:
+        """As a custom operator takes them, in the order of the fields."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+
+def describe(packed: Packed) -> Matrix:
+    """Any format can be described; which kernel can read it is the kernels' matter."""
+    number_format, tensors = packed.format, packed.tensors
+    element, middle, table = _element(number_format, packed.device)
+    one_group = tensors["scale"].shape[-2] == 1
+    return Matrix(
+        codes=tensors["codes"],
+        scale=_bytes(tensors["scale"]),
+        zero=tensors.get("zero"),
+        negative=None if "negative" not in tensors else _bytes(tensors["negative"]),
+        tensor=tensors.get("tensor"),
+        table=table,
+        columns=packed.columns,
+        bits=number_format.bits,
+        element=element,
+        scale_kind=_SCALES.get(number_format.scale, "float"),
+        group=0 if one_group or number_format.group == TENSOR else number_format.group,
+        middle=middle,
+    )
+
+
+def _element(number_format: Format, device: torch.device) -> tuple[str, int, Tensor | None]:
+    if isinstance(number_format, DenormalInteger):
+        return "dint", number_format.steps // 2, None
+    if isinstance(number_format, Integer):
+        return "int", number_format.top // 2 + 1, None
+    assert isinstance(number_format, Scaled)
+    if number_format.elements == E2M1:
+        return "e2m1", 0, None
+    return "table", 0, _table(number_format.elements, device)
+
+
+def _table(elements: Elements, device: torch.device) -> Tensor:
+    return torch.tensor(elements.values, device=device)
+
+
+def _bytes(scale: Tensor) -> Tensor:
+    return scale.view(torch.uint8) if scale.element_size() == 1 else scale

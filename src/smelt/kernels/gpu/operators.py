@@ -1,0 +1,44 @@
+"""The products as operators that `torch.compile` and graph capture see as one step each, with the shape they give."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smelt.kernels.gpu import launch
+from smelt.kernels.gpu.matrix import Matrix
+
+
+@torch.library.custom_op("smelt_gpu::weight_only", mutates_args=())
+def weight_only(
+    x: Tensor, bias: Tensor | None, codes: Tensor, scale: Tensor, zero: Tensor | None, negative: Tensor | None,
+    tensor: Tensor | None, table: Tensor | None, columns: int, bits: int, element: str, scale_kind: str, group: int,
+    middle: int,
+) -> Tensor:  # fmt: skip
+    """x [batch, columns] in half precision times a packed matrix."""
+    matrix = Matrix(codes, scale, zero, negative, tensor, table, columns, bits, element, scale_kind, group, middle)
+    return launch.weight_only(x, matrix, bias)
+
+
+@torch.library.custom_op("smelt_gpu::eight_bit", mutates_args=())
+def eight_bit(
+    x: Tensor, bias: Tensor | None, fixed: Tensor | None, clip: float, span: float, kind: str, codes: Tensor,
+    scale: Tensor, zero: Tensor | None, negative: Tensor | None, tensor: Tensor | None, table: Tensor | None,
+    columns: int, bits: int, element: str, scale_kind: str, group: int, middle: int,
+) -> Tensor:  # fmt: skip
+    """x [batch, columns], rounded to int8 (E4M3 where the matrix is), times a packed matrix."""
+    matrix = Matrix(codes, scale, zero, negative, tensor, table, columns, bits, element, scale_kind, group, middle)
+    return launch.eight_bit(x, matrix, bias, fixed=fixed, clip=clip, span=span, kind=kind)
+
+
+@weight_only.register_fake
+def _(x: Tensor, bias: Tensor | None, codes: Tensor, *rest: object) -> Tensor:
+    return x.new_empty(x.shape[0], codes.shape[0])
+
+
+@eight_bit.register_fake
+def _(
+    x: Tensor, bias: Tensor | None, fixed: Tensor | None, clip: float, span: float, kind: str, codes: Tensor,
+    *rest: object,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(x.shape[0], codes.shape[0])

@@ -1,0 +1,303 @@
+"""Folders in compressed-tensors format, straight into packed layers: `quantization_config` as schemes, codes as ours.
+
+The codes of that format are ours but for where they lie: words of 32 bits where we have bytes, signed bytes where we
+have unsigned ones, zero points packed down the columns. So nothing is rounded here; a network read from such a folder
+holds the very codes and scales that the folder holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from smelt.errors import ModelError
+from smelt.models.artifact import check_shapes, parameters_on_meta
+from smelt.models.config import config_from, read_generation_config
+from smelt.models.jsonfile import read_object
+from smelt.models.network import empty_network
+from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, Scheme, lay_out, quantized_layers
+from smelt.models.weights import TensorHeader, float_dtype, read_headers, read_safetensors
+from smelt.numerics.catalogue import FORMATS
+from smelt.numerics.elements import E4M3
+from smelt.numerics.format import TENSOR, WHOLE_ROW, Format
+from smelt.numerics.integer import Integer
+from smelt.numerics.packing import pack, packed_columns, unpack
+from smelt.numerics.scaled import Scaled
+from smelt.numerics.scales import ScaleType
+
+METHOD = "compressed-tensors"
+PACKED, INTEGERS, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
+NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+MIXED = "mixed-precision"
+_SCALES: dict[str, ScaleType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_LONGEST_PATTERN = 200
+_MOST_REPEATS = 4  # in a pattern: more could take for ever on a name that does not match
+
+
+def holds_compressed_tensors(folder: Path) -> bool:
+    """Whether a folder's config says that its weights are in this format."""
+    if not (folder / "config.json").is_file():
+        return False
+    quantization = read_object(folder / "config.json").get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
+
+
+def compressed_config(folder: Path) -> PreTrainedConfig:
+    """The config of the network, without what is said of its quantisation."""
+    values = read_object(folder / "config.json")
+    values.pop("quantization_config", None)
+    return config_from(values, str(folder / "config.json"))
+
+
+def compressed_skeleton(folder: Path) -> PreTrainedModel:
+    """The network of a folder on the meta device, with its packed layers laid out."""
+    return _outline(folder, "meta")[0]
+
+
+def load_compressed(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The network of a folder, in eval mode, its quantised layers packed."""
+    headers = read_headers(folder)
+    outline, storage = _outline(folder, "meta")
+    layers = quantized_layers(outline)
+    held = {name: header.shape for name, header in headers.items()}
+    for path, layer in layers.items():
+        _check_layer(path, layer, storage[path], headers, folder)
+        held |= {f"{path}.{name}": tuple(tensor.shape) for name, tensor in layer.named_buffers()}
+    check_shapes(outline, held, folder)  # before anything real is allocated
+    with parameters_on_meta():
+        network, _ = _outline(folder, "cpu")
+    tensors = read_safetensors(folder)
+    plain = float_dtype({name: header for name, header in headers.items() if not _is_part(name, layers)})
+    state = {name: tensor.to(dtype or plain) for name, tensor in tensors.items() if not _is_part(name, layers)}
+    for path, layer in layers.items():
+        found = {name: tensors[f"{path}.{name}"] for name in _expected(layer, storage[path])}
+        ours = _ours(layer, storage[path], found, f"{folder}: {path}")
+        state |= {f"{path}.{name}": tensor for name, tensor in ours.items()}
+    network.load_state_dict(state, strict=False, assign=True)
+    network.tie_weights()
+    network.config.dtype = dtype or plain
+    generation = read_generation_config(folder)
+    if generation is not None and network.can_generate():
+        network.generation_config = generation
+    return network.eval()
+
+
+def _outline(folder: Path, device: str) -> tuple[PreTrainedModel, dict[str, str]]:
+    """The network without tensors, and how each quantised layer of it is stored."""
+    where, headers = str(folder), read_headers(folder)
+    network = empty_network(compressed_config(folder), where, device)
+    quantization = read_object(folder / "config.json")["quantization_config"]
+    groups = dict(_targets(network, quantization, where))
+    if not groups:
+        raise ModelError(f"{where}: no linear layer is a target of the quantization_config.")
+    schemes = {path: _scheme(group, path, headers, where).to_json() for path, group in groups.items()}
+    lay_out(network, schemes, where)
+    return network, {path: str(group["format"]) for path, group in groups.items()}
+
+
+def _is_part(name: str, layers: dict[str, QuantizedLinear]) -> bool:
+    """Whether a tensor holds a packed weight or its scales; a bias is an ordinary tensor."""
+    path, _, own = name.rpartition(".")
+    return path in layers and own != "bias"
+
+
+def _targets(network: nn.Module, quantization: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Pairs of a linear layer's path and the group of the config that it belongs to: the first that names it."""
+    groups = quantization.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise ModelError(f"{where}: the quantization_config has no config_groups.")
+    for part in ("kv_cache_scheme", "transform_config", "sparsity_config"):
+        if quantization.get(part):
+            raise ModelError(f"{where}: the quantization_config has a {part}, which Smelt does not read.")
+    ignored = _names(quantization.get("ignore") or [], where)
+    for path, module in network.named_modules():
+        if isinstance(module, nn.Linear | Conv1D) and not _matches(path, module, ignored):
+            for group in groups.values():
+                if _matches(path, module, _names(group.get("targets"), where)):
+                    yield path, {"format": quantization.get("format"), **{k: v for k, v in group.items() if v}}
+                    break
+
+
+def _names(names: Any, where: str) -> list[str]:
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"{where}: the targets in the quantization_config are not a list of names.")
+    for name in names:
+        pattern = name.removeprefix("re:")
+        wild = len(re.findall(r"[*+{]", pattern)) > _MOST_REPEATS or re.search(r"\)[*+{?]", pattern)
+        if name.startswith("re:") and (wild or len(pattern) > _LONGEST_PATTERN or not _compiles(pattern)):
+            raise ModelError(f"{where}: the quantization_config has the pattern {pattern!r:.80}, which is not read.")
+    return names
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
+
+
+def _matches(path: str, module: nn.Module, names: list[str]) -> bool:
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    return any(
+        re.match(name.removeprefix("re:"), path) is not None
+        if name.startswith("re:")
+        else name == path or name in kinds
+        for name in names
+    )
+
+
+def _scheme(group: dict[str, Any], path: str, headers: dict[str, TensorHeader], where: str) -> Scheme:
+    """What a group of the config says of a layer."""
+    weights, inputs = group.get("weights"), group.get("input_activations")
+    if not isinstance(weights, dict) or group.get("output_activations"):
+        raise ModelError(f"{where}: {path} quantises outputs or no weights, which Smelt does not read.")
+    header = headers.get(f"{path}.weight_scale")
+    if header is None:
+        raise ModelError(f"{where}: the weights lack {path}.weight_scale.")
+    form = _weight_format(weights, group.get("format"), header.dtype)
+    if form is None:
+        raise ModelError(f"{where}: {path} has weights quantised as {_told(weights)}, which Smelt does not read.")
+    if not inputs:
+        return Scheme(form)
+    found = _input_format(inputs) if isinstance(inputs, dict) else None
+    if found is None:
+        raise ModelError(f"{where}: {path} has inputs quantised as {_told(inputs)}, which Smelt does not read.")
+    return Scheme(form, found, static=inputs.get("dynamic", False) is False)
+
+
+def _told(arguments: Any) -> str:
+    given = {key: value for key, value in arguments.items() if value is not None} if isinstance(arguments, dict) else {}
+    return str(given)[:200]
+
+
+def _weight_format(weights: dict[str, Any], storage: Any, scale: str) -> Format | None:
+    """The number format of a weight; None where it is none that we have."""
+    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("strategy")
+    size = weights.get("group_size")
+    if strategy is None:
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    if weights.get("dynamic") or weights.get("actorder") not in (None, "weight", "static"):
+        return None
+    symmetric = weights.get("symmetric", True)
+    if (kind, bits, strategy, size, storage) == ("float", 4, "tensor_group", 16, NVFP4) and symmetric is True:
+        return FORMATS["nvfp4"]
+    if (kind, bits, strategy, size, storage) == ("float", 4, "group", 32, MXFP4) and symmetric is True:
+        return FORMATS["mxfp4"]
+    group = {"tensor": TENSOR, "channel": WHOLE_ROW, "group": size}.get(strategy)
+    if type(group) is not int or group < WHOLE_ROW or scale not in _SCALES or type(symmetric) is not bool:
+        return None
+    if kind == "float" and bits == 8 and storage == FLOATS and group in (TENSOR, WHOLE_ROW) and symmetric:
+        return Scaled(group, _SCALES[scale], E4M3)
+    if kind == "int" and type(bits) is int and 2 <= bits <= 8 and storage in (PACKED, INTEGERS):
+        if group == TENSOR and not symmetric:
+            return None
+        return Integer(group, _SCALES[scale], bits, symmetric)
+    return None
+
+
+def _input_format(inputs: dict[str, Any]) -> Format | None:
+    """The number format of inputs. The scale of dynamic ones is the library's own rule: all codes are used, and that of
+    MXFP4 is rounded up where the largest value would else be clipped."""
+    kind, bits, strategy = inputs.get("type", "int"), inputs.get("num_bits", 8), inputs.get("strategy")
+    dynamic, symmetric = inputs.get("dynamic", False), inputs.get("symmetric", True)
+    if type(dynamic) is not bool or symmetric is not True:
+        return None
+    if (kind, bits, strategy, inputs.get("group_size"), dynamic) == ("float", 4, "group", 32, True):
+        return FORMATS["mxfp4-up"]
+    group = {"token": WHOLE_ROW, "tensor": TENSOR}.get(strategy or "tensor")
+    if group is None or (group == WHOLE_ROW and not dynamic) or bits != 8:
+        return None
+    if kind == "int":
+        return Integer(group, width=8, wide=dynamic)
+    return Scaled(group, elements=E4M3) if kind == "float" else None
+
+
+def _expected(layer: QuantizedLinear, storage: str) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
+    """The tensors of a layer in the file: their shapes, and the number types they may have."""
+    rows, columns, form = layer.out_features, layer.in_features, layer.scheme.weight
+    groups, zeros = -(-columns // form.size(columns)), _holds_zeros(form)
+    floats = tuple(_SCALES)
+    scale = (1,) if form.group == TENSOR else (rows, groups)
+    tensors: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {"weight_scale": (scale, floats)}
+    if storage == PACKED:
+        tensors["weight_packed"] = ((rows, -(-columns * form.bits // 32)), ("I32",))
+        tensors["weight_shape"] = ((2,), ("I64",))
+        if zeros:
+            tensors["weight_zero_point"] = ((-(-rows * form.bits // 32), groups), ("I32",))
+    elif storage == INTEGERS:
+        tensors["weight"] = ((rows, columns), ("I8",))
+        if zeros:
+            tensors["weight_zero_point"] = (scale, ("I8",))
+    elif storage == FLOATS:
+        tensors["weight"] = ((rows, columns), ("F8_E4M3",))
+    else:
+        tensors["weight_packed"] = ((rows, columns // 2), ("U8",))
+        tensors["weight_scale"] = ((rows, groups), ("F8_E4M3",) if storage == NVFP4 else ("U8",))
+        if storage == NVFP4:
+            tensors["weight_global_scale"] = ((1,), ("F32",))
+    if layer.scheme.static:
+        tensors["input_scale"] = ((1,), floats)
+    return tensors
+
+
+def _holds_zeros(form: Format) -> bool:
+    return isinstance(form, Integer) and not form.symmetric
+
+
+def _check_layer(
+    path: str, layer: QuantizedLinear, storage: str, headers: dict[str, TensorHeader], folder: Path
+) -> None:
+    if layer.scheme.weight.group > 0 and layer.in_features % layer.scheme.weight.group:
+        raise ModelError(f"{folder}: groups of {layer.scheme.weight.group} do not divide the inputs of {path}.")
+    for name, (shape, dtypes) in _expected(layer, storage).items():
+        held = headers.get(f"{path}.{name}")
+        if held is None:
+            raise ModelError(f"{folder}: the weights lack {path}.{name}.")
+        if held.shape != shape or held.dtype not in dtypes:
+            told = f"{held.dtype} {list(held.shape)} and not {' or '.join(dtypes)} {list(shape)}"
+            raise ModelError(f"{folder}: {path}.{name} is {told} as the quantization_config says.")
+
+
+def _ours(layer: QuantizedLinear, storage: str, found: dict[str, Tensor], place: str) -> dict[str, Tensor]:
+    """The tensors of our layer from those of the file."""
+    form, rows, columns = layer.scheme.weight, layer.out_features, layer.in_features
+    middle = 1 << (form.bits - 1)
+    scale = found["weight_scale"].reshape(-1, 1, 1) if form.group == TENSOR else found["weight_scale"][..., None]
+    ours = {"scale": scale.contiguous()}
+    if storage == PACKED:
+        if found["weight_shape"].tolist() != [rows, columns]:
+            raise ModelError(f"{place} has a weight_shape of {found['weight_shape'].tolist()}, not {[rows, columns]}.")
+        octets = found["weight_packed"].contiguous().view(torch.uint8)  # [rows, 4 * words]
+        ours["codes"] = octets[:, : packed_columns(columns, form.bits)].contiguous()
+        if _holds_zeros(form):
+            down = found["weight_zero_point"].T.contiguous().view(torch.uint8)  # [groups, 4 * words]
+            ours["zero"] = unpack(down, form.bits, rows).T.unsqueeze(-1).contiguous()  # [rows, groups, 1]
+    elif storage == INTEGERS:
+        ours["codes"] = _packed(found["weight"], middle, form, place)
+        if _holds_zeros(form):
+            ours["zero"] = (found["weight_zero_point"].int() + middle).to(torch.uint8)[..., None].contiguous()
+    elif storage == FLOATS:
+        ours["codes"] = found["weight"].view(torch.uint8).contiguous()
+    else:
+        ours["codes"] = found["weight_packed"].contiguous()
+        if storage == NVFP4:
+            ours["tensor"] = found["weight_global_scale"].reshape(1, 1, 1)
+    if layer.scheme.static:
+        ours[STATIC_SCALE] = found["input_scale"].float().reshape(1, 1, 1)
+    return ours
+
+
+def _packed(signed: Tensor, middle: int, form: Format, place: str) -> Tensor:
+    """Signed codes, a byte each, as our packed unsigned ones."""
+    codes = signed.to(torch.int16) + middle
+    if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 2 * middle:
+        raise ModelError(f"{place} holds codes that do not fit into {form.bits} bits; the file is damaged.")
+    return pack(codes.to(torch.uint8), form.bits)

@@ -1,0 +1,175 @@
+"""A key/value cache in few bits: keys and values lie packed in a number format, decoded when attention reads them.
+
+Each head's vector of a token is a row: its groups have scales of their own, so that a cache grows token by token and
+beams are exchanged without touching a code. Keys can be rotated by a Hadamard matrix before they are rounded and back
+afterwards, which is QuaRot's rotation of queries and keys after the position embedding (Ashkboos et al., 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicLayer
+
+from smelt.errors import FormatError, ModelError
+from smelt.kernels.hadamard import hadamard_order, hadamard_transform
+from smelt.numerics.catalogue import format_named
+from smelt.numerics.format import TENSOR, WHOLE_ROW, Format, Quantized
+
+UNPACKED = "none"  # the name of no format: as the network gives them
+KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class PackedRows:
+    """Vectors [batch, heads, tokens, width] that grow along the tokens, in a format; or as they are, without one."""
+
+    def __init__(self, number_format: Format | None, clip: float, rotate: bool) -> None:
+        self.format, self.clip, self.rotate = number_format, clip, rotate
+        self.tensors: dict[str, Tensor] = {}  # all [batch, heads, tokens, ...]
+        self.width, self.dtype = 0, torch.float32
+
+    def append(self, x: Tensor) -> None:
+        self.width, self.dtype = x.shape[-1], x.dtype
+        new = self._packed(x)
+        self.tensors = {
+            name: torch.cat((self.tensors[name], tensor), dim=2) if self.tensors else tensor
+            for name, tensor in new.items()
+        }
+
+    def _packed(self, x: Tensor) -> dict[str, Tensor]:
+        if self.format is None:
+            return {"values": x}
+        x = hadamard_transform(x) if self._rotates else x
+        grouped = self.format.groups(x)
+        grid = self.format.fit(grouped, shrink=self.clip, whole=self.format.whole(x))
+        codes = self.format.encode(grouped, grid).flatten(-2)[..., : self.width]
+        rows = (*x.shape[:3], 1, 1)
+        return {  # what a whole tensor shares is noted with every row, since the next tokens come with their own
+            name: tensor.expand(rows) if name == "tensor" else tensor
+            for name, tensor in Quantized(self.format, codes, grid).packed().items()
+        }
+
+    def values(self) -> Tensor:  # [batch, heads, tokens, width]
+        if self.format is None:
+            return self.tensors["values"]
+        x = Quantized.unpacked(self.format, self.tensors, self.width).values()
+        return (hadamard_transform(x, inverse=True) if self._rotates else x).to(self.dtype)
+
+    @property
+    def _rotates(self) -> bool:
+        return self.rotate and hadamard_order(self.width) is not None
+
+    @property
+    def tokens(self) -> int:
+        return next(iter(self.tensors.values())).shape[2] if self.tensors else 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def change(self, make: Callable[[Tensor], Tensor]) -> None:
+        """Replace every tensor, codes and scales alike."""
+        self.tensors = {name: make(tensor) for name, tensor in self.tensors.items()}
+
+
+class PackedLayer(DynamicLayer):
+    """One layer of the cache. Nothing but the packed rows outlives a call of `update`."""
+
+    def __init__(self, rows: Callable[[bool], PackedRows]) -> None:
+        super().__init__()
+        self.new_rows = rows
+        self.rows = (rows(True), rows(False))  # keys, values
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        keys, values = self.rows
+        keys.append(key_states)
+        values.append(value_states)
+        return keys.values(), values.values()
+
+    def get_seq_length(self) -> int:
+        return self.rows[0].tokens
+
+    def reset(self) -> None:
+        self.rows = (self.new_rows(True), self.new_rows(False))
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove > 0:
+            raise ValueError("the number of tokens to remove is given as a negative number")
+        if tokens_to_remove:
+            self._change(lambda tensor: tensor[:, :, :tokens_to_remove].contiguous())
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change(lambda tensor: tensor[indices])
+
+    def offload(self) -> None:
+        self._change(lambda tensor: tensor.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        if self.is_initialized:
+            self._change(lambda tensor: tensor.to(self.device, non_blocking=True))
+
+    def _change(self, make: Callable[[Tensor], Tensor]) -> None:
+        for rows in self.rows:
+            rows.change(make)
+
+
+class QuantizedCache(Cache):
+    """Give it to a network as `past_key_values`, a new one for each sequence or batch.
+
+    `number_format` is a name from `smelt formats` (or `none`), for both keys and values unless `values` says otherwise.
+    `clip` is the part of a group's range that its grid covers. All layers hold every token, also those of which a
+    sliding window reads only the last ones.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        number_format: str | Format,
+        values: str | Format | None = None,
+        *,
+        clip: float = 1.0,
+        rotate_keys: bool = False,
+    ) -> None:
+        formats = {True: _row_format(number_format), False: _row_format(values or number_format)}
+        text = config.get_text_config(decoder=True)
+        unknown = set(getattr(text, "layer_types", None) or ()) - KINDS
+        if unknown:
+            raise ModelError(f"a quantised cache holds keys and values; this network has {', '.join(sorted(unknown))}.")
+        if not 0 < clip <= 1:
+            raise FormatError(f"a cache's range is clipped to a part of it, between 0 and 1, not {clip}.")
+
+        def rows(keys: bool) -> PackedRows:
+            return PackedRows(formats[keys], clip, rotate_keys and keys)
+
+        super().__init__(layers=[PackedLayer(rows) for _ in range(text.num_hidden_layers)])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all layers hold."""
+        return sum(rows.nbytes for layer in self.layers for rows in layer.rows)
+
+
+def _row_format(given: str | Format) -> Format | None:
+    """A scale for a whole tensor becomes one for each row, since there is no whole tensor yet."""
+    if given == UNPACKED:
+        return None
+    found = format_named(given) if isinstance(given, str) else given
+    return replace(found, group=WHOLE_ROW) if found.group == TENSOR else found

@@ -1,0 +1,150 @@
+"""`smelt export` as a person calls it: from an artifact to a folder that is proven, or one sentence and nothing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from smelt.models.artifact import save_artifact
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
+from smelt.models.surgery import keep_units
+from tests.character_tokenizer import character_tokenizer
+from tests.cli.conftest import Smelt
+from tests.export.quantised import encoder, network, quantised, scheme
+
+
+@pytest.fixture(scope="module")
+def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A quantised language model with a tokenizer, as `smelt compress` leaves it."""
+    folder = tmp_path_factory.mktemp("artifact")
+    model = quantised(network(), scheme("int4/32@float16"))
+    model.tokenizer = character_tokenizer()
+    save_artifact(model, folder)
+    return folder
+
+
+def test_to_compressed_tensors(artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+    done = smelt_here(
+        "export", str(artifact), "--to", "compressed-tensors", "-o", str(tmp_path / "out"),
+        "--json", str(tmp_path / "result.json"), "--seed", "3",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    assert "14 pack-quantized" in done.out and "read back" in done.out
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["files"].keys() == {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json"} <= result["files"].keys()
+    assert result["bytes"] == sum(file.stat().st_size for file in (tmp_path / "out").iterdir())
+    read = load(tmp_path / "out")
+    assert read.tokenizer is not None and len(quantized_layers(read.network)) == 14
+
+
+def test_to_a_single_gguf_file(artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "small.gguf"
+    done = smelt_here("export", str(artifact), "--to", "gguf", "-o", str(out), "--no-tokenizer", "--type", "f16")
+    assert done.code == 0, done.err
+    assert "14 Q4_0" in done.out
+    assert [file.name for file in out.parent.iterdir()] == ["small.gguf"]
+    assert load(out).network.config.hidden_size == 64
+
+
+def test_an_exported_folder_can_be_inspected(artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+    assert smelt_here("export", str(artifact), "--to", "compressed-tensors", "-o", str(tmp_path / "out")).code == 0
+    assert smelt_here("inspect", str(tmp_path / "out")).code == 0
+
+
+def test_twice_the_same_bytes(artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        for form, out in (("compressed-tensors", name), ("gguf", f"{name}.gguf")):
+            more = ["--no-tokenizer"] if form == "gguf" else []
+            assert smelt_here("export", str(artifact), "--to", form, "-o", str(tmp_path / out), *more).code == 0
+    for file in (tmp_path / "one").iterdir():
+        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+    assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "two.gguf").read_bytes()
+
+
+class TestBadInput:
+    """Exit code 2, one sentence, and nothing written."""
+
+    def refused(self, smelt_here: Smelt, tmp_path: Path, words: str, *arguments: str) -> None:
+        before = sorted(str(path) for path in tmp_path.rglob("*"))
+        smelt_here("export", *arguments).refused(words)
+        assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+    def test_a_missing_folder(self, smelt_here: Smelt, tmp_path: Path) -> None:
+        given = [str(tmp_path / "nowhere"), "--to", "gguf", "-o", str(tmp_path / "out")]
+        self.refused(smelt_here, tmp_path, "no model at", *given)
+
+    def test_an_existing_output(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+        (tmp_path / "out").mkdir()
+        self.refused(smelt_here, tmp_path, "exists already", str(artifact), "--to", "gguf", "-o", str(tmp_path / "out"))
+
+    def test_an_output_inside_a_file(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        given = [str(artifact), "--to", "gguf", "-o", str(tmp_path / "file" / "out")]
+        self.refused(smelt_here, tmp_path, "could not be written", *given)
+
+    def test_an_unknown_format(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+        given = [str(artifact), "--to", "safe", "-o", str(tmp_path / "out")]
+        self.refused(smelt_here, tmp_path, "there are compressed-tensors, gguf, onnx", *given)
+
+    def test_an_option_of_another_format(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+        given = [str(artifact), "--to", "compressed-tensors", "-o", str(tmp_path / "out"), "--type", "q8_0"]
+        self.refused(smelt_here, tmp_path, "has no option type", *given)
+
+    def test_an_unknown_type(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+        given = [str(artifact), "--to", "gguf", "-o", str(tmp_path / "out"), "--type", "q1"]
+        self.refused(smelt_here, tmp_path, "no GGUF type 'q1'", *given)
+
+    def test_a_tokenizer_that_gguf_cannot_hold(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+        given = [str(artifact), "--to", "gguf", "-o", str(tmp_path / "out.gguf")]
+        self.refused(smelt_here, tmp_path, "--no-tokenizer", *given)
+
+    def test_a_model_that_the_format_cannot_express(self, smelt_here: Smelt, tmp_path: Path) -> None:
+        network(num_hidden_layers=1).save_pretrained(tmp_path / "plain")
+        encoder(num_hidden_layers=1).save_pretrained(tmp_path / "encoder")
+        plain, other, out = str(tmp_path / "plain"), str(tmp_path / "encoder"), str(tmp_path / "out")
+        self.refused(smelt_here, tmp_path, "not quantised", plain, "--to", "compressed-tensors", "-o", out)
+        self.refused(smelt_here, tmp_path, "goes to onnx", other, "--to", "gguf", "-o", out)
+
+    def test_a_pruned_model_of_many_widths(self, smelt_here: Smelt, tmp_path: Path) -> None:
+        model = Model(network())
+        part = next(part for part in model.anatomy.parts if part.kind == "filters")
+        keep_units(model.network, part, range(part.units - 32))
+        model = quantised(model.network, scheme("int4/32@float16"))
+        (tmp_path / "pruned").mkdir()
+        save_artifact(model, tmp_path / "pruned")
+        for form in ("gguf", "compressed-tensors"):
+            given = [str(tmp_path / "pruned"), "--to", form, "-o", str(tmp_path / "out")]
+            self.refused(smelt_here, tmp_path, "different widths", *given)
+
+    def test_a_corrupt_packed_file(self, artifact: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+        broken = Path(shutil.copytree(artifact, tmp_path / "broken"))
+        file = broken / "model.safetensors"
+        whole = file.read_bytes()
+        given = [str(broken), "--to", "compressed-tensors", "-o", str(tmp_path / "out")]
+        file.write_bytes(whole[:-64])
+        self.refused(smelt_here, tmp_path, "cut off", *given)
+        file.write_bytes(whole)
+        tensors = load_file(file)
+        name = next(name for name in tensors if name.endswith(".codes"))
+        save_file({**tensors, name: tensors[name].to(torch.int32)}, file, metadata={"format": "pt"})
+        self.refused(smelt_here, tmp_path, name, *given)
+
+    def test_an_export_that_does_not_prove_itself(
+        self, artifact: Path, smelt_here: Smelt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Codes that are written wrong are found by reading them back, and the folder does not appear."""
+        monkeypatch.setattr("smelt.export.compressed_tensors._words", lambda octets: _words_of_ones(octets))
+        given = [str(artifact), "--to", "compressed-tensors", "-o", str(tmp_path / "out")]
+        self.refused(smelt_here, tmp_path, "did not prove itself", *given)
+
+
+def _words_of_ones(octets: torch.Tensor) -> torch.Tensor:
+    return torch.ones(*octets.shape[:-1], -(-octets.shape[-1] // 4), dtype=torch.int32)

@@ -1,0 +1,78 @@
+"""Small networks with packed layers, made by rounding to nearest: what exports are tried on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import transformers as hf
+from torch import nn
+from transformers import PreTrainedModel
+
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizedLinear, Scheme, replace_module
+from smelt.numerics.catalogue import format_named
+from smelt.numerics.format import TENSOR
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 99,
+    "max_position_embeddings": 128,
+}
+CAUSAL: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
+
+
+def network(kind: str = "Llama", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A decoder by the name of its family, with biases and norms away from 0 and 1."""
+    torch.manual_seed(0)
+    config = getattr(hf, f"{kind}Config")(**{**CAUSAL, **changes})
+    return _shaken(hf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), 0.05)
+
+
+def encoder(**changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = hf.BertConfig(**{**SIZES, "num_labels": 3, **changes})
+    return _shaken(hf.BertForSequenceClassification(config).eval(), 0.2)
+
+
+@torch.no_grad()
+def _shaken(made: PreTrainedModel, size: float) -> PreTrainedModel:
+    for parameter in made.parameters():
+        parameter.add_(size * torch.randn_like(parameter))
+    return made
+
+
+def scheme(weight: str, inputs: str | None = None, *, static: bool = False, **more: Any) -> Scheme:
+    rounded = None if inputs is None else format_named(inputs)
+    if rounded is not None and static:
+        rounded = replace(rounded, group=TENSOR)
+    return Scheme(format_named(weight), rounded, static, **more)
+
+
+def quantised(made: PreTrainedModel, chosen: Scheme | Callable[[str], Scheme | None], source: str = "a model") -> Model:
+    """Every linear layer of the blocks exchanged for a packed one, by its scheme or by what its path says."""
+    for path, module in list(made.named_modules()):
+        inside = "layers." in path or "layer." in path
+        own = chosen if isinstance(chosen, Scheme) else chosen(path)
+        if isinstance(module, nn.Linear) and inside and own is not None:
+            matrix = own.weight.quantize(module.weight.detach())
+            layer = QuantizedLinear.holding(matrix, own, bias=module.bias, dtype=module.weight.dtype)
+            if own.static:
+                layer.fix_input_scale(torch.full((module.in_features,), 3.0))
+            replace_module(made, path, layer)
+    return Model(made, None, source)
+
+
+def tokens(batch: int = 2, length: int = 12) -> torch.Tensor:
+    return torch.randint(99, (batch, length), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def logits(made: nn.Module, ids: torch.Tensor | None = None) -> torch.Tensor:
+    result: torch.Tensor = made(tokens() if ids is None else ids)[0]
+    return result.float()

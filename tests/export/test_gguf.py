@@ -1,0 +1,333 @@
+"""GGUF: our reader, the `gguf` package, transformers and llama.cpp read what was written; the rest is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+from smelt.errors import FormatError, ModelError
+from smelt.export import export
+from smelt.models.artifact import load_artifact, save_artifact
+from smelt.models.gguf import gguf_config, gguf_tensors, read_gguf
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.models.quantized import Scheme, quantized_layers
+from smelt.models.surgery import keep_units
+from tests.character_tokenizer import character_tokenizer
+from tests.export.byte_tokenizer import byte_level, pieces
+from tests.export.quantised import encoder, logits, network, quantised, scheme
+
+WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+
+
+def written(model: Model, folder: Path, **options: Any) -> dict[str, Any]:
+    return export(model, "gguf", folder / "out", **options)
+
+
+def kinds(file: Path) -> dict[str, str]:
+    return {name: entry.format.name for name, entry in read_gguf(file).entries.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Llama", {}),
+        ("Llama", {"tie_word_embeddings": True, "head_dim": 8}),
+        ("Mistral", {}),
+        ("Qwen2", {}),
+        ("Qwen3", {"head_dim": 32}),
+    ],
+)
+def test_an_unquantised_network_comes_back_bit_for_bit(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    made = network(kind, **changes)
+    written(Model(made), tmp_path)
+    assert torch.equal(logits(load(tmp_path / "out" / "model.gguf").network), logits(made))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_stay_what_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
+    made = network(dtype=dtype, num_hidden_layers=1)
+    written(Model(made), tmp_path)
+    read = load(tmp_path / "out" / "model.gguf", dtype=dtype).network
+    assert all(torch.equal(tensor, read.state_dict()[name]) for name, tensor in made.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("chosen", "kind"),
+    [
+        (scheme("int4/32@float16"), "Q4_0"),
+        (scheme("int4-wide@float16"), "Q4_0"),
+        (scheme("int3/32@float16"), "Q4_0"),
+        (scheme("int4-asym/32@float16"), "Q5_0"),
+        (scheme("int5@bfloat16"), "Q5_0"),
+        (scheme("int8/32@float16"), "Q8_0"),
+        (scheme("int6-asym/32@float16"), "Q8_0"),
+        (scheme("dint4/32@float16"), "Q8_0"),
+        (scheme("ternary@float16"), "Q4_0"),
+        (scheme("mxfp4"), "Q5_0"),
+        (scheme("int8@float16", "int8"), "Q8_0"),
+    ],
+)
+def test_codes_are_carried_over_exactly(chosen: Scheme, kind: str, tmp_path: Path) -> None:
+    model = quantised(network(), chosen)
+    written(model, tmp_path)
+    file = tmp_path / "out" / "model.gguf"
+    assert kinds(file)["blk.1.attn_k.weight"] == kinds(file)["blk.0.ffn_down.weight"] == kind
+    found = gguf_tensors(read_gguf(file), gguf_config(read_gguf(file)))
+    for path, layer in quantized_layers(model.network).items():
+        assert torch.equal(found[f"{path}.weight"], layer.weight), path
+
+
+def test_a_minimum_that_is_a_float16_is_q4_1(tmp_path: Path) -> None:
+    """Scales that are powers of two make every minimum a float16."""
+    model = quantised(network(), scheme("int4-asym/32@float16"))
+    for layer in quantized_layers(model.network).values():
+        layer.scale = torch.exp2(layer.scale.float().log2().round()).half()
+    written(model, tmp_path)
+    assert set(kinds(tmp_path / "out" / "model.gguf").values()) == {"F32", "Q4_1"}
+
+
+def test_the_way_out_of_an_artifact(tmp_path: Path) -> None:
+    """A quantised artifact on disk, as the command gets it, into a single file."""
+    model = quantised(network(), scheme("int4@float16"))
+    (tmp_path / "artifact").mkdir()
+    save_artifact(model, tmp_path / "artifact")
+    result = export(tmp_path / "artifact", "gguf", tmp_path / "small.gguf")
+    assert (tmp_path / "small.gguf").is_file() and result["tensors"]["Q4_0"] == 14
+    read = load(tmp_path / "small.gguf").network
+    decoded = load_artifact(tmp_path / "artifact").network
+    path = "model.layers.1.self_attn.q_proj"
+    assert torch.equal(read.get_submodule(path).weight, decoded.get_submodule(path).weight)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["artifact", "small.gguf"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "inner", "last"),
+    [
+        ("f16", "F16", "F16"),
+        ("q8_0", "Q8_0", "Q8_0"),
+        ("q4_0", "Q4_0", "Q6_K"),
+        ("Q4_1", "Q4_1", "Q6_K"),
+        ("q4_k", "Q4_K", "Q6_K"),
+        ("q6_k", "Q6_K", "Q6_K"),
+    ],
+)
+def test_types_that_are_asked_for(asked: str, inner: str, last: str, tmp_path: Path) -> None:
+    made = network(**WIDE)
+    written(Model(made), tmp_path, type=asked)
+    found = kinds(tmp_path / "out" / "model.gguf")
+    assert found["blk.0.attn_q.weight"] == found["token_embd.weight"] == inner
+    assert found["output.weight"] == last and found["output_norm.weight"] == "F32"
+    far = (logits(load(tmp_path / "out" / "model.gguf").network) - logits(made)).abs().max() / logits(made).abs().max()
+    assert far < {"F16": 1e-3, "Q8_0": 0.02, "Q6_K": 0.08}.get(inner, 0.3)
+
+
+def test_rows_that_super_blocks_do_not_divide_take_the_next_type(tmp_path: Path) -> None:
+    result = written(Model(network(intermediate_size=256)), tmp_path, type="q4_k")
+    found = kinds(tmp_path / "out" / "model.gguf")
+    assert found["blk.0.ffn_down.weight"] == "Q4_K" and found["blk.0.attn_q.weight"] == "Q5_0"
+    assert found["output.weight"] == "Q8_0"
+    assert "12 in Q5_0" in result["notes"][0] or "13 in Q5_0" in result["notes"][0]
+
+
+def test_a_type_for_what_is_not_quantised(tmp_path: Path) -> None:
+    written(quantised(network(), scheme("int4/32@float16")), tmp_path, type="q8_0")
+    found = kinds(tmp_path / "out" / "model.gguf")
+    assert found["token_embd.weight"] == "Q8_0" and found["blk.0.attn_q.weight"] == "Q4_0"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        (scheme("int4/16@float16"), "groups of 16"),
+        (scheme("int4/64@float16"), "groups of 64"),
+        (scheme("int4/32"), "not float16 numbers"),
+        (scheme("nf4/32@float16"), "not whole multiples"),
+        (scheme("amxfp4"), "not whole multiples"),
+        (scheme("int4-float-zero/32@float16"), "not whole multiples"),
+        (scheme("int8-asym/32@float16"), "more than Q8_0 holds"),
+        (scheme("int4/32@float16", hadamard=True), "rotates its inputs"),
+    ],
+)
+def test_a_grid_that_no_type_holds_is_refused(chosen: Scheme, words: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=words):
+        written(quantised(network(), chosen), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: encoder(), "language models"),
+        (lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=9)), "not gpt2"),
+        (lambda: network(attention_bias=True), "without the bias"),
+        (lambda: network(hidden_act="gelu"), "activation silu"),
+        (lambda: network(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "'dynamic'"),
+    ],
+)
+def test_a_network_that_gguf_cannot_express_is_refused(made: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match=words):
+        written(Model(made()), tmp_path)
+
+
+def test_layers_of_different_widths_are_refused(tmp_path: Path) -> None:
+    model = Model(network())
+    part = next(part for part in model.anatomy.parts if part.kind == "filters")
+    keep_units(model.network, part, range(part.units - 8))
+    with pytest.raises(FormatError, match="different widths"):
+        written(model, tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -> None:
+    made = network()
+    made.lm_head.weight.data[3, 3] = value
+    with pytest.raises(FormatError, match="NaN or infinity"):
+        written(Model(made), tmp_path, type="q8_0")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_weights_too_large_for_f16_are_refused(tmp_path: Path) -> None:
+    made = network()
+    made.lm_head.weight.data[3, 3] = 1e6
+    with pytest.raises(FormatError, match="too large for f16"):
+        written(Model(made), tmp_path, type="f16")
+
+
+def test_an_unknown_type_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="no GGUF type 'q9'"):
+        written(Model(network()), tmp_path, type="q9")
+
+
+@pytest.mark.parametrize(
+    "rotary",
+    [
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
+        {"rope_type": "yarn", "rope_theta": 1e5, "factor": 4.0, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "llama3", "rope_theta": 5e5, "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    ],
+    ids=lambda rotary: rotary["rope_type"],
+)  # fmt: skip
+def test_scaled_rotary_positions(rotary: dict[str, Any], tmp_path: Path) -> None:
+    made = network(num_hidden_layers=1, head_dim=64, max_position_embeddings=16384, rope_parameters=rotary)
+    written(Model(made), tmp_path)
+    assert torch.equal(logits(load(tmp_path / "out" / "model.gguf").network), logits(made))
+
+
+def test_a_sliding_window_is_the_context(tmp_path: Path) -> None:
+    written(Model(network("Mistral", sliding_window=40)), tmp_path)
+    assert read_gguf(tmp_path / "out" / "model.gguf").metadata["llama.context_length"] == 40
+
+
+class TestTokenizers:
+    @pytest.mark.parametrize(
+        ("tokenizer", "kind", "rule"),
+        [
+            (byte_level(), "gpt2", "smollm"),
+            (byte_level(digits=False), "gpt2", "gpt-2"),
+            (pieces(), "llama", "default"),
+            (pieces(start=False), "llama", "default"),
+        ],
+        ids=["smollm", "gpt-2", "pieces", "pieces-without-start"],
+    )
+    def test_the_same_tokens_after_reading(self, tokenizer: Any, kind: str, rule: str, tmp_path: Path) -> None:
+        model = Model(network(vocab_size=310), tokenizer)
+        written(model, tmp_path)
+        file = read_gguf(tmp_path / "out" / "model.gguf")
+        assert file.metadata["tokenizer.ggml.model"] == kind and file.metadata["tokenizer.ggml.pre"] == rule
+        assert len(file.metadata["tokenizer.ggml.tokens"]) == 310
+        read = load(tmp_path / "out" / "model.gguf").tokenizer
+        assert read is not None and read.chat_template == tokenizer.chat_template
+        for text in ("in the winter there", "The 1212 things, or: ünïcode <s> </s>!", "  two  spaces\n"):
+            assert read(text)["input_ids"] == tokenizer(text)["input_ids"]
+        assert (read.bos_token, read.eos_token) == ("<s>", "</s>")
+
+    def test_one_that_is_no_bpe_is_refused_unless_left_out(self, tmp_path: Path) -> None:
+        model = Model(network(), character_tokenizer())
+        with pytest.raises(FormatError, match="WordLevel; export with --no-tokenizer"):
+            written(model, tmp_path)
+        written(model, tmp_path, tokenizer=False)
+        assert load(tmp_path / "out" / "model.gguf").tokenizer is None
+
+    def test_an_unknown_way_to_cut_words_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(FormatError, match="cuts text into words"):
+            written(Model(network(vocab_size=310), byte_level(regex=False)), tmp_path)
+
+    def test_one_that_does_more_than_gguf_can_say_is_refused(self, tmp_path: Path) -> None:
+        """A normaliser that no name of a rule implies: only reading back finds it."""
+        from tokenizers import normalizers
+
+        tokenizer = byte_level()
+        tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+        with pytest.raises(FormatError, match="other tokens"):
+            written(Model(network(vocab_size=310), tokenizer), tmp_path)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_more_tokens_than_the_network_has(self, tmp_path: Path) -> None:
+        with pytest.raises(FormatError, match="the network only 99"):
+            written(Model(network(), byte_level()), tmp_path)
+
+
+class TestOtherReaders:
+    def test_the_gguf_package(self, tmp_path: Path) -> None:
+        gguf = pytest.importorskip("gguf")
+        model = Model(quantised(network(vocab_size=310), scheme("int4/32@float16")).network, byte_level())
+        written(model, tmp_path, type="q8_0")
+        reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
+        ours = read_gguf(tmp_path / "out" / "model.gguf")
+        assert reader.fields["general.file_type"].contents() == gguf.LlamaFileType.MOSTLY_Q4_0
+        assert reader.fields["tokenizer.ggml.merges"].contents() == ours.metadata["tokenizer.ggml.merges"]
+        assert {tensor.name for tensor in reader.tensors} == set(ours.entries)
+        for tensor in reader.tensors:
+            theirs = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(ours.entries[tensor.name].shape)
+            assert np.array_equal(theirs, ours.tensor(tensor.name)), tensor.name
+
+    @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
+    def test_transformers(self, kind: str, tmp_path: Path) -> None:
+        pytest.importorskip("gguf")
+        pytest.importorskip("accelerate", reason="transformers wants accelerate to read GGUF")
+        changes = {"head_dim": 128} if kind == "Qwen3" else {}  # transformers does not read it from the file
+        made = network(kind, vocab_size=310, **changes)
+        written(Model(made, byte_level()), tmp_path, type="q8_0")
+        theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32)
+        ours = load(tmp_path / "out" / "model.gguf").network
+        torch.testing.assert_close(logits(theirs), logits(ours), atol=1e-6, rtol=0)
+
+    @pytest.mark.parametrize("asked", ["f32", "q8_0", "q4_k"])
+    def test_llama_cpp(self, asked: str, tmp_path: Path) -> None:
+        """The engine itself: the same tokens, and logits as near as its arithmetic in few bits goes."""
+        llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+        made = network(vocab_size=310, **WIDE)
+        tokenizer = byte_level()
+        written(Model(made, tokenizer), tmp_path, type=asked)
+        file = tmp_path / "out" / "model.gguf"
+        engine = llama_cpp.Llama(str(file), n_ctx=64, n_threads=1, logits_all=True, verbose=False)
+        text = "in the winter there are 12 things"
+        ids = engine.tokenize(text.encode(), add_bos=False)
+        assert ids == tokenizer(text)["input_ids"]
+        engine.eval(ids)
+        found = torch.from_numpy(np.array(engine.scores[: len(ids)]))
+        expected = logits(load(file).network, torch.tensor([ids]))[0]
+        assert (found - expected).abs().max() < {"f32": 0.005}.get(asked, 0.05) * expected.abs().max()
+
+
+def test_the_bundled_model_goes_out_as_it_came_in(tmp_path: Path) -> None:
+    """GGUF in, GGUF out: SmolLM2 came from a Q4_1 file, and its weights are written again as they were."""
+    try:
+        model = load("smollm2-135m")
+    except ModelError as error:
+        pytest.skip(str(error))
+    written(model, tmp_path, type="q4_1")
+    file = read_gguf(tmp_path / "out" / "model.gguf")
+    found = gguf_tensors(file, gguf_config(file))
+    state = model.network.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())

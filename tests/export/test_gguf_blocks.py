@@ -1,0 +1,121 @@
+"""GGML blocks: against the `gguf` package bit for bit, against the decibels of the method card, and layouts by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from smelt.export import gguf_blocks, gguf_search
+from smelt.export.gguf_file import TYPES
+from smelt.models.gguf.blocks import FORMATS, dequantize
+
+Round = Callable[[NDArray[np.float32]], NDArray[np.uint8]]
+SIMPLE: dict[str, Round] = {
+    "Q4_0": gguf_blocks.round_q4_0,
+    "Q4_1": gguf_blocks.round_q4_1,
+    "Q5_0": gguf_blocks.round_q5_0,
+    "Q8_0": gguf_blocks.round_q8_0,
+}
+SEARCHED: dict[str, Round] = {"Q4_K": gguf_search.round_q4_k, "Q6_K": gguf_search.round_q6_k}
+CARD = {"Q4_0": 21.3, "Q8_0": 45.5, "Q4_K": 22.9, "Q6_K": 35.0}  # decibel on N(0, 1)
+
+
+def gaussian(rows: int = 1024) -> NDArray[np.float32]:
+    return np.random.default_rng(0).standard_normal((rows, 256)).astype(np.float32)
+
+
+def awkward() -> NDArray[np.float32]:
+    """Zeros, equal weights, one sign only, tiny and huge ones, and one weight alone."""
+    x = gaussian(64)
+    x[0], x[1], x[2], x[3] = 0, 3, -0.25, np.abs(x[3])
+    x[4], x[5], x[6] = x[4] * 1e-9, x[5] * 1e4, -np.abs(x[6])
+    x[7], x[7, 17] = 0, -5
+    return x
+
+
+def read_back(name: str, data: NDArray[np.uint8]) -> NDArray[np.float32]:
+    block_format = FORMATS[TYPES[name]]
+    assert data.shape[1] == block_format.bytes
+    return dequantize(data.reshape(-1), block_format, (-1, 256))
+
+
+def decibel(x: NDArray[np.float32], y: NDArray[np.float32]) -> float:
+    noise = max(((x - y).astype(float) ** 2).sum(), 1e-30)
+    return float(10 * np.log10((x.astype(float) ** 2).sum() / noise))
+
+
+@pytest.mark.parametrize("name", SIMPLE)
+def test_the_bytes_of_the_gguf_package(name: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    x = np.concatenate([gaussian(), awkward()])
+    kind = getattr(gguf.GGMLQuantizationType, name)
+    assert np.array_equal(SIMPLE[name](x.reshape(-1, 32)).reshape(len(x), -1), gguf.quants.quantize(x, kind))
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_the_gguf_package_reads_the_same_weights(name: str) -> None:
+    gguf = pytest.importorskip("gguf")
+    data = SEARCHED[name](awkward())
+    theirs = gguf.quants.dequantize(data, getattr(gguf.GGMLQuantizationType, name))
+    assert np.array_equal(read_back(name, data), theirs)
+
+
+@pytest.mark.parametrize("name", CARD)
+def test_the_decibels_of_the_card(name: str) -> None:
+    x = gaussian()
+    encode = {**SIMPLE, **SEARCHED}[name]
+    data = encode(x.reshape(-1, 32) if name in SIMPLE else x)
+    assert decibel(x, read_back(name, data)) == pytest.approx(CARD[name], abs=0.1)
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_awkward_weights_stay_near(name: str) -> None:
+    x = awkward()
+    found = read_back(name, SEARCHED[name](x))
+    assert np.array_equal(found[0], x[0])
+    for row in (1, 2, 3, 5, 6, 7):
+        assert decibel(x[row], found[row]) > 18, row
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_what_was_read_is_written_almost_as_it_was(name: str) -> None:
+    once = read_back(name, SEARCHED[name](gaussian(128)))
+    assert decibel(once, read_back(name, SEARCHED[name](once))) > 60
+
+
+def test_the_search_beats_the_extremes() -> None:
+    """Without the search Q4_K would be Q4_1 with coarser scales."""
+    x = gaussian()
+    plain = read_back("Q4_1", gguf_blocks.round_q4_1(x.reshape(-1, 32)))
+    assert decibel(x, read_back("Q4_K", gguf_search.round_q4_k(x))) > decibel(x, plain) + 0.5
+
+
+@pytest.mark.parametrize(
+    ("lay", "name", "lowest", "highest"),
+    [
+        (gguf_blocks.lay_q4_0, "Q4_0", -8, 7),
+        (gguf_blocks.lay_q5_0, "Q5_0", -16, 15),
+        (gguf_blocks.lay_q8_0, "Q8_0", -128, 127),
+    ],
+)
+def test_levels_and_scales_are_carried_exactly(
+    lay: Callable[..., NDArray[np.uint8]], name: str, lowest: int, highest: int
+) -> None:
+    generator = np.random.default_rng(1)
+    levels = generator.integers(lowest, highest + 1, (64, 32)).astype(np.int16)
+    levels[0, :2] = lowest, highest
+    scale = generator.standard_normal(64).astype(np.float16).astype(np.float32)
+    found = read_back(name, lay(levels, scale)).reshape(64, 32)
+    assert np.array_equal(found, levels * scale[:, None])
+
+
+def test_a_block_by_hand() -> None:
+    """Element 0 and 16 share a byte: the first in its low half."""
+    levels = np.zeros((1, 32), dtype=np.int16)
+    levels[0, 0], levels[0, 16] = 1, 2
+    data = gguf_blocks.lay_q4_1(levels, np.array([1.0], np.float32), np.array([-2.0], np.float32))
+    assert data[0, :5].tolist() == [0x00, 0x3C, 0x00, 0xC0, 0x21]

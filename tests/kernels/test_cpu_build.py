@@ -1,0 +1,142 @@
+"""The library is compiled once, whole or not at all; without a compiler everything works through the reference."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from smelt.kernels.cpu import build
+from smelt.kernels.cpu.build import ensure_compiled, load_library
+
+LIBRARY = load_library()
+MADE = ensure_compiled() if LIBRARY is not None else None
+compiled = pytest.mark.skipif(LIBRARY is None, reason="needs an x86 processor and a C++ compiler")
+
+PRODUCT = """
+import torch
+from smelt.models.quantized import QuantizedLinear, Scheme
+from smelt.numerics.catalogue import format_named
+number_format = format_named("int4/32@float16")
+matrix = number_format.quantize(torch.randn(32, 64))
+layer = QuantizedLinear.holding(matrix, Scheme(number_format), bias=None, dtype=torch.float32)
+x = torch.randn(2, 64)
+assert torch.allclose(layer(x), x @ layer.weight.T, atol=1e-4)
+print(layer.path)
+"""
+COMPILE = "from smelt.kernels.cpu.build import ensure_compiled; ensure_compiled()"
+# Stands in for a compiler: writes down that it was called, then copies what the real one made.
+COMPILER = """#!{python}
+import shutil, sys, time
+if "--version" in sys.argv:
+    sys.exit(print("copy 1.0"))
+with open({log!r}, "a") as log:
+    log.write("called\\n")
+time.sleep(0.3)
+shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache."""
+    monkeypatch.setenv("SMELT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "kernels"
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A quick compiler that writes its calls down."""
+    script = tmp_path / "compiler"
+    script.write_text(COMPILER.format(python=sys.executable, log=str(tmp_path / "calls"), library=str(MADE)))
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    return script
+
+
+def calls(folder: Path) -> int:
+    return (folder / "calls").read_text().count("called") if (folder / "calls").exists() else 0
+
+
+@compiled
+def test_a_second_process_does_not_compile(tmp_path: Path, compiler: Path, cache: Path) -> None:
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", COMPILE], check=True)
+        assert calls(tmp_path) == 2  # compiled, and linked
+    assert load_library() is not None
+    assert calls(tmp_path) == 2
+    assert [file.suffix for file in cache.iterdir()] == [".so"]
+
+
+@compiled
+def test_processes_that_compile_at_once(tmp_path: Path, compiler: Path, cache: Path) -> None:
+    running = [subprocess.Popen([sys.executable, "-c", COMPILE]) for _ in range(3)]
+    assert [process.wait() for process in running] == [0, 0, 0]
+    assert calls(tmp_path) > 2  # they did
+    assert len(list(cache.iterdir())) == 1
+    assert load_library() is not None
+
+
+@compiled
+def test_another_source_is_compiled_anew(tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = ensure_compiled()
+    source = tmp_path / "source"
+    source.mkdir()
+    for file in build.SOURCE.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    (source / "plan.h").write_text((source / "plan.h").read_text() + "\n")
+    monkeypatch.setattr(build, "SOURCE", source)
+    assert ensure_compiled() != first
+    assert ensure_compiled("-march=x86-64") != ensure_compiled()
+    assert calls(tmp_path) == 6
+
+
+def test_switched_off(tmp_path: Path) -> None:
+    """A process of its own goes the plain way, says nothing and writes nothing."""
+    environment = {**os.environ, "SMELT_COMPILE": "0", "SMELT_CACHE": str(tmp_path / "untouched")}
+    outcome = subprocess.run(
+        [sys.executable, "-c", PRODUCT], env=environment, capture_output=True, text=True, check=True
+    )
+    assert (outcome.stdout.strip(), outcome.stderr) == ("reference", "")
+    assert not list(tmp_path.iterdir())
+
+
+def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert load_library() is None
+
+
+def test_a_compiler_that_fails(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "compiler"
+    broken.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('--version' not in sys.argv)\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    assert load_library() is None
+    assert not list(cache.iterdir())
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file, not a folder")
+    assert load_library() is None
+
+
+def test_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
+    assert load_library() is None
+
+
+@compiled
+def test_a_library_that_others_may_write_is_not_loaded(compiler: Path) -> None:
+    assert load_library() is not None
+    ensure_compiled().chmod(0o777)
+    assert load_library() is None
+
+
+@compiled
+def test_a_broken_library_is_not_loaded(compiler: Path) -> None:
+    ensure_compiled().write_bytes(b"not a library")
+    assert load_library() is None

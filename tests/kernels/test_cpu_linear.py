@@ -1,0 +1,277 @@
+"""Every compiled kernel gives what the reference gives: all formats, odd shapes, extreme values, any threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smelt.kernels.cpu import kernels, operator
+from smelt.kernels.cpu.build import load_library
+from smelt.kernels.linear import REFERENCE, Inputs, LinearKernel, Packed, choose, using
+from smelt.models.quantized import QuantizedLinear, Scheme
+from smelt.numerics.catalogue import format_named
+
+FORMATS = (
+    *("int8", "int8/64@float16", "int8-asym/32@float16", "int8-float-zero/128@float16", "int8/tensor", "int8/48"),
+    *("int4", "int4/64@float16", "int4-asym/32@float16", "int4-asym@bfloat16", "int4-float-zero/64@float16"),
+    *("int4-wide/128", "int3/64@float16", "int3-asym", "int2-asym/64@float16", "int2", "int5/64", "int6-asym", "int7"),
+    *("dint4/64@float16", "dint4/32", "dint4-sym/64@float16", "dint3", "dint8-sym", "mxfp4", "nvfp4", "amxfp4", "fp4"),
+    *("nf4", "nf3", "nf2", "fp8-e4m3", "fp8-e5m2", "mxfp6-e2m3", "mxfp8-e5m2", "mxint8", "mxint4", "ternary/64"),
+)
+INTEGERS = (
+    *("int8", "int8-asym/32@float16", "int8-float-zero/128@float16", "int8/tensor", "int4-asym/32@float16"),
+    *("int4/64@float16", "int4-float-zero/64@float16", "dint4/64@float16", "dint4/32", "dint4-sym/64@float16"),
+)
+SHAPES = ((33, 576), (5, 100), (17, 31), (1, 1), (70, 128))
+TOKENS = (1, 2, 3, 4, 5, 33, 97)
+# The largest error in units of sum |x| |w|: of float32 sums; and of a weight and an output rounded to bfloat16.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.1 * 2.0**-8}
+INPUTS = {
+    "int8": Inputs(format_named("int8")),
+    "int4": Inputs(format_named("int4")),
+    "clipped": Inputs(format_named("int8-wide"), clip=0.5),
+    "fixed": Inputs(format_named("int8/tensor"), torch.full((1, 1, 1), 0.02)),
+}
+
+LIBRARY = load_library()
+compiled = pytest.mark.skipif(LIBRARY is None, reason="needs an x86 processor and a C++ compiler")
+
+
+def packed(name: str, rows: int, columns: int, scale: float = 0.05) -> Packed:
+    number_format = format_named(name)
+    quantized = number_format.quantize(torch.randn(rows, columns) * scale)
+    return Packed(number_format, rows, columns, {key: t.contiguous() for key, t in quantized.packed().items()})
+
+
+def product(
+    kernel: LinearKernel, x: Tensor, matrix: Packed, inputs: Inputs | None, bias: Tensor | None = None
+) -> Tensor:
+    assert kernel.takes(matrix, inputs, x.dtype)
+    return kernel.run(x, matrix, inputs, bias, kernel.prepare(matrix, inputs))
+
+
+def error(x: Tensor, y: Tensor, matrix: Packed, inputs: Inputs | None, bias: Tensor | None = None) -> float:
+    """The largest difference from float64, in units of sum |x| |w| + |b|."""
+    exact = x.double() if inputs is None else inputs.rounded(x.float()).double()
+    weight = matrix.quantized().values().double()
+    added = torch.zeros(matrix.rows, dtype=torch.float64) if bias is None else bias.double()
+    size = exact.abs() @ weight.abs().T + added.abs() + 1e-30
+    return float(((y.double() - F.linear(exact, weight, added)).abs() / size).max())
+
+
+def check(kernel: LinearKernel, name: str, inputs: Inputs | None) -> None:
+    for position, (rows, columns) in enumerate(SHAPES):
+        matrix = packed(name, rows, columns)
+        for dtype, tolerance in TOLERANCE.items():
+            if not kernel.takes(matrix, inputs, dtype):
+                assert isinstance(kernel, kernels.IntegerInputs)
+                continue
+            bias = torch.randn(rows).to(dtype) if position % 2 else None
+            for tokens in TOKENS:
+                x = torch.randn(tokens, columns).to(dtype)
+                y = product(kernel, x, matrix, inputs, bias)
+                assert y.dtype == dtype
+                assert y.shape == (tokens, rows)
+                assert error(x, y, matrix, inputs, bias) < tolerance, (rows, columns, tokens, dtype)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@compiled
+@pytest.mark.parametrize("name", FORMATS)
+def test_inputs_as_they_are(name: str) -> None:
+    check(kernels.FloatInputs(LIBRARY), name, None)
+
+
+@compiled
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("name", INTEGERS)
+def test_inputs_as_whole_numbers(name: str, inputs: str) -> None:
+    check(kernels.IntegerInputs(LIBRARY), name, INPUTS[inputs])
+
+
+@compiled
+def test_inputs_that_are_rounded_elsewhere() -> None:
+    for inputs in (
+        Inputs(format_named("int8-asym")),
+        Inputs(format_named("mxfp8-e4m3")),
+        Inputs(format_named("int4/32")),
+    ):
+        matrix = packed("int4-asym/32@float16", 40, 96)
+        kernel = choose(matrix, inputs, torch.float32)
+        assert kernel.name == "cpu-float"
+        x = torch.randn(3, 96)
+        assert error(x, product(kernel, x, matrix, inputs), matrix, inputs) < 1e-6
+
+
+@compiled
+@pytest.mark.parametrize("machine", ["-march=x86-64", "-march=x86-64-v4"])
+def test_processors_that_can_do_less(machine: str) -> None:
+    """Without any vector instructions of ours, and without those for whole numbers and matrices."""
+    library = load_library(machine)
+    assert library is not None
+    try:
+        kernel = kernels.FloatInputs(library)
+        for name in ("int8-asym/32@float16", "int4/64@float16", "int3-asym", "dint4/64@float16", "amxfp4", "nvfp4"):
+            check(kernel, name, None)
+        assert not kernels.IntegerInputs(library).takes(packed("int8", 8, 64), INPUTS["int8"], torch.float32)
+    finally:
+        operator.use(LIBRARY)
+
+
+@compiled
+def test_any_shape_of_x() -> None:
+    matrix, bias = packed("int4-asym/64@float16", 48, 128), torch.randn(48)
+    kernel = choose(matrix, None, torch.float32)
+    x = torch.randn(2, 3, 128)
+    flat = product(kernel, x.flatten(0, 1), matrix, None, bias)
+    assert torch.equal(product(kernel, x, matrix, None, bias), flat.unflatten(0, (2, 3)))
+    crooked = torch.randn(128, 3, 2).transpose(0, 2)
+    assert torch.equal(
+        product(kernel, crooked, matrix, None, bias), product(kernel, crooked.contiguous(), matrix, None, bias)
+    )
+    assert product(kernel, x[..., 0, :], matrix, None).shape == (2, 48)
+    assert product(kernel, x[0, 0], matrix, None).shape == (48,)
+    for inputs in (None, INPUTS["int8"]):
+        kernel = choose(matrix, inputs, torch.float32)
+        assert product(kernel, x[:, :0], matrix, inputs, bias).shape == (2, 0, 48)
+
+
+@compiled
+@pytest.mark.parametrize("name", ["int4-asym/64@float16", "int8/64@float16", "nvfp4", "amxfp4"])
+@pytest.mark.parametrize("inputs", [None, "int8"])
+def test_threads_do_not_change_a_bit(name: str, inputs: str | None) -> None:
+    matrix = packed(name, 1000, 576)  # no multiple of any block
+    told = INPUTS[inputs] if inputs else None
+    kernel = choose(matrix, told, torch.float32)
+    for tokens in (1, 3, 16):
+        x = torch.randn(tokens, 576)
+        with threads(1):
+            alone = product(kernel, x, matrix, told)
+        with threads(2):
+            together = product(kernel, x, matrix, told)
+        assert torch.equal(alone, together)
+
+
+@compiled
+def test_a_token_does_not_feel_its_few_neighbours() -> None:
+    matrix = packed("int4-asym/64@float16", 100, 192)
+    kernel, x = choose(matrix, None, torch.float32), torch.randn(4, 192)
+    for count in (2, 3, 4):
+        assert torch.equal(product(kernel, x[:count], matrix, None)[0], product(kernel, x[:1], matrix, None)[0])
+
+
+@compiled
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_extreme_scales(tokens: int) -> None:
+    for value in (0.0, 2.0**-24, 6e-8, 65504.0, math.nan):
+        for name in ("int8-asym/32@float16", "int4/32@float16", "int3/32@float16", "dint4/32@float16"):
+            for inputs in (None, INPUTS["int8"]):
+                matrix = packed(name, 20, 96)
+                matrix.tensors["scale"][3, 1] = value
+                x = torch.randn(tokens, 96)
+                y = product(choose(matrix, inputs, torch.float32), x, matrix, inputs)
+                if math.isnan(value):
+                    assert bool(y[:, 3].isnan().all())
+                    y, matrix.tensors["scale"][3, 1] = torch.where(y.isnan(), 0, y), 0.0
+                    y[:, 3] = F.linear(x if inputs is None else inputs.rounded(x), matrix.quantized().values())[:, 3]
+                assert error(x, y, matrix, inputs) < 1e-6, (name, value)
+
+
+@compiled
+@pytest.mark.parametrize("tokens", [1, 7])
+def test_extreme_inputs(tokens: int) -> None:
+    """Zeros, subnormal and huge numbers, infinities (which saturate when rounded) and NaN (which stays)."""
+    matrix = packed("int8/32@float16", 24, 64)
+    for value in (0.0, 1e-40, 1e-30, 1e30, 1e35):
+        x = torch.full((tokens, 64), value)
+        x[:, 5] *= -0.5
+        for inputs in (None, INPUTS["int8"]):
+            y = product(choose(matrix, inputs, torch.float32), x, matrix, inputs)
+            expected = REFERENCE.run(x, matrix, inputs, None, None)
+            assert torch.allclose(y, expected, rtol=1e-4, atol=1e-37), value
+    x = torch.randn(tokens, 64)
+    x[0, 3], x[0, 4] = math.inf, -math.inf
+    inputs = INPUTS["int8"]
+    y = product(choose(matrix, inputs, torch.float32), x, matrix, inputs)
+    assert error(x, y, matrix, inputs) < 1e-6
+    x[0, 3], x[0, 4] = math.nan, 0.0
+    for told in (None, inputs):
+        y = product(choose(matrix, told, torch.float32), x, matrix, told)
+        assert bool(y[0].isnan().all())
+        assert not bool(y[1:].isnan().any())
+
+
+@compiled
+def test_gradients_reach_the_inputs() -> None:
+    matrix = packed("int4/32@float16", 24, 64)
+    x = torch.randn(3, 64, requires_grad=True)
+    product(choose(matrix, None, torch.float32), x, matrix, None).square().sum().backward()
+    weight = matrix.quantized().values()
+    expected = 2 * (x.detach() @ weight.T) @ weight
+    assert x.grad is not None
+    assert torch.allclose(x.grad, expected, atol=1e-5)
+
+
+def layer(name: str = "int4-asym/32@float16", inputs: Inputs | None = None, bias: bool = True) -> QuantizedLinear:
+    number_format = format_named(name)
+    scheme = Scheme(number_format, None if inputs is None else inputs.format)
+    matrix = number_format.quantize(torch.randn(40, 96))
+    return QuantizedLinear.holding(matrix, scheme, bias=torch.randn(40) if bias else None, dtype=torch.float32)
+
+
+@compiled
+def test_a_layer_tells_its_path() -> None:
+    x = torch.randn(2, 96)
+    plain, rounded = layer(), layer(inputs=INPUTS["int8"])
+    for module, path in ((plain, "cpu-float"), (rounded, "cpu-integer")):
+        y = module(x)
+        assert module.path == path
+        with using("reference"):
+            assert torch.allclose(module(x), y, atol=1e-4)
+            assert module.path == "reference"
+        assert torch.equal(module(x), y)
+        assert module.path == path
+    with pytest.raises(LookupError, match="cpu-integer"), using("cpu-integer"):
+        plain(x)
+
+
+@compiled
+def test_a_layer_sees_its_tensors_change() -> None:
+    module, x = layer(), torch.randn(2, 96)
+    module(x)
+    for change in (lambda: module.codes.random_(0, 256), lambda: setattr(module, "scale", module.scale * 2)):
+        change()
+        with using("reference"):
+            expected = module(x)
+        assert torch.allclose(module(x), expected, atol=1e-4)
+
+
+@compiled
+@pytest.mark.parametrize("inputs", [None, "int8"])
+def test_under_compile(inputs: str | None) -> None:
+    """Chosen at the first trace, one graph, and the operator's shapes are what it says."""
+    module = layer(inputs=INPUTS[inputs] if inputs else None)
+    graph = torch.compile(lambda x: torch.relu(module(x)) + 1, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for shape in ((2, 96), (1, 3, 96)):
+            x = torch.randn(shape)
+            assert torch.equal(graph(x), torch.relu(module(x)) + 1)
+    assert module.path == ("cpu-integer" if inputs else "cpu-float")
+    scheme = "int4-asym/32@float16" + (" int8 1.0" if inputs else "")
+    arguments = (torch.randn(2, 96), module.codes, module.scale, module.zero, None, None, module.bias, None, scheme)
+    torch.library.opcheck(torch.ops.smelt.cpu_linear.default, arguments)

@@ -1,0 +1,255 @@
+"""The cache in few bits: as good as none where it rounds nothing, as small as its bits say, and fit for generation."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from typer.testing import CliRunner
+
+from smelt.cli.app import app
+from smelt.data import TextData
+from smelt.data.labelled import LabelledData
+from smelt.errors import DataError, FormatError, ModelError
+from smelt.measure.divergence import logit_divergence
+from smelt.measure.perplexity import perplexity
+from smelt.models.anatomy import anatomy_of
+from smelt.models.artifact import save_artifact
+from smelt.models.kv_cache import PackedLayer, PackedRows, QuantizedCache
+from smelt.models.model import Model
+from smelt.models.surgery import keep_units
+from smelt.numerics.catalogue import FORMATS, format_named
+from smelt.numerics.error import signal_to_noise
+from smelt.recipes.inputs import measure_quality
+from smelt.recipes.recipe import EvaluationSettings
+from tests.character_tokenizer import character_tokenizer
+from tests.tiny import BUILDS, DECODER, DECODERS, inputs
+
+TEXT = TextData("fox", ("The quick brown fox jumps over the lazy dog. Pack my box with five dozen liquor jugs. " * 5,))
+GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+
+
+@lru_cache(maxsize=1)
+def trained() -> Model:
+    """A small Llama that has really learned a little text."""
+    torch.manual_seed(0)
+    model = Model(hf.LlamaForCausalLM(hf.LlamaConfig(**{**DECODER, "num_hidden_layers": 2})), character_tokenizer())
+    assert model.tokenizer is not None
+    tokens = torch.tensor(model.tokenizer(TEXT.joined)["input_ids"])
+    optimizer = torch.optim.Adam(model.network.parameters(), lr=1e-2)
+    for _ in range(60):
+        starts = torch.randint(len(tokens) - 32, (4,))
+        rows = torch.stack([tokens[start : start + 32] for start in starts])
+        model.network(input_ids=rows, labels=rows).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.network.eval()
+    return model
+
+
+def rows(name: str, **settings: Any) -> PackedRows:
+    return PackedRows(format_named(name), settings.get("clip", 1.0), settings.get("rotate", False))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_without_a_format_nothing_changes(name: str) -> None:
+    network = BUILDS[name]()
+    expected = network(**inputs(name), use_cache=False).logits
+    found = network(**inputs(name), past_key_values=QuantizedCache(network.config, "none")).logits
+    assert torch.equal(found, expected)
+    for beams in (1, 3):
+        plain = network.generate(**inputs(name), **GREEDY, num_beams=beams)
+        cache = QuantizedCache(network.config, "none")
+        assert torch.equal(network.generate(**inputs(name), **GREEDY, num_beams=beams, past_key_values=cache), plain)
+        assert cache.get_seq_length() == plain.shape[1] - 1
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@torch.no_grad()
+def test_token_by_token_is_the_same_as_all_at_once(name: str) -> None:
+    network = BUILDS[name]()
+    ids = inputs(name)["input_ids"]
+    whole = network(ids, past_key_values=QuantizedCache(network.config, "int4-asym")).logits
+    cache = QuantizedCache(network.config, "int4-asym")
+    steps = [network(ids[:, :4], past_key_values=cache, use_cache=True).logits]
+    for place in range(4, ids.shape[1]):
+        steps.append(network(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
+    plain = network(ids, use_cache=False).logits
+    found = torch.cat(steps, 1)
+    # a value on the edge between two steps may fall on either side
+    assert (found - whole).norm() < 0.1 * (whole - plain).norm()
+    assert (whole - plain).norm() > 1e-3 * plain.norm()
+
+
+@torch.no_grad()
+def test_beams_under_rounding_follow_their_own_past() -> None:
+    """Eight bits are fine enough for the same beams as without rounding; a cache that is not reordered gives others."""
+    network = BUILDS["gpt2"]()
+    plain = network.generate(**inputs("gpt2"), **GREEDY, num_beams=4)
+    cache = QuantizedCache(network.config, "int8")
+    assert torch.equal(network.generate(**inputs("gpt2"), **GREEDY, num_beams=4, past_key_values=cache), plain)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+@torch.no_grad()
+def test_networks_that_lost_an_attention_generate(name: str) -> None:
+    network = BUILDS[name]()
+    keep_units(network, anatomy_of(network).parts[0], [])
+    keep_units(network, anatomy_of(network).parts[2], [1])
+    for number_format in ("none", "int8", "int4-asym/128@float16"):
+        cache = QuantizedCache(network.config, number_format, rotate_keys=True)
+        out = network.generate(**inputs(name), **GREEDY, num_beams=2, past_key_values=cache)
+        assert out.shape == (3, 21) and cache.layers[0].rows[0].width == 1
+        if number_format == "none":
+            assert torch.equal(out, network.generate(**inputs(name), **GREEDY, num_beams=2))
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int4-asym@float16", "int3/16", "int4-asym/32", "mxfp4", "fp8-e4m3"])
+@torch.no_grad()
+def test_it_is_as_small_as_its_bits_say(name: str) -> None:
+    config = hf.LlamaConfig(hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1,
+                            num_hidden_layers=3, intermediate_size=16, vocab_size=99)  # fmt: skip
+    network = hf.LlamaForCausalLM(config).eval()
+    cache = QuantizedCache(config, name)
+    network(**inputs("llama", batch=2, length=20), past_key_values=cache, use_cache=True)
+    numbers = 2 * 3 * 2 * 20 * 64  # keys and values, layers, sequences, tokens, head_dim
+    assert cache.nbytes * 8 == numbers * format_named(name).bits_per_value(64)
+
+
+def test_a_trained_model_hardly_notices_eight_bits() -> None:
+    model = trained()
+    plain = perplexity(model, TEXT, context=32, limit=320)
+    assert plain.value < 20  # it has learned something
+    values = {name: perplexity(model, TEXT, context=32, limit=320, kv=name).value for name in ("none", "int8", "int2")}
+    assert values["none"] == plain.value
+    assert values["int8"] == pytest.approx(plain.value, rel=0.01)
+    assert values["int2"] > 1.05 * plain.value
+    same, less = (logit_divergence(model, model, TEXT, context=32, limit=320, kv=kv) for kv in ("none", "int4"))
+    assert abs(same.kl) < 1e-9 < less.kl
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_every_format_holds_rows_that_come_in_pieces(name: str) -> None:
+    x = torch.randn(2, 3, 7, 16)
+    held = rows(name)
+    for piece in x.split((4, 1, 2), dim=2):
+        held.append(piece)
+    assert held.tokens == 7 and held.values().shape == x.shape
+    number_format = FORMATS[name]
+    if number_format.whole(x) is None:  # a row does not depend on those around it
+        assert torch.equal(held.values(), number_format.rounded(x))
+    assert signal_to_noise(x, held.values()) > 1.5
+
+
+def test_a_scale_for_the_whole_tensor_becomes_one_for_each_row() -> None:
+    config = BUILDS["llama"]().config
+    layer: Any = QuantizedCache(config, "int4/tensor").layers[0]
+    x = torch.randn(1, 2, 5, 8) * torch.tensor([1.0, 100.0]).view(1, 2, 1, 1)
+    keys, values = layer.update(x, -x)
+    assert torch.equal(keys, format_named("int4").rounded(x)) and torch.equal(values, format_named("int4").rounded(-x))
+
+
+def test_keys_and_values_may_have_formats_of_their_own() -> None:
+    layer: Any = QuantizedCache(BUILDS["llama"]().config, "int8", "int2").layers[1]
+    x = torch.randn(1, 2, 5, 8)
+    keys, values = layer.update(x, x)
+    assert torch.equal(keys, FORMATS["int8"].rounded(x)) and torch.equal(values, FORMATS["int2"].rounded(x))
+
+
+def test_types_are_kept_and_clipping_narrows() -> None:
+    x = torch.randn(1, 1, 3, 64).bfloat16()
+    held = rows("int4", clip=0.5)
+    held.append(x)
+    assert held.values().dtype == torch.bfloat16
+    assert bool((held.values().abs().amax(-1) < 0.7 * x.abs().amax(-1)).all())
+
+
+@pytest.mark.parametrize("width", [8, 12, 64, 80])  # those of 12 and 80 are not their own inverse
+def test_rotated_keys_come_back_in_place_and_lose_less_to_outliers(width: int) -> None:
+    x = torch.randn(2, 2, 9, width)
+    x[..., 3] *= 25
+    plain, turned, fine = rows("int4"), rows("int4", rotate=True), rows("int8", rotate=True)
+    for held in (plain, turned, fine):
+        held.append(x)
+    rest = torch.arange(width) != 3
+    assert signal_to_noise(x, fine.values()) > 35
+    assert signal_to_noise(x[..., rest], turned.values()[..., rest]) > signal_to_noise(
+        x[..., rest], plain.values()[..., rest]
+    )
+
+
+def test_a_width_without_a_hadamard_matrix_is_not_rotated() -> None:
+    x = torch.randn(1, 1, 4, 58)
+    held = rows("int8", rotate=True)
+    held.append(x)
+    assert torch.equal(held.values(), FORMATS["int8"].rounded(x))
+
+
+def filled(name: str = "int4-asym") -> tuple[PackedLayer, Tensor, Tensor]:
+    layer: Any = QuantizedCache(BUILDS["llama"]().config, name).layers[0]
+    keys, values = layer.update(torch.randn(3, 2, 6, 8), torch.randn(3, 2, 6, 8))
+    return layer, keys, values
+
+
+def held(layer: PackedLayer) -> tuple[Tensor, Tensor]:
+    return layer.rows[0].values(), layer.rows[1].values()
+
+
+def test_what_generation_does_to_a_cache() -> None:
+    order = torch.tensor([2, 0, 0])
+    changes: list[tuple[str, Any, Any]] = [
+        ("reorder_cache", order, lambda x: x[order]),
+        ("batch_select_indices", torch.tensor([1]), lambda x: x[1:2]),
+        ("batch_repeat_interleave", 2, lambda x: x.repeat_interleave(2, 0)),
+        ("crop", -2, lambda x: x[:, :, :4]),
+        ("crop", 0, lambda x: x),
+    ]
+    for name, argument, expected in changes:
+        layer, keys, values = filled()
+        getattr(layer, name)(argument)
+        assert all(torch.equal(a, expected(b)) for a, b in zip(held(layer), (keys, values), strict=True)), name
+        assert layer.get_seq_length() == expected(keys).shape[2]
+    layer, keys, values = filled()
+    layer.offload()
+    layer.prefetch()
+    assert torch.equal(held(layer)[0], keys)
+    layer.reset()
+    assert layer.get_seq_length() == 0 and layer.get_mask_sizes(3) == (3, 0)
+    with pytest.raises(ValueError, match="negative"):
+        layer.crop(2)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    config = BUILDS["llama"]().config
+    with pytest.raises(FormatError, match="int9"):
+        QuantizedCache(config, "int9")
+    with pytest.raises(FormatError, match="between 0 and 1"):
+        QuantizedCache(config, "int8", clip=0.0)
+    mixed = hf.LlamaConfig(**DECODER)
+    mixed.layer_types = ["full_attention", "linear_attention", "full_attention"]
+    with pytest.raises(ModelError, match="linear_attention"):
+        QuantizedCache(mixed, "int8")
+    with pytest.raises(FormatError, match="int9"):
+        perplexity(trained(), TEXT, context=32, kv="int9")
+    labelled = LabelledData("rows", ("a",), None, torch.tensor([0]).numpy(), False)
+    with pytest.raises(DataError, match="measured on text"):
+        measure_quality(trained(), labelled, EvaluationSettings(), kv="int8")
+
+
+def test_the_command(tmp_path: Path) -> None:
+    save_artifact(trained(), tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT.joined)
+    arguments = ["eval", str(tmp_path), "--data", str(text), "--context", "32", "--limit", "96", "--kv", "int2"]
+    result = CliRunner().invoke(app, [*arguments, "--against", str(tmp_path), "--json", str(tmp_path / "out.json")])
+    assert result.exit_code == 0, result.output
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["kv"] == "int2" and content["divergence"]["kl"] > 1e-4
+    assert content["quality"]["value"] != content["base_quality"]["value"]
