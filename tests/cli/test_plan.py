@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -45,13 +46,19 @@ def test_planning_reads_no_weights(place: Place, smelt_here: Smelt, tmp_path: Pa
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [name for name in METHODS if name not in ("rilq", "rotate")])
 def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
-    recipe = place.recipe(f"{name}.yaml", llama_recipe(place, method=name))
+    """Apart from those that only go before or after a quantiser."""
+    removes = "budget" in {field.name for field in dataclasses.fields(METHODS[name])}
+    content = llama_recipe(place, method=name)
+    if not removes:
+        content["steps"] = [{"method": name, "group": -1}]
+    recipe = place.recipe(f"{name}.yaml", content)
     done = smelt_here("plan", place / "llama", "-r", recipe, "--json", str(tmp_path / "r.json"))
     assert done.code == 0
     (step,) = json.loads((tmp_path / "r.json").read_text())["steps"]
-    assert (step["method"], step["budget"]) == (name, {"parameters": 0.8})
+    assert step["method"] == name
+    assert step["budget"] == {"parameters": 0.8} if removes else step["budget"].keys() == {"bits"}
 
 
 @pytest.mark.parametrize("method", ["fisher", "wanda-sp"])
