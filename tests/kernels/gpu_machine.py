@@ -21,7 +21,7 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton itself and the kernels are imported
 
 HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16 of its own
-TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of the rounding of the result, and of nothing else
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 6e-4}  # the rounding of the result, and of the matrix if written out
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -122,7 +122,7 @@ def test_a_layer_takes_the_kernel_compiled_and_captured() -> None:
         for batch in (1, 16, 200):
             x = torch.randn(batch, 1024, device="cuda", dtype=torch.bfloat16)
             expected = x.double() @ quantized.values().double().T
-            assert distance(layer(x), expected) < 4e-3
+            assert distance(layer(x), expected) < TOLERANCE[torch.bfloat16]
             assert layer.path == KERNEL.name
             assert torch.equal(compiled(x), layer(x))
             graph = torch.cuda.CUDAGraph()
@@ -131,4 +131,4 @@ def test_a_layer_takes_the_kernel_compiled_and_captured() -> None:
             x.copy_(torch.randn_like(x))
             found.fill_(float("nan"))
             graph.replay()
-            assert distance(found, x.double() @ quantized.values().double().T) < 4e-3
+            assert distance(found, x.double() @ quantized.values().double().T) < TOLERANCE[torch.bfloat16]

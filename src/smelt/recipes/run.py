@@ -148,8 +148,10 @@ class _Run:
         if not needs_data(self.recipe):
             return model, [], evaluation_data(self.recipe, None, model) if model.tokenizer else None
         data, held_out = split(self.recipe, calibration_data(self.recipe, model))
-        settings = with_batch(self.recipe, model.anatomy, torch.device(self.device)).data
-        batches = calibration_batches(settings, data, model, self.recipe.seed)
+        batches: list[Batch] = []
+        if any(step.uses_data for step in self.recipe.steps):
+            settings = with_batch(self.recipe, model.anatomy, torch.device(self.device)).data
+            batches = calibration_batches(settings, data, model, self.recipe.seed)
         return model, batches, evaluation_data(self.recipe, held_out, model)
 
     def before(self, model: Model, evaluation: Data | None, sentences: list[str]) -> Before:

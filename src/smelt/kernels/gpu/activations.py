@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def rounded(value, scale, DTYPE: tl.constexpr):
 @triton.jit
 def round_rows_kernel(
     x, fixed, codes, scales, columns, x_stride, clip, SPAN: tl.constexpr, KIND: tl.constexpr, COLUMNS: tl.constexpr,
-    ONCE: tl.constexpr,
+    ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row a program. SPAN is what the largest magnitude times `clip` becomes; `fixed` is the scale where it is not
     taken from the row. An infinity does not count for the scale, and a NaN makes its row NaN. ONCE: a tile of COLUMNS
@@ -48,6 +49,9 @@ def round_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     within = tl.arange(0, COLUMNS)
     start_x, start_codes = x + row * x_stride + within, codes + row * columns + within
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     value = tl.load(start_x, mask=within < columns, other=0.0).to(tl.float32)
     largest = magnitude(value)
     broken = (value != value).to(tl.int32)

@@ -91,9 +91,14 @@ def chunk_of(matrix: Matrix) -> int | None:
 
 def gemv_tiles(matrix: Matrix) -> tuple[int, int, int]:
     """Rows, chunks, warps."""
-    if matrix.element == "e2m1" or 32 % matrix.bits:
-        return (8, 128, 4) if matrix.negative is not None else (4, 64, 2)
+    if not whole_numbers(matrix):
+        return (8, 128, 4) if matrix.negative is not None or matrix.group == 16 else (4, 64, 2)
     return (8, 32, 1) if matrix.bits == 4 and matrix.rows >= 8192 else (8, 128, 4)
+
+
+def whole_numbers(matrix: Matrix) -> bool:
+    """Whether the GEMV multiplies whole numbers; otherwise floats."""
+    return matrix.element == "int" and 32 % matrix.bits == 0
 
 
 def gemv(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
@@ -106,7 +111,7 @@ def gemv(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
         x, words, matrix.scale, matrix.zero, matrix.negative, matrix.tensor, bias, y, x.shape[0], matrix.rows,
         matrix.columns, x.stride(0), words.shape[1], matrix.scale_stride, BITS=matrix.bits, ELEMENT=matrix.element,
         SCALE=matrix.scale_kind, MIDDLE=matrix.middle, GROUP=matrix.group, SIZE=size, ROWS=rows, CHUNKS=chunks,
-        PTX=PTX, PDL=PDL, num_warps=warps, launch_pdl=PDL, maxnreg=128,
+        PTX=PTX, PDL=PDL, num_warps=warps, launch_pdl=PDL, maxnreg=128 if whole_numbers(matrix) else None,
     )  # fmt: skip
     return y
 
@@ -157,7 +162,7 @@ def gemm(
 def gemm_tiles(batch: int, matrix: Matrix, integer: bool) -> tuple[int, int, int, int]:
     """Rows, vectors, warps, stages; `integer`: the vectors are in int8."""
     if batch <= 16:
-        return (64, 16, 4, 4) if integer or matrix.bits == 8 else (128, 16, 4, 3)
+        return (128, 16, 4, 3) if matrix.element == "int" and matrix.bits < 8 and not integer else (64, 16, 4, 4)
     if batch <= 32:
         return 128, 32, 4, 3
     return (128, 64, 8, 4) if batch <= 512 else (128, 128, 8, 4)
@@ -194,6 +199,6 @@ def round_rows(
         tile = max(min(triton.next_power_of_2(columns), 16384), 16)
         round_rows_kernel[(batch,)](
             x, fixed, codes, scales, columns, x.stride(0), clip, SPAN=span, KIND=kind,
-            COLUMNS=tile, ONCE=tile >= columns, num_warps=max(min(tile // 512, 16), 1),
+            COLUMNS=tile, ONCE=tile >= columns, PDL=PDL, num_warps=max(min(tile // 512, 16), 1), launch_pdl=PDL,
         )  # fmt: skip
     return codes, scales
