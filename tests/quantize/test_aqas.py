@@ -145,7 +145,6 @@ def test_fewer_weights_vanish_in_dint() -> None:
     [
         ({"bits": 3}, "dint3@float16"),
         ({"group": 16, "symmetric": True}, "dint4-sym/16@float16"),
-        ({"denormal": False}, "int4-asym@float16"),
         ({"format": "int4/16"}, "int4/16"),
     ],
 )
