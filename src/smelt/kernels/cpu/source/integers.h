@@ -161,7 +161,7 @@ template <Kind K> inline void multiply_integers(
         const __m512i x = _mm512_load_si512(in.codes + token * in.padded + k);
         const __m512i start = _mm512_load_si512(in.taken + (token * in.padded + k) / 4);
         walk.to(k);
-        for (int r = 0; r < 4; ++r) fetch_ahead(plan, codes[r], k * plan.bits / 8, (k + CHUNK) * plan.bits / 8);
+        for (int r = 0; r < 4; ++r) fetch_ahead(codes[r], k * plan.bits / 8, (k + CHUNK) * plan.bits / 8);
         for (int r = 0; r < 4; ++r) {
             const __m512i sum = _mm512_dpbusd_epi32(start, chunk_bytes<K>(plan, codes[r], k, zero[r], walk), x);
             __m512 step = _mm512_set1_ps(scale[r * plan.groups + walk.low]);

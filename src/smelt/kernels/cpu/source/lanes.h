@@ -71,6 +71,14 @@ inline const uint8_t* readable_row(const Plan& plan, int64_t row, uint8_t* aside
     return aside;
 }
 
+// Asks for bytes that will be read some rows later, since rows lie one after the other: a core computes on what it has
+// while more is on its way. Measured: less is too late.
+constexpr int64_t AHEAD = 8192;
+
+inline void fetch_ahead(const uint8_t* codes, int64_t begin, int64_t end) {
+    for (int64_t place = begin; place < end; place += 64) _mm_prefetch((const char*)(codes + place + AHEAD), _MM_HINT_T0);
+}
+
 inline __m512 load_inputs(const Plan& plan, const void* x, int64_t index) {
     if (plan.x_type == FLOAT32) return _mm512_loadu_ps(static_cast<const float*>(x) + index);
     const __m256i narrow = _mm256_loadu_si256((const __m256i*)(static_cast<const uint16_t*>(x) + index));

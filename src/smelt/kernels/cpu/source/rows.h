@@ -8,10 +8,6 @@
 
 #ifdef SMELT_LANES
 constexpr int MOST_TOKENS = 4, BLOCK = 16;  // tokens at once; rows whose results are written at once
-#ifndef AH
-#define AH 32
-#endif
-constexpr int ROWS_AHEAD = AH;
 
 struct RowBuffers {  // of a thread
     float *scale, *shift;  // [BLOCK, groups]
@@ -30,12 +26,6 @@ inline void row_pointers(const Plan& plan, int64_t row, const RowBuffers& room, 
         const int64_t there = row + r < plan.rows ? row + r : plan.rows - 1;
         codes[r] = readable_row(plan, there, room.aside + r * (plan.row_bytes() + 64));
     }
-}
-
-// Asks for the bytes that will be read some rows later: a core reads a long row faster than it fetches one.
-inline void fetch_ahead(const Plan& plan, const uint8_t* codes, int64_t begin, int64_t end) {
-    const uint8_t* later = codes + ROWS_AHEAD * plan.row_bytes();
-    for (int64_t place = begin; place < end; place += 64) _mm_prefetch((const char*)(later + place), _MM_HINT_T0);
 }
 
 struct RowInputs {
@@ -119,7 +109,7 @@ inline void multiply_rows(
         __m512 part[Rows * Tokens];
         for (auto& one : part) one = _mm512_setzero_ps();
         const int64_t end = plan.group_end(g);
-        for (int r = 0; r < Rows; ++r) fetch_ahead(plan, codes[r], g * plan.group * Bits / 8, end * Bits / 8);
+        for (int r = 0; r < Rows; ++r) fetch_ahead(codes[r], g * plan.group * Bits / 8, end * Bits / 8);
         for (int64_t k = g * plan.group; k < end; k += 16)
             for (int r = 0; r < Rows; ++r) {
                 const __m512 weights = lane_values<Bits>(codes[r] + k / 8 * Bits, table, shifts);

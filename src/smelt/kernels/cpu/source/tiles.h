@@ -169,6 +169,7 @@ template <int Bits> inline void lay_floats(const Plan& plan, const uint8_t* code
     const __m512i shifts = lane_shifts<Bits>(), words = word_table(table);
     for (int64_t step = 0; step < steps; ++step) {
         const uint8_t* place = codes + step * 4 * Bits;
+        fetch_ahead(place, 0, 1);
         __m512i line;
         if constexpr (Bits == 4) {
             const __m512i many = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)place));
@@ -185,6 +186,7 @@ inline void lay_integers(const Plan& plan, const uint8_t* codes, const uint8_t* 
     Walk walk{plan};
     for (int64_t step = 0; step < steps; ++step) {
         walk.to(step * CHUNK);
+        fetch_ahead(codes, step * CHUNK * plan.bits / 8, step * CHUNK * plan.bits / 8 + 1);
         _mm512_store_si512(tiles + step * TILE_BYTES, chunk_bytes<K>(plan, codes, step * CHUNK, zero, walk));
     }
 }

@@ -1,0 +1,235 @@
+"""Decoding with few bits on the CPU: SmolLM2-135M in float32, bfloat16, 8 and 4 bits, and the products on their own.
+
+    python benchmarks/cpu_decode.py
+
+The same transformers forward with its cache for all. Candidates are timed in turns, so that what else the machine does
+falls on all alike; figures are medians over the rounds. The quantised models compute in bfloat16, and every layer is
+asked whether it took the compiled path. The head stays in bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from common import table, write
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import smelt.quantize  # noqa: F401  (its methods register themselves)
+from smelt.kernels.linear import Inputs, Packed, choose
+from smelt.measure.clock import stopwatch, time_call
+from smelt.measure.latency import decode_latency, latency
+from smelt.method import Context, make
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
+from smelt.numerics.catalogue import format_named
+
+GROUP = 64  # 576 inputs are no multiple of 128
+SHAPES = ((576, 576), (192, 576), (1536, 576), (576, 1536), (2048, 2048), (8192, 2048))
+TOKENS = (1, 4, 16, 128)
+ROTATED = 64 * 2**20  # bytes of matrices that are used in turns, more than the cores' own caches hold
+NAMES = ("float32", "bfloat16", "int8", "int4")
+CLOCK = stopwatch("cpu")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    load_before = os.getloadavg()[0]
+    models = {name: _model(name) for name in NAMES}
+    steps = [_steps(models, batch, options.rounds) for batch in (1, 16)]
+    prefills = _prefills(models, options.rounds)
+    parts = {name: _parts(model) for name, model in models.items()}
+    for name in ("int8", "int4"):
+        taken = {layer.path for layer in quantized_layers(models[name].network).values()}
+        assert taken == {"cpu-float"}, taken
+    products = [_products(*shape, tokens) for shape in SHAPES for tokens in TOKENS]
+    overhead = _overhead()
+    loads = f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
+    rows = [{"steps": steps, "prefills": prefills, "parts": parts, "products": products, "overhead_us": overhead}]
+    write("cpu_decode", rows, _text(steps, prefills, parts, products, overhead, loads))
+
+
+def _model(name: str) -> Model:
+    model = load("smollm2-135m")
+    if name != "float32":
+        model.network.to(torch.bfloat16)
+    if name.startswith("int"):
+        make({"method": "rtn", "bits": int(name[3:]), "group": GROUP, "symmetric": True}).apply(model, Context())
+    return model
+
+
+def _steps(models: dict[str, Model], batch: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds a decoded token of each model, the models in turns."""
+    found: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(rounds):
+        for name, model in models.items():
+            found[name].append(decode_latency(model, prompt=128, tokens=16, batch=batch).median_ms)
+    ratios = {
+        name: statistics.median(b / n for b, n in zip(found["bfloat16"], found[name], strict=True)) for name in found
+    }
+    return {"batch": batch, "ms": {name: statistics.median(times) for name, times in found.items()}, "ratio": ratios}
+
+
+def _prefills(models: dict[str, Model], rounds: int) -> dict[str, float]:
+    found: dict[str, list[float]] = {name: [] for name in models}
+    for _ in range(rounds):
+        for name, model in models.items():
+            found[name].append(latency(model, batch=1, length=128, warmup=1, repeats=3).median_ms)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def _parts(model: Model) -> dict[str, float]:
+    """Milliseconds of all the blocks' linear layers one after the other, and of the head, for one token."""
+    layers: list[nn.Module] = []
+    for part in model.network.model.layers.modules():
+        if hasattr(part, "in_features"):
+            layers.append(part)
+    head, dtype = model.network.lm_head, model.network.lm_head.weight.dtype
+    inputs = {width: torch.randn(1, 1, width, dtype=dtype) for width in (576, 1536)}
+
+    def all_layers() -> None:
+        for layer in layers:
+            layer(inputs[layer.in_features])  # type: ignore[index]
+
+    with torch.inference_mode():
+        return {
+            "layers": 1000 * float(statistics.median(time_call(all_layers, warmup=3, repeats=15))),
+            "head": 1000 * float(statistics.median(time_call(lambda: head(inputs[576]), warmup=3, repeats=15))),
+        }
+
+
+def _products(rows: int, columns: int, tokens: int) -> dict[str, Any]:
+    """Microseconds of one product, the matrices in turns so that no cache of a core holds them."""
+    weight = torch.randn(rows, columns) * 0.05
+    candidates: dict[str, Callable[[], object]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(tokens, columns).to(dtype)
+        count = max(2, ROTATED // (rows * columns * dtype.itemsize))
+        dense = [weight.to(dtype).clone() for _ in range(min(count, 64))]
+        candidates[str(dtype).removeprefix("torch.")] = _in_turns([lambda w=w, x=x: F.linear(x, w) for w in dense])
+    for name in (f"int8/{GROUP}@float16", f"int4/{GROUP}@float16"):
+        for inputs in (None, Inputs(format_named("int8"))):
+            label = name.partition("/")[0] + ("" if inputs is None else " x int8")
+            candidates[label] = _in_turns(_packed_products(name, weight, x, inputs))
+    with torch.inference_mode():
+        times: dict[str, list[float]] = {name: [] for name in candidates}
+        for _ in range(40):
+            for name, function in candidates.items():
+                times[name].append(CLOCK(function))
+    found = {name: 1e6 * statistics.median(sorted(readings)[:20]) for name, readings in times.items()}
+    return {"rows": rows, "columns": columns, "tokens": tokens, "us": found}
+
+
+def _packed_products(name: str, weight: Tensor, x: Tensor, inputs: Inputs | None) -> list[Callable[[], object]]:
+    number_format = format_named(name)
+    tensors = number_format.quantize(weight).packed()
+    made = []
+    for _ in range(min(64, max(2, ROTATED // tensors["codes"].numel()))):
+        packed = Packed(number_format, *weight.shape, {key: tensor.clone() for key, tensor in tensors.items()})
+        kernel = choose(packed, inputs, x.dtype)
+        assert kernel.name.startswith("cpu-"), kernel.name
+        prepared = kernel.prepare(packed, inputs)
+        made.append(lambda k=kernel, p=packed, r=prepared: k.run(x, p, inputs, None, r))
+    return made
+
+
+def _in_turns(functions: list[Callable[[], object]]) -> Callable[[], object]:
+    turn = 0
+
+    def call() -> object:
+        nonlocal turn
+        turn = (turn + 1) % len(functions)
+        return functions[turn]()
+
+    return call
+
+
+def _overhead() -> dict[str, float]:
+    """Microseconds of a call with next to nothing to compute: what Python and PyTorch take."""
+    model = nn.Linear(32, 32, bias=False)
+    from smelt.models.quantized import QuantizedLinear, Scheme
+
+    number_format = format_named("int4/32@float16")
+    quantized = QuantizedLinear.holding(
+        number_format.quantize(model.weight.detach()), Scheme(number_format), bias=None, dtype=torch.float32
+    )
+    x = torch.randn(1, 1, 32)
+    arguments = (x, quantized.codes, quantized.scale, None, None, None, None, None, "int4/32@float16")
+    with torch.inference_mode():
+        calls: dict[str, Callable[[], object]] = {
+            "nn.Linear": lambda: model(x),
+            "QuantizedLinear": lambda: quantized(x),
+            "operator in a graph": lambda: torch.ops.smelt.cpu_linear.default(*arguments),
+        }
+        return {
+            name: 1e6 * float(statistics.median(time_call(function, warmup=200, repeats=2000)))
+            for name, function in calls.items()
+        }
+
+
+def _text(
+    steps: list[dict[str, Any]], prefills: dict[str, float], parts: dict[str, Any], products: list[dict[str, Any]],
+    overhead: dict[str, float], loads: str,
+) -> str:  # fmt: skip
+    decode = []
+    for name in NAMES:
+        row = [name]
+        for step in steps:
+            row += [f"{1000 * step['batch'] / step['ms'][name]:.1f}", f"{step['ratio'][name]:.2f}x"]
+        decode.append([*row, f"{prefills[name]:.0f} ms"])
+    shares = []
+    for name in NAMES:
+        whole, layers, head = steps[0]["ms"][name], parts[name]["layers"], parts[name]["head"]
+        shares.append([name, *(f"{value:.1f}" for value in (whole, layers, head, whole - layers - head))])
+    kinds = list(products[0]["us"])
+    each = [
+        [f"{p['rows']} x {p['columns']}", str(p["tokens"]), *(f"{p['us'][kind]:.0f}" for kind in kinds)]
+        for p in products
+    ]
+    return "\n\n".join(
+        [
+            "# Decoding with few bits on the CPU: SmolLM2-135M",
+            f"Weights in groups of {GROUP}, round to nearest; prompt of 128 tokens; the head in 16 bits. Speed is in "
+            f"tokens a second, ratios are to bfloat16 in the same round. Load of the machine: {loads}.",
+            table(["weights", "batch 1", "ratio", "batch 16", "ratio", "prefill of 128"], decode),
+            _verdict(steps, parts),
+            "Where a step at batch 1 goes, in milliseconds: the linear layers of the blocks, the head, and the rest, "
+            "which is attention, norms and Python, the same for all:",
+            table(["weights", "step", "layers", "head", "rest"], shares),
+            "One product in microseconds (the better half of 40, matrices in turns; few-bit columns with inputs in "
+            "bfloat16; `x int8` rounds them to int8):",
+            table(["rows x columns", "tokens", *kinds], each),
+            "A call with nothing to compute, in microseconds: "
+            + ", ".join(f"{name} {value:.1f}" for name, value in overhead.items())
+            + ".",
+        ]
+    )
+
+
+def _verdict(steps: list[dict[str, Any]], parts: dict[str, Any]) -> str:
+    """Whether 1.5 times bfloat16 is reached, and if not, what would have to change."""
+    words = []
+    for name in ("int8", "int4"):
+        for step in steps:
+            if step["ratio"][name] < 1.5:
+                words.append(f"{name} at batch {step['batch']}")
+    base = steps[0]["ms"]["bfloat16"]
+    bound = base / (base - parts["bfloat16"]["layers"])
+    note = f"Were the linear layers free, batch 1 would gain {bound:.2f}x: the rest of the step is not touched by them."
+    if not words:
+        return "8 and 4 bits decode at least 1.5 times as fast as bfloat16. " + note
+    return f"Below 1.5 times bfloat16: {', '.join(words)}. " + note
+
+
+if __name__ == "__main__":
+    main()
