@@ -11,12 +11,17 @@ import transformers
 
 from smelt.budget import MEASURES
 from smelt.measure.cost import block_parameters, count_bytes, count_parameters
-from smelt.method import METHODS
 from smelt.models.load import load
+from smelt.prune.frame import StructuredPruning
+from smelt.quantize.frame import Quantization
+from smelt.recipes.methods import METHODS
 from tests.character_tokenizer import character_tokenizer
 from tests.cli.conftest import Done, Place, Smelt, bert_recipe, llama_recipe, same_bytes
 
-FINISHES = [(name, finish) for name in METHODS for finish in ("none", "tune", "full")] + [("flap", "bias")]
+PRUNING = [name for name, cls in METHODS.items() if issubclass(cls, StructuredPruning)]
+FINISHES = [(name, finish) for name in PRUNING for finish in ("none", "tune", "full")] + [("flap", "bias")]
+QUICK = {"omniquant": {"epochs": 1}, "flexround": {"iterations": 4}, "spinquant": {"steps": 2}}
+QUANTISERS = [name for name, cls in METHODS.items() if issubclass(cls, Quantization)]
 BUDGET = {"parameters": 0.8}
 
 
@@ -75,6 +80,19 @@ def test_every_method_with_every_repair(
     assert done.code == 0, done
     assert 0.7 < kept(tmp_path / "out", "block_parameters") <= 0.8
     assert record(tmp_path / "out")["quality"]["after"] < 2.0
+
+
+@pytest.mark.parametrize("name", QUANTISERS)
+def test_every_quantiser(name: str, place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
+    content = llama_recipe(place)
+    content["steps"] = [{"method": name, "bits": 8, "group": -1, **QUICK.get(name, {})}]
+    done = compress(smelt_here, place, "llama", content, tmp_path / "out")
+    assert done.code == 0, done
+    found = record(tmp_path / "out")
+    assert found["size"]["bytes"]["after"] < 0.6 * found["size"]["bytes"]["before"]
+    assert found["quality"]["after"] < 1.3 * found["quality"]["before"]
+    assert all(layer["bits"] > 2 for block in found["precision"] for layer in block["layers"].values())
+    assert (tmp_path / "out" / "report.html").exists()
 
 
 def test_a_repair_sees_data_even_where_the_scores_need_none(
