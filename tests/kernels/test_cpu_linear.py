@@ -217,6 +217,47 @@ def test_extreme_inputs(tokens: int) -> None:
 
 
 @compiled
+def test_a_bias_is_not_remembered() -> None:
+    matrix, x = packed("int4/32@float16", 24, 64), torch.randn(3, 64)
+    tensors = (matrix.tensors["codes"], matrix.tensors["scale"], None, None, None)
+    plain = torch.ops.smelt.cpu_linear(x, *tensors, None, None, "int4/32@float16")
+    bias = torch.randn(24)
+    added = torch.ops.smelt.cpu_linear(x, *tensors, bias, None, "int4/32@float16")
+    assert torch.allclose(added, plain + bias, atol=1e-6)
+    assert torch.equal(torch.ops.smelt.cpu_linear(x, *tensors, None, None, "int4/32@float16"), plain)
+
+
+@compiled
+def test_inputs_of_another_width_are_refused() -> None:
+    matrix = packed("int4/32@float16", 24, 64)
+    with pytest.raises(ValueError, match="63 columns"):
+        product(choose(matrix, None, torch.float32), torch.randn(3, 63), matrix, None)
+
+
+@compiled
+def test_a_grid_in_other_types_is_left_to_the_reference() -> None:
+    """As after `network.to(torch.bfloat16)`, which takes a quantised layer's grid along."""
+    matrix = packed("nvfp4", 24, 64)
+    matrix.tensors["tensor"] = matrix.tensors["tensor"].bfloat16()
+    assert choose(matrix, None, torch.float32).name == "reference"
+    matrix = packed("int4/32@float16", 24, 64)
+    matrix.tensors["scale"] = matrix.tensors["scale"].bfloat16()
+    x = torch.randn(3, 64)
+    assert error(x, product(choose(matrix, None, torch.float32), x, matrix, None), matrix, None) < 1e-6
+
+
+@compiled
+def test_dense_products_between_ours_stay_right() -> None:
+    """The matrix units are shared with PyTorch's own kernels."""
+    matrix, x = packed("int4/32@float16", 96, 64), torch.randn(40, 64).bfloat16()
+    kernel, weight = choose(matrix, None, torch.bfloat16), torch.randn(96, 64).bfloat16()
+    ours, dense = product(kernel, x, matrix, None), F.linear(x, weight)
+    for _ in range(3):
+        assert torch.equal(product(kernel, x, matrix, None), ours)
+        assert torch.equal(F.linear(x, weight), dense)
+
+
+@compiled
 def test_gradients_reach_the_inputs() -> None:
     matrix = packed("int4/32@float16", 24, 64)
     x = torch.randn(3, 64, requires_grad=True)

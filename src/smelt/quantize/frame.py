@@ -89,11 +89,16 @@ class Quantization(Method):
             raise DataError(f"{self.name} needs calibration data, and there is none.")
         torch.manual_seed(context.seed)
         _check_weights(model.anatomy)
-        run = _Run(self, model, context, self.prepare(model, context))
+        prepared = self.prepare(model, context)
+        run = _Run(self, model, context, prepared)
         for block in context.watcher.track(model.anatomy.blocks, self.name):
             run.block(block)
         self.conclude(model, context)
-        return run.facts()
+        return {**run.facts(), **self.report(prepared)}
+
+    def report(self, prepared: Any) -> dict[str, Any]:
+        """Facts besides those of the layers, from what `prepare` returned."""
+        return {}
 
     def conclude(self, model: Model, context: Context) -> None:
         """What is done to the whole network after the last block."""

@@ -16,7 +16,7 @@ import torch
 from smelt.calibrate.observe import SecondMoment
 from smelt.errors import RecipeError
 from smelt.kernels.hadamard import hadamard_order, hadamard_transform
-from smelt.measure.cost import count_bytes, count_parameters
+from smelt.measure.cost import count_bytes
 from smelt.method import Context, one_of, within
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.model import Model
@@ -64,21 +64,22 @@ class RotatedQuantization(Quantization):
         super().check(anatomy)
         check_rotatable(anatomy, self.name)
 
-    def apply(self, model: Model, context: Context) -> dict[str, Any]:
-        size, parameters = count_bytes(model.network), count_parameters(model.network)
+    def prepare(self, model: Model, context: Context) -> dict[str, Any]:
+        """Rotate; the facts are those of the network before a tied head got its own weight."""
+        size = count_bytes(model.network)
         asked = [part for part in model.anatomy.parts if self._asked(part)]
-        facts = super().apply(model, context)
+        rotations = self.rotations(model, context)
+        rotated = rotate_network(model.anatomy, rotations, context.device)
         return {
-            **facts,
             "bytes_before": size,
-            "parameters_added": count_parameters(model.network) - parameters,  # a tied head gets its own weight
+            **rotated,
+            **rotations.facts,
             "layers_rotating_their_inputs": sum(self.rotates(part) for part in asked),
             "widths_without_hadamard": sorted({part.output.columns for part in asked if not self.rotates(part)}),
         }
 
-    def prepare(self, model: Model, context: Context) -> None:
-        rotations = self.rotations(model, context)
-        rotate_network(model.anatomy, rotations, context.device)
+    def report(self, prepared: dict[str, Any]) -> dict[str, Any]:
+        return prepared
 
     def quantize(self, work: BlockWork) -> None:
         groups = [(group, SecondMoment()) for group in work.groups]

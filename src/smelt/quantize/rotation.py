@@ -34,6 +34,7 @@ class Rotations:
 
     stream: Tensor | None = None  # [hidden, hidden]
     values: Mapping[int, Tensor] = field(default_factory=dict)  # [head_dim, head_dim] each
+    facts: Mapping[str, Any] = field(default_factory=dict)  # how they were found
 
 
 def check_rotatable(anatomy: Anatomy, name: str) -> None:

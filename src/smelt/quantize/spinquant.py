@@ -2,27 +2,30 @@
 
 Rotations start as random Hadamard matrices. The network's own loss is taken with its inputs to linear layers rounded,
 weights as they are (their rounding comes after). Nothing is rotated for that: with unrounded weights, rounding x R and
-turning the result back by R^T is the same, so that only the activations carry R. The official code turns to QR once in
-about a hundred steps at random; here every step ends with a Newton step to the nearest orthogonal matrix. It rounds to
-asymmetric integers without clipping, where the gradient sees no more than the noise of rounding: a rotation learns from
-what is clipped, so inputs are symmetric and clipped here as in QuaRot.
+turning the result back by R^T is the same, so that only the activations carry R.
+
+Errors of rounding turn with the rotation; what it can change is how large they are, and that is the scale: gradients
+pass through it. The official code turns to QR once in about a hundred steps at random, here every step ends with a
+Newton step to the nearest orthogonal matrix; its inputs are asymmetric and whole, here they are symmetric and clipped as
+in QuaRot. Where the loss on the calibration data is no lower in the end, the random rotations are kept, and told so.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from smelt.calibrate.gradients import batch_loss, frozen
 from smelt.errors import ModelError, RecipeError
 from smelt.kernels.hadamard import hadamard_transform
-from smelt.method import CalibrationSize, Context, Demand, method, within
+from smelt.method import Batch, CalibrationSize, Context, Demand, method, within
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.quantize.rotated import RotatedQuantization
@@ -57,25 +60,27 @@ class SpinQuant(RotatedQuantization):
 
     def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
         rounding = super().demand(anatomy, size, memory_limit)
-        learning = 3 * self.steps * size.batch / size.samples  # a pass back costs two
+        learning = 2 + 3 * self.steps * size.batch / size.samples  # a pass back costs two
         return Demand(rounding.passes + learning, rounding.memory)
 
     def rotations(self, model: Model, context: Context) -> Rotations:
-        kept = context.checkpoint.load("rotations")
-        if kept is None:
-            kept = self._learned(model, context)
+        kept, facts = context.checkpoint.load("rotations"), context.checkpoint.load_facts("rotations")
+        if kept is None or facts is None:
+            kept, facts = self._learned(model, context)
             context.checkpoint.save("rotations", kept)
+            context.checkpoint.save_facts("rotations", facts)
         exact = {name: nearest_orthogonal(matrix) for name, matrix in kept.items()}
-        return Rotations(exact.pop("stream"), {int(block): matrix for block, matrix in exact.items()})
+        return Rotations(exact.pop("stream"), {int(block): matrix for block, matrix in exact.items()}, facts)
 
-    def _learned(self, model: Model, context: Context) -> dict[str, Tensor]:
-        """The matrices after the last step, float32: `stream`, and those of the values by their block."""
+    def _learned(self, model: Model, context: Context) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The matrices after the last step, float32: `stream`, and those of the values by their block; and losses."""
         network, batches = model.network, context.batches
         start = random_rotations(model.anatomy, context.seed)
         assert start.stream is not None
         named = {"stream": start.stream, **{str(block): matrix for block, matrix in start.values.items()}}
         turns = {name: matrix.to(model.device, torch.float32).requires_grad_() for name, matrix in named.items()}
         with frozen(network), self.rounding_inputs(model.anatomy, turns):
+            before, first = _mean_loss(network, batches), {name: turn.detach().clone() for name, turn in turns.items()}
             for step in context.watcher.track(range(self.steps), "rotations"):
                 loss = batch_loss(network, batches[step % len(batches)])
                 gradients = torch.autograd.grad(loss, list(turns.values()))
@@ -83,7 +88,9 @@ class SpinQuant(RotatedQuantization):
                 with torch.no_grad():
                     for turn, gradient in zip(turns.values(), gradients, strict=True):
                         turn.copy_(cayley_step(turn, gradient, rate))
-        return {name: turn.detach() for name, turn in turns.items()}
+            after = _mean_loss(network, batches)
+        facts = {"loss_random_rotations": before, "loss_learned_rotations": after, "rotations_learned": after < before}
+        return ({name: turn.detach() for name, turn in turns.items()} if after < before else first), facts
 
     @contextmanager
     def rounding_inputs(self, anatomy: Anatomy, turns: dict[str, Tensor]) -> Iterator[None]:
@@ -110,6 +117,11 @@ class SpinQuant(RotatedQuantization):
                 hook.remove()
             for part, weight in zip(parts, weights, strict=True):
                 part.feeder.weight = weight
+
+
+@torch.no_grad()
+def _mean_loss(network: PreTrainedModel, batches: Sequence[Batch]) -> float:
+    return sum(float(batch_loss(network, batch)) for batch in batches) / len(batches)
 
 
 def _after_norm(turn: Tensor, weight: Tensor, round_: Round) -> Any:

@@ -1,4 +1,8 @@
-"""Rounding that lets gradients through: what is rounded counts as if it were not, what is clipped as constant."""
+"""Rounding that lets gradients through: straight for what is rounded, and through the scale of the grid.
+
+The error of rounding counts as a constant share of the scale, and what lies outside of the grid as a constant times the
+scale, which is a function of the values themselves; the gradient of learned step sizes (Esser et al., 2020).
+"""
 
 from __future__ import annotations
 
@@ -7,19 +11,23 @@ import math
 import torch
 from torch import Tensor
 
-from smelt.numerics.format import Format
+from smelt.numerics.format import Format, Grid
 
 
 def rounded(x: Tensor, number_format: Format, clip: float = 1.0) -> Tensor:  # [..., columns] -> [..., columns]
-    """The values that a tensor written in a format is read back as, in the dtype of x. The grid is taken from x itself,
-    `clip` of its range, and is a constant to the gradient, which is one inside that range and zero outside."""
+    """The values that a tensor written in a format is read back as, in the dtype of x. The grid is taken from x itself
+    and covers `clip` of its range; the gradient is one inside it and zero outside, apart from that of the scale."""
+    grouped = number_format.groups(x)
+    grid = number_format.fit(grouped, shrink=clip, whole=number_format.whole(x.detach()))
     with torch.no_grad():
-        grouped = number_format.groups(x)
-        grid = number_format.fit(grouped, shrink=clip, whole=number_format.whole(x))
+        fixed = Grid(**{name: tensor.detach() for name, tensor in grid.tensors().items()})
         values, low, high = (
-            number_format.decode(number_format.encode(each, grid), grid)
+            number_format.decode(number_format.encode(each, fixed), fixed)
             for each in (grouped, grouped.new_full((1,), -math.inf), grouped.new_full((1,), math.inf))
         )
-        inside = ((grouped >= low) & (grouped <= high)).flatten(-2)[..., : x.shape[-1]]
-        values = values.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
-    return torch.where(inside, x + (values - x).detach(), values)
+        error, inside = values - grouped, (grouped >= low) & (grouped <= high)
+    ratio = grid.scale / fixed.scale  # one, with the gradient of the scale
+    if grid.negative is not None and fixed.negative is not None:
+        ratio = torch.where(grouped > 0, ratio, grid.negative / fixed.negative)
+    result = torch.where(inside, grouped + error * ratio, values * ratio)
+    return result.flatten(-2)[..., : x.shape[-1]].to(x.dtype)

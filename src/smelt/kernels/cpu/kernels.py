@@ -39,7 +39,7 @@ class FloatInputs(LinearKernel):
     def takes(self, packed: Packed, inputs: Inputs | None, dtype: torch.dtype) -> bool:
         whole = all(tensor.is_contiguous() for tensor in packed.tensors.values())
         there = packed.device.type == "cpu" and packed.rows > 0 and packed.columns > 0
-        return there and whole and dtype in FLOAT_TYPES and known(packed.format)
+        return there and whole and dtype in FLOAT_TYPES and known(packed.format, packed.tensors)
 
     def prepare(self, packed: Packed, inputs: Inputs | None) -> Prepared:
         told = inputs if self.integers else None

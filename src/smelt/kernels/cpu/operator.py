@@ -19,8 +19,7 @@ from smelt.numerics.catalogue import format_named, name_of
 from smelt.numerics.format import Format
 
 FEW, FEW_ROUNDED = 4, 1  # tokens up to which a row of the matrix is multiplied with each of them as it is read
-DENSE = 16  # tokens from which the matrix is decoded for a dense product
-DENSE_BFLOAT = 96  # the same where the library has a way for many tokens, which for float32 is always the quicker one
+DENSE = 16  # tokens from which the matrix is decoded for a dense product, where the library has no way for so many
 NEVER = 1 << 62
 SLAB = 1 << 22  # values that are decoded at once
 _MOST_TASKS = 65536
@@ -42,29 +41,37 @@ def use(library: Any) -> None:
 class Task:
     """A plan with what has to be known at each call."""
 
-    __slots__ = ("address", "columns", "dense_from", "few", "plan", "rows")
+    __slots__ = ("address", "biased", "columns", "dense_from", "few", "plan", "rows")
 
     def __init__(self, library: Any, plan: Plan) -> None:
         self.plan, self.address = plan, ctypes.addressof(plan)
         self.rows, self.columns = plan.rows, plan.columns
         self.few, self.dense_from = FEW, DENSE
+        self.biased = False
         if plan.inputs != AS_THEY_ARE:
             self.few, self.dense_from = FEW_ROUNDED, NEVER
         elif library.smelt_has_many(self.address):
-            self.dense_from = DENSE_BFLOAT if plan.x_type == NUMBERS[torch.bfloat16] else NEVER
+            self.dense_from = NEVER
+
+    def set_bias(self, bias: Tensor | None) -> None:
+        if bias is not None:
+            self.plan.bias, self.plan.bias_type, self.biased = bias.data_ptr(), NUMBERS[bias.dtype], True
+        elif self.biased:
+            self.plan.bias, self.plan.bias_type, self.biased = None, 0, False
 
 
 def run(library: Any, task: Task, x: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., columns] -> [..., rows]."""
     rows, columns = task.rows, task.columns
+    if x.shape[-1] != columns:
+        raise ValueError(f"the inputs have {x.shape[-1]} columns, the matrix has {columns}")
     x = x.contiguous()
     tokens = x.numel() // columns
     if tokens >= task.dense_from:
         return _by_slabs(library, task, x, bias)
     y = torch.empty((*x.shape[:-1], rows), dtype=x.dtype)
-    if bias is not None:
-        task.plan.bias, task.plan.bias_type = bias.data_ptr(), NUMBERS[bias.dtype]
     if tokens:
+        task.set_bias(bias)
         threads = threads_for(rows * columns * tokens)
         library.smelt_linear(task.address, x.data_ptr(), y.data_ptr(), tokens, task.few, threads)
     return y
@@ -112,7 +119,7 @@ def _linear(
     bias: Tensor | None, x_scale: Tensor | None, kind: str,
 ) -> Tensor:  # fmt: skip
     places = [0 if tensor is None else tensor.data_ptr() for tensor in (zero, negative, divisor, x_scale)]
-    key = (kind, codes.data_ptr(), scale.data_ptr(), *places, x.shape[-1], len(codes), x.dtype)
+    key = (kind, codes.data_ptr(), scale.data_ptr(), *places, scale.dtype, x.shape[-1], len(codes), x.dtype)
     task = _tasks.get(key)
     if task is None:
         if len(_tasks) >= _MOST_TASKS:

@@ -41,9 +41,16 @@ class Plan(ctypes.Structure):
     ]
 
 
-def known(number_format: Format) -> bool:
-    """Whether the compiled code reads such codes."""
-    return type(number_format) in _VALUES
+def known(number_format: Format, tensors: dict[str, Tensor]) -> bool:
+    """Whether the compiled code reads such codes, and the grid in the types it has."""
+    if type(number_format) not in _VALUES:
+        return False
+    types = {name: tensor.dtype for name, tensor in tensors.items()}
+    same = (
+        types.get("negative", types["scale"]) == types["scale"] and types.get("tensor", torch.float32) == torch.float32
+    )
+    zero = types.get("zero", torch.uint8)
+    return same and types["scale"] in (*NUMBERS, *BYTES) and zero in (*NUMBERS, torch.uint8)
 
 
 def rounds_here(inputs: Inputs | None) -> bool:

@@ -27,7 +27,8 @@ inline void row_scales(const Plan& plan, int64_t row, int64_t count, float* scal
         const uint8_t* zero = static_cast<const uint8_t*>(plan.zero) + first;
         for (i = 0; i < size; ++i) shift[i] = scale[i] * (float(zero[i]) - plan.centre);
     } else if (plan.zero) {
-        for (i = 0; i < size; ++i) shift[i] = scale[i] * (number_at(plan.zero, plan.zero_type, first + i) - plan.centre);
+        for (i = 0; i < size; ++i)
+            shift[i] = scale[i] * (number_at(plan.zero, plan.zero_type, first + i) - plan.centre);
     }
     for (i = size; i < count * plan.groups; ++i) scale[i] = scale[0], shift[i] = shift[0];  // one for all rows
 }

@@ -23,7 +23,9 @@ inline int column_in_chunk(int bits, int position) {
     return position / 32 * 32 + 2 * (position % 16) + position % 32 / 16;
 }
 
-inline int offset_of(const Plan& plan) { return plan.values == DENORMAL ? 32 : plan.bits == 8 ? 128 : 8; }
+inline int offset_of(const Plan& plan) {
+    return plan.values == DENORMAL ? 32 : plan.bits == 8 ? 128 : 8;
+}
 
 // dINT: bytes of twice the value plus the offset, one table for every zero point. [16 zeros][16 codes]
 struct DoubledTables {
@@ -40,15 +42,18 @@ inline const DoubledTables& doubled_tables() {
 }
 
 inline __m512i nibbles(const uint8_t* codes) {  // 32 bytes -> 64 codes in the order of `column_in_chunk`
-    const __m512i pairs = _mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3), shifts = _mm512_setr_epi64(
-        0, 0, 0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004, 0x0004000400040004);
+    const __m512i pairs = _mm512_setr_epi64(0, 1, 0, 1, 2, 3, 2, 3),
+                  shifts = _mm512_setr_epi64(
+                      0, 0, 0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004, 0x0004000400040004);
     const __m512i bytes = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)codes));
     return _mm512_and_si512(_mm512_srlv_epi16(_mm512_permutexvar_epi64(pairs, bytes), shifts), _mm512_set1_epi8(15));
 }
 
 enum Kind { BYTES, NIBBLES, DOUBLED };  // codes as they are, four bits, four bits of dINT
 
-inline Kind kind_of(const Plan& plan) { return plan.values == DENORMAL ? DOUBLED : plan.bits == 4 ? NIBBLES : BYTES; }
+inline Kind kind_of(const Plan& plan) {
+    return plan.values == DENORMAL ? DOUBLED : plan.bits == 4 ? NIBBLES : BYTES;
+}
 
 // The groups of the two halves of a chunk, walking along a row.
 struct Walk {
@@ -61,19 +66,22 @@ struct Walk {
 };
 
 // A chunk of a row as unsigned bytes; `zero` are the row's zero points where the format is dINT.
-template <Kind K> inline __m512i chunk_bytes(const Plan& plan, const uint8_t* codes, int64_t k, const uint8_t* zero, const Walk& walk) {
+template <Kind K>
+inline __m512i chunk_bytes(const Plan& plan, const uint8_t* codes, int64_t k, const uint8_t* zero, const Walk& walk) {
     if constexpr (K == BYTES) return _mm512_loadu_si512(codes + k);
     const __m512i found = nibbles(codes + k / 2);
     if constexpr (K == NIBBLES) return found;
     const auto& tables = doubled_tables().bytes;
-    const int low = zero ? zero[walk.low] & 15 : int(plan.centre), high = zero ? zero[walk.high] & 15 : int(plan.centre);
+    const int low = zero ? zero[walk.low] & 15 : int(plan.centre),
+              high = zero ? zero[walk.high] & 15 : int(plan.centre);
     const __m512i lower = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)tables[low]));
     const __m512i both = _mm512_mask_broadcast_i32x4(lower, 0xff00, _mm_load_si128((const __m128i*)tables[high]));
     return _mm512_shuffle_epi8(both, found);
 }
 
 inline const uint8_t* zeros_of(const Plan& plan, int64_t row) {
-    return plan.zero ? static_cast<const uint8_t*>(plan.zero) + (plan.scale_stride ? row * plan.scale_stride : 0) : nullptr;
+    return plan.zero ? static_cast<const uint8_t*>(plan.zero) + (plan.scale_stride ? row * plan.scale_stride : 0)
+                     : nullptr;
 }
 
 // Scales and shifts as `row_scales`; dINT has its zero points in the bytes, and twice the value.
@@ -110,18 +118,23 @@ inline float round_inputs(const Plan& plan, const void* x, int64_t token, int8_t
 }
 
 struct IntegerInputs {
-    int8_t* codes;    // [tokens, padded] in the order of the chunk
-    int32_t* taken;   // [tokens, padded / 4]: minus the offset times the sum of four codes, what a product starts from
-    float* sums;      // [tokens, groups]
-    float* scale;     // [tokens]
+    int8_t* codes;   // [tokens, padded] in the order of the chunk
+    int32_t* taken;  // [tokens, padded / 4]: minus the offset times the sum of four codes, what a product starts from
+    float* sums;     // [tokens, groups]
+    float* scale;    // [tokens]
     int64_t padded, padded_groups;
 };
 
 inline IntegerInputs integer_inputs(const Plan& plan, const void* x, int64_t tokens) {
     static thread_local Scratch rounded, codes, taken, sums, scale;
     const int64_t padded = round_up(plan.columns, CHUNK), groups = round_up(plan.groups, 16);
-    IntegerInputs in{codes.take<int8_t>(tokens * padded), taken.take<int32_t>(tokens * padded / 4),
-                     sums.take<float>(tokens * groups), scale.take<float>(tokens), padded, groups};
+    IntegerInputs in{
+        codes.take<int8_t>(tokens * padded),
+        taken.take<int32_t>(tokens * padded / 4),
+        sums.take<float>(tokens * groups),
+        scale.take<float>(tokens),
+        padded,
+        groups};
     int8_t* plain = rounded.take<int8_t>(padded);
     alignas(64) uint8_t order[CHUNK];
     for (int p = 0; p < CHUNK; ++p) order[p] = uint8_t(column_in_chunk(plan.bits, p));
@@ -146,7 +159,8 @@ inline IntegerInputs integer_inputs(const Plan& plan, const void* x, int64_t tok
 }
 
 // Products of four rows with a token: sums [4].
-template <Kind K> inline void multiply_integers(
+template <Kind K>
+inline void multiply_integers(
     const Plan& plan, int64_t row, const uint8_t* const* codes, const float* scale, const float* shift,
     const IntegerInputs& in, int64_t token, float* sums) {
     const uint8_t* zero[4];
@@ -170,11 +184,13 @@ template <Kind K> inline void multiply_integers(
         }
     }
     for (int r = 0; plan.zero && r < 4; ++r)
-        total[r] = _mm512_sub_ps(total[r], taken_off(plan, shift + r * plan.groups, in.sums + token * in.padded_groups));
+        total[r] =
+            _mm512_sub_ps(total[r], taken_off(plan, shift + r * plan.groups, in.sums + token * in.padded_groups));
     _mm_store_ps(sums, sum_lanes(total[0], total[1], total[2], total[3]));
 }
 
-template <Kind K> inline void integer_product(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
+template <Kind K>
+inline void integer_product(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
     const IntegerInputs in = integer_inputs(plan, x, tokens);
 #pragma omp parallel num_threads(threads)
     {
@@ -188,7 +204,8 @@ template <Kind K> inline void integer_product(const Plan& plan, const void* x, i
                 alignas(64) float sums[BLOCK];
                 for (int r = 0; r < BLOCK; r += 4)
                     multiply_integers<K>(
-                        plan, row + r, codes + r, room.scale + r * plan.groups, room.shift + r * plan.groups, in, token, sums + r);
+                        plan, row + r, codes + r, room.scale + r * plan.groups, room.shift + r * plan.groups, in, token,
+                        sums + r);
                 const __m512 scale = _mm512_set1_ps(in.scale[token]);
                 store_block(plan, y, token, row, _mm512_mul_ps(_mm512_load_ps(sums), scale));
             }

@@ -6,7 +6,7 @@
 
 #include "decode.h"
 
-#ifdef __AVX512BW__
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define SMELT_LANES 1
 
 // The 16 values that a code of up to four bits can have; the bits above a code are those of its neighbour.
@@ -20,20 +20,24 @@ inline __m512 lane_table(const Plan& plan) {
     return _mm512_load_ps(values);
 }
 
-template <int Bits> inline __m512i lane_shifts() {
+template <int Bits>
+inline __m512i lane_shifts() {
     alignas(64) int32_t shifts[16];
-    for (int lane = 0; lane < 16; ++lane) shifts[lane] = Bits == 4 ? 4 * (lane / 2) : Bits * (Bits == 3 ? lane % 8 : lane);
+    for (int lane = 0; lane < 16; ++lane)
+        shifts[lane] = Bits == 4 ? 4 * (lane / 2) : Bits * (Bits == 3 ? lane % 8 : lane);
     return _mm512_load_si512(shifts);
 }
 
-template <class T> inline T unaligned(const uint8_t* bytes) {
+template <class T>
+inline T unaligned(const uint8_t* bytes) {
     T value;
     std::memcpy(&value, bytes, sizeof(T));
     return value;
 }
 
 // Values of the 16 codes that start at a whole byte. Reads at most 16 bytes, and never fewer than the codes have.
-template <int Bits> inline __m512 lane_values(const uint8_t* codes, __m512 table, __m512i shifts) {
+template <int Bits>
+inline __m512 lane_values(const uint8_t* codes, __m512 table, __m512i shifts) {
     if constexpr (Bits == 8) {
         const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
         return _mm512_cvtepi32_ps(_mm512_sub_epi32(wide, _mm512_set1_epi32(128)));
@@ -41,7 +45,9 @@ template <int Bits> inline __m512 lane_values(const uint8_t* codes, __m512 table
         __m512i words;
         if constexpr (Bits == 4) words = _mm512_set1_epi64(unaligned<int64_t>(codes));
         else if constexpr (Bits == 2) words = _mm512_set1_epi32(unaligned<int32_t>(codes));
-        else words = _mm512_mask_set1_epi32(_mm512_set1_epi32(unaligned<int32_t>(codes)), 0xff00, unaligned<int32_t>(codes + 3));
+        else
+            words = _mm512_mask_set1_epi32(
+                _mm512_set1_epi32(unaligned<int32_t>(codes)), 0xff00, unaligned<int32_t>(codes + 3));
         return _mm512_permutexvar_ps(_mm512_srlv_epi32(words, shifts), table);
     }
 }
@@ -76,7 +82,8 @@ inline const uint8_t* readable_row(const Plan& plan, int64_t row, uint8_t* aside
 constexpr int64_t AHEAD = 8192;
 
 inline void fetch_ahead(const uint8_t* codes, int64_t begin, int64_t end) {
-    for (int64_t place = begin; place < end; place += 64) _mm_prefetch((const char*)(codes + place + AHEAD), _MM_HINT_T0);
+    for (int64_t place = begin; place < end; place += 64)
+        _mm_prefetch((const char*)(codes + place + AHEAD), _MM_HINT_T0);
 }
 
 inline __m512 load_inputs(const Plan& plan, const void* x, int64_t index) {
@@ -94,12 +101,14 @@ inline __m512 inputs_at(const Plan& plan, const void* x, int64_t token, int64_t 
     return _mm512_load_ps(values);
 }
 
-template <int Bits> inline __m512 in_lane_order(__m512 inputs) {
+template <int Bits>
+inline __m512 in_lane_order(__m512 inputs) {
     if constexpr (Bits != 4) return inputs;
     return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15), inputs);
 }
 
-template <int Bits> inline __m512 in_column_order(__m512 lanes) {  // the inverse
+template <int Bits>
+inline __m512 in_column_order(__m512 lanes) {  // the inverse
     if constexpr (Bits != 4) return lanes;
     return _mm512_permutexvar_ps(_mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15), lanes);
 }

@@ -26,16 +26,20 @@ void few_rounded_tokens(const Plan& plan, const void* x, int64_t tokens, void* y
 #endif
 
 #ifdef SMELT_TILES
+constexpr int64_t SCALED_FROM = 24;  // tokens: from here on scaling weights costs less than scaling products
+
+template <bool Scaled>
 void many_tokens(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
     switch (plan.bits) {
-        case 2: return float_tiles<2>(plan, x, tokens, y, threads);
-        case 3: return float_tiles<3>(plan, x, tokens, y, threads);
-        case 4: return float_tiles<4>(plan, x, tokens, y, threads);
-        default: return float_tiles<8>(plan, x, tokens, y, threads);
+        case 2: return float_tiles<2, Scaled>(plan, x, tokens, y, threads);
+        case 3: return float_tiles<3, Scaled>(plan, x, tokens, y, threads);
+        case 4: return float_tiles<4, Scaled>(plan, x, tokens, y, threads);
+        default: return float_tiles<8, Scaled>(plan, x, tokens, y, threads);
     }
 }
 
-template <bool Half> void many_rounded_tokens(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
+template <bool Half>
+void many_rounded_tokens(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
     switch (kind_of(plan)) {
         case BYTES: return integer_tiles<BYTES, Half>(plan, x, tokens, y, threads);
         case NIBBLES: return integer_tiles<NIBBLES, Half>(plan, x, tokens, y, threads);
@@ -60,7 +64,9 @@ void plain(const Plan& plan, const void* x, int64_t tokens, void* y, int threads
 extern "C" {
 
 // The size of a plan, so that a caller with another idea of it is found out.
-int64_t smelt_plan_size() { return sizeof(Plan); }
+int64_t smelt_plan_size() {
+    return sizeof(Plan);
+}
 
 // Whether inputs can be rounded here and multiplied in whole numbers.
 int smelt_has_integers(const Plan* plan) {
@@ -74,7 +80,8 @@ int smelt_has_integers(const Plan* plan) {
 // Whether many tokens are computed here quickly; otherwise decoding the matrix for a dense product is better.
 int smelt_has_many(const Plan* plan) {
 #ifdef SMELT_TILES
-    return plan->inputs != AS_THEY_ARE ? has_integer_tiles(*plan) : has_float_tiles(*plan);
+    if (plan->inputs != AS_THEY_ARE) return has_integer_tiles(*plan);
+    return has_float_tiles(*plan) || has_scaled_tiles(*plan);
 #else
     return (void)plan, 0;
 #endif
@@ -85,7 +92,9 @@ void smelt_linear(const Plan* plan, const void* x, void* y, int64_t tokens, int6
     const bool rounded = plan->inputs != AS_THEY_ARE;
 #ifdef SMELT_TILES
     if (tokens > few && smelt_has_many(plan)) {
-        if (!rounded) return many_tokens(*plan, x, tokens, y, threads);
+        const bool scaled = !rounded && has_scaled_tiles(*plan) && (tokens >= SCALED_FROM || !has_float_tiles(*plan));
+        if (scaled) return many_tokens<true>(*plan, x, tokens, y, threads);
+        if (!rounded) return many_tokens<false>(*plan, x, tokens, y, threads);
         if (plan->groups > 1 && plan->group % CHUNK) return many_rounded_tokens<true>(*plan, x, tokens, y, threads);
         return many_rounded_tokens<false>(*plan, x, tokens, y, threads);
     }
@@ -102,11 +111,11 @@ void smelt_linear(const Plan* plan, const void* x, void* y, int64_t tokens, int6
 void smelt_decode(const Plan* plan, int64_t first, int64_t last, void* out, int threads) {
 #ifdef SMELT_LANES
     if (has_lanes(*plan)) switch (plan->bits) {
-        case 2: return decode_lanes<2>(*plan, first, last, out, threads);
-        case 3: return decode_lanes<3>(*plan, first, last, out, threads);
-        case 4: return decode_lanes<4>(*plan, first, last, out, threads);
-        default: return decode_lanes<8>(*plan, first, last, out, threads);
-    }
+            case 2: return decode_lanes<2>(*plan, first, last, out, threads);
+            case 3: return decode_lanes<3>(*plan, first, last, out, threads);
+            case 4: return decode_lanes<4>(*plan, first, last, out, threads);
+            default: return decode_lanes<8>(*plan, first, last, out, threads);
+        }
 #endif
     decode_rows(*plan, first, last, out, threads);
 }

@@ -15,22 +15,22 @@ enum Inputs : int32_t { AS_THEY_ARE, SCALE_A_TOKEN, FIXED_SCALE };
 
 struct Plan {
     int64_t rows, columns;
-    int64_t group, groups;     // values that share a scale; how many such groups a row has
-    int64_t scale_stride;      // scales a row, 0 where all rows share one
+    int64_t group, groups;  // values that share a scale; how many such groups a row has
+    int64_t scale_stride;   // scales a row, 0 where all rows share one
     int32_t bits;
     Values values;
     Number scale_type, zero_type, bias_type, x_type;
     Inputs inputs;
-    float centre;              // the code of zero where there is no zero point; otherwise what is taken off codes first
+    float centre;  // the code of zero where there is no zero point; otherwise what is taken off codes first
     float span, lowest, highest;  // of the inputs' codes: largest magnitude / span is the scale
     float clip;
-    const uint8_t* codes;      // [rows, row_bytes]
+    const uint8_t* codes;                 // [rows, row_bytes]
     const void *scale, *zero, *negative;  // [rows, groups]
-    const float* divisor;      // one number that divides all scales
-    const float* scale_table;  // the 256 values of a scale that is one byte
-    const float* table;        // the value of each code, 256
-    const void* bias;          // [rows]
-    const float* x_scale;      // the fixed one
+    const float* divisor;                 // one number that divides all scales
+    const float* scale_table;             // the 256 values of a scale that is one byte
+    const float* table;                   // the value of each code, 256
+    const void* bias;                     // [rows]
+    const float* x_scale;                 // the fixed one
 
     int64_t row_bytes() const { return (columns * bits + 7) / 8; }
     const uint8_t* row_codes(int64_t row) const { return codes + row * row_bytes(); }
@@ -38,13 +38,16 @@ struct Plan {
     bool groups_of(int64_t step) const { return groups == 1 || group % step == 0; }
 };
 
-inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+inline int64_t round_up(int64_t value, int64_t step) {
+    return (value + step - 1) / step * step;
+}
 
 // Memory of a thread that stays between calls, so that a call allocates nothing.
 class Scratch {
   public:
     ~Scratch() { std::free(data_); }
-    template <class T> T* take(int64_t count) {
+    template <class T>
+    T* take(int64_t count) {
         const size_t bytes = round_up(count * int64_t(sizeof(T)) + 64, 64);
         if (bytes > size_) {
             std::free(data_);

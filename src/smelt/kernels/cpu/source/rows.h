@@ -9,7 +9,7 @@
 #ifdef SMELT_LANES
 constexpr int MOST_TOKENS = 4, BLOCK = 16;  // tokens at once; rows whose results are written at once
 
-struct RowBuffers {  // of a thread
+struct RowBuffers {        // of a thread
     float *scale, *shift;  // [BLOCK, groups]
     uint8_t* aside;        // [row_bytes + 64] for each of the last rows
 };
@@ -34,7 +34,8 @@ struct RowInputs {
     int64_t padded, padded_groups;
 };
 
-template <int Bits> inline RowInputs row_inputs(const Plan& plan, const void* x, int64_t tokens) {
+template <int Bits>
+inline RowInputs row_inputs(const Plan& plan, const void* x, int64_t tokens) {
     static thread_local Scratch values, totals;
     const int64_t padded = round_up(plan.columns, 16), groups = round_up(plan.groups, 16);
     RowInputs in{values.take<float>(tokens * padded), totals.take<float>(tokens * groups), padded, groups};
@@ -74,7 +75,8 @@ inline __m512 taken_off(const Plan& plan, const float* shift, const float* sums)
 inline void store_values(const Plan& plan, void* to, int64_t place, int64_t left, __m512 values) {
     const __mmask16 there = __mmask16(left >= 16 ? 0xffff : (1u << left) - 1);
     if (plan.x_type == FLOAT32) return _mm512_mask_storeu_ps(static_cast<float*>(to) + place, there, values);
-    const __m512i bits = _mm512_castps_si512(values), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i bits = _mm512_castps_si512(values),
+                  odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));  // ties to even
     const __mmask16 broken = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
     nearest = _mm512_mask_or_epi32(nearest, broken, bits, _mm512_set1_epi32(0x400000));
@@ -114,11 +116,13 @@ inline void multiply_rows(
             for (int r = 0; r < Rows; ++r) {
                 const __m512 weights = lane_values<Bits>(codes[r] + k / 8 * Bits, table, shifts);
                 for (int t = 0; t < Tokens; ++t)
-                    part[t * Rows + r] = _mm512_fmadd_ps(weights, _mm512_load_ps(x + t * in.padded + k), part[t * Rows + r]);
+                    part[t * Rows + r] =
+                        _mm512_fmadd_ps(weights, _mm512_load_ps(x + t * in.padded + k), part[t * Rows + r]);
             }
         for (int r = 0; r < Rows; ++r)
             for (int t = 0; t < Tokens; ++t)
-                total[t * Rows + r] = _mm512_fmadd_ps(part[t * Rows + r], _mm512_set1_ps(scale[r * plan.groups + g]), total[t * Rows + r]);
+                total[t * Rows + r] = _mm512_fmadd_ps(
+                    part[t * Rows + r], _mm512_set1_ps(scale[r * plan.groups + g]), total[t * Rows + r]);
     }
     for (int t = 0; t < Tokens; ++t) {
         if (plan.zero)
@@ -144,7 +148,8 @@ inline void multiply_block(
     for (int t = 0; t < Tokens; ++t) store_block(plan, y, token + t, row, _mm512_load_ps(sums + t * BLOCK));
 }
 
-template <int Bits> inline void row_product(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
+template <int Bits>
+inline void row_product(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
     const RowInputs in = row_inputs<Bits>(plan, x, tokens);
 #pragma omp parallel num_threads(threads)
     {
@@ -155,17 +160,18 @@ template <int Bits> inline void row_product(const Plan& plan, const void* x, int
             row_pointers(plan, row, room, codes);
             row_scales(plan, row, plan.rows - row < BLOCK ? plan.rows - row : BLOCK, room.scale, room.shift);
             for (int64_t token = 0; token < tokens; token += MOST_TOKENS) switch (tokens - token) {
-                case 1: multiply_block<Bits, 1>(plan, row, codes, in, token, y, room); break;
-                case 2: multiply_block<Bits, 2>(plan, row, codes, in, token, y, room); break;
-                case 3: multiply_block<Bits, 3>(plan, row, codes, in, token, y, room); break;
-                default: multiply_block<Bits, 4>(plan, row, codes, in, token, y, room);
-            }
+                    case 1: multiply_block<Bits, 1>(plan, row, codes, in, token, y, room); break;
+                    case 2: multiply_block<Bits, 2>(plan, row, codes, in, token, y, room); break;
+                    case 3: multiply_block<Bits, 3>(plan, row, codes, in, token, y, room); break;
+                    default: multiply_block<Bits, 4>(plan, row, codes, in, token, y, room);
+                }
         }
     }
 }
 
 // `decode_rows` sixteen codes at a time.
-template <int Bits> inline void decode_lanes(const Plan& plan, int64_t first, int64_t last, void* out, int threads) {
+template <int Bits>
+inline void decode_lanes(const Plan& plan, int64_t first, int64_t last, void* out, int threads) {
     const __m512 table = Bits == 8 ? _mm512_setzero_ps() : lane_table(plan);
     const __m512i shifts = lane_shifts<Bits>();
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -174,10 +180,13 @@ template <int Bits> inline void decode_lanes(const Plan& plan, int64_t first, in
         const uint8_t* codes = readable_row(plan, row, room.aside);
         row_scales(plan, row, 1, room.scale, room.shift);
         for (int64_t g = 0; g < plan.groups; ++g) {
-            const __m512 scale = _mm512_set1_ps(room.scale[g]), shift = _mm512_set1_ps(plan.zero ? room.shift[g] : 0.0f);
+            const __m512 scale = _mm512_set1_ps(room.scale[g]),
+                         shift = _mm512_set1_ps(plan.zero ? room.shift[g] : 0.0f);
             for (int64_t k = g * plan.group; k < plan.group_end(g); k += 16) {
                 const __m512 values = in_column_order<Bits>(lane_values<Bits>(codes + k / 8 * Bits, table, shifts));
-                store_values(plan, out, (row - first) * plan.columns + k, plan.columns - k, _mm512_fmsub_ps(values, scale, shift));
+                store_values(
+                    plan, out, (row - first) * plan.columns + k, plan.columns - k,
+                    _mm512_fmsub_ps(values, scale, shift));
             }
         }
     }

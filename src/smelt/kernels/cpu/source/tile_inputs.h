@@ -1,0 +1,157 @@
+// The inputs of many tokens as the matrix units (AMX) take them: packed once for all rows of the matrix.
+//
+// Inputs in bfloat16 are taken as they are; a float32 input is the exact sum of three bfloat16 pieces, so that nothing
+// is lost but float32 rounding. Rounded inputs are int8.
+#pragma once
+
+#include "integers.h"
+
+#if defined(SMELT_INTEGERS) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define SMELT_TILES 1
+#include <sys/syscall.h>
+#include <unistd.h>
+
+constexpr int TILE = 16, TILE_BYTES = 1024, PAIR = 32;  // rows of a tile, its bytes, rows that are computed together
+
+inline bool tiles_granted() {  // the system hands out the units' registers on demand
+    static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+    return granted;
+}
+
+inline bool exact_in_bfloat(const Plan& plan) {
+    if (plan.values != TABLE) return true;
+    for (int code = 0; code < 1 << plan.bits; ++code)
+        if (bfloat_to_float(float_to_bfloat(plan.table[code])) != plan.table[code]) return false;
+    return true;
+}
+
+inline bool has_float_tiles(const Plan& plan) {
+    return has_lanes(plan) && plan.groups_of(32) && fills_up(plan, 32) && exact_in_bfloat(plan) && tiles_granted();
+}
+// With inputs in bfloat16 the weights may be too, scales and all: as exact as a dense product in that type.
+inline bool has_scaled_tiles(const Plan& plan) {
+    return has_lanes(plan) && plan.groups_of(32) && fills_up(plan, 32) && plan.x_type == BFLOAT16 && tiles_granted();
+}
+inline bool has_integer_tiles(const Plan& plan) {
+    return has_integers(plan) && plan.group <= 32768 && tiles_granted();
+}
+
+inline void transpose(__m512i rows[16]) {  // 16 x 16 words of 32 bits
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            rows[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
+            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
+        }
+    for (int i = 0; i < 4; ++i)
+        for (int j = 0; j < 8; j += 4) {
+            t[2 * j + i] = _mm512_shuffle_i32x4(rows[2 * j + i], rows[2 * j + i + 4], 0x88);
+            t[2 * j + i + 4] = _mm512_shuffle_i32x4(rows[2 * j + i], rows[2 * j + i + 4], 0xdd);
+        }
+    for (int i = 0; i < 8; ++i) {
+        rows[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        rows[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+struct TileInputs {
+    uint8_t* tiles;  // [blocks of 16 tokens, steps, pieces, TILE_BYTES]
+    float* sums;     // [blocks, groups, 16 tokens]: of the inputs, or of their codes
+    int32_t* taken;  // [blocks, groups, 16 tokens]: the offset times the sum of the codes
+    float* scale;    // [blocks, 16 tokens], of codes
+    int64_t blocks, steps;
+    int pieces;
+};
+
+inline TileInputs tile_room(const Plan& plan, int64_t tokens, int columns, int pieces) {
+    static thread_local Scratch tiles, sums, taken, scale;
+    const int64_t blocks = (tokens + TILE - 1) / TILE, steps = (plan.columns + columns - 1) / columns;
+    return {
+        tiles.take<uint8_t>(blocks * steps * pieces * TILE_BYTES),
+        sums.take<float>(blocks * plan.groups * TILE),
+        taken.take<int32_t>(blocks * plan.groups * TILE),
+        scale.take<float>(blocks * TILE),
+        blocks,
+        steps,
+        pieces};
+}
+
+// What is left of numbers without the part that a bfloat16 holds; nothing of infinity and NaN.
+inline __m512 without_upper_half(__m512 x) {
+    const __m512i upper = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(int(0xffff0000)));
+    const __mmask16 finite = _mm512_fpclass_ps_mask(x, 0x99) ^ 0xffff;
+    return _mm512_maskz_sub_ps(finite, x, _mm512_castsi512_ps(upper));
+}
+
+// Two registers of numbers as 32 in bfloat16, by their upper halves: those of `low` in the lower half of each word.
+inline __m512i pair_up(__m512 low, __m512 high) {
+    const __m512i lower = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
+    return _mm512_mask_blend_epi16(0xaaaaaaaa, lower, _mm512_castps_si512(high));
+}
+
+// The order in which 32 weights are laid into the line of a tile. Four-bit codes: column 4 w + i at position 8 i + w,
+// which is one shift and one look-up. Others: lanes of the first 16 and of the second 16 in turns.
+template <int Bits>
+inline void order_inputs(__m512& low, __m512& high) {
+    if constexpr (Bits == 4) {
+        const __m512i even = _mm512_setr_epi32(0, 8, 16, 24, 1, 9, 17, 25, 2, 10, 18, 26, 3, 11, 19, 27);
+        const __m512 first = _mm512_permutex2var_ps(low, even, high);
+        high = _mm512_permutex2var_ps(low, _mm512_add_epi32(even, _mm512_set1_epi32(4)), high);
+        low = first;
+    }
+}
+
+template <int Bits>
+inline void pack_floats(const Plan& plan, const void* x, int64_t tokens, int64_t block, const TileInputs& in) {
+    float* sums = in.sums + block * plan.groups * TILE;
+    std::memset(sums, 0, plan.groups * TILE * sizeof(float));
+    for (int64_t step = 0; step < in.steps; ++step) {
+        __m512i words[3][TILE];
+        for (int t = 0; t < TILE; ++t) {
+            const int64_t token = block * TILE + t, k = step * 32;
+            const bool there = token < tokens;
+            __m512 low = there ? inputs_at(plan, x, token, k) : _mm512_setzero_ps();
+            __m512 high = there && k + 16 < plan.columns ? inputs_at(plan, x, token, k + 16) : _mm512_setzero_ps();
+            if (plan.zero) sums[k / plan.group * TILE + t] += _mm512_reduce_add_ps(_mm512_add_ps(low, high));
+            order_inputs<Bits>(low, high);
+            for (int piece = 0; piece < in.pieces; ++piece) {
+                words[piece][t] = pair_up(low, high);
+                low = without_upper_half(low), high = without_upper_half(high);
+            }
+        }
+        for (int piece = 0; piece < in.pieces; ++piece) {
+            transpose(words[piece]);
+            uint8_t* tile = in.tiles + ((block * in.steps + step) * in.pieces + piece) * TILE_BYTES;
+            for (int r = 0; r < TILE; ++r) _mm512_store_si512(tile + r * 64, words[piece][r]);
+        }
+    }
+}
+
+inline void pack_integers(const Plan& plan, const void* x, int64_t tokens, int64_t block, const TileInputs& in) {
+    const int64_t present = tokens - block * TILE < TILE ? tokens - block * TILE : TILE, padded = in.steps * CHUNK;
+    const int64_t width = plan.x_type == FLOAT32 ? 4 : 2;
+    const void* first = static_cast<const uint8_t*>(x) + block * TILE * plan.columns * width;
+    const IntegerInputs plain = integer_inputs(plan, first, present);
+    for (int t = 0; t < TILE; ++t) {
+        in.scale[block * TILE + t] = t < present ? plain.scale[t] : 0.0f;
+        for (int64_t g = 0; g < plan.groups; ++g) {
+            const float sum = t < present ? plain.sums[t * plain.padded_groups + g] : 0.0f;
+            in.sums[(block * plan.groups + g) * TILE + t] = sum;
+            in.taken[(block * plan.groups + g) * TILE + t] = int32_t(sum) * offset_of(plan);
+        }
+    }
+    for (int64_t step = 0; step < in.steps; ++step) {
+        __m512i words[TILE];
+        for (int t = 0; t < TILE; ++t)
+            words[t] =
+                t < present ? _mm512_load_si512(plain.codes + t * padded + step * CHUNK) : _mm512_setzero_si512();
+        transpose(words);
+        uint8_t* tile = in.tiles + (block * in.steps + step) * TILE_BYTES;
+        for (int r = 0; r < TILE; ++r) _mm512_store_si512(tile + r * 64, words[r]);
+    }
+}
+#endif
