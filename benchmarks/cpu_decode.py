@@ -1,6 +1,8 @@
 """Decoding with few bits on the CPU: SmolLM2-135M in float32, bfloat16, 8 and 4 bits, and the products on their own.
 
-    python benchmarks/cpu_decode.py
+    GOMP_SPINCOUNT=2000 python benchmarks/cpu_decode.py
+
+On a machine that has other work, threads that wait for each other must not do so busily, hence the variable.
 
 The same transformers forward with its cache for all. Candidates are timed in turns, so that what else the machine does
 falls on all alike; figures are medians over the rounds. The quantised models compute in bfloat16, and every layer is
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -20,22 +23,24 @@ from common import table, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import smelt.quantize  # noqa: F401  (its methods register themselves)
 from smelt.kernels.linear import Inputs, Packed, choose
 from smelt.measure.clock import stopwatch, time_call
 from smelt.measure.latency import decode_latency, latency
-from smelt.method import Context, make
+from smelt.method import Context
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import quantized_layers
+from smelt.models.quantized import QuantizedLinear, Scheme, quantized_layers
 from smelt.numerics.catalogue import format_named
+from smelt.recipes.methods import make
 
 GROUP = 64  # 576 inputs are no multiple of 128
 SHAPES = ((576, 576), (192, 576), (1536, 576), (576, 1536), (2048, 2048), (8192, 2048))
 TOKENS = (1, 4, 16, 128)
 ROTATED = 64 * 2**20  # bytes of matrices that are used in turns, more than the cores' own caches hold
+READINGS = 40
 NAMES = ("float32", "bfloat16", "int8", "int4")
 CLOCK = stopwatch("cpu")
+Product = Callable[[Tensor], Tensor]
 
 
 def main() -> None:
@@ -52,9 +57,11 @@ def main() -> None:
     for name in ("int8", "int4"):
         taken = {layer.path for layer in quantized_layers(models[name].network).values()}
         assert taken == {"cpu-float"}, taken
-    products = [_products(*shape, tokens) for shape in SHAPES for tokens in TOKENS]
+    products = [found for shape in SHAPES for found in _products(*shape)]
     overhead = _overhead()
     loads = f"{load_before:.1f} before, {os.getloadavg()[0]:.1f} after"
+    if spins := os.environ.get("GOMP_SPINCOUNT"):
+        loads += f" (GOMP_SPINCOUNT={spins})"
     rows = [{"steps": steps, "prefills": prefills, "parts": parts, "products": products, "overhead_us": overhead}]
     write("cpu_decode", rows, _text(steps, prefills, parts, products, overhead, loads))
 
@@ -71,7 +78,8 @@ def _model(name: str) -> Model:
 def _steps(models: dict[str, Model], batch: int, rounds: int) -> dict[str, Any]:
     """Milliseconds a decoded token of each model, the models in turns."""
     found: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(rounds):
+    for turn in range(rounds):
+        print(f"decode, batch {batch}, round {turn + 1}", file=sys.stderr)
         for name, model in models.items():
             found[name].append(decode_latency(model, prompt=128, tokens=16, batch=batch).median_ms)
     ratios = {
@@ -108,57 +116,55 @@ def _parts(model: Model) -> dict[str, float]:
         }
 
 
-def _products(rows: int, columns: int, tokens: int) -> dict[str, Any]:
+def _products(rows: int, columns: int) -> list[dict[str, Any]]:
     """Microseconds of one product, the matrices in turns so that no cache of a core holds them."""
+    print(f"products {rows} x {columns}", file=sys.stderr)
     weight = torch.randn(rows, columns) * 0.05
-    candidates: dict[str, Callable[[], object]] = {}
+    sets: dict[str, list[Product]] = {}
     for dtype in (torch.float32, torch.bfloat16):
-        x = torch.randn(tokens, columns).to(dtype)
-        count = max(2, ROTATED // (rows * columns * dtype.itemsize))
-        dense = [weight.to(dtype).clone() for _ in range(min(count, 64))]
-        candidates[str(dtype).removeprefix("torch.")] = _in_turns([lambda w=w, x=x: F.linear(x, w) for w in dense])
+        copies = [weight.to(dtype, copy=True) for _ in range(_copies(weight.numel() * dtype.itemsize))]
+        sets[str(dtype).removeprefix("torch.")] = [lambda x, w=w: F.linear(x, w) for w in copies]
     for name in (f"int8/{GROUP}@float16", f"int4/{GROUP}@float16"):
         for inputs in (None, Inputs(format_named("int8"))):
             label = name.partition("/")[0] + ("" if inputs is None else " x int8")
-            candidates[label] = _in_turns(_packed_products(name, weight, x, inputs))
+            sets[label] = _packed_products(name, weight, inputs)
+    return [_timed(rows, columns, tokens, sets) for tokens in TOKENS]
+
+
+def _timed(rows: int, columns: int, tokens: int, sets: dict[str, list[Product]]) -> dict[str, Any]:
+    """The better half of the readings: the rest is what else the machine does."""
+    x = torch.randn(tokens, columns, dtype=torch.bfloat16)
+    times: dict[str, list[float]] = {name: [] for name in sets}
     with torch.inference_mode():
-        times: dict[str, list[float]] = {name: [] for name in candidates}
-        for _ in range(40):
-            for name, function in candidates.items():
-                times[name].append(CLOCK(function))
-    found = {name: 1e6 * statistics.median(sorted(readings)[:20]) for name, readings in times.items()}
+        for turn in range(READINGS + 2):
+            for name, products in sets.items():
+                product, given = products[turn % len(products)], x.float() if name == "float32" else x
+                seconds = CLOCK(lambda product=product, given=given: product(given))
+                times[name].append(seconds)
+    found = {name: 1e6 * statistics.median(sorted(readings[2:])[: READINGS // 2]) for name, readings in times.items()}
     return {"rows": rows, "columns": columns, "tokens": tokens, "us": found}
 
 
-def _packed_products(name: str, weight: Tensor, x: Tensor, inputs: Inputs | None) -> list[Callable[[], object]]:
+def _copies(size: int) -> int:
+    return min(READINGS, max(2, ROTATED // size))
+
+
+def _packed_products(name: str, weight: Tensor, inputs: Inputs | None) -> list[Product]:
     number_format = format_named(name)
     tensors = number_format.quantize(weight).packed()
-    made = []
-    for _ in range(min(64, max(2, ROTATED // tensors["codes"].numel()))):
+    made: list[Product] = []
+    for _ in range(_copies(tensors["codes"].numel())):
         packed = Packed(number_format, *weight.shape, {key: tensor.clone() for key, tensor in tensors.items()})
-        kernel = choose(packed, inputs, x.dtype)
+        kernel = choose(packed, inputs, torch.bfloat16)
         assert kernel.name.startswith("cpu-"), kernel.name
         prepared = kernel.prepare(packed, inputs)
-        made.append(lambda k=kernel, p=packed, r=prepared: k.run(x, p, inputs, None, r))
+        made.append(lambda x, k=kernel, p=packed, r=prepared: k.run(x, p, inputs, None, r))
     return made
-
-
-def _in_turns(functions: list[Callable[[], object]]) -> Callable[[], object]:
-    turn = 0
-
-    def call() -> object:
-        nonlocal turn
-        turn = (turn + 1) % len(functions)
-        return functions[turn]()
-
-    return call
 
 
 def _overhead() -> dict[str, float]:
     """Microseconds of a call with next to nothing to compute: what Python and PyTorch take."""
     model = nn.Linear(32, 32, bias=False)
-    from smelt.models.quantized import QuantizedLinear, Scheme
-
     number_format = format_named("int4/32@float16")
     quantized = QuantizedLinear.holding(
         number_format.quantize(model.weight.detach()), Scheme(number_format), bias=None, dtype=torch.float32
