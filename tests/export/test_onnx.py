@@ -102,6 +102,7 @@ def test_eight_bit_layers_keep_their_codes(tmp_path: Path) -> None:
         (scheme("fp8-e4m3"), "fp8-e4m3, and ONNX"),
         (scheme("int8", "int8"), "only fixed scales"),
         (scheme("int8", hadamard=True), "online rotation"),
+        (scheme("int8", clip=0.9), "clipped inputs"),
     ],
 )
 def test_what_onnx_has_no_words_for_is_refused(chosen: Scheme, words: str, tmp_path: Path) -> None:

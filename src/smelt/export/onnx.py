@@ -127,8 +127,10 @@ class _IntegerLayer(nn.Module):
                 f"{path} is in {name_of(form)}, and ONNX's DequantizeLinear takes eight-bit integers with a scale a "
                 "row here; quantise to int8 with group -1, or export the unquantised model."
             )
-        if scheme.hadamard or scheme.rank:
-            raise FormatError(f"{path} has an online rotation or low-rank factors, which this export does not write.")
+        if scheme.hadamard or scheme.rank or scheme.clip != 1:
+            raise FormatError(
+                f"{path} has an online rotation, low-rank factors or clipped inputs, which this export does not write."
+            )
         inputs = scheme.inputs
         fixed = type(inputs) is Integer and inputs.width == 8 and inputs.symmetric and scheme.static
         if inputs is not None and not fixed:

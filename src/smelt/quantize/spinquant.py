@@ -6,7 +6,7 @@ turning the result back by R^T is the same, so that only the activations carry R
 
 Errors of rounding turn with the rotation; what it can change is how large they are, and that is the scale: gradients
 pass through it. The official code turns to QR once in about a hundred steps at random, here every step ends with a
-Newton step to the nearest orthogonal matrix; its inputs are asymmetric and whole, here they are symmetric and clipped
+Newton step to the nearest orthogonal matrix; its inputs are asymmetric and whole, here symmetric and clipped
 as in QuaRot. Where the loss on the calibration data is no lower in the end, the random rotations are kept, and told so.
 """
 
