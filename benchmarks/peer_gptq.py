@@ -73,6 +73,7 @@ def _peer(
     options: argparse.Namespace, model: Model, batches: list[Any], windows: torch.Tensor, folder: Path
 ) -> dict[str, float]:
     model.network.save_pretrained(folder / "model")
+    model.tokenizer.save_pretrained(folder / "model")
     calibration = torch.cat([batch["input_ids"] for batch in batches])
     save_file({"calibration": calibration, "test": windows.contiguous()}, folder / "tokens.safetensors")
     script = Path(__file__).parent / "peers" / "llmcompressor_gptq.py"

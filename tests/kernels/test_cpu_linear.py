@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -300,6 +301,16 @@ def test_a_layer_sees_its_tensors_change() -> None:
         with using("reference"):
             expected = module(x)
         assert torch.allclose(module(x), expected, atol=1e-4)
+
+
+@compiled
+def test_a_copy_of_a_layer_has_its_own_tensors() -> None:
+    module, x = layer(), torch.randn(2, 96)
+    before = module(x)
+    copied = copy.deepcopy(module)
+    copied.scale.mul_(2)
+    assert torch.equal(module(x), before)
+    assert torch.allclose(copied(x) - copied.bias, 2 * (before - module.bias), atol=1e-4)
 
 
 @compiled
