@@ -19,7 +19,7 @@ import yaml
 from typer.main import get_command
 
 import smelt.method
-from smelt.cli.app import app
+from smelt.cli.app import app_with
 from smelt.method import METHODS
 from smelt.models.families import FAMILIES
 from smelt.recipes.recipe import CalibrationSettings, EvaluationSettings, Recipe
@@ -27,7 +27,7 @@ from smelt.recipes.recipe import CalibrationSettings, EvaluationSettings, Recipe
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 WORKED_EXAMPLE = ROOT / "docs" / "adding-a-method.md"
-COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS: dict[str, Any] = get_command(app_with()).commands  # type: ignore[attr-defined]
 
 
 def blocks(page: Path, language: str) -> list[str]:

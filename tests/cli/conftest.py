@@ -163,7 +163,11 @@ class Forked:
         self._folder, self._calls = folder, 0
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
-            ["smelt.cli.app", "tests.cli.conftest", "transformers.models.llama.modeling_llama"]
+            [
+                *(f"smelt.cli.{name}" for name in ("compress", "evaluate", "bench", "inspect", "methods", "plan")),
+                "tests.cli.conftest",
+                "transformers.models.llama.modeling_llama",
+            ]
         )
 
     def __call__(self, *arguments: str, moment: Moment | None = None) -> Done:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,11 @@ from typing import Any
 import pytest
 
 import smelt
+from smelt.cli.app import COMMANDS
 from smelt.measure.cost import block_parameters, count_bytes, count_parameters
 from smelt.method import METHODS
 from smelt.models.load import load
 from tests.cli.conftest import Place, Smelt
-
-COMMANDS = ("methods", "inspect", "plan", "compress", "eval", "bench")
 
 
 def result(path: Path) -> Any:
@@ -36,6 +36,20 @@ def test_without_a_command_the_commands_are_listed(arguments: list[str], smelt_h
     done = smelt_here(*arguments)
     assert done.code == 0
     assert all(command in done.out for command in COMMANDS)
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys; from smelt.cli.app import call; call(['--help']); print('torch' in sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "False"
+
+
+def test_output_that_is_not_read_to_its_end_is_no_error() -> None:
+    command = f"set -o pipefail; {shlex.quote(sys.executable)} -m smelt.cli.main methods | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout
 
 
 def test_the_version(smelt_here: Smelt) -> None:

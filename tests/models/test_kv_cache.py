@@ -13,7 +13,7 @@ import transformers as hf
 from torch import Tensor
 from typer.testing import CliRunner
 
-from smelt.cli.app import app
+from smelt.cli.app import app_with
 from smelt.data import TextData
 from smelt.data.labelled import LabelledData
 from smelt.errors import DataError, FormatError, ModelError
@@ -248,7 +248,9 @@ def test_the_command(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text(TEXT.joined)
     arguments = ["eval", str(tmp_path), "--data", str(text), "--context", "32", "--limit", "96", "--kv", "int2"]
-    result = CliRunner().invoke(app, [*arguments, "--against", str(tmp_path), "--json", str(tmp_path / "out.json")])
+    result = CliRunner().invoke(
+        app_with("eval"), [*arguments, "--against", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    )
     assert result.exit_code == 0, result.output
     content = json.loads((tmp_path / "out.json").read_text())
     assert content["kv"] == "int2" and content["divergence"]["kl"] > 1e-4

@@ -2,44 +2,62 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import typer
 
 from smelt import __version__
-from smelt.cli import bench, compress, evaluate, export, formats, inspect, methods, plan
 from smelt.errors import SmeltError
 
 # Every wrong use of options and arguments is of this class, for which typer has no public name.
 _WrongUse: type[Exception] = typer.BadParameter.__mro__[1]
 
-app = typer.Typer(
-    name="smelt",
-    help="A trained model, some data and a budget in; a smaller, faster model out, proven to be still good.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    epilog="`--debug` anywhere shows the whole traceback of an error.",
-)
+# What each command does. Its file has the function `run` and is imported only when the command is called, so that
+# `smelt --help` does not wait for torch.
+COMMANDS = {
+    "methods": "What can be done to a model, what each method needs, and its paper.",
+    "formats": "Every number format: its bits, its grid, its scales, and its error on normal values, measured now.",
+    "inspect": "The anatomy: blocks, heads, kv groups, filters, parameters, MACs, bytes.",
+    "plan": "Before any work: memory, time, disk, what will change; refuses what cannot fit.",
+    "compress": "Make a model smaller by a recipe or one method; save it, prove that it reloads, and report the cost.",
+    "eval": "How good a model is on data, and with --against, how much it lost, with a confidence interval.",
+    "bench": "Latency and memory, measured here: median and spread after a warm-up, batch and length stated.",
+    "export": "Write a model for vLLM and transformers (compressed-tensors), llama.cpp (gguf) or onnxruntime (onnx).",
+}
+_FILES = {"eval": "evaluate"}  # where a command's name is taken by Python
 
 
-@app.callback(invoke_without_command=True)
+def app_with(*names: str) -> typer.Typer:
+    """The program with these commands (without any: all of them) ready to be called, and the others listed."""
+    app = typer.Typer(
+        name="smelt",
+        help="A trained model, some data and a budget in; a smaller, faster model out, proven to be still good.",
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        epilog="`--debug` anywhere shows the whole traceback of an error.",
+    )
+    app.callback(invoke_without_command=True)(options)
+    for name, told in COMMANDS.items():
+        ready = not names or name in names
+        run = import_module(f"smelt.cli.{_FILES.get(name, name)}").run if ready else _listed
+        app.command(name, help=told)(run)
+    return app
+
+
 def options(version: bool = typer.Option(False, "--version", help="Print the version and stop.")) -> None:
     if version:
         print(__version__)
         raise typer.Exit
 
 
-app.command("methods")(methods.run)
-app.command("formats")(formats.run)
-app.command("inspect")(inspect.run)
-app.command("plan")(plan.run)
-app.command("compress")(compress.run)
-app.command("eval")(evaluate.run)
-app.command("bench")(bench.run)
-app.command("export")(export.run)
+def _listed() -> None:
+    """Stands for a command that is not called."""
 
 
 def call(arguments: list[str]) -> int:
     """Run one command and return its exit code. Typer's own way to do this would swallow Ctrl-C."""
-    command = typer.main.get_command(app)
+    wanted = next((word for word in arguments if not word.startswith("-")), "")
+    command = typer.main.get_command(app_with(wanted))
     try:
         with command.make_context("smelt", arguments or ["--help"]) as context:
             command.invoke(context)

@@ -27,7 +27,6 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Latency and memory, measured here: median and spread after a warm-up, batch and length stated."""
     with PeakMemory() as memory:
         loaded = load(model, device=device)
         timings = {"forward": latency(loaded, batch=batch, length=length, repeats=repeats, seed=seed)}

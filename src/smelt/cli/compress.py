@@ -54,7 +54,6 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOverride = None,
 ) -> None:
-    """Make a model smaller by a recipe or one method; save it, prove that it reloads, and report what it cost."""
     settings = settings_of(bits, group, parameters)
     read = read_recipe(recipe, method=method, settings=settings, data=data, evaluation=eval_data, seed=seed)
     check_place(out)

@@ -44,7 +44,6 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """How good a model is on data, and with --against, how much it lost, with a confidence interval."""
     settings = EvaluationSettings(data, metric, context, limit, batch, text, pair, label)
     loaded = load_data(data, text=text, pair=pair, label=label)
     with bars() as watcher:

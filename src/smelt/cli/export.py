@@ -33,7 +33,6 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """Write a model for vLLM and transformers (compressed-tensors), llama.cpp (gguf) or onnxruntime (onnx)."""
     result = export(model, to, out, type=type_, tokenizer=tokenizer)
     told = ", ".join(f"{count} {kind}" for kind, count in result["tensors"].items())
     console.print(f"{to}: {told}; {size(result['bytes'])} in {len(result['files'])} files", soft_wrap=True)

@@ -23,7 +23,6 @@ EXAMPLE = "int4-asym/128@float16"
 
 
 def run(json_file: JsonOption = None, seed: SeedOption = 0) -> None:
-    """Every number format: its bits, its grid, its scales, and its error on normal values, measured now."""
     x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed))
     found = {name: describe(name, x) for name in FORMATS}
     _show_formats(found)

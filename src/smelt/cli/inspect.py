@@ -8,7 +8,7 @@ import typer
 
 from smelt.cli.output import JsonOption, ModelArgument, SeedOption, console, table, write_json
 from smelt.measure.cost import Workload, block_cost, block_parameters, count_bytes, count_parameters, unit_costs
-from smelt.models.anatomy import Anatomy, Block, anatomy_of
+from smelt.models.anatomy import Anatomy, Block, Part, anatomy_of
 from smelt.models.load import skeleton
 from smelt.report.numbers import count, macs, size
 
@@ -19,7 +19,6 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """The anatomy: blocks, heads, kv groups, filters, parameters, MACs, bytes."""
     anatomy = anatomy_of(skeleton(model))
     content = describe(anatomy, tokens)
     rows = [
@@ -61,7 +60,17 @@ def _block(block: Block, costs: dict[str, float]) -> dict[str, Any]:
     return {
         "block": block.index,
         "attention": attention,
-        "feed_forward": ", ".join(f"{part.units} {part.kind}" for part in others),
+        "feed_forward": _experts(others) or ", ".join(f"{part.units} {part.kind}" for part in others),
         "parameters": count_parameters(block.module),
         "macs": sum(part.units * costs[part.name] for part in block.parts),
     }
+
+
+def _experts(parts: list[Part]) -> str:
+    """A mixture in words; nothing where the parts are none."""
+    mixture = parts[0].mixture if parts else None
+    if mixture is None:
+        return ""
+    widths = sorted({part.units for part in parts})
+    spread = f"{widths[0]} to {widths[-1]}" if len(widths) > 1 else str(widths[0])
+    return f"{mixture.experts} experts of {spread} filters, {mixture.chosen} a token"

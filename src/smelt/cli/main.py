@@ -29,6 +29,9 @@ def main(arguments: list[str] | None = None) -> None:
         code = _fail(str(error))
     except KeyboardInterrupt:
         code = _fail(STOPPED)
+    except BrokenPipeError:  # who read the output has seen enough, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
     except Exception as error:
         if _is_lack_of_memory(error):
             code = _fail(NO_MEMORY)

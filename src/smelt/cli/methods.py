@@ -10,7 +10,6 @@ from smelt.recipes.methods import METHODS
 
 
 def run(json_file: JsonOption = None, seed: SeedOption = 0) -> None:
-    """What can be done to a model, what each method needs, and its paper."""
     rows = [describe(name) for name in sorted(METHODS)]
     cells = [[row["name"], row["summary"], ", ".join(row["needs"]) or "nothing", row["paper"]] for row in rows]
     console.print(table("Methods", ["method", "what it does", "needs", "paper"], cells))

@@ -37,7 +37,6 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOverride = None,
 ) -> None:
-    """Before any work: memory, time, disk, what will change; refuses what cannot fit."""
     made = make_plan(
         model,
         read_recipe(recipe, method=method, settings=settings_of(bits, group, parameters), data=data, seed=seed),

@@ -64,7 +64,7 @@ class EvaluationSettings(_Checked):
     source: str | None = None
     metric: str | None = None
     context: int = 512
-    limit: int | None = 32768  # tokens of text, or rows
+    limit: int | None = 16384  # tokens of text, or rows
     batch: int = 8
     text: str | None = None
     pair: str | None = None
