@@ -117,3 +117,13 @@ def test_nvfp4_of_tiny_values() -> None:
     quantized = format_named("nvfp4").quantize(x)
     assert quantized.grid.tensor is not None and bool(quantized.grid.tensor.isfinite().all())
     assert float((quantized.values() - x).abs().max()) < 0.2 * float(x.abs().max())
+
+
+@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("slope", [1e-9, 1.0, 1e9])
+def test_gradients_pass_a_rounded_scale_whole(kind: ScaleType, slope: float) -> None:
+    """A conversion to float16 would round its gradient too: 1e9 would be infinite, 1e-9 nothing."""
+    scale = torch.tensor([0.37, 1.93], requires_grad=True)
+    (round_scale(scale, kind) * slope).sum().backward()
+    assert scale.grad is not None and torch.equal(scale.grad, torch.full((2,), slope))
+    assert torch.equal(round_scale(scale, kind), round_scale(scale.detach(), kind))

@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from smelt.numerics.gradient import straight_through
+
 ScaleType = Literal["float32", "float16", "bfloat16", "e8m0", "e8m0-up", "e4m3", "e5m2"]
 ROUNDED: tuple[ScaleType, ...] = ("float32", "float16", "bfloat16", "e4m3", "e5m2")  # any number, to the nearest
 POWERS: tuple[ScaleType, ...] = ("e8m0", "e8m0-up")  # powers of two
@@ -29,11 +31,11 @@ BIAS, NAN_BYTE = 127, 255  # of E8M0
 
 
 def round_scale(scale: Tensor, kind: ScaleType) -> Tensor:
-    """Scales (not powers of two) as they will be read back, in float32."""
-    if kind == "float32":
-        return scale.float().clamp(_SMALLEST[kind], _LARGEST[kind])
+    """Scales (not powers of two) as they will be read back, in float32. Gradients pass as if nothing was rounded: those
+    of the conversion itself would be rounded to the same type, and overflow in it."""
     bounded = scale.float().clamp(max=_LARGEST[kind])
-    return bounded.to(_TORCH[kind]).float().clamp(min=_SMALLEST[kind])
+    stored = bounded.detach().to(_TORCH[kind]).float().clamp(min=_SMALLEST[kind])
+    return straight_through(bounded, stored) if scale.requires_grad else stored
 
 
 def power_of_two(largest: Tensor, kind: ScaleType, top_exponent: int) -> Tensor:

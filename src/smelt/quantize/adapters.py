@@ -20,8 +20,8 @@ from smelt.errors import ModelError
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.models.quantized import STATIC_SCALE, QuantizedLinear
 from smelt.numerics.format import TENSOR, Grid, Quantized
+from smelt.numerics.gradient import straight_through
 from smelt.numerics.integer import Integer
-from smelt.quantize.learned import straight_through
 
 ALPHA = 16.0  # the factors' product is multiplied by this over the rank
 

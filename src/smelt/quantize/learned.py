@@ -24,6 +24,7 @@ from smelt.measure.cost import block_parameters
 from smelt.method import CalibrationSize, Demand, within
 from smelt.models.anatomy import Anatomy, Block, anatomy_of
 from smelt.numerics.format import Format, Grid, Quantized
+from smelt.numerics.gradient import straight_through
 from smelt.numerics.integer import Integer
 from smelt.quantize.frame import BlockWork, Quantization
 from smelt.quantize.layers import Layer
@@ -67,11 +68,6 @@ class Quantizer(nn.Module):
         grid = self.grid()
         codes = self.codes(grid).nan_to_num(nan=0.0).to(torch.uint8).flatten(-2)[:, : self.columns]
         return Quantized(self.format, codes, Grid(**{name: t.detach() for name, t in grid.tensors().items()}))
-
-
-def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
-    """The rounded value exactly, with the gradient of the value it came from."""
-    return rounded.detach() + (x - x.detach())
 
 
 @dataclass(frozen=True)

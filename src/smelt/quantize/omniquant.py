@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from smelt.method import method, within
 from smelt.numerics.format import Grid
+from smelt.numerics.gradient import straight_through
 from smelt.numerics.integer import Integer, extent
-from smelt.quantize.learned import LearnedQuantization, Quantizer, straight_through
+from smelt.quantize.learned import LearnedQuantization, Quantizer
 
 START = 4.0  # of a gate: the range begins at sigmoid(4) = 0.982 of itself
 
