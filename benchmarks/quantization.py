@@ -27,6 +27,7 @@ from smelt.models.quantized import decoded
 from smelt.recipes.methods import make
 
 CONTEXT, LENGTH, BATCH = 1024, 1024, 8
+PROMPTS, PROMPT, ANSWER = 64, 64, 64  # how many prompts the float model answers, their tokens, and its answers
 Steps = list[dict[str, Any]]
 Rows = dict[tuple[str, str], Steps]  # (row, column) -> what is applied
 
@@ -116,6 +117,11 @@ def _last_block() -> Rows:
     return rows
 
 
+EXTRAS = {
+    "agreement": "same token on the test split",
+    "answer_agreement": "same token in answers",
+    "answer_prefix": "tokens before answers part",
+}
 TABLES = {
     "weights": _weights,
     "learned": _learned,
@@ -130,7 +136,7 @@ def main() -> None:
     options = _options()
     train = load_text(shared() / "data/wikitext2/train.txt.gz")
     test = load_text(shared() / "data/wikitext2/test.txt.gz")
-    rows = kept_rows("quantization", options.resume)
+    rows = [row for row in kept_rows("quantization", options.resume) if "failed" not in row]
     done = {(row["table"], row["method"], row["column"], row["seed"]) for row in rows}
     until = time.monotonic() + options.seconds
     plain = load("smollm2-135m", device=options.device)
@@ -141,6 +147,7 @@ def main() -> None:
             train, base.tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=seed
         )
         measure = _Measure(base, test, options.windows * CONTEXT)
+        answers = _Answers(base, test) if "last-block" in options.tables else None
         if ("dense", "float32", "float32", seed) not in done:
             rows.append({"table": "dense", "method": "float32", "column": "float32", "seed": seed, **measure(base)})
         for name in options.tables:
@@ -148,7 +155,8 @@ def main() -> None:
                 if (name, method, column, seed) in done or time.monotonic() > until:
                     continue
                 start = plain if method.startswith(UNROTATED) else base
-                facts = _attempt(start, steps, Context(batches=batches, seed=seed), measure)
+                judge = answers if name == "last-block" else None
+                facts = _attempt(start, steps, Context(batches=batches, seed=seed), measure, judge)
                 rows.append({"table": name, "method": method, "column": column, "seed": seed, **facts})
                 print(rows[-1], flush=True)
                 write("quantization", rows, _text(rows, options))
@@ -181,7 +189,37 @@ class _Measure:
         return {"perplexity": value, "agreement": apart.agreement, "kl": apart.kl}
 
 
-def _attempt(base: Model, steps: Steps, context: Context, measure: _Measure) -> dict[str, Any]:
+class _Answers:
+    """Greedy answers of the float model, and how a model that was made from it would have answered."""
+
+    def __init__(self, base: Model, test: TextData) -> None:
+        tokens = base.tokenizer(test.joined, verbose=False)["input_ids"]
+        starts = range(0, len(tokens) - PROMPT, len(tokens) // PROMPTS)[:PROMPTS]
+        self.prompts = torch.tensor([tokens[start : start + PROMPT] for start in starts], device=base.device)
+        self.given = self._generated(base)  # [prompts, prompt and answer]
+
+    @torch.no_grad()
+    def _generated(self, model: Model) -> torch.Tensor:
+        settings = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False}
+        mask = torch.ones_like(self.prompts)
+        found: torch.Tensor = model.network.generate(self.prompts, attention_mask=mask, **settings)
+        return found
+
+    @torch.no_grad()
+    def __call__(self, model: Model) -> dict[str, float]:
+        """The share of the answers' tokens that the model puts first after the same text, and how many tokens its own
+        answers share with the float model's before they part."""
+        with decoded(model.network, torch.float32):
+            logits = model.network(self.given).logits[:, PROMPT - 1 : -1]
+            own = self._generated(model)
+        same = (own == self.given)[:, PROMPT:].cumprod(1).sum(1)
+        right = logits.argmax(-1) == self.given[:, PROMPT:]
+        return {"answer_agreement": right.double().mean().item(), "answer_prefix": same.double().mean().item()}
+
+
+def _attempt(
+    base: Model, steps: Steps, context: Context, measure: _Measure, answers: _Answers | None
+) -> dict[str, Any]:
     """A row that fails is written down as it is, and the others go on."""
     model = Model(copy.deepcopy(base.network), base.tokenizer, source="smollm2-135m")
     start = time.perf_counter()
@@ -192,7 +230,9 @@ def _attempt(base: Model, steps: Steps, context: Context, measure: _Measure) -> 
             bits = facts.get("bits_per_weight", bits)
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"[:300]}
-    return {"seconds": time.perf_counter() - start, "bits_per_weight": bits, **measure(model)}
+    seconds = time.perf_counter() - start
+    judged = {} if answers is None else answers(model)
+    return {"seconds": seconds, "bits_per_weight": bits, **measure(model), **judged}
 
 
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
@@ -209,15 +249,15 @@ def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     for name in TABLES:
         here = [row for row in rows if row["table"] == name]
         if here:
-            text += f"\n## {name}\n\n" + _table(here, agreement=name == "last-block") + "\n"
+            text += f"\n## {name}\n\n" + _table(here, EXTRAS if name == "last-block" else {}) + "\n"
     return text
 
 
-def _table(rows: list[dict[str, Any]], agreement: bool) -> str:
+def _table(rows: list[dict[str, Any]], extras: dict[str, str]) -> str:
     columns = list(dict.fromkeys(row["column"] for row in rows))
     names = list(dict.fromkeys(row["method"] for row in rows))
 
-    def cell(name: str, column: str, key: str = "perplexity", digits: int = 2) -> str:
+    def cell(name: str, column: str, key: str, digits: int) -> str:
         here = [row for row in rows if row["method"] == name and row["column"] == column]
         found = [row[key] for row in here if key in row]
         if not found:
@@ -225,14 +265,10 @@ def _table(rows: list[dict[str, Any]], agreement: bool) -> str:
         spread = f" ({min(found):.{digits}f}-{max(found):.{digits}f})" if len(found) > 1 else ""
         return f"{mean(found):.{digits}f}{spread}"
 
-    headings = ["method", *columns, *(f"{column}: same token" for column in columns if agreement)]
+    wanted = [("perplexity", "", 2), *((key, f": {told}", 4) for key, told in extras.items())]
+    headings = ["method", *(f"{column}{told}" for _, told, _ in wanted for column in columns)]
     cells = [
-        [
-            name,
-            *(cell(name, column) for column in columns),
-            *(cell(name, column, "agreement", 4) for column in columns if agreement),
-        ]
-        for name in names
+        [name, *(cell(name, column, key, digits) for key, _, digits in wanted for column in columns)] for name in names
     ]
     return table(headings, cells)
 
