@@ -27,3 +27,7 @@ class ResourceError(SmeltError):
 
 class FormatError(SmeltError):
     """A number format that does not exist, or that cannot hold what is asked of it."""
+
+
+class RequestError(SmeltError):
+    """A request that cannot be served as it is: a value out of range, a prompt that is too long, a full queue."""

@@ -1,0 +1,65 @@
+"""Attention over a paged cache: queries of many requests side by side, each against its own keys and values.
+
+Tokens of all requests lie behind one another, without padding. The keys and values of a request lie in blocks of the
+cache, in any order; its row of the block table says where. A query sees the keys up to its own position.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Which tokens belong to whom, and where their keys and values lie. All tensors are int32 but `places`."""
+
+    starts: Tensor  # [requests + 1]: where the new tokens of each request begin
+    lengths: Tensor  # [requests]: tokens of each request in the cache, the new ones included
+    tables: Tensor  # [requests, most blocks]: its blocks in order
+    places: Tensor  # [tokens], int64: where each new token's keys and values go, block * size + offset
+    longest_query: int = 1  # new tokens of one request, at most
+    longest: int = 0  # of `lengths`, at most
+
+
+def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, places: Tensor) -> None:
+    """Put the keys and values [tokens, kv heads, head size] of new tokens into the cache [blocks, size, ...]. A place
+    of -1 belongs to a token that only fills a buffer."""
+    if places.device.type == "cpu" and bool((places < 0).any()):
+        real = places >= 0
+        keys, values, places = keys[real], values[real], places[real]
+    key_pages.flatten(0, 1).index_copy_(0, places, keys)
+    value_pages.flatten(0, 1).index_copy_(0, places, values)
+
+
+def paged_reference(
+    queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float, window: int | None = None
+) -> Tensor:  # [tokens, heads, head size] -> the same
+    """One request after the other, its keys and values gathered. With a window a query sees only so many positions."""
+    size = key_pages.shape[1]
+    result = torch.zeros_like(queries)
+    starts, lengths = pages.starts.tolist(), pages.lengths.tolist()
+    for row, (start, stop, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
+        if stop == start:
+            continue
+        blocks = pages.tables[row, : math.ceil(length / size)].long()
+        keys, values = (
+            cache[blocks].flatten(0, 1)[:length].transpose(0, 1)[None] for cache in (key_pages, value_pages)
+        )  # [1, kv heads, length, head size]
+        mask = visible(stop - start, length, window, queries.device)
+        mine = queries[start:stop].transpose(0, 1)[None]
+        found = F.scaled_dot_product_attention(mine, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+        result[start:stop] = found[0].transpose(0, 1)
+    return result
+
+
+def visible(new: int, length: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of `length` positions each of the last `new` sees. [new, length]"""
+    query = torch.arange(length - new, length, device=device)[:, None]
+    key = torch.arange(length, device=device)[None]
+    seen = key <= query
+    return seen if window is None else seen & (key > query - window)

@@ -1,0 +1,1 @@
+"""Serving: the engine that runs many requests at once, and the server in front of it."""

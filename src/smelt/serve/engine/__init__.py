@@ -1,0 +1,1 @@
+"""The engine: requests, blocks of the cache, the scheduler, the runner, and the loop around them."""

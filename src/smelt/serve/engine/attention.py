@@ -1,0 +1,85 @@
+"""Where the paged cache meets the network: transformers asks for attention by name, and this is ours.
+
+The network is run as it is, so that pruned layers, layers without attention and quantised ones need nothing of their
+own. It is called with all tokens of a step as one long sequence; what belongs to whom is in the pages of the moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import local
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from smelt.errors import ModelError
+from smelt.kernels.paged import Pages, paged_reference, write_pages
+from smelt.models.anatomy import Anatomy
+
+NAME = "smelt-paged"
+_moment = local()
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of each layer, [blocks, block size, kv heads, head size]. Layers that lost heads hold less."""
+
+    keys: dict[int, Tensor]  # layer -> pages
+    values: dict[int, Tensor]
+    size: int  # tokens a block
+
+    @classmethod
+    def empty(cls, anatomy: Anatomy, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> PagedCache:
+        shapes = _layers(anatomy)
+
+        def pages() -> dict[int, Tensor]:
+            return {
+                layer: torch.zeros(blocks, size, heads, width, dtype=dtype, device=device)
+                for layer, (heads, width) in shapes.items()
+            }
+
+        return cls(pages(), pages(), size)
+
+
+def block_bytes(anatomy: Anatomy, size: int, dtype: torch.dtype) -> int:
+    """What one block takes in all layers, keys and values together."""
+    return sum(2 * size * heads * width * dtype.itemsize for heads, width in _layers(anatomy).values())
+
+
+def _layers(anatomy: Anatomy) -> dict[int, tuple[int, int]]:
+    """Key/value heads and their size, for every layer that has attention."""
+    parts = [part for part in anatomy.parts if part.kind == "heads" and part.units]
+    if not anatomy.family.causal:
+        raise ModelError("only language models that read from left to right can be served.")
+    return {part.block: (part.units, part.head_dim) for part in parts}
+
+
+@contextmanager
+def paged(cache: PagedCache, pages: Pages) -> Iterator[None]:
+    """Inside, the network's attention reads and writes this cache."""
+    _moment.cache, _moment.pages = cache, pages
+    try:
+        yield
+    finally:
+        del _moment.cache, _moment.pages
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """As transformers calls it: [1, heads, tokens, head size] each; gives [1, tokens, heads, head size]."""
+    cache, pages, layer = _moment.cache, _moment.pages, module.layer_idx
+    if options.get("softcap") is not None or options.get("s_aux") is not None:
+        raise ModelError("this family's attention has caps or sinks, which the paged cache does not know.")
+    key_pages, value_pages = cache.keys[layer], cache.values[layer]
+    write_pages(key[0].transpose(0, 1), value[0].transpose(0, 1), key_pages, value_pages, pages.places)
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    queries = query[0].transpose(0, 1)
+    return paged_reference(queries, key_pages, value_pages, pages, scale, options.get("sliding_window"))[None], None
+
+
+AttentionInterface.register(NAME, _attention)

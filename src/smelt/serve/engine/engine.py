@@ -1,0 +1,216 @@
+"""The engine: requests in, tokens out, step by step; and the call that answers a list of prompts."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from smelt.errors import ModelError, RequestError
+from smelt.measure.memory import available_memory
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.serve.engine.attention import block_bytes
+from smelt.serve.engine.blocks import BlockPool
+from smelt.serve.engine.request import Request, State
+from smelt.serve.engine.runner import Launched, Runner
+from smelt.serve.engine.sampler import Logprobs
+from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.scheduler import Scheduler
+from smelt.serve.engine.text import TextStream
+
+SHARE = 0.3  # of the memory that is free: what the cache takes unless told otherwise
+
+
+@dataclass(frozen=True)
+class Event:
+    """A token of a request, or its end, or both."""
+
+    request: Request
+    token: int | None = None
+    logprobs: Logprobs | None = None
+    reason: str = ""  # not empty: the request has ended
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a prompt was answered with."""
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    reason: str  # stop, length or abort
+    prompt_tokens: int
+    cached_tokens: int
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+
+class Engine:
+    """Many requests at once on one model. `step` runs one iteration; `generate` runs them until all are answered."""
+
+    def __init__(
+        self,
+        model: Model | str,
+        *,
+        device: str = "cpu",
+        context: int | None = None,  # tokens of prompt and answer together; by default the model's own, at most 8192
+        cache_bytes: int | None = None,  # of keys and values
+        block: int = 16,  # tokens that lie together in the cache
+        batch_tokens: int = 2048,  # computed in a step, at most
+        batch_requests: int = 256,
+        chunk: int | None = None,  # of a prompt in a step, at most
+        queue: int = 4096,
+        prefix_cache: bool = True,
+    ) -> None:
+        self.model = load(model, device=device) if isinstance(model, str) else model
+        if self.model.task != "language":
+            raise ModelError(f"{self.model.source or 'this model'} is no language model: it cannot generate.")
+        self.context = _context(self.model, context)
+        blocks = _blocks(self.model, block, cache_bytes, batch_requests, self.context)
+        self.pool = BlockPool(blocks, block, prefix_cache=prefix_cache)
+        self.scheduler = Scheduler(
+            self.pool, most_tokens=batch_tokens, most_requests=batch_requests, chunk=chunk, most_waiting=queue
+        )
+        self.runner = Runner(
+            self.model, blocks=blocks, size=block, most_tokens=batch_tokens, most_requests=batch_requests,
+            context=self.context,
+        )  # fmt: skip
+        self._names = 0
+
+    def submit(
+        self, prompt: Sequence[int], sampling: Sampling, *, name: str = "", priority: int = 0, salt: bytes = b""
+    ) -> list[Request]:
+        """Queue a prompt; as many requests as samples were asked for, which share its blocks."""
+        vocabulary = self.model.network.config.get_text_config().vocab_size
+        _check_prompt(prompt, self.context, vocabulary)
+        seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+        most = self.context if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
+        self._names += 1
+        requests: list[Request] = []
+        for sample in range(sampling.n):
+            request = Request(
+                id=f"{name or self._names}-{sample}", prompt=list(prompt), sampling=sampling,
+                limit=min(most, self.context), seed=seed + sample, priority=priority, salt=salt,
+                parent=requests[0] if requests else None,
+            )  # fmt: skip
+            self.scheduler.add(request)
+            requests.append(request)
+        return requests
+
+    def abort(self, request: Request) -> None:
+        """Its blocks are free at the next step."""
+        self.scheduler.end(request, "abort")
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.scheduler.running or self.scheduler.waiting)
+
+    def step(self) -> list[Event]:
+        """One iteration: what it gave."""
+        step = self.scheduler.schedule()
+        return self._read(self.runner.launch(step)) if step.pieces else []
+
+    def _read(self, launched: Launched) -> list[Event]:
+        giving = {id(request) for request in launched.giving}
+        for piece in launched.step.pieces:
+            if id(piece.request) not in giving:
+                self.scheduler.computed(piece.request)
+        drawn = launched.drawn
+        if drawn is None:
+            return []
+        events = []
+        for row, (request, token) in enumerate(zip(launched.giving, drawn.tokens.tolist(), strict=True)):
+            if request.state is State.ENDED:  # aborted while the step ran
+                continue
+            self.scheduler.received(request, token)
+            asked = request.sampling.logprobs
+            logprobs = None if asked is None else drawn.logprobs(row, asked)
+            reason = self._reason(request, token)
+            if reason:
+                self.scheduler.end(request, reason)
+            events.append(Event(request, token, logprobs, reason))
+        return events
+
+    def _reason(self, request: Request, token: int) -> str:
+        """Why a request ends with this token, if it does."""
+        sampling, count = request.sampling, len(request.tokens) - len(request.prompt)
+        ends = token in sampling.stop_ids or (token in self.runner.ends and not sampling.ignore_end)
+        if ends and count >= sampling.min_tokens:
+            return "stop"
+        return "length" if len(request.tokens) >= request.limit else ""
+
+    def generate(
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], sampling: Sampling | None = None
+    ) -> list[Answer]:
+        """Answer every prompt (texts, or lists of tokens), as many times as `n` of the sampling says."""
+        sampling = sampling or Sampling()
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
+            raise ModelError("this model has no tokenizer: text cannot be made with it.")
+        answers: dict[Request, _Answering] = {}
+        for prompt in prompts:
+            tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+            for request in self.submit(tokens, sampling):
+                answers[request] = _Answering(prompt, TextStream(tokenizer, tokens, sampling.stop))
+        while self.busy:
+            for event in self.step():
+                answering = answers[event.request]
+                answering.take(event)
+                if answering.stream.stopped is not None and not event.reason:
+                    self.scheduler.end(event.request, "stop")
+        return [answering.answer(request) for request, answering in answers.items()]
+
+
+@dataclass
+class _Answering:
+    """An answer that is coming."""
+
+    prompt: str | Sequence[int]
+    stream: TextStream
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+    def take(self, event: Event) -> None:
+        if event.token is not None:
+            self.tokens.append(event.token)
+            if event.logprobs is not None:
+                self.logprobs.append(event.logprobs)
+            self.text += self.stream.push([event.token])
+        if event.reason:
+            self.text += self.stream.finish()
+
+    def answer(self, request: Request) -> Answer:
+        reason = "stop" if self.stream.stopped is not None else request.reason
+        prompt = self.prompt if isinstance(self.prompt, str) else ""
+        return Answer(prompt, self.text, self.tokens, reason, len(request.prompt), request.cached, self.logprobs)
+
+
+def _check_prompt(prompt: Sequence[int], context: int, vocabulary: int) -> None:
+    if not prompt:
+        raise RequestError("the prompt is empty; give at least one token.")
+    if len(prompt) >= context:
+        raise RequestError(f"the prompt has {len(prompt):,} tokens; with an answer it must fit into {context:,}.")
+    wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise RequestError(f"there is no token {wrong}; the model has {vocabulary:,}.")
+
+
+def _context(model: Model, asked: int | None) -> int:
+    most = getattr(model.network.config.get_text_config(), "max_position_embeddings", None) or 8192
+    if asked is None:
+        return min(int(most), 8192)
+    if not 2 <= asked <= most:
+        raise RequestError(f"a context of {asked:,} tokens is not possible; the model has {most:,} positions.")
+    return asked
+
+
+def _blocks(model: Model, size: int, asked: int | None, requests: int, context: int) -> int:
+    """Blocks that fit into the memory for them; never more than all requests could use."""
+    each = block_bytes(model.anatomy, size, model.network.dtype)
+    memory = asked if asked is not None else int(SHARE * available_memory())
+    most = requests * -(-context // size)
+    found = min(memory // max(each, 1), most)
+    if found < 1:
+        raise RequestError(f"{memory:,} bytes hold no block of {size} tokens, which takes {each:,}; give more.")
+    return int(found)

@@ -1,0 +1,64 @@
+"""A request on its way through the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from smelt.serve.engine.sampling import Sampling
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    ENDED = "ended"
+
+
+@dataclass(eq=False)
+class Request:
+    """One answer to one prompt. Tokens are known as soon as their step was read; a step may be under way meanwhile."""
+
+    id: str
+    prompt: list[int]
+    sampling: Sampling
+    limit: int  # prompt and answer together have no more tokens than this
+    seed: int = 0
+    priority: int = 0  # lower runs first
+    salt: bytes = b""  # only requests with the same salt share cached blocks
+    adapter: str | None = None
+    arrival: int = 0  # its place in the order in which requests came
+
+    state: State = State.WAITING
+    tokens: list[int] = field(default_factory=list)  # prompt and answer
+    computed: int = 0  # tokens whose keys and values are in the cache, or will be after the steps under way
+    under_way: int = 0  # tokens that steps under way will give
+    blocks: list[int] = field(default_factory=list)  # of the cache, in order
+    digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were computed
+    registered: int = 0  # of its blocks: those that the prefix cache knows
+    slot: int = -1  # its row in the runner's buffers
+    cached: int = 0  # tokens of the prompt that were found in the prefix cache
+    preemptions: int = 0
+    parent: Request | None = None  # the sibling whose prompt it shares, until that one's is computed
+    reason: str = ""  # why it ended: stop, length, abort
+
+    def __post_init__(self) -> None:
+        self.tokens = self.tokens or list(self.prompt)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who runs first, and is preempted last."""
+        return self.priority, self.arrival
+
+    @property
+    def planned(self) -> int:
+        """Tokens that there will be after the steps under way."""
+        return len(self.tokens) + self.under_way
+
+    @property
+    def missing(self) -> int:
+        """Tokens whose keys and values are still to be computed."""
+        return self.planned - self.computed
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt) :]

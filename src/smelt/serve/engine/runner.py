@@ -1,0 +1,117 @@
+"""A step of the network: the buffers it reads, the pages it writes, and the tokens it gives.
+
+Buffers are made once. A request's row of the block table is written when a block is added to it, not at every token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smelt.kernels.paged import Pages
+from smelt.models.model import Model
+from smelt.serve.engine.attention import NAME, PagedCache, paged
+from smelt.serve.engine.request import Request
+from smelt.serve.engine.sampler import Drawn, draw
+from smelt.serve.engine.scheduler import Piece, Step
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step under way, and whose tokens it gives."""
+
+    step: Step
+    giving: list[Request]
+    drawn: Drawn | None
+
+
+class Runner:
+    """Runs the network as it is, its attention on a paged cache."""
+
+    def __init__(
+        self, model: Model, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int
+    ) -> None:
+        self.network, self.size = model.network, size
+        self.device, self.dtype = model.device, model.network.dtype
+        self.ends = end_tokens(model)
+        self.cache = PagedCache.empty(model.anatomy, blocks, size, self.dtype, self.device)
+        self.network.set_attn_implementation(NAME)
+        self._tables = np.zeros((most_requests, -(-context // size)), dtype=np.int32)
+        self._written: list[tuple[Request | None, int]] = [(None, 0)] * most_requests
+        self._ids = np.zeros(most_tokens, dtype=np.int64)
+        self._positions = np.zeros(most_tokens, dtype=np.int64)
+        self._places = np.zeros(most_tokens, dtype=np.int64)
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        count = self._fill(step.pieces)
+        ids, positions = (self._on_device(buffer[:count])[None] for buffer in (self._ids, self._positions))
+        giving = [piece.request for piece in step.pieces if piece.gives]
+        with paged(self.cache, self._pages(step.pieces, count)):
+            logits = self.network(
+                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=self._last_tokens(step.pieces)
+            ).logits[0]
+        return Launched(step, giving, draw(logits, giving, self.ends) if giving else None)
+
+    def _fill(self, pieces: list[Piece]) -> int:
+        """Tokens, positions and places of a step, one piece behind the other."""
+        at = 0
+        for piece in pieces:
+            request, start, stop = piece.request, piece.start, piece.start + piece.count
+            here = slice(at, at + piece.count)
+            self._write_table(request)
+            positions = np.arange(start, stop)
+            blocks = self._tables[request.slot, positions // self.size]
+            self._ids[here] = request.tokens[start:stop]
+            self._positions[here] = positions
+            self._places[here] = blocks.astype(np.int64) * self.size + positions % self.size
+            at += piece.count
+        return at
+
+    def _write_table(self, request: Request) -> None:
+        held, count = self._written[request.slot]
+        if held is not request or count > len(request.blocks):
+            count = 0
+        if count < len(request.blocks):
+            self._tables[request.slot, count : len(request.blocks)] = request.blocks[count:]
+        self._written[request.slot] = (request, len(request.blocks))
+
+    def _pages(self, pieces: list[Piece], count: int) -> Pages:
+        lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)
+        counts = [piece.count for piece in pieces]
+        starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        rows = [piece.request.slot for piece in pieces]
+        longest = int(lengths.max())
+        tables = self._tables[rows, : -(-longest // self.size)]
+        return Pages(
+            starts=self._on_device(starts),
+            lengths=self._on_device(lengths),
+            tables=self._on_device(tables),
+            places=self._on_device(self._places[:count]),
+            longest_query=max(counts),
+            longest=longest,
+        )
+
+    def _last_tokens(self, pieces: list[Piece]) -> Tensor:
+        """Where the tokens stand whose logits are wanted."""
+        places, at = [], 0
+        for piece in pieces:
+            at += piece.count
+            if piece.gives:
+                places.append(at - 1)
+        return torch.tensor(places, device=self.device, dtype=torch.int64)
+
+    def _on_device(self, values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def end_tokens(model: Model) -> tuple[int, ...]:
+    """The model's own ends of text."""
+    found = getattr(model.network.generation_config, "eos_token_id", None)
+    if found is None and model.tokenizer is not None:
+        found = model.tokenizer.eos_token_id
+    return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)

@@ -1,0 +1,78 @@
+"""What a request asks for: how its tokens are drawn, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from smelt.errors import RequestError
+
+MOST_LOGPROBS = 20
+MOST_STOPS = 16
+MOST_SAMPLES = 128
+MOST_BIASES = 1024
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Checked when it is made. Temperature 0 takes the most likely token; the same seed draws the same tokens at any
+    place in any batch."""
+
+    max_tokens: int | None = 128  # None: until the context is full
+    min_tokens: int = 0  # before which nothing ends the request
+    temperature: float = 1.0
+    top_k: int = 0  # the so many most likely tokens; 0: all
+    top_p: float = 1.0  # the most likely tokens that together have this probability
+    min_p: float = 0.0  # tokens at least so likely as this share of the most likely one
+    presence_penalty: float = 0.0  # taken from the logit of every token that was generated
+    frequency_penalty: float = 0.0  # the same, for each time
+    repetition_penalty: float = 1.0  # divides the logits of tokens in prompt and output where positive, else multiplies
+    seed: int | None = None  # None: drawn by the engine
+    stop: tuple[str, ...] = ()  # texts that end the request; they are not part of the answer
+    stop_ids: tuple[int, ...] = ()  # tokens that do
+    ignore_end: bool = False  # the model's own end of text does not
+    logprobs: int | None = None  # of the token drawn, and of so many of the most likely ones
+    n: int = 1  # answers to the same prompt
+    bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
+
+    def __post_init__(self) -> None:
+        if self.max_tokens is not None:
+            _within("max_tokens", self.max_tokens, 1, 2**31)
+        _within("min_tokens", self.min_tokens, 0, 2**31)
+        _within("temperature", self.temperature, 0, 100)
+        _within("top_k", self.top_k, 0, 2**31)
+        _within("top_p", self.top_p, 0, 1)
+        _within("min_p", self.min_p, 0, 1)
+        _within("presence_penalty", self.presence_penalty, -2, 2)
+        _within("frequency_penalty", self.frequency_penalty, -2, 2)
+        _within("repetition_penalty", self.repetition_penalty, 0.01, 100)
+        _within("n", self.n, 1, MOST_SAMPLES)
+        _within("the number of stop texts", len(self.stop), 0, MOST_STOPS)
+        _within("the number of stop tokens", len(self.stop_ids), 0, MOST_STOPS)
+        _within("the number of biases", len(self.bias), 0, MOST_BIASES)
+        if self.seed is not None:
+            _within("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _within("logprobs", self.logprobs, 0, MOST_LOGPROBS)
+        if self.top_p == 0:
+            raise RequestError("top_p must be above 0; for the most likely token ask for temperature 0.")
+        if any(not text for text in self.stop):
+            raise RequestError("an empty stop text would end every request at once; leave it out.")
+        for token, value in self.bias.items():
+            _within("a token of the bias", token, 0, 2**31)
+            _within("a bias", value, -100, 100)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the logits depend on what was generated so far."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value) or not low <= value <= high:
+        raise RequestError(f"{name} is {value!r}; it must be between {low:g} and {high:g}.")

@@ -1,0 +1,207 @@
+"""Which tokens of which requests the next step computes (Yu et al., OSDI 2022, with blocks handed out on demand).
+
+The batch is chosen again at every step. Running requests come first, in order; each gets its next token, or the next
+chunk of its prompt. Then waiting ones are admitted in order, as long as the whole of each fits; the first that does not
+fit ends the step, so that nobody is overtaken for ever. When blocks run out, the last running request is preempted: its
+blocks are given back and it computes all its tokens again later; none of those already known is lost.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+from smelt.errors import RequestError
+from smelt.serve.engine.blocks import BlockPool, chained, root_digest
+from smelt.serve.engine.request import Request, State
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tokens `start` to `start + count` of a request. The last of all its tokens gives the next one."""
+
+    request: Request
+    start: int
+    count: int
+    gives: bool
+
+
+@dataclass
+class Step:
+    """What is computed at once."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(piece.count for piece in self.pieces)
+
+
+class Scheduler:
+    """`most_tokens` are computed in a step, of at most `most_requests`, of each at most `chunk`."""
+
+    def __init__(
+        self, pool: BlockPool, *, most_tokens: int = 2048, most_requests: int = 256, chunk: int | None = None,
+        most_waiting: int = 4096, watermark: float = 0.01,
+    ) -> None:  # fmt: skip
+        self.pool, self.most_tokens, self.most_requests = pool, most_tokens, most_requests
+        self.chunk = chunk or most_tokens
+        self.most_waiting = most_waiting
+        self.spare = int(watermark * pool.blocks)  # blocks kept free when a request is admitted beside others
+        self.waiting: list[Request] = []
+        self.running: list[Request] = []
+        self._slots = deque(range(most_requests))
+        self._arrivals = 0
+
+    def add(self, request: Request) -> None:
+        if len(self.waiting) >= self.most_waiting:
+            raise RequestError(f"{self.most_waiting:,} requests are waiting already; try again later.")
+        if self.pool.needed(len(request.prompt) + 1) > self.pool.blocks:
+            most = self.pool.blocks * self.pool.size - 1
+            raise RequestError(f"a prompt of {len(request.prompt):,} tokens is longer than the cache's {most:,}.")
+        request.limit = min(request.limit, self.pool.blocks * self.pool.size)
+        request.arrival = self._arrivals
+        self._arrivals += 1
+        self._wait(request)
+
+    def end(self, request: Request, reason: str) -> None:
+        """Finish or abort a request. Its blocks are free at once: a step under way was launched before any that could
+        write to them."""
+        if request.state is State.ENDED:
+            return
+        if request.state is State.WAITING:
+            self.waiting.remove(request)
+        else:
+            self._leave(request)
+        request.state, request.reason = State.ENDED, reason
+
+    def schedule(self) -> Step:
+        """The next step. Everything in it counts as computed from now on."""
+        step = Step()
+        budget = self._go_on(step)
+        if not step.preempted:
+            self._admit(step, budget)
+        for piece in step.pieces:
+            piece.request.computed += piece.count
+            piece.request.under_way += piece.gives
+        return step
+
+    def received(self, request: Request, token: int) -> None:
+        """A step gave this token. Blocks that are full now can be found by others."""
+        request.under_way -= 1
+        request.tokens.append(token)
+        self._register(request)
+
+    def computed(self, request: Request) -> None:
+        """A step that gave no token is done: the same for the blocks of a prompt."""
+        self._register(request)
+
+    def _go_on(self, step: Step) -> int:
+        budget, place = self.most_tokens, 0
+        while place < len(self.running) and budget:
+            request = self.running[place]
+            count = min(request.missing, budget, self.chunk)
+            if count and not _full(request):
+                if not self._make_room(request, count, step):
+                    break
+                step.pieces.append(_piece(request, count))
+                budget -= count
+            place += 1
+        return budget
+
+    def _make_room(self, request: Request, count: int, step: Step) -> bool:
+        """Blocks for so many more tokens, if need be at the cost of those that came last; False: at its own."""
+        needed = self.pool.needed(request.computed + count) - len(request.blocks)
+        while needed > self.pool.free:
+            victim = self.running[-1]  # nobody before it in this step: they are in order
+            self._preempt(victim, step)
+            if victim is request:
+                return False
+        request.blocks += self.pool.take(max(needed, 0))
+        return True
+
+    def _preempt(self, request: Request, step: Step) -> None:
+        self._leave(request)
+        request.computed = request.registered = 0
+        request.preemptions += 1
+        step.preempted.append(request)
+        self._wait(request)
+
+    def _admit(self, step: Step, budget: int) -> None:
+        while self.waiting and budget and len(self.running) < self.most_requests:
+            request = self.waiting[0]
+            if request.under_way or not self._ready(request):  # its last token is not known yet
+                break
+            found = self._shared(request)
+            wanted = self.pool.needed(request.planned) - len(found) + self.pool.free_among(found)
+            if wanted + self._promised() > self.pool.free:
+                break
+            self.waiting.pop(0)
+            request.parent = None
+            self.pool.share(found)
+            request.blocks, request.computed = list(found), len(found) * self.pool.size
+            request.registered = len(found)
+            if not request.preemptions:
+                request.cached = request.computed
+            count = min(request.missing, budget, self.chunk)
+            request.blocks += self.pool.take(self.pool.needed(request.computed + count) - len(found))
+            request.slot, request.state = self._slots.popleft(), State.RUNNING
+            insort(self.running, request, key=lambda running: running.order)
+            step.pieces.append(_piece(request, count))
+            budget -= count
+
+    def _ready(self, request: Request) -> bool:
+        """A sibling waits for the prompt that it shares."""
+        parent = request.parent
+        return parent is None or parent.state is State.ENDED or parent.computed >= len(parent.prompt)
+
+    def _shared(self, request: Request) -> list[int]:
+        """Blocks that hold the beginning of the request already. Its last token is always computed: it gives logits."""
+        whole = (len(request.tokens) - 1) // self.pool.size
+        digests = self._chain(request)[:whole]
+        found = self.pool.find(digests)
+        parent = request.parent
+        if parent is not None and parent.state is State.RUNNING and len(found) < whole:
+            found = parent.blocks[:whole]
+        return found
+
+    def _promised(self) -> int:
+        """Blocks that running requests were admitted with and have not taken yet, and some to spare."""
+        open_ = sum(self.pool.needed(running.planned) - len(running.blocks) for running in self.running)
+        return open_ + (self.spare if self.running else 0)
+
+    def _chain(self, request: Request) -> list[bytes]:
+        root = root_digest(request.salt, request.adapter)
+        return chained(request.tokens, self.pool.size, request.digests, root)
+
+    def _register(self, request: Request) -> None:
+        if not self.pool.prefix_cache or request.state is not State.RUNNING:
+            return
+        full = min(request.computed, len(request.tokens)) // self.pool.size
+        if full > request.registered:
+            digests = self._chain(request)
+            for place in range(request.registered, full):
+                self.pool.register(request.blocks[place], digests[place])
+            request.registered = full
+
+    def _leave(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pool.release(request.blocks)
+        request.blocks = []
+        self._slots.append(request.slot)
+        request.slot = -1
+
+    def _wait(self, request: Request) -> None:
+        request.state = State.WAITING
+        insort(self.waiting, request, key=lambda waiting: waiting.order)
+
+
+def _full(request: Request) -> bool:
+    """The token under way is its last."""
+    return request.under_way > 0 and request.planned >= request.limit
+
+
+def _piece(request: Request, count: int) -> Piece:
+    return Piece(request, request.computed, count, request.computed + count == request.planned)

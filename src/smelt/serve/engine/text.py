@@ -1,0 +1,73 @@
+"""From tokens to text as they come: whole characters only, and nothing of a stop text ever shown.
+
+A tokenizer may spell one character with several tokens, and a token differently at the beginning of a text. So a piece
+is what a window of tokens says more with the new ones than without them; it is held back while it ends in an unfinished
+character, or in what may become a stop text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+UNFINISHED = "\ufffd"
+WINDOW = 6  # tokens before the new ones that are decoded with them
+
+
+class TextStream:
+    """The text of one answer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self.tokenizer, self.stop = tokenizer, tuple(stop)
+        self._tokens = list(prompt[-WINDOW:])
+        self._shown = len(self._tokens)  # tokens whose text is in `_held` or was given
+        self._held = ""
+        self.stopped: str | None = None  # the stop text that was met
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """The text that is certain after these tokens. After a stop text there is no more."""
+        if self.stopped is not None:
+            return ""
+        self._tokens += tokens
+        self._held += self._decoded(final=False)
+        return self._released(final=False)
+
+    def finish(self) -> str:
+        """What was held back."""
+        if self.stopped is not None:
+            return ""
+        self._held += self._decoded(final=True)
+        return self._released(final=True)
+
+    def _decoded(self, final: bool) -> str:
+        start = max(0, self._shown - WINDOW)
+        before = self._decode(self._tokens[start : self._shown])
+        whole = self._decode(self._tokens[start:])
+        if whole.endswith(UNFINISHED) and not final:
+            return ""
+        self._shown = len(self._tokens)
+        return whole[len(before) :]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def _released(self, final: bool) -> str:
+        ends = [(place, text) for text in self.stop if (place := self._held.find(text)) >= 0]
+        if ends:
+            place, self.stopped = min(ends)
+            given, self._held = self._held[:place], ""
+            return given
+        kept = 0 if final else self._possible_stop()
+        given, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return given
+
+    def _possible_stop(self) -> int:
+        """How many of the last characters may be the beginning of a stop text."""
+        lengths = (
+            length
+            for text in self.stop
+            for length in range(min(len(text) - 1, len(self._held)), 0, -1)
+            if self._held.endswith(text[:length])
+        )
+        return max(lengths, default=0)

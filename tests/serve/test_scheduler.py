@@ -1,0 +1,262 @@
+"""Scheduler and block pool under random work: nothing leaks, nobody is overtaken, every request ends."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smelt.errors import RequestError
+from smelt.serve.engine.blocks import BlockPool, chained, root_digest
+from smelt.serve.engine.request import Request, State
+from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.scheduler import Scheduler, Step
+
+
+def request(name: int, prompt: list[int], answer: int, **more: object) -> Request:
+    return Request(f"{name}", prompt, Sampling(temperature=0), len(prompt) + answer, **more)  # type: ignore[arg-type]
+
+
+def check(scheduler: Scheduler) -> None:
+    """What must hold after every step."""
+    pool = scheduler.pool
+    held = Counter(block for each in scheduler.running for block in each.blocks)
+    assert {block: count for block, count in enumerate(pool.references) if count} == dict(held)
+    assert pool.free + len(held) == pool.blocks
+    for each in scheduler.running:
+        assert each.state is State.RUNNING and len(each.blocks) >= pool.needed(each.computed)
+        assert len(set(each.blocks)) == len(each.blocks)
+    for each in scheduler.waiting:
+        assert each.state is State.WAITING and not each.blocks and each.slot == -1
+    slots = [each.slot for each in scheduler.running]
+    assert len(set(slots)) == len(slots) and all(0 <= slot < scheduler.most_requests for slot in slots)
+    shared = [block for block, count in held.items() if count > 1]
+    for block in shared:  # only blocks that are full are held twice
+        for each in scheduler.running:
+            if block in each.blocks:
+                assert (each.blocks.index(block) + 1) * pool.size <= each.computed
+
+
+class Clerk:
+    """Runs steps with a made-up model: the next token depends on all tokens before it, as a real one's does."""
+
+    def __init__(self, scheduler: Scheduler, ahead: int) -> None:
+        self.scheduler, self.ahead = scheduler, ahead
+        self.under_way: list[Step] = []
+        self.contents: dict[int, tuple[int, ...]] = {}  # block -> the tokens that lie in it
+        self.steps = 0
+
+    def turn(self) -> bool:
+        step = self.scheduler.schedule()
+        check(self.scheduler)
+        assert step.tokens <= self.scheduler.most_tokens
+        self.under_way.append(step)
+        if len(self.under_way) > self.ahead or not step.pieces:
+            self.read(self.under_way.pop(0))
+        check(self.scheduler)
+        self.steps += 1
+        return bool(self.scheduler.running or self.scheduler.waiting or self.under_way)
+
+    def read(self, step: Step) -> None:
+        for piece in step.pieces:
+            here = piece.request
+            if not piece.gives:
+                self.scheduler.computed(here)
+            elif here.state is not State.ENDED:
+                self.scheduler.received(here, sum(here.tokens) * 31 % 97)
+                if len(here.tokens) >= here.limit:
+                    self.scheduler.end(here, "length")
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    blocks=st.integers(8, 40),
+    size=st.sampled_from([1, 2, 4, 16]),
+    most_tokens=st.integers(1, 40),
+    most_requests=st.integers(1, 6),
+    chunk=st.sampled_from([None, 1, 3, 8]),
+    prefix=st.booleans(),
+    ahead=st.integers(0, 2),
+)
+def test_random_work(
+    seed: int, blocks: int, size: int, most_tokens: int, most_requests: int, chunk: int | None, prefix: bool, ahead: int
+) -> None:
+    chance = random.Random(seed)
+    pool = BlockPool(blocks, size, prefix_cache=prefix)
+    scheduler = Scheduler(pool, most_tokens=most_tokens, most_requests=most_requests, chunk=chunk)
+    clerk, requests = Clerk(scheduler, ahead), []
+    beginning = [chance.randrange(5) for _ in range(20)]
+    for turn in range(4000):
+        if turn < 40 and chance.random() < 0.5:
+            prompt = beginning[: chance.randrange(20)] + [chance.randrange(5) for _ in range(chance.randrange(1, 10))]
+            if pool.needed(len(prompt) + 1) <= blocks:
+                parent = chance.choice(requests) if requests and chance.random() < 0.2 else None
+                new = request(turn, prompt if parent is None else parent.prompt, chance.randrange(1, 12), parent=parent)
+                new.priority = chance.randrange(2)
+                requests.append(new)
+                scheduler.add(new)
+        if requests and chance.random() < 0.05:
+            scheduler.end(chance.choice(requests), "abort")
+            check(scheduler)
+        if not clerk.turn() and turn >= 40:
+            break
+    assert all(each.state is State.ENDED for each in requests)
+    assert pool.free == blocks and not any(pool.references)
+    for each in requests:
+        expected = list(each.prompt)
+        while len(expected) < len(each.tokens):
+            expected.append(sum(expected) * 31 % 97)
+        assert each.tokens == expected  # nothing lost and nothing twice, also after preemption
+        if each.reason == "length":
+            assert len(each.tokens) == each.limit
+
+
+def steps_of(scheduler: Scheduler) -> list[Step]:
+    found, clerk = [], Clerk(scheduler, 0)
+    plan = scheduler.schedule
+
+    def noted() -> Step:
+        found.append(plan())
+        return found[-1]
+
+    scheduler.schedule = noted  # type: ignore[method-assign]
+    while clerk.turn():
+        pass
+    return found
+
+
+def test_first_come_first_served() -> None:
+    """Who came earlier never has computed fewer steps than who came later, while both are there (Orca's invariant)."""
+    pool = BlockPool(1000, 4)
+    scheduler = Scheduler(pool, most_tokens=12, most_requests=3, chunk=8)
+    requests = [request(place, [place] * (place * 7 % 20 + 1), 10) for place in range(12)]
+    for each in requests:
+        scheduler.add(each)
+    first = {}
+    for turn, step in enumerate(steps_of(scheduler)):
+        for piece in step.pieces:
+            first.setdefault(piece.request.id, turn)
+    starts = [first[each.id] for each in requests]
+    assert starts == sorted(starts)
+
+
+def test_a_large_request_is_not_overtaken() -> None:
+    pool = BlockPool(10, 4, prefix_cache=False)
+    scheduler = Scheduler(pool, most_tokens=64, most_requests=8, watermark=0)
+    holder, large, small = request(0, [1] * 20, 12), request(1, [2] * 32, 4), request(2, [3], 2)
+    for each in (holder, large, small):
+        scheduler.add(each)
+    step = scheduler.schedule()
+    assert [piece.request for piece in step.pieces] == [holder]  # 5 blocks are left, the large one needs 8
+
+
+def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
+    scheduler = Scheduler(BlockPool(8, 4, prefix_cache=False), most_tokens=64, most_requests=1)
+    late = request(1, [2] * 4, 4, priority=-1)
+    scheduler.add(request(0, [1] * 4, 4))
+    scheduler.add(late)
+    assert [piece.request for piece in scheduler.schedule().pieces] == [late]
+
+
+def test_preemption_takes_the_last_and_keeps_its_tokens() -> None:
+    scheduler = Scheduler(BlockPool(4, 2, prefix_cache=False), most_tokens=64, most_requests=4, watermark=0)
+    first, second = request(0, [1, 2, 3], 5), request(1, [4, 5, 6], 5)
+    for each in (first, second):
+        scheduler.add(each)
+    steps_of(scheduler)
+    assert first.preemptions == 0 and second.preemptions > 0
+    assert len(second.output) == 5
+
+
+def test_chunks_of_a_prompt_beside_decoding() -> None:
+    scheduler = Scheduler(BlockPool(100, 4), most_tokens=5, most_requests=4)
+    scheduler.add(request(0, [1, 2], 6))
+    steps = [scheduler.schedule()]
+    Clerk(scheduler, 0).read(steps[0])
+    scheduler.add(request(1, list(range(11)), 2))
+    step = scheduler.schedule()
+    assert [(piece.start, piece.count, piece.gives) for piece in step.pieces] == [(2, 1, True), (0, 4, False)]
+
+
+def test_the_prefix_is_found_but_never_all_of_a_prompt() -> None:
+    pool = BlockPool(100, 4)
+    scheduler = Scheduler(pool)
+    first, again, longer = request(0, list(range(8)), 3), request(1, list(range(8)), 3), request(2, list(range(12)), 3)
+    other = request(3, list(range(12)), 3, salt=b"another key")
+    for each in (first, again, longer, other):
+        scheduler.add(each)
+        steps_of(scheduler)
+    assert [each.cached for each in (first, again, longer, other)] == [0, 4, 8, 0]
+
+
+def test_the_cache_can_be_switched_off() -> None:
+    scheduler = Scheduler(BlockPool(100, 4, prefix_cache=False))
+    for place in range(2):
+        each = request(place, list(range(20)), 2)
+        scheduler.add(each)
+        steps_of(scheduler)
+        assert each.cached == 0
+
+
+def test_samples_share_the_blocks_of_their_prompt_without_a_prefix_cache() -> None:
+    pool = BlockPool(100, 4, prefix_cache=False)
+    scheduler = Scheduler(pool)
+    parent = request(0, list(range(10)), 4)
+    child = request(1, list(range(10)), 4, parent=parent)
+    for each in (parent, child):
+        scheduler.add(each)
+    clerk = Clerk(scheduler, 0)
+    clerk.turn()
+    clerk.turn()
+    assert child.blocks[:2] == parent.blocks[:2] and child.blocks[2] != parent.blocks[2]
+    assert pool.blocks - pool.free == 4
+
+
+def test_blocks_that_became_free_longest_ago_go_first_and_tails_before_heads() -> None:
+    pool = BlockPool(4, 2)
+    text = pool.take(3)
+    for place, block in enumerate(text):
+        pool.register(block, bytes([place]))
+    pool.release(text)
+    pool.take(2)  # the one never used, then the tail
+    assert pool.find([bytes([0]), bytes([1]), bytes([2])]) == text[:2]
+
+
+def test_giving_back_twice_and_taking_too_many_are_errors() -> None:
+    pool = BlockPool(2, 4)
+    taken = pool.take(1)
+    pool.release(taken)
+    with pytest.raises(RuntimeError, match="twice"):
+        pool.release(taken)
+    with pytest.raises(RuntimeError, match="free"):
+        pool.take(3)
+
+
+def test_digests_depend_on_all_before_and_on_salt_and_adapter() -> None:
+    base = chained([1, 2, 3, 4, 5], 2, [], root_digest(b"", None))
+    assert len(base) == 2
+    assert chained([9, 2, 3, 4], 2, [], root_digest(b"", None))[1] != base[1]
+    assert chained([1, 2], 2, [], root_digest(b"a", None))[0] != base[0]
+    assert chained([1, 2], 2, [], root_digest(b"", "a"))[0] != base[0]
+    assert root_digest(b"a", "b") != root_digest(b"ab", "")
+
+
+def test_a_full_queue_and_a_prompt_larger_than_the_cache_are_refused() -> None:
+    scheduler = Scheduler(BlockPool(4, 4), most_waiting=1)
+    with pytest.raises(RequestError, match="longer than the cache"):
+        scheduler.add(request(0, [1] * 16, 1))
+    scheduler.add(request(0, [1], 1))
+    with pytest.raises(RequestError, match="waiting already"):
+        scheduler.add(request(1, [1], 1))
+
+
+def test_a_request_never_outgrows_the_cache() -> None:
+    scheduler = Scheduler(BlockPool(4, 4))
+    only = request(0, [1] * 10, 1000)
+    scheduler.add(only)
+    steps_of(scheduler)
+    assert len(only.tokens) == 16 and only.reason == "length"
