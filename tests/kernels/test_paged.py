@@ -1,0 +1,98 @@
+"""Attention over pages against an oracle written by hand, on random page tables."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from smelt.kernels.paged import Pages, paged_reference, write_pages
+
+
+def oracle(
+    queries: Tensor, keys: list[Tensor], values: list[Tensor], counts: list[int], scale: float, window: int | None
+) -> Tensor:
+    """Query by query and head by head, in float64, from keys and values that never saw a page."""
+    rows, at = [], 0
+    group = queries.shape[1] // keys[0].shape[1]
+    for mine, theirs, count in zip(keys, values, counts, strict=True):
+        for place in range(len(mine) - count, len(mine)):
+            first = 0 if window is None else max(0, place - window + 1)
+            heads = []
+            for head in range(queries.shape[1]):
+                dots = mine[first : place + 1, head // group].double() @ queries[at, head].double() * scale
+                weights = (dots - dots.max()).exp()
+                heads.append((weights / weights.sum()) @ theirs[first : place + 1, head // group].double())
+            rows.append(torch.stack(heads))
+            at += 1
+    return torch.stack(rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    size=st.sampled_from([1, 2, 8, 16]),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1), (4, 4)]),
+    width=st.sampled_from([1, 8, 24]),
+    window=st.sampled_from([None, 1, 5]),
+)
+def test_random_page_tables(seed: int, size: int, heads: tuple[int, int], width: int, window: int | None) -> None:
+    chance = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=chance))
+
+    lengths = [draw(1, 40) for _ in range(draw(1, 5))]
+    counts = [draw(1, length + 1) for length in lengths]
+    needed = [math.ceil(length / size) for length in lengths]
+    order = torch.randperm(sum(needed) + 3, generator=chance).tolist()  # blocks lie anywhere
+    tables = torch.full((len(lengths), max(needed)), 0, dtype=torch.int32)
+    for row, count in enumerate(needed):
+        tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+    pages = [torch.randn(sum(needed) + 3, size, heads[1], width, generator=chance) for _ in range(2)]  # full of rubbish
+    keys, values = ([torch.randn(length, heads[1], width, generator=chance) for length in lengths] for _ in range(2))
+
+    def places(row: int, positions: Tensor) -> Tensor:
+        return tables[row].long()[positions // size] * size + positions % size
+
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):  # what was there before
+        old = torch.arange(length - count)
+        write_pages(keys[row][: length - count], values[row][: length - count], *pages, places(row, old))
+    new = torch.cat(
+        [
+            places(row, torch.arange(length - count, length))
+            for row, (length, count) in enumerate(zip(lengths, counts, strict=True))
+        ]
+    )
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32), tables, new, max(counts), max(lengths))
+    fresh_keys, fresh_values = (
+        torch.cat([each[-count:] for each, count in zip(side, counts, strict=True)]) for side in (keys, values)
+    )
+    write_pages(fresh_keys, fresh_values, *pages, new)
+    queries = torch.randn(sum(counts), heads[0], width, generator=chance)
+    found = paged_reference(queries, *pages, batch, 0.3, window)
+    wanted = oracle(queries, keys, values, counts, 0.3, window)
+    assert torch.allclose(found.double(), wanted, atol=1e-5)
+
+
+def test_a_place_of_minus_one_is_written_nowhere() -> None:
+    pages = [torch.zeros(2, 4, 1, 3) for _ in range(2)]
+    write_pages(torch.ones(2, 1, 3), torch.ones(2, 1, 3), *pages, torch.tensor([5, -1]))
+    assert pages[0].sum() == 3 and bool((pages[0].flatten(0, 1)[5] == 1).all())
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_one_page_of_everything_is_plain_attention(window: int | None) -> None:
+    torch.manual_seed(0)
+    keys, values, queries = torch.randn(7, 2, 8), torch.randn(7, 2, 8), torch.randn(7, 4, 8)
+    pages = Pages(
+        torch.tensor([0, 7], dtype=torch.int32), torch.tensor([7], dtype=torch.int32),
+        torch.tensor([[0]], dtype=torch.int32), torch.arange(7), 7, 7,
+    )  # fmt: skip
+    found = paged_reference(queries, keys[None], values[None], pages, 8**-0.5, window)
+    assert torch.allclose(found.double(), oracle(queries, [keys], [values], [7], 8**-0.5, window), atol=1e-5)

@@ -1,0 +1,252 @@
+"""The engine gives the tokens that transformers gives: alone, in any batch, in chunks, with and without the prefix
+cache, after preemption; for every family, pruned and quantised."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smelt.errors import ModelError, RequestError
+from smelt.method import Context
+from smelt.models.model import Model
+from smelt.quantize.rtn import RoundToNearest
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.request import Request, State
+from smelt.serve.engine.sampling import Sampling
+from tests.character_tokenizer import character_tokenizer
+from tests.models.test_surgery import cut, random_masks
+from tests.tiny import BUILDS, DECODERS
+from tests.trained import sentences, trained_llama
+
+GREEDY = Sampling(max_tokens=16, temperature=0, ignore_end=True)
+SMALL: dict[str, Any] = {"block": 4, "context": 96, "cache_bytes": 10**7}
+
+
+def prompts(count: int = 6, seed: int = 0) -> list[list[int]]:
+    chance = random.Random(seed)
+    beginning = [chance.randrange(3, 99) for _ in range(30)]
+    return [
+        beginning[: chance.randrange(30)] + [chance.randrange(3, 99) for _ in range(chance.randrange(1, 20))]
+        for _ in range(count)
+    ]
+
+
+def expected(network: PreTrainedModel, prompt: list[int], count: int = 16) -> list[int]:
+    """By transformers."""
+    settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        found = copy.deepcopy(network).generate(torch.tensor([prompt]), **settings)
+    return list(found[0, len(prompt) :].tolist())
+
+
+def answers(engine: Engine, texts: list[list[int]], sampling: Sampling = GREEDY) -> list[list[int]]:
+    requests = [engine.submit(text, sampling)[0] for text in texts]
+    run(engine)
+    return [each.output for each in requests]
+
+
+def run(engine: Engine) -> None:
+    while engine.busy:
+        engine.step()
+        pool = engine.pool
+        assert pool.free + sum(count > 0 for count in pool.references) == pool.blocks
+    assert engine.pool.free == engine.pool.blocks
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+    network = BUILDS[name]()
+    wanted = [expected(network, prompt) for prompt in prompts()]
+    assert answers(Engine(Model(network), **SMALL), prompts()) == wanted
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[PreTrainedModel, list[list[int]]]:
+    """A trained network, whose answers differ, and what transformers answers."""
+    network = copy.deepcopy(trained_llama(sentences(400)))
+    return network, [expected(network, prompt) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("chunk", [1, 5, 16, None])
+@pytest.mark.parametrize("batch_tokens", [7, 512])
+def test_no_setting_changes_a_token(
+    llama: tuple[PreTrainedModel, list[list[int]]], prefix_cache: bool, chunk: int | None, batch_tokens: int
+) -> None:
+    network, wanted = llama
+    engine = Engine(
+        Model(copy.deepcopy(network)), prefix_cache=prefix_cache, chunk=chunk, batch_tokens=batch_tokens, **SMALL
+    )
+    assert answers(engine, prompts()) == wanted
+    assert answers(engine, prompts()) == wanted  # now from the prefix cache, where there is one
+
+
+@pytest.mark.parametrize("requests", [1, 2, 6])
+def test_any_batch(llama: tuple[PreTrainedModel, list[list[int]]], requests: int) -> None:
+    network, wanted = llama
+    assert answers(Engine(Model(copy.deepcopy(network)), batch_requests=requests, **SMALL), prompts()) == wanted
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_preemption_loses_nothing(llama: tuple[PreTrainedModel, list[list[int]]], prefix_cache: bool) -> None:
+    network, wanted = llama
+    bytes_of_block = 3 * 2 * 4 * 2 * 8 * 4
+    engine = Engine(
+        Model(copy.deepcopy(network)), block=4, context=96, cache_bytes=22 * bytes_of_block, prefix_cache=prefix_cache
+    )
+    requests = [engine.submit(prompt, GREEDY)[0] for prompt in prompts()]
+    run(engine)
+    assert sum(each.preemptions for each in requests) > 0
+    assert [each.output for each in requests] == wanted
+
+
+@pytest.mark.parametrize("empty", [(), ("heads",), ("filters",)])
+def test_a_pruned_network_with_layers_of_its_own_widths(empty: tuple[str, ...]) -> None:
+    network = BUILDS["llama"]()
+    cut(network, random_masks(network, empty=empty))
+    wanted = [expected(network, prompt) for prompt in prompts()]
+    assert answers(Engine(Model(network), **SMALL), prompts()) == wanted
+
+
+def test_a_quantised_network() -> None:
+    model = Model(BUILDS["llama"]())
+    RoundToNearest(bits=4, group=16).apply(model, Context())
+    wanted = [expected(model.network, prompt) for prompt in prompts()]
+    assert answers(Engine(model, **SMALL), prompts()) == wanted
+
+
+def test_a_sliding_window_is_kept() -> None:
+    network = BUILDS["mistral"]()
+    network.config.sliding_window = 6
+    network = type(network)(network.config).eval()
+    wanted = [expected(network, prompt) for prompt in prompts()]
+    assert answers(Engine(Model(network), **SMALL), prompts()) == wanted
+
+
+def engine_of(network: PreTrainedModel, **more: Any) -> Engine:
+    return Engine(Model(copy.deepcopy(network), character_tokenizer()), **{**SMALL, **more})
+
+
+def test_a_seed_gives_the_same_tokens_at_any_place_in_any_batch(llama: tuple[PreTrainedModel, Any]) -> None:
+    network, _ = llama
+    text, drawn = prompts()[0], Sampling(max_tokens=16, seed=7, temperature=1.3, top_p=0.95, ignore_end=True)
+    alone = answers(engine_of(network), [text], drawn)[0]
+    engine = engine_of(network, chunk=3)
+    others = [engine.submit(prompt, Sampling(max_tokens=9, temperature=0.9))[0] for prompt in prompts()]
+    mine = engine.submit(text, drawn)[0]
+    run(engine)
+    assert mine.output == alone and all(len(each.output) for each in others)
+    assert answers(engine_of(network), [text], Sampling(max_tokens=16, seed=8, temperature=1.3, ignore_end=True)) != [
+        alone
+    ]
+
+
+def test_samples_of_one_prompt_differ_and_share_its_blocks(llama: tuple[PreTrainedModel, Any]) -> None:
+    network, _ = llama
+    engine = engine_of(network, prefix_cache=False)
+    text = prompts()[0]
+    requests = engine.submit(text, Sampling(max_tokens=12, temperature=2.0, n=4, seed=3, ignore_end=True))
+    computed = 0
+    while engine.busy:
+        step = engine.scheduler.schedule()
+        computed += step.tokens
+        engine._read(engine.runner.launch(step))
+    assert len({tuple(each.output) for each in requests}) == 4
+    assert computed < 2 * len(text) + 4 * 12
+    assert engine.pool.free == engine.pool.blocks
+
+
+def test_generate_with_texts_and_a_stop_text(llama: tuple[PreTrainedModel, Any]) -> None:
+    network, _ = llama
+    plain, stopped = (
+        engine_of(network).generate(["the cat "], Sampling(max_tokens=40, temperature=0, stop=stop))[0]
+        for stop in ((), ("t h e",))
+    )
+    assert plain.reason == "length" and len(plain.tokens) == 40 and "t h e" in plain.text
+    assert stopped.reason == "stop" and stopped.text == plain.text.split("t h e")[0]
+
+
+def test_an_aborted_request_frees_its_blocks(llama: tuple[PreTrainedModel, Any]) -> None:
+    engine = engine_of(llama[0])
+    (gone,), (kept,) = engine.submit(prompts()[0], GREEDY), engine.submit(prompts()[1], GREEDY)
+    for _ in range(3):
+        engine.step()
+    engine.abort(gone)
+    run(engine)
+    assert gone.state is State.ENDED and gone.reason == "abort" and len(gone.output) < 16
+    assert kept.output == llama[1][1]
+
+
+def test_logprobs_are_those_of_the_network(llama: tuple[PreTrainedModel, Any]) -> None:
+    network, _ = llama
+    text = prompts()[0]
+    answer = engine_of(network).generate([text], Sampling(max_tokens=5, temperature=0, logprobs=3))[0]
+    with torch.no_grad():
+        logits = network(torch.tensor([[*text, *answer.tokens]])).logits[0, len(text) - 1 : -1]
+    wanted = logits.log_softmax(-1)
+    for place, (token, found) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+        assert found.own == pytest.approx(float(wanted[place, token]), abs=1e-4)
+        values, tokens = wanted[place].topk(3)
+        assert [pair[0] for pair in found.top] == tokens.tolist()
+        assert [pair[1] for pair in found.top] == pytest.approx(values.tolist(), abs=1e-4)
+
+
+def test_end_tokens_and_stop_tokens_and_a_least_number(llama: tuple[PreTrainedModel, Any]) -> None:
+    network, wanted = llama
+    text, answer = prompts()[0], wanted[0]
+    stop = answer[4]
+    first = answer.index(stop)
+    engine = engine_of(network)
+
+    def only(**more: Any) -> Request:
+        request = engine.submit(text, Sampling(max_tokens=16, temperature=0, ignore_end=True, **more))[0]
+        run(engine)
+        return request
+
+    found = only(stop_ids=(stop,))
+    assert found.output == answer[: first + 1] and found.reason == "stop"
+    later = only(stop_ids=(stop,), min_tokens=first + 2)
+    assert stop not in later.output[: first + 1]
+    engine.runner.ends = (stop,)
+    ended = engine.submit(text, Sampling(max_tokens=16, temperature=0))[0]
+    run(engine)
+    assert ended.output == answer[: first + 1] and ended.reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [([], "empty"), ([5] * 96, "must fit into 96"), ([5, 99], "no token 99"), ([-1], "no token -1")],
+)
+def test_bad_prompts(llama: tuple[PreTrainedModel, Any], prompt: list[int], told: str) -> None:
+    engine = engine_of(llama[0])
+    with pytest.raises(RequestError, match=told):
+        engine.submit(prompt, GREEDY)
+    assert not engine.busy
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"n": 0}, {"n": 10**6},
+        {"max_tokens": 0}, {"logprobs": 21}, {"stop": ("",)}, {"stop": ("a",) * 17}, {"bias": {-1: 1.0}},
+        {"bias": {1: float("inf")}}, {"seed": 2**64}, {"top_k": -1}, {"presence_penalty": 3.0}, {"n": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bad_settings(wrong: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        Sampling(**wrong)
+
+
+def test_what_cannot_be_served() -> None:
+    with pytest.raises(ModelError, match="no language model"):
+        Engine(Model(BUILDS["bert"]()))
+    with pytest.raises(RequestError, match="hold no block"):
+        Engine(Model(BUILDS["llama"]()), cache_bytes=10)
+    with pytest.raises(RequestError, match="positions"):
+        Engine(Model(BUILDS["llama"]()), context=1000)

@@ -1,0 +1,132 @@
+"""Drawing tokens: against a slow oracle, by frequencies, and independent of who stands beside."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from smelt.serve.engine.request import Request
+from smelt.serve.engine.sampler import draw
+from smelt.serve.engine.sampling import Sampling
+
+WORDS = 12
+
+
+def request(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed: int = 0, **more: Any) -> Request:
+    return Request("a", list(prompt), Sampling(**more), 10**6, seed=seed, tokens=[*prompt, *output])
+
+
+def token(logits: Tensor, asked: Request, ends: tuple[int, ...] = ()) -> int:
+    return int(draw(logits[None], [asked], ends).tokens[0])
+
+
+def allowed(logits: list[float], sampling: Sampling) -> dict[int, float]:
+    """The tokens that may be drawn and how likely each is, by hand."""
+    largest = max(logits)
+    weights = [math.exp((value - largest) / sampling.temperature) for value in logits]
+    whole = sum(weights)
+    order = sorted(range(len(logits)), key=lambda place: -weights[place])
+    kept, above = [], 0.0
+    for rank, place in enumerate(order):
+        share = weights[place] / whole
+        inside = above < sampling.top_p and share >= sampling.min_p * weights[order[0]] / whole
+        if rank == 0 or (inside and not (sampling.top_k and rank >= sampling.top_k)):
+            kept.append(place)
+        above += share
+    total = sum(weights[place] for place in kept)
+    return {place: weights[place] / total for place in kept}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3}, {"top_k": 5, "top_p": 0.6},
+        {"temperature": 3.0, "top_p": 0.9, "min_p": 0.05, "top_k": 9},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_frequencies(asked: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    logits, draws = torch.randn(WORDS) * 2, 6000
+    rows = [request(seed=seed, **asked) for seed in range(draws)]
+    counts = Counter(draw(logits.expand(draws, -1), rows).tokens.tolist())
+    wanted = allowed(logits.tolist(), rows[0].sampling)
+    assert set(counts) <= set(wanted)
+    for place, share in wanted.items():
+        assert abs(counts[place] / draws - share) < 4.5 * math.sqrt(share * (1 - share) / draws) + 1e-9
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.floats(-8, 8, width=32), min_size=2, max_size=WORDS),
+    st.floats(0.1, 5),
+    st.integers(0, 6),
+    st.floats(0.05, 1),
+    st.floats(0, 0.9),
+    st.integers(0, 99),
+)
+def test_nothing_outside_is_ever_drawn(
+    values: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    asked = request(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    found = token(torch.tensor(values), asked)
+    inside = allowed(values, asked.sampling)
+    # At the very edge of top-p or min-p, float32 and float64 may differ; the token is then as good as allowed.
+    near = {place for place in range(len(values)) if any(abs(values[place] - values[other]) < 1e-4 for other in inside)}
+    wide = allowed(
+        values, Sampling(temperature=temperature, top_k=top_k, top_p=min(1, top_p + 1e-4), min_p=min_p * 0.999)
+    )
+    assert found in inside or found in near or found in wide
+
+
+def test_greedy_rows_stand_beside_drawn_ones() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(3, WORDS)
+    rows = [request(temperature=0), request(seed=5), request(temperature=0)]
+    found = draw(logits, rows).tokens.tolist()
+    assert found[0] == int(logits[0].argmax()) and found[2] == int(logits[2].argmax())
+    assert found[1] == token(logits[1], rows[1])
+
+
+def test_place_in_the_answer_and_seed_decide_alone() -> None:
+    logits = torch.zeros(1000)
+    first = [token(logits, request(output=(1,) * place, seed=3)) for place in range(20)]
+    assert len(set(first)) > 15  # every place has a draw of its own
+    assert first == [token(logits, request((5, 6), output=(1,) * place, seed=3)) for place in range(20)]
+    assert first != [token(logits, request(output=(1,) * place, seed=4)) for place in range(20)]
+
+
+def test_bias_and_penalties() -> None:
+    logits = torch.tensor([3.0, 2.9, -1.0, 0.0])
+    assert token(logits, request(temperature=0)) == 0
+    assert token(logits, request(temperature=0, bias={3: 5.0, 999: 1.0})) == 3
+    assert token(logits, request(temperature=0, presence_penalty=0.5, output=(0,))) == 1
+    assert token(logits, request(temperature=0, presence_penalty=0.5)) == 0  # the prompt does not count
+    assert token(logits, request(temperature=0, frequency_penalty=0.06, output=(0,))) == 0
+    assert token(logits, request(temperature=0, frequency_penalty=0.06, output=(0, 0))) == 1
+    assert token(logits, request((0,), temperature=0, repetition_penalty=1.1)) == 1  # here it does
+    negative = torch.tensor([-1.0, -1.1])
+    assert token(negative, request((0,), temperature=0, repetition_penalty=1.2)) == 1
+
+
+def test_ends_are_banned_before_the_least_number() -> None:
+    logits = torch.tensor([3.0, 2.0, 1.0])
+    assert token(logits, request(temperature=0, min_tokens=1), ends=(0,)) == 1
+    assert token(logits, request(temperature=0, min_tokens=1, stop_ids=(1,)), ends=(0,)) == 2
+    assert token(logits, request(temperature=0, min_tokens=1, output=(2,)), ends=(0,)) == 0
+
+
+def test_logprobs_are_of_the_logits_before_any_change() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    drawn = draw(logits, [request(temperature=0, logprobs=2, bias={0: 50.0})])
+    found = drawn.logprobs(0, 2)
+    assert int(drawn.tokens[0]) == 0
+    assert found.own == pytest.approx(float(logits[0].log_softmax(-1)[0]))
+    assert [pair[0] for pair in found.top] == [2, 1]
