@@ -45,7 +45,7 @@ def gradient_bytes(anatomy: Anatomy, batch: int, length: int, *, checkpointing: 
 
     Weights are frozen, so a projection keeps nothing of its input; norms, activations, masks and attention do.
     """
-    widths = [sum(part.output.columns for part in block.parts) for block in anatomy.blocks]
+    widths = [round(sum(part.share * part.output.columns for part in block.parts)) for block in anatomy.blocks]
     hidden = anatomy.parts[0].output.rows
     numbers = [HIDDEN_COPIES * hidden + UNIT_COPIES * width for width in widths]
     kept = sum(numbers) if not checkpointing else max(numbers) + hidden * len(numbers)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from smelt.calibrate.routes import routed
 from smelt.calibrate.stream import Stream, watching
 from smelt.models.anatomy import Block
 
@@ -26,7 +27,10 @@ class Moments:
 
 @torch.no_grad()
 def block_moments(stream: Stream, block: Block, *, carry: bool = False) -> list[Moments]:
-    """The moments of every part of a block on the stream's current hidden states; with `carry`, the stream goes on."""
+    """The moments of every part of a block on the stream's current hidden states; with `carry`, the stream goes on.
+
+    Those of an expert are over the tokens that reach it, and zero where none does.
+    """
     device = next(block.module.parameters()).device
     sums = [torch.zeros(2, part.output.columns, dtype=torch.float64, device=device) for part in block.parts]
     rows = torch.zeros(len(block.parts), dtype=torch.long, device=device)
@@ -35,18 +39,20 @@ def block_moments(stream: Stream, block: Block, *, carry: bool = False) -> list[
         with ExitStack() as stack:
             for part, note in zip(block.parts, seen, strict=True):
                 stack.enter_context(watching(part.output.module, note))
+            routes = stack.enter_context(routed(block.module))
             output = stream.run(block.module, block.index, batch)
         mask = stream.masks[batch]
         counts = []
         for part, total, note in zip(block.parts, sums, seen, strict=True):
+            if "input" not in note:  # an expert that no token of the batch reaches
+                counts.append(0)
+                continue
             inputs = note["input"].movedim(1, -1) if part.kind == "channels" else note["input"]
-            inputs = inputs.flatten(0, -2)  # [rows, inputs]
-            if mask is not None:
-                inputs = inputs[mask.flatten()]
+            inputs = routes.real(part.output.module, inputs, mask)  # [rows, inputs]
             total[0] += inputs.sum(0, dtype=torch.float64)
             total[1] += inputs.square().sum(0, dtype=torch.float64)
             counts.append(len(inputs))
         rows += torch.tensor(counts, device=device)
         if carry:
             stream.hidden[batch] = output
-    return [Moments(total[0] / count, total[1] / count) for total, count in zip(sums, rows, strict=True)]
+    return [Moments(total[0] / count, total[1] / count) for total, count in zip(sums, rows.clamp(min=1), strict=True)]

@@ -21,6 +21,7 @@ from smelt.errors import FormatError
 from smelt.export.format import Export, ExportFormat
 from smelt.models.artifact import distinct_tensors, layer_fields, plain_config, write_json
 from smelt.models.compressed_tensors import FLOATS, INTEGERS, METHOD, MIXED, MXFP4, NVFP4, PACKED
+from smelt.models.experts import take_apart
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, Scheme, quantized_layers
@@ -44,12 +45,21 @@ class CompressedTensors(ExportFormat):
     def write(self, model: Model, folder: Path) -> Export:
         network, layers = model.network, quantized_layers(model.network)
         _check(model, layers)
+        mixtures = {part.path: part.mixture for part in model.anatomy.parts if part.mixture is not None}
         groups: dict[str, tuple[Arguments, list[str]]] = {}
         for path, layer in layers.items():
             group = _group(layer.scheme, path)
             _check_groups(layer, path)
+            if path.rpartition(".")[0] in mixtures:
+                _check_expert(group, path)
             groups.setdefault(str(group), (group, []))[1].append(path)
         plain = [path for path, module in network.named_modules() if isinstance(module, nn.Linear)]
+        if mixtures and len(groups) > 1:
+            raise FormatError(
+                "the layers of this mixture of experts are quantised in several ways, and transformers reads one for "
+                "all of them; quantise all layers alike, or keep the artifact."
+            )
+        plain += dict.fromkeys(mixture.router_path for mixture in mixtures.values())
         config = {**plain_config(network), **layer_fields(model.anatomy)}
         config["quantization_config"] = _quantization_config(list(groups.values()), plain)
         if any(group["format"] in (NVFP4, MXFP4) for group, _ in groups.values()):
@@ -61,7 +71,8 @@ class CompressedTensors(ExportFormat):
         if model.tokenizer is not None:
             model.tokenizer.save_pretrained(folder)
         kinds = Counter(group["format"] for group, paths in groups.values() for _ in paths)
-        return Export(dict(kinds), _notes(network, layers))
+        decoded = ["transformers decodes the experts of a mixture as it reads them."] if mixtures else []
+        return Export(dict(kinds), [*_notes(network, layers), *decoded])
 
     def verify(self, model: Model, folder: Path) -> None:
         mine, read = model.network, load(folder).network
@@ -92,7 +103,7 @@ def _check(model: Model, layers: dict[str, QuantizedLinear]) -> None:
             "describes one width for all of them; keep the artifact, or for an encoder export to onnx."
         )
     with torch.device("meta"):
-        plain = type(model.network)(model.network.config)  # what stood where the packed layers stand now
+        plain = take_apart(type(model.network)(model.network.config))  # what stood where the packed layers stand now
     for path, layer in layers.items():
         kind, scheme = type(plain.get_submodule(path)).__name__, layer.scheme
         if not isinstance(plain.get_submodule(path), nn.Linear):
@@ -115,6 +126,16 @@ def _check_groups(layer: QuantizedLinear, path: str) -> None:
         raise FormatError(
             f"the last group of {path} is shorter than the others, and compressed-tensors needs groups that divide its "
             f"{layer.in_features} inputs; quantise with another group, or with -1."
+        )
+
+
+def _check_expert(group: Arguments, path: str) -> None:
+    """transformers fuses the experts of a mixture, which it can do where scales are all there is beside the codes."""
+    symmetric = group["weights"]["symmetric"] and group["format"] in (PACKED, FLOATS)
+    if not symmetric or group["input_activations"] is not None:
+        raise FormatError(
+            f"{path} belongs to an expert, and transformers reads experts only in symmetric integers or FP8, with "
+            "inputs that are not rounded; quantise so (symmetric: true), or keep the artifact."
         )
 
 

@@ -1,7 +1,8 @@
 """What a network costs: parameters, bytes and multiply-accumulates, in all and for one unit of each part.
 
 MACs follow the usual count (Kwon et al., 2022): projections and both attention products of the blocks; embeddings,
-norms, pooler and head are not counted. A causal attention needs half of the products.
+norms, routers, pooler and head are not counted. A causal attention needs half of the products. Of a mixture only the
+experts that are chosen for a token count, as if the router spread the tokens evenly.
 """
 
 from __future__ import annotations
@@ -48,6 +49,12 @@ def block_parameters(anatomy: Anatomy) -> int:
     return sum(count_parameters(block.module) for block in anatomy.blocks)
 
 
+def active_parameters(anatomy: Anatomy) -> float:
+    """Parameters inside the blocks that one token passes through: of a mixture, those of the experts chosen for it."""
+    idle = sum((1 - part.share) * part.units * unit_parameters(part) for part in anatomy.parts)
+    return block_parameters(anatomy) - idle
+
+
 def unit_parameters(part: Part) -> int:
     """Parameters that leave with one unit."""
     total = 0
@@ -69,16 +76,18 @@ def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int
     projections = sum(span * writer.columns for writer, span in zip(part.writers, part.spans, strict=True))
     projections += part.width * part.output.rows
     products = 2 * part.width * tokens * tokens * (0.5 if causal else 1.0) if part.kind == "heads" else 0.0
-    return tokens * projections + products
+    return tokens * part.share * projections + products
 
 
 def unit_bytes(part: Part, workload: Workload) -> float:
-    """Bytes that decoding one token need not read without this unit: its weights and its share of the cache."""
+    """Bytes that decoding one token need not read without this unit: its weights and its share of the cache. An expert
+    is read if any sequence of the batch chooses it."""
     if not part.units:
         return 0.0
     size = part.output.weight.element_size()
     cache = 2 * part.head_dim * workload.context * workload.batch * size if part.kind == "heads" else 0
-    return float(unit_parameters(part) * size + cache)
+    read = 1 - (1 - part.share) ** workload.batch
+    return float(read * unit_parameters(part) * size + cache)
 
 
 def unit_costs(anatomy: Anatomy, measure: Measure, workload: Workload) -> list[float]:

@@ -3,6 +3,7 @@
 A *part* is a set of units that leave together: attention heads (with grouped queries: a key/value head and the query
 heads that share it), feed-forward filters, or the inner channels of a residual convolution block. All parts look
 alike: some projections *write* the units, one projection reads them (`output`), so that a method needs one formula.
+Each expert of a mixture is a part with filters of its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,16 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import ModelError
-from smelt.models.families import AttentionPaths, ChannelPaths, Family, FeedForwardPaths, Residual, family_of
+from smelt.models.experts import SeparateExperts
+from smelt.models.families import (
+    AttentionPaths,
+    ChannelPaths,
+    ExpertPaths,
+    Family,
+    FeedForwardPaths,
+    Residual,
+    family_of,
+)
 from smelt.models.quantized import QuantizedLinear
 
 Kind = Literal["heads", "filters", "channels"]
@@ -76,6 +86,18 @@ class Projection:
 
 
 @dataclass(frozen=True)
+class Mixture:
+    """What the experts of a block have in common: who chooses among them, and how many it chooses for a token."""
+
+    path: str
+    module: Any  # SeparateExperts
+    router: Any  # it has a weight [experts, hidden] and reads what the experts read
+    router_path: str
+    experts: int
+    chosen: int
+
+
+@dataclass(frozen=True)
 class Part:
     """Units that can leave a block. Unit i owns `spans[j]` rows of writer j and `width` inputs of the output."""
 
@@ -92,7 +114,10 @@ class Part:
     norm: Any = None  # of a convolution: what follows it
     attention: AttentionPaths | None = None
     head_dim: int = 0
-    feeder: Any = None  # of a pre-norm block: the norm whose output only the writers read
+    feeder: Any = None  # of a pre-norm block: the norm whose output only the writers read (and a mixture's router)
+    mixture: Mixture | None = None  # of an expert: what it belongs to
+    fixed: bool = False  # the units belong together: none of them can leave
+    clipped: bool = False  # the values are clipped on their way to the output: no scale or rotation passes
 
     @property
     def name(self) -> str:
@@ -109,6 +134,11 @@ class Part:
         """Query heads a unit has (1 for anything but grouped-query attention)."""
         return self.width // self.head_dim if self.head_dim else 1
 
+    @property
+    def share(self) -> float:
+        """Of all tokens, those that come by: all, or an expert's share where the router spreads them evenly."""
+        return 1.0 if self.mixture is None else self.mixture.chosen / self.mixture.experts
+
 
 @dataclass(frozen=True)
 class Block:
@@ -118,6 +148,16 @@ class Block:
     path: str
     module: nn.Module
     parts: tuple[Part, ...]
+
+    @property
+    def readers(self) -> list[tuple[Any, list[Any]]]:
+        """Each norm before parts of the block, and all layers that read it: the parts' writers, a mixture's router."""
+        norms: dict[int, tuple[Any, dict[int, Any]]] = {}
+        for part in (part for part in self.parts if part.feeder is not None):
+            _, layers = norms.setdefault(id(part.feeder), (part.feeder, {}))
+            routers = [] if part.mixture is None else [part.mixture.router]
+            layers |= {id(layer): layer for layer in (*routers, *(writer.module for writer in part.writers))}
+        return [(norm, list(layers.values())) for norm, layers in norms.values()]
 
 
 @dataclass(frozen=True)
@@ -169,7 +209,7 @@ def anatomy_of(network: PreTrainedModel) -> Anatomy:
     backbone = network.base_model
     prefix = next((name for name, module in network.named_modules() if module is backbone), "")
     blocks = tuple(
-        _block(family, residual, index, f"{prefix}.{path}".lstrip("."), module)
+        _block(family, config, residual, index, f"{prefix}.{path}".lstrip("."), module)
         for index, (path, module) in enumerate(_block_modules(backbone, family.blocks))
     )
     if not blocks:
@@ -188,13 +228,17 @@ def _block_modules(backbone: nn.Module, path: str) -> Iterator[tuple[str, nn.Mod
             yield f"{head}.{name}", child
 
 
-def _block(family: Family, residual: Residual, index: int, path: str, module: nn.Module) -> Block:
+def _block(family: Family, config: Any, residual: Residual, index: int, path: str, module: nn.Module) -> Block:
     parts: list[Part] = []
     norms = family.norms if residual == "pre" else None
     feeders = [module.get_submodule(norm) for norm in norms] if norms else [None, None]
     if family.attention is not None:
-        parts.append(replace(_attention(family.attention, index, path, module), feeder=feeders[0]))
-    if family.feed_forward is not None:
+        attention = _attention(family.attention, index, path, module)
+        clipped = family.attention.clip is not None and getattr(config, family.attention.clip, None) is not None
+        parts.append(replace(attention, feeder=feeders[0], clipped=clipped))
+    if family.experts is not None and _has(module, family.experts.holder):
+        parts.extend(replace(part, feeder=feeders[1]) for part in _experts(family.experts, index, path, module))
+    elif family.feed_forward is not None:
         parts.append(replace(_feed_forward(family.feed_forward, index, path, module), feeder=feeders[1]))
     parts.extend(_channels(family, index, path, module))
     return Block(index, path, module, tuple(parts))
@@ -234,6 +278,7 @@ def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -
         holder=holder,
         attention=paths,
         head_dim=head_dim,
+        fixed=paths.joint_norms,
     )
 
 
@@ -252,6 +297,22 @@ def _feed_forward(paths: FeedForwardPaths, index: int, path: str, block: nn.Modu
         width=1,
         holder=holder,
     )
+
+
+def _experts(paths: ExpertPaths, index: int, path: str, block: nn.Module) -> Iterator[Part]:
+    module, router = block.get_submodule(paths.holder), block.get_submodule(paths.router)
+    if not isinstance(module, SeparateExperts):
+        raise ModelError(
+            f"the experts at {path}.{paths.holder} are fused; load the model with Smelt to have them apart."
+        )
+    mixture = Mixture(
+        path=f"{path}.{paths.holder}", module=module, router=router, router_path=f"{path}.{paths.router}",
+        experts=len(module), chosen=int(getattr(router, paths.chosen)),
+    )  # fmt: skip
+    for position in range(len(module)):
+        inside = f"{paths.holder}.{position}"
+        expert = FeedForwardPaths((f"{inside}.{paths.up}", f"{inside}.{paths.gate}"), f"{inside}.{paths.down}")
+        yield replace(_feed_forward(expert, index, path, block), mixture=mixture)
 
 
 def _channels(family: Family, index: int, path: str, block: nn.Module) -> Iterator[Part]:

@@ -194,19 +194,24 @@ def plain_config(network: PreTrainedModel) -> dict[str, Any]:
 def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
     """Widths as transformers' configuration has them: one value where all layers agree, else an entry a layer."""
     names = anatomy.family.config_names
-    layers: dict[str, dict[str, int]] = {}
+    layers: dict[str, dict[str, Any]] = {}
     for block in anatomy.blocks:
-        sizes: dict[str, int] = {}
+        sizes: dict[str, Any] = {}
         for part in block.parts:
             if part.kind == "heads":
                 sizes["heads"], sizes["kv_heads"] = part.units * part.group, part.units
+            elif part.mixture is not None:
+                sizes.setdefault("experts", []).append(part.units)
             else:
                 sizes[part.kind] = part.units
+        if len(set(sizes.get("experts", []))) == 1:  # else the list stays, for which transformers has no field
+            sizes["experts"] = sizes["experts"][0]
         layers[str(block.index)] = {names[kind]: size for kind, size in sizes.items() if kind in names}
     if not names or not _was_cut(anatomy):
         return {}
     first = layers["0"]
-    if all(layer == first for layer in layers.values()) and _plain_fields_suffice(anatomy):
+    equal = all(layer == first for layer in layers.values())
+    if equal and not any(isinstance(size, list) for size in first.values()) and _plain_fields_suffice(anatomy):
         return dict(first)
     return {"per_layer_config": layers}
 

@@ -32,6 +32,7 @@ _LARGEST = {
     **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 2**12),
     **dict.fromkeys(["hidden_size", "hidden_sizes", "n_embd", "d_model", "dim", "embedding_size", "head_dim"], 2**20),
     **dict.fromkeys(["intermediate_size", "n_inner", "ffn_dim", "hidden_dim", "word_embed_proj_dim"], 2**20),
+    **dict.fromkeys(["moe_intermediate_size"], 2**20),
     **dict.fromkeys(["image_size", "patch_size", "num_channels", "num_labels", "type_vocab_size"], 2**20),
     "vocab_size": 2**24,
     **dict.fromkeys(["max_position_embeddings", "n_positions"], 2**27),

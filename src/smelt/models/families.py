@@ -6,7 +6,7 @@ To add a family, add a row to FAMILIES; methods never name one.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from smelt.errors import ModelError
@@ -28,6 +28,8 @@ class AttentionPaths:
     attributes: Mapping[str, str] = field(default_factory=dict)
     # The name of an argument that carries one plane a head (MPNet's shared position bias), sliced to the kept heads.
     head_planes: str | None = None
+    joint_norms: bool = False  # queries and keys are normed over all heads at once: no head can leave
+    clip: str | None = None  # the configuration's bound of queries, keys and values, where it may have one
 
     @property
     def fused(self) -> bool:
@@ -41,6 +43,19 @@ class FeedForwardPaths:
 
     writers: tuple[str, ...]
     output: str
+
+
+@dataclass(frozen=True)
+class ExpertPaths:
+    """Paths from a block to its experts and their router; `gate`, `up` and `down` are names inside one expert, those of
+    the checkpoints that are about."""
+
+    holder: str
+    router: str
+    gate: str
+    up: str
+    down: str
+    chosen: str = "top_k"  # the router's attribute: how many experts a token is handed to
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,7 @@ class Family:
     returns_tuple: bool = False  # a block returns (hidden states, ...) and not the hidden states themselves
     attention: AttentionPaths | None = None
     feed_forward: FeedForwardPaths | None = None
+    experts: ExpertPaths | None = None  # of a mixture; a block that has none has the feed-forward
     channels: tuple[tuple[ChannelPaths, ...], ...] = ()  # alternatives; the one whose paths all exist holds
     # Names in the configuration of what differs between layers after surgery, where transformers has a field for it.
     config_names: Mapping[str, str] = field(default_factory=dict)
@@ -83,6 +99,8 @@ _LLAMA_ATTENTION = AttentionPaths(
     values="self_attn.v_proj",
     output="self_attn.o_proj",
 )
+_LLAMA_FEED_FORWARD = FeedForwardPaths(writers=("mlp.up_proj", "mlp.gate_proj"), output="mlp.down_proj")
+_EXPERTS = ExpertPaths("mlp.experts", "mlp.gate", gate="gate_proj", up="up_proj", down="down_proj")
 _BERT_ATTENTION = AttentionPaths(
     holder="attention.self",
     queries="attention.self.query",
@@ -103,8 +121,48 @@ FAMILIES: tuple[Family, ...] = (
         residual="pre",
         causal=True,
         attention=_LLAMA_ATTENTION,
-        feed_forward=FeedForwardPaths(writers=("mlp.up_proj", "mlp.gate_proj"), output="mlp.down_proj"),
+        feed_forward=_LLAMA_FEED_FORWARD,
         config_names=_GROUPED_NAMES,
+        norms=("input_layernorm", "post_attention_layernorm"),
+        final_norm="norm",
+        embeddings=("embed_tokens",),
+    ),
+    Family(
+        name="mixtral",
+        model_types=("mixtral",),
+        blocks="layers",
+        residual="pre",
+        causal=True,
+        attention=_LLAMA_ATTENTION,
+        experts=replace(_EXPERTS, gate="w1", up="w3", down="w2"),
+        config_names={**_GROUPED_NAMES, "experts": "intermediate_size"},
+        norms=("input_layernorm", "post_attention_layernorm"),
+        final_norm="norm",
+        embeddings=("embed_tokens",),
+    ),
+    Family(
+        name="qwen3-moe",
+        model_types=("qwen3_moe",),
+        blocks="layers",
+        residual="pre",
+        causal=True,
+        attention=_LLAMA_ATTENTION,
+        feed_forward=_LLAMA_FEED_FORWARD,
+        experts=_EXPERTS,
+        config_names={**_GROUPED_NAMES, "experts": "moe_intermediate_size"},
+        norms=("input_layernorm", "post_attention_layernorm"),
+        final_norm="norm",
+        embeddings=("embed_tokens",),
+    ),
+    Family(
+        name="olmoe",
+        model_types=("olmoe",),
+        blocks="layers",
+        residual="pre",
+        causal=True,
+        attention=replace(_LLAMA_ATTENTION, joint_norms=True, clip="clip_qkv"),
+        experts=_EXPERTS,
+        config_names={**_GROUPED_NAMES, "experts": "intermediate_size"},
         norms=("input_layernorm", "post_attention_layernorm"),
         final_norm="norm",
         embeddings=("embed_tokens",),

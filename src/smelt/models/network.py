@@ -1,4 +1,7 @@
-"""From a config and tensors to a network: shapes are compared on the meta device before real memory is touched."""
+"""From a config and tensors to a network: shapes are compared on the meta device before real memory is touched.
+
+The experts of a mixture are taken apart here, so that every network that Smelt builds has them one by one.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from smelt.errors import ModelError
+from smelt.models.experts import take_apart
 from smelt.models.jsonfile import one_line
 from smelt.models.quiet import quiet_transformers
 
@@ -31,7 +35,7 @@ def empty_network(config: PreTrainedConfig, where: str, device: str = "meta") ->
     """The network that the config describes, on the meta device unless told otherwise: shapes without memory."""
     try:
         with torch.device(device), quiet_transformers():
-            return _auto_class(config).from_config(config, trust_remote_code=False)
+            return take_apart(_auto_class(config).from_config(config, trust_remote_code=False))
     except Exception as error:  # a foreign constructor fed with foreign values may raise anything
         raise ModelError(
             f"{where} does not describe a network that transformers can build ({one_line(error)})."
@@ -82,7 +86,7 @@ def fill_network(empty: PreTrainedModel, tensors: dict[str, Tensor], dtype: torc
     except Exception as error:  # foreign code on foreign values
         raise ModelError(f"{where} cannot be loaded ({one_line(error)}).") from error
     _check_report(report, where)
-    return network
+    return take_apart(network)
 
 
 def _check_report(report: dict[str, Any], where: str) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy, Part, Projection
 
 
@@ -43,6 +44,8 @@ def keep_units(network: nn.Module, part: Part, keep: Sequence[int]) -> None:
     """Keep the units of a part at these positions (of what is there now), in this order, and delete all others."""
     if list(keep) == list(range(part.units)):
         return
+    if part.fixed:
+        raise ModelError(f"the {part.kind} of {part.path} are normed together, so that none of them can be removed.")
     index = torch.as_tensor(list(keep), dtype=torch.long, device=part.output.device)
     for module, rows in _rows_of_writers(part, index):
         _keep_rows(module, rows)

@@ -46,8 +46,8 @@ class Finisher:
 
 def cut(network: nn.Module, choice: Choice) -> None:
     """Remove everything that was not chosen, and repair nothing."""
-    for position, kept in enumerate(choice):
-        keep_units(network, anatomy_of(network).parts[position], kept.tolist())
+    for part, kept in zip(anatomy_of(network).parts, choice, strict=True):
+        keep_units(network, part, kept.tolist())
 
 
 @torch.no_grad()

@@ -55,8 +55,7 @@ class Flap(StructuredPruning):
     ) -> dict[str, Any]:
         if self.finish != "bias":
             return super().repair(model, choice, scores, seen, context)
-        for position, (kept, moments) in enumerate(zip(choice, seen, strict=True)):
-            part = model.anatomy.parts[position]
+        for part, kept, moments in zip(model.anatomy.parts, choice, seen, strict=True):
             bias = _mean_of_removed(part, kept, moments)
             if part.output.bias is not None:
                 bias = bias + part.output.bias.double()

@@ -146,7 +146,10 @@ class StructuredPruning(Method):
         ]
 
     def floor(self, anatomy: Anatomy, part: Part) -> int:
-        """At least so many units stay: what `cap` leaves; one channel; one unit at the ends of a decoder."""
+        """At least so many units stay: what `cap` leaves; one channel; one unit at the ends of a decoder; all of those
+        that belong together."""
+        if part.fixed:
+            return part.units
         causal = anatomy.family.causal
         cap = self.cap if self.cap is not None else (0.5 if causal else 1.0)
         least = part.units - int(np.floor(part.units * cap + 1e-9))
@@ -179,6 +182,11 @@ class StructuredPruning(Method):
         if self.finish != "none" and any(part.kind == "channels" for part in anatomy.parts):
             raise RecipeError(
                 f"finish: {self.finish} is for attention and feed-forward parts; for convolutions use finish: none."
+            )
+        if self.finish in ("tune", "full") and any(part.mixture is not None for part in anatomy.parts):
+            raise RecipeError(
+                f"finish: {self.finish} fits one feed-forward a block to a teacher; for a mixture of experts use "
+                "finish: none."
             )
 
 

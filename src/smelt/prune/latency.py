@@ -44,6 +44,8 @@ def choose_under_latency(
     """Measure this machine, then search."""
     if any(part.kind == "channels" for part in anatomy.parts):
         raise RecipeError("a latency budget is for attention and feed-forward parts; for convolutions use macs.")
+    if any(part.mixture is not None for part in anatomy.parts):
+        raise RecipeError("a latency budget times one feed-forward a block; for a mixture of experts use macs.")
     return search_latency(parts, measure_tables(anatomy, workload, seed), keep)
 
 

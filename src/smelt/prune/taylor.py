@@ -59,6 +59,8 @@ class Taylor(StructuredPruning):
 
 def _first_order(projection: Projection) -> torch.Tensor:
     gradient = projection.module.weight.grad
+    if gradient is None:  # of an expert that no token reached
+        gradient = torch.zeros_like(projection.module.weight)
     product: torch.Tensor = (projection.module.weight.detach() * gradient).abs().double()
     product = product.T if projection.transposed else product
     return product[projection.part * projection.rows : (projection.part + 1) * projection.rows]

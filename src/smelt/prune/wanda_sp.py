@@ -52,9 +52,9 @@ class WandaSp(StructuredPruning):
         for block in context.watcher.track(model.anatomy.blocks, "wanda-sp"):
             found = block_moments(stream, block)
             kept = [best(unit_scores(p, m), next(left)).tolist() for p, m in zip(block.parts, found, strict=True)]
-            for position, keep in enumerate(kept):
-                keep_units(model.network, model.anatomy.blocks[block.index].parts[position], keep)
-            advance(stream, model.anatomy.blocks[block.index])
+            for part, keep in zip(block.parts, kept, strict=True):
+                keep_units(model.network, part, keep)
+            advance(stream, block)
 
     def _dense_scores(self, anatomy: Anatomy, context: Context) -> Scores:
         stream = open_stream(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)

@@ -12,7 +12,7 @@ from smelt.method import method
 from smelt.models.anatomy import Projection
 from smelt.numerics.format import Format
 from smelt.quantize.frame import BlockWork
-from smelt.quantize.layers import Group, observed
+from smelt.quantize.layers import Group, never_reached, observed
 from smelt.quantize.scale_search import STEPS, Candidate, ScaleSearch, power_family
 
 CLIP_TOKENS = 512
@@ -37,6 +37,8 @@ class Awq(ScaleSearch):
         samples = [(group, Sample(CLIP_TOKENS)) for group in work.groups]
         work.observe(samples)
         for group, sample in samples:
+            if never_reached(group, sample.rows):
+                continue
             for projection in clipped_projections(group):
                 clip_(projection.weight, observed(group.path, sample.rows), self.weight_format)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,8 @@ from smelt.errors import DataError
 from smelt.kernels.feedback import block_rounding
 from smelt.numerics.format import TENSOR, Format, Grid, Quantized
 from smelt.numerics.integer import Integer
-from smelt.quantize.layers import Group, observed
-from smelt.quantize.nearest import searched_grid
+from smelt.quantize.layers import Group, never_reached, observed
+from smelt.quantize.nearest import nearest, searched_grid
 
 COLUMNS = 128  # that are rounded before the rest of the matrix is updated
 DAMPING = 0.01  # of the Hessian's mean diagonal
@@ -24,7 +25,10 @@ def round_group(
     group: Group, moment: SecondMoment, number_format: Format, *, damping: float = DAMPING, act_order: bool = True,
     search: bool = False,
 ) -> list[Quantized]:  # fmt: skip
-    """Layers that share an input share its Hessian: their rows are rounded together, as rows never mix."""
+    """Layers that share an input share its Hessian: their rows are rounded together, as rows never mix. An expert that
+    no token reached has none, and is rounded to nearest."""
+    if never_reached(group, moment.matrix):
+        return [nearest(layer.weight, number_format, search) for layer in group.layers]
     hessian = observed(group.path, moment.matrix)
     rounded = partial(
         gptq, hessian=hessian, number_format=number_format, damping=damping, act_order=act_order, search=search
@@ -56,26 +60,26 @@ def gptq(
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if act_order else None
     grids = _Grids(number_format, weight, search, static=act_order)
     block = block if grids.fixed else aligned(block, grids.size)
-    places = [] if order is None else order.tolist()
     if order is not None:
-        weight, hessian = weight[:, order], hessian[order][:, order]
+        weight, hessian = weight.index_select(1, order), hessian.index_select(0, order).index_select(1, order)
     factor = inverse_factor(hessian, damping)
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
-    fast = _fast_blocks(number_format, grids, order, weight)
+    rounding = _rounding(number_format, grids, order, weight)
+    run = block if grids.fixed else min(block, grids.size, COLUMNS)
     for start in range(0, columns, block):
-        stop = min(start + block, columns)
-        part, inner = weight[:, start:stop], factor[start:stop, start:stop]
-        if fast is not None:
-            codes[:, start:stop], errors = fast(part, inner, start, stop)
-        else:
-            here = range(start, stop) if order is None else places[start:stop]
-            codes[:, start:stop], errors = _round_columns(
-                part, inner, (grids.of(i, weight) for i in here), number_format
-            )
-        weight[:, stop:] -= errors @ factor[start:stop, stop:]
+        stop, errors = min(start + block, columns), []
+        for first in range(start, stop, run):  # the grids of so many columns are known when the first is reached
+            last = min(first + run, stop)
+            codes[:, first:last], error = rounding(weight[:, first:last], factor[first:last, first:last], first, last)
+            weight[:, last:stop].addmm_(error, factor[first:last, last:stop], alpha=-1)
+            errors.append(error)
+        weight[:, stop:].addmm_(torch.cat(errors, 1), factor[start:stop, stop:], alpha=-1)
     if order is not None:
         codes = codes[:, torch.argsort(order)]
     return Quantized(number_format, codes, grids.whole())
+
+
+Rounding = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # weights, factor, first and last column
 
 
 def _round_columns(
@@ -93,28 +97,43 @@ def _round_columns(
     return codes, errors
 
 
-FastBlocks = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]
-
-
-def _fast_blocks(number_format: Format, grids: _Grids, order: Tensor | None, weight: Tensor) -> FastBlocks | None:
-    """The kernel twin of `_round_columns`, for integers on grids that are all fixed beforehand."""
+def _rounding(number_format: Format, grids: _Grids, order: Tensor | None, weight: Tensor) -> Rounding:
+    """What rounds the columns from a first to a last: a kernel where it knows the format, otherwise the plain loop."""
     kernel = block_rounding(weight.device)
-    if kernel is None or type(number_format) is not Integer or not grids.fixed:
-        return None
-    grid, columns = grids.whole(), weight.shape[1]
-    group = torch.arange(columns, device=weight.device) if order is None else order
-    group = group // grids.size
-    scale = grid.scale.expand(len(weight), -1, 1)[:, group, 0].contiguous()
-    zero = None if grid.zero is None else grid.zero.expand(len(weight), -1, 1)[:, group, 0].contiguous()
+    if kernel is not None and type(number_format) is Integer:
+        return _kernel_rounding(kernel, number_format, grids, order, weight)
+    places = range(weight.shape[1]) if order is None else order.tolist()
 
-    def fast(part: Tensor, inner: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def plain(part: Tensor, inner: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        return _round_columns(part, inner, (grids.of(place, weight) for place in places[first:last]), number_format)
+
+    return plain
+
+
+def _kernel_rounding(
+    kernel: Callable[..., Any], number_format: Integer, grids: _Grids, order: Tensor | None, weight: Tensor
+) -> Rounding:
+    rows, columns = weight.shape
+    places = torch.arange(columns, device=weight.device) if order is None else order
+    group = places // grids.size
+    lines = {name: _lines(tensor, rows) for name, tensor in grids.whole().tensors().items()} if grids.fixed else {}
+
+    def fast(part: Tensor, inner: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        if grids.fixed:
+            found = {name: tensor[group[first:last]].T for name, tensor in lines.items()}
+        else:
+            found = {name: t[:, 0].expand(rows, last - first) for name, t in grids.of(first, weight).tensors().items()}
         return kernel(
-            part.contiguous(), inner.contiguous(), scale[:, start:stop].contiguous(),
-            None if zero is None else zero[:, start:stop].contiguous(), number_format.top,
+            part, inner, found["scale"], found.get("zero"), number_format.top,
             middle=float(number_format.top // 2 + 1), fraction=number_format.zero_type == "float16",
         )  # fmt: skip
 
     return fast
+
+
+def _lines(tensor: Tensor, rows: int) -> Tensor:  # [rows or 1, groups, 1] -> [groups, rows]
+    """What each group shares, for all rows side by side."""
+    return tensor.expand(rows, -1, 1)[..., 0].T.contiguous()
 
 
 def aligned(block: int, size: int) -> int:
@@ -124,14 +143,16 @@ def aligned(block: int, size: int) -> int:
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse. Damping is raised tenfold until the Hessian is positive definite."""
+    """The upper Cholesky factor of the inverse. Damping is raised tenfold until the Hessian is positive definite.
+
+    With rows and columns in reverse, the inverse of the lower factor is the upper factor of the inverse."""
+    reverse, one = hessian.flip(0, 1), torch.eye(len(hessian), device=hessian.device)
     diagonal = hessian.diagonal().mean()
     for power in range(6):
-        damped = hessian + torch.eye(len(hessian), device=hessian.device) * (damping * 10**power * diagonal)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        lower, failed = torch.linalg.cholesky_ex(reverse + one * (damping * 10**power * diagonal))
         if not bool(failed):
-            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-            if not bool(failed) and bool(upper.isfinite().all()):
+            upper = torch.linalg.solve_triangular(lower, one, upper=False).flip(0, 1)
+            if bool(upper.isfinite().all()):
                 return upper
     raise DataError("the inputs of a layer are NaN or infinite on the calibration data; it cannot be quantised.")
 

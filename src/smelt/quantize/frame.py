@@ -7,8 +7,8 @@ exchange of layers for packed ones, resuming, and the count of what was changed.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from smelt.calibrate.device import on_device
 from smelt.calibrate.observe import Largest, Observer, observe
+from smelt.calibrate.routes import expert_tokens
 from smelt.calibrate.stream import Activations, Stream, advance, open_stream
 from smelt.errors import DataError, FormatError, ModelError, RecipeError
 from smelt.measure.cost import count_bytes
@@ -26,6 +27,7 @@ from smelt.models.quantized import QuantizedLinear, Scheme, decoded, lay_out, qu
 from smelt.numerics.catalogue import format_named, name_of
 from smelt.numerics.format import TENSOR, Format, Quantized
 from smelt.numerics.integer import Integer
+from smelt.quantize.experts import few_tokens, lend_largest
 from smelt.quantize.layers import Group, groups_of, observed
 
 
@@ -129,7 +131,9 @@ class Quantization(Method):
         rows = 4 * size.tokens * anatomy.parts[0].output.rows
         held = rows if memory_limit is None else min(rows, memory_limit)
         widest = max(part.output.columns for part in anatomy.parts)
-        return Demand(passes=2.0, memory=held + 5 * 4 * widest * widest)
+        # Those of a block live at once, which with many experts is more than what the widest alone needs.
+        hessians = max(sum(group.columns**2 for group in groups_of(block)) for block in anatomy.blocks)
+        return Demand(passes=2.0, memory=held + 4 * max(5 * widest**2, hessians + 2 * widest**2))
 
 
 @dataclass
@@ -145,6 +149,7 @@ class BlockWork:
     targets: Activations | None = None  # what the block gave before any change to the network, a tensor a batch
     last: bool = False  # no block follows
     prepared: Any = None  # what the method's `prepare` returned
+    tokens: Mapping[str, int] = field(default_factory=dict)  # that reach each expert, by its path
 
     @property
     def groups(self) -> list[Group]:
@@ -153,8 +158,8 @@ class BlockWork:
     def observe(self, observers: Sequence[tuple[Group, Observer]]) -> None:
         """Show each group's inputs to its observer, in one pass that ends at the last of them: give them in order."""
         assert self.stream is not None
-        seen = {group.layers[0].module: observer for group, observer in observers}
-        observe(self.stream, self.block, seen, last=observers[-1][0].layers[0].module)
+        seen = {group.entrance: observer for group, observer in observers}
+        observe(self.stream, self.block, seen, last=observers[-1][0].entrance)
 
     def put(self, group: Group, quantized: Sequence[Quantized], **changes: Any) -> None:
         """Exchange the layers of a group for packed ones; `changes` alter the scheme for this group."""
@@ -165,7 +170,8 @@ class BlockWork:
             error = _relative_error(layer.weight, matrix)
             new = QuantizedLinear.holding(matrix, scheme, bias=layer.module.bias, dtype=layer.weight.dtype)
             replace_module(self.network, layer.path, new)
-            self.facts[layer.path] = {"scheme": scheme.to_json(), "relative_error": error}
+            reached = {"tokens": self.tokens[group.part.path]} if group.part.path in self.tokens else {}
+            self.facts[layer.path] = {"scheme": scheme.to_json(), "relative_error": error, **reached}
 
 
 class _Run:
@@ -206,7 +212,7 @@ class _Run:
         work = BlockWork(
             block, self.stream, self.context, self.network, self.method.scheme, {},
             targets=None if self.teacher is None else self.teacher.hidden, last=block.index == self.last,
-            prepared=self.prepared,
+            prepared=self.prepared, tokens={} if self.stream is None else expert_tokens(self.stream, block),
         )  # fmt: skip
         self.method.quantize(work)
         if self.method.static:
@@ -220,6 +226,7 @@ class _Run:
         seen: dict[nn.Module, Largest] = {layer: Largest() for layer in layers.values()}
         with decoded(block.module, self.stream.hidden[0].dtype):
             observe(self.stream, block, seen)
+        lend_largest(block, {path: seen[layer] for path, layer in layers.items()})
         for path, layer in layers.items():
             layer.fix_input_scale(observed(path, seen[layer].values))
 
@@ -234,13 +241,19 @@ class _Run:
             raise ModelError(f"{self.method.name} found no layer to quantise in this network.")
         bits = [layer.bits_per_weight for layer in quantized_layers(self.network).values()]
         sizes = [layer.in_features * layer.out_features for layer in quantized_layers(self.network).values()]
+        experts = {"few_tokens": few_tokens(self.layers, self.network)} if self._counted else {}
         return {
             "layers_quantised": len(self.layers),
             "bits_per_weight": sum(b * n for b, n in zip(bits, sizes, strict=True)) / sum(sizes),
             "bytes_before": self.before,
             "bytes_after": count_bytes(self.network),
+            **experts,
             "layers": self.layers,
         }
+
+    @property
+    def _counted(self) -> bool:
+        return any("tokens" in layer for layer in self.layers.values())
 
 
 def _check_weights(anatomy: Anatomy) -> None:

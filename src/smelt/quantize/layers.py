@@ -1,4 +1,7 @@
-"""The linear layers of a block in the groups that share an input: q, k, v together, then o; gate and up, then down."""
+"""The linear layers of a block in the groups that share an input: q, k, v together, then o; gate and up, then down.
+
+Each expert of a mixture has its own groups, of the tokens that reach it.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,18 @@ class Group:
     part: Part  # that they belong to
     writes: bool  # they write the part's units; otherwise they read them
     layers: tuple[Layer, ...]
+    router: Layer | None = None  # of a mixture, where the group is the writers of all experts: it reads what they read
+
+    @property
+    def entrance(self) -> Any:
+        """A module that is handed the group's whole input."""
+        return self.layers[0].module if self.router is None else self.router.module
+
+    @property
+    def exit(self) -> Any:
+        """The module that gives what becomes of the units that the group writes."""
+        mixture = self.part.mixture
+        return self.part.output.module if self.router is None or mixture is None else mixture.module
 
     @property
     def path(self) -> str:
@@ -62,6 +77,26 @@ def groups_of(block: Block) -> list[Group]:
         found.append(Group(part, True, tuple(Layer(module, path) for path, module in writers.items())))
         found.append(Group(part, False, (Layer(part.output.module, part.output.path),)))
     return found
+
+
+def sharing_groups(block: Block) -> list[Group]:
+    """The groups as a scale of their inputs sees them: what reads one norm is one group, and so the writers of all
+    experts of a mixture are, and their router with them."""
+    groups, found = groups_of(block), []
+    for group in groups:
+        mixture = group.part.mixture
+        if mixture is None or not group.writes:
+            found.append(group)
+        elif all(one.router is None for one in found):
+            together = [one for one in groups if one.writes and one.part.mixture is mixture]
+            layers = tuple(layer for one in together for layer in one.layers)
+            found.append(Group(group.part, True, layers, Layer(mixture.router, mixture.router_path)))
+    return found
+
+
+def never_reached(group: Group, statistic: Tensor | None) -> bool:
+    """No token of the calibration data came to this expert. Of any other layer that is an error: see `observed`."""
+    return statistic is None and group.part.mixture is not None
 
 
 def observed(path: str, statistic: Tensor | None) -> Tensor:

@@ -7,7 +7,7 @@ the Hessian instead. The average counts scales and zero points, so that it is wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -96,9 +96,11 @@ class Mixed(Quantization):
         found: dict[str, list[float]] = {}
         for block in context.watcher.track(model.anatomy.blocks, f"{self.name}: sensitivity"):
             with on_device(block.module, context.device), torch.no_grad():
-                for group in groups_of(block):
+                groups = groups_of(block)
+                for group in groups:
                     around = BlockOutput(stream, block, group, self.tokens)
                     found[group.path] = [self._error(group, around, choice) for choice in self.formats]
+                found |= stand_ins(groups, found)
                 advance(stream, block)
         return found
 
@@ -119,7 +121,20 @@ class Mixed(Quantization):
     def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
         plain = super().demand(anatomy, size, memory_limit)
         share = min(1.0, max(self.tokens, size.batch * size.length) / max(size.tokens, 1))
-        return replace(plain, passes=plain.passes + 1 + 4 * len(self.formats) * share)
+        groups = max(len(groups_of(block)) for block in anatomy.blocks)
+        return replace(plain, passes=plain.passes + 1 + groups * len(self.formats) * share)
+
+
+def stand_ins(groups: Sequence[Group], found: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """The errors of experts that no token reached on trial, which are all zero and would buy no bits: the mean of those
+    that their neighbours have."""
+    lost = [group for group in groups if group.part.mixture is not None and not any(found[group.path])]
+    errors = {}
+    for group in lost:
+        alike = [one for one in groups if one.part.mixture is not None and one.writes == group.writes]
+        table = [found[one.path] for one in alike if any(found[one.path])]
+        errors[group.path] = [sum(column) / len(table) for column in zip(*table, strict=True)] or found[group.path]
+    return errors
 
 
 def weights(group: Group) -> int:

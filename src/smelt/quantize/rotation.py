@@ -65,8 +65,9 @@ def random_rotations(anatomy: Anatomy, seed: int, *, stream: bool = True, values
     generator = torch.Generator().manual_seed(seed)
     hidden = anatomy.parts[0].output.rows
     turned = random_rotation(hidden, generator, keeps_mean=has_layer_norms(anatomy)) if stream else None
-    heads = [part for part in anatomy.parts if part.kind == "heads" and part.units] if values else []
-    return Rotations(turned, {part.block: random_rotation(part.head_dim, generator) for part in heads})
+    heads = [part for part in anatomy.parts if part.kind == "heads" and part.units and not part.clipped]
+    matrices = {part.block: random_rotation(part.head_dim, generator) for part in heads} if values else {}
+    return Rotations(turned, matrices)
 
 
 def random_rotation(size: int, generator: torch.Generator, *, keeps_mean: bool = False) -> Tensor:  # [size, size]
@@ -137,18 +138,19 @@ def untie(network: PreTrainedModel) -> int:
 
 
 def _rotate_block(block: Block, rotations: Rotations) -> None:
-    for part in block.parts:
-        device = part.output.device
-        if rotations.stream is not None:
-            turn = rotations.stream.to(device)
-            readers = list({id(writer.module): writer.module for writer in part.writers}.values())
-            _fold_norm(part.feeder, readers, turn)
+    device = block.parts[0].output.device
+    if rotations.stream is not None:
+        turn = rotations.stream.to(device)
+        for norm, readers in block.readers:
+            _fold_norm(norm, readers, turn)
             for reader in readers:
                 weight = linear_weight(reader)
                 weight.copy_(weight @ turn)
+        for part in block.parts:
             for tensor in (part.output.weight, part.output.bias):  # [hidden, in], [hidden]
                 if tensor is not None:
                     tensor.copy_(turn.T @ tensor)
+    for part in block.parts:
         if part.kind == "heads" and part.block in rotations.values:
             _rotate_values(part, rotations.values[part.block].to(device))
 
@@ -196,7 +198,7 @@ def _rotate_head(anatomy: Anatomy, turn: Tensor) -> None:
 
 def _check_norms(anatomy: Anatomy) -> None:
     """A bias that no reader can take needs a weight to be divided by."""
-    pairs = [(part.feeder, [writer.module for writer in part.writers]) for part in anatomy.parts]
+    pairs = [pair for block in anatomy.blocks for pair in block.readers]
     for norm, readers in [*pairs, (anatomy.final_norm, [anatomy.network.get_output_embeddings()])]:
         bias = getattr(norm, "bias", None)
         if bias is None or all(reader.bias is not None for reader in readers):

@@ -20,13 +20,14 @@ from smelt.method import CalibrationSize, Demand, one_of, within
 from smelt.models.anatomy import Anatomy
 from smelt.numerics.format import Format, Quantized
 from smelt.quantize.frame import BlockWork, Quantization
-from smelt.quantize.layers import Group, Layer, observed
+from smelt.quantize.layers import Group, Layer, never_reached, observed, sharing_groups
 from smelt.quantize.rounding import ROUNDINGS, rounded
 from smelt.quantize.scaling import Source, fold, source_of
 from smelt.quantize.trial import Change, ModuleOutput, OwnOutput, Surroundings
 
 STEPS = 20  # exponents 0, 1/20, ..., 19/20
 NO_SOURCE = "nothing that writes these inputs takes a scale exactly"
+NO_TOKENS = "no token of the calibration data reached this expert"
 
 
 class Statistics:
@@ -38,6 +39,9 @@ class Statistics:
     def __call__(self, x: Tensor) -> None:
         self._mean(x)
         self._largest(x)
+
+    def lack(self, group: Group) -> bool:
+        return never_reached(group, self._mean.values)
 
     def of(self, group: Group) -> tuple[Tensor, Tensor]:
         return observed(group.path, self._mean.values), observed(group.path, self._largest.values)
@@ -100,13 +104,15 @@ class ScaleSearch(Quantization):
 
     def scale(self, work: BlockWork) -> dict[str, dict[str, Any]]:
         """Fold the best scale of every group; returns what was done to each layer."""
-        statistics = [(group, Statistics()) for group in work.groups]
+        statistics = [(group, Statistics()) for group in sharing_groups(work.block)]
         work.observe(statistics)
         notes: dict[str, dict[str, Any]] = {}
         for group, seen in statistics:
             source = source_of(work.block, group)
             note: dict[str, Any] = {"into": None, "reason": NO_SOURCE}
-            if source is not None:
+            if seen.lack(group):
+                note["reason"] = NO_TOKENS
+            elif source is not None:
                 around = self.around(work, group)
                 found = self.best(group, source, around, *seen.of(group))
                 fold(group, source, found.candidate.scale)
@@ -149,10 +155,12 @@ class ScaleSearch(Quantization):
         return lambda x: (number_format.rounded(x.float() / scale) * scale).to(x.dtype)
 
     def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
-        """A pass for the statistics, one for GPTQ, and the trials: four groups, each about a third of a block."""
+        """A pass for the statistics, one for GPTQ, and the trials: four groups, each about a third of a block. Of every
+        further expert the inputs are taken once."""
         plain = super().demand(anatomy, size, memory_limit)
         share = min(1.0, max(self.tokens, size.batch * size.length) / max(size.tokens, 1))
-        return replace(plain, passes=plain.passes + 1 + STEPS * share * 4 / 3)
+        experts = max(sum(part.mixture is not None for part in block.parts) for block in anatomy.blocks)
+        return replace(plain, passes=plain.passes + 1 + (STEPS * 4 / 3 + max(0, experts - 1)) * share)
 
 
 def power_family(base: Tensor, exponent: float) -> Tensor:

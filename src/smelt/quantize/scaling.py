@@ -86,18 +86,20 @@ def source_of(block: Block, group: Group) -> Source | None:
     """What a scale of this group can be folded into; None where nothing takes it exactly."""
     part = group.part
     if group.writes:  # of a post-norm block the residual reads the norm as well: no feeder
-        return Norm(part.feeder) if getattr(part.feeder, "weight", None) is not None else None
+        alone = part.mixture is None or group.router is not None  # one expert shares the norm with the others
+        return Norm(part.feeder) if alone and getattr(part.feeder, "weight", None) is not None else None
     if part.kind == "heads":
-        return Values(part.writers[2], part)
+        return None if part.clipped else Values(part.writers[2], part)
     gated = len(part.writers) == 2
     return Up(part.writers[0]) if gated or any(isinstance(m, nn.ReLU) for m in block.module.modules()) else None
 
 
 @torch.no_grad()
 def fold(group: Group, source: Source, scale: Tensor) -> None:
-    """Divide what writes the channels by a scale that fits, and multiply the group's weights by it."""
+    """Divide what writes the channels by a scale that fits, and multiply the group's weights by it. The router of a
+    mixture reads the same channels, so that its weight takes the scale up as well."""
     source.divide(scale)
-    for layer in group.layers:
+    for layer in (*group.layers, *([] if group.router is None else [group.router])):
         layer.weight.copy_(layer.weight * scale)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from smelt.calibrate.observe import Largest
 from smelt.method import method, one_of, within
 from smelt.quantize.frame import BlockWork, Quantization
-from smelt.quantize.layers import Group, observed
+from smelt.quantize.layers import Group, observed, sharing_groups
 from smelt.quantize.rounding import ROUNDINGS, rounded
 from smelt.quantize.scaling import fold, source_of
 
@@ -47,7 +47,8 @@ class SmoothQuant(Quantization):
 
     def smooth(self, work: BlockWork) -> dict[str, dict[str, Any]]:
         """Fold the scales of all groups that a norm feeds; returns what was done to each layer."""
-        found = [(group, source_of(work.block, group)) for group in work.groups if group.writes]
+        groups = [group for group in sharing_groups(work.block) if group.writes]
+        found = [(group, source_of(work.block, group)) for group in groups]
         seen = [(group, source, Largest()) for group, source in found if source is not None]
         if seen:
             work.observe([(group, largest) for group, _, largest in seen])

@@ -57,6 +57,12 @@ class SpinQuant(RotatedQuantization):
         super().check(anatomy)
         if has_layer_norms(anatomy):
             raise ModelError("spinquant learns rotations under RMS norms; this network has layer norms: use quarot.")
+        if any(part.mixture is not None for part in anatomy.parts):
+            raise ModelError(
+                "spinquant rounds all that reads a norm, which a mixture's router must not be: use quarot."
+            )
+        if any(part.clipped for part in anatomy.parts):
+            raise ModelError("spinquant rotates the values of every block, and here they are clipped: use quarot.")
 
     def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
         rounding = super().demand(anatomy, size, memory_limit)

@@ -2,7 +2,8 @@
 
 The module is what AWQ's search looks at: the attention for q, k and v, the feed-forward for up and gate, and the layer
 itself for what reads their units. Attention and feed-forward end in the part's output projection, so that its output
-is the module's. While the feed-forward is on trial the attention before it is not run again.
+is the module's; the experts of a mixture are on trial together. While the feed-forward is on trial the attention before
+it is not run again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from smelt.calibrate.routes import routed
 from smelt.calibrate.stream import Stream
 from smelt.models.anatomy import Block
 from smelt.quantize.layers import Group
@@ -87,7 +89,7 @@ class Surroundings(ABC):
         """Mean squared difference from the truth."""
         pairs = zip(self.outputs(weights, change), self.truth, strict=True)
         total = sum(float((output.float() - true.float()).square().sum(dtype=torch.float64)) for output, true in pairs)
-        return total / sum(true.numel() for true in self.truth)
+        return total / max(1, sum(true.numel() for true in self.truth))
 
 
 class OwnOutput(Surroundings):
@@ -122,7 +124,7 @@ class ModuleOutput(Surroundings):
             yield from self._outputs()
 
     def _outputs(self) -> Iterator[Tensor]:
-        for _, output in _runs(self.stream, self.block, self.group.part.output.module, self.batches):
+        for _, output in _runs(self.stream, self.block, self.group.exit, self.batches):
             yield output
 
 
@@ -132,7 +134,9 @@ class BlockOutput(ModuleOutput):
     @torch.no_grad()
     def _outputs(self) -> Iterator[Tensor]:
         for batch in self.batches:
-            yield _real(self.stream.run(self.block.module, self.block.index, batch), self.stream.masks[batch])
+            rows = self.stream.run(self.block.module, self.block.index, batch).flatten(0, -2)
+            mask = self.stream.masks[batch]
+            yield rows if mask is None else rows[mask.flatten()]
 
     @property
     def size(self) -> float:
@@ -147,7 +151,8 @@ class _Ended(Exception):
 
 @torch.no_grad()
 def _runs(stream: Stream, block: Block, module: nn.Module, batches: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What enters and leaves a module of the block, batch by batch, real tokens only. The block runs no further."""
+    """What enters and leaves a module of the block, batch by batch, real tokens only. The block runs no further. Where
+    nothing of a batch comes to the module, as may be with an expert, the batch is left out."""
     seen: list[tuple[Tensor, Tensor]] = []
 
     def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -155,19 +160,16 @@ def _runs(stream: Stream, block: Block, module: nn.Module, batches: Sequence[int
         raise _Ended
 
     for batch in batches:
-        handle = module.register_forward_hook(after)
-        try:
-            with suppress(_Ended):
-                stream.run(block.module, block.index, batch)
-        finally:
-            handle.remove()
-        entered, left = seen.pop()
-        yield _real(entered, stream.masks[batch]), _real(left, stream.masks[batch])
-
-
-def _real(states: Tensor, mask: Tensor | None) -> Tensor:  # [batch, tokens, channels] -> [real tokens, channels]
-    rows = states.flatten(0, -2)
-    return rows if mask is None else rows[mask.flatten()]
+        with routed(block.module) as routes:
+            handle = module.register_forward_hook(after)
+            try:
+                with suppress(_Ended):
+                    stream.run(block.module, block.index, batch)
+            finally:
+                handle.remove()
+        for states in (seen.pop() for _ in range(len(seen))):
+            entered, left = (routes.real(module, one, stream.masks[batch]) for one in states)
+            yield entered, left
 
 
 @contextmanager

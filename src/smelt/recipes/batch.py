@@ -30,7 +30,8 @@ def with_batch(recipe: Recipe, anatomy: Anatomy, device: torch.device) -> Recipe
 def fitting_batch(anatomy: Anatomy, length: int, *, gradients: bool, device: torch.device) -> int:
     """The largest power of two whose activations take at most an eighth of the device's memory."""
     width = anatomy.parts[0].output.rows
-    block = max(8 * width + 3 * sum(part.output.columns for part in block.parts) for block in anatomy.blocks)
+    wide = [round(sum(part.share * part.output.columns for part in block.parts)) for block in anatomy.blocks]
+    block = 8 * width + 3 * max(wide)
     values = block * (len(anatomy.blocks) if gradients else 1)
     sequences = total_memory(device) // SHARE // (4 * values * length)
     return min(LARGEST, 1 << max(0, int(sequences).bit_length() - 1))

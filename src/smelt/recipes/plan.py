@@ -15,7 +15,14 @@ import torch
 
 from smelt.errors import ResourceError
 from smelt.files import full_disk_told
-from smelt.measure.cost import Workload, block_cost, block_parameters, count_bytes, count_parameters
+from smelt.measure.cost import (
+    Workload,
+    active_parameters,
+    block_cost,
+    block_parameters,
+    count_bytes,
+    count_parameters,
+)
 from smelt.measure.memory import available_memory, free_disk, resident_bytes
 from smelt.method import CalibrationSize
 from smelt.models.anatomy import Anatomy, anatomy_of
@@ -87,8 +94,9 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
     steps = tuple(_step_plan(step, anatomy, size, limit, rate) for step in recipe.steps)
     weights = count_bytes(network)
     batches = BYTES_A_TOKEN * size.tokens if needs_data(recipe) else 0
-    evaluation = 3 * 2 * count_parameters(network) * (recipe.evaluate.limit or 300_000) / rate
     before = block_parameters(anatomy)
+    passed = count_parameters(network) - before + active_parameters(anatomy)
+    evaluation = 3 * 2 * passed * (recipe.evaluate.limit or 300_000) / rate
     with full_disk_told(Path(folder)):
         free = free_disk(folder)
     return Plan(
@@ -110,7 +118,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
 
 def _step_plan(step: Any, anatomy: Anatomy, size: CalibrationSize, limit: int | None, rate: float) -> StepPlan:
     demand = step.demand(anatomy, size, limit)
-    work = 2.0 * block_parameters(anatomy) * size.tokens * demand.passes
+    work = 2.0 * active_parameters(anatomy) * size.tokens * demand.passes
     return StepPlan(step.name, step.needs, work / rate, demand.memory, step.aim())
 
 

@@ -14,7 +14,7 @@ from smelt.measure.machine import machine
 from smelt.measure.paired import Comparison, compare
 from smelt.measure.quality import Quality
 from smelt.models.model import Model
-from smelt.models.quantized import quantized_layers
+from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.catalogue import name_of
 from smelt.recipes.inputs import Data
 from smelt.recipes.methods import METHODS
@@ -143,6 +143,9 @@ def run_record(
     layers = {path: layer for step in steps for path, layer in step.get("layers", {}).items()}
     if layers:
         record["precision"] = precision(model, layers)
+    few = [expert for step in steps for expert in step.get("few_tokens", [])]
+    if few:
+        record["few_tokens"] = few
     if after.quality is not None and before.quality is not None:
         record["quality"] = {
             "metric": after.quality.metric,
@@ -165,22 +168,32 @@ def run_record(
 
 
 def precision(model: Model, layers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """How each layer of each block is held, for the map."""
+    """How each layer of each block is held, for the map; the experts of a mixture together."""
     held = quantized_layers(model.network)
     rows = []
     for block in model.anatomy.blocks:
-        prefix = f"{block.path}."
+        experts = {part.path: part.mixture.path for part in block.parts if part.mixture is not None}
+        places: dict[str, list[str]] = {}
+        for path in (path for path in layers if path.startswith(f"{block.path}.") and path in held):
+            parent, _, name = path.rpartition(".")
+            place = f"{experts[parent]}.*.{name}" if parent in experts else path
+            places.setdefault(place.removeprefix(f"{block.path}."), []).append(path)
         row = {
-            path.removeprefix(prefix): {
-                "bits": round(held[path].bits_per_weight, 2),
-                "format": name_of(held[path].scheme.weight),
-                "error": layers[path]["relative_error"],
-            }
-            for path in layers
-            if path.startswith(prefix) and path in held
+            place: _precision([held[path] for path in paths], [layers[path] for path in paths])
+            for place, paths in places.items()
         }
         rows.append({"block": block.index, "layers": row})
     return rows
+
+
+def _precision(held: list[QuantizedLinear], layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of one layer, or of the layers that several experts have at one place: means."""
+    formats = dict.fromkeys(name_of(layer.scheme.weight) for layer in held)
+    return {
+        "bits": round(sum(layer.bits_per_weight for layer in held) / len(held), 2),
+        "format": ", ".join(formats),
+        "error": sum(layer["relative_error"] for layer in layers) / len(layers),
+    }
 
 
 def kept(model: Model) -> list[dict[str, Any]]:
@@ -192,6 +205,8 @@ def kept(model: Model) -> list[dict[str, Any]]:
             if part.kind == "heads":
                 row["heads"] = {"of": part.original_units, "kept": list(part.kept)}
                 row["unit"] = "kv group" if part.group > 1 else "head"
+            elif part.mixture is not None:
+                row.setdefault("filters", []).append({"of": part.original_units, "kept": part.units})
             elif part.kind == "filters":
                 row["filters"] = {"of": part.original_units, "kept": part.units}
             else:

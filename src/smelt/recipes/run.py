@@ -203,6 +203,7 @@ class _Run:
                 "parameters_removed": facts.pop("parameters_removed", 0),
             },
             "layers": facts.pop("layers", {}),
+            "few_tokens": facts.pop("few_tokens", []),
             "facts": facts,
         }
         if not (self.work / name).exists():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.report import sections
+from smelt.report.experts import few_tokens
 from smelt.report.figures import figures, verdict
 from smelt.report.markup import Markup, join, tag
 from smelt.report.precision import precision
@@ -32,6 +33,7 @@ def render(run: Mapping[str, Any]) -> str:
         speed(run),
         sections.kept(run),
         precision(run),
+        few_tokens(run),
         sections.samples(run),
         sections.steps(run),
         sections.recipe(run),

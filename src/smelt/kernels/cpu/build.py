@@ -24,6 +24,8 @@ NATIVE = "-march=native"
 # Threads come from the OpenMP runtime that PyTorch has loaded: the library is not linked with one of its own, since two
 # pools of threads would fight for the cores.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-w")
+# What is compiled, with flags of its own: the rounding of columns must give the bits of separate products and sums.
+UNITS = {"linear": (), "program": (), "feedback": ("-ffp-contract=off",)}
 _PATIENCE = 300  # seconds for the compiler
 
 
@@ -41,7 +43,7 @@ def load_library(machine: str = NATIVE) -> ctypes.CDLL | None:
 def ensure_compiled(machine: str = NATIVE) -> Path:
     """The library's file."""
     compiler = _compiler()
-    path = cache_folder() / "kernels" / f"linear-{_fingerprint(compiler, machine)}.so"
+    path = cache_folder() / "kernels" / f"smelt-{_fingerprint(compiler, machine)}.so"
     if not path.is_file():  # it got this name by a rename, so it is whole
         _compile(compiler, machine, path)
     owner = path.stat()
@@ -60,7 +62,7 @@ def _compiler() -> str:
 def _fingerprint(compiler: str, machine: str) -> str:
     """Of all that the library depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE).stdout
-    parts = [version, " ".join((*FLAGS, machine)).encode(), _processor()]
+    parts = [version, " ".join((*FLAGS, machine)).encode(), str(UNITS).encode(), _processor()]
     parts += [file.read_bytes() for file in sorted(SOURCE.iterdir())]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
@@ -76,10 +78,12 @@ def _compile(compiler: str, machine: str, path: Path) -> None:
     """Beside its place, then renamed: two processes that compile at once both end with a whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling-") as folder:
-        parts, made = Path(folder) / "linear.o", Path(folder) / "linear.so"
-        compile_parts = [compiler, *FLAGS, machine, "-c", str(SOURCE / "linear.cpp"), "-o", str(parts)]
-        link = [compiler, "-shared", str(parts), "-o", str(made)]
-        for command in (compile_parts, link):
+        parts, made = [Path(folder) / f"{name}.o" for name in UNITS], Path(folder) / "smelt.so"
+        commands = [
+            [compiler, *FLAGS, *flags, machine, "-c", str(SOURCE / f"{name}.cpp"), "-o", str(part)]
+            for (name, flags), part in zip(UNITS.items(), parts, strict=True)
+        ]
+        for command in (*commands, [compiler, "-shared", *map(str, parts), "-o", str(made)]):
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_PATIENCE)
         made.chmod(0o755)
         made.replace(path)
@@ -91,5 +95,9 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.smelt_has_integers.argtypes, library.smelt_has_integers.restype = [pointer], whole
     library.smelt_has_many.argtypes, library.smelt_has_many.restype = [pointer], whole
     library.smelt_linear.argtypes, library.smelt_linear.restype = [pointer] * 3 + [integer] * 2 + [whole], None
+    library.smelt_program_sizes.argtypes, library.smelt_program_sizes.restype = [whole], integer
+    library.smelt_run.argtypes, library.smelt_run.restype = [pointer, integer, pointer], None
+    library.smelt_attend.argtypes, library.smelt_attend.restype = [pointer, pointer, whole], None
+    library.smelt_feedback.argtypes, library.smelt_feedback.restype = [pointer, whole], None
     library.smelt_decode.argtypes, library.smelt_decode.restype = [pointer] + [integer] * 2 + [pointer, whole], None
     return library

@@ -56,6 +56,7 @@ def gptq_block(
     fraction: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Round the columns of `weight` [rows, columns] in order, at most 256 of them; the block itself is left as it was.
+    The tensors may be any views.
 
     `factor` [columns, columns] is the block on the diagonal of the upper factor; `scale` and `zero` [rows, columns] are
     those of each value's group, all float32 (`zero` None: `middle` everywhere; `fraction`: zeros are no whole numbers,
@@ -63,6 +64,8 @@ def gptq_block(
     the columns after the block lose `errors @ factor_right_of_the_block`.
     """
     rows, columns = weight.shape
+    weight, factor, scale = weight.contiguous(), factor.contiguous(), scale.contiguous()
+    zero = None if zero is None else zero.contiguous()
     codes = torch.empty(rows, columns, dtype=torch.uint8, device=weight.device)
     errors = torch.empty(rows, columns, dtype=torch.float32, device=weight.device)
     if codes.numel():

@@ -61,6 +61,7 @@ class Engine:
         chunk: int | None = None,  # of a prompt in a step, at most
         queue: int = 4096,
         prefix_cache: bool = True,
+        compiled: bool = True,  # where the network can be; otherwise, or when False, it runs as it is
     ) -> None:
         self.model = load(model, device=device) if isinstance(model, str) else model
         if self.model.task != "language":
@@ -73,7 +74,7 @@ class Engine:
         )
         self.runner = Runner(
             self.model, blocks=blocks, size=block, most_tokens=batch_tokens, most_requests=batch_requests,
-            context=self.context,
+            context=self.context, compiled=compiled,
         )  # fmt: skip
         self._names = 0
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from smelt.kernels.paged import Pages
 from smelt.models.model import Model
 from smelt.serve.engine.attention import NAME, PagedCache, paged
+from smelt.serve.engine.compiled import compiled_network
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampler import Drawn, draw
 from smelt.serve.engine.scheduler import Piece, Step
@@ -33,29 +34,44 @@ class Runner:
     """Runs the network as it is, its attention on a paged cache."""
 
     def __init__(
-        self, model: Model, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int
-    ) -> None:
+        self, model: Model, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int,
+        compiled: bool = True,
+    ) -> None:  # fmt: skip
         self.network, self.size = model.network, size
         self.device, self.dtype = model.device, model.network.dtype
         self.ends = end_tokens(model)
         self.cache = PagedCache.empty(model.anatomy, blocks, size, self.dtype, self.device)
         self.network.set_attn_implementation(NAME)
+        self.compiled = compiled_network(model, self.cache, most_tokens, most_requests, context) if compiled else None
         self._tables = np.zeros((most_requests, -(-context // size)), dtype=np.int32)
         self._written: list[tuple[Request | None, int]] = [(None, 0)] * most_requests
         self._ids = np.zeros(most_tokens, dtype=np.int64)
         self._positions = np.zeros(most_tokens, dtype=np.int64)
         self._places = np.zeros(most_tokens, dtype=np.int64)
 
+    @property
+    def path(self) -> str:
+        """What computes a step."""
+        return "module" if self.compiled is None else self.compiled.name
+
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
         count = self._fill(step.pieces)
-        ids, positions = (self._on_device(buffer[:count])[None] for buffer in (self._ids, self._positions))
+        ids, positions = (self._on_device(buffer[:count]) for buffer in (self._ids, self._positions))
+        rows, pages = self._last_tokens(step.pieces), self._pages(step.pieces, count)
         giving = [piece.request for piece in step.pieces if piece.gives]
-        with paged(self.cache, self._pages(step.pieces, count)):
-            logits = self.network(
-                input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=self._last_tokens(step.pieces)
-            ).logits[0]
+        logits = self._logits(ids, positions, rows, pages)
         return Launched(step, giving, draw(logits, giving, self.ends) if giving else None)
+
+    def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> Tensor:  # [rows, vocabulary]
+        if self.compiled is not None:
+            return self.compiled.logits(ids, positions, rows, pages)
+        with paged(self.cache, pages):
+            found = self.network(
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
+            )
+        logits: Tensor = found.logits[0]
+        return logits
 
     def _fill(self, pieces: list[Piece]) -> int:
         """Tokens, positions and places of a step, one piece behind the other."""

@@ -1,0 +1,54 @@
+"""The inner loop of GPTQ, compiled: bit for bit the plain loop over columns. See `source/feedback.cpp`."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.kernels.cpu.operator import threads_for
+
+
+class Matrix(ctypes.Structure):
+    """As in `source/feedback.cpp`."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("column_stride", ctypes.c_int64)]
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> Matrix:
+        return cls() if tensor is None else cls(tensor.data_ptr(), tensor.stride(0), tensor.stride(1))
+
+
+class Feedback(ctypes.Structure):
+    """As in `source/feedback.cpp`."""
+
+    _fields_ = [
+        *((name, Matrix) for name in ("weight", "scale", "zero")),
+        ("factor", ctypes.c_void_p),
+        ("factor_stride", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("codes", "errors")),
+        *((name, ctypes.c_int64) for name in ("rows", "columns")),
+        *((name, ctypes.c_float) for name in ("top", "middle")),
+        ("fraction", ctypes.c_int32),
+    ]
+
+
+def gptq_block(
+    library: Any, weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor | None, top: int, *, middle: float = 0.0,
+    fraction: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Round the columns of `weight` [rows, columns] in order; the block itself is left as it was.
+
+    The contract of `smelt.kernels.gpu.gptq.gptq_block`, for any number of columns and any strides.
+    """
+    rows, columns = weight.shape
+    codes, errors = torch.empty(rows, columns, dtype=torch.uint8), torch.empty(rows, columns)
+    factor = factor if factor.stride(1) == 1 else factor.contiguous()
+    task = Feedback(
+        Matrix.of(weight), Matrix.of(scale), Matrix.of(zero), factor.data_ptr(), factor.stride(0), codes.data_ptr(),
+        errors.data_ptr(), rows, columns, top, middle, fraction,
+    )  # fmt: skip
+    library.smelt_feedback(ctypes.addressof(task), threads_for(rows * columns * columns))
+    return codes, errors

@@ -1,0 +1,166 @@
+"""A network as a list of operations for the compiled code: the same structures as in `source/program.cpp`.
+
+A program points into tensors, which it keeps. Buffers are as large as the largest step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.kernels.cpu.operator import FEW, FEW_ROUNDED
+from smelt.kernels.cpu.plan import AS_THEY_ARE, NUMBERS, Plan
+from smelt.kernels.paged import Pages
+
+EMBED, NORM, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, WRITE, ATTEND, GATE, PICK = range(11)
+FOR_WANTED = -1  # in `count`: the operation runs on the tokens whose logits are wanted
+MOST_WIDTH, MOST_GROUP = 256, 16  # numbers a head has; queries that share a key
+_pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class Operation(ctypes.Structure):
+    _fields_ = [
+        ("kind", _int),
+        ("type", _int),
+        *((name, _pointer) for name in ("detail", "x", "other", "weight", "y")),
+        *((name, _long) for name in ("width", "x_stride", "y_stride", "count")),
+        ("epsilon", _float),
+        ("weight_type", _int),
+    ]
+
+
+class _Pages(ctypes.Structure):
+    _fields_ = [
+        ("requests", _long),
+        *((name, _pointer) for name in ("starts", "lengths", "tables")),
+        ("table_stride", _long),
+    ]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [
+        ("tokens", _long),
+        ("wanted", _long),
+        *((name, _pointer) for name in ("ids", "positions", "places", "rows")),
+        ("pages", _Pages),
+        ("threads", _int),
+    ]
+
+
+class Dense(ctypes.Structure):
+    _fields_ = [
+        ("rows", _long),
+        ("columns", _long),
+        *((name, _int) for name in ("weight_type", "bias_type", "x_type", "y_type")),
+        ("weight", _pointer),
+        ("bias", _pointer),
+    ]
+
+
+class Attention(ctypes.Structure):
+    _fields_ = [
+        *((name, _long) for name in ("heads", "kv_heads", "width", "size", "query_stride", "window")),
+        ("scale", _float),
+        *((name, _int) for name in ("type", "page_type")),
+        *((name, _pointer) for name in ("queries", "key_pages", "value_pages", "results")),
+    ]
+
+
+def can_run(library: Any) -> bool:
+    """Whether the library has programs on this machine, laid out as they are here."""
+    sizes = [library.smelt_program_sizes(which) for which in range(4)]
+    return sizes == [ctypes.sizeof(kind) for kind in (Operation, _Step, Dense, Attention)]
+
+
+class Program:
+    """Operations in order, and what they point to."""
+
+    def __init__(self, library: Any) -> None:
+        self.library = library
+        self._operations: list[Operation] = []
+        self._kept: list[Any] = []
+        self._array: Any = None
+
+    def add(self, kind: int, **fields: Any) -> None:
+        """One more operation; tensors and structures may be given for pointers, and torch types for numbers."""
+        self._operations.append(Operation(kind=kind, **{name: self._plain(value) for name, value in fields.items()}))
+
+    def keep(self, thing: Any) -> None:
+        """Something that operations point into."""
+        self._kept.append(thing)
+
+    def packed(self, plan: Plan, x: Tensor, y: Tensor) -> None:
+        """y = x times a packed matrix."""
+        few = FEW if plan.inputs == AS_THEY_ARE else FEW_ROUNDED
+        self.add(PACKED, detail=plan, x=x, y=y, width=few)
+
+    def dense(self, weight: Tensor, bias: Tensor | None, x: Tensor, y: Tensor, count: int = 0) -> None:
+        matrix = Dense(
+            rows=weight.shape[0], columns=weight.shape[1],
+            weight=self._plain(weight), weight_type=NUMBERS[weight.dtype],
+            bias_type=0 if bias is None else NUMBERS[bias.dtype], bias=None if bias is None else self._plain(bias),
+            x_type=NUMBERS[x.dtype], y_type=NUMBERS[y.dtype],
+        )  # fmt: skip
+        self.add(DENSE, detail=matrix, x=x, y=y, count=count)
+
+    def attend(
+        self, queries: Tensor, stride: int, key_pages: Tensor, value_pages: Tensor, results: Tensor, *, heads: int,
+        scale: float, window: int | None,
+    ) -> None:  # fmt: skip
+        """Of pages [blocks, size, kv heads, width]."""
+        _, size, kv_heads, width = key_pages.shape
+        detail = Attention(
+            heads=heads, kv_heads=kv_heads, width=width, size=size, query_stride=stride, window=window or 0,
+            scale=scale, type=NUMBERS[queries.dtype], page_type=NUMBERS[key_pages.dtype], queries=self._plain(queries),
+            key_pages=self._plain(key_pages), value_pages=self._plain(value_pages), results=self._plain(results),
+        )  # fmt: skip
+        self.add(ATTEND, detail=detail)
+
+    def run(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> None:
+        """One step: all tokens of it, and the rows whose logits are wanted."""
+        if self._array is None or len(self._array) != len(self._operations):
+            self._array = (Operation * len(self._operations))(*self._operations)
+        step = _Step(
+            tokens=ids.numel(), wanted=rows.numel(), ids=ids.data_ptr(), positions=positions.data_ptr(),
+            places=pages.places.data_ptr(), rows=rows.data_ptr(), pages=_told(pages), threads=torch.get_num_threads(),
+        )  # fmt: skip
+        self.library.smelt_run(ctypes.addressof(self._array), len(self._array), ctypes.addressof(step))
+
+    def _plain(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            self._kept.append(value)
+            return value.data_ptr()
+        if isinstance(value, ctypes.Structure):
+            self._kept.append(value)
+            return ctypes.addressof(value)
+        return NUMBERS[value] if isinstance(value, torch.dtype) else value
+
+
+def attention(
+    library: Any, queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """`smelt.kernels.paged.paged_reference`, compiled."""
+    tokens, heads, width = queries.shape
+    queries = queries.contiguous()
+    results = torch.empty_like(queries)
+    detail = Attention(
+        heads=heads, kv_heads=key_pages.shape[2], width=width, size=key_pages.shape[1], query_stride=heads * width,
+        window=window or 0, scale=scale, type=NUMBERS[queries.dtype], page_type=NUMBERS[key_pages.dtype],
+        queries=queries.data_ptr(), key_pages=key_pages.data_ptr(), value_pages=value_pages.data_ptr(),
+        results=results.data_ptr(),
+    )  # fmt: skip
+    threads = torch.get_num_threads() if tokens * heads * pages.longest > 1 << 12 else 1
+    told = _told(pages)
+    library.smelt_attend(ctypes.addressof(detail), ctypes.addressof(told), threads)
+    return results
+
+
+def _told(pages: Pages) -> _Pages:
+    return _Pages(
+        requests=len(pages.lengths), starts=pages.starts.data_ptr(), lengths=pages.lengths.data_ptr(),
+        tables=pages.tables.data_ptr(), table_stride=pages.tables.stride(0),
+    )  # fmt: skip

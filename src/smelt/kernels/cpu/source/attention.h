@@ -1,0 +1,194 @@
+// Attention of the tokens of many requests over pages of keys and values, as `smelt.kernels.paged` defines it.
+//
+// The queries that share keys (some tokens of a request, all heads of a group) are computed together. Keys are taken in
+// spans of a fixed number, whose results are merged in order: what a query gets depends on nothing beside it.
+#pragma once
+
+#include <vector>
+
+#include "vectors.h"
+
+#ifdef SMELT_LANES
+struct Pages {
+    int64_t requests;
+    const int32_t *starts, *lengths, *tables;  // [requests + 1], [requests], [requests, table_stride]
+    int64_t table_stride;
+};
+
+struct Attention {
+    int64_t heads, kv_heads, width, size;  // of queries, of keys; of a head; tokens a page
+    int64_t query_stride, window;          // numbers between the queries of two tokens; positions seen, 0 for all
+    float scale;
+    Number type, page_type;  // of queries and results, of pages
+    const void *queries, *key_pages, *value_pages;
+    void* results;  // [tokens, heads, width]
+};
+
+constexpr int64_t SPAN = 256, MOST_QUERIES = 16, MOST_WIDTH = 256;  // keys a span; queries together; numbers a head
+
+struct Partial {  // of one query: the largest score, the sum of the weights, the weighted values
+    float largest, sum;
+    float values[MOST_WIDTH];
+};
+
+struct Job {  // some tokens of a request, one head of keys
+    int64_t request, head, first, count;
+};
+
+// Where the keys of a job lie, and which of them each of its queries sees.
+struct Reach {
+    const int32_t* table;
+    int64_t before, size, kv_heads, head;  // tokens of the request that are not new
+
+    Reach(const Attention& a, const Pages& p, const Job& job)
+        : table(p.tables + job.request * p.table_stride),
+          before(p.lengths[job.request] - (p.starts[job.request + 1] - p.starts[job.request])),
+          size(a.size), kv_heads(a.kv_heads), head(job.head) {}
+    int64_t row_of(int64_t key) const {  // of pages seen as [keys and heads, width]
+        return (int64_t(table[key / size]) * size + key % size) * kv_heads + head;
+    }
+};
+
+// The products of each query with the keys of a span: scores [rows, SPAN].
+inline void score_keys(
+    const Attention& a, const Reach& reach, const float* queries, int64_t rows, int64_t begin, int64_t end,
+    float* scores) {
+    const int64_t padded = round_up(a.width, 16);
+    for (int64_t key = begin; key < end; ++key) {
+        const int64_t place = reach.row_of(key) * a.width;
+        for (int64_t row = 0; row < rows; ++row) {
+            __m512 dot = _mm512_setzero_ps();
+            for (int64_t k = 0; k < a.width; k += 16)
+                dot = _mm512_fmadd_ps(
+                    _mm512_load_ps(queries + row * padded + k),
+                    load_numbers(a.key_pages, a.page_type, place + k, first_lanes(a.width - k)), dot);
+            scores[row * SPAN + key - begin] = _mm512_reduce_add_ps(dot);
+        }
+    }
+}
+
+// Scores of one query become weights; those of keys low..high are seen, the others weigh nothing.
+inline void weigh(float* scores, int64_t begin, int64_t end, int64_t low, int64_t high, Partial& out) {
+    const __m512 nothing = _mm512_set1_ps(-INFINITY);
+    __m512 most = nothing, sum = _mm512_setzero_ps();
+    for (int64_t key = begin; key < end; key += 16) {
+        __mmask16 seen = first_lanes(end - key);
+        for (int lane = 0; lane < 16; ++lane)
+            if (key + lane < low || key + lane >= high) seen &= ~(1u << lane);
+        const __m512 score = _mm512_mask_loadu_ps(nothing, seen, scores + key - begin);
+        _mm512_storeu_ps(scores + key - begin, score);
+        most = _mm512_max_ps(most, score);
+    }
+    out.largest = _mm512_reduce_max_ps(most);
+    const __m512 largest = _mm512_set1_ps(out.largest == -INFINITY ? 0.0f : out.largest);
+    for (int64_t key = 0; key < end - begin; key += 16) {
+        const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + key), largest));
+        _mm512_storeu_ps(scores + key, weight);
+        sum = _mm512_add_ps(sum, weight);
+    }
+    out.sum = _mm512_reduce_add_ps(sum);
+}
+
+// The values of a span, weighted, for each query.
+inline void mix_values(
+    const Attention& a, const Reach& reach, const float* weights, int64_t rows, int64_t begin, int64_t end,
+    Partial* partial) {
+    for (int64_t k = 0; k < a.width; k += 16) {
+        const __mmask16 there = first_lanes(a.width - k);
+        __m512 total[MOST_QUERIES];
+        for (int64_t row = 0; row < rows; ++row) total[row] = _mm512_setzero_ps();
+        for (int64_t key = begin; key < end; ++key) {
+            const __m512 values = load_numbers(a.value_pages, a.page_type, reach.row_of(key) * a.width + k, there);
+            for (int64_t row = 0; row < rows; ++row)
+                total[row] = _mm512_fmadd_ps(_mm512_set1_ps(weights[row * SPAN + key - begin]), values, total[row]);
+        }
+        for (int64_t row = 0; row < rows; ++row) _mm512_storeu_ps(partial[row].values + k, total[row]);
+    }
+}
+
+// One more span into the result so far.
+inline void merge_span(Partial& so_far, const Partial& next, int64_t width) {
+    if (next.largest == -INFINITY) return;
+    const float largest = so_far.largest > next.largest ? so_far.largest : next.largest;
+    const float mine = so_far.largest == -INFINITY ? 0.0f : std::exp(so_far.largest - largest),
+                theirs = std::exp(next.largest - largest);
+    so_far.largest = largest;
+    so_far.sum = so_far.sum * mine + next.sum * theirs;
+    for (int64_t k = 0; k < width; ++k) so_far.values[k] = so_far.values[k] * mine + next.values[k] * theirs;
+}
+
+struct JobRoom {  // of a thread
+    float *queries, *scores;  // [MOST_QUERIES, padded], [MOST_QUERIES, SPAN]
+    Partial *so_far, *next;   // [MOST_QUERIES] each
+};
+
+inline JobRoom job_room(int64_t padded) {
+    static thread_local Scratch queries, scores, partial;
+    Partial* both = partial.take<Partial>(2 * MOST_QUERIES);
+    return {queries.take<float>(MOST_QUERIES * padded), scores.take<float>(MOST_QUERIES * SPAN), both, both + MOST_QUERIES};
+}
+
+inline void load_queries(const Attention& a, const Job& job, int64_t token, float* queries) {
+    const int64_t group = a.heads / a.kv_heads, padded = round_up(a.width, 16);
+    for (int64_t row = 0; row < job.count * group; ++row)
+        for (int64_t k = 0; k < a.width; k += 16) {
+            const int64_t head = job.head * group + row % group,
+                          place = (token + row / group) * a.query_stride + head * a.width + k;
+            const __m512 values = load_numbers(a.queries, a.type, place, first_lanes(a.width - k));
+            _mm512_store_ps(queries + row * padded + k, _mm512_mul_ps(values, _mm512_set1_ps(a.scale)));
+        }
+}
+
+inline void store_results(const Attention& a, const Job& job, int64_t token, const Partial* partial) {
+    const int64_t group = a.heads / a.kv_heads;
+    for (int64_t row = 0; row < job.count * group; ++row) {
+        const int64_t place = ((token + row / group) * a.heads + job.head * group + row % group) * a.width;
+        const __m512 over = _mm512_set1_ps(1.0f / partial[row].sum);
+        for (int64_t k = 0; k < a.width; k += 16)
+            store_numbers(
+                a.results, a.type, place + k, _mm512_mul_ps(_mm512_loadu_ps(partial[row].values + k), over),
+                first_lanes(a.width - k));
+    }
+}
+
+inline void attend_job(const Attention& a, const Pages& p, const Job& job) {
+    const int64_t group = a.heads / a.kv_heads, rows = job.count * group, token = p.starts[job.request] + job.first;
+    const JobRoom room = job_room(round_up(a.width, 16));
+    const Reach reach(a, p, job);
+    load_queries(a, job, token, room.queries);
+    for (int64_t row = 0; row < rows; ++row) room.so_far[row] = Partial{-INFINITY, 0.0f, {}};
+    const int64_t first = reach.before + job.first, last = first + job.count;  // positions of the queries
+    const int64_t seen = a.window && first >= a.window ? first - a.window + 1 : 0;
+    for (int64_t begin = seen / SPAN * SPAN; begin < last; begin += SPAN) {
+        const int64_t end = begin + SPAN < last ? begin + SPAN : last;
+        score_keys(a, reach, room.queries, rows, begin, end, room.scores);
+        for (int64_t row = 0; row < rows; ++row) {
+            const int64_t position = first + row / group;
+            weigh(room.scores + row * SPAN, begin, end, a.window ? position - a.window + 1 : 0, position + 1, room.next[row]);
+        }
+        mix_values(a, reach, room.scores, rows, begin, end, room.next);
+        for (int64_t row = 0; row < rows; ++row) merge_span(room.so_far[row], room.next[row], a.width);
+    }
+    store_results(a, job, token, room.so_far);
+}
+
+inline bool has_attention(const Attention& a) {
+    return a.width <= MOST_WIDTH && a.heads / a.kv_heads <= MOST_QUERIES;
+}
+
+inline void attend(const Attention& a, const Pages& p, int threads) {
+    const int64_t group = a.heads / a.kv_heads, together = MOST_QUERIES / group;
+    static thread_local std::vector<Job> jobs;
+    jobs.clear();
+    for (int64_t request = 0; request < p.requests; ++request) {
+        const int64_t count = p.starts[request + 1] - p.starts[request];
+        for (int64_t first = 0; first < count; first += together)
+            for (int64_t head = 0; head < a.kv_heads; ++head)
+                jobs.push_back({request, head, first, first + together < count ? together : count - first});
+    }
+    const Job* list = jobs.data();
+    const int64_t many = jobs.size();
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
+    for (int64_t job = 0; job < many; ++job) attend_job(a, p, list[job]);
+}
+#endif

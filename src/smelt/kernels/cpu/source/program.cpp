@@ -1,0 +1,203 @@
+// A network as a list of operations over buffers that were laid out beforehand: one call computes one step.
+//
+// What the network gives for a token depends on that token's own request alone, whatever else is in the step.
+#include "attention.h"
+#include "dense.h"
+
+extern "C" void smelt_linear(const Plan* plan, const void* x, void* y, int64_t tokens, int64_t few, int threads);
+
+#ifdef SMELT_LANES
+namespace {
+
+enum Kind : int32_t { EMBED, NORM, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, WRITE, ATTEND, GATE, PICK };
+
+// The fields mean something else for each kind; see `program.py`, which has the same ones.
+struct Operation {
+    Kind kind;
+    Number type;                        // of what is read or written in 16 or 32 bits
+    const void *detail, *x, *other;     // a plan, a matrix, an attention; what is read
+    const void* weight;
+    void* y;
+    int64_t width, x_stride, y_stride, count;  // numbers a token; between tokens; heads, rows of a table, tokens
+    float epsilon;
+    Number weight_type;
+};
+
+struct Step {
+    int64_t tokens, wanted;
+    const int64_t *ids, *positions, *places, *rows;  // [tokens] three times, [wanted]
+    Pages pages;
+    int32_t threads;
+};
+
+int threads_for(const Step& step, int64_t work) {
+    return work < 1 << 15 ? 1 : step.threads;
+}
+
+// y = x / sqrt(mean(x^2) + epsilon) * weight
+void norm_row(const Operation& op, const float* x, void* y, int64_t place) {
+    __m512 squares = _mm512_setzero_ps();
+    for (int64_t k = 0; k < op.width; k += 16) {
+        const __m512 values = _mm512_maskz_loadu_ps(first_lanes(op.width - k), x + k);
+        squares = _mm512_fmadd_ps(values, values, squares);
+    }
+    const __m512 over = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / op.width + op.epsilon));
+    for (int64_t k = 0; k < op.width; k += 16) {
+        const __mmask16 there = first_lanes(op.width - k);
+        const __m512 values = _mm512_mul_ps(_mm512_maskz_loadu_ps(there, x + k), over);
+        const __m512 weight = load_numbers(op.weight, op.weight_type, k, there);
+        store_numbers(y, op.type, place + k, _mm512_mul_ps(values, weight), there);
+    }
+}
+
+void embed(const Operation& op, const Step& step) {
+    float* y = static_cast<float*>(op.y);
+    for (int64_t token = 0; token < step.tokens; ++token)
+        for (int64_t k = 0; k < op.width; k += 16) {
+            const __mmask16 there = first_lanes(op.width - k);
+            const __m512 values = load_numbers(op.weight, op.weight_type, step.ids[token] * op.width + k, there);
+            _mm512_mask_storeu_ps(y + token * op.width + k, there, values);
+        }
+}
+
+// Rows of the hidden states: what a layer gave is added to them (ADD_NORM), then y is their norm.
+void norm(const Operation& op, const Step& step, int64_t tokens) {
+    float* hidden = const_cast<float*>(static_cast<const float*>(op.x));
+#pragma omp parallel for num_threads(threads_for(step, tokens * op.width)) schedule(static)
+    for (int64_t token = 0; token < tokens; ++token) {
+        float* row = hidden + token * op.width;
+        if (op.other)
+            for (int64_t k = 0; k < op.width; k += 16) {
+                const __mmask16 there = first_lanes(op.width - k);
+                const __m512 more = load_numbers(op.other, op.type, token * op.width + k, there);
+                _mm512_mask_storeu_ps(row + k, there, _mm512_add_ps(_mm512_maskz_loadu_ps(there, row + k), more));
+            }
+        if (op.y) norm_row(op, row, op.y, token * op.width);
+    }
+}
+
+// The norm of every head of queries or keys, in place.
+void head_norm(const Operation& op, const Step& step) {
+#pragma omp parallel for num_threads(threads_for(step, step.tokens * op.count * op.width)) schedule(static)
+    for (int64_t item = 0; item < step.tokens * op.count; ++item) {
+        alignas(64) float values[MOST_WIDTH];
+        const int64_t place = item / op.count * op.x_stride + item % op.count * op.width;
+        for (int64_t k = 0; k < op.width; k += 16)
+            _mm512_storeu_ps(values + k, load_numbers(op.x, op.type, place + k, first_lanes(op.width - k)));
+        norm_row(op, values, op.y, place);
+    }
+}
+
+// Rotary positions, in place: halves of a head turn by the angle of the position. `weight` holds cosines then sines of
+// every position, [positions, width] each, `other` points to the sines.
+void rotate(const Operation& op, const Step& step) {
+    const float *cosines = static_cast<const float*>(op.weight), *sines = static_cast<const float*>(op.other);
+    const int64_t half = op.width / 2;
+#pragma omp parallel for num_threads(threads_for(step, step.tokens * op.count * op.width)) schedule(static)
+    for (int64_t item = 0; item < step.tokens * op.count; ++item) {
+        const int64_t token = item / op.count, place = token * op.x_stride + item % op.count * op.width;
+        const float *cosine = cosines + step.positions[token] * op.width, *sine = sines + step.positions[token] * op.width;
+        for (int64_t k = 0; k < half; k += 16) {
+            const __mmask16 there = first_lanes(half - k);
+            const __m512 low = load_numbers(op.x, op.type, place + k, there),
+                         high = load_numbers(op.x, op.type, place + half + k, there);
+            const __m512 new_low = _mm512_sub_ps(
+                _mm512_mul_ps(low, _mm512_maskz_loadu_ps(there, cosine + k)),
+                _mm512_mul_ps(high, _mm512_maskz_loadu_ps(there, sine + k)));
+            const __m512 new_high = _mm512_add_ps(
+                _mm512_mul_ps(high, _mm512_maskz_loadu_ps(there, cosine + half + k)),
+                _mm512_mul_ps(low, _mm512_maskz_loadu_ps(there, sine + half + k)));
+            store_numbers(op.y, op.type, place + k, new_low, there);
+            store_numbers(op.y, op.type, place + half + k, new_high, there);
+        }
+    }
+}
+
+// New keys or values go to their places in the pages.
+void write(const Operation& op, const Step& step) {
+    for (int64_t token = 0; token < step.tokens; ++token)
+        for (int64_t k = 0; step.places[token] >= 0 && k < op.width; k += 16) {
+            const __mmask16 there = first_lanes(op.width - k);
+            const __m512 values = load_numbers(op.x, op.type, token * op.x_stride + k, there);
+            store_numbers(op.y, op.weight_type, step.places[token] * op.width + k, values, there);
+        }
+}
+
+// y = silu(gate) * up, where gate and up lie side by side.
+void gate(const Operation& op, const Step& step) {
+#pragma omp parallel for num_threads(threads_for(step, 4 * step.tokens * op.width)) schedule(static)
+    for (int64_t token = 0; token < step.tokens; ++token)
+        for (int64_t k = 0; k < op.width; k += 16) {
+            const __mmask16 there = first_lanes(op.width - k);
+            const __m512 x = load_numbers(op.x, op.type, token * op.x_stride + k, there),
+                         up = load_numbers(op.other, op.type, token * op.x_stride + k, there);
+            const __m512 one = _mm512_set1_ps(1.0f),
+                         below = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x)));
+            store_numbers(op.y, op.type, token * op.width + k, _mm512_mul_ps(_mm512_div_ps(x, below), up), there);
+        }
+}
+
+// The hidden states of the tokens whose logits are wanted.
+void pick(const Operation& op, const Step& step) {
+    const float* x = static_cast<const float*>(op.x);
+    for (int64_t row = 0; row < step.wanted; ++row)
+        std::memcpy(
+            static_cast<float*>(op.y) + row * op.width, x + step.rows[row] * op.width, op.width * sizeof(float));
+}
+
+void run(const Operation& op, const Step& step) {
+    const int64_t tokens = op.count < 0 ? step.wanted : step.tokens;  // after PICK: only those whose logits are wanted
+    switch (op.kind) {
+        case EMBED: return embed(op, step);
+        case NORM:
+        case ADD_NORM: return norm(op, step, tokens);
+        case PACKED: {
+            const Plan* plan = static_cast<const Plan*>(op.detail);
+            return smelt_linear(plan, op.x, op.y, tokens, op.width, threads_for(step, plan->rows * plan->columns * tokens));
+        }
+        case DENSE: {
+            const Dense* matrix = static_cast<const Dense*>(op.detail);
+            return dense_product(*matrix, op.x, tokens, op.y, threads_for(step, matrix->rows * matrix->columns * tokens));
+        }
+        case HEAD_NORM: return head_norm(op, step);
+        case ROTATE: return rotate(op, step);
+        case WRITE: return write(op, step);
+        case ATTEND: {
+            const Attention* attention = static_cast<const Attention*>(op.detail);
+            int64_t keys = 0;
+            for (int64_t request = 0; request < step.pages.requests; ++request) keys += step.pages.lengths[request];
+            return attend(*attention, step.pages, threads_for(step, keys * attention->heads * attention->width));
+        }
+        case GATE: return gate(op, step);
+        case PICK: return pick(op, step);
+    }
+}
+
+}  // namespace
+#endif
+
+extern "C" {
+
+// Sizes of what is passed, so that a caller with another idea of them is found out; 0: no programs on this machine.
+int64_t smelt_program_sizes(int which) {
+#ifdef SMELT_LANES
+    const int64_t sizes[] = {sizeof(Operation), sizeof(Step), sizeof(Dense), sizeof(Attention)};
+    return sizes[which];
+#else
+    return (void)which, 0;
+#endif
+}
+
+void smelt_run(const void* operations, int64_t count, const void* step) {
+#ifdef SMELT_LANES
+    const Operation* list = static_cast<const Operation*>(operations);
+    for (int64_t place = 0; place < count; ++place) run(list[place], *static_cast<const Step*>(step));
+#endif
+}
+
+void smelt_attend(const void* attention, const void* pages, int threads) {
+#ifdef SMELT_LANES
+    attend(*static_cast<const Attention*>(attention), *static_cast<const Pages*>(pages), threads);
+#endif
+}
+}

@@ -1,0 +1,83 @@
+"""A mixture of experts taken apart: each expert a module of its own, with linear layers like any other.
+
+transformers holds all experts of a layer in two tensors of three dimensions. Methods work on linear layers, so the
+tensors are taken apart once, when a network is built. Inside an expert the names are those of the checkpoints that are
+about: what is saved opens in transformers, which fuses the experts again as it reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from smelt.models.families import FAMILIES, ExpertPaths
+
+
+class Expert(nn.Module):
+    """A gated feed-forward that a router hands some of the tokens to."""
+
+    def __init__(self, names: ExpertPaths, gate: nn.Module, up: nn.Module, down: nn.Module, activation: Any) -> None:
+        super().__init__()
+        self.names, self.activation = names, activation
+        for name, layer in ((names.gate, gate), (names.up, up), (names.down, down)):
+            self.add_module(name, layer)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        gate, up, down = (getattr(self, name) for name in (self.names.gate, self.names.up, self.names.down))
+        output: Tensor = down(self.activation(gate(hidden_states)) * up(hidden_states))
+        return output
+
+
+class SeparateExperts(nn.ModuleList):
+    """Stands where the fused experts stood, and is called as they were. An expert that no token reaches is not run."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        output = torch.zeros_like(hidden_states)  # [tokens, hidden]
+        for expert, places in zip(self, self.places(top_k_index), strict=True):
+            if len(places):
+                tokens = places // top_k_index.shape[-1]
+                weighted = expert(hidden_states[tokens]) * top_k_weights.flatten()[places, None]
+                output.index_add_(0, tokens, weighted.to(output.dtype))
+        return output
+
+    def places(self, top_k_index: Tensor) -> Sequence[Tensor]:
+        """Where each expert stands in the flat table of choices [tokens * chosen], by token."""
+        flat = top_k_index.flatten()
+        return torch.argsort(flat, stable=True).split(torch.bincount(flat, minlength=len(self)).tolist())
+
+    def tokens(self, top_k_index: Tensor) -> list[Tensor]:
+        """The positions of the tokens that reach each expert, in the order in which it is given them."""
+        return [places // top_k_index.shape[-1] for places in self.places(top_k_index)]
+
+
+@torch.no_grad()
+def take_apart(network: PreTrainedModel) -> PreTrainedModel:
+    """Put separate experts where a network of a known family has fused ones; everything else stays as it is."""
+    kind = network.config.model_type
+    paths = next((family.experts for family in FAMILIES if kind in family.model_types), None)
+    if paths is None:
+        return network
+    for path, module in list(network.named_modules()):
+        if path.endswith(f".{paths.holder}") and not isinstance(module, SeparateExperts):
+            parent, _, name = path.rpartition(".")
+            setattr(network.get_submodule(parent), name, _separated(module, paths))
+    return network
+
+
+def _separated(fused: Any, names: ExpertPaths) -> SeparateExperts:
+    experts = []
+    for gate_up, down in zip(fused.gate_up_proj, fused.down_proj, strict=True):  # [2 * inner, hidden], [hidden, inner]
+        gate, up, out = (_linear(weight, fused.down_proj.requires_grad) for weight in (*gate_up.chunk(2), down))
+        experts.append(Expert(names, gate, up, out, fused.act_fn))
+    return SeparateExperts(experts).train(fused.training)
+
+
+def _linear(weight: Tensor, trained: bool) -> nn.Linear:
+    rows, columns = weight.shape
+    layer = nn.Linear(columns, rows, bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.clone(), requires_grad=trained)  # its own storage, so that it can go alone
+    return layer

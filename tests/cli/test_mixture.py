@@ -1,0 +1,72 @@
+"""A mixture of experts from the command line: looked at, planned, quantised, proven, and its starved expert named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from smelt.models.load import load
+from smelt.models.quantized import quantized_layers
+from tests.character_tokenizer import character_tokenizer
+from tests.cli.conftest import Smelt
+from tests.mixtures import saved
+from tests.trained import sentences
+
+MAGNITUDE = "method: magnitude, budget: {parameters: 0.7}"
+LOST = "model.layers.1.mlp.experts.3"
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mixture")
+    saved("qwen3-moe", folder / "model", starved=True)
+    character_tokenizer().save_pretrained(folder / "model")
+    (folder / "text.txt").write_text(sentences(400))
+    (folder / "recipe.yaml").write_text(
+        "data: {source: text.txt, samples: 8, length: 32}\n"
+        "evaluate: {context: 32, limit: 256}\n"
+        "steps: [{method: gptq, bits: 4, group: 16}]\n".replace("text.txt", str(folder / "text.txt"))
+    )
+    return folder
+
+
+def test_inspect_tells_of_the_experts(mixture: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+    done = smelt_here("inspect", str(mixture / "model"), "--tokens", "10", "--json", str(tmp_path / "told.json"))
+    assert done.code == 0 and "4 experts of 48 filters, 2 a token" in done.out
+    told = json.loads((tmp_path / "told.json").read_text())
+    attention = 10 * (2 * 64 * 64 + 2 * 32 * 64) + 2 * 64 * 100 / 2
+    assert told["macs"] == 2 * (attention + 10 * 2 * 3 * 64 * 48)
+    assert told["parameters"] == sum(p.numel() for p in load(mixture / "model").parameters())
+
+
+def test_the_whole_way(mixture: Path, smelt_here: Smelt, tmp_path: Path) -> None:
+    """In a clean process too; the report and the terminal name the expert that nothing reached."""
+    out = tmp_path / "small"
+    recipe = ["--recipe", str(mixture / "recipe.yaml")]
+    assert smelt_here("plan", str(mixture / "model"), *recipe).code == 0
+    done = smelt_here("compress", str(mixture / "model"), *recipe, "-o", str(out), "--no-speed")
+    assert done.code == 0, done.err
+    assert f"{LOST} (never reached)" in done.out
+    page = (out / "report.html").read_text()
+    assert "Experts that saw few tokens" in page and LOST in page and "never reached" in page
+    assert "mlp.experts.*.up_proj" in page
+    record = json.loads((out / "measurements.json").read_text())
+    assert {"expert": LOST, "tokens": 0, "inputs": 64} in record["few_tokens"]
+    assert record["steps"][0]["layers"][f"{LOST}.up_proj"]["tokens"] == 0
+    assert len(quantized_layers(load(out).network)) == 2 * (4 + 3 * 4)
+
+
+def test_a_cut_mixture_is_told_of(mixture: Path, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    (tmp_path / "recipe.yaml").write_text(
+        (mixture / "recipe.yaml").read_text().replace("method: gptq, bits: 4, group: 16", MAGNITUDE)
+    )
+    done = smelt_here(
+        "compress", str(mixture / "model"), "--recipe", str(tmp_path / "recipe.yaml"), "-o", str(out), "--no-speed"
+    )
+    assert done.code == 0, done.err
+    kept = json.loads((out / "measurements.json").read_text())["kept"]
+    assert [len(row["filters"]) for row in kept] == [4, 4]
+    assert "filters, 2 a token" in smelt_here("inspect", str(out)).out

@@ -1,0 +1,56 @@
+"""Exports of a mixture of experts: what transformers reads is written, everything else refused in a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+import smelt.quantize  # noqa: F401  (puts the methods on the list)
+from smelt.errors import FormatError
+from smelt.export.run import export
+from smelt.method import Context, make
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
+from tests.mixtures import PLAIN, batches, ids, loaded
+
+SYMMETRIC = {"group": 16, "symmetric": True}
+
+
+def quantised(name: str, folder: Path, **settings: Any) -> Model:
+    model = loaded(name, folder)
+    make({"method": "rtn", **settings}).apply(model, Context(batches=batches()))
+    return model
+
+
+@pytest.mark.parametrize("name", PLAIN)
+@torch.no_grad()
+def test_symmetric_integers_are_read_by_us_and_by_transformers(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smelt[compressed-tensors]")
+    model = quantised(name, tmp_path / "source", **SYMMETRIC)
+    export(model, "compressed-tensors", tmp_path / "out")
+    expected, read = model.network(**ids()).logits, load(tmp_path / "out")
+    assert len(quantized_layers(read.network)) == len(quantized_layers(model.network)) == 32
+    assert torch.equal(read.network(**ids()).logits, expected)
+    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(theirs(**ids()).logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("to", "settings", "message"),
+    [
+        ("compressed-tensors", {"group": 16}, "reads experts only in symmetric integers or FP8"),
+        ("compressed-tensors", {"method": "smoothquant"}, "inputs that are not rounded"),
+        ("compressed-tensors", {"method": "mixed", **SYMMETRIC, "bits": 5.0}, "quantise all layers alike"),
+        ("gguf", SYMMETRIC, "networks as GGUF, not mixtral; keep the artifact"),
+    ],
+)
+def test_what_no_reader_takes_is_refused(to: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = quantised("mixtral", tmp_path / "source", **settings)
+    with pytest.raises(FormatError, match=message) as caught:
+        export(model, to, tmp_path / "out")
+    assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

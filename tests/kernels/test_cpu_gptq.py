@@ -1,0 +1,198 @@
+"""The inner loop of GPTQ, compiled, gives the very bits of the loop over columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from smelt.kernels.cpu.build import load_library
+from smelt.kernels.cpu.feedback import gptq_block
+from smelt.kernels.feedback import CPU, _library, block_path, block_rounding
+from smelt.kernels.linear import using
+from smelt.numerics import Grid
+from smelt.numerics.integer import Integer
+from smelt.quantize import feedback
+from smelt.quantize.feedback import _round_columns, gptq
+
+LIBRARY = load_library()
+KINDS = ["symmetric", "zeros", "fractions"]
+HERE = torch.device("cpu")
+compiled = pytest.mark.skipif(LIBRARY is None, reason="needs an x86 processor and a C++ compiler")
+Block = tuple[Tensor, Tensor, Tensor, Tensor | None]  # weight, factor, scale, zero
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def format_of(kind: str, bits: int = 4, group: int = -1) -> Integer:
+    zero_type: Any = "float16" if kind == "fractions" else "code"
+    return Integer(group, "float32", bits, symmetric=kind == "symmetric", zero_type=zero_type)
+
+
+def block_of(kind: str, rows: int, columns: int, bits: int = 4) -> Block:
+    """Every value with a scale and a zero of its own."""
+    factor = torch.triu(torch.randn(columns, columns) * 0.1)
+    factor.diagonal().copy_(torch.rand(columns) + 0.5)
+    scale = (torch.rand(rows, columns) + 0.5) * 4 / 2**bits
+    zero = torch.rand(rows, columns) * (2**bits - 1)
+    zeros = {"symmetric": None, "zeros": zero.round(), "fractions": zero.half().float()}
+    return torch.randn(rows, columns), factor, scale, zeros[kind]
+
+
+def fast(kind: str, block: Block, bits: int = 4) -> tuple[Tensor, Tensor]:
+    middle, fraction = float(1 << (bits - 1)), kind == "fractions"
+    return gptq_block(LIBRARY, *block, (1 << bits) - 1, middle=middle, fraction=fraction)
+
+
+def plain(kind: str, block: Block, bits: int = 4) -> tuple[Tensor, Tensor]:
+    weight, factor, scale, zero = block
+    grids = (
+        Grid(scale[:, i, None, None], None if zero is None else zero[:, i, None, None]) for i in range(weight.shape[1])
+    )
+    return _round_columns(weight.clone(), factor, grids, format_of(kind, bits))
+
+
+def check(kind: str, block: Block, bits: int = 4) -> tuple[Tensor, Tensor]:
+    before = block[0].clone()
+    codes, errors = fast(kind, block, bits)
+    assert same_bits(block[0], before)
+    wanted_codes, wanted_errors = plain(kind, block, bits)
+    assert torch.equal(codes, wanted_codes)
+    assert torch.equal(errors.isnan(), wanted_errors.isnan())
+    assert same_bits(errors.masked_fill(errors.isnan(), 0.0), wanted_errors.masked_fill(errors.isnan(), 0.0))
+    return codes, errors
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.int32), other.view(torch.int32))
+
+
+@compiled
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("kind", KINDS)
+def test_bit_for_bit(kind: str, bits: int) -> None:
+    codes, _ = check(kind, block_of(kind, rows=37, columns=128, bits=bits), bits)
+    assert codes.max() == (1 << bits) - 1
+    assert len(codes.unique()) == 1 << bits or bits == 8
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (1, 64), (17, 1), (15, 20), (16, 3), (33, 300), (128, 128)])
+def test_any_shape(two_threads: None, kind: str, rows: int, columns: int) -> None:
+    check(kind, block_of(kind, rows, columns))
+
+
+@compiled
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_any_number_of_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """Five are more than there are tiles of rows."""
+    monkeypatch.setattr("smelt.kernels.cpu.feedback.threads_for", lambda work: threads)
+    check("zeros", block_of("zeros", 50, 96))
+    check("zeros", block_of("zeros", 3, 96))
+
+
+@compiled
+@pytest.mark.parametrize("shape", [(0, 16), (4, 0)])
+def test_nothing(shape: tuple[int, int]) -> None:
+    codes, errors = fast("symmetric", block_of("symmetric", *shape))
+    assert codes.shape == errors.shape == shape
+    assert (codes.dtype, errors.dtype) == (torch.uint8, torch.float32)
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_without_a_place_on_the_grid(kind: str) -> None:
+    """NaN has the code 0 and infinities saturate; they spoil their own row and no other."""
+    weight, factor, scale, zero = block_of(kind, 20, 48)
+    odd = [torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 1e-45, -0.0, 3e9]
+    for row, value in enumerate(odd):
+        weight[row, 5] = value
+    weight[8], scale[9], scale[10, 7], scale[11] = 0.0, 2.0**-126, torch.nan, 3.4e38
+    factor[5, 9] = 0.0  # infinity times zero
+    codes, errors = check(kind, (weight, factor, scale, zero))
+    assert codes[:3, 5].tolist() == [0, 15, 0]
+    assert errors[0, 6:].isnan().all()
+    assert errors[12:].isfinite().all()
+
+
+@compiled
+def test_ties_go_to_the_even_code() -> None:
+    steps = torch.arange(-7.5, 8.0)
+    weight, factor, scale = steps[:, None].clone(), torch.ones(1, 1), torch.ones(16, 1)
+    codes, _ = check("symmetric", (weight, factor, scale, None))
+    assert torch.equal(codes[:, 0].float(), (steps.round() + 8).clamp(0, 15))
+    assert (codes[1:-1] % 2 == 0).all()
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+def test_views(kind: str) -> None:
+    """Blocks of larger tensors, transposed ones, one scale for many columns or rows."""
+    block = block_of(kind, 40, 64)
+    check(kind, seen(block, lambda tensor: tensor.T.contiguous().T))
+    check(kind, seen(block, lambda tensor: tensor[16:40, 16:40]))
+    check(kind, seen(block, lambda tensor: tensor[:40:2, :40:2]))
+    weight, factor, *grid = block
+    check(kind, (weight, factor, *seen(grid, lambda tensor: tensor[:1, :1].expand(40, 64))))
+
+
+def seen(tensors: Any, view: Callable[[Tensor], Tensor]) -> Any:
+    return tuple(None if tensor is None else view(tensor) for tensor in tensors)
+
+
+def problem(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    x = torch.randn(512, 16) @ torch.randn(16, columns) + 0.3 * torch.randn(512, columns)
+    return torch.randn(rows, columns), x.T @ x / 256
+
+
+@compiled
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.parametrize("group", [-1, 0, 16, 48, 200, 256])
+def test_the_whole_method_with_the_kernel_and_without(kind: str, act_order: bool, group: int) -> None:
+    """Groups shorter than a block of columns, ragged ones, longer ones, whole rows and one scale for all."""
+    weight, hessian = problem(21, 288)
+    run: Callable[[], Any] = partial(gptq, weight, hessian, format_of(kind, 3, group), act_order=act_order)
+    found = run()
+    with using("reference"):
+        wanted = run()
+    assert torch.equal(found.codes, wanted.codes)
+    assert found.grid.tensors().keys() == wanted.grid.tensors().keys()
+    assert all(torch.equal(tensor, wanted.grid.tensors()[name]) for name, tensor in found.grid.tensors().items())
+
+
+@compiled
+@pytest.mark.parametrize("act_order", [True, False])
+def test_the_compiled_loop_is_taken(monkeypatch: pytest.MonkeyPatch, act_order: bool) -> None:
+    def never(*rest: Any) -> Any:
+        raise AssertionError("the plain loop was taken")
+
+    monkeypatch.setattr(feedback, "_round_columns", never)
+    assert block_path(HERE) == CPU
+    gptq(*problem(8, 64), format_of("zeros", group=16), act_order=act_order)
+    with using("reference"), pytest.raises(AssertionError, match="the plain loop was taken"):
+        gptq(*problem(8, 64), format_of("zeros", group=16), act_order=act_order)
+
+
+def test_the_reference_can_be_asked_for() -> None:
+    with using("reference"):
+        assert block_path(HERE) == "reference"
+        assert block_rounding(HERE) is None
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SMELT_COMPILE", "0")
+    monkeypatch.setattr("smelt.kernels.feedback._library", _library.__wrapped__)  # not the one that was loaded before
+    assert block_path(HERE) == "reference"
+    assert block_rounding(HERE) is None
