@@ -1,6 +1,6 @@
 """GPTQ here and in llm-compressor: the same model, calibration tokens and settings, time and perplexity on the CPU.
 
-    python benchmarks/peer_gptq.py --peer PYTHON [--samples 32] [--length 512]
+    python benchmarks/peer_gptq.py --peer PYTHON [--seeds 3] [--samples 16] [--length 512]
 
 PYTHON is the interpreter of an environment that has llm-compressor. Four bits, symmetric, groups of 64, damping 0.01,
 columns in order of activation on grids fixed beforehand, for both. The bundled SmolLM2-135M is rotated first, so that
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import shared, table, write
+from common import mean, shared, table, write
 from safetensors.torch import save_file
 
 from smelt.data import load_text, text_batches
@@ -35,34 +35,57 @@ SETTINGS = {"method": "gptq", "format": "int4-wide/64@float32", "damping": 0.01,
 
 def main() -> None:
     options = _options()
+    rows = []
+    for seed in range(options.seeds):
+        rows.append({"seed": seed, **_pair(options, seed)})
+        print(rows[-1], flush=True)
+        write("peer_gptq", rows, _text(rows, options))
+
+
+def _pair(options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]:
+    """Both on one draw of the rotation and of the calibration text."""
     model = load("smollm2-135m")
-    make({"method": "rotate"}).apply(model, Context())
+    make({"method": "rotate"}).apply(model, Context(seed=seed))
     train = load_text(shared() / "data/wikitext2/train.txt.gz")
     test = tokens_of(model, load_text(shared() / "data/wikitext2/test.txt.gz"), options.windows * CONTEXT)
     batches = text_batches(
-        train, model.tokenizer, samples=options.samples, length=options.length, batch_size=options.batch, seed=0
+        train, model.tokenizer, samples=options.samples, length=options.length, batch_size=options.batch, seed=seed
     )
     windows = torch.as_tensor(test)[: options.windows * CONTEXT].view(-1, CONTEXT)
     with tempfile.TemporaryDirectory() as folder:
-        peer = _peer(options, model, batches, windows, Path(folder))
-        ours = _ours(model, batches, windows)
-    rows = [
-        ["llm-compressor", f"{peer['seconds']:.0f} s", f"{peer['perplexity']:.3f}", "1"],
-        ["Smelt", f"{ours['seconds']:.0f} s", f"{ours['perplexity']:.3f}", f"{ours['seconds'] / peer['seconds']:.2f}"],
+        return {
+            "peer": _peer(options, model, batches, windows, Path(folder)),
+            "ours": _ours(model, batches, windows),
+        }
+
+
+def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
+    cells = [
+        [
+            str(row["seed"]),
+            *(f"{row[who]['seconds']:.0f} s" for who in ("peer", "ours")),
+            f"{row['ours']['seconds'] / row['peer']['seconds']:.2f}",
+            *(f"{row[who]['perplexity']:.3f}" for who in ("peer", "ours")),
+        ]
+        for row in rows
     ]
-    text = (
+    average = {who: mean([row[who]["perplexity"] for row in rows]) for who in ("peer", "ours")}
+    return (
         "# GPTQ of SmolLM2-135M on the CPU, here and in llm-compressor\n\n"
         f"Four bits, symmetric, groups of 64; {options.samples} sequences of {options.length} tokens in batches of "
-        f"{options.batch}; perplexity over {options.windows} windows of {CONTEXT} tokens of WikiText-2's test split. "
-        f"float32: {ours['dense']:.3f}.\n\n" + table(["", "time", "perplexity", "time, relative"], rows)
+        f"{options.batch}; perplexity over {options.windows} windows of {CONTEXT} tokens of WikiText-2's test split. A "
+        "seed draws the rotation and the sequences, for both alike. "
+        f"float32: {rows[0]['ours']['dense']:.3f}. Mean perplexity over the seeds: llm-compressor "
+        f"{average['peer']:.3f}, Smelt {average['ours']:.3f}.\n\n"
+        + table(["seed", "llm-compressor", "Smelt", "ratio", "perplexity, llm-compressor", "perplexity, Smelt"], cells)
     )
-    write("peer_gptq", [{"peer": peer, "ours": ours}], text)
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--peer", required=True, help="the interpreter of the environment that has llm-compressor")
-    parser.add_argument("--samples", type=int, default=32)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--windows", type=int, default=16)

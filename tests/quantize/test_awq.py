@@ -17,7 +17,8 @@ from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.numerics import Format, format_named
-from smelt.quantize.awq import SHRINKS, Awq, clip_, clipped_projections
+from smelt.quantize.awq import Awq
+from smelt.quantize.clipping import SHRINKS, clip_, clipped_projections
 from smelt.quantize.frame import BlockWork
 from smelt.quantize.layers import groups_of
 from smelt.quantize.scale_search import Candidate

@@ -1,7 +1,7 @@
 """The search for scales of input channels, by trial: of the candidates the one that harms the enclosing module least.
 
-The frame of AWQ (Lin et al., 2024) and AQAS (Lee et al., 2023), which differ in their candidates and in whether the
-inputs are rounded on trial as well.
+The frame of AWQ (Lin et al., 2024) and AQAS (Lee et al., 2023), which differ in their candidates, in whether the inputs
+are rounded on trial as well, and in whether weights are clipped afterwards.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from smelt.errors import DataError
 from smelt.method import CalibrationSize, Demand, one_of, within
 from smelt.models.anatomy import Anatomy
 from smelt.numerics.format import Format, Quantized
+from smelt.quantize.clipping import clip_block
 from smelt.quantize.frame import BlockWork, Quantization
 from smelt.quantize.layers import Group, Layer, never_reached, observed, sharing_groups
 from smelt.quantize.rounding import ROUNDINGS, rounded
@@ -70,6 +71,7 @@ class ScaleSearch(Quantization):
     """Scale input channels by search, then round."""
 
     rounding: str = "rtn"  # afterwards: rtn or gptq
+    clip: bool = False  # narrow the range of each group of weights after scaling; never of queries and keys
     tokens: int = 4096  # positions that each trial runs on: whole batches from the first on, at least one
 
     def __post_init__(self) -> None:
@@ -88,15 +90,13 @@ class ScaleSearch(Quantization):
 
     def quantize(self, work: BlockWork) -> None:
         notes = self.scale(work)
-        self.adjust(work)
+        if self.clip:
+            clip_block(work, self.weight_format)
         for group, matrices in rounded(work, self.rounding, lambda _: self.weight_format):
             parts = [self.note(layer, matrix) for layer, matrix in zip(group.layers, matrices, strict=True)]
             work.put(group, matrices)
             for layer, part in zip(group.layers, parts, strict=True):
                 work.facts[layer.path] |= {"scaling": notes[layer.path], **part}
-
-    def adjust(self, work: BlockWork) -> None:
-        """What is done between the scales and the rounding."""
 
     def note(self, layer: Layer, matrix: Quantized) -> dict[str, Any]:
         """What else is told of a rounded layer."""

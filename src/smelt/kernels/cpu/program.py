@@ -92,10 +92,10 @@ class Program:
         """Something that operations point into."""
         self._kept.append(thing)
 
-    def packed(self, plan: Plan, x: Tensor, y: Tensor) -> None:
+    def packed(self, plan: Plan, x: Tensor, y: Tensor, count: int = 0) -> None:
         """y = x times a packed matrix."""
         few = FEW if plan.inputs == AS_THEY_ARE else FEW_ROUNDED
-        self.add(PACKED, detail=plan, x=x, y=y, width=few)
+        self.add(PACKED, detail=plan, x=x, y=y, width=few, count=count)
 
     def dense(self, weight: Tensor, bias: Tensor | None, x: Tensor, y: Tensor, count: int = 0) -> None:
         matrix = Dense(

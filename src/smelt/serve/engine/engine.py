@@ -67,6 +67,7 @@ class Engine:
         if self.model.task != "language":
             raise ModelError(f"{self.model.source or 'this model'} is no language model: it cannot generate.")
         self.context = _context(self.model, context)
+        self.vocabulary: int = self.model.network.config.get_text_config().vocab_size
         blocks = _blocks(self.model, block, cache_bytes, batch_requests, self.context)
         self.pool = BlockPool(blocks, block, prefix_cache=prefix_cache)
         self.scheduler = Scheduler(
@@ -77,13 +78,15 @@ class Engine:
             context=self.context, compiled=compiled,
         )  # fmt: skip
         self._names = 0
+        self._counts = dict.fromkeys(
+            ("steps", "computed_tokens", "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens"), 0
+        )
 
     def submit(
         self, prompt: Sequence[int], sampling: Sampling, *, name: str = "", priority: int = 0, salt: bytes = b""
     ) -> list[Request]:
         """Queue a prompt; as many requests as samples were asked for, which share its blocks."""
-        vocabulary = self.model.network.config.get_text_config().vocab_size
-        _check_prompt(prompt, self.context, vocabulary)
+        _check_prompt(prompt, self.context, self.vocabulary)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         most = self.context if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
         self._names += 1
@@ -106,9 +109,27 @@ class Engine:
     def busy(self) -> bool:
         return bool(self.scheduler.running or self.scheduler.waiting)
 
+    def state(self) -> dict[str, int]:
+        """Numbers for an operator: what there is now, and what was counted since the start."""
+        return {
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "blocks": self.pool.blocks,
+            "blocks_used": self.pool.blocks - self.pool.free,
+            **self._counts,
+        }
+
     def step(self) -> list[Event]:
         """One iteration: what it gave."""
         step = self.scheduler.schedule()
+        self._counts["steps"] += 1
+        self._counts["computed_tokens"] += step.tokens
+        self._counts["preemptions"] += len(step.preempted)
+        for piece in step.pieces:
+            if piece.request.admitted_at == 0:
+                piece.request.admitted_at = self._counts["steps"]
+                self._counts["prompt_tokens"] += len(piece.request.prompt)
+                self._counts["cached_tokens"] += piece.request.cached
         return self._read(self.runner.launch(step)) if step.pieces else []
 
     def _read(self, launched: Launched) -> list[Event]:
@@ -124,6 +145,7 @@ class Engine:
             if request.state is State.ENDED:  # aborted while the step ran
                 continue
             self.scheduler.received(request, token)
+            self._counts["generated_tokens"] += 1
             asked = request.sampling.logprobs
             logprobs = None if asked is None else drawn.logprobs(row, asked)
             reason = self._reason(request, token)

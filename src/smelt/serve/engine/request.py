@@ -38,6 +38,7 @@ class Request:
     slot: int = -1  # its row in the runner's buffers
     cached: int = 0  # tokens of the prompt that were found in the prefix cache
     preemptions: int = 0
+    admitted_at: int = 0  # the step that first computed some of it, counted from 1
     parent: Request | None = None  # the sibling whose prompt it shares, until that one's is computed
     reason: str = ""  # why it ended: stop, length, abort
 

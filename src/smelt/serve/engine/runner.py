@@ -15,7 +15,7 @@ from torch import Tensor
 from smelt.kernels.paged import Pages
 from smelt.models.model import Model
 from smelt.serve.engine.attention import NAME, PagedCache, paged
-from smelt.serve.engine.compiled import compiled_network
+from smelt.serve.engine.compiled import CompiledNetwork, reason_against
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampler import Drawn, draw
 from smelt.serve.engine.scheduler import Piece, Step
@@ -42,7 +42,9 @@ class Runner:
         self.ends = end_tokens(model)
         self.cache = PagedCache.empty(model.anatomy, blocks, size, self.dtype, self.device)
         self.network.set_attn_implementation(NAME)
-        self.compiled = compiled_network(model, self.cache, most_tokens, most_requests, context) if compiled else None
+        self.compiled: CompiledNetwork | None = None
+        if compiled and reason_against(model) is None:
+            self.compiled = CompiledNetwork(model, self.cache, most_tokens, most_requests, context)
         self._tables = np.zeros((most_requests, -(-context // size)), dtype=np.int32)
         self._written: list[tuple[Request | None, int]] = [(None, 0)] * most_requests
         self._ids = np.zeros(most_tokens, dtype=np.int64)

@@ -1,0 +1,202 @@
+"""Attention over a paged cache in Triton: one query a request with its keys split among programs, or many queries.
+
+The heads that share keys and values are computed together, so that keys are read once. `smelt.kernels.paged` says what
+is computed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from smelt.kernels.paged import Pages
+
+LOG2_E = 1.4426950408889634
+KEYS = 64  # that are taken at once
+WAVES = 2  # programs for every multiprocessor, at most, when keys are split
+
+
+@triton.jit
+def key_rows(table, positions, there, head, kv_heads, SIZE: tl.constexpr):
+    """Where keys lie, as rows of the pages seen as [blocks * SIZE * heads, width]."""
+    blocks = tl.load(table + positions // SIZE, mask=there, other=0).to(tl.int64)
+    return (blocks * SIZE + positions % SIZE) * kv_heads + head
+
+
+@triton.jit
+def take_keys(
+    scores, seen, values, largest, total, mixed,
+):  # fmt: skip
+    """One more tile of keys into the softmax so far. Scores are in powers of two."""
+    scores = tl.where(seen, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights = tl.exp2(scores - base[:, None])
+    faded = tl.exp2(largest - base)
+    total = total * faded + tl.sum(weights, axis=1)
+    mixed = mixed * faded[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return new_largest, total, mixed
+
+
+@triton.jit
+def decode_kernel(
+    queries, key_pages, value_pages, tables, lengths, results, partial, statistics, scale, window, query_stride,
+    table_stride, kv_heads, width, SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One query token a request: a program has one head of keys and one of SPLITS parts of the length."""
+    request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    held = (row < GROUP)[:, None] & (lane < width)[None, :]
+    length = tl.load(lengths + request)
+    low = tl.maximum(length - window, 0)
+    share = tl.cdiv(tl.cdiv(length - low, SPLITS), KEYS) * KEYS
+    begin = low + split * share
+    end = tl.minimum(begin + share, length)
+    heads = kv_heads * GROUP
+    place = (head * GROUP + row)[:, None] * width + lane[None, :]
+    query = tl.load(queries + request.to(tl.int64) * query_stride + place, mask=held, other=0.0)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    for start in range(begin, end, KEYS):
+        positions = start + tl.arange(0, KEYS)
+        there = positions < end
+        rows = key_rows(tables + request.to(tl.int64) * table_stride, positions, there, head, kv_heads, SIZE)
+        inside = there[:, None] & (lane < width)[None, :]
+        keys = tl.load(key_pages + rows[:, None] * width + lane[None, :], mask=inside, other=0.0)
+        values = tl.load(value_pages + rows[:, None] * width + lane[None, :], mask=inside, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        largest, total, mixed = take_keys(scores, there[None, :], values, largest, total, mixed)
+    if SPLITS == 1:
+        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(results + request.to(tl.int64) * heads * width + place, mixed.to(results.dtype.element_ty), mask=held)
+    else:
+        at = (request.to(tl.int64) * heads + head * GROUP + row) * SPLITS + split
+        tl.store(partial + at[:, None] * width + lane[None, :], mixed, mask=held)
+        tl.store(statistics + at * 2, largest, mask=row < GROUP)
+        tl.store(statistics + at * 2 + 1, total, mask=row < GROUP)
+
+
+@triton.jit
+def merge_kernel(partial, statistics, results, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+    """The parts of one head of one request."""
+    at = tl.program_id(0).to(tl.int64)
+    split, lane = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    largest = tl.load(statistics + (at * SPLITS + split) * 2)
+    total = tl.load(statistics + (at * SPLITS + split) * 2 + 1)
+    top = tl.max(largest, axis=0)
+    faded = tl.exp2(largest - tl.where(top == float("-inf"), 0.0, top))
+    inside = lane < width
+    mixed = tl.load(partial + (at * SPLITS + split)[:, None] * width + lane[None, :], mask=inside[None, :], other=0.0)
+    whole = tl.sum(total * faded, axis=0)
+    found = tl.sum(mixed * faded[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    tl.store(results + at * width + lane, found.to(results.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def prefill_kernel(
+    queries, key_pages, value_pages, tables, lengths, starts, tile_request, tile_first, results, scale, window,
+    query_stride, table_stride, kv_heads, width, group, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
+    """A tile of ROWS query tokens of one request, one head of queries."""
+    tile, query_head = tl.program_id(0), tl.program_id(1)
+    request, first = tl.load(tile_request + tile), tl.load(tile_first + tile)
+    start, stop = tl.load(starts + request), tl.load(starts + request + 1)
+    length = tl.load(lengths + request)
+    head = query_head // group
+    row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    token = start + first + row
+    held = (token < stop)[:, None] & (lane < width)[None, :]
+    position = length - (stop - start) + first + row
+    place = query_head * width + lane[None, :]
+    query = tl.load(queries + token.to(tl.int64)[:, None] * query_stride + place, mask=held, other=0.0)
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    begin = tl.maximum(length - (stop - start) + first - window + 1, 0) // KEYS * KEYS
+    end = tl.minimum(length - (stop - start) + first + ROWS, length)
+    for at in range(begin, end, KEYS):
+        keys_at = at + tl.arange(0, KEYS)
+        there = keys_at < end
+        rows = key_rows(tables + request.to(tl.int64) * table_stride, keys_at, there, head, kv_heads, SIZE)
+        inside = there[:, None] & (lane < width)[None, :]
+        keys = tl.load(key_pages + rows[:, None] * width + lane[None, :], mask=inside, other=0.0)
+        values = tl.load(value_pages + rows[:, None] * width + lane[None, :], mask=inside, other=0.0)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
+        seen = (keys_at[None, :] <= position[:, None]) & (keys_at[None, :] > position[:, None] - window)
+        largest, total, mixed = take_keys(scores, seen & there[None, :], values, largest, total, mixed)
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    heads = kv_heads * group
+    to = token.to(tl.int64)[:, None] * heads * width + place
+    tl.store(results + to, mixed.to(results.dtype.element_ty), mask=held)
+
+
+EVERYTHING = 2**30  # a window that hides nothing
+
+
+def splits_for(requests: int, kv_heads: int, longest: int, processors: int) -> int:
+    """Into how many parts keys are split, a power of two: as many as keep the processors busy, and no shorter than a
+    few tiles each."""
+    most = min(WAVES * processors // max(requests * kv_heads, 1), longest // (2 * KEYS))
+    return 1 << max(most, 1).bit_length() - 1
+
+
+def paged_decode(
+    queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float, window: int | None = None,
+    splits: int | None = None,
+) -> Tensor:  # fmt: skip
+    """One query token a request: [requests, heads, width] -> the same. Strides of the first axis may be any."""
+    requests, heads, width = queries.shape
+    _, size, kv_heads, _ = key_pages.shape
+    group, padded = heads // kv_heads, max(triton.next_power_of_2(width), 16)
+    if splits is None:
+        splits = splits_for(requests, kv_heads, pages.longest, _processors(queries.device))
+    results = torch.empty(requests, heads, width, dtype=queries.dtype, device=queries.device)
+    partial = statistics = results
+    if splits > 1:
+        partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=queries.device)
+        statistics = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=queries.device)
+    decode_kernel[(requests, kv_heads, splits)](
+        queries, key_pages, value_pages, pages.tables, pages.lengths, results, partial, statistics, scale * LOG2_E,
+        window or EVERYTHING, queries.stride(0), pages.tables.stride(0), kv_heads, width, SIZE=size, GROUP=group,
+        ROWS=max(triton.next_power_of_2(group), 16), WIDTH=padded, KEYS=KEYS, SPLITS=splits, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    if splits > 1:
+        merge_kernel[(requests * heads,)](partial, statistics, results, width, SPLITS=splits, WIDTH=padded, num_warps=1)
+    return results
+
+
+def paged_prefill(
+    queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, tiles: tuple[Tensor, Tensor], scale: float,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Many query tokens: [tokens, heads, width] -> the same. `tiles` are from `query_tiles`."""
+    tokens, heads, width = queries.shape
+    _, size, kv_heads, _ = key_pages.shape
+    padded = max(triton.next_power_of_2(width), 16)
+    results = torch.empty(tokens, heads, width, dtype=queries.dtype, device=queries.device)
+    prefill_kernel[(len(tiles[0]), heads)](
+        queries, key_pages, value_pages, pages.tables, pages.lengths, pages.starts, *tiles, results, scale * LOG2_E,
+        window or EVERYTHING, queries.stride(0), pages.tables.stride(0), kv_heads, width, heads // kv_heads, SIZE=size,
+        ROWS=TILE, WIDTH=padded, KEYS=KEYS, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return results
+
+
+TILE = 64  # query tokens of a program
+
+
+def query_tiles(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which request each tile of queries belongs to, and its first token there. [tiles] each, int32"""
+    pairs = [(request, first) for request, count in enumerate(counts) for first in range(0, count, TILE)]
+    both = torch.tensor(pairs, dtype=torch.int32).T.contiguous().to(device)
+    return both[0], both[1]
+
+
+def _processors(device: torch.device) -> int:
+    """Of a device; under the interpreter there is none, and some number will do."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -1,0 +1,113 @@
+"""The process that runs the engine: takes requests from the pipe, steps, and sends what each step gave.
+
+    python -m smelt.serve.worker.loop DESCRIPTOR      (started by `smelt.serve.worker.client`)
+
+Its first message holds the options of the engine. It ends when the pipe is closed, so that no engine outlives its
+server.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from smelt.errors import SmeltError
+from smelt.serve.worker.pipe import Message, Pipe
+
+
+class Loop:
+    """One engine and its pipe."""
+
+    def __init__(self, pipe: Pipe) -> None:
+        from smelt.serve.engine.engine import Engine
+
+        self.pipe = pipe
+        self.engine = Engine(**pipe.receive())
+        self.requests: dict[str, list[Any]] = {}  # of each name, the requests that have not ended
+        pipe.send({"kind": "ready", **self._facts()})
+
+    def run(self) -> None:
+        while True:
+            while self.pipe.waiting(0.0 if self.engine.busy else None):
+                self.take(self.pipe.receive())
+            events = self.engine.step()
+            if events:
+                self.pipe.send({"kind": "events", "events": [_plain(event) for event in events], **self._state()})
+                for event in events:
+                    if event.reason:
+                        self._forget(event.request)
+
+    def take(self, message: Message) -> None:
+        if message["kind"] == "submit":
+            self._submit(message)
+        elif message["kind"] == "abort":
+            for request in self.requests.pop(message["name"], []):
+                self.engine.abort(request)
+            self.pipe.send({"kind": "state", **self._state()})
+
+    def _submit(self, message: Message) -> None:
+        from smelt.serve.engine.sampling import Sampling
+
+        name = message["name"]
+        try:
+            settings = message["sampling"]
+            sampling = Sampling(
+                **{
+                    **settings,
+                    "stop": tuple(settings.get("stop", ())),
+                    "stop_ids": tuple(settings.get("stop_ids", ())),
+                    "bias": {int(token): value for token, value in settings.get("bias", {}).items()},
+                }
+            )
+            salt = bytes.fromhex(message.get("salt", ""))
+            priority = message.get("priority", 0)
+            self.requests[name] = self.engine.submit(
+                message["prompt"], sampling, name=name, priority=priority, salt=salt
+            )
+        except SmeltError as error:
+            self.pipe.send({"kind": "refused", "name": name, "why": type(error).__name__, "sentence": str(error)})
+
+    def _forget(self, request: Any) -> None:
+        name = request.id.rpartition("-")[0]
+        left = [each for each in self.requests.get(name, []) if each is not request]
+        if left:
+            self.requests[name] = left
+        else:
+            self.requests.pop(name, None)
+
+    def _facts(self) -> Message:
+        """What does not change."""
+        engine = self.engine
+        return {
+            "context": engine.context,
+            "vocabulary": engine.vocabulary,
+            "ends": list(engine.runner.ends),
+            "path": engine.runner.path,
+            "blocks": engine.pool.blocks,
+            "block": engine.pool.size,
+            **self._state(),
+        }
+
+    def _state(self) -> Message:
+        return {"state": self.engine.state()}
+
+
+def _plain(event: Any) -> list[Any]:
+    """[request, token, logprobs, reason, tokens found in the cache]"""
+    logprobs = None if event.logprobs is None else [event.logprobs.own, event.logprobs.top]
+    return [event.request.id, event.token, logprobs, event.reason, event.request.cached]
+
+
+def main() -> None:
+    pipe = Pipe(int(sys.argv[1]))
+    try:
+        Loop(pipe).run()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+    except SmeltError as error:
+        pipe.send({"kind": "failed", "sentence": str(error)})
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
