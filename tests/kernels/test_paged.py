@@ -69,7 +69,7 @@ def test_random_page_tables(seed: int, size: int, heads: tuple[int, int], width:
         ]
     )
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-    batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32), tables, new, max(counts), max(lengths))
+    batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32), tables, new, max(lengths), counts)
     fresh_keys, fresh_values = (
         torch.cat([each[-count:] for each, count in zip(side, counts, strict=True)]) for side in (keys, values)
     )
@@ -92,7 +92,7 @@ def test_one_page_of_everything_is_plain_attention(window: int | None) -> None:
     keys, values, queries = torch.randn(7, 2, 8), torch.randn(7, 2, 8), torch.randn(7, 4, 8)
     pages = Pages(
         torch.tensor([0, 7], dtype=torch.int32), torch.tensor([7], dtype=torch.int32),
-        torch.tensor([[0]], dtype=torch.int32), torch.arange(7), 7, 7,
+        torch.tensor([[0]], dtype=torch.int32), torch.arange(7), 7, [7],
     )  # fmt: skip
     found = paged_reference(queries, keys[None], values[None], pages, 8**-0.5, window)
     assert torch.allclose(found.double(), oracle(queries, [keys], [values], [7], 8**-0.5, window), atol=1e-5)

@@ -6,12 +6,20 @@ cache, in any order; its row of the block table says where. A query sees the key
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from smelt.kernels.linear import REFERENCE, asked_for
+
+CPU, GPU = "cpu-compiled", "gpu-triton"
 
 
 @dataclass(frozen=True)
@@ -22,8 +30,8 @@ class Pages:
     lengths: Tensor  # [requests]: tokens of each request in the cache, the new ones included
     tables: Tensor  # [requests, most blocks]: its blocks in order
     places: Tensor  # [tokens], int64: where each new token's keys and values go, block * size + offset
-    longest_query: int = 1  # new tokens of one request, at most
     longest: int = 0  # of `lengths`, at most
+    counts: Sequence[int] = ()  # new tokens of each request, where they are known here
 
 
 def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, places: Tensor) -> None:
@@ -34,6 +42,43 @@ def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Te
         keys, values, places = keys[real], values[real], places[real]
     key_pages.flatten(0, 1).index_copy_(0, places, keys)
     value_pages.flatten(0, 1).index_copy_(0, places, values)
+
+
+def attention_path(queries: Tensor, key_pages: Tensor) -> str:
+    """What computes attention over such pages: a kernel, or the reference, which `using` can ask for."""
+    if asked_for() == REFERENCE.name:
+        return REFERENCE.name
+    if queries.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        return GPU
+    narrow = queries.shape[-1] <= 256 and queries.shape[1] // key_pages.shape[2] <= 16
+    known = queries.dtype in (torch.float32, torch.bfloat16)
+    return CPU if queries.device.type == "cpu" and narrow and known and _library() is not None else REFERENCE.name
+
+
+def paged_attention(
+    queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float, window: int | None = None
+) -> Tensor:  # [tokens, heads, head size] -> the same
+    """By the fastest way there is."""
+    path = attention_path(queries, key_pages)
+    if path == CPU:
+        from smelt.kernels.cpu.program import attention
+
+        return attention(_library(), queries, key_pages, value_pages, pages, scale, window)
+    if path == GPU:
+        from smelt.kernels.gpu.paged import paged_prefill, query_tiles
+
+        tiles = query_tiles(pages.counts, queries.device)
+        return paged_prefill(queries, key_pages, value_pages, pages, tiles, scale, window)
+    return paged_reference(queries, key_pages, value_pages, pages, scale, window)
+
+
+@lru_cache(maxsize=1)
+def _library() -> Any:
+    from smelt.kernels.cpu.build import load_library
+    from smelt.kernels.cpu.program import can_run
+
+    library = load_library()
+    return library if library is not None and can_run(library) else None
 
 
 def paged_reference(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 @triton.jit
-def add_norm_kernel(
+def add_norm_kernel(  # type: ignore[no-untyped-def]
     hidden, given, weight, result, width, epsilon, ADD: tl.constexpr, NORM: tl.constexpr, WIDTH: tl.constexpr
 ):
     """hidden += given, then the root-mean-square norm of the sum. A token a program."""
@@ -30,7 +30,7 @@ def add_norm_kernel(
 
 
 @triton.jit
-def turned(low, high, weight, cosines, sines, angle, lane, inside, epsilon, HALF: tl.constexpr, NORM: tl.constexpr):
+def turned(low, high, weight, cosines, sines, angle, lane, inside, epsilon, HALF: tl.constexpr, NORM: tl.constexpr):  # type: ignore[no-untyped-def]
     """The two halves of a head, normed if asked, turned by the angle of a position."""
     wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
     if NORM:
@@ -45,7 +45,7 @@ def turned(low, high, weight, cosines, sines, angle, lane, inside, epsilon, HALF
 
 
 @triton.jit
-def rotate_write_kernel(
+def rotate_write_kernel(  # type: ignore[no-untyped-def]
     mixed, positions, places, cosines, sines, query_weight, key_weight, key_pages, value_pages, stride, heads,
     kv_heads, epsilon, HALF: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def rotate_write_kernel(
 
 
 @triton.jit
-def gate_kernel(both, result, width, TILE: tl.constexpr):
+def gate_kernel(both, result, width, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """silu(gate) * up, where gate and up lie side by side."""
     token, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = lane < width

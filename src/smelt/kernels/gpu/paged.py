@@ -6,6 +6,8 @@ is computed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -19,14 +21,14 @@ WAVES = 2  # programs for every multiprocessor, at most, when keys are split
 
 
 @triton.jit
-def key_rows(table, positions, there, head, kv_heads, SIZE: tl.constexpr):
+def key_rows(table, positions, there, head, kv_heads, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Where keys lie, as rows of the pages seen as [blocks * SIZE * heads, width]."""
     blocks = tl.load(table + positions // SIZE, mask=there, other=0).to(tl.int64)
     return (blocks * SIZE + positions % SIZE) * kv_heads + head
 
 
 @triton.jit
-def take_keys(
+def take_keys(  # type: ignore[no-untyped-def]
     scores, seen, values, largest, total, mixed,
 ):  # fmt: skip
     """One more tile of keys into the softmax so far. Scores are in powers of two."""
@@ -41,7 +43,7 @@ def take_keys(
 
 
 @triton.jit
-def decode_kernel(
+def decode_kernel(  # type: ignore[no-untyped-def]
     queries, key_pages, value_pages, tables, lengths, results, partial, statistics, scale, window, query_stride,
     table_stride, kv_heads, width, SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     KEYS: tl.constexpr, SPLITS: tl.constexpr,
@@ -81,7 +83,7 @@ def decode_kernel(
 
 
 @triton.jit
-def merge_kernel(partial, statistics, results, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):
+def merge_kernel(partial, statistics, results, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """The parts of one head of one request."""
     at = tl.program_id(0).to(tl.int64)
     split, lane = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
@@ -97,7 +99,7 @@ def merge_kernel(partial, statistics, results, width, SPLITS: tl.constexpr, WIDT
 
 
 @triton.jit
-def prefill_kernel(
+def prefill_kernel(  # type: ignore[no-untyped-def]
     queries, key_pages, value_pages, tables, lengths, starts, tile_request, tile_first, results, scale, window,
     query_stride, table_stride, kv_heads, width, group, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     KEYS: tl.constexpr,
@@ -190,7 +192,7 @@ def paged_prefill(
 TILE = 64  # query tokens of a program
 
 
-def query_tiles(counts: list[int], device: torch.device) -> tuple[Tensor, Tensor]:
+def query_tiles(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
     """Which request each tile of queries belongs to, and its first token there. [tiles] each, int32"""
     pairs = [(request, first) for request, count in enumerate(counts) for first in range(0, count, TILE)]
     both = torch.tensor(pairs, dtype=torch.int32).T.contiguous().to(device)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from smelt.errors import ModelError
-from smelt.kernels.paged import Pages, paged_reference, write_pages
+from smelt.kernels.paged import Pages, paged_attention, write_pages
 from smelt.models.anatomy import Anatomy
 
 NAME = "smelt-paged"
@@ -79,7 +79,7 @@ def _attention(
     write_pages(key[0].transpose(0, 1), value[0].transpose(0, 1), key_pages, value_pages, pages.places)
     scale = options.get("scaling") or query.shape[-1] ** -0.5
     queries = query[0].transpose(0, 1)
-    return paged_reference(queries, key_pages, value_pages, pages, scale, options.get("sliding_window"))[None], None
+    return paged_attention(queries, key_pages, value_pages, pages, scale, options.get("sliding_window"))[None], None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,10 +15,11 @@ from smelt.models.model import Model
 from smelt.serve.engine.attention import block_bytes
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.request import Request, State
-from smelt.serve.engine.runner import Launched, Runner
+from smelt.serve.engine.runner import Launched
+from smelt.serve.engine.runners import runner_for
 from smelt.serve.engine.sampler import Logprobs
 from smelt.serve.engine.sampling import Sampling
-from smelt.serve.engine.scheduler import Scheduler
+from smelt.serve.engine.scheduler import Scheduler, Step
 from smelt.serve.engine.text import TextStream
 
 SHARE = 0.3  # of the memory that is free: what the cache takes unless told otherwise
@@ -73,10 +76,11 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool, most_tokens=batch_tokens, most_requests=batch_requests, chunk=chunk, most_waiting=queue
         )
-        self.runner = Runner(
-            self.model, blocks=blocks, size=block, most_tokens=batch_tokens, most_requests=batch_requests,
-            context=self.context, compiled=compiled,
+        self.runner = runner_for(
+            self.model, compiled, blocks=blocks, size=block, most_tokens=batch_tokens, most_requests=batch_requests,
+            context=self.context,
         )  # fmt: skip
+        self._launched: deque[Launched] = deque()
         self._names = 0
         self._counts = dict.fromkeys(
             ("steps", "computed_tokens", "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens"), 0
@@ -107,7 +111,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        return bool(self.scheduler.running or self.scheduler.waiting)
+        return bool(self.scheduler.running or self.scheduler.waiting or self._launched)
 
     def state(self) -> dict[str, int]:
         """Numbers for an operator: what there is now, and what was counted since the start."""
@@ -120,17 +124,31 @@ class Engine:
         }
 
     def step(self) -> list[Event]:
-        """One iteration: what it gave."""
+        """One iteration: the next step is launched, then the oldest one under way is read. What that gave."""
+        if self._launched and self._needs_history():
+            return self._read(self._launched.popleft())
         step = self.scheduler.schedule()
+        self._count(step)
+        if step.pieces:
+            self._launched.append(self.runner.launch(step))
+        if len(self._launched) > (self.runner.ahead if step.pieces else 0):
+            return self._read(self._launched.popleft())
+        return []
+
+    def _needs_history(self) -> bool:
+        """Whether the next step may only be planned when the tokens under way are known."""
+        return any(request.sampling.needs_history for request in self.scheduler.running)
+
+    def _count(self, step: Step) -> None:
         self._counts["steps"] += 1
         self._counts["computed_tokens"] += step.tokens
         self._counts["preemptions"] += len(step.preempted)
         for piece in step.pieces:
             if piece.request.admitted_at == 0:
                 piece.request.admitted_at = self._counts["steps"]
+                piece.request.started = time.monotonic()
                 self._counts["prompt_tokens"] += len(piece.request.prompt)
                 self._counts["cached_tokens"] += piece.request.cached
-        return self._read(self.runner.launch(step)) if step.pieces else []
 
     def _read(self, launched: Launched) -> list[Event]:
         giving = {id(request) for request in launched.giving}
@@ -141,7 +159,7 @@ class Engine:
         if drawn is None:
             return []
         events = []
-        for row, (request, token) in enumerate(zip(launched.giving, drawn.tokens.tolist(), strict=True)):
+        for row, (request, token) in enumerate(zip(launched.giving, launched.tokens(), strict=True)):
             if request.state is State.ENDED:  # aborted while the step ran
                 continue
             self.scheduler.received(request, token)

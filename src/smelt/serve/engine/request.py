@@ -39,6 +39,7 @@ class Request:
     cached: int = 0  # tokens of the prompt that were found in the prefix cache
     preemptions: int = 0
     admitted_at: int = 0  # the step that first computed some of it, counted from 1
+    started: float = 0.0  # when that was, by time.monotonic()
     parent: Request | None = None  # the sibling whose prompt it shares, until that one's is computed
     reason: str = ""  # why it ended: stop, length, abort
 

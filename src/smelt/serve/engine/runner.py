@@ -29,9 +29,15 @@ class Launched:
     giving: list[Request]
     drawn: Drawn | None
 
+    def tokens(self) -> list[int]:
+        """One for each of `giving`; waits until they are there."""
+        return [] if self.drawn is None else list(self.drawn.tokens.tolist())
+
 
 class Runner:
-    """Runs the network as it is, its attention on a paged cache."""
+    """Runs the network as it is, its attention on a paged cache; on a processor, as a program where there is one."""
+
+    ahead = 0  # steps that are launched before the one before them is read
 
     def __init__(
         self, model: Model, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int,
@@ -110,8 +116,8 @@ class Runner:
             lengths=self._on_device(lengths),
             tables=self._on_device(tables),
             places=self._on_device(self._places[:count]),
-            longest_query=max(counts),
             longest=longest,
+            counts=counts,
         )
 
     def _last_tokens(self, pieces: list[Piece]) -> Tensor:

@@ -59,6 +59,8 @@ class Sampling:
             raise RequestError("top_p must be above 0; for the most likely token ask for temperature 0.")
         if any(not text for text in self.stop):
             raise RequestError("an empty stop text would end every request at once; leave it out.")
+        for token in self.stop_ids:
+            _within("a stop token", token, 0, 2**31)
         for token, value in self.bias.items():
             _within("a token of the bias", token, 0, 2**31)
             _within("a bias", value, -100, 100)
@@ -71,6 +73,16 @@ class Sampling:
     def penalised(self) -> bool:
         """Whether the logits depend on what was generated so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether all tokens so far must be known here before the next one is drawn."""
+        return self.penalised or self.min_tokens > 0
+
+    @property
+    def plain(self) -> bool:
+        """The most likely token, and nothing else is asked."""
+        return self.greedy and not self.needs_history and not self.bias and self.logprobs is None
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:

@@ -1,0 +1,37 @@
+"""Which runner a model gets: fused and captured on a GPU, a program on a processor, or the network as it is."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from smelt.models.model import Model
+from smelt.serve.engine import decoder
+from smelt.serve.engine.runner import Launched, Runner
+from smelt.serve.engine.scheduler import Step
+
+
+class AnyRunner(Protocol):
+    """What the engine needs of a runner."""
+
+    ahead: int  # steps that are launched before the one before them is read
+    ends: tuple[int, ...]  # the model's own ends of text
+
+    @property
+    def path(self) -> str:
+        """What computes a step."""
+
+    def launch(self, step: Step) -> Launched: ...
+
+
+def runner_for(
+    model: Model, compiled: bool, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int
+) -> AnyRunner:
+    """`compiled` False: the network as it is, whatever else there would be."""
+    sizes: dict[str, Any] = {
+        "blocks": blocks, "size": size, "most_tokens": most_tokens, "most_requests": most_requests, "context": context,
+    }  # fmt: skip
+    if compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
+        from smelt.serve.engine.gpu_runner import GpuRunner
+
+        return GpuRunner(model, **sizes)
+    return Runner(model, **sizes, compiled=compiled)

@@ -1,0 +1,154 @@
+"""The GPU's runner: the tokens of transformers, with the next step launched before this one is read.
+
+On a CUDA device with graphs, elsewhere under Triton's interpreter."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.gpu_machine import DEVICE  # isort: skip  (before anything imports Triton)
+
+from smelt.kernels.gpu.decoder import add_norm, gate, rotate_write
+from smelt.kernels.gpu.paged import paged_decode, paged_prefill, query_tiles, splits_for
+from smelt.kernels.paged import Pages, paged_reference
+from smelt.models.model import Model
+from smelt.serve.engine import engine as engines
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.gpu_runner import GpuRunner
+from smelt.serve.engine.sampling import Sampling
+from tests.serve.test_engine import GREEDY, SMALL, answers, expected, prompts
+from tests.tiny import BUILDS
+
+
+@pytest.fixture(autouse=True)
+def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where there is no CUDA device."""
+    monkeypatch.setattr(engines, "runner_for", lambda model, compiled, **sizes: GpuRunner(model, **sizes))
+
+
+def engine_of(name: str, **more: Any) -> tuple[Engine, Any]:
+    network = BUILDS[name]().to(DEVICE)
+    return Engine(Model(copy.deepcopy(network)), **{**SMALL, **more}), network.cpu()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+    engine, network = engine_of(name, chunk=9)
+    texts, few = prompts(4), Sampling(max_tokens=6, temperature=0, ignore_end=True)
+    assert engine.runner.ahead == 1
+    assert answers(engine, texts, few) == [expected(network, text, 6) for text in texts]
+
+
+def test_preemption_and_the_prefix_cache() -> None:
+    engine, network = engine_of("llama", cache_bytes=18 * 3 * 2 * 4 * 2 * 8 * 4)
+    texts, few = prompts(3), Sampling(max_tokens=10, temperature=0, ignore_end=True)
+    requests = [engine.submit(text, few)[0] for text in texts]
+    while engine.busy:
+        engine.step()
+    assert sum(each.preemptions for each in requests) > 0
+    assert [each.output for each in requests] == [expected(network, text, 10) for text in texts]
+
+
+def test_what_needs_the_tokens_so_far_waits_for_them() -> None:
+    plain = engine_of("llama")[0]
+    asked = Sampling(max_tokens=8, temperature=0, repetition_penalty=5.0, ignore_end=True)
+    found = answers(plain, prompts(2), asked)
+    assert all(len(set(each)) == 8 for each in found)  # nothing comes twice
+    drawn = Sampling(max_tokens=6, temperature=1.5, seed=3, ignore_end=True)
+    alone = answers(engine_of("llama")[0], prompts(1), drawn)
+    engine = engine_of("llama")[0]
+    others = [engine.submit(text, GREEDY)[0] for text in prompts(3)[1:]]
+    mine = engine.submit(prompts(1)[0], drawn)[0]
+    while engine.busy:
+        engine.step()
+    assert mine.output == alone[0] and all(len(each.output) == 16 for each in others)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("window", [None, 70])
+def test_attention_of_single_queries(splits: int, window: int | None) -> None:
+    torch.manual_seed(0)
+    lengths, size = [300, 1, 64, 0], 16
+    pages = [torch.randn(40, size, 3, 24, device=DEVICE) for _ in range(2)]
+    tables = torch.randperm(40)[None].expand(4, -1).int().contiguous().to(DEVICE)
+    batch = Pages(
+        torch.arange(5, dtype=torch.int32, device=DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        tables, torch.zeros(4, dtype=torch.int64), 300, [1, 1, 1, 1],
+    )  # fmt: skip
+    whole = torch.randn(4, 12 * 24, device=DEVICE)
+    queries = whole[:, : 9 * 24].unflatten(1, (9, 24))  # a view, as it comes out of the layers
+    found = paged_decode(queries, *pages, batch, 0.2, window, splits)
+    wanted = paged_reference(queries.contiguous()[:3], *pages, _first(batch, 3), 0.2, window)
+    assert torch.allclose(found[:3], wanted, atol=1e-5)
+    assert bool((found[3] == 0).all())  # a row that only fills the batch
+
+
+def _first(batch: Pages, count: int) -> Pages:
+    return Pages(batch.starts[: count + 1], batch.lengths[:count], batch.tables[:count], batch.places[:count])
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_of_many_queries(window: int | None) -> None:
+    torch.manual_seed(1)
+    lengths, counts, size = [130, 5, 70], [100, 5, 1], 8
+    pages = [torch.randn(40, size, 2, 16, device=DEVICE) for _ in range(2)]
+    tables = torch.stack([torch.randperm(40)[:17] for _ in lengths]).int().to(DEVICE)
+    starts = torch.tensor([0, 100, 105, 106], dtype=torch.int32, device=DEVICE)
+    batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), tables, starts.long(), 130, counts)
+    queries = torch.randn(106, 4, 16, device=DEVICE)
+    found = paged_prefill(queries, *pages, batch, query_tiles(counts, queries.device), 0.25, window)
+    assert torch.allclose(found, paged_reference(queries, *pages, batch, 0.25, window), atol=1e-5)
+
+
+def test_small_operations() -> None:
+    torch.manual_seed(2)
+    hidden, given, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
+    total = hidden + given
+    wanted = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight
+    moved = hidden.to(DEVICE)
+    assert torch.allclose(add_norm(moved, given.to(DEVICE), weight.to(DEVICE), 1e-5).cpu(), wanted, atol=1e-5)
+    assert torch.allclose(moved.cpu(), total)
+    both = torch.randn(3, 72)
+    found = gate(both.to(DEVICE)).cpu()
+    assert torch.allclose(found, torch.nn.functional.silu(both[:, :36]) * both[:, 36:], atol=1e-5)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotation_and_writing(normed: bool) -> None:
+    torch.manual_seed(3)
+    heads, kv_heads, width, tokens = 4, 2, 12, 5
+    mixed = torch.randn(tokens, (heads + 2 * kv_heads) * width)
+    cosines, sines = torch.randn(9, width), torch.randn(9, width)
+    positions, places = torch.tensor([0, 8, 3, 3, 1]), torch.tensor([7, 0, 11, -1, 4])
+    pages = [torch.zeros(3, 4, kv_heads, width, device=DEVICE) for _ in range(2)]
+    weights = (torch.rand(width), torch.rand(width)) if normed else None
+    each = mixed.unflatten(1, (-1, width)).clone()
+    for place, count, weight in ((0, heads, 0), (heads, kv_heads, 1)):
+        part = each[:, place : place + count]
+        if weights is not None:
+            part = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + 1e-6) * weights[weight]
+        half = torch.cat([-part[..., width // 2 :], part[..., : width // 2]], dim=-1)
+        each[:, place : place + count] = part * cosines[positions][:, None] + half * sines[positions][:, None]
+    moved = mixed.to(DEVICE)
+    there = None if weights is None else (weights[0].to(DEVICE), weights[1].to(DEVICE))
+    rotate_write(
+        moved, positions.to(DEVICE), places.to(DEVICE), cosines.to(DEVICE), sines.to(DEVICE), pages[0], pages[1], heads,
+        there, 1e-6,
+    )  # fmt: skip
+    assert torch.allclose(moved.cpu()[:, : heads * width], each[:, :heads].flatten(1), atol=1e-5)
+    for page, start in ((pages[0], heads), (pages[1], heads + kv_heads)):
+        rows = page.cpu().flatten(0, 1)
+        for token, place in enumerate(places.tolist()):
+            if place >= 0:
+                assert torch.allclose(rows[place], each[token, start : start + kv_heads], atol=1e-5)
+        assert int((rows.abs().sum((1, 2)) > 0).sum()) == 4  # the token without a place is nowhere
+
+
+def test_splits_keep_the_processors_busy_and_no_more() -> None:
+    assert splits_for(1, 8, 8192, 132) == 32
+    assert splits_for(256, 8, 8192, 132) == 1
+    assert splits_for(1, 8, 100, 132) == 1
