@@ -86,6 +86,11 @@ def total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be taken on a device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
+
+
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes this process may still take: the system's free memory, or what its cgroup leaves it where that is less.
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from smelt.errors import ModelError, RequestError
-from smelt.measure.memory import available_memory
+from smelt.measure.memory import free_memory
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.attention import block_bytes
@@ -22,7 +22,7 @@ from smelt.serve.engine.sampling import Sampling
 from smelt.serve.engine.scheduler import Scheduler, Step
 from smelt.serve.engine.text import TextStream
 
-SHARE = 0.3  # of the memory that is free: what the cache takes unless told otherwise
+SHARE = {"cpu": 0.3, "cuda": 0.8}  # of the memory that is free: what the cache takes unless told otherwise
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ def _context(model: Model, asked: int | None) -> int:
 def _blocks(model: Model, size: int, asked: int | None, requests: int, context: int) -> int:
     """Blocks that fit into the memory for them; never more than all requests could use."""
     each = block_bytes(model.anatomy, size, model.network.dtype)
-    memory = asked if asked is not None else int(SHARE * available_memory())
+    memory = asked if asked is not None else int(SHARE[model.device.type] * free_memory(model.device))
     most = requests * -(-context // size)
     found = min(memory // max(each, 1), most)
     if found < 1:

@@ -1,0 +1,232 @@
+"""The engine on one GPU: Llama 1B and 8B shapes with random weights, beside transformers in the same run.
+
+    PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_engine.py [--shapes 1b 8b] [--no-peers] [--resume]
+
+256 tokens in, 256 out, greedy. For one stream the time of a token is compared with the weights' bytes over the
+bandwidth of a large copy. The share of a decoding step in which the GPU has nothing to do comes from a trace of its
+kernels. Every row says which path computed it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from typing import Any
+
+import torch
+from common import kept_rows, table, write
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from smelt.models.model import Model
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling import Sampling
+
+SEED, PROMPT, ANSWER, CONTEXT = 0, 256, 256, 1024
+SHAPES: dict[str, dict[str, Any]] = {
+    "1b": {"hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 8192, "head_dim": 64},
+    "8b": {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336, "head_dim": 128},
+}
+STREAMS = {"1b": (1, 64, 256), "8b": (1, 64, 128)}
+PEER_STREAMS = {"1b": 256, "8b": 64}
+COMMON = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+
+
+def main() -> None:
+    options = _options()
+    rows = kept_rows("serve_gpu", options.resume)
+    bandwidth = copy_bandwidth()
+    for shape in options.shapes:
+        network = random_network(shape)
+        if options.peers:
+            rows += _guarded(shape, "transformers", lambda network=network, shape=shape: peers(network, shape))
+            write("serve_gpu", rows, _text(rows, bandwidth))
+        rows += _guarded(shape, "engine", lambda network=network, shape=shape: ours(network, shape, bandwidth))
+        write("serve_gpu", rows, _text(rows, bandwidth))
+        del network
+        torch.cuda.empty_cache()
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES))
+    parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--resume", action="store_true")
+    return parser.parse_args()
+
+
+def _guarded(shape: str, who: str, work: Any) -> list[dict[str, Any]]:
+    """What fails is written down, and the rest goes on."""
+    try:
+        found: list[dict[str, Any]] = work()
+        return found
+    except Exception as error:
+        return [{"shape": shape, "who": who, "failed": f"{type(error).__name__}: {error}"[:300]}]
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second."""
+    source = torch.empty(2**30, device="cuda").normal_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return 2 * source.nbytes / statistics.median(times)
+
+
+def random_network(shape: str) -> Any:
+    config = LlamaConfig(**COMMON, **SHAPES[shape], tie_word_embeddings=shape == "1b", dtype=torch.bfloat16)
+    with torch.device("meta"):
+        network = LlamaForCausalLM(config).to(torch.bfloat16)
+    network = network.to_empty(device="cuda").eval()
+    torch.manual_seed(SEED)
+    for name, parameter in network.named_parameters():
+        parameter.data.fill_(1.0) if "norm" in name else parameter.data.normal_(0, 0.02)
+    rotary = network.model.rotary_emb
+    rotary.inv_freq = type(rotary)(config).inv_freq.to("cuda")  # what to_empty left unset
+    rotary.original_inv_freq = rotary.inv_freq
+    network.tie_weights()
+    return network
+
+
+def prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(10, COMMON["vocab_size"], (count, PROMPT), generator=generator).tolist()
+
+
+def ours(network: Any, shape: str, bandwidth: float) -> list[dict[str, Any]]:
+    weights = sum(p.numel() * p.element_size() for p in network.parameters())
+    if shape == "8b":  # of the table of embeddings a token reads one row
+        weights -= network.get_input_embeddings().weight.nbytes
+    engine = Engine(
+        Model(network), context=CONTEXT, batch_requests=256, batch_tokens=8192, cache_bytes=40 * 10**9,
+        prefix_cache=False,
+    )  # fmt: skip
+    assert engine.runner.path == "gpu-program with graphs", engine.runner.path
+    rows = []
+    for streams in STREAMS[shape]:
+        generate(engine, streams)  # captures, compiles
+        seconds, decoding = generate(engine, streams)
+        row = {
+            "shape": shape, "who": "engine", "path": engine.runner.path, "streams": streams,
+            "tokens_per_second": streams * ANSWER / seconds, "decode_ms": decoding * 1e3,
+            "captured": sorted(engine.runner._captured),
+        }  # fmt: skip
+        if streams == 1:
+            row["share_of_bandwidth"] = weights / decoding / bandwidth
+        if streams == 64:
+            row["idle"] = idle_share(engine, streams)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def generate(engine: Engine, streams: int) -> tuple[float, float]:
+    """Seconds for everything, and the median of a decoding step."""
+    sampling = Sampling(max_tokens=ANSWER, temperature=0, ignore_end=True)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    requests = [engine.submit(prompt, sampling)[0] for prompt in prompts(streams)]
+    times, last = [], start
+    while engine.busy:
+        engine.step()
+        now = time.perf_counter()
+        times.append(now - last)
+        last = now
+    assert all(len(request.output) == ANSWER for request in requests)
+    return last - start, statistics.median(times[len(times) // 4 : -2])
+
+
+def idle_share(engine: Engine, streams: int) -> float:
+    """Of 40 decoding steps in the middle of a run: one minus the time in kernels."""
+    sampling = Sampling(max_tokens=ANSWER, temperature=0, ignore_end=True)
+    for prompt in prompts(streams):
+        engine.submit(prompt, sampling)
+    for _ in range(40):
+        engine.step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(40):
+            engine.step()
+        torch.cuda.synchronize()
+    kernels = sorted(
+        (event.time_range.start, event.time_range.end) for event in profile.events() if event.device_type.name == "CUDA"
+    )
+    busy, end = 0.0, kernels[0][0]
+    for begin, stop in kernels:
+        busy += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    whole = end - kernels[0][0]
+    while engine.busy:
+        engine.step()
+    return 1 - busy / whole
+
+
+def peers(network: Any, shape: str) -> list[dict[str, Any]]:
+    """transformers: one stream with a static cache and compiled, many by continuous batching."""
+    rows: list[dict[str, Any]] = []
+    other = copy.copy(network)
+    inputs = torch.tensor(prompts(1), device="cuda")
+    settings = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 0}
+    for kind in ("static", "dynamic"):
+
+        def one(kind: str = kind) -> list[dict[str, Any]]:
+            for _ in range(3 if kind == "static" else 1):
+                other.generate(inputs, cache_implementation=kind, **settings)
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            other.generate(inputs, cache_implementation=kind, **settings)
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            who = f"transformers generate, {kind} cache"
+            return [{"shape": shape, "who": who, "streams": 1, "tokens_per_second": ANSWER / seconds}]
+
+        rows += _guarded(shape, f"transformers generate, {kind} cache", one)
+        print(rows[-1], flush=True)
+    streams = PEER_STREAMS[shape]
+
+    def many() -> list[dict[str, Any]]:
+        network.set_attn_implementation("paged|sdpa")
+        config = GenerationConfig(max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        start = time.perf_counter()
+        found = network.generate_batch(prompts(streams), generation_config=config)
+        seconds = time.perf_counter() - start
+        tokens = sum(len(each.generated_tokens) for each in found.values())
+        who = "transformers generate_batch (paged|sdpa)"
+        return [{"shape": shape, "who": who, "streams": streams, "tokens_per_second": tokens / seconds}]
+
+    rows += _guarded(shape, "transformers generate_batch (paged|sdpa)", many)
+    print(rows[-1], flush=True)
+    network.set_attn_implementation("sdpa")
+    return rows
+
+
+def _text(rows: list[dict[str, Any]], bandwidth: float) -> str:
+    cells = [
+        [
+            row["shape"],
+            row["who"] + (f" ({row['path']})" if "path" in row else ""),
+            str(row.get("streams", "")),
+            row["failed"] if "failed" in row else f"{row['tokens_per_second']:,.0f}",
+            f"{row['decode_ms']:.2f}" if "decode_ms" in row else "",
+            f"{row['share_of_bandwidth']:.0%}" if "share_of_bandwidth" in row else "",
+            f"{row['idle']:.1%}" if "idle" in row else "",
+        ]
+        for row in rows
+    ]
+    headings = ["shape", "who", "streams", "tokens/s", "decoding step, ms", "of copy bandwidth", "GPU idle"]
+    return (
+        "# The engine on one GPU\n\n"
+        f"Random bf16 weights, {PROMPT} tokens in, {ANSWER} out, greedy; tokens generated over all of the time, "
+        f"prompts included. Copy bandwidth {bandwidth / 1e12:.2f} TB/s.\n\n" + table(headings, cells)
+    )
+
+
+if __name__ == "__main__":
+    main()
