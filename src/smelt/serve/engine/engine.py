@@ -14,6 +14,7 @@ from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.attention import block_bytes
 from smelt.serve.engine.blocks import BlockPool
+from smelt.serve.engine.forms import Forms
 from smelt.serve.engine.request import Request, State
 from smelt.serve.engine.runner import Launched
 from smelt.serve.engine.runners import runner_for
@@ -80,6 +81,7 @@ class Engine:
             self.model, compiled, blocks=blocks, size=block, most_tokens=batch_tokens, most_requests=batch_requests,
             context=self.context,
         )  # fmt: skip
+        self.forms = Forms(self.model.tokenizer, self.vocabulary, self.runner.ends)
         self._launched: deque[Launched] = deque()
         self._names = 0
         self._counts = dict.fromkeys(
@@ -91,6 +93,7 @@ class Engine:
     ) -> list[Request]:
         """Queue a prompt; as many requests as samples were asked for, which share its blocks."""
         _check_prompt(prompt, self.context, self.vocabulary)
+        matcher = None if sampling.form is None else self.forms.matcher(sampling.form)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         most = self.context if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
         self._names += 1
@@ -99,9 +102,14 @@ class Engine:
             request = Request(
                 id=f"{name or self._names}-{sample}", prompt=list(prompt), sampling=sampling,
                 limit=min(most, self.context), seed=seed + sample, priority=priority, salt=salt,
-                parent=requests[0] if requests else None,
+                parent=requests[0] if requests else None, matcher=None if matcher is None else matcher.copy(),
             )  # fmt: skip
-            self.scheduler.add(request)
+            try:
+                self.scheduler.add(request)
+            except RequestError:
+                for sibling in requests:
+                    self.abort(sibling)
+                raise
             requests.append(request)
         return requests
 
@@ -164,6 +172,8 @@ class Engine:
                 continue
             self.scheduler.received(request, token)
             self._counts["generated_tokens"] += 1
+            if request.matcher is not None:
+                request.matcher.take(token)
             asked = request.sampling.logprobs
             logprobs = None if asked is None else drawn.logprobs(row, asked)
             reason = self._reason(request, token)
@@ -177,6 +187,8 @@ class Engine:
         sampling, count = request.sampling, len(request.tokens) - len(request.prompt)
         ends = token in sampling.stop_ids or (token in self.runner.ends and not sampling.ignore_end)
         if ends and count >= sampling.min_tokens:
+            return "stop"
+        if request.matcher is not None and request.matcher.ended:
             return "stop"
         return "length" if len(request.tokens) >= request.limit else ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from smelt.serve.engine.forms import Matcher
 from smelt.serve.engine.sampling import Sampling
 
 
@@ -40,6 +41,7 @@ class Request:
     preemptions: int = 0
     admitted_at: int = 0  # the step that first computed some of it, counted from 1
     started: float = 0.0  # when that was, by time.monotonic()
+    matcher: Matcher | None = None  # of the form that the answer must have
     parent: Request | None = None  # the sibling whose prompt it shares, until that one's is computed
     reason: str = ""  # why it ended: stop, length, abort
 

@@ -56,11 +56,12 @@ def draw(logits: Tensor, requests: list[Request], ends: tuple[int, ...] = ()) ->
 
 def _changes(request: Request) -> bool:
     sampling = request.sampling
-    return sampling.penalised or bool(sampling.bias) or len(request.output) < sampling.min_tokens
+    formed = request.matcher is not None
+    return formed or sampling.penalised or bool(sampling.bias) or len(request.output) < sampling.min_tokens
 
 
 def _change(logits: Tensor, request: Request, ends: tuple[int, ...]) -> None:
-    """Biases, penalties and ends that may not come yet, in place. [vocabulary]"""
+    """Biases, penalties, ends that may not come yet, and what the form forbids, in place. [vocabulary]"""
     sampling, device = request.sampling, logits.device
     known = {token: value for token, value in sampling.bias.items() if token < len(logits)}
     if known:
@@ -77,6 +78,8 @@ def _change(logits: Tensor, request: Request, ends: tuple[int, ...]) -> None:
     if len(request.output) < sampling.min_tokens:
         banned = [token for token in (*ends, *sampling.stop_ids) if token < len(logits)]
         logits[torch.tensor(banned, device=device, dtype=torch.int64)] = -torch.inf
+    if request.matcher is not None:
+        logits[~request.matcher.allowed().to(device)] = -torch.inf
 
 
 def _sampled(logits: Tensor, requests: list[Request]) -> Tensor:

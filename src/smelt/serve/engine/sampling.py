@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from smelt.errors import RequestError
 
@@ -12,6 +13,21 @@ MOST_LOGPROBS = 20
 MOST_STOPS = 16
 MOST_SAMPLES = 128
 MOST_BIASES = 1024
+FORMS = ("json", "schema", "regex", "grammar")
+LONGEST_FORM = 65_536  # characters
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer must look like: `json` (any object), `schema` (a JSON schema), `regex` or `grammar` (Lark's)."""
+
+    kind: str
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.kind not in FORMS:
+            raise RequestError(f"there is no form {self.kind!r}; there are {', '.join(FORMS)}.")
+        _within("the length of a form", len(self.text), 0, LONGEST_FORM)
 
 
 @dataclass(frozen=True)
@@ -35,6 +51,7 @@ class Sampling:
     logprobs: int | None = None  # of the token drawn, and of so many of the most likely ones
     n: int = 1  # answers to the same prompt
     bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
+    form: Form | None = None  # that the answer must have
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -65,6 +82,18 @@ class Sampling:
             _within("a token of the bias", token, 0, 2**31)
             _within("a bias", value, -100, 100)
 
+    @classmethod
+    def from_json(cls, plain: Mapping[str, Any]) -> Sampling:
+        """From what `dataclasses.asdict` makes of it, after a journey as JSON."""
+        form = plain.get("form")
+        kept = {
+            "stop": tuple(plain.get("stop", ())),
+            "stop_ids": tuple(plain.get("stop_ids", ())),
+            "bias": {int(token): value for token, value in plain.get("bias", {}).items()},
+            "form": None if form is None else Form(**form),
+        }
+        return cls(**{**plain, **kept})
+
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
@@ -77,7 +106,7 @@ class Sampling:
     @property
     def needs_history(self) -> bool:
         """Whether all tokens so far must be known here before the next one is drawn."""
-        return self.penalised or self.min_tokens > 0
+        return self.penalised or self.min_tokens > 0 or self.form is not None
 
     @property
     def plain(self) -> bool:

@@ -8,8 +8,10 @@ character, or in what may become a stop text.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+if TYPE_CHECKING:  # a server imports this file before it has the time to import transformers
+    from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"
 WINDOW = 6  # tokens before the new ones that are decoded with them
