@@ -5,13 +5,15 @@ from __future__ import annotations
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from smelt.errors import ModelError, RequestError
 from smelt.measure.memory import free_memory
 from smelt.models.load import load
 from smelt.models.model import Model
+from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import block_bytes
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.forms import Forms
@@ -65,6 +67,7 @@ class Engine:
         chunk: int | None = None,  # of a prompt in a step, at most
         queue: int = 4096,
         prefix_cache: bool = True,
+        adapters: Mapping[str, str | Path] | None = None,  # low-rank ones by name: folders in PEFT's format
         compiled: bool = True,  # where the network can be; otherwise, or when False, it runs as it is
     ) -> None:
         self.model = load(model, device=device) if isinstance(model, str) else model
@@ -77,9 +80,10 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool, most_tokens=batch_tokens, most_requests=batch_requests, chunk=chunk, most_waiting=queue
         )
+        self.adapters = Adapters(self.model, adapters or {})
         self.runner = runner_for(
-            self.model, compiled, blocks=blocks, size=block, most_tokens=batch_tokens, most_requests=batch_requests,
-            context=self.context,
+            self.model, compiled, self.adapters, blocks=blocks, size=block, most_tokens=batch_tokens,
+            most_requests=batch_requests, context=self.context,
         )  # fmt: skip
         self.forms = Forms(self.model.tokenizer, self.vocabulary, self.runner.ends)
         self._launched: deque[Launched] = deque()
@@ -89,9 +93,11 @@ class Engine:
         )
 
     def submit(
-        self, prompt: Sequence[int], sampling: Sampling, *, name: str = "", priority: int = 0, salt: bytes = b""
-    ) -> list[Request]:
+        self, prompt: Sequence[int], sampling: Sampling, *, name: str = "", priority: int = 0, salt: bytes = b"",
+        adapter: str | None = None,
+    ) -> list[Request]:  # fmt: skip
         """Queue a prompt; as many requests as samples were asked for, which share its blocks."""
+        self.adapters.check(adapter)
         _check_prompt(prompt, self.context, self.vocabulary)
         matcher = None if sampling.form is None else self.forms.matcher(sampling.form)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
@@ -101,7 +107,7 @@ class Engine:
         for sample in range(sampling.n):
             request = Request(
                 id=f"{name or self._names}-{sample}", prompt=list(prompt), sampling=sampling,
-                limit=min(most, self.context), seed=seed + sample, priority=priority, salt=salt,
+                limit=min(most, self.context), seed=seed + sample, priority=priority, salt=salt, adapter=adapter,
                 parent=requests[0] if requests else None, matcher=None if matcher is None else matcher.copy(),
             )  # fmt: skip
             try:
@@ -193,8 +199,9 @@ class Engine:
         return "length" if len(request.tokens) >= request.limit else ""
 
     def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]], sampling: Sampling | None = None
-    ) -> list[Answer]:
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], sampling: Sampling | None = None, *,
+        adapter: str | None = None,
+    ) -> list[Answer]:  # fmt: skip
         """Answer every prompt (texts, or lists of tokens), as many times as `n` of the sampling says."""
         sampling = sampling or Sampling()
         tokenizer = self.model.tokenizer
@@ -203,7 +210,7 @@ class Engine:
         answers: dict[Request, _Answering] = {}
         for prompt in prompts:
             tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
-            for request in self.submit(tokens, sampling):
+            for request in self.submit(tokens, sampling, adapter=adapter):
                 answers[request] = _Answering(prompt, TextStream(tokenizer, tokens, sampling.stop))
         while self.busy:
             for event in self.step():

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from smelt.kernels.paged import Pages
 from smelt.models.model import Model
-from smelt.serve.engine.attention import PagedCache
+from smelt.serve.engine.adapters import Adapters, uses_adapters
+from smelt.serve.engine.attention import NAME, PagedCache
 from smelt.serve.engine.decoder import Attention, decoder_of
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.runner import Launched, end_tokens
+from smelt.serve.engine.runner import Launched, end_tokens, module_logits
 from smelt.serve.engine.sampler import Drawn, draw
 from smelt.serve.engine.scheduler import Piece, Step
 
@@ -64,7 +65,7 @@ class GpuRunner:
 
     def __init__(
         self, model: Model, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int,
-        graphs: bool = True,
+        graphs: bool = True, adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
         from smelt.serve.engine.fused import FusedNetwork
 
@@ -72,6 +73,8 @@ class GpuRunner:
         self.ends = end_tokens(model)
         self.context = context
         self.cache = PagedCache.empty(model.anatomy, blocks, size, model.network.dtype, model.device)
+        self.module, self.adapters = model.network, adapters
+        self.module.set_attn_implementation(NAME)
         self.network = FusedNetwork(decoder_of(model, context), self.cache)
         self.graphs = graphs and model.device.type == "cuda"
         width = -(-context // size)
@@ -88,10 +91,11 @@ class GpuRunner:
     def launch(self, step: Step) -> Launched:
         self._write_tables(step.pieces)
         giving = [piece.request for piece in step.pieces if piece.gives]
-        if len(giving) == len(step.pieces) == step.tokens <= SIZES[-1]:
+        adapted = self.adapters is not None and uses_adapters(step.pieces)
+        if len(giving) == len(step.pieces) == step.tokens <= SIZES[-1] and not adapted:
             drawn: Drawn | None = self._decode(step.pieces)
         else:
-            drawn = self._mixed(step.pieces, giving)
+            drawn = self._mixed(step.pieces, giving, adapted)
         if drawn is None or self.device.type != "cuda":
             return Launched(step, giving, drawn)
         return Fetched.of(step, giving, drawn)
@@ -152,10 +156,8 @@ class GpuRunner:
         self._last[slots] = tokens
         return tokens, logits
 
-    def _mixed(self, pieces: list[Piece], giving: list[Request]) -> Drawn | None:
-        """Prompts, or prompts beside single tokens."""
-        from smelt.kernels.gpu.paged import paged_prefill, query_tiles
-
+    def _mixed(self, pieces: list[Piece], giving: list[Request], adapted: bool) -> Drawn | None:
+        """Prompts, or prompts beside single tokens; and whatever has adapters, which runs as it is."""
         counts = [piece.count for piece in pieces]
         tokens = self._sent(_tokens_of(pieces, self.size))  # [4, tokens]: known tokens, slots, positions, places
         known, slots, positions, places = tokens
@@ -167,19 +169,32 @@ class GpuRunner:
             starts=self._sent(bounds), lengths=self._sent(lengths), tables=self._tables[rows], places=places,
             longest=int(lengths.max()), counts=counts,
         )  # fmt: skip
-        tiles = query_tiles(counts, self.device)
+        wanted = self._sent(
+            np.array([bounds[row + 1] - 1 for row, piece in enumerate(pieces) if piece.gives], dtype=np.int64)
+        )
+        if adapted:
+            assert self.adapters is not None
+            with self.adapters.applied(pieces, self.device):
+                logits = module_logits(self.module, self.cache, ids, positions, wanted, pages)
+        else:
+            logits = self._prefilled(ids, positions, pages, wanted)
+        if not giving:
+            return None
+        drawn = draw(logits, giving, self.ends)
+        self._last[slots[wanted]] = drawn.tokens
+        return drawn
+
+    def _prefilled(self, ids: Tensor, positions: Tensor, pages: Pages, wanted: Tensor) -> Tensor:
+        """Logits of the wanted tokens."""
+        from smelt.kernels.gpu.paged import paged_prefill, query_tiles
+
+        tiles = query_tiles(pages.counts, self.device)
 
         def attend(queries: Tensor, keys: Tensor, values: Tensor, part: Attention) -> Tensor:
             return paged_prefill(queries, keys, values, pages, tiles, part.scale, part.window)
 
-        hidden = self.network.hidden(ids, positions, places, attend)
-        if not giving:
-            return None
-        wanted = self._sent(np.array([bounds[row + 1] - 1 for row, piece in enumerate(pieces) if piece.gives]))
-        logits = self.network.logits(hidden[wanted])
-        drawn = draw(logits, giving, self.ends)
-        self._last[slots[wanted]] = drawn.tokens
-        return drawn
+        hidden = self.network.hidden(ids, positions, pages.places, attend)
+        return self.network.logits(hidden[wanted]) if len(wanted) else hidden
 
     def _write_tables(self, pieces: list[Piece]) -> None:
         """Blocks that requests were given since their last step, in one copy for all."""

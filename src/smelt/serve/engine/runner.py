@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from smelt.kernels.paged import Pages
 from smelt.models.model import Model
+from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import NAME, PagedCache, paged
 from smelt.serve.engine.compiled import CompiledNetwork, reason_against
 from smelt.serve.engine.request import Request
@@ -41,9 +43,9 @@ class Runner:
 
     def __init__(
         self, model: Model, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int,
-        compiled: bool = True,
+        compiled: bool = True, adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
-        self.network, self.size = model.network, size
+        self.network, self.size, self.adapters = model.network, size, adapters
         self.device, self.dtype = model.device, model.network.dtype
         self.ends = end_tokens(model)
         self.cache = PagedCache.empty(model.anatomy, blocks, size, self.dtype, self.device)
@@ -68,18 +70,17 @@ class Runner:
         ids, positions = (self._on_device(buffer[:count]) for buffer in (self._ids, self._positions))
         rows, pages = self._last_tokens(step.pieces), self._pages(step.pieces, count)
         giving = [piece.request for piece in step.pieces if piece.gives]
-        logits = self._logits(ids, positions, rows, pages)
+        if self.adapters is not None and uses_adapters(step.pieces):
+            with self.adapters.applied(step.pieces, self.device):
+                logits = module_logits(self.network, self.cache, ids, positions, rows, pages)
+        else:
+            logits = self._logits(ids, positions, rows, pages)
         return Launched(step, giving, draw(logits, giving, self.ends) if giving else None)
 
     def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> Tensor:  # [rows, vocabulary]
         if self.compiled is not None:
             return self.compiled.logits(ids, positions, rows, pages)
-        with paged(self.cache, pages):
-            found = self.network(
-                input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
-            )
-        logits: Tensor = found.logits[0]
-        return logits
+        return module_logits(self.network, self.cache, ids, positions, rows, pages)
 
     def _fill(self, pieces: list[Piece]) -> int:
         """Tokens, positions and places of a step, one piece behind the other."""
@@ -131,6 +132,16 @@ class Runner:
 
     def _on_device(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device)
+
+
+def module_logits(
+    network: PreTrainedModel, cache: PagedCache, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages
+) -> Tensor:  # [rows, vocabulary]
+    """By the network as it is, all tokens of a step behind one another."""
+    with paged(cache, pages):
+        found = network(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
+    logits: Tensor = found.logits[0]
+    return logits
 
 
 def end_tokens(model: Model) -> tuple[int, ...]:

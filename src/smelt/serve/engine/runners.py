@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from smelt.models.model import Model
 from smelt.serve.engine import decoder
+from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.runner import Launched, Runner
 from smelt.serve.engine.scheduler import Step
 
@@ -24,8 +25,9 @@ class AnyRunner(Protocol):
 
 
 def runner_for(
-    model: Model, compiled: bool, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int
-) -> AnyRunner:
+    model: Model, compiled: bool, adapters: Adapters | None, *, blocks: int, size: int, most_tokens: int,
+    most_requests: int, context: int,
+) -> AnyRunner:  # fmt: skip
     """`compiled` False: the network as it is, whatever else there would be."""
     sizes: dict[str, Any] = {
         "blocks": blocks, "size": size, "most_tokens": most_tokens, "most_requests": most_requests, "context": context,
@@ -33,5 +35,5 @@ def runner_for(
     if compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
         from smelt.serve.engine.gpu_runner import GpuRunner
 
-        return GpuRunner(model, **sizes)
-    return Runner(model, **sizes, compiled=compiled)
+        return GpuRunner(model, **sizes, adapters=adapters)
+    return Runner(model, **sizes, compiled=compiled, adapters=adapters)

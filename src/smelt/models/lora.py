@@ -1,0 +1,89 @@
+"""Low-rank adapters from a folder in PEFT's format: two thin matrices for each layer that was adapted.
+
+Only what is plain LoRA is read: y = W x + s B (A x), with s = alpha / rank (or alpha / sqrt(rank)). Anything else in
+the folder that would change the result is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from smelt.errors import ModelError
+from smelt.models.jsonfile import read_object
+from smelt.models.weights import check_safetensors
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+# Keys that mean another method, or other changed weights, unless they have these values.
+_PLAIN: dict[str, tuple[Any, ...]] = {
+    "use_dora": (None, False),
+    "bias": (None, "none"),
+    "modules_to_save": (None, []),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "layer_replication": (None, []),
+    "lora_bias": (None, False),
+}
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Of one layer; the scale is in `up` already."""
+
+    down: Tensor  # A [rank, in]
+    up: Tensor  # s B [out, rank]
+
+
+def read_lora(folder: str | Path, network: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Factors]:
+    """The factors by the path of their layer, checked against the network."""
+    folder = Path(folder)
+    scale = _scale(read_object(folder / CONFIG), folder)
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise ModelError(f"{folder} has no {WEIGHTS}; adapters are read from safetensors only.")
+    check_safetensors(path)
+    tensors = load_file(path)
+    pairs = {name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)}
+    strange = [name for name in tensors if not name.endswith((DOWN, UP)) or name[: -len(DOWN)] not in pairs]
+    if strange or not pairs or 2 * len(pairs) != len(tensors):
+        raise ModelError(f"{path} holds more than pairs of low-rank matrices (such as {(strange or ['nothing'])[0]}).")
+    found = {}
+    for name in sorted(pairs):
+        layer = name.removeprefix(PREFIX)
+        down, up = tensors[name + DOWN].float(), tensors[name + UP].float() * scale
+        _check_shapes(network, layer, down, up, path)
+        found[layer] = Factors(down.to(device, dtype), up.to(device, dtype))
+    return found
+
+
+def _scale(config: dict[str, Any], folder: Path) -> float:
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise ModelError(f"{folder} is an adapter of the kind {kind!r}; only LORA can be served.")
+    for key, plain in _PLAIN.items():
+        if config.get(key) not in plain:
+            raise ModelError(f"{folder} uses {key}, which is not plain LoRA; merge it into the model before serving.")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not isinstance(alpha, int | float) or not 1 <= rank <= 4096:
+        raise ModelError(f"{folder / CONFIG} has no usable rank and alpha ({rank!r}, {alpha!r}).")
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _check_shapes(network: nn.Module, layer: str, down: Tensor, up: Tensor, path: Path) -> None:
+    try:
+        module: Any = network.get_submodule(layer)
+        expected = (module.in_features, module.out_features)
+    except AttributeError as error:
+        raise ModelError(f"{path} adapts {layer}, which is no linear layer of this model.") from error
+    if down.shape[1] != expected[0] or up.shape[0] != expected[1] or down.shape[0] != up.shape[1]:
+        raise ModelError(
+            f"{path}: the matrices of {layer} are for {down.shape[1]} inputs and {up.shape[0]} outputs; the model has "
+            f"{expected[0]} and {expected[1]}."
+        )
