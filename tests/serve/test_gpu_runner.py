@@ -27,7 +27,7 @@ from tests.tiny import BUILDS
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there is no CUDA device."""
-    monkeypatch.setattr(engines, "runner_for", lambda model, compiled, adapters, **sizes: GpuRunner(model, **sizes))
+    monkeypatch.setattr(engines, "runner_for", lambda model, *_, **sizes: GpuRunner(model, **sizes))
 
 
 def engine_of(name: str, **more: Any) -> tuple[Engine, Any]:

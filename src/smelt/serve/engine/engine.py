@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from smelt.errors import ModelError, RequestError
 from smelt.measure.memory import free_memory
 from smelt.models.load import load
@@ -68,22 +70,26 @@ class Engine:
         queue: int = 4096,
         prefix_cache: bool = True,
         adapters: Mapping[str, str | Path] | None = None,  # low-rank ones by name: folders in PEFT's format
+        devices: int = 1,  # that the model is split over
         compiled: bool = True,  # where the network can be; otherwise, or when False, it runs as it is
     ) -> None:
-        self.model = load(model, device=device) if isinstance(model, str) else model
+        home = "cpu" if devices > 1 else device  # a model that is split comes to its devices in parts
+        self.model = load(model, device=home, packed=devices == 1) if isinstance(model, str) else model
         if self.model.task != "language":
             raise ModelError(f"{self.model.source or 'this model'} is no language model: it cannot generate.")
         self.context = _context(self.model, context)
         self.vocabulary: int = self.model.network.config.get_text_config().vocab_size
-        blocks = _blocks(self.model, block, cache_bytes, batch_requests, self.context)
+        where = torch.device(device) if devices > 1 else self.model.device
+        each = -(-block_bytes(self.model.anatomy, block, self.model.network.dtype) // devices)
+        blocks = _blocks(each, where, block, cache_bytes, batch_requests * -(-self.context // block))
         self.pool = BlockPool(blocks, block, prefix_cache=prefix_cache)
         self.scheduler = Scheduler(
             self.pool, most_tokens=batch_tokens, most_requests=batch_requests, chunk=chunk, most_waiting=queue
         )
         self.adapters = Adapters(self.model, adapters or {})
         self.runner = runner_for(
-            self.model, compiled, self.adapters, blocks=blocks, size=block, most_tokens=batch_tokens,
-            most_requests=batch_requests, context=self.context,
+            self.model, compiled, self.adapters, [device] * devices, blocks=blocks, size=block,
+            most_tokens=batch_tokens, most_requests=batch_requests, context=self.context,
         )  # fmt: skip
         self.forms = Forms(self.model.tokenizer, self.vocabulary, self.runner.ends)
         self._launched: deque[Launched] = deque()
@@ -265,11 +271,9 @@ def _context(model: Model, asked: int | None) -> int:
     return asked
 
 
-def _blocks(model: Model, size: int, asked: int | None, requests: int, context: int) -> int:
-    """Blocks that fit into the memory for them; never more than all requests could use."""
-    each = block_bytes(model.anatomy, size, model.network.dtype)
-    memory = asked if asked is not None else int(SHARE[model.device.type] * free_memory(model.device))
-    most = requests * -(-context // size)
+def _blocks(each: int, device: torch.device, size: int, asked: int | None, most: int) -> int:
+    """Blocks of so many bytes that fit into the memory for them; never more than all requests could use."""
+    memory = asked if asked is not None else int(SHARE[device.type] * free_memory(device))
     found = min(memory // max(each, 1), most)
     if found < 1:
         raise RequestError(f"{memory:,} bytes hold no block of {size} tokens, which takes {each:,}; give more.")

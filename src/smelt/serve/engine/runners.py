@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
+from smelt.errors import ModelError
 from smelt.models.model import Model
 from smelt.serve.engine import decoder
 from smelt.serve.engine.adapters import Adapters
@@ -25,13 +27,20 @@ class AnyRunner(Protocol):
 
 
 def runner_for(
-    model: Model, compiled: bool, adapters: Adapters | None, *, blocks: int, size: int, most_tokens: int,
-    most_requests: int, context: int,
+    model: Model, compiled: bool, adapters: Adapters | None, devices: Sequence[str], *, blocks: int, size: int,
+    most_tokens: int, most_requests: int, context: int,
 ) -> AnyRunner:  # fmt: skip
-    """`compiled` False: the network as it is, whatever else there would be."""
+    """`compiled` False: the network as it is, whatever else there would be. With several devices the model is split
+    over them; it is still on none of them."""
     sizes: dict[str, Any] = {
         "blocks": blocks, "size": size, "most_tokens": most_tokens, "most_requests": most_requests, "context": context,
     }  # fmt: skip
+    if len(devices) > 1:
+        from smelt.serve.engine.parallel import ParallelRunner, Sizes
+
+        if adapters is not None and adapters.names:
+            raise ModelError("adapters cannot be served on several devices yet; merge one, or use one device.")
+        return ParallelRunner(model, Sizes(**sizes), len(devices), devices[0].partition(":")[0])
     if compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
         from smelt.serve.engine.gpu_runner import GpuRunner
 
