@@ -13,13 +13,19 @@ if TYPE_CHECKING:
     from smelt.recipes.plan import plan
     from smelt.recipes.recipe import Recipe
     from smelt.recipes.run import compress
+    from smelt.serve.engine.engine import Engine
+    from smelt.serve.engine.live import LiveEngine
+    from smelt.serve.engine.sampling import Sampling
 
 __version__ = "0.1.0"
-__all__ = ["Model", "Recipe", "compare", "compress", "evaluate", "load", "plan"]
+__all__ = ["Engine", "LiveEngine", "Model", "Recipe", "Sampling", "compare", "compress", "evaluate", "load", "plan"]
 
 _HOMES = {
+    "Engine": "smelt.serve.engine.engine",
+    "LiveEngine": "smelt.serve.engine.live",
     "Model": "smelt.models.model",
     "Recipe": "smelt.recipes.recipe",
+    "Sampling": "smelt.serve.engine.sampling",
     "compare": "smelt.measure.paired",
     "compress": "smelt.recipes.run",
     "evaluate": "smelt.measure.evaluate",
