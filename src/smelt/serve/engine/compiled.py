@@ -91,12 +91,17 @@ class _Writer:
     def _head(self, hidden: Tensor) -> Tensor:
         """The logits of the tokens for which they are wanted, in float32."""
         width = hidden.shape[1]
-        picked, normed = torch.empty(self.most_wanted, width), torch.empty(self.most_wanted, width)
+        picked = torch.empty(self.most_wanted, width)
+        normed = torch.empty(self.most_wanted, width, dtype=self._head_type())
         self.program.add(compiled.PICK, x=hidden, y=picked, width=width)
         self._norm(self.decoder.norm, picked, None, normed, count=compiled.FOR_WANTED)
         logits = torch.empty(self.most_wanted, rows_of(self.decoder.head))
         self._product(self.decoder.head, normed, logits, count=compiled.FOR_WANTED)
         return logits
+
+    def _head_type(self) -> torch.dtype:
+        """Of the head's inputs. Its outputs are float32, which a packed product has only with inputs of the same."""
+        return torch.float32 if isinstance(self.decoder.head, QuantizedLinear) else self.type
 
     def _norm(self, norm: Norm, hidden: Tensor, given: Tensor | None, y: Tensor | None, count: int = 0) -> None:
         """Add what the last part gave, then the norm of the sum (without y: only the sum)."""

@@ -35,53 +35,77 @@ struct Job {  // some tokens of a request, one head of keys
     int64_t request, head, first, count;
 };
 
-// Where the keys of a job lie, and which of them each of its queries sees.
-struct Reach {
-    const int32_t* table;
-    int64_t before, size, kv_heads, head;  // tokens of the request that are not new
+// The sums of the lanes of sixteen registers, in their order.
+inline __m512 sum_sixteen(const __m512* r) {
+    __m512 pairs[8], fours[4];
+    for (int i = 0; i < 8; ++i)
+        pairs[i] = _mm512_add_ps(_mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]), _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]));
+    for (int i = 0; i < 4; ++i)
+        fours[i] = _mm512_add_ps(
+            _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0x44), _mm512_shuffle_ps(pairs[2 * i], pairs[2 * i + 1], 0xee));
+    const __m512 low = _mm512_add_ps(
+        _mm512_shuffle_f32x4(fours[0], fours[1], 0x88), _mm512_shuffle_f32x4(fours[0], fours[1], 0xdd));
+    const __m512 high = _mm512_add_ps(
+        _mm512_shuffle_f32x4(fours[2], fours[3], 0x88), _mm512_shuffle_f32x4(fours[2], fours[3], 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
+}
 
-    Reach(const Attention& a, const Pages& p, const Job& job)
-        : table(p.tables + job.request * p.table_stride),
-          before(p.lengths[job.request] - (p.starts[job.request + 1] - p.starts[job.request])),
-          size(a.size), kv_heads(a.kv_heads), head(job.head) {}
-    int64_t row_of(int64_t key) const {  // of pages seen as [keys and heads, width]
-        return (int64_t(table[key / size]) * size + key % size) * kv_heads + head;
-    }
-};
-
-// The products of each query with the keys of a span: scores [rows, SPAN].
-inline void score_keys(
-    const Attention& a, const Reach& reach, const float* queries, int64_t rows, int64_t begin, int64_t end,
-    float* scores) {
-    const int64_t padded = round_up(a.width, 16);
+// Where the keys of a span lie: rows of pages seen as [keys and heads, width].
+inline void rows_of_keys(const Attention& a, const int32_t* table, int64_t head, int64_t begin, int64_t end, int64_t* rows) {
+    int64_t page = begin / a.size, offset = begin % a.size;
     for (int64_t key = begin; key < end; ++key) {
-        const int64_t place = reach.row_of(key) * a.width;
-        for (int64_t row = 0; row < rows; ++row) {
-            __m512 dot = _mm512_setzero_ps();
-            for (int64_t k = 0; k < a.width; k += 16)
-                dot = _mm512_fmadd_ps(
-                    _mm512_load_ps(queries + row * padded + k),
-                    load_numbers(a.key_pages, a.page_type, place + k, first_lanes(a.width - k)), dot);
-            scores[row * SPAN + key - begin] = _mm512_reduce_add_ps(dot);
-        }
+        rows[key - begin] = (int64_t(table[page]) * a.size + offset) * a.kv_heads + head;
+        if (++offset == a.size) offset = 0, ++page;
     }
 }
 
-// Scores of one query become weights; those of keys low..high are seen, the others weigh nothing.
-inline void weigh(float* scores, int64_t begin, int64_t end, int64_t low, int64_t high, Partial& out) {
+// The products of a query with sixteen keys, or with the first `here` of them.
+template <Number Pages, bool All>
+inline __m512 score_sixteen(const Attention& a, const int64_t* key_rows, int64_t here, const float* query) {
+    __m512 dots[16];
+    for (auto& one : dots) one = _mm512_setzero_ps();
+    for (int64_t k = 0; k < a.width; k += 16) {
+        const __mmask16 there = first_lanes(a.width - k);
+        const __m512 part = _mm512_load_ps(query + k);
+        for (int one = 0; one < 16; ++one)
+            if (All || one < here)
+                dots[one] = _mm512_fmadd_ps(
+                    part, load_numbers(a.key_pages, Pages, key_rows[one] * a.width + k, there), dots[one]);
+    }
+    return sum_sixteen(dots);
+}
+
+// Of each query with the keys of a span: scores [rows, SPAN].
+template <Number Pages>
+inline void score_keys(
+    const Attention& a, const int64_t* key_rows, int64_t keys, const float* queries, int64_t rows, float* scores) {
+    const int64_t padded = round_up(a.width, 16);
+    for (int64_t key = 0; key < keys; key += 16)
+        for (int64_t row = 0; row < rows; ++row) {
+            const float* query = queries + row * padded;
+            const __m512 found = keys - key >= 16
+                                     ? score_sixteen<Pages, true>(a, key_rows + key, 16, query)
+                                     : score_sixteen<Pages, false>(a, key_rows + key, keys - key, query);
+            _mm512_storeu_ps(scores + row * SPAN + key, found);
+        }
+}
+
+// Scores of one query become weights; those of keys low..high of the span are seen, the others weigh nothing.
+inline void weigh(float* scores, int64_t keys, int64_t low, int64_t high, Partial& out) {
     const __m512 nothing = _mm512_set1_ps(-INFINITY);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     __m512 most = nothing, sum = _mm512_setzero_ps();
-    for (int64_t key = begin; key < end; key += 16) {
-        __mmask16 seen = first_lanes(end - key);
-        for (int lane = 0; lane < 16; ++lane)
-            if (key + lane < low || key + lane >= high) seen &= ~(1u << lane);
-        const __m512 score = _mm512_mask_loadu_ps(nothing, seen, scores + key - begin);
-        _mm512_storeu_ps(scores + key - begin, score);
+    for (int64_t key = 0; key < keys; key += 16) {
+        const __m512i place = _mm512_add_epi32(lanes, _mm512_set1_epi32(int(key)));
+        const __mmask16 seen = _mm512_cmpge_epi32_mask(place, _mm512_set1_epi32(int(low))) &
+                               _mm512_cmplt_epi32_mask(place, _mm512_set1_epi32(int(high)));
+        const __m512 score = _mm512_mask_loadu_ps(nothing, seen, scores + key);
+        _mm512_storeu_ps(scores + key, score);
         most = _mm512_max_ps(most, score);
     }
     out.largest = _mm512_reduce_max_ps(most);
     const __m512 largest = _mm512_set1_ps(out.largest == -INFINITY ? 0.0f : out.largest);
-    for (int64_t key = 0; key < end - begin; key += 16) {
+    for (int64_t key = 0; key < keys; key += 16) {
         const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + key), largest));
         _mm512_storeu_ps(scores + key, weight);
         sum = _mm512_add_ps(sum, weight);
@@ -89,21 +113,30 @@ inline void weigh(float* scores, int64_t begin, int64_t end, int64_t low, int64_
     out.sum = _mm512_reduce_add_ps(sum);
 }
 
-// The values of a span, weighted, for each query.
-inline void mix_values(
-    const Attention& a, const Reach& reach, const float* weights, int64_t rows, int64_t begin, int64_t end,
-    Partial* partial) {
+// The values of a span, weighted, for `Rows` queries from `first` on.
+template <Number Pages, int Rows>
+inline void mix_rows(
+    const Attention& a, const int64_t* key_rows, int64_t keys, const float* weights, int64_t first, Partial* partial) {
     for (int64_t k = 0; k < a.width; k += 16) {
         const __mmask16 there = first_lanes(a.width - k);
-        __m512 total[MOST_QUERIES];
-        for (int64_t row = 0; row < rows; ++row) total[row] = _mm512_setzero_ps();
-        for (int64_t key = begin; key < end; ++key) {
-            const __m512 values = load_numbers(a.value_pages, a.page_type, reach.row_of(key) * a.width + k, there);
-            for (int64_t row = 0; row < rows; ++row)
-                total[row] = _mm512_fmadd_ps(_mm512_set1_ps(weights[row * SPAN + key - begin]), values, total[row]);
+        __m512 total[Rows];
+        for (auto& one : total) one = _mm512_setzero_ps();
+        for (int64_t key = 0; key < keys; ++key) {
+            const __m512 values = load_numbers(a.value_pages, Pages, key_rows[key] * a.width + k, there);
+            for (int row = 0; row < Rows; ++row)
+                total[row] = _mm512_fmadd_ps(_mm512_set1_ps(weights[(first + row) * SPAN + key]), values, total[row]);
         }
-        for (int64_t row = 0; row < rows; ++row) _mm512_storeu_ps(partial[row].values + k, total[row]);
+        for (int row = 0; row < Rows; ++row) _mm512_storeu_ps(partial[first + row].values + k, total[row]);
     }
+}
+
+template <Number Pages>
+inline void mix_values(
+    const Attention& a, const int64_t* key_rows, int64_t keys, const float* weights, int64_t rows, Partial* partial) {
+    int64_t row = 0;
+    for (; row + 4 <= rows; row += 4) mix_rows<Pages, 4>(a, key_rows, keys, weights, row, partial);
+    for (; row + 3 <= rows; row += 3) mix_rows<Pages, 3>(a, key_rows, keys, weights, row, partial);
+    for (; row < rows; ++row) mix_rows<Pages, 1>(a, key_rows, keys, weights, row, partial);
 }
 
 // One more span into the result so far.
@@ -151,22 +184,25 @@ inline void store_results(const Attention& a, const Job& job, int64_t token, con
     }
 }
 
-inline void attend_job(const Attention& a, const Pages& p, const Job& job) {
+template <Number Pages>
+inline void attend_job(const Attention& a, const ::Pages& p, const Job& job) {
     const int64_t group = a.heads / a.kv_heads, rows = job.count * group, token = p.starts[job.request] + job.first;
     const JobRoom room = job_room(round_up(a.width, 16));
-    const Reach reach(a, p, job);
     load_queries(a, job, token, room.queries);
     for (int64_t row = 0; row < rows; ++row) room.so_far[row] = Partial{-INFINITY, 0.0f, {}};
-    const int64_t first = reach.before + job.first, last = first + job.count;  // positions of the queries
+    const int64_t fresh = p.starts[job.request + 1] - p.starts[job.request];
+    const int64_t first = p.lengths[job.request] - fresh + job.first, last = first + job.count;  // of the queries
     const int64_t seen = a.window && first >= a.window ? first - a.window + 1 : 0;
     for (int64_t begin = seen / SPAN * SPAN; begin < last; begin += SPAN) {
-        const int64_t end = begin + SPAN < last ? begin + SPAN : last;
-        score_keys(a, reach, room.queries, rows, begin, end, room.scores);
+        const int64_t keys = (begin + SPAN < last ? begin + SPAN : last) - begin;
+        int64_t key_rows[SPAN];
+        rows_of_keys(a, p.tables + job.request * p.table_stride, job.head, begin, begin + keys, key_rows);
+        score_keys<Pages>(a, key_rows, keys, room.queries, rows, room.scores);
         for (int64_t row = 0; row < rows; ++row) {
-            const int64_t position = first + row / group;
-            weigh(room.scores + row * SPAN, begin, end, a.window ? position - a.window + 1 : 0, position + 1, room.next[row]);
+            const int64_t position = first + row / group - begin;  // of the query, from the span's beginning
+            weigh(room.scores + row * SPAN, keys, a.window ? position - a.window + 1 : 0, position + 1, room.next[row]);
         }
-        mix_values(a, reach, room.scores, rows, begin, end, room.next);
+        mix_values<Pages>(a, key_rows, keys, room.scores, rows, room.next);
         for (int64_t row = 0; row < rows; ++row) merge_span(room.so_far[row], room.next[row], a.width);
     }
     store_results(a, job, token, room.so_far);
@@ -189,6 +225,10 @@ inline void attend(const Attention& a, const Pages& p, int threads) {
     const Job* list = jobs.data();
     const int64_t many = jobs.size();
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t job = 0; job < many; ++job) attend_job(a, p, list[job]);
+    for (int64_t job = 0; job < many; ++job) switch (a.page_type) {
+            case FLOAT16: attend_job<FLOAT16>(a, p, list[job]); break;
+            case BFLOAT16: attend_job<BFLOAT16>(a, p, list[job]); break;
+            default: attend_job<FLOAT32>(a, p, list[job]);
+        }
 }
 #endif

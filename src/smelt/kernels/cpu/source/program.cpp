@@ -2,7 +2,7 @@
 //
 // What the network gives for a token depends on that token's own request alone, whatever else is in the step.
 #include "attention.h"
-#include "dense.h"
+#include "dense_tiles.h"
 
 extern "C" void smelt_linear(const Plan* plan, const void* x, void* y, int64_t tokens, int64_t few, int threads);
 
@@ -157,7 +157,11 @@ void run(const Operation& op, const Step& step) {
         }
         case DENSE: {
             const Dense* matrix = static_cast<const Dense*>(op.detail);
-            return dense_product(*matrix, op.x, tokens, op.y, threads_for(step, matrix->rows * matrix->columns * tokens));
+            const int threads = threads_for(step, matrix->rows * matrix->columns * tokens);
+#ifdef SMELT_TILES
+            if (has_dense_tiles(*matrix, tokens)) return dense_tiles(*matrix, op.x, tokens, op.y, threads);
+#endif
+            return dense_product(*matrix, op.x, tokens, op.y, threads);
         }
         case HEAD_NORM: return head_norm(op, step);
         case ROTATE: return rotate(op, step);

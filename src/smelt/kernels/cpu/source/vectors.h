@@ -30,9 +30,10 @@ inline void store_numbers(void* numbers, Number type, int64_t index, __m512 valu
     _mm512_mask_cvtepi32_storeu_epi16(to, there, _mm512_srli_epi32(nearest, 16));
 }
 
-// e^x to about one unit in the last place; below -87 it is zero.
+// e^x to about one unit in the last place; below -87 it is zero, above 88 infinite.
 inline __m512 exponential(__m512 x) {
     const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
+    const __mmask16 huge = _mm512_cmp_ps_mask(x, _mm512_set1_ps(88.0f), _CMP_GT_OQ);
     x = _mm512_min_ps(x, _mm512_set1_ps(88.0f));
     const __m512 whole = _mm512_roundscale_ps(
         _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -41,6 +42,7 @@ inline __m512 exponential(__m512 x) {
     __m512 sum = _mm512_set1_ps(1.0f / 5040);  // the series, good for |r| <= 0.35
     for (const float next : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
         sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(next));
-    return _mm512_mask_mov_ps(_mm512_scalef_ps(sum, whole), tiny, _mm512_setzero_ps());
+    const __m512 found = _mm512_mask_mov_ps(_mm512_scalef_ps(sum, whole), tiny, _mm512_setzero_ps());
+    return _mm512_mask_mov_ps(found, huge, _mm512_set1_ps(INFINITY));
 }
 #endif

@@ -1,0 +1,87 @@
+// Products with matrices in bfloat16 for many tokens, on the matrix units (AMX): weights are read as they lie in memory.
+#pragma once
+
+#include "dense.h"
+#include "tiles.h"
+
+#ifdef SMELT_TILES
+inline bool has_dense_tiles(const Dense& d, int64_t tokens) {
+    const bool halves = d.weight_type == BFLOAT16 && d.x_type == BFLOAT16;
+    return halves && tokens > 4 && d.columns % 32 == 0 && d.rows % 16 == 0 && tiles_granted();
+}
+
+// Inputs [tokens, columns] as tiles [blocks of 16 tokens, steps of 32 columns, TILE_BYTES]: a pair of columns a line.
+inline const uint8_t* dense_tile_inputs(const Dense& d, const void* x, int64_t tokens) {
+    static thread_local Scratch room;
+    const int64_t blocks = (tokens + TILE - 1) / TILE, steps = d.columns / 32;
+    uint8_t* tiles = room.take<uint8_t>(blocks * steps * TILE_BYTES);
+    const uint16_t* from = static_cast<const uint16_t*>(x);
+    for (int64_t block = 0; block < blocks; ++block)
+        for (int64_t step = 0; step < steps; ++step) {
+            __m512i words[TILE];
+            for (int t = 0; t < TILE; ++t) {
+                const int64_t token = block * TILE + t;
+                words[t] = token < tokens ? _mm512_loadu_si512(from + token * d.columns + step * 32) : _mm512_setzero_si512();
+            }
+            transpose(words);
+            for (int r = 0; r < TILE; ++r) _mm512_store_si512(tiles + (block * steps + step) * TILE_BYTES + r * 64, words[r]);
+        }
+    return tiles;
+}
+
+// Sums [16 rows, 16 tokens] to their places, with the bias.
+inline void store_dense_tile(const Dense& d, const float* sums, int64_t row, int64_t token, int64_t tokens, void* y) {
+    __m512i lines[TILE];
+    for (int r = 0; r < TILE; ++r) lines[r] = _mm512_load_si512(sums + r * TILE);
+    transpose(lines);
+    for (int t = 0; t < TILE && token + t < tokens; ++t) {
+        __m512 values = _mm512_castsi512_ps(lines[t]);
+        if (d.bias) values = _mm512_add_ps(values, load_numbers(d.bias, d.bias_type, row));
+        store_numbers(y, d.y_type, (token + t) * d.rows + row, values);
+    }
+}
+
+// Sixteen rows with up to two blocks of tokens.
+template <int Blocks>
+inline void dense_tile_rows(
+    const Dense& d, const uint8_t* inputs, int64_t row, int64_t block, int64_t tokens, void* y, float* sums) {
+    const int64_t steps = d.columns / 32, stride = d.columns * 2;
+    const uint8_t* weights = static_cast<const uint8_t*>(d.weight) + row * stride;
+    const uint8_t* x = inputs + block * steps * TILE_BYTES;
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t step = 0; step < steps; ++step) {
+        _tile_loadd(4, weights + step * 64, stride);
+        _tile_loadd(6, x + step * TILE_BYTES, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if constexpr (Blocks == 2) {
+            _tile_loadd(7, x + (steps + step) * TILE_BYTES, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+    }
+    _tile_stored(0, sums, 64);
+    store_dense_tile(d, sums, row, block * TILE, tokens, y);
+    if constexpr (Blocks == 2) {
+        _tile_stored(1, sums, 64);
+        store_dense_tile(d, sums, row, (block + 1) * TILE, tokens, y);
+    }
+}
+
+inline void dense_tiles(const Dense& d, const void* x, int64_t tokens, void* y, int threads) {
+    const uint8_t* inputs = dense_tile_inputs(d, x, tokens);
+    const int64_t blocks = (tokens + TILE - 1) / TILE;
+#pragma omp parallel num_threads(threads)
+    {
+        alignas(64) float sums[TILE * TILE];
+        const TileShapes shapes(64);
+        _tile_loadconfig(&shapes);
+        const Share share = share_of(d.rows, TILE);
+        for (int64_t row = share.first; row < share.last; row += TILE) {
+            int64_t block = 0;
+            for (; block + 2 <= blocks; block += 2) dense_tile_rows<2>(d, inputs, row, block, tokens, y, sums);
+            if (block < blocks) dense_tile_rows<1>(d, inputs, row, block, tokens, y, sums);
+        }
+        _tile_release();
+    }
+}
+#endif
