@@ -1,0 +1,142 @@
+"""The engine on a processor: SmolLM2-135M in its own four bits, beside llama.cpp, OpenVINO GenAI and transformers.
+
+    PYTHONPATH=benchmarks python benchmarks/serve/cpu_engine.py --gguf FILE [--llama-cpp PYTHON] [--openvino PYTHON]
+
+FILE is the bundled model's GGUF file; PYTHON are interpreters of environments that have those packages. Greedy, nothing
+ends early; one stream and sixteen, all from the same file and prompts. Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import table, write
+
+from smelt.data.default import default_documents
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling import Sampling
+
+PROMPT, ANSWER, STREAMS = 64, 128, (1, 16)
+
+
+def main() -> None:
+    options = _options()
+    tokenizer = load("smollm2-135m").tokenizer
+    tokens = tokenizer("\n".join(default_documents("evaluation").values()), verbose=False)["input_ids"]
+    batches = [[tokens[row * 997 : row * 997 + PROMPT] for row in range(streams)] for streams in STREAMS]
+    texts = [[tokenizer.decode(prompt) for prompt in batch] for batch in batches]
+    asked = {"batches": batches, "texts": texts, "answer": ANSWER}
+    rows: list[dict[str, Any]] = []
+    for name, interpreter in (("llama.cpp", options.llama_cpp), ("OpenVINO GenAI", options.openvino)):
+        if interpreter:
+            rows += _peer(name, interpreter, options, asked)
+    for kind in (torch.bfloat16, torch.float32):
+        rows += _ours(options.gguf, batches, kind)
+    rows += _transformers(batches)
+    for row in rows:
+        print(row, file=sys.stderr)
+    write("serve_cpu", rows, _text(rows))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--gguf", required=True)
+    parser.add_argument("--llama-cpp", help="an interpreter with llama-cpp-python")
+    parser.add_argument("--openvino", help="an interpreter with openvino-genai")
+    return parser.parse_args()
+
+
+def _row(who: str, streams: int, seconds: float, **more: Any) -> dict[str, Any]:
+    return {"who": who, "streams": streams, "tokens_per_second": streams * ANSWER / seconds, **more}
+
+
+def _peer(name: str, interpreter: str, options: argparse.Namespace, asked: dict[str, Any]) -> list[dict[str, Any]]:
+    script = {"llama.cpp": "llamacpp_generate.py", "OpenVINO GenAI": "openvino_generate.py"}[name]
+    with tempfile.TemporaryDirectory() as folder:
+        prompts, result = Path(folder) / "prompts.json", Path(folder) / "result.json"
+        prompts.write_text(json.dumps(asked))
+        place = Path(__file__).parents[1] / "peers" / script
+        subprocess.run([interpreter, place, options.gguf, prompts, result, str(os.cpu_count())], check=True)
+        found = json.loads(result.read_text())
+    return [
+        _row(f"{name} {found['version']}", streams, row["seconds"], decoding=row.get("decoding"))
+        for streams, row in zip(STREAMS, found["rows"], strict=True)
+    ]
+
+
+def _ours(source: str, batches: list[list[list[int]]], kind: torch.dtype) -> list[dict[str, Any]]:
+    model = load(source, packed=True, dtype=kind)
+    engine = Engine(model, context=1024, batch_requests=max(STREAMS), prefix_cache=False)
+    assert engine.runner.path == "cpu-program", engine.runner.path
+    rows = []
+    for batch in batches:
+        _generate(engine, batch, 4)
+        seconds, decoding = _generate(engine, batch, ANSWER)
+        who = f"Smelt, inputs in {str(kind).removeprefix('torch.')}"
+        rows.append(_row(who, len(batch), seconds, decoding=decoding, path=engine.runner.path))
+    return rows
+
+
+def _generate(engine: Engine, batch: list[list[int]], answer: int) -> tuple[float, float]:
+    sampling = Sampling(max_tokens=answer, temperature=0, ignore_end=True)
+    start = time.perf_counter()
+    requests = [engine.submit(prompt, sampling)[0] for prompt in batch]
+    while any(not request.output for request in requests):
+        engine.step()
+    decoding = time.perf_counter()
+    while engine.busy:
+        engine.step()
+    assert all(len(request.output) == answer for request in requests)
+    end = time.perf_counter()
+    return end - start, end - decoding
+
+
+def _transformers(batches: list[list[list[int]]]) -> list[dict[str, Any]]:
+    model: Model = load("smollm2-135m")
+    model.network.generation_config.eos_token_id = None
+    rows = []
+    for batch in batches:
+        ids = torch.tensor(batch)
+        settings = {"do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(ids)}
+        with torch.no_grad():
+            model.network.generate(ids, max_new_tokens=4, **settings)
+            start = time.perf_counter()
+            model.network.generate(ids, max_new_tokens=ANSWER, **settings)
+        rows.append(_row("transformers, float32", len(batch), time.perf_counter() - start))
+    return rows
+
+
+def _text(rows: list[dict[str, Any]]) -> str:
+    names = list(dict.fromkeys(row["who"] for row in rows))
+
+    def cell(who: str, streams: int) -> str:
+        found = [row for row in rows if row["who"] == who and row["streams"] == streams]
+        if not found:
+            return ""
+        row = found[0]
+        decoding = row.get("decoding")
+        more = f" ({streams * (ANSWER - 1) / decoding:.0f})" if decoding else ""
+        return f"{row['tokens_per_second']:.0f}{more}"
+
+    cells = [[name, *(cell(name, streams) for streams in STREAMS)] for name in names]
+    return (
+        "# The engine on a processor: SmolLM2-135M in its own four bits\n\n"
+        f"Tokens generated a second, prompts of {PROMPT} tokens included (in brackets: while decoding alone); {ANSWER} "
+        "tokens an answer, greedy, the same GGUF file (Q4_1, head Q8_0) and prompts for all; transformers from the "
+        "same weights in float32.\n\n" + table(["", *(f"{streams} streams" for streams in STREAMS)], cells)
+    )
+
+
+if __name__ == "__main__":
+    main()

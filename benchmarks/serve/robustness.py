@@ -1,0 +1,70 @@
+"""Two thousand clients against a real server, of which many leave, cancel or read slowly: does every block come back,
+and does memory stay flat?
+
+    python benchmarks/serve/robustness.py [--requests 2000] [--out results/robustness.json]
+
+The model is a small one with random weights, so that the server and not the network is what is tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from benchmarks.serve.visitors import visits
+from tests.serve.served import start, write_model
+
+from smelt.measure.machine import machine
+
+WARM_UP = 200
+PARTS = 10  # memory is read after each
+
+
+def measured(requests: int, at_once: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        server = start(write_model(Path(folder) / "tiny"), Path(folder), "--cache-gib", "0.02", "--reader", "5")
+        try:
+            asyncio.run(visits(server.url, range(10**6, 10**6 + WARM_UP), at_once))
+            server.wait_until_idle(60)
+            memory, found, began = [server.resident_bytes()], {}, time.monotonic()
+            for part in range(PARTS):
+                numbers = range(part * requests // PARTS, (part + 1) * requests // PARTS)
+                for name, count in asyncio.run(visits(server.url, numbers, at_once)).items():
+                    found[name] = found.get(name, 0) + count
+                server.wait_until_idle(60)
+                memory.append(server.resident_bytes())
+                print(f"{numbers.stop:>6} requests, {memory[-1] / 2**20:.1f} MiB", file=sys.stderr, flush=True)
+            state = server.state()
+            seconds = time.monotonic() - began
+        finally:
+            code = server.end()
+    return {
+        "requests": requests, "at_once": at_once, "seconds": round(seconds, 1), "outcomes": found,
+        "blocks_used_at_the_end": state["blocks_used"], "answers_at_the_end": state["answers"], "ended": state["ended"],
+        "restarts": state["restarts"], "memory_mib": [round(value / 2**20, 1) for value in memory], "exit_code": code,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--at-once", type=int, default=64)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results" / "serve_robustness.json")
+    arguments = parser.parse_args()
+    result = {"machine": machine(), **measured(arguments.requests, arguments.at_once)}
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+    wrong = result["outcomes"].get("wrong", 0) or result["blocks_used_at_the_end"] or result["answers_at_the_end"]
+    sys.exit(1 if wrong or result["exit_code"] else 0)
+
+
+if __name__ == "__main__":
+    main()

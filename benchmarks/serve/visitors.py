@@ -1,0 +1,68 @@
+"""Clients as they are: some read to the end, some leave in the middle, some before anything came, some read slowly.
+
+Used by tests/serve/test_robustness.py with a few hundred of them, and by robustness.py with thousands.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from typing import Any
+
+import httpx
+
+KINDS = ("whole", "stream", "leaves", "leaves early", "slow", "stop")
+
+
+async def visit(client: httpx.AsyncClient, number: int) -> str:
+    """One request, decided by its number: what became of it."""
+    chance = random.Random(number)
+    kind = KINDS[number % len(KINDS)]
+    body: dict[str, Any] = {
+        "prompt": [chance.randrange(32, 127) for _ in range(chance.randrange(1, 200))],
+        "max_tokens": chance.randrange(1, 120), "seed": number, "n": chance.choice((1, 1, 2, 4)), "ignore_eos": True,
+    }  # fmt: skip
+    if kind == "stop":
+        body |= {"stop": [chr(chance.randrange(97, 123)) for _ in range(8)], "max_tokens": 400}
+    if kind.startswith("leaves"):
+        body |= {"max_tokens": 1500}
+    try:
+        if kind == "leaves early":  # without waiting for the answer
+            await asyncio.wait_for(client.post("/v1/completions", json=body), chance.random() / 5)
+            return "answered before it left"
+        if kind == "whole":
+            answer = await client.post("/v1/completions", json=body)
+            return kind if answer.status_code == 200 and len(answer.json()["choices"]) == body["n"] else "wrong"
+        return await _streamed(client, body, kind, chance)
+    except (TimeoutError, httpx.TimeoutException):
+        return kind
+
+
+async def _streamed(client: httpx.AsyncClient, body: dict[str, Any], kind: str, chance: random.Random) -> str:
+    leaves_after = chance.randrange(1, 20) if kind == "leaves" else 10**9
+    count, last = 0, ""
+    async with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:
+        if answer.status_code != 200:
+            return "wrong"
+        async for line in answer.aiter_lines():
+            count, last = count + 1, line or last
+            if count >= leaves_after:
+                return kind
+            if kind == "slow" and count % 10 == 0:
+                await asyncio.sleep(0.005)
+    return kind if last == "data: [DONE]" else "wrong"
+
+
+async def visits(url: str, numbers: range, at_once: int = 40) -> Counter[str]:
+    """Many of them; how many ended how."""
+    gate = asyncio.Semaphore(at_once)
+    limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once)
+
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+
+        async def one(number: int) -> str:
+            async with gate:
+                return await visit(client, number)
+
+        return Counter(await asyncio.gather(*(one(number) for number in numbers)))
