@@ -22,12 +22,14 @@ FORMATS = (
     *("int8", "int8/64@float16", "int8-asym/32@float16", "int8-float-zero/128@float16", "int8/tensor", "int8/48"),
     *("int4", "int4/64@float16", "int4-asym/32@float16", "int4-asym@bfloat16", "int4-float-zero/64@float16"),
     *("int4-wide/128", "int3/64@float16", "int3-asym", "int2-asym/64@float16", "int2", "int5/64", "int6-asym", "int7"),
+    *("int4-float32-zero/32@float16", "int5-float32-zero/32@float16", "int6/16", "int5/32@float16", "int8/32@float16"),
     *("dint4/64@float16", "dint4/32", "dint4-sym/64@float16", "dint3", "dint8-sym", "mxfp4", "nvfp4", "amxfp4", "fp4"),
     *("nf4", "nf3", "nf2", "fp8-e4m3", "fp8-e5m2", "mxfp6-e2m3", "mxfp8-e5m2", "mxint8", "mxint4", "ternary/64"),
 )
 INTEGERS = (
     *("int8", "int8-asym/32@float16", "int8-float-zero/128@float16", "int8/tensor", "int4-asym/32@float16"),
     *("int4/64@float16", "int4-float-zero/64@float16", "dint4/64@float16", "dint4/32", "dint4-sym/64@float16"),
+    "int4-float32-zero/32@float16",
 )
 SHAPES = ((33, 576), (5, 100), (17, 31), (1, 1), (70, 128))
 TOKENS = (1, 2, 3, 4, 5, 33, 97)

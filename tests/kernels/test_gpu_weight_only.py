@@ -13,7 +13,14 @@ from smelt.kernels.linear import REFERENCE, Packed
 from smelt.numerics import Quantized, format_named
 
 KERNEL = WeightOnly()
-WORDS = ("int4/32@float16", "int4-asym/64@float16", "int4-float-zero/32", "int8/32", "int8-asym/row@bfloat16")
+WORDS = (
+    "int4/32@float16",
+    "int4-asym/64@float16",
+    "int4-float-zero/32",
+    "int4-float32-zero/32@float16",
+    "int8/32",
+    "int8-asym/row@bfloat16",
+)
 OTHERS = ("int2/64", "int3/32", "int5/64", "int4/tensor", "mxfp4", "nvfp4", "amxfp4", "fp4")
 
 

@@ -17,7 +17,7 @@ def fitted(number_format: Format, x: Tensor) -> tuple[Tensor, Grid]:
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-@pytest.mark.parametrize("kind", ["", "-asym", "-float-zero"])
+@pytest.mark.parametrize("kind", ["", "-asym", "-float-zero", "-float32-zero"])
 @pytest.mark.parametrize("group", ["16", "row", "tensor"])
 def test_the_error_is_at_most_half_a_step(bits: int, kind: str, group: str) -> None:
     number_format = format_named(f"int{bits}{kind}/{group}")
@@ -54,7 +54,7 @@ def test_the_asymmetric_rule_by_hand() -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("name", ["int4-asym", "dint4", "int4-float-zero"])
+@pytest.mark.parametrize("name", ["int4-asym", "dint4", "int4-float-zero", "int4-float32-zero"])
 def test_zero_is_exact_where_values_have_one_sign(sign: int, name: str) -> None:
     x = sign * (5 + torch.rand(1, 64))
     _, grid = fitted(format_named(name), x)

@@ -153,9 +153,12 @@ def test_a_verdict_is_made_where_none_is_given(run: dict[str, Any]) -> None:
     del run["verdict"]
     expected = (
         "parameters 134.5 M → 113.3 M, −15.8 %; perplexity on wikitext2 23.60 → 27.10, +14.8 % (worse); "
-        "1.21× faster (forward, batch 1, 128 tokens, cpu)."
+        "1.21× faster (forward, batch 1, 128 tokens, cpu)"
     )
     assert expected in Page(render(run)).text
+    run["size"]["parameters"]["after"] = run["size"]["parameters"]["before"]  # as after quantisation
+    run["size"]["block_parameters"]["after"] = run["size"]["block_parameters"]["before"]
+    assert "bytes of weights 538 MB → " in Page(render(run)).text
 
 
 def warnings_of(run: dict[str, Any], **speed: Any) -> list[str]:

@@ -22,9 +22,12 @@ COMMANDS = {
     "compress": "Make a model smaller by a recipe or one method; save it, prove that it reloads, and report the cost.",
     "eval": "How good a model is on data, and with --against, how much it lost, with a confidence interval.",
     "bench": "Latency and memory, measured here: median and spread after a warm-up, batch and length stated.",
+    "chat": "Talk to a model in the terminal; its answers come as they are made.",
+    "load-test": "Send requests to a server at a rate, and measure latencies, throughput and goodput, with plots.",
     "export": "Write a model for vLLM and transformers (compressed-tensors), llama.cpp (gguf) or onnxruntime (onnx).",
+    "serve": "Serve a model: OpenAI's API, streaming, metrics and a live page; on this machine unless keys are given.",
 }
-_FILES = {"eval": "evaluate"}  # where a command's name is taken by Python
+_FILES = {"eval": "evaluate", "load-test": "load_test"}  # where a command's name is none that Python takes
 
 
 def app_with(*names: str) -> typer.Typer:

@@ -116,8 +116,9 @@ def _show_notes(example: dict[str, Any]) -> None:
     console.print(
         f"stored: bits a value with its scales, for {COLUMNS} columns. dB: signal to noise on {ROWS} x {COLUMNS} "
         "normal values, measured now. group: the values that share a scale.\n"
-        "zero: a byte with each scale; in intN-float-zero a float16, which need not be whole (hqq moves it). intN-wide "
-        "spreads the range over all codes. amxfp4: a scale for each sign. nvfp4: one float32 a tensor besides.\n"
+        "zero: a byte with each scale; in intN-float-zero a float16, which need not be whole (hqq moves it), and in "
+        "intN-float32-zero a float32. intN-wide spreads the range over all codes. amxfp4: a scale for each sign. "
+        "nvfp4: one float32 a tensor besides.\n"
         "A name can go on with `/` and what shares a scale (a number, `row`, `tensor`), then `@` and the type of the "
         f"scale: {example['name']} takes {example['bits_per_value']:.2f} bits and has "
         f"{example['signal_to_noise']:.1f} dB.\n"

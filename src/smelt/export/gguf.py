@@ -20,7 +20,7 @@ from smelt.errors import FormatError
 from smelt.export.format import Export, ExportFormat
 from smelt.export.gguf_blocks import round_q4_0, round_q4_1, round_q5_0, round_q8_0
 from smelt.export.gguf_file import TYPES, TensorToWrite, write_gguf
-from smelt.export.gguf_levels import exact_blocks
+from smelt.export.gguf_levels import exact_blocks, has_fractions
 from smelt.export.gguf_metadata import checked_config, differing, network_metadata
 from smelt.export.gguf_search import round_q4_k, round_q6_k
 from smelt.export.gguf_tokenizer import PROBE, tokenizer_metadata
@@ -44,6 +44,7 @@ _FILE_TYPES = {
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q4_K": 14, "Q6_K": 18, "BF16": 32,
 }  # fmt: skip
 _QUANTIZATION_VERSION = 2
+_LAST_BITS = 120.0  # decibel; a zero point in float32 and a minimum give the same weights to the last bits of a float32
 _LEAST_SIGNAL = 10.0  # decibel; every type is far above it on any weights, and a wrong byte order far below
 
 
@@ -85,7 +86,8 @@ class Gguf(ExportFormat):
             gguf_name = theirs.get(name) or _block_name(path, part)
             yield self._plain(gguf_name, tensor, _row_order(path, tensor.shape[0], config), config)
         for path, layer in layers.items():
-            yield _carried(_block_name(path, "weight"), path, layer, _row_order(path, layer.out_features, config))
+            name = theirs.get(f"{path}.weight") or _block_name(path, "weight")
+            yield _carried(name, path, layer, _row_order(path, layer.out_features, config))
             if layer.bias is not None:
                 order = _row_order(path, layer.out_features, config)
                 yield self._plain(_block_name(path, "bias"), layer.bias.detach(), order, config)
@@ -137,7 +139,8 @@ class Gguf(ExportFormat):
         lossy = {name for name in tensors if self._is_rounded(file, name)}
         for name in (*tensors, *own):
             true = own[name].weight if name in own else tensors[name].float()
-            if name not in found or found[name].shape != true.shape or not _same(true, found[name], name in lossy):
+            near = _LAST_BITS if name in own and has_fractions(own[name]) else _LEAST_SIGNAL if name in lossy else None
+            if name not in found or found[name].shape != true.shape or not _same(true, found[name], near):
                 wrong.append(name)
         if wrong or len(found) != len(tensors) + len(own) + sum(layer.bias is not None for layer in layers.values()):
             raise FormatError(
@@ -195,11 +198,11 @@ def _rounded(name: str, values: Any, kind: str) -> Bytes:
     return _ROUND[kind](values.reshape(-1, FORMATS[TYPES[kind]].weights))
 
 
-def _same(true: Tensor, found: Tensor, rounded: bool) -> bool:
-    """Bit for bit; where the type asked for rounds, near."""
+def _same(true: Tensor, found: Tensor, decibel: float | None) -> bool:
+    """Bit for bit; or so near, where a type rounds."""
     if torch.equal(true, found):
         return True
-    return rounded and signal_to_noise(true, found) > _LEAST_SIGNAL
+    return decibel is not None and signal_to_noise(true, found) > decibel
 
 
 def _check_tokenizer(model: Model, file: GgufFile) -> None:

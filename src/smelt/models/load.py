@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from smelt.errors import ModelError, ResourceError
 from smelt.models.artifact import load_artifact, shaped_network
-from smelt.models.bundled import BUNDLED, ensure_bundled
+from smelt.models.bundled import BUNDLED, bundled_gguf, ensure_bundled
 from smelt.models.compressed_tensors import (
     compressed_config,
     compressed_skeleton,
@@ -24,6 +24,7 @@ from smelt.models.gguf import gguf_config, gguf_shapes, gguf_tensors, gguf_token
 from smelt.models.jsonfile import one_line
 from smelt.models.model import Model
 from smelt.models.network import empty_network, fill_network, matching_network
+from smelt.models.packed import packed_network
 from smelt.models.tokenizer import TOKENIZER_FILES, load_tokenizer
 from smelt.models.weights import float_dtype, read_headers, read_safetensors
 
@@ -35,13 +36,18 @@ _FROM_HUB = [
 ]
 
 
-def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Model:
-    """The model that `spec` names, in eval mode, in its file's own float dtype unless another is asked for."""
+def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu", packed: bool = False) -> Model:
+    """The model that `spec` names, in eval mode, in its file's own float dtype unless another is asked for. `packed`:
+    matrices that a GGUF file (a bundled one too) holds in few bits stay so; otherwise they become floats."""
     _check_device(device)
     path = resolve(spec)
+    if packed and str(spec) in BUNDLED:
+        path = bundled_gguf(str(spec)) or path
     if _is_artifact(path):
         return load_artifact(path, dtype=dtype, device=device)
-    network, tokenizer = _load_gguf(path, dtype) if path.is_file() else _load_folder(path, dtype)
+    if packed and dtype is None and device.startswith("cuda"):
+        dtype = torch.bfloat16 if path.is_file() else None  # products with packed matrices are of half precision there
+    network, tokenizer = _load_gguf(path, dtype, packed) if path.is_file() else _load_folder(path, dtype)
     try:
         return Model(network.to(device), tokenizer, source=str(spec))
     except torch.OutOfMemoryError as error:
@@ -121,10 +127,13 @@ def _load_folder(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedMod
     return network, load_tokenizer(folder, config)
 
 
-def _load_gguf(path: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+def _load_gguf(
+    path: Path, dtype: torch.dtype | None, packed: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     file = read_gguf(path)
     config = gguf_config(file)
-    empty = matching_network(config, gguf_shapes(file), str(path))
     tokenizer = gguf_tokenizer(file)
-    network = fill_network(empty, gguf_tensors(file, config), dtype or torch.float32, str(path))
-    return network, tokenizer
+    if packed:
+        return packed_network(file, config, dtype or torch.float32), tokenizer
+    empty = matching_network(config, gguf_shapes(file), str(path))
+    return fill_network(empty, gguf_tensors(file, config), dtype or torch.float32, str(path)), tokenizer

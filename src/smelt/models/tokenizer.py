@@ -7,7 +7,8 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from smelt.errors import ModelError
-from smelt.models.jsonfile import one_line
+from smelt.models.config import read_config
+from smelt.models.jsonfile import one_line, read_object
 from smelt.models.quiet import quiet_transformers
 
 TOKENIZER_FILES = [
@@ -31,3 +32,16 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenize
             )
     except Exception as error:  # foreign code on foreign values
         raise ModelError(f"the tokenizer in {folder} cannot be loaded ({one_line(error)}).") from error
+
+
+def tokenizer_of(path: Path) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a folder or GGUF file, without what it takes to load its weights, which is slow to import."""
+    if path.is_file():
+        from smelt.models.gguf import gguf_tokenizer, read_gguf
+
+        return gguf_tokenizer(read_gguf(path))
+    if "quantization_config" in read_object(path / "config.json"):
+        from smelt.models.load import load_config
+
+        return load_tokenizer(path, load_config(path))
+    return load_tokenizer(path, read_config(path))

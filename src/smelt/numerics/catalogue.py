@@ -19,6 +19,7 @@ FORMATS: dict[str, Format] = {
     **{f"int{bits}": Integer(width=bits) for bits in range(2, 9)},
     **{f"int{bits}-asym": Integer(width=bits, symmetric=False) for bits in range(2, 9)},
     **{f"int{bits}-float-zero": Integer(width=bits, symmetric=False, zero_type="float16") for bits in range(2, 9)},
+    **{f"int{bits}-float32-zero": Integer(width=bits, symmetric=False, zero_type="float32") for bits in range(2, 9)},
     **{f"int{bits}-wide": Integer(width=bits, wide=True) for bits in range(2, 9)},
     **{f"dint{bits}": DenormalInteger(width=bits) for bits in range(3, 9)},
     **{f"dint{bits}-sym": DenormalInteger(width=bits, symmetric=True) for bits in range(3, 9)},

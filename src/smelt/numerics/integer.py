@@ -12,7 +12,8 @@ from smelt.errors import FormatError
 from smelt.numerics.format import TENSOR, Format, Grid, finite, largest_of_all, magnitude
 from smelt.numerics.scales import round_scale
 
-ZeroType = Literal["code", "float16"]
+ZeroType = Literal["code", "float16", "float32"]
+_ZERO_BITS: dict[ZeroType, int] = {"code": 8, "float16": 16, "float32": 32}
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Integer(Format):
     width: int = 4
     symmetric: bool = True
     wide: bool = False
-    zero_type: ZeroType = "code"  # whole, as a code; or a fraction, stored in float16
+    zero_type: ZeroType = "code"  # whole, as a code; or a fraction, stored in float16 or float32
 
     @property
     def bits(self) -> int:
@@ -73,15 +74,18 @@ class Integer(Format):
 
     def rounded_zero(self, zero: Tensor) -> Tensor:
         """As it will be stored."""
-        return zero.round().clamp(0, self.top) if self.zero_type == "code" else zero.half().float()
+        if self.zero_type == "code":
+            return zero.round().clamp(0, self.top)
+        return zero.half().float() if self.zero_type == "float16" else zero.float()
 
     @property
     def grid_bits(self) -> int:
-        zero = 0 if self.symmetric else (8 if self.zero_type == "code" else 16)
-        return super().grid_bits + zero
+        return super().grid_bits + (0 if self.symmetric else _ZERO_BITS[self.zero_type])
 
     def _store(self, name: str, tensor: Tensor) -> Tensor:
-        return tensor.half() if name == "zero" and self.zero_type == "float16" else super()._store(name, tensor)
+        if name != "zero" or self.zero_type == "code":
+            return super()._store(name, tensor)
+        return tensor.half() if self.zero_type == "float16" else tensor.float()
 
     def encode(self, x: Tensor, grid: Grid) -> Tensor:
         zero = self.zero_of(grid)
@@ -90,7 +94,7 @@ class Integer(Format):
         return codes.nan_to_num(nan=0.0).clamp(0, self.top).to(torch.uint8)
 
     def encode_stochastic(self, x: Tensor, grid: Grid, generator: torch.Generator | None = None) -> Tensor:
-        steps = x / grid.scale + (self.zero_of(grid) if self.zero_type == "float16" else 0.0)
+        steps = x / grid.scale + (self.zero_of(grid) if self.zero_type != "code" else 0.0)
         codes = up_or_down(steps, 1.0, generator) + (self.zero_of(grid) if self.zero_type == "code" else 0.0)
         return codes.nan_to_num(nan=0.0).clamp(0, self.top).to(torch.uint8)
 

@@ -23,6 +23,8 @@ def pack(codes: Tensor, bits: int) -> Tensor:  # uint8 [..., columns] -> uint8 [
     word = torch.zeros(padded.shape[:-1], dtype=kind, device=codes.device)
     for position in range(period):
         word |= padded[..., position].to(kind) << (bits * position)
+    if size == 1:
+        return word
     octets = torch.stack([(word >> (8 * octet)) & 255 for octet in range(size)], dim=-1)
     return octets.flatten(-2).to(torch.uint8)[..., : packed_columns(columns, bits)].contiguous()
 

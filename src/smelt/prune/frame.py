@@ -14,11 +14,12 @@ import numpy as np
 import torch
 
 from smelt.budget import Budget
-from smelt.errors import BudgetError, RecipeError
+from smelt.errors import BudgetError, ModelError, RecipeError
 from smelt.measure.cost import Measure, Workload, block_cost, block_parameters, cost_of, unit_costs
 from smelt.method import CalibrationSize, Context, Demand, Method, one_of, within
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
 from smelt.prune.finish import STREAMS, Finisher, cut, cut_and_repair
 from smelt.prune.latency import choose_under_latency
 from smelt.prune.search import Candidates, Choice, search, search_threshold, search_uniform
@@ -78,6 +79,8 @@ class StructuredPruning(Method):
 
     def apply(self, model: Model, context: Context) -> dict[str, Any]:
         anatomy = model.anatomy
+        if quantized_layers(model.network):
+            raise ModelError("this model is quantised already; prune the model it was made from, then quantise that.")
         self._check_repair(anatomy)
         before = block_parameters(anatomy)
         seen = self.observe(anatomy, context)

@@ -125,7 +125,7 @@ def _kernel_rounding(
             found = {name: t[:, 0].expand(rows, last - first) for name, t in grids.of(first, weight).tensors().items()}
         return kernel(
             part, inner, found["scale"], found.get("zero"), number_format.top,
-            middle=float(number_format.top // 2 + 1), fraction=number_format.zero_type == "float16",
+            middle=float(number_format.top // 2 + 1), fraction=number_format.zero_type != "code",
         )  # fmt: skip
 
     return fast

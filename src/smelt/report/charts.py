@@ -90,7 +90,7 @@ class Interval:
 def interval_plot(interval: Interval, title: str) -> Markup:
     """The estimate as a dot on its interval, beside the line of no change; ticks below, the better side named above."""
     first, last = _padded(interval)
-    ticks = _ticks(first, last)
+    ticks = ticks_between(first, last)
 
     def place(value: float) -> str:
         return _at((value - first) / (last - first))
@@ -99,7 +99,7 @@ def interval_plot(interval: Interval, title: str) -> Markup:
     axis = [
         join(
             tag("line", x1=place(tick), x2=place(tick), y1=62, y2=67, class_="axis"),
-            tag("text", _tick_text(tick, ticks), x=place(tick), y=82, text_anchor="middle"),
+            tag("text", tick_text(tick, ticks), x=place(tick), y=82, text_anchor="middle"),
         )
         for tick in ticks
     ]
@@ -131,7 +131,7 @@ def _padded(interval: Interval) -> tuple[float, float]:
     return min(values) - 0.12 * width, max(values) + 0.12 * width
 
 
-def _ticks(first: float, last: float) -> list[float]:
+def ticks_between(first: float, last: float) -> list[float]:
     """Three to six round numbers inside the range."""
     rough = (last - first) / 4
     power = 10.0 ** math.floor(math.log10(rough))
@@ -139,7 +139,7 @@ def _ticks(first: float, last: float) -> list[float]:
     return [index * step for index in range(math.ceil(first / step), math.floor(last / step) + 1)]
 
 
-def _tick_text(tick: float, ticks: list[float]) -> str:
+def tick_text(tick: float, ticks: list[float]) -> str:
     step = ticks[1] - ticks[0] if len(ticks) > 1 else 1.0
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
     return f"{tick:.{decimals}f}".replace("-", "−") if tick else "0"

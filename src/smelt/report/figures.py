@@ -30,13 +30,15 @@ def verdict(run: Run) -> str:
     """The run's own sentence, or one put together from its figures."""
     if run.get("verdict"):
         return str(run["verdict"])
-    rows = [*size_rows(run)[:1], *quality_rows(run)]
+    sizes = size_rows(run)
+    changed = [row for row in sizes if row.before != row.after] or sizes
+    rows = [*changed[:1], *quality_rows(run)]
     clauses = [f"{row.label} {row.before} → {row.after}, {row.change}" for row in rows]
-    clauses += [f"{pace_words(entry)} ({speed_label(entry)})" for entry in (run.get("speed") or [])[:1]]
+    clauses += [f"{pace_words(entry)} ({speed_label(entry)})" for entry in run.get("speed") or []]
     return "; ".join(clauses) + "." if clauses else ""
 
 
-def _figure(label: str, value: str, *notes: str) -> Markup:
+def figure(label: str, value: str, *notes: str) -> Markup:
     number, _, unit = value.partition(" ")
     written = tag("div", number, tag("span", f" {unit}", class_="unit") if unit else None, class_="value")
     below = [tag("div", note, class_="note") for note in notes if note]
@@ -51,7 +53,7 @@ def _quality(run: Run) -> list[Markup]:
     comparison = quality.get("comparison") or {}
     ends = _percents(comparison) or interval_words(comparison, numbers.signed)
     notes = [f"from {before}", quality_change(quality), *([confidence_words(comparison), ends] if ends else [])]
-    return [_figure(str(quality.get("metric", "quality")), after, *notes)]
+    return [figure(str(quality.get("metric", "quality")), after, *notes)]
 
 
 def _percents(comparison: Run) -> str:
@@ -64,7 +66,7 @@ def _sizes(run: Run) -> list[Markup]:
     labels = {"parameters": "parameters", "bytes": "bytes of weights", "macs": "multiply-adds"}
     pairs = [(labels[key], write, size[key]["before"], size[key]["after"]) for key, write in kinds if size.get(key)]
     return [
-        _figure(label, write(after), f"from {write(before)}", relative_change(before, after))
+        figure(label, write(after), f"from {write(before)}", relative_change(before, after))
         for label, write, before, after in pairs
     ]
 
@@ -76,4 +78,4 @@ def _speed(run: Run) -> list[Markup]:
     ends = interval_words(entry, times, "ratio_")
     said = pace_words(entry) if pace(entry) == "no faster" else pace(entry)
     notes = [said, *([confidence_words(entry), ends] if ends else []), speed_label(entry)]
-    return [_figure("measured speed", times(speed_up(entry)), *notes)]
+    return [figure("measured speed", times(speed_up(entry)), *notes)]

@@ -23,8 +23,8 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 def render(run: Mapping[str, Any]) -> str:
     """The page. `title` and `model` must be there; any other part of the run that is missing is left out."""
-    body = tag(
-        "main",
+    return page(
+        str(run["title"]),
         _header(run),
         sections.warnings(run),
         figures(run),
@@ -41,17 +41,27 @@ def render(run: Mapping[str, Any]) -> str:
         sections.papers(run),
         tag("footer", "Written by Smelt."),
     )
-    return "<!doctype html>\n" + tag("html", _head(run), tag("body", body), lang="en") + "\n"
+
+
+def page(title: str, *content: object) -> str:
+    """A whole page around its content."""
+    body = tag("body", tag("main", *content))
+    return "<!doctype html>\n" + tag("html", _head(title), body, lang="en") + "\n"
 
 
 def write_report(run: Mapping[str, Any], path: Path) -> None:
-    """Write the page whole or not at all."""
+    """Write the page of a run."""
+    write_page(render(run), path)
+
+
+def write_page(text: str, path: Path) -> None:
+    """Write a page whole or not at all."""
     # A lone surrogate in a model's own words is no reason to lose the report.
-    page = render(run).encode("utf-8", errors="replace")
+    content = text.encode("utf-8", errors="replace")
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(page)
+            file.write(content)
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except BaseException:
@@ -59,13 +69,13 @@ def write_report(run: Mapping[str, Any], path: Path) -> None:
         raise
 
 
-def _head(run: Mapping[str, Any]) -> Markup:
+def _head(title: str) -> Markup:
     return tag(
         "head",
         tag("meta", charset="utf-8"),
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", http_equiv="Content-Security-Policy", content=_POLICY),
-        tag("title", run["title"]),
+        tag("title", title),
         tag("style", Markup(CSS)),
     )
 

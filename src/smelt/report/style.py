@@ -68,6 +68,11 @@ svg text { fill: var(--soft); font-size: 12px; }
 .interval { stroke: var(--blue); stroke-width: 2.5; }
 .estimate { fill: var(--blue); stroke: var(--card); stroke-width: 2; }
 .plot { margin: 8px 0 20px; }
+.graphs { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 8px 40px; }
+.graph { display: grid; grid-template-columns: 52px minmax(0, 1fr); }
+.graph h3 { grid-column: 1 / -1; }
+.curve { fill: none; stroke: var(--blue); stroke-width: 2; vector-effect: non-scaling-stroke; }
+.spot { fill: var(--blue); fill-opacity: 0.55; }
 .kept { fill: var(--blue); }
 .removed { fill: var(--hollow); stroke: var(--edge); }
 .timing {
@@ -115,7 +120,7 @@ footer { color: var(--soft); font-size: 13px; }
   .figure { padding: 12px; }
   .figure .value { font-size: 22px; }
   .figure:last-child:nth-child(odd) { grid-column: 1 / -1; }
-  .pair, .samples { grid-template-columns: minmax(0, 1fr); }
+  .pair, .samples, .graphs { grid-template-columns: minmax(0, 1fr); }
   thead { display: none; }
   tr { display: grid; grid-template-columns: 7fr 7fr 6fr; gap: 2px 8px; padding: 8px 0; }
   tr:has(td:nth-child(5)) { grid-template-columns: 1fr 1fr; }

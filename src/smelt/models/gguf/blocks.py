@@ -1,7 +1,8 @@
 """GGML's block formats as pure NumPy: packed bytes in, float32 out. The layouts are those of the public GGML format.
 
-A quantised row is a run of blocks; a block holds 32 (or, in the K formats, 256) weights that share scales. Each decoder
-takes blocks as bytes, [blocks, bytes of a block], and gives their weights, [blocks, weights of a block].
+A quantised row is a run of blocks; a block holds 32 (or, in the K formats, 256) weights that share scales. Each reader
+takes blocks as bytes, [blocks, bytes of a block]. Those of floats give weights, [blocks, weights of a block]; those of
+quantised blocks give what the bytes hold, from which weights are computed or packed layers are made.
 """
 
 from __future__ import annotations
@@ -20,13 +21,33 @@ _WEIGHTS_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
+class Levels:
+    """What quantised blocks hold: a weight is `scale * (code - middle)`, or `scale * code + minimum`."""
+
+    codes: Bytes  # [blocks, groups of a block, weights of a group]
+    scale: Floats  # [blocks, groups of a block, 1]
+    middle: int = 0
+    minimum: Floats | None = None  # as the scale
+
+    def values(self) -> Floats:
+        codes = self.codes.astype(np.float32)
+        weights = self.scale * (codes - self.middle) if self.minimum is None else self.scale * codes + self.minimum
+        return weights.reshape(len(codes), -1)
+
+
+@dataclass(frozen=True)
 class BlockFormat:
     """One of GGML's tensor types: how many weights a block holds, in how many bytes, and how to read them."""
 
     name: str
     weights: int
     bytes: int
-    decode: Callable[[Bytes], Floats]
+    read: Callable[[Bytes], Floats | Levels]
+    bits: int = 0  # of a code; 0: the weights are floats
+
+    def decode(self, blocks: Bytes) -> Floats:
+        found = self.read(blocks)
+        return found.values() if isinstance(found, Levels) else found
 
 
 def dequantize(data: Bytes, block_format: BlockFormat, shape: tuple[int, ...]) -> Floats:
@@ -67,26 +88,29 @@ def _fifth_bits(packed: Bytes) -> Bytes:
     return np.unpackbits(packed, axis=-1, bitorder="little") * np.uint8(16)
 
 
-def _q4_0(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * (_nibbles(blocks[:, 2:]).astype(np.float32) - 8)
+def _q4_0(blocks: Bytes) -> Levels:
+    return _one_group(_nibbles(blocks[:, 2:]), _half(blocks, 0), 8)
 
 
-def _q4_1(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * _nibbles(blocks[:, 4:]).astype(np.float32) + _half(blocks, 2)
+def _q4_1(blocks: Bytes) -> Levels:
+    return _one_group(_nibbles(blocks[:, 4:]), _half(blocks, 0), minimum=_half(blocks, 2))
 
 
-def _q5_0(blocks: Bytes) -> Floats:
-    levels = _nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6])
-    return _half(blocks, 0) * (levels.astype(np.float32) - 16)
+def _q5_0(blocks: Bytes) -> Levels:
+    return _one_group(_nibbles(blocks[:, 6:]) | _fifth_bits(blocks[:, 2:6]), _half(blocks, 0), 16)
 
 
-def _q5_1(blocks: Bytes) -> Floats:
-    levels = _nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8])
-    return _half(blocks, 0) * levels.astype(np.float32) + _half(blocks, 2)
+def _q5_1(blocks: Bytes) -> Levels:
+    return _one_group(_nibbles(blocks[:, 8:]) | _fifth_bits(blocks[:, 4:8]), _half(blocks, 0), minimum=_half(blocks, 2))
 
 
-def _q8_0(blocks: Bytes) -> Floats:
-    return _half(blocks, 0) * blocks[:, 2:].view(np.int8).astype(np.float32)
+def _q8_0(blocks: Bytes) -> Levels:
+    return _one_group(blocks[:, 2:] ^ np.uint8(0x80), _half(blocks, 0), 128)  # signed bytes, counted from the lowest
+
+
+def _one_group(codes: Bytes, scale: Floats, middle: int = 0, minimum: Floats | None = None) -> Levels:
+    """A block whose weights share all."""
+    return Levels(codes[:, None], scale[:, None], middle, None if minimum is None else minimum[:, None])
 
 
 def _scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:
@@ -101,46 +125,42 @@ def _scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:
     return scales[..., None].astype(np.float32), minima[..., None].astype(np.float32)
 
 
-def _scaled_groups(blocks: Bytes, levels: Bytes) -> Floats:
-    """Q4_K and Q5_K: eight groups of 32 levels, each with its scale and minimum."""
+def _scaled_groups(blocks: Bytes, codes: Bytes) -> Levels:
+    """Q4_K and Q5_K: eight groups of 32, each with its scale and minimum."""
     scales, minima = _scales_and_minima(blocks[:, 4:16])
-    scales = _half(blocks, 0)[..., None] * scales
-    minima = _half(blocks, 2)[..., None] * minima
-    return (scales * levels.astype(np.float32) - minima).reshape(-1, 256)
+    return Levels(codes, _half(blocks, 0)[..., None] * scales, minimum=-(_half(blocks, 2)[..., None] * minima))
 
 
-def _q4_k(blocks: Bytes) -> Floats:
-    levels = _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
-    return _scaled_groups(blocks, levels)
+def _q4_k(blocks: Bytes) -> Levels:
+    return _scaled_groups(blocks, _nibbles(blocks[:, 16:].reshape(-1, 4, 32)).reshape(-1, 8, 32))
 
 
-def _q5_k(blocks: Bytes) -> Floats:
+def _q5_k(blocks: Bytes) -> Levels:
     low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     group = np.arange(8, dtype=np.uint8)[:, None]
     fifth: Bytes = (blocks[:, None, 16:48] >> group) & np.uint8(1)  # bit g of byte l is that of weight l in group g
     return _scaled_groups(blocks, low | fifth * np.uint8(16))
 
 
-def _q6_k(blocks: Bytes) -> Floats:
+def _q6_k(blocks: Bytes) -> Levels:
     # Two halves of 128 weights: four runs of 32, with low nibbles in 64 bytes and the upper two bits in 32 bytes.
     low = _nibbles(blocks[:, 0:128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     shift = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
-    high = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shift & 3) * np.uint8(16)
-    levels = (low | high).reshape(-1, 16, 16).astype(np.float32) - 32
+    high: Bytes = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shift & np.uint8(3)) * np.uint8(16)
     scales = blocks[:, 192:208].view(np.int8).astype(np.float32)  # one for each 16 weights
-    return ((_half(blocks, 208) * scales)[..., None] * levels).reshape(-1, 256)
+    return Levels((low | high).reshape(-1, 16, 16), (_half(blocks, 208) * scales)[..., None], 32)
 
 
 FORMATS = {
     0: BlockFormat("F32", 1, 4, _f32),
     1: BlockFormat("F16", 1, 2, _f16),
-    2: BlockFormat("Q4_0", 32, 18, _q4_0),
-    3: BlockFormat("Q4_1", 32, 20, _q4_1),
-    6: BlockFormat("Q5_0", 32, 22, _q5_0),
-    7: BlockFormat("Q5_1", 32, 24, _q5_1),
-    8: BlockFormat("Q8_0", 32, 34, _q8_0),
-    12: BlockFormat("Q4_K", 256, 144, _q4_k),
-    13: BlockFormat("Q5_K", 256, 176, _q5_k),
-    14: BlockFormat("Q6_K", 256, 210, _q6_k),
+    2: BlockFormat("Q4_0", 32, 18, _q4_0, 4),
+    3: BlockFormat("Q4_1", 32, 20, _q4_1, 4),
+    6: BlockFormat("Q5_0", 32, 22, _q5_0, 5),
+    7: BlockFormat("Q5_1", 32, 24, _q5_1, 5),
+    8: BlockFormat("Q8_0", 32, 34, _q8_0, 8),
+    12: BlockFormat("Q4_K", 256, 144, _q4_k, 4),
+    13: BlockFormat("Q5_K", 256, 176, _q5_k, 5),
+    14: BlockFormat("Q6_K", 256, 210, _q6_k, 6),
     30: BlockFormat("BF16", 1, 2, _bf16),
 }

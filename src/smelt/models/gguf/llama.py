@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Container, Iterator
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedConfig
 
@@ -16,6 +17,8 @@ from smelt.errors import ModelError
 from smelt.models.config import config_from
 from smelt.models.gguf.blocks import Floats
 from smelt.models.gguf.reader import GgufFile
+
+Number = TypeVar("Number", bound=np.generic)
 
 _CLASS_OF_ARCHITECTURE = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
@@ -71,24 +74,28 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
 
 def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
     """The tensors' shapes under their transformers names."""
-    return {name: file.entries[source].shape for source, name in _names(file)}
+    return {name: file.entries[source].shape for source, name in gguf_names(file)}
 
 
-def gguf_tensors(file: GgufFile, config: PreTrainedConfig) -> dict[str, Tensor]:
+def gguf_tensors(file: GgufFile, config: PreTrainedConfig, leave_out: Container[str] = ()) -> dict[str, Tensor]:
     """The tensors in float32 under their transformers names."""
-    permuted = _architecture(file) == "llama"
-    tensors = {}
-    for source, name in _names(file):
-        weights = file.tensor(source)
-        if permuted and ".q_proj." in name:
-            weights = _rotary_halves(weights, config.num_attention_heads)
-        if permuted and ".k_proj." in name:
-            weights = _rotary_halves(weights, config.num_key_value_heads)
-        tensors[name] = torch.from_numpy(np.ascontiguousarray(weights))
-    return tensors
+    return {
+        name: torch.from_numpy(in_order(file.tensor(source), name, file, config))
+        for source, name in gguf_names(file)
+        if name not in leave_out
+    }
 
 
-def _names(file: GgufFile) -> Iterator[tuple[str, str]]:
+def in_order(rows: NDArray[Number], name: str, file: GgufFile, config: PreTrainedConfig) -> NDArray[Number]:
+    """Rows of a tensor, or what belongs to each of them, from GGUF's order to transformers'."""
+    if _architecture(file) == "llama" and ".q_proj." in name:
+        rows = _rotary_halves(rows, config.num_attention_heads)
+    if _architecture(file) == "llama" and ".k_proj." in name:
+        rows = _rotary_halves(rows, config.num_key_value_heads)
+    return np.ascontiguousarray(rows)
+
+
+def gguf_names(file: GgufFile) -> Iterator[tuple[str, str]]:
     """Pairs of a tensor's name in the file and in transformers."""
     for source in file.entries:
         match = _BLOCK.fullmatch(source)
@@ -100,8 +107,8 @@ def _names(file: GgufFile) -> Iterator[tuple[str, str]]:
             raise ModelError(f"{file.path} holds the tensor {source!r:.80}, which Smelt does not know.")
 
 
-def _rotary_halves(weights: Floats, heads: int) -> Floats:
-    """Rows of q or k from GGUF's order to transformers': rotating pairs side by side -> first halves, second halves."""
+def _rotary_halves(weights: NDArray[Number], heads: int) -> NDArray[Number]:
+    """Of q or k: rotating pairs side by side -> first halves, second halves."""
     if len(weights) % (2 * heads):
         return weights  # a wrong shape, which the comparison with the config reports
     paired = weights.reshape(heads, -1, 2, *weights.shape[1:])  # [heads, head_dim / 2, 2, ...]

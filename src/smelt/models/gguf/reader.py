@@ -53,7 +53,12 @@ class GgufFile:
     def tensor(self, name: str) -> Floats:
         """The tensor's weights as float32."""
         entry = self.entries[name]
-        return dequantize(self.data[entry.begin : entry.end], entry.format, entry.shape)
+        return dequantize(self.bytes(name), entry.format, entry.shape)
+
+    def bytes(self, name: str) -> Bytes:
+        """The tensor as it lies in the file."""
+        entry = self.entries[name]
+        return self.data[entry.begin : entry.end]
 
 
 class _Damage(Exception):

@@ -8,6 +8,8 @@ server.
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from typing import Any
 
@@ -19,10 +21,17 @@ class Loop:
     """One engine and its pipe."""
 
     def __init__(self, pipe: Pipe) -> None:
+        from smelt.models.load import resolve, skeleton
+        from smelt.models.model import Model
         from smelt.serve.engine.engine import Engine
 
-        self.pipe = pipe
-        self.engine = Engine(**pipe.receive())
+        self.pipe, options = pipe, pipe.receive()
+        self.folder = str(resolve(options["model"]))
+        task = Model(skeleton(self.folder)).task
+        if task != "language":
+            pipe.send({"kind": "other", "folder": self.folder, "task": task})
+            raise EOFError
+        self.engine = Engine(**{**options, "model": self.folder})
         self.requests: dict[str, list[Any]] = {}  # of each name, the requests that have not ended
         pipe.send({"kind": "ready", **self._facts()})
 
@@ -30,19 +39,24 @@ class Loop:
         while True:
             while self.pipe.waiting(0.0 if self.engine.busy else None):
                 self.take(self.pipe.receive())
+            before = self.engine.state()["computed_tokens"]
             events = self.engine.step()
-            if events:
-                self.pipe.send({"kind": "events", "events": [_plain(event) for event in events], **self._state()})
-                for event in events:
-                    if event.reason:
-                        self._forget(event.request)
+            state = self._state()
+            if events or state["state"]["computed_tokens"] != before:  # a step that did nothing is no sign of life
+                self.pipe.send({"kind": "events", "events": [_plain(event) for event in events], **state})
+            for event in events:
+                if event.reason:
+                    self._forget(event.request)
 
     def take(self, message: Message) -> None:
         if message["kind"] == "submit":
             self._submit(message)
         elif message["kind"] == "abort":
-            for request in self.requests.pop(message["name"], []):
-                self.engine.abort(request)
+            wanted = f"{message['name']}-{message['sample']}"
+            for request in self.requests.get(message["name"], []):
+                if request.id == wanted:
+                    self.engine.abort(request)
+                    self._forget(request)
             self.pipe.send({"kind": "state", **self._state()})
 
     def _submit(self, message: Message) -> None:
@@ -79,6 +93,7 @@ class Loop:
         """What does not change."""
         engine = self.engine
         return {
+            "folder": self.folder,
             "context": engine.context,
             "vocabulary": engine.vocabulary,
             "ends": list(engine.runner.ends),
@@ -93,17 +108,20 @@ class Loop:
 
 
 def _plain(event: Any) -> list[Any]:
-    """[request, token, logprobs, reason, tokens found in the cache]"""
+    """[request, token, logprobs, reason, tokens found in the cache, when it was first computed]"""
     logprobs = None if event.logprobs is None else [event.logprobs.own, event.logprobs.top]
-    return [event.request.id, event.token, logprobs, event.reason, event.request.cached]
+    request = event.request
+    return [request.id, event.token, logprobs, event.reason, request.cached, round(request.started, 6)]
 
 
 def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group of processes: the server decides when to end
+        signal.signal(number, signal.SIG_IGN)
     pipe = Pipe(int(sys.argv[1]))
     try:
         Loop(pipe).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
+        os._exit(0)  # the interpreter's own way out takes seconds
     except SmeltError as error:
         pipe.send({"kind": "failed", "sentence": str(error)})
         sys.exit(2)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -29,7 +31,9 @@ class Pipe:
         return self._connection.poll(seconds)
 
     def close(self) -> None:
-        self._connection.close()
+        """End both directions, also for a thread that is reading or writing just now; the descriptor goes with us."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end, suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 def pipe_pair() -> tuple[Pipe, socket.socket]:

@@ -1,0 +1,91 @@
+"""`smelt load-test`: latencies, throughput and goodput of a server under load."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from smelt.cli.output import JsonOption, SeedOption, console, say, table, write_json
+from smelt.errors import SmeltError
+from smelt.files import check_place
+from smelt.measure.machine import machine
+from smelt.progress import bars
+from smelt.report.load import latency_rows, render_load, throughput_rows
+from smelt.report.page import write_page
+from smelt.serve.load.generator import LoadTest, Result, load_test
+from smelt.serve.load.prompts import Length
+from smelt.serve.load.series import plain_timelines, series
+from smelt.serve.load.summary import limits_from
+
+_MOST_KEY = 4096
+
+
+def run(
+    url: Annotated[str, typer.Argument(metavar="URL", help="A server, such as http://localhost:8000.")],
+    rate: Annotated[float, typer.Option(help="Requests a second on average; inf: all at once.")] = math.inf,
+    requests: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many are sent.")] = 100,
+    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: in bursts; more: evenly.")] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="At once, at most; others wait here.")] = None,
+    model: Annotated[str | None, typer.Option(help="By default the first one that the server lists.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions, not /v1/completions.")] = False,
+    input_length: Annotated[str, typer.Option("--input", metavar="N|A:B", help="Tokens of a random prompt.")] = "128",
+    output_length: Annotated[str, typer.Option("--output", metavar="N|A:B", help="Tokens of an answer.")] = "128",
+    prompts: Annotated[Path | None, typer.Option(help="JSONL with `prompt` or `messages` a row.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Answers get their full length.")] = True,
+    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0: the most likely token.")] = 0.0,
+    slo: Annotated[list[str] | None, typer.Option(metavar="NAME=MS", help="ttft, tpot or e2el of good ones.")] = None,
+    warmups: Annotated[int, typer.Option(min=0, max=1000, help="Requests before the run.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a request may take.")] = 600.0,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file that holds the server's key.")] = None,
+    report: Annotated[Path | None, typer.Option("-o", "--report", help="Also write a page with plots.")] = None,
+    json_file: JsonOption = None,
+    seed: SeedOption = 0,
+) -> None:
+    if report is not None:
+        check_place(report)
+    test = LoadTest(
+        url, requests, rate, burstiness, max_concurrency, model, chat, Length.parse(input_length),
+        Length.parse(output_length), prompts, ignore_eos, temperature, warmups, timeout, _key(api_key_file), seed,
+        limits_from(slo or []),
+    )  # fmt: skip
+    with bars() as watcher:
+        result = load_test(test, watcher)
+    content: dict[str, Any] = {
+        "settings": result.settings,
+        "summary": result.summary.to_json(),
+        "stopped": result.stopped,
+        "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "machine": machine(),  # of the client
+    }
+    _show(result, content["summary"])
+    write_json(json_file, {**content, "requests": plain_timelines(result.timelines)})
+    if report is not None:
+        write_page(render_load({**content, "series": series(result.timelines)}), report)
+        say(f"{report} is written.")
+
+
+def _show(result: Result, summary: dict[str, Any]) -> None:
+    if result.stopped:
+        say("stopped; this is what had ended.")
+    settings = result.settings
+    title = f"{settings['model']} at {settings['url']}, prompts counted in {settings['input_unit']}"
+    console.print(table(title, ["what", "value"], throughput_rows(summary)))
+    headings = ["milliseconds", "mean", "p50", "p90", "p99", "largest"]
+    console.print(table("latency", headings, latency_rows(summary)))
+
+
+def _key(path: Path | None) -> str:
+    """The key in a file, which is one line of printable ASCII."""
+    if path is None:
+        return ""
+    try:
+        key = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SmeltError(f"{path} cannot be read as a key ({type(error).__name__}).") from error
+    if not key or len(key) > _MOST_KEY or not all(32 < ord(letter) < 127 for letter in key):
+        raise SmeltError(f"{path} does not hold a key: one line of letters, digits and signs is expected.")
+    return key

@@ -1,0 +1,63 @@
+"""`smelt serve`: an OpenAI-compatible server of one model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from smelt.cli.output import DeviceOption, ModelArgument, say
+from smelt.errors import SmeltError
+
+KeyOption = Annotated[
+    Path | None, typer.Option("--api-key-file", metavar="F", help="API keys, one a line; then every route needs one.")
+]
+NameOption = Annotated[str, typer.Option(help="What clients call the model; by default the last part of MODEL.")]
+ContextOption = Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and answer together, at most.")]
+CacheOption = Annotated[
+    float | None, typer.Option("--cache-gib", min=0.0001, help="Memory for keys and values, in GiB.")
+]
+RequestsOption = Annotated[int, typer.Option("--batch-requests", min=1, max=4096, help="Answers computed at once.")]
+TokensOption = Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens computed in a step, at most.")]
+PrefixOption = Annotated[bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Keep what prompts begin with.")]
+
+
+def run(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option(help="Where to listen; other than this machine only with keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    api_key_file: KeyOption = None,
+    name: NameOption = "",
+    device: DeviceOption = "cpu",
+    context: ContextOption = None,
+    cache: CacheOption = None,
+    batch_requests: RequestsOption = 256,
+    batch_tokens: TokensOption = 2048,
+    prefix_cache: PrefixOption = True,
+    queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are told to come later.")] = 512,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs when stopped.")] = 30.0,
+    silence: Annotated[float, typer.Option(min=0.5, help="Seconds without a step before the engine is dead.")] = 300.0,
+    reader: Annotated[float, typer.Option(min=0.5, help="Seconds after which who does not read is dropped.")] = 30.0,
+    restarts: Annotated[int, typer.Option(min=0, help="Of the engine in ten minutes, before giving up.")] = 3,
+) -> None:
+    try:
+        from smelt.serve.api.auth import check_binding, read_keys
+        from smelt.serve.api.server import serve
+        from smelt.serve.api.settings import Limits, Settings
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("smelt"):
+            raise
+        raise SmeltError(f"the server needs {error.name}; `pip install 'smelt[serve]'`.") from error
+    keys = read_keys(api_key_file) if api_key_file is not None else frozenset()
+    check_binding(host, keys)
+    engine = {
+        "context": context, "cache_bytes": None if cache is None else int(cache * 2**30),
+        "batch_requests": batch_requests, "batch_tokens": batch_tokens, "prefix_cache": prefix_cache,
+    }  # fmt: skip
+    limits = Limits(queue=queue, grace_seconds=grace, silence_seconds=silence, reader_seconds=reader, restarts=restarts)
+    say(f"loading {model}")
+    settings = Settings(model, name, host, port, keys, device, engine, limits)
+    code = serve(settings)
+    if code:
+        raise typer.Exit(code)

@@ -1,0 +1,53 @@
+"""Matrices that a GGUF file holds in few bits as matrices of our own formats: the same codes, nothing rounded anew.
+
+Blocks around a middle (Q4_0, Q5_0, Q8_0, Q6_K) are symmetric integers and give the very weights of the file. Blocks
+with a minimum (Q4_1, Q5_1, Q4_K, Q5_K) get a zero point of -minimum / scale in float32, which gives them to the last
+bits of a float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig
+
+from smelt.models.gguf.blocks import Levels
+from smelt.models.gguf.llama import gguf_names, in_order
+from smelt.models.gguf.reader import GgufFile
+from smelt.numerics.format import Grid, Quantized
+from smelt.numerics.integer import Integer
+
+TABLE, HEAD = "model.embed_tokens", "lm_head"
+_PLAIN_BLOCK = 32  # weights; in such blocks the scale is a float16, in larger ones a product
+
+
+def gguf_packed(file: GgufFile, config: PreTrainedConfig) -> dict[str, Quantized]:
+    """By the path of its layer, each matrix that is held in few bits. The table of embeddings stays out of it, since
+    single rows are read of it; where it is also the head, the head is one of them."""
+    sources = {name.removesuffix(".weight"): source for source, name in gguf_names(file) if name.endswith(".weight")}
+    table = sources.pop(TABLE)
+    if HEAD not in sources:
+        sources[HEAD] = table
+    few = {path: source for path, source in sources.items() if file.entries[source].format.bits}
+    return {path: _quantized(file, source, f"{path}.weight", config) for path, source in few.items()}
+
+
+def _quantized(file: GgufFile, source: str, name: str, config: PreTrainedConfig) -> Quantized:
+    entry = file.entries[source]
+    levels = entry.format.read(file.bytes(source).reshape(-1, entry.format.bytes))
+    assert isinstance(levels, Levels)
+    rows = entry.shape[0]
+    codes = in_order(levels.codes.reshape(rows, -1), name, file, config)
+    scale = in_order(levels.scale.reshape(rows, -1, 1), name, file, config)
+    kept = "float16" if entry.format.weights == _PLAIN_BLOCK else "float32"
+    size, width = levels.codes.shape[-1], entry.format.bits
+    if levels.minimum is None:
+        form = Integer(size, kept, width)  # type: ignore[arg-type]
+        return Quantized(form, torch.from_numpy(codes), Grid(torch.from_numpy(scale)))
+    minimum = in_order(levels.minimum.reshape(rows, -1, 1), name, file, config)
+    flat = scale == 0  # all weights of the group are its minimum, whatever their codes
+    scale = np.where(flat, np.float32(1), scale)
+    codes = np.where(np.repeat(flat[..., 0], size, axis=1), np.uint8(0), codes)
+    zero = -minimum / scale
+    form = Integer(size, kept, width, symmetric=False, zero_type="float32")  # type: ignore[arg-type]
+    return Quantized(form, torch.from_numpy(codes), Grid(torch.from_numpy(scale), torch.from_numpy(zero)))

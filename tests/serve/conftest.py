@@ -1,0 +1,49 @@
+"""Servers that several files of tests share. How each of them ends is a test as well."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.serve.served import NAME, Server, start, write_model
+
+KEYS = ("first-key-of-the-test", "second-key-of-the-test")
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / NAME)
+
+
+@pytest.fixture(scope="session")
+def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """On loopback without a key."""
+    found = start(model_folder, tmp_path_factory.mktemp("server"), "--cache-gib", "0.02", "--reader", "1")
+    yield found
+    found.wait_until_idle()
+    assert found.end(signal.SIGINT) == 0, found.log.read_text()
+
+
+@pytest.fixture(scope="session")
+def keyed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """On every address, with two keys, with little room, and without a second chance for its engine."""
+    folder = tmp_path_factory.mktemp("keyed")
+    (folder / "keys").write_text("# two keys\n" + "\n".join(KEYS) + "\n")
+    options = ("--queue", "0", "--batch-requests", "2", "--cache-gib", "0.01", "--restarts", "0")
+    found = start(model_folder, folder, "--api-key-file", str(folder / "keys"), *options, host="0.0.0.0")
+    yield found
+    worker = found.get("/state", headers={"x-api-key": KEYS[0]}).json()["worker"]
+    os.kill(worker, signal.SIGKILL)
+    assert found.process.wait(20) == 1, found.log.read_text()
+    assert "giving up" in found.log.read_text() and "Traceback" not in found.log.read_text()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found

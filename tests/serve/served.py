@@ -1,0 +1,132 @@
+"""A real server in a process of its own, and a small model with random weights for it to serve."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+import transformers as hf
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from tests.serve.test_text import byte_tokenizer
+from tests.tiny import DECODER
+
+CONTEXT = 2048
+NAME = "tiny"
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    "{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A token a byte, and an end of text."""
+    found = byte_tokenizer()
+    found.add_special_tokens({"eos_token": "<end>"})
+    found.chat_template = TEMPLATE
+    return found
+
+
+def language_model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(**{**DECODER, "vocab_size": 257, "max_position_embeddings": CONTEXT}, eos_token_id=256)
+    network = hf.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return network
+
+
+def write_model(folder: Path) -> Path:
+    language_model().save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _client() -> httpx.Client:
+    """A new connection for each request: none that the server has closed meanwhile."""
+    return httpx.Client(timeout=60, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+
+
+@dataclass
+class Server:
+    """One that runs, and what it said so far."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+    http: httpx.Client = field(default_factory=_client)
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        return self.http.get(self.url + path, **more)
+
+    def post(self, path: str, content: Any, **more: Any) -> httpx.Response:
+        return self.http.post(self.url + path, json=content, **more)
+
+    def complete(self, prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
+        answer = self.post("/v1/completions", {"prompt": prompt, "temperature": 0, **fields})
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def state(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.get("/state").json()
+        return found
+
+    def wait_until(self, condition: Any, seconds: float = 10.0) -> dict[str, Any]:
+        """Until the state is as wanted."""
+        until = time.monotonic() + seconds
+        while not condition(state := self.state()):
+            assert time.monotonic() < until, {name: state[name] for name in ("running", "waiting", "blocks_used")}
+            time.sleep(0.02)
+        return state
+
+    def wait_until_idle(self, seconds: float = 10.0) -> dict[str, Any]:
+        """Until nothing runs and every block is free."""
+        return self.wait_until(
+            lambda state: not (state["running"] or state["waiting"] or state["blocks_used"] or state["answers"]),
+            seconds,
+        )
+
+    def resident_bytes(self) -> int:
+        """Of the server and its engine."""
+        pids = [self.process.pid, self.state()["worker"]]
+        found = [re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text()) for pid in pids]
+        return sum(int(each[1]) * 1024 for each in found if each)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Ask it to stop: its exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(30)
+
+
+def start(model: str | Path, folder: Path, *options: str, host: str = "127.0.0.1") -> Server:
+    """A server that is ready."""
+    log = folder / f"server-{time.monotonic_ns()}.log"
+    command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model), "--port", "0", "--host", host, *options]
+    with log.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    until = time.monotonic() + 90
+    while not (found := re.search(r"served at http://\S+?:(\d+) ", log.read_text())):
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
+    return Server(process, f"http://127.0.0.1:{found[1]}", log)
+
+
+def pieces(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream, without its end."""
+    import json
+
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]
+    assert lines and lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]

@@ -1,0 +1,183 @@
+"""What is in the answers: transformers' tokens, the same text streamed and not, counts, seeds, stops, logprobs."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.serve.served import NAME, Server, language_model, pieces, tokenizer
+
+FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@cache
+def network() -> Any:
+    return language_model()
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Any:
+    with httpx.Client(base_url=server.url, timeout=60) as found:
+        yield found
+
+
+def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The choices put together, and the usage."""
+    with http.stream("POST", path, json={**body, "stream": True, "stream_options": {"include_usage": True}}) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = pieces(answer)
+    choices: dict[int, dict[str, Any]] = {}
+    for event in events[:-1]:
+        (part,) = event["choices"]
+        whole = choices.setdefault(part["index"], {"text": "", "finish_reason": None, "logprobs": [], "token_ids": []})
+        assert whole["finish_reason"] is None  # nothing comes after the end
+        whole["text"] += part["text"] if "text" in part else part["delta"].get("content", "")
+        whole["finish_reason"] = part["finish_reason"]
+        whole["logprobs"] += (part["logprobs"] or {}).get("token_logprobs", [])
+        whole["token_ids"] += part.get("token_ids", [])
+    return [choices[index] for index in sorted(choices)], events[-1]["usage"]
+
+
+@pytest.mark.parametrize("prompt", ["hello", "the quick brown fox " * 4, "über 語 🙂"])
+def test_greedy_tokens_are_those_of_transformers(server: Server, prompt: str) -> None:
+    ids = torch.tensor([tokenizer()(prompt)["input_ids"]])
+    with torch.no_grad():
+        wanted = network().generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+    (choice,) = server.complete(prompt, max_tokens=24, return_token_ids=True)["choices"]
+    assert choice["token_ids"] == wanted
+    assert choice["prompt_token_ids"] == ids[0].tolist()
+    by_tokens = server.complete(ids[0].tolist(), max_tokens=24)["choices"][0]
+    assert by_tokens["text"] == choice["text"]
+
+
+SETTINGS = st.fixed_dictionaries(
+    {"prompt": st.text(alphabet="ab é語🙂", min_size=1, max_size=12), "max_tokens": st.integers(1, 40)},
+    optional={
+        "temperature": st.sampled_from([0, 0.7, 1.5]),
+        "n": st.integers(1, 3),
+        "stop": st.lists(st.text(alphabet="abcdefgenrst \ufffd", min_size=1, max_size=2), min_size=1, max_size=4),
+        "include_stop_str_in_output": st.booleans(),
+        "logprobs": st.integers(0, 2),
+        "top_p": st.sampled_from([0.5, 0.9]),
+        "repetition_penalty": st.sampled_from([1.1, 0.9]),
+        "frequency_penalty": st.sampled_from([-1.0, 1.0]),
+        "ignore_eos": st.booleans(),
+        "min_tokens": st.just(1),
+    },
+)
+
+
+@FEW
+@given(body=SETTINGS, seed=st.integers(0, 2**62))
+def test_streamed_or_not_it_is_the_same(http: httpx.Client, body: dict[str, Any], seed: int) -> None:
+    body = {**body, "seed": seed, "return_token_ids": True}
+    whole = http.post("/v1/completions", json=body).json()
+    choices, usage = streamed(http, "/v1/completions", body)
+    assert [choice["text"] for choice in choices] == [choice["text"] for choice in whole["choices"]]
+    assert [choice["token_ids"] for choice in choices] == [choice["token_ids"] for choice in whole["choices"]]
+    for part, choice in zip(choices, whole["choices"], strict=True):
+        assert part["finish_reason"] == choice["finish_reason"]
+        assert part["logprobs"] == (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+        if not body.get("include_stop_str_in_output"):
+            assert not any(stop in choice["text"] for stop in body.get("stop", []))
+    assert usage["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
+    assert usage["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert usage["prompt_tokens"] == len(tokenizer()(body["prompt"])["input_ids"])
+
+
+def test_a_stop_text_ends_the_answer_before_it_and_in_the_engine(server: Server, http: httpx.Client) -> None:
+    body = {"prompt": "hello", "seed": 11, "max_tokens": 400, "ignore_eos": True}
+    text = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    place = next(place for place in range(20, len(text)) if text.index(text[place : place + 2]) == place)
+    stop = text[place : place + 2]
+    before = server.state()["generated_tokens"]
+    found = http.post("/v1/completions", json={**body, "stop": stop}).json()
+    assert found["choices"][0]["text"] == text[:place] and found["choices"][0]["finish_reason"] == "stop"
+    assert found["usage"]["completion_tokens"] < 400
+    assert server.state()["generated_tokens"] - before == found["usage"]["completion_tokens"]
+    kept = http.post("/v1/completions", json={**body, "stop": [stop], "include_stop_str_in_output": True}).json()
+    assert kept["choices"][0]["text"] == text[: place + 2]
+    server.wait_until_idle()
+
+
+def test_stop_tokens_biases_and_the_end_of_text(server: Server) -> None:
+    plain = server.complete(max_tokens=10, ignore_eos=True, return_token_ids=True)["choices"][0]["token_ids"]
+    forced = server.complete(max_tokens=4, logit_bias={"65": 100}, return_token_ids=True)["choices"][0]
+    assert forced["token_ids"] == [65] * 4
+    stopped = server.complete(max_tokens=10, ignore_eos=True, stop_token_ids=[plain[3]], return_token_ids=True)
+    (choice,) = stopped["choices"]
+    assert choice["token_ids"] == plain[: plain.index(plain[3]) + 1] and choice["finish_reason"] == "stop"
+    ended = server.complete(max_tokens=10, logit_bias={"256": 100})
+    assert ended["choices"][0]["finish_reason"] == "stop" and ended["choices"][0]["text"] == ""
+    assert ended["usage"]["completion_tokens"] == 1
+    later = server.complete(max_tokens=10, logit_bias={"256": 100}, min_tokens=6)
+    assert later["usage"]["completion_tokens"] == 7
+    assert server.complete(max_tokens=9, logit_bias={"256": 100}, ignore_eos=True)["usage"]["completion_tokens"] == 9
+
+
+def test_several_prompts_and_echo(server: Server) -> None:
+    prompts = ["hello", "other", "hello"]
+    found = server.complete(prompts, max_tokens=5, n=2, echo=True)
+    assert [choice["index"] for choice in found["choices"]] == list(range(6))
+    for place, choice in enumerate(found["choices"]):
+        alone = server.complete(prompts[place // 2], max_tokens=5)["choices"][0]["text"]
+        assert choice["text"] == prompts[place // 2] + alone
+    assert found["usage"]["prompt_tokens"] == 15 and found["usage"]["completion_tokens"] == 30
+    ids = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
+    assert [each["text"] for each in server.complete(ids, max_tokens=5, n=2, echo=True)["choices"]] == [
+        each["text"] for each in found["choices"]
+    ]
+
+
+def test_logprobs_are_those_of_the_network(server: Server) -> None:
+    prompt = tokenizer()("hello")["input_ids"]
+    (choice,) = server.complete("hello", max_tokens=5, logprobs=2, return_token_ids=True)["choices"]
+    with torch.no_grad():
+        logits = network()(torch.tensor([prompt + choice["token_ids"]])).logits[0, len(prompt) - 1 : -1]
+    wanted = logits.log_softmax(-1).gather(-1, torch.tensor(choice["token_ids"])[:, None])[:, 0]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted.tolist(), abs=1e-4)
+
+
+def test_the_prefix_cache_is_one_for_each_salt(server: Server) -> None:
+    prompt = "a prompt that nobody else in this file has, long enough for blocks " * 2
+
+    def cached(**more: Any) -> int:
+        found: int = server.complete(prompt, max_tokens=1, **more)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return found
+
+    assert cached() == 0
+    assert cached() >= 96
+    assert cached(cache_salt="mine") == 0
+    assert cached(cache_salt="mine") >= 96
+
+
+def test_chat_streams_every_sample_and_counts_on_the_way(http: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "seed": 3, "max_tokens": 8}
+    whole = http.post("/v1/chat/completions", json=body).json()
+    choices, usage = streamed(http, "/v1/chat/completions", body)
+    assert [choice["text"] for choice in choices] == [choice["message"]["content"] for choice in whole["choices"]]
+    assert usage == whole["usage"] | {"prompt_tokens_details": usage["prompt_tokens_details"]}
+    options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+    with http.stream("POST", "/v1/chat/completions", json={**body, **options}) as answer:
+        counts = [event["usage"]["completion_tokens"] for event in pieces(answer)]
+    assert counts == sorted(counts) and counts[-1] == usage["completion_tokens"]
+
+
+def test_tokenize_and_back(server: Server) -> None:
+    found = server.post("/tokenize", {"prompt": "über", "return_token_strs": True}).json()
+    assert found["tokens"] == tokenizer()("über")["input_ids"] and found["count"] == 5 == len(found["token_strs"])
+    assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "über"}
+    chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
+    assert server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "user: x\nassistant:"
+    assert server.get("/version").json()["version"] and server.get("/v1/models").json()["data"][0]["id"] == NAME
+
+
+def test_a_template_that_refuses(server: Server) -> None:
+    answer = server.post("/v1/chat/completions", {"messages": [{"role": "tool", "content": "secret words"}]})
+    assert answer.status_code == 400 and "order of roles: tool" in answer.text and "secret" not in answer.text

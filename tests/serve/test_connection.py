@@ -1,0 +1,103 @@
+"""A connection without a model behind it: who does not send, who does not read, and too many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from smelt.serve.api.connection import Connection
+from smelt.serve.api.settings import Limits
+
+HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
+Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter, list[str]], Awaitable[None]]
+
+
+def talked(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", **limits: Any) -> list[str]:
+    """What the application saw while a client talked to it."""
+    seen: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append("request")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(100):
+            await send({"type": "http.response.body", "body": answer, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        seen.append("gone")
+
+    async def main() -> None:
+        config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)
+        config.load()
+        state, loop = ServerState(), asyncio.get_running_loop()
+        server = await loop.create_server(lambda: Connection(config, state, {}), "127.0.0.1", 0)
+        async with server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1)
+            async with asyncio.timeout(5):
+                await talk(reader, writer, seen)
+            writer.transport.abort()
+            await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(Connection, "limits", Limits(**limits))
+    asyncio.run(main())
+    return seen
+
+
+@pytest.mark.parametrize("slowly", [False, True])
+def test_who_does_not_finish_the_head_is_dropped(monkeypatch: pytest.MonkeyPatch, slowly: bool) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
+        started = time.monotonic()
+        try:
+            while slowly and time.monotonic() - started < 2:
+                writer.write(HEAD[:1] if not seen else b"")
+                await asyncio.sleep(0.05)
+                if reader.at_eof() or writer.transport.is_closing():
+                    return
+            await reader.read()
+        except ConnectionError:
+            pass
+        assert 0.2 < time.monotonic() - started < 1.9
+
+    assert talked(monkeypatch, talk, head_seconds=0.3) == []
+
+
+def test_who_does_not_read_is_dropped_and_the_application_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
+        writer.write(HEAD)
+        while "gone" not in seen:
+            await asyncio.sleep(0.02)
+
+    assert talked(monkeypatch, talk, b"x" * (1 << 20), reader_seconds=0.3) == ["request", "gone"]
+
+
+def test_who_reads_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
+        writer.write(HEAD)
+        size = 0
+        while size < 100 * (1 << 17):
+            found = await reader.read(1 << 18)
+            assert found
+            size += len(found)
+            await asyncio.sleep(0.01)
+
+    assert talked(monkeypatch, talk, b"x" * (1 << 17), reader_seconds=0.5)[0] == "request"
+
+
+def test_too_many_connections_and_broken_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
+        with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+            await reader.readexactly(1)
+
+    async def broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
+        writer.write(b"nonsense\r\n\r\n")
+        found = await reader.read(-1)
+        assert found.startswith(b"HTTP/1.1 400") and b'"type": "invalid_request_error"' in found
+
+    assert talked(monkeypatch, nothing, connections=0) == []
+    assert talked(monkeypatch, broken) == []

@@ -1,0 +1,109 @@
+"""A server of an encoder: vectors as sentence-transformers makes them, in both of OpenAI's forms."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import transformers as hf
+
+from smelt.errors import ModelError
+from smelt.serve.api.app import create_app
+from smelt.serve.api.service import Service
+from smelt.serve.api.settings import Settings
+from smelt.serve.encoder import Encoder, _positions
+from smelt.serve.worker.client import EngineClient
+from tests.character_tokenizer import character_tokenizer
+from tests.serve.pretending import pretending
+from tests.tiny import BUILDS, ENCODER
+
+TEXTS = ["hello", "a longer text, so that there is padding", "x"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("encoders") / "encoder"
+    torch.manual_seed(0)
+    hf.BertModel(hf.BertConfig(**ENCODER, max_position_embeddings=64)).eval().save_pretrained(found)
+    character_tokenizer(encoder=True).save_pretrained(found)
+    return found
+
+
+@pytest.fixture(scope="module")
+def ask(folder: Path) -> Iterator[Any]:
+    """A service that found out by itself what its model is, asked without a socket between."""
+    runner = asyncio.Runner()
+    service = Service(Settings(str(folder)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            EngineClient, "command", pretending(f"send(kind='other', folder={str(folder)!r}, task='embedding')")
+        )
+        runner.run(service.start())
+    transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
+
+    def asked(method: str, path: str, content: Any = None) -> httpx.Response:
+        async def main() -> httpx.Response:
+            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+                return await client.request(method, path, json=content)
+
+        return runner.run(main())
+
+    yield asked
+    runner.run(service.stop())
+    runner.close()
+
+
+def expected(folder: Path, text: str) -> torch.Tensor:
+    """By the formula: the mean over tokens, made one unit long."""
+    network, tokenizer = hf.BertModel.from_pretrained(folder).eval(), character_tokenizer(encoder=True)
+    with torch.no_grad():
+        states = network(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
+    mean = states.mean(0)
+    return mean / mean.norm()
+
+
+def test_vectors(ask: Any, folder: Path) -> None:
+    answer = ask("POST", "/v1/embeddings", {"input": TEXTS, "model": "encoder"}).json()
+    assert [each["index"] for each in answer["data"]] == [0, 1, 2] and answer["object"] == "list"
+    for text, each in zip(TEXTS, answer["data"], strict=True):
+        torch.testing.assert_close(torch.tensor(each["embedding"]), expected(folder, text), atol=1e-5, rtol=1e-4)
+    counts = [len(character_tokenizer(encoder=True)(text)["input_ids"]) for text in TEXTS]
+    assert answer["usage"] == {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
+    packed = ask("POST", "/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}).json()["data"][0]
+    vector = struct.unpack("<32f", base64.b64decode(packed["embedding"]))
+    assert vector == pytest.approx(answer["data"][0]["embedding"])
+    tokens = character_tokenizer(encoder=True)(TEXTS[0])["input_ids"]
+    by_tokens = ask("POST", "/v1/embeddings", {"input": tokens}).json()["data"][0]["embedding"]
+    assert by_tokens == pytest.approx(answer["data"][0]["embedding"])
+    assert "smelt:embeddings_total" in ask("GET", "/metrics").text
+
+
+def test_what_an_encoder_does_not_do(ask: Any) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "x"}), ("/v1/embeddings", {"input": []}), ("/v1/embeddings", {"input": [99]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ("/v1/embeddings", {"input": "x" * 100}),
+        ("/v1/embeddings", {"input": "x", "dimensions": 8}), ("/v1/embeddings", {"input": "x", "encoding_format": "f"}),
+    ):  # fmt: skip
+        answer = ask("POST", path, body)
+        assert answer.status_code == 400 and answer.json()["error"]["message"]
+    assert ask("GET", "/health").status_code == 200 and ask("GET", "/state").json()["kind"] == "encoder"
+    assert ask("GET", "/").status_code == 200
+
+
+def test_positions_and_models_that_are_neither(tmp_path: Path) -> None:
+    assert _positions(BUILDS["bert"]().base_model) == 512
+    roberta = BUILDS["roberta"]().base_model
+    assert _positions(roberta) == roberta.config.max_position_embeddings - 2
+    hf.BertModel(hf.BertConfig(**ENCODER)).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="no tokenizer"):
+        Encoder(str(tmp_path))
+    with pytest.raises(ModelError, match="is for images"):
+        asyncio.run(Service(Settings(str(tmp_path)))._start_encoder(str(tmp_path), "images"))

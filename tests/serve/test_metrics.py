@@ -1,0 +1,115 @@
+"""What /metrics and /state tell is what clients saw."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from smelt.serve.api.meters import Meters, one_two_five
+from smelt.serve.api.metrics import Histogram, Single, exposition
+from tests.serve.served import NAME, Server, pieces
+
+NAMES = {
+    "gauge": ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"],
+    "counter": [
+        "prompt_tokens_total", "generation_tokens_total", "num_preemptions_total", "request_success_total",
+        "prefix_cache_queries_total", "prefix_cache_hits_total",
+    ],
+    "histogram": [
+        "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
+        "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",
+        "request_prefill_time_seconds", "request_decode_time_seconds", "request_prompt_tokens",
+        "request_generation_tokens", "iteration_tokens_total", "request_params_n", "request_params_max_tokens",
+    ],
+}  # fmt: skip
+
+
+def metrics(server: Server) -> dict[str, float]:
+    answer = server.get("/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    found = {}
+    for line in answer.text.splitlines():
+        if not line.startswith("#"):
+            name, value = line.rsplit(" ", 1)
+            found[name.replace(f'model_name="{NAME}",', "").replace(f'{{model_name="{NAME}"}}', "")] = float(value)
+    return found
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
+def test_every_name_is_there_with_its_type(server: Server, kind: str, name: str) -> None:
+    text = server.get("/metrics").text
+    assert f"# TYPE vllm:{name} {kind}\n" in text and f"# HELP vllm:{name} " in text
+    assert re.search(rf'^vllm:{name}(_sum)?{{model_name="{NAME}"', text, re.MULTILINE)
+
+
+def test_the_counts_are_those_of_the_clients(server: Server) -> None:
+    server.wait_until_idle()
+    before = metrics(server)
+    usages: list[dict[str, Any]] = [
+        server.complete("metrics " * 5, max_tokens=7, n=2, ignore_eos=True)["usage"],
+        server.complete(["one", "two"], max_tokens=3, ignore_eos=True)["usage"],
+        server.complete("ends", max_tokens=9, logit_bias={"256": 100})["usage"],
+    ]
+    body = {"prompt": "streamed", "max_tokens": 6, "ignore_eos": True, "stream": True}
+    events = pieces(server.post("/v1/completions", {**body, "stream_options": {"include_usage": True}}))
+    usages.append(events[-1]["usage"])
+    server.wait_until_idle()
+    after = metrics(server)
+
+    def grown(name: str) -> float:
+        return after[f"vllm:{name}"] - before[f"vllm:{name}"]
+
+    tokens = sum(usage["completion_tokens"] for usage in usages)
+    assert grown("prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
+    assert grown("generation_tokens_total") == tokens == 14 + 6 + 1 + 6
+    assert grown('request_success_total{finished_reason="length"}') == 5
+    assert grown('request_success_total{finished_reason="stop"}') == 1
+    assert grown('request_success_total{finished_reason="abort"}') == 0
+    assert grown("time_to_first_token_seconds_count") == grown("e2e_request_latency_seconds_count") == 6
+    assert grown("inter_token_latency_seconds_count") == tokens - 6
+    assert grown("request_generation_tokens_sum") == tokens
+    assert grown("request_prompt_tokens_count") == 5
+    assert grown("request_params_n_sum") == 5 and grown("request_params_max_tokens_sum") == 7 + 3 + 9 + 6
+    assert grown("iteration_tokens_total_sum") > 0
+    whole, queue = grown("e2e_request_latency_seconds_sum"), grown("request_queue_time_seconds_sum")
+    assert whole == pytest.approx(queue + grown("request_inference_time_seconds_sum"), abs=1e-3)
+    assert after["vllm:num_requests_running"] == after["smelt:kv_blocks_used"] == 0
+    assert all(value >= before[name] for name, value in after.items() if "_total" in name or "_bucket" in name)
+
+
+def test_running_and_cache_use_are_seen_while_it_runs(server: Server) -> None:
+    body = {"prompt": "x" * 64, "max_tokens": 1900, "ignore_eos": True, "n": 3, "stream": True}
+    with server.http.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as answer:
+        lines = answer.iter_lines()
+        assert next(lines)
+        state = server.wait_until(lambda state: state["running"] == 3)
+        assert 0 < state["blocks_used"] <= state["blocks"] and state["answers"] == 3
+        assert metrics(server)["vllm:num_requests_running"] == 3
+    server.wait_until_idle()
+
+
+def test_the_text_form() -> None:
+    counter, histogram = Single("counter", "x", "Told.", "why", ("a",)), Histogram("y", "Told.", (1, 2.5))
+    counter.add(2, 'b"\n\\')
+    for value in (0.5, 1, 2, 3):
+        histogram.observe(value)
+    assert exposition([counter, histogram], {"m": "n"}).splitlines() == [
+        "# HELP x_total Told.", "# TYPE x_total counter", 'x_total{m="n",why="a"} 0',
+        'x_total{m="n",why="b\\"\\n\\\\"} 2', "# HELP y Told.", "# TYPE y histogram", 'y_bucket{m="n",le="1"} 2',
+        'y_bucket{m="n",le="2.5"} 3', 'y_bucket{m="n",le="+Inf"} 4', 'y_sum{m="n"} 6.5', 'y_count{m="n"} 4',
+    ]  # fmt: skip
+    assert one_two_five(2048) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
+
+
+def test_counts_go_on_when_the_engine_begins_again() -> None:
+    meters = Meters("x", 128)
+    state = {"running": 1, "waiting": 0, "blocks": 10, "blocks_used": 5, "steps": 4, "computed_tokens": 40,
+             "preemptions": 2, "prompt_tokens": 30, "cached_tokens": 10, "generated_tokens": 4}  # fmt: skip
+    meters.observe_engine(state)
+    assert meters.cache_use.total == 0.5 and meters.step_tokens.count == 4
+    meters.engine_lost()
+    assert meters.running.total == meters.blocks_used.total == 0
+    meters.observe_engine({**state, "steps": 5, "prompt_tokens": 7})
+    assert meters.preemptions.total == 4 and meters.cache_asked.total == 37

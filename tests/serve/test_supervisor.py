@@ -1,0 +1,133 @@
+"""What watches over the engine's process, with a process that stands for it: one that cannot start, dies, or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+import pytest
+
+from smelt.errors import SmeltError
+from smelt.serve.api.meters import Meters
+from smelt.serve.api.settings import Limits
+from smelt.serve.api.supervisor import Supervisor
+from smelt.serve.engine.sampling import Sampling
+from smelt.serve.worker import loop
+from smelt.serve.worker.client import EngineClient, OtherModel, WorkerDied
+from smelt.serve.worker.pipe import pipe_pair
+from tests.serve.pretending import pretending
+
+LISTENS = "ready()\nwhile True: pipe.receive()"
+
+
+def supervised(script: str, **limits: float) -> Supervisor:
+    client = EngineClient("nothing")
+    client.command = pretending(script)  # type: ignore[assignment]
+    found = Supervisor(client, Limits(**limits))  # type: ignore[arg-type]
+    found.meters = Meters("x", 64)
+    return found
+
+
+def _restarted(found: Supervisor, times: int) -> Callable[[], bool]:
+    return lambda: found.meters is not None and found.meters.restarts.total == times and not found.trouble
+
+
+async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "told"),
+    [
+        ("send(kind='failed', sentence='no such model.')", SmeltError, "no such model"),
+        ("send(kind='other', folder='x', task='images')", OtherModel, "for images"),
+        ("sys.exit(3)", SmeltError, "ended while it was starting"),
+    ],
+)
+def test_what_cannot_be_started(script: str, kind: type[Exception], told: str) -> None:
+    with pytest.raises(kind, match=told):
+        asyncio.run(supervised(script).start())
+
+
+def test_the_true_process_says_why_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = pipe_pair()
+    monkeypatch.setattr(sys, "argv", ["loop", str(theirs.detach())])
+    monkeypatch.setattr(loop.signal, "signal", lambda *_: None)
+    ours.send({"model": "/there/is/nothing"})
+    with pytest.raises(SystemExit, match="2"):
+        loop.main()
+    assert ours.receive()["sentence"].startswith("no model at /there/is/nothing")
+
+
+def test_one_that_dies_again_and_again_is_given_up() -> None:
+    async def main() -> None:
+        found = supervised("ready()", restarts=2)
+        await found.start()
+        async with asyncio.timeout(20):
+            await found.watch()
+        assert found.given_up.is_set() and found.meters is not None and found.meters.restarts.total == 2
+        assert found.trouble == "the engine's process is not running."
+
+    asyncio.run(main())
+
+
+def test_deaths_long_ago_do_not_count() -> None:
+    async def main() -> None:
+        found = supervised(LISTENS, restarts=1, restart_window=0.0)
+        await found.start()
+        watching = asyncio.create_task(found.watch())
+        for restarts in (1, 2, 3):
+            found.client.kill()
+            await until(_restarted(found, restarts))
+        watching.cancel()
+        await found.client.stop()
+
+    asyncio.run(main())
+
+
+def test_one_that_stands_still_is_noticed_and_replaced_and_blocks_nobody() -> None:
+    """Not even with more submitted than its pipe holds."""
+
+    async def main() -> None:
+        found = supervised(LISTENS, silence_seconds=0.6)
+        await found.start()
+        watching = asyncio.create_task(found.watch())
+        client = found.client
+        assert client.process is not None and found.trouble == ""
+        first = client.process.pid
+        os.kill(first, signal.SIGSTOP)
+        await asyncio.sleep(0.8)
+        assert found.trouble == ""  # nobody waits for it
+        started = time.monotonic()
+        streams = [client.stream([[9] * 2000] * 8, Sampling()) for _ in range(40)]
+        assert time.monotonic() - started < 1 and client.alive
+        await until(lambda: "no step was finished for 0.6 seconds" in found.trouble)
+        for stream in streams:
+            with pytest.raises(WorkerDied):
+                async with asyncio.timeout(2):
+                    await stream.next()
+        await until(lambda: not found.trouble)
+        assert client.process.pid != first and client.silent_seconds == 0
+        watching.cancel()
+        await client.stop()
+        assert client.process.returncode is not None
+
+    asyncio.run(main())
+
+
+def test_one_that_does_not_end_is_killed() -> None:
+    async def main() -> None:
+        found = supervised("ready()\ntime.sleep(60)")
+        await found.start()
+        started = time.monotonic()
+        await found.client.stop(0.3)
+        assert found.client.process is not None and found.client.process.returncode == -signal.SIGKILL
+        assert time.monotonic() - started < 2
+
+    asyncio.run(main())

@@ -1,0 +1,114 @@
+"""The engine in a process of its own: what comes out is the engine's, and whoever leaves frees its blocks. What happens
+when it dies or hangs is in test_lifecycle.py."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from smelt.errors import RequestError, SmeltError
+from smelt.models.model import Model
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling import Sampling
+from smelt.serve.worker.client import EngineClient, Stream, TokenEvent, WorkerDied
+from tests.serve.served import language_model
+
+GREEDY = Sampling(max_tokens=12, temperature=0, ignore_end=True)
+LONG = Sampling(max_tokens=1500, temperature=0, ignore_end=True)
+PROMPTS = [[5, 9, 77, 30], [101] * 40, [3]]
+
+
+async def drained(stream: Stream) -> list[TokenEvent]:
+    events = []
+    try:
+        while found := await stream.next():
+            events += found
+    finally:
+        stream.close()
+    return events
+
+
+async def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    async with asyncio.timeout(seconds):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def answers(client: EngineClient) -> None:
+    engine = Engine(Model(language_model()), cache_bytes=10**7)
+    requests = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
+    while engine.busy:
+        engine.step()
+    events = await drained(client.stream(PROMPTS, GREEDY))
+    for place, request in enumerate(requests):
+        mine = [event for event in events if event.answer == place]
+        assert [event.token for event in mine] == request.output
+        assert [event.reason for event in mine] == [""] * 11 + ["length"]
+        assert all(0 < event.started <= time.monotonic() for event in mine)
+    assert client.state["blocks_used"] == 0 and client.silent_seconds == 0
+
+
+async def samples(client: EngineClient) -> None:
+    """One of several samples is ended early; the others go on."""
+    stream = client.stream([PROMPTS[0]], Sampling(max_tokens=300, n=3, seed=1, ignore_end=True))
+    counts = [0, 0, 0]
+    try:
+        while found := await stream.next():
+            for event in found:
+                counts[event.answer] += event.token is not None
+            if counts[1] >= 5:
+                stream.end(1)
+    finally:
+        stream.close()
+    assert counts[0] == counts[2] == 300 and 5 <= counts[1] < 200
+    await until(lambda: client.state["blocks_used"] == 0)
+
+
+async def leaving(client: EngineClient) -> None:
+    stream = client.stream([[7] * 30] * 4, LONG)
+    await stream.next()
+    await until(lambda: client.state["running"] == 4)
+    stream.close()
+    await until(lambda: client.state["running"] == 0 and client.state["blocks_used"] == 0, 1.0)
+    assert client.silent_seconds == 0
+
+
+async def refusal(client: EngineClient) -> None:
+    with pytest.raises(RequestError, match="no token 999"):
+        await drained(client.stream([PROMPTS[0], [999]], LONG))
+    await until(lambda: client.state["blocks_used"] == 0)
+    assert not client._streams
+
+
+async def waiting(client: EngineClient) -> None:
+    """Nothing comes for a while, then an error for everybody."""
+    stream = client.stream([PROMPTS[0]], LONG)
+    assert await stream.next(0.00001) == []
+    client.fail(SmeltError("enough"))
+    with pytest.raises(SmeltError, match="enough"):
+        await drained(stream)
+    await until(lambda: client.state["blocks_used"] == 0)
+
+
+def test_a_process_and_its_client(model_folder: Path) -> None:
+    """One process for all of these, since starting one takes seconds; and it ends when it is told to."""
+    parts: list[Callable[[EngineClient], Awaitable[None]]] = [answers, samples, leaving, refusal, waiting]
+
+    async def main() -> None:
+        client = EngineClient(str(model_folder), cache_bytes=10**7)
+        await client.start()
+        for part in parts:
+            await part(client)
+        started = time.monotonic()
+        await client.stop()
+        assert client.process is not None and client.process.returncode == 0
+        assert time.monotonic() - started < 3
+        await until(client.lost.is_set)
+        with pytest.raises(WorkerDied):
+            client.stream(PROMPTS, GREEDY)
+
+    asyncio.run(main())
