@@ -56,6 +56,11 @@ def test_greedy_tokens_are_those_of_transformers(server: Server, prompt: str) ->
     assert by_tokens["text"] == choice["text"]
 
 
+def plain(text: str) -> str:
+    """Its characters of one byte; between them random bytes may be read in more than one way."""
+    return "".join(letter for letter in text if letter.isascii())
+
+
 SETTINGS = st.fixed_dictionaries(
     {"prompt": st.text(alphabet="ab é語🙂", min_size=1, max_size=12), "max_tokens": st.integers(1, 40)},
     optional={
@@ -84,6 +89,9 @@ def test_streamed_or_not_it_is_the_same(http: httpx.Client, body: dict[str, Any]
     for part, choice in zip(choices, whole["choices"], strict=True):
         assert part["finish_reason"] == choice["finish_reason"]
         assert part["logprobs"] == (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
+        if "stop" not in body:
+            decoded = tokenizer().decode(choice["token_ids"], skip_special_tokens=True)
+            assert plain(choice["text"]) == plain(decoded)
         if not body.get("include_stop_str_in_output"):
             assert not any(stop in choice["text"] for stop in body.get("stop", []))
     assert usage["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
@@ -110,6 +118,9 @@ def test_stop_tokens_biases_and_the_end_of_text(server: Server) -> None:
     plain = server.complete(max_tokens=10, ignore_eos=True, return_token_ids=True)["choices"][0]["token_ids"]
     forced = server.complete(max_tokens=4, logit_bias={"65": 100}, return_token_ids=True)["choices"][0]
     assert forced["token_ids"] == [65] * 4
+    letter = forced["text"][0]
+    held = server.complete(max_tokens=4, logit_bias={"65": 100}, stop=[letter * 2 + "!", letter * 5])["choices"][0]
+    assert held["text"] == letter * 4 and held["finish_reason"] == "length"  # what was held back comes in the end
     stopped = server.complete(max_tokens=10, ignore_eos=True, stop_token_ids=[plain[3]], return_token_ids=True)
     (choice,) = stopped["choices"]
     assert choice["token_ids"] == plain[: plain.index(plain[3]) + 1] and choice["finish_reason"] == "stop"

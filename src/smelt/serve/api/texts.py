@@ -30,6 +30,7 @@ class Texts:
             inner.no_truncation()
             inner.no_padding()
         self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        self._decoder: Any = _Decoder(inner) if _decodes_plainly(tokenizer) else tokenizer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         byte_level = inner is not None and "ByteLevel" in repr(inner.decoder)
         self._bytes_of = {letter: byte for byte, letter in _byte_letters().items()} if byte_level else {}
@@ -57,7 +58,7 @@ class Texts:
         return await self._run(len(tokens), lambda: str(self.tokenizer.decode(list(tokens))))
 
     def stream(self, prompt: Sequence[int], stop: Sequence[str]) -> TextStream:
-        return TextStream(self.tokenizer, prompt, stop)
+        return TextStream(self._decoder, prompt, stop)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -86,6 +87,24 @@ class Texts:
             if found := _BYTE.fullmatch(piece):
                 return text, bytes([int(found[1], 16)])
         return text, text.encode("utf-8", "replace")
+
+
+class _Decoder:
+    """The tokenizer's inner part alone: every token of every answer is decoded, and the outer part takes most of the
+    time."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
+        assert not clean_up_tokenization_spaces
+        return str(self._inner.decode(tokens, skip_special_tokens))
+
+
+def _decodes_plainly(tokenizer: Any) -> bool:
+    """Whether the outer part adds nothing of its own when it decodes."""
+    places = [getattr(getattr(type(tokenizer), name, None), "__module__", "") for name in ("decode", "_decode")]
+    return places == ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
 
 
 def _ids(encoded: Any) -> list[int]:

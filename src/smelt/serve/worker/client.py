@@ -60,11 +60,14 @@ class Stream:
         """All that came since; nothing when all answers have ended, or nothing came for so many seconds."""
         found: list[TokenEvent] = []
         while self._open and (not found or not self._queue.empty()):
-            try:
-                async with asyncio.timeout(seconds if self._queue.empty() else None):
-                    event = await self._queue.get()
-            except TimeoutError:
-                break
+            if self._queue.empty():
+                try:
+                    async with asyncio.timeout(seconds):
+                        event = await self._queue.get()
+                except TimeoutError:
+                    break
+            else:
+                event = self._queue.get_nowait()
             if isinstance(event, Exception):
                 self._open.clear() if isinstance(event, WorkerDied) else self.close()
                 raise event

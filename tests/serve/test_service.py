@@ -1,0 +1,71 @@
+"""A service with a process that stands for the engine's: silence, time that runs out, and the texts' quick way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from smelt.serve.api import generation
+from smelt.serve.api.app import create_app
+from smelt.serve.api.service import Service
+from smelt.serve.api.settings import Limits, Settings
+from smelt.serve.api.texts import Texts, _Decoder
+from smelt.serve.worker.client import EngineClient
+from tests.character_tokenizer import character_tokenizer
+from tests.serve.pretending import pretending
+from tests.serve.served import tokenizer
+
+
+def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A streaming client is told that we are still here; when the time is over, both are told so."""
+    monkeypatch.setattr(EngineClient, "command", pretending("ready()\nwhile True: pipe.receive()"))
+    monkeypatch.setattr(generation, "PING_SECONDS", 0.1)
+
+    async def main() -> list[httpx.Response]:
+        service = Service(Settings(str(model_folder), limits=Limits(request_seconds=0.35)))
+        await service.start()
+        transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            bodies: list[dict[str, Any]] = [{"prompt": "x", "stream": stream} for stream in (True, False)]
+            found = [await client.post("/v1/completions", json=body) for body in bodies]
+        assert service.admission.taken == 0 and service.meters.ended.values["abort"] == 2
+        service.admission.close()
+        assert service.trouble == "the server is shutting down."
+        await service.stop()
+        return found
+
+    streamed, whole = asyncio.run(main())
+    *pings, error, done = [line for line in streamed.text.split("\n\n") if line]
+    assert set(pings) == {": still here"} and len(pings) in (3, 4) and done == "data: [DONE]"
+    for told in (json.loads(error.removeprefix("data: ")), whole.json()):
+        assert "longer than 0.35 seconds" in told["error"]["message"]
+    assert whole.status_code == 504
+
+
+@pytest.mark.parametrize("each", [tokenizer(), character_tokenizer()], ids=["bytes", "characters"])
+def test_the_quick_way_to_text_is_the_same_text(each: Any) -> None:
+    texts = Texts(each, 100)
+    assert isinstance(texts._decoder, _Decoder)
+    for tokens in ([1, 2, 3], [98, 5, 5, 200 % len(each), len(each) - 1], list(range(len(each)))):
+        options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+        assert texts._decoder.decode(tokens, **options) == each.decode(tokens, **options)
+
+    class Own(type(each)):  # type: ignore[misc]
+        def decode(self, *arguments: Any, **more: Any) -> str:
+            return "mine"
+
+    own = Own(tokenizer_object=each.backend_tokenizer)
+    assert Texts(own, 100)._decoder is own
+
+
+def test_bytes_of_tokens() -> None:
+    """Also of those that are only a part of a character."""
+    texts = Texts(tokenizer(), 100)
+    ids = tokenizer()("é🙂a")["input_ids"]
+    assert b"".join(texts.token(token)[1] for token in ids) == "é🙂a".encode()
+    assert texts.token(ids[-1]) == ("a", b"a") and texts.token(256) == ("<end>", b"<end>")
