@@ -23,6 +23,12 @@ TokensOption = Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens
 PrefixOption = Annotated[bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Keep what prompts begin with.")]
 
 
+AdapterOption = Annotated[
+    list[str] | None,
+    typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter that clients may name; may be repeated."),
+]
+
+
 def run(
     model: ModelArgument,
     host: Annotated[str, typer.Option(help="Where to listen; other than this machine only with keys.")] = "127.0.0.1",
@@ -39,6 +45,8 @@ def run(
     grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs when stopped.")] = 30.0,
     silence: Annotated[float, typer.Option(min=0.5, help="Seconds without a step before the engine is dead.")] = 300.0,
     reader: Annotated[float, typer.Option(min=0.5, help="Seconds after which who does not read is dropped.")] = 30.0,
+    adapter: AdapterOption = None,
+    devices: Annotated[int, typer.Option(min=1, max=64, help="Over which the model is split.")] = 1,
     restarts: Annotated[int, typer.Option(min=0, help="Of the engine in ten minutes, before giving up.")] = 3,
 ) -> None:
     try:
@@ -54,10 +62,21 @@ def run(
     engine = {
         "context": context, "cache_bytes": None if cache is None else int(cache * 2**30),
         "batch_requests": batch_requests, "batch_tokens": batch_tokens, "prefix_cache": prefix_cache,
+        "devices": devices,
     }  # fmt: skip
     limits = Limits(queue=queue, grace_seconds=grace, silence_seconds=silence, reader_seconds=reader, restarts=restarts)
     say(f"loading {model}")
-    settings = Settings(model, name, host, port, keys, device, engine, limits)
+    settings = Settings(model, name, host, port, keys, device, engine, _adapters(adapter or []), limits)
     code = serve(settings)
     if code:
         raise typer.Exit(code)
+
+
+def _adapters(given: list[str]) -> dict[str, str]:
+    found = {}
+    for each in given:
+        name, equals, folder = each.partition("=")
+        if not name or not equals or not folder or name in found:
+            raise SmeltError(f"--adapter {each!r} is not NAME=FOLDER, or its name is taken.")
+        found[name] = folder
+    return found

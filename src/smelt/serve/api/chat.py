@@ -66,7 +66,7 @@ class _Writer:
         self.texts, self.body, self.generation = service.texts, body, generation
         self.head = {
             "id": f"chatcmpl-{body.request_id or uuid.uuid4().hex}", "object": "chat.completion",
-            "created": int(time.time()), "model": service.name,
+            "created": int(time.time()), "model": body.model or service.name,
         }  # fmt: skip
 
     def whole(self, answers: list[Delta]) -> dict[str, Any]:

@@ -67,7 +67,7 @@ class _Writer:
         self.texts, self.body, self.generation, self.echoes = service.texts, body, generation, echoes
         self.head = {
             "id": f"cmpl-{body.request_id or uuid.uuid4().hex}", "object": "text_completion",
-            "created": int(time.time()), "model": service.name,
+            "created": int(time.time()), "model": body.model or service.name,
         }  # fmt: skip
         self.lengths = [len(self._echo(answer.index)) for answer in generation.answers]
 

@@ -12,6 +12,7 @@ from smelt.errors import RequestError
 from smelt.serve.api.errors import ApiError, ClientGone
 from smelt.serve.api.schemas import Generation as Asked
 from smelt.serve.api.service import Service
+from smelt.serve.api.structured import form_of
 from smelt.serve.engine.sampling import Sampling
 from smelt.serve.worker.client import Stream, TokenEvent, WorkerDied
 
@@ -106,6 +107,7 @@ class Generation:
         self.service, self.prompts, self.sampling = service, prompts, sampling
         self.arrival = time.monotonic()
         self.priority = asked.priority or 0
+        self.adapter = service.adapter_of(asked.model)
         self.salt = hashlib.sha256(key + b"\0" + (asked.cache_salt or "").encode()).digest()
         keep_stop = bool(asked.include_stop_str_in_output)
         n = sampling.n
@@ -126,7 +128,7 @@ class Generation:
         admission.take(len(self.answers))
         try:
             self._stream = self.service.client.stream(
-                self.prompts, self.sampling, priority=self.priority, salt=self.salt
+                self.prompts, self.sampling, priority=self.priority, salt=self.salt, adapter=self.adapter
             )
         except WorkerDied:
             admission.give_back(len(self.answers))
@@ -208,7 +210,7 @@ def sampling_of(body: Asked, *, max_tokens: int | None, logprobs: int | None, vo
     try:
         return Sampling(
             max_tokens=max_tokens, logprobs=logprobs, stop=tuple(dict.fromkeys(stop)),
-            stop_ids=tuple(body.stop_token_ids or ()), bias=bias,
+            stop_ids=tuple(body.stop_token_ids or ()), bias=bias, form=form_of(body),
             **{name: value for name, value in chosen.items() if value is not None},
         )  # fmt: skip
     except RequestError as error:

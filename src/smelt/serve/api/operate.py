@@ -18,15 +18,15 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def models(request: Request) -> dict[str, Any]:
-    return {"object": "list", "data": [_card(request.app.state.service)]}
+    service: Service = request.app.state.service
+    return {"object": "list", "data": [_card(service, name) for name in service.names]}
 
 
 @router.get("/v1/models/{name:path}")
 async def model(name: str, request: Request) -> dict[str, Any]:
     service: Service = request.app.state.service
-    if name != service.name:
-        service.check_model(name or "?")
-    return _card(service)
+    service.check_model(name or "?")
+    return _card(service, name)
 
 
 @router.get("/health")
@@ -74,8 +74,9 @@ async def page() -> Response:
     return HTMLResponse(PAGE, headers={"content-security-policy": POLICY, "cache-control": "no-store"})
 
 
-def _card(service: Service) -> dict[str, Any]:
+def _card(service: Service, name: str) -> dict[str, Any]:
+    """An adapter's says which model it belongs to."""
     return {
-        "id": service.name, "object": "model", "created": service.created, "owned_by": "smelt",
-        "max_model_len": service.context,
+        "id": name, "object": "model", "created": service.created, "owned_by": "smelt",
+        "max_model_len": service.context, "root": service.name,
     }  # fmt: skip

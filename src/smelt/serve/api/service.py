@@ -42,6 +42,7 @@ class Service:
         """Load everything. The engine's process starts first, so that both processes import at the same time."""
         running = self._running
         options = {**self.settings.engine, "batch_requests": running, "queue": running + self.limits.queue}
+        options["adapters"] = dict(self.settings.adapters)
         client = EngineClient(self.settings.model, observe=self._observe, device=self.settings.device, **options)
         supervisor = Supervisor(client, self.limits)
         loading = asyncio.create_task(supervisor.start())
@@ -102,9 +103,17 @@ class Service:
             return "the server is shutting down."
         return self.supervisor.trouble if self.supervisor is not None else ""
 
+    @property
+    def names(self) -> list[str]:
+        """What clients may call: the model, and each of its adapters."""
+        return [self.name, *self.settings.adapters]
+
+    def adapter_of(self, asked: str | None) -> str | None:
+        return asked if asked in self.settings.adapters else None
+
     def check_model(self, asked: str | None) -> None:
-        if asked not in (None, "", self.name):
-            told = f"this server has no model of that name; it serves {self.name}."
+        if asked not in (None, "", *self.names):
+            told = f"this server has no model of that name; it serves {', '.join(self.names)}."
             raise ApiError(404, told, param="model", code="model_not_found")
 
     def check_prompt(self, prompt: Sequence[int], sampling: Sampling) -> None:

@@ -37,4 +37,5 @@ class Settings:
     keys: frozenset[bytes] = frozenset()  # SHA-256 of every API key; none: no key is asked for
     device: str = "cpu"
     engine: dict[str, Any] = field(default_factory=dict)  # options of the engine
+    adapters: dict[str, str] = field(default_factory=dict)  # low-rank ones: what clients call them, and their folders
     limits: Limits = Limits()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from smelt.errors import RequestError
+from smelt.errors import SmeltError
 from smelt.serve.api.errors import ApiError
 from smelt.serve.api.schemas import Generation, extras
+from smelt.serve.engine.forms import check_form
 from smelt.serve.engine.sampling import Form
 
 _KINDS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "grammar"}
@@ -19,7 +20,10 @@ def form_of(body: Generation) -> Form | None:
     given = extras(body)
     try:
         formats = [_response_format(given.get("response_format")), _structured(given.get("structured_outputs"))]
-    except RequestError as error:
+        for form in formats:
+            if form is not None:
+                check_form(form)
+    except SmeltError as error:
         raise ApiError(400, str(error), param="response_format") from error
     wanted = [form for form in formats if form is not None]
     if len(wanted) > 1:

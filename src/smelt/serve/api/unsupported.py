@@ -1,6 +1,6 @@
 """Fields that would change the answer and that this server does not honour: a sentence, not silence.
 
-Structured output and tools enter here: what a field asks for becomes a constraint on the sampling, or an error.
+Tools enter here: what a field asks for becomes a constraint on the sampling, or an error.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ _REASONS = {
     "tools": "tools are not supported yet",
     "functions": "tools are not supported yet",
     "tool_calls": "tools are not supported yet",
-    "structured_outputs": "structured output is not supported yet",
-    "guided_json": "structured output is not supported yet",
-    "guided_regex": "structured output is not supported yet",
-    "guided_choice": "structured output is not supported yet",
-    "guided_grammar": "structured output is not supported yet",
+    "guided_json": "use structured_outputs",
+    "guided_regex": "use structured_outputs",
+    "guided_choice": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
     "chat_template": "the chat template is the model's own and cannot be sent",
     "chat_template_kwargs": "the chat template is the model's own and takes no arguments",
     "prompt_embeds": "prompts are text or tokens; vectors cannot be sent",
@@ -46,10 +45,3 @@ def check_supported(body: Generation) -> None:
     modalities = given.get("modalities")
     if modalities not in (None, ["text"]):
         raise ApiError(400, "modalities: this server answers with text only.", param="modalities", code="unsupported")
-    _check_format(given.get("response_format"))
-
-
-def _check_format(asked: Any) -> None:
-    if asked is not None and asked != {"type": "text"}:
-        told = "response_format: only text is supported yet; leave it out."
-        raise ApiError(400, told, param="response_format", code="unsupported")

@@ -37,11 +37,8 @@ class Forms:
 
     def matcher(self, form: Form) -> Matcher:
         """At the beginning of an answer. A form that cannot be is one sentence."""
-        try:
-            import llguidance
-        except ImportError as error:
-            raise ModelError(INSTALL) from error
-        limits: Any = llguidance.LLParserLimits(**LIMITS)
+        llguidance = _library()
+        limits = llguidance.LLParserLimits(**LIMITS)
         inner = llguidance.LLMatcher(self._tokenizer, _grammar(form), log_level=0, limits=limits)
         if inner.is_error():
             raise RequestError(f"this {form.kind} cannot be followed: {_first_line(inner.get_error())}")
@@ -57,6 +54,22 @@ class Forms:
             )
         except ValueError as error:
             raise ModelError(f"answers in a form need a fast tokenizer ({_first_line(str(error))}).") from error
+
+
+def check_form(form: Form) -> None:
+    """Refuse what cannot be followed, without any tokenizer and before anything is queued."""
+    llguidance = _library()
+    told = llguidance.LLMatcher.validate_grammar(_grammar(form), limits=llguidance.LLParserLimits(**LIMITS))
+    if told:
+        raise RequestError(f"this {form.kind} cannot be followed: {_first_line(told)}")
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ModelError(INSTALL) from error
+    return llguidance
 
 
 class Matcher:

@@ -134,8 +134,9 @@ class EngineClient:
         await self._ready
 
     def stream(
-        self, prompts: Sequence[list[int]], sampling: Sampling, *, priority: int = 0, salt: bytes = b""
-    ) -> Stream:
+        self, prompts: Sequence[list[int]], sampling: Sampling, *, priority: int = 0, salt: bytes = b"",
+        adapter: str | None = None,
+    ) -> Stream:  # fmt: skip
         """Submit prompts: their answers' events."""
         if not self.alive:
             raise WorkerDied("the engine is not running.")
@@ -148,7 +149,7 @@ class EngineClient:
             self._streams[name] = (stream, place * sampling.n)
             self._outgoing.put({
                 "kind": "submit", "name": name, "prompt": prompt, "sampling": asdict(sampling), "priority": priority,
-                "salt": salt.hex(),
+                "salt": salt.hex(), "adapter": adapter,
             })  # fmt: skip
         return stream
 

@@ -64,19 +64,13 @@ class Loop:
 
         name = message["name"]
         try:
-            settings = message["sampling"]
-            sampling = Sampling(
-                **{
-                    **settings,
-                    "stop": tuple(settings.get("stop", ())),
-                    "stop_ids": tuple(settings.get("stop_ids", ())),
-                    "bias": {int(token): value for token, value in settings.get("bias", {}).items()},
-                }
-            )
-            salt = bytes.fromhex(message.get("salt", ""))
-            priority = message.get("priority", 0)
             self.requests[name] = self.engine.submit(
-                message["prompt"], sampling, name=name, priority=priority, salt=salt
+                message["prompt"],
+                Sampling.from_json(message["sampling"]),
+                name=name,
+                priority=message.get("priority", 0),
+                salt=bytes.fromhex(message.get("salt", "")),
+                adapter=message.get("adapter"),
             )
         except SmeltError as error:
             self.pipe.send({"kind": "refused", "name": name, "why": type(error).__name__, "sentence": str(error)})

@@ -1,0 +1,115 @@
+"""Forms of answers through HTTP, by the official client: schemas, objects, expressions, choices, grammars."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from pydantic import BaseModel
+
+from tests.serve.served import NAME, Server, language_model, start
+from tests.serve.test_adapters import write_adapter
+
+pytest.importorskip("llguidance")
+ASKED: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "seed": 1}
+SCHEMA = {
+    "type": "object",
+    "properties": {"colour": {"enum": ["red", "blue"]}, "count": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["colour", "count"],
+    "additionalProperties": False,
+}
+
+
+class Colours(BaseModel):
+    colour: str
+    count: int
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
+    wanted: Any = {"type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA, "strict": True}}
+    if stream:
+        pieces = client.chat.completions.create(**ASKED, response_format=wanted, max_tokens=200, stream=True)
+        text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+    else:
+        answer = client.chat.completions.create(**ASKED, response_format=wanted, max_tokens=200)
+        assert answer.choices[0].finish_reason == "stop"
+        text = answer.choices[0].message.content or ""
+    found = json.loads(text)
+    assert found["colour"] in ("red", "blue") and 1 <= found["count"] <= 9 and len(found) == 2
+
+
+def test_the_client_parses_into_a_class(client: openai.OpenAI) -> None:
+    found = client.chat.completions.parse(
+        model=NAME, messages=[{"role": "user", "content": "hi"}], response_format=Colours, max_tokens=2000, seed=3
+    )
+    if found.choices[0].finish_reason == "stop":
+        assert isinstance(found.choices[0].message.parsed, Colours)
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"regex": "[ab]{4}c?"}, "[ab]{4}c?"),
+        ({"choice": ["yes", 'say "no"', "a|b"]}, r"yes|say \"no\"|a\|b"),
+        ({"grammar": 'start: "x" ("y")* "z"'}, "xy*z"),
+        ({"json": {"type": "boolean"}}, "true|false"),
+    ],
+    ids=str,
+)
+def test_other_forms(client: openai.OpenAI, asked: dict[str, Any], pattern: str) -> None:
+    answer = client.completions.create(
+        model=NAME, prompt="hi", max_tokens=200, n=3, seed=5, extra_body={"structured_outputs": asked}
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "length" or re.fullmatch(pattern, choice.text), choice.text
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"response_format": "json"},
+        {"response_format": {"type": "xml"}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": "{"}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "strange"}}}},
+        {"structured_outputs": {"regex": "("}},
+        {"structured_outputs": {"regex": "a" * 70_000}},
+        {"structured_outputs": {"regex": 3}},
+        {"structured_outputs": {"choice": []}},
+        {"structured_outputs": {"choice": ["a", ""]}},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"structured_outputs": {"xml": "a"}},
+        {"structured_outputs": []},
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+    ],
+    ids=lambda value: str(value)[:60],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_wrong_forms_are_refused_before_anything_is_sent(server: Server, wrong: dict[str, Any], stream: bool) -> None:
+    body = {"model": NAME, "prompt": "hi", "stream": stream, **wrong}
+    found = server.http.post(f"{server.url}/v1/completions", json=body)
+    assert found.status_code == 400 and found.json()["error"]["message"]
+
+
+def test_adapters_are_models(model_folder: Path, tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", language_model(), 1, rank=8)
+    server = start(model_folder, tmp_path, "--cache-gib", "0.02", "--adapter", f"poet={folder}")
+    try:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            assert [model.id for model in client.models.list()] == [NAME, "poet"]
+            answers = [
+                client.completions.create(model=name, prompt="hello", max_tokens=24, temperature=0, extra_body={})
+                for name in (NAME, "poet", NAME)
+            ]
+            assert [answer.model for answer in answers] == [NAME, "poet", NAME]
+            texts = [answer.choices[0].text for answer in answers]
+            assert texts[0] == texts[2] != texts[1]
+            with pytest.raises(openai.NotFoundError, match="poet"):
+                client.completions.create(model="painter", prompt="hello")
+    finally:
+        server.end()
