@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -14,6 +15,7 @@ from smelt.serve.api.settings import Settings
 
 log = logging.getLogger("smelt.serve")
 _CLOSE = {"connection": "close"}
+DRAINED, DRAIN_SECONDS = 8, 1.0  # how much more than allowed is read of a body that is refused, and for how long
 
 
 class Guard:
@@ -71,6 +73,7 @@ class Guard:
         too_large = ApiError(413, f"the body of a request may have {most:,} bytes.", headers=_CLOSE)
         told = dict(scope["headers"]).get(b"content-length", b"")
         if told.isdigit() and (len(told) > 18 or int(told) > most):
+            await _drain(receive, DRAINED * most)
             raise too_large
         body = bytearray()
         try:
@@ -81,6 +84,7 @@ class Guard:
                         raise ClientGone
                     body += message.get("body", b"")
                     if len(body) > most:
+                        await _drain(receive, DRAINED * most)
                         raise too_large
                     if not message.get("more_body", False):
                         return bytes(body)
@@ -106,3 +110,14 @@ def _where(error: BaseException) -> str:
     """File and line, without the message: it may hold what a client sent."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+
+
+async def _drain(receive: Receive, most: int) -> None:
+    """Read on for a moment: a connection that is closed while its client writes loses the answer as well."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(DRAIN_SECONDS):
+            while most > 0:
+                message = await receive()
+                if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                    return
+                most -= len(message.get("body", b""))
