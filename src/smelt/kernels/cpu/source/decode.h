@@ -7,6 +7,30 @@
 #include <immintrin.h>
 #endif
 
+// What zero points take off: scale * (zero - centre), for `size` groups from the `first` on.
+inline void row_shifts(const Plan& plan, int64_t first, int64_t size, const float* scale, float* shift) {
+    int64_t i = 0;
+#ifdef __AVX512BW__
+    const __m512 centre = _mm512_set1_ps(plan.centre);
+    for (; i < size && plan.zero_type != BFLOAT16; i += 16) {
+        const __mmask16 there = __mmask16(size - i >= 16 ? 0xffff : (1u << (size - i)) - 1);
+        __m512 zero;
+        if (plan.zero_type == FLOAT32)
+            zero = _mm512_maskz_loadu_ps(there, static_cast<const float*>(plan.zero) + first + i);
+        else if (plan.zero_type == FLOAT16) {
+            const uint16_t* halves = static_cast<const uint16_t*>(plan.zero) + first + i;
+            zero = _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_maskz_loadu_epi16(there, halves)));
+        } else {
+            const uint8_t* bytes = static_cast<const uint8_t*>(plan.zero) + first + i;
+            const __m128i some = _mm512_castsi512_si128(_mm512_maskz_loadu_epi8(there, bytes));
+            zero = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(some));
+        }
+        _mm512_storeu_ps(shift + i, _mm512_mul_ps(_mm512_loadu_ps(scale + i), _mm512_sub_ps(zero, centre)));
+    }
+#endif
+    for (; i < size; ++i) shift[i] = scale[i] * (number_at(plan.zero, plan.zero_type, first + i) - plan.centre);
+}
+
 // The scales of `count` rows in float32, row after row. Where there are zero points, `shift` is what is taken off the
 // product with a group for each unit of the sum of its inputs: scale * (zero - centre). Both have room for 16 more.
 inline void row_scales(const Plan& plan, int64_t row, int64_t count, float* scale, float* shift) {
@@ -23,13 +47,7 @@ inline void row_scales(const Plan& plan, int64_t row, int64_t count, float* scal
     for (; i < size; ++i) scale[i] = number_at(plan.scale, plan.scale_type, first + i, plan.scale_table);
     if (plan.divisor)
         for (i = 0; i < size; ++i) scale[i] /= *plan.divisor;
-    if (plan.zero && plan.zero_type == BYTE) {
-        const uint8_t* zero = static_cast<const uint8_t*>(plan.zero) + first;
-        for (i = 0; i < size; ++i) shift[i] = scale[i] * (float(zero[i]) - plan.centre);
-    } else if (plan.zero) {
-        for (i = 0; i < size; ++i)
-            shift[i] = scale[i] * (number_at(plan.zero, plan.zero_type, first + i) - plan.centre);
-    }
+    if (plan.zero) row_shifts(plan, first, size, scale, shift);
     for (i = size; i < count * plan.groups; ++i) scale[i] = scale[0], shift[i] = shift[0];  // one for all rows
 }
 
