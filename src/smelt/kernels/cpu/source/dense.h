@@ -54,10 +54,12 @@ inline void dense_product(const Dense& d, const void* x, int64_t tokens, void* y
                 load_numbers(x, d.x_type, token * d.columns + k, first_lanes(d.columns - k)));
 #pragma omp parallel num_threads(threads)
     {
-        const Share share = share_of(d.rows, 4);
-        int64_t row = share.first;
-        for (; row + 4 <= share.last; row += 4) dense_rows<4>(d, row, values, padded, tokens, y);
-        for (; row < share.last; ++row) dense_rows<1>(d, row, values, padded, tokens, y);
+#pragma omp for schedule(dynamic, portion(d.rows, 4))
+        for (int64_t first = 0; first < d.rows; first += 4) {
+            if (first + 4 <= d.rows) dense_rows<4>(d, first, values, padded, tokens, y);
+            else
+                for (int64_t row = first; row < d.rows; ++row) dense_rows<1>(d, row, values, padded, tokens, y);
+        }
     }
 }
 #endif

@@ -75,8 +75,8 @@ inline void dense_tiles(const Dense& d, const void* x, int64_t tokens, void* y, 
         alignas(64) float sums[TILE * TILE];
         const TileShapes shapes(64);
         _tile_loadconfig(&shapes);
-        const Share share = share_of(d.rows, TILE);
-        for (int64_t row = share.first; row < share.last; row += TILE) {
+#pragma omp for schedule(dynamic, portion(d.rows, TILE))
+        for (int64_t row = 0; row < d.rows; row += TILE) {
             int64_t block = 0;
             for (; block + 2 <= blocks; block += 2) dense_tile_rows<2>(d, inputs, row, block, tokens, y, sums);
             if (block < blocks) dense_tile_rows<1>(d, inputs, row, block, tokens, y, sums);

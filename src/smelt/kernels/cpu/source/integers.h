@@ -195,8 +195,8 @@ inline void integer_product(const Plan& plan, const void* x, int64_t tokens, voi
 #pragma omp parallel num_threads(threads)
     {
         const RowBuffers room = row_buffers(plan);
-        const Share share = share_of(plan.rows, BLOCK);
-        for (int64_t row = share.first; row < share.last; row += BLOCK) {
+#pragma omp for schedule(dynamic, portion(plan.rows, BLOCK))
+        for (int64_t row = 0; row < plan.rows; row += BLOCK) {
             const uint8_t* codes[BLOCK];
             row_pointers(plan, row, room, codes);
             integer_scales(plan, row, plan.rows - row < BLOCK ? plan.rows - row : BLOCK, room.scale, room.shift);

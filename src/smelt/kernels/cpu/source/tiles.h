@@ -224,9 +224,9 @@ inline void tile_product(
 #pragma omp for schedule(static)
         for (int64_t block = 0; block < in.blocks; ++block) pack(block);
         const TileBuffers room = tile_buffers(plan, groups, in.steps);
-        const Share share = share_of(plan.rows, PAIR);
         _tile_loadconfig(&shapes);
-        for (int64_t row = share.first; row < share.last; row += PAIR) {
+#pragma omp for schedule(dynamic, portion(plan.rows, PAIR))
+        for (int64_t row = 0; row < plan.rows; row += PAIR) {
             lay(row, room);
             int64_t block = 0;
             for (; block + 2 <= in.blocks; block += 2)
