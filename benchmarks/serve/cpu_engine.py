@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -38,20 +38,22 @@ def main() -> None:
     texts = [[tokenizer.decode(prompt) for prompt in batch] for batch in batches]
     asked = {"batches": batches, "texts": texts, "answer": ANSWER}
     rows: list[dict[str, Any]] = []
-    for name, interpreter in (("llama.cpp", options.llama_cpp), ("OpenVINO GenAI", options.openvino)):
-        if interpreter:
-            rows += _peer(name, interpreter, options, asked)
-    for kind in (torch.bfloat16, torch.float32):
-        rows += _ours(options.gguf, batches, kind)
-    rows += _transformers(batches)
-    for row in rows:
-        print(row, file=sys.stderr)
-    write("serve_cpu", rows, _text(rows))
+    for turn in range(options.rounds):
+        found: list[dict[str, Any]] = []
+        for name, interpreter in (("llama.cpp", options.llama_cpp), ("OpenVINO GenAI", options.openvino)):
+            if interpreter:
+                found += _peer(name, interpreter, options, asked)
+        for kind in (torch.bfloat16, torch.float32):
+            found += _ours(options.gguf, batches, kind)
+        found += _transformers(batches)
+        rows += [{"round": turn, **row} for row in found]
+        write("serve_cpu", rows, _text(rows))
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", required=True)
+    parser.add_argument("--rounds", type=int, default=3, help="all of them in turns, so many times")
     parser.add_argument("--llama-cpp", help="an interpreter with llama-cpp-python")
     parser.add_argument("--openvino", help="an interpreter with openvino-genai")
     return parser.parse_args()
@@ -124,15 +126,16 @@ def _text(rows: list[dict[str, Any]]) -> str:
         found = [row for row in rows if row["who"] == who and row["streams"] == streams]
         if not found:
             return ""
-        row = found[0]
-        decoding = row.get("decoding")
-        more = f" ({streams * (ANSWER - 1) / decoding:.0f})" if decoding else ""
-        return f"{row['tokens_per_second']:.0f}{more}"
+        middle = statistics.median(row["tokens_per_second"] for row in found)
+        decoding = [streams * (ANSWER - 1) / row["decoding"] for row in found if row.get("decoding")]
+        more = f" ({statistics.median(decoding):.0f})" if decoding else ""
+        return f"{middle:.0f}{more}"
 
     cells = [[name, *(cell(name, streams) for streams in STREAMS)] for name in names]
     return (
         "# The engine on a processor: SmolLM2-135M in its own four bits\n\n"
-        f"Tokens generated a second, prompts of {PROMPT} tokens included (in brackets: while decoding alone); {ANSWER} "
+        f"Tokens generated a second, prompts of {PROMPT} tokens included (in brackets: while decoding alone), medians "
+        f"of {1 + max(row['round'] for row in rows)} rounds in turns; {ANSWER} "
         "tokens an answer, greedy, the same GGUF file (Q4_1, head Q8_0) and prompts for all; transformers from the "
         "same weights in float32.\n\n" + table(["", *(f"{streams} streams" for streams in STREAMS)], cells)
     )
