@@ -24,7 +24,7 @@ def result(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command != "serve"])
 def test_help(command: str, smelt_here: Smelt) -> None:
     done = smelt_here(command, "--help")
     assert (done.code, done.err) == (0, "")
@@ -39,9 +39,7 @@ def test_without_a_command_the_commands_are_listed(arguments: list[str], smelt_h
 
 
 def test_help_does_not_wait_for_torch() -> None:
-    code = (
-        "import sys; from smelt.cli.app import call; call(['--help']); print('torch' in sys.modules, file=sys.stderr)"
-    )
+    code = "import sys; from smelt.cli.main import _call; _call(['--help']); print('torch' in sys.modules, file=sys.stderr)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.strip() == "False"
 

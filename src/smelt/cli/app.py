@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import typer
 
@@ -57,10 +58,14 @@ def _listed() -> None:
     """Stands for a command that is not called."""
 
 
-def call(arguments: list[str]) -> int:
-    """Run one command and return its exit code. Typer's own way to do this would swallow Ctrl-C."""
+def program(arguments: list[str]) -> Any:
+    """What these arguments call, imported."""
     wanted = next((word for word in arguments if not word.startswith("-")), "")
-    command = typer.main.get_command(app_with(wanted))
+    return typer.main.get_command(app_with(wanted))
+
+
+def call(command: Any, arguments: list[str]) -> int:
+    """Run one command and return its exit code. Typer's own way to do this would swallow Ctrl-C."""
     try:
         with command.make_context("smelt", arguments or ["--help"]) as context:
             command.invoke(context)

@@ -44,8 +44,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _call(arguments: list[str]) -> int:
     with _stopping_at_once():
-        from smelt.cli.app import call
-    return call(arguments)
+        from smelt.cli.app import call, program
+
+        command = program(arguments)
+    return call(command, arguments)
 
 
 @contextmanager
