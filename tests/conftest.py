@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in jobs in the background; processes of tests inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

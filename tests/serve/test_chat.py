@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import os
@@ -120,7 +121,7 @@ def test_the_seed_of_each_turn(folder: Path) -> None:
 
 
 def test_a_model_without_a_template() -> None:
-    model = Model(trained_llama(sentences(400)), character_tokenizer(), source="tiny")
+    model = Model(copy.deepcopy(trained_llama(sentences(400))), character_tokenizer(), source="tiny")
     with pytest.raises(ModelError, match="tiny has no chat template"):
         Conversation(Engine(model), Sampling())
 

@@ -73,7 +73,7 @@ def test_a_refused_request_is_an_error_for_its_caller_alone(live: LiveEngine) ->
 
 def _free(live: LiveEngine) -> bool:
     """Soon, as the thread runs on its own."""
-    for _ in range(100):
+    for _ in range(500):
         if not live.engine.busy and live.engine.pool.free == live.engine.pool.blocks:
             return True
         time.sleep(0.02)

@@ -6,6 +6,7 @@ import asyncio
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from smelt.errors import ModelError
@@ -55,7 +56,8 @@ class LiveEngine:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
 
         def listen(event: Event | Exception) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, event)
+            with suppress(RuntimeError):  # the loop may have ended before it could say that nobody listens
+                loop.call_soon_threadsafe(events.put_nowait, event)
 
         requests: list[Request] = []
         self._orders.put(lambda: self._submit(tokens, sampling, adapter, requests, listen))
