@@ -75,7 +75,7 @@ inline Share share_of(int64_t rows, int64_t block) {
 }
 
 // Blocks of rows that a thread takes at a time, inside a parallel region: about an eighth of its share. They are handed
-// out as threads come for more, so that one that is held up takes fewer. Measured: a third less time on busy cores.
+// out as threads come for more, so that one that is held up takes fewer.
 inline int portion(int64_t rows, int64_t block) {
     const int64_t blocks = (rows + block - 1) / block, some = blocks / (8 * omp_get_num_threads());
     return int(some < 1 ? 1 : some);
