@@ -113,59 +113,45 @@ _BERT_ATTENTION = AttentionPaths(
 _GROUPED_NAMES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "filters": "intermediate_size"}
 _PLAIN_NAMES = {"heads": "num_attention_heads", "filters": "intermediate_size"}
 
+_LLAMA = Family(
+    name="llama",
+    model_types=("llama", "mistral", "qwen2", "qwen3", "smollm3"),
+    blocks="layers",
+    residual="pre",
+    causal=True,
+    attention=_LLAMA_ATTENTION,
+    feed_forward=_LLAMA_FEED_FORWARD,
+    config_names=_GROUPED_NAMES,
+    norms=("input_layernorm", "post_attention_layernorm"),
+    final_norm="norm",
+    embeddings=("embed_tokens",),
+)
+
 FAMILIES: tuple[Family, ...] = (
-    Family(
-        name="llama",
-        model_types=("llama", "mistral", "qwen2", "qwen3", "smollm3"),
-        blocks="layers",
-        residual="pre",
-        causal=True,
-        attention=_LLAMA_ATTENTION,
-        feed_forward=_LLAMA_FEED_FORWARD,
-        config_names=_GROUPED_NAMES,
-        norms=("input_layernorm", "post_attention_layernorm"),
-        final_norm="norm",
-        embeddings=("embed_tokens",),
-    ),
-    Family(
+    _LLAMA,
+    replace(
+        _LLAMA,
         name="mixtral",
         model_types=("mixtral",),
-        blocks="layers",
-        residual="pre",
-        causal=True,
-        attention=_LLAMA_ATTENTION,
+        feed_forward=None,
         experts=replace(_EXPERTS, gate="w1", up="w3", down="w2"),
         config_names={**_GROUPED_NAMES, "experts": "intermediate_size"},
-        norms=("input_layernorm", "post_attention_layernorm"),
-        final_norm="norm",
-        embeddings=("embed_tokens",),
     ),
-    Family(
+    replace(
+        _LLAMA,
         name="qwen3-moe",
         model_types=("qwen3_moe",),
-        blocks="layers",
-        residual="pre",
-        causal=True,
-        attention=_LLAMA_ATTENTION,
-        feed_forward=_LLAMA_FEED_FORWARD,
         experts=_EXPERTS,
         config_names={**_GROUPED_NAMES, "experts": "moe_intermediate_size"},
-        norms=("input_layernorm", "post_attention_layernorm"),
-        final_norm="norm",
-        embeddings=("embed_tokens",),
     ),
-    Family(
+    replace(
+        _LLAMA,
         name="olmoe",
         model_types=("olmoe",),
-        blocks="layers",
-        residual="pre",
-        causal=True,
         attention=replace(_LLAMA_ATTENTION, joint_norms=True, clip="clip_qkv"),
+        feed_forward=None,
         experts=_EXPERTS,
         config_names={**_GROUPED_NAMES, "experts": "intermediate_size"},
-        norms=("input_layernorm", "post_attention_layernorm"),
-        final_norm="norm",
-        embeddings=("embed_tokens",),
     ),
     Family(
         name="bert",
