@@ -15,7 +15,7 @@ from smelt.kernels.cpu.operator import FEW, FEW_ROUNDED
 from smelt.kernels.cpu.plan import AS_THEY_ARE, NUMBERS, Plan
 from smelt.kernels.paged import Pages
 
-EMBED, NORM, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, WRITE, ATTEND, GATE, PICK = range(11)
+EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, WRITE, ATTEND, GATE, PICK = range(10)
 FOR_WANTED = -1  # in `count`: the operation runs on the tokens whose logits are wanted
 MOST_WIDTH, MOST_GROUP = 256, 16  # numbers a head has; queries that share a key
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -26,7 +26,7 @@ class Operation(ctypes.Structure):
         ("kind", _int),
         ("type", _int),
         *((name, _pointer) for name in ("detail", "x", "other", "weight", "y")),
-        *((name, _long) for name in ("width", "x_stride", "y_stride", "count")),
+        *((name, _long) for name in ("width", "x_stride", "count")),
         ("epsilon", _float),
         ("weight_type", _int),
     ]

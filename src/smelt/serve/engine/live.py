@@ -17,7 +17,7 @@ from smelt.serve.engine.text import TextStream
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """Some text of one answer; the last piece of an answer has a reason."""
 
     text: str
@@ -47,7 +47,7 @@ class LiveEngine:
 
     async def stream(
         self, prompt: str | Sequence[int], sampling: Sampling | None = None, *, adapter: str | None = None
-    ) -> AsyncIterator[Piece]:
+    ) -> AsyncIterator[TextPiece]:
         """The pieces of all samples as they come. Leaving early frees what the request held."""
         tokenizer, sampling = self.engine.model.tokenizer, sampling or Sampling()
         if tokenizer is None:
@@ -107,8 +107,8 @@ class LiveEngine:
                     listen(event)
 
 
-def _piece(text: TextStream, event: Event, sample: int) -> Piece:
+def _piece(text: TextStream, event: Event, sample: int) -> TextPiece:
     found = text.push([] if event.token is None else [event.token])
     if text.stopped is not None:
-        return Piece(found, sample, "stop")
-    return Piece(found + text.finish(), sample, event.reason) if event.reason else Piece(found, sample)
+        return TextPiece(found, sample, "stop")
+    return TextPiece(found + text.finish(), sample, event.reason) if event.reason else TextPiece(found, sample)

@@ -208,10 +208,6 @@ inline void attend_job(const Attention& a, const ::Pages& p, const Job& job) {
     store_results(a, job, token, room.so_far);
 }
 
-inline bool has_attention(const Attention& a) {
-    return a.width <= MOST_WIDTH && a.heads / a.kv_heads <= MOST_QUERIES;
-}
-
 inline void attend(const Attention& a, const Pages& p, int threads) {
     const int64_t group = a.heads / a.kv_heads, together = MOST_QUERIES / group;
     static thread_local std::vector<Job> jobs;

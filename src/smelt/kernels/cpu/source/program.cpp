@@ -9,7 +9,7 @@ extern "C" void smelt_linear(const Plan* plan, const void* x, void* y, int64_t t
 #ifdef SMELT_LANES
 namespace {
 
-enum Kind : int32_t { EMBED, NORM, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, WRITE, ATTEND, GATE, PICK };
+enum Kind : int32_t { EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, WRITE, ATTEND, GATE, PICK };
 
 // The fields mean something else for each kind; see `program.py`, which has the same ones.
 struct Operation {
@@ -18,7 +18,7 @@ struct Operation {
     const void *detail, *x, *other;     // a plan, a matrix, an attention; what is read
     const void* weight;
     void* y;
-    int64_t width, x_stride, y_stride, count;  // numbers a token; between tokens; heads, rows of a table, tokens
+    int64_t width, x_stride, count;  // numbers a token; between tokens; heads, rows of a table, tokens
     float epsilon;
     Number weight_type;
 };
@@ -60,7 +60,7 @@ void embed(const Operation& op, const Step& step) {
         }
 }
 
-// Rows of the hidden states: what a layer gave is added to them (ADD_NORM), then y is their norm.
+// Rows of the hidden states: what a layer gave is added to them, then y is their norm.
 void norm(const Operation& op, const Step& step, int64_t tokens) {
     float* hidden = const_cast<float*>(static_cast<const float*>(op.x));
 #pragma omp parallel for num_threads(threads_for(step, tokens * op.width)) schedule(static)
@@ -149,7 +149,6 @@ void run(const Operation& op, const Step& step) {
     const int64_t tokens = op.count < 0 ? step.wanted : step.tokens;  // after PICK: only those whose logits are wanted
     switch (op.kind) {
         case EMBED: return embed(op, step);
-        case NORM:
         case ADD_NORM: return norm(op, step, tokens);
         case PACKED: {
             const Plan* plan = static_cast<const Plan*>(op.detail);
