@@ -14,6 +14,7 @@ import smelt
 from smelt.errors import RequestError
 from smelt.models.model import Model
 from smelt.serve.engine.live import LiveEngine
+from smelt.serve.engine.request import Request
 from tests.character_tokenizer import character_tokenizer
 from tests.serve.test_engine import SMALL
 from tests.trained import sentences, trained_llama
@@ -53,14 +54,17 @@ def test_a_stop_text_ends_a_stream_and_frees_its_blocks(live: LiveEngine) -> Non
 
 
 def test_leaving_early_frees_its_blocks(live: LiveEngine) -> None:
-    async def leave() -> None:
-        stream = live.stream("the cat ", smelt.Sampling(max_tokens=80, n=2))
+    async def leave() -> list[Request]:
+        stream = live.stream("the cat ", smelt.Sampling(max_tokens=80, n=2, ignore_end=True))
         async for _ in stream:
             break
+        requests = list(live._listeners)
         await stream.aclose()
+        return requests
 
-    asyncio.run(leave())
+    requests = asyncio.run(leave())
     assert _free(live)
+    assert [request.reason for request in requests] == ["abort", "abort"]  # not by coming to their end
 
 
 def test_a_refused_request_is_an_error_for_its_caller_alone(live: LiveEngine) -> None:
