@@ -12,8 +12,10 @@ import torch
 
 from tests.kernels.gpu_machine import DEVICE  # isort: skip  (before anything imports Triton)
 
-from smelt.kernels.gpu.decoder import add_norm, gate, rotate_write
-from smelt.kernels.gpu.paged import paged_decode, paged_prefill, query_tiles, splits_for
+from smelt.kernels.gpu.decoder import add_norm, embed, gate
+from smelt.kernels.gpu.paged import Tokens, paged_decode, paged_prefill, query_tiles, splits_for
+from smelt.kernels.gpu.rotation import Rotation, rotate_write
+from smelt.kernels.gpu.vector import product
 from smelt.kernels.paged import Pages, paged_reference
 from smelt.models.model import Model
 from smelt.serve.engine import engine as engines
@@ -70,25 +72,61 @@ def test_what_needs_the_tokens_so_far_waits_for_them() -> None:
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("window", [None, 70])
-def test_attention_of_single_queries(splits: int, window: int | None) -> None:
+@pytest.mark.parametrize("normed", [False, True])
+def test_attention_of_single_tokens(splits: int, window: int | None, normed: bool) -> None:
+    """New keys are turned, written and seen; the same as turning and writing first, then the reference."""
     torch.manual_seed(0)
-    lengths, size = [300, 1, 64, 0], 16
-    pages = [torch.randn(40, size, 3, 24, device=DEVICE) for _ in range(2)]
-    tables = torch.randperm(40)[None].expand(4, -1).int().contiguous().to(DEVICE)
-    batch = Pages(
-        torch.arange(5, dtype=torch.int32, device=DEVICE), torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        tables, torch.zeros(4, dtype=torch.int64), 300, [1, 1, 1, 1],
-    )  # fmt: skip
-    whole = torch.randn(4, 12 * 24, device=DEVICE)
-    queries = whole[:, : 9 * 24].unflatten(1, (9, 24))  # a view, as it comes out of the layers
-    found = paged_decode(queries, *pages, batch, 0.2, window, splits)
-    wanted = paged_reference(queries.contiguous()[:3], *pages, _first(batch, 3), 0.2, window)
-    assert torch.allclose(found[:3], wanted, atol=1e-5)
+    lengths, size, heads, kv_heads, width = [300, 1, 64, 0], 16, 9, 3, 24
+    pages = [torch.randn(100, size, kv_heads, width, device=DEVICE) for _ in range(2)]
+    tables = torch.randperm(100)[:80].view(4, 20).int().to(DEVICE)
+    slots = torch.tensor([2, 0, 3, 1], device=DEVICE)
+    last = torch.tensor([max(length - 1, 0) for length in lengths], device=DEVICE)
+    places = tables[slots, last // size].long() * size + last % size
+    places[3] = -1
+    arrived = torch.zeros(4 * kv_heads, dtype=torch.int32, device=DEVICE)
+    tokens = Tokens(slots, torch.tensor(lengths, device=DEVICE), places, tables, arrived, 300)
+    norms = (torch.rand(width, device=DEVICE), torch.rand(width, device=DEVICE)) if normed else None
+    rotation = Rotation(torch.randn(300, width, device=DEVICE), torch.randn(300, width, device=DEVICE), norms, 1e-6)
+    mixed = torch.randn(4, (heads + 2 * kv_heads) * width, device=DEVICE)
+    others = [page.clone() for page in pages]
+    queries = rotate_write(mixed, last, places, rotation, *others)
+    starts = torch.arange(4, dtype=torch.int32, device=DEVICE)
+    batch = Pages(starts, tokens.lengths[:3].int(), tables[slots[:3]], places, 300, [1, 1, 1])
+    wanted = paged_reference(queries[:3], *others, batch, 0.2, window)
+    found = paged_decode(mixed, *pages, tokens, rotation, 0.2, window, splits)
+    assert torch.allclose(found[:3], wanted.flatten(1), atol=1e-4)
     assert bool((found[3] == 0).all())  # a row that only fills the batch
+    assert all(torch.allclose(page, other, atol=1e-6) for page, other in zip(pages, others, strict=True))
+    assert not bool(arrived.any())  # ready for the next call
 
 
-def _first(batch: Pages, count: int) -> Pages:
-    return Pages(batch.starts[: count + 1], batch.lengths[:count], batch.tables[:count], batch.places[:count])
+@pytest.mark.parametrize("around", ["plain", "normed", "gated", "added"])
+def test_products_of_one_vector(around: str) -> None:
+    torch.manual_seed(4)
+    x, matrix, bias, norm = torch.randn(1, 300), torch.randn(50, 300), torch.randn(50), torch.rand(300)
+    there = [each.to(DEVICE) for each in (x, matrix, bias, norm)]
+    normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm
+    if around == "plain":
+        found, wanted = product(there[0], there[1], there[2]), x @ matrix.T + bias
+    elif around == "normed":
+        found = product(there[0], there[1], there[2], norm=there[3], epsilon=1e-5)
+        wanted = normal @ matrix.T + bias
+    elif around == "gated":
+        found = product(there[0], there[1], norm=there[3], epsilon=1e-5, gated=True, tiles=(4, 64, 4))
+        gates, through = (normal @ matrix.T).chunk(2, dim=-1)
+        wanted = torch.nn.functional.silu(gates) * through
+    else:
+        hidden = torch.randn(1, 50)
+        wanted, moved = hidden + x @ matrix.T, hidden.to(DEVICE)
+        found = product(there[0], there[1], added=moved)
+        assert found is moved
+    assert torch.allclose(found.cpu(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_tokens_that_only_the_device_knows_are_embedded() -> None:
+    embeddings, last = torch.randn(10, 70, device=DEVICE), torch.tensor([3, 9, 5], device=DEVICE)
+    known, slots = torch.tensor([4, -1, -1], device=DEVICE), torch.tensor([0, 2, 1], device=DEVICE)
+    assert torch.equal(embed(known, slots, last, embeddings), embeddings[torch.tensor([4, 5, 9], device=DEVICE)])
 
 
 @pytest.mark.parametrize("window", [None, 20])
@@ -135,11 +173,9 @@ def test_rotation_and_writing(normed: bool) -> None:
         each[:, place : place + count] = part * cosines[positions][:, None] + half * sines[positions][:, None]
     moved = mixed.to(DEVICE)
     there = None if weights is None else (weights[0].to(DEVICE), weights[1].to(DEVICE))
-    rotate_write(
-        moved, positions.to(DEVICE), places.to(DEVICE), cosines.to(DEVICE), sines.to(DEVICE), pages[0], pages[1], heads,
-        there, 1e-6,
-    )  # fmt: skip
-    assert torch.allclose(moved.cpu()[:, : heads * width], each[:, :heads].flatten(1), atol=1e-5)
+    rotation = Rotation(cosines.to(DEVICE), sines.to(DEVICE), there, 1e-6)
+    queries = rotate_write(moved, positions.to(DEVICE), places.to(DEVICE), rotation, *pages)
+    assert torch.allclose(queries.cpu(), each[:, :heads], atol=1e-5)
     for page, start in ((pages[0], heads), (pages[1], heads + kv_heads)):
         rows = page.cpu().flatten(0, 1)
         for token, place in enumerate(places.tolist()):

@@ -8,9 +8,9 @@ import torch
 import triton
 from torch import Tensor
 from torch.nn import functional as F
-from triton.runtime.interpreter import InterpretedFunction
 
 from smelt.kernels.gpu.activations import round_rows_kernel
+from smelt.kernels.gpu.chip import PDL, PTX
 from smelt.kernels.gpu.expand import expand_kernel
 from smelt.kernels.gpu.gemm import add_parts_kernel, gemm_kernel
 from smelt.kernels.gpu.gemv import gemv_kernel
@@ -19,8 +19,6 @@ from smelt.kernels.gpu.matrix import Matrix
 GEMV_BATCH = 2  # the most vectors that are multiplied one by one
 GEMM_BATCH = 64  # the most vectors for which codes are decoded in registers; for more, the matrix is written out
 INT8_BATCH = 1024  # the same for int8 inputs, where the matrix is written out as int8
-PTX = not isinstance(gemm_kernel, InterpretedFunction)
-PDL = PTX and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
 
 def weight_only_path(batch: int, matrix: Matrix) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from smelt.kernels.gpu import launch
+from smelt.kernels.gpu.chip import PTX
 from smelt.kernels.gpu.matrix import Matrix, describe
 from smelt.kernels.gpu.operators import eight_bit, weight_only
 from smelt.kernels.linear import Inputs, LinearKernel, Packed, register
@@ -64,7 +65,7 @@ class EightBit(LinearKernel):
 
 def runs_on(device: torch.device) -> bool:
     """A CUDA device, or the CPU under Triton's interpreter."""
-    return device.type == ("cuda" if launch.PTX else "cpu")
+    return device.type == ("cuda" if PTX else "cpu")
 
 
 def _rows_of(inputs: Inputs) -> bool:

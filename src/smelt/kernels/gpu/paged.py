@@ -7,12 +7,16 @@ is computed.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from smelt.kernels.gpu.chip import PDL, processors
+from smelt.kernels.gpu.rotation import Rotation, turned
 from smelt.kernels.paged import Pages
 
 LOG2_E = 1.4426950408889634
@@ -44,58 +48,88 @@ def take_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def decode_kernel(  # type: ignore[no-untyped-def]
-    queries, key_pages, value_pages, tables, lengths, results, partial, statistics, scale, window, query_stride,
-    table_stride, kv_heads, width, SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    mixed, cosines, sines, query_norm, key_norm, key_pages, value_pages, tables, slots, lengths, places, results,
+    partial, statistics, arrived, scale, window, epsilon, stride, table_stride, kv_heads, width, SIZE: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One query token a request: a program has one head of keys and one of SPLITS parts of the length."""
-    request, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One new token a request: a program has one head of keys and one of SPLITS parts of the length. The first part has
+    the new token, whose keys and values it also writes to their page; the part that ends last puts all together."""
+    request, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    held = (row < GROUP)[:, None] & (lane < width)[None, :]
+    within = lane < width
+    held = (row < GROUP)[:, None] & within[None, :]
     length = tl.load(lengths + request)
+    table = tables + tl.load(slots + request) * table_stride
+    if PDL:  # what the kernels before this one wrote is read from here on
+        gdc_wait()
+        gdc_launch_dependents()
+    angle = tl.maximum(length - 1, 0)
+    source = mixed + request * stride
+    query_place = (head * GROUP + row)[:, None] * width
+    query = turned(
+        source, query_place, held, query_norm, cosines, sines, angle, lane[None, :], epsilon, width, HALF, NORM
+    ).to(key_pages.dtype.element_ty)  # fmt: skip
     low = tl.maximum(length - window, 0)
-    share = tl.cdiv(tl.cdiv(length - low, SPLITS), KEYS) * KEYS
+    share = tl.cdiv(tl.cdiv(length - 1 - low, SPLITS), KEYS) * KEYS
     begin = low + split * share
-    end = tl.minimum(begin + share, length)
-    heads = kv_heads * GROUP
-    place = (head * GROUP + row)[:, None] * width + lane[None, :]
-    query = tl.load(queries + request.to(tl.int64) * query_stride + place, mask=held, other=0.0)
+    end = tl.minimum(begin + share, length - 1)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    found = tl.zeros([ROWS, WIDTH], tl.float32)
+    if (split == 0) & (length > 0):
+        key_place = (kv_heads * GROUP + head) * width
+        key = turned(
+            source, key_place, within, key_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM
+        ).to(key_pages.dtype.element_ty)  # fmt: skip
+        value = tl.load(source + key_place + kv_heads * width + lane, mask=within, other=0.0)
+        to = (tl.load(places + request) * kv_heads + head) * width + lane
+        tl.store(key_pages + to, key, mask=within)
+        tl.store(value_pages + to, value, mask=within)
+        largest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
+        total = tl.full([ROWS], 1.0, tl.float32)
+        found = found + value.to(tl.float32)[None, :]
     for start in range(begin, end, KEYS):
         positions = start + tl.arange(0, KEYS)
         there = positions < end
-        rows = key_rows(tables + request.to(tl.int64) * table_stride, positions, there, head, kv_heads, SIZE)
-        inside = there[:, None] & (lane < width)[None, :]
+        rows = key_rows(table, positions, there, head, kv_heads, SIZE)
+        inside = there[:, None] & within[None, :]
         keys = tl.load(key_pages + rows[:, None] * width + lane[None, :], mask=inside, other=0.0)
         values = tl.load(value_pages + rows[:, None] * width + lane[None, :], mask=inside, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        largest, total, mixed = take_keys(scores, there[None, :], values, largest, total, mixed)
+        largest, total, found = take_keys(scores, there[None, :], values, largest, total, found)
+    heads = kv_heads * GROUP
     if SPLITS == 1:
-        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(results + request.to(tl.int64) * heads * width + place, mixed.to(results.dtype.element_ty), mask=held)
+        found = found / tl.where(total == 0.0, 1.0, total)[:, None]
+        to = results + request * heads * width + query_place + lane[None, :]
+        tl.store(to, found.to(results.dtype.element_ty), mask=held)
     else:
-        at = (request.to(tl.int64) * heads + head * GROUP + row) * SPLITS + split
-        tl.store(partial + at[:, None] * width + lane[None, :], mixed, mask=held)
+        at = (request * heads + head * GROUP + row) * SPLITS + split
+        tl.store(partial + at[:, None] * width + lane[None, :], found, mask=held)
         tl.store(statistics + at * 2, largest, mask=row < GROUP)
         tl.store(statistics + at * 2 + 1, total, mask=row < GROUP)
+        tl.debug_barrier()  # all threads have written
+        before = tl.atomic_add(arrived + request * kv_heads + head, 1, sem="acq_rel")
+        if before == SPLITS - 1:
+            tl.store(arrived + request * kv_heads + head, 0)
+            for member in tl.static_range(GROUP):
+                merge_parts(partial, statistics, results, request * heads + head * GROUP + member, width, SPLITS, WIDTH)
 
 
 @triton.jit
-def merge_kernel(partial, statistics, results, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def merge_parts(partial, statistics, results, at, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """The parts of one head of one request."""
-    at = tl.program_id(0).to(tl.int64)
     split, lane = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    largest = tl.load(statistics + (at * SPLITS + split) * 2)
-    total = tl.load(statistics + (at * SPLITS + split) * 2 + 1)
+    largest = tl.load(statistics + (at * SPLITS + split) * 2, cache_modifier=".cg")
+    total = tl.load(statistics + (at * SPLITS + split) * 2 + 1, cache_modifier=".cg")
     top = tl.max(largest, axis=0)
     faded = tl.exp2(largest - tl.where(top == float("-inf"), 0.0, top))
-    inside = lane < width
-    mixed = tl.load(partial + (at * SPLITS + split)[:, None] * width + lane[None, :], mask=inside[None, :], other=0.0)
+    inside = (lane < width)[None, :] & (total > 0)[:, None]
+    place = partial + (at * SPLITS + split)[:, None] * width + lane[None, :]
+    parts = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
     whole = tl.sum(total * faded, axis=0)
-    found = tl.sum(mixed * faded[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
-    tl.store(results + at * width + lane, found.to(results.dtype.element_ty), mask=inside)
+    found = tl.sum(parts * faded[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    tl.store(results + at * width + lane, found.to(results.dtype.element_ty), mask=lane < width)
 
 
 @triton.jit
@@ -147,28 +181,43 @@ def splits_for(requests: int, kv_heads: int, longest: int, processors: int) -> i
     return 1 << max(most, 1).bit_length() - 1
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """One new token of each request of a batch. A length of 0 only fills the batch."""
+
+    slots: Tensor  # [requests], int64: its row of the tables
+    lengths: Tensor  # [requests], int64: tokens in the cache, the new one included
+    places: Tensor  # [requests], int64: where its keys and values go
+    tables: Tensor  # [slots, most blocks], int32
+    arrived: Tensor  # [at least requests * kv heads], int32: zeros, before and after every call
+    longest: int  # of the lengths, at most
+
+
 def paged_decode(
-    queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float, window: int | None = None,
-    splits: int | None = None,
+    mixed: Tensor, key_pages: Tensor, value_pages: Tensor, tokens: Tokens, rotation: Rotation, scale: float,
+    window: int | None = None, splits: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """One query token a request: [requests, heads, width] -> the same. Strides of the first axis may be any."""
-    requests, heads, width = queries.shape
-    _, size, kv_heads, _ = key_pages.shape
+    """Queries, keys and values of new tokens [requests, (heads + 2 * kv heads) * width], not yet turned; the keys and
+    values also go to their pages. -> [requests, heads * width]"""
+    requests = len(mixed)
+    _, size, kv_heads, width = key_pages.shape
+    heads = mixed.shape[1] // width - 2 * kv_heads
     group, padded = heads // kv_heads, max(triton.next_power_of_2(width), 16)
     if splits is None:
-        splits = splits_for(requests, kv_heads, pages.longest, _processors(queries.device))
-    results = torch.empty(requests, heads, width, dtype=queries.dtype, device=queries.device)
+        splits = splits_for(requests, kv_heads, tokens.longest, processors(mixed.device))
+    results = torch.empty(requests, heads * width, dtype=mixed.dtype, device=mixed.device)
     partial = statistics = results
     if splits > 1:
-        partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=queries.device)
-        statistics = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=queries.device)
+        partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=mixed.device)
+        statistics = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=mixed.device)
+    query_norm, key_norm = rotation.norms or (rotation.cosines, rotation.cosines)
     decode_kernel[(requests, kv_heads, splits)](
-        queries, key_pages, value_pages, pages.tables, pages.lengths, results, partial, statistics, scale * LOG2_E,
-        window or EVERYTHING, queries.stride(0), pages.tables.stride(0), kv_heads, width, SIZE=size, GROUP=group,
-        ROWS=max(triton.next_power_of_2(group), 16), WIDTH=padded, KEYS=KEYS, SPLITS=splits, num_warps=4, num_stages=3,
+        mixed, rotation.cosines, rotation.sines, query_norm, key_norm, key_pages, value_pages, tokens.tables,
+        tokens.slots, tokens.lengths, tokens.places, results, partial, statistics, tokens.arrived, scale * LOG2_E,
+        window or EVERYTHING, rotation.epsilon, mixed.stride(0), tokens.tables.stride(0), kv_heads, width, SIZE=size,
+        GROUP=group, ROWS=max(triton.next_power_of_2(group), 16), WIDTH=padded, HALF=width // 2, KEYS=KEYS,
+        SPLITS=splits, NORM=rotation.norms is not None, PDL=PDL, num_warps=4, num_stages=3, launch_pdl=PDL,
     )  # fmt: skip
-    if splits > 1:
-        merge_kernel[(requests * heads,)](partial, statistics, results, width, SPLITS=splits, WIDTH=padded, num_warps=1)
     return results
 
 
@@ -197,8 +246,3 @@ def query_tiles(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Te
     pairs = [(request, first) for request, count in enumerate(counts) for first in range(0, count, TILE)]
     both = torch.tensor(pairs, dtype=torch.int32).T.contiguous().to(device)
     return both[0], both[1]
-
-
-def _processors(device: torch.device) -> int:
-    """Of a device; under the interpreter there is none, and some number will do."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

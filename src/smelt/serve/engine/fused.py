@@ -1,71 +1,93 @@
 """The network on a GPU: the same function as the module's, with its small operations fused in Triton.
 
-Everything it is given lies on the device and nothing is read back, so that a step can be captured in a graph.
+Everything it is given lies on the device and nothing is read back, so that a step can be captured in a graph. A single
+token takes a shorter way, with norms, gates and additions inside the products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from smelt.kernels.gpu.decoder import add_norm, gate, rotate_write
-from smelt.serve.engine.attention import PagedCache
-from smelt.serve.engine.decoder import Attention, Decoder, FeedForward, stacked
+from smelt.kernels.gpu.decoder import add_norm, gate
+from smelt.kernels.gpu.rotation import Rotation
+from smelt.kernels.gpu.vector import product
+from smelt.serve.engine.decoder import Attention, Decoder, FeedForward, Norm, stacked
 
-Attend = Callable[[Tensor, Tensor, Tensor, Attention], Tensor]  # queries [tokens, heads, width], pages of keys, values
+# Queries, keys and values of all heads [tokens, heads * width], not yet turned -> [tokens, heads * width]
+Attend = Callable[[Tensor, Attention], Tensor]
 
 
 class FusedNetwork:
-    """Hidden states and logits from tokens; what attention is comes from outside."""
+    """Hidden states and logits from embedded tokens; what attention is comes from outside."""
 
-    def __init__(self, network: Decoder, cache: PagedCache) -> None:
-        self.decoder, self.cache = network, cache
-        self._together = [
-            _Together(part.writers if isinstance(part, Attention) else (part.gate, part.up)) for part in network.parts
+    def __init__(self, network: Decoder) -> None:
+        self.decoder = network
+        self._first = [
+            _Product(part.writers if isinstance(part, Attention) else (part.gate, part.up)) for part in network.parts
         ]
+        self._second = [_Product([part.output]) for part in network.parts]
+        self._head = _Product([network.head])
 
-    def hidden(self, ids: Tensor, positions: Tensor, places: Tensor, attend: Attend) -> Tensor:  # [tokens, width]
-        """What the last layer gives, before the last norm."""
-        hidden = F.embedding(ids, self.decoder.table)
+    def hidden(self, hidden: Tensor, attend: Attend) -> Tensor:  # [tokens, width] -> the same
+        """What the last layer gives, before the last norm; in place."""
         given: Tensor | None = None
-        for part, together in zip(self.decoder.parts, self._together, strict=True):
-            both = together(add_norm(hidden, given, part.norm.weight, part.norm.epsilon))
+        for part, first, second in zip(self.decoder.parts, self._first, self._second, strict=True):
             if isinstance(part, FeedForward):
-                given = part.output(gate(both))
+                inner = first.gated(hidden, given, part.norm)
             else:
-                given = part.output(self._attention(part, both, positions, places, attend))
-        return add_norm(hidden, given, None, 0.0)
+                inner = attend(first.normed(hidden, given, part.norm), part)
+            given = second.added(inner, hidden)
+        return hidden if given is None else add_norm(hidden, given, None, 0.0)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        norm = self.decoder.norm
-        found: Tensor = self.decoder.head(add_norm(hidden, None, norm.weight, norm.epsilon))
-        return found
+        return self._head.normed(hidden, None, self.decoder.norm)
 
-    def _attention(
-        self, part: Attention, both: Tensor, positions: Tensor, places: Tensor, attend: Attend
-    ) -> Tensor:  # [tokens, heads * width]
-        keys, values = self.cache.keys[part.index], self.cache.values[part.index]
-        norms = None
+    def rotation(self, part: Attention) -> Rotation:
+        norms, epsilon = None, 0.0
         if part.query_norm is not None and part.key_norm is not None:
-            norms = part.query_norm.weight, part.key_norm.weight
-        epsilon = 0.0 if part.query_norm is None else part.query_norm.epsilon
-        rotate_write(
-            both, positions, places, self.decoder.cosines, self.decoder.sines, keys, values, part.heads, norms, epsilon
-        )
-        queries = both[:, : part.heads * part.width].unflatten(1, (part.heads, part.width))
-        return attend(queries, keys, values, part).flatten(1)
+            norms, epsilon = (part.query_norm.weight, part.key_norm.weight), part.query_norm.epsilon
+        return Rotation(self.decoder.cosines, self.decoder.sines, norms, epsilon)
 
 
-class _Together:
-    """Layers with one input as one product, side by side."""
+class _Product:
+    """Layers with one input as one product, side by side, and what stands before and after it."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        whole = stacked(layers)
+        whole = layers[0] if len(layers) == 1 else stacked(layers)
         self.layers = list(layers) if whole is None else [whole]
+        self.plain = whole is not None and type(whole) is nn.Linear
+
+    def normed(self, hidden: Tensor, given: Tensor | None, norm: Norm) -> Tensor:
+        """Of the norm of hidden + given, a sum that takes hidden's place."""
+        if self.plain and len(hidden) == 1:
+            return self._one(_sum(hidden, given), norm=norm.weight, epsilon=norm.epsilon)
+        return self(add_norm(hidden, given, norm.weight, norm.epsilon))
+
+    def gated(self, hidden: Tensor, given: Tensor | None, norm: Norm) -> Tensor:
+        """The same; the first half of its rows gates the second."""
+        if self.plain and len(hidden) == 1 and self.layers[0].bias is None:
+            return self._one(_sum(hidden, given), norm=norm.weight, epsilon=norm.epsilon, gated=True)
+        return gate(self(add_norm(hidden, given, norm.weight, norm.epsilon)))
+
+    def added(self, x: Tensor, hidden: Tensor) -> Tensor | None:
+        """What is still to be added to hidden; None where it has been."""
+        if self.plain and len(x) == 1:
+            self._one(x, added=hidden)
+            return None
+        return self(x)
 
     def __call__(self, x: Tensor) -> Tensor:
         found = [layer(x) for layer in self.layers]
         return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+
+    def _one(self, x: Tensor, **around: Any) -> Tensor:
+        layer: Any = self.layers[0]
+        return product(x, layer.weight, layer.bias, **around)
+
+
+def _sum(hidden: Tensor, given: Tensor | None) -> Tensor:
+    return hidden if given is None else add_norm(hidden, given, None, 0.0)

@@ -75,10 +75,12 @@ class GpuRunner:
         self.cache = PagedCache.empty(model.anatomy, blocks, size, model.network.dtype, model.device)
         self.module, self.adapters = model.network, adapters
         self.module.set_attn_implementation(NAME)
-        self.network = FusedNetwork(decoder_of(model, context), self.cache)
+        self.network = FusedNetwork(decoder_of(model, context))
         self.graphs = graphs and model.device.type == "cuda"
         width = -(-context // size)
         self._tables = torch.zeros(most_requests + 1, width, dtype=torch.int32, device=self.device)
+        heads = max(part.kv_heads for part in self.network.decoder.parts if isinstance(part, Attention))
+        self._arrived = torch.zeros(SIZES[-1] * heads, dtype=torch.int32, device=self.device)
         self._last = torch.zeros(most_requests + 1, dtype=torch.int64, device=self.device)
         self._written: list[tuple[Request | None, int]] = [(None, 0)] * most_requests
         self._captured: dict[int, _Graph] = {}
@@ -105,10 +107,7 @@ class GpuRunner:
         count = len(pieces)
         inputs = np.empty((4, next(size for size in SIZES if size >= count)), dtype=np.int64)
         inputs[:, count:] = [[self.most_requests], [0], [-1], [0]]
-        for row, piece in enumerate(pieces):
-            request, at = piece.request, piece.start
-            place = request.blocks[at // self.size] * self.size + at % self.size
-            inputs[:, row] = request.slot, at + 1, place, _known(request, at)
+        inputs[:, :count] = np.array([self._row(piece.request, piece.start) for piece in pieces]).T
         sent = self._sent(inputs)
         tokens, logits = self._replayed(sent) if self.graphs else self._decoding(sent)
         requests = [piece.request for piece in pieces]
@@ -117,6 +116,11 @@ class GpuRunner:
         drawn = draw(logits[:count], requests, self.ends)
         self._last[sent[0, :count]] = drawn.tokens
         return drawn
+
+    def _row(self, request: Request, at: int) -> tuple[int, int, int, int]:
+        """A request's slot, its length with the token at this position, where that token goes, and what it is."""
+        place = request.blocks[at // self.size] * self.size + at % self.size
+        return request.slot, at + 1, place, request.tokens[at] if at < len(request.tokens) else UNKNOWN
 
     def _replayed(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         captured = self._graph(inputs.shape[1])
@@ -139,29 +143,27 @@ class GpuRunner:
 
     def _decoding(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """All of a decoding step on the device: tokens [size] and logits."""
-        from smelt.kernels.gpu.paged import paged_decode
+        from smelt.kernels.gpu.decoder import embed
+        from smelt.kernels.gpu.paged import Tokens, paged_decode
 
         slots, lengths, places, known = inputs
-        ids = torch.where(known >= 0, known, self._last[slots])
-        pages = Pages(
-            starts=slots, lengths=lengths.int(), tables=self._tables[slots], places=places, longest=self.context
-        )
+        tokens = Tokens(slots, lengths, places, self._tables, self._arrived, self.context)
 
-        def attend(queries: Tensor, keys: Tensor, values: Tensor, part: Attention) -> Tensor:
-            return paged_decode(queries, keys, values, pages, part.scale, part.window)
+        def attend(mixed: Tensor, part: Attention) -> Tensor:
+            keys, values = self.cache.keys[part.index], self.cache.values[part.index]
+            return paged_decode(mixed, keys, values, tokens, self.network.rotation(part), part.scale, part.window)
 
-        hidden = self.network.hidden(ids, (lengths - 1).clamp(min=0), places, attend)
+        hidden = self.network.hidden(embed(known, slots, self._last, self.network.decoder.table), attend)
         logits = self.network.logits(hidden)
-        tokens = logits.argmax(-1)
-        self._last[slots] = tokens
-        return tokens, logits
+        chosen = logits.argmax(-1)
+        self._last[slots] = chosen
+        return chosen, logits
 
     def _mixed(self, pieces: list[Piece], giving: list[Request], adapted: bool) -> Drawn | None:
         """Prompts, or prompts beside single tokens; and whatever has adapters, which runs as it is."""
         counts = [piece.count for piece in pieces]
         tokens = self._sent(_tokens_of(pieces, self.size))  # [4, tokens]: known tokens, slots, positions, places
         known, slots, positions, places = tokens
-        ids = torch.where(known >= 0, known, self._last[slots])
         bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)
         rows = self._sent(np.array([piece.request.slot for piece in pieces], dtype=np.int64))
@@ -174,26 +176,32 @@ class GpuRunner:
         )
         if adapted:
             assert self.adapters is not None
+            ids = torch.where(known >= 0, known, self._last[slots])
             with self.adapters.applied(pieces, self.device):
                 logits = module_logits(self.module, self.cache, ids, positions, wanted, pages)
         else:
-            logits = self._prefilled(ids, positions, pages, wanted)
+            logits = self._prefilled(tokens, pages, wanted)
         if not giving:
             return None
         drawn = draw(logits, giving, self.ends)
         self._last[slots[wanted]] = drawn.tokens
         return drawn
 
-    def _prefilled(self, ids: Tensor, positions: Tensor, pages: Pages, wanted: Tensor) -> Tensor:
+    def _prefilled(self, tokens: Tensor, pages: Pages, wanted: Tensor) -> Tensor:
         """Logits of the wanted tokens."""
+        from smelt.kernels.gpu.decoder import embed
         from smelt.kernels.gpu.paged import paged_prefill, query_tiles
+        from smelt.kernels.gpu.rotation import rotate_write
 
+        known, slots, positions, places = tokens
         tiles = query_tiles(pages.counts, self.device)
 
-        def attend(queries: Tensor, keys: Tensor, values: Tensor, part: Attention) -> Tensor:
-            return paged_prefill(queries, keys, values, pages, tiles, part.scale, part.window)
+        def attend(mixed: Tensor, part: Attention) -> Tensor:
+            keys, values = self.cache.keys[part.index], self.cache.values[part.index]
+            queries = rotate_write(mixed, positions, places, self.network.rotation(part), keys, values)
+            return paged_prefill(queries, keys, values, pages, tiles, part.scale, part.window).flatten(1)
 
-        hidden = self.network.hidden(ids, positions, pages.places, attend)
+        hidden = self.network.hidden(embed(known, slots, self._last, self.network.decoder.table), attend)
         return self.network.logits(hidden[wanted]) if len(wanted) else hidden
 
     def _write_tables(self, pieces: list[Piece]) -> None:
@@ -216,10 +224,6 @@ class GpuRunner:
         """On its way to the device."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor.clone()
-
-
-def _known(request: Request, at: int) -> int:
-    return request.tokens[at] if at < len(request.tokens) else UNKNOWN
 
 
 def _tokens_of(pieces: list[Piece], size: int) -> np.ndarray[Any, Any]:

@@ -1,0 +1,83 @@
+"""Rotary positions in Triton: heads turned by the angle of their token, new keys and values written to their page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def turned(  # type: ignore[no-untyped-def]
+    source, place, inside, norm, cosines, sines, angle, lane, epsilon, width, HALF: tl.constexpr, NORM: tl.constexpr
+):
+    """Heads at source + place [..., WIDTH], normed if asked and turned by the angle of a position, in float32. The
+    other half of a head is read beside it."""
+    partner = tl.where(lane < HALF, lane + HALF, lane - HALF)
+    own = tl.load(source + place + lane, mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(source + place + partner, mask=inside, other=0.0).to(tl.float32)
+    known = lane < width
+    if NORM:
+        over = tl.rsqrt(tl.sum(own * own, axis=-1, keep_dims=True) / width + epsilon)
+        own = own * over * tl.load(norm + lane, mask=known, other=0.0).to(tl.float32)
+        other = other * over * tl.load(norm + partner, mask=known, other=0.0).to(tl.float32)
+    cosine = tl.load(cosines + angle * width + lane, mask=known, other=0.0)
+    sine = tl.load(sines + angle * width + lane, mask=known, other=0.0)
+    return own * cosine + tl.where(lane < HALF, -other, other) * sine
+
+
+@triton.jit
+def rotate_write_kernel(  # type: ignore[no-untyped-def]
+    mixed, positions, places, cosines, sines, query_norm, key_norm, queries, key_pages, value_pages, stride, heads,
+    kv_heads, epsilon, width, WIDTH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """A head of a token a program. Of `mixed` [tokens, stride] the heads of queries come first, then those of keys,
+    then those of values, which are not turned."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    lane = tl.arange(0, WIDTH)
+    inside = lane < width
+    source = mixed + token * stride
+    angle, place = tl.load(positions + token), tl.load(places + token)
+    written = inside & (place >= 0)
+    if head < heads:
+        query = turned(
+            source, head * width, inside, query_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM
+        )
+        tl.store(queries + (token * heads + head) * width + lane, query.to(queries.dtype.element_ty), mask=inside)
+    elif head < heads + kv_heads:
+        key = turned(source, at, inside, key_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
+        to = key_pages + (place * kv_heads + head - heads) * width + lane
+        tl.store(to, key.to(key_pages.dtype.element_ty), mask=written)
+    else:
+        value = tl.load(source + at + lane, mask=inside, other=0.0)
+        tl.store(value_pages + (place * kv_heads + head - heads - kv_heads) * width + lane, value, mask=written)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The cosines and sines of every position [positions, head size], and the weights of the norms of heads."""
+
+    cosines: Tensor
+    sines: Tensor
+    norms: tuple[Tensor, Tensor] | None = None  # of queries, of keys
+    epsilon: float = 0.0
+
+
+def rotate_write(
+    mixed: Tensor, positions: Tensor, places: Tensor, rotation: Rotation, key_pages: Tensor, value_pages: Tensor
+) -> Tensor:
+    """Of new tokens [tokens, (heads + 2 * kv heads) * width]: keys and values go to their pages [blocks, size, kv
+    heads, width], none for a place of -1. -> queries [tokens, heads, width]"""
+    kv_heads, width = key_pages.shape[2:]
+    tokens, heads = len(mixed), mixed.shape[1] // width - 2 * kv_heads
+    queries = torch.empty(tokens, heads, width, dtype=mixed.dtype, device=mixed.device)
+    query_norm, key_norm = rotation.norms or (rotation.cosines, rotation.cosines)
+    rotate_write_kernel[(tokens, heads + 2 * kv_heads)](
+        mixed, positions, places, rotation.cosines, rotation.sines, query_norm, key_norm, queries, key_pages,
+        value_pages, mixed.stride(0), heads, kv_heads, rotation.epsilon, width, WIDTH=triton.next_power_of_2(width),
+        HALF=width // 2, NORM=rotation.norms is not None, num_warps=1,
+    )  # fmt: skip
+    return queries
