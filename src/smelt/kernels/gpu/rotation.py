@@ -42,10 +42,9 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
     source = mixed + token * stride
     angle, place = tl.load(positions + token), tl.load(places + token)
     written = inside & (place >= 0)
+    at = head * width
     if head < heads:
-        query = turned(
-            source, head * width, inside, query_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM
-        )
+        query = turned(source, at, inside, query_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
         tl.store(queries + (token * heads + head) * width + lane, query.to(queries.dtype.element_ty), mask=inside)
     elif head < heads + kv_heads:
         key = turned(source, at, inside, key_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
