@@ -13,7 +13,7 @@ import torch
 from tests.kernels.gpu_machine import DEVICE  # isort: skip  (before anything imports Triton)
 
 from smelt.kernels.gpu.decoder import add_norm, embed, gate
-from smelt.kernels.gpu.paged import Tokens, paged_decode, paged_prefill, query_tiles, splits_for
+from smelt.kernels.gpu.paged import Tokens, paged_decode, paged_prefill, splits_for
 from smelt.kernels.gpu.rotation import Rotation, rotate_write
 from smelt.kernels.gpu.vector import product
 from smelt.kernels.paged import Pages, paged_reference
@@ -93,7 +93,7 @@ def test_attention_of_single_tokens(splits: int, window: int | None, normed: boo
     starts = torch.arange(4, dtype=torch.int32, device=DEVICE)
     batch = Pages(starts, tokens.lengths[:3].int(), tables[slots[:3]], places, 300, [1, 1, 1])
     wanted = paged_reference(queries[:3], *others, batch, 0.2, window)
-    found = paged_decode(mixed, *pages, tokens, rotation, 0.2, window, splits)
+    found = paged_decode(mixed, *pages, tokens, rotation, 0.2, window, splits=splits)
     assert torch.allclose(found[:3], wanted.flatten(1), atol=1e-4)
     assert bool((found[3] == 0).all())  # a row that only fills the batch
     assert all(torch.allclose(page, other, atol=1e-6) for page, other in zip(pages, others, strict=True))
@@ -138,7 +138,7 @@ def test_attention_of_many_queries(window: int | None) -> None:
     starts = torch.tensor([0, 100, 105, 106], dtype=torch.int32, device=DEVICE)
     batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), tables, starts.long(), 130, counts)
     queries = torch.randn(106, 4, 16, device=DEVICE)
-    found = paged_prefill(queries, *pages, batch, query_tiles(counts, queries.device), 0.25, window)
+    found = paged_prefill(queries, *pages, batch, 0.25, window)
     assert torch.allclose(found, paged_reference(queries, *pages, batch, 0.25, window), atol=1e-5)
 
 

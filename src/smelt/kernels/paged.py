@@ -65,10 +65,9 @@ def paged_attention(
 
         return attention(_library(), queries, key_pages, value_pages, pages, scale, window)
     if path == GPU:
-        from smelt.kernels.gpu.paged import paged_prefill, query_tiles
+        from smelt.kernels.gpu.paged import paged_prefill
 
-        tiles = query_tiles(pages.counts, queries.device)
-        return paged_prefill(queries, key_pages, value_pages, pages, tiles, scale, window)
+        return paged_prefill(queries, key_pages, value_pages, pages, scale, window)
     return paged_reference(queries, key_pages, value_pages, pages, scale, window)
 
 

@@ -20,7 +20,8 @@ from smelt.kernels.gpu.rotation import Rotation, turned
 from smelt.kernels.paged import Pages
 
 LOG2_E = 1.4426950408889634
-KEYS = 64  # that are taken at once
+DECODE_TILES = 64, 4, 3  # keys that are taken at once, warps, stages
+PREFILL_TILES = 64, 64, 4, 3  # queries of a program, keys that are taken at once, warps, stages
 WAVES = 2  # programs for every multiprocessor, at most, when keys are split
 
 
@@ -177,7 +178,7 @@ EVERYTHING = 2**30  # a window that hides nothing
 def splits_for(requests: int, kv_heads: int, longest: int, processors: int) -> int:
     """Into how many parts keys are split, a power of two: as many as keep the processors busy, and no shorter than a
     few tiles each."""
-    most = min(WAVES * processors // max(requests * kv_heads, 1), longest // (2 * KEYS))
+    most = min(WAVES * processors // max(requests * kv_heads, 1), longest // (2 * DECODE_TILES[0]))
     return 1 << max(most, 1).bit_length() - 1
 
 
@@ -195,10 +196,11 @@ class Tokens:
 
 def paged_decode(
     mixed: Tensor, key_pages: Tensor, value_pages: Tensor, tokens: Tokens, rotation: Rotation, scale: float,
-    window: int | None = None, splits: int | None = None,
+    window: int | None = None, *, splits: int | None = None, tiles: tuple[int, int, int] = DECODE_TILES,
 ) -> Tensor:  # fmt: skip
     """Queries, keys and values of new tokens [requests, (heads + 2 * kv heads) * width], not yet turned; the keys and
-    values also go to their pages. -> [requests, heads * width]"""
+    values also go to their pages. -> [requests, heads * width]. `tiles`: keys that are taken at once, warps, stages."""
+    tile_keys, warps, stages = tiles
     requests = len(mixed)
     _, size, kv_heads, width = key_pages.shape
     heads = mixed.shape[1] // width - 2 * kv_heads
@@ -215,34 +217,45 @@ def paged_decode(
         mixed, rotation.cosines, rotation.sines, query_norm, key_norm, key_pages, value_pages, tokens.tables,
         tokens.slots, tokens.lengths, tokens.places, results, partial, statistics, tokens.arrived, scale * LOG2_E,
         window or EVERYTHING, rotation.epsilon, mixed.stride(0), tokens.tables.stride(0), kv_heads, width, SIZE=size,
-        GROUP=group, ROWS=max(triton.next_power_of_2(group), 16), WIDTH=padded, HALF=width // 2, KEYS=KEYS,
-        SPLITS=splits, NORM=rotation.norms is not None, PDL=PDL, num_warps=4, num_stages=3, launch_pdl=PDL,
+        GROUP=group, ROWS=max(triton.next_power_of_2(group), 16), WIDTH=padded, HALF=width // 2, KEYS=tile_keys,
+        SPLITS=splits, NORM=rotation.norms is not None, PDL=PDL, num_warps=warps, num_stages=stages, launch_pdl=PDL,
     )  # fmt: skip
     return results
 
 
 def paged_prefill(
-    queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, tiles: tuple[Tensor, Tensor], scale: float,
-    window: int | None = None,
+    queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float, window: int | None = None, *,
+    tiles: QueryTiles | None = None,
 ) -> Tensor:  # fmt: skip
-    """Many query tokens: [tokens, heads, width] -> the same. `tiles` are from `query_tiles`."""
+    """Many query tokens: [tokens, heads, width] -> the same. `tiles` are those of the pages, where they are known."""
     tokens, heads, width = queries.shape
     _, size, kv_heads, _ = key_pages.shape
-    padded = max(triton.next_power_of_2(width), 16)
+    tiles = tiles or QueryTiles.of(pages.counts, queries.device)
     results = torch.empty(tokens, heads, width, dtype=queries.dtype, device=queries.device)
-    prefill_kernel[(len(tiles[0]), heads)](
-        queries, key_pages, value_pages, pages.tables, pages.lengths, pages.starts, *tiles, results, scale * LOG2_E,
-        window or EVERYTHING, queries.stride(0), pages.tables.stride(0), kv_heads, width, heads // kv_heads, SIZE=size,
-        ROWS=TILE, WIDTH=padded, KEYS=KEYS, num_warps=4, num_stages=3,
+    prefill_kernel[(len(tiles.requests), heads)](
+        queries, key_pages, value_pages, pages.tables, pages.lengths, pages.starts, tiles.requests, tiles.first,
+        results, scale * LOG2_E, window or EVERYTHING, queries.stride(0), pages.tables.stride(0), kv_heads, width,
+        heads // kv_heads, SIZE=size, ROWS=tiles.rows, WIDTH=max(triton.next_power_of_2(width), 16), KEYS=tiles.keys,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return results
 
 
-TILE = 64  # query tokens of a program
+@dataclass(frozen=True)
+class QueryTiles:
+    """Which request each tile of queries belongs to, and its first token there; the same for all layers."""
 
+    requests: Tensor  # [tiles], int32
+    first: Tensor
+    rows: int  # query tokens of a tile
+    keys: int  # that are taken at once
+    warps: int
+    stages: int
 
-def query_tiles(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Which request each tile of queries belongs to, and its first token there. [tiles] each, int32"""
-    pairs = [(request, first) for request, count in enumerate(counts) for first in range(0, count, TILE)]
-    both = torch.tensor(pairs, dtype=torch.int32).T.contiguous().to(device)
-    return both[0], both[1]
+    @classmethod
+    def of(
+        cls, counts: Sequence[int], device: torch.device, tiles: tuple[int, int, int, int] = PREFILL_TILES
+    ) -> QueryTiles:
+        pairs = [(request, first) for request, count in enumerate(counts) for first in range(0, count, tiles[0])]
+        both = torch.tensor(pairs, dtype=torch.int32).T.contiguous().to(device)
+        return cls(both[0], both[1], *tiles)

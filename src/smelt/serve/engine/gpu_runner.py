@@ -190,16 +190,16 @@ class GpuRunner:
     def _prefilled(self, tokens: Tensor, pages: Pages, wanted: Tensor) -> Tensor:
         """Logits of the wanted tokens."""
         from smelt.kernels.gpu.decoder import embed
-        from smelt.kernels.gpu.paged import paged_prefill, query_tiles
+        from smelt.kernels.gpu.paged import QueryTiles, paged_prefill
         from smelt.kernels.gpu.rotation import rotate_write
 
         known, slots, positions, places = tokens
-        tiles = query_tiles(pages.counts, self.device)
+        tiles = QueryTiles.of(pages.counts, self.device)
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
             keys, values = self.cache.keys[part.index], self.cache.values[part.index]
             queries = rotate_write(mixed, positions, places, self.network.rotation(part), keys, values)
-            return paged_prefill(queries, keys, values, pages, tiles, part.scale, part.window).flatten(1)
+            return paged_prefill(queries, keys, values, pages, part.scale, part.window, tiles=tiles).flatten(1)
 
         hidden = self.network.hidden(embed(known, slots, self._last, self.network.decoder.table), attend)
         return self.network.logits(hidden[wanted]) if len(wanted) else hidden
