@@ -1,6 +1,7 @@
 """Quantising SmolLM2-135M: perplexity on WikiText-2 by method, bits and group; weights alone, W4A8, W4A4, two bits.
 
     python benchmarks/quantization.py [--seeds 3] [--device cuda] [--tables weights w4a8 ...] [--resume]
+    python benchmarks/quantization.py --share 0/8 ... --share 7/8, side by side, and then --join 8
 
 The bundled weights lie on a 4-bit grid in groups of 32, which would flatter every 4-bit result: each seed first rotates
 the network by a random Hadamard matrix, which preserves its function. All methods see the same calibration windows of
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -125,6 +127,7 @@ EXTRAS = {
     "answer_prefix": "tokens before answers part",
 }
 TABLES = {
+    "dense": lambda: {("float32", "float32"): []},
     "weights": _weights,
     "learned": _learned,
     "w4a8": _w4a8,
@@ -136,32 +139,82 @@ TABLES = {
 
 def main() -> None:
     options = _options()
-    train = load_text(shared() / "data/wikitext2/train.txt.gz")
-    test = load_text(shared() / "data/wikitext2/test.txt.gz")
-    rows = [row for row in kept_rows("quantization", options.resume) if not _again(row, options.redo)]
+    if options.join:
+        rows = [row for share in range(options.join) for row in kept_rows(f"quantization-{share}", True)]
+        write("quantization", _ordered(rows), _text(rows, options))
+        return
+    name = "quantization" if options.share is None else f"quantization-{options.share[0]}"
+    rows = [row for row in kept_rows(name, options.resume) if not _again(row, options.redo)]
     done = {(row["table"], row["method"], row["column"], row["seed"]) for row in rows}
+    jobs = [job for job in _jobs(options) if (job.table, job.method, job.column, job.seed) not in done]
     until = time.monotonic() + options.seconds
-    plain = load("smollm2-135m", device=options.device)
-    for seed in range(options.seeds):
-        base = Model(copy.deepcopy(plain.network), plain.tokenizer, source=plain.source)
-        make({"method": "rotate"}).apply(base, Context(seed=seed))
-        batches = text_batches(
-            train, base.tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=seed
+    bench: _Bench | None = None
+    for job in jobs:
+        if time.monotonic() > until:
+            break
+        if bench is None or bench.seed != job.seed:
+            bench = _Bench(options, job.seed)
+        facts = bench.run(job)
+        rows.append({"table": job.table, "method": job.method, "column": job.column, "seed": job.seed, **facts})
+        print(rows[-1], flush=True)
+        write(name, rows, _text(rows, options))
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A cell of a table, for one seed."""
+
+    table: str
+    method: str
+    column: str
+    seed: int
+    steps: Steps
+
+
+def _jobs(options: argparse.Namespace) -> list[_Job]:
+    """All of them, or every so-manieth."""
+    jobs = [
+        _Job(name, method, column, seed, steps)
+        for seed in range(options.seeds)
+        for name in ("dense", *options.tables)
+        for (method, column), steps in TABLES[name]().items()
+    ]
+    if options.share is None:
+        return jobs
+    place, count = options.share
+    return jobs[place::count]
+
+
+def _ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As one run would have written them."""
+    place = {(name, *key): at for name in TABLES for at, key in enumerate(TABLES[name]())}
+    tables = list(TABLES)
+    return sorted(
+        rows,
+        key=lambda row: (row["seed"], tables.index(row["table"]), place[row["table"], row["method"], row["column"]]),
+    )
+
+
+class _Bench:
+    """The network of one seed, what it is calibrated with, and how the results are judged."""
+
+    def __init__(self, options: argparse.Namespace, seed: int) -> None:
+        self.seed = seed
+        train = load_text(shared() / "data/wikitext2/train.txt.gz")
+        test = load_text(shared() / "data/wikitext2/test.txt.gz")
+        self.plain = load("smollm2-135m", device=options.device)
+        self.base = Model(copy.deepcopy(self.plain.network), self.plain.tokenizer, source=self.plain.source)
+        make({"method": "rotate"}).apply(self.base, Context(seed=seed))
+        self.batches = text_batches(
+            train, self.base.tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=seed
         )
-        measure = _Measure(base, test, options.windows * CONTEXT)
-        answers = _Answers(base, test) if "last-block" in options.tables else None
-        if ("dense", "float32", "float32", seed) not in done:
-            rows.append({"table": "dense", "method": "float32", "column": "float32", "seed": seed, **measure(base)})
-        for name in options.tables:
-            for (method, column), steps in TABLES[name]().items():
-                if (name, method, column, seed) in done or time.monotonic() > until:
-                    continue
-                start = plain if method.startswith(UNROTATED) else base
-                judge = answers if name == "last-block" else None
-                facts = _attempt(start, steps, Context(batches=batches, seed=seed), measure, judge)
-                rows.append({"table": name, "method": method, "column": column, "seed": seed, **facts})
-                print(rows[-1], flush=True)
-                write("quantization", rows, _text(rows, options))
+        self.measure = _Measure(self.base, test, options.windows * CONTEXT)
+        self.answers = _Answers(self.base, test) if "last-block" in options.tables else None
+
+    def run(self, job: _Job) -> dict[str, Any]:
+        start = self.plain if job.method.startswith(UNROTATED) else self.base
+        judge = self.answers if job.table == "last-block" else None
+        return _attempt(start, job.steps, Context(batches=self.batches, seed=self.seed), self.measure, judge)
 
 
 def _options() -> argparse.Namespace:
@@ -169,12 +222,19 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--samples", type=int, default=64, help=f"calibration windows of {LENGTH} tokens")
     parser.add_argument("--windows", type=int, default=64, help=f"test windows of {CONTEXT} tokens")
-    parser.add_argument("--tables", nargs="+", choices=list(TABLES), default=list(TABLES))
+    parser.add_argument("--tables", nargs="+", choices=list(TABLES)[1:], default=list(TABLES)[1:])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further row after so long")
     parser.add_argument("--redo", nargs="+", default=[], help="with --resume: measure methods with these words anew")
+    parser.add_argument("--share", type=_share, help="I/N: every N-th cell from the I-th on, into a file of its own")
+    parser.add_argument("--join", type=int, help="put the files of so many shares together")
     parser.add_argument("--resume", action="store_true", help="keep the rows of a run that was cut off")
     return parser.parse_args()
+
+
+def _share(text: str) -> tuple[int, int]:
+    place, count = (int(part) for part in text.split("/"))
+    return place, count
 
 
 def _again(row: dict[str, Any], words: list[str]) -> bool:
@@ -245,10 +305,11 @@ def _attempt(
 
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     dense = [row["perplexity"] for row in rows if row["table"] == "dense"]
+    reference = f"{mean(dense):.2f}" if dense else "not measured here"
     seeds = 1 + max(row["seed"] for row in rows)
     text = (
         "# SmolLM2-135M on WikiText-2, quantised: perplexity\n\n"
-        f"Mean of up to {seeds} seeds and (lowest-highest); float32 {mean(dense):.2f}. Each seed first rotates the "
+        f"Mean of up to {seeds} seeds and (lowest-highest); float32 {reference}. Each seed first rotates the "
         "network (its function stays), so that the grid of the bundled weights helps nobody. "
         f"{options.samples} windows of {LENGTH} tokens of the training split for every method; the first "
         f"{options.windows} windows of {CONTEXT} tokens of the test split. "
@@ -256,7 +317,7 @@ def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     )
     for name in TABLES:
         here = [row for row in rows if row["table"] == name]
-        if here:
+        if here and name != "dense":
             text += f"\n## {name}\n\n" + _table(here, EXTRAS if name == "last-block" else {}) + "\n"
     return text
 

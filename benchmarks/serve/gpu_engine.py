@@ -113,15 +113,14 @@ def ours(network: Any, shape: str, bandwidth: float) -> list[dict[str, Any]]:
     for streams in STREAMS[shape]:
         generate(engine, streams)  # captures, compiles
         seconds, decoding = generate(engine, streams)
-        row = {
+        row: dict[str, Any] = {
             "shape": shape, "who": "engine", "path": engine.runner.path, "streams": streams,
             "tokens_per_second": streams * ANSWER / seconds, "decode_ms": decoding * 1e3,
             "captured": sorted(engine.runner._captured),
         }  # fmt: skip
         if streams == 1:
             row["share_of_bandwidth"] = weights / decoding / bandwidth
-        if streams == 64:
-            row["idle"] = idle_share(engine, streams)
+        row["idle"], row["where"] = traced(engine, streams)
         rows.append(row)
         print(row, flush=True)
     return rows
@@ -143,8 +142,8 @@ def generate(engine: Engine, streams: int) -> tuple[float, float]:
     return last - start, statistics.median(times[len(times) // 4 : -2])
 
 
-def idle_share(engine: Engine, streams: int) -> float:
-    """Of 40 decoding steps in the middle of a run: one minus the time in kernels."""
+def traced(engine: Engine, streams: int) -> tuple[float, dict[str, float]]:
+    """Of 40 decoding steps in the middle of a run: one minus the time in kernels, and the kernels that take most."""
     sampling = Sampling(max_tokens=ANSWER, temperature=0, ignore_end=True)
     for prompt in prompts(streams):
         engine.submit(prompt, sampling)
@@ -155,9 +154,8 @@ def idle_share(engine: Engine, streams: int) -> float:
         for _ in range(40):
             engine.step()
         torch.cuda.synchronize()
-    kernels = sorted(
-        (event.time_range.start, event.time_range.end) for event in profile.events() if event.device_type.name == "CUDA"
-    )
+    events = [event for event in profile.events() if event.device_type.name == "CUDA"]
+    kernels = sorted((event.time_range.start, event.time_range.end) for event in events)
     busy, end = 0.0, kernels[0][0]
     for begin, stop in kernels:
         busy += max(0.0, stop - max(begin, end))
@@ -165,7 +163,11 @@ def idle_share(engine: Engine, streams: int) -> float:
     whole = end - kernels[0][0]
     while engine.busy:
         engine.step()
-    return 1 - busy / whole
+    by_name: dict[str, float] = {}
+    for event in events:
+        by_name[event.name[:60]] = by_name.get(event.name[:60], 0.0) + event.time_range.elapsed_us() / 40
+    most = dict(sorted(by_name.items(), key=lambda each: -each[1])[:12])
+    return 1 - busy / whole, {name: round(us, 1) for name, us in most.items()}
 
 
 def peers(network: Any, shape: str) -> list[dict[str, Any]]:

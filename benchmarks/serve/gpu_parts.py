@@ -1,0 +1,212 @@
+"""The kernels of the engine on one GPU, each against the bandwidth of a large copy, or against PyTorch's own.
+
+    PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_parts.py [--tune]
+
+Shapes of Llama 1B and 8B, bf16, random values. Times are of calls inside a captured graph; matrices and pages are more
+than the cache holds and taken in turn. `--tune` measures other tiles beside those that are taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from common import table, write
+from torch import Tensor
+from torch.nn import functional as F
+
+from smelt.kernels.gpu import paged, vector
+from smelt.kernels.gpu.chip import processors
+from smelt.kernels.gpu.rotation import Rotation
+from smelt.kernels.paged import Pages
+
+SEED, SIZE, TIMES = 0, 16, 20
+ROTATED = 400 * 2**20  # bytes of matrices or pages that are taken in turn
+WIDTHS = {"1b": (2048, 8192, 64), "8b": (4096, 14336, 128)}  # hidden, inner, of a head
+VOCABULARY, HEADS, KV_HEADS = 128256, 32, 8
+LENGTH = 384  # tokens of a request, half way through its answer
+
+VECTOR_TILES = [(1, 1024, 4), (1, 2048, 4), (2, 512, 4), (2, 1024, 4), (2, 2048, 8), (4, 512, 4), (4, 1024, 4),
+                (4, 1024, 8), (4, 2048, 8), (8, 512, 4), (8, 512, 8), (8, 1024, 8), (16, 256, 4)]  # fmt: skip
+DECODE_TILES = [(32, 2, 3), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 2, 3), (128, 4, 2), (128, 8, 2),
+                (128, 4, 3)]  # fmt: skip
+PREFILL_TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
+                 (128, 32, 4, 3)]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tune", action="store_true", help="other tiles too")
+    options = parser.parse_args()
+    torch.manual_seed(SEED)
+    bandwidth = copy_bandwidth()
+    rows: list[dict[str, Any]] = []
+    for shape in WIDTHS:
+        for work in (vectors, decoding, prefilling):
+            rows += work(shape, bandwidth, options.tune)
+            write("serve_gpu_parts", rows, _text(rows, bandwidth))
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written a second."""
+    source = torch.empty(2**30, device="cuda").normal_()
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / _seconds([lambda: target.copy_(source)] * 2)
+
+
+def _seconds(calls: Sequence[Callable[[], Any]]) -> float:
+    """Of one call, by replays of a graph that holds all of them."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(TIMES):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return statistics.median(times[2:]) / len(calls)
+
+
+def _random(*shape: int) -> Tensor:
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
+
+
+def vectors(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
+    """Products of one vector: ours with what is around them, PyTorch's without."""
+    hidden, inner, head = WIDTHS[shape]
+    kinds = {
+        "queries, keys, values": ((HEADS + 2 * KV_HEADS) * head, hidden, "norm"),
+        "output of attention": (hidden, HEADS * head, "add"),
+        "gate and up": (2 * inner, hidden, "gate"),
+        "down": (hidden, inner, "add"),
+        "head": (VOCABULARY, hidden, "norm"),
+    }
+    rows = []
+    for name, (height, width, kind) in kinds.items():
+        matrices = [_random(height, width) for _ in range(max(2, ROTATED // (2 * height * width)))]
+        x, norm, y = _random(1, width), torch.ones(width, device="cuda", dtype=torch.bfloat16), _random(1, height)
+
+        def ours(matrix: Tensor, tiles: Any = None, kind: str = kind, given: Any = (x, norm, y)) -> Tensor:
+            x, norm, y = given
+            around = {"norm": norm, "epsilon": 1e-5} if kind != "add" else {"added": y}
+            return vector.product(x, matrix, gated=kind == "gate", tiles=tiles, **around)
+
+        _check(ours(matrices[0].clone()), x, norm, matrices[0], kind, y)
+        count = height // (2 if kind == "gate" else 1)
+        mine = vector.tiles_for(count, width, kind == "gate")
+        for tiles in [mine, *(each for each in VECTOR_TILES if tune and each != mine)]:
+            time = _seconds([lambda m=matrix, t=tiles: ours(m, t) for matrix in matrices])
+            rows.append(_row(shape, name, f"vector {tiles}", tiles == mine, time, 2 * height * width / bandwidth))
+        time = _seconds([lambda m=matrix, x=x: F.linear(x, m) for matrix in matrices])
+        rows.append(_row(shape, name, "PyTorch, the product alone", False, time, 2 * height * width / bandwidth))
+        del matrices
+    return rows
+
+
+def _check(found: Tensor, x: Tensor, norm: Tensor, matrix: Tensor, kind: str, y: Tensor) -> None:
+    if kind == "add":
+        return  # in place, and called before: the tests have it
+    wide = x.double()
+    wide = wide * torch.rsqrt(wide.square().mean() + 1e-5) * norm.double()
+    wanted = wide @ matrix.double().T
+    if kind == "gate":
+        gates, through = wanted.chunk(2, dim=-1)
+        wanted = F.silu(gates) * through
+    assert float((found.double() - wanted).norm() / wanted.norm()) < 5e-3
+
+
+def _pages(shape: str, requests: int) -> tuple[list[list[Tensor]], Tensor]:
+    blocks = requests * -(-LENGTH // SIZE)
+    width = WIDTHS[shape][2]
+    each = 2 * 2 * blocks * SIZE * KV_HEADS * width
+    pages = [
+        [_random(blocks, SIZE, KV_HEADS, width) for _ in range(2)] for _ in range(max(1, min(16, ROTATED // each)))
+    ]
+    return pages, torch.randperm(blocks, device="cuda").view(requests, -1).int()
+
+
+def decoding(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
+    return [row for count in (1, 64, 256 if shape == "1b" else 128) for row in _decoding(shape, count, bandwidth, tune)]
+
+
+def _decoding(shape: str, requests: int, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
+    width = WIDTHS[shape][2]
+    rotation = Rotation(torch.randn(LENGTH, width, device="cuda"), torch.randn(LENGTH, width, device="cuda"))
+    pages, tables = _pages(shape, requests)
+    lengths = torch.full((requests,), LENGTH, device="cuda")
+    places = tables[:, -1].long() * SIZE + (LENGTH - 1) % SIZE
+    arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
+    tokens = paged.Tokens(torch.arange(requests, device="cuda"), lengths, places, tables, arrived, 1024)
+    mixed = _random(requests, (HEADS + 2 * KV_HEADS) * width)
+    mine = paged.splits_for(requests, KV_HEADS, tokens.longest, processors(mixed.device))
+    ways = [(paged.DECODE_TILES, mine)]
+    if tune:
+        ways += [(tiles, mine) for tiles in DECODE_TILES if tiles != paged.DECODE_TILES]
+        ways += [(paged.DECODE_TILES, parts) for parts in {max(1, mine // 2), mine * 2} if parts != mine]
+    rows = []
+    for tiles, parts in ways:
+        calls = [
+            lambda p=page, t=tiles, s=parts: paged.paged_decode(mixed, *p, tokens, rotation, 0.1, splits=s, tiles=t)
+            for page in pages
+        ]
+        time = _seconds(calls * (1 if len(calls) > 4 else 8))
+        way, least = f"tiles {tiles}, {parts} parts", 4 * requests * LENGTH * KV_HEADS * width / bandwidth
+        rows.append(_row(shape, f"decoding, {requests} requests", way, (tiles, parts) == ways[0], time, least))
+    return rows
+
+
+def prefilling(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
+    """32 prompts of 256 tokens, against PyTorch's attention without pages."""
+    rows = []
+    count, length, width = 32, 256, WIDTHS[shape][2]
+    pages, tables = _pages(shape, count)
+    starts = torch.arange(0, count * length + 1, length, device="cuda", dtype=torch.int32)
+    lengths = torch.full((count,), length, device="cuda", dtype=torch.int32)
+    batch = Pages(starts, lengths, tables, starts.long(), length, [length] * count)
+    queries = _random(count * length, HEADS, width)
+    for tiles in PREFILL_TILES if tune else [paged.PREFILL_TILES]:
+        cut = paged.QueryTiles.of(batch.counts, queries.device, tiles)
+        time = _seconds([lambda c=cut: paged.paged_prefill(queries, *pages[0], batch, 0.1, tiles=c)] * 4)
+        rows.append(_row(shape, "prompts, 32 of 256", f"tiles {tiles}", tiles == paged.PREFILL_TILES, time, None))
+    dense = [_random(count, heads, length, width) for heads in (HEADS, KV_HEADS, KV_HEADS)]
+    time = _seconds([lambda: F.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)] * 4)
+    rows.append(_row(shape, "prompts, 32 of 256", "PyTorch, without pages", False, time, None))
+    return rows
+
+
+def _row(shape: str, work: str, way: str, taken: bool, time: float, least: float | None) -> dict[str, Any]:
+    row = {"shape": shape, "work": work, "way": way, "taken": taken, "us": time * 1e6}
+    if least is not None:
+        row["of_bandwidth"] = least / time
+    print(row, flush=True)
+    return row
+
+
+def _text(rows: list[dict[str, Any]], bandwidth: float) -> str:
+    cells = [
+        [
+            row["shape"], row["work"], row["way"] + (" (taken)" if row["taken"] else ""), f"{row['us']:.1f}",
+            f"{row['of_bandwidth']:.0%}" if "of_bandwidth" in row else "",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return (
+        "# The engine's kernels on one GPU\n\n"
+        f"Copy bandwidth {bandwidth / 1e12:.2f} TB/s, read and written; the bytes of weights, or of keys and values, "
+        f"over the time. Requests have {LENGTH} tokens. Products of one vector include the norm, gate or sum beside "
+        "them.\n\n" + table(["shape", "what", "how", "time, us", "of copy bandwidth"], cells)
+    )
+
+
+if __name__ == "__main__":
+    main()
