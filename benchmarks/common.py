@@ -54,12 +54,12 @@ class KeptGradients(Checkpoint):
             self.kept[name] = tensors
 
 
-def write(name: str, rows: list[dict[str, Any]], text: str) -> None:
-    """The results as JSON and as a table, with the machine and versions they came from."""
+def write(name: str, rows: list[dict[str, Any]], text: str, where: dict[str, Any] | None = None) -> None:
+    """The results as JSON and as a table, with the machine and versions they came from: this one, unless told."""
     RESULTS.mkdir(exist_ok=True)
-    content = {"machine": machine(), "rows": rows}
-    (RESULTS / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
-    facts = ", ".join(f"{key} {value}" for key, value in machine().items() if value is not None)
+    where = where or machine()
+    (RESULTS / f"{name}.json").write_text(json.dumps({"machine": where, "rows": rows}, indent=1) + "\n")
+    facts = ", ".join(f"{key} {value}" for key, value in where.items() if value is not None)
     (RESULTS / f"{name}.md").write_text(f"{text.strip()}\n\nMachine: {facts}.\n")
     print(text)
 
@@ -68,6 +68,12 @@ def kept_rows(name: str, resume: bool) -> list[dict[str, Any]]:
     """The rows of an earlier run that was cut off, to go on from; none without `resume`."""
     file = RESULTS / f"{name}.json"
     return json.loads(file.read_text())["rows"] if resume and file.exists() else []
+
+
+def kept_machine(name: str) -> dict[str, Any]:
+    """Where the rows of an earlier run came from."""
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())["machine"]
+    return found
 
 
 def table(headings: list[str], rows: list[list[str]]) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import kept_rows, mean, shared, table, write
+from common import kept_machine, kept_rows, mean, shared, table, write
 
 from smelt.data import TextData, load_text, text_batches
 from smelt.measure.divergence import logit_divergence
@@ -139,22 +139,25 @@ TABLES = {
 
 def main() -> None:
     options = _options()
+    before = [row for row in kept_rows("quantization", options.resume) if not _again(row, options.redo)]
     if options.join:
-        rows = [row for share in range(options.join) for row in kept_rows(f"quantization-{share}", True)]
-        write("quantization", _ordered(rows), _text(rows, options))
+        rows = before + [row for share in range(options.join) for row in kept_rows(f"quantization-{share}", True)]
+        write("quantization", _ordered(rows), _text(rows, options), kept_machine("quantization-0"))
         return
-    name = "quantization" if options.share is None else f"quantization-{options.share[0]}"
-    rows = [row for row in kept_rows(name, options.resume) if not _again(row, options.redo)]
-    done = {(row["table"], row["method"], row["column"], row["seed"]) for row in rows}
-    jobs = [job for job in _jobs(options) if (job.table, job.method, job.column, job.seed) not in done]
+    jobs = _without(_jobs(options), before)
+    name, rows = "quantization", before
+    if options.share is not None:
+        name = f"quantization-{options.share[0]}"
+        rows = kept_rows(name, options.resume)
+        jobs = _without(jobs[options.share[0] :: options.share[1]], rows)
     until = time.monotonic() + options.seconds
-    bench: _Bench | None = None
+    benches: dict[int, _Bench] = {}
     for job in jobs:
         if time.monotonic() > until:
             break
-        if bench is None or bench.seed != job.seed:
-            bench = _Bench(options, job.seed)
-        facts = bench.run(job)
+        if job.seed not in benches:
+            benches[job.seed] = _Bench(options, job.seed)
+        facts = benches[job.seed].run(job)
         rows.append({"table": job.table, "method": job.method, "column": job.column, "seed": job.seed, **facts})
         print(rows[-1], flush=True)
         write(name, rows, _text(rows, options))
@@ -172,17 +175,18 @@ class _Job:
 
 
 def _jobs(options: argparse.Namespace) -> list[_Job]:
-    """All of them, or every so-manieth."""
-    jobs = [
+    """Tables in the order in which they were asked for."""
+    return [
         _Job(name, method, column, seed, steps)
-        for seed in range(options.seeds)
         for name in ("dense", *options.tables)
+        for seed in range(options.seeds)
         for (method, column), steps in TABLES[name]().items()
     ]
-    if options.share is None:
-        return jobs
-    place, count = options.share
-    return jobs[place::count]
+
+
+def _without(jobs: list[_Job], rows: list[dict[str, Any]]) -> list[_Job]:
+    done = {(row["table"], row["method"], row["column"], row["seed"]) for row in rows}
+    return [job for job in jobs if (job.table, job.method, job.column, job.seed) not in done]
 
 
 def _ordered(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -199,7 +203,7 @@ class _Bench:
     """The network of one seed, what it is calibrated with, and how the results are judged."""
 
     def __init__(self, options: argparse.Namespace, seed: int) -> None:
-        self.seed = seed
+        self.seed, self.tf32 = seed, options.tf32
         train = load_text(shared() / "data/wikitext2/train.txt.gz")
         test = load_text(shared() / "data/wikitext2/test.txt.gz")
         self.plain = load("smollm2-135m", device=options.device)
@@ -214,7 +218,12 @@ class _Bench:
     def run(self, job: _Job) -> dict[str, Any]:
         start = self.plain if job.method.startswith(UNROTATED) else self.base
         judge = self.answers if job.table == "last-block" else None
-        return _attempt(start, job.steps, Context(batches=self.batches, seed=self.seed), self.measure, judge)
+        torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
+        facts, model = _applied(start, job.steps, Context(batches=self.batches, seed=self.seed))
+        torch.set_float32_matmul_precision("highest")
+        if model is None:
+            return facts
+        return {**facts, "tf32": self.tf32, **self.measure(model), **({} if judge is None else judge(model))}
 
 
 def _options() -> argparse.Namespace:
@@ -224,6 +233,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=64, help=f"test windows of {CONTEXT} tokens")
     parser.add_argument("--tables", nargs="+", choices=list(TABLES)[1:], default=list(TABLES)[1:])
     parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--tf32", action="store_true", help="matrix products of the methods in TF32; never the measures"
+    )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no further row after so long")
     parser.add_argument("--redo", nargs="+", default=[], help="with --resume: measure methods with these words anew")
     parser.add_argument("--share", type=_share, help="I/N: every N-th cell from the I-th on, into a file of its own")
@@ -285,9 +297,7 @@ class _Answers:
         return {"answer_agreement": right.double().mean().item(), "answer_prefix": same.double().mean().item()}
 
 
-def _attempt(
-    base: Model, steps: Steps, context: Context, measure: _Measure, answers: _Answers | None
-) -> dict[str, Any]:
+def _applied(base: Model, steps: Steps, context: Context) -> tuple[dict[str, Any], Model | None]:
     """A row that fails is written down as it is, and the others go on."""
     model = Model(copy.deepcopy(base.network), base.tokenizer, source="smollm2-135m")
     start = time.perf_counter()
@@ -297,10 +307,8 @@ def _attempt(
             facts = make(step).apply(model, context)
             bits = facts.get("bits_per_weight", bits)
     except Exception as error:
-        return {"failed": f"{type(error).__name__}: {error}"[:300]}
-    seconds = time.perf_counter() - start
-    judged = {} if answers is None else answers(model)
-    return {"seconds": seconds, "bits_per_weight": bits, **measure(model), **judged}
+        return {"failed": f"{type(error).__name__}: {error}"[:300]}, None
+    return {"seconds": time.perf_counter() - start, "bits_per_weight": bits}, model
 
 
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:

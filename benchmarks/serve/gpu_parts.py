@@ -103,7 +103,7 @@ def vectors(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
 
         _check(ours(matrices[0].clone()), x, norm, matrices[0], kind, y)
         count = height // (2 if kind == "gate" else 1)
-        mine = vector.tiles_for(count, width, kind == "gate")
+        mine = vector.tiles_for(count, kind != "add", kind == "gate")
         for tiles in [mine, *(each for each in VECTOR_TILES if tune and each != mine)]:
             time = _seconds([lambda m=matrix, t=tiles: ours(m, t) for matrix in matrices])
             rows.append(_row(shape, name, f"vector {tiles}", tiles == mine, time, 2 * height * width / bandwidth))
@@ -149,10 +149,10 @@ def _decoding(shape: str, requests: int, bandwidth: float, tune: bool) -> list[d
     tokens = paged.Tokens(torch.arange(requests, device="cuda"), lengths, places, tables, arrived, 1024)
     mixed = _random(requests, (HEADS + 2 * KV_HEADS) * width)
     mine = paged.splits_for(requests, KV_HEADS, tokens.longest, processors(mixed.device))
-    ways = [(paged.DECODE_TILES, mine)]
+    ways = [(paged.decode_tiles(mine), mine)]
     if tune:
-        ways += [(tiles, mine) for tiles in DECODE_TILES if tiles != paged.DECODE_TILES]
-        ways += [(paged.DECODE_TILES, parts) for parts in {max(1, mine // 2), mine * 2} if parts != mine]
+        ways += [(tiles, mine) for tiles in DECODE_TILES if tiles != ways[0][0]]
+        ways += [(ways[0][0], parts) for parts in {max(1, mine // 2), mine * 2} if parts != mine]
     rows = []
     for tiles, parts in ways:
         calls = [

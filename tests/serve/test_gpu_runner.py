@@ -12,7 +12,7 @@ import torch
 
 from tests.kernels.gpu_machine import DEVICE  # isort: skip  (before anything imports Triton)
 
-from smelt.kernels.gpu.decoder import add_norm, embed, gate
+from smelt.kernels.gpu.decoder import add_norm, embed, gate, most_likely
 from smelt.kernels.gpu.paged import Tokens, paged_decode, paged_prefill, splits_for
 from smelt.kernels.gpu.rotation import Rotation, rotate_write
 from smelt.kernels.gpu.vector import product
@@ -153,6 +153,15 @@ def test_small_operations() -> None:
     both = torch.randn(3, 72)
     found = gate(both.to(DEVICE)).cpu()
     assert torch.allclose(found, torch.nn.functional.silu(both[:, :36]) * both[:, 36:], atol=1e-5)
+
+
+def test_the_most_likely_token_is_the_first_of_equals() -> None:
+    torch.manual_seed(5)
+    logits = torch.randn(3, 9000, device=DEVICE)
+    logits[0, [17, 5000]], logits[1, [8999, 4095]], logits[2, 4096] = 9.0, 9.0, 9.0
+    last, slots = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.tensor([3, 0, 2], device=DEVICE)
+    assert most_likely(logits, slots, last).tolist() == [17, 4095, 4096]
+    assert last.tolist() == [4095, 0, 4096, 17]
 
 
 @pytest.mark.parametrize("normed", [False, True])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from smelt.errors import FormatError
 from smelt.numerics.format import TENSOR, Format, Grid, finite, largest_of_all, magnitude
-from smelt.numerics.scales import round_scale
+from smelt.numerics.scales import over, round_scale
 
 ZeroType = Literal["code", "float16", "float32"]
 _ZERO_BITS: dict[ZeroType, int] = {"code": 8, "float16": 16, "float32": 32}
@@ -51,14 +51,14 @@ class Integer(Format):
         if self.symmetric:
             span = self.top / 2 if self.wide else self.top // 2
             largest = magnitude(x, self)
-            scale = torch.where(largest == 0, 1.0, largest * shrink / span)
+            scale = torch.where(largest == 0, 1.0, over(largest * shrink, span))
             return Grid(round_scale(scale, self.scale))
         low, high = extent(x, self)
         return self.grid_between(low * shrink, high * shrink)
 
     def grid_between(self, low: Tensor, high: Tensor) -> Grid:
         """The asymmetric grid from `low` (at most 0) to `high` (at least 0)."""
-        scale = torch.where(high == low, 1.0, (high - low) / self.steps)
+        scale = torch.where(high == low, 1.0, over(high - low, self.steps))
         scale = round_scale(scale, self.scale)
         zero = (-low / scale).round().clamp(0, self.steps)
         return Grid(scale, zero.nan_to_num(nan=0.0))  # the scale says NaN; a byte cannot
@@ -131,7 +131,7 @@ class DenormalInteger(Integer):
             low, high = extent(x, self)
             return self.grid_between(low * shrink, high * shrink)
         largest = magnitude(x, self)
-        return Grid(round_scale(torch.where(largest == 0, 1.0, largest * shrink / (self.steps // 2)), self.scale))
+        return Grid(round_scale(torch.where(largest == 0, 1.0, over(largest * shrink, self.steps // 2)), self.scale))
 
     def encode(self, x: Tensor, grid: Grid) -> Tensor:
         return self._nearest(x / grid.scale, grid)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from smelt.numerics.elements import E2M1, TERNARY, Elements
 from smelt.numerics.format import TENSOR, Format, Grid, finite, largest_of_all, magnitude
-from smelt.numerics.scales import POWERS, ROUNDED, ScaleType, power_of_two, round_scale
+from smelt.numerics.scales import POWERS, ROUNDED, ScaleType, over, power_of_two, round_scale
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Scaled(Format):
         if self.scale in POWERS:
             scale = power_of_two(largest, self.scale, math.floor(math.log2(self.elements.largest)))
         else:
-            scale = round_scale(largest / self.elements.largest, self.scale)
+            scale = round_scale(over(largest, self.elements.largest), self.scale)
         return torch.where(largest == 0, 1.0, scale)
 
     def scale_of(self, x: Tensor, grid: Grid) -> Tensor:
@@ -92,7 +92,7 @@ class TensorScaled(Scaled):
         largest = self.whole(x) if whole is None else whole
         reach = 448.0 * self.elements.largest
         tensor = round_scale(torch.where(largest == 0, 1.0, reach / largest), "float32").reshape([1] * x.dim())
-        stored = round_scale(magnitude(x, self) * shrink * tensor / self.elements.largest, self.scale)
+        stored = round_scale(over(magnitude(x, self) * shrink * tensor, self.elements.largest), self.scale)
         return Grid(stored, tensor=tensor)
 
     def scale_of(self, x: Tensor, grid: Grid) -> Tensor:

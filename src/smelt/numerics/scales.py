@@ -30,6 +30,11 @@ _LARGEST = {"float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.38e38, "e4m3": 
 BIAS, NAN_BYTE = 127, 255  # of E8M0
 
 
+def over(x: Tensor, number: float) -> Tensor:
+    """x / number, the same on every device: on a GPU PyTorch would multiply with the reciprocal of a plain number."""
+    return x / x.new_full((), number)
+
+
 def round_scale(scale: Tensor, kind: ScaleType) -> Tensor:
     """Scales (not powers of two) as they will be read back, in float32. Gradients pass as if nothing was rounded: those
     of the conversion itself would be rounded to the same type, and overflow in it."""

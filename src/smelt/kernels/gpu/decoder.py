@@ -52,6 +52,41 @@ def gate_kernel(both, result, width, TILE: tl.constexpr):  # type: ignore[no-unt
     tl.store(result + token * width + lane, found.to(result.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def largest_part_kernel(logits, values, tokens, vocabulary, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The most likely token of a part of the vocabulary; the first of equals."""
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = part * TILE + tl.arange(0, TILE)
+    x = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf")).to(tl.float32)
+    value, place = tl.max(x, axis=0, return_indices=True)
+    tl.store(values + row * tl.num_programs(1) + part, value)
+    tl.store(tokens + row * tl.num_programs(1) + part, part * TILE + place)
+
+
+@triton.jit
+def largest_kernel(values, tokens, slots, last, result, parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of all parts, which is also the last token of the row's slot."""
+    row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
+    x = tl.load(values + row * parts + part, mask=part < parts, other=float("-inf"))
+    _, place = tl.max(x, axis=0, return_indices=True)
+    token = tl.load(tokens + row * parts + place)
+    tl.store(result + row, token)
+    tl.store(last + tl.load(slots + row), token)
+
+
+def most_likely(logits: Tensor, slots: Tensor, last: Tensor) -> Tensor:
+    """Tokens [rows] of logits [rows, vocabulary], which also become the last ones of their slots."""
+    rows, vocabulary = logits.shape
+    parts = triton.cdiv(vocabulary, 4096)
+    values = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(rows, parts, dtype=torch.int64, device=logits.device)
+    result = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    largest_part_kernel[(rows, parts)](logits, values, tokens, vocabulary, TILE=4096, num_warps=8)
+    padded = triton.next_power_of_2(parts)
+    largest_kernel[(rows,)](values, tokens, slots, last, result, parts, PARTS=padded, num_warps=1)
+    return result
+
+
 def embed(known: Tensor, slots: Tensor, last: Tensor, embeddings: Tensor) -> Tensor:
     """Rows of the embeddings [vocabulary, width] for tokens [tokens], some of which only the device knows."""
     tokens, width = len(known), embeddings.shape[1]

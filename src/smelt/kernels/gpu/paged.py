@@ -20,8 +20,8 @@ from smelt.kernels.gpu.rotation import Rotation, turned
 from smelt.kernels.paged import Pages
 
 LOG2_E = 1.4426950408889634
-DECODE_TILES = 64, 4, 3  # keys that are taken at once, warps, stages
-PREFILL_TILES = 64, 64, 4, 3  # queries of a program, keys that are taken at once, warps, stages
+KEYS = 64  # that are taken at once when decoding
+PREFILL_TILES = 64, 64, 4, 2  # queries of a program, keys that are taken at once, warps, stages
 WAVES = 2  # programs for every multiprocessor, at most, when keys are split
 
 
@@ -30,6 +30,19 @@ def key_rows(table, positions, there, head, kv_heads, SIZE: tl.constexpr):  # ty
     """Where keys lie, as rows of the pages seen as [blocks * SIZE * heads, width]."""
     blocks = tl.load(table + positions // SIZE, mask=there, other=0).to(tl.int64)
     return (blocks * SIZE + positions % SIZE) * kv_heads + head
+
+
+@triton.jit
+def load_keys(  # type: ignore[no-untyped-def]
+    key_pages, value_pages, table, start, end, head, kv_heads, lane, width, SIZE: tl.constexpr, KEYS: tl.constexpr
+):
+    """Keys and values of the positions from `start` on [KEYS, WIDTH], and which of them are before `end`."""
+    positions = start + tl.arange(0, KEYS)
+    there = positions < end
+    rows = key_rows(table, positions, there, head, kv_heads, SIZE)
+    place, inside = rows[:, None] * width + lane[None, :], there[:, None] & (lane < width)[None, :]
+    keys = tl.load(key_pages + place, mask=inside, other=0.0)
+    return keys, tl.load(value_pages + place, mask=inside, other=0.0), there
 
 
 @triton.jit
@@ -62,6 +75,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     held = (row < GROUP)[:, None] & within[None, :]
     length = tl.load(lengths + request)
     table = tables + tl.load(slots + request) * table_stride
+    low = tl.maximum(length - window, 0)
+    share = tl.cdiv(tl.cdiv(length - 1 - low, SPLITS), KEYS) * KEYS
+    begin = low + split * share
+    end = tl.minimum(begin + share, length - 1)
+    if SPLITS > 1:  # few keys for each program: the first ones, written by steps before this one, need not wait
+        first_keys, first_values, first_there = load_keys(
+            key_pages, value_pages, table, begin, end, head, kv_heads, lane, width, SIZE, KEYS
+        )
     if PDL:  # what the kernels before this one wrote is read from here on
         gdc_wait()
         gdc_launch_dependents()
@@ -71,10 +92,6 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     query = turned(
         source, query_place, held, query_norm, cosines, sines, angle, lane[None, :], epsilon, width, HALF, NORM
     ).to(key_pages.dtype.element_ty)  # fmt: skip
-    low = tl.maximum(length - window, 0)
-    share = tl.cdiv(tl.cdiv(length - 1 - low, SPLITS), KEYS) * KEYS
-    begin = low + split * share
-    end = tl.minimum(begin + share, length - 1)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -90,13 +107,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         largest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
         total = tl.full([ROWS], 1.0, tl.float32)
         found = found + value.to(tl.float32)[None, :]
+    if SPLITS > 1:
+        scores = tl.dot(query, tl.trans(first_keys), input_precision="ieee") * scale
+        largest, total, found = take_keys(scores, first_there[None, :], first_values, largest, total, found)
+        begin += KEYS
     for start in range(begin, end, KEYS):
-        positions = start + tl.arange(0, KEYS)
-        there = positions < end
-        rows = key_rows(table, positions, there, head, kv_heads, SIZE)
-        inside = there[:, None] & within[None, :]
-        keys = tl.load(key_pages + rows[:, None] * width + lane[None, :], mask=inside, other=0.0)
-        values = tl.load(value_pages + rows[:, None] * width + lane[None, :], mask=inside, other=0.0)
+        keys, values, there = load_keys(
+            key_pages, value_pages, table, start, end, head, kv_heads, lane, width, SIZE, KEYS
+        )
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         largest, total, found = take_keys(scores, there[None, :], values, largest, total, found)
     heads = kv_heads * GROUP
@@ -154,15 +172,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    table = tables + request.to(tl.int64) * table_stride
     begin = tl.maximum(length - (stop - start) + first - window + 1, 0) // KEYS * KEYS
     end = tl.minimum(length - (stop - start) + first + ROWS, length)
     for at in range(begin, end, KEYS):
+        keys, values, there = load_keys(key_pages, value_pages, table, at, end, head, kv_heads, lane, width, SIZE, KEYS)
         keys_at = at + tl.arange(0, KEYS)
-        there = keys_at < end
-        rows = key_rows(tables + request.to(tl.int64) * table_stride, keys_at, there, head, kv_heads, SIZE)
-        inside = there[:, None] & (lane < width)[None, :]
-        keys = tl.load(key_pages + rows[:, None] * width + lane[None, :], mask=inside, other=0.0)
-        values = tl.load(value_pages + rows[:, None] * width + lane[None, :], mask=inside, other=0.0)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         seen = (keys_at[None, :] <= position[:, None]) & (keys_at[None, :] > position[:, None] - window)
         largest, total, mixed = take_keys(scores, seen & there[None, :], values, largest, total, mixed)
@@ -178,8 +193,13 @@ EVERYTHING = 2**30  # a window that hides nothing
 def splits_for(requests: int, kv_heads: int, longest: int, processors: int) -> int:
     """Into how many parts keys are split, a power of two: as many as keep the processors busy, and no shorter than a
     few tiles each."""
-    most = min(WAVES * processors // max(requests * kv_heads, 1), longest // (2 * DECODE_TILES[0]))
+    most = min(WAVES * processors // max(requests * kv_heads, 1), longest // (2 * KEYS))
     return 1 << max(most, 1).bit_length() - 1
+
+
+def decode_tiles(splits: int) -> tuple[int, int, int]:
+    """Keys that are taken at once, warps, stages."""
+    return (KEYS, 2, 3) if splits == 1 else (KEYS, 4, 3)
 
 
 @dataclass(frozen=True)
@@ -196,17 +216,17 @@ class Tokens:
 
 def paged_decode(
     mixed: Tensor, key_pages: Tensor, value_pages: Tensor, tokens: Tokens, rotation: Rotation, scale: float,
-    window: int | None = None, *, splits: int | None = None, tiles: tuple[int, int, int] = DECODE_TILES,
+    window: int | None = None, *, splits: int | None = None, tiles: tuple[int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Queries, keys and values of new tokens [requests, (heads + 2 * kv heads) * width], not yet turned; the keys and
     values also go to their pages. -> [requests, heads * width]. `tiles`: keys that are taken at once, warps, stages."""
-    tile_keys, warps, stages = tiles
     requests = len(mixed)
     _, size, kv_heads, width = key_pages.shape
     heads = mixed.shape[1] // width - 2 * kv_heads
     group, padded = heads // kv_heads, max(triton.next_power_of_2(width), 16)
     if splits is None:
         splits = splits_for(requests, kv_heads, tokens.longest, processors(mixed.device))
+    tile_keys, warps, stages = tiles or decode_tiles(splits)
     results = torch.empty(requests, heads * width, dtype=mixed.dtype, device=mixed.device)
     partial = statistics = results
     if splits > 1:

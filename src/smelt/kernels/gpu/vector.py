@@ -75,7 +75,7 @@ def product(
     of a root-mean-square norm; `added` is added to, in place. `tiles`: rows, columns, warps."""
     rows, columns = matrix.shape[0] // (2 if gated else 1), matrix.shape[1]
     y = torch.empty(1, rows, dtype=x.dtype, device=x.device) if added is None else added
-    tile_rows, tile_columns, warps = tiles or tiles_for(rows, columns, gated)
+    tile_rows, tile_columns, warps = tiles or tiles_for(rows, norm is not None, gated)
     vector_kernel[(triton.cdiv(rows, tile_rows),)](
         x, norm, matrix, bias, y, rows, columns, epsilon, GATED=gated, ADDED=added is not None, ROWS=tile_rows,
         COLUMNS=min(tile_columns, triton.next_power_of_2(columns)), PDL=PDL, num_warps=warps, launch_pdl=PDL,
@@ -83,6 +83,10 @@ def product(
     return y
 
 
-def tiles_for(rows: int, columns: int, gated: bool) -> tuple[int, int, int]:
-    """Rows, columns, warps."""
-    return (2, 1024, 4) if gated else (4, 1024, 4)
+def tiles_for(rows: int, normed: bool, gated: bool) -> tuple[int, int, int]:
+    """Rows, columns, warps: what was fastest on an H200 (benchmarks/serve/gpu_parts.py)."""
+    if rows >= 2**15:
+        return 16, 256, 4
+    if gated:
+        return 2, 512, 4
+    return (4, 512, 4) if normed else (4, 1024, 4)

@@ -143,7 +143,7 @@ class GpuRunner:
 
     def _decoding(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """All of a decoding step on the device: tokens [size] and logits."""
-        from smelt.kernels.gpu.decoder import embed
+        from smelt.kernels.gpu.decoder import embed, most_likely
         from smelt.kernels.gpu.paged import Tokens, paged_decode
 
         slots, lengths, places, known = inputs
@@ -155,9 +155,7 @@ class GpuRunner:
 
         hidden = self.network.hidden(embed(known, slots, self._last, self.network.decoder.table), attend)
         logits = self.network.logits(hidden)
-        chosen = logits.argmax(-1)
-        self._last[slots] = chosen
-        return chosen, logits
+        return most_likely(logits, slots, self._last), logits
 
     def _mixed(self, pieces: list[Piece], giving: list[Request], adapted: bool) -> Drawn | None:
         """Prompts, or prompts beside single tokens; and whatever has adapters, which runs as it is."""
