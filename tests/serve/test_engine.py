@@ -106,6 +106,23 @@ def test_preemption_loses_nothing(llama: tuple[PreTrainedModel, list[list[int]]]
     assert [each.output for each in requests] == wanted
 
 
+@pytest.mark.parametrize("seed", [3, 5])
+def test_a_request_that_comes_back_to_its_row_has_its_new_blocks(
+    seed: int, llama: tuple[PreTrainedModel, list[list[int]]]
+) -> None:
+    """With three rows a preempted request gets the row again that lists the blocks it had before."""
+    network, texts = llama[0], prompts(6, seed)
+    engine = Engine(
+        Model(copy.deepcopy(network)), block=4, context=96, cache_bytes=22 * 3 * 2 * 4 * 2 * 8 * 4, prefix_cache=False,
+        batch_requests=3,
+    )  # fmt: skip
+    long = Sampling(max_tokens=30, temperature=0, ignore_end=True)
+    requests = [engine.submit(text, long)[0] for text in texts]
+    run(engine)
+    assert sum(each.preemptions for each in requests) > 0
+    assert [each.output for each in requests] == [expected(network, text, 30) for text in texts]
+
+
 @pytest.mark.parametrize("empty", [(), ("heads0",), ("filters1",), ("heads0", "heads1", "heads2", "filters0")])
 def test_a_pruned_network_with_layers_of_its_own_widths(empty: tuple[str, ...]) -> None:
     network = BUILDS["llama"]()

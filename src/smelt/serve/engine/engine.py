@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -30,8 +31,7 @@ from smelt.serve.engine.text import TextStream
 SHARE = {"cpu": 0.3, "cuda": 0.8}  # of the memory that is free: what the cache takes unless told otherwise
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """A token of a request, or its end, or both."""
 
     request: Request
@@ -171,9 +171,8 @@ class Engine:
                 self._counts["cached_tokens"] += piece.request.cached
 
     def _read(self, launched: Launched) -> list[Event]:
-        giving = {id(request) for request in launched.giving}
         for piece in launched.step.pieces:
-            if id(piece.request) not in giving:
+            if not piece.gives:
                 self.scheduler.computed(piece.request)
         drawn = launched.drawn
         if drawn is None:
@@ -183,7 +182,6 @@ class Engine:
             if request.state is State.ENDED:  # aborted while the step ran
                 continue
             self.scheduler.received(request, token)
-            self._counts["generated_tokens"] += 1
             if request.matcher is not None:
                 request.matcher.take(token)
             asked = request.sampling.logprobs
@@ -192,6 +190,7 @@ class Engine:
             if reason:
                 self.scheduler.end(request, reason)
             events.append(Event(request, token, logprobs, reason))
+        self._counts["generated_tokens"] += len(events)
         return events
 
     def _reason(self, request: Request, token: int) -> str:

@@ -82,7 +82,7 @@ class GpuRunner:
         heads = max(part.kv_heads for part in self.network.decoder.parts if isinstance(part, Attention))
         self._arrived = torch.zeros(SIZES[-1] * heads, dtype=torch.int32, device=self.device)
         self._last = torch.zeros(most_requests + 1, dtype=torch.int64, device=self.device)
-        self._written: list[tuple[Request | None, int]] = [(None, 0)] * most_requests
+        self._written: list[tuple[list[int], int]] = [([], 0)] * most_requests  # blocks of a row, and how many of them
         self._captured: dict[int, _Graph] = {}
 
     @property
@@ -209,11 +209,12 @@ class GpuRunner:
         for piece in pieces:
             request = piece.request
             held, count = self._written[request.slot]
-            if held is not request or count > len(request.blocks):
+            if held is not request.blocks:  # another request's, or those that it had before it was preempted
                 count = 0
-            places += [request.slot * width + place for place in range(count, len(request.blocks))]
-            blocks += request.blocks[count:]
-            self._written[request.slot] = (request, len(request.blocks))
+            if count < len(request.blocks):
+                places += [request.slot * width + place for place in range(count, len(request.blocks))]
+                blocks += request.blocks[count:]
+                self._written[request.slot] = (request.blocks, len(request.blocks))
         if blocks:
             both = self._sent(np.array([places, blocks], dtype=np.int64))
             self._tables.view(-1)[both[0]] = both[1].int()

@@ -59,10 +59,5 @@ class Request:
         return len(self.tokens) + self.under_way
 
     @property
-    def missing(self) -> int:
-        """Tokens whose keys and values are still to be computed."""
-        return self.planned - self.computed
-
-    @property
     def output(self) -> list[int]:
         return self.tokens[len(self.prompt) :]

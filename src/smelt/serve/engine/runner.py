@@ -54,7 +54,7 @@ class Runner:
         if compiled and reason_against(model) is None:
             self.compiled = CompiledNetwork(model, self.cache, most_tokens, most_requests, context)
         self._tables = np.zeros((most_requests, -(-context // size)), dtype=np.int32)
-        self._written: list[tuple[Request | None, int]] = [(None, 0)] * most_requests
+        self._written: list[tuple[list[int], int]] = [([], 0)] * most_requests  # blocks of a row, and how many of them
         self._ids = np.zeros(most_tokens, dtype=np.int64)
         self._positions = np.zeros(most_tokens, dtype=np.int64)
         self._places = np.zeros(most_tokens, dtype=np.int64)
@@ -99,11 +99,11 @@ class Runner:
 
     def _write_table(self, request: Request) -> None:
         held, count = self._written[request.slot]
-        if held is not request or count > len(request.blocks):
+        if held is not request.blocks:  # another request's, or those that it had before it was preempted
             count = 0
         if count < len(request.blocks):
             self._tables[request.slot, count : len(request.blocks)] = request.blocks[count:]
-        self._written[request.slot] = (request, len(request.blocks))
+            self._written[request.slot] = (request.blocks, len(request.blocks))
 
     def _pages(self, pieces: list[Piece], count: int) -> Pages:
         lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from smelt.errors import RequestError
@@ -94,21 +95,21 @@ class Sampling:
         }
         return cls(**{**plain, **kept})
 
-    @property
+    @cached_property
     def greedy(self) -> bool:
         return self.temperature == 0
 
-    @property
+    @cached_property
     def penalised(self) -> bool:
         """Whether the logits depend on what was generated so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
-    @property
+    @cached_property
     def needs_history(self) -> bool:
         """Whether all tokens so far must be known here before the next one is drawn."""
         return self.penalised or self.min_tokens > 0 or self.form is not None
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """The most likely token, and nothing else is asked."""
         return self.greedy and not self.needs_history and not self.bias and self.logprobs is None

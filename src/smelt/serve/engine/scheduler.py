@@ -17,7 +17,7 @@ from smelt.serve.engine.blocks import BlockPool, chained, root_digest
 from smelt.serve.engine.request import Request, State
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one is made for every token
 class Piece:
     """Tokens `start` to `start + count` of a request. The last of all its tokens gives the next one."""
 
@@ -92,21 +92,24 @@ class Scheduler:
         """A step gave this token. Blocks that are full now can be found by others."""
         request.under_way -= 1
         request.tokens.append(token)
-        self._register(request)
+        if self.pool.prefix_cache:
+            self._register(request)
 
     def computed(self, request: Request) -> None:
         """A step that gave no token is done: the same for the blocks of a prompt."""
         self._register(request)
 
     def _go_on(self, step: Step) -> int:
-        budget, place = self.most_tokens, 0
+        budget, place, size = self.most_tokens, 0, self.pool.size
         while place < len(self.running) and budget:
             request = self.running[place]
-            count = min(request.missing, budget, self.chunk)
-            if count and not _full(request):
-                if not self._make_room(request, count, step):
+            planned, computed = request.planned, request.computed
+            count = min(planned - computed, budget, self.chunk)
+            ends = planned >= request.limit and request.under_way > 0  # the token under way is its last
+            if count and not ends:
+                if computed + count > len(request.blocks) * size and not self._make_room(request, count, step):
                     break
-                step.pieces.append(_piece(request, count))
+                step.pieces.append(Piece(request, computed, count, computed + count == planned))
                 budget -= count
             place += 1
         return budget
@@ -119,7 +122,7 @@ class Scheduler:
             self._preempt(victim, step)
             if victim is request:
                 return False
-        request.blocks += self.pool.take(max(needed, 0))
+        request.blocks += self.pool.take(needed)
         return True
 
     def _preempt(self, request: Request, step: Step) -> None:
@@ -145,11 +148,11 @@ class Scheduler:
             request.registered = len(found)
             if not request.preemptions:
                 request.cached = request.computed
-            count = min(request.missing, budget, self.chunk)
+            count = min(request.planned - request.computed, budget, self.chunk)
             request.blocks += self.pool.take(self.pool.needed(request.computed + count) - len(found))
             request.slot, request.state = self._slots.popleft(), State.RUNNING
             insort(self.running, request, key=lambda running: running.order)
-            step.pieces.append(_piece(request, count))
+            step.pieces.append(Piece(request, request.computed, count, request.computed + count == request.planned))
             budget -= count
 
     def _ready(self, request: Request) -> bool:
@@ -196,12 +199,3 @@ class Scheduler:
     def _wait(self, request: Request) -> None:
         request.state = State.WAITING
         insort(self.waiting, request, key=lambda waiting: waiting.order)
-
-
-def _full(request: Request) -> bool:
-    """The token under way is its last."""
-    return request.under_way > 0 and request.planned >= request.limit
-
-
-def _piece(request: Request, count: int) -> Piece:
-    return Piece(request, request.computed, count, request.computed + count == request.planned)
