@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,21 @@ def minilm_sst2(device: str = "cpu") -> Model:
     tuned = load_file(shared() / "weights" / "minilm-sst2" / "encoder_and_head.safetensors")
     network.load_state_dict({**weights, **{name: tensor.float() for name, tensor in tuned.items()}})
     return Model(network.to(device), base.tokenizer, source="minilm-sst2")
+
+
+def copy_bandwidth() -> float:
+    """Of the GPU: bytes read and written a second by a copy of 4 GiB."""
+    source = torch.empty(2**30, device="cuda").normal_()
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        target.copy_(source)
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return 2 * source.nbytes / statistics.median(times)
 
 
 class KeptGradients(Checkpoint):

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import triton
-from common import table, write
+from common import copy_bandwidth, table, write
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -52,20 +52,6 @@ def main() -> None:
         rows += decoding(shape, copy)
     rows += prefill() + cube() + errors() + gptq()
     write("gpu_kernels", rows, text(rows, copy))
-
-
-def copy_bandwidth() -> float:
-    source = torch.empty(2**30, device="cuda").normal_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(REPEATS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-    return 2 * 4 * source.numel() / statistics.median(times)
 
 
 def microseconds(calls: list[Callable[[], Any]]) -> float:

@@ -10,13 +10,12 @@ kernels. Every row says which path computed it.
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import time
 from typing import Any
 
 import torch
-from common import kept_rows, table, write
+from common import copy_bandwidth, kept_rows, table, write
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from smelt.models.model import Model
@@ -37,15 +36,16 @@ def main() -> None:
     options = _options()
     rows = kept_rows("serve_gpu", options.resume)
     bandwidth = copy_bandwidth()
-    for shape in options.shapes:
-        network = random_network(shape)
-        if options.peers:
-            rows += _guarded(shape, "transformers", lambda network=network, shape=shape: peers(network, shape))
+    measures: list[tuple[str, Any]] = [("engine", lambda network, shape: ours(network, shape, bandwidth))]
+    if options.peers:
+        measures.append(("transformers", peers))
+    for who, measure in measures:
+        for shape in options.shapes:
+            network = random_network(shape)  # each its own: the engine lays its weights out anew
+            rows += _guarded(shape, who, lambda n=network, s=shape, m=measure: m(n, s))
             write("serve_gpu", rows, _text(rows, bandwidth))
-        rows += _guarded(shape, "engine", lambda network=network, shape=shape: ours(network, shape, bandwidth))
-        write("serve_gpu", rows, _text(rows, bandwidth))
-        del network
-        torch.cuda.empty_cache()
+            del network
+            torch.cuda.empty_cache()
 
 
 def _options() -> argparse.Namespace:
@@ -63,21 +63,6 @@ def _guarded(shape: str, who: str, work: Any) -> list[dict[str, Any]]:
         return found
     except Exception as error:
         return [{"shape": shape, "who": who, "failed": f"{type(error).__name__}: {error}"[:300]}]
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a second."""
-    source = torch.empty(2**30, device="cuda").normal_()
-    target = torch.empty_like(source)
-    times = []
-    for _ in range(10):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        target.copy_(source)
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-    return 2 * source.nbytes / statistics.median(times)
 
 
 def random_network(shape: str) -> Any:
@@ -173,25 +158,20 @@ def traced(engine: Engine, streams: int) -> tuple[float, dict[str, float]]:
 def peers(network: Any, shape: str) -> list[dict[str, Any]]:
     """transformers: one stream with a static cache and compiled, many by continuous batching."""
     rows: list[dict[str, Any]] = []
-    other = copy.copy(network)
     inputs = torch.tensor(prompts(1), device="cuda")
     settings = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 0}
-    for kind in ("static", "dynamic"):
-
-        def one(kind: str = kind) -> list[dict[str, Any]]:
-            for _ in range(3 if kind == "static" else 1):
-                other.generate(inputs, cache_implementation=kind, **settings)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            other.generate(inputs, cache_implementation=kind, **settings)
-            torch.cuda.synchronize()
-            seconds = time.perf_counter() - start
-            who = f"transformers generate, {kind} cache"
-            return [{"shape": shape, "who": who, "streams": 1, "tokens_per_second": ANSWER / seconds}]
-
-        rows += _guarded(shape, f"transformers generate, {kind} cache", one)
-        print(rows[-1], flush=True)
+    alone, together = "transformers generate (static cache, compiled)", "transformers generate_batch (paged|sdpa)"
     streams = PEER_STREAMS[shape]
+
+    def one() -> list[dict[str, Any]]:
+        for _ in range(3):  # compiles
+            network.generate(inputs, cache_implementation="static", **settings)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        network.generate(inputs, cache_implementation="static", **settings)
+        torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+        return [{"shape": shape, "who": alone, "streams": 1, "tokens_per_second": ANSWER / seconds}]
 
     def many() -> list[dict[str, Any]]:
         network.set_attn_implementation("paged|sdpa")
@@ -200,12 +180,12 @@ def peers(network: Any, shape: str) -> list[dict[str, Any]]:
         found = network.generate_batch(prompts(streams), generation_config=config)
         seconds = time.perf_counter() - start
         tokens = sum(len(each.generated_tokens) for each in found.values())
-        who = "transformers generate_batch (paged|sdpa)"
-        return [{"shape": shape, "who": who, "streams": streams, "tokens_per_second": tokens / seconds}]
+        return [{"shape": shape, "who": together, "streams": streams, "tokens_per_second": tokens / seconds}]
 
-    rows += _guarded(shape, "transformers generate_batch (paged|sdpa)", many)
-    print(rows[-1], flush=True)
-    network.set_attn_implementation("sdpa")
+    for who, work in ((together, many), (alone, one)):
+        rows += _guarded(shape, who, work)
+        network.set_attn_implementation("sdpa")
+        print(rows[-1], flush=True)
     return rows
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from common import table, write
+from common import copy_bandwidth, table, write
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -48,13 +48,6 @@ def main() -> None:
         for work in (vectors, decoding, prefilling):
             rows += work(shape, bandwidth, options.tune)
             write("serve_gpu_parts", rows, _text(rows, bandwidth))
-
-
-def copy_bandwidth() -> float:
-    """Bytes read and written a second."""
-    source = torch.empty(2**30, device="cuda").normal_()
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds([lambda: target.copy_(source)] * 2)
 
 
 def _seconds(calls: Sequence[Callable[[], Any]]) -> float:
