@@ -109,12 +109,14 @@ class Server:
         return self.process.wait(30)
 
 
-def start(model: str | Path, folder: Path, *options: str, host: str = "127.0.0.1") -> Server:
-    """A server that is ready."""
+def start(model: str | Path, folder: Path, *options: str, host: str = "127.0.0.1", own_session: bool = False) -> Server:
+    """A server that is ready. In a session of its own it can be sent a signal with all its processes, as by Ctrl-C."""
     log = folder / f"server-{time.monotonic_ns()}.log"
     command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model), "--port", "0", "--host", host, *options]
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=own_session
+        )
     until = time.monotonic() + 90
     while not (found := re.search(r"served at http://\S+?:(\d+) ", log.read_text())):
         assert process.poll() is None, log.read_text()

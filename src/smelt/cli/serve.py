@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from smelt.cli.output import DeviceOption, ModelArgument, say
+from smelt.cli.output import DeviceOption, ModelArgument, say, say_what_is_not_served
 from smelt.errors import SmeltError
 
 KeyOption = Annotated[
@@ -20,6 +21,15 @@ CacheOption = Annotated[
 ]
 RequestsOption = Annotated[int, typer.Option("--batch-requests", min=1, max=4096, help="Answers computed at once.")]
 TokensOption = Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens computed in a step, at most.")]
+ReplicasOption = Annotated[
+    int, typer.Option(min=1, max=1024, help="Engines, each with a copy of the model; by Ray Serve (smelt[cluster]).")
+]
+ClusterOption = Annotated[
+    str, typer.Option(metavar="ADDRESS", help="Of a Ray cluster that runs; without it replicas are on this machine.")
+]
+ReplicaCpusOption = Annotated[
+    float | None, typer.Option(min=0.1, help="Cores of each replica; by default its share of this machine.")
+]
 PrefixOption = Annotated[bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Keep what prompts begin with.")]
 
 
@@ -47,6 +57,9 @@ def run(
     reader: Annotated[float, typer.Option(min=0.5, help="Seconds after which who does not read is dropped.")] = 30.0,
     adapter: AdapterOption = None,
     devices: Annotated[int, typer.Option(min=1, max=64, help="Over which the model is split.")] = 1,
+    replicas: ReplicasOption = 1,
+    cluster: ClusterOption = "",
+    replica_cpus: ReplicaCpusOption = None,
     restarts: Annotated[int, typer.Option(min=0, help="Of the engine in ten minutes, before giving up.")] = 3,
 ) -> None:
     try:
@@ -66,8 +79,16 @@ def run(
     }  # fmt: skip
     limits = Limits(queue=queue, grace_seconds=grace, silence_seconds=silence, reader_seconds=reader, restarts=restarts)
     say(f"loading {model}")
-    settings = Settings(model, name, host, port, keys, device, engine, _adapters(adapter or []), limits)
-    code = serve(settings)
+    say_what_is_not_served(model)
+    settings = Settings(model, name, host, port, keys, device, engine, _adapters(adapter or []), limits, replicas)
+    if replicas > 1 or cluster:
+        from smelt.serve.cluster.placement import placed
+        from smelt.serve.cluster.supervisor import supervised
+
+        placement = placed(replicas, cluster, replica_cpus, device, devices)
+        code = serve(settings, partial(supervised, placement))
+    else:
+        code = serve(settings)
     if code:
         raise typer.Exit(code)
 

@@ -65,6 +65,7 @@ async def state(request: Request) -> dict[str, Any]:
         "answers": service.admission.taken,
         "room": service.admission.room,
         "worker": process.pid if process is not None else None,
+        "replicas": service.supervisor.client.replicas if service.supervisor is not None else {},
         **service.meters.plain(),
     }
 

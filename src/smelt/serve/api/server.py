@@ -18,27 +18,27 @@ from smelt.serve.api.app import create_app
 from smelt.serve.api.auth import check_binding
 from smelt.serve.api.connection import Connection
 from smelt.serve.api.errors import ApiError
-from smelt.serve.api.service import Service
+from smelt.serve.api.service import Service, Supervise, own_process
 from smelt.serve.api.settings import Settings
 
 log = logging.getLogger("smelt.serve")
 KEEP_ALIVE = 5  # seconds that an idle connection stays open
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, supervise: Supervise = own_process) -> int:
     """Serve until a signal comes; the exit code: 0, or 1 when the engine died too often."""
     check_binding(settings.host, settings.keys)
     _say_what_happens()
     _allow_many_files()
     with bound(settings.host, settings.port) as listener:
-        return asyncio.run(_Running(settings, listener).run())
+        return asyncio.run(_Running(settings, listener, supervise).run())
 
 
 class _Running:
-    def __init__(self, settings: Settings, listener: socket.socket) -> None:
+    def __init__(self, settings: Settings, listener: socket.socket, supervise: Supervise) -> None:
         self.settings, self.listener = settings, listener
         self.stopping = asyncio.Event()
-        self.service = Service(settings)
+        self.service = Service(settings, supervise)
         self.server: _Uvicorn | None = None
 
     async def run(self) -> int:

@@ -16,19 +16,26 @@ from smelt.serve.api.settings import Settings
 from smelt.serve.api.supervisor import Supervisor
 from smelt.serve.api.texts import Texts
 from smelt.serve.engine.sampling import Sampling
-from smelt.serve.worker.client import EngineClient, OtherModel
+from smelt.serve.worker.client import EngineClient, Observer, OtherModel
 
 if TYPE_CHECKING:
     from smelt.serve.encoder import Encoder
 
 RUNNING = 256  # answers that the engine computes at once, unless told otherwise
+Supervise = Callable[[Settings, Observer, dict[str, Any]], Supervisor]  # given the options of the engine
+
+
+def own_process(settings: Settings, observe: Observer, options: dict[str, Any]) -> Supervisor:
+    """One engine, in a process beside the server."""
+    client = EngineClient(settings.model, observe=observe, device=settings.device, **options)
+    return Supervisor(client, settings.limits)
 
 
 class Service:
     """One model that is served: a language model by an engine in its own process, or an encoder in a thread."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings, self.limits = settings, settings.limits
+    def __init__(self, settings: Settings, supervise: Supervise = own_process) -> None:
+        self.settings, self.limits, self._supervise = settings, settings.limits, supervise
         self.name = settings.name or Path(settings.model).name
         self.created = int(time.time())
         self.supervisor: Supervisor | None = None
@@ -40,11 +47,10 @@ class Service:
 
     async def start(self) -> None:
         """Load everything. The engine's process starts first, so that both processes import at the same time."""
-        running = self._running
-        options = {**self.settings.engine, "batch_requests": running, "queue": running + self.limits.queue}
+        options = {**self.settings.engine, "batch_requests": self._running, "queue": self._room}
         options["adapters"] = dict(self.settings.adapters)
-        client = EngineClient(self.settings.model, observe=self._observe, device=self.settings.device, **options)
-        supervisor = Supervisor(client, self.limits)
+        supervisor = self._supervise(self.settings, self._observe, options)
+        client = supervisor.client
         loading = asyncio.create_task(supervisor.start())
         try:
             await asyncio.sleep(0)  # the process is started here
@@ -77,13 +83,18 @@ class Service:
 
     @property
     def _running(self) -> int:
-        """Answers that are computed at once."""
+        """Answers that an engine computes at once."""
         return int(self.settings.engine.get("batch_requests") or RUNNING)
+
+    @property
+    def _room(self) -> int:
+        """Answers that may be under way or wait."""
+        return self._running * self.settings.replicas + self.limits.queue
 
     def _settle(self, tokenizer: Any, longest: int) -> None:
         self.meters = Meters(self.name, self.context)
         self.texts = Texts(tokenizer, longest)
-        self.admission = Admission(self._running + self.limits.queue, self.meters)
+        self.admission = Admission(self._room, self.meters)
 
     def _observe(self, state: dict[str, int]) -> None:
         if hasattr(self, "meters"):

@@ -39,3 +39,4 @@ class Settings:
     engine: dict[str, Any] = field(default_factory=dict)  # options of the engine
     adapters: dict[str, str] = field(default_factory=dict)  # low-rank ones: what clients call them, and their folders
     limits: Limits = Limits()
+    replicas: int = 1  # engines that answer

@@ -101,6 +101,7 @@ class EngineClient:
         self.source, self.options, self._observe = source, options, observe
         self.facts: Message = {}
         self.state: dict[str, int] = {}
+        self.replicas: dict[str, Message] = {}  # where there are several engines: what is known of each, by its name
         self.process: subprocess.Popen[bytes] | None = None
         self.lost = asyncio.Event()  # the process that was started is gone
         self._pipe: Pipe | None = None
@@ -147,7 +148,7 @@ class EngineClient:
         stream = Stream(self, names, sampling.n)
         for place, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
             self._streams[name] = (stream, place * sampling.n)
-            self._outgoing.put({
+            self._send({
                 "kind": "submit", "name": name, "prompt": prompt, "sampling": asdict(sampling), "priority": priority,
                 "salt": salt.hex(), "adapter": adapter,
             })  # fmt: skip
@@ -155,7 +156,7 @@ class EngineClient:
 
     def abort(self, name: str, sample: int) -> None:
         if self.alive:
-            self._outgoing.put({"kind": "abort", "name": name, "sample": sample})
+            self._send({"kind": "abort", "name": name, "sample": sample})
 
     def forget(self, names: Sequence[str]) -> None:
         """Nobody reads what still comes for these."""
@@ -185,6 +186,9 @@ class EngineClient:
         if self.process is not None:
             self.process.kill()
             self.process.wait()
+
+    def _send(self, message: Message) -> None:
+        self._outgoing.put(message)
 
     def _read(self, loop: asyncio.AbstractEventLoop, pipe: Pipe) -> None:
         try:

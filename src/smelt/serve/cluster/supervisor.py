@@ -1,0 +1,59 @@
+"""Looks after the replicas: Ray starts them again, and when they die too often the server gives up."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from smelt.serve.api.settings import Limits, Settings
+from smelt.serve.api.supervisor import TICK, Supervisor
+from smelt.serve.cluster.client import ClusterClient
+from smelt.serve.cluster.ray_serve import Placement, RayServe
+from smelt.serve.worker.client import Observer
+
+log = logging.getLogger("smelt.serve")
+
+
+class ClusterSupervisor(Supervisor):
+    """Of all replicas together."""
+
+    client: ClusterClient
+
+    def __init__(self, client: ClusterClient, limits: Limits, replicas: int) -> None:
+        super().__init__(client, limits)
+        self._allowed = limits.restarts * replicas
+
+    @property
+    def trouble(self) -> str:
+        return super().trouble if self.client.alive else "no replica is running."
+
+    async def watch(self) -> None:
+        while not self.given_up.is_set():
+            for name in await self.client.look():
+                self._lost(name)
+            await asyncio.sleep(TICK)
+
+    def _lost(self, name: str) -> None:
+        now = time.monotonic()
+        self._restarts.append(now)
+        while now - self._restarts[0] > self.limits.restart_window:
+            self._restarts.popleft()
+        if len(self._restarts) > self._allowed:
+            log.error("replica %s died once more after %d others; giving up", name, self._allowed)
+            self.given_up.set()
+            return
+        log.error("replica %s died; Ray starts another (%d of %d)", name, len(self._restarts), self._allowed)
+        if self.meters is not None:
+            self.meters.restarts.add()
+
+
+def supervised(
+    placement: Placement, settings: Settings, observe: Observer, options: dict[str, object]
+) -> ClusterSupervisor:
+    """What the service is given in the place of an engine of its own."""
+    client = ClusterClient(
+        settings.model, RayServe(placement), silence_seconds=settings.limits.silence_seconds, observe=observe,
+        device=settings.device, **options,
+    )  # fmt: skip
+    return ClusterSupervisor(client, settings.limits, placement.replicas)

@@ -1,0 +1,276 @@
+"""Two replicas on one machine by Ray Serve, as a user would start them. Needs `pip install 'smelt[cluster]'`.
+
+One server for most tests, since starting Ray takes seconds; its end is a test as well.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from smelt.serve.cluster.ray_serve import ALONE
+from tests.serve.conftest import KEYS
+from tests.serve.served import NAME, Server, start
+from tests.serve.test_lifecycle import Reader
+
+pytest.importorskip("ray", reason="needs Ray, which is large: pip install 'smelt[cluster]'")
+psutil = pytest.importorskip("psutil")
+
+OPTIONS = ("--replicas", "2", "--replica-cpus", "1", "--cache-gib", "0.02", "--grace", "5", "--batch-requests", "1")
+LONG = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 5}  # one at a time: seconds
+
+
+def left_after(processes: list[Any], seconds: float) -> list[str]:
+    """What has not ended."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return [" ".join(each.cmdline()) for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.fixture(scope="module")
+def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder, before = tmp_path_factory.mktemp("cluster"), folders_of_ray()
+    (folder / "keys").write_text("\n".join(KEYS))
+    found = start(model_folder, folder, *OPTIONS, "--api-key-file", str(folder / "keys"), own_session=True)
+    processes = []
+    try:
+        found.http.headers["x-api-key"] = KEYS[0]
+        yield found
+        found.wait_until_idle()
+        processes = psutil.Process(found.process.pid).children(recursive=True)
+        assert len(processes) >= 8
+        os.killpg(found.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
+        assert found.process.wait(30) == 0, found.log.read_text()
+        assert left_after(processes, 5) == []
+        assert folders_of_ray() == before
+        log = found.log.read_text()
+        assert "Traceback" not in log and "stopped" in log
+    finally:
+        if found.process.poll() is None:
+            found.process.kill()
+
+
+def folders_of_ray() -> set[Path]:
+    return set(Path(tempfile.gettempdir()).glob("smelt-ray-*"))
+
+
+def generated(server: Server) -> dict[str, int]:
+    return {name: each["state"]["generated_tokens"] for name, each in server.state()["replicas"].items()}
+
+
+def test_both_replicas_answer_and_say_what_one_engine_says(cluster: Server, server: Server) -> None:
+    prompts = [f"prompt {number}" for number in range(24)]
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda prompt: cluster.complete(prompt, max_tokens=12), prompts))
+    texts = [answer["choices"][0]["text"] for answer in answers]
+    assert texts == [server.complete(prompt, max_tokens=12)["choices"][0]["text"] for prompt in prompts]
+    tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
+    cluster.wait_until(lambda state: sum(generated(cluster).values()) == tokens == state["generated_tokens"])
+    assert len(generated(cluster)) == 2 and all(generated(cluster).values())
+    together = cluster.complete(prompts, max_tokens=12)  # several prompts of one request may go to different replicas
+    assert [choice["text"] for choice in together["choices"]] == texts
+
+
+def test_the_official_client(cluster: Server, server: Server) -> None:
+    asked: Any = {"model": NAME, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 30}
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEYS[1], max_retries=0) as client:
+        whole = client.chat.completions.create(**asked, temperature=0)
+        first, *chunks, last = client.chat.completions.create(
+            **asked, temperature=0, stream=True, stream_options={"include_usage": True}
+        )
+        assert first.choices[0].delta.role == "assistant"
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        assert last.usage is not None and last.usage.completion_tokens == 30
+        samples = client.chat.completions.create(**asked, n=3, seed=5, logprobs=True, top_logprobs=2)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        same = client.chat.completions.create(**asked, n=3, seed=5, logprobs=True, top_logprobs=2)
+    assert samples.choices == same.choices and len({choice.message.content for choice in same.choices}) == 3
+
+
+def test_every_route_asks_for_the_key(cluster: Server) -> None:
+    for path in ("/", "/health", "/metrics", "/state", "/v1/models", "/-/routes", "/-/healthz", "/api/jobs/"):
+        assert cluster.get(path, headers={"x-api-key": "wrong-key"}).status_code == 401, path
+    assert cluster.post("/v1/completions", {"prompt": "x"}, headers={"x-api-key": ""}).status_code == 401
+    assert cluster.get("/health").json() == {"status": "ok"}
+    assert {cluster.get(path).status_code for path in ("/-/routes", "/-/healthz", "/api/jobs/")} == {404}
+
+
+def test_a_wrong_request_is_refused_and_one_that_is_left_is_freed(cluster: Server) -> None:
+    assert cluster.post("/v1/completions", {"prompt": "x", "max_tokens": 5000}).status_code == 400
+    with cluster.http.stream("POST", cluster.url + "/v1/completions", json=LONG) as answer:
+        next(answer.iter_lines())
+        cluster.wait_until(lambda state: state["running"] == 1 and state["waiting"] > 1)
+    cluster.wait_until_idle(5)
+
+
+def test_metrics_are_of_all_replicas(cluster: Server) -> None:
+    state = cluster.wait_until_idle()
+    every = [each["state"] for each in state["replicas"].values()]
+    text = cluster.get("/metrics").text
+    for name, key in (("smelt:kv_blocks", "blocks"), ("vllm:prefix_cache_queries_total", "prompt_tokens")):
+        (line,) = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
+        assert float(line.split()[-1]) == sum(each[key] for each in every) > 0
+    assert state["room"] == 2 * 1 + 512
+    queued = state["latency"]["queued"]
+    assert 0 <= queued["sum"] < 60 * queued["count"]
+
+
+def test_ray_listens_on_loopback_only_asks_for_a_token_and_reports_nothing(cluster: Server) -> None:
+    processes = psutil.Process(cluster.process.pid).children(recursive=True)
+    listening = {
+        connection.laddr
+        for process in [psutil.Process(cluster.process.pid), *processes]
+        for connection in process.net_connections(kind="inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
+    assert len(listening) > 8
+    for address in listening:
+        ip = ipaddress.ip_address(address.ip)
+        assert (getattr(ip, "ipv4_mapped", None) or ip).is_loopback, address
+    assert 8265 not in {address.port for address in listening}, "that is the dashboard"
+    (control,) = [process for process in processes if process.name() == "gcs_server"]
+    assert control.environ()["RAY_USAGE_STATS_ENABLED"] == "0"
+    (port,) = {found.laddr.port for found in control.net_connections() if found.status == psutil.CONN_LISTEN}
+    right = control.environ()["RAY_AUTH_TOKEN"]
+    assert [may_enter(port, token) for token in (right, "0" * len(right), "")] == [True, False, False]
+
+
+def may_enter(port: int, token: str) -> bool:
+    """Whether somebody on this machine with such a token is let into Ray."""
+    code = f"from ray._raylet import GcsClient; print(GcsClient(address='127.0.0.1:{port}').internal_kv_keys(b'', b''))"
+    told = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
+    environment = {**os.environ, **told, "RAY_gcs_rpc_server_connect_timeout_s": "2"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False).returncode == 0
+
+
+class Knocking(threading.Thread):
+    """Asks for a short answer again and again."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(daemon=True)
+        self.server, self.found, self.over = server, list[int](), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        while not self.over.wait(0.05):
+            body = {"prompt": "hello", "max_tokens": 2}
+            self.found.append(self.server.post("/v1/completions", body).status_code)
+
+    def stop(self, after: int) -> None:
+        """When there were so many answers."""
+        until = time.monotonic() + 20
+        while len(self.found) < after:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        self.over.set()
+        self.join(20)
+
+
+@pytest.mark.parametrize("victim", ["process", "worker"])
+def test_a_killed_replica_is_replaced_and_the_others_go_on(cluster: Server, victim: str) -> None:
+    """The Ray actor, or the engine's process beside it."""
+    before = cluster.wait_until_idle()
+    streams = []
+    for _ in range(2):  # one after the other: each goes to the replica that has less to do
+        streams.append(Reader(cluster, LONG))
+        assert streams[-1].begun.wait(20)
+    state = cluster.wait_until(lambda state: state["running"] == 2)
+    name, killed = next(iter(state["replicas"].items()))
+    os.kill(killed[victim], signal.SIGKILL)
+    knocking = Knocking(cluster)
+    after = cluster.wait_until(lambda now: len(now["replicas"]) == 2 and name not in now["replicas"], 40)
+    assert cluster.get("/health").status_code == 200
+    for each in streams:
+        each.join(40)
+    knocking.stop(after=4)
+    assert set(knocking.found) == {200}, "no other request was lost"
+    lost = [each for each in streams if '"engine_died"' in each.lines[-2]]
+    assert len(lost) == 1 and all(each.lines[-1] == "data: [DONE]" for each in streams)
+    assert after["restarts"] == before["restarts"] + 1
+    assert "died; Ray starts another" in cluster.log.read_text()
+    new = next(iter(set(after["replicas"]) - set(before["replicas"])))
+    until = time.monotonic() + 20
+    while not generated(cluster)[new]:  # it takes its share
+        assert time.monotonic() < until
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda _: cluster.complete("hello", max_tokens=4), range(16)))
+    now = cluster.wait_until_idle()
+    assert now["cache_asked"] > before["cache_asked"] and now["generated_tokens"] > before["generated_tokens"]
+
+
+@pytest.fixture(scope="module")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
+    """A Ray cluster that somebody else started, of one machine: its address, and what one must know to enter."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {**ALONE, "RAY_AUTH_TOKEN": "a-token-that-the-owner-of-the-cluster-chose", "RAY_USAGE_STATS_ENABLED": "0"}
+    folder = tempfile.mkdtemp(prefix="ray-of-tests-")  # sockets need a short path
+    options = ["--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *options]
+    log = tmp_path_factory.mktemp("head") / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*command, f"--temp-dir={folder}", "--object-store-memory=80000000"],
+            stdout=file, stderr=file, env={**os.environ, **told},
+        )  # fmt: skip
+    try:
+        until = time.monotonic() + 40
+        while "Ray runtime started" not in log.read_text():
+            assert process.poll() is None and time.monotonic() < until, log.read_text()
+            time.sleep(0.1)
+        yield f"127.0.0.1:{port}", told
+    finally:
+        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+            each.kill()
+        process.wait(20)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_cluster_that_runs_already_is_used_and_left_as_it_was(
+    head: tuple[str, dict[str, str]], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, told = head
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    found = start(model_folder, tmp_path, *OPTIONS, "--cluster", address)
+    try:
+        assert found.complete("hello", max_tokens=4)["usage"]["completion_tokens"] == 4
+        replicas = [psutil.Process(each["process"]) for each in found.state()["replicas"].values()]
+        (raylet,) = {replica.parent() for replica in replicas}
+        ours = [*replicas, *(child for replica in replicas for child in replica.children(recursive=True))]
+        assert len(ours) == 4 and found.end(signal.SIGTERM) == 0, found.log.read_text()
+        assert left_after(ours, 5) == []
+        assert raylet.is_running() and "asks for no token" not in found.log.read_text()
+    finally:
+        if found.process.poll() is None:
+            found.process.kill()
+
+
+def test_what_goes_wrong_in_a_replica_is_one_sentence(
+    head: tuple[str, dict[str, str]], model_folder: Path, tmp_path: Path
+) -> None:
+    address, told = head
+    command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model_folder), "--port", "0", *OPTIONS]
+    found = subprocess.run(
+        [*command, "--cluster", address, "--adapter", f"poet={tmp_path}"],
+        capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **told},
+    )  # fmt: skip
+    assert found.returncode == 2 and "Traceback" not in found.stderr, found.stderr
+    last = found.stderr.splitlines()[-1]
+    assert last.startswith("smelt: ") and "adapter_config.json" in last, found.stderr

@@ -1,0 +1,293 @@
+"""All replicas as one engine, without Ray: who gets a prompt when a replica dies, what is added up, when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import smelt
+from smelt.errors import RequestError, SmeltError
+from smelt.serve.api.settings import Limits
+from smelt.serve.cluster import client as client_file
+from smelt.serve.cluster.client import ATTEMPTS, MISSED_SECONDS, ClusterClient
+from smelt.serve.cluster.placement import Placement, placed
+from smelt.serve.cluster.ray_serve import RayServe, _sentence
+from smelt.serve.cluster.supervisor import ClusterSupervisor
+from smelt.serve.engine.sampling import Sampling
+from smelt.serve.worker.client import TokenEvent, WorkerDied
+
+STATE = {"running": 1, "waiting": 0, "blocks": 8, "blocks_used": 2, "steps": 5, "computed_tokens": 9}
+DIED = {"died": True}
+
+
+def told(replica: str, *events: list[Any], clock: float = 0.0, **state: int) -> dict[str, Any]:
+    return {"replica": replica, "now": time.monotonic() + clock, "state": STATE | state, "events": list(events)}
+
+
+def token(number: int, reason: str = "", answer: int = 0, started: float = 0.0) -> list[Any]:
+    return [answer, number, None, reason, 0, started]
+
+
+class Call:
+    """What one replica answers; `None` waits for ever."""
+
+    def __init__(self, script: list[Any]) -> None:
+        self.script, self.cancelled = script, False
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        for each in self.script:
+            if isinstance(each, Exception):
+                raise each
+            if each is None:
+                await asyncio.Event().wait()
+            yield json.dumps(each)
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Handle:
+    """Stands for Ray's: each request gets the next script, each look the answers of the replicas that are there."""
+
+    def __init__(self, *scripts: list[Any]) -> None:
+        self.scripts, self.calls = list(scripts), list[Call]()
+        self.there: list[Any] = []
+        self.fault: Exception | None = None
+        self.aborted: list[Any] = []
+        self.generate = self
+
+    def options(self, *, stream: bool) -> Handle:
+        assert stream
+        return self
+
+    def remote(self, message: str) -> Call:
+        assert json.loads(message)["prompt"] == [1, 2]
+        self.calls.append(Call(self.scripts.pop(0)))
+        return self.calls[-1]
+
+    def broadcast(self, method: str, aborted: list[Any]) -> Handle:
+        assert method == "look"
+        self.aborted += aborted
+        return self
+
+    async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        assert timeout_s and return_exceptions
+        if self.fault is not None:
+            raise self.fault
+        return [each if isinstance(each, Exception) else json.dumps(each) for each in self.there]
+
+
+def client_of(handle: Handle, seen: list[dict[str, int]] | None = None) -> ClusterClient:
+    observe = None if seen is None else lambda state: seen.append(dict(state))
+    client = ClusterClient("none", RayServe(Placement(2)), silence_seconds=9, observe=observe)
+    client._handle, client.facts = handle, {"blocks": 8}
+    client._see(told("a"))
+    return client
+
+
+def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(asyncio.wait_for(work(), 10))
+
+
+async def all_of(client: ClusterClient, n: int = 1) -> list[TokenEvent]:
+    stream = client.stream([[1, 2]], Sampling(n=n))
+    found: list[TokenEvent] = []
+    try:
+        while events := await stream.next():
+            found += events
+    finally:
+        stream.close()
+    return found
+
+
+def test_a_prompt_without_a_token_goes_to_another_replica() -> None:
+    async def main() -> None:
+        handle = Handle([RuntimeError("gone")], [DIED], [told("b", token(7)), told("b", token(8, "stop"))])
+        assert [event.token for event in await all_of(client_of(handle))] == [7, 8]
+        assert not handle.scripts and not any(call.cancelled for call in handle.calls)
+
+    run(main)
+
+
+@pytest.mark.parametrize("end", [DIED, RuntimeError("gone")], ids=["engine", "actor"])
+def test_what_was_begun_is_not_begun_again(end: Any) -> None:
+    async def main() -> None:
+        handle = Handle([told("a", token(7)), end], [told("b", token(7, "stop"))])
+        with pytest.raises(WorkerDied, match="send it again"):
+            await all_of(client_of(handle))
+        assert len(handle.calls) == 1
+
+    run(main)
+
+
+def test_some_prompts_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_file, "PAUSE_SECONDS", 0)
+
+    async def main() -> None:
+        handle = Handle(*[[DIED]] * ATTEMPTS, [told("a", token(7, "stop"))])
+        with pytest.raises(WorkerDied):
+            await all_of(client_of(handle))
+        assert len(handle.calls) == ATTEMPTS
+        with pytest.raises(RequestError, match="too long"):
+            await all_of(client_of(Handle([{"refused": "too long"}])))
+
+    run(main)
+
+
+def test_times_are_on_our_clock() -> None:
+    """A replica on another machine counts its seconds from elsewhere."""
+
+    async def main() -> None:
+        ahead = 5000.0
+        client = client_of(Handle([told("b", token(7, "stop", started=time.monotonic() + ahead), clock=ahead)]))
+        (event,) = await all_of(client)
+        assert abs(event.started - time.monotonic()) < 1
+
+    run(main)
+
+
+def test_who_leaves_cancels_and_one_sample_of_several_is_told_at_the_next_look() -> None:
+    async def main() -> None:
+        handle = Handle([told("a", token(7), token(8, answer=1)), None])
+        client = client_of(handle)
+        stream = client.stream([[1, 2]], Sampling(n=2))
+        assert len(await stream.next()) == 2
+        stream.end(1)
+        handle.there = [told("a")]
+        await client.look()
+        assert handle.aborted == [("0", 1)]
+        stream.close()
+        await asyncio.sleep(0.05)
+        assert handle.calls[0].cancelled
+        await client.look()
+        assert handle.aborted == [("0", 1)], "a cancelled call needs no more"
+
+    run(main)
+
+
+def test_counts_never_fall_and_gauges_are_of_those_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        seen: list[dict[str, int]] = []
+        handle = Handle()
+        client = client_of(handle, seen)
+        handle.there = [told("a"), told("b", steps=70, running=3)]
+        assert await client.look() == []
+        assert (seen[-1]["steps"], seen[-1]["running"], seen[-1]["blocks"]) == (75, 4, 16)
+        monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + MISSED_SECONDS + 1)
+        handle.there = [told("a", steps=6), RuntimeError("gone")]
+        assert await client.look() == ["b"]
+        assert (seen[-1]["steps"], seen[-1]["running"], seen[-1]["blocks"]) == (76, 1, 8)
+        handle.there = [told("a", steps=6), told("b", steps=71)]  # it was only slow
+        await client.look()
+        assert seen[-1]["steps"] == 77
+        monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + MISSED_SECONDS + 1)
+        handle.fault = TimeoutError()  # one hangs: nothing is known about any
+        assert await client.look() == [] and client.alive
+        handle.fault = RuntimeError("no replica")
+        assert sorted(await client.look()) == ["a", "b"] and not client.alive
+        assert (seen[-1]["steps"], seen[-1]["running"], seen[-1]["blocks"]) == (77, 0, 0)
+        with pytest.raises(WorkerDied):
+            client.stream([[1, 2]], Sampling())
+
+    run(main)
+
+
+def test_a_message_that_was_overtaken_does_not_turn_the_counts_back() -> None:
+    async def main() -> None:
+        seen: list[dict[str, int]] = []
+        client = client_of(Handle([told("a", token(7, "stop"), steps=6, clock=-9)]), seen)
+        client._see(told("a", steps=8))
+        assert [event.token for event in await all_of(client)] == [7]
+        assert seen[-1]["steps"] == 8
+
+    run(main)
+
+
+def test_replicas_that_die_too_often_are_given_up() -> None:
+    async def main() -> None:
+        handle = Handle()
+        supervisor = ClusterSupervisor(client_of(handle), Limits(restarts=1), replicas=2)
+        assert supervisor.trouble == ""
+        for name in ("a", "b"):
+            supervisor._lost(name)
+        assert not supervisor.given_up.is_set()
+        supervisor._lost("c")
+        assert supervisor.given_up.is_set()
+        supervisor.client.replicas.clear()
+        assert supervisor.trouble == "no replica is running."
+
+    run(main)
+
+
+def test_what_each_replica_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    assert placed(3, "", None, "cpu", 1) == Placement(3, cpus=2)
+    assert placed(16, "", None, "cpu", 1).cpus == 1
+    assert placed(2, "10.0.0.1:6379", 4, "cuda", 2) == Placement(2, "10.0.0.1:6379", cpus=4, gpus=2)
+    with pytest.raises(SmeltError, match="use --device cuda instead of cuda:1"):
+        placed(2, "", None, "cuda:1", 1)
+    with pytest.raises(SmeltError, match="machine of the cluster"):
+        placed(2, "ray://10.0.0.1:10001", None, "cpu", 1)
+
+
+class Ray(ModuleType):
+    """Stands for the package: a cluster of two cores."""
+
+    def init(self, **options: Any) -> None:
+        assert options["address"] == "127.0.0.1:1"
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        (Placement(2, "127.0.0.1:1", cpus=9), "2 replicas with 9 CPUs each were asked for; Ray has 2"),
+        (Placement(1, "127.0.0.1:1", gpus=1), "1 replicas with 1 GPUs each were asked for; Ray has 0"),
+    ],
+)
+def test_more_than_there_is(wanted: Placement, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray itself would wait for ever."""
+    monkeypatch.setitem(sys.modules, "ray", Ray("ray"))
+    monkeypatch.setitem(sys.modules, "ray.serve", ModuleType("ray.serve"))
+    with pytest.raises(SmeltError, match=r"no Ray cluster at 127\.0\.0\.1:1 "):
+        RayServe(wanted)._connect()
+    monkeypatch.setattr("socket.create_connection", lambda *_, **__: socket.socket())
+    with pytest.raises(SmeltError, match=sentence):
+        RayServe(wanted)._connect()
+
+
+def test_our_sentence_is_found_in_what_ray_says() -> None:
+    raised = 'Traceback:\n  File "replica.py", line 1\nsmelt.errors.ModelError: no model at x.\nsome more of Ray'
+    assert _sentence(raised) == "no model at x."
+    assert "Ray's own logs" in _sentence("RuntimeError: x")
+
+
+def test_the_command_without_ray_or_with_a_wrong_number(tmp_path: Any) -> None:
+    code = "import sys; sys.modules['ray'] = None\nfrom smelt.cli.main import main; main(sys.argv[1:])"
+    for options, sentence in ((["2"], "pip install 'smelt[cluster]'"), (["0"], "--replicas"), (["two"], "--replicas")):
+        command = [sys.executable, "-c", code, "serve", str(tmp_path), "--replicas", *options]
+        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert found.returncode == 2 and sentence in found.stderr and "Traceback" not in found.stderr, found.stderr
+
+
+def test_ray_is_imported_in_one_room_and_only_when_it_is_needed() -> None:
+    source = Path(smelt.__file__).parent
+    wanted = re.compile(r"^ *(?:import|from) ray\b", re.MULTILINE)
+    found = {file for file in source.rglob("*.py") if wanted.search(file.read_text(encoding="utf-8"))}
+    assert found and {file.parent for file in found} == {source / "serve" / "cluster"}
+    assert not any(re.search(r"^(?:import|from) ray\b", file.read_text(encoding="utf-8"), re.M) for file in found)
