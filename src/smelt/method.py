@@ -92,6 +92,10 @@ class Method(ABC):
         """What the result will meet, for the plan: a measure and its value."""
         return {}
 
+    def added_parameters(self, anatomy: Anatomy) -> int:
+        """How many it puts beside those of the network at most, for the plan."""
+        return 0
+
     def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
         """What the step will ask for on this network (which may lie on the meta device)."""
         return Demand()

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
 import transformers as hf
+from safetensors.torch import load_file
 
+from smelt.cli.inspect import describe
 from smelt.measure.cost import (
     Workload,
+    active_parameters,
     block_cost,
     block_parameters,
+    count_bytes,
     count_parameters,
     unit_costs,
     unit_parameters,
 )
+from smelt.method import Context
 from smelt.models.anatomy import anatomy_of
+from smelt.models.artifact import save_artifact
+from smelt.models.experts import take_apart
+from smelt.models.load import skeleton
+from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
 from smelt.models.surgery import keep_units
+from smelt.quantize.rilq import Rilq
+from smelt.quantize.rtn import RoundToNearest
+from smelt.recipes.plan import plan
+from smelt.recipes.recipe import Recipe
+from tests.mixtures import CHOSEN, EXPERTS, fused
 from tests.tiny import BUILDS
+
+RANK = 3
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -81,3 +101,55 @@ def test_prices_of_llama_3_8b() -> None:
     anatomy = anatomy_of(network)
     assert [unit_parameters(part) for part in anatomy.parts] == [5_242_880, 12_288]
     assert block_parameters(anatomy) == 8 * 5_242_880 + 14336 * 12_288 + 2 * 4096
+
+
+def with_factors(build: Callable[[], hf.PreTrainedModel]) -> tuple[Model, Model]:
+    """A quantised model, and the same one with low-rank factors beside every layer."""
+    plain, model = (Model(build()) for _ in range(2))
+    for each in (plain, model):
+        RoundToNearest(bits=4, group=16).apply(each, Context())
+    for layer in quantized_layers(model.network).values():
+        layer.add_factors(torch.randn(RANK, layer.in_features), torch.randn(layer.out_features, RANK))
+    return plain, model
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_low_rank_factors_are_counted(name: str, tmp_path: Path) -> None:
+    """In memory, and of a saved folder without its weights: parameters, bytes on disk, MACs of what a token meets."""
+    plain, model = with_factors(BUILDS[name])
+    layers = quantized_layers(model.network).values()
+    added = RANK * sum(layer.in_features + layer.out_features for layer in layers)
+    before, after = (describe(each.anatomy, 7) for each in (plain, model))
+    assert after["parameters"] - before["parameters"] == added
+    assert after["block_parameters"] - before["block_parameters"] == added
+    assert after["bytes"] - before["bytes"] == 4 * added
+    assert after["macs"] - before["macs"] == 7 * added
+    assert sum(block["macs"] for block in after["blocks"]) == after["macs"]
+    assert sum(block["parameters"] for block in after["blocks"]) == after["block_parameters"]
+    save_artifact(model, tmp_path)
+    assert describe(anatomy_of(skeleton(tmp_path)), 7) == after
+    held = load_file(tmp_path / "model.safetensors").values()
+    assert count_bytes(model.network) == sum(tensor.nbytes for tensor in held)
+
+
+def test_a_plan_counts_the_factors_that_will_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("smelt.recipes.plan.matrix_speed", lambda: 1e10)
+    _, model = with_factors(BUILDS["llama"])
+    save_artifact(Model(BUILDS["llama"]()), tmp_path)
+    quantiser = RoundToNearest(bits=4, group=16)
+    planned = plan(str(tmp_path), Recipe((quantiser, Rilq(rank=RANK))))
+    assert planned.block_parameters_after == block_parameters(model.anatomy)
+    merged = plan(str(tmp_path), Recipe((quantiser, Rilq(rank=RANK, merge=True))))
+    assert merged.block_parameters_after == merged.block_parameters
+
+
+def test_of_a_mixture_the_factors_of_chosen_experts_are_counted() -> None:
+    plain, model = with_factors(lambda: take_apart(fused("mixtral")))
+    expected, tokens = 0.0, 5
+    for path, layer in quantized_layers(model.network).items():
+        share = CHOSEN / EXPERTS if ".experts." in path else 1
+        expected += share * RANK * (layer.in_features + layer.out_features)
+    work = Workload(tokens=tokens)
+    met = [block_cost(each.anatomy, "macs", work) for each in (plain, model)]
+    assert met[1] - met[0] == pytest.approx(tokens * expected)
+    assert active_parameters(model.anatomy) - active_parameters(plain.anatomy) == pytest.approx(expected)

@@ -22,7 +22,9 @@ DataOption = Annotated[str, typer.Option("--data", help="A file, a hub id, or de
 AgainstOption = Annotated[str | None, typer.Option("--against", metavar="BASE", help="Compare with this model.")]
 MinOption = Annotated[float | None, typer.Option("--min", help="Exit with 3 when the value is below this.")]
 MaxOption = Annotated[float | None, typer.Option("--max", help="Exit with 3 when the value is above this.")]
-KvOption = Annotated[str | None, typer.Option("--kv", help="Hold keys and values in this format (not BASE's).")]
+KvOption = Annotated[
+    str | None, typer.Option("--kv", help="Another format of MODEL's keys and values; none: as they are.")
+]
 LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Use only so many tokens of text, or rows.")]
 
 
@@ -49,7 +51,8 @@ def run(
     with bars() as watcher:
         new = load(model, device=device)
         quality = measure_quality(new, loaded, settings, watcher, kv)
-        content: dict[str, Any] = {"model": model, "quality": quality.to_json(), **({"kv": kv} if kv else {})}
+        held = kv or (str(new.kv) if new.kv else None)
+        content: dict[str, Any] = {"model": model, "quality": quality.to_json(), **({"kv": held} if held else {})}
         if against is not None:
             content |= _against(against, new, quality, loaded, settings, device, seed, watcher, kv)
     _show(model, quality, against, content)

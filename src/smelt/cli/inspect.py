@@ -7,8 +7,17 @@ from typing import Annotated, Any
 import typer
 
 from smelt.cli.output import JsonOption, ModelArgument, SeedOption, console, table, write_json
-from smelt.measure.cost import Workload, block_cost, block_parameters, count_bytes, count_parameters, unit_costs
+from smelt.measure.cost import (
+    Workload,
+    block_cost,
+    block_parameters,
+    count_bytes,
+    count_parameters,
+    shared_macs,
+    unit_costs,
+)
 from smelt.models.anatomy import Anatomy, Block, Part, anatomy_of
+from smelt.models.artifact import remembered_kv
 from smelt.models.load import skeleton
 from smelt.report.numbers import count, macs, size
 
@@ -31,13 +40,17 @@ def run(
         f"blocks {count(content['block_parameters'])} parameters, {macs(content['macs'])} "
         f"for {tokens} tokens (an image for vision models)"
     )
-    write_json(json_file, {"model": model, **content})
+    kv = remembered_kv(model)
+    if kv is not None:
+        console.print(f"keys and values in {kv}")
+    write_json(json_file, {"model": model, **content, **({"kv": kv.to_json()} if kv else {})})
 
 
 def describe(anatomy: Anatomy, tokens: int) -> dict[str, Any]:
     image_size = getattr(anatomy.network.config, "image_size", None)
     workload = Workload(tokens=tokens, image_size=image_size if isinstance(image_size, int) else 224)
-    costs = dict(zip((p.name for p in anatomy.parts), unit_costs(anatomy, "macs", workload), strict=True))
+    prices = zip(anatomy.parts, unit_costs(anatomy, "macs", workload), strict=True)
+    costs = {part.name: part.units * price + shared_macs(part, workload) for part, price in prices}
     return {
         "family": anatomy.family.name,
         "parameters": count_parameters(anatomy.network),
@@ -62,7 +75,7 @@ def _block(block: Block, costs: dict[str, float]) -> dict[str, Any]:
         "attention": attention,
         "feed_forward": _experts(others) or ", ".join(f"{part.units} {part.kind}" for part in others),
         "parameters": count_parameters(block.module),
-        "macs": sum(part.units * costs[part.name] for part in block.parts),
+        "macs": sum(costs[part.name] for part in block.parts),
     }
 
 

@@ -48,8 +48,17 @@ def export(model: Model | str | Path, to: str, folder: str | Path, **options: An
         "tensors": written.kinds,
         "files": files,
         "bytes": sum(files.values()),
-        "notes": written.notes,
+        "notes": [*written.notes, *_left_out(model)],
     }
+
+
+def _left_out(model: Model) -> list[str]:
+    """What no format here expresses."""
+    if model.kv is None:
+        return []
+    return [
+        f"keys and values in {model.kv} are left out: this format does not say it, and its readers do as they like."
+    ]
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from smelt.data.batches import check_positive, padded, padding_token
 from smelt.data.choices import ChoiceData
 from smelt.errors import DataError
 from smelt.measure.logits import evaluating, token_losses
+from smelt.measure.perplexity import cache_in
 from smelt.measure.quality import Quality
 from smelt.models.model import Model
 from smelt.progress import Silent, Watcher
@@ -105,9 +106,8 @@ def _batch_likelihoods(model: Model, options: list[Option]) -> list[float]:
     starts = torch.tensor([[option.scored_from] for option in options])
     scored = (torch.arange(batch["input_ids"].shape[1]) >= starts) & (batch["attention_mask"] == 1)
     device = model.device
-    losses = token_losses(
-        model.network, batch["input_ids"].to(device), batch["attention_mask"].to(device), scored.to(device)
-    )
+    ids, mask = batch["input_ids"].to(device), batch["attention_mask"].to(device)
+    losses = token_losses(model.network, ids, mask, scored.to(device), cache_in(model, None))
     return [-float(part.sum()) for part in losses.split(scored.sum(dim=1).tolist())]
 
 

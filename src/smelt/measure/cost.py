@@ -2,7 +2,8 @@
 
 MACs follow the usual count (Kwon et al., 2022): projections and both attention products of the blocks; embeddings,
 norms, routers, pooler and head are not counted. A causal attention needs half of the products. Of a mixture only the
-experts that are chosen for a token count, as if the router spread the tokens evenly.
+experts that are chosen for a token count, as if the router spread the tokens evenly. Low-rank factors beside a
+quantised layer count like any other matrices.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from smelt.models.anatomy import Anatomy, Part
-from smelt.models.quantized import quantized_layers
+from smelt.models.anatomy import Anatomy, Part, Projection
+from smelt.models.quantized import QuantizedLinear, quantized_layers
 
 Measure = Literal["parameters", "macs", "bytes"]
 
@@ -32,7 +33,7 @@ class Workload:
 
 def count_parameters(network: nn.Module) -> int:
     """All parameters, shared ones once."""
-    packed = sum(layer.in_features * layer.out_features for layer in quantized_layers(network).values())
+    packed = sum(layer.parameter_count for layer in quantized_layers(network).values())
     return packed + sum(parameter.numel() for parameter in network.parameters())
 
 
@@ -51,18 +52,31 @@ def block_parameters(anatomy: Anatomy) -> int:
 
 def active_parameters(anatomy: Anatomy) -> float:
     """Parameters inside the blocks that one token passes through: of a mixture, those of the experts chosen for it."""
-    idle = sum((1 - part.share) * part.units * unit_parameters(part) for part in anatomy.parts)
-    return block_parameters(anatomy) - idle
+    idle = [(1 - part.share) * (part.units * unit_parameters(part) + shared_factors(part)) for part in anatomy.parts]
+    return block_parameters(anatomy) - sum(idle)
 
 
 def unit_parameters(part: Part) -> int:
     """Parameters that leave with one unit."""
     total = 0
     for writer, span in zip(part.writers, part.spans, strict=True):
-        total += span * (writer.columns * writer.area + (writer.bias is not None))
+        total += span * (writer.columns * writer.area + _rank(writer) + (writer.bias is not None))
     if part.norm is not None:
         total += 2
-    return total + (part.width * part.output.rows * part.output.area if part.units else 0)
+    return total + (part.width * (part.output.rows * part.output.area + _rank(part.output)) if part.units else 0)
+
+
+def shared_factors(part: Part) -> int:
+    """Parameters of low-rank factors that no unit takes along: those that read a writer's inputs, and those that write
+    the part's outputs."""
+    if not part.units:
+        return 0
+    writers = {id(writer.module): _rank(writer) * writer.columns for writer in part.writers}
+    return sum(writers.values()) + _rank(part.output) * part.output.rows
+
+
+def _rank(projection: Projection) -> int:
+    return projection.module.scheme.rank if isinstance(projection.module, QuantizedLinear) else 0
 
 
 def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int, int] = (1, 1)) -> float:
@@ -73,15 +87,21 @@ def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int
         writer, output = part.writers[0].weight, part.output.weight
         return float(writer[0].numel() * positions[0] + output[:, 0].numel() * positions[1])
     tokens = workload.tokens
-    projections = sum(span * writer.columns for writer, span in zip(part.writers, part.spans, strict=True))
-    projections += part.width * part.output.rows
+    writers = zip(part.writers, part.spans, strict=True)
+    projections = sum(span * (writer.columns + _rank(writer)) for writer, span in writers)
+    projections += part.width * (part.output.rows + _rank(part.output))
     products = 2 * part.width * tokens * tokens * (0.5 if causal else 1.0) if part.kind == "heads" else 0.0
     return tokens * part.share * projections + products
 
 
+def shared_macs(part: Part, workload: Workload) -> float:
+    """MACs of a part for one sequence that no unit takes along."""
+    return workload.tokens * part.share * shared_factors(part)
+
+
 def unit_bytes(part: Part, workload: Workload) -> float:
     """Bytes that decoding one token need not read without this unit: its weights and its share of the cache. An expert
-    is read if any sequence of the batch chooses it."""
+    is read if any sequence of the batch chooses it. Of plain layers: under a budget no others are cut."""
     if not part.units:
         return 0.0
     size = part.output.weight.element_size()
@@ -111,7 +131,9 @@ def cost_of(anatomy: Anatomy, counts: Sequence[int], measure: Measure, workload:
         return _convolution_cost(anatomy, counts, measure, workload)
     prices = unit_costs(anatomy, measure, workload)
     units = sum(price * count for price, count in zip(prices, counts, strict=True))
-    if measure != "parameters":
+    if measure == "macs":
+        return units + sum(shared_macs(part, workload) for part in anatomy.parts)
+    if measure == "bytes":
         return units
     present = sum(price * part.units for price, part in zip(prices, anatomy.parts, strict=True))
     return block_parameters(anatomy) - present + units

@@ -43,7 +43,7 @@ def logit_divergence(
 ) -> Divergence:
     """Runs both models over windows that lie side by side and compares their predictions of every scored token.
 
-    `kv` is the number format that the new model's keys and values are held in."""
+    `kv` is the number format that the new model's keys and values are held in, if not the one that it remembers."""
     check_positive(batch_size=batch_size, limit=limit)
     vocabulary = _shared_vocabulary(new, base)
     for model in (new, base):
@@ -51,11 +51,11 @@ def logit_divergence(
     tokens = tokens_of(base, data, limit)
     groups = list(batched_windows(list(windows_over(len(tokens), context, context)), batch_size))
     totals = torch.zeros(3, dtype=torch.float64)
-    cache = cache_in(new, kv)
+    caches = (cache_in(new, kv), cache_in(base, None))
     with evaluating(new.network), evaluating(base.network):
         for group in watcher.track(groups, "divergence"):
             input_ids, scored = window_inputs(tokens, group, base.device)
-            totals += _compared(new, base, input_ids, scored, vocabulary, cache)
+            totals += _compared((new, base), input_ids, scored, vocabulary, caches)
     kl, agreement, count = totals.tolist()
     return Divergence(kl=kl / count, agreement=agreement / count, tokens=int(count))
 
@@ -70,14 +70,17 @@ def _shared_vocabulary(new: Model, base: Model) -> int:
 
 
 def _compared(
-    new: Model, base: Model, input_ids: Tensor, scored: Tensor, vocabulary: int, cache: NewCache | None
+    models: tuple[Model, Model], input_ids: Tensor, scored: Tensor, vocabulary: int, caches: tuple[NewCache | None, ...]
 ) -> Tensor:
     """Sums over the scored tokens: divergence, agreements, tokens. [3], float64"""
     keep = scored.roll(-1, dims=1)
     new_rows, base_rows = (
-        logit_rows(model.network, ids, torch.ones_like(ids), keep.to(model.device), held)
-        for model, ids, held in ((new, input_ids.to(new.device), cache), (base, input_ids, None))
-    )
+        logit_rows(
+            model.network, input_ids.to(model.device), torch.ones_like(input_ids, device=model.device),
+            keep.to(model.device), cache,
+        )
+        for model, cache in zip(models, caches, strict=True)
+    )  # fmt: skip
     sums = torch.zeros(3, dtype=torch.float64)
     for part in slices(int(keep.sum()), vocabulary):
         reference = log_softmax(base_rows(part), dim=-1)

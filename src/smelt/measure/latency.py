@@ -175,7 +175,7 @@ def _forward(model: Model, batch: int, length: int, seed: int) -> Callable[[], o
 def _decode_step(model: Model, prompt: Tensor) -> Callable[[], object]:
     """A function that decodes one more token each time it is called."""
     network = model.network
-    output = network(input_ids=prompt, use_cache=True)
+    output = network(input_ids=prompt, past_key_values=model.new_cache(), use_cache=True)
     cache, token = output.past_key_values, output.logits[:, -1:].argmax(-1)  # [batch, 1]
 
     def step() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -20,7 +21,7 @@ from smelt.data.text import TextData
 from smelt.errors import DataError
 from smelt.measure.logits import NewCache, evaluating, token_losses
 from smelt.measure.quality import Quality
-from smelt.models.kv_cache import QuantizedCache
+from smelt.models.kv_cache import KvFormat
 from smelt.models.model import Model
 from smelt.progress import Silent, Watcher
 
@@ -47,7 +48,7 @@ def perplexity(
 ) -> Quality:
     """Perplexity over the text, or over its first `limit` tokens. Without a stride the windows lie side by side.
 
-    `kv` is the number format that keys and values are held in; without it they are not rounded."""
+    `kv` is the number format that keys and values are held in; without it, the one that the model remembers."""
     stride = context if stride is None else stride
     check_positive(batch_size=batch_size, limit=limit)
     check_context(model, context, stride)
@@ -72,14 +73,11 @@ def perplexity(
 
 
 def cache_in(model: Model, kv: str | None) -> NewCache | None:
-    """What makes a cache that holds keys and values in a format; None where they are not rounded."""
-    if kv is None:
+    """What makes a cache in a format, or in the one that the model remembers; None where they are not rounded."""
+    held = model.kv if kv is None else KvFormat(kv)
+    if held is None:
         return None
-    name: str = kv
-
-    def new() -> QuantizedCache:
-        return QuantizedCache(model.network.config, name)
-
+    new = partial(held.cache, model.network.config)
     new()  # so that a name that does not exist is told before anything runs
     return new
 

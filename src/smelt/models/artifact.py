@@ -1,9 +1,9 @@
 """The artifact: the folder Smelt writes, and reads back on any machine that has Smelt.
 
-`config.json`, `model.safetensors` and the tokenizer are as transformers has them; `smelt.json` holds what was done and
-the shape of every layer. The same model gives the same bytes; nothing in these files depends on time or machine.
-Layers of different widths are also written as transformers' `per_layer_config`; equal ones as the plain fields, so
-that such a folder opens in transformers itself.
+`config.json`, `model.safetensors` and the tokenizer are as transformers has them; `smelt.json` holds what was done, the
+shape of every layer, and the format of keys and values. The same model gives the same bytes; nothing in these files
+depends on time or machine. Layers of different widths are also written as transformers' `per_layer_config`; equal ones
+as the plain fields, so that such a folder opens in transformers itself.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.config import config_from, read_generation_config
 from smelt.models.jsonfile import read_object
+from smelt.models.kv_cache import KvFormat
 from smelt.models.model import Model
 from smelt.models.network import empty_network
 from smelt.models.quantized import FACTORS, lay_out, quantized_layers
@@ -52,6 +53,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         "history": model.history,
         "shape": anatomy.shape(),
         **({"quantized": {path: layer.scheme.to_json() for path, layer in packed.items()}} if packed else {}),
+        **({"kv": model.kv.to_json()} if model.kv else {}),
         **(record or {}),
     }
     write_json(folder / "smelt.json", content)
@@ -85,7 +87,18 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
         load_tokenizer(folder, network.config),
         source=str(folder),
         history=history if isinstance(history, list) else [],
+        kv=_kv_format(content, folder),
     )
+
+
+def remembered_kv(folder: str | Path) -> KvFormat | None:
+    """The format of keys and values that an artifact was made with; None where there is none, or no artifact."""
+    file = Path(folder).expanduser() / "smelt.json"
+    return _kv_format(read_object(file), file.parent) if file.is_file() else None
+
+
+def _kv_format(content: dict[str, Any], folder: Path) -> KvFormat | None:
+    return KvFormat.from_json(content["kv"], str(folder / "smelt.json")) if "kv" in content else None
 
 
 def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: str = "meta") -> PreTrainedModel:

@@ -8,7 +8,7 @@ afterwards, which is QuaRot's rotation of queries and keys after the position em
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -153,8 +153,7 @@ class QuantizedCache(Cache):
         unknown = set(getattr(text, "layer_types", None) or ()) - KINDS
         if unknown:
             raise ModelError(f"a quantised cache holds keys and values; this network has {', '.join(sorted(unknown))}.")
-        if not 0 < clip <= 1:
-            raise FormatError(f"a cache's range is clipped to a part of it, between 0 and 1, not {clip}.")
+        _check_clip(clip)
 
         def rows(keys: bool) -> PackedRows:
             return PackedRows(formats[keys], clip, rotate_keys and keys)
@@ -165,6 +164,55 @@ class QuantizedCache(Cache):
     def nbytes(self) -> int:
         """Bytes that all layers hold."""
         return sum(rows.nbytes for layer in self.layers for rows in layer.rows)
+
+
+@dataclass(frozen=True)
+class KvFormat:
+    """What a model remembers of its cache: the names of the formats, and how keys and values are brought into them."""
+
+    format: str = UNPACKED
+    values: str | None = None  # where it is another one than that of the keys
+    clip: float = 1.0
+    rotate_keys: bool = False
+
+    def cache(self, config: PreTrainedConfig) -> QuantizedCache:
+        """A new, empty one."""
+        return QuantizedCache(config, self.format, self.values, clip=self.clip, rotate_keys=self.rotate_keys)
+
+    def check(self) -> None:
+        """Refuse what no cache can be made of."""
+        for name in (self.format, self.values):
+            _row_format(name or UNPACKED)
+        _check_clip(self.clip)
+
+    def bits(self, head_dim: int, dtype: torch.dtype) -> float:
+        """Of the key and the value of one head of one token."""
+        formats = [_row_format(name) for name in (self.format, self.values or self.format)]
+        return head_dim * sum(8 * dtype.itemsize if f is None else f.bits_per_value(head_dim) for f in formats)
+
+    def __str__(self) -> str:
+        return self.format if self.values in (None, self.format) else f"{self.format} and {self.values}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, plain: Any, place: str) -> KvFormat:
+        """From a file: anything that is not what `to_json` writes is an error."""
+        known = {"format": (str,), "values": (str, type(None)), "clip": (float,), "rotate_keys": (bool,)}
+        if not isinstance(plain, dict) or any(type(value) not in known.get(key, ()) for key, value in plain.items()):
+            raise ModelError(f"{place}: this is not the description of a cache of keys and values: {plain!r}.")
+        found = cls(**plain)
+        try:
+            found.check()
+        except FormatError as error:
+            raise ModelError(f"{place}: {error}") from error
+        return found
+
+
+def _check_clip(clip: float) -> None:
+    if not 0 < clip <= 1:
+        raise FormatError(f"a cache's range is clipped to a part of it, between 0 and 1, not {clip}.")
 
 
 def _row_format(given: str | Format) -> Format | None:

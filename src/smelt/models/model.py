@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy, anatomy_of
+from smelt.models.kv_cache import KvFormat, QuantizedCache
 
 _TASK_OF_HEAD = {
     "ForCausalLM": "language",
@@ -23,12 +24,14 @@ _TASK_OF_HEAD = {
 
 @dataclass
 class Model:
-    """A network with its tokenizer. `history` lists the steps that were applied, as they stood in their recipes."""
+    """A network with its tokenizer. `history` lists the steps that were applied, as they stood in their recipes; `kv`
+    is the format that keys and values are held in, where it is another one than the network's own."""
 
     network: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None = None
     source: str = ""
     history: list[dict[str, Any]] = field(default_factory=list)
+    kv: KvFormat | None = None
 
     @property
     def anatomy(self) -> Anatomy:
@@ -48,6 +51,10 @@ class Model:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.network.parameters())
 
+    def new_cache(self) -> QuantizedCache | None:
+        """What a network call is given as `past_key_values`, for one batch; None: the network makes its own."""
+        return None if self.kv is None else self.kv.cache(self.network.config)
+
     @torch.no_grad()
     def generate(self, prompt: str, max_new_tokens: int = 32) -> str:
         """The prompt's greedy continuation."""
@@ -56,5 +63,7 @@ class Model:
                 f"{self.source or 'this model'} cannot generate text: it has no language head or tokenizer."
             )
         inputs = self.tokenizer(prompt, return_tensors="pt").to(self.device)
-        output: Tensor = self.network.generate(**inputs, max_new_tokens=max_new_tokens, do_sample=False)
+        output: Tensor = self.network.generate(
+            **inputs, max_new_tokens=max_new_tokens, do_sample=False, past_key_values=self.new_cache()
+        )
         return str(self.tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))

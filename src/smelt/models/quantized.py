@@ -6,7 +6,7 @@ tensors are read. The product itself is a kernel's; `path` tells which one it ta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +20,8 @@ from smelt.errors import FormatError, ModelError
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.kernels.linear import Inputs, LinearKernel, Packed, asked_for, choose
 from smelt.numerics.catalogue import format_named, name_of
-from smelt.numerics.format import Format, Quantized, packed_shapes
+from smelt.numerics.format import TENSOR, Format, Quantized, packed_shapes
+from smelt.numerics.packing import pack, unpack
 
 STATIC_SCALE = "input_scale"
 GRID = ("scale", "zero", "negative", "tensor")
@@ -98,6 +99,7 @@ class QuantizedLinear(nn.Module):
             self.register_buffer("down", torch.empty(scheme.rank, in_features, dtype=dtype, device="meta"))
             self.register_buffer("up", torch.empty(out_features, scheme.rank, dtype=dtype, device="meta"))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), False) if bias else None
+        self.round_inputs: Callable[[Tensor], Tensor] | None = None  # in place of what the scheme says
         self._chosen: _Chosen | None = None
         self._decoded: Tensor | None = None
 
@@ -128,6 +130,46 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("down", down)
         self.register_buffer("up", up)
 
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep these outputs, in this order, and delete all others: rows are packed one by one."""
+        shared = set(GRID) if self.scheme.weight.group == TENSOR else {"tensor"}
+        for name in {"codes", *GRID, "up"} - shared:
+            self._keep(name, 0, rows)
+        if self.bias is not None:
+            self.bias = nn.Parameter(self.bias.detach().index_select(0, rows), requires_grad=False)
+        self.out_features, self._chosen = len(rows), None
+
+    def keep_columns(self, columns: Tensor) -> None:
+        """Keep these inputs, in this order. Those that will share a scale must all have had the same one."""
+        if self.scheme.hadamard:
+            raise ModelError("inputs that are rotated by a Hadamard matrix are rotated all together: none can leave.")
+        form, size = self.scheme.weight, self.columns_together
+        groups = columns // size  # whose scale each had
+        chosen = groups[:: form.size(len(columns))]
+        if not torch.equal(chosen.repeat_interleave(form.size(len(columns)))[: len(columns)], groups):
+            raise ModelError(f"{size} inputs of a layer share a scale: they stay or leave together.")
+        codes = unpack(self.packed.tensors["codes"], form.bits, self.in_features).index_select(1, columns)
+        self.register_buffer("codes", pack(codes, form.bits))
+        for name in set(GRID) - {"tensor"}:
+            self._keep(name, 1, chosen)
+        self._keep("down", 1, columns)
+        self.in_features, self._chosen = len(columns), None
+
+    def _keep(self, name: str, dimension: int, index: Tensor) -> None:
+        held = self._buffers.get(name)
+        if held is not None:
+            self.register_buffer(name, held.index_select(dimension, index).contiguous())
+
+    @property
+    def columns_together(self) -> int:
+        """Neighbouring weights of a row that share a scale."""
+        return self.scheme.weight.size(self.in_features)
+
+    @property
+    def parameter_count(self) -> int:
+        """Numbers that it stands for, but for a bias: of its matrix and of its low-rank factors."""
+        return self.in_features * self.out_features + self.scheme.rank * (self.in_features + self.out_features)
+
     @property
     def bits_per_weight(self) -> float:
         """Codes, scales and low-rank factors together."""
@@ -143,7 +185,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def inputs(self) -> Inputs | None:
-        if self.scheme.inputs is None:
+        if self.scheme.inputs is None or self.round_inputs is not None:
             return None
         return Inputs(self.scheme.inputs, getattr(self, STATIC_SCALE, None), self.scheme.clip)
 
@@ -160,15 +202,16 @@ class QuantizedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.scheme.hadamard:
             x = hadamard_transform(x)
+        taken = x if self.round_inputs is None else self.round_inputs(x)
         if self._decoded is not None:
-            y = F.linear(x if self.inputs is None else self.inputs.rounded(x), self._decoded, self.bias)
+            y = F.linear(taken if self.inputs is None else self.inputs.rounded(taken), self._decoded, self.bias)
         else:
             chosen = self._choice(x.dtype)
             if torch.compiler.is_compiling():  # in a graph all must be reached from the module
                 assert self._chosen is not None
-                y = self._chosen.kernel.run(x, self.packed, self.inputs, self.bias, self._chosen.prepared)
+                y = self._chosen.kernel.run(taken, self.packed, self.inputs, self.bias, self._chosen.prepared)
             else:
-                y = chosen.kernel.run(x, chosen.packed, chosen.inputs, self.bias, chosen.prepared)
+                y = chosen.kernel.run(taken, chosen.packed, chosen.inputs, self.bias, chosen.prepared)
         if self.scheme.rank:
             y = y + (x @ self.down.T.to(x.dtype)) @ self.up.T.to(x.dtype)
         return y

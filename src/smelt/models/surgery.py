@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy, Part, Projection
+from smelt.models.quantized import QuantizedLinear
 
 
 class NoAttention(nn.Module):
@@ -47,9 +48,9 @@ def keep_units(network: nn.Module, part: Part, keep: Sequence[int]) -> None:
     if part.fixed:
         raise ModelError(f"the {part.kind} of {part.path} are normed together, so that none of them can be removed.")
     index = torch.as_tensor(list(keep), dtype=torch.long, device=part.output.device)
-    for module, rows in _rows_of_writers(part, index):
+    for module, rows in rows_of_writers(part, index):
         _keep_rows(module, rows)
-    _keep_columns(part.output, _expand(index, part.width))
+    _keep_columns(part.output, spread(index, part.width))
     if part.norm is not None:
         _keep_norm(part.norm, index)
     _remember(part, keep)
@@ -92,17 +93,17 @@ def restore_shape(anatomy: Anatomy, shape: Sequence[dict[str, Any]]) -> None:
             part.holder.smelt_original_units = entry["of"]
 
 
-def _expand(index: Tensor, width: int) -> Tensor:
+def spread(index: Tensor, width: int) -> Tensor:
     """Unit positions -> positions of the rows they own: [units] -> [units * width]."""
     return (index[:, None] * width + torch.arange(width, device=index.device)).flatten()
 
 
-def _rows_of_writers(part: Part, index: Tensor) -> list[tuple[nn.Module, Tensor]]:
+def rows_of_writers(part: Part, index: Tensor) -> list[tuple[nn.Module, Tensor]]:
     """For each writing module once, the rows to keep; a fused module keeps the same units in each of its parts."""
     rows: dict[int, tuple[nn.Module, list[Tensor]]] = {}
     for writer, span in zip(part.writers, part.spans, strict=True):
         offset = writer.part * writer.rows
-        rows.setdefault(id(writer.module), (writer.module, []))[1].append(offset + _expand(index, span))
+        rows.setdefault(id(writer.module), (writer.module, []))[1].append(offset + spread(index, span))
     return [(module, torch.cat(pieces)) for module, pieces in rows.values()]
 
 
@@ -111,6 +112,9 @@ def _parameter(old: nn.Parameter, new: Tensor) -> nn.Parameter:
 
 
 def _keep_rows(module: Any, rows: Tensor) -> None:
+    if isinstance(module, QuantizedLinear):
+        module.keep_rows(rows)
+        return
     dimension = 1 if isinstance(module, Conv1D) else 0
     module.weight = _parameter(module.weight, module.weight.index_select(dimension, rows))
     if module.bias is not None:
@@ -120,6 +124,9 @@ def _keep_rows(module: Any, rows: Tensor) -> None:
 
 def _keep_columns(projection: Projection, columns: Tensor) -> None:
     module = projection.module
+    if isinstance(module, QuantizedLinear):
+        module.keep_columns(columns)
+        return
     dimension = 0 if projection.transposed else 1
     module.weight = _parameter(module.weight, module.weight.index_select(dimension, columns))
     _set_size(module, ("in_features", "in_channels", "nx"), len(columns))

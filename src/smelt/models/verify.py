@@ -33,7 +33,8 @@ def probe(model: Model, batch: int = 2, length: int = 24) -> dict[str, Tensor]:
 @torch.no_grad()
 def outputs(model: Model, inputs: dict[str, Tensor]) -> Tensor:
     """Logits, or the last hidden state of a network without a head, on the CPU."""
-    result = model.network(**{name: tensor.to(model.device) for name, tensor in inputs.items()})
+    cache = {} if model.kv is None else {"past_key_values": model.new_cache()}
+    result = model.network(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, **cache)
     first: Tensor = result[0]
     return first.float().cpu().contiguous()
 

@@ -73,11 +73,19 @@ class Rilq(Method):
     def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
         hidden = 4 * size.tokens * anatomy.parts[0].output.rows
         matrices = 4 * block_parameters(anatomy)
-        thin = sum(2 * self.rank * (part.output.rows + part.output.columns) for part in anatomy.parts)
-        training = matrices + 4 * 4 * thin + gradient_bytes(anatomy, size.batch, size.length)
+        training = matrices + 4 * 4 * self._factors(anatomy) + gradient_bytes(anatomy, size.batch, size.length)
         seen = self.updates * self.accumulation * size.batch / size.samples
         kept = hidden if memory_limit is None else min(hidden, memory_limit)
         return Demand(passes=1 + 3 * seen, memory=kept + training)
+
+    def added_parameters(self, anatomy: Anatomy) -> int:
+        return 0 if self.merge else self._factors(anatomy)
+
+    def _factors(self, anatomy: Anatomy) -> int:
+        """Numbers of all factors, where every layer of the blocks has them and their inputs are not summed."""
+        used = (projection for part in anatomy.parts for projection in (*part.writers, part.output))
+        sizes = {each.path: (each.rows * each.parts, each.columns) for each in used}
+        return sum(min(self.rank, *size) * sum(size) for size in sizes.values())
 
     def apply(self, model: Model, context: Context) -> dict[str, Any]:
         self.check(model.anatomy)

@@ -113,7 +113,8 @@ def calibration_batches(
 def measure_quality(
     model: Model, data: Data, settings: EvaluationSettings, watcher: Watcher | None = None, kv: str | None = None
 ) -> Quality:
-    """The model's quality on the data, by the recipe's settings; on text also with keys and values in a format."""
+    """The model's quality on the data, by the recipe's settings; on text also with keys and values in another format
+    than the one that the model remembers."""
     options: dict[str, Any] = {"batch_size": settings.batch, "limit": settings.limit, "watcher": watcher or Silent()}
     if isinstance(data, TextData):
         context = min(settings.context, getattr(model.network.config, "max_position_embeddings", settings.context))

@@ -103,7 +103,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
         model=source,
         parameters=count_parameters(network),
         block_parameters=before,
-        block_parameters_after=_parameters_after(recipe, before),
+        block_parameters_after=_parameters_after(recipe, anatomy, before),
         bytes=weights,
         macs=_macs(anatomy),
         # Two models live at once while they are compared; torch itself is there already.
@@ -122,14 +122,15 @@ def _step_plan(step: Any, anatomy: Anatomy, size: CalibrationSize, limit: int | 
     return StepPlan(step.name, step.needs, work / rate, demand.memory, step.aim())
 
 
-def _parameters_after(recipe: Recipe, before: int) -> int:
-    """At most so many block parameters are left, where the budgets say so."""
-    share = 1.0
+def _parameters_after(recipe: Recipe, anatomy: Anatomy, before: int) -> int:
+    """At most so many block parameters are left, where the budgets say so, with what steps add to them."""
+    share, added = 1.0, 0
     for step in recipe.steps:
         budget = getattr(step, "budget", None)
         if budget is not None and budget.measure == "parameters":
             share *= budget.keep
-    return int(before * share)
+        added += step.added_parameters(anatomy)
+    return int(before * share) + added
 
 
 def _macs(anatomy: Anatomy) -> float:

@@ -6,7 +6,7 @@ Punica and S-LoRA, 2024). A step without adapters costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ class Adapters:
     """The adapters of a model by name, all of them in memory."""
 
     def __init__(self, model: Model, folders: Mapping[str, str | Path]) -> None:
+        self.folders = {name: str(folder) for name, folder in folders.items()}
+        self._paths = {id(module): path for path, module in model.network.named_modules()}
         self._factors: dict[str, dict[str, Factors]] = {
             name: read_lora(folder, model.network, model.network.dtype, model.device)
             for name, folder in folders.items()
@@ -47,13 +49,49 @@ class Adapters:
     @contextmanager
     def applied(self, pieces: Sequence[Piece], device: torch.device) -> Iterator[None]:
         """Inside, the tokens of a step get what their adapters add."""
-        self._tokens = {
-            name: torch.tensor(places, device=device) for name, places in _places_by_adapter(pieces).items()
-        }
+        places = _places_by_adapter(pieces).items()
+        with self._at({name: torch.tensor(found, device=device) for name, found in places}):
+            yield
+
+    def numbers(self, pieces: Sequence[Piece]) -> Tensor:
+        """The number of each token's adapter, counted from one; zero: none. Nothing, where there are none at all."""
+        numbers = {name: number for number, name in enumerate(self._factors, 1)}
+        found = [numbers.get(piece.request.adapter or "", 0) for piece in pieces for _ in range(piece.count)]
+        return torch.tensor(found if any(found) else [], dtype=torch.int64)
+
+    @contextmanager
+    def applied_by(self, numbers: Tensor) -> Iterator[None]:
+        """As `applied`, by the numbers of the adapters."""
+        names = {name: (numbers == number).nonzero()[:, 0] for number, name in enumerate(self._factors, 1)}
+        with self._at({name: places for name, places in names.items() if len(places)}):
+            yield
+
+    @contextmanager
+    def _at(self, tokens: dict[str, Tensor]) -> Iterator[None]:
+        self._tokens = tokens
         try:
             yield
         finally:
             self._tokens = {}
+
+    def keep_rows(self, module: nn.Module, rows: Tensor) -> None:
+        """Of what is added to a layer, only these outputs are left."""
+        self._change(module, lambda held: Factors(held.down, held.up[rows.to(held.up.device)]))
+
+    def keep_columns(self, module: nn.Module, columns: Tensor) -> None:
+        """Of what a layer's factors read, only these inputs are left."""
+        self._change(module, lambda held: Factors(held.down[:, columns.to(held.down.device)], held.up))
+
+    def _change(self, module: nn.Module, make: Callable[[Factors], Factors]) -> None:
+        path = self._paths[id(module)]
+        for layers in self._factors.values():
+            if path in layers:
+                layers[path] = make(layers[path])
+
+    def to(self, device: torch.device) -> None:
+        for layers in self._factors.values():
+            for path, held in layers.items():
+                layers[path] = Factors(held.down.to(device), held.up.to(device))
 
     def _hook(self, path: str) -> Any:
         def add(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:

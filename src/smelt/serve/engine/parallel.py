@@ -1,57 +1,33 @@
 """One model on several devices: each rank holds some heads and filters of every layer, and their outputs are summed.
 
-A rank's share is what surgery leaves when all other units are removed, so that nothing here knows a family. The first
-rank plans and samples; before a step it tells the others what to compute, in one tensor. By torch.distributed.
+The first rank plans and samples; before a step it tells the others what to compute, in one tensor. What a rank holds is
+cut out in `shard.py`. By torch.distributed.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, distributed
 
-from smelt.errors import ModelError
 from smelt.kernels.paged import Pages
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import quantized_layers
-from smelt.models.surgery import keep_units
+from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import NAME, PagedCache
-from smelt.serve.engine.runner import Runner, module_logits
+from smelt.serve.engine.runner import Launched, Runner, module_logits
+from smelt.serve.engine.scheduler import Step
+from smelt.serve.engine.shard import shard, shares
 
 PATIENCE = 300  # seconds that a rank waits for the others
-
-
-def shard(model: Model, rank: int, ranks: int) -> None:
-    """Leave a rank's share of every layer, and sum the outputs over the ranks."""
-    if quantized_layers(model.network):
-        raise ModelError(
-            "a quantised model cannot be split over several devices yet; serve the model it was made from."
-        )
-    for part in model.anatomy.parts:
-        if part.units < ranks:
-            raise ModelError(f"{part.path} has {part.units} {part.kind}, too few for {ranks} devices.")
-    for position in range(len(model.anatomy.parts)):
-        part = model.anatomy.parts[position]
-        bounds = [part.units * each // ranks for each in (rank, rank + 1)]
-        keep_units(model.network, part, range(*bounds))
-    for part in model.anatomy.parts:
-        output: Any = part.output.module
-        if rank and output.bias is not None:
-            nn.init.zeros_(output.bias)  # the first rank adds it
-        output.register_forward_hook(_summed)
-
-
-def _summed(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-    distributed.all_reduce(output)
-    return output
+TENSORS = 8  # that a step is told by
 
 
 @dataclass(frozen=True)
@@ -68,24 +44,33 @@ class Sizes:
 class ParallelRunner(Runner):
     """The first rank's: what it computes, the others compute with it."""
 
-    def __init__(self, model: Model, sizes: Sizes, ranks: int, kind: str) -> None:
-        self._others = _start_others(model.source, sizes, ranks, kind)
+    def __init__(self, model: Model, sizes: Sizes, ranks: int, kind: str, adapters: Adapters) -> None:
+        shares(model, ranks)  # what cannot be split is told before a process is started
+        self._others = _start_others(model.source, sizes, ranks, kind, adapters)
         join(0, ranks, kind)
-        shard(model, 0, ranks)
+        shard(model, 0, ranks, adapters)
         model.network.to(_device(kind, 0))
+        adapters.to(_device(kind, 0))
         super().__init__(model, **vars(sizes), compiled=False)
-        self.ranks = ranks
+        self.ranks, self._shared_adapters = ranks, adapters
+        self._numbers = torch.zeros(0, dtype=torch.int64)  # of the adapters of a step's tokens
 
     @property
     def path(self) -> str:
         return f"module on {self.ranks} devices"
 
+    def launch(self, step: Step) -> Launched:
+        self._numbers = self._shared_adapters.numbers(step.pieces).to(self.device)
+        return super().launch(step)
+
     def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> Tensor:
         gone = next((other for other in self._others if other.poll() is not None), None)
         if gone is not None:
             raise RuntimeError(f"a process that held a part of the model ended with {gone.returncode}")
-        _tell([ids, positions, rows, pages.starts, pages.lengths, pages.tables.flatten(), pages.places], self.device)
-        return super()._logits(ids, positions, rows, pages)
+        paging = [pages.starts, pages.lengths, pages.tables.flatten(), pages.places]
+        _tell([ids, positions, rows, *paging, self._numbers], self.device)
+        with self._shared_adapters.applied_by(self._numbers):
+            return super()._logits(ids, positions, rows, pages)
 
     def close(self) -> None:
         """The other ranks end."""
@@ -95,13 +80,15 @@ class ParallelRunner(Runner):
         distributed.destroy_process_group()
 
 
-def _start_others(source: str, sizes: Sizes, ranks: int, kind: str) -> list[subprocess.Popen[bytes]]:
+def _start_others(
+    source: str, sizes: Sizes, ranks: int, kind: str, adapters: Adapters
+) -> list[subprocess.Popen[bytes]]:
     """Processes for all ranks but this one, which meet at a free port of this machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    arguments = [source, kind, str(ranks), *(str(value) for value in vars(sizes).values())]
+    arguments = [source, json.dumps(adapters.folders), kind, str(ranks), *map(str, vars(sizes).values())]
     command = [sys.executable, "-m", "smelt.serve.engine.parallel"]
     return [subprocess.Popen([*command, str(rank), *arguments]) for rank in range(1, ranks)]
 
@@ -121,7 +108,7 @@ def join(rank: int, ranks: int, kind: str) -> None:
 
 def _tell(tensors: Sequence[Tensor], device: torch.device) -> None:
     """First how long each is, then all of them behind one another. Nothing: the end."""
-    lengths = torch.zeros(8, dtype=torch.int64)
+    lengths = torch.zeros(TENSORS, dtype=torch.int64)
     lengths[: len(tensors)] = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64)
     distributed.broadcast(lengths.to(device), 0)
     if tensors:
@@ -129,9 +116,9 @@ def _tell(tensors: Sequence[Tensor], device: torch.device) -> None:
 
 
 def _told(device: torch.device) -> list[Tensor] | None:
-    lengths = torch.zeros(8, dtype=torch.int64, device=device)
+    lengths = torch.zeros(TENSORS, dtype=torch.int64, device=device)
     distributed.broadcast(lengths, 0)
-    sizes = lengths.tolist()[:7]
+    sizes = lengths.tolist()
     if not any(sizes):
         return None
     content = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
@@ -140,25 +127,28 @@ def _told(device: torch.device) -> list[Tensor] | None:
 
 
 @torch.inference_mode()
-def follow(source: str, sizes: Sizes, rank: int, ranks: int, kind: str) -> None:
+def follow(source: str, folders: dict[str, str], sizes: Sizes, rank: int, ranks: int, kind: str) -> None:
     """What another rank does: its share of every step, until it is told the end."""
     join(rank, ranks, kind)
     device = _device(kind, rank)
     model = load(source)
-    shard(model, rank, ranks)
+    adapters = Adapters(model, folders)
+    shard(model, rank, ranks, adapters)
     model.network.to(device)
+    adapters.to(device)
     cache = PagedCache.empty(model.anatomy, sizes.blocks, sizes.size, model.network.dtype, device)
     model.network.set_attn_implementation(NAME)
     while (told := _told(device)) is not None:
-        ids, positions, rows, starts, lengths, tables, places = told
+        ids, positions, rows, starts, lengths, tables, places, numbers = told
         counts = (starts[1:] - starts[:-1]).tolist()
         pages = Pages(
             starts.int(), lengths.int(), tables.int().view(len(lengths), -1), places, int(lengths.max()), counts
         )
-        module_logits(model.network, cache, ids, positions, rows, pages)
+        with adapters.applied_by(numbers):
+            module_logits(model.network, cache, ids, positions, rows, pages)
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    number, name, where, count, *values = sys.argv[1:]
-    follow(name, Sizes(*map(int, values)), int(number), int(count), where)
+    number, name, adapted, where, count, *values = sys.argv[1:]
+    follow(name, json.loads(adapted), Sizes(*map(int, values)), int(number), int(count), where)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from smelt.errors import ModelError
 from smelt.models.model import Model
 from smelt.serve.engine import decoder
 from smelt.serve.engine.adapters import Adapters
@@ -38,9 +37,8 @@ def runner_for(
     if len(devices) > 1:
         from smelt.serve.engine.parallel import ParallelRunner, Sizes
 
-        if adapters is not None and adapters.names:
-            raise ModelError("adapters cannot be served on several devices yet; merge one, or use one device.")
-        return ParallelRunner(model, Sizes(**sizes), len(devices), devices[0].partition(":")[0])
+        kind = devices[0].partition(":")[0]
+        return ParallelRunner(model, Sizes(**sizes), len(devices), kind, adapters or Adapters(model, {}))
     if compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
         from smelt.serve.engine.gpu_runner import GpuRunner
 

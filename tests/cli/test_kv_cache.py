@@ -1,0 +1,66 @@
+"""A format of keys and values as a person meets it: said once in a recipe, then known to every command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smelt.models.load import load
+from tests.cli.conftest import Place, Smelt, llama_recipe
+
+STEPS = [
+    {"method": "rtn", "bits": 8, "group": -1},
+    {"method": "kv-cache", "format": "int2", "rotate_keys": False},
+]
+
+
+def evaluated(smelt_here: Smelt, place: Place, small: Path, tmp_path: Path, *more: str) -> dict[str, Any]:
+    written = str(tmp_path / "eval.json")
+    arguments = ["--data", place / "text.txt", "--context", "64", "--limit", "1500", "--json", written, *more]
+    done = smelt_here("eval", str(small), *arguments)
+    assert done.code == 0, done
+    content: dict[str, Any] = json.loads(Path(written).read_text())
+    return {**content, "out": done.out}
+
+
+def test_it_is_said_once(
+    place: Place, smelt_here: Smelt, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = tmp_path / "small"
+    recipe = place.recipe("kv.yaml", {**llama_recipe(place), "steps": STEPS})
+    done = smelt_here("compress", place / "llama", "-r", recipe, "-o", str(small), "--prompt", "the cat")
+    assert done.code == 0, done
+    kept = json.loads((small / "smelt.json").read_text())
+    assert kept["kv"] == {"format": "int2", "values": None, "clip": 1.0, "rotate_keys": False}
+    measured = json.loads((small / "measurements.json").read_text())
+    assert measured["samples"][1]["text"] == load(small).generate("the cat")
+
+    found = evaluated(smelt_here, place, small, tmp_path)
+    assert found["kv"] == "int2" and "keys and values in int2" in found["out"]
+    assert (
+        found["quality"]["value"] == evaluated(smelt_here, place, small, tmp_path, "--kv", "int2")["quality"]["value"]
+    )
+    assert found["quality"]["value"] > evaluated(smelt_here, place, small, tmp_path, "--kv", "none")["quality"]["value"]
+
+    done = smelt_here("inspect", str(small), "--json", str(tmp_path / "inspect.json"))
+    assert "keys and values in int2" in done.out
+    assert json.loads((tmp_path / "inspect.json").read_text())["kv"]["format"] == "int2"
+    assert "keys and values" not in smelt_here("inspect", place / "llama").out
+
+    monkeypatch.setattr("smelt.serve.api.server.serve", lambda settings: 0)
+    said = [line for line in smelt_here("serve", str(small)).err.splitlines() if "keys and values" in line]
+    assert len(said) == 1 and "in int2; the server holds them in the model's own type for now." in said[0]
+    assert "keys and values" not in smelt_here("serve", place / "llama").err
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_cannot_be_is_refused_before_any_work(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    arguments = ["--method", "kv-cache", "-o", str(tmp_path / "out")]
+    smelt_here("compress", place / "llama", *arguments, "--set", "format=int9").refused(
+        "there is no number format 'int9'"
+    )
+    smelt_here("compress", place / "bert", *arguments).refused("for models that generate text")
+    assert list(tmp_path.iterdir()) == []

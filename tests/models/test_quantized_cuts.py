@@ -1,0 +1,114 @@
+"""Rows and columns of packed layers: what is kept decodes to what it was, bit for bit; a group is not cut apart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from smelt.errors import ModelError
+from smelt.measure.cost import Workload, block_cost, unit_costs
+from smelt.method import Context
+from smelt.models.anatomy import anatomy_of
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizedLinear, Scheme, quantized_layers
+from smelt.models.surgery import keep_units
+from smelt.numerics.catalogue import FORMATS, format_named
+from smelt.quantize.rtn import RoundToNearest
+from tests.tiny import BUILDS, inputs
+
+OTHERS = ["int3-asym/32@float16", "int5/16", "mxfp6-e2m3/8", "int4/tensor", "nvfp4/32", "int8/256"]
+NAMES = sorted({*FORMATS, *OTHERS})
+
+
+def layer(name: str, columns: int = 128, rows: int = 24) -> QuantizedLinear:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(rows, columns, generator=generator) * torch.logspace(-1, 1, columns)
+    form = format_named(name)
+    made = QuantizedLinear.holding(
+        form.quantize(weight), Scheme(form), bias=torch.randn(rows, generator=generator), dtype=torch.float32
+    )
+    made.add_factors(torch.randn(3, columns, generator=generator), torch.randn(rows, 3, generator=generator))
+    return made
+
+
+def whole(held: QuantizedLinear) -> Tensor:
+    """The matrix with the factors in it."""
+    return held.weight + held.up @ held.down
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_free(name: str) -> None:
+    held, rows = layer(name), torch.tensor([5, 3, 20, 21])
+    weight, matrix, bias = held.weight, whole(held), held.bias
+    assert bias is not None and held.bias is not None
+    held.keep_rows(rows)
+    assert torch.equal(held.weight, weight[rows]) and torch.equal(held.bias, bias[rows])
+    assert torch.allclose(whole(held), matrix[rows]) and held.out_features == 4
+    x = torch.randn(2, 128)
+    assert torch.allclose(held(x), x @ matrix[rows].T + bias[rows], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_columns_leave_in_groups(name: str) -> None:
+    """In any order of the groups, and where a row has one scale, any columns at all."""
+    held, size = layer(name), format_named(name).size(128)
+    columns = torch.tensor([100, 7, 1]) if size == 128 else torch.cat((torch.arange(64, 128), torch.arange(size)))
+    weight, down, x = held.weight, held.down, torch.randn(2, len(columns))
+    held.keep_columns(columns)
+    assert torch.equal(held.weight, weight[:, columns]) and torch.equal(held.down, down[:, columns])
+    assert held.in_features == len(columns)
+    assert torch.allclose(held(x), x @ whole(held).T + held.bias, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["int4/32", "mxfp4", "int3/32"])
+def test_a_shorter_last_group_stays_the_last(name: str) -> None:
+    held = layer(name, columns=80)
+    weight = held.weight
+    held.keep_columns(torch.arange(32, 80))
+    assert torch.equal(held.weight, weight[:, 32:])
+    with pytest.raises(ModelError, match="32 inputs of a layer share a scale"):
+        layer(name, columns=80).keep_columns(torch.cat((torch.arange(64, 80), torch.arange(32))))
+
+
+def test_what_shares_a_scale_is_not_mixed() -> None:
+    for columns in (torch.arange(16, 80), torch.arange(0, 128, 2)):
+        with pytest.raises(ModelError, match="32 inputs of a layer share a scale: they stay or leave together"):
+            layer("int4/32").keep_columns(columns)
+    part = layer("int4/32")
+    part.keep_columns(torch.arange(40, 60))  # a part of one group has the scale of that group
+    assert torch.equal(part.weight, layer("int4/32").weight[:, 40:60])
+    rotated = layer("int4")
+    rotated.scheme = replace(rotated.scheme, hadamard=True)
+    with pytest.raises(ModelError, match="rotated all together"):
+        rotated.keep_columns(torch.arange(64))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_surgery_on_packed_layers_is_surgery_on_what_they_decode_to(name: str) -> None:
+    """Heads and filters leave; prices, low-rank factors included, are what they free."""
+    model = Model(BUILDS[name]())
+    RoundToNearest(bits=8, group=-1).apply(model, Context())
+    plain = BUILDS[name]()
+    modules = dict(plain.named_modules())
+    with torch.no_grad():
+        for path, held in quantized_layers(model.network).items():
+            held.add_factors(torch.randn(2, held.in_features) / 8, torch.randn(held.out_features, 2) / 8)
+            module, matrix = modules[path], whole(held)
+            module.weight.copy_(matrix.T if module.weight.shape != matrix.shape or name == "gpt2" else matrix)
+    work = Workload(tokens=16)
+    for position in range(4):
+        for measure in ("parameters", "macs"):
+            anatomy = anatomy_of(model.network)
+            part, price = anatomy.parts[position], unit_costs(anatomy, measure, work)[position]
+            before = block_cost(anatomy, measure, work)
+            keep_units(model.network, part, range(1, part.units))
+            keep_units(plain, anatomy_of(plain).parts[position], range(1, part.units))
+            assert before - block_cost(anatomy_of(model.network), measure, work) == price
+            if part.units == 2:
+                break
+    with torch.no_grad():
+        found, expected = (network(**inputs(name)).logits for network in (model.network, plain))
+    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
