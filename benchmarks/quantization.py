@@ -158,6 +158,8 @@ def main() -> None:
         if job.seed not in benches:
             benches[job.seed] = _Bench(options, job.seed)
         facts = benches[job.seed].run(job)
+        if options.device == "cuda":
+            torch.cuda.empty_cache()  # for the shares beside this one
         rows.append({"table": job.table, "method": job.method, "column": job.column, "seed": job.seed, **facts})
         print(rows[-1], flush=True)
         write(name, rows, _text(rows, options))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import smelt
 from smelt.models.load import load
 from tests.cli.conftest import Place, Smelt, llama_recipe
 
@@ -27,7 +28,7 @@ def evaluated(smelt_here: Smelt, place: Place, small: Path, tmp_path: Path, *mor
 
 
 def test_it_is_said_once(
-    place: Place, smelt_here: Smelt, quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Place, smelt_here: Smelt, quick: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     small = tmp_path / "small"
     recipe = place.recipe("kv.yaml", {**llama_recipe(place), "steps": STEPS})
@@ -50,10 +51,11 @@ def test_it_is_said_once(
     assert json.loads((tmp_path / "inspect.json").read_text())["kv"]["format"] == "int2"
     assert "keys and values" not in smelt_here("inspect", place / "llama").out
 
-    monkeypatch.setattr("smelt.serve.api.server.serve", lambda settings: 0)
-    said = [line for line in smelt_here("serve", str(small)).err.splitlines() if "keys and values" in line]
-    assert len(said) == 1 and "in int2; the server holds them in the model's own type for now." in said[0]
-    assert "keys and values" not in smelt_here("serve", place / "llama").err
+    for model, said in ((str(small), 1), (place / "llama", 0)):
+        caplog.clear()
+        smelt.Engine(model, context=32, cache_bytes=10**6)
+        told = [record.message for record in caplog.records if "keys and values" in record.message]
+        assert len(told) == said and all("in int2; the engine holds them in the model's own" in each for each in told)
 
 
 @pytest.mark.usefixtures("quick")

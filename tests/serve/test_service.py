@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -69,3 +71,9 @@ def test_bytes_of_tokens() -> None:
     ids = tokenizer()("é🙂a")["input_ids"]
     assert b"".join(texts.token(token)[1] for token in ids) == "é🙂a".encode()
     assert texts.token(ids[-1]) == ("a", b"a") and texts.token(256) == ("<end>", b"<end>")
+
+
+def test_the_server_is_there_before_torch_is() -> None:
+    """The engine's process imports it; to do so here first would make every start some seconds longer."""
+    code = "import sys, smelt.cli.serve, smelt.serve.api.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,15 +11,7 @@ from typing import Annotated
 
 import typer
 
-from smelt.cli.output import (
-    DeviceOption,
-    JsonOption,
-    ModelArgument,
-    SeedOption,
-    say,
-    say_what_is_not_served,
-    write_json,
-)
+from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, say, write_json
 from smelt.errors import RequestError
 from smelt.serve.chat import Conversation
 from smelt.serve.engine.engine import Engine
@@ -39,7 +31,6 @@ def run(
     seed: SeedOption = 0,
 ) -> None:
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    say_what_is_not_served(model)
     talk = Conversation(Engine(model, device=device, context=context, batch_requests=2), sampling, system)
     if sys.stdin.isatty():
         import readline  # noqa: F401  lets `input` keep a history and edit its line

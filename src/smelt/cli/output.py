@@ -51,15 +51,6 @@ def say(sentence: str) -> None:
     print(f"  {sentence}", file=sys.stderr, flush=True)
 
 
-def say_what_is_not_served(model: str) -> None:
-    """An artifact may remember a format of keys and values that the engine's paged cache does not have."""
-    from smelt.models.artifact import remembered_kv
-
-    kv = remembered_kv(model)
-    if kv is not None:
-        say(f"{model} was made with keys and values in {kv}; the server holds them in the model's own type for now.")
-
-
 def table(title: str, headings: list[str], rows: list[list[str]]) -> Table:
     """A plain table; every column but the first is right-aligned when it holds numbers."""
     result = Table(title=title, title_justify="left", header_style="bold")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from smelt.cli.output import DeviceOption, ModelArgument, say, say_what_is_not_served
+from smelt.cli.output import DeviceOption, ModelArgument, say
 from smelt.errors import SmeltError
 
 KeyOption = Annotated[
@@ -79,7 +79,6 @@ def run(
     }  # fmt: skip
     limits = Limits(queue=queue, grace_seconds=grace, silence_seconds=silence, reader_seconds=reader, restarts=restarts)
     say(f"loading {model}")
-    say_what_is_not_served(model)
     settings = Settings(model, name, host, port, keys, device, engine, _adapters(adapter or []), limits, replicas)
     if replicas > 1 or cluster:
         from smelt.serve.cluster.placement import placed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,17 +54,26 @@ class Answer:
         self.count, self.cached, self.reason = 0, 0, ""
         self.started = self.first = self.last = 0.0
 
-    def take(self, event: TokenEvent, arrival: float) -> Delta:
+    def take(self, events: Sequence[TokenEvent], arrival: float) -> Delta:
+        """All that came since, as one piece of text; what comes after a stop text is left out."""
         now = time.monotonic()
-        delta = Delta(self.index, reason=event.reason)
-        if event.token is not None:
+        delta = Delta(self.index)
+        for event in events:
+            if self.text.stopped is not None:
+                break
+            delta.reason = event.reason
+            if event.token is None:
+                continue
             self._time(event, now, arrival)
             self.count += 1
             delta.tokens.append(event.token)
             if event.logprobs is not None:
                 delta.logprobs.append(Logprob(event.token, *event.logprobs))
-            delta.text = self.text.push([event.token])
-        if event.reason:
+            if self.text.stop:  # it may be met by any of them
+                delta.text += self.text.push([event.token])
+        if not self.text.stop:
+            delta.text = self.text.push(delta.tokens)
+        if delta.reason:
             delta.text += self.text.finish()
         if self.text.stopped is not None:
             delta.reason = "stop"
@@ -150,19 +159,15 @@ class Generation:
             if left <= 0:
                 raise ApiError(504, f"the request took longer than {self.service.limits.request_seconds:g} seconds.")
             events = await self._stream.next(min(PING_SECONDS, left))
-            new: dict[int, Delta] = {}
+            new: dict[int, list[TokenEvent]] = {}
             for event in events:
-                answer = self.answers[event.answer]
-                if answer.reason:
-                    continue
-                delta = answer.take(event, self.arrival)
-                if delta.reason and not event.reason:
-                    self._stream.end(event.answer)
-                if delta.index in new:
-                    new[delta.index].extend(delta)
-                else:
-                    new[delta.index] = delta
-            yield list(new.values())
+                if not self.answers[event.answer].reason:
+                    new.setdefault(event.answer, []).append(event)
+            deltas = [self.answers[place].take(came, self.arrival) for place, came in new.items()]
+            for delta in deltas:
+                if delta.reason and not new[delta.index][-1].reason:
+                    self._stream.end(delta.index)
+            yield deltas
 
     def leave(self) -> None:
         """The client has gone."""

@@ -6,12 +6,14 @@ own. It is called with all tokens of a step as one long sequence; what belongs t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import local
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
@@ -38,11 +40,18 @@ class PagedCache:
 
         def pages() -> dict[int, Tensor]:
             return {
-                layer: torch.zeros(blocks, size, heads, width, dtype=dtype, device=device)
-                for layer, (heads, width) in shapes.items()
+                layer: _zeros((blocks, size, heads, width), dtype, device) for layer, (heads, width) in shapes.items()
             }
 
         return cls(pages(), pages(), size)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On a processor, memory that the system gives when it is first written: to fill gigabytes takes seconds."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    octets = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(octets).view(dtype).view(shape)
 
 
 def block_bytes(anatomy: Anatomy, size: int, dtype: torch.dtype) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from smelt.serve.engine.sampling import Sampling
 from smelt.serve.engine.scheduler import Scheduler, Step
 from smelt.serve.engine.text import TextStream
 
+log = logging.getLogger("smelt.engine")
 SHARE = {"cpu": 0.3, "cuda": 0.8}  # of the memory that is free: what the cache takes unless told otherwise
 
 
@@ -77,6 +79,9 @@ class Engine:
         self.model = load(model, device=home, packed=devices == 1) if isinstance(model, str) else model
         if self.model.task != "language":
             raise ModelError(f"{self.model.source or 'this model'} is no language model: it cannot generate.")
+        if self.model.kv is not None:
+            told = "%s was made with keys and values in %s; the engine holds them in the model's own type for now."
+            log.warning(told, self.model.source or "this model", self.model.kv)
         self.context = _context(self.model, context)
         self.vocabulary: int = self.model.network.config.get_text_config().vocab_size
         where = torch.device(device) if devices > 1 else self.model.device

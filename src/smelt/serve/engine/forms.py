@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import json
 from functools import cached_property
-from typing import Any
-
-import numpy as np
-import torch
-from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from smelt.errors import ModelError, RequestError
 from smelt.serve.engine.sampling import Form
+
+if TYPE_CHECKING:  # a server imports this file before it has the time to import torch
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
 
 LIMITS: dict[str, Any] = {
     "max_grammar_size": 50_000,
@@ -82,6 +81,9 @@ class Matcher:
         return Matcher(self._inner.deep_copy(), self._vocabulary)
 
     def allowed(self) -> Tensor:  # [vocabulary], bool
+        import numpy as np
+        import torch
+
         bits = np.frombuffer(self._inner.compute_bitmask(), dtype=np.uint8)
         return torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocabulary].astype(bool))
 
