@@ -31,7 +31,7 @@ class Loop:
         if task != "language":
             pipe.send({"kind": "other", "folder": self.folder, "task": task})
             raise EOFError
-        self.engine = Engine(**{**options, "model": self.folder})
+        self.engine = Engine(**options)  # by the name that was given: a bundled model is served in its own bits
         self.requests: dict[str, list[Any]] = {}  # of each name, the requests that have not ended
         pipe.send({"kind": "ready", **self._facts()})
 
