@@ -1,0 +1,156 @@
+"""What SmolLM2-135M can still answer when a part of its prompt's keys and values is lost: scorers x budgets x keep.
+
+    PYTHONPATH=benchmarks python benchmarks/kv_quality.py [--prompts 16] [--seeds 1] [--resume]
+
+Every prompt is read once and compressed before the question is seen. A needle in WikiText (1,024 tokens) and a table of
+names and codes (512 tokens) are answered or not; of a text's continuation (128 tokens after 1,024) the perplexity is
+measured. The static budgets come from a profile of other prompts, by the same scorer under `ada`. Tokens are hidden by
+a mask, head by head: the reference of what an engine frees.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+import torch
+from common import kept_rows, mean, table, write
+from kv_tasks import Asked, asked
+from torch import Tensor
+
+from smelt.kv.budget import kept
+from smelt.kv.budgets import budget_named
+from smelt.kv.observe import Reading, logits_after, read, shape_of
+from smelt.kv.profile import Profile, ratios
+from smelt.kv.repeat import repeated
+from smelt.kv.scorers import SCORERS, scorer_named
+from smelt.models.load import load
+from smelt.models.model import Model
+
+KEEP = (0.75, 0.5, 0.25, 0.1)
+LENGTHS = {"needle": 1024, "lookup": 512, "continuation": 1024}
+RULES = ("uniform", "pyramid", "ada", "everywhere", "static")
+FORCED = {"sink": 4, "window": 32}  # of every scorer
+BEFORE = 8  # prompts of a profile
+AT_ONCE = 14  # ways to go on from a prompt, in a batch
+REPEAT = "\nRepeat the previous context exactly.\n"
+
+
+def main() -> None:
+    options = _options()
+    model = load("smollm2-135m")
+    rows = kept_rows("kv_quality", options.resume)
+    done = {(row["task"], row["seed"], row["number"]) for row in rows}
+    for seed in range(options.seeds):
+        for task, length in LENGTHS.items():
+            if all((task, seed, number) in done for number in range(options.prompts)):
+                continue
+            others = asked(model.tokenizer, task, BEFORE, length, 1000 + seed)
+            profiles = profiled(model, [prepared(model, each) for each in others])
+            for number, each in enumerate(asked(model.tokenizer, task, options.prompts, length, seed)):
+                if (task, seed, number) in done:
+                    continue
+                found = judged(model, each, profiles)
+                rows.append({"task": task, "seed": seed, "number": number, "found": found})
+                write("kv_quality", rows, _text(rows))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=16, help="of each task")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--resume", action="store_true")
+    return parser.parse_args()
+
+
+def prepared(model: Model, each: Asked) -> Reading:
+    ids = torch.tensor([each.prompt])
+    ask = torch.tensor(model.tokenizer(REPEAT)["input_ids"])
+    return repeated(model, read(model, ids), ids, ask)
+
+
+def scored(reading: Reading, name: str) -> Tensor:  # [layers, 1, kv_heads, tokens]
+    scorer = scorer_named(name, **FORCED)
+    return torch.stack([scorer.scores(seen) for seen in reading.seen])
+
+
+def profiled(model: Model, readings: list[Reading]) -> dict[tuple[str, float], Profile]:
+    """For every scorer and share: what `ada` lets each head keep of these prompts."""
+    found = {}
+    for name in SCORERS:
+        scores = [scored(reading, name) for reading in readings]
+        for keep in KEEP:
+            counts = [budget_named("ada").counts(each, keep)[:, 0] for each in scores]  # [layers, kv_heads]
+            samples = torch.stack([
+                ratios(count, reading.tokens, **FORCED) for count, reading in zip(counts, readings, strict=True)
+            ])  # fmt: skip
+            found[name, keep] = Profile.of(shape_of(model), name, keep, samples, FORCED)
+    return found
+
+
+def judged(model: Model, each: Asked, profiles: dict[tuple[str, float], Profile]) -> dict[str, dict[str, float]]:
+    """For the whole prompt and every way to keep some of it: was the answer right, and how likely was it."""
+    reading = prepared(model, each)
+    ways: dict[str, Tensor] = {}
+    for name in SCORERS:
+        scores = scored(reading, name)
+        for rule in RULES:
+            for keep in KEEP:
+                budget = budget_named(rule, **({"profile": profiles[name, keep]} if rule == "static" else {}))
+                counts = budget.counts(scores, keep)
+                ways[f"{name}|{rule}|{keep:g}"] = kept(scores, counts)
+    found = _answers(model, reading, each, {"all": torch.ones_like(next(iter(ways.values())))})
+    names = list(ways)
+    for start in range(0, len(names), AT_ONCE):
+        found |= _answers(model, reading, each, {name: ways[name] for name in names[start : start + AT_ONCE]})
+    return found
+
+
+def _answers(model: Model, reading: Reading, each: Asked, ways: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    after = torch.tensor([each.after])
+    logits = logits_after(model, reading, torch.cat(list(ways.values()), dim=1), after)
+    wanted = after[0, -each.answer :]
+    rows = logits[:, -each.answer - 1 : -1].log_softmax(-1)  # [ways, answer, vocabulary]
+    own = rows.gather(-1, wanted.expand(len(rows), -1)[..., None])[..., 0]
+    right = (rows.argmax(-1) == wanted).all(-1)
+    shares = [way.double().mean().item() for way in ways.values()]
+    return {
+        name: {"right": float(right[at]), "loss": float(-own[at].mean()), "kept": shares[at]}
+        for at, name in enumerate(ways)
+    }
+
+
+def _text(rows: list[dict[str, Any]]) -> str:
+    tasks = [task for task in LENGTHS if any(row["task"] == task for row in rows)]
+    text = (
+        "# What is left of a prompt: scorers, budgets and quality\n\n"
+        f"SmolLM2-135M in float32, {len(rows) // max(len(tasks), 1)} prompts a task, compressed before the question "
+        f"is seen; the first {FORCED['sink']} and the last {FORCED['window']} tokens always stay. `needle` and "
+        "`lookup`: the share of questions answered exactly; `continuation`: perplexity. Columns are the share of keys "
+        "and values that is kept in all.\n"
+    )
+    for task in tasks:
+        here = [row["found"] for row in rows if row["task"] == task]
+        text += f"\n## {task}: {_figure(here, 'all', task)} with everything\n\n{_table(here, task)}\n"
+    return text
+
+
+def _table(found: list[dict[str, dict[str, float]]], task: str) -> str:
+    headings = ["scorer", "budget", *(f"{keep:.0%}" for keep in KEEP)]
+    cells = [
+        [name, rule, *(_figure(found, f"{name}|{rule}|{keep:g}", task) for keep in KEEP)]
+        for name in SCORERS
+        for rule in RULES
+    ]
+    return table(headings, cells)
+
+
+def _figure(found: list[dict[str, dict[str, float]]], way: str, task: str) -> str:
+    if task == "continuation":
+        return f"{math.exp(mean([each[way]['loss'] for each in found])):.2f}"
+    return f"{mean([each[way]['right'] for each in found]):.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Long prompts with a question after them: a needle in real text, a table of keys and values, and the text's own
+continuation. The question is not part of what is compressed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from common import shared
+
+from smelt.data import load_text
+
+CITIES = ["Oslo", "Lima", "Cairo", "Quito", "Seoul", "Dakar", "Riga", "Porto", "Hanoi", "Turin", "Kyoto", "Izmir"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Tokens: what is read and compressed, what comes after it, and how many of the last of these are the answer."""
+
+    task: str
+    prompt: list[int]
+    after: list[int]
+    answer: int
+
+
+def asked(tokenizer: Any, task: str, count: int, length: int, seed: int) -> list[Asked]:
+    make = {"needle": _needle, "lookup": _lookup, "continuation": _continuation}[task]
+    text = tokenizer(load_text(shared() / "data/wikitext2/test.txt.gz").joined, verbose=False)["input_ids"]
+    return [make(tokenizer, text, length, random.Random(f"{task} {seed} {number}")) for number in range(count)]
+
+
+def _needle(tokenizer: Any, text: list[int], length: int, chance: random.Random) -> Asked:
+    city, number = chance.choice(CITIES), chance.randrange(10000, 100000)
+    fact = tokenizer(f"\nThe secret number of {city} is {number}.\n")["input_ids"]
+    start = chance.randrange(len(text) - length)
+    place = chance.randrange(32, length - len(fact) - 64)
+    prompt = text[start : start + place] + fact + text[start + place : start + length - len(fact)]
+    return _with_question("needle", tokenizer, prompt, f"\nThe secret number of {city} is", f" {number}")
+
+
+def _lookup(tokenizer: Any, _: list[int], length: int, chance: random.Random) -> Asked:
+    prompt: list[int] = tokenizer("Codes of all names:\n")["input_ids"]
+    pairs: list[tuple[str, int]] = []
+    while True:
+        name = "".join(chance.choice("bdfgklmnprst") + chance.choice("aeiou") for _ in range(3))
+        pairs.append((name, chance.randrange(100, 1000)))
+        line = tokenizer(f"{name} = {pairs[-1][1]}\n")["input_ids"]
+        if len(prompt) + len(line) > length:
+            break
+        prompt += line
+    pairs.pop()
+    name, code = chance.choice(pairs)
+    return _with_question("lookup", tokenizer, prompt, f"\nThe code again: {name} =", f" {code}")
+
+
+def _continuation(_: Any, text: list[int], length: int, chance: random.Random) -> Asked:
+    start = chance.randrange(len(text) - length - 128)
+    return Asked("continuation", text[start : start + length], text[start + length : start + length + 128], 127)
+
+
+def _with_question(task: str, tokenizer: Any, prompt: list[int], question: str, answer: str) -> Asked:
+    before, whole = tokenizer(question)["input_ids"], tokenizer(question + answer)["input_ids"]
+    return Asked(task, prompt, whole, len(whole) - len(before))

@@ -1,0 +1,19 @@
+"""How the last queries of a prompt meet its keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from smelt.kv.seen import Seen
+
+
+def last_logits(seen: Seen, count: int) -> Tensor:
+    """The scaled products of the last `count` queries with all keys, minus infinity where a key comes after its query:
+    [batch, kv_heads, group, count, tokens], float32."""
+    first = seen.tokens - count
+    queries = seen.turn(seen.queries[:, :, first:], first).float()
+    grouped = queries.unflatten(1, (-1, seen.group)).flatten(2, 3)  # [batch, kv_heads, group * count, width]
+    products = grouped @ seen.keys.float().mT * seen.scale
+    places = torch.arange(seen.tokens, device=products.device)
+    return products.unflatten(2, (seen.group, count)).masked_fill(places > places[first:, None], -torch.inf)
