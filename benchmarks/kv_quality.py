@@ -21,9 +21,9 @@ from torch import Tensor
 
 from smelt.kv.budget import kept
 from smelt.kv.budgets import budget_named
-from smelt.kv.observe import Reading, logits_after, read, shape_of
+from smelt.kv.observe import Reading, logits_after, shape_of
 from smelt.kv.profile import Profile, ratios
-from smelt.kv.repeat import repeated
+from smelt.kv.profiling import read_for, scored
 from smelt.kv.scorers import SCORERS, scorer_named
 from smelt.models.load import load
 from smelt.models.model import Model
@@ -34,7 +34,6 @@ RULES = ("uniform", "pyramid", "ada", "everywhere", "static")
 FORCED = {"sink": 4, "window": 32}  # of every scorer
 BEFORE = 8  # prompts of a profile
 AT_ONCE = 14  # ways to go on from a prompt, in a batch
-REPEAT = "\nRepeat the previous context exactly.\n"
 
 
 def main() -> None:
@@ -65,21 +64,15 @@ def _options() -> argparse.Namespace:
 
 
 def prepared(model: Model, each: Asked) -> Reading:
-    ids = torch.tensor([each.prompt])
-    ask = torch.tensor(model.tokenizer(REPEAT)["input_ids"])
-    return repeated(model, read(model, ids), ids, ask)
-
-
-def scored(reading: Reading, name: str) -> Tensor:  # [layers, 1, kv_heads, tokens]
-    scorer = scorer_named(name, **FORCED)
-    return torch.stack([scorer.scores(seen) for seen in reading.seen])
+    """Read, and repeated for the scorer that wants it."""
+    return read_for(model, each.prompt, scorer_named("kvzip"))
 
 
 def profiled(model: Model, readings: list[Reading]) -> dict[tuple[str, float], Profile]:
     """For every scorer and share: what `ada` lets each head keep of these prompts."""
     found = {}
     for name in SCORERS:
-        scores = [scored(reading, name) for reading in readings]
+        scores = [scored(reading, scorer_named(name, **FORCED)) for reading in readings]
         for keep in KEEP:
             counts = [budget_named("ada").counts(each, keep)[:, 0] for each in scores]  # [layers, kv_heads]
             samples = torch.stack([
@@ -94,7 +87,7 @@ def judged(model: Model, each: Asked, profiles: dict[tuple[str, float], Profile]
     reading = prepared(model, each)
     ways: dict[str, Tensor] = {}
     for name in SCORERS:
-        scores = scored(reading, name)
+        scores = scored(reading, scorer_named(name, **FORCED))
         for rule in RULES:
             for keep in KEEP:
                 budget = budget_named(rule, **({"profile": profiles[name, keep]} if rule == "static" else {}))

@@ -13,8 +13,8 @@ from smelt.errors import SmeltError
 # Every wrong use of options and arguments is of this class, for which typer has no public name.
 _WrongUse: type[Exception] = typer.BadParameter.__mro__[1]
 
-# What each command does. Its file has the function `run` and is imported only when the command is called, so that
-# `smelt --help` does not wait for torch.
+# What each command does. Its file has the function `run`, or an `app` with commands of its own, and is imported only
+# when the command is called, so that `smelt --help` does not wait for torch.
 COMMANDS = {
     "methods": "What can be done to a model, what each method needs, and its paper.",
     "formats": "Every number format: its bits, its grid, its scales, and its error on normal values, measured now.",
@@ -23,6 +23,7 @@ COMMANDS = {
     "compress": "Make a model smaller by a recipe or one method; save it, prove that it reloads, and report the cost.",
     "eval": "How good a model is on data, and with --against, how much it lost, with a confidence interval.",
     "bench": "Latency and memory, measured here: median and spread after a warm-up, batch and length stated.",
+    "kv": "How many keys and values each head of a model needs: `kv profile` finds budgets over real texts.",
     "chat": "Talk to a model in the terminal; its answers come as they are made.",
     "load-test": "Send requests to a server at a rate, and measure latencies, throughput and goodput, with plots.",
     "export": "Write a model for vLLM and transformers (compressed-tensors), llama.cpp (gguf) or onnxruntime (onnx).",
@@ -43,8 +44,11 @@ def app_with(*names: str) -> typer.Typer:
     app.callback(invoke_without_command=True)(options)
     for name, told in COMMANDS.items():
         ready = not names or name in names
-        run = import_module(f"smelt.cli.{_FILES.get(name, name)}").run if ready else _listed
-        app.command(name, help=told)(run)
+        file: Any = import_module(f"smelt.cli.{_FILES.get(name, name)}") if ready else None
+        if hasattr(file, "app"):
+            app.add_typer(file.app, name=name, help=told)
+        else:
+            app.command(name, help=told)(file.run if ready else _listed)
     return app
 
 

@@ -1,0 +1,61 @@
+"""`smelt kv profile` as a person uses it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from smelt.kv.budgets import budget_named
+from smelt.kv.observe import shape_of
+from smelt.kv.profile import Profile
+from smelt.kv.profiling import kept_shares, samples
+from smelt.kv.scorers import scorer_named
+from smelt.models.load import load
+from tests.cli.conftest import Place, Smelt
+
+
+def arguments(place: Place, out: Path, *more: str) -> list[str]:
+    return ["kv", "profile", place / "llama", "--data", place / "text.txt", "--samples", "3", "--length", "120",
+            "-o", str(out), "--heads", "2", *more]  # fmt: skip
+
+
+def test_a_profile(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    out = tmp_path / "llama.kv.json"
+    done = smelt_here(*arguments(place, out, "--keep", "0.8", "--seed", "3", "--json", str(tmp_path / "r.json")))
+    assert done.code == 0, done
+    assert "layer" in done.out and "times the ideal" in done.out
+    told, found, model = json.loads((tmp_path / "r.json").read_text()), Profile.load(out), load(place / "llama")
+    found.check_model(shape_of(model))
+    assert told["keep"] == found.keep == 0.8 and told["samples"] == 3 and told["seed"] == 3
+    assert torch.equal(torch.tensor(told["budgets"], dtype=torch.float64), found.budgets)
+    assert told["budget"] >= told["mean"] > 0 and told["over_ideal"]["global"] <= told["over_ideal"]["adjacent"]
+    assert model.tokenizer is not None
+    tokens = model.tokenizer((Path(place / "text.txt")).read_text(), verbose=False)["input_ids"]
+    shares = kept_shares(model, samples(tokens, 3, 120, 3), scorer_named("snapkv"), budget_named("ada"), 0.8)
+    assert torch.allclose(shares.mean(0), torch.tensor(found.mean, dtype=torch.float64))
+
+
+def test_a_scorer_that_repeats_the_prompt(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    done = smelt_here(*arguments(place, tmp_path / "p.json", "--scorer", "kvzip", "--keep", "0.7"))
+    assert done.code == 0 and Profile.load(tmp_path / "p.json").scorer == "kvzip"
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--keep", "0"], "above 0 and at most 1"),
+        (["--keep", "2"], "above 0 and at most 1"),
+        (["--keep", "0.3"], "of 120 tokens 0.3 are 36, and snapkv keeps 68 in any case"),
+        (["--scorer", "best"], "there is no scorer 'best'"),
+        (["--length", "129"], "more than the model's 128 positions"),
+        (["--length", "100000"], "give more, or a smaller length"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(
+    more: list[str], told: str, place: Place, smelt_here: Smelt, tmp_path: Path
+) -> None:
+    smelt_here(*arguments(place, tmp_path / "p.json", *more)).refused(told)
+    assert not (tmp_path / "p.json").exists()
