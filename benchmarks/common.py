@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,27 @@ def copy_bandwidth() -> float:
         stop.synchronize()
         times.append(start.elapsed_time(stop) / 1e3)
     return 2 * source.nbytes / statistics.median(times)
+
+
+def graph_seconds(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> float:
+    """The median time of one call among those that a captured graph of the GPU holds."""
+    calls[0]()
+    calls[-1]()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    del kept
+    return statistics.median(times) / len(calls)
 
 
 class KeptGradients(Checkpoint):

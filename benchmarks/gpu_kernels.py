@@ -9,13 +9,12 @@ the bandwidth of a large copy (bytes read and written), measured first. Random d
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
-from common import copy_bandwidth, table, write
+from common import copy_bandwidth, graph_seconds, table, write
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -55,24 +54,7 @@ def main() -> None:
 
 
 def microseconds(calls: list[Callable[[], Any]]) -> float:
-    """The median time of one call among those that a graph holds."""
-    calls[0]()
-    calls[-1]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        kept = [call() for call in calls]
-    graph.replay()
-    times = []
-    for _ in range(REPEATS):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / len(calls))
-    del kept
-    return statistics.median(times)
+    return 1e6 * graph_seconds(calls, REPEATS)
 
 
 def packed(name: str, rows: int, columns: int) -> tuple[Packed, Quantized]:

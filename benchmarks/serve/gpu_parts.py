@@ -9,12 +9,10 @@ than the cache holds and taken in turn. `--tune` measures other tiles beside tho
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from common import copy_bandwidth, table, write
+from common import copy_bandwidth, graph_seconds, table, write
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -23,7 +21,7 @@ from smelt.kernels.gpu.chip import processors
 from smelt.kernels.gpu.rotation import Rotation
 from smelt.kernels.paged import Pages
 
-SEED, SIZE, TIMES = 0, 16, 20
+SEED, SIZE = 0, 16
 ROTATED = 400 * 2**20  # bytes of matrices or pages that are taken in turn
 WIDTHS = {"1b": (2048, 8192, 64), "8b": (4096, 14336, 128)}  # hidden, inner, of a head
 VOCABULARY, HEADS, KV_HEADS = 128256, 32, 8
@@ -48,26 +46,6 @@ def main() -> None:
         for work in (vectors, decoding, prefilling):
             rows += work(shape, bandwidth, options.tune)
             write("serve_gpu_parts", rows, _text(rows, bandwidth))
-
-
-def _seconds(calls: Sequence[Callable[[], Any]]) -> float:
-    """Of one call, by replays of a graph that holds all of them."""
-    for call in calls[:2]:
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    times = []
-    for _ in range(TIMES):
-        start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / 1e3)
-    return statistics.median(times[2:]) / len(calls)
 
 
 def _random(*shape: int) -> Tensor:
@@ -98,9 +76,9 @@ def vectors(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
         count = height // (2 if kind == "gate" else 1)
         mine = vector.tiles_for(count, kind != "add", kind == "gate")
         for tiles in [mine, *(each for each in VECTOR_TILES if tune and each != mine)]:
-            time = _seconds([lambda m=matrix, t=tiles: ours(m, t) for matrix in matrices])
+            time = graph_seconds([lambda m=matrix, t=tiles: ours(m, t) for matrix in matrices])
             rows.append(_row(shape, name, f"vector {tiles}", tiles == mine, time, 2 * height * width / bandwidth))
-        time = _seconds([lambda m=matrix, x=x: F.linear(x, m) for matrix in matrices])
+        time = graph_seconds([lambda m=matrix, x=x: F.linear(x, m) for matrix in matrices])
         rows.append(_row(shape, name, "PyTorch, the product alone", False, time, 2 * height * width / bandwidth))
         del matrices
     return rows
@@ -152,7 +130,7 @@ def _decoding(shape: str, requests: int, bandwidth: float, tune: bool) -> list[d
             lambda p=page, t=tiles, s=parts: paged.paged_decode(mixed, *p, tokens, rotation, 0.1, splits=s, tiles=t)
             for page in pages
         ]
-        time = _seconds(calls * (1 if len(calls) > 4 else 8))
+        time = graph_seconds(calls * (1 if len(calls) > 4 else 8))
         way, least = f"tiles {tiles}, {parts} parts", 4 * requests * LENGTH * KV_HEADS * width / bandwidth
         rows.append(_row(shape, f"decoding, {requests} requests", way, (tiles, parts) == ways[0], time, least))
     return rows
@@ -169,10 +147,10 @@ def prefilling(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]
     queries = _random(count * length, HEADS, width)
     for tiles in PREFILL_TILES if tune else [paged.PREFILL_TILES]:
         cut = paged.QueryTiles.of(batch.counts, queries.device, tiles)
-        time = _seconds([lambda c=cut: paged.paged_prefill(queries, *pages[0], batch, 0.1, tiles=c)] * 4)
+        time = graph_seconds([lambda c=cut: paged.paged_prefill(queries, *pages[0], batch, 0.1, tiles=c)] * 4)
         rows.append(_row(shape, "prompts, 32 of 256", f"tiles {tiles}", tiles == paged.PREFILL_TILES, time, None))
     dense = [_random(count, heads, length, width) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    time = _seconds([lambda: F.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)] * 4)
+    time = graph_seconds([lambda: F.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)] * 4)
     rows.append(_row(shape, "prompts, 32 of 256", "PyTorch, without pages", False, time, None))
     return rows
 
