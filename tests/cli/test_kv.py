@@ -34,6 +34,7 @@ def test_a_profile(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     assert told["budget"] >= told["mean"] > 0 and told["over_ideal"]["global"] <= told["over_ideal"]["adjacent"]
     assert model.tokenizer is not None
     tokens = model.tokenizer((Path(place / "text.txt")).read_text(), verbose=False)["input_ids"]
+    assert samples(tokens, 3, 120, 3) != samples(tokens, 3, 120, 4)
     shares = kept_shares(model, samples(tokens, 3, 120, 3), scorer_named("snapkv"), budget_named("ada"), 0.8)
     assert torch.allclose(shares.mean(0), torch.tensor(found.mean, dtype=torch.float64))
 

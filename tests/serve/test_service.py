@@ -49,6 +49,38 @@ def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert whole.status_code == 504
 
 
+@pytest.mark.parametrize(
+    ("stop", "text", "reason", "count"), [(None, "abcSTOPdef", "length", 10), ("STOP", "abc", "stop", 7)]
+)
+def test_tokens_that_come_together(
+    stop: str | None, text: str, reason: str, count: int, model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All in one message: they are read in one piece, and what comes after a stop text is neither shown nor counted."""
+    tokens = tokenizer()("abcSTOPdef")["input_ids"]
+    script = f"""
+ready()
+while True:
+    name = pipe.receive().get("name")
+    ends = [""] * {len(tokens) - 1} + ["length"]
+    events = [[name + "-0", token, None, end, 0, 0.0] for token, end in zip({tokens}, ends)]
+    send(kind="events", state=state, events=events)
+"""
+    monkeypatch.setattr(EngineClient, "command", pretending(script))
+
+    async def main() -> httpx.Response:
+        service = Service(Settings(str(model_folder)))
+        await service.start()
+        transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            found = await client.post("/v1/completions", json={"prompt": [1], "max_tokens": 20, "stop": stop})
+        await service.stop()
+        return found
+
+    answer = asyncio.run(main()).json()
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == (text, reason, count)
+
+
 @pytest.mark.parametrize("each", [tokenizer(), character_tokenizer()], ids=["bytes", "characters"])
 def test_the_quick_way_to_text_is_the_same_text(each: Any) -> None:
     texts = Texts(each, 100)

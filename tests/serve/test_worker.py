@@ -15,6 +15,8 @@ from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling import Sampling
 from smelt.serve.worker.client import EngineClient, Stream, TokenEvent, WorkerDied
+from smelt.serve.worker.loop import Loop
+from smelt.serve.worker.pipe import Pipe, pipe_pair
 from tests.serve.served import language_model
 
 GREEDY = Sampling(max_tokens=12, temperature=0, ignore_end=True)
@@ -112,3 +114,12 @@ def test_a_process_and_its_client(model_folder: Path) -> None:
             client.stream(PROMPTS, GREEDY)
 
     asyncio.run(main())
+
+
+def test_the_engine_is_given_the_model_by_its_name(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by the folder that the name stands for: that of a bundled model holds floats, its name means few bits."""
+    monkeypatch.setenv("HOME", str(model_folder.parent))
+    ours, theirs = pipe_pair()
+    ours.send({"model": f"~/{model_folder.name}", "cache_bytes": 10**6})
+    loop = Loop(Pipe(theirs.detach()))
+    assert loop.engine.model.source == f"~/{model_folder.name}" and loop.folder == str(model_folder)
