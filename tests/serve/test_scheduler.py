@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from smelt.errors import RequestError
 from smelt.serve.engine.blocks import BlockPool, chained, root_digest
+from smelt.serve.engine.memory import PlainMemory
 from smelt.serve.engine.request import Request, State
 from smelt.serve.engine.sampling import Sampling
 from smelt.serve.engine.scheduler import Scheduler, Step
@@ -22,7 +23,7 @@ def request(name: int, prompt: list[int], answer: int, **more: object) -> Reques
 
 def check(scheduler: Scheduler) -> None:
     """What must hold after every step."""
-    pool = scheduler.pool
+    pool = scheduler.memory.pool
     held = Counter(block for each in scheduler.running for block in each.blocks)
     assert {block: count for block, count in enumerate(pool.references) if count} == dict(held)
     assert pool.free + len(held) == pool.blocks
@@ -87,7 +88,7 @@ def test_random_work(
 ) -> None:
     chance = random.Random(seed)
     pool = BlockPool(blocks, size, prefix_cache=prefix)
-    scheduler = Scheduler(pool, most_tokens=most_tokens, most_requests=most_requests, chunk=chunk)
+    scheduler = Scheduler(PlainMemory(pool), most_tokens=most_tokens, most_requests=most_requests, chunk=chunk)
     clerk, requests = Clerk(scheduler, ahead), []
     beginning = [chance.randrange(5) for _ in range(20)]
     for turn in range(4000):
@@ -132,7 +133,7 @@ def steps_of(scheduler: Scheduler) -> list[Step]:
 def test_first_come_first_served() -> None:
     """Who came earlier never has computed fewer steps than who came later, while both are there (Orca's invariant)."""
     pool = BlockPool(1000, 4)
-    scheduler = Scheduler(pool, most_tokens=12, most_requests=3, chunk=8)
+    scheduler = Scheduler(PlainMemory(pool), most_tokens=12, most_requests=3, chunk=8)
     requests = [request(place, [place] * (place * 7 % 20 + 1), 10) for place in range(12)]
     for each in requests:
         scheduler.add(each)
@@ -146,7 +147,7 @@ def test_first_come_first_served() -> None:
 
 def test_a_large_request_is_not_overtaken() -> None:
     pool = BlockPool(10, 4, prefix_cache=False)
-    scheduler = Scheduler(pool, most_tokens=64, most_requests=8, watermark=0)
+    scheduler = Scheduler(PlainMemory(pool), most_tokens=64, most_requests=8, watermark=0)
     holder, large, small = request(0, [1] * 20, 12), request(1, [2] * 32, 4), request(2, [3], 2)
     for each in (holder, large, small):
         scheduler.add(each)
@@ -155,7 +156,7 @@ def test_a_large_request_is_not_overtaken() -> None:
 
 
 def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
-    scheduler = Scheduler(BlockPool(8, 4, prefix_cache=False), most_tokens=64, most_requests=1)
+    scheduler = Scheduler(PlainMemory(BlockPool(8, 4, prefix_cache=False)), most_tokens=64, most_requests=1)
     late = request(1, [2] * 4, 4, priority=-1)
     scheduler.add(request(0, [1] * 4, 4))
     scheduler.add(late)
@@ -163,7 +164,9 @@ def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
 
 
 def test_preemption_takes_the_last_and_keeps_its_tokens() -> None:
-    scheduler = Scheduler(BlockPool(4, 2, prefix_cache=False), most_tokens=64, most_requests=4, watermark=0)
+    scheduler = Scheduler(
+        PlainMemory(BlockPool(4, 2, prefix_cache=False)), most_tokens=64, most_requests=4, watermark=0
+    )
     first, second = request(0, [1, 2, 3], 5), request(1, [4, 5, 6], 5)
     for each in (first, second):
         scheduler.add(each)
@@ -173,7 +176,7 @@ def test_preemption_takes_the_last_and_keeps_its_tokens() -> None:
 
 
 def test_chunks_of_a_prompt_beside_decoding() -> None:
-    scheduler = Scheduler(BlockPool(100, 4), most_tokens=5, most_requests=4)
+    scheduler = Scheduler(PlainMemory(BlockPool(100, 4)), most_tokens=5, most_requests=4)
     scheduler.add(request(0, [1, 2], 6))
     steps = [scheduler.schedule()]
     Clerk(scheduler, 0).read(steps[0])
@@ -184,7 +187,7 @@ def test_chunks_of_a_prompt_beside_decoding() -> None:
 
 def test_the_prefix_is_found_but_never_all_of_a_prompt() -> None:
     pool = BlockPool(100, 4)
-    scheduler = Scheduler(pool)
+    scheduler = Scheduler(PlainMemory(pool))
     first, again, longer = request(0, list(range(8)), 3), request(1, list(range(8)), 3), request(2, list(range(12)), 3)
     other = request(3, list(range(12)), 3, salt=b"another key")
     for each in (first, again, longer, other):
@@ -194,7 +197,7 @@ def test_the_prefix_is_found_but_never_all_of_a_prompt() -> None:
 
 
 def test_the_cache_can_be_switched_off() -> None:
-    scheduler = Scheduler(BlockPool(100, 4, prefix_cache=False))
+    scheduler = Scheduler(PlainMemory(BlockPool(100, 4, prefix_cache=False)))
     for place in range(2):
         each = request(place, list(range(20)), 2)
         scheduler.add(each)
@@ -204,7 +207,7 @@ def test_the_cache_can_be_switched_off() -> None:
 
 def test_samples_share_the_blocks_of_their_prompt_without_a_prefix_cache() -> None:
     pool = BlockPool(100, 4, prefix_cache=False)
-    scheduler = Scheduler(pool)
+    scheduler = Scheduler(PlainMemory(pool))
     parent = request(0, list(range(10)), 4)
     child = request(1, list(range(10)), 4, parent=parent)
     for each in (parent, child):
@@ -246,7 +249,7 @@ def test_digests_depend_on_all_before_and_on_salt_and_adapter() -> None:
 
 
 def test_a_full_queue_and_a_prompt_larger_than_the_cache_are_refused() -> None:
-    scheduler = Scheduler(BlockPool(4, 4), most_waiting=1)
+    scheduler = Scheduler(PlainMemory(BlockPool(4, 4)), most_waiting=1)
     with pytest.raises(RequestError, match="longer than the cache"):
         scheduler.add(request(0, [1] * 16, 1))
     scheduler.add(request(0, [1], 1))
@@ -255,7 +258,7 @@ def test_a_full_queue_and_a_prompt_larger_than_the_cache_are_refused() -> None:
 
 
 def test_a_request_never_outgrows_the_cache() -> None:
-    scheduler = Scheduler(BlockPool(4, 4))
+    scheduler = Scheduler(PlainMemory(BlockPool(4, 4)))
     only = request(0, [1] * 10, 1000)
     scheduler.add(only)
     steps_of(scheduler)

@@ -50,7 +50,7 @@ def read(model: Model, ids: Tensor) -> Reading:  # [batch, tokens]
     cache = DynamicCache(config=network.config)
     with attending(network, listen=listen):
         logits = network(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-    turn, back = _rotation(network, ids.device)
+    turn, back = rotation_of(network, ids.device)
     parts = [part for part in model.anatomy.parts if part.kind == "heads"]
     seen = []
     for part in parts:
@@ -79,7 +79,7 @@ def shape_of(model: Model) -> Shape:
     return Shape(model.network.config.model_type, len(parts), parts[0].units, parts[0].head_dim)
 
 
-def _rotation(network: PreTrainedModel, device: torch.device) -> tuple[Turn, Turn]:
+def rotation_of(network: PreTrainedModel, device: torch.device) -> tuple[Turn, Turn]:
     """By the angle of positions, and back. Networks without rotary positions turn nothing."""
     rotary: Any = getattr(network.base_model, "rotary_emb", None)
     if rotary is None:

@@ -12,12 +12,13 @@ Turn = Callable[[Tensor, int], Tensor]  # vectors [..., tokens, width] and the p
 
 @dataclass(frozen=True)
 class Seen:
-    """One layer, one prompt or several of the same length. Keys are as they lie in the cache, turned by their
-    positions; queries are those of the whole prompt before they are turned, so that a scorer can turn them itself."""
+    """One layer, one prompt or several of the same length, or a piece of one. Keys are as they lie in the cache, turned
+    by their positions; queries are those of the same tokens, or of the last of them, before they are turned, so that a
+    scorer can turn them itself. Positions count from the first key."""
 
     keys: Tensor  # [batch, kv_heads, tokens, width]
     values: Tensor  # [batch, kv_heads, tokens, width]
-    queries: Tensor  # [batch, heads, tokens, width]
+    queries: Tensor  # [batch, heads, tokens or fewer, width]
     turn: Turn
     scale: float  # of the products of queries and keys
     repeated: Tensor | None = None  # [batch, kv_heads, tokens]: the most attention while the prompt is repeated

@@ -47,7 +47,7 @@ class ExpectedAttention(Scorer):
         """Of the keys past `sink`: [batch, kv_heads, group, tokens past sink]. R is applied to the keys, transposed,
         rather than to mu and Sigma."""
         keys = seen.keys[..., self.sink :, :].float() @ self._rotation(seen) * seen.scale
-        skip = min(self.skip, seen.tokens - 1)
+        skip = min(self.skip, seen.queries.shape[2] - 1)
         queries = seen.queries[:, :, skip:].float().unflatten(1, (-1, seen.group))
         mean = queries.mean(dim=3)  # [batch, kv_heads, group, width]
         centred = queries - mean[:, :, :, None]

@@ -40,13 +40,13 @@ class PagedCache:
 
         def pages() -> dict[int, Tensor]:
             return {
-                layer: _zeros((blocks, size, heads, width), dtype, device) for layer, (heads, width) in shapes.items()
+                layer: zeros((blocks, size, heads, width), dtype, device) for layer, (heads, width) in shapes.items()
             }
 
         return cls(pages(), pages(), size)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """On a processor, memory that the system gives when it is first written: to fill gigabytes takes seconds."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

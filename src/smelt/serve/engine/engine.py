@@ -11,26 +11,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from smelt.errors import ModelError, RequestError
-from smelt.measure.memory import free_memory
+from smelt.kv.profile import Profile
+from smelt.kv.retention import Retention
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
-from smelt.serve.engine.attention import block_bytes
+from smelt.serve.engine.assembly import Sizes, plain_parts, ragged_parts, retention_of
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.forms import Forms
 from smelt.serve.engine.request import Request, State
 from smelt.serve.engine.runner import Launched
-from smelt.serve.engine.runners import runner_for
 from smelt.serve.engine.sampler import Logprobs
 from smelt.serve.engine.sampling import Sampling
-from smelt.serve.engine.scheduler import Scheduler, Step
+from smelt.serve.engine.scheduler import Step
 from smelt.serve.engine.text import TextStream
 
 log = logging.getLogger("smelt.engine")
-SHARE = {"cpu": 0.3, "cuda": 0.8}  # of the memory that is free: what the cache takes unless told otherwise
 
 
 class Event(NamedTuple):
@@ -74,6 +71,7 @@ class Engine:
         adapters: Mapping[str, str | Path] | None = None,  # low-rank ones by name: folders in PEFT's format
         devices: int = 1,  # that the model is split over
         compiled: bool = True,  # where the network can be; otherwise, or when False, it runs as it is
+        kv: Retention | Profile | str | Path | None = None,  # heads keep so many tokens: `smelt kv profile`
     ) -> None:
         home = "cpu" if devices > 1 else device  # a model that is split comes to its devices in parts
         self.model = load(model, device=home, packed=devices == 1) if isinstance(model, str) else model
@@ -84,18 +82,13 @@ class Engine:
             log.warning(told, self.model.source or "this model", self.model.kv)
         self.context = _context(self.model, context)
         self.vocabulary: int = self.model.network.config.get_text_config().vocab_size
-        where = torch.device(device) if devices > 1 else self.model.device
-        each = -(-block_bytes(self.model.anatomy, block, self.model.network.dtype) // devices)
-        blocks = _blocks(each, where, block, cache_bytes, batch_requests * -(-self.context // block))
-        self.pool = BlockPool(blocks, block, prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(
-            self.pool, most_tokens=batch_tokens, most_requests=batch_requests, chunk=chunk, most_waiting=queue
-        )
         self.adapters = Adapters(self.model, adapters or {})
-        self.runner = runner_for(
-            self.model, compiled, self.adapters, [device] * devices, blocks=blocks, size=block,
-            most_tokens=batch_tokens, most_requests=batch_requests, context=self.context,
-        )  # fmt: skip
+        sizes = Sizes(self.context, cache_bytes, block, batch_tokens, batch_requests, chunk, queue, prefix_cache)
+        given = (self.model, sizes, self.adapters, [device] * devices, compiled)
+        if kv is None:
+            self.scheduler, self.runner = plain_parts(*given)
+        else:
+            self.scheduler, self.runner = ragged_parts(*given, retention_of(self.model, kv, block))
         self.forms = Forms(self.model.tokenizer, self.vocabulary, self.runner.ends)
         self._launched: deque[Launched] = deque()
         self._names = 0
@@ -130,6 +123,10 @@ class Engine:
             requests.append(request)
         return requests
 
+    @property
+    def pool(self) -> BlockPool:
+        return self.scheduler.memory.pool
+
     def abort(self, request: Request) -> None:
         """Its blocks are free at the next step."""
         self.scheduler.end(request, "abort")
@@ -143,8 +140,7 @@ class Engine:
         return {
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
-            "blocks": self.pool.blocks,
-            "blocks_used": self.pool.blocks - self.pool.free,
+            **self.scheduler.memory.state(),
             **self._counts,
         }
 
@@ -273,12 +269,3 @@ def _context(model: Model, asked: int | None) -> int:
     if not 2 <= asked <= most:
         raise RequestError(f"a context of {asked:,} tokens is not possible; the model has {most:,} positions.")
     return asked
-
-
-def _blocks(each: int, device: torch.device, size: int, asked: int | None, most: int) -> int:
-    """Blocks of so many bytes that fit into the memory for them; never more than all requests could use."""
-    memory = asked if asked is not None else int(SHARE[device.type] * free_memory(device))
-    found = min(memory // max(each, 1), most)
-    if found < 1:
-        raise RequestError(f"{memory:,} bytes hold no block of {size} tokens, which takes {each:,}; give more.")
-    return int(found)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from smelt.serve.engine.forms import Matcher
+from smelt.serve.engine.ragged.holding import Holding
 from smelt.serve.engine.sampling import Sampling
 
 
@@ -34,6 +35,7 @@ class Request:
     computed: int = 0  # tokens whose keys and values are in the cache, or will be after the steps under way
     under_way: int = 0  # tokens that steps under way will give
     blocks: list[int] = field(default_factory=list)  # of the cache, in order
+    holding: Holding | None = None  # what these are, where clusters of heads have blocks of their own
     digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were computed
     registered: int = 0  # of its blocks: those that the prefix cache knows
     slot: int = -1  # its row in the runner's buffers

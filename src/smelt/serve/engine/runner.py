@@ -68,7 +68,7 @@ class Runner:
     def launch(self, step: Step) -> Launched:
         count = self._fill(step.pieces)
         ids, positions = (self._on_device(buffer[:count]) for buffer in (self._ids, self._positions))
-        rows, pages = self._last_tokens(step.pieces), self._pages(step.pieces, count)
+        rows, pages = last_tokens(step.pieces, self.device), self._pages(step.pieces, count)
         giving = [piece.request for piece in step.pieces if piece.gives]
         if self.adapters is not None and uses_adapters(step.pieces):
             with self.adapters.applied(step.pieces, self.device):
@@ -121,15 +121,6 @@ class Runner:
             counts=counts,
         )
 
-    def _last_tokens(self, pieces: list[Piece]) -> Tensor:
-        """Where the tokens stand whose logits are wanted."""
-        places, at = [], 0
-        for piece in pieces:
-            at += piece.count
-            if piece.gives:
-                places.append(at - 1)
-        return torch.tensor(places, device=self.device, dtype=torch.int64)
-
     def _on_device(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(values).to(self.device)
 
@@ -142,6 +133,16 @@ def module_logits(
         found = network(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
     logits: Tensor = found.logits[0]
     return logits
+
+
+def last_tokens(pieces: list[Piece], device: torch.device) -> Tensor:
+    """Where the tokens stand whose logits are wanted, in a step with all pieces behind one another."""
+    places, at = [], 0
+    for piece in pieces:
+        at += piece.count
+        if piece.gives:
+            places.append(at - 1)
+    return torch.tensor(places, device=device, dtype=torch.int64)
 
 
 def end_tokens(model: Model) -> tuple[int, ...]:

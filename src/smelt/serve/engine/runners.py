@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from smelt.kv.retention import Retention
 from smelt.models.model import Model
 from smelt.serve.engine import decoder
 from smelt.serve.engine.adapters import Adapters
+from smelt.serve.engine.ragged.runner import RaggedRunner
 from smelt.serve.engine.runner import Launched, Runner
 from smelt.serve.engine.scheduler import Step
 
@@ -44,3 +46,14 @@ def runner_for(
 
         return GpuRunner(model, **sizes, adapters=adapters)
     return Runner(model, **sizes, compiled=compiled, adapters=adapters)
+
+
+def ragged_runner_for(
+    model: Model, compiled: bool, adapters: Adapters | None, retention: Retention, *, blocks: int, staging: int,
+    size: int, width: int, most_requests: int, context: int,
+) -> AnyRunner:  # fmt: skip
+    """The same for a cache whose pages belong to clusters of heads."""
+    return RaggedRunner(
+        model, retention, blocks=blocks, staging=staging, size=size, width=width, most_requests=most_requests,
+        adapters=adapters,
+    )  # fmt: skip

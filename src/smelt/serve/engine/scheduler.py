@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from smelt.errors import RequestError
-from smelt.serve.engine.blocks import BlockPool, chained, root_digest
+from smelt.serve.engine.memory import Memory
 from smelt.serve.engine.request import Request, State
 
 
@@ -33,6 +33,7 @@ class Step:
 
     pieces: list[Piece] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks that are copied before: from, to
 
     @property
     def tokens(self) -> int:
@@ -43,13 +44,13 @@ class Scheduler:
     """`most_tokens` are computed in a step, of at most `most_requests`, of each at most `chunk`."""
 
     def __init__(
-        self, pool: BlockPool, *, most_tokens: int = 2048, most_requests: int = 256, chunk: int | None = None,
+        self, memory: Memory, *, most_tokens: int = 2048, most_requests: int = 256, chunk: int | None = None,
         most_waiting: int = 4096, watermark: float = 0.01,
     ) -> None:  # fmt: skip
-        self.pool, self.most_tokens, self.most_requests = pool, most_tokens, most_requests
+        self.memory, self.most_tokens, self.most_requests = memory, most_tokens, most_requests
         self.chunk = chunk or most_tokens
         self.most_waiting = most_waiting
-        self.spare = int(watermark * pool.blocks)  # blocks kept free when a request is admitted beside others
+        self.spare = int(watermark * memory.pool.blocks)  # blocks kept free when a request is admitted beside others
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._slots = deque(range(most_requests))
@@ -58,10 +59,12 @@ class Scheduler:
     def add(self, request: Request) -> None:
         if len(self.waiting) >= self.most_waiting:
             raise RequestError(f"{self.most_waiting:,} requests are waiting already; try again later.")
-        if self.pool.needed(len(request.prompt) + 1) > self.pool.blocks:
-            most = self.pool.blocks * self.pool.size - 1
-            raise RequestError(f"a prompt of {len(request.prompt):,} tokens is longer than the cache's {most:,}.")
-        request.limit = min(request.limit, self.pool.blocks * self.pool.size)
+        longest = self.memory.longest(request)
+        if len(request.prompt) + 1 > longest:
+            raise RequestError(
+                f"a prompt of {len(request.prompt):,} tokens is longer than the cache's {longest - 1:,}."
+            )
+        request.limit = longest
         request.arrival = self._arrivals
         self._arrivals += 1
         self._wait(request)
@@ -74,7 +77,7 @@ class Scheduler:
         if request.state is State.WAITING:
             self.waiting.remove(request)
         else:
-            self._leave(request)
+            self._leave(request, reason)
         request.state, request.reason = State.ENDED, reason
 
     def schedule(self) -> Step:
@@ -86,28 +89,28 @@ class Scheduler:
         for piece in step.pieces:
             piece.request.computed += piece.count
             piece.request.under_way += piece.gives
+        step.copies, self.memory.copies = self.memory.copies, []
         return step
 
     def received(self, request: Request, token: int) -> None:
-        """A step gave this token. Blocks that are full now can be found by others."""
+        """A step gave this token."""
         request.under_way -= 1
         request.tokens.append(token)
-        if self.pool.prefix_cache:
-            self._register(request)
+        self.memory.settle(request)
 
     def computed(self, request: Request) -> None:
-        """A step that gave no token is done: the same for the blocks of a prompt."""
-        self._register(request)
+        """A step that gave no token is done."""
+        self.memory.settle(request)
 
     def _go_on(self, step: Step) -> int:
-        budget, place, size = self.most_tokens, 0, self.pool.size
+        budget, place = self.most_tokens, 0
         while place < len(self.running) and budget:
             request = self.running[place]
             planned, computed = request.planned, request.computed
-            count = min(planned - computed, budget, self.chunk)
+            count = self.memory.count(request, budget, self.chunk)
             ends = planned >= request.limit and request.under_way > 0  # the token under way is its last
             if count and not ends:
-                if computed + count > len(request.blocks) * size and not self._make_room(request, count, step):
+                if not self._make_room(request, count, step):
                     break
                 step.pieces.append(Piece(request, computed, count, computed + count == planned))
                 budget -= count
@@ -116,18 +119,20 @@ class Scheduler:
 
     def _make_room(self, request: Request, count: int, step: Step) -> bool:
         """Blocks for so many more tokens, if need be at the cost of those that came last; False: at its own."""
-        needed = self.pool.needed(request.computed + count) - len(request.blocks)
-        while needed > self.pool.free:
+        wanted = self.memory.needed(request, request.computed + count) - len(request.blocks)
+        if wanted <= 0:
+            return True
+        while not self.memory.fits(wanted):
             victim = self.running[-1]  # nobody before it in this step: they are in order
             self._preempt(victim, step)
             if victim is request:
                 return False
-        request.blocks += self.pool.take(needed)
+        self.memory.grow(request, request.computed + count)
         return True
 
     def _preempt(self, request: Request, step: Step) -> None:
-        self._leave(request)
-        request.computed = request.registered = 0
+        self._leave(request, "")
+        request.computed = 0
         request.preemptions += 1
         step.preempted.append(request)
         self._wait(request)
@@ -137,19 +142,18 @@ class Scheduler:
             request = self.waiting[0]
             if request.under_way or not self._ready(request):  # its last token is not known yet
                 break
-            found = self._shared(request)
-            wanted = self.pool.needed(request.planned) - len(found) + self.pool.free_among(found)
-            if wanted + self._promised() > self.pool.free:
+            if not self.memory.admit(request, self._promised()):
+                break
+            count = self.memory.count(request, budget, self.chunk)
+            if not count:  # only whole chunks, and this one comes with the next step
+                self.memory.leave(request, "")
+                request.computed = 0
                 break
             self.waiting.pop(0)
             request.parent = None
-            self.pool.share(found)
-            request.blocks, request.computed = list(found), len(found) * self.pool.size
-            request.registered = len(found)
             if not request.preemptions:
                 request.cached = request.computed
-            count = min(request.planned - request.computed, budget, self.chunk)
-            request.blocks += self.pool.take(self.pool.needed(request.computed + count) - len(found))
+            self.memory.grow(request, request.computed + count)
             request.slot, request.state = self._slots.popleft(), State.RUNNING
             insort(self.running, request, key=lambda running: running.order)
             step.pieces.append(Piece(request, request.computed, count, request.computed + count == request.planned))
@@ -160,39 +164,14 @@ class Scheduler:
         parent = request.parent
         return parent is None or parent.state is State.ENDED or parent.computed >= len(parent.prompt)
 
-    def _shared(self, request: Request) -> list[int]:
-        """Blocks that hold the beginning of the request already. Its last token is always computed: it gives logits."""
-        whole = (len(request.tokens) - 1) // self.pool.size
-        digests = self._chain(request)[:whole]
-        found = self.pool.find(digests)
-        parent = request.parent
-        if parent is not None and parent.state is State.RUNNING and len(found) < whole:
-            found = parent.blocks[:whole]
-        return found
-
     def _promised(self) -> int:
         """Blocks that running requests were admitted with and have not taken yet, and some to spare."""
-        open_ = sum(self.pool.needed(running.planned) - len(running.blocks) for running in self.running)
+        open_ = sum(self.memory.needed(running, running.planned) - len(running.blocks) for running in self.running)
         return open_ + (self.spare if self.running else 0)
 
-    def _chain(self, request: Request) -> list[bytes]:
-        root = root_digest(request.salt, request.adapter)
-        return chained(request.tokens, self.pool.size, request.digests, root)
-
-    def _register(self, request: Request) -> None:
-        if not self.pool.prefix_cache or request.state is not State.RUNNING:
-            return
-        full = min(request.computed, len(request.tokens)) // self.pool.size
-        if full > request.registered:
-            digests = self._chain(request)
-            for place in range(request.registered, full):
-                self.pool.register(request.blocks[place], digests[place])
-            request.registered = full
-
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Request, reason: str) -> None:
         self.running.remove(request)
-        self.pool.release(request.blocks)
-        request.blocks = []
+        self.memory.leave(request, reason)
         self._slots.append(request.slot)
         request.slot = -1
 

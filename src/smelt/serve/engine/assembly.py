@@ -1,0 +1,109 @@
+"""The parts of an engine, in the sizes that were asked for: a scheduler over its memory, a runner over its pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from smelt.errors import ModelError, RequestError
+from smelt.kv.observe import check, shape_of
+from smelt.kv.profile import Profile
+from smelt.kv.retention import Retention
+from smelt.measure.memory import free_memory
+from smelt.models.model import Model
+from smelt.serve.engine.adapters import Adapters
+from smelt.serve.engine.attention import block_bytes
+from smelt.serve.engine.blocks import BlockPool
+from smelt.serve.engine.memory import Memory, PlainMemory
+from smelt.serve.engine.ragged.cache import page_bytes
+from smelt.serve.engine.ragged.memory import RaggedMemory
+from smelt.serve.engine.ragged.runner import staging_pages
+from smelt.serve.engine.runners import AnyRunner, ragged_runner_for, runner_for
+from smelt.serve.engine.scheduler import Scheduler
+
+SHARE = {"cpu": 0.3, "cuda": 0.8}  # of the memory that is free: what the cache takes unless told otherwise
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What an engine is told."""
+
+    context: int
+    cache_bytes: int | None
+    block: int
+    batch_tokens: int
+    batch_requests: int
+    chunk: int | None
+    queue: int
+    prefix_cache: bool
+
+    @property
+    def most_blocks(self) -> int:
+        """Of one request; its last block may be only begun."""
+        return -(-self.context // self.block)
+
+    def blocks(self, each: int, most: int, device: torch.device, beside: int = 0) -> int:
+        """Blocks of so many bytes that fit into the memory for them, less what must be beside them; never more than all
+        requests could use."""
+        memory = self.cache_bytes if self.cache_bytes is not None else int(SHARE[device.type] * free_memory(device))
+        found = min((memory - beside) // max(each, 1), most)
+        if found < 1:
+            wanted = f"which takes {each:,}" + (f", beside the {beside:,} of a step's chunks" if beside else "")
+            raise RequestError(f"{memory:,} bytes hold no block of {self.block} tokens, {wanted}; give more.")
+        return int(found)
+
+    def scheduler(self, memory: Memory, batch_tokens: int, chunk: int | None) -> Scheduler:
+        return Scheduler(
+            memory, most_tokens=batch_tokens, most_requests=self.batch_requests, chunk=chunk,
+            most_waiting=self.queue,
+        )  # fmt: skip
+
+
+def plain_parts(
+    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool
+) -> tuple[Scheduler, AnyRunner]:
+    """Every token is kept; a block is the same for all layers and heads."""
+    where = torch.device(devices[0]) if len(devices) > 1 else model.device
+    each = -(-block_bytes(model.anatomy, sizes.block, model.network.dtype) // len(devices))
+    blocks = sizes.blocks(each, sizes.batch_requests * sizes.most_blocks, where)
+    memory = PlainMemory(BlockPool(blocks, sizes.block, prefix_cache=sizes.prefix_cache))
+    runner = runner_for(
+        model, compiled, adapters, devices, blocks=blocks, size=sizes.block, most_tokens=sizes.batch_tokens,
+        most_requests=sizes.batch_requests, context=sizes.context,
+    )  # fmt: skip
+    return sizes.scheduler(memory, sizes.batch_tokens, sizes.chunk), runner
+
+
+def retention_of(model: Model, kv: Retention | Profile | str | Path, block: int) -> Retention:
+    """What heads of this model keep, from a profile or its file."""
+    if isinstance(kv, Retention):
+        return kv
+    profile = kv if isinstance(kv, Profile) else Profile.load(Path(kv))
+    check(model)
+    profile.check_model(shape_of(model))
+    return Retention.of(profile, block)
+
+
+def ragged_parts(
+    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool, retention: Retention
+) -> tuple[Scheduler, AnyRunner]:
+    """Heads keep what a profile says. A step computes a chunk of a prompt beside a token of every request."""
+    if len(devices) > 1:
+        raise ModelError("a compressed cache is not split over several devices yet: use one.")
+    check(model)
+    shape = shape_of(model)
+    chunk = sizes.chunk or sizes.batch_tokens
+    tokens, width = chunk + sizes.batch_requests, sizes.most_blocks + 1
+    each = page_bytes(retention.clusters, shape.width, sizes.block, model.network.dtype)
+    staging = staging_pages(retention, tokens, chunk)
+    most = sizes.batch_requests * len(retention.budgets) * width
+    pages = sizes.blocks(each, most, model.device, beside=staging * each)
+    memory = RaggedMemory(BlockPool(pages, sizes.block, prefix_cache=False), retention, width, carry=sizes.prefix_cache)
+    runner = ragged_runner_for(
+        model, compiled, adapters, retention, blocks=pages, staging=staging, size=sizes.block, width=width,
+        most_requests=sizes.batch_requests, context=sizes.context,
+    )  # fmt: skip
+    return sizes.scheduler(memory, tokens, chunk), runner

@@ -1,0 +1,84 @@
+"""Steps of the network as it is, on pages of clusters."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smelt.kv.observe import rotation_of
+from smelt.kv.retention import Retention
+from smelt.models.model import Model
+from smelt.serve.engine.adapters import Adapters, uses_adapters
+from smelt.serve.engine.ragged.attention import NAME, ragged
+from smelt.serve.engine.ragged.cache import RaggedCache
+from smelt.serve.engine.ragged.compress import Judge
+from smelt.serve.engine.ragged.step import RaggedStep, Tables, step_of
+from smelt.serve.engine.runner import Launched, end_tokens, last_tokens
+from smelt.serve.engine.sampler import draw
+from smelt.serve.engine.scheduler import Piece, Step
+
+
+class RaggedRunner:
+    """The runner's contract, where clusters of heads keep different numbers of tokens."""
+
+    ahead = 0
+    path = "module, pages of head clusters"
+
+    def __init__(
+        self, model: Model, retention: Retention, *, blocks: int, staging: int, size: int, width: int,
+        most_requests: int, adapters: Adapters | None = None,
+    ) -> None:  # fmt: skip
+        self.network, self.device, self.adapters = model.network, model.device, adapters
+        self.ends = end_tokens(model)
+        part = next(part for part in model.anatomy.parts if part.kind == "heads")
+        self.cache = RaggedCache.empty(
+            retention.clusters, part.head_dim, pages=blocks, staging=staging, size=size,
+            slots=most_requests, most=width,
+            dtype=model.network.dtype, device=model.device,
+        )  # fmt: skip
+        self.network.set_attn_implementation(NAME)
+        self._judge = Judge(*rotation_of(model.network, model.device))
+        self._tables = Tables(self.cache, most_requests, self._sent)
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        if step.copies:
+            sources, targets = self._sent(np.array(step.copies, dtype=np.int64).T)
+            self.cache.copy(sources, targets)
+        self._tables.write(step.pieces)
+        self._tables.shift(step.pieces, after=False)
+        ids, tokens = self._tokens(step.pieces)
+        logits = self._logits(ids, step_of(self.cache, step.pieces, tokens, self._sent), step.pieces)
+        self._tables.shift(step.pieces, after=True)
+        giving = [piece.request for piece in step.pieces if piece.gives]
+        return Launched(step, giving, draw(logits, giving, self.ends) if giving else None)
+
+    def _logits(self, ids: Tensor, step: RaggedStep, pieces: list[Piece]) -> Tensor:  # [giving, vocabulary]
+        adapted = self.adapters is not None and uses_adapters(pieces)
+        rows = last_tokens(pieces, self.device)
+        with ragged(step, self._judge), self.adapters.applied(pieces, self.device) if adapted else nullcontext():  # type: ignore[union-attr]
+            found = self.network(
+                input_ids=ids[None], position_ids=step.positions[None], use_cache=False, logits_to_keep=rows
+            )
+        logits: Tensor = found.logits[0]
+        return logits
+
+    def _tokens(self, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
+        """Ids [tokens], and slots and positions [2, tokens]."""
+        ids = np.concatenate([piece.request.tokens[piece.start : piece.start + piece.count] for piece in pieces])
+        slots = np.repeat([piece.request.slot for piece in pieces], [piece.count for piece in pieces])
+        positions = np.concatenate([np.arange(piece.start, piece.start + piece.count) for piece in pieces])
+        return self._sent(ids.astype(np.int64)), self._sent(np.stack([slots, positions]).astype(np.int64))
+
+    def _sent(self, values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+
+def staging_pages(retention: Retention, most_tokens: int, chunk: int) -> int:
+    """Enough for the chunks of any step: each begins and ends within a page, and none that is compressed is short."""
+    shortest = max(min(retention.scorer.window, chunk // 2), 1)
+    return len(retention.budgets) * (-(-most_tokens // retention.block) + most_tokens // shortest + 1)

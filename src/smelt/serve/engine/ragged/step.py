@@ -1,0 +1,120 @@
+"""What a step's attention needs to know: whose tokens are computed, where they go, and what is decided afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from smelt.kv.retention import Judged
+from smelt.serve.engine.ragged.cache import RaggedCache
+from smelt.serve.engine.ragged.holding import Holding
+from smelt.serve.engine.ragged.memory import places_between
+from smelt.serve.engine.scheduler import Piece
+
+Send = Callable[[np.ndarray[Any, Any]], Tensor]  # to the device
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of a prompt whose tokens are judged when a layer's attention is done with them."""
+
+    first: int  # of its tokens in the step
+    count: int
+    end: int  # tokens of the text that are read then
+    slot: int
+    judged: Judged
+    locked: Tensor  # [clusters], int64, on the device
+    chosen: Tensor  # [clusters], int64
+
+
+@dataclass(frozen=True)
+class RaggedStep:
+    """Tokens of all pieces behind one another."""
+
+    cache: RaggedCache
+    slots: Tensor  # [tokens], int64: whose
+    positions: Tensor  # [tokens], int64: in the text
+    piece_slots: Tensor  # [pieces], int64
+    bounds: Tensor  # [pieces + 1], int32: where pieces begin
+    lengths: Tensor  # [pieces], int32: tokens of the text with the new ones
+    counts: list[int]
+    longest: int  # tokens that any cluster of any piece holds, at most
+    chunks: list[Chunk]
+
+
+class Tables:
+    """The host's side of the tables: what was written of each slot, and the staging area of a step."""
+
+    def __init__(self, cache: RaggedCache, slots: int, send: Send) -> None:
+        self.cache, self._send = cache, send
+        self._written: list[tuple[list[int], int]] = [([], 0)] * slots  # blocks of a slot, and how many of them
+
+    def write(self, pieces: list[Piece]) -> None:
+        """Pages that requests were given since their last step, and pages that a chunk borrows, in one copy."""
+        places: list[int] = []
+        pages: list[int] = []
+        borrowed = 0
+        stride = self.cache.tables[0].numel()
+        for piece in pieces:
+            request, holding = piece.request, _holding(piece)
+            held, count = self._written[request.slot]
+            if held is not request.blocks:
+                count = 0
+            new = [request.slot * stride + place for place in holding.places[count:]]
+            places += new
+            pages += request.blocks[count:]
+            self._written[request.slot] = (request.blocks, len(request.blocks))
+            if piece.start < holding.kept.stop:
+                lent = self._staged(piece, holding)
+                places += [request.slot * stride + place for place in lent]
+                pages += self.cache.staging[borrowed : borrowed + len(lent)]
+                borrowed += len(lent)
+        if places:
+            both = self._send(np.array([places, pages], dtype=np.int64))
+            self.cache.tables.view(-1)[both[0]] = both[1].int()
+
+    def shift(self, pieces: list[Piece], *, after: bool) -> None:
+        """How far clusters lag behind the text: before a chunk is read, or after."""
+        chunks = [piece for piece in pieces if piece.start < _holding(piece).kept.stop]
+        fresh = chunks if after else [piece for piece in pieces if piece.start == _holding(piece).kept.start]
+        if not fresh:
+            return
+        ends = [piece.start + (piece.count if after else 0) for piece in fresh]
+        shifts = np.stack([_holding(piece).kept.lengths(end) - end for piece, end in zip(fresh, ends, strict=True)])
+        slots = self._send(np.array([piece.request.slot for piece in fresh], dtype=np.int64))
+        self.cache.shifts[slots] = self._send(shifts).int()
+
+    def _staged(self, piece: Piece, holding: Holding) -> list[int]:
+        """Places behind a request's own pages that the chunk needs until it is judged."""
+        raw = holding.kept.lengths(piece.start) + piece.count
+        return places_between(holding.pages, -(-raw // self.cache.size), self.cache.tables.shape[2])
+
+
+def step_of(cache: RaggedCache, pieces: list[Piece], tokens: Tensor, send: Send) -> RaggedStep:
+    """`tokens` are slots and positions of all tokens, [2, tokens], on the device."""
+    counts = [piece.count for piece in pieces]
+    bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)
+    longest = max(int(_holding(piece).kept.lengths(piece.start).max()) + piece.count for piece in pieces)
+    chunks = []
+    for first, piece in zip(bounds.tolist(), pieces, strict=False):
+        stop = piece.start + piece.count
+        kept = _holding(piece).kept
+        judged = kept.judged(piece.start, stop) if piece.start < kept.stop else None
+        if judged is not None:
+            both = send(np.stack([judged.locked, judged.chosen]))
+            chunks.append(Chunk(first, piece.count, stop, piece.request.slot, judged, both[0], both[1]))
+    return RaggedStep(
+        cache, tokens[0], tokens[1], send(np.array([piece.request.slot for piece in pieces], dtype=np.int64)),
+        send(bounds), send(lengths), counts, longest, chunks,
+    )  # fmt: skip
+
+
+def _holding(piece: Piece) -> Holding:
+    holding = piece.request.holding
+    assert holding is not None
+    return holding
