@@ -115,9 +115,8 @@ def _decoding(shape: str, requests: int, bandwidth: float, tune: bool) -> list[d
     rotation = Rotation(torch.randn(LENGTH, width, device="cuda"), torch.randn(LENGTH, width, device="cuda"))
     pages, tables = _pages(shape, requests)
     lengths = torch.full((requests,), LENGTH, device="cuda")
-    places = tables[:, -1].long() * SIZE + (LENGTH - 1) % SIZE
     arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
-    tokens = paged.Tokens(torch.arange(requests, device="cuda"), lengths, places, tables, arrived, 1024)
+    tokens = paged.Tokens(torch.arange(requests, device="cuda"), lengths, tables, arrived, 1024)
     mixed = _random(requests, (HEADS + 2 * KV_HEADS) * width)
     mine = paged.splits_for(requests, KV_HEADS, tokens.longest, processors(mixed.device))
     ways = [(paged.decode_tiles(mine), mine)]

@@ -18,9 +18,9 @@ from smelt.kernels.gpu.rotation import Rotation, rotate_write
 from smelt.kernels.gpu.vector import product
 from smelt.kernels.paged import Pages, paged_reference
 from smelt.models.model import Model
-from smelt.serve.engine import engine as engines
+from smelt.serve.engine import assembly
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.gpu_runner import GpuRunner
+from smelt.serve.engine.runners import gpu_runner
 from smelt.serve.engine.sampling import Sampling
 from tests.serve.test_engine import GREEDY, SMALL, answers, expected, prompts
 from tests.tiny import BUILDS
@@ -29,7 +29,11 @@ from tests.tiny import BUILDS
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there is no CUDA device."""
-    monkeypatch.setattr(engines, "runner_for", lambda model, *_, **sizes: GpuRunner(model, **sizes))
+
+    def chosen(model: Model, _: bool, adapters: Any, __: Any, *, most_tokens: int, **sizes: Any) -> Any:
+        return gpu_runner(model, adapters, **sizes)
+
+    monkeypatch.setattr(assembly, "runner_for", chosen)
 
 
 def engine_of(name: str, **more: Any) -> tuple[Engine, Any]:
@@ -84,7 +88,7 @@ def test_attention_of_single_tokens(splits: int, window: int | None, normed: boo
     places = tables[slots, last // size].long() * size + last % size
     places[3] = -1
     arrived = torch.zeros(4 * kv_heads, dtype=torch.int32, device=DEVICE)
-    tokens = Tokens(slots, torch.tensor(lengths, device=DEVICE), places, tables, arrived, 300)
+    tokens = Tokens(slots, torch.tensor(lengths, device=DEVICE), tables, arrived, 300)
     norms = (torch.rand(width, device=DEVICE), torch.rand(width, device=DEVICE)) if normed else None
     rotation = Rotation(torch.randn(300, width, device=DEVICE), torch.randn(300, width, device=DEVICE), norms, 1e-6)
     mixed = torch.randn(4, (heads + 2 * kv_heads) * width, device=DEVICE)

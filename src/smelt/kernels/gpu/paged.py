@@ -1,7 +1,8 @@
 """Attention over a paged cache in Triton: one query a request with its keys split among programs, or many queries.
 
 The heads that share keys and values are computed together, so that keys are read once. `smelt.kernels.paged` says what
-is computed.
+is computed. Pages hold all heads of a layer, [block, token, head, width], or those of a cluster that may be of several
+layers, [block, column, token, width]; then every head has its own length.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smelt.kernels.gpu.chip import PDL, processors
+from smelt.kernels.gpu.pages import HeadPages, columns_of, head_pages, key_rows, pointers, strides
 from smelt.kernels.gpu.rotation import Rotation, turned
 from smelt.kernels.paged import Pages
 
@@ -26,20 +28,14 @@ WAVES = 2  # programs for every multiprocessor, at most, when keys are split
 
 
 @triton.jit
-def key_rows(table, positions, there, head, kv_heads, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where keys lie, as rows of the pages seen as [blocks * SIZE * heads, width]."""
-    blocks = tl.load(table + positions // SIZE, mask=there, other=0).to(tl.int64)
-    return (blocks * SIZE + positions % SIZE) * kv_heads + head
-
-
-@triton.jit
 def load_keys(  # type: ignore[no-untyped-def]
-    key_pages, value_pages, table, start, end, head, kv_heads, lane, width, SIZE: tl.constexpr, KEYS: tl.constexpr
-):
+    key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, SIZE: tl.constexpr,
+    KEYS: tl.constexpr,
+):  # fmt: skip
     """Keys and values of the positions from `start` on [KEYS, WIDTH], and which of them are before `end`."""
     positions = start + tl.arange(0, KEYS)
     there = positions < end
-    rows = key_rows(table, positions, there, head, kv_heads, SIZE)
+    rows = key_rows(table, positions, there, block_rows, token_rows, first_row, SIZE)
     place, inside = rows[:, None] * width + lane[None, :], there[:, None] & (lane < width)[None, :]
     keys = tl.load(key_pages + place, mask=inside, other=0.0)
     return keys, tl.load(value_pages + place, mask=inside, other=0.0), there
@@ -62,31 +58,42 @@ def take_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def decode_kernel(  # type: ignore[no-untyped-def]
-    mixed, cosines, sines, query_norm, key_norm, key_pages, value_pages, tables, slots, lengths, places, results,
-    partial, statistics, arrived, scale, window, epsilon, stride, table_stride, kv_heads, width, SIZE: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, KEYS: tl.constexpr,
-    SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    mixed, cosines, sines, query_norm, key_norm, key_pages, value_pages, tables, shifts, cluster, column, work, slots,
+    lengths, results, partial, statistics, arrived, scale, window, epsilon, stride, table_stride, cluster_stride,
+    shift_stride, kv_heads, width, SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    HALF: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One new token a request: a program has one head of keys and one of SPLITS parts of the length. The first part has
-    the new token, whose keys and values it also writes to their page; the part that ends last puts all together."""
-    request, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    """One new token a request: a program has one head of keys and one of its parts of the length, of which there are
+    SPLITS, or where heads differ as many as `work` says. The first part has the new token, whose keys and values it
+    also writes to their page; the part that ends last puts all together."""
+    request = tl.program_id(0).to(tl.int64)
+    if COLUMNS:
+        item = work + tl.program_id(1) * 3
+        head, split, parts = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    else:
+        head, split, parts = tl.program_id(1), tl.program_id(2), SPLITS
     row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     within = lane < width
     held = (row < GROUP)[:, None] & within[None, :]
-    length = tl.load(lengths + request)
-    table = tables + tl.load(slots + request) * table_stride
+    text = tl.load(lengths + request)
+    table, shift, block_rows, token_rows, first_row = head_pages(
+        tables, shifts, cluster, column, tl.load(slots + request), head, table_stride, cluster_stride, shift_stride,
+        kv_heads, SIZE, COLUMNS,
+    )  # fmt: skip
+    length = tl.where(text > 0, text + shift, 0)
     low = tl.maximum(length - window, 0)
-    share = tl.cdiv(tl.cdiv(length - 1 - low, SPLITS), KEYS) * KEYS
+    share = tl.cdiv(tl.cdiv(length - 1 - low, parts), KEYS) * KEYS
     begin = low + split * share
     end = tl.minimum(begin + share, length - 1)
     if SPLITS > 1:  # few keys for each program: the first ones, written by steps before this one, need not wait
         first_keys, first_values, first_there = load_keys(
-            key_pages, value_pages, table, begin, end, head, kv_heads, lane, width, SIZE, KEYS
+            key_pages, value_pages, table, begin, end, block_rows, token_rows, first_row, lane, width, SIZE, KEYS
         )
     if PDL:  # what the kernels before this one wrote is read from here on
         gdc_wait()
         gdc_launch_dependents()
-    angle = tl.maximum(length - 1, 0)
+    angle = tl.maximum(text - 1, 0)
     source = mixed + request * stride
     query_place = (head * GROUP + row)[:, None] * width
     query = turned(
@@ -101,7 +108,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             source, key_place, within, key_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM
         ).to(key_pages.dtype.element_ty)  # fmt: skip
         value = tl.load(source + key_place + kv_heads * width + lane, mask=within, other=0.0)
-        to = (tl.load(places + request) * kv_heads + head) * width + lane
+        row_of_new = key_rows(table, length - 1, length > 0, block_rows, token_rows, first_row, SIZE)
+        to = row_of_new * width + lane
         tl.store(key_pages + to, key, mask=within)
         tl.store(value_pages + to, value, mask=within)
         largest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
@@ -113,7 +121,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         begin += KEYS
     for start in range(begin, end, KEYS):
         keys, values, there = load_keys(
-            key_pages, value_pages, table, start, end, head, kv_heads, lane, width, SIZE, KEYS
+            key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, SIZE, KEYS
         )
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         largest, total, found = take_keys(scores, there[None, :], values, largest, total, found)
@@ -129,40 +137,47 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         tl.store(statistics + at * 2 + 1, total, mask=row < GROUP)
         tl.debug_barrier()  # all threads have written
         before = tl.atomic_add(arrived + request * kv_heads + head, 1, sem="acq_rel")
-        if before == SPLITS - 1:
+        if before == parts - 1:
             tl.store(arrived + request * kv_heads + head, 0)
             for member in tl.static_range(GROUP):
-                merge_parts(partial, statistics, results, request * heads + head * GROUP + member, width, SPLITS, WIDTH)
+                at_member = request * heads + head * GROUP + member
+                merge_parts(partial, statistics, results, at_member, parts, width, SPLITS, WIDTH)
 
 
 @triton.jit
-def merge_parts(partial, statistics, results, at, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def merge_parts(partial, statistics, results, at, parts, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """The parts of one head of one request."""
     split, lane = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    largest = tl.load(statistics + (at * SPLITS + split) * 2, cache_modifier=".cg")
-    total = tl.load(statistics + (at * SPLITS + split) * 2 + 1, cache_modifier=".cg")
+    there = split < parts
+    place = statistics + (at * SPLITS + split) * 2
+    largest = tl.load(place, mask=there, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(place + 1, mask=there, other=0.0, cache_modifier=".cg")
     top = tl.max(largest, axis=0)
     faded = tl.exp2(largest - tl.where(top == float("-inf"), 0.0, top))
     inside = (lane < width)[None, :] & (total > 0)[:, None]
-    place = partial + (at * SPLITS + split)[:, None] * width + lane[None, :]
-    parts = tl.load(place, mask=inside, other=0.0, cache_modifier=".cg")
+    results_of_parts = partial + (at * SPLITS + split)[:, None] * width + lane[None, :]
+    mixed = tl.load(results_of_parts, mask=inside, other=0.0, cache_modifier=".cg")
     whole = tl.sum(total * faded, axis=0)
-    found = tl.sum(parts * faded[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
+    found = tl.sum(mixed * faded[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
     tl.store(results + at * width + lane, found.to(results.dtype.element_ty), mask=lane < width)
 
 
 @triton.jit
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    queries, key_pages, value_pages, tables, lengths, starts, tile_request, tile_first, results, scale, window,
-    query_stride, table_stride, kv_heads, width, group, SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    KEYS: tl.constexpr,
+    queries, key_pages, value_pages, tables, shifts, cluster, column, slots, lengths, starts, tile_request, tile_first,
+    results, scale, window, query_stride, table_stride, cluster_stride, shift_stride, kv_heads, width, group,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of ROWS query tokens of one request, one head of queries."""
     tile, query_head = tl.program_id(0), tl.program_id(1)
     request, first = tl.load(tile_request + tile), tl.load(tile_first + tile)
     start, stop = tl.load(starts + request), tl.load(starts + request + 1)
-    length = tl.load(lengths + request)
     head = query_head // group
+    slot = tl.load(slots + request) if COLUMNS else request.to(tl.int64)
+    table, shift, block_rows, token_rows, first_row = head_pages(
+        tables, shifts, cluster, column, slot, head, table_stride, cluster_stride, shift_stride, kv_heads, SIZE, COLUMNS
+    )
+    length = tl.load(lengths + request) + shift
     row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     token = start + first + row
     held = (token < stop)[:, None] & (lane < width)[None, :]
@@ -172,11 +187,12 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    table = tables + request.to(tl.int64) * table_stride
     begin = tl.maximum(length - (stop - start) + first - window + 1, 0) // KEYS * KEYS
     end = tl.minimum(length - (stop - start) + first + ROWS, length)
     for at in range(begin, end, KEYS):
-        keys, values, there = load_keys(key_pages, value_pages, table, at, end, head, kv_heads, lane, width, SIZE, KEYS)
+        keys, values, there = load_keys(
+            key_pages, value_pages, table, at, end, block_rows, token_rows, first_row, lane, width, SIZE, KEYS
+        )
         keys_at = at + tl.arange(0, KEYS)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
         seen = (keys_at[None, :] <= position[:, None]) & (keys_at[None, :] > position[:, None] - window)
@@ -207,21 +223,24 @@ class Tokens:
     """One new token of each request of a batch. A length of 0 only fills the batch."""
 
     slots: Tensor  # [requests], int64: its row of the tables
-    lengths: Tensor  # [requests], int64: tokens in the cache, the new one included
-    places: Tensor  # [requests], int64: where its keys and values go
-    tables: Tensor  # [slots, most blocks], int32
+    lengths: Tensor  # [requests], int64: tokens of the text, the new one included
+    tables: Tensor  # [slots, most blocks], int32, or [slots, clusters, most blocks]
     arrived: Tensor  # [at least requests * kv heads], int32: zeros, before and after every call
     longest: int  # of the lengths, at most
 
 
 def paged_decode(
     mixed: Tensor, key_pages: Tensor, value_pages: Tensor, tokens: Tokens, rotation: Rotation, scale: float,
-    window: int | None = None, *, splits: int | None = None, tiles: tuple[int, int, int] | None = None,
+    window: int | None = None, *, pages: HeadPages | None = None, splits: int | None = None,
+    tiles: tuple[int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip
     """Queries, keys and values of new tokens [requests, (heads + 2 * kv heads) * width], not yet turned; the keys and
-    values also go to their pages. -> [requests, heads * width]. `tiles`: keys that are taken at once, warps, stages."""
+    values also go to their pages. -> [requests, heads * width]. `tiles`: keys that are taken at once, warps, stages.
+    With `pages` the cache is [blocks * columns, size, 1, width], and `splits` the most parts that its work has."""
     requests = len(mixed)
     _, size, kv_heads, width = key_pages.shape
+    if pages is not None:
+        kv_heads = len(pages.cluster)
     heads = mixed.shape[1] // width - 2 * kv_heads
     group, padded = heads // kv_heads, max(triton.next_power_of_2(width), 16)
     if splits is None:
@@ -233,30 +252,38 @@ def paged_decode(
         partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=mixed.device)
         statistics = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=mixed.device)
     query_norm, key_norm = rotation.norms or (rotation.cosines, rotation.cosines)
-    decode_kernel[(requests, kv_heads, splits)](
+    work = tokens.slots if pages is None or pages.work is None else pages.work
+    grid = (requests, kv_heads, splits) if pages is None else (requests, len(work), 1)
+    decode_kernel[grid](
         mixed, rotation.cosines, rotation.sines, query_norm, key_norm, key_pages, value_pages, tokens.tables,
-        tokens.slots, tokens.lengths, tokens.places, results, partial, statistics, tokens.arrived, scale * LOG2_E,
-        window or EVERYTHING, rotation.epsilon, mixed.stride(0), tokens.tables.stride(0), kv_heads, width, SIZE=size,
-        GROUP=group, ROWS=max(triton.next_power_of_2(group), 16), WIDTH=padded, HALF=width // 2, KEYS=tile_keys,
-        SPLITS=splits, NORM=rotation.norms is not None, PDL=PDL, num_warps=warps, num_stages=stages, launch_pdl=PDL,
+        *pointers(pages, tokens.tables), work, tokens.slots, tokens.lengths, results, partial, statistics,
+        tokens.arrived, scale * LOG2_E, window or EVERYTHING, rotation.epsilon, mixed.stride(0),
+        *strides(pages, tokens.tables), kv_heads, width, SIZE=size, GROUP=group,
+        ROWS=max(triton.next_power_of_2(group), 16), WIDTH=padded, HALF=width // 2, KEYS=tile_keys, SPLITS=splits,
+        NORM=rotation.norms is not None, PDL=PDL, COLUMNS=columns_of(pages), num_warps=warps,
+        num_stages=stages, launch_pdl=PDL,
     )  # fmt: skip
     return results
 
 
 def paged_prefill(
     queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float, window: int | None = None, *,
-    tiles: QueryTiles | None = None,
+    tiles: QueryTiles | None = None, heads_own: HeadPages | None = None, slots: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Many query tokens: [tokens, heads, width] -> the same. `tiles` are those of the pages, where they are known."""
+    """Many query tokens: [tokens, heads, width] -> the same. `tiles` are those of the pages, where they are known. With
+    `heads_own` the tables are those of all slots, and `slots` [requests] says whose each request's are."""
     tokens, heads, width = queries.shape
     _, size, kv_heads, _ = key_pages.shape
+    if heads_own is not None:
+        kv_heads = len(heads_own.cluster)
     tiles = tiles or QueryTiles.of(pages.counts, queries.device)
     results = torch.empty(tokens, heads, width, dtype=queries.dtype, device=queries.device)
     prefill_kernel[(len(tiles.requests), heads)](
-        queries, key_pages, value_pages, pages.tables, pages.lengths, pages.starts, tiles.requests, tiles.first,
-        results, scale * LOG2_E, window or EVERYTHING, queries.stride(0), pages.tables.stride(0), kv_heads, width,
+        queries, key_pages, value_pages, pages.tables, *pointers(heads_own, pages.tables),
+        pages.starts if slots is None else slots, pages.lengths, pages.starts, tiles.requests, tiles.first, results,
+        scale * LOG2_E, window or EVERYTHING, queries.stride(0), *strides(heads_own, pages.tables), kv_heads, width,
         heads // kv_heads, SIZE=size, ROWS=tiles.rows, WIDTH=max(triton.next_power_of_2(width), 16), KEYS=tiles.keys,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        COLUMNS=columns_of(heads_own), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return results
 

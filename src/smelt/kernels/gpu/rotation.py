@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smelt.kernels.gpu.pages import HeadPages, columns_of, head_pages, key_rows, pointers, strides
+
 
 @triton.jit
 def turned(  # type: ignore[no-untyped-def]
@@ -31,8 +33,9 @@ def turned(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def rotate_write_kernel(  # type: ignore[no-untyped-def]
-    mixed, positions, places, cosines, sines, query_norm, key_norm, queries, key_pages, value_pages, stride, heads,
-    kv_heads, epsilon, width, WIDTH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+    mixed, positions, places, cosines, sines, query_norm, key_norm, queries, key_pages, value_pages, tables, shifts,
+    cluster, column, stride, table_stride, cluster_stride, shift_stride, heads, kv_heads, epsilon, width,
+    WIDTH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A head of a token a program. Of `mixed` [tokens, stride] the heads of queries come first, then those of keys,
     then those of values, which are not turned."""
@@ -43,16 +46,25 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
     angle, place = tl.load(positions + token), tl.load(places + token)
     written = inside & (place >= 0)
     at = head * width
+    kept = tl.maximum(head - heads, 0) % kv_heads
+    if COLUMNS:  # the place is a slot
+        table, shift, block_rows, token_rows, first_row = head_pages(
+            tables, shifts, cluster, column, place, kept, table_stride, cluster_stride, shift_stride, kv_heads, SIZE,
+            COLUMNS,
+        )  # fmt: skip
+        row = key_rows(table, angle + shift, place >= 0, block_rows, token_rows, first_row, SIZE)
+    else:
+        row = place * kv_heads + kept
     if head < heads:
         query = turned(source, at, inside, query_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
         tl.store(queries + (token * heads + head) * width + lane, query.to(queries.dtype.element_ty), mask=inside)
     elif head < heads + kv_heads:
         key = turned(source, at, inside, key_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
-        to = key_pages + (place * kv_heads + head - heads) * width + lane
+        to = key_pages + row * width + lane
         tl.store(to, key.to(key_pages.dtype.element_ty), mask=written)
     else:
         value = tl.load(source + at + lane, mask=inside, other=0.0)
-        tl.store(value_pages + (place * kv_heads + head - heads - kv_heads) * width + lane, value, mask=written)
+        tl.store(value_pages + row * width + lane, value, mask=written)
 
 
 @dataclass(frozen=True)
@@ -66,17 +78,22 @@ class Rotation:
 
 
 def rotate_write(
-    mixed: Tensor, positions: Tensor, places: Tensor, rotation: Rotation, key_pages: Tensor, value_pages: Tensor
-) -> Tensor:
+    mixed: Tensor, positions: Tensor, places: Tensor, rotation: Rotation, key_pages: Tensor, value_pages: Tensor,
+    heads_own: HeadPages | None = None,
+) -> Tensor:  # fmt: skip
     """Of new tokens [tokens, (heads + 2 * kv heads) * width]: keys and values go to their pages [blocks, size, kv
-    heads, width], none for a place of -1. -> queries [tokens, heads, width]"""
-    kv_heads, width = key_pages.shape[2:]
+    heads, width], none for a place of -1. -> queries [tokens, heads, width]. With `heads_own` a place is a slot."""
+    size, kv_heads, width = key_pages.shape[1:]
+    if heads_own is not None:
+        kv_heads = len(heads_own.cluster)
+    tables = places if heads_own is None else heads_own.tables
     tokens, heads = len(mixed), mixed.shape[1] // width - 2 * kv_heads
     queries = torch.empty(tokens, heads, width, dtype=mixed.dtype, device=mixed.device)
     query_norm, key_norm = rotation.norms or (rotation.cosines, rotation.cosines)
     rotate_write_kernel[(tokens, heads + 2 * kv_heads)](
         mixed, positions, places, rotation.cosines, rotation.sines, query_norm, key_norm, queries, key_pages,
-        value_pages, mixed.stride(0), heads, kv_heads, rotation.epsilon, width, WIDTH=triton.next_power_of_2(width),
-        HALF=width // 2, NORM=rotation.norms is not None, num_warps=1,
+        value_pages, tables, *pointers(heads_own, tables), mixed.stride(0), *strides(heads_own, tables), heads,
+        kv_heads, rotation.epsilon, width, WIDTH=triton.next_power_of_2(width), HALF=width // 2,
+        NORM=rotation.norms is not None, SIZE=size, COLUMNS=columns_of(heads_own), num_warps=1,
     )  # fmt: skip
     return queries

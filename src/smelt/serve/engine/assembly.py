@@ -18,9 +18,8 @@ from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import block_bytes
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.memory import Memory, PlainMemory
-from smelt.serve.engine.ragged.cache import page_bytes
+from smelt.serve.engine.ragged.cache import RaggedCache, page_bytes
 from smelt.serve.engine.ragged.memory import RaggedMemory
-from smelt.serve.engine.ragged.runner import staging_pages
 from smelt.serve.engine.runners import AnyRunner, ragged_runner_for, runner_for
 from smelt.serve.engine.scheduler import Scheduler
 
@@ -102,8 +101,17 @@ def ragged_parts(
     most = sizes.batch_requests * len(retention.budgets) * width
     pages = sizes.blocks(each, most, model.device, beside=staging * each)
     memory = RaggedMemory(BlockPool(pages, sizes.block, prefix_cache=False), retention, width, carry=sizes.prefix_cache)
-    runner = ragged_runner_for(
-        model, compiled, adapters, retention, blocks=pages, staging=staging, size=sizes.block, width=width,
-        most_requests=sizes.batch_requests, context=sizes.context,
+    cache = RaggedCache.empty(
+        retention.clusters, shape.width, pages=pages, staging=staging, size=sizes.block, slots=sizes.batch_requests,
+        most=width, dtype=model.network.dtype, device=model.device,
     )  # fmt: skip
+    runner = ragged_runner_for(
+        model, compiled, adapters, cache, retention, most_requests=sizes.batch_requests, context=sizes.context
+    )
     return sizes.scheduler(memory, tokens, chunk), runner
+
+
+def staging_pages(retention: Retention, most_tokens: int, chunk: int) -> int:
+    """Enough for the chunks of any step: each begins and ends within a page, and none that is compressed is short."""
+    shortest = max(min(retention.scorer.window, chunk // 2), 1)
+    return len(retention.budgets) * (-(-most_tokens // retention.block) + most_tokens // shortest + 1)

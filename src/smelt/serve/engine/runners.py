@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from smelt.kv.retention import Retention
 from smelt.models.model import Model
 from smelt.serve.engine import decoder
 from smelt.serve.engine.adapters import Adapters
+from smelt.serve.engine.ragged.cache import RaggedCache
 from smelt.serve.engine.ragged.runner import RaggedRunner
 from smelt.serve.engine.runner import Launched, Runner
 from smelt.serve.engine.scheduler import Step
@@ -42,18 +44,37 @@ def runner_for(
         kind = devices[0].partition(":")[0]
         return ParallelRunner(model, Sizes(**sizes), len(devices), kind, adapters or Adapters(model, {}))
     if compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
-        from smelt.serve.engine.gpu_runner import GpuRunner
-
-        return GpuRunner(model, **sizes, adapters=adapters)
+        return gpu_runner(model, adapters, blocks=blocks, size=size, most_requests=most_requests, context=context)
     return Runner(model, **sizes, compiled=compiled, adapters=adapters)
 
 
+def gpu_runner(
+    model: Model, adapters: Adapters | None, *, blocks: int, size: int, most_requests: int, context: int
+) -> AnyRunner:
+    """Fused and captured."""
+    from smelt.serve.engine.gpu_pages import PlainPages
+    from smelt.serve.engine.gpu_runner import GpuRunner
+
+    pages = partial(PlainPages, model, blocks, size, most_requests, context)
+    return GpuRunner(model, pages, most_requests=most_requests, context=context, adapters=adapters)
+
+
 def ragged_runner_for(
-    model: Model, compiled: bool, adapters: Adapters | None, retention: Retention, *, blocks: int, staging: int,
-    size: int, width: int, most_requests: int, context: int,
+    model: Model, compiled: bool, adapters: Adapters | None, cache: RaggedCache, retention: Retention, *,
+    most_requests: int, context: int,
 ) -> AnyRunner:  # fmt: skip
-    """The same for a cache whose pages belong to clusters of heads."""
-    return RaggedRunner(
-        model, retention, blocks=blocks, staging=staging, size=size, width=width, most_requests=most_requests,
-        adapters=adapters,
-    )  # fmt: skip
+    """The same choice for a cache whose pages belong to clusters of heads; there is no program for processors yet."""
+    if compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
+        return ragged_gpu_runner(model, adapters, cache, retention, most_requests=most_requests, context=context)
+    return RaggedRunner(model, cache, most_requests=most_requests, adapters=adapters)
+
+
+def ragged_gpu_runner(
+    model: Model, adapters: Adapters | None, cache: RaggedCache, retention: Retention, *, most_requests: int,
+    context: int,
+) -> AnyRunner:  # fmt: skip
+    from smelt.serve.engine.gpu_runner import GpuRunner
+    from smelt.serve.engine.ragged.gpu_pages import RaggedPages
+
+    pages = partial(RaggedPages, model, cache, retention, context)
+    return GpuRunner(model, pages, most_requests=most_requests, context=context, adapters=adapters)

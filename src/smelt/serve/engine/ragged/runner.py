@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from smelt.kv.observe import rotation_of
-from smelt.kv.retention import Retention
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.ragged.attention import NAME, ragged
@@ -29,17 +28,11 @@ class RaggedRunner:
     path = "module, pages of head clusters"
 
     def __init__(
-        self, model: Model, retention: Retention, *, blocks: int, staging: int, size: int, width: int,
-        most_requests: int, adapters: Adapters | None = None,
-    ) -> None:  # fmt: skip
+        self, model: Model, cache: RaggedCache, *, most_requests: int, adapters: Adapters | None = None
+    ) -> None:
         self.network, self.device, self.adapters = model.network, model.device, adapters
         self.ends = end_tokens(model)
-        part = next(part for part in model.anatomy.parts if part.kind == "heads")
-        self.cache = RaggedCache.empty(
-            retention.clusters, part.head_dim, pages=blocks, staging=staging, size=size,
-            slots=most_requests, most=width,
-            dtype=model.network.dtype, device=model.device,
-        )  # fmt: skip
+        self.cache = cache
         self.network.set_attn_implementation(NAME)
         self._judge = Judge(*rotation_of(model.network, model.device))
         self._tables = Tables(self.cache, most_requests, self._sent)
@@ -76,9 +69,3 @@ class RaggedRunner:
 
     def _sent(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
-
-
-def staging_pages(retention: Retention, most_tokens: int, chunk: int) -> int:
-    """Enough for the chunks of any step: each begins and ends within a page, and none that is compressed is short."""
-    shortest = max(min(retention.scorer.window, chunk // 2), 1)
-    return len(retention.budgets) * (-(-most_tokens // retention.block) + most_tokens // shortest + 1)

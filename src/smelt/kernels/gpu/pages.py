@@ -1,0 +1,64 @@
+"""Where keys and values lie, for kernels: in pages of all heads of a layer, or in those of clusters of heads.
+
+Pages of a layer are [block, token, head, width]; those of clusters, which may have heads of several layers, are [block,
+column, token, width], and every cluster of a request has its own blocks and its own length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def head_pages(  # type: ignore[no-untyped-def]
+    tables, shifts, cluster, column, slot, head, table_stride, cluster_stride, shift_stride, kv_heads,
+    SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of one head of a request: its row of the tables; how many tokens it holds less than the text has; and where its
+    keys lie in the pages seen as rows of `width`: rows of a block, rows of a token, its first row."""
+    table = tables + slot * table_stride
+    shift, block_rows, token_rows, first_row = 0, SIZE * kv_heads, kv_heads, head
+    if COLUMNS:
+        own = tl.load(cluster + head)
+        table += own * cluster_stride
+        shift = tl.load(shifts + slot * shift_stride + own)
+        block_rows, token_rows, first_row = COLUMNS * SIZE, 1, tl.load(column + head) * SIZE
+    return table, shift, block_rows, token_rows, first_row
+
+
+@triton.jit
+def key_rows(table, positions, there, block_rows, token_rows, first_row, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the keys at these places of a head lie."""
+    blocks = tl.load(table + positions // SIZE, mask=there, other=0).to(tl.int64)
+    return blocks * block_rows + (positions % SIZE) * token_rows + first_row
+
+
+@dataclass(frozen=True)
+class HeadPages:
+    """Whose pages are whose in a layer, where clusters of heads have pages of their own."""
+
+    tables: Tensor  # [slots, clusters, most blocks], int32
+    shifts: Tensor  # [slots, clusters], int32: tokens that a cluster holds, less those of the text
+    cluster: Tensor  # [kv heads], int64
+    column: Tensor  # [kv heads], int64
+    columns: int  # heads of a page
+    work: Tensor | None = None  # [programs, 3], int32: head, part of its keys, parts of that head; to decode
+
+
+def columns_of(pages: HeadPages | None) -> int:
+    """0: pages of a layer."""
+    return 0 if pages is None else pages.columns
+
+
+def pointers(pages: HeadPages | None, tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Shifts, clusters and columns; something that is not read where there are none."""
+    return (tables, tables, tables) if pages is None else (pages.shifts, pages.cluster, pages.column)
+
+
+def strides(pages: HeadPages | None, tables: Tensor) -> tuple[int, int, int]:
+    """Of a slot in the tables, of a cluster in there, of a slot in the shifts."""
+    return (tables.stride(0), 0, 0) if pages is None else (tables.stride(0), tables.stride(1), pages.shifts.stride(0))

@@ -1,0 +1,119 @@
+"""The pages of a GPU runner: what a step sends to the device about them, and attention over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smelt.kernels.paged import Pages
+from smelt.models.model import Model
+from smelt.serve.engine.attention import NAME, PagedCache
+from smelt.serve.engine.decoder import Attention
+from smelt.serve.engine.runner import module_logits
+from smelt.serve.engine.scheduler import Piece, Step
+
+if TYPE_CHECKING:  # needs Triton
+    from smelt.serve.engine.fused import Attend, FusedNetwork
+
+Send = Callable[[np.ndarray[Any, Any]], Tensor]  # to the device
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A step of prompts, or of prompts beside single tokens."""
+
+    attend: Attend
+    logits: Callable[
+        [Tensor, Tensor], Tensor
+    ]  # of the module as it is, from ids and the tokens whose logits are wanted
+
+
+class GpuPages(Protocol):
+    """What a GPU runner needs of its cache."""
+
+    name: str  # in the path
+
+    def before(self, step: Step) -> None:
+        """What changed since the last step."""
+
+    def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
+        """Attention of one token for each request; nothing in it may depend on the step, so that it can be captured."""
+
+    def mixed(self, pieces: list[Piece], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed: ...
+
+    def after(self, step: Step) -> None:
+        """What the step changed."""
+
+
+class PlainPages:
+    """Pages of a layer hold all its heads, and every token."""
+
+    name = ""
+
+    def __init__(self, model: Model, blocks: int, size: int, most_requests: int, context: int, send: Send) -> None:
+        self.size, self.context, self._send, self._module = size, context, send, model.network
+        self.cache = PagedCache.empty(model.anatomy, blocks, size, model.network.dtype, model.device)
+        model.network.set_attn_implementation(NAME)
+        self._tables = torch.zeros(most_requests + 1, -(-context // size), dtype=torch.int32, device=model.device)
+        self._written: list[tuple[list[int], int]] = [([], 0)] * most_requests  # blocks of a row, and how many of them
+
+    def before(self, step: Step) -> None:
+        """Blocks that requests were given since their last step, in one copy for all."""
+        places, blocks = [], []
+        width = self._tables.shape[1]
+        for piece in step.pieces:
+            request = piece.request
+            held, count = self._written[request.slot]
+            if held is not request.blocks:  # another request's, or those that it had before it was preempted
+                count = 0
+            if count < len(request.blocks):
+                places += [request.slot * width + place for place in range(count, len(request.blocks))]
+                blocks += request.blocks[count:]
+                self._written[request.slot] = (request.blocks, len(request.blocks))
+        if blocks:
+            both = self._send(np.array([places, blocks], dtype=np.int64))
+            self._tables.view(-1)[both[0]] = both[1].int()
+
+    def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
+        from smelt.kernels.gpu.paged import Tokens, paged_decode
+
+        tokens = Tokens(slots, lengths, self._tables, network.arrived, self.context)
+
+        def attend(mixed: Tensor, part: Attention) -> Tensor:
+            keys, values = self.cache.keys[part.index], self.cache.values[part.index]
+            return paged_decode(mixed, keys, values, tokens, network.rotation(part), part.scale, part.window)
+
+        return attend
+
+    def mixed(self, pieces: list[Piece], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed:
+        from smelt.kernels.gpu.paged import QueryTiles, paged_prefill
+        from smelt.kernels.gpu.rotation import rotate_write
+
+        counts = [piece.count for piece in pieces]
+        lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)
+        bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        rows = self._send(np.array([piece.request.slot for piece in pieces], dtype=np.int64))
+        places = self._tables[slots, positions // self.size].long() * self.size + positions % self.size
+        pages = Pages(
+            starts=self._send(bounds), lengths=self._send(lengths), tables=self._tables[rows], places=places,
+            longest=int(lengths.max()), counts=counts,
+        )  # fmt: skip
+        tiles = QueryTiles.of(counts, slots.device)
+
+        def attend(mixed: Tensor, part: Attention) -> Tensor:
+            keys, values = self.cache.keys[part.index], self.cache.values[part.index]
+            queries = rotate_write(mixed, positions, places, network.rotation(part), keys, values)
+            return paged_prefill(queries, keys, values, pages, part.scale, part.window, tiles=tiles).flatten(1)
+
+        def logits(ids: Tensor, wanted: Tensor) -> Tensor:
+            return module_logits(self._module, self.cache, ids, positions, wanted, pages)
+
+        return Mixed(attend, logits)
+
+    def after(self, step: Step) -> None:
+        """Nothing: every token stays where it is."""

@@ -1,0 +1,120 @@
+"""Pages of head clusters on a GPU: decoding reads how the work is shared out from a table that was made before."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from smelt.kernels.paged import Pages
+from smelt.kv.observe import rotation_of
+from smelt.kv.retention import Retention
+from smelt.kv.splits import splits
+from smelt.models.model import Model
+from smelt.serve.engine.decoder import Attention
+from smelt.serve.engine.gpu_pages import Mixed, Send
+from smelt.serve.engine.ragged.attention import NAME, ragged
+from smelt.serve.engine.ragged.cache import RaggedCache
+from smelt.serve.engine.ragged.compress import Judge
+from smelt.serve.engine.ragged.step import Tables, step_of
+from smelt.serve.engine.scheduler import Piece, Step
+
+if TYPE_CHECKING:  # needs Triton
+    from smelt.kernels.gpu.pages import HeadPages
+    from smelt.serve.engine.fused import Attend, FusedNetwork
+
+MOST_PARTS = 32  # that the keys of a head are split into
+
+
+class RaggedPages:
+    """The pages' contract of a GPU runner, where clusters of heads keep different numbers of tokens."""
+
+    name = ", pages of head clusters"
+
+    def __init__(self, model: Model, cache: RaggedCache, retention: Retention, context: int, send: Send) -> None:
+        self.cache, self.retention, self.context = cache, retention, context
+        self._send, self._module = send, model.network
+        self._module.set_attn_implementation(NAME)
+        self._judge = Judge(*rotation_of(model.network, model.device))
+        self._tables = Tables(cache, len(cache.tables) - 1, send)
+        self._layers: dict[tuple[int, int], tuple[HeadPages, int]] = {}
+
+    def before(self, step: Step) -> None:
+        if step.copies:
+            sources, targets = self._send(np.array(step.copies, dtype=np.int64).T)
+            self.cache.copy(sources, targets)
+        self._tables.write(step.pieces)
+        self._tables.shift(step.pieces, after=False)
+
+    def after(self, step: Step) -> None:
+        self._tables.shift(step.pieces, after=True)
+
+    def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
+        from smelt.kernels.gpu.paged import Tokens, paged_decode
+
+        tokens = Tokens(slots, lengths, self.cache.tables, network.arrived, self.context)
+
+        def attend(mixed: Tensor, part: Attention) -> Tensor:
+            pages, parts = self._layer(part.index, len(slots))
+            return paged_decode(
+                mixed, self.cache.keys, self.cache.values, tokens, network.rotation(part), part.scale, pages=pages,
+                splits=parts,
+            )  # fmt: skip
+
+        return attend
+
+    def mixed(self, pieces: list[Piece], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed:
+        from smelt.kernels.gpu.paged import QueryTiles, paged_prefill
+        from smelt.kernels.gpu.rotation import rotate_write
+
+        step = step_of(self.cache, pieces, torch.stack((slots, positions)), self._send)
+        cache = self.cache
+        pages = Pages(step.bounds, step.lengths, cache.tables, positions, step.longest, step.counts)
+        tiles = QueryTiles.of(step.counts, slots.device)
+
+        def attend(mixed: Tensor, part: Attention) -> Tensor:
+            own, _ = self._layer(part.index, len(pieces))
+            queries = rotate_write(mixed, positions, slots, network.rotation(part), cache.keys, cache.values, own)
+            found = paged_prefill(
+                queries, cache.keys, cache.values, pages, part.scale, tiles=tiles, heads_own=own,
+                slots=step.piece_slots,
+            )  # fmt: skip
+            self._judge(step, part.index, queries, part.scale)
+            return found.flatten(1)
+
+        def logits(ids: Tensor, wanted: Tensor) -> Tensor:
+            with ragged(step, self._judge):
+                found: Tensor = self._module(
+                    input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
+                ).logits[0]
+            return found
+
+        return Mixed(attend, logits)
+
+    def _layer(self, layer: int, requests: int) -> tuple[HeadPages, int]:
+        """Whose pages are whose in a layer, and into how many parts a head's keys are split at most."""
+        from smelt.kernels.gpu.chip import processors
+        from smelt.kernels.gpu.pages import HeadPages
+
+        if (layer, requests) not in self._layers:
+            cache = self.cache
+            budgets = torch.tensor(self.retention.budgets)[cache.clusters.cluster[layer]]  # [kv_heads]
+            counts = parts_of(budgets, requests, processors(cache.keys.device))
+            work = [(head, part, parts) for head, parts in enumerate(counts) for part in range(parts)]
+            own = HeadPages(
+                cache.tables, cache.shifts, cache.cluster[layer], cache.column[layer], cache.columns,
+                torch.tensor(work, dtype=torch.int32, device=cache.keys.device),
+            )  # fmt: skip
+            most = 1 << (max(counts) - 1).bit_length()
+            self._layers[layer, requests] = own, most
+        return self._layers[layer, requests]
+
+
+def parts_of(budgets: Tensor, requests: int, processors: int, waves: int = 4) -> list[int]:
+    """Parts of each head's keys [kv_heads], in proportion to its budget: together, for all requests, enough programs to
+    keep the processors busy to the end, when the heads that keep most are still at work."""
+    wanted = max(waves * processors / max(requests, 1), 1.0)  # programs of a request
+    most = int(min(max(wanted * float(budgets.max()) / max(float(budgets.sum()), 1e-9), 1.0), MOST_PARTS))
+    return [int(count) for count in splits(budgets, most)]

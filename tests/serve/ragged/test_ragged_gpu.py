@@ -1,0 +1,114 @@
+"""Pages of head clusters on a GPU, or under Triton's interpreter: the tokens of the module on the same pages."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.gpu_machine import DEVICE  # isort: skip  (before anything imports Triton)
+
+from smelt.kernels.gpu.paged import Tokens, paged_decode
+from smelt.kernels.gpu.pages import HeadPages
+from smelt.kernels.gpu.rotation import Rotation, rotate_write
+from smelt.kernels.paged import Pages, paged_reference
+from smelt.models.model import Model
+from smelt.serve.engine import assembly
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.ragged.gpu_pages import parts_of
+from smelt.serve.engine.runners import ragged_gpu_runner
+from smelt.serve.engine.sampling import Sampling
+from tests.serve.ragged.test_ragged_engine import SMALL, check, prompts, retention, run
+from tests.tiny import BUILDS
+
+FEW = Sampling(max_tokens=3, temperature=0, ignore_end=True)
+
+
+def engine_of(monkeypatch: pytest.MonkeyPatch, name: str, **more: Any) -> Engine:
+    """On the fused path, also where there is no CUDA device."""
+
+    def chosen(model: Model, _: bool, adapters: Any, *parts: Any, **sizes: Any) -> Any:
+        return ragged_gpu_runner(model, adapters, *parts, **sizes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly, "ragged_runner_for", chosen)
+        return Engine(Model(copy.deepcopy(BUILDS[name]()).to(DEVICE)), **{**SMALL, **more})
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("shares", [[1.0, 1.0, 1.0], [0.5, 0.2, 0.0]])
+def test_the_tokens_of_the_module(monkeypatch: pytest.MonkeyPatch, name: str, shares: list[float]) -> None:
+    settings: dict[str, Any] = {"kv": retention(shares), "batch_tokens": 24}
+    texts = prompts(3, seed=1, most=60)
+    fused = engine_of(monkeypatch, name, **settings)
+    assert fused.runner.path.startswith("gpu-program, pages of head clusters")
+    plain = Engine(Model(BUILDS[name]()), **SMALL, **settings)
+    found = [[engine.submit(text, FEW)[0] for text in texts] for engine in (fused, plain)]
+    run(fused)
+    run(plain)
+    assert [each.output for each in found[0]] == [each.output for each in found[1]]
+
+
+def test_a_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"kv": retention([0.6, 0.3, 0.0]), "batch_tokens": 24}
+    engines = [engine_of(monkeypatch, "llama", **settings), Engine(Model(BUILDS["llama"]()), **SMALL, **settings)]
+    outputs = []
+    for engine in engines:
+        text = prompts(1, seed=9)[0] + [9] * 30
+        for _ in range(3):
+            requests = [engine.submit(text, FEW)[0] for _ in range(2)]
+            while engine.busy:
+                engine.step()
+                check(engine)
+            text = [*text, *requests[0].output, 11, 12]
+            outputs.append([each.output for each in requests])
+        assert engine.state()["cached_tokens"] > 0
+        run(engine)
+    assert outputs[:3] == outputs[3:]
+
+
+@pytest.mark.parametrize("parts", [[1, 1, 1], [4, 1, 2], [3, 5, 1]])
+def test_heads_of_different_lengths_in_one_call(parts: list[int]) -> None:
+    """Three heads in three clusters, at different columns, against a loop over heads."""
+    torch.manual_seed(0)
+    size, heads, kv_heads, width, columns, clusters = 16, 6, 3, 24, 4, 5
+    keys, values = (torch.randn(160 * columns, size, 1, width, device=DEVICE) for _ in range(2))
+    tables = torch.randperm(160)[:150].view(3, clusters, 10).int().to(DEVICE)
+    texts = torch.tensor([150, 40, 0], device=DEVICE)
+    slots = torch.tensor([2, 0, 1], device=DEVICE)
+    shifts = torch.zeros(3, clusters, dtype=torch.int32, device=DEVICE)
+    shifts[2] = torch.tensor([0, -100, -30, -149, -60])
+    shifts[0] = torch.tensor([0, -39, -10, -20, -7])
+    cluster, column = torch.tensor([3, 1, 4], device=DEVICE), torch.tensor([2, 0, 3], device=DEVICE)
+    work = [(head, part, count) for head, count in enumerate(parts) for part in range(count)]
+    own = HeadPages(tables, shifts, cluster, column, columns, torch.tensor(work, dtype=torch.int32, device=DEVICE))
+    rotation = Rotation(torch.randn(150, width, device=DEVICE), torch.randn(150, width, device=DEVICE))
+    mixed = torch.randn(3, (heads + 2 * kv_heads) * width, device=DEVICE)
+    others = [keys.clone(), values.clone()]
+    queries = rotate_write(mixed, (texts - 1).clamp(min=0), torch.where(texts > 0, slots, -1), rotation, *others, own)
+    arrived = torch.zeros(3 * kv_heads, dtype=torch.int32, device=DEVICE)
+    tokens = Tokens(slots, texts, tables, arrived, 150)
+    most = 1 << (max(parts) - 1).bit_length()
+    found = paged_decode(mixed, keys, values, tokens, rotation, 0.2, pages=own, splits=most).view(3, heads, width)
+    for request in range(2):
+        for head in range(kv_heads):
+            slot, which = int(slots[request]), int(cluster[head])
+            length = int(texts[request] + shifts[slot, which])
+            table = (tables[slot, which] * columns + column[head]).int()[None]
+            one = Pages(
+                torch.tensor([0, 1], dtype=torch.int32), torch.tensor([length], dtype=torch.int32), table, table,
+                length, [1],
+            )  # fmt: skip
+            mine = slice(2 * head, 2 * head + 2)
+            wanted = paged_reference(queries[request : request + 1, mine], *others, one, 0.2)
+            assert torch.allclose(found[request, mine], wanted[0], atol=1e-4), (request, head)
+    assert bool((found[2] == 0).all()) and not bool(arrived.any())
+    assert torch.allclose(keys, others[0], atol=1e-6) and torch.equal(values, others[1])
+
+
+def test_parts_follow_budgets() -> None:
+    assert parts_of(torch.tensor([1.0, 1.0]), 1, 132) == [32, 32]
+    assert parts_of(torch.tensor([1.0, 0.0, 0.0, 0.0]), 128, 132)[0] > 1  # one long head does not keep all waiting
+    assert parts_of(torch.full((8,), 0.3), 256, 132) == [1] * 8
