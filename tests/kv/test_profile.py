@@ -123,10 +123,22 @@ def test_no_samples_are_refused() -> None:
         Profile.of(SHAPE, "snapkv", 0.3, found()[:0])
 
 
+def test_clusters_are_of_the_largest_size_that_divides_and_come_back_from_the_file(tmp_path: Path) -> None:
+    profile = made().clustered(4)
+    assert profile.clusters is not None and profile.clusters.size == 3 and len(profile.splits) == 5
+    largest = profile.clusters.largest(profile.rescaled(0.3))
+    assert torch.equal(
+        largest.argsort(descending=True), torch.tensor(profile.splits).argsort(descending=True, stable=True)
+    )
+    profile.save(tmp_path / "model.kv.json")
+    assert Profile.load(tmp_path / "model.kv.json") == profile
+    assert made().clustered(2, "per_layer").clusters.size == 1  # type: ignore[union-attr]
+
+
 def written(folder: Path, **changed: Any) -> Path:
     """A file that is a profile but for what is changed; None takes it out."""
     path = folder / "model.kv.json"
-    made().save(path)
+    made().clustered(3).save(path)
     content = json.loads(path.read_text()) | changed
     path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
     return path
@@ -156,6 +168,13 @@ def written(folder: Path, **changed: Any) -> Path:
         ({"deviation": [[0.5] * 2] * 5}, "one number a layer and head"),
         ({"mean": [[1.5] * 3] * 5}, "between 0 and 1"),
         ({"deviation": [[float("inf")] * 3] * 5}, "no number"),
+        ({"splits": [1, 2]}, "a number of splits, at least 1, for each"),
+        ({"splits": [0] * 5}, "a number of splits, at least 1, for each"),
+        ({"splits": "8"}, "splits must be whole numbers"),
+        ({"clusters": 3}, "its clusters are not a table"),
+        ({"clusters": {"layers": 5, "kv_heads": 3, "members": [[[0, 0]]]}}, "every head of every layer exactly once"),
+        ({"clusters": {"layers": 5, "kv_heads": 3, "members": [["a"]]}}, "no map of heads"),
+        ({"clusters": {"layers": 1, "kv_heads": 1, "members": [[[0, 0]]]}, "splits": [1]}, "of the same model"),
     ],
 )
 def test_a_damaged_profile_is_one_sentence(changed: dict[str, Any], sentence: str, tmp_path: Path) -> None:

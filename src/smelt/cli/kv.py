@@ -24,7 +24,7 @@ app = typer.Typer(help="How many keys and values each head of a model needs.", p
 DataOption = Annotated[str, typer.Option("--data", help="Long texts: a file, a hub id, or default.")]
 KeepOption = Annotated[float, typer.Option("--keep", help="The share of keys and values that is kept in all.")]
 ScorerOption = Annotated[str, typer.Option("--scorer", help=f"What a token is worth: {', '.join(SCORERS)}.")]
-GroupOption = Annotated[int, typer.Option("--heads", min=1, help="Heads that share pages.")]
+GroupOption = Annotated[int, typer.Option("--heads", min=1, help="Heads that share pages, at most.")]
 OutOption = Annotated[Path, typer.Option("-o", "--out", help="Where the profile is written.")]
 
 
@@ -57,17 +57,19 @@ def profile(
     tokens = loaded.tokenizer(text.joined, verbose=False)["input_ids"]
     with bars() as watcher:
         found = kept_shares(loaded, samples(tokens, count, length, seed), wanted, budget_named("ada"), keep, watcher)
-    made = Profile.of(shape_of(loaded), scorer, keep, found)
+    made = Profile.of(shape_of(loaded), scorer, keep, found).clustered(heads)
     made.save(out)
-    content = describe(made, found, heads)
+    content = describe(made, found)
     _show(model, made, content)
     say(f"{out} is written.")
     write_json(json_file, {"model": model, "profile": str(out), "seed": seed, **content})
 
 
-def describe(made: Profile, found: Any, heads: int) -> dict[str, Any]:
+def describe(made: Profile, found: Any) -> dict[str, Any]:
     """What a profile says of its model."""
     budgets = made.budgets
+    assert made.clusters is not None
+    heads = made.clusters.size
     sharing = {}
     for scope in ("global", "per_layer", "adjacent"):
         whole = budgets.shape[1] if scope == "per_layer" else budgets.numel()

@@ -33,6 +33,10 @@ ReplicaCpusOption = Annotated[
 PrefixOption = Annotated[bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Keep what prompts begin with.")]
 
 
+KvOption = Annotated[
+    Path | None,
+    typer.Option("--kv", metavar="F", help="A profile by `smelt kv profile`: heads keep as many tokens as it says."),
+]
 AdapterOption = Annotated[
     list[str] | None,
     typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter that clients may name; may be repeated."),
@@ -51,6 +55,7 @@ def run(
     batch_requests: RequestsOption = 256,
     batch_tokens: TokensOption = 2048,
     prefix_cache: PrefixOption = True,
+    kv: KvOption = None,
     queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are told to come later.")] = 512,
     grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs when stopped.")] = 30.0,
     silence: Annotated[float, typer.Option(min=0.5, help="Seconds without a step before the engine is dead.")] = 300.0,
@@ -75,7 +80,7 @@ def run(
     engine = {
         "context": context, "cache_bytes": None if cache is None else int(cache * 2**30),
         "batch_requests": batch_requests, "batch_tokens": batch_tokens, "prefix_cache": prefix_cache,
-        "devices": devices,
+        "devices": devices, "kv": None if kv is None else str(kv),
     }  # fmt: skip
     limits = Limits(queue=queue, grace_seconds=grace, silence_seconds=silence, reader_seconds=reader, restarts=restarts)
     say(f"loading {model}")

@@ -19,9 +19,11 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from smelt.errors import DataError, ModelError
+from smelt.errors import DataError, ModelError, RecipeError
 from smelt.files import write_whole
 from smelt.kv.budget import check_keep
+from smelt.kv.clusters import Clusters, clusters
+from smelt.kv.splits import splits
 from smelt.models.jsonfile import read_object
 
 Table = tuple[tuple[float, ...], ...]  # [layers, kv_heads]
@@ -55,6 +57,8 @@ class Profile:
     deviation: Table
     parameters: Mapping[str, Parameter] = field(default_factory=dict)  # of the scorer
     alpha: float = 2.0  # deviations above the mean that a budget leaves room for
+    clusters: Clusters | None = None  # heads that share pages
+    splits: tuple[int, ...] = ()  # of each cluster: parts of its keys, relative to one another, when a token is decoded
 
     def __post_init__(self) -> None:
         check_keep(self.keep)
@@ -67,6 +71,11 @@ class Profile:
                 raise ModelError(f"the {name} of a profile must have one number a layer and head: {self.shape}.")
             if not all(0 <= value <= 1 for row in table for value in row):
                 raise ModelError(f"the {name} of a profile must lie between 0 and 1 for every head.")
+        if self.clusters is not None:
+            if (self.clusters.layers, self.clusters.kv_heads) != (self.shape.layers, self.shape.kv_heads):
+                raise ModelError(f"the clusters of a profile must be those of the same model: {self.shape}.")
+            if len(self.splits) != len(self.clusters.members) or min(self.splits) < 1:
+                raise ModelError("a profile must have a number of splits, at least 1, for each of its clusters.")
 
     @classmethod
     def of(
@@ -89,6 +98,14 @@ class Profile:
         """clip(mean + alpha * deviation, 0, 1): [layers, kv_heads], float64. More than the samples kept."""
         mean, deviation = (torch.tensor(table, dtype=torch.float64) for table in (self.mean, self.deviation))
         return (mean + self.alpha * deviation).clamp(0, 1)
+
+    def clustered(self, heads: int = 4, scope: str = "global") -> Profile:
+        """With clusters of so many heads, or of the next smaller number that divides, and their splits."""
+        budgets = self.rescaled(self.keep)
+        whole = budgets.shape[1] if scope == "per_layer" else budgets.numel()
+        size = max(number for number in range(1, max(heads, 1) + 1) if whole % number == 0)
+        made = clusters(budgets, size, scope)
+        return dataclasses.replace(self, clusters=made, splits=tuple(splits(made.largest(budgets)).tolist()))
 
     def rescaled(self, keep: float) -> Tensor:
         """The budgets times one factor, none above 1, so that heads keep `keep` of what may go on average."""
@@ -187,7 +204,22 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
         if not all(_is_number(value) for row in rows for value in row):
             raise _Damage(f"{name} holds something that is no number")
         tables[name] = tuple(tuple(row) for row in rows)
-    return {**content, **tables, "shape": Shape(**shape)}
+    groups = None if content["clusters"] is None else _clusters(content["clusters"])
+    parts = content["splits"]
+    if not isinstance(parts, list) or not all(type(part) is int for part in parts):
+        raise _Damage("its splits must be whole numbers")
+    return {**content, **tables, "shape": Shape(**shape), "clusters": groups, "splits": tuple(parts)}
+
+
+def _clusters(content: Any) -> Clusters:
+    if not isinstance(content, dict):
+        raise _Damage("its clusters are not a table")
+    _fields("its clusters", content, Clusters)
+    try:
+        members = tuple(tuple((int(layer), int(head)) for layer, head in group) for group in content["members"])
+        return Clusters(content["layers"], content["kv_heads"], members)
+    except (TypeError, ValueError, RecipeError) as error:
+        raise _Damage(f"its clusters hold no map of heads: {error}") from error
 
 
 def _fields(what: str, content: dict[str, Any], of: type) -> None:

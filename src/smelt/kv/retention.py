@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from smelt.errors import RecipeError
-from smelt.kv.clusters import Clusters, clusters
+from smelt.kv.clusters import Clusters
 from smelt.kv.profile import Profile
 from smelt.kv.scorer import Scorer
 from smelt.kv.scorers import scorer_named
+from smelt.kv.splits import splits
 
 Counts = np.ndarray[Any, np.dtype[np.int64]]  # [clusters]
 
@@ -30,6 +33,9 @@ class Retention:
     budgets: tuple[float, ...]  # of each cluster
     scorer: Scorer
     block: int  # tokens of a page
+    splits: tuple[
+        int, ...
+    ] = ()  # of each cluster: parts of its keys, relative to one another; from budgets if not given
 
     def __post_init__(self) -> None:
         if len(self.budgets) != len(self.clusters.members):
@@ -41,12 +47,19 @@ class Retention:
             )
 
     @classmethod
-    def of(cls, profile: Profile, block: int, heads: int = 4, scope: str = "global", rescale: bool = True) -> Retention:
-        """From a profile; rescaled so that heads keep what it was asked to keep on average."""
-        budgets = profile.rescaled(profile.keep) if rescale else profile.budgets
-        shared = clusters(budgets, heads, scope)
-        largest = tuple(shared.largest(budgets).tolist())
-        return cls(shared, largest, scorer_named(profile.scorer, **profile.parameters), block)
+    def of(cls, profile: Profile, block: int) -> Retention:
+        """From a profile: rescaled so that heads keep what it was asked to keep on average."""
+        whole = profile if profile.clusters is not None else profile.clustered()
+        assert whole.clusters is not None
+        largest = tuple(whole.clusters.largest(whole.rescaled(whole.keep)).tolist())
+        scorer = scorer_named(whole.scorer, **whole.parameters)
+        return cls(whole.clusters, largest, scorer, block, whole.splits)
+
+    @property
+    def parts(self) -> Tensor:
+        """[layers, kv_heads]: of each head."""
+        found = torch.tensor(self.splits) if self.splits else splits(torch.tensor(self.budgets))
+        return found[self.clusters.cluster]
 
     def kept(self, before: Counts, tokens: int, first: bool) -> Counts:
         """What clusters hold that held `before` and have read so many tokens more; `first` where these begin a text."""

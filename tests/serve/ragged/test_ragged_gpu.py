@@ -109,6 +109,6 @@ def test_heads_of_different_lengths_in_one_call(parts: list[int]) -> None:
 
 
 def test_parts_follow_budgets() -> None:
-    assert parts_of(torch.tensor([1.0, 1.0]), 1, 132) == [32, 32]
-    assert parts_of(torch.tensor([1.0, 0.0, 0.0, 0.0]), 128, 132)[0] > 1  # one long head does not keep all waiting
-    assert parts_of(torch.full((8,), 0.3), 256, 132) == [1] * 8
+    assert parts_of([8, 8], 1, 132) == [32, 32]
+    assert parts_of([8, 1, 1, 1], 128, 132) == [3, 1, 1, 1]  # one long head does not keep all waiting
+    assert parts_of([3] * 8, 256, 132) == [1] * 8

@@ -26,7 +26,7 @@ PAUSE_SECONDS = 0.4  # between two: a replica whose engine died is idle, hence R
 MISSED_SECONDS = 1.0  # without an answer of a replica: it has gone
 LOOK_TIMEOUT = 5.0
 MESSAGE_RATE = 400.0  # messages a second from all replicas together; each costs this process about a millisecond
-GAUGES = ("running", "waiting", "blocks", "blocks_used")  # of the state of an engine; all else is counted
+GAUGES = ("running", "waiting", "blocks", "blocks_used", "blocks_carried")  # of an engine; all else is counted
 
 
 class ClusterClient(EngineClient):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,7 +12,6 @@ from torch import Tensor
 from smelt.kernels.paged import Pages
 from smelt.kv.observe import rotation_of
 from smelt.kv.retention import Retention
-from smelt.kv.splits import splits
 from smelt.models.model import Model
 from smelt.serve.engine.decoder import Attention
 from smelt.serve.engine.gpu_pages import Mixed, Send
@@ -100,8 +100,7 @@ class RaggedPages:
 
         if (layer, requests) not in self._layers:
             cache = self.cache
-            budgets = torch.tensor(self.retention.budgets)[cache.clusters.cluster[layer]]  # [kv_heads]
-            counts = parts_of(budgets, requests, processors(cache.keys.device))
+            counts = parts_of(self.retention.parts[layer].tolist(), requests, processors(cache.keys.device))
             work = [(head, part, parts) for head, parts in enumerate(counts) for part in range(parts)]
             own = HeadPages(
                 cache.tables, cache.shifts, cache.cluster[layer], cache.column[layer], cache.columns,
@@ -112,9 +111,8 @@ class RaggedPages:
         return self._layers[layer, requests]
 
 
-def parts_of(budgets: Tensor, requests: int, processors: int, waves: int = 4) -> list[int]:
-    """Parts of each head's keys [kv_heads], in proportion to its budget: together, for all requests, enough programs to
-    keep the processors busy to the end, when the heads that keep most are still at work."""
-    wanted = max(waves * processors / max(requests, 1), 1.0)  # programs of a request
-    most = int(min(max(wanted * float(budgets.max()) / max(float(budgets.sum()), 1e-9), 1.0), MOST_PARTS))
-    return [int(count) for count in splits(budgets, most)]
+def parts_of(shares: Sequence[int], requests: int, processors: int, waves: int = 4) -> list[int]:
+    """Into how many parts the keys of each head are split, in the proportion of a profile's table: together, for all
+    requests, enough programs to keep the processors busy to the end, when only the heads that keep most are at work."""
+    programs = max(waves * processors / max(requests, 1), 1.0)  # of a request
+    return [min(max(round(share * programs / sum(shares)), 1), MOST_PARTS) for share in shares]

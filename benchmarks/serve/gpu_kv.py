@@ -1,0 +1,213 @@
+"""A compressed cache on one GPU: Llama 8B shape with random weights, long prompts, against our own plain pages.
+
+    PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_kv.py [--prompt 32768] [--requests 64] [--cache-gb 64]
+
+Each engine gets the same memory for keys and values and the same requests, all at once. The profile is made up: a
+tenth of the heads keeps nearly everything, the others little, 25 % in all; random weights would keep alike in all
+heads. How much a head keeps decides about time and memory, which tokens these are does not: the weights need not mean
+anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+from common import copy_bandwidth, graph_seconds, table, write
+from gpu_engine import COMMON, SEED, random_network
+
+from smelt.kernels.gpu.chip import processors
+from smelt.kernels.gpu.paged import Tokens, paged_decode
+from smelt.kernels.gpu.pages import HeadPages
+from smelt.kernels.gpu.rotation import Rotation
+from smelt.kv.budget import check_keep
+from smelt.kv.profile import Profile, Shape
+from smelt.kv.splits import splits
+from smelt.models.model import Model
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.ragged.gpu_pages import parts_of
+from smelt.serve.engine.sampling import Sampling
+
+LAYERS, KV_HEADS, WIDTH = 32, 8, 128
+RAGGED = "gpu-program, pages of head clusters with graphs"
+
+
+def main() -> None:
+    options = _options()
+    bandwidth = copy_bandwidth()
+    rows: list[dict[str, Any]] = []
+    network = random_network("8b")
+    network.config.max_position_embeddings = options.prompt + options.answer + 8
+    engines: dict[str, dict[str, Any]] = {
+        "head clusters, keep 25 %": {"kv": profile(0.25)},
+        "plain pages": {},
+        "head clusters, keep 100 %": {"kv": profile(1.0)},
+    }
+    few = max(2, options.requests // 16)
+    for name in options.engines or engines:
+        engine = _engine(network, options, engines[name])
+        expected = RAGGED if engines[name] else "gpu-program with graphs"
+        assert engine.runner.path == expected, engine.runner.path
+        _run(engine, prompts(1, 3000), 40)  # compiles
+        rows.append({"engine": name, "measure": "a few", **_run(engine, prompts(few, options.prompt), options.short)})
+        print(rows[-1], flush=True)
+        if name != "head clusters, keep 100 %":
+            made = _run(engine, prompts(options.requests, options.prompt), options.answer)
+            rows.append({"engine": name, "measure": "all", **made})
+            print(rows[-1], flush=True)
+        write("serve_gpu_kv", rows, _text(rows, options, bandwidth))
+        del engine
+        torch.cuda.empty_cache()
+    del network
+    torch.cuda.empty_cache()
+    rows += splitting(options.prompt, bandwidth)
+    write("serve_gpu_kv", rows, _text(rows, options, bandwidth))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompt", type=int, default=32768)
+    parser.add_argument("--answer", type=int, default=512)
+    parser.add_argument("--short", type=int, default=128, help="tokens of the answers where a few requests are run")
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--cache-gb", type=float, default=64.0)
+    parser.add_argument("--chunk", type=int, default=4096)
+    parser.add_argument("--engines", nargs="+", help="only these")
+    return parser.parse_args()
+
+
+def profile(keep: float) -> Profile:
+    """Skewed, the same at every call."""
+    check_keep(keep)
+    generator = torch.Generator().manual_seed(SEED)
+    shares = torch.rand(LAYERS, KV_HEADS, generator=generator).double()
+    many = torch.rand(LAYERS, KV_HEADS, generator=generator) < 0.1
+    means = torch.where(many, 0.85 + 0.1 * shares, 0.02 + 0.3 * shares)
+    nothing = tuple(tuple(0.0 for _ in range(KV_HEADS)) for _ in range(LAYERS))
+    budgets = torch.ones_like(means) if keep == 1 else means
+    return Profile(
+        Shape("llama", LAYERS, KV_HEADS, WIDTH), "snapkv", keep, 1, tuple(map(tuple, budgets.tolist())), nothing
+    )
+
+
+def _engine(network: Any, options: argparse.Namespace, more: dict[str, Any]) -> Engine:
+    return Engine(
+        Model(network), context=options.prompt + options.answer + 8, batch_requests=max(options.requests, 96),
+        batch_tokens=options.chunk, cache_bytes=int(options.cache_gb * 1e9), prefix_cache=False, **more,
+    )  # fmt: skip
+
+
+def prompts(count: int, length: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(10, COMMON["vocab_size"], (count, length), generator=generator).tolist()
+
+
+def _run(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, Any]:
+    """Everything from the first prompt to the last token; and the steps in which all that run only decode."""
+    sampling = Sampling(max_tokens=answer, temperature=0, ignore_end=True)
+    torch.cuda.synchronize()
+    start = last = time.perf_counter()
+    requests = [engine.submit(text, sampling)[0] for text in texts]
+    residents, decoding, prefilled = 0, [], 0.0
+    while engine.busy:
+        engine.step()
+        now = time.perf_counter()
+        reading = any(each.computed < len(each.prompt) for each in engine.scheduler.running)
+        ready = sum(each.computed >= len(each.prompt) for each in engine.scheduler.running)
+        residents = max(residents, ready)
+        if reading:
+            prefilled = now - start
+        elif ready:
+            decoding.append((ready, now - last))
+        last = now
+    assert all(len(each.output) == answer for each in requests)
+    most = max(count for count, _ in decoding)
+    full = statistics.median(seconds for count, seconds in decoding if count == most)
+    return {
+        "requests": len(texts), "prompt": len(texts[0]), "answer": answer, "residents": residents,
+        "seconds": last - start, "tokens_per_second": len(texts) * answer / (last - start),
+        "until_all_are_read": prefilled, "decoding_at_once": most, "decode_ms": full * 1e3,
+        "decode_tokens_per_second": most / full, "preemptions": engine.state()["preemptions"],
+        "pages": engine.pool.blocks,
+    }  # fmt: skip
+
+
+def splitting(length: int, bandwidth: float) -> list[dict[str, Any]]:
+    """One layer's attention for one token of 4 and of 64 requests, heads of skewed lengths: parts in proportion to
+    budgets against one number of parts for all heads."""
+    rows = []
+    size, columns, heads = 16, 4, COMMON["num_attention_heads"]
+    budgets = torch.tensor([1.0, 0.5, 0.25, 0.25, 0.1, 0.1, 0.05, 0.05])
+    rotation = Rotation(torch.randn(length + 1, WIDTH, device="cuda"), torch.randn(length + 1, WIDTH, device="cuda"))
+    for requests in (4, 64):
+        kept = (budgets * length).long()
+        blocks = int((kept // size + 1).max())
+        tables = torch.randperm(requests * KV_HEADS * blocks, device="cuda").view(requests, KV_HEADS, blocks).int()
+        keys, values = (
+            torch.randn(tables.numel() * columns, size, 1, WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+        )
+        shifts = (kept - length).int().cuda().expand(requests, -1).contiguous()
+        every = torch.arange(KV_HEADS, device="cuda")
+        tokens = Tokens(
+            torch.arange(requests, device="cuda"), torch.full((requests,), length, device="cuda"), tables,
+            torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda"), length,
+        )  # fmt: skip
+        mixed = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
+        ways = {"in proportion": parts_of(splits(budgets).tolist(), requests, processors(mixed.device))}
+        ways |= {f"{count} for every head": [count] * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}
+        for way, parts in ways.items():
+            work = [(head, part, count) for head, count in enumerate(parts) for part in range(count)]
+            own = HeadPages(
+                tables, shifts, every, every % columns, columns, torch.tensor(work, dtype=torch.int32, device="cuda")
+            )
+            most = 1 << (max(parts) - 1).bit_length()
+
+            def call(own: HeadPages = own, most: int = most) -> Any:
+                return paged_decode(mixed, keys, values, tokens, rotation, 0.1, pages=own, splits=most)  # noqa: B023
+
+            seconds = graph_seconds([call] * 4)
+            least = 4 * WIDTH * int(kept.sum()) * requests / bandwidth
+            rows.append(
+                {"measure": "splits", "requests": requests, "way": way, "parts": parts, "us": seconds * 1e6,
+                 "share_of_bandwidth": least / seconds}
+            )  # fmt: skip
+            print(rows[-1], flush=True)
+    return rows
+
+
+def _text(rows: list[dict[str, Any]], options: argparse.Namespace, bandwidth: float) -> str:
+    runs = [row for row in rows if row["measure"] != "splits"]
+    cells = [
+        [
+            row["engine"], str(row["requests"]), str(row["answer"]), str(row["residents"]), f"{row['seconds']:.1f}",
+            f"{row['tokens_per_second']:.0f}", f"{row['until_all_are_read']:.1f}",
+            f"{row['decoding_at_once']}: {row['decode_ms']:.1f}", f"{row['decode_tokens_per_second']:.0f}",
+        ]
+        for row in runs
+    ]  # fmt: skip
+    headings = [
+        "engine", "requests", "tokens of an answer", "at once", "seconds", "tokens/s", "seconds until all are read",
+        "decoding: requests, ms a step", "tokens/s then",
+    ]  # fmt: skip
+    text = (
+        "# A compressed cache on one GPU\n\n"
+        f"Llama 8B shape, random bfloat16 weights, prompts of {options.prompt:,} tokens, {options.cache_gb:g} GB for "
+        f"keys and values, chunks of {options.chunk:,}; copy bandwidth {bandwidth / 1e12:.2f} TB/s. One run.\n\n"
+        + table(headings, cells)
+    )
+    split = [row for row in rows if row["measure"] == "splits"]
+    if split:
+        lines = [
+            [str(row["requests"]), row["way"], f"{row['us']:.0f}", f"{row['share_of_bandwidth']:.0%}"] for row in split
+        ]
+        text += "\n\n## One layer's attention to a token, heads that keep 100 to 5 %\n\n" + table(
+            ["requests", "parts of a head's keys", "us", "of the copy bandwidth"], lines
+        )
+    return text + "\n"
+
+
+if __name__ == "__main__":
+    main()
