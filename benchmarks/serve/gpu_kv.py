@@ -51,7 +51,7 @@ def main() -> None:
         engine = _engine(network, options, engines[name])
         expected = RAGGED if engines[name] else "gpu-program with graphs"
         assert engine.runner.path == expected, engine.runner.path
-        _run(engine, prompts(1, 3000), 40)  # compiles
+        _run(engine, prompts(few, 600), 40)  # compiles and captures
         rows.append({"engine": name, "measure": "a few", **_run(engine, prompts(few, options.prompt), options.short)})
         print(rows[-1], flush=True)
         if name != "head clusters, keep 100 %":
@@ -156,7 +156,9 @@ def splitting(length: int, bandwidth: float) -> list[dict[str, Any]]:
             torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda"), length,
         )  # fmt: skip
         mixed = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
-        ways = {"in proportion": parts_of(splits(budgets).tolist(), requests, processors(mixed.device))}
+        shares, chip = splits(budgets).tolist(), processors(mixed.device)
+        ways = {"in proportion": parts_of(shares, requests, chip)}
+        ways |= {f"in proportion, {waves} waves": parts_of(shares, requests, chip, waves) for waves in (2, 8, 16)}
         ways |= {f"{count} for every head": [count] * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}
         for way, parts in ways.items():
             work = [(head, part, count) for head, count in enumerate(parts) for part in range(count)]

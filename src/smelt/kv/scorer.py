@@ -20,6 +20,7 @@ class Scorer(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]
     repeats: ClassVar[bool] = False  # needs `Seen.repeated`, which takes another pass over the prompt
+    turns: ClassVar[bool] = False  # needs `Seen.queries`; all others are content with the last of them, turned
 
     sink: int = 4  # of the first tokens
     window: int = 32  # of the last ones

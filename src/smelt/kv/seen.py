@@ -14,7 +14,7 @@ Turn = Callable[[Tensor, int], Tensor]  # vectors [..., tokens, width] and the p
 class Seen:
     """One layer, one prompt or several of the same length, or a piece of one. Keys are as they lie in the cache, turned
     by their positions; queries are those of the same tokens, or of the last of them, before they are turned, so that a
-    scorer can turn them itself. Positions count from the first key."""
+    scorer can turn them itself (none, where the scorer does not ask for such). Positions count from the first key."""
 
     keys: Tensor  # [batch, kv_heads, tokens, width]
     values: Tensor  # [batch, kv_heads, tokens, width]
@@ -22,6 +22,7 @@ class Seen:
     turn: Turn
     scale: float  # of the products of queries and keys
     repeated: Tensor | None = None  # [batch, kv_heads, tokens]: the most attention while the prompt is repeated
+    turned: Tensor | None = None  # the queries, or the last of them, turned: where they are at hand
 
     @property
     def tokens(self) -> int:

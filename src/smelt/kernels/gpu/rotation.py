@@ -43,10 +43,14 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
     lane = tl.arange(0, WIDTH)
     inside = lane < width
     source = mixed + token * stride
-    angle, place = tl.load(positions + token), tl.load(places + token)
+    angle, at = tl.load(positions + token), head * width
+    if head < heads:
+        query = turned(source, at, inside, query_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
+        tl.store(queries + (token * heads + head) * width + lane, query.to(queries.dtype.element_ty), mask=inside)
+        return
+    place = tl.load(places + token)
     written = inside & (place >= 0)
-    at = head * width
-    kept = tl.maximum(head - heads, 0) % kv_heads
+    kept = (head - heads) % kv_heads
     if COLUMNS:  # the place is a slot
         table, shift, block_rows, token_rows, first_row = head_pages(
             tables, shifts, cluster, column, place, kept, table_stride, cluster_stride, shift_stride, kv_heads, SIZE,
@@ -55,10 +59,7 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
         row = key_rows(table, angle + shift, place >= 0, block_rows, token_rows, first_row, SIZE)
     else:
         row = place * kv_heads + kept
-    if head < heads:
-        query = turned(source, at, inside, query_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
-        tl.store(queries + (token * heads + head) * width + lane, query.to(queries.dtype.element_ty), mask=inside)
-    elif head < heads + kv_heads:
+    if head < heads + kv_heads:
         key = turned(source, at, inside, key_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
         to = key_pages + row * width + lane
         tl.store(to, key.to(key_pages.dtype.element_ty), mask=written)

@@ -25,6 +25,8 @@ class ExpectedAttention(Scorer):
         "Distribution, 2025 (arXiv 2510.00636)"
     )
 
+    turns: ClassVar[bool] = True
+
     future: int = 512  # positions after the prompt
     eps: float = 0.0  # added to every probability; 0 in kvpress, 0.01 in Tangram
     skip: int = 4  # of the first queries, which are outliers

@@ -11,9 +11,12 @@ from smelt.kv.seen import Seen
 def last_logits(seen: Seen, count: int) -> Tensor:
     """The scaled products of the last `count` queries (or as many as there are) with all keys, minus infinity where a
     key comes after its query: [batch, kv_heads, group, count, tokens], float32."""
-    count = min(count, seen.queries.shape[2])
+    count = min(count, (seen.queries if seen.turned is None else seen.turned).shape[2])
     first = seen.tokens - count
-    queries = seen.turn(seen.queries[:, :, -count:], first).float()
+    if seen.turned is None:
+        queries = seen.turn(seen.queries[:, :, -count:], first).float()
+    else:
+        queries = seen.turned[:, :, -count:].float()
     grouped = queries.unflatten(1, (-1, seen.group)).flatten(2, 3)  # [batch, kv_heads, group * count, width]
     products = grouped @ seen.keys.float().mT * seen.scale
     places = torch.arange(seen.tokens, device=products.device)

@@ -2,7 +2,7 @@
 
 Tangram (Kim et al., 2026, arXiv 2606.06302): with the column outside the tokens, page * columns + column is a block of
 an ordinary paged cache with one head of keys. Behind the pool's pages lie those of the staging area, which hold what a
-chunk has not decided about yet, and one that takes what nobody wants.
+chunk has not decided about yet.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RaggedCache:
         cls, clusters: Clusters, width: int, *, pages: int, staging: int, size: int, slots: int, most: int,
         dtype: torch.dtype, device: torch.device,
     ) -> RaggedCache:  # fmt: skip
-        shape = ((pages + staging + 1) * clusters.size, size, 1, width)
+        shape = ((pages + staging) * clusters.size, size, 1, width)
         count = len(clusters.members)
         return cls(
             zeros(shape, dtype, device), zeros(shape, dtype, device),
@@ -52,11 +52,6 @@ class RaggedCache:
     def size(self) -> int:
         """Tokens of a page."""
         return self.keys.shape[1]
-
-    @property
-    def nowhere(self) -> int:
-        """A row of the page that nobody reads."""
-        return len(self.keys) * self.size - 1
 
     def rows(self, slots: Tensor, clusters: Tensor, columns: Tensor, places: Tensor) -> Tensor:
         """Of the cache seen as [rows, width]: where the tokens at these places of their heads lie. All of one shape."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from smelt.kv.seen import Seen, Turn
+from smelt.serve.engine.ragged.cache import RaggedCache
 from smelt.serve.engine.ragged.step import Chunk, RaggedStep
 
 
@@ -18,49 +19,33 @@ class Judge:
     def __call__(self, step: RaggedStep, layer: int, queries: Tensor, scale: float) -> None:
         """Queries are those of the whole step, [tokens, heads, width], turned."""
         for chunk in step.chunks:
-            self._compress(step, layer, chunk, queries[chunk.first : chunk.first + chunk.count], scale)
+            mine = queries[chunk.first : chunk.first + chunk.count]
+            self._compress(step.cache, layer, chunk, mine.transpose(0, 1)[None], scale)
 
-    def _compress(self, step: RaggedStep, layer: int, chunk: Chunk, queries: Tensor, scale: float) -> None:
-        cache, judged = step.cache, chunk.judged
-        heads, columns = cache.cluster[layer], cache.column[layer]
-        counts = judged.chosen[cache.clusters.cluster[layer].numpy()]
-        if counts.min() == judged.region:
-            return
-        locked, chosen = chunk.locked[heads], chunk.chosen[heads]  # [kv_heads]
-        every = torch.arange(judged.region, device=locked.device)
-
-        def rows(places: Tensor) -> Tensor:  # [kv_heads, count] -> the same
-            return cache.rows(
-                torch.full_like(places, chunk.slot),
-                heads[:, None].expand_as(places),
-                columns[:, None].expand_as(places),
-                places,
-            )
-
-        here = rows(locked[:, None] + every)
+    def _compress(self, cache: RaggedCache, layer: int, chunk: Chunk, queries: Tensor, scale: float) -> None:
         width = cache.keys.shape[-1]
-        keys, values = (
-            pages.view(-1, width)[here] for pages in (cache.keys, cache.values)
-        )  # [kv_heads, region, width]
-        first = chunk.end - judged.region
-        own = self.back(queries.transpose(0, 1)[None], chunk.end - chunk.count)
-        seen = Seen(keys[None], values[None], own, lambda x, at: self.turn(x, first + at), scale)
-        scores = judged.scorer.scores(seen)[0]
-        source, target, there = _moves(scores, chosen, int(counts.max()), judged.window)  # [kv_heads, most]
-        to = torch.where(there, rows(locked[:, None] + torch.where(there, target, 0)), cache.nowhere).flatten()
-        for pages, old in ((cache.keys, keys), (cache.values, values)):
-            moved = old.gather(1, source[..., None].expand(-1, -1, width))
-            pages.view(-1, width).index_copy_(0, to, moved.flatten(0, 1))
+        here, there = chunk.here[layer], chunk.there[layer]
+        pages = [each.view(-1, width) for each in (cache.keys, cache.values)]
+        old = [each.index_select(0, here.flatten()) for each in pages]  # [kv_heads * region, width]
+        keys, values = (each.view(1, *here.shape, width) for each in old)
+        scores = self._scores(chunk, queries, keys, values, scale)
+        chosen = _chosen(scores, there.shape[1], chunk.judged.window)
+        for each, mine in zip(pages, old, strict=True):
+            each.index_copy_(0, there.flatten(), mine.index_select(0, chosen))
+
+    def _scores(self, chunk: Chunk, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[kv_heads, region]"""
+        scorer, first = chunk.judged.scorer, chunk.end - chunk.judged.region
+        plain = self.back(queries, chunk.end - chunk.count) if scorer.turns else queries[:, :, :0]
+        seen = Seen(keys, values, plain, lambda x, at: self.turn(x, first + at), scale, turned=queries)
+        return scorer.scores(seen)[0]
 
 
-def _moves(scores: Tensor, chosen: Tensor, most: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
-    """From scores [kv_heads, region] and how many tokens each head keeps, at most `most`: which tokens go where, and
-    which of these pairs mean anything. The window comes last, so that the next chunk finds it."""
-    region = scores.shape[1]
+def _chosen(scores: Tensor, most: int, window: int) -> Tensor:
+    """The best of each head's tokens before the window, the best first, and then the window: [kv_heads * most], where a
+    head's tokens lie behind those of the head before."""
+    heads, region = scores.shape
     best = scores[:, : region - window].argsort(dim=1, descending=True, stable=True)[:, : most - window]
-    rank = torch.arange(best.shape[1], device=scores.device).expand_as(best)
-    last = torch.arange(window, device=scores.device).expand(len(scores), window)
-    source = torch.cat((best, region - window + last), dim=1)
-    target = torch.cat((rank, chosen[:, None] - window + last), dim=1)
-    there = torch.cat((rank < chosen[:, None] - window, torch.ones_like(last, dtype=torch.bool)), dim=1)
-    return source, target, there
+    last = torch.arange(region - window, region, device=scores.device).expand(heads, window)
+    begin = torch.arange(heads, device=scores.device)[:, None] * region
+    return (torch.cat((best, last), dim=1) + begin).flatten()

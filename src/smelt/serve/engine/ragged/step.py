@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from smelt.kv.retention import Judged
@@ -25,10 +26,10 @@ class Chunk:
     first: int  # of its tokens in the step
     count: int
     end: int  # tokens of the text that are read then
-    slot: int
     judged: Judged
-    locked: Tensor  # [clusters], int64, on the device
-    chosen: Tensor  # [clusters], int64
+    chosen: Tensor  # [layers, kv_heads], int64: how many each head keeps of the region
+    here: Tensor  # [layers, kv_heads, region], int64: rows of the cache in which they lie
+    there: Tensor  # [layers, kv_heads, most], int64: rows to which the chosen ones go; see `chunk_of`
 
 
 @dataclass(frozen=True)
@@ -106,11 +107,31 @@ def step_of(cache: RaggedCache, pieces: list[Piece], tokens: Tensor, send: Send)
         kept = _holding(piece).kept
         judged = kept.judged(piece.start, stop) if piece.start < kept.stop else None
         if judged is not None:
-            both = send(np.stack([judged.locked, judged.chosen]))
-            chunks.append(Chunk(first, piece.count, stop, piece.request.slot, judged, both[0], both[1]))
+            chunks.append(chunk_of(cache, piece, first, judged, send))
     return RaggedStep(
         cache, tokens[0], tokens[1], send(np.array([piece.request.slot for piece in pieces], dtype=np.int64)),
         send(bounds), send(lengths), counts, longest, chunks,
+    )  # fmt: skip
+
+
+def chunk_of(cache: RaggedCache, piece: Piece, first: int, judged: Judged, send: Send) -> Chunk:
+    """All that does not depend on scores, for all layers at once. A head's best tokens go behind what is locked, the
+    best first, then the window; what it does not keep goes behind that, where nobody looks for it."""
+    locked, chosen = (counts[cache.cluster] for counts in send(np.stack([judged.locked, judged.chosen])))
+    most = int(judged.chosen.max())
+    rank = torch.arange(most - judged.window, device=locked.device).expand(*locked.shape, -1)
+    last = torch.arange(judged.window, device=locked.device).expand(*locked.shape, -1)
+    ahead = chosen[..., None] - judged.window
+    targets = torch.cat((torch.where(rank < ahead, rank, rank + judged.window), ahead + last), dim=-1)
+    every = torch.arange(judged.region, device=locked.device)
+
+    def rows(places: Tensor) -> Tensor:
+        heads, columns = (each[..., None].expand_as(places) for each in (cache.cluster, cache.column))
+        return cache.rows(torch.full_like(places, piece.request.slot), heads, columns, locked[..., None] + places)
+
+    return Chunk(
+        first, piece.count, piece.start + piece.count, judged, chosen, rows(every.expand(*locked.shape, -1)),
+        rows(targets),
     )  # fmt: skip
 
 
