@@ -304,5 +304,6 @@ class QueryTiles:
         cls, counts: Sequence[int], device: torch.device, tiles: tuple[int, int, int, int] = PREFILL_TILES
     ) -> QueryTiles:
         pairs = [(request, first) for request, count in enumerate(counts) for first in range(0, count, tiles[0])]
-        both = torch.tensor(pairs, dtype=torch.int32).T.contiguous().to(device)
+        both = torch.tensor(pairs, dtype=torch.int32).T.contiguous()
+        both = both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both.to(device)
         return cls(both[0], both[1], *tiles)

@@ -38,6 +38,9 @@ class GpuPages(Protocol):
 
     name: str  # in the path
 
+    def single(self, piece: Piece) -> bool:
+        """Whether a piece is a token by itself, with nothing to be done when it is computed."""
+
     def before(self, step: Step) -> None:
         """What changed since the last step."""
 
@@ -61,6 +64,9 @@ class PlainPages:
         model.network.set_attn_implementation(NAME)
         self._tables = torch.zeros(most_requests + 1, -(-context // size), dtype=torch.int32, device=model.device)
         self._written: list[tuple[list[int], int]] = [([], 0)] * most_requests  # blocks of a row, and how many of them
+
+    def single(self, piece: Piece) -> bool:
+        return piece.count == 1
 
     def before(self, step: Step) -> None:
         """Blocks that requests were given since their last step, in one copy for all."""

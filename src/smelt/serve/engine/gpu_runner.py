@@ -87,6 +87,7 @@ class GpuRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
+        step.pieces.sort(key=lambda piece: not self.pages.single(piece))
         self.pages.before(step)
         giving = [piece.request for piece in step.pieces if piece.gives]
         adapted = self.adapters is not None and uses_adapters(step.pieces)
@@ -144,22 +145,32 @@ class GpuRunner:
         return most_likely(logits, slots, self._last), logits
 
     def _mixed(self, pieces: list[Piece], giving: list[Request], adapted: bool) -> Drawn | None:
-        """Prompts, or prompts beside single tokens; and whatever has adapters, which runs as it is."""
+        """Prompts, or prompts behind single tokens; and whatever has adapters, which runs as it is."""
         known, slots, positions = self._sent(_tokens_of(pieces))
-        mixed = self.pages.mixed(pieces, slots, positions, self.network)
-        wanted = last_tokens(pieces, self.device)
+        wanted = self._sent(np.array(last_tokens(pieces), dtype=np.int64))
         if adapted:
             assert self.adapters is not None
             ids = torch.where(known >= 0, known, self._last[slots])
             with self.adapters.applied(pieces, self.device):
-                logits = mixed.logits(ids, wanted)
+                logits = self.pages.mixed(pieces, slots, positions, self.network).logits(ids, wanted)
         else:
-            logits = self._fused(known, slots, mixed.attend, wanted)
+            logits = self._fused(known, slots, self._attend(pieces, slots, positions), wanted)
         if not giving:
             return None
         drawn = draw(logits, giving, self.ends)
         self._last[slots[wanted]] = drawn.tokens
         return drawn
+
+    def _attend(self, pieces: list[Piece], slots: Tensor, positions: Tensor) -> Attend:
+        """Single tokens by the kernel that decodes, which reads keys once for all heads of a group."""
+        count = min(sum(self.pages.single(piece) for piece in pieces), SIZES[-1])
+        if not count:
+            return self.pages.mixed(pieces, slots, positions, self.network).attend
+        single = self.pages.decoding(slots[:count], positions[:count] + 1, self.network)
+        if count == len(pieces):
+            return single
+        others = self.pages.mixed(pieces[count:], slots[count:], positions[count:], self.network).attend
+        return lambda mixed, part: torch.cat((single(mixed[:count], part), others(mixed[count:], part)))
 
     def _fused(self, known: Tensor, slots: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """Logits of the wanted tokens."""

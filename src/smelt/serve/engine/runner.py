@@ -68,7 +68,10 @@ class Runner:
     def launch(self, step: Step) -> Launched:
         count = self._fill(step.pieces)
         ids, positions = (self._on_device(buffer[:count]) for buffer in (self._ids, self._positions))
-        rows, pages = last_tokens(step.pieces, self.device), self._pages(step.pieces, count)
+        rows, pages = (
+            torch.tensor(last_tokens(step.pieces), dtype=torch.int64, device=self.device),
+            self._pages(step.pieces, count),
+        )
         giving = [piece.request for piece in step.pieces if piece.gives]
         if self.adapters is not None and uses_adapters(step.pieces):
             with self.adapters.applied(step.pieces, self.device):
@@ -135,14 +138,14 @@ def module_logits(
     return logits
 
 
-def last_tokens(pieces: list[Piece], device: torch.device) -> Tensor:
+def last_tokens(pieces: list[Piece]) -> list[int]:
     """Where the tokens stand whose logits are wanted, in a step with all pieces behind one another."""
     places, at = [], 0
     for piece in pieces:
         at += piece.count
         if piece.gives:
             places.append(at - 1)
-    return torch.tensor(places, device=device, dtype=torch.int64)
+    return places
 
 
 def end_tokens(model: Model) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from smelt.serve.engine.gpu_pages import Mixed, Send
 from smelt.serve.engine.ragged.attention import NAME, ragged
 from smelt.serve.engine.ragged.cache import RaggedCache
 from smelt.serve.engine.ragged.compress import Judge
-from smelt.serve.engine.ragged.step import Tables, step_of
+from smelt.serve.engine.ragged.step import Tables, holding_of, step_of
 from smelt.serve.engine.scheduler import Piece, Step
 
 if TYPE_CHECKING:  # needs Triton
@@ -40,6 +40,9 @@ class RaggedPages:
         self._judge = Judge(*rotation_of(model.network, model.device))
         self._tables = Tables(cache, len(cache.tables) - 1, send)
         self._layers: dict[tuple[int, int], tuple[HeadPages, int]] = {}
+
+    def single(self, piece: Piece) -> bool:
+        return piece.count == 1 and piece.start >= holding_of(piece).kept.stop
 
     def before(self, step: Step) -> None:
         if step.copies:

@@ -52,7 +52,7 @@ class RaggedRunner:
 
     def _logits(self, ids: Tensor, step: RaggedStep, pieces: list[Piece]) -> Tensor:  # [giving, vocabulary]
         adapted = self.adapters is not None and uses_adapters(pieces)
-        rows = last_tokens(pieces, self.device)
+        rows = self._sent(np.array(last_tokens(pieces), dtype=np.int64))
         with ragged(step, self._judge), self.adapters.applied(pieces, self.device) if adapted else nullcontext():  # type: ignore[union-attr]
             found = self.network(
                 input_ids=ids[None], position_ids=step.positions[None], use_cache=False, logits_to_keep=rows

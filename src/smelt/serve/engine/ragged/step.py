@@ -61,7 +61,7 @@ class Tables:
         borrowed = 0
         stride = self.cache.tables[0].numel()
         for piece in pieces:
-            request, holding = piece.request, _holding(piece)
+            request, holding = piece.request, holding_of(piece)
             held, count = self._written[request.slot]
             if held is not request.blocks:
                 count = 0
@@ -80,12 +80,12 @@ class Tables:
 
     def shift(self, pieces: list[Piece], *, after: bool) -> None:
         """How far clusters lag behind the text: before a chunk is read, or after."""
-        chunks = [piece for piece in pieces if piece.start < _holding(piece).kept.stop]
-        fresh = chunks if after else [piece for piece in pieces if piece.start == _holding(piece).kept.start]
+        chunks = [piece for piece in pieces if piece.start < holding_of(piece).kept.stop]
+        fresh = chunks if after else [piece for piece in pieces if piece.start == holding_of(piece).kept.start]
         if not fresh:
             return
         ends = [piece.start + (piece.count if after else 0) for piece in fresh]
-        shifts = np.stack([_holding(piece).kept.lengths(end) - end for piece, end in zip(fresh, ends, strict=True)])
+        shifts = np.stack([holding_of(piece).kept.lengths(end) - end for piece, end in zip(fresh, ends, strict=True)])
         slots = self._send(np.array([piece.request.slot for piece in fresh], dtype=np.int64))
         self.cache.shifts[slots] = self._send(shifts).int()
 
@@ -100,11 +100,11 @@ def step_of(cache: RaggedCache, pieces: list[Piece], tokens: Tensor, send: Send)
     counts = [piece.count for piece in pieces]
     bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)
-    longest = max(int(_holding(piece).kept.lengths(piece.start).max()) + piece.count for piece in pieces)
+    longest = max(int(holding_of(piece).kept.lengths(piece.start).max()) + piece.count for piece in pieces)
     chunks = []
     for first, piece in zip(bounds.tolist(), pieces, strict=False):
         stop = piece.start + piece.count
-        kept = _holding(piece).kept
+        kept = holding_of(piece).kept
         judged = kept.judged(piece.start, stop) if piece.start < kept.stop else None
         if judged is not None:
             chunks.append(chunk_of(cache, piece, first, judged, send))
@@ -135,7 +135,7 @@ def chunk_of(cache: RaggedCache, piece: Piece, first: int, judged: Judged, send:
     )  # fmt: skip
 
 
-def _holding(piece: Piece) -> Holding:
+def holding_of(piece: Piece) -> Holding:
     holding = piece.request.holding
     assert holding is not None
     return holding
