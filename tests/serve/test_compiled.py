@@ -18,7 +18,7 @@ from smelt.models.model import Model
 from smelt.recipes.methods import make
 from smelt.serve.engine.compiled import reason_against
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.runner import Runner
+from smelt.serve.engine.runner import Runner, last_tokens
 from smelt.serve.engine.sampling import Sampling
 from smelt.serve.engine.scheduler import Piece
 from tests.models.test_surgery import cut, random_masks
@@ -72,7 +72,8 @@ def logits(network: Any, compiled: bool, texts: list[list[int]]) -> Tensor:
                 continue
             count = runner._fill(pieces)
             ids, positions = (torch.from_numpy(np.array(each[:count])) for each in (runner._ids, runner._positions))
-            found = runner._logits(ids, positions, runner._last_tokens(pieces), runner._pages(pieces, count)).clone()
+            rows = torch.tensor(last_tokens(pieces), dtype=torch.int64)
+            found = runner._logits(ids, positions, rows, runner._pages(pieces, count)).clone()
     assert found is not None
     return found
 

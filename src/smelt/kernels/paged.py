@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +32,20 @@ class Pages:
     places: Tensor  # [tokens], int64: where each new token's keys and values go, block * size + offset
     longest: int = 0  # of `lengths`, at most
     counts: Sequence[int] = ()  # new tokens of each request, where they are known here
+    # Where clusters of heads have pages of their own, tables are [slots, clusters, most blocks], and:
+    slots: Tensor | None = None  # [requests], int64: each one's row of them
+    shifts: Tensor | None = None  # [slots, clusters]: tokens that a cluster holds, less those of the text
+
+
+class LayerPages(NamedTuple):
+    """The keys and values of a layer, [blocks, size, heads of a block, width]."""
+
+    keys: Tensor
+    values: Tensor
+    kv_heads: int
+    cluster: Tensor | None = None  # [kv heads], int64: where pages belong to clusters, and blocks have one head
+    column: Tensor | None = None  # [kv heads], int64: its place in the cluster
+    columns: int = 0
 
 
 def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, places: Tensor) -> None:

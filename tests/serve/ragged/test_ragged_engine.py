@@ -148,6 +148,16 @@ def test_a_prompt_in_one_chunk_is_compressed_as_the_reference_says(name: str) ->
     torch.testing.assert_close(own[0], reference.log_softmax(-1).topk(20).values.sort().values, atol=2e-5, rtol=0)
 
 
+def test_the_program_gives_the_tokens_of_the_module() -> None:
+    texts = prompts(5, seed=12)
+    settings = {"kv": retention([0.5, 0.2, 0.0]), "batch_tokens": 24, **SMALL}
+    fast, plain = Engine(model_of("qwen3"), **settings), Engine(model_of("qwen3"), compiled=False, **settings)
+    if not fast.runner.path.startswith("cpu-program"):
+        pytest.skip("there is no compiled library on this machine")
+    assert plain.runner.path == "module, pages of head clusters"
+    assert answers(fast, texts) == answers(plain, texts)
+
+
 def test_what_is_kept_does_not_depend_on_who_else_is_there() -> None:
     texts = prompts(7, seed=2)
     settings = {"kv": retention([0.5, 0.2, 0.0]), "batch_tokens": 24, **SMALL}

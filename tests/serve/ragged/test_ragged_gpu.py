@@ -29,7 +29,7 @@ FEW = Sampling(max_tokens=3, temperature=0, ignore_end=True)
 def engine_of(monkeypatch: pytest.MonkeyPatch, name: str, **more: Any) -> Engine:
     """On the fused path, also where there is no CUDA device."""
 
-    def chosen(model: Model, _: bool, adapters: Any, *parts: Any, **sizes: Any) -> Any:
+    def chosen(model: Model, _: bool, adapters: Any, *parts: Any, most_tokens: int, **sizes: Any) -> Any:
         return ragged_gpu_runner(model, adapters, *parts, **sizes)
 
     with monkeypatch.context() as patch:

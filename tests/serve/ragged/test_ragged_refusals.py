@@ -30,7 +30,7 @@ def test_a_profile_and_its_file_are_served(tmp_path: Path) -> None:
     profile(parameters={"sink": 2, "window": 4}).clustered(2).save(file)
     for kv in (file, str(file), profile()):
         engine = Engine(model_of("llama"), kv=kv, **SMALL)
-        assert engine.runner.path == "module, pages of head clusters"
+        assert engine.runner.path.endswith("pages of head clusters")
 
 
 @pytest.mark.parametrize("other", [Shape("llama", 4, 2, 8), Shape("qwen3", 3, 2, 8), Shape("llama", 3, 2, 16)])

@@ -22,7 +22,7 @@ def written(folder: Path, layers: int = 3) -> Path:
 def test_a_conversation_over_http(model_folder: Path, tmp_path: Path) -> None:
     server = start(model_folder, tmp_path, "--kv", str(written(tmp_path)), "--cache-gib", "0.02")
     try:
-        assert server.get("/state").json()["path"] == "module, pages of head clusters"
+        assert server.get("/state").json()["path"].endswith("pages of head clusters")
         text = "once upon a time there was a cache that forgot what nobody looked at. " * 8
         first = server.complete(text, max_tokens=8, ignore_eos=True)
         again = server.complete(text, max_tokens=8, ignore_eos=True)

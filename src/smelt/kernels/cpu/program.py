@@ -13,7 +13,7 @@ from torch import Tensor
 
 from smelt.kernels.cpu.operator import FEW, FEW_ROUNDED
 from smelt.kernels.cpu.plan import AS_THEY_ARE, NUMBERS, Plan
-from smelt.kernels.paged import Pages
+from smelt.kernels.paged import LayerPages, Pages
 
 EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, WRITE, ATTEND, GATE, PICK = range(10)
 FOR_WANTED = -1  # in `count`: the operation runs on the tokens whose logits are wanted
@@ -37,6 +37,8 @@ class _Pages(ctypes.Structure):
         ("requests", _long),
         *((name, _pointer) for name in ("starts", "lengths", "tables")),
         ("table_stride", _long),
+        *((name, _pointer) for name in ("slots", "shifts")),
+        *((name, _long) for name in ("cluster_stride", "shift_stride")),
     ]
 
 
@@ -66,6 +68,8 @@ class Attention(ctypes.Structure):
         ("scale", _float),
         *((name, _int) for name in ("type", "page_type")),
         *((name, _pointer) for name in ("queries", "key_pages", "value_pages", "results")),
+        *((name, _pointer) for name in ("cluster", "column")),
+        ("columns", _long),
     ]
 
 
@@ -106,18 +110,21 @@ class Program:
         )  # fmt: skip
         self.add(DENSE, detail=matrix, x=x, y=y, count=count)
 
-    def attend(
-        self, queries: Tensor, stride: int, key_pages: Tensor, value_pages: Tensor, results: Tensor, *, heads: int,
-        scale: float, window: int | None,
-    ) -> None:  # fmt: skip
-        """Of pages [blocks, size, kv heads, width]."""
-        _, size, kv_heads, width = key_pages.shape
-        detail = Attention(
-            heads=heads, kv_heads=kv_heads, width=width, size=size, query_stride=stride, window=window or 0,
-            scale=scale, type=NUMBERS[queries.dtype], page_type=NUMBERS[key_pages.dtype], queries=self._plain(queries),
-            key_pages=self._plain(key_pages), value_pages=self._plain(value_pages), results=self._plain(results),
+    def attention(
+        self, queries: Tensor, stride: int, pages: LayerPages, results: Tensor, *, heads: int, scale: float,
+        window: int | None,
+    ) -> Attention:  # fmt: skip
+        """The detail of an attention; also of what writes to its pages, where these belong to clusters of heads."""
+        _, size, _, width = pages.keys.shape
+        own = {}
+        if pages.cluster is not None and pages.column is not None:
+            own = {"cluster": self._plain(pages.cluster), "column": self._plain(pages.column), "columns": pages.columns}
+        return Attention(
+            heads=heads, kv_heads=pages.kv_heads, width=width, size=size, query_stride=stride, window=window or 0,
+            scale=scale, type=NUMBERS[queries.dtype], page_type=NUMBERS[pages.keys.dtype],
+            queries=self._plain(queries), key_pages=self._plain(pages.keys), value_pages=self._plain(pages.values),
+            results=self._plain(results), **own,
         )  # fmt: skip
-        self.add(ATTEND, detail=detail)
 
     def run(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> None:
         """One step: all tokens of it, and the rows whose logits are wanted."""
@@ -160,7 +167,13 @@ def attention(
 
 
 def _told(pages: Pages) -> _Pages:
+    own = {}
+    if pages.slots is not None and pages.shifts is not None:
+        own = {
+            "slots": pages.slots.data_ptr(), "shifts": pages.shifts.data_ptr(),
+            "cluster_stride": pages.tables.stride(1), "shift_stride": pages.shifts.stride(0),
+        }  # fmt: skip
     return _Pages(
         requests=len(pages.lengths), starts=pages.starts.data_ptr(), lengths=pages.lengths.data_ptr(),
-        tables=pages.tables.data_ptr(), table_stride=pages.tables.stride(0),
+        tables=pages.tables.data_ptr(), table_stride=pages.tables.stride(0), **own,
     )  # fmt: skip

@@ -106,8 +106,9 @@ def ragged_parts(
         most=width, dtype=model.network.dtype, device=model.device,
     )  # fmt: skip
     runner = ragged_runner_for(
-        model, compiled, adapters, cache, retention, most_requests=sizes.batch_requests, context=sizes.context
-    )
+        model, compiled, adapters, cache, retention, most_tokens=tokens, most_requests=sizes.batch_requests,
+        context=sizes.context,
+    )  # fmt: skip
     return sizes.scheduler(memory, tokens, chunk), runner
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from smelt.errors import ModelError
-from smelt.kernels.paged import Pages, paged_attention, write_pages
+from smelt.kernels.paged import LayerPages, Pages, paged_attention, write_pages
 from smelt.models.anatomy import Anatomy
 
 NAME = "smelt-paged"
@@ -44,6 +44,9 @@ class PagedCache:
             }
 
         return cls(pages(), pages(), size)
+
+    def layer(self, index: int) -> LayerPages:
+        return LayerPages(self.keys[index], self.values[index], self.keys[index].shape[2])
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

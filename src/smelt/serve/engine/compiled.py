@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +14,17 @@ from smelt.kernels.cpu.kernels import FloatInputs, IntegerInputs
 from smelt.kernels.cpu.plan import make_plan
 from smelt.kernels.cpu.program import Program
 from smelt.kernels.linear import choose
-from smelt.kernels.paged import Pages
+from smelt.kernels.paged import LayerPages, Pages
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
 from smelt.serve.engine import decoder
-from smelt.serve.engine.attention import PagedCache
 from smelt.serve.engine.decoder import Attention, Decoder, FeedForward, Norm, decoder_of, rows_of, stacked
+
+
+class Layers(Protocol):
+    """A cache, layer by layer."""
+
+    def layer(self, index: int) -> LayerPages: ...
 
 
 class CompiledNetwork:
@@ -26,7 +32,7 @@ class CompiledNetwork:
 
     name = "cpu-program"
 
-    def __init__(self, model: Model, cache: PagedCache, most_tokens: int, most_wanted: int, context: int) -> None:
+    def __init__(self, model: Model, cache: Layers, most_tokens: int, most_wanted: int, context: int) -> None:
         kind = torch.bfloat16 if model.network.dtype == torch.bfloat16 else torch.float32
         writer = _Writer(decoder_of(model, context), cache, most_tokens, most_wanted, kind)
         self._program, self._logits = writer.written()
@@ -65,9 +71,7 @@ def _multiplies(layer: nn.Module) -> bool:
 class _Writer:
     """Writes the operations of a network, with buffers for the largest step."""
 
-    def __init__(
-        self, network: Decoder, cache: PagedCache, most_tokens: int, most_wanted: int, kind: torch.dtype
-    ) -> None:
+    def __init__(self, network: Decoder, cache: Layers, most_tokens: int, most_wanted: int, kind: torch.dtype) -> None:
         self.decoder, self.cache = network, cache
         self.most_tokens, self.most_wanted, self.type = most_tokens, most_wanted, kind
         self.program = Program(load_library())
@@ -122,14 +126,16 @@ class _Writer:
                 self.program.add(compiled.HEAD_NORM, **place, **weight, width=part.width)
             turn = {"weight": self.decoder.cosines, "other": self.decoder.sines}
             self.program.add(compiled.ROTATE, **place, **turn, width=part.width)
-        pages = self.cache.keys[part.index], self.cache.values[part.index]
-        for tensor, stride, page in ((keys, strides[1], pages[0]), (values, strides[2], pages[1])):
+        pages, mixed = self.cache.layer(part.index), self._buffer("mixed", part.heads * part.width)
+        attention = self.program.attention(
+            queries, strides[0], pages, mixed, heads=part.heads, scale=part.scale, window=part.window
+        )
+        for tensor, stride, page in ((keys, strides[1], pages.keys), (values, strides[2], pages.values)):
             self.program.add(
                 compiled.WRITE, x=tensor, type=self.type, x_stride=stride, y=page, weight_type=page.dtype,
-                width=part.kv_heads * part.width,
+                width=part.kv_heads * part.width, detail=None if pages.cluster is None else attention,
             )  # fmt: skip
-        mixed = self._buffer("mixed", part.heads * part.width)
-        self.program.attend(queries, strides[0], *pages, mixed, heads=part.heads, scale=part.scale, window=part.window)
+        self.program.add(compiled.ATTEND, detail=attention)
         return mixed
 
     def _feed_forward(self, part: FeedForward, normed: Tensor) -> Tensor:

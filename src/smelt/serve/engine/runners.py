@@ -61,12 +61,15 @@ def gpu_runner(
 
 def ragged_runner_for(
     model: Model, compiled: bool, adapters: Adapters | None, cache: RaggedCache, retention: Retention, *,
-    most_requests: int, context: int,
+    most_tokens: int, most_requests: int, context: int,
 ) -> AnyRunner:  # fmt: skip
-    """The same choice for a cache whose pages belong to clusters of heads; there is no program for processors yet."""
+    """The same choice for a cache whose pages belong to clusters of heads."""
     if compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
         return ragged_gpu_runner(model, adapters, cache, retention, most_requests=most_requests, context=context)
-    return RaggedRunner(model, cache, most_requests=most_requests, adapters=adapters)
+    return RaggedRunner(
+        model, cache, most_tokens=most_tokens, most_requests=most_requests, context=context, compiled=compiled,
+        adapters=adapters,
+    )  # fmt: skip
 
 
 def ragged_gpu_runner(

@@ -13,6 +13,11 @@ struct Pages {
     int64_t requests;
     const int32_t *starts, *lengths, *tables;  // [requests + 1], [requests], [requests, table_stride]
     int64_t table_stride;
+    // Where clusters of heads have pages of their own (otherwise null): a request's row of the tables, which are [rows,
+    // clusters, most pages] then; and how many tokens each cluster holds less than the text has, [rows, clusters].
+    const int64_t* slots;
+    const int32_t* shifts;
+    int64_t cluster_stride, shift_stride;
 };
 
 struct Attention {
@@ -22,7 +27,23 @@ struct Attention {
     Number type, page_type;  // of queries and results, of pages
     const void *queries, *key_pages, *value_pages;
     void* results;  // [tokens, heads, width]
+    const int64_t *cluster, *column;  // of each head of keys, where pages belong to clusters
+    int64_t columns;                  // heads of such a page
 };
+
+// Of one head of a request: its table, how many tokens it holds less than the text has, and where its keys lie in the
+// pages seen as rows of `width`.
+struct HeadPages {
+    const int32_t* table;
+    int64_t shift, block_rows, token_rows, first_row;
+};
+
+inline HeadPages head_pages(const Attention& a, const Pages& p, int64_t request, int64_t head) {
+    if (!a.columns) return {p.tables + request * p.table_stride, 0, a.size * a.kv_heads, a.kv_heads, head};
+    const int64_t slot = p.slots[request], cluster = a.cluster[head];
+    return {p.tables + slot * p.table_stride + cluster * p.cluster_stride, p.shifts[slot * p.shift_stride + cluster],
+            a.columns * a.size, 1, a.column[head] * a.size};
+}
 
 constexpr int64_t SPAN = 256, MOST_QUERIES = 16, MOST_WIDTH = 256;  // keys a span; queries together; numbers a head
 
@@ -51,11 +72,11 @@ inline __m512 sum_sixteen(const __m512* r) {
 }
 
 // Where the keys of a span lie: rows of pages seen as [keys and heads, width].
-inline void rows_of_keys(const Attention& a, const int32_t* table, int64_t head, int64_t begin, int64_t end, int64_t* rows) {
-    int64_t page = begin / a.size, offset = begin % a.size;
+inline void rows_of_keys(const HeadPages& h, int64_t size, int64_t begin, int64_t end, int64_t* rows) {
+    int64_t page = begin / size, offset = begin % size;
     for (int64_t key = begin; key < end; ++key) {
-        rows[key - begin] = (int64_t(table[page]) * a.size + offset) * a.kv_heads + head;
-        if (++offset == a.size) offset = 0, ++page;
+        rows[key - begin] = int64_t(h.table[page]) * h.block_rows + offset * h.token_rows + h.first_row;
+        if (++offset == size) offset = 0, ++page;
     }
 }
 
@@ -191,12 +212,14 @@ inline void attend_job(const Attention& a, const ::Pages& p, const Job& job) {
     load_queries(a, job, token, room.queries);
     for (int64_t row = 0; row < rows; ++row) room.so_far[row] = Partial{-INFINITY, 0.0f, {}};
     const int64_t fresh = p.starts[job.request + 1] - p.starts[job.request];
-    const int64_t first = p.lengths[job.request] - fresh + job.first, last = first + job.count;  // of the queries
+    const HeadPages own = head_pages(a, p, job.request, job.head);
+    const int64_t length = p.lengths[job.request] + own.shift;
+    const int64_t first = length - fresh + job.first, last = first + job.count;  // of the queries
     const int64_t seen = a.window && first >= a.window ? first - a.window + 1 : 0;
     for (int64_t begin = seen / SPAN * SPAN; begin < last; begin += SPAN) {
         const int64_t keys = (begin + SPAN < last ? begin + SPAN : last) - begin;
         int64_t key_rows[SPAN];
-        rows_of_keys(a, p.tables + job.request * p.table_stride, job.head, begin, begin + keys, key_rows);
+        rows_of_keys(own, a.size, begin, begin + keys, key_rows);
         score_keys<Pages>(a, key_rows, keys, room.queries, rows, room.scores);
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t position = first + row / group - begin;  // of the query, from the span's beginning

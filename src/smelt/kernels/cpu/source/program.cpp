@@ -113,8 +113,29 @@ void rotate(const Operation& op, const Step& step) {
     }
 }
 
+// New keys or values of clusters of heads go behind what each head holds.
+void write_heads(const Operation& op, const Step& step) {
+    const Attention& a = *static_cast<const Attention*>(op.detail);
+    const Pages& p = step.pages;
+    for (int64_t request = 0; request < p.requests; ++request)
+        for (int64_t head = 0; head < a.kv_heads; ++head) {
+            const HeadPages own = head_pages(a, p, request, head);
+            for (int64_t token = p.starts[request]; token < p.starts[request + 1]; ++token) {
+                int64_t row;
+                const int64_t at = step.positions[token] + own.shift;
+                rows_of_keys(own, a.size, at, at + 1, &row);
+                for (int64_t k = 0; k < a.width; k += 16) {
+                    const __mmask16 there = first_lanes(a.width - k);
+                    const __m512 values = load_numbers(op.x, op.type, token * op.x_stride + head * a.width + k, there);
+                    store_numbers(op.y, op.weight_type, row * a.width + k, values, there);
+                }
+            }
+        }
+}
+
 // New keys or values go to their places in the pages.
 void write(const Operation& op, const Step& step) {
+    if (op.detail) return write_heads(op, step);
     for (int64_t token = 0; token < step.tokens; ++token)
         for (int64_t k = 0; step.places[token] >= 0 && k < op.width; k += 16) {
             const __mmask16 there = first_lanes(op.width - k);

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from smelt.kernels.paged import LayerPages
 from smelt.kv.clusters import Clusters
 from smelt.serve.engine.attention import zeros
 
@@ -52,6 +53,10 @@ class RaggedCache:
     def size(self) -> int:
         """Tokens of a page."""
         return self.keys.shape[1]
+
+    def layer(self, index: int) -> LayerPages:
+        cluster, column = self.cluster[index], self.column[index]
+        return LayerPages(self.keys, self.values, len(cluster), cluster, column, self.columns)
 
     def rows(self, slots: Tensor, clusters: Tensor, columns: Tensor, places: Tensor) -> Tensor:
         """Of the cache seen as [rows, width]: where the tokens at these places of their heads lie. All of one shape."""

@@ -9,9 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from smelt.kernels.paged import Pages
 from smelt.kv.observe import rotation_of
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters, uses_adapters
+from smelt.serve.engine.compiled import CompiledNetwork, reason_against
 from smelt.serve.engine.ragged.attention import NAME, ragged
 from smelt.serve.engine.ragged.cache import RaggedCache
 from smelt.serve.engine.ragged.compress import Judge
@@ -25,17 +27,25 @@ class RaggedRunner:
     """The runner's contract, where clusters of heads keep different numbers of tokens."""
 
     ahead = 0
-    path = "module, pages of head clusters"
 
     def __init__(
-        self, model: Model, cache: RaggedCache, *, most_requests: int, adapters: Adapters | None = None
-    ) -> None:
+        self, model: Model, cache: RaggedCache, *, most_tokens: int, most_requests: int, context: int,
+        compiled: bool = True, adapters: Adapters | None = None,
+    ) -> None:  # fmt: skip
         self.network, self.device, self.adapters = model.network, model.device, adapters
         self.ends = end_tokens(model)
         self.cache = cache
         self.network.set_attn_implementation(NAME)
         self._judge = Judge(*rotation_of(model.network, model.device))
+        self.compiled: CompiledNetwork | None = None
+        if compiled and reason_against(model) is None:
+            self.compiled = CompiledNetwork(model, cache, most_tokens, most_requests, context)
         self._tables = Tables(self.cache, most_requests, self._sent)
+
+    @property
+    def path(self) -> str:
+        """What computes a step in which nothing is compressed; chunks of prompts run through the module."""
+        return f"{'module' if self.compiled is None else self.compiled.name}, pages of head clusters"
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -53,6 +63,8 @@ class RaggedRunner:
     def _logits(self, ids: Tensor, step: RaggedStep, pieces: list[Piece]) -> Tensor:  # [giving, vocabulary]
         adapted = self.adapters is not None and uses_adapters(pieces)
         rows = self._sent(np.array(last_tokens(pieces), dtype=np.int64))
+        if self.compiled is not None and not step.chunks and not adapted:
+            return self.compiled.logits(ids, step.positions, rows, _pages(step))
         with ragged(step, self._judge), self.adapters.applied(pieces, self.device) if adapted else nullcontext():  # type: ignore[union-attr]
             found = self.network(
                 input_ids=ids[None], position_ids=step.positions[None], use_cache=False, logits_to_keep=rows
@@ -69,3 +81,10 @@ class RaggedRunner:
 
     def _sent(self, values: np.ndarray[Any, Any]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+
+
+def _pages(step: RaggedStep) -> Pages:
+    return Pages(
+        step.bounds, step.lengths, step.cache.tables, step.positions, step.longest, step.counts, step.piece_slots,
+        step.cache.shifts,
+    )  # fmt: skip
