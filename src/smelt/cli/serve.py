@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -37,6 +37,16 @@ KvOption = Annotated[
     Path | None,
     typer.Option("--kv", metavar="F", help="A profile by `smelt kv profile`: heads keep as many tokens as it says."),
 ]
+SelectOption = Annotated[
+    str, typer.Option("--kv-select", metavar="pages", help="Evict nothing; a token attends to the pages it points to.")
+]
+BudgetOption = Annotated[
+    int, typer.Option("--kv-budget", min=1, metavar="TOKENS", help="With --kv-select: what a token attends to.")
+]
+HostOption = Annotated[
+    bool,
+    typer.Option("--kv-keep-host", help="With --kv-select: pages in the host's memory, the important ones fetched."),
+]
 AdapterOption = Annotated[
     list[str] | None,
     typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter that clients may name; may be repeated."),
@@ -56,6 +66,9 @@ def run(
     batch_tokens: TokensOption = 2048,
     prefix_cache: PrefixOption = True,
     kv: KvOption = None,
+    kv_select: SelectOption = "",
+    kv_budget: BudgetOption = 4096,
+    kv_keep_host: HostOption = False,
     queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are told to come later.")] = 512,
     grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs when stopped.")] = 30.0,
     silence: Annotated[float, typer.Option(min=0.5, help="Seconds without a step before the engine is dead.")] = 300.0,
@@ -81,6 +94,7 @@ def run(
         "context": context, "cache_bytes": None if cache is None else int(cache * 2**30),
         "batch_requests": batch_requests, "batch_tokens": batch_tokens, "prefix_cache": prefix_cache,
         "devices": devices, "kv": None if kv is None else str(kv),
+        **_selected(kv_select, kv_budget, kv_keep_host),
     }  # fmt: skip
     limits = Limits(queue=queue, grace_seconds=grace, silence_seconds=silence, reader_seconds=reader, restarts=restarts)
     say(f"loading {model}")
@@ -95,6 +109,15 @@ def run(
         code = serve(settings)
     if code:
         raise typer.Exit(code)
+
+
+def _selected(what: str, budget: int, keep_host: bool) -> dict[str, Any]:
+    """Options of the engine."""
+    if what not in ("", "pages"):
+        raise SmeltError(f"--kv-select {what!r} cannot be chosen; it is pages.")
+    if keep_host and not what:
+        raise SmeltError("--kv-keep-host is for --kv-select pages.")
+    return {"select": {"budget": budget} if what else None, "residence": {} if keep_host else None}
 
 
 def _adapters(given: list[str]) -> dict[str, str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -46,6 +47,14 @@ class LayerPages(NamedTuple):
     cluster: Tensor | None = None  # [kv heads], int64: where pages belong to clusters, and blocks have one head
     column: Tensor | None = None  # [kv heads], int64: its place in the cluster
     columns: int = 0
+
+
+def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a processor, memory that the system gives when it is first written: to fill gigabytes takes seconds."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    octets = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(octets).view(dtype).view(shape)
 
 
 def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, places: Tensor) -> None:

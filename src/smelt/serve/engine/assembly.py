@@ -12,6 +12,8 @@ from smelt.errors import ModelError, RequestError
 from smelt.kv.observe import check, shape_of
 from smelt.kv.profile import Profile
 from smelt.kv.retention import Retention
+from smelt.kv.select.resident import Residence
+from smelt.kv.select.selection import Selection
 from smelt.measure.memory import free_memory
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
@@ -22,6 +24,7 @@ from smelt.serve.engine.ragged.cache import RaggedCache, page_bytes
 from smelt.serve.engine.ragged.memory import RaggedMemory
 from smelt.serve.engine.runners import AnyRunner, ragged_runner_for, runner_for
 from smelt.serve.engine.scheduler import Scheduler
+from smelt.serve.engine.selecting import SelectingRunner
 
 SHARE = {"cpu": 0.3, "cuda": 0.8}  # of the memory that is free: what the cache takes unless told otherwise
 
@@ -72,6 +75,24 @@ def plain_parts(
     runner = runner_for(
         model, compiled, adapters, devices, blocks=blocks, size=sizes.block, most_tokens=sizes.batch_tokens,
         most_requests=sizes.batch_requests, context=sizes.context,
+    )  # fmt: skip
+    return sizes.scheduler(memory, sizes.batch_tokens, sizes.chunk), runner
+
+
+def selecting_parts(
+    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool, selection: Selection,
+    residence: Residence | None,
+) -> tuple[Scheduler, AnyRunner]:  # fmt: skip
+    """Nothing is evicted; what a token attends to is chosen. With a residence, pages are in the host's memory."""
+    if len(devices) > 1:
+        raise ModelError("pages are not chosen on several devices yet: use one.")
+    home = model.device if residence is None else torch.device("cpu")
+    each = block_bytes(model.anatomy, sizes.block, model.network.dtype)
+    blocks = sizes.blocks(each, sizes.batch_requests * sizes.most_blocks, home)
+    memory = PlainMemory(BlockPool(blocks, sizes.block, prefix_cache=sizes.prefix_cache))
+    runner = SelectingRunner(
+        model, blocks=blocks, size=sizes.block, most_tokens=sizes.batch_tokens, most_requests=sizes.batch_requests,
+        context=sizes.context, selection=selection, residence=residence, compiled=compiled, adapters=adapters,
     )  # fmt: skip
     return sizes.scheduler(memory, sizes.batch_tokens, sizes.chunk), runner
 

@@ -6,20 +6,18 @@ own. It is called with all tokens of a step as one long sequence; what belongs t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import local
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from smelt.errors import ModelError
-from smelt.kernels.paged import LayerPages, Pages, paged_attention, write_pages
+from smelt.kernels.paged import LayerPages, Pages, empty_pages, paged_attention, write_pages
 from smelt.models.anatomy import Anatomy
 
 NAME = "smelt-paged"
@@ -40,21 +38,14 @@ class PagedCache:
 
         def pages() -> dict[int, Tensor]:
             return {
-                layer: zeros((blocks, size, heads, width), dtype, device) for layer, (heads, width) in shapes.items()
+                layer: empty_pages((blocks, size, heads, width), dtype, device)
+                for layer, (heads, width) in shapes.items()
             }
 
         return cls(pages(), pages(), size)
 
     def layer(self, index: int) -> LayerPages:
         return LayerPages(self.keys[index], self.values[index], self.keys[index].shape[2])
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On a processor, memory that the system gives when it is first written: to fill gigabytes takes seconds."""
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    octets = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(octets).view(dtype).view(shape)
 
 
 def block_bytes(anatomy: Anatomy, size: int, dtype: torch.dtype) -> int:

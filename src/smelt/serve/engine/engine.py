@@ -9,15 +9,17 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from smelt.errors import ModelError, RequestError
+from smelt.errors import ModelError, RecipeError, RequestError
 from smelt.kv.profile import Profile
 from smelt.kv.retention import Retention
+from smelt.kv.select.resident import Residence
+from smelt.kv.select.selection import Selection
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
-from smelt.serve.engine.assembly import Sizes, plain_parts, ragged_parts, retention_of
+from smelt.serve.engine.assembly import Sizes, plain_parts, ragged_parts, retention_of, selecting_parts
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.forms import Forms
 from smelt.serve.engine.request import Request, State
@@ -28,6 +30,7 @@ from smelt.serve.engine.scheduler import Step
 from smelt.serve.engine.text import TextStream
 
 log = logging.getLogger("smelt.engine")
+Kind = TypeVar("Kind")
 
 
 class Event(NamedTuple):
@@ -72,6 +75,8 @@ class Engine:
         devices: int = 1,  # that the model is split over
         compiled: bool = True,  # where the network can be; otherwise, or when False, it runs as it is
         kv: Retention | Profile | str | Path | None = None,  # heads keep so many tokens: `smelt kv profile`
+        select: Selection | Mapping[str, Any] | None = None,  # nothing is evicted: pages that a token attends to
+        residence: Residence | Mapping[str, Any] | None = None,  # with `select`: pages in the host's memory
     ) -> None:
         home = "cpu" if devices > 1 else device  # a model that is split comes to its devices in parts
         self.model = load(model, device=home, packed=devices == 1) if isinstance(model, str) else model
@@ -83,9 +88,15 @@ class Engine:
         self.context = _context(self.model, context)
         self.vocabulary: int = self.model.network.config.get_text_config().vocab_size
         self.adapters = Adapters(self.model, adapters or {})
+        choice = _made(Selection, select)
+        if kv is not None and choice is not None:
+            raise RecipeError("heads keep what a profile says, or pages are chosen and nothing is evicted; not both.")
+        block = block if choice is None else choice.page
         sizes = Sizes(self.context, cache_bytes, block, batch_tokens, batch_requests, chunk, queue, prefix_cache)
         given = (self.model, sizes, self.adapters, [device] * devices, compiled)
-        if kv is None:
+        if choice is not None:
+            self.scheduler, self.runner = selecting_parts(*given, choice, _made(Residence, residence))
+        elif kv is None:
             self.scheduler, self.runner = plain_parts(*given)
         else:
             self.scheduler, self.runner = ragged_parts(*given, retention_of(self.model, kv, block))
@@ -260,6 +271,11 @@ def _check_prompt(prompt: Sequence[int], context: int, vocabulary: int) -> None:
     wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
     if wrong is not None:
         raise RequestError(f"there is no token {wrong}; the model has {vocabulary:,}.")
+
+
+def _made(kind: type[Kind], given: Kind | Mapping[str, Any] | None) -> Kind | None:
+    """From its fields, as they come from another process."""
+    return kind(**given) if isinstance(given, Mapping) else given
 
 
 def _context(model: Model, asked: int | None) -> int:

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smelt.kernels.paged import LayerPages
+from smelt.kernels.paged import LayerPages, empty_pages
 from smelt.kv.clusters import Clusters
-from smelt.serve.engine.attention import zeros
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,7 @@ class RaggedCache:
         shape = ((pages + staging) * clusters.size, size, 1, width)
         count = len(clusters.members)
         return cls(
-            zeros(shape, dtype, device), zeros(shape, dtype, device),
+            empty_pages(shape, dtype, device), empty_pages(shape, dtype, device),
             torch.zeros(slots + 1, count, most, dtype=torch.int32, device=device),
             torch.zeros(slots + 1, count, dtype=torch.int32, device=device),
             clusters.cluster.to(device), clusters.column.to(device), clusters, range(pages, pages + staging),

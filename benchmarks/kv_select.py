@@ -1,0 +1,255 @@
+"""What SmolLM2-135M loses when every step attends to some pages only, and what it costs to fetch them from the host.
+
+    PYTHONPATH=benchmarks python benchmarks/kv_select.py [--resume]
+
+Prompts are read once, with attention to everything; then tokens are given one by one, as when decoding, for every
+digest and share of pages. `continuation`: perplexity of the next 40 tokens of a text. `needle`: a fact in WikiText; its
+question comes token by token too, and is answered exactly or not. Overlap is how much of a step's choice the step
+before it had chosen. Copies are from the engine's own host pages to a second buffer, counted in bytes from the second
+token on; there are slots enough for all pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from common import kept_rows, mean, table, write
+from kv_tasks import Asked, asked
+
+from smelt.kv.select.attend import SelectedAttention
+from smelt.kv.select.digest import DIGESTS, Digest, digest_named
+from smelt.kv.select.digested import Digested
+from smelt.kv.select.host import HostPages
+from smelt.kv.select.resident import Residence, Residents
+from smelt.kv.select.selection import Selection
+from smelt.kv.select.shape import selectable_heads, trace_shape
+from smelt.kv.select.trace import Recorder, Trace
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.serve.engine.request import Request, State
+from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.scheduler import Piece, Step
+from smelt.serve.engine.selecting import SelectingRunner
+
+SINK, WINDOW = 2, 2
+SHARES = (1.0, 0.5, 0.25, 0.125)
+CASES = (  # task, tokens, prompts, tokens of a page
+    ("needle", 2048, 6, 32), ("needle", 2048, 6, 16),
+    ("continuation", 2048, 3, 32), ("continuation", 4096, 2, 32), ("continuation", 8064, 1, 32),
+)  # fmt: skip
+NEXT = 40  # tokens of a continuation
+STEADY = (0, 1, 8)  # steps that a page stays, for continuations with arkvale at a share of 25 %
+CHUNK = 512
+SEED = 0  # of the prompts
+
+
+@dataclass(frozen=True)
+class Way:
+    """How pages are chosen and kept."""
+
+    digest: Digest
+    share: float
+    steady: int = 8
+
+    def selection(self, page: int) -> Selection:
+        return Selection(self.digest, page, (SINK + WINDOW) * page, self.share, SINK, WINDOW)
+
+
+def main() -> None:
+    options = _options()
+    model = load("smollm2-135m")
+    rows = kept_rows("kv_select", options.resume)
+    done = {(row["task"], row["length"], row["page"]) for row in rows}
+    for task, length, count, page in CASES:
+        if (task, length, page) not in done:
+            start = time.process_time()  # other work on the machine does not count
+            found = judged(model, asked(model.tokenizer, task, count, length, SEED), page)
+            facts = {"task": task, "length": length, "prompts": count, "page": page}
+            rows.append({**facts, "processor_seconds": time.process_time() - start, "found": found})
+            write("kv_select", rows, _text(rows))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--resume", action="store_true")
+    return parser.parse_args()
+
+
+def judged(model: Model, questions: list[Asked], page: int) -> dict[str, dict[str, float]]:
+    """For every way: how likely and how right the answers were, what was chosen, and what was copied."""
+    reading = Texts(model, questions, page)
+    ways = {_key(name, share): Way(digest_named(name), share) for name in DIGESTS for share in SHARES[1:]}
+    if questions[0].task == "continuation":
+        ways |= {_key("arkvale", 0.25, steady): Way(digest_named("arkvale"), 0.25, steady) for steady in STEADY}
+    ways["all"] = Way(digest_named("arkvale"), 1.0)
+    return {name: reading.answered(way) for name, way in ways.items()}
+
+
+def _key(digest: str, share: float, steady: int = 8) -> str:
+    return f"{digest}|{share:g}|{steady}"
+
+
+class Texts:
+    """Prompts that were read by one runner, beside one another, to be gone on from in many ways."""
+
+    def __init__(self, model: Model, questions: list[Asked], page: int) -> None:
+        self.model, self.questions, self.page = model, [_shortened(each) for each in questions], page
+        held = max(-(-(len(each.prompt) + len(each.after)) // page) for each in self.questions)
+        self.blocks = held * len(self.questions)
+        self.residence = Residence(slots=self.blocks)
+        self.runner = SelectingRunner(
+            model, blocks=self.blocks, size=page, most_tokens=CHUNK, most_requests=len(self.questions),
+            context=held * page, selection=Way(digest_named("quest"), 1.0).selection(page), residence=self.residence,
+        )  # fmt: skip
+        assert isinstance(self.runner.host, HostPages)
+        self.pages = self.runner.host
+        self.requests = [
+            Request(
+                str(number), each.prompt, Sampling(), limit=held * page, state=State.RUNNING, slot=number,
+                tokens=each.prompt + each.after, blocks=list(range(number * held, (number + 1) * held)),
+            )
+            for number, each in enumerate(self.questions)
+        ]  # fmt: skip
+        for request in self.requests:
+            for start in range(0, len(request.prompt), CHUNK):
+                count = min(CHUNK, len(request.prompt) - start)
+                self.runner.launch(Step([Piece(request, start, count, False)]))
+
+    def answered(self, way: Way) -> dict[str, float]:
+        recorder = self._begin(way)
+        copied = 0
+        losses: list[list[float]] = [[] for _ in self.requests]
+        right = [True] * len(self.requests)
+        steps = max(len(each.after) for each in self.questions) - 1
+        for step in range(steps):
+            here = [number for number, each in enumerate(self.questions) if step < len(each.after) - 1]
+            for number, (own, is_best) in zip(here, self._next(here, step), strict=True):
+                if step >= len(self.questions[number].after) - 1 - self.questions[number].answer:
+                    losses[number].append(-own)
+                    right[number] &= is_best
+            copied = copied or self.pages.recalled_bytes  # the first token finds an empty device
+        overlap, free = overlaps(recorder.trace())
+        return {
+            "loss": mean([mean(each) for each in losses]), "right": mean([float(each) for each in right]),
+            "chosen": chosen_share(recorder.trace()), "overlap": overlap, "overlap_free": free,
+            "copied": (self.pages.recalled_bytes - copied) / (steps - 1) / len(self.requests),
+        }  # fmt: skip
+
+    def _begin(self, way: Way) -> Recorder:
+        """A way of its own: digests of what was read, an empty device, and a new trace."""
+        heads, device = selectable_heads(self.model), self.model.device
+        digested = Digested(way.digest, heads, self.blocks, self.model.network.dtype, device)
+        full = torch.cat([torch.tensor(each.blocks[: len(each.prompt) // self.page]) for each in self.requests])
+        for layer in heads:
+            digested.update(layer, full, self.pages.keys_of(layer, full))
+        residence = Residence(self.residence.slots, way.steady)
+        self.pages.residents = {
+            layer: Residents(kv_heads, self.blocks, residence) for layer, (kv_heads, _) in heads.items()
+        }
+        selection = way.selection(self.page)
+        recorder = Recorder(trace_shape(self.model, selection, residence))
+        self.runner.attention = SelectedAttention(selection, self.pages, digested, recorder)
+        return recorder
+
+    def _next(self, here: list[int], step: int) -> list[tuple[float, bool]]:
+        """One token of each of these goes in; how likely the one after it was, and whether it was the likeliest. A bias
+        makes it the one that is drawn, which changes no probability that is told."""
+        pieces = []
+        for number in here:
+            request = self.requests[number]
+            at = len(request.prompt) + step
+            request.sampling = Sampling(temperature=0, logprobs=1, bias={request.tokens[at + 1]: 100.0})
+            pieces.append(Piece(request, at, 1, True))
+        drawn = self.runner.launch(Step(pieces)).drawn
+        assert drawn is not None
+        found = []
+        for row, piece in enumerate(pieces):
+            wanted = piece.request.tokens[piece.start + 1]
+            assert int(drawn.tokens[row]) == wanted
+            told = drawn.logprobs(row, 1)
+            found.append((told.own, told.top[0][0] == wanted))
+        return found
+
+
+def _shortened(each: Asked) -> Asked:
+    if each.task != "continuation":
+        return each
+    return Asked(each.task, each.prompt, each.after[: NEXT + 1], NEXT)
+
+
+def overlaps(trace: Trace) -> tuple[float, float]:
+    """Of the pages that a step chose, the share that the step before had chosen: of all, and of those that were free to
+    be chosen."""
+    before: dict[tuple[str, int, int], set[int]] = {}
+    every: list[float] = []
+    free: list[float] = []
+    for row in trace.rows():
+        pages, last = set(row.pages), before.get((row.request, row.layer, row.head))
+        before[row.request, row.layer, row.head] = pages
+        if last is not None:
+            held = max(pages) + 1
+            chosen = {page for page in pages if SINK <= page < held - WINDOW}
+            every.append(len(pages & last) / len(pages))
+            free.append(len(chosen & last) / max(len(chosen), 1))
+    return mean(every), mean(free)
+
+
+def chosen_share(trace: Trace) -> float:
+    """Pages that were attended to, of those there were."""
+    counts = trace.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
+    held = trace.pages[trace.ends - 1].long() + 1  # the last page is always chosen
+    return float(counts.sum() / held.sum())
+
+
+def _text(rows: list[dict[str, Any]]) -> str:
+    text = (
+        "# Pages chosen step by step: what it costs in quality, and in copies\n\n"
+        f"SmolLM2-135M in float32, {SINK} first and {WINDOW} last pages always chosen "
+        "as part of the share. Prompts attend to everything; all tokens after them, questions too, "
+        "attend to what was chosen. Overlap: of a step's pages, the share that the step before had chosen; `free` "
+        "leaves out the first and last ones. Copied: from host pages, MB a token and request, where pages stay for 8 "
+        f"steps; the first token is left out. A continuation is {NEXT} tokens. Seed {SEED}.\n"
+    )
+    for row in rows:
+        unit = "answered" if row["task"] == "needle" else "perplexity"
+        pages = f"pages of {row['page']}, {row['prompts']} prompts"
+        text += f"\n## {row['task']}, {row['length']:,} tokens, {pages}\n\n"
+        text += table(["digest", "share", "pages chosen", unit, "overlap", "free", "copied"], _quality(row)) + "\n"
+    steady = [_steady(row) for row in rows if row["task"] == "continuation"]
+    if steady:
+        text += "\n## The steady rule (arkvale, 25 % of the pages): MB copied a token and request\n\n"
+        text += table(["tokens", *(f"stays {steps} steps" for steps in STEADY)], steady) + "\n"
+    seconds = sum(row["processor_seconds"] for row in rows)
+    return f"{text}\nAll of it took {seconds / 60:.1f} minutes of one processor core.\n"
+
+
+def _quality(row: dict[str, Any]) -> list[list[str]]:
+    cells = [["any", "100%", *_figures(row, "all")]]
+    for name in DIGESTS:
+        cells += [[name, f"{share:.1%}", *_figures(row, _key(name, share))] for share in SHARES[1:]]
+    return cells
+
+
+def _figures(row: dict[str, Any], key: str) -> list[str]:
+    found = row["found"][key]
+    figure = f"{found['right']:.2f}" if row["task"] == "needle" else f"{math.exp(found['loss']):.2f}"
+    shares = [f"{found[name]:.1%}" for name in ("overlap", "overlap_free")]
+    return [f"{found['chosen']:.1%}", figure, *shares, _megabytes(found)]
+
+
+def _steady(row: dict[str, Any]) -> list[str]:
+    copied = [_megabytes(row["found"][_key("arkvale", 0.25, steady)]) for steady in STEADY]
+    return [f"{row['length']:,}", *copied]
+
+
+def _megabytes(found: dict[str, float]) -> str:
+    return f"{found['copied'] / 1e6:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What page selection asks of a model, and how a trace describes it."""
+
+from __future__ import annotations
+
+from smelt.errors import ModelError
+from smelt.kv.select.resident import Residence
+from smelt.kv.select.selection import Selection
+from smelt.kv.select.trace import TraceShape
+from smelt.models.model import Model
+
+
+def selectable_heads(model: Model) -> dict[int, tuple[int, int]]:
+    """Heads of keys and their width, for every layer that has attention; what pages cannot be chosen for is refused."""
+    config = model.network.config.get_text_config()
+    if model.task != "language" or not model.anatomy.family.causal:
+        raise ModelError("only language models that read from left to right have pages to choose from.")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+        raise ModelError("this model has sliding layers, which see the last tokens only; serve it without selection.")
+    parts = [part for part in model.anatomy.parts if part.kind == "heads" and part.units]
+    return {part.block: (part.units, part.head_dim) for part in parts}
+
+
+def trace_shape(model: Model, selection: Selection, residence: Residence | None) -> TraceShape:
+    parts = {part.block: part for part in model.anatomy.parts if part.kind == "heads" and part.units}
+    layers = range(len(model.anatomy.blocks))
+    width = max((part.head_dim for part in parts.values()), default=0)
+    each = 2 * width * model.network.dtype.itemsize  # two vectors
+    return TraceShape(
+        model_type=model.network.config.model_type,
+        hidden=model.network.config.get_text_config().hidden_size,
+        weight_bytes=sum(parameter.nbytes for parameter in model.network.parameters()),
+        query_heads=tuple(parts[layer].units * parts[layer].group if layer in parts else 0 for layer in layers),
+        kv_heads=tuple(parts[layer].units if layer in parts else 0 for layer in layers),
+        width=width,
+        page=selection.page,
+        page_bytes=selection.page * each,
+        digest_bytes=each,
+        digest=selection.digest.name,
+        budget=selection.budget,
+        share=selection.share,
+        sink=selection.sink,
+        window=selection.window,
+        steady=residence.steady if residence else 0,
+        refresh=residence.refresh if residence else 0,
+        slots=residence.slots if residence else 0,
+    )
