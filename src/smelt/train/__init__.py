@@ -1,0 +1,53 @@
+"""Training with little communication: gradient compressors, the frame they stand in, and where it hooks.
+
+`compress_gradients` for DistributedDataParallel, `compress_replicas` for sharded replicas (FSDP2), `CompressedStep` for
+everything else; `smelt.train.state` keeps what was not sent yet in a checkpoint.
+"""
+
+from smelt.train.compression import Compression
+from smelt.train.compressors import (
+    DEFT,
+    DGC,
+    QSGD,
+    SAGE,
+    AdaComp,
+    CLTk,
+    EFSign,
+    ExDyna,
+    HardThreshold,
+    MiCRO,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    SIDCo,
+    TopK,
+    compressor_named,
+)
+from smelt.train.ddp import compress_gradients
+from smelt.train.replicas import compress_replicas
+from smelt.train.settings import Settings
+from smelt.train.step import CompressedStep
+
+__all__ = [
+    "DEFT",
+    "DGC",
+    "QSGD",
+    "SAGE",
+    "AdaComp",
+    "CLTk",
+    "CompressedStep",
+    "Compression",
+    "EFSign",
+    "ExDyna",
+    "HardThreshold",
+    "MiCRO",
+    "OneBit",
+    "PowerSGD",
+    "RandomK",
+    "SIDCo",
+    "Settings",
+    "TopK",
+    "compress_gradients",
+    "compress_replicas",
+    "compressor_named",
+]

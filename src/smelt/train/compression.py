@@ -1,0 +1,213 @@
+"""The gradients of a model, compressed: flat vectors with a reducer each, filled tensor by tensor as backward goes on.
+
+The vectors are made once from the list of parameters, last one first, since their gradients are ready first. They do
+not follow the buckets of DDP, which change after the first iteration and start anew in every run: so no state is ever
+moved, and a resumed run finds its own. A vector is reduced when all of its tensors have arrived and those before it are
+done, which is the same order on every worker.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from smelt.errors import RecipeError
+from smelt.train.compressor import Compressor
+from smelt.train.compressors.powersgd import PowerSGD
+from smelt.train.layout import Layout
+from smelt.train.low_rank import LowRankReducer
+from smelt.train.reducer import Reducer
+from smelt.train.settings import Settings
+from smelt.train.traffic import Traffic, total
+from smelt.train.workers import Workers
+
+Named = tuple[str, Tensor]
+
+
+class Compressed(ABC):
+    """Reducers that belong to one model: what a checkpoint holds, whatever hands the gradients in."""
+
+    compressor: Compressor
+    settings: Settings
+    workers: Workers  # that keep a state each
+    shards: int = 1  # workers that hold different parts of one model
+
+    @property
+    @abstractmethod
+    def reducers(self) -> list[Reducer]:
+        """In the same order on every worker."""
+
+    @property
+    def steps(self) -> int:
+        """That were applied."""
+        return self.reducers[0].number
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of the last step, on this worker."""
+        return total(reducer.traffic for reducer in self.reducers)
+
+    @property
+    def total(self) -> Traffic:
+        """Of all steps, on this worker."""
+        return total(reducer.total for reducer in self.reducers)
+
+    def settle(self) -> None:
+        """Put everything back if the last step was not finite somewhere, as the gradient scaler skipped it too."""
+        finite = [reducer.settle() for reducer in self.reducers]
+        if not all(finite):
+            for reducer in self.reducers:
+                reducer.undo()
+
+
+class Compression(Compressed):
+    """What `compress_gradients` gives back: the state of compression on this worker, and what it sends."""
+
+    def __init__(
+        self,
+        parameters: Iterable[Named],
+        compressor: Compressor,
+        workers: Workers,
+        settings: Settings | None = None,
+        *,
+        vector_mb: float | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        watch_unused: bool = False,
+    ) -> None:
+        self.compressor, self.workers, self.settings = compressor, workers, settings or Settings()
+        self._scaler, self._watch_unused = scaler, watch_unused
+        rate = None if optimizer is None else _rate_of(optimizer)
+        self.vectors = [
+            _Vector(
+                group[0][1].device,
+                reducer_of(
+                    compressor, Layout.of(group), workers, self.settings, group[0][1].device, rate, scaler is not None
+                ),
+            )
+            for group in _groups(list(parameters), vector_mb)
+        ]
+        self._home = {name: vector for vector in self.vectors for name in vector.views}
+        self._next = 0  # vector to be reduced
+
+    @property
+    def reducers(self) -> list[Reducer]:
+        return [vector.reducer for vector in self.vectors]
+
+    def put(self, name: str, gradient: Tensor) -> bool:
+        """Take one gradient in; whether vectors were reduced because of it."""
+        if not self._next and not any(vector.arrived for vector in self.vectors):
+            self.settle()
+        self._home[name].put(name, gradient)
+        before = self._next
+        while self._next < len(self.vectors) and self.vectors[self._next].complete:
+            self.vectors[self._next].reduce(self._scale(), self._watch_unused)
+            self._next += 1
+        return self._next > before
+
+    def done(self, name: str) -> bool:
+        """Whether the mean of this gradient is known."""
+        return self._home[name].done
+
+    def take(self, name: str) -> Tensor:
+        """The mean gradient over all workers, in the shape of its parameter."""
+        vector = self._home[name]
+        taken = vector.take(name)
+        if self._next == len(self.vectors) and not any(other.done for other in self.vectors):
+            self._next = 0
+        return taken
+
+    def abandon(self) -> None:
+        """Forget gradients that have arrived in a step that ended in an error."""
+        self._next = 0
+        for vector in self.vectors:
+            vector.clear()
+
+    def _scale(self) -> Tensor:
+        one = torch.ones(1, device=self.vectors[0].flat.device)
+        return one if self._scaler is None else self._scaler.scale(one)  # the loss scale, without asking the device
+
+
+class _Vector:
+    """Some parameters as one flat vector."""
+
+    def __init__(self, device: torch.device, reducer: Reducer) -> None:
+        self.reducer = reducer
+        self.flat = torch.zeros(reducer.layout.size, device=device)
+        self.views = {piece.name: view.view(piece.shape) for piece, view in reducer.layout.views(self.flat)}
+        self.arrived: set[str] = set()
+        self.done = False
+
+    @property
+    def complete(self) -> bool:
+        return not self.done and len(self.arrived) == len(self.views)
+
+    def put(self, name: str, gradient: Tensor) -> None:
+        self.views[name].copy_(gradient)
+        self.arrived.add(name)
+
+    def reduce(self, scale: Tensor, watch_unused: bool) -> None:
+        used = None
+        if watch_unused:
+            used = torch.stack([view.count_nonzero() > 0 for view in self.views.values()])
+        self.flat.copy_(self.reducer.reduce(self.flat / scale, used=used) * scale)
+        self.done = True
+
+    def take(self, name: str) -> Tensor:
+        assert self.done
+        self.arrived.discard(name)
+        if not self.arrived:
+            self.done = False
+        return self.views[name]
+
+    def clear(self) -> None:
+        self.arrived.clear()
+        self.done = False
+
+
+def _groups(parameters: list[Named], vector_mb: float | None) -> Iterator[list[Named]]:
+    """The parameters from the last to the first, cut where the device changes or a vector would grow too long."""
+    if not parameters:
+        raise RecipeError("there is no gradient to compress; the model has no parameter that is trained.")
+    if vector_mb is not None and not vector_mb > 0:
+        raise RecipeError(f"vector_mb is {vector_mb:g}; it must be above 0, or None for the whole model in one vector.")
+    limit = torch.inf if vector_mb is None else vector_mb * 2**20 / 4  # elements of float32
+    group: list[Named] = []
+    size = 0
+    for name, parameter in reversed(parameters):
+        full = group and (size + parameter.numel() > limit or parameter.device != group[0][1].device)
+        if full:
+            yield group
+            group, size = [], 0
+        group.append((name, parameter))
+        size += parameter.numel()
+    yield group
+
+
+def reducer_of(
+    compressor: Compressor,
+    layout: Layout,
+    workers: Workers,
+    settings: Settings,
+    device: torch.device,
+    rate: Callable[[], float] | None = None,
+    rollback: bool = False,
+) -> Reducer:
+    """The reducer that a compressor needs for one vector."""
+    own = Workers(workers.group)  # counts its own bytes
+    if isinstance(compressor, PowerSGD):
+        return LowRankReducer(compressor, layout, own, settings, device=device, rollback=rollback)
+    return Reducer(compressor, layout, own, settings, device=device, learning_rate=rate, rollback=rollback)
+
+
+def _rate_of(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
+    def rate() -> float:
+        rates = {float(group["lr"]) for group in optimizer.param_groups}
+        if len(rates) > 1:
+            raise RecipeError("form='paper' needs one learning rate for all parameters; use form='code' with several.")
+        return rates.pop()
+
+    return rate

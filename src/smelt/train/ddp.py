@@ -1,0 +1,101 @@
+"""Compressed gradients in DistributedDataParallel: `compress_gradients(model, ExDyna(density=0.001))` and no more.
+
+A communication hook, called by DDP once for every bucket of gradients. Gradients that are accumulated in `no_sync` stay
+where they are until a backward that synchronises hands the sums to the hook. With a hook DDP does not divide by the
+number of workers; the reducers do.
+"""
+
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from smelt.errors import RecipeError, SmeltError
+from smelt.train.compression import Compression
+from smelt.train.compressor import Compressor
+from smelt.train.compressors import compressor_named
+from smelt.train.settings import Settings
+from smelt.train.workers import Workers
+
+
+def compress_gradients(
+    model: DistributedDataParallel,
+    compressor: Compressor | str,
+    settings: Settings | None = None,
+    *,
+    vector_mb: float | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Compression:
+    """From the next backward on the workers send each other only what the compressor chooses.
+
+    `vector_mb`: how long the vectors are that are compressed each by itself while backward goes on; None: the whole
+    model is one, as DEFT and a single threshold for everything need it. `scaler`: the gradient scaler, if the loss is
+    scaled. `optimizer`: whose learning rate `Settings(form="paper")` reads.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        raise RecipeError(
+            f"compress_gradients takes a DistributedDataParallel, not {type(model).__name__}; wrap the model, or use "
+            "smelt.train.step.CompressedStep."
+        )
+    if isinstance(compressor, str):
+        compressor = compressor_named(compressor)
+    named = {parameter: name for name, parameter in _trained(model)}
+    compression = Compression(
+        ((name, parameter) for parameter, name in named.items()),
+        compressor,
+        Workers(model.process_group),
+        settings,
+        vector_mb=vector_mb,
+        scaler=scaler,
+        optimizer=optimizer,
+        watch_unused=model.find_unused_parameters or model.static_graph,
+    )
+    model.register_comm_hook(_Hook(compression, named, []), _reduce_bucket)
+    return compression
+
+
+@dataclass
+class _Bucket:
+    """A bucket whose gradients wait for their vectors."""
+
+    gradients: dict[str, Tensor]
+    buffer: Tensor
+    future: Future[Tensor]
+
+
+@dataclass
+class _Hook:
+    compression: Compression
+    names: dict[torch.nn.Parameter, str]
+    waiting: list[_Bucket]
+
+
+def _reduce_bucket(state: _Hook, bucket: distributed.GradBucket) -> Future[Tensor]:
+    names = (state.names[parameter] for parameter in bucket.parameters())  # type: ignore[index]
+    entry = _Bucket(dict(zip(names, bucket.gradients(), strict=True)), bucket.buffer(), Future())
+    state.waiting.append(entry)
+    try:
+        for name, gradient in entry.gradients.items():
+            state.compression.put(name, gradient)
+    except SmeltError:
+        state.compression.abandon()
+        state.waiting.clear()
+        raise
+    for ready in [each for each in state.waiting if all(map(state.compression.done, each.gradients))]:
+        for name, gradient in ready.gradients.items():
+            gradient.copy_(state.compression.take(name))
+        ready.future.set_result(ready.buffer)
+        state.waiting.remove(ready)
+    return entry.future
+
+
+def _trained(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+    ignored = set(model.parameters_to_ignore)
+    named = model.module.named_parameters()
+    return [(name, parameter) for name, parameter in named if parameter.requires_grad and name not in ignored]

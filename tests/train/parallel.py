@@ -1,0 +1,61 @@
+"""Real workers for tests: processes joined by gloo on this machine, forked from one that has loaded torch already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.train.parallel", "tests.train.preload"])
+_PATIENCE = 100  # seconds
+
+
+def run(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `work(*arguments)` returns on each of `size` workers; an error on one is an error here."""
+    found = outcomes(size, work, *arguments)
+    for _, error in found:
+        assert not error, error
+    return [result for result, _ in found]
+
+
+def outcomes(size: int, work: Callable[..., Any], *arguments: Any) -> list[tuple[Any, str]]:
+    """Of each worker what it returned, and the error it ended with."""
+    with tempfile.TemporaryDirectory() as folder:
+        ends = [_CONTEXT.Pipe(duplex=False) for _ in range(size)]
+        workers = [
+            _CONTEXT.Process(target=_worker, args=(rank, size, folder, ends[rank][1], work, arguments), daemon=True)
+            for rank in range(size)
+        ]
+        for worker in workers:
+            worker.start()
+        try:
+            found = []
+            for receive, _ in ends:
+                assert receive.poll(_PATIENCE), "a worker did not end"
+                found.append(receive.recv())
+            return found
+        finally:
+            for worker in workers:
+                worker.join(timeout=5)
+                worker.kill()
+
+
+def _worker(rank: int, size: int, folder: str, end: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    store = f"file://{Path(folder) / 'store'}"
+    distributed.init_process_group("gloo", store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    try:
+        end.send((work(*arguments), ""))
+    except Exception as error:
+        end.send((None, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"))
+    finally:
+        distributed.destroy_process_group()

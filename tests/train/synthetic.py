@@ -1,0 +1,60 @@
+"""Gradients that look like real ones: heavy tails, layers of different scale, a part that all workers share."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as distributed
+from torch import Tensor
+
+from smelt.train.compressor import Compressor
+from smelt.train.compressors import COMPRESSORS, DGC, SAGE, HardThreshold, PowerSGD
+from smelt.train.layout import Layout
+from smelt.train.low_rank import LowRankReducer
+from smelt.train.reducer import Reducer
+from smelt.train.settings import Settings
+from smelt.train.workers import Workers
+
+SHAPES = {"stem": (16, 3, 5, 5), "norm": (16,), "wide": (120, 40), "bias": (120,), "head": (10, 120), "last": (10,)}
+
+
+def layout_of(shapes: dict[str, tuple[int, ...]] | None = None) -> Layout:
+    return Layout.of((name, torch.empty(shape)) for name, shape in (shapes or SHAPES).items())
+
+
+def gradient_of(layout: Layout, number: int, rank: int, shared: float = 0.3) -> Tensor:
+    """[elements]: Laplace-like, scales of the layers spread over 1.5 decades, the same for the same arguments."""
+    scales = torch.Generator().manual_seed(7)
+    common, own = torch.Generator().manual_seed(number), torch.Generator().manual_seed(1_000_000 * (rank + 1) + number)
+    size = layout.size
+    value = shared * torch.randn(size, generator=common) + torch.randn(size, generator=own)
+    value *= torch.empty(size).exponential_(generator=own).sqrt()
+    for _, view in layout.views(value):
+        view *= 10 ** (-3 + 1.5 * float(torch.rand((), generator=scales)))
+    return value
+
+
+def every_compressor(density: float) -> list[Compressor]:
+    """One of each kind, at the density where it has one."""
+    special: list[Compressor] = [
+        DGC(density=density, momentum=0.9),
+        SAGE(density=density, threshold=0.02),
+        HardThreshold(density=density, threshold=0.05),
+    ]
+    special.append(PowerSGD(plain=3, rank=2))
+    named = {compressor.name for compressor in special}
+    rest = [kind for name, kind in COMPRESSORS.items() if name not in named]
+    return [*special, *(_made(kind, density) for kind in rest)]
+
+
+def _made(kind: type[Compressor], density: float) -> Compressor:
+    return kind(density=density) if "density" in kind.__dataclass_fields__ else kind()  # type: ignore[call-arg]
+
+
+def reducer_of(compressor: Compressor, settings: Settings | None = None, layout: Layout | None = None) -> Reducer:
+    if isinstance(compressor, PowerSGD):
+        return LowRankReducer(compressor, layout or layout_of(), Workers(), settings)
+    return Reducer(compressor, layout or layout_of(), Workers(), settings)
+
+
+def rank() -> int:
+    return distributed.get_rank()

@@ -1,0 +1,226 @@
+"""Compressed gradients under DDP as one trains with it: changing buckets, accumulation, unused parts, loss scaling."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as distributed
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from smelt.errors import RecipeError
+from smelt.train.compressor import Compressor
+from smelt.train.compressors import DEFT, EFSign, ExDyna, PowerSGD, TopK
+from smelt.train.ddp import compress_gradients
+from smelt.train.settings import Settings
+from tests.train.parallel import outcomes, run
+from tests.train.synthetic import rank
+
+
+class Net(nn.Module):
+    """Two ways through the middle, of which one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.left, self.right, self.last = (
+            nn.Linear(*size) for size in ((12, 40), (40, 40), (40, 40), (40, 4))
+        )
+
+    def forward(self, inputs: Tensor, branch: str = "both") -> Tensor:
+        hidden = self.first(inputs).relu()
+        parts = [getattr(self, name)(hidden) for name in ("left", "right") if branch in (name, "both")]
+        return self.last(sum(parts).relu())
+
+
+def data_of(number: int, worker: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * number + worker)
+    inputs = torch.randn(16, 12, generator=generator)
+    return inputs, (inputs[:, :4] + inputs[:, 4:8] * inputs[:, 8:]).argmax(dim=1)
+
+
+def many_buckets(**options: bool) -> DistributedDataParallel:
+    return DistributedDataParallel(Net(), bucket_cap_mb=0.005, **options)  # type: ignore[arg-type]
+
+
+def flat_gradients(model: nn.Module) -> Tensor:
+    parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+    return torch.cat([part.flatten() for part in parts]).clone()
+
+
+def train(
+    compressor: Compressor | None, steps: int, vector_mb: float | None = None, accumulate: int = 1
+) -> tuple[list[float], Tensor, int]:
+    """Losses, the last parameters, and how many steps were compressed."""
+    model = many_buckets(gradient_as_bucket_view=accumulate > 1)
+    compression = (
+        None if compressor is None else compress_gradients(model, compressor, Settings(check=True), vector_mb=vector_mb)
+    )
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+    losses = []
+    for number in range(steps):
+        for part in range(accumulate):
+            inputs, labels = data_of(number * accumulate + part, rank())
+            with nullcontext() if part == accumulate - 1 else model.no_sync():
+                loss = cross_entropy(model(inputs), labels)
+                loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        losses.append(loss.item())
+    parameters = torch.cat([each.detach().flatten() for each in model.parameters()])
+    return losses, parameters.numpy(), 0 if compression is None else compression.steps
+
+
+@pytest.mark.parametrize("vector_mb", [None, 0.008])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_density_one_trains_as_plain_ddp(vector_mb: float | None, accumulate: int) -> None:
+    _, plain, _ = run(2, train, None, 5, None, accumulate)[0]
+    found = run(2, train, TopK(density=1.0), 5, vector_mb, accumulate)
+    for _, parameters, steps in found:
+        assert abs(parameters - plain).max() < 1e-6
+        assert steps == 5
+    assert (found[0][1] == found[1][1]).all()
+
+
+@pytest.mark.parametrize(
+    ("compressor", "vector_mb"),
+    [(ExDyna(density=0.05), 0.008), (DEFT(density=0.05), None), (EFSign(), 0.008), (PowerSGD(plain=2), None)],
+)
+def test_all_gradients_arrive_sooner_or_later_and_the_loss_falls(
+    compressor: Compressor, vector_mb: float | None
+) -> None:
+    """The debug mode raises if a changed bucket loses anything; with one vector or several."""
+    found = run(2, train, compressor, 20, vector_mb)
+    losses, parameters, _ = found[0]
+    assert sum(losses[-5:]) < 0.93 * sum(losses[:5])
+    assert (parameters == found[1][1]).all()
+
+
+BRANCHES = ["both", "left", "left", "right", "both", "left", "left", "right"]
+
+
+def leave_out(differ: bool, static: bool) -> float:
+    """Sum of local gradients, from a copy of the model, against what was applied and what is left."""
+    branches = ["left"] * 6 if static else BRANCHES
+    model = many_buckets(static_graph=True) if static else many_buckets(find_unused_parameters=True)
+    compression = compress_gradients(model, TopK(density=0.05))
+    twin = Net()
+    given = applied = torch.zeros(sum(each.numel() for each in twin.parameters()))
+    for number, branch in enumerate(branches):
+        if differ and rank() == 1:
+            branch = "both"
+        inputs, labels = data_of(number, rank())
+        for network in (model, twin):
+            network.zero_grad()
+            cross_entropy(network(inputs, branch), labels).backward()
+        given = given + flat_gradients(twin)
+        applied = applied + flat_gradients(model) * 2
+    names = [name for name, _ in twin.named_parameters()]
+    residual = {
+        name: view
+        for piece, view in compression.reducers[0].layout.views(compression.reducers[0].residual)
+        for name in [piece.name]
+    }
+    left = torch.cat([residual[name] for name in names])
+    both = torch.stack([given, left])
+    distributed.all_reduce(both)
+    return float((both[0] - both[1] - applied).abs().max() / both[0].abs().max())
+
+
+@pytest.mark.parametrize(("differ", "static"), [(False, False), (True, False), (False, True)])
+def test_what_nobody_used_stays_in_the_memory(differ: bool, static: bool) -> None:
+    assert max(run(2, leave_out, differ, static)) < 1e-5
+
+
+def scaled(
+    overflows: list[int], vector_mb: float | None, settings: Settings
+) -> tuple[Tensor, list[float], Tensor, int]:
+    """Train with a scaled loss; in the steps named, worker 1 has an infinite gradient in its last layer."""
+    model = many_buckets()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
+    compression = compress_gradients(model, ExDyna(density=0.05), settings, vector_mb=vector_mb, scaler=scaler)
+    scales, number = [], 0
+    for attempt in range(12):
+        inputs, labels = data_of(number, rank())
+        loss = cross_entropy(model(inputs), labels)
+        if attempt in overflows and rank() == 1:
+            loss = loss + model.module.last.bias.sum() * torch.inf
+        optimiser.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimiser)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        number += attempt not in overflows
+        if number == 8:
+            break
+    compression.settle()
+    parameters = torch.cat([each.detach().flatten() for each in model.parameters()])
+    residual = torch.cat([reducer.residual for reducer in compression.reducers])
+    return parameters.numpy(), scales, residual.numpy(), compression.reducers[0].number
+
+
+@pytest.mark.parametrize(
+    ("vector_mb", "settings"),
+    [(None, Settings()), (0.008, Settings()), (None, Settings(slots=2.0)), (0.008, Settings(check=True))],
+    ids=["one", "several", "slots", "checked"],
+)
+def test_a_skipped_step_leaves_everything_as_it_was(vector_mb: float | None, settings: Settings) -> None:
+    """Scales are powers of two, so that another scale changes no bit."""
+    plain, _, plain_residual, _ = run(2, scaled, [], vector_mb, settings)[0]
+    found = run(2, scaled, [2, 5], vector_mb, settings)
+    for parameters, scales, _, number in found:
+        assert scales[:6] == [1024, 1024, 512, 512, 512, 256]
+        assert (parameters == plain).all()
+        assert number == 8
+    assert (found[0][2] == plain_residual).all()
+
+
+def spoiled() -> None:
+    model = many_buckets()
+    compress_gradients(model, ExDyna(density=0.05))
+    for number in range(3):
+        inputs, labels = data_of(number, rank())
+        inputs[0, 0] = torch.nan if number == 1 and rank() == 0 else 0.0
+        cross_entropy(model(inputs), labels).backward()
+
+
+def test_gradients_that_are_not_finite_are_one_sentence_on_every_worker() -> None:
+    for _, error in outcomes(2, spoiled):
+        assert error.startswith("DataError: the gradients of step 1 are not finite on at least one worker")
+
+
+def different_models() -> None:
+    torch.manual_seed(rank())
+    wide = nn.Linear(4, 5 + rank())
+    compress_gradients(DistributedDataParallel(wide), TopK())
+
+
+def test_models_that_differ_end_every_worker() -> None:
+    for _, error in outcomes(2, different_models):
+        assert error  # DDP itself compares the shapes when it is made
+
+
+def test_what_is_no_ddp_is_refused() -> None:
+    with pytest.raises(RecipeError, match="takes a DistributedDataParallel, not Net"):
+        compress_gradients(Net(), TopK())  # type: ignore[arg-type]
+
+
+def paper_form() -> float:
+    model = many_buckets()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    compress_gradients(model, TopK(density=0.05), Settings(form="paper", check=True), optimizer=optimiser)
+    for number in range(4):
+        optimiser.param_groups[0]["lr"] = 0.2 / (number + 1)
+        inputs, labels = data_of(number, rank())
+        loss = cross_entropy(model(inputs), labels)
+        loss.backward()
+        optimiser.step()
+    return loss.item()
+
+
+def test_the_paper_form_reads_the_learning_rate() -> None:
+    run(2, paper_form)

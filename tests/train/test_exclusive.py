@@ -1,0 +1,120 @@
+"""MiCRO and ExDyna: ranges that tile the vector, a density that holds, and less padding where blocks may move."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from smelt.train.compressor import Step
+from smelt.train.compressors import DEFT, ExDyna, MiCRO, TopK
+from smelt.train.exclusive import ExclusiveThreshold, equal_range
+from smelt.train.traffic import total
+from tests.train.parallel import run
+from tests.train.synthetic import gradient_of, layout_of, rank, reducer_of
+
+SHAPES = {"hot": (64, 256), "cold": (128, 256), "warm": (64, 256)}  # 65,536 = 2 * 32 * 1024 elements
+UNEVEN = {"hot": (61, 257), "cold": (129, 251), "warm": (63, 254), "bias": (13,)}
+
+
+def follow(kinds: list[ExclusiveThreshold], shapes: dict[str, tuple[int, ...]], steps: int, after: int) -> Any:
+    """Traffic from step `after` on, the last result and the ranges of every step."""
+    layout = layout_of(shapes)
+    gradients = [gradient_of(layout, number, rank()) for number in range(steps)]
+    found = []
+    for kind in kinds:
+        reducer = reducer_of(kind, layout=layout)
+        traffic, results, ranges = [], [], []
+        for number, gradient in enumerate(gradients):
+            results.append(reducer.reduce(gradient))
+            if number >= after:
+                traffic.append(reducer.traffic)
+            if isinstance(kind, ExclusiveThreshold):
+                step = Step(0, gradient, reducer.residual, layout, reducer.workers, reducer.state, reducer.counts)
+                ranges.append([kind.range_of(partition, step) for partition in range(reducer.workers.size)])
+        everything = total(traffic)
+        found.append((everything.build_up, everything.inefficiency, torch.stack(results).numpy(), ranges))
+    return found
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_exdyna_without_balancing_is_micro_bit_for_bit(workers: int) -> None:
+    kinds = [MiCRO(density=0.01, sampled=5), ExDyna(density=0.01, sampled=5, balance=False)]
+    for (_, _, micro, micro_ranges), (_, _, exdyna, ranges) in run(workers, follow, kinds, SHAPES, 12, 0):
+        assert (micro == exdyna).all()
+        assert micro.any()
+        assert micro_ranges == ranges
+
+
+def test_density_holds_and_moving_blocks_pad_less() -> None:
+    """The last 40 of 100 steps, of which 50 sampled, so that the controller alone holds it."""
+    kinds = [MiCRO(density=0.01, sampled=50), ExDyna(density=0.01, sampled=50, blocks=64)]
+    found = run(4, follow, kinds, UNEVEN, 100, 60)
+    (micro, micro_padding, _, _), (exdyna, exdyna_padding, _, ranges) = found[0]
+    topk = run(4, follow, [TopK(density=0.01)], UNEVEN, 5, 2)[0][0][0]
+    assert 0.85 < micro < 1.15
+    assert 0.85 < exdyna < 1.15
+    assert topk > 2.5
+    assert exdyna_padding < 0.75 * micro_padding
+    assert ranges[-1] != ranges[0]
+    size = layout_of(UNEVEN).size
+    for step in ranges:
+        assert step[0][0] == 0
+        assert step[-1][1] == size
+        assert all(left[1] == right[0] and left[0] < left[1] for left, right in pairwise(step))
+    assert all(each[1][3] == ranges for each in found)
+
+
+def test_density_holds_from_the_first_step_by_sampling() -> None:
+    (low, _, _, _), (deft, _, _, _) = run(3, follow, [MiCRO(density=0.02), DEFT(density=0.02)], UNEVEN, 3, 0)[0]
+    assert 0.85 < low < 1.15
+    assert deft == pytest.approx(1.0)
+
+
+def only_one_has_gradients() -> float:
+    """How much is left after every worker had every range once."""
+    reducer = reducer_of(MiCRO(density=0.9, sampled=0))
+    reducer.state["threshold"] = torch.tensor(1e-30, dtype=torch.float64)
+    for number in range(3):
+        mine = gradient_of(reducer.layout, 0, 0) if rank() == 0 and number == 0 else torch.zeros(reducer.layout.size)
+        reducer.reduce(mine)
+    return float(reducer.residual.abs().max())
+
+
+def test_ranges_rotate_so_that_every_worker_selects_everywhere() -> None:
+    assert max(run(3, only_one_has_gradients)) == 0
+
+
+def test_a_vector_too_short_for_blocks_is_cut_as_micro_cuts_it() -> None:
+    small = {"a": (50, 7)}
+    kinds = [MiCRO(density=0.1), ExDyna(density=0.1)]
+    for (_, _, micro, _), (_, _, exdyna, _) in run(3, follow, kinds, small, 5, 0):
+        assert (micro == exdyna).all()
+
+
+def test_a_selection_is_never_empty() -> None:
+    reducer = reducer_of(MiCRO(density=0.01, sampled=0))
+    reducer.reduce(torch.zeros(reducer.layout.size))
+    assert reducer.counts == [1]
+
+
+def test_equal_ranges_tile() -> None:
+    for elements, workers in [(10, 3), (3, 5), (12, 4)]:
+        ranges = [equal_range(partition, elements, workers) for partition in range(workers)]
+        assert [place for start, stop in ranges for place in range(start, stop)] == list(range(elements))
+
+
+def test_the_threshold_moves_both_ways_inside_the_band() -> None:
+    def next_threshold(count: int) -> float:
+        reducer = reducer_of(MiCRO(density=0.1, sampled=0))
+        reducer.counts = [count]
+        before = float(reducer.state["threshold"])
+        reducer.reduce(torch.zeros(reducer.layout.size))
+        return float(reducer.state["threshold"]) / before
+
+    target = int(0.1 * layout_of().size)
+    expected = {1.2: 1.005, 1.05: 1.00125, 0.95: 0.9987, 0.5: 0.995}
+    for ratio, factor in expected.items():
+        assert next_threshold(int(ratio * target)) == pytest.approx(factor)

@@ -1,0 +1,101 @@
+"""Sharded replicas: dense inside, compressed between them; density 1 is plain training of the whole batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+from smelt.train.compressor import Compressor
+from smelt.train.compressors import ExDyna, TopK
+from smelt.train.replicas import Replicas, compress_replicas
+from smelt.train.settings import Settings
+from smelt.train.state import load, save
+from tests.train.parallel import outcomes, run
+from tests.train.synthetic import rank
+from tests.train.test_ddp import Net, data_of
+
+
+def build(compressor: Compressor, seed: int = 0) -> tuple[Net, Replicas]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = Net()
+    with torch.no_grad():
+        model.first.bias += seed  # replicas that start unequal
+    for layer in (model.left, model.right):
+        fully_shard(layer, mesh=mesh["shards"])
+    fully_shard(model, mesh=mesh["shards"])
+    return model, compress_replicas(model, compressor, mesh["replicas"].get_group(), Settings(check=True))
+
+
+def steps(model: Net, numbers: range) -> Any:
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    for number in numbers:
+        inputs, labels = data_of(number, rank())
+        cross_entropy(model(inputs), labels).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    return torch.cat([each.detach().full_tensor().flatten() for each in model.parameters()]).numpy()
+
+
+def sharded(compressor: Compressor, number: int) -> tuple[Any, int]:
+    model, replicas = build(compressor, seed=rank() // 2)
+    return steps(model, range(number)), replicas.traffic.bytes
+
+
+def plain(number: int) -> Any:
+    """One worker with the batches of all four."""
+    model = Net()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    for step in range(number):
+        optimiser.zero_grad()
+        for worker in range(4):
+            inputs, labels = data_of(step, worker)
+            (cross_entropy(model(inputs), labels) / 4).backward()
+        optimiser.step()
+    return torch.cat([each.detach().flatten() for each in model.parameters()]).numpy()
+
+
+def test_density_one_trains_as_one_worker_with_all_batches() -> None:
+    found = run(4, sharded, TopK(density=1.0), 4)
+    assert abs(found[0][0] - plain(4)).max() < 1e-6
+    assert all((parameters == found[0][0]).all() for parameters, _ in found)
+
+
+def stop_and_go_on(folder: Path) -> bool:
+    compressor = ExDyna(density=0.05)
+    model, replicas = build(compressor)
+    steps(model, range(3))
+    save(replicas, folder / "state")
+    kept = {name: value.to_local().clone() for name, value in model.state_dict().items()}
+    expected = steps(model, range(3, 6))
+    second, again = build(compressor)
+    for name, value in second.state_dict().items():
+        value.to_local().copy_(kept[name])
+    load(again, folder / "state")
+    return bool((steps(second, range(3, 6)) == expected).all()) and replicas.steps == again.steps == 6
+
+
+def test_replicas_stay_equal_and_go_on_to_the_bit(tmp_path: Path) -> None:
+    assert run(4, stop_and_go_on, tmp_path) == [True] * 4
+    assert len(list((tmp_path / "state").glob("*.safetensors"))) == 4
+
+
+def unsharded() -> None:
+    compress_replicas(Net(), TopK(), distributed.group.WORLD)
+
+
+def with_two_dimensions() -> None:
+    model = fully_shard(Net(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
+    compress_replicas(model, TopK(), distributed.group.WORLD)
+
+
+def test_what_is_not_sharded_as_it_must_be_is_one_sentence() -> None:
+    for work, sentence in ((unsharded, "fully_shard was applied to"), (with_two_dimensions, "a mesh of one dimension")):
+        for _, error in outcomes(2, work):
+            assert error.startswith("RecipeError")
+            assert sentence in error

@@ -1,0 +1,203 @@
+"""A run that was stopped goes on to the bit; with another number of workers nothing that is pending is lost."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as distributed
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from smelt.train.compression import Compression
+from smelt.train.compressor import Compressor
+from smelt.train.compressors import DGC, SAGE, ExDyna, MiCRO, PowerSGD, TopK
+from smelt.train.ddp import compress_gradients
+from smelt.train.settings import Settings
+from smelt.train.state import load, save
+from smelt.train.workers import Workers
+from tests.train.parallel import outcomes, run
+from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
+from tests.train.test_ddp import data_of, many_buckets
+
+LAYOUT = layout_of()
+PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in LAYOUT.pieces]
+
+
+def compression_of(
+    compressor: Compressor, settings: Settings | None = None, vector_mb: float | None = None
+) -> Compression:
+    return Compression(PARAMETERS, compressor, Workers(), settings, vector_mb=vector_mb)
+
+
+def advance(compression: Compression, numbers: range) -> torch.Tensor:
+    """[elements]: what was applied in the last of the steps."""
+    for number in numbers:
+        for piece, view in LAYOUT.views(gradient_of(LAYOUT, number, rank())):
+            compression.put(piece.name, view.view(piece.shape))
+        taken = torch.cat([compression.take(piece.name).flatten() for piece in LAYOUT.pieces])
+    return taken
+
+
+def all_tensors(compression: Compression) -> dict[str, Any]:
+    return {
+        f"{position}.{key}": value.clone().numpy()
+        for position, reducer in enumerate(compression.reducers)
+        for key, value in reducer.tensors().items()
+    }
+
+
+def stop_and_go_on(compressors: list[Compressor], folder: Path) -> list[tuple[str, bool]]:
+    found = []
+    for compressor in compressors:
+        whole = compression_of(compressor, vector_mb=0.01)
+        expected = advance(whole, range(8))
+        first = compression_of(compressor, vector_mb=0.01)
+        advance(first, range(5))
+        save(first, folder / compressor.name)
+        second = compression_of(compressor, vector_mb=0.01)
+        load(second, folder / compressor.name)
+        same = torch.equal(advance(second, range(5, 8)), expected)
+        ours, theirs = all_tensors(second), all_tensors(whole)
+        same &= ours.keys() == theirs.keys() and all((ours[key] == theirs[key]).all() for key in theirs)
+        found.append((compressor.name, same and second.steps == 8))
+    return found
+
+
+def test_every_compressor_goes_on_to_the_bit(tmp_path: Path) -> None:
+    for worker in run(2, stop_and_go_on, every_compressor(0.02), tmp_path):
+        assert len(worker) == 15
+        assert all(same for _, same in worker), worker
+    assert sorted(path.name for path in (tmp_path / "exdyna").iterdir()) == [
+        "gradients-00000.safetensors",
+        "gradients-00001.safetensors",
+        "gradients.json",
+    ]
+
+
+def train(folder: Path, numbers: range, keep: bool) -> dict[str, Any]:
+    """Train a real model under DDP, from and to a folder."""
+    model = many_buckets()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    compression = compress_gradients(model, ExDyna(density=0.05, sampled=3), vector_mb=0.008)
+    if numbers.start:
+        model.module.load_state_dict(load_file(folder / "model.safetensors"))
+        load(compression, folder / "state")
+    for number in numbers:
+        inputs, labels = data_of(number, rank())
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimiser.step()
+    if keep:
+        save(compression, folder / "state")
+        if rank() == 0:
+            save_file(model.module.state_dict(), folder / "model.safetensors")
+    parameters = {name: value.numpy() for name, value in model.module.state_dict().items()}
+    return parameters | all_tensors(compression)
+
+
+def test_training_under_ddp_goes_on_to_the_bit_in_new_processes(tmp_path: Path) -> None:
+    """New processes start with the buckets of a first iteration, which the state must not mind."""
+    whole = run(2, train, tmp_path, range(9), False)
+    run(2, train, tmp_path, range(5), True)
+    for expected, found in zip(whole, run(2, train, tmp_path, range(5, 9), False), strict=True):
+        assert expected.keys() == found.keys()
+        assert all((expected[key] == found[key]).all() for key in expected)
+
+
+def leave(compressor: Compressor, folder: Path) -> Any:
+    compression = compression_of(compressor, Settings(check=True))
+    advance(compression, range(6))
+    save(compression, folder)
+    return compression.reducers[0].residual.numpy()
+
+
+def take_over(compressor: Compressor, folder: Path) -> tuple[Any, Any, int]:
+    compression = compression_of(compressor, Settings(check=True))
+    load(compression, folder, resplit=True)
+    before = compression.reducers[0].residual.clone().numpy()
+    small = {key: value.tolist() for key, value in compression.reducers[0].state.items() if value.numel() < 10}
+    advance(compression, range(6, 9))  # the debug mode counts what was taken over
+    return before, small, compression.reducers[0].number
+
+
+@pytest.mark.parametrize(
+    ("compressor", "before", "after"),
+    [
+        (ExDyna(density=0.05), 3, 2),
+        (ExDyna(density=0.05), 2, 3),
+        (DGC(density=0.05), 3, 2),
+        (SAGE(density=0.05), 2, 3),
+        (PowerSGD(plain=2), 3, 2),
+    ],
+)
+def test_another_number_of_workers_owes_the_same_mean(
+    tmp_path: Path, compressor: Compressor, before: int, after: int
+) -> None:
+    old = run(before, leave, compressor, tmp_path / "state")
+    new = run(after, take_over, compressor, tmp_path / "state")
+    pending = sum(each.astype("float64") for each in old) / before
+    assert abs(sum(residual for residual, _, _ in new) / after - pending).max() < 1e-7
+    assert pending.any()
+    assert all(number == 9 for _, _, number in new)
+    if compressor.name == "exdyna":
+        assert [len(small["partition"]) for _, small, _ in new] == [after] * after
+        assert new[0][1]["threshold"] == new[1][1]["threshold"]
+
+
+def go_on(compressor: Compressor, folder: Path, vector_mb: float | None = None) -> None:
+    load(compression_of(compressor, vector_mb=vector_mb), folder)
+
+
+def keep(compressor: Compressor, folder: Path) -> None:
+    compression = compression_of(compressor)
+    advance(compression, range(2))
+    save(compression, folder)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "workers", "arguments", "sentence"),
+    [
+        ("", 3, (MiCRO(density=0.05),), "was written by 2 workers and there are 3; start as many"),
+        ("", 2, (MiCRO(density=0.06),), "was written with another compressor"),
+        ("", 2, (MiCRO(density=0.05), 0.01), "was written with another model"),
+        ("gradients.json", 2, (MiCRO(density=0.05),), "gradients.json cannot be read"),
+        ("gradients-00001.safetensors", 2, (MiCRO(density=0.05),), "gradients-00001.safetensors cannot be read"),
+    ],
+)
+def test_what_cannot_go_on_is_one_sentence_on_every_worker(
+    tmp_path: Path, spoil: str, workers: int, arguments: tuple[Any, ...], sentence: str
+) -> None:
+    run(2, keep, MiCRO(density=0.05), tmp_path / "state")
+    if spoil:
+        (tmp_path / "state" / spoil).write_bytes(b"{")
+    compressor, *rest = arguments
+    errors = [error for _, error in outcomes(workers, go_on, compressor, tmp_path / "state", *rest)]
+    assert all(error.startswith(("RecipeError", "DataError", "ResourceError")) for error in errors)
+    assert any(sentence in error for error in errors)
+    if not spoil:
+        assert all(sentence in error for error in errors)
+
+
+def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
+    run(2, keep, TopK(density=0.05), tmp_path / "state")
+    for _, error in outcomes(2, keep, TopK(density=0.05), tmp_path / "state"):
+        assert "is there already; give every checkpoint a name of its own" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]
+
+
+def lose_the_disk(folder: Path) -> None:
+    compression = compression_of(TopK(density=0.05))
+    if rank() == 1:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.write_text("a file where a folder should be")
+    distributed.barrier()
+    save(compression, folder / "state")
+
+
+def test_a_place_that_cannot_be_written_is_told_to_every_worker(tmp_path: Path) -> None:
+    for _, error in outcomes(2, lose_the_disk, tmp_path / "place"):
+        assert error.startswith("ResourceError")

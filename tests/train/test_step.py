@@ -1,0 +1,57 @@
+"""The plain form: gradients become their means over all workers before the optimiser's step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+from torch.nn.functional import cross_entropy
+
+from smelt.train.compressors import MiCRO, TopK
+from smelt.train.settings import Settings
+from smelt.train.step import CompressedStep
+from tests.train.parallel import outcomes, run
+from tests.train.synthetic import rank
+from tests.train.test_ddp import Net, data_of
+
+
+def train(kind: str, branches: list[str]) -> Any:
+    model = Net()
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+    compressor = "micro" if kind == "named" else TopK(density=1.0) if kind == "all" else MiCRO(density=0.1)
+    step = None if kind == "plain" else CompressedStep(model, compressor, Settings(check=True), vector_mb=0.01)
+    for number, branch in enumerate(branches):
+        inputs, labels = data_of(number, rank())
+        optimiser.zero_grad()
+        cross_entropy(model(inputs, branch), labels).backward()
+        if step is not None:
+            step.reduce()
+        else:
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                distributed.all_reduce(parameter.grad)
+                parameter.grad /= distributed.get_world_size()
+        optimiser.step()
+    return torch.cat([each.detach().flatten() for each in model.parameters()]).numpy()
+
+
+def test_density_one_is_the_plain_mean_also_where_a_gradient_is_missing() -> None:
+    branches = ["both", "left", "both", "right"]
+    assert abs(run(3, train, "all", branches)[0] - run(3, train, "plain", branches)[0]).max() < 1e-6
+
+
+def test_all_workers_end_with_the_same_parameters() -> None:
+    for kind in ("sparse", "named"):
+        first, *others = run(3, train, kind, ["both"] * 6)
+        assert all((first == other).all() for other in others)
+
+
+def mismatched() -> None:
+    torch.manual_seed(0)
+    CompressedStep(torch.nn.Linear(4, 5 + rank()), TopK())
+
+
+def test_models_that_differ_are_one_sentence_on_every_worker() -> None:
+    for _, error in outcomes(2, mismatched):
+        assert error.startswith("RecipeError: the workers do not have the same model")
