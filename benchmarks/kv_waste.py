@@ -1,0 +1,80 @@
+"""What it costs that heads share pages: on a skewed profile of 36 layers of 8 heads, and on a profile of a real model.
+
+    python benchmarks/kv_waste.py [--profile MODEL.kv.json]
+
+Pages of 16 tokens for a prompt of 32,768: every head for itself (the ideal), clusters over all layers, within a layer,
+neighbours as they lie, and all heads as much as the greediest.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import table, write
+from torch import Tensor
+
+from smelt.kv.clusters import SCOPES, clusters, pages, waste
+from smelt.kv.profile import Profile
+
+TOKENS, SINK, WINDOW, BLOCK, SEEDS = 32768, 4, 64, 16, 3
+SIZES = (2, 3, 4, 8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--profile", type=Path, help="of `smelt kv profile`")
+    options = parser.parse_args()
+    rows = [row for seed in range(SEEDS) for row in measured(f"skewed, seed {seed}", skewed(seed))]
+    if options.profile is not None:
+        found = Profile.load(options.profile)
+        rows += measured(f"{found.shape.model_type}, {found.scorer}", found.rescaled(found.keep))
+    write("kv_waste", rows, _text(rows))
+
+
+def skewed(seed: int) -> Tensor:
+    """A few retrieval heads keep nearly everything, the others between a hundredth and a third: [36, 8]."""
+    generator = torch.Generator().manual_seed(seed)
+    shares = torch.rand(36, 8, generator=generator, dtype=torch.float64)
+    many = torch.rand(36, 8, generator=generator) < 0.08
+    return torch.where(many, 0.8 + 0.2 * shares, 0.01 + 0.3 * shares**2)
+
+
+def measured(name: str, budgets: Tensor) -> list[dict[str, Any]]:
+    amounts = pages(budgets, TOKENS, SINK, WINDOW, BLOCK)
+    rows = []
+    for size in SIZES:
+        row: dict[str, Any] = {"profile": name, "heads": size, "ideal": int(amounts.sum())}
+        for scope in SCOPES:
+            whole = budgets.shape[1] if scope == "per_layer" else budgets.numel()
+            if whole % size == 0:
+                found = waste(amounts, clusters(budgets, size, scope))
+                row |= {scope: found.over, "monolithic": found.monolithic / found.ideal}
+        if "global" in row:
+            rows.append(row)
+    return rows
+
+
+def _text(rows: list[dict[str, Any]]) -> str:
+    columns = ["global", "per_layer", "adjacent", "monolithic"]
+    cells = [
+        [
+            row["profile"],
+            str(row["heads"]),
+            f"{row['ideal']:,}",
+            *(f"{row[name]:.3f}" if name in row else "" for name in columns),
+        ]
+        for row in rows
+    ]
+    return (
+        "# What sharing pages costs\n\n"
+        f"Pages of {BLOCK} tokens that a prompt of {TOKENS:,} takes, times the ideal in which no head shares.\n\n"
+        + table(["profile", "heads that share", "ideal, pages of one head", *columns], cells)
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
