@@ -35,6 +35,20 @@ def attending(network: PreTrainedModel, kept: Tensor | None = None, listen: List
         del _moment.kept, _moment.listen
 
 
+@contextmanager
+def ordinary(network: PreTrainedModel) -> Iterator[None]:
+    """Inside, a network that an engine made its own attends as transformers has it."""
+    before = network.config._attn_implementation
+    ours = str(before).startswith("smelt-")
+    if ours:
+        network.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        if ours:
+            network.set_attn_implementation(before)
+
+
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:

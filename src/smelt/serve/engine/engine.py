@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from smelt.errors import ModelError, RecipeError, RequestError
 from smelt.kv.profile import Profile
@@ -28,6 +28,9 @@ from smelt.serve.engine.sampler import Logprobs
 from smelt.serve.engine.sampling import Sampling
 from smelt.serve.engine.scheduler import Step
 from smelt.serve.engine.text import TextStream
+
+if TYPE_CHECKING:
+    from smelt.kv.pot.text import TextStream as StreamedText
 
 log = logging.getLogger("smelt.engine")
 Kind = TypeVar("Kind")
@@ -141,6 +144,13 @@ class Engine:
     def abort(self, request: Request) -> None:
         """Its blocks are free at the next step."""
         self.scheduler.end(request, "abort")
+
+    def stream(self, cap: int = 4096, **options: Any) -> StreamedText:
+        """Text without an end in memory for `cap` tokens, beside the requests: push to it, ask it at any time. It runs
+        the engine's network in the caller's thread, so not while another thread steps."""
+        from smelt.kv.pot.text import TextStream as Pot
+
+        return Pot(self.model, cap, **options)
 
     @property
     def busy(self) -> bool:

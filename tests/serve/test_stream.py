@@ -1,0 +1,29 @@
+"""A stream of text beside an engine's requests: both run the same network, in turns, and neither disturbs the other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from smelt.kv.pot import InfiniPot, TextStream
+from smelt.models.model import Model
+from smelt.serve.engine.engine import Engine
+from tests.serve.test_engine import SMALL, answers, expected, prompts
+from tests.tiny import BUILDS
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_stream_and_requests_in_turns(compiled: bool) -> None:
+    engine = Engine(Model(BUILDS["llama"]()), compiled=compiled, **SMALL)
+    rule, words = InfiniPot(prompt=(5, 6, 7)), torch.randint(3, 99, (200,), generator=torch.Generator().manual_seed(0))
+    stream = engine.stream(40, keep=14, room=8, rule=rule)
+    alone = TextStream(Model(BUILDS["llama"]()), 40, keep=14, room=8, rule=rule)
+    texts = prompts(3)
+    wanted = [expected(BUILDS["llama"](), text) for text in texts]
+    size = stream.bytes
+    for piece in words.split(50):
+        stream.push(piece)
+        alone.push(piece)
+        assert answers(engine, texts) == wanted
+        assert torch.equal(stream.answer([9, 10], 4), alone.answer([9, 10], 4))
+    assert stream.seen == 200 and stream.cooked > 3 and stream.bytes == size
