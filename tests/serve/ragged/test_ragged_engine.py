@@ -5,21 +5,26 @@ from __future__ import annotations
 
 import math
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from smelt.kv.attention import attending
 from smelt.kv.budget import kept
 from smelt.kv.clusters import Clusters, clusters
-from smelt.kv.observe import logits_after, read
+from smelt.kv.observe import Reading, logits_after, read
 from smelt.kv.retention import Kept, Retention
 from smelt.kv.scorer import Scorer
 from smelt.kv.scorers import scorer_named
+from smelt.kv.seen import Seen
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.ragged.carried import Carried, CarriedTexts
 from smelt.serve.engine.ragged.memory import RaggedMemory
+from smelt.serve.engine.ragged.step import RaggedStep
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampling import Sampling
 from tests.tiny import BUILDS
@@ -44,6 +49,11 @@ def retention(share: float | list[float], size: int = 2, seed: int = 0, scorer: 
 
 def model_of(family: str) -> Model:
     return Model(BUILDS[family](), None)
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(3, 99) for _ in range(count)]
 
 
 def prompts(count: int, seed: int = 0, most: int = 80) -> list[list[int]]:
@@ -98,7 +108,7 @@ def test_everything_kept_is_the_plain_cache(family: str) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_logits_with_everything_kept_under_any_map_of_heads(size: int) -> None:
-    text = prompts(1, seed=3)[0] + [5] * 40
+    text = words(90, seed=3)
     asked = Sampling(max_tokens=4, temperature=0, ignore_end=True, logprobs=20)
     plain = logprobs(Engine(model_of("llama"), **SMALL), text, asked)
     for seed in range(3):
@@ -120,7 +130,7 @@ def test_pages_are_what_the_budgets_say() -> None:
     """To the page: what a request holds, and the ideal of its heads."""
     wanted = retention([0.5, 0.25, 0.1])
     engine = Engine(model_of("llama"), kv=wanted, batch_tokens=32, **SMALL)
-    text = [random.Random(1).randrange(3, 99) for _ in range(103)]
+    text = words(103, seed=1)
     request = engine.submit(text, GREEDY)[0]
     engine.step()
     lengths = [6 + math.ceil(share * (102 - 6)) for share in (0.5, 0.25, 0.1)]
@@ -135,7 +145,7 @@ def test_a_prompt_in_one_chunk_is_compressed_as_the_reference_says(name: str) ->
     shares = [0.6, 0.3, 0.1]
     wanted = retention(shares, size=2, seed=1, scorer=scorer)
     model = model_of("llama")
-    text = [random.Random(5).randrange(3, 99) for _ in range(100)]
+    text = words(100, seed=5)
     *prompt, last = text
     found = read(model, torch.tensor([prompt]))
     counts = Kept.nothing(wanted, len(prompt)).lengths(len(prompt))
@@ -146,6 +156,61 @@ def test_a_prompt_in_one_chunk_is_compressed_as_the_reference_says(name: str) ->
     asked = Sampling(max_tokens=1, temperature=0, ignore_end=True, logprobs=20)
     own = logprobs(Engine(model, kv=wanted, batch_tokens=256, **SMALL), text, asked)
     torch.testing.assert_close(own[0], reference.log_softmax(-1).topk(20).values.sort().values, atol=2e-5, rtol=0)
+
+
+def test_a_prompt_in_two_chunks_is_compressed_as_the_reference_says() -> None:
+    """The second chunk sees what is left of the first, and judges the first one's window with its own tokens."""
+    scorer = scorer_named("snapkv", sink=2, window=8)
+    wanted, model = retention([0.6, 0.3, 0.1], seed=1, scorer=scorer), model_of("llama")
+    *prompt, last = words(101, seed=6)
+    kept_ = Kept.nothing(wanted, 100)
+    half = kept_.chunk(0, 60)
+    first = read(model, torch.tensor([prompt[:half]]))
+    scores = torch.stack([scorer.scores(seen) for seen in first.seen])
+    own = torch.from_numpy(kept_.lengths(half))[wanted.clusters.cluster][:, None]
+    mask = kept(scores, own)  # [layers, 1, kv_heads, half]
+    caught: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    cache = first.cache()
+    with attending(model.network, mask, lambda layer, *seen: caught.update({layer: seen})), torch.no_grad():
+        model.network(torch.tensor([prompt[half:]]), past_key_values=cache)
+    region = 100 - half + 8
+    later = scorer_named("snapkv", sink=0, window=8)
+    ends = torch.from_numpy(kept_.lengths(100))[wanted.clusters.cluster][:, None]
+    whole = torch.zeros(LAYERS, 1, HEADS, 100, dtype=torch.bool)
+    whole[..., : half - 8] = mask[..., : half - 8]
+    for layer, (queries, keys, values) in caught.items():
+        tail = [each[:, :, -region:] for each in (keys, values)]
+        seen = Seen(*tail, queries[:, :, :0], lambda x, _: x, 8**-0.5, turned=queries)
+        locked = own[layer] - 8
+        whole[layer, :, :, -region:] = kept(later.scores(seen)[None], (ends[layer] - locked)[None])[0]
+    after = Reading(
+        [Seen(keys, values, keys, lambda x, _: x, 1.0) for _, keys, values in caught.values()], first.logits,
+        model.network.config,
+    )  # fmt: skip
+    reference = logits_after(model, after, whole, torch.tensor([[last]]))[0, -1].log_softmax(-1)
+    asked = Sampling(max_tokens=1, temperature=0, ignore_end=True, logprobs=20)
+    found = logprobs(Engine(model, kv=wanted, batch_tokens=60, **SMALL), [*prompt, last], asked)
+    torch.testing.assert_close(found[0], reference.topk(20).values.sort().values, atol=2e-5, rtol=0)
+
+
+def test_turn_after_turn_with_everything_kept_is_the_plain_cache() -> None:
+    """What the next turn writes goes to pages of its own: two that go on from one text do not disturb each other."""
+    engines = [
+        Engine(model_of("llama"), kv=retention(1.0), batch_tokens=24, **SMALL),
+        Engine(model_of("llama"), **SMALL),
+    ]
+    answered = []
+    for engine in engines:
+        text = words(33, seed=7)
+        for turn in range(3):
+            both = [engine.submit([*text, 50 + turn, 60 + who], GREEDY)[0] for who in range(2)]
+            while engine.busy:
+                engine.step()
+                check(engine)
+            answered.append([each.output for each in both])
+            text = both[1].tokens
+    assert answered[:3] == answered[3:]
+    assert engines[0].state()["cached_tokens"] > 0
 
 
 def test_the_program_gives_the_tokens_of_the_module() -> None:
@@ -178,12 +243,13 @@ def test_a_tight_cache_preempts_and_answers_everyone() -> None:
 
 
 def test_pages_are_reserved_once_and_grow_only_with_what_is_written() -> None:
-    engine = Engine(model_of("llama"), kv=retention([0.5, 0.2, 0.0]), batch_tokens=24, **SMALL)
-    text = prompts(1, seed=8)[0] + [7] * 60
+    engine = Engine(model_of("llama"), kv=retention([1.0, 0.1, 0.0]), batch_tokens=24, **SMALL)
+    text = words(99, seed=8)
     request = engine.submit(text, GREEDY)[0]
     seen = []
     while engine.busy:
         engine.step()
+        check(engine)
         if request.holding is not None:
             seen.append((request.computed, len(request.blocks)))
     stop = len(text) - 1
@@ -198,7 +264,7 @@ def test_pages_are_reserved_once_and_grow_only_with_what_is_written() -> None:
 def test_a_conversation_goes_on_from_what_is_left_of_it() -> None:
     """The second turn computes only what is new, and gives what the same engine gives that read turn after turn."""
     settings: dict[str, Any] = {"kv": retention([0.6, 0.3, 0.0]), "batch_tokens": 24, **SMALL}
-    first, more = prompts(1, seed=9)[0] + [9] * 30, [11, 12, 13]
+    first, more = words(70, seed=9), [11, 12, 13]
     engine = Engine(model_of("llama"), **settings)
     one = engine.submit(first, GREEDY)[0]
     while engine.busy:
@@ -225,7 +291,7 @@ def test_a_conversation_goes_on_from_what_is_left_of_it() -> None:
 
 def test_another_salt_finds_nothing() -> None:
     engine = Engine(model_of("llama"), kv=retention(0.5), **SMALL)
-    text = prompts(1, seed=9)[0] + [9] * 30
+    text = words(80, seed=9)
     engine.submit(text, GREEDY, salt=b"a")
     while engine.busy:
         engine.step()
@@ -238,7 +304,7 @@ def test_another_salt_finds_nothing() -> None:
 
 def test_samples_of_one_prompt_share_what_is_left_of_it() -> None:
     engine = Engine(model_of("llama"), kv=retention(0.5), batch_tokens=24, **SMALL)
-    text = prompts(1, seed=9)[0] + [9] * 30
+    text = words(80, seed=9)
     requests = engine.submit(text, Sampling(n=4, max_tokens=8, temperature=1.0, seed=3, ignore_end=True))
     while engine.busy:
         engine.step()
@@ -295,3 +361,31 @@ def test_chunks_are_about_equally_long_and_what_they_keep_adds_up() -> None:
         assert max(sizes) <= 24 and max(sizes) - min(sizes) <= 1
         lengths = kept_.lengths(tokens)
         assert (lengths <= tokens).all() and (np.diff(lengths) <= 0).all()
+        assert all(length == tokens or length % BLOCK == 0 for length in lengths), "a page is left half empty"
+
+
+def test_what_a_chunk_moves_has_a_place_of_its_own() -> None:
+    wanted = retention([0.5, 0.2, 0.0])
+    engine = Engine(model_of("llama"), kv=wanted, batch_tokens=24, **SMALL)
+    seen = []
+
+    def watched(judge: Any, step: RaggedStep, layer: int, *rest: Any) -> None:
+        seen.extend(row.tolist() for chunk in step.chunks for row in chunk.there[layer])
+        judge(step, layer, *rest)
+
+    engine.runner._judge = partial(watched, engine.runner._judge)  # type: ignore[attr-defined]
+    engine.submit(words(90), GREEDY)
+    run(engine)
+    assert len(seen) > 10 and all(len(set(row)) == len(row) for row in seen)
+
+
+def test_texts_used_longest_ago_are_forgotten_first() -> None:
+    texts, nothing = CarriedTexts(), np.zeros(1, dtype=np.int64)
+    for length in (3, 5, 7):
+        assert texts.add(b"", list(range(10)), Carried(length, nothing, {}))
+    assert not texts.add(b"", list(range(10)), Carried(3, nothing, {}))  # known; and used now
+    found = texts.find(b"", list(range(6)))
+    assert found is not None and found.tokens == 5
+    assert texts.find(b"", list(range(3))) is None  # a token must be left to compute
+    assert [texts.drop().tokens for _ in range(3)] == [7, 3, 5] and len(texts) == 0
+    assert texts.find(b"", list(range(10))) is None

@@ -20,7 +20,7 @@ from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.ragged.gpu_pages import parts_of
 from smelt.serve.engine.runners import ragged_gpu_runner
 from smelt.serve.engine.sampling import Sampling
-from tests.serve.ragged.test_ragged_engine import SMALL, check, prompts, retention, run
+from tests.serve.ragged.test_ragged_engine import SMALL, check, prompts, retention, run, words
 from tests.tiny import BUILDS
 
 FEW = Sampling(max_tokens=3, temperature=0, ignore_end=True)
@@ -56,7 +56,7 @@ def test_a_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     engines = [engine_of(monkeypatch, "llama", **settings), Engine(Model(BUILDS["llama"]()), **SMALL, **settings)]
     outputs = []
     for engine in engines:
-        text = prompts(1, seed=9)[0] + [9] * 30
+        text = words(80, seed=9)
         for _ in range(3):
             requests = [engine.submit(text, FEW)[0] for _ in range(2)]
             while engine.busy:

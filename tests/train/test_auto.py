@@ -1,0 +1,174 @@
+"""`auto` in real training: it compresses where the link is slow, leaves DDP alone where it is fast, and says why."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from smelt.errors import RecipeError
+from smelt.train import Auto, CompressedStep, Settings, compress_gradients, state
+from smelt.train.auto import AutoCompression
+from smelt.train.compressor import Compressor
+from tests.train.parallel import run
+from tests.train.slow_link import slow_down
+from tests.train.synthetic import rank
+
+LOOK = 3  # steps before the measuring
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+        log = logging.getLogger("smelt.train")
+        log.addHandler(self)
+        log.setLevel(logging.INFO)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def of(self, level: int) -> str:
+        return "\n".join(record.getMessage() for record in self.records if record.levelno == level)
+
+
+def network(width: int) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(12, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 4))
+
+
+def data_of(number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * number + rank())
+    inputs = torch.randn(16, 12, generator=generator)
+    return inputs, (inputs[:, :4] + inputs[:, 4:8] * inputs[:, 8:]).argmax(dim=1)
+
+
+def train(model: nn.Module, steps: range) -> None:
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in steps:
+        inputs, labels = data_of(number)
+        cross_entropy(model(inputs), labels).backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+
+def flat(model: nn.Module) -> Any:
+    return torch.cat([each.detach().flatten() for each in model.parameters()]).numpy()
+
+
+def on_a_slow_link(folder: str) -> dict[str, Any]:
+    """Train, save, train on; then once more from the saved state."""
+    slow_down()
+    lines = Lines()
+    auto = Auto(density=0.01, methods=("micro", "bf16"))
+    model = DistributedDataParallel(network(400))
+    compression = compress_gradients(model, auto, Settings(check=True))
+    train(model, range(LOOK + 1))
+    assert isinstance(compression, AutoCompression) and compression.decision is not None
+    before = compression.traffic.bytes
+    train(model, range(LOOK + 1, LOOK + 3))
+    after, steps = compression.traffic.bytes, compression.steps
+    state.save(compression, Path(folder) / "state")
+    weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
+    train(model, range(LOOK + 3, LOOK + 5))
+
+    resumed = DistributedDataParallel(network(400))
+    resumed.module.load_state_dict(weights)
+    again = compress_gradients(resumed, auto, Settings(check=True))
+    state.load(again, Path(folder) / "state")
+    train(resumed, range(LOOK + 3, LOOK + 5))
+    return {
+        "decision": compression.decision.to_json(),
+        "bytes": (before, after),
+        "steps": (steps, again.steps),
+        "info": lines.of(logging.INFO),
+        "warnings": lines.of(logging.WARNING),
+        "weights": flat(model),
+        "resumed": flat(resumed),
+        "measured again": again.decision is not None,  # type: ignore[attr-defined]
+    }
+
+
+def test_a_slow_link_is_compressed_for_and_a_resumed_run_goes_on_exactly() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = run(2, on_a_slow_link, folder)
+    assert first["decision"] == second["decision"]
+    assert first["decision"]["choices"] == ["micro"]
+    dense, _, micro = (first["decision"]["vectors"][0][place] for place in (0, 2, 1))
+    assert first["decision"]["exposed"] == micro["exposed"] < dense["exposed"] / 2
+    assert first["bytes"][0] == dense["bytes"] and first["bytes"][1] < 0.05 * dense["bytes"]
+    assert "vector 0: micro" in first["info"] and "without compression" in first["info"] and not first["warnings"]
+    assert not second["info"]  # one worker speaks for all
+    assert first["steps"] == (LOOK + 3, LOOK + 5)
+    assert (first["weights"] == second["weights"]).all() and (first["weights"] == first["resumed"]).all()
+    assert not first["measured again"]
+
+
+def on_a_fast_link(compressor: Compressor | str | None) -> dict[str, Any]:
+    lines = Lines()
+    model = DistributedDataParallel(network(16), bucket_cap_mb=0.001)
+    compression = None if compressor is None else compress_gradients(model, compressor)
+    train(model, range(10))
+    found = {"weights": flat(model), "warnings": lines.of(logging.WARNING)}
+    if compression is not None:
+        return {**found, "plain": compression.plain, "steps": compression.steps, "bytes": compression.traffic.bytes}
+    return found
+
+
+def test_where_nothing_pays_ddp_is_left_alone_with_a_warning() -> None:
+    plain, auto = run(2, on_a_fast_link, None)[0], run(2, on_a_fast_link, "auto")
+    assert auto[0]["plain"] and auto[1]["plain"]
+    assert "no method is predicted to pay" in auto[0]["warnings"]
+    assert torch.allclose(torch.from_numpy(auto[0]["weights"]), torch.from_numpy(plain["weights"]), atol=1e-6)
+    assert (auto[0]["weights"] == auto[1]["weights"]).all()
+    assert auto[0]["steps"] == 10 and auto[0]["bytes"] == 4 * len(plain["weights"])
+
+
+def with_a_bad_step() -> tuple[int, list[str]]:
+    """Without DDP, several vectors, loss scaling, and gradients that are not finite when it is time to measure."""
+    slow_down()
+    model = network(300)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    settings = Settings()
+    auto = Auto(density=0.01, methods=("micro",))
+    step = CompressedStep(model, auto, settings, vector_mb=0.3, scaler=scaler)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    decided = -1
+    compression = step.compression
+    assert isinstance(compression, AutoCompression)
+    for number in range(LOOK + 3):
+        inputs, labels = data_of(number)
+        loss = cross_entropy(model(inputs), labels) * (float("inf") if number == LOOK and rank() == 1 else 1)
+        scaler.scale(loss).backward()
+        step.reduce()
+        scaler.step(optimiser)
+        scaler.update()
+        optimiser.zero_grad()
+        if compression.decided and decided < 0:
+            decided = number
+    assert compression.decision is not None and torch.tensor(flat(model)).isfinite().all()
+    return decided, compression.decision.to_json()["choices"]
+
+
+def test_each_vector_has_its_own_method_and_a_skipped_step_is_not_measured() -> None:
+    first, second = run(2, with_a_bad_step)
+    assert first == second
+    decided, choices = first
+    assert decided == LOOK + 1
+    assert set(choices) == {"dense", "micro"} and choices.count("micro") == 1  # only the large matrix is worth it
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"steps": 1}, "at least 2"), ({"density": 2.0}, "above 0"), ({"methods": ("zip",)}, "no gradient compressor")],
+)
+def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        Auto(**options)

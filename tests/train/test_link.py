@@ -1,0 +1,61 @@
+"""The link between real workers: a line that tells the speed it really has, the same on all of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from smelt.errors import RecipeError
+from smelt.train.link import Link, fit, measure_link
+from smelt.train.timed import COLLECTIVES
+from smelt.train.workers import Workers
+from tests.train.parallel import run
+from tests.train.slow_link import ALPHA, BANDWIDTH, slow_down
+
+
+def test_a_line_is_found_again() -> None:
+    sizes = [1_000, 30_000, 1_000_000, 16_000_000]
+    alpha, beta = fit(sizes, [1e-4 + 2e-9 * size for size in sizes])
+    assert alpha == pytest.approx(1e-4) and beta == pytest.approx(2e-9)
+
+
+def test_an_error_of_the_largest_message_does_not_spoil_alpha() -> None:
+    """Least squares of the absolute error would make alpha -0.7 ms."""
+    sizes = [1_000, 30_000, 1_000_000, 16_000_000]
+    seconds = [1e-4 + 2e-9 * size for size in sizes]
+    seconds[-1] *= 1.3
+    alpha, _ = fit(sizes, seconds)
+    assert alpha == pytest.approx(1e-4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "alpha", "beta"), [([3e-3, 2e-3, 1e-3], 0.00135, 0.0), ([1e-6, 1e-3, 9e-3], 0.0, 1.5e-9)]
+)
+def test_neither_part_falls_below_zero(seconds: list[float], alpha: float, beta: float) -> None:
+    found = fit([1_000, 1_000_000, 4_000_000], seconds)
+    assert found == (pytest.approx(alpha, rel=0.02), pytest.approx(beta, rel=0.5)) and min(found) == 0
+
+
+def measured() -> dict[str, Any]:
+    slow_down()
+    link = measure_link(Workers(), repeats=3)
+    assert isinstance(link, Link) and link.time("broadcast", 0) == link.lines["broadcast"].alpha
+    return link.to_json()
+
+
+def test_the_speed_of_a_known_link_is_measured() -> None:
+    links = run(2, measured)
+    assert links[0] == links[1]
+    assert json.loads(json.dumps(links[0]))["backend"] == "gloo"
+    assert set(links[0]["lines"]) == set(COLLECTIVES) and links[0]["workers"] == 2
+    for name, line in links[0]["lines"].items():
+        assert ALPHA <= line["alpha"] < 5 * ALPHA, name
+        assert 0.95 / BANDWIDTH <= line["beta"] < 1.5 / BANDWIDTH, name
+        assert len(line["sizes"]) >= 3 and line["seconds"][0] < line["seconds"][-1]
+
+
+def test_one_worker_has_no_link() -> None:
+    with pytest.raises(RecipeError, match="start several with torchrun"):
+        measure_link(Workers())

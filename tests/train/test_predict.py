@@ -1,0 +1,97 @@
+"""What is predicted: the formulas against the card's numbers, the bytes against those that the frame really sends."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from smelt.train.compression import reducer_kind
+from smelt.train.compressors import CLTk, MiCRO, PowerSGD, TopK
+from smelt.train.decision import choose
+from smelt.train.dense import Dense
+from smelt.train.link import Line, Link
+from smelt.train.predict import Prediction, gains, predict, predict_ddp, rows_of, text_of
+from smelt.train.rehearsal import Rehearsal, imagined, imagined_gradient, rehearse
+from smelt.train.timed import COLLECTIVES
+from smelt.train.workers import Workers
+from tests.train.parallel import run
+
+
+def link_of(alpha: float, bandwidth: float, workers: int = 2) -> Link:
+    line = Line(alpha, 1 / bandwidth, 0.0, (), ())
+    return Link(workers, "none", dict.fromkeys(COLLECTIVES, line))
+
+
+def wait(method: str, seconds: float) -> Prediction:
+    return Prediction(method, 0, 1, seconds, 0.0, 0.0)
+
+
+def test_plain_ddp_costs_what_the_card_says() -> None:
+    """G = 25.6 M, 8 workers at 100 Gb/s: 14.4 ms; 64 workers at 10 Gb/s: 165 ms."""
+    for workers, bandwidth, seconds in ((8, 12.5e9, 0.0144), (64, 1.25e9, 0.165)):
+        assert predict_ddp(25_600_000, link_of(0, bandwidth, workers)).exposed == pytest.approx(seconds, rel=0.03)
+
+
+def test_backward_hides_all_of_ddp_but_its_last_bucket_and_nothing_of_a_compressor() -> None:
+    elements, link = 4 * 25 * 2**18, link_of(0.001, 1e9)  # four buckets of 25 MiB
+    open_ended = predict_ddp(elements, link)
+    one = 0.001 + 25 * 2**20 / 1e9
+    assert open_ended.exposed == pytest.approx(4 * one)
+    assert predict_ddp(elements, link, 0.01).exposed == pytest.approx(4 * one - 0.01)
+    assert predict_ddp(elements, link, 100.0).exposed == pytest.approx(one)
+    assert predict_ddp(elements, link, width=2).bytes * 2 == open_ended.bytes
+    assert predict(Rehearsal("micro", 10, 10, 2, 0.5, 0.25), handling=0.125).exposed == 0.875
+
+
+def test_each_vector_has_its_cheapest_method_unless_the_whole_does_not_pay() -> None:
+    vectors = [[wait("dense", 4.0), wait("micro", 1.0)], [wait("dense", 1.0), wait("micro", 2.0)]]
+    assert choose(vectors, wait("ddp", 5.0)) == (1, 0)
+    assert choose(vectors, wait("ddp", 2.05)) == (0, 0)  # a gain of 2 % is none
+    assert choose(vectors, wait("ddp", 1.0)) == (0, 0)
+
+
+def test_the_table_holds_the_arithmetic() -> None:
+    found = [wait("ddp", 0.5), Prediction("micro", 2_000_000, 4, 0.125, 0.025, 0.15)]
+    assert gains(found, found[0]) == pytest.approx([1.0, 2.0])
+    assert rows_of(found, found[0])[1] == ["micro", "2.000", "4", "125.000", "25.000", "150.000", "250.000", "2.00x"]
+    assert len({len(line) for line in text_of(found, found[0]).splitlines()}) == 1
+
+
+@pytest.mark.parametrize("parameters", [1, 2, 1000, 1023 * 1025, 3_000_017])
+def test_an_imagined_model_has_its_parameters(parameters: int) -> None:
+    layout = imagined(parameters)
+    assert layout.size == parameters
+    assert [piece.start for piece in layout.pieces] == [0, *[piece.stop for piece in layout.pieces[:-1]]]
+
+
+COMPRESSORS = [Dense(), Dense(values="bfloat16"), MiCRO(density=0.01), TopK(density=0.01), CLTk(density=0.01)]
+ALPHA, BANDWIDTH = 0.001, 1e7
+
+
+def rehearsed() -> list[tuple[Rehearsal, int]]:
+    """Of each compressor its rehearsal, and the bytes of a reducer that does the same steps."""
+    workers, layout = Workers(), imagined(20_000)
+    gradient = imagined_gradient(layout, workers, torch.device("cpu"))
+    found = []
+    for compressor in [*COMPRESSORS, PowerSGD()]:
+        tried = rehearse(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
+        reducer = reducer_kind(compressor)(compressor, layout, Workers())
+        steps = 3 if not isinstance(compressor, PowerSGD) else 13
+        for _ in range(steps):
+            reducer.reduce(gradient)
+        found.append((tried, reducer.traffic.bytes))
+    return found
+
+
+def test_bytes_are_those_of_the_frame_and_all_workers_agree() -> None:
+    first, second = run(2, rehearsed)
+    assert [tried for tried, _ in first] == [tried for tried, _ in second]
+    for tried, sent in first:
+        larger = max(sent, *(other for each, other in second if each.method == tried.method))
+        assert tried.bytes == pytest.approx(larger, abs=4), tried.method  # a broadcast counts at its source too
+        assert tried.communication == pytest.approx(tried.calls * ALPHA + tried.bytes / BANDWIDTH, rel=0.01)
+        assert tried.computing > 0
+    by_method = {tried.method: tried for tried, _ in first}
+    assert by_method["dense"].bytes == 80_000 + 4 and by_method["bf16"].bytes == 40_000 + 4
+    assert by_method["topk"].bytes > 1.5 * by_method["cltk"].bytes  # the workers choose different elements
+    assert by_method["powersgd"].bytes < 5_000
