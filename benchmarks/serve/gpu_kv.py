@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import gc
-import statistics
-import time
 from typing import Any
 
 import torch
 from common import copy_bandwidth, graph_seconds, table, write
 from gpu_engine import COMMON, SEED, random_network
+from long_prompts import answered, headings_of_runs, row_of_run
 
 from smelt.kernels.gpu.chip import processors
 from smelt.kernels.gpu.paged import Tokens, paged_decode
@@ -30,7 +29,6 @@ from smelt.kv.splits import splits
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.ragged.gpu_pages import parts_of
-from smelt.serve.engine.sampling import Sampling
 
 LAYERS, KV_HEADS, WIDTH = 32, 8, 128
 RAGGED = "gpu-program, pages of head clusters with graphs"
@@ -52,11 +50,13 @@ def main() -> None:
         engine = _engine(network, options, engines[name])
         expected = RAGGED if engines[name] else "gpu-program with graphs"
         assert engine.runner.path == expected, engine.runner.path
-        _run(engine, prompts(few, 600), 40)  # compiles and captures
-        rows.append({"engine": name, "measure": "a few", **_run(engine, prompts(few, options.prompt), options.short)})
+        answered(engine, prompts(few, 600), 40)  # compiles and captures
+        rows.append(
+            {"engine": name, "measure": "a few", **answered(engine, prompts(few, options.prompt), options.short)}
+        )
         print(rows[-1], flush=True)
         if name != "head clusters, keep 100 %":
-            made = _run(engine, prompts(options.requests, options.prompt), options.answer)
+            made = answered(engine, prompts(options.requests, options.prompt), options.answer)
             rows.append({"engine": name, "measure": "all", **made})
             print(rows[-1], flush=True)
         write("serve_gpu_kv", rows, _text(rows, options, bandwidth))
@@ -111,36 +111,6 @@ def prompts(count: int, length: int) -> list[list[int]]:
     return torch.randint(10, COMMON["vocab_size"], (count, length), generator=generator).tolist()
 
 
-def _run(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, Any]:
-    """Everything from the first prompt to the last token; and the steps in which all that run only decode."""
-    sampling = Sampling(max_tokens=answer, temperature=0, ignore_end=True)
-    torch.cuda.synchronize()
-    start = last = time.perf_counter()
-    requests = [engine.submit(text, sampling)[0] for text in texts]
-    residents, decoding, prefilled = 0, [], 0.0
-    while engine.busy:
-        engine.step()
-        now = time.perf_counter()
-        reading = any(each.computed < len(each.prompt) for each in engine.scheduler.running)
-        ready = sum(each.computed >= len(each.prompt) for each in engine.scheduler.running)
-        residents = max(residents, ready)
-        if reading:
-            prefilled = now - start
-        elif ready:
-            decoding.append((ready, now - last))
-        last = now
-    assert all(len(each.output) == answer for each in requests)
-    most = max(count for count, _ in decoding)
-    full = statistics.median(seconds for count, seconds in decoding if count == most)
-    return {
-        "requests": len(texts), "prompt": len(texts[0]), "answer": answer, "residents": residents,
-        "seconds": last - start, "tokens_per_second": len(texts) * answer / (last - start),
-        "until_all_are_read": prefilled, "decoding_at_once": most, "decode_ms": full * 1e3,
-        "decode_tokens_per_second": most / full, "preemptions": engine.state()["preemptions"],
-        "pages": engine.pool.blocks,
-    }  # fmt: skip
-
-
 def splitting(length: int, bandwidth: float) -> list[dict[str, Any]]:
     """One layer's attention for one token of 4 and of 64 requests, heads of skewed lengths: parts in proportion to
     budgets against one number of parts for all heads."""
@@ -188,23 +158,12 @@ def splitting(length: int, bandwidth: float) -> list[dict[str, Any]]:
 
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace, bandwidth: float) -> str:
     runs = [row for row in rows if row["measure"] != "splits"]
-    cells = [
-        [
-            row["engine"], str(row["requests"]), str(row["answer"]), str(row["residents"]), f"{row['seconds']:.1f}",
-            f"{row['tokens_per_second']:.0f}", f"{row['until_all_are_read']:.1f}",
-            f"{row['decoding_at_once']}: {row['decode_ms']:.1f}", f"{row['decode_tokens_per_second']:.0f}",
-        ]
-        for row in runs
-    ]  # fmt: skip
-    headings = [
-        "engine", "requests", "tokens of an answer", "at once", "seconds", "tokens/s", "seconds until all are read",
-        "decoding: requests, ms a step", "tokens/s then",
-    ]  # fmt: skip
+    cells = [row_of_run(row) for row in runs]
     text = (
         "# A compressed cache on one GPU\n\n"
         f"Llama 8B shape, random bfloat16 weights, prompts of {options.prompt:,} tokens, {options.cache_gb:g} GB for "
         f"keys and values, chunks of {options.chunk:,}; copy bandwidth {bandwidth / 1e12:.2f} TB/s. One run.\n\n"
-        + table(headings, cells)
+        + table(headings_of_runs(), cells)
     )
     split = [row for row in rows if row["measure"] == "splits"]
     if split:

@@ -1,0 +1,100 @@
+"""A compressed cache on a processor: SmolLM2-135M in its own four bits, long prompts, against our own plain pages.
+
+    PYTHONPATH=benchmarks python benchmarks/serve/cpu_kv.py [--keep 0.25] [--prompt 6000] [--requests 12]
+
+Each engine gets the same memory for keys and values and the same requests, pieces of the default text, all at once;
+then some conversations have a second turn. The profile is made here, from other pieces. Nothing else should run meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from common import table, write
+from long_prompts import answered, headings_of_runs, row_of_run
+
+from smelt.data.default import default_documents
+from smelt.kv.budgets import budget_named
+from smelt.kv.observe import shape_of
+from smelt.kv.profile import Profile
+from smelt.kv.profiling import kept_shares, samples
+from smelt.kv.scorers import scorer_named
+from smelt.models.load import load
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling import Sampling
+
+MODEL, SCORER, SEED = "smollm2-135m", "keydiff", 0
+
+
+def main() -> None:
+    options = _options()
+    plain = load(MODEL)
+    assert plain.tokenizer is not None
+    words = {
+        name: plain.tokenizer("\n".join(default_documents(name).values()), verbose=False)["input_ids"]
+        for name in ("calibration", "evaluation")
+    }
+    begin = time.perf_counter()
+    found = kept_shares(
+        plain, samples(words["calibration"], 12, 1024, SEED), scorer_named(SCORER), budget_named("ada"), options.keep
+    )
+    made = Profile.of(shape_of(plain), SCORER, options.keep, found)
+    profiling = time.perf_counter() - begin
+    texts = samples(words["evaluation"] * 4, options.requests, options.prompt, SEED)
+    rows: list[dict[str, Any]] = []
+    for name, kv in (("plain pages", None), (f"head clusters, keep {options.keep:.0%}", made)):
+        engine = Engine(
+            MODEL, context=8192, batch_requests=options.requests, batch_tokens=1024, kv=kv,
+            cache_bytes=int(options.cache_gb * 1e9),
+        )  # fmt: skip
+        rows.append({"engine": name, "path": engine.runner.path, **answered(engine, texts, options.answer)})
+        rows[-1] |= second_turn(engine, texts[:4])
+        print(rows[-1], flush=True)
+        write("serve_cpu_kv", rows, _text(rows, options, profiling))
+
+
+def second_turn(engine: Engine, texts: list[list[int]]) -> dict[str, Any]:
+    """Of a conversation each, one after the other: what is read again, and the time to the first token."""
+    sampling = Sampling(max_tokens=8, temperature=0, ignore_end=True)
+    cached, seconds = 0, 0.0
+    for text in texts:
+        first = engine.submit(text, sampling)[0]
+        while engine.busy:
+            engine.step()
+        begin = time.perf_counter()
+        second = engine.submit([*first.tokens, 30, 31, 32, 33], sampling)[0]
+        while not second.output:
+            engine.step()
+        seconds += time.perf_counter() - begin
+        cached += second.cached
+        while engine.busy:
+            engine.step()
+    return {"second_turn_cached": cached / sum(map(len, texts)), "second_turn_ms": seconds / len(texts) * 1e3}
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--keep", type=float, default=0.25)
+    parser.add_argument("--prompt", type=int, default=6000)
+    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=12)
+    parser.add_argument("--cache-gb", type=float, default=0.6)
+    return parser.parse_args()
+
+
+def _text(rows: list[dict[str, Any]], options: argparse.Namespace, profiling: float) -> str:
+    turns = [[row["engine"], f"{row['second_turn_cached']:.0%}", f"{row['second_turn_ms']:.0f}"] for row in rows]
+    return (
+        "# A compressed cache on a processor\n\n"
+        f"{MODEL}, prompts of {options.prompt:,} tokens, {options.cache_gb:g} GB for keys and values; a profile "
+        f"by {SCORER} took {profiling:.0f} s. One run, seed {SEED}.\n\n"
+        + table(headings_of_runs(), [row_of_run(row) for row in rows])
+        + "\n\nThe next turn of a conversation: the share of the first prompt that is not read again, and the time to "
+        "the first token.\n\n" + table(["engine", "found", "ms"], turns) + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""Long prompts through an engine, all at once: how many requests fit, how fast they are read, and how fast answered."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling import Sampling
+
+
+def answered(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, Any]:
+    """Everything from the first prompt to the last token; and the steps in which all that run only decode."""
+    sampling = Sampling(max_tokens=answer, temperature=0, ignore_end=True)
+    start = last = time.perf_counter()
+    requests = [engine.submit(text, sampling)[0] for text in texts]
+    residents, decoding, prefilled = 0, [], 0.0
+    while engine.busy:
+        engine.step()
+        now = time.perf_counter()
+        reading = any(each.computed < len(each.prompt) for each in engine.scheduler.running)
+        ready = sum(each.computed >= len(each.prompt) for each in engine.scheduler.running)
+        residents = max(residents, ready)
+        if reading:
+            prefilled = now - start
+        elif ready:
+            decoding.append((ready, now - last))
+        last = now
+    assert all(len(each.output) == answer for each in requests)
+    most = max(count for count, _ in decoding)
+    full = statistics.median(seconds for count, seconds in decoding if count == most)
+    return {
+        "requests": len(texts), "prompt": len(texts[0]), "answer": answer, "residents": residents,
+        "seconds": last - start, "tokens_per_second": len(texts) * answer / (last - start),
+        "until_all_are_read": prefilled, "decoding_at_once": most, "decode_ms": full * 1e3,
+        "decode_tokens_per_second": most / full, "preemptions": engine.state()["preemptions"],
+        "pages": engine.pool.blocks,
+    }  # fmt: skip
+
+
+def headings_of_runs() -> list[str]:
+    return [
+        "engine", "requests", "tokens of an answer", "at once", "seconds", "tokens/s", "seconds until all are read",
+        "decoding: requests, ms a step", "tokens/s then",
+    ]  # fmt: skip
+
+
+def row_of_run(row: dict[str, Any]) -> list[str]:
+    return [
+        row["engine"], str(row["requests"]), str(row["answer"]), str(row["residents"]), f"{row['seconds']:.1f}",
+        f"{row['tokens_per_second']:.0f}", f"{row['until_all_are_read']:.1f}",
+        f"{row['decoding_at_once']}: {row['decode_ms']:.1f}", f"{row['decode_tokens_per_second']:.0f}",
+    ]  # fmt: skip
