@@ -3,7 +3,7 @@
     PYTHONPATH=benchmarks python benchmarks/serve/cpu_kv.py [--keep 0.25] [--prompt 6000] [--requests 12]
 
 Each engine gets the same memory for keys and values and the same requests, pieces of the default text, all at once;
-then some conversations have a second turn. The profile is made here, from other pieces. Nothing else should run meanwhile.
+then some conversations have a second turn. The profile is made here, from other pieces. Nothing else should run.
 """
 
 from __future__ import annotations

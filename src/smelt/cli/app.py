@@ -24,6 +24,7 @@ COMMANDS = {
     "eval": "How good a model is on data, and with --against, how much it lost, with a confidence interval.",
     "bench": "Latency and memory, measured here: median and spread after a warm-up, batch and length stated.",
     "kv": "How many keys and values each head of a model needs: `kv profile` finds budgets over real texts.",
+    "link": "Alpha and bandwidth between workers (under torchrun), and what each gradient compressor would gain.",
     "chat": "Talk to a model in the terminal; its answers come as they are made.",
     "load-test": "Send requests to a server at a rate, and measure latencies, throughput and goodput, with plots.",
     "export": "Write a model for vLLM and transformers (compressed-tensors), llama.cpp (gguf) or onnxruntime (onnx).",

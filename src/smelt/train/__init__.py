@@ -4,6 +4,7 @@
 everything else; `smelt.train.state` keeps what was not sent yet in a checkpoint.
 """
 
+from smelt.train.auto import Auto
 from smelt.train.compression import Compression
 from smelt.train.compressors import (
     DEFT,
@@ -34,6 +35,7 @@ __all__ = [
     "QSGD",
     "SAGE",
     "AdaComp",
+    "Auto",
     "CLTk",
     "CompressedStep",
     "Compression",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from torch import Tensor
 from smelt.errors import RecipeError
 from smelt.train.compressor import Compressor
 from smelt.train.compressors.powersgd import PowerSGD
+from smelt.train.dense import Dense, DenseReducer
 from smelt.train.layout import Layout
 from smelt.train.low_rank import LowRankReducer
 from smelt.train.reducer import Reducer
@@ -82,11 +84,9 @@ class Compression(Compressed):
         self._scaler, self._watch_unused = scaler, watch_unused
         rate = None if optimizer is None else _rate_of(optimizer)
         self.vectors = [
-            _Vector(
+            Vector(
                 group[0][1].device,
-                reducer_of(
-                    compressor, Layout.of(group), workers, self.settings, group[0][1].device, rate, scaler is not None
-                ),
+                self.make_reducer(Layout.of(group), group[0][1].device, rate, scaler is not None),
             )
             for group in _groups(list(parameters), vector_mb)
         ]
@@ -97,6 +97,17 @@ class Compression(Compressed):
     def reducers(self) -> list[Reducer]:
         return [vector.reducer for vector in self.vectors]
 
+    @property
+    def plain(self) -> bool:
+        """Whether DDP should send its buckets by itself, as if there were no compression."""
+        return False
+
+    def make_reducer(
+        self, layout: Layout, device: torch.device, rate: Callable[[], float] | None, rollback: bool
+    ) -> Reducer:
+        """Of one vector."""
+        return reducer_of(self.compressor, layout, self.workers, self.settings, device, rate, rollback)
+
     def put(self, name: str, gradient: Tensor) -> bool:
         """Take one gradient in; whether vectors were reduced because of it."""
         if not self._next and not any(vector.arrived for vector in self.vectors):
@@ -104,9 +115,13 @@ class Compression(Compressed):
         self._home[name].put(name, gradient)
         before = self._next
         while self._next < len(self.vectors) and self.vectors[self._next].complete:
-            self.vectors[self._next].reduce(self._scale(), self._watch_unused)
+            self.reduce_vector(self.vectors[self._next])
             self._next += 1
         return self._next > before
+
+    def reduce_vector(self, vector: Vector) -> None:
+        """All gradients of a vector have arrived."""
+        vector.reduce(self._scale(), self._watch_unused)
 
     def done(self, name: str) -> bool:
         """Whether the mean of this gradient is known."""
@@ -131,7 +146,7 @@ class Compression(Compressed):
         return one if self._scaler is None else self._scaler.scale(one)  # the loss scale, without asking the device
 
 
-class _Vector:
+class Vector:
     """Some parameters as one flat vector."""
 
     def __init__(self, device: torch.device, reducer: Reducer) -> None:
@@ -198,9 +213,15 @@ def reducer_of(
 ) -> Reducer:
     """The reducer that a compressor needs for one vector."""
     own = Workers(workers.group)  # counts its own bytes
+    kind = reducer_kind(compressor)
+    return kind(compressor, layout, own, settings, device=device, learning_rate=rate, rollback=rollback)
+
+
+def reducer_kind(compressor: Compressor) -> Any:
+    """The class of it; all are made from the same arguments."""
     if isinstance(compressor, PowerSGD):
-        return LowRankReducer(compressor, layout, own, settings, device=device, rollback=rollback)
-    return Reducer(compressor, layout, own, settings, device=device, learning_rate=rate, rollback=rollback)
+        return LowRankReducer
+    return DenseReducer if isinstance(compressor, Dense) else Reducer
 
 
 def _rate_of(optimizer: torch.optim.Optimizer) -> Callable[[], float]:

@@ -16,9 +16,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from smelt.errors import RecipeError, SmeltError
+from smelt.train.auto import AutoCompression, compression_kind, compressor_or_auto
 from smelt.train.compression import Compression
 from smelt.train.compressor import Compressor
-from smelt.train.compressors import compressor_named
 from smelt.train.settings import Settings
 from smelt.train.workers import Workers
 
@@ -35,7 +35,8 @@ def compress_gradients(
     """From the next backward on the workers send each other only what the compressor chooses.
 
     `vector_mb`: how long the vectors are that are compressed each by itself while backward goes on; None: the whole
-    model is one, as DEFT and a single threshold for everything need it. `scaler`: the gradient scaler, if the loss is
+    model is one, as DEFT and a single threshold for everything need it. "auto" measures in the first steps which
+    compressor pays, if any does (`auto.py`). `scaler`: the gradient scaler, if the loss is
     scaled. `optimizer`: whose learning rate `Settings(form="paper")` reads.
     """
     if not isinstance(model, DistributedDataParallel):
@@ -44,9 +45,9 @@ def compress_gradients(
             "smelt.train.step.CompressedStep."
         )
     if isinstance(compressor, str):
-        compressor = compressor_named(compressor)
+        compressor = compressor_or_auto(compressor)
     named = {parameter: name for name, parameter in _trained(model)}
-    compression = Compression(
+    compression = compression_kind(compressor)(
         ((name, parameter) for parameter, name in named.items()),
         compressor,
         Workers(model.process_group),
@@ -56,6 +57,8 @@ def compress_gradients(
         optimizer=optimizer,
         watch_unused=model.find_unused_parameters or model.static_graph,
     )
+    if isinstance(compression, AutoCompression):
+        compression.beside_backward = True
     model.register_comm_hook(_Hook(compression, named, []), _reduce_bucket)
     return compression
 
@@ -77,6 +80,8 @@ class _Hook:
 
 
 def _reduce_bucket(state: _Hook, bucket: distributed.GradBucket) -> Future[Tensor]:
+    if state.compression.plain:
+        return _send_plainly(state.compression, bucket)
     names = (state.names[parameter] for parameter in bucket.parameters())  # type: ignore[index]
     entry = _Bucket(dict(zip(names, bucket.gradients(), strict=True)), bucket.buffer(), Future())
     state.waiting.append(entry)
@@ -93,6 +98,17 @@ def _reduce_bucket(state: _Hook, bucket: distributed.GradBucket) -> Future[Tenso
         ready.future.set_result(ready.buffer)
         state.waiting.remove(ready)
     return entry.future
+
+
+def _send_plainly(compression: Compression, bucket: distributed.GradBucket) -> Future[Tensor]:
+    """As DDP does it without a hook: while backward goes on."""
+    assert isinstance(compression, AutoCompression)
+    if bucket.is_last():
+        compression.pass_by()
+    buffer = bucket.buffer().div_(compression.workers.size)
+    sent = distributed.all_reduce(buffer, group=compression.workers.group, async_op=True)
+    assert sent is not None
+    return sent.get_future().then(lambda future: future.value()[0])
 
 
 def _trained(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:

@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from smelt.train.compression import Compression
+from smelt.train.auto import compression_kind, compressor_or_auto
 from smelt.train.compressor import Compressor
-from smelt.train.compressors import compressor_named
 from smelt.train.settings import Settings
 from smelt.train.workers import Workers
 
@@ -31,9 +30,9 @@ class CompressedStep:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         if isinstance(compressor, str):
-            compressor = compressor_named(compressor)
+            compressor = compressor_or_auto(compressor)
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self.compression = Compression(
+        self.compression = compression_kind(compressor)(
             self._parameters.items(),
             compressor,
             Workers(group),
