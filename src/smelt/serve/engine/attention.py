@@ -6,7 +6,7 @@ own. It is called with all tokens of a step as one long sequence; what belongs t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import local
@@ -21,6 +21,8 @@ from smelt.kernels.paged import LayerPages, Pages, empty_pages, paged_attention,
 from smelt.models.anatomy import Anatomy
 
 NAME = "smelt-paged"
+# Of a layer, from queries, keys and values [tokens, heads, width], the scale of their products, and the window
+Attend = Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
 _moment = local()
 
 
@@ -61,28 +63,37 @@ def _layers(anatomy: Anatomy) -> dict[int, tuple[int, int]]:
     return {part.block: (part.units, part.head_dim) for part in parts}
 
 
+def paged(cache: PagedCache, pages: Pages) -> Attend:
+    """Attention that reads and writes this cache."""
+
+    def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
+        key_pages, value_pages = cache.keys[layer], cache.values[layer]
+        write_pages(keys, values, key_pages, value_pages, pages.places)
+        return paged_attention(queries, key_pages, value_pages, pages, scale, window)
+
+    return attend
+
+
 @contextmanager
-def paged(cache: PagedCache, pages: Pages) -> Iterator[None]:
-    """Inside, the network's attention reads and writes this cache."""
-    _moment.cache, _moment.pages = cache, pages
+def attending(attend: Attend) -> Iterator[None]:
+    """Inside, this is the network's attention."""
+    _moment.attend = attend
     try:
         yield
     finally:
-        del _moment.cache, _moment.pages
+        del _moment.attend
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
     """As transformers calls it: [1, heads, tokens, head size] each; gives [1, tokens, heads, head size]."""
-    cache, pages, layer = _moment.cache, _moment.pages, module.layer_idx
     if options.get("softcap") is not None or options.get("s_aux") is not None:
         raise ModelError("this family's attention has caps or sinks, which the paged cache does not know.")
-    key_pages, value_pages = cache.keys[layer], cache.values[layer]
-    write_pages(key[0].transpose(0, 1), value[0].transpose(0, 1), key_pages, value_pages, pages.places)
+    layer: Any = module.layer_idx
     scale = options.get("scaling") or query.shape[-1] ** -0.5
-    queries = query[0].transpose(0, 1)
-    return paged_attention(queries, key_pages, value_pages, pages, scale, options.get("sliding_window"))[None], None
+    queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+    return _moment.attend(layer, queries, keys, values, scale, options.get("sliding_window"))[None], None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smelt.kernels.paged import Pages
 from smelt.models.model import Model
-from smelt.serve.engine.attention import NAME, PagedCache
+from smelt.serve.engine.attention import NAME, PagedCache, paged
 from smelt.serve.engine.decoder import Attention
 from smelt.serve.engine.runner import module_logits
 from smelt.serve.engine.scheduler import Piece, Step
@@ -117,7 +117,7 @@ class PlainPages:
             return paged_prefill(queries, keys, values, pages, part.scale, part.window, tiles=tiles).flatten(1)
 
         def logits(ids: Tensor, wanted: Tensor) -> Tensor:
-            return module_logits(self._module, self.cache, ids, positions, wanted, pages)
+            return module_logits(self._module, paged(self.cache, pages), ids, positions, wanted)
 
         return Mixed(attend, logits)
 

@@ -21,7 +21,7 @@ from smelt.kernels.paged import Pages
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
-from smelt.serve.engine.attention import NAME, PagedCache
+from smelt.serve.engine.attention import NAME, PagedCache, paged
 from smelt.serve.engine.runner import Launched, Runner, module_logits
 from smelt.serve.engine.scheduler import Step
 from smelt.serve.engine.shard import shard, shares
@@ -145,7 +145,7 @@ def follow(source: str, folders: dict[str, str], sizes: Sizes, rank: int, ranks:
             starts.int(), lengths.int(), tables.int().view(len(lengths), -1), places, int(lengths.max()), counts
         )
         with adapters.applied_by(numbers):
-            module_logits(model.network, cache, ids, positions, rows, pages)
+            module_logits(model.network, paged(cache, pages), ids, positions, rows)
     distributed.destroy_process_group()
 
 

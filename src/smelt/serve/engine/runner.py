@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from smelt.kernels.paged import Pages
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters, uses_adapters
-from smelt.serve.engine.attention import NAME, PagedCache, paged
+from smelt.serve.engine.attention import NAME, Attend, PagedCache, attending, paged
 from smelt.serve.engine.compiled import CompiledNetwork, reason_against
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampler import Drawn, draw
@@ -75,7 +75,7 @@ class Runner:
         giving = [piece.request for piece in step.pieces if piece.gives]
         if self.adapters is not None and uses_adapters(step.pieces):
             with self.adapters.applied(step.pieces, self.device):
-                logits = module_logits(self.network, self.cache, ids, positions, rows, pages)
+                logits = module_logits(self.network, self._attend(pages), ids, positions, rows)
         else:
             logits = self._logits(ids, positions, rows, pages)
         return Launched(step, giving, draw(logits, giving, self.ends) if giving else None)
@@ -83,7 +83,10 @@ class Runner:
     def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> Tensor:  # [rows, vocabulary]
         if self.compiled is not None:
             return self.compiled.logits(ids, positions, rows, pages)
-        return module_logits(self.network, self.cache, ids, positions, rows, pages)
+        return module_logits(self.network, self._attend(pages), ids, positions, rows)
+
+    def _attend(self, pages: Pages) -> Attend:
+        return paged(self.cache, pages)
 
     def _fill(self, pieces: list[Piece]) -> int:
         """Tokens, positions and places of a step, one piece behind the other."""
@@ -129,10 +132,10 @@ class Runner:
 
 
 def module_logits(
-    network: PreTrainedModel, cache: PagedCache, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages
+    network: PreTrainedModel, attend: Attend, ids: Tensor, positions: Tensor, rows: Tensor
 ) -> Tensor:  # [rows, vocabulary]
     """By the network as it is, all tokens of a step behind one another."""
-    with paged(cache, pages):
+    with attending(attend):
         found = network(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
     logits: Tensor = found.logits[0]
     return logits

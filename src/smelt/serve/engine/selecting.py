@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import local
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
-from smelt.errors import ModelError, RecipeError
+from smelt.errors import RecipeError
+from smelt.kernels.paged import Pages
 from smelt.kv.select.attend import Asking, Layout, Reading, SelectedAttention
 from smelt.kv.select.digested import Digested
 from smelt.kv.select.host import HostPages
@@ -27,12 +24,10 @@ from smelt.kv.select.shape import selectable_heads, trace_shape
 from smelt.kv.select.trace import Recorder
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
+from smelt.serve.engine.attention import Attend
 from smelt.serve.engine.request import Request, State
 from smelt.serve.engine.runner import Launched, Runner
 from smelt.serve.engine.scheduler import Piece, Step
-
-NAME = "smelt-selected"
-_moment = local()
 
 
 class SelectingRunner(Runner):
@@ -49,7 +44,6 @@ class SelectingRunner(Runner):
             model, blocks=1, size=size, most_tokens=most_tokens, most_requests=most_requests, context=context,
             compiled=False, adapters=adapters,
         )  # fmt: skip
-        self.network.set_attn_implementation(NAME)
         self.host: HostPages | None = None
         pages: DevicePages | HostPages
         if residence is None:
@@ -74,10 +68,18 @@ class SelectingRunner(Runner):
         self.steps += 1
         self._forget()
         self._known |= {piece.request: piece.request.blocks for piece in step.pieces}
-        with _attending(self.attention, self._layout(step.pieces)):
-            launched = super().launch(step)
+        self._now = self._layout(step.pieces)
+        launched = super().launch(step)
         self.attention.pages.settle(self.steps)
         return launched
+
+    def _attend(self, pages: Pages) -> Attend:
+        """Over pages that are chosen, wherever the plain ones would be."""
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, _: int | None) -> Tensor:
+            return self.attention.attend(layer, queries, keys, values, self._now, scale)
+
+        return attend
 
     def _forget(self) -> None:
         """Pages of requests that ended or were preempted leave the device."""
@@ -139,28 +141,3 @@ def _check_slots(selection: Selection, residence: Residence, context: int) -> No
     if most > residence.slots:
         told = f"a head attends to up to {most} pages of one request, and the device has {residence.slots} slots for it"
         raise RecipeError(f"{told}; give more slots or a smaller budget.")
-
-
-@contextmanager
-def _attending(attention: SelectedAttention, layout: Layout) -> Iterator[None]:
-    """Inside, the network's attention chooses its pages."""
-    _moment.attention, _moment.layout = attention, layout
-    try:
-        yield
-    finally:
-        del _moment.attention, _moment.layout
-
-
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """As transformers calls it: [1, heads, tokens, head size] each; gives [1, tokens, heads, head size]."""
-    if options.get("softcap") is not None or options.get("s_aux") is not None:
-        raise ModelError("this family's attention has caps or sinks, which page selection does not know.")
-    layer: Any = module.layer_idx
-    scale = options.get("scaling") or query.shape[-1] ** -0.5
-    queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
-    return _moment.attention.attend(layer, queries, keys, values, _moment.layout, scale)[None], None
-
-
-AttentionInterface.register(NAME, _attention)

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from threading import local
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from transformers import AttentionInterface
+from torch import Tensor
 
-from smelt.errors import ModelError
 from smelt.kernels.paged import Pages, paged_attention
+from smelt.serve.engine.attention import Attend
 from smelt.serve.engine.ragged.compress import Judge
 from smelt.serve.engine.ragged.step import RaggedStep
-
-NAME = "smelt-ragged"
-_moment = local()
 
 
 def write(step: RaggedStep, layer: int, keys: Tensor, values: Tensor) -> None:
@@ -52,29 +43,13 @@ def attend(step: RaggedStep, layer: int, queries: Tensor, scale: float) -> Tenso
     return found.unflatten(0, (len(heads), tokens)).transpose(0, 1).flatten(1, 2)
 
 
-@contextmanager
-def ragged(step: RaggedStep, judge: Judge) -> Iterator[None]:
-    """Inside, the network's attention reads and writes pages of clusters, and chunks are compressed."""
-    _moment.step, _moment.judge = step, judge
-    try:
-        yield
-    finally:
-        del _moment.step, _moment.judge
+def ragged(step: RaggedStep, judge: Judge) -> Attend:
+    """Attention that reads and writes pages of clusters; chunks are compressed when it has seen them."""
 
+    def whole(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, _: int | None) -> Tensor:
+        write(step, layer, keys, values)
+        found = attend(step, layer, queries, scale)
+        judge(step, layer, queries, scale)
+        return found
 
-def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """As transformers calls it: [1, heads, tokens, width] each; gives [1, tokens, heads, width]."""
-    if options.get("softcap") is not None or options.get("s_aux") is not None:
-        raise ModelError("this family's attention has caps or sinks, which the paged cache does not know.")
-    step, layer = _moment.step, int(module.layer_idx)  # type: ignore[arg-type]
-    scale = options.get("scaling") or query.shape[-1] ** -0.5
-    queries = query[0].transpose(0, 1)
-    write(step, layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
-    found = attend(step, layer, queries, scale)
-    _moment.judge(step, layer, queries, scale)
-    return found[None], None
-
-
-AttentionInterface.register(NAME, _attention)
+    return whole

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,12 +12,14 @@ from smelt.kernels.paged import Pages
 from smelt.kv.observe import rotation_of
 from smelt.kv.retention import Retention
 from smelt.models.model import Model
+from smelt.serve.engine.attention import NAME
 from smelt.serve.engine.decoder import Attention
 from smelt.serve.engine.gpu_pages import Mixed, Send
-from smelt.serve.engine.ragged.attention import NAME, ragged
+from smelt.serve.engine.ragged.attention import ragged
 from smelt.serve.engine.ragged.cache import RaggedCache
 from smelt.serve.engine.ragged.compress import Judge
 from smelt.serve.engine.ragged.step import Tables, holding_of, step_of
+from smelt.serve.engine.runner import module_logits
 from smelt.serve.engine.scheduler import Piece, Step
 
 if TYPE_CHECKING:  # needs Triton
@@ -45,14 +46,10 @@ class RaggedPages:
         return piece.count == 1 and piece.start >= holding_of(piece).kept.stop
 
     def before(self, step: Step) -> None:
-        if step.copies:
-            sources, targets = self._send(np.array(step.copies, dtype=np.int64).T)
-            self.cache.copy(sources, targets)
-        self._tables.write(step.pieces)
-        self._tables.shift(step.pieces, after=False)
+        self._tables.before(step)
 
     def after(self, step: Step) -> None:
-        self._tables.shift(step.pieces, after=True)
+        self._tables.after(step)
 
     def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
         from smelt.kernels.gpu.paged import Tokens, paged_decode
@@ -88,11 +85,7 @@ class RaggedPages:
             return found.flatten(1)
 
         def logits(ids: Tensor, wanted: Tensor) -> Tensor:
-            with ragged(step, self._judge):
-                found: Tensor = self._module(
-                    input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=wanted
-                ).logits[0]
-            return found
+            return module_logits(self._module, ragged(step, self._judge), ids, positions, wanted)
 
         return Mixed(attend, logits)
 

@@ -13,12 +13,13 @@ from smelt.kernels.paged import Pages
 from smelt.kv.observe import rotation_of
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters, uses_adapters
+from smelt.serve.engine.attention import NAME
 from smelt.serve.engine.compiled import CompiledNetwork, reason_against
-from smelt.serve.engine.ragged.attention import NAME, ragged
+from smelt.serve.engine.ragged.attention import ragged
 from smelt.serve.engine.ragged.cache import RaggedCache
 from smelt.serve.engine.ragged.compress import Judge
 from smelt.serve.engine.ragged.step import RaggedStep, Tables, step_of
-from smelt.serve.engine.runner import Launched, end_tokens, last_tokens
+from smelt.serve.engine.runner import Launched, end_tokens, last_tokens, module_logits
 from smelt.serve.engine.sampler import draw
 from smelt.serve.engine.scheduler import Piece, Step
 
@@ -49,14 +50,10 @@ class RaggedRunner:
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        if step.copies:
-            sources, targets = self._sent(np.array(step.copies, dtype=np.int64).T)
-            self.cache.copy(sources, targets)
-        self._tables.write(step.pieces)
-        self._tables.shift(step.pieces, after=False)
+        self._tables.before(step)
         ids, tokens = self._tokens(step.pieces)
         logits = self._logits(ids, step_of(self.cache, step.pieces, tokens, self._sent), step.pieces)
-        self._tables.shift(step.pieces, after=True)
+        self._tables.after(step)
         giving = [piece.request for piece in step.pieces if piece.gives]
         return Launched(step, giving, draw(logits, giving, self.ends) if giving else None)
 
@@ -65,12 +62,8 @@ class RaggedRunner:
         rows = self._sent(np.array(last_tokens(pieces), dtype=np.int64))
         if self.compiled is not None and not step.chunks and not adapted:
             return self.compiled.logits(ids, step.positions, rows, _pages(step))
-        with ragged(step, self._judge), self.adapters.applied(pieces, self.device) if adapted else nullcontext():  # type: ignore[union-attr]
-            found = self.network(
-                input_ids=ids[None], position_ids=step.positions[None], use_cache=False, logits_to_keep=rows
-            )
-        logits: Tensor = found.logits[0]
-        return logits
+        with self.adapters.applied(pieces, self.device) if adapted else nullcontext():  # type: ignore[union-attr]
+            return module_logits(self.network, ragged(step, self._judge), ids, step.positions, rows)
 
     def _tokens(self, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
         """Ids [tokens], and slots and positions [2, tokens]."""

@@ -14,7 +14,7 @@ from smelt.kv.retention import Judged
 from smelt.serve.engine.ragged.cache import RaggedCache
 from smelt.serve.engine.ragged.holding import Holding
 from smelt.serve.engine.ragged.memory import places_between
-from smelt.serve.engine.scheduler import Piece
+from smelt.serve.engine.scheduler import Piece, Step
 
 Send = Callable[[np.ndarray[Any, Any]], Tensor]  # to the device
 
@@ -54,7 +54,17 @@ class Tables:
         self.cache, self._send = cache, send
         self._written: list[tuple[list[int], int]] = [([], 0)] * slots  # blocks of a slot, and how many of them
 
-    def write(self, pieces: list[Piece]) -> None:
+    def before(self, step: Step) -> None:
+        if step.copies:
+            sources, targets = self._send(np.array(step.copies, dtype=np.int64).T)
+            self.cache.copy(sources, targets)
+        self._write(step.pieces)
+        self._shift(step.pieces, after=False)
+
+    def after(self, step: Step) -> None:
+        self._shift(step.pieces, after=True)
+
+    def _write(self, pieces: list[Piece]) -> None:
         """Pages that requests were given since their last step, and pages that a chunk borrows, in one copy."""
         places: list[int] = []
         pages: list[int] = []
@@ -78,7 +88,7 @@ class Tables:
             both = self._send(np.array([places, pages], dtype=np.int64))
             self.cache.tables.view(-1)[both[0]] = both[1].int()
 
-    def shift(self, pieces: list[Piece], *, after: bool) -> None:
+    def _shift(self, pieces: list[Piece], *, after: bool) -> None:
         """How far clusters lag behind the text: before a chunk is read, or after."""
         chunks = [piece for piece in pieces if piece.start < holding_of(piece).kept.stop]
         fresh = chunks if after else [piece for piece in pieces if piece.start == holding_of(piece).kept.start]
