@@ -255,6 +255,9 @@ def test_an_engine_is_told_what_to_choose() -> None:
     few = {"page": 4, "budget": 24}
     host = Engine(Model(BUILDS["llama"]()), context=96, cache_bytes=10**7, select=few, residence={"slots": 64})
     assert isinstance(host.runner, SelectingRunner) and host.runner.host is not None
+    assert [each.runner.path for each in (engine, host)] == [
+        "module, pages chosen", "module, pages chosen from the host's memory",
+    ]  # fmt: skip
     with pytest.raises(RecipeError, match="not both"):
         Engine(Model(BUILDS["llama"]()), select=few, kv="profile.json")
     with pytest.raises(ModelError, match="several devices"):

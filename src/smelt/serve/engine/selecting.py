@@ -59,6 +59,10 @@ class SelectingRunner(Runner):
         self._known: dict[Request, list[int]] = {}  # requests whose pages may be on the device, and their blocks
 
     @property
+    def path(self) -> str:
+        return "module, pages chosen" + ("" if self.host is None else " from the host's memory")
+
+    @property
     def resident_pages(self) -> int:
         """Pages of running requests that are on the device though their home is the host, over layers and heads."""
         self._forget()
