@@ -113,7 +113,7 @@ def test_a_slow_link_is_compressed_for_and_a_resumed_run_goes_on_exactly() -> No
 
 def on_a_fast_link(compressor: Compressor | str | None) -> dict[str, Any]:
     lines = Lines()
-    model = DistributedDataParallel(network(16), bucket_cap_mb=0.001)
+    model = DistributedDataParallel(network(400), bucket_cap_mb=0.1)
     compression = None if compressor is None else compress_gradients(model, compressor)
     train(model, range(10))
     found = {"weights": flat(model), "warnings": lines.of(logging.WARNING)}

@@ -35,9 +35,9 @@ def compress_gradients(
     """From the next backward on the workers send each other only what the compressor chooses.
 
     `vector_mb`: how long the vectors are that are compressed each by itself while backward goes on; None: the whole
-    model is one, as DEFT and a single threshold for everything need it. "auto" measures in the first steps which
-    compressor pays, if any does (`auto.py`). `scaler`: the gradient scaler, if the loss is
-    scaled. `optimizer`: whose learning rate `Settings(form="paper")` reads.
+    model is one, as DEFT and a single threshold for everything need it. `scaler`: the gradient scaler, if the loss is
+    scaled. `optimizer`: whose learning rate `Settings(form="paper")` reads. The compressor "auto", or `Auto(...)`,
+    finds out in the first steps which one pays, if any does.
     """
     if not isinstance(model, DistributedDataParallel):
         raise RecipeError(

@@ -1,0 +1,112 @@
+"""A compressor tried out on a vector: what it sends in a step, collective by collective, and what its own work costs.
+
+It really runs, between the real workers and with a memory that is thrown away afterwards, so that all bytes are those
+the frame would count: build-up, padding, counts and all. Time spent inside collectives is not part of its own work.
+These are its first steps: what a method needs many of them to settle on (SAGE's threshold, AdaComp's residues) has not
+settled yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+import torch
+from torch import Tensor
+
+from smelt.train.compression import reducer_kind
+from smelt.train.compressor import Compressor
+from smelt.train.compressors.powersgd import PowerSGD
+from smelt.train.dense import Dense
+from smelt.train.layout import Layout, Piece
+from smelt.train.link import Link
+from smelt.train.settings import Settings
+from smelt.train.timed import Call, TimedWorkers, now, slowest
+from smelt.train.workers import Workers
+
+_STEPS = 3  # of which the first warms up
+_SIDE = 1024  # rows and columns of the matrices of an imagined model
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Of one compressor and one vector; seconds and bytes of the worker that has the most of them."""
+
+    method: str
+    elements: int
+    bytes: int  # that arrive at a worker in a step
+    calls: int  # collectives
+    communication: float  # seconds that the line through the link gives for them
+    computing: float  # seconds, measured
+
+
+def label(compressor: Compressor) -> str:
+    """What a table calls it."""
+    if isinstance(compressor, Dense):
+        return {"float32": "dense", "bfloat16": "bf16", "float16": "fp16"}.get(compressor.values, compressor.values)
+    return compressor.name
+
+
+def rehearse(
+    compressor: Compressor,
+    gradient: Tensor,  # [elements]
+    layout: Layout,
+    workers: Workers,
+    link: Link,
+    settings: Settings | None = None,
+) -> Rehearsal:
+    """All workers call it together; the result is the same on each."""
+    device, timed = gradient.device, TimedWorkers(workers.group)
+    reducer = reducer_kind(compressor)(
+        compressor, layout, timed, settings or Settings(), device=device, learning_rate=lambda: 1.0
+    )
+    if isinstance(compressor, PowerSGD):  # past its first steps, which send everything
+        reducer.restore({**reducer.tensors(), "step": torch.tensor(compressor.plain)})
+    own = []  # of each step: bytes, calls, seconds of communication as the line has it, seconds of computing
+    for _ in range(_STEPS):
+        timed.gather(torch.zeros(1, device=device), "agreement")  # all start together
+        timed.calls.clear()
+        start = now(device)
+        reducer.reduce(gradient)
+        reducer.settle()
+        elapsed = now(device) - start
+        own.append(_account(compressor, timed.calls, reducer.traffic.values, elapsed, link))
+    least = min(step[-1] for step in own[1:])
+    size, number, communication, computing = slowest([*own[-1][:-1], least], workers, device)
+    return Rehearsal(label(compressor), layout.size, int(size), int(number), communication, computing)
+
+
+def _account(
+    compressor: Compressor, calls: Sequence[Call], values: int, elapsed: float, link: Link
+) -> tuple[float, float, float, float]:
+    """Bytes, calls, seconds of communication and of computing.
+
+    PyTorch's PowerSGD makes three all-reduces of its own (plain tensors, P, Q), which nobody can time apart: for them
+    the line through the link stands in.
+    """
+    unseen = [Call("all-reduce", values // 3, 0.0)] * 3 if isinstance(compressor, PowerSGD) else []
+    inside = sum(call.seconds for call in calls) + sum(link.time(call.collective, call.bytes) for call in unseen)
+    made = [*calls, *unseen]
+    communication = sum(link.time(call.collective, call.bytes) for call in made)
+    return sum(call.bytes for call in made), len(made), communication, max(elapsed - inside, 0.0)
+
+
+def imagined(parameters: int) -> Layout:
+    """A model of so many parameters: matrices, and a short vector of what is left over."""
+    side = min(_SIDE, int(parameters**0.5))
+    rows, rest = divmod(parameters, side)
+    shapes: list[tuple[int, ...]] = [(side, side)] * (rows // side)
+    shapes += [(rows % side, side)] if rows % side else []
+    shapes += [(rest,)] if rest else []
+    starts = [0, *accumulate(map(prod, shapes))]
+    return Layout(tuple(Piece(f"part {number}", shape, starts[number]) for number, shape in enumerate(shapes)))
+
+
+def imagined_gradient(layout: Layout, workers: Workers, device: torch.device, seed: int = 0) -> Tensor:
+    """[elements]: heavy tails, and a part that all workers share; the exact shape of real gradients is not known."""
+    common, own = (torch.Generator(device).manual_seed(1009 * seed + place) for place in (0, workers.rank + 1))
+    value = torch.randn(layout.size, generator=own, device=device)
+    value.add_(torch.randn(layout.size, generator=common, device=device), alpha=0.3)
+    return value.mul_(torch.empty(layout.size, device=device).exponential_(generator=own).sqrt_())
