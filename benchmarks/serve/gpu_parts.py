@@ -15,6 +15,7 @@ import torch
 from common import copy_bandwidth, graph_seconds, table, write
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from smelt.kernels.gpu import paged, vector
 from smelt.kernels.gpu.chip import processors
@@ -136,21 +137,32 @@ def _decoding(shape: str, requests: int, bandwidth: float, tune: bool) -> list[d
 
 
 def prefilling(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
-    """32 prompts of 256 tokens, against PyTorch's attention without pages."""
-    rows = []
-    count, length, width = 32, 256, WIDTHS[shape][2]
-    pages, tables = _pages(shape, count)
-    starts = torch.arange(0, count * length + 1, length, device="cuda", dtype=torch.int32)
+    """32 prompts of 256 tokens, and a chunk of 4,096 at the end of a long one, against PyTorch's attention without
+    pages."""
+    short = _prefilling(shape, "prompts, 32 of 256", 32, 256, 256, tune)
+    return short + _prefilling(shape, "the last 4,096 of 20,480 tokens", 1, 4096, 20480, tune)
+
+
+def _prefilling(shape: str, work: str, count: int, new: int, length: int, tune: bool) -> list[dict[str, Any]]:
+    """`new` tokens each of so many requests, at the end of `length`."""
+    rows, width = [], WIDTHS[shape][2]
+    blocks = -(-length // SIZE)
+    tables = torch.randperm(count * blocks, device="cuda").view(count, -1).int()
+    pages = [_random(count * blocks, SIZE, KV_HEADS, width) for _ in range(2)]
+    starts = torch.arange(0, count * new + 1, new, device="cuda", dtype=torch.int32)
     lengths = torch.full((count,), length, device="cuda", dtype=torch.int32)
-    batch = Pages(starts, lengths, tables, starts.long(), length, [length] * count)
-    queries = _random(count * length, HEADS, width)
+    batch = Pages(starts, lengths, tables, starts.long(), length, [new] * count)
+    queries = _random(count * new, HEADS, width)
     for tiles in PREFILL_TILES if tune else [paged.PREFILL_TILES]:
         cut = paged.QueryTiles.of(batch.counts, queries.device, tiles)
-        time = graph_seconds([lambda c=cut: paged.paged_prefill(queries, *pages[0], batch, 0.1, tiles=c)] * 4)
-        rows.append(_row(shape, "prompts, 32 of 256", f"tiles {tiles}", tiles == paged.PREFILL_TILES, time, None))
-    dense = [_random(count, heads, length, width) for heads in (HEADS, KV_HEADS, KV_HEADS)]
-    time = graph_seconds([lambda: F.scaled_dot_product_attention(*dense, is_causal=True, enable_gqa=True)] * 4)
-    rows.append(_row(shape, "prompts, 32 of 256", "PyTorch, without pages", False, time, None))
+        time = graph_seconds([lambda c=cut: paged.paged_prefill(queries, *pages, batch, 0.1, tiles=c)] * 4)
+        rows.append(_row(shape, work, f"tiles {tiles}", tiles == paged.PREFILL_TILES, time, None))
+    dense = [
+        _random(count, heads, tokens, width) for heads, tokens in ((HEADS, new), (KV_HEADS, length), (KV_HEADS, length))
+    ]
+    mask = causal_lower_right(new, length)
+    time = graph_seconds([lambda: F.scaled_dot_product_attention(*dense, attn_mask=mask, enable_gqa=True)] * 4)
+    rows.append(_row(shape, work, "PyTorch, without pages", False, time, None))
     return rows
 
 
