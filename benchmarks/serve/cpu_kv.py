@@ -1,6 +1,6 @@
 """A compressed cache on a processor: SmolLM2-135M in its own four bits, long prompts, against our own plain pages.
 
-    PYTHONPATH=benchmarks python benchmarks/serve/cpu_kv.py [--keep 0.25] [--prompt 6000] [--requests 12]
+    PYTHONPATH=benchmarks python benchmarks/serve/cpu_kv.py [--keep 0.25] [--prompt 2000] [--requests 8]
 
 Each engine gets the same memory for keys and values and the same requests, pieces of the default text, all at once;
 then some conversations have a second turn. The profile is made here, from other pieces. Nothing else should run.
@@ -46,7 +46,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, kv in (("plain pages", None), (f"head clusters, keep {options.keep:.0%}", made)):
         engine = Engine(
-            MODEL, context=8192, batch_requests=options.requests, batch_tokens=1024, kv=kv,
+            MODEL, context=4096, batch_requests=options.requests, batch_tokens=1024, kv=kv,
             cache_bytes=int(options.cache_gb * 1e9),
         )  # fmt: skip
         rows.append({"engine": name, "path": engine.runner.path, **answered(engine, texts, options.answer)})
@@ -77,10 +77,10 @@ def second_turn(engine: Engine, texts: list[list[int]]) -> dict[str, Any]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keep", type=float, default=0.25)
-    parser.add_argument("--prompt", type=int, default=6000)
+    parser.add_argument("--prompt", type=int, default=2000)
     parser.add_argument("--answer", type=int, default=64)
-    parser.add_argument("--requests", type=int, default=12)
-    parser.add_argument("--cache-gb", type=float, default=0.6)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--cache-gb", type=float, default=0.25)
     return parser.parse_args()
 
 
