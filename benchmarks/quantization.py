@@ -323,7 +323,9 @@ def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
         "network (its function stays), so that the grid of the bundled weights helps nobody. "
         f"{options.samples} windows of {LENGTH} tokens of the training split for every method; the first "
         f"{options.windows} windows of {CONTEXT} tokens of the test split. "
-        "Embeddings, norms and head stay in float32. Groups of 128 do not divide 576: the last one is shorter.\n"
+        "Embeddings, norms and head stay in float32. Groups of 128 do not divide 576: the last one is shorter. "
+        f"{sum(bool(row.get('tf32')) for row in rows)} of {len(rows)} cells had the methods' own products in TF32, "
+        "the others in float32 (each row of the JSON file says which); measures are always in float32.\n"
     )
     for name in TABLES:
         here = [row for row in rows if row["table"] == name]
