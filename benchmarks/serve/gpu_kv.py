@@ -28,7 +28,7 @@ from smelt.kv.profile import Profile, Shape
 from smelt.kv.splits import splits
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.ragged.gpu_pages import parts_of
+from smelt.serve.engine.ragged.parts import parts_of, work_of
 
 LAYERS, KV_HEADS, WIDTH = 32, 8, 128
 RAGGED = "gpu-program, pages of head clusters with graphs"
@@ -39,32 +39,34 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     rows: list[dict[str, Any]] = []
     network = random_network("8b")
-    network.config.max_position_embeddings = options.prompt + options.answer + 8
+    network.config.max_position_embeddings = options.prompt + max(options.answers) + 8
     engines: dict[str, dict[str, Any]] = {
         "head clusters, keep 25 %": {"kv": profile(0.25)},
         "plain pages": {},
         "head clusters, keep 100 %": {"kv": profile(1.0)},
     }
     few = max(2, options.requests // 16)
-    for name in options.engines or engines:
+    for name in engines if options.engines is None else options.engines:
         engine = _engine(network, options, engines[name])
         expected = RAGGED if engines[name] else "gpu-program with graphs"
         assert engine.runner.path == expected, engine.runner.path
-        answered(engine, prompts(few, 600), 40)  # compiles and captures
+        answered(engine, prompts(few, min(options.prompt, 2 * options.chunk)), 40)  # compiles and captures
         rows.append(
             {"engine": name, "measure": "a few", **answered(engine, prompts(few, options.prompt), options.short)}
         )
         print(rows[-1], flush=True)
         if name != "head clusters, keep 100 %":
-            made = answered(engine, prompts(options.requests, options.prompt), options.answer)
-            rows.append({"engine": name, "measure": "all", **made})
-            print(rows[-1], flush=True)
+            for answer in options.answers:
+                made = answered(engine, prompts(options.requests, options.prompt), answer)
+                rows.append({"engine": name, "measure": "all", **made})
+                print(rows[-1], flush=True)
         write("serve_gpu_kv", rows, _text(rows, options, bandwidth))
         del engine
         _freed()
     del network
     _freed()
-    rows += splitting(options.prompt, bandwidth)
+    if "splitting" not in options.without:
+        rows += splitting(options.prompt, bandwidth)
     write("serve_gpu_kv", rows, _text(rows, options, bandwidth))
 
 
@@ -76,12 +78,13 @@ def _freed() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", type=int, default=32768)
-    parser.add_argument("--answer", type=int, default=512)
+    parser.add_argument("--answers", type=int, nargs="+", default=[1024], help="tokens of the answers; a run for each")
     parser.add_argument("--short", type=int, default=128, help="tokens of the answers where a few requests are run")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--cache-gb", type=float, default=64.0)
     parser.add_argument("--chunk", type=int, default=4096)
-    parser.add_argument("--engines", nargs="+", help="only these")
+    parser.add_argument("--engines", nargs="*", help="only these")
+    parser.add_argument("--without", nargs="+", choices=["splitting"], default=[])
     return parser.parse_args()
 
 
@@ -101,7 +104,7 @@ def profile(keep: float) -> Profile:
 
 def _engine(network: Any, options: argparse.Namespace, more: dict[str, Any]) -> Engine:
     return Engine(
-        Model(network), context=options.prompt + options.answer + 8, batch_requests=max(options.requests, 96),
+        Model(network), context=options.prompt + max(options.answers) + 8, batch_requests=max(options.requests, 96),
         batch_tokens=options.chunk, cache_bytes=int(options.cache_gb * 1e9), prefix_cache=False, **more,
     )  # fmt: skip
 
@@ -111,49 +114,61 @@ def prompts(count: int, length: int) -> list[list[int]]:
     return torch.randint(10, COMMON["vocab_size"], (count, length), generator=generator).tolist()
 
 
+SKEWED = (1.0, 0.5, 0.25, 0.25, 0.1, 0.1, 0.05, 0.05)  # of what heads keep
+COLUMNS, SIZE = 4, 16
+
+
 def splitting(length: int, bandwidth: float) -> list[dict[str, Any]]:
-    """One layer's attention for one token of 4 and of 64 requests, heads of skewed lengths: parts in proportion to
-    budgets against one number of parts for all heads."""
+    """One layer's attention for one token of 4 and of 64 requests: parts in proportion to budgets against one number of
+    parts for all heads; and pages of clusters that keep everything against plain ones."""
     rows = []
-    size, columns, heads = 16, 4, COMMON["num_attention_heads"]
-    budgets = torch.tensor([1.0, 0.5, 0.25, 0.25, 0.1, 0.1, 0.05, 0.05])
-    rotation = Rotation(torch.randn(length + 1, WIDTH, device="cuda"), torch.randn(length + 1, WIDTH, device="cuda"))
     for requests in (4, 64):
-        kept = (budgets * length).long()
-        blocks = int((kept // size + 1).max())
-        tables = torch.randperm(requests * KV_HEADS * blocks, device="cuda").view(requests, KV_HEADS, blocks).int()
-        keys, values = (
-            torch.randn(tables.numel() * columns, size, 1, WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(2)
-        )
-        shifts = (kept - length).int().cuda().expand(requests, -1).contiguous()
-        every = torch.arange(KV_HEADS, device="cuda")
-        tokens = Tokens(
-            torch.arange(requests, device="cuda"), torch.full((requests,), length, device="cuda"), tables,
-            torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda"), length,
-        )  # fmt: skip
-        mixed = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
-        shares, chip = splits(budgets).tolist(), processors(mixed.device)
-        ways = {"in proportion": parts_of(shares, requests, chip)}
-        ways |= {f"in proportion, {waves} waves": parts_of(shares, requests, chip, waves) for waves in (2, 8, 16)}
-        ways |= {f"{count} for every head": [count] * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}
-        for way, parts in ways.items():
-            work = [(head, part, count) for head, count in enumerate(parts) for part in range(count)]
-            own = HeadPages(
-                tables, shifts, every, every % columns, columns, torch.tensor(work, dtype=torch.int32, device="cuda")
-            )
-            most = 1 << (max(parts) - 1).bit_length()
-
-            def call(own: HeadPages = own, most: int = most) -> Any:
-                return paged_decode(mixed, keys, values, tokens, rotation, 0.1, pages=own, splits=most)  # noqa: B023
-
-            seconds = graph_seconds([call] * 4)
-            least = 4 * WIDTH * int(kept.sum()) * requests / bandwidth
-            rows.append(
-                {"measure": "splits", "requests": requests, "way": way, "parts": parts, "us": seconds * 1e6,
-                 "share_of_bandwidth": least / seconds}
-            )  # fmt: skip
-            print(rows[-1], flush=True)
+        for heads, budgets in (("skewed", SKEWED), ("even", (1.0,) * KV_HEADS)):
+            rows += [
+                {"measure": "splits", "requests": requests, "heads": heads, **row}
+                for row in _layer(length, requests, budgets)
+            ]
+    for row in rows:
+        row["share_of_bandwidth"] = row["bytes"] / bandwidth / (row["us"] / 1e6)
+        print(row, flush=True)
     return rows
+
+
+def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[str, Any]]:
+    heads, chip = COMMON["num_attention_heads"], processors(torch.device("cuda"))
+    rotation = Rotation(*(torch.randn(length + 1, WIDTH, device="cuda") for _ in range(2)))
+    kept = (torch.tensor(budgets) * length).long()
+    blocks = int(kept.max()) // SIZE + 1
+    tables = torch.randperm(requests * KV_HEADS * blocks, device="cuda").view(requests, KV_HEADS, blocks).int()
+    keys, values = (
+        torch.randn(tables.numel() * COLUMNS, SIZE, 1, WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    shifts = (kept - length).int().cuda().expand(requests, -1).contiguous()
+    every = torch.arange(KV_HEADS, device="cuda")
+    mixed = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
+    arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
+    lengths = torch.full((requests,), length, device="cuda")
+    tokens = Tokens(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
+    shares = splits(torch.tensor(budgets)).tolist()
+    ways = {"in proportion": parts_of(shares, requests, chip)}
+    ways |= {f"{count} for every head": [count] * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}
+    rows = []
+    for way, parts in ways.items():
+        work = torch.tensor(work_of(shares, parts), dtype=torch.int32, device="cuda")
+        own = HeadPages(tables, shifts, every, every % COLUMNS, COLUMNS, work)
+        most = 1 << (max(parts) - 1).bit_length()
+
+        def call(own: HeadPages = own, most: int = most) -> Any:
+            return paged_decode(mixed, keys, values, tokens, rotation, 0.1, pages=own, splits=most)
+
+        rows.append({"way": way, "parts": parts, "us": graph_seconds([call] * 4) * 1e6})
+    if min(budgets) == 1:
+        pages = [each[: requests * blocks * KV_HEADS].view(-1, SIZE, KV_HEADS, WIDTH) for each in (keys, values)]
+        plain = Tokens(tokens.slots, lengths, tables.view(-1)[: requests * blocks].view(requests, -1), arrived, length)
+        plain.tables.copy_(torch.randperm(requests * blocks, device="cuda").view(requests, -1))
+        seconds = graph_seconds([lambda: paged_decode(mixed, *pages, plain, rotation, 0.1)] * 4)
+        rows.append({"way": "plain pages", "parts": [], "us": seconds * 1e6})
+    return [{"tokens": length, "bytes": 4 * WIDTH * int(kept.sum()) * requests, **row} for row in rows]
 
 
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace, bandwidth: float) -> str:
@@ -168,10 +183,13 @@ def _text(rows: list[dict[str, Any]], options: argparse.Namespace, bandwidth: fl
     split = [row for row in rows if row["measure"] == "splits"]
     if split:
         lines = [
-            [str(row["requests"]), row["way"], f"{row['us']:.0f}", f"{row['share_of_bandwidth']:.0%}"] for row in split
-        ]
-        text += "\n\n## One layer's attention to a token, heads that keep 100 to 5 %\n\n" + table(
-            ["requests", "parts of a head's keys", "us", "of the copy bandwidth"], lines
+            [str(row["requests"]), f"{row['tokens']:,}", row["heads"], row["way"], f"{row['us']:.0f}",
+             f"{row['share_of_bandwidth']:.0%}"]
+            for row in split
+        ]  # fmt: skip
+        text += (
+            "\n\n## One layer's attention to a token\n\nSkewed heads keep 100 to 5 % of the tokens, even ones all.\n\n"
+            + table(["requests", "tokens", "heads", "parts of a head's keys", "us", "of the copy bandwidth"], lines)
         )
     return text + "\n"
 

@@ -32,20 +32,21 @@ VECTOR_TILES = [(1, 1024, 4), (1, 2048, 4), (2, 512, 4), (2, 1024, 4), (2, 2048,
                 (4, 1024, 8), (4, 2048, 8), (8, 512, 4), (8, 512, 8), (8, 1024, 8), (16, 256, 4)]  # fmt: skip
 DECODE_TILES = [(32, 2, 3), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 2, 3), (128, 4, 2), (128, 8, 2),
                 (128, 4, 3)]  # fmt: skip
-PREFILL_TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3),
-                 (128, 32, 4, 3)]  # fmt: skip
+PREFILL_TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4),
+                 (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 8, 3), (128, 32, 4, 3), (128, 32, 8, 3)]  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tune", action="store_true", help="other tiles too")
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS), help="only these")
     options = parser.parse_args()
     torch.manual_seed(SEED)
     bandwidth = copy_bandwidth()
     rows: list[dict[str, Any]] = []
     for shape in WIDTHS:
-        for work in (vectors, decoding, prefilling):
-            rows += work(shape, bandwidth, options.tune)
+        for work in options.works:
+            rows += WORKS[work](shape, bandwidth, options.tune)
             write("serve_gpu_parts", rows, _text(rows, bandwidth))
 
 
@@ -153,10 +154,11 @@ def _prefilling(shape: str, work: str, count: int, new: int, length: int, tune: 
     lengths = torch.full((count,), length, device="cuda", dtype=torch.int32)
     batch = Pages(starts, lengths, tables, starts.long(), length, [new] * count)
     queries = _random(count * new, HEADS, width)
-    for tiles in PREFILL_TILES if tune else [paged.PREFILL_TILES]:
+    mine = paged.prefill_tiles(batch, width)
+    for tiles in PREFILL_TILES if tune else [mine]:
         cut = paged.QueryTiles.of(batch.counts, queries.device, tiles)
         time = graph_seconds([lambda c=cut: paged.paged_prefill(queries, *pages, batch, 0.1, tiles=c)] * 4)
-        rows.append(_row(shape, work, f"tiles {tiles}", tiles == paged.PREFILL_TILES, time, None))
+        rows.append(_row(shape, work, f"tiles {tiles}", tiles == mine, time, None))
     dense = [
         _random(count, heads, tokens, width) for heads, tokens in ((HEADS, new), (KV_HEADS, length), (KV_HEADS, length))
     ]
@@ -189,6 +191,8 @@ def _text(rows: list[dict[str, Any]], bandwidth: float) -> str:
         "them.\n\n" + table(["shape", "what", "how", "time, us", "of copy bandwidth"], cells)
     )
 
+
+WORKS = {"vectors": vectors, "decoding": decoding, "prefilling": prefilling}
 
 if __name__ == "__main__":
     main()

@@ -155,7 +155,7 @@ def test_a_map_that_is_no_bijection_is_refused(members: tuple[tuple[tuple[int, i
 
 def test_splits_follow_budgets() -> None:
     budgets = torch.tensor([1.0, 0.5, 0.25, 0.0, 0.01, 0.3], dtype=torch.float64)
-    assert splits(budgets).tolist() == [8, 5, 3, 1, 1, 3]  # the first three as in the paper's figure
+    assert splits(budgets, 8).tolist() == [8, 5, 3, 1, 1, 3]  # the first three as in the paper's figure
     assert splits(budgets, 1).tolist() == [1] * 6
     with pytest.raises(RecipeError, match="at least 1 part"):
         splits(budgets, 0)

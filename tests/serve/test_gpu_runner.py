@@ -133,14 +133,14 @@ def test_tokens_that_only_the_device_knows_are_embedded() -> None:
     assert torch.equal(embed(known, slots, last, embeddings), embeddings[torch.tensor([4, 5, 9], device=DEVICE)])
 
 
-@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("window", [None, 20, 150])
 def test_attention_of_many_queries(window: int | None) -> None:
     torch.manual_seed(1)
-    lengths, counts, size = [130, 5, 70], [100, 5, 1], 8
-    pages = [torch.randn(40, size, 2, 16, device=DEVICE) for _ in range(2)]
-    tables = torch.stack([torch.randperm(40)[:17] for _ in lengths]).int().to(DEVICE)
+    lengths, counts, size = [330, 5, 70], [100, 5, 1], 8
+    pages = [torch.randn(60, size, 2, 16, device=DEVICE) for _ in range(2)]
+    tables = torch.stack([torch.randperm(60)[:42] for _ in lengths]).int().to(DEVICE)
     starts = torch.tensor([0, 100, 105, 106], dtype=torch.int32, device=DEVICE)
-    batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), tables, starts.long(), 130, counts)
+    batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), tables, starts.long(), 330, counts)
     queries = torch.randn(106, 4, 16, device=DEVICE)
     found = paged_prefill(queries, *pages, batch, 0.25, window)
     assert torch.allclose(found, paged_reference(queries, *pages, batch, 0.25, window), atol=1e-5)

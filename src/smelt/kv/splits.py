@@ -2,7 +2,7 @@
 
 Tangram (Kim et al., 2026, arXiv 2606.06302) shares the processors out in proportion to budgets, which are shares of a
 prompt and so hold for every request. A figure shows 8, 5 and 3 splits for budgets of 100, 50 and 25 %; the rule behind
-it is not known. Ours, floor(most * budget) + 1 and no more than `most`, gives these three.
+it is not known. Ours, floor(most * budget) + 1 and no more than `most`, gives these three with 8; more are finer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from smelt.errors import RecipeError
 
 
-def splits(budgets: Tensor, most: int = 8) -> Tensor:
+def splits(budgets: Tensor, most: int = 64) -> Tensor:
     """For each cluster's budget [clusters]: its number of splits, from 1 to `most`, int64."""
     if most < 1:
         raise RecipeError(f"keys are split into at least 1 part, not {most}.")

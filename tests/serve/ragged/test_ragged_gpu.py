@@ -17,7 +17,7 @@ from smelt.kernels.paged import Pages, paged_reference
 from smelt.models.model import Model
 from smelt.serve.engine import assembly
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.ragged.gpu_pages import parts_of
+from smelt.serve.engine.ragged.parts import parts_of, work_of
 from smelt.serve.engine.runners import ragged_gpu_runner
 from smelt.serve.engine.sampling import Sampling
 from tests.serve.ragged.test_ragged_engine import SMALL, check, prompts, retention, run, words
@@ -109,6 +109,24 @@ def test_heads_of_different_lengths_in_one_call(parts: list[int]) -> None:
 
 
 def test_parts_follow_budgets() -> None:
-    assert parts_of([8, 8], 1, 132) == [32, 32]
+    assert parts_of([8, 8], 1, 16) == [16, 16]
+    assert parts_of([8, 8], 1, 16, most=3) == [3, 3]
     assert parts_of([8, 1, 1, 1], 128, 132) == [3, 1, 1, 1]  # one long head does not keep all waiting
     assert parts_of([3] * 8, 256, 132) == [1] * 8
+    assert parts_of([3] * 8, 4, 132) == [8] * 8  # one more for two of them would end no earlier
+
+
+def test_what_runs_at_once_is_about_equally_long() -> None:
+    shares, requests, processors = [64, 33, 17, 17, 7, 7, 4, 4], 4, 132
+    parts = parts_of(shares, requests, processors)
+    assert sum(parts) * requests <= 2 * processors
+    assert max(share / count for share, count in zip(shares, parts, strict=True)) < 1.15 * sum(shares) / 66
+    for count in range(1, 200):  # whatever is decoded beside it
+        assert min(parts_of(shares, count, processors)) >= 1
+
+
+def test_long_parts_begin_first_and_every_part_is_there_once() -> None:
+    shares, parts = [10, 64, 30], [1, 4, 3]
+    work = work_of(shares, parts)
+    assert [shares[head] / count for head, _, count in work] == [16] * 4 + [10] * 4
+    assert sorted(work) == [(head, part, count) for head, count in enumerate(parts) for part in range(count)]

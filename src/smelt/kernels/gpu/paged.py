@@ -24,17 +24,20 @@ from smelt.kernels.paged import Pages
 LOG2_E = 1.4426950408889634
 KEYS = 64  # that are taken at once when decoding
 PREFILL_TILES = 64, 64, 4, 2  # queries of a program, keys that are taken at once, warps, stages
+LONG_TILES = 128, 128, 8, 2  # where many queries of a request meet many keys
+LONG_NARROW_TILES = 128, 64, 8, 3  # the same with heads of up to 64
 WAVES = 2  # programs for every multiprocessor, at most, when keys are split
 
 
 @triton.jit
 def load_keys(  # type: ignore[no-untyped-def]
     key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, SIZE: tl.constexpr,
-    KEYS: tl.constexpr,
+    KEYS: tl.constexpr, ALL: tl.constexpr = False,
 ):  # fmt: skip
-    """Keys and values of the positions from `start` on [KEYS, WIDTH], and which of them are before `end`."""
+    """Keys and values of the positions from `start` on [KEYS, WIDTH], and which of them are before `end`; `ALL`: known
+    to be."""
     positions = start + tl.arange(0, KEYS)
-    there = positions < end
+    there = tl.full([KEYS], True, tl.int1) if ALL else positions < end
     rows = key_rows(table, positions, there, block_rows, token_rows, first_row, SIZE)
     place, inside = rows[:, None] * width + lane[None, :], there[:, None] & (lane < width)[None, :]
     keys = tl.load(key_pages + place, mask=inside, other=0.0)
@@ -43,13 +46,14 @@ def load_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def take_keys(  # type: ignore[no-untyped-def]
-    scores, seen, values, largest, total, mixed,
+    scores, scale, seen, values, largest, total, mixed, ALL: tl.constexpr = False,
 ):  # fmt: skip
-    """One more tile of keys into the softmax so far. Scores are in powers of two."""
-    scores = tl.where(seen, scores, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(scores - base[:, None])
+    """One more tile of keys into the softmax so far. Times `scale`, scores are in powers of two. `ALL` are seen."""
+    if not ALL:
+        scores = tl.where(seen, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
+    base = new_largest if ALL else tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights = tl.exp2(scores * scale - base[:, None])
     faded = tl.exp2(largest - base)
     total = total * faded + tl.sum(weights, axis=1)
     mixed = mixed * faded[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
@@ -116,15 +120,15 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         total = tl.full([ROWS], 1.0, tl.float32)
         found = found + value.to(tl.float32)[None, :]
     if SPLITS > 1:
-        scores = tl.dot(query, tl.trans(first_keys), input_precision="ieee") * scale
-        largest, total, found = take_keys(scores, first_there[None, :], first_values, largest, total, found)
+        scores = tl.dot(query, tl.trans(first_keys), input_precision="ieee")
+        largest, total, found = take_keys(scores, scale, first_there[None, :], first_values, largest, total, found)
         begin += KEYS
     for start in range(begin, end, KEYS):
         keys, values, there = load_keys(
             key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, SIZE, KEYS
         )
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        largest, total, found = take_keys(scores, there[None, :], values, largest, total, found)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        largest, total, found = take_keys(scores, scale, there[None, :], values, largest, total, found)
     heads = kv_heads * GROUP
     if SPLITS == 1:
         found = found / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -163,12 +167,31 @@ def merge_parts(partial, statistics, results, at, parts, width, SPLITS: tl.const
 
 
 @triton.jit
+def take_range(  # type: ignore[no-untyped-def]
+    query, position, key_pages, value_pages, table, begin, end, block_rows, token_rows, first_row, lane, width, scale,
+    window, largest, total, mixed, SIZE: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """Keys from `begin` to `end` into the softmax of many queries; `ALL`: every query sees them all."""
+    for at in range(begin, end, KEYS):
+        keys, values, there = load_keys(
+            key_pages, value_pages, table, at, end, block_rows, token_rows, first_row, lane, width, SIZE, KEYS, ALL
+        )
+        keys_at = at + tl.arange(0, KEYS)
+        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+        seen = (keys_at[None, :] <= position[:, None]) & (keys_at[None, :] > position[:, None] - window)
+        largest, total, mixed = take_keys(scores, scale, seen & there[None, :], values, largest, total, mixed, ALL)
+    return largest, total, mixed
+
+
+@triton.jit
 def prefill_kernel(  # type: ignore[no-untyped-def]
     queries, key_pages, value_pages, tables, shifts, cluster, column, slots, lengths, starts, tile_request, tile_first,
     results, scale, window, query_stride, table_stride, cluster_stride, shift_stride, kv_heads, width, group,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+    WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ROWS query tokens of one request, one head of queries."""
+    """A tile of ROWS query tokens of one request, one head of queries. Most keys are seen by all of them; only those at
+    the ends are compared with positions."""
     tile, query_head = tl.program_id(0), tl.program_id(1)
     request, first = tl.load(tile_request + tile), tl.load(tile_first + tile)
     start, stop = tl.load(starts + request), tl.load(starts + request + 1)
@@ -181,22 +204,32 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     token = start + first + row
     held = (token < stop)[:, None] & (lane < width)[None, :]
-    position = length - (stop - start) + first + row
+    lowest = length - (stop - start) + first  # position of the first query
+    position = lowest + row
     place = query_head * width + lane[None, :]
     query = tl.load(queries + token.to(tl.int64)[:, None] * query_stride + place, mask=held, other=0.0)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    begin = tl.maximum(length - (stop - start) + first - window + 1, 0) // KEYS * KEYS
-    end = tl.minimum(length - (stop - start) + first + ROWS, length)
-    for at in range(begin, end, KEYS):
-        keys, values, there = load_keys(
-            key_pages, value_pages, table, at, end, block_rows, token_rows, first_row, lane, width, SIZE, KEYS
-        )
-        keys_at = at + tl.arange(0, KEYS)
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee") * scale
-        seen = (keys_at[None, :] <= position[:, None]) & (keys_at[None, :] > position[:, None] - window)
-        largest, total, mixed = take_keys(scores, seen & there[None, :], values, largest, total, mixed)
+    begin = tl.maximum(lowest - window + 1, 0) // KEYS * KEYS
+    end = tl.minimum(lowest + ROWS, length)
+    to_all = (lowest + 1) // KEYS * KEYS  # up to here every query sees every key that is in its window
+    if WINDOWED:
+        inside = tl.cdiv(tl.maximum(lowest + ROWS - window, 0), KEYS) * KEYS  # from here on they are in every window
+        inside = tl.minimum(tl.maximum(inside, begin), tl.maximum(to_all, begin))
+        largest, total, mixed = take_range(
+            query, position, key_pages, value_pages, table, begin, inside, block_rows, token_rows, first_row, lane,
+            width, scale, window, largest, total, mixed, SIZE, KEYS, False,
+        )  # fmt: skip
+        begin = inside
+    largest, total, mixed = take_range(
+        query, position, key_pages, value_pages, table, begin, to_all, block_rows, token_rows, first_row, lane, width,
+        scale, window, largest, total, mixed, SIZE, KEYS, True,
+    )  # fmt: skip
+    largest, total, mixed = take_range(
+        query, position, key_pages, value_pages, table, tl.maximum(begin, to_all), end, block_rows, token_rows,
+        first_row, lane, width, scale, window, largest, total, mixed, SIZE, KEYS, False,
+    )  # fmt: skip
     mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
     heads = kv_heads * group
     to = token.to(tl.int64)[:, None] * heads * width + place
@@ -216,6 +249,12 @@ def splits_for(requests: int, kv_heads: int, longest: int, processors: int) -> i
 def decode_tiles(splits: int) -> tuple[int, int, int]:
     """Keys that are taken at once, warps, stages."""
     return (KEYS, 2, 3) if splits == 1 else (KEYS, 4, 3)
+
+
+def prefill_tiles(pages: Pages, width: int) -> tuple[int, int, int, int]:
+    if pages.longest < 2048 or max(pages.counts) < 512:
+        return PREFILL_TILES
+    return LONG_NARROW_TILES if width <= 64 else LONG_TILES
 
 
 @dataclass(frozen=True)
@@ -276,14 +315,14 @@ def paged_prefill(
     _, size, kv_heads, _ = key_pages.shape
     if heads_own is not None:
         kv_heads = len(heads_own.cluster)
-    tiles = tiles or QueryTiles.of(pages.counts, queries.device)
+    tiles = tiles or QueryTiles.of(pages.counts, queries.device, prefill_tiles(pages, width))
     results = torch.empty(tokens, heads, width, dtype=queries.dtype, device=queries.device)
     prefill_kernel[(len(tiles.requests), heads)](
         queries, key_pages, value_pages, pages.tables, *pointers(heads_own, pages.tables),
         pages.starts if slots is None else slots, pages.lengths, pages.starts, tiles.requests, tiles.first, results,
         scale * LOG2_E, window or EVERYTHING, queries.stride(0), *strides(heads_own, pages.tables), kv_heads, width,
         heads // kv_heads, SIZE=size, ROWS=tiles.rows, WIDTH=max(triton.next_power_of_2(width), 16), KEYS=tiles.keys,
-        COLUMNS=columns_of(heads_own), num_warps=tiles.warps, num_stages=tiles.stages,
+        COLUMNS=columns_of(heads_own), WINDOWED=window is not None, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     return results
 
@@ -300,9 +339,7 @@ class QueryTiles:
     stages: int
 
     @classmethod
-    def of(
-        cls, counts: Sequence[int], device: torch.device, tiles: tuple[int, int, int, int] = PREFILL_TILES
-    ) -> QueryTiles:
+    def of(cls, counts: Sequence[int], device: torch.device, tiles: tuple[int, int, int, int]) -> QueryTiles:
         pairs = [(request, first) for request, count in enumerate(counts) for first in range(0, count, tiles[0])]
         both = torch.tensor(pairs, dtype=torch.int32).T.contiguous()
         both = both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both.to(device)

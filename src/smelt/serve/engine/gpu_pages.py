@@ -97,7 +97,7 @@ class PlainPages:
         return attend
 
     def mixed(self, pieces: list[Piece], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed:
-        from smelt.kernels.gpu.paged import QueryTiles, paged_prefill
+        from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_tiles
         from smelt.kernels.gpu.rotation import rotate_write
 
         counts = [piece.count for piece in pieces]
@@ -109,7 +109,7 @@ class PlainPages:
             starts=self._send(bounds), lengths=self._send(lengths), tables=self._tables[rows], places=places,
             longest=int(lengths.max()), counts=counts,
         )  # fmt: skip
-        tiles = QueryTiles.of(counts, slots.device)
+        tiles = QueryTiles.of(counts, slots.device, prefill_tiles(pages, self.cache.keys[0].shape[-1]))
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
             keys, values = self.cache.keys[part.index], self.cache.values[part.index]

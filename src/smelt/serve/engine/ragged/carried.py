@@ -11,6 +11,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from smelt.kv.retention import Counts
 
@@ -24,17 +25,28 @@ class Carried:
     pages: dict[int, int]  # place in the table -> page
 
 
-class CarriedTexts:
+class Left(Protocol):
+    """What is left of a text."""
+
+    @property
+    def tokens(self) -> int:
+        """Those of the text by which it is found."""
+
+
+Text = TypeVar("Text", bound=Left)
+
+
+class CarriedTexts(Generic[Text]):
     """By digest, in the order of their last use."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, Carried] = OrderedDict()
+        self._known: OrderedDict[bytes, Text] = OrderedDict()
         self._lengths: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, root: bytes, tokens: Sequence[int]) -> Carried | None:
+    def find(self, root: bytes, tokens: Sequence[int]) -> Text | None:
         """The longest known beginning of a text that leaves at least one token to compute."""
         wanted = sorted(length for length in self._lengths if length < len(tokens))
         found = None
@@ -46,7 +58,7 @@ class CarriedTexts:
         self._known.move_to_end(found)
         return self._known[found]
 
-    def add(self, root: bytes, tokens: Sequence[int], carried: Carried) -> bool:
+    def add(self, root: bytes, tokens: Sequence[int], carried: Text) -> bool:
         """False: the same text is known already."""
         digest = _digests(root, tokens, [carried.tokens])[0]
         if digest in self._known:
@@ -56,7 +68,7 @@ class CarriedTexts:
         self._lengths[carried.tokens] += 1
         return True
 
-    def drop(self) -> Carried:
+    def drop(self) -> Text:
         """Forget the one that was used longest ago."""
         _, carried = self._known.popitem(last=False)
         self._lengths[carried.tokens] -= 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +17,7 @@ from smelt.serve.engine.gpu_pages import Mixed, Send
 from smelt.serve.engine.ragged.attention import ragged
 from smelt.serve.engine.ragged.cache import RaggedCache
 from smelt.serve.engine.ragged.compress import Judge
+from smelt.serve.engine.ragged.parts import MOST_PARTS, parts_of, work_of
 from smelt.serve.engine.ragged.step import Tables, holding_of, step_of
 from smelt.serve.engine.runner import module_logits
 from smelt.serve.engine.scheduler import Piece, Step
@@ -25,8 +25,6 @@ from smelt.serve.engine.scheduler import Piece, Step
 if TYPE_CHECKING:  # needs Triton
     from smelt.kernels.gpu.pages import HeadPages
     from smelt.serve.engine.fused import Attend, FusedNetwork
-
-MOST_PARTS = 32  # that the keys of a head are split into
 
 
 class RaggedPages:
@@ -66,13 +64,13 @@ class RaggedPages:
         return attend
 
     def mixed(self, pieces: list[Piece], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed:
-        from smelt.kernels.gpu.paged import QueryTiles, paged_prefill
+        from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_tiles
         from smelt.kernels.gpu.rotation import rotate_write
 
         step = step_of(self.cache, pieces, torch.stack((slots, positions)), self._send)
         cache = self.cache
         pages = Pages(step.bounds, step.lengths, cache.tables, positions, step.longest, step.counts)
-        tiles = QueryTiles.of(step.counts, slots.device)
+        tiles = QueryTiles.of(step.counts, slots.device, prefill_tiles(pages, cache.keys.shape[-1]))
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
             own, _ = self._layer(part.index, len(pieces))
@@ -92,23 +90,17 @@ class RaggedPages:
     def _layer(self, layer: int, requests: int) -> tuple[HeadPages, int]:
         """Whose pages are whose in a layer, and into how many parts a head's keys are split at most."""
         from smelt.kernels.gpu.chip import processors
+        from smelt.kernels.gpu.paged import KEYS
         from smelt.kernels.gpu.pages import HeadPages
 
         if (layer, requests) not in self._layers:
             cache = self.cache
-            counts = parts_of(self.retention.parts[layer].tolist(), requests, processors(cache.keys.device))
-            work = [(head, part, parts) for head, parts in enumerate(counts) for part in range(parts)]
+            shares = self.retention.parts[layer].tolist()
+            most = max(min(MOST_PARTS, self.context // (2 * KEYS)), 1)
+            counts = parts_of(shares, requests, processors(cache.keys.device), most)
             own = HeadPages(
                 cache.tables, cache.shifts, cache.cluster[layer], cache.column[layer], cache.columns,
-                torch.tensor(work, dtype=torch.int32, device=cache.keys.device),
+                torch.tensor(work_of(shares, counts), dtype=torch.int32, device=cache.keys.device),
             )  # fmt: skip
-            most = 1 << (max(counts) - 1).bit_length()
-            self._layers[layer, requests] = own, most
+            self._layers[layer, requests] = own, 1 << (max(counts) - 1).bit_length()
         return self._layers[layer, requests]
-
-
-def parts_of(shares: Sequence[int], requests: int, processors: int, waves: int = 4) -> list[int]:
-    """Into how many parts the keys of each head are split, in the proportion of a profile's table: together, for all
-    requests, enough programs to keep the processors busy to the end, when only the heads that keep most are at work."""
-    programs = max(waves * processors / max(requests, 1), 1.0)  # of a request
-    return [min(max(round(share * programs / sum(shares)), 1), MOST_PARTS) for share in shares]

@@ -23,7 +23,7 @@ class RaggedMemory(Memory):
 
     def __init__(self, pool: BlockPool, retention: Retention, width: int, *, carry: bool = True) -> None:
         self.pool, self.retention, self.width, self.carry = pool, retention, width, carry
-        self.texts = CarriedTexts()
+        self.texts: CarriedTexts[Carried] = CarriedTexts()
         self.copies = []
         self._holders = [0] * pool.blocks  # requests that hold a page
         self._used = 0  # pages with at least one
