@@ -149,9 +149,9 @@ def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[
     arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), length, device="cuda")
     tokens = Tokens(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
-    shares = splits(torch.tensor(budgets)).tolist()
-    ways = {"in proportion": parts_of(shares, requests, chip)}
-    ways |= {f"{count} for every head": [count] * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}
+    shares = tuple(splits(torch.tensor(budgets)).tolist())
+    ways: dict[str, tuple[int, ...]] = {"as the table says": parts_of(shares, requests, chip)}
+    ways |= {f"{count} for every head": (count,) * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}
     rows = []
     for way, parts in ways.items():
         work = torch.tensor(work_of(shares, parts), dtype=torch.int32, device="cuda")

@@ -120,8 +120,9 @@ def _decoding(shape: str, requests: int, bandwidth: float, tune: bool) -> list[d
     arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
     tokens = paged.Tokens(torch.arange(requests, device="cuda"), lengths, tables, arrived, 1024)
     mixed = _random(requests, (HEADS + 2 * KV_HEADS) * width)
-    mine = paged.splits_for(requests, KV_HEADS, tokens.longest, processors(mixed.device))
-    ways = [(paged.decode_tiles(mine), mine)]
+    chip = processors(mixed.device)
+    mine = paged.splits_for(requests, KV_HEADS, tokens.longest, chip)
+    ways = [(paged.decode_tiles(requests * KV_HEADS * mine, mine, tokens.longest, chip), mine)]
     if tune:
         ways += [(tiles, mine) for tiles in DECODE_TILES if tiles != ways[0][0]]
         ways += [(ways[0][0], parts) for parts in {max(1, mine // 2), mine * 2} if parts != mine]

@@ -7,6 +7,7 @@ layers, [block, column, token, width]; then every head has its own length.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -246,9 +247,12 @@ def splits_for(requests: int, kv_heads: int, longest: int, processors: int) -> i
     return 1 << max(most, 1).bit_length() - 1
 
 
-def decode_tiles(splits: int) -> tuple[int, int, int]:
-    """Keys that are taken at once, warps, stages."""
-    return (KEYS, 2, 3) if splits == 1 else (KEYS, 4, 3)
+def decode_tiles(programs: int, splits: int, longest: int, processors: int) -> tuple[int, int, int]:
+    """Keys that are taken at once, warps, stages: small programs where there are many, larger ones where there are few,
+    and more so where each has many keys."""
+    if splits == 1 or programs > WAVES * processors:
+        return KEYS, 2, 3
+    return (2 * KEYS, 4, 2) if longest // splits >= 8 * KEYS else (KEYS, 4, 3)
 
 
 def prefill_tiles(pages: Pages, width: int) -> tuple[int, int, int, int]:
@@ -282,17 +286,18 @@ def paged_decode(
         kv_heads = len(pages.cluster)
     heads = mixed.shape[1] // width - 2 * kv_heads
     group, padded = heads // kv_heads, max(triton.next_power_of_2(width), 16)
+    chip = processors(mixed.device)
     if splits is None:
-        splits = splits_for(requests, kv_heads, tokens.longest, processors(mixed.device))
-    tile_keys, warps, stages = tiles or decode_tiles(splits)
+        splits = splits_for(requests, kv_heads, tokens.longest, chip)
+    work = tokens.slots if pages is None or pages.work is None else pages.work
+    grid = (requests, kv_heads, splits) if pages is None else (requests, len(work), 1)
+    tile_keys, warps, stages = tiles or decode_tiles(math.prod(grid), splits, tokens.longest, chip)
     results = torch.empty(requests, heads * width, dtype=mixed.dtype, device=mixed.device)
     partial = statistics = results
     if splits > 1:
         partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=mixed.device)
         statistics = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=mixed.device)
     query_norm, key_norm = rotation.norms or (rotation.cosines, rotation.cosines)
-    work = tokens.slots if pages is None or pages.work is None else pages.work
-    grid = (requests, kv_heads, splits) if pages is None else (requests, len(work), 1)
     decode_kernel[grid](
         mixed, rotation.cosines, rotation.sines, query_norm, key_norm, key_pages, value_pages, tokens.tables,
         *pointers(pages, tokens.tables), work, tokens.slots, tokens.lengths, results, partial, statistics,

@@ -95,7 +95,7 @@ class RaggedPages:
 
         if (layer, requests) not in self._layers:
             cache = self.cache
-            shares = self.retention.parts[layer].tolist()
+            shares = tuple(self.retention.parts[layer].tolist())
             most = max(min(MOST_PARTS, self.context // (2 * KEYS)), 1)
             counts = parts_of(shares, requests, processors(cache.keys.device), most)
             own = HeadPages(

@@ -1,29 +1,31 @@
-"""Into how many parts the keys of each head are split when tokens are decoded: made before, in proportion to budgets.
+"""Into how many parts the keys of each head are split when tokens are decoded: chosen before, from the budgets alone.
 
-Tangram (Kim et al., 2026, arXiv 2606.06302) has such a table a group of heads; the profile's says how groups compare.
-Here it becomes counts for a number of requests and a chip. Budgets are shares of a text, and so it holds for all texts.
+Tangram (Kim et al., 2026, arXiv 2606.06302) has such a table a group of heads, in proportion to its budget; the
+profile's says how groups compare. Here it becomes counts for a number of requests and a chip: of several ways to cut,
+in proportion and alike, the one that ends first if programs begin in the order of their length wherever there is room.
+Budgets are shares of a text, so that it holds for all texts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 MOST_PARTS = 64  # of a head
 AT_ONCE = 2  # programs that a multiprocessor has room for
-EVEN = 1.15  # a longest part is so much longer than the mean, at most, where all run at once
+OVERHEAD = 0.0025  # what a program costs besides its keys, as a share of those of a head that keeps most
+Loads = np.ndarray[Any, np.dtype[np.float64]]
 
 
-def parts_of(
-    shares: Sequence[int], requests: int, processors: int, most: int = MOST_PARTS, waves: int = 4
-) -> list[int]:
-    """As many programs as run at once, where these can be made about equally long. Otherwise there are several waves of
-    shorter ones, so that the last to end are few and short."""
-    room = AT_ONCE * processors / max(requests, 1)  # programs of a request that run at once
-    even = _evened(shares, int(room), most)
-    if _longest(shares, even) * room <= EVEN * sum(shares):
-        return even
-    programs = max(waves * processors / max(requests, 1), 1.0)
-    return [min(max(round(share * programs / sum(shares)), 1), most) for share in shares]
+@lru_cache(maxsize=4096)
+def parts_of(shares: tuple[int, ...], requests: int, processors: int, most: int = MOST_PARTS) -> tuple[int, ...]:
+    """For the heads of a layer."""
+    room = AT_ONCE * processors
+    return min(_ways(shares, requests, room, most), key=lambda parts: _ends(shares, parts, requests, room))
 
 
 def work_of(shares: Sequence[int], parts: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -32,19 +34,31 @@ def work_of(shares: Sequence[int], parts: Sequence[int]) -> list[tuple[int, int,
     return [(head, part, parts[head]) for head in heads for part in range(parts[head])]
 
 
-def _evened(shares: Sequence[int], programs: int, most: int) -> list[int]:
-    """One part more for the head whose parts are longest, as long as programs are left and it shortens the longest."""
-    parts = [1] * len(shares)
-    best = list(parts)
-    for _ in range(programs - len(shares)):
-        head = max(range(len(shares)), key=lambda each: shares[each] / parts[each])
-        if parts[head] == most:
-            break
-        parts[head] += 1
-        if _longest(shares, parts) < _longest(shares, best):
-            best = list(parts)
-    return best
+def _ways(shares: tuple[int, ...], requests: int, room: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Nothing split; and whatever makes a few times more programs than there is room for."""
+    yield (1,) * len(shares)
+    for count in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
+        if count > most:
+            return
+        for parts in (tuple(math.ceil(share * count / max(shares)) for share in shares), (count,) * len(shares)):
+            if requests * sum(parts) <= 10 * room:
+                yield parts
 
 
-def _longest(shares: Sequence[int], parts: Sequence[int]) -> float:
-    return max(share / count for share, count in zip(shares, parts, strict=True))
+def _ends(shares: tuple[int, ...], parts: tuple[int, ...], requests: int, room: int) -> float:
+    """When the last program ends."""
+    loads = np.zeros(room)
+    for size in sorted({share / count for share, count in zip(shares, parts, strict=True)}, reverse=True):
+        number = sum(count for share, count in zip(shares, parts, strict=True) if share / count == size)
+        loads = _filled(loads, size / max(shares) + OVERHEAD, requests * number)
+    return float(loads.max())
+
+
+def _filled(loads: Loads, size: float, number: int) -> Loads:
+    """So many equal programs more, each where there is room first."""
+    rounds = number // len(loads) + 2 + int((loads.max() - loads.min()) / size)
+    begins = loads[:, None] + size * np.arange(rounds)  # [room, programs that might follow there]
+    last = np.partition(begins.ravel(), number - 1)[number - 1]
+    taken = (begins < last).sum(axis=1)
+    taken[np.flatnonzero((begins == last).any(axis=1))[: number - taken.sum()]] += 1
+    return loads + size * taken
