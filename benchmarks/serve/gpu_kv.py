@@ -20,7 +20,7 @@ from gpu_engine import COMMON, SEED, random_network
 from long_prompts import answered, headings_of_runs, row_of_run
 
 from smelt.kernels.gpu.chip import processors
-from smelt.kernels.gpu.paged import Tokens, paged_decode
+from smelt.kernels.gpu.paged import Tokens, paged_decode, splits_for
 from smelt.kernels.gpu.pages import HeadPages
 from smelt.kernels.gpu.rotation import Rotation
 from smelt.kv.budget import check_keep
@@ -78,10 +78,10 @@ def _freed() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", type=int, default=32768)
-    parser.add_argument("--answers", type=int, nargs="+", default=[1024], help="tokens of the answers; a run for each")
+    parser.add_argument("--answers", type=int, nargs="+", default=[2048], help="tokens of the answers; a run for each")
     parser.add_argument("--short", type=int, default=128, help="tokens of the answers where a few requests are run")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--cache-gb", type=float, default=64.0)
+    parser.add_argument("--cache-gb", type=float, default=76.0)
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--engines", nargs="*", help="only these")
     parser.add_argument("--without", nargs="+", choices=["splitting"], default=[])
@@ -150,7 +150,8 @@ def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[
     lengths = torch.full((requests,), length, device="cuda")
     tokens = Tokens(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
     shares = tuple(splits(torch.tensor(budgets)).tolist())
-    ways: dict[str, tuple[int, ...]] = {"as the table says": parts_of(shares, requests, chip)}
+    alike = (splits_for(requests, KV_HEADS, length, chip),) * KV_HEADS
+    ways = {"as the table says": alike if len(set(shares)) == 1 else parts_of(shares, requests, chip)}
     ways |= {f"{count} for every head": (count,) * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}
     rows = []
     for way, parts in ways.items():

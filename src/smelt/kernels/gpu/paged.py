@@ -250,7 +250,7 @@ def splits_for(requests: int, kv_heads: int, longest: int, processors: int) -> i
 def decode_tiles(programs: int, splits: int, longest: int, processors: int) -> tuple[int, int, int]:
     """Keys that are taken at once, warps, stages: small programs where there are many, larger ones where there are few,
     and more so where each has many keys."""
-    if splits == 1 or programs > WAVES * processors:
+    if splits == 1 or programs > 3 * processors:
         return KEYS, 2, 3
     return (2 * KEYS, 4, 2) if longest // splits >= 8 * KEYS else (KEYS, 4, 3)
 

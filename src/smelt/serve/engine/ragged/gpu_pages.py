@@ -90,14 +90,15 @@ class RaggedPages:
     def _layer(self, layer: int, requests: int) -> tuple[HeadPages, int]:
         """Whose pages are whose in a layer, and into how many parts a head's keys are split at most."""
         from smelt.kernels.gpu.chip import processors
-        from smelt.kernels.gpu.paged import KEYS
+        from smelt.kernels.gpu.paged import KEYS, splits_for
         from smelt.kernels.gpu.pages import HeadPages
 
         if (layer, requests) not in self._layers:
             cache = self.cache
-            shares = tuple(self.retention.parts[layer].tolist())
+            shares, chip = tuple(self.retention.parts[layer].tolist()), processors(cache.keys.device)
             most = max(min(MOST_PARTS, self.context // (2 * KEYS)), 1)
-            counts = parts_of(shares, requests, processors(cache.keys.device), most)
+            alike = (splits_for(requests, len(shares), self.context, chip),) * len(shares)
+            counts = alike if len(set(shares)) == 1 else parts_of(shares, requests, chip, most)
             own = HeadPages(
                 cache.tables, cache.shifts, cache.cluster[layer], cache.column[layer], cache.columns,
                 torch.tensor(work_of(shares, counts), dtype=torch.int32, device=cache.keys.device),

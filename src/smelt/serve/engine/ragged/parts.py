@@ -16,14 +16,14 @@ from typing import Any
 import numpy as np
 
 MOST_PARTS = 64  # of a head
-AT_ONCE = 2  # programs that a multiprocessor has room for
+AT_ONCE = 4  # programs that a multiprocessor has room for
 OVERHEAD = 0.0025  # what a program costs besides its keys, as a share of those of a head that keeps most
 Loads = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @lru_cache(maxsize=4096)
 def parts_of(shares: tuple[int, ...], requests: int, processors: int, most: int = MOST_PARTS) -> tuple[int, ...]:
-    """For the heads of a layer."""
+    """For the heads of a layer, whose shares are not all the same."""
     room = AT_ONCE * processors
     return min(_ways(shares, requests, room, most), key=lambda parts: _ends(shares, parts, requests, room))
 
