@@ -50,7 +50,8 @@ def main() -> None:
         engine = _engine(network, options, engines[name])
         expected = RAGGED if engines[name] else "gpu-program with graphs"
         assert engine.runner.path == expected, engine.runner.path
-        answered(engine, prompts(few, min(options.prompt, 2 * options.chunk)), 40)  # compiles and captures
+        for count, length in ((options.requests, 512), (few, 2 * options.chunk)):  # compiles and captures
+            answered(engine, prompts(count, min(options.prompt, length)), 80)
         rows.append(
             {"engine": name, "measure": "a few", **answered(engine, prompts(few, options.prompt), options.short)}
         )
@@ -78,10 +79,10 @@ def _freed() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", type=int, default=32768)
-    parser.add_argument("--answers", type=int, nargs="+", default=[2048], help="tokens of the answers; a run for each")
+    parser.add_argument("--answers", type=int, nargs="+", default=[1024], help="tokens of the answers; a run for each")
     parser.add_argument("--short", type=int, default=128, help="tokens of the answers where a few requests are run")
     parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--cache-gb", type=float, default=76.0)
+    parser.add_argument("--cache-gb", type=float, default=64.0)
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--engines", nargs="*", help="only these")
     parser.add_argument("--without", nargs="+", choices=["splitting"], default=[])

@@ -43,6 +43,10 @@ SelectOption = Annotated[
 BudgetOption = Annotated[
     int, typer.Option("--kv-budget", min=1, metavar="TOKENS", help="With --kv-select: what a token attends to.")
 ]
+CapOption = Annotated[
+    int | None,
+    typer.Option("--kv-cap", metavar="TOKENS", help="What a request holds, at most; longer texts are distilled."),
+]
 HostOption = Annotated[
     bool,
     typer.Option("--kv-keep-host", help="With --kv-select: pages in the host's memory, the important ones fetched."),
@@ -69,6 +73,7 @@ def run(
     kv_select: SelectOption = "",
     kv_budget: BudgetOption = 4096,
     kv_keep_host: HostOption = False,
+    kv_cap: CapOption = None,
     queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are told to come later.")] = 512,
     grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs when stopped.")] = 30.0,
     silence: Annotated[float, typer.Option(min=0.5, help="Seconds without a step before the engine is dead.")] = 300.0,
@@ -94,7 +99,7 @@ def run(
         "context": context, "cache_bytes": None if cache is None else int(cache * 2**30),
         "batch_requests": batch_requests, "batch_tokens": batch_tokens, "prefix_cache": prefix_cache,
         "devices": devices, "kv": None if kv is None else str(kv),
-        **_selected(kv_select, kv_budget, kv_keep_host),
+        **_selected(kv_select, kv_budget, kv_keep_host), "cap": _cap(kv_cap, kv, kv_select),
     }  # fmt: skip
     limits = Limits(queue=queue, grace_seconds=grace, silence_seconds=silence, reader_seconds=reader, restarts=restarts)
     say(f"loading {model}")
@@ -118,6 +123,16 @@ def _selected(what: str, budget: int, keep_host: bool) -> dict[str, Any]:
     if keep_host and not what:
         raise SmeltError("--kv-keep-host is for --kv-select pages.")
     return {"select": {"budget": budget} if what else None, "residence": {} if keep_host else None}
+
+
+def _cap(tokens: int | None, kv: Path | None, select: str) -> int | None:
+    """Refused before a model is loaded, where that is possible."""
+    if tokens is not None and (kv is not None or select):
+        other = "--kv" if kv is not None else "--kv-select"
+        raise SmeltError(f"--kv-cap and {other} are two ways to hold keys and values; give one of them.")
+    if tokens is not None and tokens < 1:
+        raise SmeltError(f"--kv-cap {tokens} holds nothing; it is a number of tokens, some hundreds or thousands.")
+    return tokens
 
 
 def _adapters(given: list[str]) -> dict[str, str]:

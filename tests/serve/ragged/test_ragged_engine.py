@@ -22,7 +22,7 @@ from smelt.kv.scorers import scorer_named
 from smelt.kv.seen import Seen
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.ragged.carried import Carried, CarriedTexts
+from smelt.serve.engine.carried import Carried, CarriedTexts
 from smelt.serve.engine.ragged.memory import RaggedMemory
 from smelt.serve.engine.ragged.step import RaggedStep
 from smelt.serve.engine.request import Request

@@ -46,3 +46,11 @@ class Ledger:
         self.numbers[: len(order)], self.novelty[: len(order)] = self.numbers[order], self.novelty[order]
         self.length = len(order)
         return self.numbers[: self.length].clone()
+
+    def copy(self, cap: int) -> Ledger:
+        """The same with room for so many tokens, at least those in it."""
+        found = Ledger(cap, self.numbers.device)
+        found.numbers[: self.length] = self.numbers[: self.length]
+        found.novelty[: self.length] = self.novelty[: self.length]
+        found.length = self.length
+        return found

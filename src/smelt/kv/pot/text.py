@@ -9,20 +9,19 @@ from torch import Tensor
 
 from smelt.errors import ModelError, RecipeError, RequestError
 from smelt.kv.attention import attending, ordinary
-from smelt.kv.observe import check
-from smelt.kv.pot.catalyst import attention_of, pooled
+from smelt.kv.pot.distiller import Distiller
 from smelt.kv.pot.infinipot import InfiniPot
 from smelt.kv.pot.novelty import Ledger, surprise
 from smelt.kv.pot.pot import Pot
-from smelt.kv.pot.rotary import renumbering
+from smelt.kv.pot.size import PotSize
 from smelt.kv.pot.words import Tokens, Words
 from smelt.models.model import Model
 
 
 class TextStream:
     """A pot of `cap` tokens. It is filled up to `cap - room`; then it is cooked down to `keep` tokens, and reading goes
-    on. `room` is left free for the catalyst prompt, and for what is asked and answered. Of the paper's sizes only that
-    of the pot is known: that a half is kept, and an eighth left free, are defaults of ours.
+    on. `room` is left free for the catalyst prompt, and for what is asked and answered; that it is an eighth is a
+    default of ours.
 
     What a network remembers of a token was computed from what the pot held when the token came, so text that was lost
     may still speak through what came after it.
@@ -38,17 +37,19 @@ class TextStream:
         rule: InfiniPot | None = None,
         chunk: int = 512,
     ) -> None:
-        check(model)
+        distiller = Distiller(model, rule or InfiniPot())
         if model.kv is not None:
             raise ModelError(f"this model keeps keys and values as {model.kv}; a pot cannot yet, so load it without.")
-        self.model, self.rule, self.cap, self.chunk = model, rule or InfiniPot(), cap, chunk
+        if chunk < 1:
+            raise RecipeError(f"chunk is {chunk}; it is how many tokens are read at once, so at least 1.")
+        self.model, self.rule, self.cap, self.chunk = model, distiller.rule, cap, chunk
+        self._distiller, self._prompt = distiller, distiller.prompt
         self._network: Any = model.network
         self._words = Words(model.network, model.tokenizer)
-        self._renumbered = renumbering(model.network)
-        self._prompt = self._words.tokens(self.rule.prompt)  # [prompt]
-        self.keep = cap // 2 if keep is None else keep
-        self.room = max(cap // 8, len(self._prompt)) if room is None else room
-        self._check_sizes()
+        window = getattr(self._network.config, "max_position_embeddings", None)
+        room = max(cap // 8, len(self._prompt)) if room is None else room
+        self._size = PotSize.of(cap, keep, room, len(self._prompt), window)
+        self.keep, self.room = self._size.keep, self._size.room
         parts = [part for part in model.anatomy.parts if part.kind == "heads"]
         self._scales = {part.block: _scale(part.holder, part.head_dim) for part in parts}
         self.pot = Pot(cap, model.network.config)
@@ -57,22 +58,6 @@ class TextStream:
         with ordinary(self._network):
             self.pot.allocate(lambda: self._read(self._prompt[:1]))
         self.cooked = 0  # how often it was cooked down
-
-    def _check_sizes(self) -> None:
-        window = getattr(self._network.config, "max_position_embeddings", None)
-        if window and self.cap > window:
-            raise RecipeError(f"the cap is {self.cap} tokens, and this model was trained for {window}; take no more.")
-        if self.room < len(self._prompt):
-            raise RecipeError(
-                f"room is {self.room} tokens, and the catalyst prompt has {len(self._prompt)}; make room larger."
-            )
-        if not 1 <= self.keep < self.cap - self.room:
-            raise RecipeError(
-                f"a cap of {self.cap} tokens with {self.room} left free cannot keep {self.keep} and read more; "
-                "keep at least 1 and fewer than cap - room."
-            )
-        if self.chunk < 1:
-            raise RecipeError(f"chunk is {self.chunk}; it is how many tokens are read at once, so at least 1.")
 
     @property
     def bytes(self) -> int:
@@ -95,9 +80,9 @@ class TextStream:
         waiting = self._words.tokens(text, begins=not self.seen)
         with ordinary(self._network):
             while len(waiting):
-                if self.length >= self.cap - self.room:
+                if self.length >= self._size.full:
                     self._cook_down()
-                piece = waiting[: min(self.chunk, self.cap - self.room - self.length)]
+                piece = waiting[: min(self.chunk, self._size.full - self.length)]
                 self._take(piece)
                 waiting = waiting[len(piece) :]
 
@@ -156,20 +141,15 @@ class TextStream:
         length, attention = self.length, {}
 
         def listen(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-            attention[layer] = pooled(attention_of(queries, keys, self._scales[layer]), self.rule.kernel)
+            attention[layer] = self._distiller.attention(queries, keys, self._scales[layer])
 
         with self.pot.aside(), attending(self._network, listen=listen):
             self._read(self._prompt)
         novel = self._ledger.keep(self.rule.novel(self.keep))
-        turned = self._turned if self.rule.renumber else None
         for layer, held in enumerate(self.pot.layers):
-            numbers = held.numbers[:, :length].contiguous()
-            self.pot.keep(layer, self.rule.places(attention[layer], numbers, novel, self.keep), turned=turned)
+            places = self._distiller.places(attention[layer], held.numbers[:, :length], novel, self.keep)
+            self.pot.keep(layer, places, turned=self._distiller.turned)
         self.cooked += 1
-
-    def _turned(self, keys: Tensor, slots: Tensor) -> Tensor:
-        """Keys [kv_heads, kept, width] that stood at the positions of these slots [kv_heads, kept], now at 0, 1, ..."""
-        return self._renumbered(keys, slots, torch.arange(slots.shape[1], device=slots.device).expand_as(slots))
 
     def _read_all(self, ids: Tensor) -> Tensor:
         """Hidden states [tokens, width] of any number of tokens, some at a time."""

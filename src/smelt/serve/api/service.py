@@ -68,7 +68,7 @@ class Service:
         tokenizer = await asyncio.to_thread(tokenizer_of, Path(facts["folder"]))
         if tokenizer is None:
             raise ModelError(f"{self.settings.model} has no tokenizer: text cannot be served with it.")
-        self._settle(tokenizer, min(self.context, facts["blocks"] * facts["block"]) - 1)
+        self._settle(tokenizer, facts["longest"] - 1)
         supervisor.meters = self.meters
         self.meters.observe_engine(client.state)
 

@@ -65,7 +65,8 @@ class ClusterClient(EngineClient):
         while len(self._facts) < self._serve.placement.replicas:
             await self.look()
         every = list(self._facts.values())
-        self.facts = {**every[0], "folder": folder, "blocks": min(facts["blocks"] for facts in every)}
+        least = {name: min(facts[name] for facts in every) for name in ("blocks", "longest")}
+        self.facts = {**every[0], "folder": folder, **least}
 
     async def look(self) -> list[str]:
         """Ask all replicas how they are: the names of those that have gone since."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from smelt.errors import ModelError, RequestError
+from smelt.errors import ModelError, RequestError, ResourceError
 from smelt.kv.observe import check, shape_of
+from smelt.kv.pot.cap import Cap
+from smelt.kv.pot.distiller import Distiller
 from smelt.kv.profile import Profile
 from smelt.kv.retention import Retention
 from smelt.kv.select.resident import Residence
@@ -19,6 +22,10 @@ from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import block_bytes
 from smelt.serve.engine.blocks import BlockPool
+from smelt.serve.engine.capped.held import HeldPot
+from smelt.serve.engine.capped.memory import CappedMemory
+from smelt.serve.engine.capped.pages import pot_block_bytes
+from smelt.serve.engine.capped.runner import CappedRunner
 from smelt.serve.engine.memory import Memory, PlainMemory
 from smelt.serve.engine.ragged.cache import RaggedCache, page_bytes
 from smelt.serve.engine.ragged.memory import RaggedMemory
@@ -95,6 +102,35 @@ def selecting_parts(
         context=sizes.context, selection=selection, residence=residence, compiled=compiled, adapters=adapters,
     )  # fmt: skip
     return sizes.scheduler(memory, sizes.batch_tokens, sizes.chunk), runner
+
+
+def capped_parts(
+    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool, cap: Cap
+) -> tuple[Scheduler, AnyRunner]:
+    """Each request's keys and values are a pot. A step computes a chunk of a prompt beside a token of every request."""
+    if len(devices) > 1:
+        raise ModelError("a cap is not kept on several devices yet: use one.")
+    distiller = Distiller(model, cap.rule)
+    window = getattr(model.network.config, "max_position_embeddings", None)
+    size = cap.size(len(distiller.prompt), window, sizes.block)
+    most = -(-size.cap // sizes.block)
+    each = pot_block_bytes(model.anatomy, sizes.block, model.network.dtype)
+    blocks = sizes.blocks(each, sizes.batch_requests * most, model.device)
+    if blocks < most:
+        raise ResourceError(
+            f"the memory for keys and values holds {blocks * sizes.block:,} tokens, and the cap is {size.cap:,}, which "
+            f"takes {most * each:,} bytes; give more memory, or a smaller cap."
+        )
+    empty = partial(HeldPot.empty, size.cap, model.device)
+    pool = BlockPool(blocks, sizes.block, prefix_cache=False)
+    memory = CappedMemory(pool, size, empty, carry=sizes.prefix_cache)
+    chunk = sizes.chunk or sizes.batch_tokens
+    tokens = chunk + sizes.batch_requests
+    runner = CappedRunner(
+        model, distiller, size, blocks=blocks, size=sizes.block, most_tokens=tokens, most_requests=sizes.batch_requests,
+        compiled=compiled, adapters=adapters,
+    )  # fmt: skip
+    return sizes.scheduler(memory, tokens, chunk), runner
 
 
 def retention_of(model: Model, kv: Retention | Profile | str | Path, block: int) -> Retention:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from smelt.errors import ModelError, RecipeError, RequestError
+from smelt.kv.pot.cap import Cap
 from smelt.kv.profile import Profile
 from smelt.kv.retention import Retention
 from smelt.kv.select.resident import Residence
@@ -19,7 +20,7 @@ from smelt.kv.select.selection import Selection
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
-from smelt.serve.engine.assembly import Sizes, plain_parts, ragged_parts, retention_of, selecting_parts
+from smelt.serve.engine.assembly import Sizes, capped_parts, plain_parts, ragged_parts, retention_of, selecting_parts
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.forms import Forms
 from smelt.serve.engine.request import Request, State
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("smelt.engine")
 Kind = TypeVar("Kind")
+ENDLESS = 2**30  # tokens that no text has
 
 
 class Event(NamedTuple):
@@ -80,6 +82,7 @@ class Engine:
         kv: Retention | Profile | str | Path | None = None,  # heads keep so many tokens: `smelt kv profile`
         select: Selection | Mapping[str, Any] | None = None,  # nothing is evicted: pages that a token attends to
         residence: Residence | Mapping[str, Any] | None = None,  # with `select`: pages in the host's memory
+        cap: Cap | int | None = None,  # tokens that a request holds, however long its text; the rest is distilled
     ) -> None:
         home = "cpu" if devices > 1 else device  # a model that is split comes to its devices in parts
         self.model = load(model, device=home, packed=devices == 1) if isinstance(model, str) else model
@@ -88,16 +91,21 @@ class Engine:
         if self.model.kv is not None:
             told = "%s was made with keys and values in %s; the engine holds them in the model's own type for now."
             log.warning(told, self.model.source or "this model", self.model.kv)
-        self.context = _context(self.model, context)
+        self.cap = Cap(cap) if isinstance(cap, int) else cap
+        self.context = _context(self.model, context) if self.cap is None else _endless(context)
         self.vocabulary: int = self.model.network.config.get_text_config().vocab_size
         self.adapters = Adapters(self.model, adapters or {})
         choice = _made(Selection, select)
         if kv is not None and choice is not None:
             raise RecipeError("heads keep what a profile says, or pages are chosen and nothing is evicted; not both.")
+        if self.cap is not None and (kv is not None or choice is not None):
+            raise RecipeError("under a cap pots decide what is kept: leave out the profile, or the choice of pages.")
         block = block if choice is None else choice.page
         sizes = Sizes(self.context, cache_bytes, block, batch_tokens, batch_requests, chunk, queue, prefix_cache)
         given = (self.model, sizes, self.adapters, [device] * devices, compiled)
-        if choice is not None:
+        if self.cap is not None:
+            self.scheduler, self.runner = capped_parts(*given, self.cap)
+        elif choice is not None:
             self.scheduler, self.runner = selecting_parts(*given, choice, _made(Residence, residence))
         elif kv is None:
             self.scheduler, self.runner = plain_parts(*given)
@@ -119,7 +127,7 @@ class Engine:
         _check_prompt(prompt, self.context, self.vocabulary)
         matcher = None if sampling.form is None else self.forms.matcher(sampling.form)
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-        most = self.context if sampling.max_tokens is None else len(prompt) + sampling.max_tokens
+        most = self._most(len(prompt), sampling.max_tokens)
         self._names += 1
         requests: list[Request] = []
         for sample in range(sampling.n):
@@ -136,6 +144,18 @@ class Engine:
                 raise
             requests.append(request)
         return requests
+
+    def _most(self, prompt: int, asked: int | None) -> int:
+        """Tokens of prompt and answer. Who asks for no number gets what the context holds; under a cap, where it may
+        have no end, an answer as long as the cap."""
+        if asked is None:
+            return self.context if self.cap is None else prompt + self.cap.tokens
+        return prompt + asked
+
+    @property
+    def longest(self) -> int:
+        """Tokens of prompt and answer that a request could have."""
+        return self.scheduler.memory.holds(self.context)
 
     @property
     def pool(self) -> BlockPool:
@@ -295,3 +315,10 @@ def _context(model: Model, asked: int | None) -> int:
     if not 2 <= asked <= most:
         raise RequestError(f"a context of {asked:,} tokens is not possible; the model has {most:,} positions.")
     return asked
+
+
+def _endless(asked: int | None) -> int:
+    """Under a cap: positions do not end, so that only who asks for a limit gets one that is ever met."""
+    if asked is not None and asked < 2:
+        raise RequestError(f"a context of {asked:,} tokens has no room for a prompt and an answer; give at least 2.")
+    return ENDLESS if asked is None else asked

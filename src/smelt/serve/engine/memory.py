@@ -55,6 +55,10 @@ class Memory(ABC):
             low, high = (middle, high) if self.needed(request, middle) <= self.pool.blocks else (low, middle - 1)
         return low
 
+    def holds(self, context: int) -> int:
+        """Tokens of the longest text that a request could have, where a context has so many."""
+        return min(context, self.pool.blocks * self.pool.size)
+
     def state(self) -> dict[str, int]:
         """Numbers for an operator."""
         return {"blocks": self.pool.blocks, "blocks_used": self.pool.blocks - self.pool.free}

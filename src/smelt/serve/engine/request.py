@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
 from smelt.serve.engine.forms import Matcher
 from smelt.serve.engine.ragged.holding import Holding
 from smelt.serve.engine.sampling import Sampling
+
+if TYPE_CHECKING:
+    from smelt.serve.engine.capped.held import HeldPot
 
 
 class State(Enum):
@@ -36,6 +40,7 @@ class Request:
     under_way: int = 0  # tokens that steps under way will give
     blocks: list[int] = field(default_factory=list)  # of the cache, in order
     holding: Holding | None = None  # what these are, where clusters of heads have blocks of their own
+    pot: HeldPot | None = None  # what it knows of them, where they are a pot that is cooked down
     digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were computed
     registered: int = 0  # of its blocks: those that the prefix cache knows
     slot: int = -1  # its row in the runner's buffers

@@ -95,13 +95,18 @@ class Runner:
             request, start, stop = piece.request, piece.start, piece.start + piece.count
             here = slice(at, at + piece.count)
             self._write_table(request)
-            positions = np.arange(start, stop)
+            place = self._place(piece)
+            positions = np.arange(place, place + piece.count)
             blocks = self._tables[request.slot, positions // self.size]
             self._ids[here] = request.tokens[start:stop]
             self._positions[here] = positions
             self._places[here] = blocks.astype(np.int64) * self.size + positions % self.size
             at += piece.count
         return at
+
+    def _place(self, piece: Piece) -> int:
+        """Where the first token of a piece lies among those of its request, and so its position."""
+        return piece.start
 
     def _write_table(self, request: Request) -> None:
         held, count = self._written[request.slot]
@@ -112,7 +117,7 @@ class Runner:
             self._written[request.slot] = (request.blocks, len(request.blocks))
 
     def _pages(self, pieces: list[Piece], count: int) -> Pages:
-        lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)
+        lengths = np.array([self._place(piece) + piece.count for piece in pieces], dtype=np.int32)
         counts = [piece.count for piece in pieces]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         rows = [piece.request.slot for piece in pieces]

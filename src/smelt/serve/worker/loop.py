@@ -89,6 +89,7 @@ class Loop:
         return {
             "folder": self.folder,
             "context": engine.context,
+            "longest": engine.longest,
             "vocabulary": engine.vocabulary,
             "ends": list(engine.runner.ends),
             "path": engine.runner.path,

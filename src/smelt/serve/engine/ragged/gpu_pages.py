@@ -88,11 +88,13 @@ class RaggedPages:
         return Mixed(attend, logits)
 
     def _layer(self, layer: int, requests: int) -> tuple[HeadPages, int]:
-        """Whose pages are whose in a layer, and into how many parts a head's keys are split at most."""
+        """Whose pages are whose in a layer, and into how many parts a head's keys are split at most; made for the next
+        power of two of requests, so that few are made."""
         from smelt.kernels.gpu.chip import processors
         from smelt.kernels.gpu.paged import KEYS, splits_for
         from smelt.kernels.gpu.pages import HeadPages
 
+        requests = 1 << (requests - 1).bit_length()
         if (layer, requests) not in self._layers:
             cache = self.cache
             shares, chip = tuple(self.retention.parts[layer].tolist()), processors(cache.keys.device)

@@ -1,0 +1,127 @@
+"""A hard cap: does what a request holds, and the time it takes, stay the same however long its text is?
+
+    PYTHONPATH=benchmarks python benchmarks/serve/kv_cap.py [--tokens 20000] [--cap 512] [--answer 1000]
+
+SmolLM2-135M in its own four bits, one request with a prompt of many tokens of the default text, on one thread; under a
+cap, and on plain pages, whose prompt ends where the model's positions do. Over every thousand tokens: the bytes of the
+pages that the request holds, and the seconds, by the clock and of the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import torch
+from common import table, write
+
+from smelt.data.default import default_documents
+from smelt.serve.engine.attention import block_bytes
+from smelt.serve.engine.capped.pages import pot_block_bytes
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.request import Request
+from smelt.serve.engine.sampling import Sampling
+
+MODEL, STEP, CHUNK = "smollm2-135m", 1000, 250
+
+
+def main() -> None:
+    options = _options()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    for name, cap in ((f"a cap of {options.cap}", options.cap), ("plain pages", None)):
+        engine = Engine(MODEL, cap=cap, batch_requests=1, chunk=CHUNK)
+        rows.append({"engine": name, "path": engine.runner.path, **measured(engine, options.tokens, options.answer)})
+        write("serve_kv_cap", rows, _text(rows, options))
+
+
+def measured(engine: Engine, tokens: int, answer: int) -> dict[str, Any]:
+    """Over each thousand tokens of the prompt, and over the answer."""
+    tokens = min(tokens, engine.context - answer)
+    sampling = Sampling(max_tokens=answer, temperature=0, ignore_end=True)
+    request = engine.submit(_words(engine, tokens), sampling)[0]
+    steps, stretch = [], Stretch(engine)
+    while engine.busy:
+        engine.step()
+        stretch.see(request)
+        if len(request.output) <= 1 and request.computed >= min((len(steps) + 1) * STEP, tokens):
+            steps.append(stretch.end())
+            print(steps[-1], flush=True)
+    said = stretch.end()
+    return {"prompt": tokens, "steps": steps, "answer": said, "cooked": getattr(engine.runner, "cooked", 0)}
+
+
+class Stretch:
+    """Some tokens of one request: what it held at most, and how long a thousand of them took."""
+
+    def __init__(self, engine: Engine) -> None:
+        anatomy, dtype, size = engine.model.anatomy, engine.model.network.dtype, engine.pool.size
+        self._block = (block_bytes if engine.cap is None else pot_block_bytes)(anatomy, size, dtype)
+        self._seen = 0
+        self._begin()
+
+    def see(self, request: Request) -> None:
+        self._bytes = max(self._bytes, len(request.blocks) * self._block)
+        self._seen = request.computed
+
+    def end(self) -> dict[str, float]:
+        """And begin another."""
+        thousands = (self._seen - self._first) / 1000
+        found = {
+            "tokens": self._seen, "bytes": self._bytes, "seconds": (time.perf_counter() - self._wall) / thousands,
+            "processor": (time.process_time() - self._busy) / thousands,
+        }  # fmt: skip
+        self._begin()
+        return found
+
+    def _begin(self) -> None:
+        self._bytes, self._first = 0, self._seen
+        self._wall, self._busy = time.perf_counter(), time.process_time()
+
+
+def _words(engine: Engine, count: int) -> list[int]:
+    text = "\n".join(default_documents("evaluation").values())
+    words: list[int] = engine.model.tokenizer(text, verbose=False)["input_ids"]  # type: ignore[misc]
+    return (words * -(-count // len(words)))[:count]
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tokens", type=int, default=20_000, help="of the prompt")
+    parser.add_argument("--answer", type=int, default=1000, help="tokens of the answer")
+    parser.add_argument("--cap", type=int, default=512)
+    return parser.parse_args()
+
+
+def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
+    most = max(len(row["steps"]) for row in rows)
+    lines = [
+        [f"{(at + 1) * STEP:,}", *(cell for row in rows for cell in _cells(row["steps"][at : at + 1]))]
+        for at in range(most)
+    ]
+    lines.append(["answer", *(cell for row in rows for cell in _cells([row["answer"]]))])
+    headings = ["tokens", *(cell for row in rows for cell in (f"{row['engine']}: MB", "s", "processor s"))]
+    told = "; ".join(
+        f"{row['engine']}: {row['path']}, a prompt of {row['prompt']:,} tokens"
+        + (f", cooked down {row['cooked']} times" if row["cooked"] else "")
+        for row in rows
+    )
+    return (
+        "# One request under a hard cap\n\n"
+        f"{MODEL}, one thread, chunks of at most {CHUNK} tokens, answers of {options.answer:,}. {told}. Over each "
+        "thousand tokens of the prompt, and over the answer: what the request held of keys and values at most, and how "
+        "long a thousand tokens took, by the clock and of the processor. A stretch ends with the step that passes its "
+        "thousand, or with the prompt. One run.\n\n" + table(headings, lines) + "\n"
+    )
+
+
+def _cells(found: list[dict[str, float]]) -> list[str]:
+    if not found:
+        return ["", "", ""]
+    step = found[0]
+    return [f"{step['bytes'] / 1e6:.1f}", f"{step['seconds']:.1f}", f"{step['processor']:.1f}"]
+
+
+if __name__ == "__main__":
+    main()

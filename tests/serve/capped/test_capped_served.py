@@ -1,0 +1,68 @@
+"""`smelt serve MODEL --kv-cap N` over HTTP: texts longer than the model's context, and memory that does not grow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.serve.served import CONTEXT, Server, pieces, start
+
+CAP, BLOCK = 256, 16
+MOST = CAP // BLOCK
+CONTEXT_GIVEN = 10_000
+TEXT = "once upon a time there was a cache that forgot what nobody looked at. " * 90
+
+
+@pytest.fixture(scope="module")
+def small(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("capped")
+    options = ("--batch-requests", "4", "--batch-tokens", "64", "--context", str(CONTEXT_GIVEN))
+    found = start(model_folder, folder, "--kv-cap", str(CAP), *options)
+    yield found
+    found.wait_until_idle()
+    assert found.end() == 0, found.log.read_text()
+
+
+def test_a_prompt_longer_than_the_models_context(small: Server) -> None:
+    assert len(TEXT) > 3 * CONTEXT and small.state()["path"].endswith(f"pots of {CAP} tokens")
+    assert small.state()["blocks"] == 4 * MOST  # four requests of any length
+    answer = small.complete(TEXT, max_tokens=300, ignore_eos=True)
+    assert answer["usage"]["prompt_tokens"] == len(TEXT) and answer["usage"]["completion_tokens"] == 300
+    assert small.complete(TEXT, max_tokens=300, ignore_eos=True)["choices"] == answer["choices"]
+
+
+def test_a_conversation_goes_on_from_its_pot(small: Server) -> None:
+    prompt = list(TEXT.encode()[:3000])
+    for turn in range(3):
+        answer = small.complete(prompt, max_tokens=8, ignore_eos=True, return_token_ids=True)
+        found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert found == (0 if turn == 0 else len(prompt) - 101)
+        prompt += [*answer["choices"][0]["token_ids"], *b"x" * 100]
+
+
+def test_an_answer_without_a_limit_ends(small: Server) -> None:
+    body = {"messages": [{"role": "user", "content": TEXT[:3000]}], "temperature": 0, "ignore_eos": True}
+    answer = small.post("/v1/chat/completions", body).json()
+    assert answer["usage"]["completion_tokens"] == CAP and answer["choices"][0]["finish_reason"] == "length"
+    assert answer["usage"]["prompt_tokens"] > 3000
+
+
+def test_several_clients_at_once_and_one_who_leaves(small: Server) -> None:
+    body = {"prompt": TEXT, "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "stream": True}
+    with small.http.stream("POST", small.url + "/v1/completions", json=body) as response:
+        next(response.iter_lines())
+        assert 0 < small.state()["blocks_used"] <= MOST
+    small.wait_until_idle()
+    with small.http.stream("POST", small.url + "/v1/completions", json={**body, "max_tokens": 20, "n": 3}) as response:
+        found = pieces(response)
+    texts = ["".join(c["text"] for e in found for c in e["choices"] if c["index"] == at) for at in range(3)]
+    assert texts[0] and len(set(texts)) == 1
+    small.wait_until_idle()
+
+
+def test_only_a_context_that_was_given_limits(small: Server) -> None:
+    assert small.get("/v1/models").json()["data"][0]["max_model_len"] == CONTEXT_GIVEN
+    refused = small.post("/v1/completions", {"prompt": TEXT * 2, "max_tokens": 1})
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"
