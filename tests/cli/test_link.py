@@ -28,6 +28,19 @@ def test_under_torchrun_it_measures_and_writes_what_it_shows(tmp_path: Path) -> 
     assert all(name in done.stdout for name in methods if "," not in name)
 
 
+def test_methods_are_tried_between_nodes(tmp_path: Path) -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    options = ["--parameters", "1e5", "--density", "0.01", "--methods", "bf16", "--node-size", "2"]
+    call = [*start, "-m", "smelt.cli.main", "link", *options, "--json", str(tmp_path / "link.json")]
+    done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Link of 2 nodes of 2 workers, gloo") == 1
+    found = json.loads((tmp_path / "link.json").read_text())
+    methods = {each["method"]: each for each in found["methods"]}
+    assert (found["node"], found["link"]["workers"], methods["ddp"]["bytes"]) == (2, 2, 600_000)
+    assert methods["bf16"]["bytes"] == 100_004  # half of a share to the one who adds, half back, and a mark
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

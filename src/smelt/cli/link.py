@@ -8,14 +8,16 @@ from typing import Annotated, Any
 import torch
 import torch.distributed as distributed
 import typer
+from torch.nn import functional
 
 from smelt.cli.output import DeviceOption, JsonOption, SeedOption, console, say, table, write_json
 from smelt.errors import DataError, RecipeError, ResourceError
 from smelt.report.numbers import count
 from smelt.train.auto import candidate
 from smelt.train.compressors import COMPRESSORS, SAGE, HardThreshold
+from smelt.train.hierarchy import Nodes
 from smelt.train.link import Link, measure_link
-from smelt.train.predict import HEADINGS, Prediction, predict, predict_ddp, rows_of
+from smelt.train.predict import HEADINGS, Prediction, agreed, predict, predict_ddp, rows_of
 from smelt.train.rehearsal import imagined, imagined_gradient, label, rehearse
 from smelt.train.timed import now, slowest
 from smelt.train.workers import Workers
@@ -29,6 +31,10 @@ BackwardOption = Annotated[
     float,
     typer.Option("--backward-ms", min=0, help="How long backward takes; plain DDP hides its communication behind it."),
 ]
+NodeOption = Annotated[
+    int | None,
+    typer.Option("--node-size", min=2, help="Workers of a node: dense inside it, methods are tried between nodes."),
+]
 MethodsOption = Annotated[
     str | None, typer.Option("--methods", help="Only these, with commas between them: bf16,exdyna,powersgd.")
 ]
@@ -39,6 +45,7 @@ def run(
     density: DensityOption = 0.001,
     backward_ms: BackwardOption = 0.0,
     methods: MethodsOption = None,
+    node: NodeOption = None,
     device: DeviceOption = "cpu",
     json_file: JsonOption = None,
     seed: SeedOption = 0,
@@ -50,25 +57,31 @@ def run(
     place = _join(device)
     try:
         workers = Workers()
+        nodes = None if node is None else Nodes.of(workers, node)
         link = measure_link(workers, place)
         layout = imagined(int(parameters))
         gradient = imagined_gradient(layout, workers, place, seed)
         plain = predict_ddp(layout.size, link, backward_ms / 1000)
         rounding = slowest([_rounding(gradient)], workers, place)[0]
         half = predict_ddp(layout.size, link, backward_ms / 1000, 2, rounding, "ddp, bf16 hook")
-        found = [plain, half]
+        found, handling, between = [plain, half], 0.0, workers
+        if nodes is not None:
+            gradient, handling = _inside(gradient, nodes)
+            layout, between = nodes.share(layout), nodes.peers
+            link = measure_link(between, place)
         for compressor in compressors:
             if not workers.rank:
                 say(f"trying {label(compressor)}")
-            found.append(predict(rehearse(compressor, gradient, layout, workers, link)))
+            made = predict(rehearse(compressor, gradient, layout, between, link), handling)
+            found.append(agreed(made, workers, place))
         if not workers.rank:
-            show(link, found, int(parameters))
-            write_json(json_file, _content(link, found, int(parameters), density, backward_ms))
+            show(link, found, int(parameters), node)
+            write_json(json_file, _content(link, found, int(parameters), density, backward_ms, node))
     finally:
         distributed.destroy_process_group()
 
 
-def show(link: Link, found: list[Prediction], parameters: int) -> None:
+def show(link: Link, found: list[Prediction], parameters: int, node: int | None) -> None:
     rows = [
         [
             name,
@@ -79,7 +92,7 @@ def show(link: Link, found: list[Prediction], parameters: int) -> None:
         ]
         for name, line in link.lines.items()
     ]
-    title = f"Link of {link.workers} workers, {link.backend}"
+    title = f"Link of {link.workers} {'workers' if node is None else f'nodes of {node} workers'}, {link.backend}"
     console.print(table(title, ["collective", "alpha, us", "MB/s", "spread, %", "bytes"], rows))
     console.print(table(f"A step's gradients, {count(parameters)} parameters, ms", HEADINGS, rows_of(found, found[0])))
     best = min(found, key=lambda each: each.exposed)
@@ -91,6 +104,16 @@ def show(link: Link, found: list[Prediction], parameters: int) -> None:
     )
 
 
+def _inside(gradient: torch.Tensor, nodes: Nodes) -> tuple[torch.Tensor, float]:
+    """This worker's share of its node's mean, and the seconds that a step spends inside the node."""
+    whole = functional.pad(gradient, (0, -len(gradient) % nodes.inside.size))
+    nodes.gather(nodes.reduce(whole))  # opens connections
+    start = now(gradient.device)
+    share = nodes.reduce(whole)
+    nodes.gather(share)
+    return share, now(gradient.device) - start
+
+
 def _rounding(gradient: torch.Tensor) -> float:
     """Seconds to 16 bits and back."""
     start = now(gradient.device)
@@ -99,12 +122,13 @@ def _rounding(gradient: torch.Tensor) -> float:
 
 
 def _content(
-    link: Link, found: list[Prediction], parameters: int, density: float, backward_ms: float
+    link: Link, found: list[Prediction], parameters: int, density: float, backward_ms: float, node: int | None
 ) -> dict[str, Any]:
     return {
         "parameters": parameters,
         "density": density,
         "backward_ms": backward_ms,
+        "node": node,
         "link": link.to_json(),
         "methods": [each.to_json() for each in found],
     }

@@ -73,6 +73,14 @@ svg text { fill: var(--soft); font-size: 12px; }
 .graph h3 { grid-column: 1 / -1; }
 .curve { fill: none; stroke: var(--blue); stroke-width: 2; vector-effect: non-scaling-stroke; }
 .spot { fill: var(--blue); fill-opacity: 0.55; }
+.run1 { stroke: #d55e00; stroke-dasharray: 7 3; } .run2 { stroke: #009e73; stroke-dasharray: 2 3; }
+.run3 { stroke: #cc79a7; stroke-dasharray: 9 3 2 3; } .run4 { stroke: #b08900; stroke-dasharray: 4 4; }
+.run5 { stroke: var(--grey); }
+.part0 { fill: var(--grey); background: var(--grey); } .part1 { fill: #56b4e9; background: #56b4e9; }
+.part2 { fill: #0b6fb0; background: #0b6fb0; } .part3 { fill: #d55e00; background: #d55e00; }
+.part4 { fill: #009e73; background: #009e73; }
+.entry { display: inline-block; margin-right: 20px; } .entry svg { display: inline-block; margin: 0 6px -1px 0; }
+.swatch { display: inline-block; width: 12px; height: 12px; border-radius: 3px; margin: 0 6px -1px 0; }
 .kept { fill: var(--blue); }
 .removed { fill: var(--hollow); stroke: var(--edge); }
 .timing {

@@ -22,16 +22,17 @@ from torch import Tensor
 
 from smelt.errors import RecipeError
 from smelt.train.auto_reducer import AutoReducer, settings_for
-from smelt.train.compression import Compression, Vector
+from smelt.train.compression import Compression
 from smelt.train.compressor import Compressor
 from smelt.train.compressors import COMPRESSORS, PowerSGD, compressor_named
 from smelt.train.decision import Decision, choose
 from smelt.train.dense import Dense
 from smelt.train.layout import Layout
 from smelt.train.link import Link, measure_link
-from smelt.train.predict import Prediction, predict, predict_ddp
+from smelt.train.predict import Prediction, agreed, predict, predict_ddp
 from smelt.train.rehearsal import rehearse
 from smelt.train.timed import now, slowest
+from smelt.train.vector import Vector
 
 log = logging.getLogger("smelt.train")
 
@@ -87,6 +88,7 @@ class AutoCompression(Compression):
         self.decision: Decision | None = None  # None: not yet, or it was made by the run that this one goes on from
         self.beside_backward = False  # whether gradients can be sent while backward goes on when nothing is compressed
         self._link: Link | None = None
+        self._plain_link: Link | None = None  # of DDP itself, which knows no nodes
         self._tried: list[tuple[Prediction, ...]] = []
         self._places: list[int] = []  # of the candidates that were tried
         self._finite = True
@@ -103,16 +105,17 @@ class AutoCompression(Compression):
 
     def pass_by(self) -> None:
         """DDP has sent the gradients of a step itself."""
-        for reducer in self._own():
-            reducer.pass_by()
+        workers = self.workers.size
+        for reducer, layout in zip(self._own(), self.layouts, strict=True):
+            reducer.pass_by(2 * (workers - 1) * 4 * layout.size // workers)
 
     def make_reducer(
         self, layout: Layout, device: torch.device, rate: Callable[[], float] | None, rollback: bool
     ) -> AutoReducer:
         assert isinstance(self.compressor, Auto)
-        candidates = self.compressor.candidates()
+        candidates, settings = self.compressor.candidates(), replace(self.settings, node=None)
         return AutoReducer(
-            self.compressor, candidates, layout, self.workers, self.settings, device, rate=rate, rollback=rollback
+            self.compressor, candidates, layout, self.between, settings, device, rate=rate, rollback=rollback
         )
 
     def put(self, name: str, gradient: Tensor) -> bool:
@@ -142,25 +145,27 @@ class AutoCompression(Compression):
         """Rehearse all candidates on a vector, if its gradients are finite everywhere."""
         if self.workers.size == 1:
             return
-        gradient = vector.flat / self._scale()
+        gradient = vector.given(self._scale())
         finite = self.workers.gather(gradient.isfinite().all().view(1), "agreement")
         self._finite &= bool(finite.all())
         if not self._finite:
             return
         assert isinstance(self.compressor, Auto)
         if self._link is None:
-            self._link = measure_link(self.workers, gradient.device)
+            self._link = measure_link(self.between, gradient.device)
+            self._plain_link = self._link if self.nodes is None else measure_link(self.workers, gradient.device)
         handling = slowest([_handling(vector)], self.workers, gradient.device)[0]
         found = {}
         for place, compressor in enumerate(self.compressor.candidates()):
-            settings = settings_for(compressor, replace(self.settings, check=False))
+            settings = settings_for(compressor, replace(self.settings, check=False, node=None))
             try:
                 layout = vector.reducer.layout
-                tried = rehearse(compressor, gradient, layout, self.workers, self._link, settings)
+                tried = rehearse(compressor, gradient, layout, self.between, self._link, settings)
             except RecipeError as error:  # the same on every worker: it does not go with the settings
                 log.info("auto leaves %s out: %s", compressor.name, error)
                 continue
-            found[place] = predict(tried, handling)
+            made = predict(tried, handling)
+            found[place] = made if self.nodes is None else agreed(made, self.workers, gradient.device)
         self._places = list(found)
         self._tried.append(tuple(found.values()))
 
@@ -173,10 +178,11 @@ class AutoCompression(Compression):
             self._finite, self._tried = True, []
             return
         assert self._link is not None
+        assert self._plain_link is not None
         device = self.vectors[0].flat.device
         backward, rest = slowest([median(self._clock.backward), median(self._clock.rest)], self.workers, device)
-        elements = sum(reducer.layout.size for reducer in self.reducers)
-        dense = predict_ddp(elements, self._link, backward, name="dense by DDP")
+        elements = sum(layout.size for layout in self.layouts)
+        dense = predict_ddp(elements, self._plain_link, backward, name="dense by DDP")
         if not self.beside_backward:
             dense = _total([methods[0] for methods in self._tried])
         chosen = torch.tensor(choose(self._tried, dense), device=device)
@@ -220,12 +226,14 @@ class _StepClock:
 
 
 def _handling(vector: Vector) -> float:
-    """Seconds in which the frame takes a vector in and hands it out."""
+    """Seconds in which the frame takes a vector in and hands it out, inside a node too."""
     device, other = vector.flat.device, vector.flat.clone()
     start = now(device)
     other.copy_(vector.flat)
     vector.flat.copy_(other / 1 * 1)
     other.copy_(vector.flat)
+    if vector.nodes is not None:
+        vector.nodes.gather(vector.given(torch.ones(1, device=device)))
     return now(device) - start
 
 

@@ -59,9 +59,9 @@ class AutoReducer(Reducer):
             self._inner.traffic = self.traffic  # of the last step, until there is another
         self._show()
 
-    def pass_by(self) -> None:
+    def pass_by(self, size: int) -> None:
         assert isinstance(self._inner, DenseReducer)
-        self._inner.pass_by()
+        self._inner.pass_by(size)
         self._show()
 
     def reduce(self, gradient: Tensor, *, used: Tensor | None = None) -> Tensor:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,11 +21,13 @@ from smelt.errors import RecipeError
 from smelt.train.compressor import Compressor
 from smelt.train.compressors.powersgd import PowerSGD
 from smelt.train.dense import Dense, DenseReducer
+from smelt.train.hierarchy import Nodes
 from smelt.train.layout import Layout
 from smelt.train.low_rank import LowRankReducer
 from smelt.train.reducer import Reducer
 from smelt.train.settings import Settings
 from smelt.train.traffic import Traffic, total
+from smelt.train.vector import Vector
 from smelt.train.workers import Workers
 
 Named = tuple[str, Tensor]
@@ -41,6 +45,11 @@ class Compressed(ABC):
     @abstractmethod
     def reducers(self) -> list[Reducer]:
         """In the same order on every worker."""
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Of whole vectors, the same on every worker: a reducer may have a part of one."""
+        return [reducer.layout for reducer in self.reducers]
 
     @property
     def steps(self) -> int:
@@ -82,20 +91,41 @@ class Compression(Compressed):
     ) -> None:
         self.compressor, self.workers, self.settings = compressor, workers, settings or Settings()
         self._scaler, self._watch_unused = scaler, watch_unused
+        self.nodes = None if self.settings.node is None else Nodes.of(workers, self.settings.node)
+        self.shards = 1 if self.nodes is None else self.nodes.inside.size
         rate = None if optimizer is None else _rate_of(optimizer)
-        self.vectors = [
-            Vector(
-                group[0][1].device,
-                self.make_reducer(Layout.of(group), group[0][1].device, rate, scaler is not None),
-            )
-            for group in _groups(list(parameters), vector_mb)
-        ]
+        self.vectors = []
+        for group in _groups(list(parameters), vector_mb):
+            layout, device = Layout.of(group), group[0][1].device
+            if self.nodes is not None:
+                workers.require_equal(str(layout), "model")
+            own = layout if self.nodes is None else self.nodes.share(layout)
+            reducer = self.make_reducer(own, device, rate, scaler is not None)
+            self.vectors.append(Vector(device, layout, reducer, self.nodes))
         self._home = {name: vector for vector in self.vectors for name in vector.views}
         self._next = 0  # vector to be reduced
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # each reduction: such as a clock
 
     @property
     def reducers(self) -> list[Reducer]:
         return [vector.reducer for vector in self.vectors]
+
+    @property
+    def layouts(self) -> list[Layout]:
+        return [vector.layout for vector in self.vectors]
+
+    @property
+    def between(self) -> Workers:
+        """Those that compressed gradients travel between: all workers, or one of each node."""
+        return self.workers if self.nodes is None else self.nodes.peers
+
+    @property
+    def traffic(self) -> Traffic:
+        return super().traffic + Traffic(inside=sum(vector.inside for vector in self.vectors))
+
+    @property
+    def total(self) -> Traffic:
+        return super().total + Traffic(inside=sum(vector.total_inside for vector in self.vectors))
 
     @property
     def plain(self) -> bool:
@@ -106,7 +136,8 @@ class Compression(Compressed):
         self, layout: Layout, device: torch.device, rate: Callable[[], float] | None, rollback: bool
     ) -> Reducer:
         """Of one vector."""
-        return reducer_of(self.compressor, layout, self.workers, self.settings, device, rate, rollback)
+        settings = replace(self.settings, node=None)
+        return reducer_of(self.compressor, layout, self.between, settings, device, rate, rollback)
 
     def put(self, name: str, gradient: Tensor) -> bool:
         """Take one gradient in; whether vectors were reduced because of it."""
@@ -115,7 +146,8 @@ class Compression(Compressed):
         self._home[name].put(name, gradient)
         before = self._next
         while self._next < len(self.vectors) and self.vectors[self._next].complete:
-            self.reduce_vector(self.vectors[self._next])
+            with self.around():
+                self.reduce_vector(self.vectors[self._next])
             self._next += 1
         return self._next > before
 
@@ -144,43 +176,6 @@ class Compression(Compressed):
     def _scale(self) -> Tensor:
         one = torch.ones(1, device=self.vectors[0].flat.device)
         return one if self._scaler is None else self._scaler.scale(one)  # the loss scale, without asking the device
-
-
-class Vector:
-    """Some parameters as one flat vector."""
-
-    def __init__(self, device: torch.device, reducer: Reducer) -> None:
-        self.reducer = reducer
-        self.flat = torch.zeros(reducer.layout.size, device=device)
-        self.views = {piece.name: view.view(piece.shape) for piece, view in reducer.layout.views(self.flat)}
-        self.arrived: set[str] = set()
-        self.done = False
-
-    @property
-    def complete(self) -> bool:
-        return not self.done and len(self.arrived) == len(self.views)
-
-    def put(self, name: str, gradient: Tensor) -> None:
-        self.views[name].copy_(gradient)
-        self.arrived.add(name)
-
-    def reduce(self, scale: Tensor, watch_unused: bool) -> None:
-        used = None
-        if watch_unused:
-            used = torch.stack([view.count_nonzero() > 0 for view in self.views.values()])
-        self.flat.copy_(self.reducer.reduce(self.flat / scale, used=used) * scale)
-        self.done = True
-
-    def take(self, name: str) -> Tensor:
-        assert self.done
-        self.arrived.discard(name)
-        if not self.arrived:
-            self.done = False
-        return self.views[name]
-
-    def clear(self) -> None:
-        self.arrived.clear()
-        self.done = False
 
 
 def _groups(parameters: list[Named], vector_mb: float | None) -> Iterator[list[Named]]:

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional
 
 from smelt.errors import RecipeError
-from smelt.train.compact import add_and_compact
+from smelt.kernels.compact import add_and_compact
 from smelt.train.compressor import Chosen, Sparsifier, State, Step, first_threshold
 from smelt.train.layout import Layout
 

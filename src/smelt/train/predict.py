@@ -8,11 +8,15 @@ it can be hidden but its last bucket, which is ready only when backward ends.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+import torch
 
 from smelt.train.link import Link
 from smelt.train.rehearsal import Rehearsal
+from smelt.train.timed import slowest
+from smelt.train.workers import Workers
 
 _BUCKET = 25 * 2**20  # bytes: DDP's default
 
@@ -44,6 +48,12 @@ def predict(rehearsal: Rehearsal, handling: float = 0.0) -> Prediction:
     """`handling`: seconds in which the frame copies the gradients in and out, whatever the compressor."""
     computing = rehearsal.computing + handling
     return Prediction(rehearsal.method, rehearsal.bytes, rehearsal.calls, rehearsal.communication, 0.0, computing)
+
+
+def agreed(made: Prediction, workers: Workers, device: torch.device) -> Prediction:
+    """The same on every worker: where there are nodes each has rehearsed a share of its own, and the slowest counts."""
+    size, communication, computing = slowest([made.bytes, made.communication, made.computing], workers, device)
+    return replace(made, bytes=int(size), communication=communication, computing=computing)
 
 
 def predict_ddp(

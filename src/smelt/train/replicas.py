@@ -55,6 +55,8 @@ def compress_replicas(
     units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
     if not units:
         raise RecipeError("compress_replicas takes a model that fully_shard was applied to; use compress_gradients.")
+    if settings is not None and settings.node is not None:
+        raise RecipeError("a model that is sharded inside its nodes has been reduced there; leave node at None.")
     peers = Workers(group)
     found = Replicas(compressor, settings or Settings(), distributed.get_world_size() // peers.size)
     for name, unit in units.items():

@@ -23,6 +23,7 @@ class Settings:
     )
     values: str = "float32"  # or float16, bfloat16, int8; what rounding loses stays in the residual
     slots: float | None = None  # room for indices, as a multiple of the target; None: counts first, then their length
+    node: int | str | None = None  # workers of a node, or "local": dense inside it, compressed between nodes; None: no
     check: bool = False  # compare what was applied and what is left with what was given, after every step
 
     def __post_init__(self) -> None:
@@ -33,6 +34,8 @@ class Settings:
             raise RecipeError(f"beta is {self.beta:g}; it must be above 0 and at most 1, which is no filter.")
         if self.slots is not None and not self.slots >= 1:
             raise RecipeError(f"slots is {self.slots:g}; it must be at least 1, or None.")
+        if self.node is not None and self.node != "local" and not (isinstance(self.node, int) and self.node >= 2):
+            raise RecipeError(f'node is {self.node!r}; it is the number of workers in a node, at least 2, or "local".')
 
     def require_fit(self, compressor: Compressor, has_rate: bool) -> None:
         """Refuse what does not go together."""

@@ -30,9 +30,9 @@ _FORMAT = 1
 def save(compression: Compressed, folder: Path) -> None:
     """Write a new folder, which all workers see; it is there as a whole or not at all."""
     workers = compression.workers
-    _together(workers, lambda: _refuse_existing(folder), f"{folder} could not be made on another worker.")
+    together(workers, lambda: _refuse_existing(folder), f"{folder} could not be made on another worker.")
     partial = folder.with_name(f".{folder.name}.partial")
-    _together(workers, lambda: write(compression, partial), f"another worker could not write its part of {folder}.")
+    together(workers, lambda: write(compression, partial), f"another worker could not write its part of {folder}.")
     if workers.rank == 0:
         partial.rename(folder)
     workers.gather(torch.zeros(1), "agreement")  # nobody goes on before the folder has its name
@@ -64,7 +64,7 @@ def load(compression: Compressed, folder: Path, *, resplit: bool = False) -> Non
         ranks = [compression.workers.rank] if same else range(facts["workers"])
         found.extend(_read_tensors(folder / _file(rank), compression) for rank in ranks)
 
-    _together(compression.workers, read, f"another worker could not go on from {folder}.")
+    together(compression.workers, read, f"another worker could not go on from {folder}.")
     for position, reducer in enumerate(compression.reducers):
         parts = [worker[position] for worker in found]
         reducer.restore(parts[0] if len(parts) == 1 and not _changed(facts, compression) else _shared(parts, reducer))
@@ -108,9 +108,7 @@ def _identity(compression: Compressed) -> dict[str, Any]:
     return {
         "compressor": {"name": compression.compressor.name, **asdict(compression.compressor)},
         "settings": asdict(compression.settings),
-        "vectors": [
-            [[piece.name, list(piece.shape)] for piece in reducer.layout.pieces] for reducer in compression.reducers
-        ],
+        "vectors": [[[piece.name, list(piece.shape)] for piece in layout.pieces] for layout in compression.layouts],
     }
 
 
@@ -171,7 +169,7 @@ def _refuse_existing(folder: Path) -> None:
         raise RecipeError(f"{folder} is there already; give every checkpoint a name of its own, such as step-1000.")
 
 
-def _together(workers: Workers, work: Any, sentence: str) -> None:
+def together(workers: Workers, work: Any, sentence: str) -> None:
     """Do something on every worker; if it fails on one, all end with a sentence."""
     failure: SmeltError | None = None
     try:

@@ -19,6 +19,7 @@ class Traffic:
     target: float = 0.0  # elements that the density asks for
     chosen: int = 0  # elements that were sent, |I|; what several workers send separately counts once
     slots: int = 0  # workers times the longest selection: what the gather of indices is padded to
+    inside: int = 0  # bytes from workers of the same node, where there are nodes; `bytes` is without them
 
     @property
     def bytes(self) -> int:

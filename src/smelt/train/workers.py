@@ -1,8 +1,9 @@
 """The workers of a run as the compressors see them: five collectives, each of which counts what arrives here.
 
 Bytes are those that reach one worker when a collective runs as a ring: an all-gather of m bytes brings (n-1) m, an
-all-reduce 2 (n-1)/n m, an all-to-all (n-1)/n m, a broadcast m to everyone but its source. Every byte of a step passes
-through this file, so the account is of what really travels: values, indices, counts, scales and padding alike.
+all-reduce 2 (n-1)/n m, a reduce-scatter or an all-to-all (n-1)/n m, a broadcast m to everyone but its source. Every
+byte of a step passes through this file, so the account is of what really travels: values, indices, counts, scales and
+padding alike.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from smelt.errors import RecipeError
 
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
+_reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
 
 
 class Workers:
@@ -44,6 +46,15 @@ class Workers:
             distributed.all_reduce(tensor, group=self.group)
             self._count(purpose, 2 * (self.size - 1) * _size(tensor) // self.size)
         return tensor
+
+    def scatter_sum(self, rows: Tensor, purpose: str) -> Tensor:
+        """[workers, ...] of every worker -> [...]: the sum over all workers of the row that is this one's."""
+        if self.size == 1 or not rows.numel():
+            return rows[0].clone()
+        summed = torch.empty_like(rows[0])
+        _reduce_scatter(summed.view(-1), rows.contiguous().view(-1), group=self.group)
+        self._count(purpose, (self.size - 1) * _size(rows) // self.size)
+        return summed
 
     def broadcast(self, tensor: Tensor, source: int, purpose: str) -> Tensor:
         """The tensor of one worker on all of them, in place."""

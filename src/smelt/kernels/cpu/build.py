@@ -15,6 +15,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from smelt.cache import cache_folder
@@ -25,27 +26,33 @@ NATIVE = "-march=native"
 # pools of threads would fight for the cores.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-w")
 # What is compiled, with flags of its own: the rounding of columns must give the bits of separate products and sums.
-UNITS = {"linear": (), "program": (), "feedback": ("-ffp-contract=off",)}
+UNITS: dict[str, tuple[str, ...]] = {"linear": (), "program": (), "feedback": ("-ffp-contract=off",)}
 _PATIENCE = 300  # seconds for the compiler
 
 
 def load_library(machine: str = NATIVE) -> ctypes.CDLL | None:
     """The library for this machine, compiled if it is not in the cache; None where that cannot be."""
+    return load_units(UNITS, _declared, machine)
+
+
+def load_units(
+    units: Mapping[str, tuple[str, ...]], declared: Callable[[ctypes.CDLL], ctypes.CDLL], machine: str = NATIVE
+) -> ctypes.CDLL | None:
+    """A library of other units, in the same manner."""
     if os.environ.get("SMELT_COMPILE") == "0" or platform.machine() not in ("x86_64", "AMD64"):
         return None
     try:
-        library = ctypes.CDLL(str(ensure_compiled(machine)))
-        return _declared(library)
+        return declared(ctypes.CDLL(str(ensure_compiled(machine, units))))
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
 
 
-def ensure_compiled(machine: str = NATIVE) -> Path:
+def ensure_compiled(machine: str = NATIVE, units: Mapping[str, tuple[str, ...]] = UNITS) -> Path:
     """The library's file."""
     compiler = _compiler()
-    path = cache_folder() / "kernels" / f"smelt-{_fingerprint(compiler, machine)}.so"
+    path = cache_folder() / "kernels" / f"smelt-{_fingerprint(compiler, machine, units)}.so"
     if not path.is_file():  # it got this name by a rename, so it is whole
-        _compile(compiler, machine, path)
+        _compile(compiler, machine, path, units)
     owner = path.stat()
     if owner.st_uid not in (os.geteuid(), 0) or owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{path} could have been written by another user")
@@ -59,11 +66,12 @@ def _compiler() -> str:
     raise FileNotFoundError("there is no C++ compiler")
 
 
-def _fingerprint(compiler: str, machine: str) -> str:
+def _fingerprint(compiler: str, machine: str, units: Mapping[str, tuple[str, ...]]) -> str:
     """Of all that the library depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE).stdout
-    parts = [version, " ".join((*FLAGS, machine)).encode(), str(UNITS).encode(), _processor()]
-    parts += [file.read_bytes() for file in sorted(SOURCE.iterdir())]
+    parts = [version, " ".join((*FLAGS, machine)).encode(), str(units).encode(), _processor()]
+    sources = (file for file in sorted(SOURCE.iterdir()) if file.suffix != ".cpp" or file.stem in units)
+    parts += [file.read_bytes() for file in sources]
     return hashlib.sha256(b"\0".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:16]
 
 
@@ -74,14 +82,14 @@ def _processor() -> bytes:
     return b"\n".join(next((line for line in lines if line.startswith(word)), b"") for word in wanted)
 
 
-def _compile(compiler: str, machine: str, path: Path) -> None:
+def _compile(compiler: str, machine: str, path: Path, units: Mapping[str, tuple[str, ...]]) -> None:
     """Beside its place, then renamed: two processes that compile at once both end with a whole file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling-") as folder:
-        parts, made = [Path(folder) / f"{name}.o" for name in UNITS], Path(folder) / "smelt.so"
+        parts, made = [Path(folder) / f"{name}.o" for name in units], Path(folder) / "smelt.so"
         commands = [
             [compiler, *FLAGS, *flags, machine, "-c", str(SOURCE / f"{name}.cpp"), "-o", str(part)]
-            for (name, flags), part in zip(UNITS.items(), parts, strict=True)
+            for (name, flags), part in zip(units.items(), parts, strict=True)
         ]
         for command in (*commands, [compiler, "-shared", *map(str, parts), "-o", str(made)]):
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_PATIENCE)

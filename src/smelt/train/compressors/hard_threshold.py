@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from smelt.train.compact import add_and_compact
+from smelt.kernels.compact import add_and_compact
 from smelt.train.compressor import Chosen, Independent, Step, first_threshold, require_positive
 
 

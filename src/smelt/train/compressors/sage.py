@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from smelt.train.compact import compact
+from smelt.kernels.compact import compact
 from smelt.train.compressor import Chosen, Independent, State, Step, first_threshold, require_positive
 from smelt.train.layout import Layout
 

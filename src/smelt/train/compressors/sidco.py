@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smelt.errors import RecipeError
-from smelt.train.compact import compact
+from smelt.kernels.compact import compact
 from smelt.train.compressor import Chosen, Independent, State, Step
 from smelt.train.layout import Layout
 

@@ -1,0 +1,145 @@
+"""Labelled images from plain files: NumPy archives without pickles, IDX (MNIST and its kin), CIFAR-10's binary form.
+
+An archive holds `x_train`, `y_train`, `x_test`, `y_test` as Keras has them, or `images` and `labels` of one part. IDX
+is a folder with `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and the same for `t10k`, each perhaps gzipped.
+CIFAR is a folder with `data_batch_1.bin` to `5` and `test_batch.bin`; its Python form is a pickle and is not read.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import os
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from smelt.data.files import MOST_BYTES
+from smelt.errors import DataError
+
+PARTS = ("train", "test")
+
+_IDX = {"train": "train", "test": "t10k"}
+_IDX_BYTES = 8  # the code of unsigned bytes
+_CIFAR = {"train": "data_batch_*.bin", "test": "test_batch.bin"}
+_CIFAR_SHAPE = (3, 32, 32)
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """Images and the class of each. `name` says where they come from."""
+
+    name: str
+    pixels: np.ndarray  # [images, channels, height, width] uint8
+    labels: np.ndarray  # [images] int64
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def classes(self) -> int:
+        return int(self.labels.max()) + 1
+
+
+def load_images(source: str | Path, part: str = "train") -> ImageData | None:
+    """One part of a data set; None where the source is of one part only and the other is asked for.
+
+    `source` is a file or folder, or the name of a folder below SMELT_DATA.
+    """
+    path = _where_is(source)
+    try:
+        found = _archive(path, part) if path.suffix == ".npz" else _folder(path, part)
+    except (OSError, EOFError, ValueError, KeyError, struct.error, zlib.error, zipfile.BadZipFile) as error:
+        raise DataError(f"{source} cannot be read as images ({' '.join(str(error).split())[:200]}).") from error
+    if found is None:
+        return None
+    return _checked(f"{source}/{part}", *found)
+
+
+def _where_is(source: str | Path) -> Path:
+    path = Path(source).expanduser()
+    if not path.exists():
+        path = Path(os.environ.get("SMELT_DATA", ".")) / str(source)
+    if not path.exists():
+        raise DataError(
+            f"there are no images at {source}: give an .npz file, a folder with IDX files or with CIFAR-10's binary "
+            "files, or the name of a folder below SMELT_DATA."
+        )
+    archives = sorted(path.glob("*.npz")) if path.is_dir() else []
+    return archives[0] if len(archives) == 1 else path
+
+
+def _archive(path: Path, part: str) -> tuple[np.ndarray, np.ndarray] | None:
+    with zipfile.ZipFile(path) as packed:
+        if sum(entry.file_size for entry in packed.infolist()) > MOST_BYTES:
+            raise DataError(f"{path} holds more than {MOST_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
+    with np.load(path, allow_pickle=False) as arrays:
+        names = set(arrays.files)
+        if {f"x_{part}", f"y_{part}"} <= names:
+            return arrays[f"x_{part}"], arrays[f"y_{part}"]
+        if {"images", "labels"} <= names:
+            return (arrays["images"], arrays["labels"]) if part == "train" else None
+        raise DataError(
+            f"{path} has the arrays {', '.join(sorted(names))}: expected x_{part} and y_{part}, or images and labels."
+        )
+
+
+def _folder(path: Path, part: str) -> tuple[np.ndarray, np.ndarray] | None:
+    batches = sorted(path.glob(_CIFAR[part])) if path.is_dir() else []
+    if batches:
+        rows = np.concatenate([_cifar_rows(batch) for batch in batches])
+        return rows[:, 1:].reshape(-1, *_CIFAR_SHAPE), rows[:, 0]
+    stem = _IDX[part]
+    images, labels = (_idx(path, f"{stem}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+    if images is not None and labels is not None:
+        return images, labels
+    if part == "test":
+        return None
+    raise DataError(
+        f"{path} holds no images that Smelt reads: expected one .npz, {stem}-images-idx3-ubyte with its labels, or "
+        "data_batch_1.bin."
+    )
+
+
+def _cifar_rows(path: Path) -> np.ndarray:
+    """[images, 3073] uint8: a label and the pixels"""
+    row = 1 + math.prod(_CIFAR_SHAPE)
+    content = np.fromfile(path, dtype=np.uint8)
+    if not len(content) or len(content) % row:
+        raise DataError(f"{path} has {len(content)} bytes, which is no whole number of images of {row} bytes.")
+    return content.reshape(-1, row)
+
+
+def _idx(folder: Path, name: str) -> np.ndarray | None:
+    """Two zero bytes, the type, the number of dimensions, each as a big-endian 32-bit number, then the values."""
+    path = next((each for each in (folder / name, folder / f"{name}.gz") if each.is_file()), None)
+    if path is None:
+        return None
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        content = file.read(MOST_BYTES)
+    zero, kind, dimensions = struct.unpack(">HBB", content[:4])
+    if zero or kind != _IDX_BYTES:
+        raise DataError(f"{path} is no IDX file of bytes.")
+    shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])
+    values = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions)
+    if len(values) != math.prod(shape):
+        raise DataError(f"{path} says it is {list(shape)} but holds {len(values):,} values.")
+    return values.reshape(shape)
+
+
+def _checked(name: str, pixels: np.ndarray, labels: np.ndarray) -> ImageData:
+    if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
+        raise DataError(f"{name} holds {pixels.dtype} {list(pixels.shape)}: expected bytes, an image a row.")
+    if not np.issubdtype(labels.dtype, np.integer) or labels.size != len(pixels) or not len(pixels):
+        raise DataError(f"{name} has {len(pixels):,} images and {labels.size:,} labels: expected a class for each.")
+    if pixels.ndim == 3:
+        pixels = pixels[:, None]
+    elif pixels.shape[1] not in (1, 3) and pixels.shape[-1] in (1, 3):
+        pixels = pixels.transpose(0, 3, 1, 2)
+    if int(labels.min()) < 0:
+        raise DataError(f"{name} has negative labels: classes are numbered from 0.")
+    return ImageData(name, np.ascontiguousarray(pixels), labels.reshape(-1).astype(np.int64))

@@ -1,0 +1,345 @@
+"""Nodes of two: nothing is lost, all workers agree bit for bit, and between nodes it is as if each were one worker."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as distributed
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import smelt.train.link
+import smelt.train.workers
+from smelt.errors import RecipeError
+from smelt.train.auto import Auto, AutoCompression
+from smelt.train.compression import Compression
+from smelt.train.compressor import Compressor
+from smelt.train.compressors import DGC, ExDyna, HardThreshold, MiCRO, PowerSGD, TopK
+from smelt.train.ddp import compress_gradients
+from smelt.train.hierarchy import part_of
+from smelt.train.replicas import compress_replicas
+from smelt.train.settings import Settings
+from smelt.train.state import load, save
+from smelt.train.workers import Workers
+from tests.train.parallel import outcomes, run
+from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
+from tests.train.test_ddp import Net, data_of
+
+LAYOUT = layout_of()
+PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in reversed(LAYOUT.pieces)]  # cut in this order again
+
+
+def compression_of(compressor: Compressor, node: int | str | None = 2, **settings: Any) -> Compression:
+    return Compression(PARAMETERS, compressor, Workers(), Settings(node=node, **settings))
+
+
+def advance(compression: Compression, gradients: list[Tensor]) -> list[Tensor]:
+    """What every step applies: [elements] each."""
+    found = []
+    for gradient in gradients:
+        for piece, view in LAYOUT.views(gradient):
+            compression.put(piece.name, view.view(piece.shape))
+        found.append(torch.cat([compression.take(piece.name).flatten() for piece in LAYOUT.pieces]))
+    return found
+
+
+def own_gradients(steps: int) -> list[Tensor]:
+    return [gradient_of(LAYOUT, number, rank()) for number in range(steps)]
+
+
+def pending(compression: Compression) -> Tensor:
+    """[elements] float64: what all nodes have not sent yet."""
+    (reducer,) = compression.reducers
+    size, place = reducer.layout.size, rank() % 2
+    whole = torch.zeros(2 * size, dtype=torch.float64)
+    whole[place * size : (place + 1) * size] = reducer.residual
+    distributed.all_reduce(whole)
+    return whole[: LAYOUT.size]
+
+
+def account(cases: list[tuple[Compressor, dict[str, Any]]]) -> list[tuple[str, float, Any]]:
+    """The name, the error of the sums over all steps, and the results."""
+    found = []
+    gradients = own_gradients(8)
+    for compressor, settings in cases:
+        compression = compression_of(compressor, check=True, **settings)
+        results = advance(compression, gradients)
+        given = torch.stack(gradients).double().sum(dim=0)
+        distributed.all_reduce(given)
+        compression.settle()
+        lost = given / 2 - 2 * torch.stack(results).double().sum(dim=0) - pending(compression)
+        found.append((compressor.name, float(lost.abs().max() / given.abs().max()), torch.stack(results).numpy()))
+    return found
+
+
+def test_nothing_is_lost_and_all_workers_hold_the_same() -> None:
+    kinds = [each for each in every_compressor(0.02) if each.name != "dgc"] + [DGC(density=0.02, momentum=0.0)]
+    cases: list[tuple[Compressor, dict[str, Any]]] = [(kind, {}) for kind in kinds]
+    cases += [(kind(density=0.02), each) for kind in (ExDyna, MiCRO) for each in ({"values": "int8"}, {"slots": 3.0})]
+    first, *others = run(4, account, cases)
+    assert len(first) == 19
+    for name, error, results in first:
+        assert error < 1e-5, name
+        assert results.any(), name
+    for each in others:
+        assert all((mine[2] == theirs[2]).all() for mine, theirs in zip(first, each, strict=True))
+
+
+def in_nodes(compressor: Compressor) -> Any:
+    return torch.stack(advance(compression_of(compressor), own_gradients(6))).numpy()
+
+
+def one_a_node(compressor: Compressor) -> Any:
+    """Two workers that are each given the mean of a node."""
+    means = [(gradient_of(LAYOUT, n, 2 * rank()) + gradient_of(LAYOUT, n, 2 * rank() + 1)) / 2 for n in range(6)]
+    return torch.stack(advance(compression_of(compressor, node=None), means)).numpy()
+
+
+def test_between_nodes_it_is_as_if_each_were_one_worker() -> None:
+    """A fixed threshold does not care how the vector is cut."""
+    kind = HardThreshold(density=0.02, threshold=0.02)
+    (expected, _), (found, *_) = run(2, one_a_node, kind), run(4, in_nodes, kind)
+    assert 0 < (expected != 0).mean() < 0.5
+    assert (found == expected).all()
+
+
+def test_density_one_is_the_plain_mean() -> None:
+    found = torch.from_numpy(run(4, in_nodes, TopK(density=1.0))[0])
+    expected = torch.stack([sum(gradient_of(LAYOUT, n, worker) for worker in range(4)) / 4 for n in range(6)])  # type: ignore[misc]
+    assert (found - expected).abs().max() < 1e-6
+
+
+def stop_and_go_on(compressors: list[Compressor], folder: Path) -> list[bool]:
+    gradients, found = own_gradients(8), []
+    for compressor in compressors:
+        expected = advance(compression_of(compressor), gradients)[-1]
+        first = compression_of(compressor)
+        advance(first, gradients[:5])
+        save(first, folder / compressor.name)
+        second = compression_of(compressor)
+        load(second, folder / compressor.name)
+        found.append(torch.equal(advance(second, gradients[5:])[-1], expected))
+    return found
+
+
+def of_another_size(folder: Path) -> None:
+    load(compression_of(ExDyna(density=0.02)), folder, resplit=True)
+
+
+def test_a_stopped_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    kinds = [ExDyna(density=0.02), DGC(density=0.02), PowerSGD(plain=3)]
+    assert run(4, stop_and_go_on, kinds, tmp_path) == [[True] * 3] * 4
+    for _, error in outcomes(6, of_another_size, tmp_path / "exdyna"):
+        assert "4 workers that hold parts of the model; start as many again" in error
+
+
+def spoil(settings: dict[str, Any], value: float) -> None:
+    gradients = own_gradients(3)
+    if rank() == 3:
+        gradients[1][5] = value  # of a parameter that lies in one share only
+    advance(compression_of(MiCRO(density=0.02), **settings), gradients)
+
+
+@pytest.mark.parametrize(("settings", "value"), [({}, torch.nan), ({"slots": 2.0}, torch.inf)], ids=str)
+def test_gradients_that_are_not_finite_are_one_sentence_on_every_worker(settings: dict[str, Any], value: float) -> None:
+    for result, error in outcomes(4, spoil, settings, value):
+        assert result is None
+        assert error.startswith("DataError: the gradients of step 1 are not finite")
+
+
+class Scaler(torch.amp.GradScaler):
+    """A loss scale of 1."""
+
+    def scale(self, outputs: Any) -> Any:
+        return outputs
+
+
+def skip_a_step() -> tuple[bool, bool]:
+    """A step that is not finite on one worker is so on all, and leaves no trace."""
+    scaler, gradients = Scaler("cpu"), own_gradients(3)
+    compression = Compression(PARAMETERS, MiCRO(density=0.02), Workers(), Settings(node=2), scaler=scaler)
+    expected = advance(compression_of(MiCRO(density=0.02)), [gradients[0], gradients[2]])
+    spoilt = gradients[1].clone()
+    if rank() == 3:
+        spoilt[5] = torch.inf
+    first, skipped, last = advance(compression, [gradients[0], spoilt, gradients[2]])
+    same = torch.equal(first, expected[0]) and torch.equal(last, expected[1])
+    return bool(skipped.isinf().all()), same
+
+
+def test_a_step_that_a_scaler_skips_leaves_no_trace() -> None:
+    assert run(4, skip_a_step) == [(True, True)] * 4
+
+
+def trained(node: int | None, branches: list[str]) -> tuple[Any, int, int, int]:
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+    compression = compress_gradients(model, MiCRO(density=0.05, sampled=0), Settings(node=node, check=True))
+    for number, branch in enumerate(branches):
+        inputs, labels = data_of(number, rank())
+        optimiser.zero_grad()
+        cross_entropy(model(inputs, branch), labels).backward()
+        optimiser.step()
+    parameters = torch.cat([each.detach().flatten() for each in model.parameters()]).numpy()
+    traffic = compression.traffic
+    return parameters, traffic.bytes, traffic.inside, len(compression.reducers[0].residual)
+
+
+def test_under_ddp_also_with_parameters_that_nobody_used() -> None:
+    branches = ["both", "left", "left", "right", "both"]
+    found = run(4, trained, 2, branches)
+    parameters, _, inside, share = found[0]
+    elements = len(parameters)
+    assert share == -(-elements // 2)
+    assert inside == 4 * share + 4 + 4 * share  # half of the sum, whether it is finite, and the other half
+    assert all((each[0] == parameters).all() for each in found)
+    flat = run(4, trained, None, branches)
+    assert flat[0][2] == 0
+    assert sum(each[1] for each in found) < 0.6 * sum(each[1] for each in flat)
+
+
+def leave_out() -> tuple[bool, bool]:
+    """Of the parameters that nobody used in the second step, whether some wait, and whether these were left alone."""
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    (reducer,) = compress_gradients(model, TopK(density=0.5), Settings(node=2)).reducers
+    waiting = []
+    for branch in ("both", "left"):
+        inputs, labels = data_of(0, rank())
+        model.zero_grad()
+        cross_entropy(model(inputs, branch), labels).backward()
+        views = [view for piece, view in reducer.layout.views(reducer.residual) if piece.name.startswith("right")]
+        waiting.append(torch.cat([torch.zeros(1), *views]))
+    return bool(waiting[0].any()), torch.equal(*waiting)
+
+
+def test_what_waits_for_a_parameter_that_nobody_used_goes_on_waiting() -> None:
+    found = run(4, leave_out)
+    assert any(some for some, _ in found)
+    assert all(same for _, same in found)
+
+
+def slow_between_nodes() -> None:
+    """For the rest of this process: 2 MB a second, but not inside a node."""
+    module: Any = smelt.train.workers
+    for place, name in ((distributed, "all_reduce"), (module, "_all_gather"), (distributed, "all_to_all_single")):
+        real = getattr(place, name)
+
+        def slowed(tensor: Tensor, *arguments: Any, real: Any = real, group: Any = None, **options: Any) -> Any:
+            nodes = {other // 2 for other in distributed.get_process_group_ranks(group)}
+            time.sleep(tensor.numel() * tensor.element_size() / 2e6 if len(nodes) > 1 else 0)
+            return real(tensor, *arguments, group=group, **options)
+
+        setattr(place, name, slowed)
+
+
+def by_itself() -> tuple[Any, Any, int, int]:
+    slow_between_nodes()
+    smelt.train.link._SIZES = (2**10, 2**13, 2**16)  # larger ones only take longer
+    torch.manual_seed(1)
+    model = DistributedDataParallel(torch.nn.Linear(500, 200))
+    compression = compress_gradients(model, Auto(density=0.01, methods=("micro",), steps=2), Settings(node=2))
+    assert isinstance(compression, AutoCompression)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in range(5):
+        optimiser.zero_grad()
+        model(
+            torch.randn(4, 500, generator=torch.Generator().manual_seed(10 * number + rank()))
+        ).square().mean().backward()
+        optimiser.step()
+    assert compression.decision is not None
+    decision = compression.decision.to_json()
+    return model.module.weight.detach().numpy(), decision, compression.traffic.bytes, compression.traffic.inside
+
+
+def test_auto_measures_between_nodes() -> None:
+    found = run(4, by_itself)
+    weight, decision, size, inside = found[0]
+    assert decision["choices"] == ["micro"]
+    assert decision["link"]["workers"] == 2
+    assert decision["uncompressed"]["bytes"] == 2 * 3 * 4 * (500 * 200 + 200) // 4  # of plain DDP between all four
+    assert size < 0.1 * decision["uncompressed"]["bytes"] / 2
+    assert inside == 4 * (500 * 200 + 200) + 4
+    for other in found[1:]:
+        assert (other[0] == weight).all()
+        assert other[1]["vectors"] == decision["vectors"]
+
+
+def of_shards() -> None:
+    model = fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))
+    compress_replicas(model, TopK(), distributed.group.WORLD, Settings(node=2))
+
+
+def test_sharded_models_are_reduced_inside_nodes_already() -> None:
+    for _, error in outcomes(2, of_shards):
+        assert "sharded inside its nodes has been reduced there; leave node at None" in error
+
+
+def tiny() -> list[float]:
+    """One element, two workers in a node: a share of padding alone."""
+    compression = Compression([("a", torch.zeros(1))], TopK(density=1.0), Workers(), Settings(node=2, check=True))
+    compression.put("a", torch.tensor([float(rank())]))
+    return [float(compression.take("a"))]
+
+
+def test_a_vector_shorter_than_a_node() -> None:
+    assert run(4, tiny) == [[1.5]] * 4
+
+
+def refusals(cases: list[tuple[int | str, str | None]]) -> list[str]:
+    """The sentence for each number of workers in a node, and what torchrun says it is."""
+    found = []
+    for node, told in cases:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+        if told is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = told
+        try:
+            compression_of(TopK(), node)
+            found.append("")
+        except RecipeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_nodes_that_cannot_be_are_one_sentence() -> None:
+    cases = {
+        (3, None): "4 workers cannot be nodes of 3",
+        (4, None): "all 4 workers are in one node",
+        ("local", None): "LOCAL_WORLD_SIZE is not set",
+        ("local", "4"): "all 4 workers are in one node",
+        ("local", "2"): "",
+    }
+    for found in run(4, refusals, list(cases)):
+        for told, sentence in zip(cases.values(), found, strict=True):
+            assert told in sentence
+            assert bool(told) == bool(sentence)
+
+
+@pytest.mark.parametrize("node", [1, 0, "all"])
+def test_a_node_that_is_none(node: Any) -> None:
+    with pytest.raises(RecipeError, match='at least 2, or "local"'):
+        Settings(node=node)
+
+
+@given(st.integers(1, 7), st.lists(st.integers(0, 3), min_size=1, max_size=3))
+def test_parts_tile_the_vector(parts: int, sides: list[int]) -> None:
+    layout = layout_of({"a": (3, *sides), "b": (4,), "c": (2, 5)})
+    size = -(-layout.size // parts)
+    found = [part_of(layout, number * size, size) for number in range(parts)]
+    assert {part.size for part in found} == {size}
+    flat = [name for part in found for piece in part.pieces for name in [piece.name] * piece.size]
+    expected = [name for piece in layout.pieces for name in [piece.name] * piece.size]
+    assert flat == expected + [""] * (parts * size - layout.size)
+    for part in found:
+        assert [piece.start for piece in part.pieces] == [
+            sum(p.size for p in part.pieces[:n]) for n in range(len(part.pieces))
+        ]
