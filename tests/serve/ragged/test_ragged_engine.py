@@ -21,8 +21,8 @@ from smelt.kv.scorer import Scorer
 from smelt.kv.scorers import scorer_named
 from smelt.kv.seen import Seen
 from smelt.models.model import Model
-from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.carried import Carried, CarriedTexts
+from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.ragged.memory import RaggedMemory
 from smelt.serve.engine.ragged.step import RaggedStep
 from smelt.serve.engine.request import Request

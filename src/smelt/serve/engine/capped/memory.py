@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from smelt.kv.pot.size import PotSize
 from smelt.serve.engine.blocks import BlockPool, root_digest
 from smelt.serve.engine.capped.held import HeldPot
-from smelt.serve.engine.memory import Memory
 from smelt.serve.engine.carried import CarriedTexts
+from smelt.serve.engine.memory import Memory
 from smelt.serve.engine.request import Request
 
 

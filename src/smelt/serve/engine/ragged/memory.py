@@ -12,8 +12,8 @@ import numpy as np
 
 from smelt.kv.retention import Counts, Kept, Retention
 from smelt.serve.engine.blocks import BlockPool, root_digest
-from smelt.serve.engine.memory import Memory
 from smelt.serve.engine.carried import Carried, CarriedTexts
+from smelt.serve.engine.memory import Memory
 from smelt.serve.engine.ragged.holding import Holding
 from smelt.serve.engine.request import Request, State
 
