@@ -47,6 +47,10 @@ CapOption = Annotated[
     int | None,
     typer.Option("--kv-cap", metavar="TOKENS", help="What a request holds, at most; longer texts are distilled."),
 ]
+TypeOption = Annotated[
+    str | None,
+    typer.Option("--kv-type", metavar="TYPE", help="Of keys and values: model, int8, fp8 or int4; by default as made."),
+]
 HostOption = Annotated[
     bool,
     typer.Option("--kv-keep-host", help="With --kv-select: pages in the host's memory, the important ones fetched."),
@@ -74,6 +78,7 @@ def run(
     kv_budget: BudgetOption = 4096,
     kv_keep_host: HostOption = False,
     kv_cap: CapOption = None,
+    kv_type: TypeOption = None,
     queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are told to come later.")] = 512,
     grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs when stopped.")] = 30.0,
     silence: Annotated[float, typer.Option(min=0.5, help="Seconds without a step before the engine is dead.")] = 300.0,
@@ -99,7 +104,7 @@ def run(
         "context": context, "cache_bytes": None if cache is None else int(cache * 2**30),
         "batch_requests": batch_requests, "batch_tokens": batch_tokens, "prefix_cache": prefix_cache,
         "devices": devices, "kv": None if kv is None else str(kv),
-        **_selected(kv_select, kv_budget, kv_keep_host), "cap": _cap(kv_cap, kv, kv_select),
+        **_selected(kv_select, kv_budget, kv_keep_host), "cap": _cap(kv_cap, kv, kv_select), "kv_type": _type(kv_type),
     }  # fmt: skip
     limits = Limits(queue=queue, grace_seconds=grace, silence_seconds=silence, reader_seconds=reader, restarts=restarts)
     say(f"loading {model}")
@@ -133,6 +138,15 @@ def _cap(tokens: int | None, kv: Path | None, select: str) -> int | None:
     if tokens is not None and tokens < 1:
         raise SmeltError(f"--kv-cap {tokens} holds nothing; it is a number of tokens, some hundreds or thousands.")
     return tokens
+
+
+def _type(kind: str | None) -> str | None:
+    from smelt.kernels.row_format import NAMES
+    from smelt.serve.engine.kinds import OWN
+
+    if kind not in (None, OWN, *NAMES):
+        raise SmeltError(f"--kv-type {kind!r} is unknown; there is {OWN}, {', '.join(NAMES)}.")
+    return kind
 
 
 def _adapters(given: list[str]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Attention over a paged cache: queries of many requests side by side, each against its own keys and values.
 
 Tokens of all requests lie behind one another, without padding. The keys and values of a request lie in blocks of the
-cache, in any order; its row of the block table says where. A query sees the keys up to its own position.
+cache, in any order; its row of the block table says where. A query sees the keys up to its own position. With a row
+format pages hold bytes in place of numbers.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.kernels.linear import REFERENCE, asked_for
+from smelt.kernels.row_format import INT4, RowFormat
 
 CPU, GPU = "cpu-compiled", "gpu-triton"
 
@@ -47,6 +49,7 @@ class LayerPages(NamedTuple):
     cluster: Tensor | None = None  # [kv heads], int64: where pages belong to clusters, and blocks have one head
     column: Tensor | None = None  # [kv heads], int64: its place in the cluster
     columns: int = 0
+    rows: RowFormat | None = None  # where the last axis is of bytes
 
 
 def empty_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -67,31 +70,37 @@ def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Te
     value_pages.flatten(0, 1).index_copy_(0, places, values)
 
 
-def attention_path(queries: Tensor, key_pages: Tensor) -> str:
+def attention_path(queries: Tensor, key_pages: Tensor, rows: RowFormat | None = None) -> str:
     """What computes attention over such pages: a kernel, or the reference, which `using` can ask for."""
-    if asked_for() == REFERENCE.name:
+    if asked_for() == REFERENCE.name or not (rows is None or has_lanes(rows)):
         return REFERENCE.name
     if queries.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return GPU
+        return GPU if rows is None else REFERENCE.name
     narrow = queries.shape[-1] <= 256 and queries.shape[1] // key_pages.shape[2] <= 16
     known = queries.dtype in (torch.float32, torch.bfloat16)
     return CPU if queries.device.type == "cpu" and narrow and known and _library() is not None else REFERENCE.name
 
 
+def has_lanes(rows: RowFormat) -> bool:
+    """Whether sixteen codes in a row lie beside each other, as compiled code reads them."""
+    return rows.name != INT4 or rows.half % 16 == 0
+
+
 def paged_attention(
-    queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float, window: int | None = None
-) -> Tensor:  # [tokens, heads, head size] -> the same
+    queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float, window: int | None = None,
+    rows: RowFormat | None = None,
+) -> Tensor:  # [tokens, heads, head size] -> the same  # fmt: skip
     """By the fastest way there is."""
-    path = attention_path(queries, key_pages)
+    path = attention_path(queries, key_pages, rows)
     if path == CPU:
         from smelt.kernels.cpu.program import attention
 
-        return attention(_library(), queries, key_pages, value_pages, pages, scale, window)
+        return attention(_library(), queries, key_pages, value_pages, pages, scale, window, rows)
     if path == GPU:
         from smelt.kernels.gpu.paged import paged_prefill
 
         return paged_prefill(queries, key_pages, value_pages, pages, scale, window)
-    return paged_reference(queries, key_pages, value_pages, pages, scale, window)
+    return paged_reference(queries, key_pages, value_pages, pages, scale, window, rows)
 
 
 @lru_cache(maxsize=1)
@@ -104,8 +113,9 @@ def _library() -> Any:
 
 
 def paged_reference(
-    queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float, window: int | None = None
-) -> Tensor:  # [tokens, heads, head size] -> the same
+    queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float, window: int | None = None,
+    rows: RowFormat | None = None,
+) -> Tensor:  # [tokens, heads, head size] -> the same  # fmt: skip
     """One request after the other, its keys and values gathered. With a window a query sees only so many positions."""
     size = key_pages.shape[1]
     result = torch.zeros_like(queries)
@@ -117,6 +127,8 @@ def paged_reference(
         keys, values = (
             cache[blocks].flatten(0, 1)[:length].transpose(0, 1)[None] for cache in (key_pages, value_pages)
         )  # [1, kv heads, length, head size]
+        if rows is not None:
+            keys, values = (rows.decode(each, queries.dtype) for each in (keys, values))
         mask = visible(stop - start, length, window, queries.device)
         mine = queries[start:stop].transpose(0, 1)[None]
         found = F.scaled_dot_product_attention(mine, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)

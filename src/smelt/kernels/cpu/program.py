@@ -14,8 +14,10 @@ from torch import Tensor
 from smelt.kernels.cpu.operator import FEW, FEW_ROUNDED
 from smelt.kernels.cpu.plan import AS_THEY_ARE, NUMBERS, Plan
 from smelt.kernels.paged import LayerPages, Pages
+from smelt.kernels.row_format import FP8, INT4, INT8, RowFormat
 
-EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, WRITE, ATTEND, GATE, PICK = range(10)
+EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, HADAMARD, WRITE, ATTEND, GATE, PICK = range(11)
+ROWS = {INT8: 16, FP8: 17, INT4: 18}  # types of pages whose rows are bytes
 FOR_WANTED = -1  # in `count`: the operation runs on the tokens whose logits are wanted
 MOST_WIDTH, MOST_GROUP = 256, 16  # numbers a head has; queries that share a key
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
@@ -70,6 +72,7 @@ class Attention(ctypes.Structure):
         *((name, _pointer) for name in ("queries", "key_pages", "value_pages", "results")),
         *((name, _pointer) for name in ("cluster", "column")),
         ("columns", _long),
+        *((name, _long) for name in ("half", "row_bytes")),
     ]
 
 
@@ -114,14 +117,15 @@ class Program:
         self, queries: Tensor, stride: int, pages: LayerPages, results: Tensor, *, heads: int, scale: float,
         window: int | None,
     ) -> Attention:  # fmt: skip
-        """The detail of an attention; also of what writes to its pages, where these belong to clusters of heads."""
+        """The detail of an attention; also of what writes to its pages."""
         _, size, _, width = pages.keys.shape
-        own = {}
+        own: dict[str, Any] = _page_type(pages.keys, pages.rows)
         if pages.cluster is not None and pages.column is not None:
-            own = {"cluster": self._plain(pages.cluster), "column": self._plain(pages.column), "columns": pages.columns}
+            own |= {"cluster": self._plain(pages.cluster), "column": self._plain(pages.column)}
+            own |= {"columns": pages.columns}
         return Attention(
-            heads=heads, kv_heads=pages.kv_heads, width=width, size=size, query_stride=stride, window=window or 0,
-            scale=scale, type=NUMBERS[queries.dtype], page_type=NUMBERS[pages.keys.dtype],
+            heads=heads, kv_heads=pages.kv_heads, width=width if pages.rows is None else pages.rows.width, size=size,
+            query_stride=stride, window=window or 0, scale=scale, type=NUMBERS[queries.dtype],
             queries=self._plain(queries), key_pages=self._plain(pages.keys), value_pages=self._plain(pages.values),
             results=self._plain(results), **own,
         )  # fmt: skip
@@ -148,7 +152,7 @@ class Program:
 
 def attention(
     library: Any, queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float,
-    window: int | None = None,
+    window: int | None = None, rows: RowFormat | None = None,
 ) -> Tensor:  # fmt: skip
     """`smelt.kernels.paged.paged_reference`, compiled."""
     tokens, heads, width = queries.shape
@@ -156,14 +160,20 @@ def attention(
     results = torch.empty_like(queries)
     detail = Attention(
         heads=heads, kv_heads=key_pages.shape[2], width=width, size=key_pages.shape[1], query_stride=heads * width,
-        window=window or 0, scale=scale, type=NUMBERS[queries.dtype], page_type=NUMBERS[key_pages.dtype],
-        queries=queries.data_ptr(), key_pages=key_pages.data_ptr(), value_pages=value_pages.data_ptr(),
-        results=results.data_ptr(),
+        window=window or 0, scale=scale, type=NUMBERS[queries.dtype], queries=queries.data_ptr(),
+        key_pages=key_pages.data_ptr(), value_pages=value_pages.data_ptr(), results=results.data_ptr(),
+        **_page_type(key_pages, rows),
     )  # fmt: skip
     threads = torch.get_num_threads() if tokens * heads * pages.longest > 1 << 12 else 1
     told = _told(pages)
     library.smelt_attend(ctypes.addressof(detail), ctypes.addressof(told), threads)
     return results
+
+
+def _page_type(pages: Tensor, rows: RowFormat | None) -> dict[str, int]:
+    if rows is None:
+        return {"page_type": NUMBERS[pages.dtype]}
+    return {"page_type": ROWS[rows.name], "half": rows.half, "row_bytes": rows.bytes}
 
 
 def _told(pages: Pages) -> _Pages:

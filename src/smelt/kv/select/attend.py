@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from smelt.kernels import paged
+from smelt.kernels.row_format import RowFormat, packed
 from smelt.kv.select.digested import Digested
 from smelt.kv.select.pages import Found, Pages
 from smelt.kv.select.selection import Selection
@@ -67,19 +68,23 @@ class SelectedAttention:
     pages: Pages
     digested: Digested
     recorder: Recorder | None = None
+    rows: Mapping[int, RowFormat | None] = field(default_factory=dict)  # of layers whose pages hold bytes
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, scale: float
     ) -> Tensor:  # [tokens, heads, width] -> the same
         """Keys and values are [tokens, kv_heads, width], and are written to their pages first."""
-        self.pages.write(layer, keys, values, layout.places)
+        rows = self.rows.get(layer)
+        queries, new_keys, new_values = packed(rows, queries, keys, values)
+        self.pages.write(layer, new_keys, new_values, layout.places)
         if len(layout.filled):
-            self.digested.update(layer, layout.filled, self.pages.keys_of(layer, layout.filled))
+            full = self.pages.keys_of(layer, layout.filled)
+            self.digested.update(layer, layout.filled, full if rows is None else rows.decode(full, queries.dtype))
         grouped = queries.unflatten(1, (keys.shape[1], -1))  # [tokens, kv_heads, group, width]
         result = torch.empty_like(grouped)
         for part in layout.reading:
             found = self.pages.whole(layer, part.blocks)
-            result[part.tokens] = _over_whole(grouped[part.tokens], found, part.length, scale)
+            result[part.tokens] = _over_whole(grouped[part.tokens], found, part.length, scale, rows)
         for asking in layout.asking:
             result[asking.tokens] = self._over_chosen(layer, grouped[asking.tokens], asking, layout.step, scale)
         return result.flatten(1, 2)
@@ -95,28 +100,34 @@ class SelectedAttention:
             self.recorder.add(step, layer, asking.names, chosen.cpu(), there.cpu(), found.recalled)
         last = asking.lengths - (self.selection.held(asking.lengths) - 1) * self.selection.page  # tokens of the last
         seen = (counts - 1) * self.selection.page + last
-        return _over_sequences(queries, found, seen, scale)
+        return _over_sequences(queries, found, seen, scale, self.rows.get(layer))
 
 
-def _over_whole(queries: Tensor, found: Found, length: int, scale: float) -> Tensor:
+def _over_whole(queries: Tensor, found: Found, length: int, scale: float, rows: RowFormat | None) -> Tensor:
     """New tokens of one request [tokens, kv_heads, group, width], each head of keys a sequence."""
     new, kv_heads = queries.shape[:2]
     flat = queries.transpose(0, 1).flatten(0, 1)  # [kv_heads * tokens, group, width]
-    result = _attention(flat, found, [new] * kv_heads, torch.full((kv_heads,), length), length, scale)
+    result = _attention(flat, found, [new] * kv_heads, torch.full((kv_heads,), length), length, scale, rows)
     return result.unflatten(0, (kv_heads, new)).transpose(0, 1)
 
 
-def _over_sequences(queries: Tensor, found: Found, seen: Tensor, scale: float) -> Tensor:
+def _over_sequences(queries: Tensor, found: Found, seen: Tensor, scale: float, rows: RowFormat | None) -> Tensor:
     """One new token a request, [requests, kv_heads, group, width]; each head sees so many tokens of its own choice."""
     requests, kv_heads = queries.shape[:2]
     lengths = seen.repeat_interleave(kv_heads)
     longest = found.rows.shape[-1] * found.keys.shape[1]
-    result = _attention(queries.flatten(0, 1), found, [1] * (requests * kv_heads), lengths, longest, scale)
+    result = _attention(queries.flatten(0, 1), found, [1] * (requests * kv_heads), lengths, longest, scale, rows)
     return result.unflatten(0, (requests, kv_heads))
 
 
 def _attention(
-    queries: Tensor, found: Found, counts: list[int], lengths: Tensor, longest: int, scale: float
+    queries: Tensor,
+    found: Found,
+    counts: list[int],
+    lengths: Tensor,
+    longest: int,
+    scale: float,
+    rows: RowFormat | None,
 ) -> Tensor:  # [tokens, group, width] -> the same
     """Over a cache with one head of keys."""
     device = queries.device
@@ -129,4 +140,4 @@ def _attention(
         longest=longest,
         counts=counts,
     )
-    return paged.paged_attention(queries.contiguous(), found.keys, found.values, pages, scale)
+    return paged.paged_attention(queries.contiguous(), found.keys, found.values, pages, scale, rows=rows)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from smelt.errors import ModelError
+from smelt.kernels.row_format import RowFormat, stored
 from smelt.kv.select.resident import Residence
 from smelt.kv.select.selection import Selection
 from smelt.kv.select.trace import TraceShape
@@ -21,11 +24,15 @@ def selectable_heads(model: Model) -> dict[int, tuple[int, int]]:
     return {part.block: (part.units, part.head_dim) for part in parts}
 
 
-def trace_shape(model: Model, selection: Selection, residence: Residence | None) -> TraceShape:
+def trace_shape(
+    model: Model, selection: Selection, residence: Residence | None, rows: Mapping[int, RowFormat | None]
+) -> TraceShape:
+    """`rows`: how pages of each layer hold keys and values."""
     parts = {part.block: part for part in model.anatomy.parts if part.kind == "heads" and part.units}
     layers = range(len(model.anatomy.blocks))
     width = max((part.head_dim for part in parts.values()), default=0)
-    each = 2 * width * model.network.dtype.itemsize  # two vectors
+    own = model.network.dtype
+    last, held = stored(next(iter(rows.values()), None), width, own)
     return TraceShape(
         model_type=model.network.config.model_type,
         hidden=model.network.config.get_text_config().hidden_size,
@@ -34,8 +41,8 @@ def trace_shape(model: Model, selection: Selection, residence: Residence | None)
         kv_heads=tuple(parts[layer].units if layer in parts else 0 for layer in layers),
         width=width,
         page=selection.page,
-        page_bytes=selection.page * each,
-        digest_bytes=each,
+        page_bytes=selection.page * 2 * last * held.itemsize,
+        digest_bytes=2 * width * own.itemsize,
         digest=selection.digest.name,
         budget=selection.budget,
         share=selection.share,

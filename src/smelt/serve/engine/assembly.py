@@ -20,7 +20,7 @@ from smelt.kv.select.selection import Selection
 from smelt.measure.memory import free_memory
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
-from smelt.serve.engine.attention import block_bytes
+from smelt.serve.engine.attention import block_bytes, row_bytes, rows_of
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.capped.held import HeldPot
 from smelt.serve.engine.capped.memory import CappedMemory
@@ -48,6 +48,7 @@ class Sizes:
     chunk: int | None
     queue: int
     prefix_cache: bool
+    kind: str | None = None  # of rows of keys and values; None: the network's own numbers
 
     @property
     def most_blocks(self) -> int:
@@ -75,13 +76,15 @@ def plain_parts(
     model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool
 ) -> tuple[Scheduler, AnyRunner]:
     """Every token is kept; a block is the same for all layers and heads."""
+    if len(devices) > 1 and sizes.kind is not None:
+        raise ModelError(f"keys and values are not held in {sizes.kind} on several devices yet: use one.")
     where = torch.device(devices[0]) if len(devices) > 1 else model.device
-    each = -(-block_bytes(model.anatomy, sizes.block, model.network.dtype) // len(devices))
+    each = -(-block_bytes(model.anatomy, sizes.block, model.network.dtype, sizes.kind) // len(devices))
     blocks = sizes.blocks(each, sizes.batch_requests * sizes.most_blocks, where)
     memory = PlainMemory(BlockPool(blocks, sizes.block, prefix_cache=sizes.prefix_cache))
     runner = runner_for(
         model, compiled, adapters, devices, blocks=blocks, size=sizes.block, most_tokens=sizes.batch_tokens,
-        most_requests=sizes.batch_requests, context=sizes.context,
+        most_requests=sizes.batch_requests, context=sizes.context, kind=sizes.kind,
     )  # fmt: skip
     return sizes.scheduler(memory, sizes.batch_tokens, sizes.chunk), runner
 
@@ -94,12 +97,13 @@ def selecting_parts(
     if len(devices) > 1:
         raise ModelError("pages are not chosen on several devices yet: use one.")
     home = model.device if residence is None else torch.device("cpu")
-    each = block_bytes(model.anatomy, sizes.block, model.network.dtype)
+    each = block_bytes(model.anatomy, sizes.block, model.network.dtype, sizes.kind)
     blocks = sizes.blocks(each, sizes.batch_requests * sizes.most_blocks, home)
     memory = PlainMemory(BlockPool(blocks, sizes.block, prefix_cache=sizes.prefix_cache))
     runner = SelectingRunner(
         model, blocks=blocks, size=sizes.block, most_tokens=sizes.batch_tokens, most_requests=sizes.batch_requests,
         context=sizes.context, selection=selection, residence=residence, compiled=compiled, adapters=adapters,
+        kind=sizes.kind,
     )  # fmt: skip
     return sizes.scheduler(memory, sizes.batch_tokens, sizes.chunk), runner
 
@@ -114,7 +118,7 @@ def capped_parts(
     window = getattr(model.network.config, "max_position_embeddings", None)
     size = cap.size(len(distiller.prompt), window, sizes.block)
     most = -(-size.cap // sizes.block)
-    each = pot_block_bytes(model.anatomy, sizes.block, model.network.dtype)
+    each = pot_block_bytes(model.anatomy, sizes.block, model.network.dtype, sizes.kind)
     blocks = sizes.blocks(each, sizes.batch_requests * most, model.device)
     if blocks < most:
         raise ResourceError(
@@ -128,7 +132,7 @@ def capped_parts(
     tokens = chunk + sizes.batch_requests
     runner = CappedRunner(
         model, distiller, size, blocks=blocks, size=sizes.block, most_tokens=tokens, most_requests=sizes.batch_requests,
-        compiled=compiled, adapters=adapters,
+        compiled=compiled, adapters=adapters, kind=sizes.kind,
     )  # fmt: skip
     return sizes.scheduler(memory, tokens, chunk), runner
 
@@ -153,14 +157,15 @@ def ragged_parts(
     shape = shape_of(model)
     chunk = sizes.chunk or sizes.batch_tokens
     tokens, width = chunk + sizes.batch_requests, sizes.most_blocks + 1
-    each = page_bytes(retention.clusters, shape.width, sizes.block, model.network.dtype)
+    row = row_bytes(shape.width, model.network.dtype, sizes.kind)
+    each = page_bytes(retention.clusters, row, sizes.block)
     staging = staging_pages(retention, tokens, chunk)
     most = sizes.batch_requests * len(retention.budgets) * width
     pages = sizes.blocks(each, most, model.device, beside=staging * each)
     memory = RaggedMemory(BlockPool(pages, sizes.block, prefix_cache=False), retention, width, carry=sizes.prefix_cache)
     cache = RaggedCache.empty(
         retention.clusters, shape.width, pages=pages, staging=staging, size=sizes.block, slots=sizes.batch_requests,
-        most=width, dtype=model.network.dtype, device=model.device,
+        most=width, dtype=model.network.dtype, device=model.device, rows=rows_of(sizes.kind, shape.width),
     )  # fmt: skip
     runner = ragged_runner_for(
         model, compiled, adapters, cache, retention, most_tokens=tokens, most_requests=sizes.batch_requests,

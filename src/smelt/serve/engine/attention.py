@@ -18,6 +18,7 @@ from transformers import AttentionInterface
 
 from smelt.errors import ModelError
 from smelt.kernels.paged import LayerPages, Pages, empty_pages, paged_attention, write_pages
+from smelt.kernels.row_format import RowFormat, packed, stored
 from smelt.models.anatomy import Anatomy
 
 NAME = "smelt-paged"
@@ -28,31 +29,48 @@ _moment = local()
 
 @dataclass(frozen=True)
 class PagedCache:
-    """Keys and values of each layer, [blocks, block size, kv heads, head size]. Layers that lost heads hold less."""
+    """Keys and values of each layer, [blocks, block size, kv heads, head size], or bytes of rows in the layer's format.
+    Layers that lost heads hold less."""
 
     keys: dict[int, Tensor]  # layer -> pages
     values: dict[int, Tensor]
     size: int  # tokens a block
+    rows: dict[int, RowFormat | None]
 
     @classmethod
-    def empty(cls, anatomy: Anatomy, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> PagedCache:
+    def empty(
+        cls, anatomy: Anatomy, blocks: int, size: int, dtype: torch.dtype, device: torch.device, kind: str | None = None
+    ) -> PagedCache:
+        """`kind`: the name of a row format, or None for the network's own numbers."""
         shapes = _layers(anatomy)
+        rows = {layer: rows_of(kind, width) for layer, (_, width) in shapes.items()}
 
         def pages() -> dict[int, Tensor]:
-            return {
-                layer: empty_pages((blocks, size, heads, width), dtype, device)
-                for layer, (heads, width) in shapes.items()
-            }
+            found = {}
+            for layer, (heads, width) in shapes.items():
+                last, held = stored(rows[layer], width, dtype)
+                found[layer] = empty_pages((blocks, size, heads, last), held, device)
+            return found
 
-        return cls(pages(), pages(), size)
+        return cls(pages(), pages(), size, rows)
 
     def layer(self, index: int) -> LayerPages:
-        return LayerPages(self.keys[index], self.values[index], self.keys[index].shape[2])
+        return LayerPages(self.keys[index], self.values[index], self.keys[index].shape[2], rows=self.rows[index])
 
 
-def block_bytes(anatomy: Anatomy, size: int, dtype: torch.dtype) -> int:
+def rows_of(kind: str | None, width: int) -> RowFormat | None:
+    return None if kind is None else RowFormat.of(kind, width)
+
+
+def block_bytes(anatomy: Anatomy, size: int, dtype: torch.dtype, kind: str | None = None) -> int:
     """What one block takes in all layers, keys and values together."""
-    return sum(2 * size * heads * width * dtype.itemsize for heads, width in _layers(anatomy).values())
+    return sum(2 * size * heads * row_bytes(width, dtype, kind) for heads, width in _layers(anatomy).values())
+
+
+def row_bytes(width: int, dtype: torch.dtype, kind: str | None) -> int:
+    """What a head's key or value of a token takes."""
+    last, held = stored(rows_of(kind, width), width, dtype)
+    return last * held.itemsize
 
 
 def _layers(anatomy: Anatomy) -> dict[int, tuple[int, int]]:
@@ -67,9 +85,10 @@ def paged(cache: PagedCache, pages: Pages) -> Attend:
     """Attention that reads and writes this cache."""
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
-        key_pages, value_pages = cache.keys[layer], cache.values[layer]
+        key_pages, value_pages, rows = cache.keys[layer], cache.values[layer], cache.rows[layer]
+        queries, keys, values = packed(rows, queries, keys, values)
         write_pages(keys, values, key_pages, value_pages, pages.places)
-        return paged_attention(queries, key_pages, value_pages, pages, scale, window)
+        return paged_attention(queries, key_pages, value_pages, pages, scale, window, rows)
 
     return attend
 

@@ -14,7 +14,8 @@ from smelt.kernels.cpu.kernels import FloatInputs, IntegerInputs
 from smelt.kernels.cpu.plan import make_plan
 from smelt.kernels.cpu.program import Program
 from smelt.kernels.linear import choose
-from smelt.kernels.paged import LayerPages, Pages
+from smelt.kernels.paged import LayerPages, Pages, has_lanes
+from smelt.kernels.row_format import RowFormat
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
 from smelt.serve.engine import decoder
@@ -42,8 +43,8 @@ class CompiledNetwork:
         return self._logits[: len(rows)]
 
 
-def reason_against(model: Model) -> str | None:
-    """Why a network is not compiled; None where it is."""
+def reason_against(model: Model, kind: str | None = None) -> str | None:
+    """Why a network is not compiled; None where it is. `kind`: of its pages' rows."""
     library = load_library() if model.device.type == "cpu" else None
     if library is None or not compiled.can_run(library):
         return "there is no compiled library for this device"
@@ -52,6 +53,8 @@ def reason_against(model: Model) -> str | None:
     for part in model.anatomy.parts:
         if part.kind == "heads" and (part.head_dim > compiled.MOST_WIDTH or part.group > compiled.MOST_GROUP):
             return "its heads are too wide"
+        if part.kind == "heads" and kind is not None and not has_lanes(RowFormat.of(kind, part.head_dim)):
+            return "its heads are too narrow for this format of keys and values"
         for projection in (*part.writers, part.output):
             if not _multiplies(projection.module):
                 return f"{projection.path} is of a kind that has no compiled product"
@@ -116,6 +119,7 @@ class _Writer:
 
     def _attention(self, part: Attention, normed: Tensor) -> Tensor:
         (queries, keys, values), strides = self._products(part.writers, normed)
+        pages = self.cache.layer(part.index)
         for tensor, stride, count, norm in (
             (queries, strides[0], part.heads, part.query_norm),
             (keys, strides[1], part.kv_heads, part.key_norm),
@@ -126,14 +130,16 @@ class _Writer:
                 self.program.add(compiled.HEAD_NORM, **place, **weight, width=part.width)
             turn = {"weight": self.decoder.cosines, "other": self.decoder.sines}
             self.program.add(compiled.ROTATE, **place, **turn, width=part.width)
-        pages, mixed = self.cache.layer(part.index), self._buffer("mixed", part.heads * part.width)
+            if pages.rows is not None and pages.rows.turns:
+                self.program.add(compiled.HADAMARD, **place, width=part.width)
+        mixed = self._buffer("mixed", part.heads * part.width)
         attention = self.program.attention(
             queries, strides[0], pages, mixed, heads=part.heads, scale=part.scale, window=part.window
         )
         for tensor, stride, page in ((keys, strides[1], pages.keys), (values, strides[2], pages.values)):
             self.program.add(
-                compiled.WRITE, x=tensor, type=self.type, x_stride=stride, y=page, weight_type=page.dtype,
-                width=part.kv_heads * part.width, detail=None if pages.cluster is None else attention,
+                compiled.WRITE, x=tensor, type=self.type, x_stride=stride, y=page, weight_type=attention.page_type,
+                width=part.kv_heads * part.width, detail=attention,
             )  # fmt: skip
         self.program.add(compiled.ATTEND, detail=attention)
         return mixed

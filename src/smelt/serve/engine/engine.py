@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.assembly import Sizes, capped_parts, plain_parts, ragged_parts, retention_of, selecting_parts
 from smelt.serve.engine.blocks import BlockPool
 from smelt.serve.engine.forms import Forms
+from smelt.serve.engine.kinds import kind_for
 from smelt.serve.engine.request import Request, State
 from smelt.serve.engine.runner import Launched
 from smelt.serve.engine.sampler import Logprobs
@@ -33,7 +33,6 @@ from smelt.serve.engine.text import TextStream
 if TYPE_CHECKING:
     from smelt.kv.pot.text import TextStream as StreamedText
 
-log = logging.getLogger("smelt.engine")
 Kind = TypeVar("Kind")
 ENDLESS = 2**30  # tokens that no text has
 
@@ -83,14 +82,12 @@ class Engine:
         select: Selection | Mapping[str, Any] | None = None,  # nothing is evicted: pages that a token attends to
         residence: Residence | Mapping[str, Any] | None = None,  # with `select`: pages in the host's memory
         cap: Cap | int | None = None,  # tokens that a request holds, however long its text; the rest is distilled
+        kv_type: str | None = None,  # int8, fp8, int4 or model: what keys and values are held in
     ) -> None:
         home = "cpu" if devices > 1 else device  # a model that is split comes to its devices in parts
         self.model = load(model, device=home, packed=devices == 1) if isinstance(model, str) else model
         if self.model.task != "language":
             raise ModelError(f"{self.model.source or 'this model'} is no language model: it cannot generate.")
-        if self.model.kv is not None:
-            told = "%s was made with keys and values in %s; the engine holds them in the model's own type for now."
-            log.warning(told, self.model.source or "this model", self.model.kv)
         self.cap = Cap(cap) if isinstance(cap, int) else cap
         self.context = _context(self.model, context) if self.cap is None else _endless(context)
         self.vocabulary: int = self.model.network.config.get_text_config().vocab_size
@@ -101,7 +98,8 @@ class Engine:
         if self.cap is not None and (kv is not None or choice is not None):
             raise RecipeError("under a cap pots decide what is kept: leave out the profile, or the choice of pages.")
         block = block if choice is None else choice.page
-        sizes = Sizes(self.context, cache_bytes, block, batch_tokens, batch_requests, chunk, queue, prefix_cache)
+        kind = kind_for(self.model, kv_type)
+        sizes = Sizes(self.context, cache_bytes, block, batch_tokens, batch_requests, chunk, queue, prefix_cache, kind)
         given = (self.model, sizes, self.adapters, [device] * devices, compiled)
         if self.cap is not None:
             self.scheduler, self.runner = capped_parts(*given, self.cap)

@@ -43,15 +43,16 @@ class Runner:
 
     def __init__(
         self, model: Model, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int,
-        compiled: bool = True, adapters: Adapters | None = None,
+        compiled: bool = True, adapters: Adapters | None = None, kind: str | None = None,
     ) -> None:  # fmt: skip
+        """`kind`: of the pages' rows, see `PagedCache`."""
         self.network, self.size, self.adapters = model.network, size, adapters
         self.device, self.dtype = model.device, model.network.dtype
         self.ends = end_tokens(model)
-        self.cache = PagedCache.empty(model.anatomy, blocks, size, self.dtype, self.device)
+        self.cache = PagedCache.empty(model.anatomy, blocks, size, self.dtype, self.device, kind)
         self.network.set_attn_implementation(NAME)
         self.compiled: CompiledNetwork | None = None
-        if compiled and reason_against(model) is None:
+        if compiled and reason_against(model, kind) is None:
             self.compiled = CompiledNetwork(model, self.cache, most_tokens, most_requests, context)
         self._tables = np.zeros((most_requests, -(-context // size)), dtype=np.int32)
         self._written: list[tuple[list[int], int]] = [([], 0)] * most_requests  # blocks of a row, and how many of them

@@ -31,21 +31,21 @@ class AnyRunner(Protocol):
 
 def runner_for(
     model: Model, compiled: bool, adapters: Adapters | None, devices: Sequence[str], *, blocks: int, size: int,
-    most_tokens: int, most_requests: int, context: int,
+    most_tokens: int, most_requests: int, context: int, kind: str | None = None,
 ) -> AnyRunner:  # fmt: skip
-    """`compiled` False: the network as it is, whatever else there would be. With several devices the model is split
-    over them; it is still on none of them."""
+    """`kind`: of rows of keys and values, see `PagedCache`. `compiled` False: the network as it is, whatever else there
+    would be. With several devices the model is split over them; it is still on none of them."""
     sizes: dict[str, Any] = {
         "blocks": blocks, "size": size, "most_tokens": most_tokens, "most_requests": most_requests, "context": context,
     }  # fmt: skip
     if len(devices) > 1:
         from smelt.serve.engine.parallel import ParallelRunner, Sizes
 
-        kind = devices[0].partition(":")[0]
-        return ParallelRunner(model, Sizes(**sizes), len(devices), kind, adapters or Adapters(model, {}))
-    if compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
+        where = devices[0].partition(":")[0]
+        return ParallelRunner(model, Sizes(**sizes), len(devices), where, adapters or Adapters(model, {}))
+    if kind is None and compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
         return gpu_runner(model, adapters, blocks=blocks, size=size, most_requests=most_requests, context=context)
-    return Runner(model, **sizes, compiled=compiled, adapters=adapters)
+    return Runner(model, **sizes, compiled=compiled, adapters=adapters, kind=kind)
 
 
 def gpu_runner(
@@ -64,7 +64,7 @@ def ragged_runner_for(
     most_tokens: int, most_requests: int, context: int,
 ) -> AnyRunner:  # fmt: skip
     """The same choice for a cache whose pages belong to clusters of heads."""
-    if compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
+    if cache.format is None and compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
         return ragged_gpu_runner(model, adapters, cache, retention, most_requests=most_requests, context=context)
     return RaggedRunner(
         model, cache, most_tokens=most_tokens, most_requests=most_requests, context=context, compiled=compiled,

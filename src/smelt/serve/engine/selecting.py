@@ -14,6 +14,7 @@ from torch import Tensor
 
 from smelt.errors import RecipeError
 from smelt.kernels.paged import Pages
+from smelt.kernels.row_format import RowFormat, stored
 from smelt.kv.select.attend import Asking, Layout, Reading, SelectedAttention
 from smelt.kv.select.digested import Digested
 from smelt.kv.select.host import HostPages
@@ -24,7 +25,7 @@ from smelt.kv.select.shape import selectable_heads, trace_shape
 from smelt.kv.select.trace import Recorder
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
-from smelt.serve.engine.attention import Attend
+from smelt.serve.engine.attention import Attend, rows_of
 from smelt.serve.engine.request import Request, State
 from smelt.serve.engine.runner import Launched, Runner
 from smelt.serve.engine.scheduler import Piece, Step
@@ -36,9 +37,10 @@ class SelectingRunner(Runner):
     def __init__(
         self, model: Model, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int,
         selection: Selection, residence: Residence | None = None, record: bool = False, compiled: bool = True,
-        adapters: Adapters | None = None,
+        adapters: Adapters | None = None, kind: str | None = None,
     ) -> None:  # fmt: skip
         heads = selectable_heads(model)
+        rows = {layer: rows_of(kind, width) for layer, (_, width) in heads.items()}
         _check_page(selection, size)
         super().__init__(  # its pages are ours, and not of this cache: one block is the least it has
             model, blocks=1, size=size, most_tokens=most_tokens, most_requests=most_requests, context=context,
@@ -46,15 +48,17 @@ class SelectingRunner(Runner):
         )  # fmt: skip
         self.host: HostPages | None = None
         pages: DevicePages | HostPages
+        held = {layer: (count, stored(rows[layer], width, self.dtype)[0]) for layer, (count, width) in heads.items()}
+        of = self.dtype if kind is None else RowFormat.dtype
         if residence is None:
-            pages = DevicePages(heads, blocks, size, self.dtype, self.device)
+            pages = DevicePages(held, blocks, size, of, self.device)
         else:
             residence = dataclasses.replace(residence, slots=min(residence.slots, blocks))
             _check_slots(selection, residence, min(context, blocks * size))
-            pages = self.host = HostPages(heads, blocks, size, self.dtype, self.device, residence)
-        self.recorder = Recorder(trace_shape(model, selection, residence)) if record else None
+            pages = self.host = HostPages(held, blocks, size, of, self.device, residence)
+        self.recorder = Recorder(trace_shape(model, selection, residence, rows)) if record else None
         digested = Digested(selection.digest, heads, blocks, self.dtype, self.device)
-        self.attention = SelectedAttention(selection, pages, digested, self.recorder)
+        self.attention = SelectedAttention(selection, pages, digested, self.recorder, rows)
         self.steps = 0
         self._known: dict[Request, list[int]] = {}  # requests whose pages may be on the device, and their blocks
 

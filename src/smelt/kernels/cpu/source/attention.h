@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "vectors.h"
+#include "page_rows.h"
 
 #ifdef SMELT_LANES
 struct Pages {
@@ -24,11 +24,15 @@ struct Attention {
     int64_t heads, kv_heads, width, size;  // of queries, of keys; of a head; tokens a page
     int64_t query_stride, window;          // numbers between the queries of two tokens; positions seen, 0 for all
     float scale;
-    Number type, page_type;  // of queries and results, of pages
+    Number type;             // of queries and results
+    int32_t page_type;       // a number, or a kind of rows
     const void *queries, *key_pages, *value_pages;
     void* results;  // [tokens, heads, width]
     const int64_t *cluster, *column;  // of each head of keys, where pages belong to clusters
     int64_t columns;                  // heads of such a page
+    int64_t half, row_bytes;          // where rows are packed
+
+    RowShape rows() const { return {width, half, row_bytes}; }
 };
 
 // Of one head of a request: its table, how many tokens it holds less than the text has, and where its keys lie in the
@@ -45,7 +49,7 @@ inline HeadPages head_pages(const Attention& a, const Pages& p, int64_t request,
             a.columns * a.size, 1, a.column[head] * a.size};
 }
 
-constexpr int64_t SPAN = 256, MOST_QUERIES = 16, MOST_WIDTH = 256;  // keys a span; queries together; numbers a head
+constexpr int64_t SPAN = 256, MOST_QUERIES = 16;  // keys a span; queries together
 
 struct Partial {  // of one query: the largest score, the sum of the weights, the weighted values
     float largest, sum;
@@ -81,23 +85,32 @@ inline void rows_of_keys(const HeadPages& h, int64_t size, int64_t begin, int64_
 }
 
 // The products of a query with sixteen keys, or with the first `here` of them.
-template <Number Pages, bool All>
+template <int32_t Pages, bool All>
 inline __m512 score_sixteen(const Attention& a, const int64_t* key_rows, int64_t here, const float* query) {
+    const RowShape shape = a.rows();
     __m512 dots[16];
+    float zeros[16] = {}, scales[16] = {};
     for (auto& one : dots) one = _mm512_setzero_ps();
+    if (is_packed<Pages>())
+        for (int one = 0; one < 16; ++one)
+            if (All || one < here) {
+                zeros[one] = row_zero<Pages>(a.key_pages, shape, key_rows[one]);
+                scales[one] = row_scale<Pages>(a.key_pages, shape, key_rows[one]);
+            }
     for (int64_t k = 0; k < a.width; k += 16) {
         const __mmask16 there = first_lanes(a.width - k);
         const __m512 part = _mm512_load_ps(query + k);
         for (int one = 0; one < 16; ++one)
             if (All || one < here)
                 dots[one] = _mm512_fmadd_ps(
-                    part, load_numbers(a.key_pages, Pages, key_rows[one] * a.width + k, there), dots[one]);
+                    part, load_row<Pages>(a.key_pages, shape, key_rows[one], k, there, zeros[one]), dots[one]);
     }
-    return sum_sixteen(dots);
+    const __m512 found = sum_sixteen(dots);
+    return is_packed<Pages>() ? _mm512_mul_ps(found, _mm512_loadu_ps(scales)) : found;
 }
 
 // Of each query with the keys of a span: scores [rows, SPAN].
-template <Number Pages>
+template <int32_t Pages>
 inline void score_keys(
     const Attention& a, const int64_t* key_rows, int64_t keys, const float* queries, int64_t rows, float* scores) {
     const int64_t padded = round_up(a.width, 16);
@@ -135,15 +148,17 @@ inline void weigh(float* scores, int64_t keys, int64_t low, int64_t high, Partia
 }
 
 // The values of a span, weighted, for `Rows` queries from `first` on.
-template <Number Pages, int Rows>
+template <int32_t Pages, int Rows>
 inline void mix_rows(
-    const Attention& a, const int64_t* key_rows, int64_t keys, const float* weights, int64_t first, Partial* partial) {
+    const Attention& a, const int64_t* key_rows, const float* zeros, int64_t keys, const float* weights, int64_t first,
+    Partial* partial) {
+    const RowShape shape = a.rows();
     for (int64_t k = 0; k < a.width; k += 16) {
         const __mmask16 there = first_lanes(a.width - k);
         __m512 total[Rows];
         for (auto& one : total) one = _mm512_setzero_ps();
         for (int64_t key = 0; key < keys; ++key) {
-            const __m512 values = load_numbers(a.value_pages, Pages, key_rows[key] * a.width + k, there);
+            const __m512 values = load_row<Pages>(a.value_pages, shape, key_rows[key], k, there, zeros[key]);
             for (int row = 0; row < Rows; ++row)
                 total[row] = _mm512_fmadd_ps(_mm512_set1_ps(weights[(first + row) * SPAN + key]), values, total[row]);
         }
@@ -151,13 +166,21 @@ inline void mix_rows(
     }
 }
 
-template <Number Pages>
+// Of packed values the scales go into the weights, which nobody needs after this.
+template <int32_t Pages>
 inline void mix_values(
-    const Attention& a, const int64_t* key_rows, int64_t keys, const float* weights, int64_t rows, Partial* partial) {
+    const Attention& a, const int64_t* key_rows, int64_t keys, float* weights, int64_t rows, Partial* partial) {
+    float zeros[SPAN] = {};
+    if (is_packed<Pages>())
+        for (int64_t key = 0; key < keys; ++key) {
+            const float scale = row_scale<Pages>(a.value_pages, a.rows(), key_rows[key]);
+            zeros[key] = row_zero<Pages>(a.value_pages, a.rows(), key_rows[key]);
+            for (int64_t row = 0; row < rows; ++row) weights[row * SPAN + key] *= scale;
+        }
     int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) mix_rows<Pages, 4>(a, key_rows, keys, weights, row, partial);
-    for (; row + 3 <= rows; row += 3) mix_rows<Pages, 3>(a, key_rows, keys, weights, row, partial);
-    for (; row < rows; ++row) mix_rows<Pages, 1>(a, key_rows, keys, weights, row, partial);
+    for (; row + 4 <= rows; row += 4) mix_rows<Pages, 4>(a, key_rows, zeros, keys, weights, row, partial);
+    for (; row + 3 <= rows; row += 3) mix_rows<Pages, 3>(a, key_rows, zeros, keys, weights, row, partial);
+    for (; row < rows; ++row) mix_rows<Pages, 1>(a, key_rows, zeros, keys, weights, row, partial);
 }
 
 // One more span into the result so far.
@@ -205,7 +228,7 @@ inline void store_results(const Attention& a, const Job& job, int64_t token, con
     }
 }
 
-template <Number Pages>
+template <int32_t Pages>
 inline void attend_job(const Attention& a, const ::Pages& p, const Job& job) {
     const int64_t group = a.heads / a.kv_heads, rows = job.count * group, token = p.starts[job.request] + job.first;
     const JobRoom room = job_room(round_up(a.width, 16));
@@ -247,6 +270,9 @@ inline void attend(const Attention& a, const Pages& p, int threads) {
     for (int64_t job = 0; job < many; ++job) switch (a.page_type) {
             case FLOAT16: attend_job<FLOAT16>(a, p, list[job]); break;
             case BFLOAT16: attend_job<BFLOAT16>(a, p, list[job]); break;
+            case INT8_ROWS: attend_job<INT8_ROWS>(a, p, list[job]); break;
+            case FP8_ROWS: attend_job<FP8_ROWS>(a, p, list[job]); break;
+            case INT4_ROWS: attend_job<INT4_ROWS>(a, p, list[job]); break;
             default: attend_job<FLOAT32>(a, p, list[job]);
         }
 }

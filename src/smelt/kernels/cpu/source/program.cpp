@@ -9,7 +9,7 @@ extern "C" void smelt_linear(const Plan* plan, const void* x, void* y, int64_t t
 #ifdef SMELT_LANES
 namespace {
 
-enum Kind : int32_t { EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, WRITE, ATTEND, GATE, PICK };
+enum Kind : int32_t { EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, HADAMARD, WRITE, ATTEND, GATE, PICK };
 
 // The fields mean something else for each kind; see `program.py`, which has the same ones.
 struct Operation {
@@ -113,9 +113,20 @@ void rotate(const Operation& op, const Step& step) {
     }
 }
 
+// A head of a token to its row.
+void write_row(const Operation& op, const Attention& a, int64_t token, int64_t head, int64_t row) {
+    alignas(64) float values[MOST_WIDTH];
+    for (int64_t k = 0; k < a.width; k += 16) {
+        const __mmask16 there = first_lanes(a.width - k);
+        const __m512 part = load_numbers(op.x, op.type, token * op.x_stride + head * a.width + k, there);
+        if (a.page_type < INT8_ROWS) store_numbers(op.y, op.weight_type, row * a.width + k, part, there);
+        _mm512_store_ps(values + k, part);
+    }
+    if (a.page_type >= INT8_ROWS) encode_row(a.page_type, values, a.rows(), op.y, row);
+}
+
 // New keys or values of clusters of heads go behind what each head holds.
-void write_heads(const Operation& op, const Step& step) {
-    const Attention& a = *static_cast<const Attention*>(op.detail);
+void write_heads(const Operation& op, const Attention& a, const Step& step) {
     const Pages& p = step.pages;
     for (int64_t request = 0; request < p.requests; ++request)
         for (int64_t head = 0; head < a.kv_heads; ++head) {
@@ -124,24 +135,40 @@ void write_heads(const Operation& op, const Step& step) {
                 int64_t row;
                 const int64_t at = step.positions[token] + own.shift;
                 rows_of_keys(own, a.size, at, at + 1, &row);
-                for (int64_t k = 0; k < a.width; k += 16) {
-                    const __mmask16 there = first_lanes(a.width - k);
-                    const __m512 values = load_numbers(op.x, op.type, token * op.x_stride + head * a.width + k, there);
-                    store_numbers(op.y, op.weight_type, row * a.width + k, values, there);
-                }
+                write_row(op, a, token, head, row);
             }
         }
 }
 
 // New keys or values go to their places in the pages.
 void write(const Operation& op, const Step& step) {
-    if (op.detail) return write_heads(op, step);
+    const Attention& a = *static_cast<const Attention*>(op.detail);
+    if (a.columns) return write_heads(op, a, step);
     for (int64_t token = 0; token < step.tokens; ++token)
-        for (int64_t k = 0; step.places[token] >= 0 && k < op.width; k += 16) {
-            const __mmask16 there = first_lanes(op.width - k);
-            const __m512 values = load_numbers(op.x, op.type, token * op.x_stride + k, there);
-            store_numbers(op.y, op.weight_type, step.places[token] * op.width + k, values, there);
-        }
+        for (int64_t head = 0; step.places[token] >= 0 && head < a.kv_heads; ++head)
+            write_row(op, a, token, head, step.places[token] * a.kv_heads + head);
+}
+
+// Heads of queries or keys times an orthonormal Hadamard matrix, in place; their width is a power of two.
+void hadamard(const Operation& op, const Step& step) {
+    const float over = 1.0f / std::sqrt(float(op.width));
+#pragma omp parallel for num_threads(threads_for(step, 8 * step.tokens * op.count * op.width)) schedule(static)
+    for (int64_t item = 0; item < step.tokens * op.count; ++item) {
+        alignas(64) float x[MOST_WIDTH];
+        const int64_t place = item / op.count * op.x_stride + item % op.count * op.width;
+        for (int64_t k = 0; k < op.width; k += 16)
+            _mm512_store_ps(x + k, load_numbers(op.x, op.type, place + k, first_lanes(op.width - k)));
+        for (int64_t apart = 1; apart < op.width; apart *= 2)
+            for (int64_t first = 0; first < op.width; first += 2 * apart)
+                for (int64_t k = first; k < first + apart; ++k) {
+                    const float sum = x[k] + x[k + apart], difference = x[k] - x[k + apart];
+                    x[k] = sum, x[k + apart] = difference;
+                }
+        for (int64_t k = 0; k < op.width; k += 16)
+            store_numbers(
+                op.y, op.type, place + k, _mm512_mul_ps(_mm512_load_ps(x + k), _mm512_set1_ps(over)),
+                first_lanes(op.width - k));
+    }
 }
 
 // y = silu(gate) * up, where gate and up lie side by side.
@@ -185,6 +212,7 @@ void run(const Operation& op, const Step& step) {
         }
         case HEAD_NORM: return head_norm(op, step);
         case ROTATE: return rotate(op, step);
+        case HADAMARD: return hadamard(op, step);
         case WRITE: return write(op, step);
         case ATTEND: {
             const Attention* attention = static_cast<const Attention*>(op.detail);

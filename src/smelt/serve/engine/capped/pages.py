@@ -17,8 +17,9 @@ from smelt.serve.engine.attention import PagedCache, block_bytes
 class PotPages:
     """`rows` are places in the pages, block * size + offset, [tokens], int64: those of one pot, in order."""
 
-    def __init__(self, cache: PagedCache, blocks: int) -> None:
+    def __init__(self, cache: PagedCache, blocks: int, dtype: torch.dtype) -> None:
         self.cache = cache
+        self.dtype = dtype
         first = next(iter(cache.keys.values()))
         shape = (blocks, cache.size, len(cache.keys), first.shape[2])
         self.numbers = empty_pages(shape, torch.int32, first.device)  # [blocks, size, layers, kv heads]
@@ -29,7 +30,8 @@ class PotPages:
         self.numbers.flatten(0, 1).index_copy_(0, rows, new)
 
     def keys(self, layer: int, rows: Tensor) -> Tensor:  # [kv_heads, tokens, width]
-        return self.cache.keys[layer].flatten(0, 1)[rows].transpose(0, 1)
+        found, held = self.cache.keys[layer].flatten(0, 1)[rows].transpose(0, 1), self.cache.rows[layer]
+        return found if held is None else held.keys(found, self.dtype)
 
     def keep(
         self, rows: Tensor, attention: Mapping[int, Tensor], novel: Tensor, count: int, distiller: Distiller
@@ -41,9 +43,10 @@ class PotPages:
         for at, layer in enumerate(self.cache.keys):
             mine = held[:, at].T.long()
             places = distiller.places(attention[layer], mine, novel, count)  # [kv_heads, count]
-            index = places[..., None].expand(-1, -1, self.cache.keys[layer].shape[-1])
-            keys = distiller.turned(self.keys(layer, rows).gather(1, index), places)
-            values = self.cache.values[layer].flatten(0, 1)[rows].transpose(0, 1).gather(1, index)
+            keys = distiller.turned(_picked(self.keys(layer, rows), places), places)
+            if (form := self.cache.rows[layer]) is not None:
+                keys = form.encode(form.turned(keys))
+            values = _picked(self.cache.values[layer].flatten(0, 1)[rows].transpose(0, 1), places)
             for cache, kept in ((self.cache.keys[layer], keys), (self.cache.values[layer], values)):
                 cache.flatten(0, 1).index_copy_(0, rows[:count], kept.transpose(0, 1).contiguous())
             held[:count, at] = mine.gather(1, places).T.to(torch.int32)
@@ -57,7 +60,11 @@ class PotPages:
                 pages[target] = pages[source]
 
 
-def pot_block_bytes(anatomy: Anatomy, size: int, dtype: torch.dtype) -> int:
+def _picked(rows: Tensor, places: Tensor) -> Tensor:  # [kv_heads, tokens, ...], [kv_heads, count]
+    return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
+
+
+def pot_block_bytes(anatomy: Anatomy, size: int, dtype: torch.dtype, kind: str | None = None) -> int:
     """What one block takes in all layers."""
     heads = sum(part.units for part in anatomy.parts if part.kind == "heads")
-    return block_bytes(anatomy, size, dtype) + size * heads * torch.int32.itemsize
+    return block_bytes(anatomy, size, dtype, kind) + size * heads * torch.int32.itemsize

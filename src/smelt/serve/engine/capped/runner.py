@@ -35,13 +35,13 @@ class CappedRunner(Runner):
 
     def __init__(
         self, model: Model, distiller: Distiller, pots: PotSize, *, blocks: int, size: int, most_tokens: int,
-        most_requests: int, compiled: bool = True, adapters: Adapters | None = None,
+        most_requests: int, compiled: bool = True, adapters: Adapters | None = None, kind: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             model, blocks=blocks, size=size, most_tokens=most_tokens, most_requests=most_requests, context=pots.cap,
-            compiled=compiled, adapters=adapters,
+            compiled=compiled, adapters=adapters, kind=kind,
         )  # fmt: skip
-        self.pots, self.pages, self.distiller = pots, PotPages(self.cache, blocks), distiller
+        self.pots, self.pages, self.distiller = pots, PotPages(self.cache, blocks, self.dtype), distiller
         self.cooked = 0  # pots that were cooked down, so far
 
     @property

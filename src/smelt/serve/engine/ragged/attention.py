@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from smelt.kernels.paged import Pages, paged_attention
+from smelt.kernels.row_format import packed
 from smelt.serve.engine.attention import Attend
 from smelt.serve.engine.ragged.compress import Judge
 from smelt.serve.engine.ragged.step import RaggedStep
 
 
 def write(step: RaggedStep, layer: int, keys: Tensor, values: Tensor) -> None:
-    """Keys and values [tokens, kv_heads, width] of new tokens, behind what each head holds."""
+    """Rows of keys and values [tokens, kv_heads, ...] of new tokens, behind what each head holds."""
     cache = step.cache
     heads = cache.cluster[layer]
     places = step.positions[:, None] + cache.shifts[step.slots][:, heads]  # [tokens, kv_heads]
@@ -39,7 +40,8 @@ def attend(step: RaggedStep, layer: int, queries: Tensor, scale: float) -> Tenso
         counts=step.counts * len(heads),
     )
     grouped = queries.unflatten(1, (len(heads), -1))  # [tokens, kv_heads, group, width]
-    found = paged_attention(grouped.transpose(0, 1).flatten(0, 1), cache.keys, cache.values, pages, scale)
+    flat = grouped.transpose(0, 1).flatten(0, 1)
+    found = paged_attention(flat, cache.keys, cache.values, pages, scale, rows=cache.format)
     return found.unflatten(0, (len(heads), tokens)).transpose(0, 1).flatten(1, 2)
 
 
@@ -47,8 +49,9 @@ def ragged(step: RaggedStep, judge: Judge) -> Attend:
     """Attention that reads and writes pages of clusters; chunks are compressed when it has seen them."""
 
     def whole(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, _: int | None) -> Tensor:
-        write(step, layer, keys, values)
-        found = attend(step, layer, queries, scale)
+        asking, new_keys, new_values = packed(step.cache.format, queries, keys, values)
+        write(step, layer, new_keys, new_values)
+        found = attend(step, layer, asking, scale)
         judge(step, layer, queries, scale)
         return found
 

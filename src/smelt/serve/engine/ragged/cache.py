@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from smelt.kernels.paged import LayerPages, empty_pages
+from smelt.kernels.row_format import RowFormat, stored
 from smelt.kv.clusters import Clusters
 
 
@@ -20,7 +21,7 @@ from smelt.kv.clusters import Clusters
 class RaggedCache:
     """Where the tokens of every request, cluster and head lie. The last row of tables and shifts is for padding."""
 
-    keys: Tensor  # [pages * columns, size, 1, width]
+    keys: Tensor  # [pages * columns, size, 1, width], or bytes of rows in place of the width
     values: Tensor
     tables: Tensor  # [slots + 1, clusters, most pages], int32
     shifts: Tensor  # [slots + 1, clusters], int32: tokens that a cluster holds, less those of the text
@@ -28,19 +29,21 @@ class RaggedCache:
     column: Tensor  # [layers, kv_heads], int64
     clusters: Clusters
     staging: range  # pages of the staging area
+    format: RowFormat | None = None
 
     @classmethod
     def empty(
         cls, clusters: Clusters, width: int, *, pages: int, staging: int, size: int, slots: int, most: int,
-        dtype: torch.dtype, device: torch.device,
+        dtype: torch.dtype, device: torch.device, rows: RowFormat | None = None,
     ) -> RaggedCache:  # fmt: skip
-        shape = ((pages + staging) * clusters.size, size, 1, width)
+        last, held = stored(rows, width, dtype)
+        shape = ((pages + staging) * clusters.size, size, 1, last)
         count = len(clusters.members)
         return cls(
-            empty_pages(shape, dtype, device), empty_pages(shape, dtype, device),
+            empty_pages(shape, held, device), empty_pages(shape, held, device),
             torch.zeros(slots + 1, count, most, dtype=torch.int32, device=device),
             torch.zeros(slots + 1, count, dtype=torch.int32, device=device),
-            clusters.cluster.to(device), clusters.column.to(device), clusters, range(pages, pages + staging),
+            clusters.cluster.to(device), clusters.column.to(device), clusters, range(pages, pages + staging), rows,
         )  # fmt: skip
 
     @property
@@ -55,7 +58,7 @@ class RaggedCache:
 
     def layer(self, index: int) -> LayerPages:
         cluster, column = self.cluster[index], self.column[index]
-        return LayerPages(self.keys, self.values, len(cluster), cluster, column, self.columns)
+        return LayerPages(self.keys, self.values, len(cluster), cluster, column, self.columns, self.format)
 
     def rows(self, slots: Tensor, clusters: Tensor, columns: Tensor, places: Tensor) -> Tensor:
         """Of the cache seen as [rows, width]: where the tokens at these places of their heads lie. All of one shape."""
@@ -69,6 +72,6 @@ class RaggedCache:
             pages[targets] = pages[sources]
 
 
-def page_bytes(clusters: Clusters, width: int, size: int, dtype: torch.dtype) -> int:
-    """What a page takes, keys and values together."""
-    return 2 * clusters.size * size * width * dtype.itemsize
+def page_bytes(clusters: Clusters, row: int, size: int) -> int:
+    """What a page takes, keys and values together, where a head's key or value of a token takes `row` bytes."""
+    return 2 * clusters.size * size * row

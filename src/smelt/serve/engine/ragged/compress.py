@@ -23,11 +23,12 @@ class Judge:
             self._compress(step.cache, layer, chunk, mine.transpose(0, 1)[None], scale)
 
     def _compress(self, cache: RaggedCache, layer: int, chunk: Chunk, queries: Tensor, scale: float) -> None:
-        width = cache.keys.shape[-1]
         here, there = chunk.here[layer], chunk.there[layer]
-        pages = [each.view(-1, width) for each in (cache.keys, cache.values)]
-        old = [each.index_select(0, here.flatten()) for each in pages]  # [kv_heads * region, width]
-        keys, values = (each.view(1, *here.shape, width) for each in old)
+        pages = [each.view(-1, each.shape[-1]) for each in (cache.keys, cache.values)]
+        old = [each.index_select(0, here.flatten()) for each in pages]  # rows, [kv_heads * region, ...]
+        keys, values = (each.view(1, *here.shape, each.shape[-1]) for each in old)
+        if cache.format is not None:
+            keys, values = cache.format.keys(keys, queries.dtype), cache.format.decode(values, queries.dtype)
         scores = self._scores(chunk, queries, keys, values, scale)
         chosen = _chosen(scores, there.shape[1], chunk.judged.window)
         for each, mine in zip(pages, old, strict=True):

@@ -39,7 +39,8 @@ class RaggedRunner:
         self.network.set_attn_implementation(NAME)
         self._judge = Judge(*rotation_of(model.network, model.device))
         self.compiled: CompiledNetwork | None = None
-        if compiled and reason_against(model) is None:
+        kind = None if cache.format is None else cache.format.name
+        if compiled and reason_against(model, kind) is None:
             self.compiled = CompiledNetwork(model, cache, most_tokens, most_requests, context)
         self._tables = Tables(self.cache, most_requests, self._sent)
 
