@@ -20,9 +20,10 @@ def written(folder: Path, layers: int = 3) -> Path:
 
 
 def test_a_conversation_over_http(model_folder: Path, tmp_path: Path) -> None:
-    server = start(model_folder, tmp_path, "--kv", str(written(tmp_path)), "--cache-gib", "0.02")
+    options = ("--kv", str(written(tmp_path)), "--kv-type", "int8", "--cache-gib", "0.02")
+    server = start(model_folder, tmp_path, *options)
     try:
-        assert server.get("/state").json()["path"].endswith("pages of head clusters")
+        assert server.get("/state").json()["path"].endswith("pages of head clusters, keys and values in int8")
         text = "once upon a time there was a cache that forgot what nobody looked at. " * 8
         first = server.complete(text, max_tokens=8, ignore_eos=True)
         again = server.complete(text, max_tokens=8, ignore_eos=True)

@@ -32,6 +32,11 @@ def kind_for(model: Model, asked: str | None) -> str | None:
     return made
 
 
+def told(kind: str | None) -> str:
+    """For an operator, behind what computes a step."""
+    return "" if kind is None else f", keys and values in {kind}"
+
+
 def _same(kv: KvFormat, width: int) -> str | None:
     """Of the rows that hold the same: one scale a head, and nothing clipped."""
     if kv.values not in (None, kv.format) or kv.clip != 1:

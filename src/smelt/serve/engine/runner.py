@@ -18,6 +18,7 @@ from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import NAME, Attend, PagedCache, attending, paged
 from smelt.serve.engine.compiled import CompiledNetwork, reason_against
+from smelt.serve.engine.kinds import told
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampler import Drawn, draw
 from smelt.serve.engine.scheduler import Piece, Step
@@ -46,7 +47,7 @@ class Runner:
         compiled: bool = True, adapters: Adapters | None = None, kind: str | None = None,
     ) -> None:  # fmt: skip
         """`kind`: of the pages' rows, see `PagedCache`."""
-        self.network, self.size, self.adapters = model.network, size, adapters
+        self.network, self.size, self.adapters, self.kind = model.network, size, adapters, kind
         self.device, self.dtype = model.device, model.network.dtype
         self.ends = end_tokens(model)
         self.cache = PagedCache.empty(model.anatomy, blocks, size, self.dtype, self.device, kind)
@@ -63,7 +64,7 @@ class Runner:
     @property
     def path(self) -> str:
         """What computes a step."""
-        return "module" if self.compiled is None else self.compiled.name
+        return f"{'module' if self.compiled is None else self.compiled.name}{told(self.kind)}"
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:

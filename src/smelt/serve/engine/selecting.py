@@ -26,6 +26,7 @@ from smelt.kv.select.trace import Recorder
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import Attend, rows_of
+from smelt.serve.engine.kinds import told
 from smelt.serve.engine.request import Request, State
 from smelt.serve.engine.runner import Launched, Runner
 from smelt.serve.engine.scheduler import Piece, Step
@@ -47,6 +48,7 @@ class SelectingRunner(Runner):
             compiled=False, adapters=adapters,
         )  # fmt: skip
         self.host: HostPages | None = None
+        self.kind = kind
         pages: DevicePages | HostPages
         held = {layer: (count, stored(rows[layer], width, self.dtype)[0]) for layer, (count, width) in heads.items()}
         of = self.dtype if kind is None else RowFormat.dtype
@@ -64,7 +66,8 @@ class SelectingRunner(Runner):
 
     @property
     def path(self) -> str:
-        return "module, pages chosen" + ("" if self.host is None else " from the host's memory")
+        where = "" if self.host is None else " from the host's memory"
+        return f"module, pages chosen{where}{told(self.kind)}"
 
     @property
     def resident_pages(self) -> int:

@@ -15,6 +15,7 @@ from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import NAME
 from smelt.serve.engine.compiled import CompiledNetwork, reason_against
+from smelt.serve.engine.kinds import told
 from smelt.serve.engine.ragged.attention import ragged
 from smelt.serve.engine.ragged.cache import RaggedCache
 from smelt.serve.engine.ragged.compress import Judge
@@ -39,15 +40,16 @@ class RaggedRunner:
         self.network.set_attn_implementation(NAME)
         self._judge = Judge(*rotation_of(model.network, model.device))
         self.compiled: CompiledNetwork | None = None
-        kind = None if cache.format is None else cache.format.name
-        if compiled and reason_against(model, kind) is None:
+        self.kind = None if cache.format is None else cache.format.name
+        if compiled and reason_against(model, self.kind) is None:
             self.compiled = CompiledNetwork(model, cache, most_tokens, most_requests, context)
         self._tables = Tables(self.cache, most_requests, self._sent)
 
     @property
     def path(self) -> str:
         """What computes a step in which nothing is compressed; chunks of prompts run through the module."""
-        return f"{'module' if self.compiled is None else self.compiled.name}, pages of head clusters"
+        way = "module" if self.compiled is None else self.compiled.name
+        return f"{way}, pages of head clusters{told(self.kind)}"
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
