@@ -73,6 +73,22 @@ def test_density_holds_from_the_first_step_by_sampling() -> None:
     assert deft == pytest.approx(1.0)
 
 
+def follow_a_jump(factor: float) -> list[float]:
+    """Build-up of each step; gradients change their scale when the start, which is sampled, lies behind."""
+    reducer, found = reducer_of(MiCRO(density=0.02, sampled=5), layout=layout_of(UNEVEN)), []
+    for number in range(40):
+        reducer.reduce(gradient_of(reducer.layout, number, rank()) * (1.0 if number < 20 else factor))
+        found.append(reducer.traffic.build_up)
+    return found
+
+
+@pytest.mark.parametrize(("factor", "lowest"), [(10.0, 0.85), (0.3, 0.75)])  # small ones empty the memory step by step
+def test_density_comes_back_when_gradients_change_their_scale(factor: float, lowest: float) -> None:
+    found = run(2, follow_a_jump, factor)[0]
+    assert not 0.85 < found[20] < 1.15  # nobody could know
+    assert lowest < sum(found[21:]) / len(found[21:]) < 1.15
+
+
 def only_one_has_gradients() -> float:
     """How much is left after every worker had every range once."""
     reducer = reducer_of(MiCRO(density=0.9, sampled=0))

@@ -26,6 +26,7 @@ from smelt.train.compression import Compression
 from smelt.train.compressor import Compressor
 from smelt.train.compressors import DGC, ExDyna, HardThreshold, MiCRO, PowerSGD, TopK
 from smelt.train.ddp import compress_gradients
+from smelt.train.groups import patience
 from smelt.train.hierarchy import part_of
 from smelt.train.replicas import compress_replicas
 from smelt.train.settings import Settings
@@ -343,3 +344,14 @@ def test_parts_tile_the_vector(parts: int, sides: list[int]) -> None:
         assert [piece.start for piece in part.pieces] == [
             sum(p.size for p in part.pieces[:n]) for n in range(len(part.pieces))
         ]
+
+
+def waits() -> list[float]:
+    nodes = compression_of(MiCRO()).nodes
+    assert nodes is not None
+    return [patience(group).total_seconds() for group in (None, nodes.inside.group, nodes.peers.group)]
+
+
+def test_groups_of_nodes_wait_as_long_as_the_run() -> None:
+    """PyTorch's own would wait half an hour for a worker that is frozen."""
+    assert run(4, waits) == [[30.0] * 3] * 4

@@ -11,17 +11,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
+from smelt.train.auto import Auto
 from smelt.train.compressor import Compressor
 from smelt.train.compressors import ExDyna, TopK
-from smelt.train.replicas import Replicas, compress_replicas
+from smelt.train.replicas import AutoReplicas, Replicas, compress_replicas
 from smelt.train.settings import Settings
 from smelt.train.state import load, save
 from tests.train.parallel import outcomes, run
+from tests.train.slow_link import slow_down
 from tests.train.synthetic import rank
 from tests.train.test_ddp import Net, data_of
 
 
-def build(compressor: Compressor, seed: int = 0) -> tuple[Net, Replicas]:
+def build(compressor: Compressor, seed: int = 0) -> tuple[Net, Replicas | AutoReplicas]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     model = Net()
     with torch.no_grad():
@@ -83,6 +85,43 @@ def stop_and_go_on(folder: Path) -> bool:
 def test_replicas_stay_equal_and_go_on_to_the_bit(tmp_path: Path) -> None:
     assert run(4, stop_and_go_on, tmp_path) == [True] * 4
     assert len(list((tmp_path / "state").glob("*.safetensors"))) == 4
+
+
+def chosen_by_auto() -> tuple[list[str], Any, list[int]]:
+    """What auto decides on a slow link for a large unit, a small one and the rest, and bytes before and after."""
+    slow_down()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = torch.nn.Sequential(torch.nn.Linear(6, 300), torch.nn.Linear(300, 300), torch.nn.Linear(300, 3))
+    for layer in (model[1], model[2]):
+        fully_shard(layer, mesh=mesh["shards"])
+    fully_shard(model, mesh=mesh["shards"])
+    auto = Auto(density=0.01, methods=("micro",))
+    replicas = compress_replicas(model, auto, mesh["replicas"].get_group(), Settings(check=True))
+    assert isinstance(replicas, AutoReplicas)
+    optimiser, sent = torch.optim.SGD(model.parameters(), lr=0.01), []
+    for number in range(auto.steps + 4):
+        inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * number + rank()))
+        model(inputs).square().mean().backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        sent.append(replicas.traffic.bytes)
+    assert replicas.decision is not None and replicas.steps == auto.steps + 4
+    weights = torch.cat([each.detach().full_tensor().flatten() for each in model.parameters()]).numpy()
+    choices = dict(
+        zip((layout.pieces[0].name for layout in replicas.layouts), replicas.decision.to_json()["choices"], strict=True)
+    )
+    return [choices[name] for name in ("1", "2", "root")], weights, [sent[0], sent[-1]]
+
+
+def test_auto_finds_a_method_for_each_unit_and_all_shards_agree() -> None:
+    for _ in range(3):  # what else the machine does at the moment is in the times too
+        found = run(4, chosen_by_auto)
+        if found[0][0] == ["micro", "dense", "dense"]:
+            break
+    for choices, weights, (before, after) in found:
+        assert choices == ["micro", "dense", "dense"]  # only the large matrix is worth it
+        assert after < 0.2 * before
+        assert (weights == found[0][1]).all()
 
 
 def unsharded() -> None:

@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "Latency and memory, measured here: median and spread after a warm-up, batch and length stated.",
     "kv": "How many keys and values each head of a model needs: `kv profile` finds budgets over real texts.",
     "link": "Alpha and bandwidth between workers (under torchrun), and what each gradient compressor would gain.",
+    "shard-plan": "How to shard a model over workers (FSDP2, under torchrun): the timeline predicted and measured.",
     "train-report": "Loss against time and bytes, what was sent and where the time went, of training runs, as a page.",
     "chat": "Talk to a model in the terminal; its answers come as they are made.",
     "load-test": "Send requests to a server at a rate, and measure latencies, throughput and goodput, with plots.",
@@ -32,7 +33,7 @@ COMMANDS = {
     "serve": "Serve a model: OpenAI's API, streaming, metrics and a live page; on this machine unless keys are given.",
 }
 # Where a command's name is none that Python takes.
-_FILES = {"eval": "evaluate", "load-test": "load_test", "train-report": "train_report"}
+_FILES = {"eval": "evaluate", "load-test": "load_test", "shard-plan": "shard_plan", "train-report": "train_report"}
 
 
 def app_with(*names: str) -> typer.Typer:

@@ -147,7 +147,8 @@ def _join(device: str) -> torch.device:
     if cuda:
         torch.cuda.set_device(place)
     try:
-        distributed.init_process_group("nccl" if cuda else "gloo")
+        # What workers agree on lies in the CPU's memory, whatever the device.
+        distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
     except (ValueError, RuntimeError) as error:
         raise DataError(f"the workers could not find each other ({error}); start them with torchrun.") from error
     return place

@@ -141,11 +141,10 @@ def _cap(tokens: int | None, kv: Path | None, select: str) -> int | None:
 
 
 def _type(kind: str | None) -> str | None:
-    from smelt.kernels.row_format import NAMES
-    from smelt.serve.engine.kinds import OWN
+    from smelt.serve.engine.kinds import KINDS
 
-    if kind not in (None, OWN, *NAMES):
-        raise SmeltError(f"--kv-type {kind!r} is unknown; there is {OWN}, {', '.join(NAMES)}.")
+    if kind is not None and kind not in KINDS:
+        raise SmeltError(f"--kv-type {kind!r} is unknown; there is {', '.join(KINDS)}.")
     return kind
 
 

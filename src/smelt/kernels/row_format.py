@@ -19,7 +19,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
 from smelt.kernels.hadamard import hadamard_transform
 
 INT8, FP8, INT4 = "int8", "fp8", "int4"
@@ -40,7 +39,7 @@ class RowFormat:
 
     def __post_init__(self) -> None:
         if self.name not in NAMES:
-            raise RecipeError(f"keys and values cannot be held in {self.name!r}; there is {', '.join(NAMES)}.")
+            raise ValueError(f"keys and values cannot be held in {self.name!r}; there is {', '.join(NAMES)}.")
 
     @classmethod
     def of(cls, name: str, width: int) -> RowFormat:

@@ -1,7 +1,7 @@
 """Training with little communication: gradient compressors, the frame they stand in, and where it hooks.
 
-`compress_gradients` for DistributedDataParallel, `compress_replicas` for sharded replicas (FSDP2), `CompressedStep` for
-everything else; `smelt.train.state` keeps what was not sent yet in a checkpoint.
+`compress_gradients` for DistributedDataParallel, `compress_replicas` for sharded replicas (FSDP2), `compress_stage` for
+pipeline stages, `CompressedStep` for everything else; `smelt.train.state` keeps what was not sent yet in a checkpoint.
 """
 
 from smelt.train.auto import Auto
@@ -25,6 +25,8 @@ from smelt.train.compressors import (
     compressor_named,
 )
 from smelt.train.ddp import compress_gradients
+from smelt.train.pipeline.slack import densities_from_slack
+from smelt.train.pipeline.stage import compress_stage
 from smelt.train.replicas import compress_replicas
 from smelt.train.settings import Settings
 from smelt.train.step import CompressedStep
@@ -51,5 +53,7 @@ __all__ = [
     "TopK",
     "compress_gradients",
     "compress_replicas",
+    "compress_stage",
     "compressor_named",
+    "densities_from_slack",
 ]

@@ -89,7 +89,7 @@ class AutoCompression(Compression):
         self.beside_backward = False  # whether gradients can be sent while backward goes on when nothing is compressed
         self._link: Link | None = None
         self._plain_link: Link | None = None  # of DDP itself, which knows no nodes
-        self._tried: list[tuple[Prediction, ...]] = []
+        self._tried: dict[int, tuple[Prediction, ...]] = {}  # by the place of the vector
         self._places: list[int] = []  # of the candidates that were tried
         self._finite = True
         self._clock = _StepClock()
@@ -128,7 +128,7 @@ class AutoCompression(Compression):
             super().reduce_vector(vector)
             return
         assert isinstance(self.compressor, Auto)
-        last = vector is self.vectors[-1]
+        last = self.is_last(vector)
         start = perf_counter()
         looking = self._clock.steps > self.compressor.steps
         if looking:
@@ -137,6 +137,10 @@ class AutoCompression(Compression):
         self._clock.held(start, last)
         if looking and last:
             self._decide()
+
+    def is_last(self, vector: Vector) -> bool:
+        """Whether all others of this step have been reduced."""
+        return vector is self.vectors[-1]
 
     def _own(self) -> list[AutoReducer]:
         return [vector.reducer for vector in self.vectors if isinstance(vector.reducer, AutoReducer)]
@@ -165,9 +169,9 @@ class AutoCompression(Compression):
                 log.info("auto leaves %s out: %s", compressor.name, error)
                 continue
             made = predict(tried, handling)
-            found[place] = made if self.nodes is None else agreed(made, self.workers, gradient.device)
+            found[place] = made if self.between is self.workers else agreed(made, self.workers, gradient.device)
         self._places = list(found)
-        self._tried.append(tuple(found.values()))
+        self._tried[self.vectors.index(vector)] = tuple(found.values())
 
     def _decide(self) -> None:
         if self.workers.size == 1:
@@ -175,25 +179,26 @@ class AutoCompression(Compression):
             self._use([0] * len(self.vectors))
             return
         if not self._finite:  # a step that the gradient scaler will skip; look again at the next
-            self._finite, self._tried = True, []
+            self._finite, self._tried = True, {}
             return
         assert self._link is not None
         assert self._plain_link is not None
         device = self.vectors[0].flat.device
+        tried = tuple(self._tried[place] for place in range(len(self.vectors)))
         backward, rest = slowest([median(self._clock.backward), median(self._clock.rest)], self.workers, device)
         elements = sum(layout.size for layout in self.layouts)
         dense = predict_ddp(elements, self._plain_link, backward, name="dense by DDP")
         if not self.beside_backward:
-            dense = _total([methods[0] for methods in self._tried])
-        chosen = torch.tensor(choose(self._tried, dense), device=device)
+            dense = _total([methods[0] for methods in tried])
+        chosen = torch.tensor(choose(tried, dense), device=device)
         choices = tuple(self.workers.broadcast(chosen, 0, "agreement").tolist())
-        self.decision = Decision(self._link, tuple(self._tried), dense, backward, rest, choices)
+        self.decision = Decision(self._link, tried, dense, backward, rest, choices)
         if self.workers.rank == 0:
             log.info("auto: %s", self.decision.text())
             if not any(choices):
                 log.warning("auto: on this link no method is predicted to pay; the gradients are sent as they are.")
         self._use([self._places[choice] for choice in choices])
-        self._tried = []
+        self._tried = {}
 
     def _use(self, choices: list[int]) -> None:
         for reducer, choice in zip(self._own(), choices, strict=True):

@@ -1,8 +1,9 @@
 """What MiCRO and ExDyna share: every worker selects in a range of its own, by one threshold that follows the count.
 
 The threshold is a float64 on the host, computed from numbers that all workers hold, so it is the same bits on each.
-It moves by at most 0.5 % a step, too slowly at first: a memory of t gradients grows by up to 1/t in a step. So the
-first 200 steps read it from a sample (ours; the papers start from a formula).
+It moves by at most 0.5 % a step. That is too slow at first, since a memory of t gradients grows by up to 1/t in a step,
+and whenever gradients change their scale: three times as large takes 220 steps. So the first 200 steps, and any step
+after a count far from its target, read it from a sample (ours; the papers start from a formula and only steer).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from smelt.kernels.compact import add_and_compact
 from smelt.train.compressor import Chosen, Sparsifier, State, Step, first_threshold
 from smelt.train.layout import Layout
 
+_ASTRAY = 1.15  # times the target, or one over it: a count that the threshold by itself mends too slowly
 _SAMPLES_ABOVE = 400  # samples above a sampled threshold: the count is right to about 5 %
 
 
@@ -29,7 +31,7 @@ class ExclusiveThreshold(Sparsifier):
 
     carried: ClassVar[tuple[str, ...]] = ("threshold",)
 
-    sampled: int = 200  # steps at the start that take their threshold from a sample; 0: start at 1 / (2 sqrt k)
+    sampled: int = 200  # steps at the start that take their threshold from a sample; 0: none ever, from 1 / (2 sqrt k)
     seed: int = 0  # of the samples
 
     def __post_init__(self) -> None:
@@ -52,12 +54,13 @@ class ExclusiveThreshold(Sparsifier):
         """Move partitions before a step other than the first, from the counts of the one before."""
 
     def choose(self, step: Step) -> Chosen:
+        ratio = sum(step.counts) / self.target(len(step.memory)) if step.counts else 1.0
         if step.counts:
-            factor = _factor(sum(step.counts) / self.target(len(step.memory)))
-            step.state["threshold"] = step.state["threshold"] * factor
+            step.state["threshold"] = step.state["threshold"] * _factor(ratio)
             self.rearrange(step)
         start, stop = self.range_of((step.number + step.workers.rank) % step.workers.size, step)
-        if step.number < self.sampled and self.density < 1:
+        astray = not 1 / _ASTRAY <= ratio <= _ASTRAY
+        if self.sampled and (step.number < self.sampled or astray) and self.density < 1:
             level = self._level(step, start, stop)
             step.state["threshold"] = level if level > 0 else step.state["threshold"]
         threshold = float(step.state["threshold"])

@@ -17,6 +17,7 @@ import torch.distributed as distributed
 from torch import Tensor
 
 from smelt.errors import RecipeError
+from smelt.train.groups import part_of_group
 from smelt.train.layout import Layout, Piece
 from smelt.train.workers import Workers
 
@@ -37,7 +38,7 @@ class Nodes:
         ranks = distributed.get_process_group_ranks(workers.group)
         first, place = workers.rank // size * size, workers.rank % size
         groups = (ranks[first : first + size], ranks[place::size])
-        inside, peers = (distributed.new_group(each, use_local_synchronization=True) for each in groups)
+        inside, peers = (part_of_group(each, workers.group) for each in groups)
         return cls(Workers(inside), Workers(peers))
 
     def share(self, layout: Layout) -> Layout:

@@ -8,6 +8,7 @@ all-reduce everything before the hook is called.
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 
 import torch
@@ -17,13 +18,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from smelt.errors import RecipeError
+from smelt.train.auto import Auto, AutoCompression, compressor_or_auto
 from smelt.train.compression import Compressed, reducer_of
 from smelt.train.compressor import Compressor
-from smelt.train.compressors import compressor_named
 from smelt.train.layout import Layout, Piece
 from smelt.train.reducer import Reducer
 from smelt.train.settings import Settings
+from smelt.train.vector import Vector
 from smelt.train.workers import Workers
+
+_Unit = tuple[str, FSDPModule, list[DTensor]]
+_ONE_EACH = 1e-9  # megabytes: every unit is a vector of its own
 
 
 class Replicas(Compressed):
@@ -44,33 +49,72 @@ def compress_replicas(
     compressor: Compressor | str,
     group: distributed.ProcessGroup,
     settings: Settings | None = None,
-) -> Replicas:
+) -> Replicas | AutoReplicas:
     """From the next backward on peers send each other only what the compressor chooses.
 
     `group`: the workers that hold the same shard, one of each replica. All take the parameters of the first. What one
-    call of `fully_shard` has put together is one tensor to a compressor, with a memory of its own.
+    call of `fully_shard` has put together is one tensor to a compressor, with a memory of its own. The compressor
+    "auto", or `Auto(...)`, finds out in the first steps which one pays, if any does.
     """
     if isinstance(compressor, str):
-        compressor = compressor_named(compressor)
-    units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
-    if not units:
-        raise RecipeError("compress_replicas takes a model that fully_shard was applied to; use compress_gradients.")
+        compressor = compressor_or_auto(compressor)
     if settings is not None and settings.node is not None:
         raise RecipeError("a model that is sharded inside its nodes has been reduced there; leave node at None.")
-    peers = Workers(group)
-    found = Replicas(compressor, settings or Settings(), distributed.get_world_size() // peers.size)
-    for name, unit in units.items():
-        parameters = _own(model.get_submodule(name))
-        if not parameters:
-            continue
+    units = _units(model)
+    for _, _, parameters in units:
         for parameter in parameters:
             distributed.broadcast(parameter.to_local().detach(), group=group, group_src=0)
-        layout = Layout((Piece(name or "root", (1, sum(map(_shard_size, parameters))), 0),))
-        device = parameters[0].to_local().device
-        reducer = reducer_of(compressor, layout, peers, found.settings, device)
+    peers, settings = Workers(group), settings or Settings()
+    if isinstance(compressor, Auto):
+        return AutoReplicas(units, compressor, peers, settings)
+    found = Replicas(compressor, settings, distributed.get_world_size() // peers.size)
+    for name, unit, parameters in units:
+        layout = Layout((Piece(name, (1, _size(parameters)), 0),))
+        reducer = reducer_of(compressor, layout, peers, found.settings, parameters[0].to_local().device)
         found.reducers.append(reducer)
         unit.set_all_reduce_hook(_Hook(reducer))
     return found
+
+
+class AutoReplicas(AutoCompression):
+    """The same with methods that are found in the first steps; the slowest of all peers decides for all shards."""
+
+    def __init__(self, units: list[_Unit], compressor: Auto, peers: Workers, settings: Settings) -> None:
+        self._peers = peers
+        self._seen: set[str] = set()  # units whose gradients have come in this step
+        vectors = [
+            (name, torch.empty((1, _size(parameters)), device=parameters[0].to_local().device))
+            for name, _, parameters in units
+        ]
+        super().__init__(vectors, compressor, Workers(), settings, vector_mb=_ONE_EACH)
+        self.shards = self.workers.size // peers.size
+        for name, unit, _ in units:
+            unit.set_all_reduce_hook(partial(self._reduce, name))
+
+    @property
+    def between(self) -> Workers:
+        return self._peers
+
+    def is_last(self, vector: Vector) -> bool:
+        return len(self._seen) == len(self.vectors)
+
+    def _reduce(self, name: str, reduced: Tensor) -> None:
+        """In place of FSDP's all-reduce; units come in the order of backward, whatever it is."""
+        vector = self._home[name]
+        with torch.no_grad():
+            if self.decided:  # no copy is needed any more
+                reduced.copy_(vector.reducer.reduce(reduced.flatten()).view_as(reduced))
+                return
+            if not self._seen or name in self._seen:  # a step begins; the one before may have left units out
+                self._seen.clear()
+                self._tried.clear()
+                self._clock.begin()
+            self._seen.add(name)
+            vector.put(name, reduced.view(1, -1))
+            self.reduce_vector(vector)
+            reduced.copy_(vector.take(name).view_as(reduced))
+            if self.is_last(vector):
+                self._seen.clear()
 
 
 class _Hook:
@@ -82,6 +126,15 @@ class _Hook:
     def __call__(self, reduced: Tensor) -> None:
         with torch.no_grad():
             reduced.copy_(self._reducer.reduce(reduced.flatten()).view_as(reduced))
+
+
+def _units(model: nn.Module) -> list[_Unit]:
+    """What `fully_shard` was called for, with the parameters that each gathers itself."""
+    units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
+    if not units:
+        raise RecipeError("compress_replicas takes a model that fully_shard was applied to; use compress_gradients.")
+    found = [(name or "root", unit, _own(model.get_submodule(name))) for name, unit in units.items()]
+    return [each for each in found if each[2]]
 
 
 def _own(unit: nn.Module) -> list[DTensor]:
@@ -105,6 +158,10 @@ def _checked(parameter: nn.Parameter) -> DTensor:
     if not isinstance(parameter.placements[0], Shard) or parameter.placements[0].dim != 0:
         raise RecipeError("compress_replicas takes parameters that are sharded along their first dimension only.")
     return parameter
+
+
+def _size(parameters: list[DTensor]) -> int:
+    return sum(map(_shard_size, parameters))
 
 
 def _shard_size(parameter: DTensor) -> int:

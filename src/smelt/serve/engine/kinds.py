@@ -12,6 +12,7 @@ from smelt.numerics.catalogue import format_named
 from smelt.numerics.format import WHOLE_ROW
 
 OWN = "model"  # the network's own numbers
+KINDS = (OWN, *NAMES)
 SAME = {"int8": INT8, "fp8-e4m3": FP8, "int4-asym": INT4}  # names of `smelt formats` that rows of pages are held in
 log = logging.getLogger("smelt.engine")
 
@@ -20,8 +21,8 @@ def kind_for(model: Model, asked: str | None) -> str | None:
     """What was asked for; else, of a model that was made with its cache in few bits, what comes nearest to that. None:
     the network's own."""
     if asked is not None:
-        if asked not in (OWN, *NAMES):
-            raise RecipeError(f"keys and values cannot be held in {asked!r}; there is {OWN}, {', '.join(NAMES)}.")
+        if asked not in KINDS:
+            raise RecipeError(f"keys and values cannot be held in {asked!r}; there is {', '.join(KINDS)}.")
         return None if asked == OWN else asked
     if model.kv is None:
         return None

@@ -1,0 +1,123 @@
+"""Keys and values in few bits on a processor: what fits, how fast it is, and what it does to perplexity.
+
+    PYTHONPATH=benchmarks python benchmarks/serve/cpu_kv_types.py [--prompt 2000] [--requests 8] [--texts 24]
+
+SmolLM2-135M in its own four bits, whose network computes in float32. Perplexity is of pieces of the default evaluation
+text, every token attending to keys and values as pages hold them. Then each engine gets the same memory and the same
+requests, all at once: plain pages in each type, and head clusters that keep a quarter, in the network's own and in
+int8. Nothing else should run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+import torch
+from common import table, write
+from cpu_kv import MODEL, SCORER, SEED
+from long_prompts import answered, headings_of_runs, row_of_run
+
+from smelt.data.default import default_documents
+from smelt.kernels.paged import Pages
+from smelt.kernels.row_format import INT8, NAMES
+from smelt.kv.budgets import budget_named
+from smelt.kv.observe import shape_of
+from smelt.kv.profile import Profile
+from smelt.kv.profiling import kept_shares, samples
+from smelt.kv.scorers import scorer_named
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.serve.engine.attention import NAME, PagedCache, attending, block_bytes, paged
+from smelt.serve.engine.engine import Engine
+
+LENGTH, BLOCK, KEEP = 1024, 16, 0.25
+KINDS = (None, *NAMES)
+
+
+def main() -> None:
+    options = _options()
+    model = load(MODEL)
+    assert model.tokenizer is not None
+    words = {
+        name: model.tokenizer("\n".join(default_documents(name).values()), verbose=False)["input_ids"]
+        for name in ("calibration", "evaluation")
+    }
+    found = kept_shares(
+        model, samples(words["calibration"], 12, LENGTH, SEED), scorer_named(SCORER), budget_named("ada"), KEEP
+    )
+    profile = Profile.of(shape_of(model), SCORER, KEEP, found)
+    rows: list[dict[str, Any]] = []
+    texts = samples(words["evaluation"] * 4, options.texts, LENGTH, SEED)
+    for kind in KINDS:
+        rows.append({"measure": "perplexity", "type": kind or "model", "perplexity": perplexity(model, texts, kind)})
+        rows[-1]["bytes"] = block_bytes(model.anatomy, 1, model.network.dtype, kind)
+        print(rows[-1], flush=True)
+    long = samples(words["evaluation"] * 4, options.requests, options.prompt, SEED)
+    for kv, kind in (*((None, kind) for kind in KINDS), (profile, None), (profile, INT8)):
+        name = f"{'plain pages' if kv is None else f'head clusters, keep {KEEP:.0%}'}, {kind or 'model'}"
+        engine = Engine(
+            MODEL, context=4096, batch_requests=options.requests, batch_tokens=1024, kv=kv, kv_type=kind,
+            cache_bytes=int(options.cache_gb * 1e9),
+        )  # fmt: skip
+        assert engine.runner.path.startswith("cpu-program"), engine.runner.path
+        rows.append({"measure": "run", "engine": name, **answered(engine, long, options.answer)})
+        print(rows[-1], flush=True)
+        write("serve_cpu_kv_types", rows, _text(rows, options))
+
+
+@torch.inference_mode()
+def perplexity(model: Model, texts: list[list[int]], kind: str | None) -> float:
+    """A text is one chunk: keys and values are written to their pages, and read from there."""
+    blocks = LENGTH // BLOCK
+    cache = PagedCache.empty(model.anatomy, blocks, BLOCK, model.network.dtype, model.device, kind)
+    model.network.set_attn_implementation(NAME)
+    places = torch.arange(LENGTH)
+    pages = Pages(
+        torch.tensor([0, LENGTH], dtype=torch.int32), torch.tensor([LENGTH], dtype=torch.int32),
+        torch.arange(blocks, dtype=torch.int32)[None], places, LENGTH, [LENGTH],
+    )  # fmt: skip
+    total = 0.0
+    for text in texts:
+        ids = torch.tensor(text)
+        with attending(paged(cache, pages)):
+            logits = model.network(input_ids=ids[None], position_ids=places[None], use_cache=False).logits[0]
+        total += float(torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:]))
+    return math.exp(total / len(texts))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompt", type=int, default=2000)
+    parser.add_argument("--answer", type=int, default=64)
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--texts", type=int, default=24)
+    parser.add_argument("--cache-gb", type=float, default=0.25)
+    return parser.parse_args()
+
+
+def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
+    quality = [row for row in rows if row["measure"] == "perplexity"]
+    runs = [row_of_run(row) for row in rows if row["measure"] == "run"]
+    own = quality[0]
+    cells = [
+        [
+            row["type"],
+            f"{row['bytes']:,}",
+            f"{row['perplexity']:.3f}",
+            f"{row['perplexity'] / own['perplexity'] - 1:+.2%}",
+        ]
+        for row in quality
+    ]
+    return (
+        f"# Keys and values in few bits on a processor\n\n{MODEL}, {options.texts} texts of {LENGTH:,} tokens, seed "
+        f"{SEED}. Keys in int4 are turned by a Hadamard matrix first.\n\n"
+        + table(["type", "bytes a token", "perplexity", "more"], cells)
+        + f"\n\nPrompts of {options.prompt:,} tokens, {options.cache_gb:g} GB for keys and values. One run.\n\n"
+        + table(headings_of_runs(), runs) + "\n"
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""`smelt shard-plan`: a real model under torchrun, and one sentence where there are no workers; the page by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smelt.report.sharded import render_shard_plan, step_rows, unit_rows
+from tests.cli.conftest import Smelt
+
+CONFIG = """
+model: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 3, num_attention_heads: 2,
+        max_position_embeddings: 64, tie_word_embeddings: true}
+data: {train: DATA, length: 16}
+batch: 2
+optimizer: {name: sgd}
+device: cpu
+"""
+
+
+def written(folder: Path) -> Path:
+    (folder / "prose.txt").write_text("What is said once is soon forgotten; what is said twice is not. " * 200)
+    (folder / "tiny.yaml").write_text(CONFIG.replace("DATA", str(folder / "prose.txt")))
+    return folder / "tiny.yaml"
+
+
+def test_under_torchrun_it_plans_shards_and_measures(tmp_path: Path) -> None:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    options = ["--memory-gb", "0.002", "-o", str(tmp_path / "plan.html"), "--json", str(tmp_path / "plan.json")]
+    call = [*start, "-m", "smelt.cli.main", "shard-plan", str(written(tmp_path)), *options]
+    done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("tiny on 2 workers: predicted / measured") == 1  # only the first worker speaks
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert [name for unit in found["units"] for name in unit["layers"]] == [
+        *(f"model.layers.{number}" for number in range(3)),
+        "model.norm",
+    ]
+    assert found["root"]["bytes"] > 0 and found["machines"]["kept"] == 2.0  # tied; plain SGD keeps no state
+    assert found["predicted"]["peak"] <= found["memory"] == 2e6 and found["measured"]["peak"] is None
+    for which in ("predicted", "measured"):
+        kinds = [kind for kind, *_ in found[which]["events"]]
+        assert kinds.count("scatter") == len(found["units"]) + 1 and found[which]["exposed"] > 0
+    page = (tmp_path / "plan.html").read_text()
+    assert page.count("<rect") == sum(len(found[which]["events"]) for which in ("predicted", "measured"))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "start it with `torchrun --nproc-per-node 2 -m smelt.cli.main shard-plan CONFIG`"),
+        (["--seed", "-1"], "seed"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(
+    options: list[str], words: str, tmp_path: Path, smelt_here: Smelt
+) -> None:
+    smelt_here("shard-plan", str(written(tmp_path)), *options).refused(words)
+
+
+def plan_of(name: str) -> dict[str, Any]:
+    events = [["gather", 0, 0.0, 1.0], ["forward", 0, 1.0, 2.0], ["backward", 0, 2.0, 3.0], ["scatter", 0, 3.0, 4.0]]
+    timeline = {"seconds": 4.0, "exposed": 2.0, "peak": 3e6, "events": events}
+    again = {**timeline, "peak": None, "events": [*events, ["gather", 0, 2.0, 2.5], ["forward", -1, 2.0, 2.0]]}
+    line = {"alpha": 0.001, "beta": 2e-9}
+    return {
+        "name": name, "workers": 2, "memory": None, "forward_ahead": 1, "backward_ahead": 1, "whole_search": False,
+        "units": [{"name": "all", "bytes": 1000, "reshard": True}], "root": {"name": "the rest", "bytes": 0},
+        "predicted": timeline, "measured": again, "machines": {"gather": line, "scatter": line, "beside": True},
+    }  # fmt: skip
+
+
+def test_the_page_adds_up_and_no_name_becomes_markup() -> None:
+    plan = plan_of("<b>bold</b>")
+    assert unit_rows(plan) == [["all", "1 kB", "given back", "1000.000 / 1500.000", *["1000.000 / 1000.000"] * 3]]
+    assert step_rows(plan)[2] == ["memory of a worker at most", "3 MB", "not measured"]
+    page = render_shard_plan(plan)
+    assert "<b>bold" not in page and "&lt;b&gt;bold" in page
+    assert 'x="25.000%"' in page and 'width="25.000%"' in page and page.count("<rect") == 10

@@ -1,0 +1,267 @@
+"""Two stages with two replicas each, real processes and PyTorch's own schedules: gradients layer by layer."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as distributed
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.functional import cross_entropy
+
+from smelt.train.compressor import Compressor
+from smelt.train.compressors import ExDyna, MiCRO, TopK
+from smelt.train.groups import patience
+from smelt.train.layers import layers_of
+from smelt.train.pipeline.stage import StageCompression, compress_stage
+from smelt.train.settings import Settings
+from smelt.train.state import load, save
+from tests.train.parallel import outcomes, run
+from tests.train.synthetic import rank
+
+PARTS = 4  # micro-batches
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+class Block(nn.Module):
+    def __init__(self, inner: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(12, inner), nn.Linear(inner, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+def stages() -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [nn.Sequential(*(Block(20 + 4 * (2 * stage + part)) for part in range(3))) for stage in range(2)]
+
+
+def batch_of(number: int, replica: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * number + replica)
+    return torch.randn(16, 12, generator=generator), torch.randint(12, (16,), generator=generator)
+
+
+class Worker:
+    """One of four: a stage of a replica, with its schedule and its compression."""
+
+    def __init__(self, compressor: Compressor, schedule: str = "1f1b", **options: Any) -> None:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
+        self.replica, self.place = divmod(rank(), 2)
+        self.module = stages()[self.place]
+        self.module[0].up.bias.data += self.replica  # replicas that start unequal
+        group = mesh["replicas"].get_group()
+        options = {"settings": Settings(check=True), "microbatches": PARTS, **options}
+        self.compression: StageCompression = compress_stage(self.module, compressor, group, **options)
+        stage = PipelineStage(self.module, self.place, 2, torch.device("cpu"), group=mesh["stages"].get_group())
+        self.schedule = SCHEDULES[schedule](stage, PARTS, loss_fn=cross_entropy)
+        self.optimiser = torch.optim.SGD(self.module.parameters(), lr=0.2)
+
+    def steps(self, numbers: range) -> Any:
+        """The stage's parameters after them."""
+        for number in numbers:
+            inputs, labels = batch_of(number, self.replica)
+            self.optimiser.zero_grad()
+            self.schedule.step(*([inputs] if self.place == 0 else []), target=labels if self.place else None)
+            self.compression.finish()
+            self.optimiser.step()
+        return flat(self.module)
+
+
+def flat(module: nn.Module) -> Any:
+    return torch.cat([each.detach().flatten() for each in module.parameters()]).numpy()
+
+
+def pipelined(compressor: Compressor, schedule: str, steps: int, options: dict[str, Any]) -> tuple[Any, list[int]]:
+    worker = Worker(compressor, schedule, **options)
+    found = worker.steps(range(steps))
+    return found, [reducer.number for reducer in worker.compression.reducers]
+
+
+def alone(steps: int) -> list[Any]:
+    """One process with the whole model and the batches of both replicas; the parameters of each stage."""
+    parts = stages()
+    model = nn.Sequential(*parts)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    for number in range(steps):
+        optimiser.zero_grad()
+        for replica in range(2):
+            inputs, labels = batch_of(number, replica)
+            (cross_entropy(model(inputs), labels) / 2).backward()
+        optimiser.step()
+    return [flat(part) for part in parts]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("gpipe", {}), ("1f1b", {}), ("1f1b", {"densities": [1.0, 1.0], "stage": 0, "whole": ["1.up.weight"]})],
+)
+def test_density_one_is_plain_averaging(schedule: str, options: dict[str, Any]) -> None:
+    expected = alone(4)
+    for place, (parameters, reductions) in enumerate(run(4, pipelined, TopK(density=1.0), schedule, 4, options)):
+        assert abs(parameters - expected[place % 2]).max() < 1e-6
+        assert reductions == [4] * (3 + len(options.get("whole", ())))  # one a step, not one a micro-batch
+
+
+def beside_the_pipeline(compressor: Compressor, steps: int) -> tuple[Any, Any]:
+    """The same densities and layers in two workers that hold the whole model and do not pipeline."""
+    parts = stages()
+    model = nn.Sequential(*parts[0], *parts[1])
+    group = distributed.group.WORLD
+    compression = compress_stage(model, compressor, group, microbatches=PARTS, scale_grads=False)
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    for number in range(steps):
+        inputs, labels = batch_of(number, rank())
+        optimiser.zero_grad()
+        for some, wanted in zip(inputs.chunk(PARTS), labels.chunk(PARTS), strict=True):
+            (cross_entropy(model(some), wanted) / PARTS).backward()
+        compression.finish()
+        optimiser.step()
+    return flat(parts[0]), flat(parts[1])
+
+
+def test_sparse_stages_learn_as_data_parallel_alone() -> None:
+    """The check inside the frame ends a worker whose gradients are lost; replicas agree to the bit."""
+    compressor = MiCRO(density=0.1)
+    found = [parameters for parameters, _ in run(4, pipelined, compressor, "1f1b", 6, {})]
+    assert (found[0] == found[2]).all() and (found[1] == found[3]).all()
+    expected = run(2, beside_the_pipeline, compressor, 6)[0]
+    assert abs(found[0] - expected[0]).max() < 1e-5 and abs(found[1] - expected[1]).max() < 1e-5
+
+
+def conserved() -> list[float]:
+    """Of each layer: what was given (from a copy without hooks), against what was applied and what is left."""
+    module, twin = stages()[0], stages()[0]
+    compression = compress_stage(module, MiCRO(density=0.05), distributed.group.WORLD, microbatches=PARTS)
+    given = applied = torch.zeros(sum(each.numel() for each in twin.parameters()))
+    for number in range(5):
+        module.zero_grad()
+        for some in batch_of(number, rank())[0].chunk(PARTS):
+            module(some).square().sum().backward()
+        compression.finish()
+        applied = applied + 2 * torch.cat([each.grad.flatten() for each in module.parameters()])
+        twin.zero_grad()
+        twin(batch_of(number, rank())[0]).square().sum().div(PARTS).backward()
+        given = given + torch.cat([each.grad.flatten() for each in twin.parameters()])
+    left = {
+        piece.name: view
+        for vector in compression.vectors
+        for piece, view in vector.layout.views(vector.reducer.residual)
+    }
+    both = torch.stack([given, torch.cat([left[name] for name, _ in module.named_parameters()])])
+    distributed.all_reduce(both)
+    assert 0 < applied.count_nonzero() < 0.5 * applied.numel()
+    return float((both[0] - both[1] - applied).abs().max() / both[0].abs().max())
+
+
+def test_nothing_is_lost() -> None:
+    assert max(run(2, conserved)) < 1e-5
+
+
+def overlapping() -> list[str]:
+    """Backward of the first layer does not go on until the last layer has been reduced."""
+    worker = Worker(TopK(density=0.1))
+    events: list[str] = []
+    reduced = threading.Event()
+    last, first = worker.compression.vectors[0], worker.module[0]
+    plain = last.reduce
+
+    def noted(*arguments: Any, **options: Any) -> None:
+        plain(*arguments, **options)
+        events.append("the last layer is reduced")
+        reduced.set()
+
+    last.reduce = noted  # type: ignore[method-assign]
+
+    def held(*_: Any) -> None:
+        if all(worker.compression._passes[name] == PARTS for name in last.views):  # the last micro-batch
+            assert reduced.wait(20), "no reduction began before backward had ended"
+            events.append("the first layer goes backward")
+
+    first.register_full_backward_pre_hook(held)
+    worker.steps(range(1))
+    return events
+
+
+def test_late_layers_are_reduced_while_early_ones_go_backward() -> None:
+    for events in run(4, overlapping):
+        assert events == ["the last layer is reduced", "the first layer goes backward"]
+
+
+def stop_and_go_on(folder: Path) -> bool:
+    worker = Worker(ExDyna(density=0.1))
+    worker.steps(range(3))
+    place = folder / f"stage-{worker.place}"
+    save(worker.compression, place)
+    kept = {name: value.clone() for name, value in worker.module.state_dict().items()}
+    expected = worker.steps(range(3, 5))
+    again = Worker(ExDyna(density=0.1))
+    again.module.load_state_dict(kept)
+    load(again.compression, place)
+    return bool((again.steps(range(3, 5)) == expected).all())
+
+
+def test_a_stage_goes_on_to_the_bit(tmp_path: Path) -> None:
+    assert run(4, stop_and_go_on, tmp_path) == [True] * 4
+
+
+def spoiled() -> None:
+    module = stages()[0]
+    compression = compress_stage(module, MiCRO(density=0.1), distributed.group.WORLD, microbatches=1)
+    (module(batch_of(0, 0)[0]).sum() * (torch.inf if rank() else 1.0)).backward()
+    compression.finish()
+
+
+def miscounted() -> None:
+    module = stages()[0]
+    compression = compress_stage(module, MiCRO(), distributed.group.WORLD, microbatches=3)
+    for _ in range(2):
+        module(batch_of(0, 0)[0]).sum().backward()
+    compression.finish()
+
+
+def unknown() -> None:
+    compress_stage(stages()[0], MiCRO(), distributed.group.WORLD, microbatches=1, whole=["nothing"])
+
+
+def without_a_density() -> None:
+    compress_stage(stages()[0], "efsign", distributed.group.WORLD, microbatches=1, densities=[0.5])
+
+
+@pytest.mark.parametrize(
+    ("work", "sentence"),
+    [
+        (spoiled, "DataError: the gradients of step 0 are not finite on at least one worker"),
+        (miscounted, "RecipeError: gradients came 2 times in a step of 3 micro-batches"),
+        (unknown, "RecipeError: the stage has no trained parameter 'nothing'"),
+        (without_a_density, "RecipeError: efsign has no density"),
+    ],
+)
+def test_what_goes_wrong_is_one_sentence_on_every_replica(work: Any, sentence: str) -> None:
+    for _, error in outcomes(2, work):
+        assert error.startswith(sentence)
+
+
+def waits() -> list[float]:
+    module = stages()[0]
+    compression = compress_stage(module, MiCRO(), distributed.group.WORLD, microbatches=1)
+    return [patience(group).total_seconds() for group in (None, compression.reducers[0].workers.group)]
+
+
+def test_its_own_group_waits_as_long_as_the_run() -> None:
+    assert run(2, waits) == [[30.0, 30.0]] * 2
+
+
+def test_layers_are_the_blocks_and_what_stands_beside_them() -> None:
+    model = nn.ModuleDict({"inner": nn.Module(), "head": nn.Linear(2, 2)})
+    model["inner"].embed = nn.Embedding(3, 2)
+    model["inner"].turn = nn.Tanh()
+    model["inner"].blocks = nn.ModuleList(Block(3) for _ in range(2))
+    assert list(layers_of(model)) == ["inner.embed", "inner.blocks.0", "inner.blocks.1", "head"]
+    assert list(layers_of(Block(2))) == ["up", "down"]
+    assert not layers_of(nn.Linear(2, 2))
