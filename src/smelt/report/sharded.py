@@ -83,8 +83,9 @@ def fact_rows(plan: Plan) -> list[list[str]]:
 
 
 def _what(plan: Plan) -> str:
-    size = sum(unit["bytes"] for _, unit in _units(plan))
-    return f"{numbers.size(size)} of parameters in {len(plan['units'])} units on {plan['workers']} workers"
+    units = _units(plan)
+    size = sum(unit["bytes"] for _, unit in units)
+    return f"{numbers.size(size)} of parameters in {len(units)} units on {plan['workers']} workers"
 
 
 def _units(plan: Plan) -> list[tuple[int, Mapping[str, Any]]]:
