@@ -1,6 +1,7 @@
 """A compressed cache on one GPU: Llama 8B shape with random weights, long prompts, against our own plain pages.
 
     PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_kv.py [--prompt 32768] [--requests 64] [--cache-gb 64]
+        [--kv-types int8 fp8 int4]
 
 Each engine gets the same memory for keys and values and the same requests, all at once. The profile is made up: a
 tenth of the heads keeps nearly everything, the others little, 25 % in all; random weights would keep alike in all
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,15 +25,16 @@ from smelt.kernels.gpu.chip import processors
 from smelt.kernels.gpu.paged import Tokens, paged_decode, splits_for
 from smelt.kernels.gpu.pages import HeadPages
 from smelt.kernels.gpu.rotation import Rotation
+from smelt.kernels.row_format import NAMES, RowFormat, stored
 from smelt.kv.budget import check_keep
 from smelt.kv.profile import Profile, Shape
 from smelt.kv.splits import splits
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.kinds import told
 from smelt.serve.engine.ragged.parts import parts_of, work_of
 
 LAYERS, KV_HEADS, WIDTH = 32, 8, 128
-RAGGED = "gpu-program, pages of head clusters with graphs"
 
 
 def main() -> None:
@@ -45,11 +48,13 @@ def main() -> None:
         "plain pages": {},
         "head clusters, keep 100 %": {"kv": profile(1.0)},
     }
+    for kind in options.kv_types:
+        engines[f"plain pages, {kind}"] = {"kv_type": kind}
+        engines[f"head clusters, keep 25 %, {kind}"] = {"kv": profile(0.25), "kv_type": kind}
     few = max(2, options.requests // 16)
     for name in engines if options.engines is None else options.engines:
         engine = _engine(network, options, engines[name])
-        expected = RAGGED if engines[name] else "gpu-program with graphs"
-        assert engine.runner.path == expected, engine.runner.path
+        assert engine.runner.path == _path(engines[name]), engine.runner.path
         for count, length in ((options.requests, 512), (few, 2 * options.chunk)):  # compiles and captures
             answered(engine, prompts(count, min(options.prompt, length)), 80)
         rows.append(
@@ -67,8 +72,14 @@ def main() -> None:
     del network
     _freed()
     if "splitting" not in options.without:
-        rows += splitting(options.prompt, bandwidth)
+        rows += splitting(options.prompt, bandwidth, options.kv_types)
     write("serve_gpu_kv", rows, _text(rows, options, bandwidth))
+
+
+def _path(settings: dict[str, Any]) -> str:
+    """What is to compute the steps of such an engine."""
+    pages = ", pages of head clusters" if "kv" in settings else ""
+    return f"gpu-program{pages}{told(settings.get('kv_type'))} with graphs"
 
 
 def _freed() -> None:
@@ -85,6 +96,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cache-gb", type=float, default=64.0)
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--engines", nargs="*", help="only these")
+    parser.add_argument("--kv-types", nargs="+", choices=NAMES, default=[], help="keys and values also in these")
     parser.add_argument("--without", nargs="+", choices=["splitting"], default=[])
     return parser.parse_args()
 
@@ -119,9 +131,9 @@ SKEWED = (1.0, 0.5, 0.25, 0.25, 0.1, 0.1, 0.05, 0.05)  # of what heads keep
 COLUMNS, SIZE = 4, 16
 
 
-def splitting(length: int, bandwidth: float) -> list[dict[str, Any]]:
+def splitting(length: int, bandwidth: float, kinds: Sequence[str]) -> list[dict[str, Any]]:
     """One layer's attention for one token of 4 and of 64 requests: parts in proportion to budgets against one number of
-    parts for all heads; and pages of clusters that keep everything against plain ones."""
+    parts for all heads; pages of clusters that keep everything against plain ones; and plain ones of these kinds."""
     rows = []
     for requests in (4, 64):
         for heads, budgets in (("skewed", SKEWED), ("even", (1.0,) * KV_HEADS)):
@@ -129,6 +141,10 @@ def splitting(length: int, bandwidth: float) -> list[dict[str, Any]]:
                 {"measure": "splits", "requests": requests, "heads": heads, **row}
                 for row in _layer(length, requests, budgets)
             ]
+        rows += [
+            {"measure": "splits", "requests": requests, "heads": "even", **_plain(length, requests, kind)}
+            for kind in (None, *kinds)
+        ]
     for row in rows:
         row["share_of_bandwidth"] = row["bytes"] / bandwidth / (row["us"] / 1e6)
         print(row, flush=True)
@@ -164,13 +180,28 @@ def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[
             return paged_decode(mixed, keys, values, tokens, rotation, 0.1, pages=own, splits=most)
 
         rows.append({"way": way, "parts": parts, "us": graph_seconds([call] * 4) * 1e6})
-    if min(budgets) == 1:
-        pages = [each[: requests * blocks * KV_HEADS].view(-1, SIZE, KV_HEADS, WIDTH) for each in (keys, values)]
-        plain = Tokens(tokens.slots, lengths, tables.view(-1)[: requests * blocks].view(requests, -1), arrived, length)
-        plain.tables.copy_(torch.randperm(requests * blocks, device="cuda").view(requests, -1))
-        seconds = graph_seconds([lambda: paged_decode(mixed, *pages, plain, rotation, 0.1)] * 4)
-        rows.append({"way": "plain pages", "parts": [], "us": seconds * 1e6})
     return [{"tokens": length, "bytes": 4 * WIDTH * int(kept.sum()) * requests, **row} for row in rows]
+
+
+def _plain(length: int, requests: int, kind: str | None) -> dict[str, Any]:
+    """The same with plain pages, in the network's own numbers or in rows of few bits; bytes as they are stored."""
+    form = None if kind is None else RowFormat.of(kind, WIDTH)
+    last, dtype = stored(form, WIDTH, torch.bfloat16)
+    blocks = length // SIZE + 1
+    numbers = torch.randn(SIZE, KV_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    block = numbers if form is None else form.encode(numbers)  # one for all: what is in them does not decide about time
+    pages = [block.expand(requests * blocks, -1, -1, -1).contiguous() for _ in range(2)]
+    tables = torch.randperm(requests * blocks, device="cuda").view(requests, -1).int()
+    arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
+    lengths = torch.full((requests,), length, device="cuda")
+    tokens = Tokens(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
+    heads = COMMON["num_attention_heads"]
+    mixed = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
+    rotation = Rotation(*(torch.randn(length + 1, WIDTH, device="cuda") for _ in range(2)))
+    seconds = graph_seconds([lambda: paged_decode(mixed, *pages, tokens, rotation, 0.1, rows=form)] * 4)
+    octets = 2 * last * dtype.itemsize * KV_HEADS * length * requests
+    way = "plain pages" if kind is None else f"plain pages, {kind}"
+    return {"tokens": length, "bytes": octets, "way": way, "parts": [], "us": seconds * 1e6}
 
 
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace, bandwidth: float) -> str:

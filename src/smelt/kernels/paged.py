@@ -72,11 +72,12 @@ def write_pages(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Te
 
 def attention_path(queries: Tensor, key_pages: Tensor, rows: RowFormat | None = None) -> str:
     """What computes attention over such pages: a kernel, or the reference, which `using` can ask for."""
-    if asked_for() == REFERENCE.name or not (rows is None or has_lanes(rows)):
+    if asked_for() == REFERENCE.name:
         return REFERENCE.name
     if queries.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return GPU if rows is None else REFERENCE.name
+        return GPU
     narrow = queries.shape[-1] <= 256 and queries.shape[1] // key_pages.shape[2] <= 16
+    narrow = narrow and (rows is None or has_lanes(rows))
     known = queries.dtype in (torch.float32, torch.bfloat16)
     return CPU if queries.device.type == "cpu" and narrow and known and _library() is not None else REFERENCE.name
 
@@ -99,7 +100,7 @@ def paged_attention(
     if path == GPU:
         from smelt.kernels.gpu.paged import paged_prefill
 
-        return paged_prefill(queries, key_pages, value_pages, pages, scale, window)
+        return paged_prefill(queries, key_pages, value_pages, pages, scale, window, rows=rows)
     return paged_reference(queries, key_pages, value_pages, pages, scale, window, rows)
 
 

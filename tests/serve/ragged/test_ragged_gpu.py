@@ -15,6 +15,8 @@ from smelt.kernels.gpu.paged import Tokens, paged_decode
 from smelt.kernels.gpu.pages import HeadPages
 from smelt.kernels.gpu.rotation import Rotation, rotate_write
 from smelt.kernels.paged import Pages, paged_reference
+from smelt.kernels.row_format import INT4, INT8, RowFormat
+from smelt.kv.scorers import scorer_named
 from smelt.models.model import Model
 from smelt.serve.engine import assembly
 from smelt.serve.engine.engine import Engine
@@ -38,11 +40,22 @@ def engine_of(monkeypatch: pytest.MonkeyPatch, name: str, **more: Any) -> Engine
         return Engine(Model(copy.deepcopy(BUILDS[name]()).to(DEVICE)), **{**SMALL, **more})
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("shares", [[1.0, 1.0, 1.0], [0.5, 0.2, 0.0]])
-def test_the_tokens_of_the_module(monkeypatch: pytest.MonkeyPatch, name: str, shares: list[float]) -> None:
-    settings: dict[str, Any] = {"kv": retention(shares), "batch_tokens": 24}
-    texts = prompts(3, seed=1, most=60)
+EVERYTHING, LITTLE = [1.0, 1.0, 1.0], [0.5, 0.2, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shares", "kind"),
+    [
+        *[(name, shares, None) for name in ("llama", "qwen3") for shares in (EVERYTHING, LITTLE)],
+        ("llama", LITTLE, INT4),
+    ],
+)
+def test_the_tokens_of_the_module(
+    monkeypatch: pytest.MonkeyPatch, name: str, shares: list[float], kind: str | None
+) -> None:
+    scorer = None if kind is None else scorer_named("snapkv", window=4)  # whose queries are to be as its keys
+    settings: dict[str, Any] = {"kv": retention(shares, scorer=scorer), "batch_tokens": 24, "kv_type": kind}
+    texts = prompts(3, seed=1, most=60) if kind is None else [words(28, seed=4)]
     fused = engine_of(monkeypatch, name, **settings)
     assert fused.runner.path.startswith("gpu-program, pages of head clusters")
     plain = Engine(Model(BUILDS[name]()), **SMALL, **settings)
@@ -50,6 +63,10 @@ def test_the_tokens_of_the_module(monkeypatch: pytest.MonkeyPatch, name: str, sh
     run(fused)
     run(plain)
     assert [each.output for each in found[0]] == [each.output for each in found[1]]
+    if kind is not None:  # the same tokens were kept, and lie where they lie there
+        mine, other = fused.runner.pages.cache, plain.runner.cache
+        assert int((mine.keys.cpu() != other.keys).any(-1).sum()) <= 8
+        assert int((mine.values.cpu() != other.values).any(-1).sum()) <= 8
 
 
 def test_a_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,12 +87,17 @@ def test_a_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outputs[:3] == outputs[3:]
 
 
-@pytest.mark.parametrize("parts", [[1, 1, 1], [4, 1, 2], [3, 5, 1]])
-def test_heads_of_different_lengths_in_one_call(parts: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("parts", "kind"), [([1, 1, 1], None), ([4, 1, 2], None), ([3, 5, 1], None), ([4, 1, 2], INT8)]
+)
+def test_heads_of_different_lengths_in_one_call(parts: list[int], kind: str | None) -> None:
     """Three heads in three clusters, at different columns, against a loop over heads."""
     torch.manual_seed(0)
     size, heads, kv_heads, width, columns, clusters = 16, 6, 3, 24, 4, 5
+    rows = None if kind is None else RowFormat.of(kind, width)
     keys, values = (torch.randn(160 * columns, size, 1, width, device=DEVICE) for _ in range(2))
+    if rows is not None:
+        keys, values = rows.encode(keys), rows.encode(values)
     tables = torch.randperm(160)[:150].view(3, clusters, 10).int().to(DEVICE)
     texts = torch.tensor([150, 40, 0], device=DEVICE)
     slots = torch.tensor([2, 0, 1], device=DEVICE)
@@ -88,11 +110,14 @@ def test_heads_of_different_lengths_in_one_call(parts: list[int]) -> None:
     rotation = Rotation(torch.randn(150, width, device=DEVICE), torch.randn(150, width, device=DEVICE))
     mixed = torch.randn(3, (heads + 2 * kv_heads) * width, device=DEVICE)
     others = [keys.clone(), values.clone()]
-    queries = rotate_write(mixed, (texts - 1).clamp(min=0), torch.where(texts > 0, slots, -1), rotation, *others, own)
+    queries = rotate_write(
+        mixed, (texts - 1).clamp(min=0), torch.where(texts > 0, slots, -1), rotation, *others, own, rows
+    )
     arrived = torch.zeros(3 * kv_heads, dtype=torch.int32, device=DEVICE)
     tokens = Tokens(slots, texts, tables, arrived, 150)
     most = 1 << (max(parts) - 1).bit_length()
-    found = paged_decode(mixed, keys, values, tokens, rotation, 0.2, pages=own, splits=most).view(3, heads, width)
+    found = paged_decode(mixed, keys, values, tokens, rotation, 0.2, pages=own, splits=most, rows=rows)
+    found = found.view(3, heads, width)
     for request in range(2):
         for head in range(kv_heads):
             slot, which = int(slots[request]), int(cluster[head])
@@ -103,10 +128,11 @@ def test_heads_of_different_lengths_in_one_call(parts: list[int]) -> None:
                 length, [1],
             )  # fmt: skip
             mine = slice(2 * head, 2 * head + 2)
-            wanted = paged_reference(queries[request : request + 1, mine], *others, one, 0.2)
+            wanted = paged_reference(queries[request : request + 1, mine], keys, values, one, 0.2, rows=rows)
             assert torch.allclose(found[request, mine], wanted[0], atol=1e-4), (request, head)
     assert bool((found[2] == 0).all()) and not bool(arrived.any())
-    assert torch.allclose(keys, others[0], atol=1e-6) and torch.equal(values, others[1])
+    assert torch.allclose(keys.float(), others[0].float(), atol=1e-6 if rows is None else 1)
+    assert torch.equal(values, others[1])
 
 
 def test_parts_follow_budgets() -> None:

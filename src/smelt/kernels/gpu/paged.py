@@ -2,7 +2,7 @@
 
 The heads that share keys and values are computed together, so that keys are read once. `smelt.kernels.paged` says what
 is computed. Pages hold all heads of a layer, [block, token, head, width], or those of a cluster that may be of several
-layers, [block, column, token, width]; then every head has its own length.
+layers, [block, column, token, width]; then every head has its own length. With a row format they hold bytes.
 """
 
 from __future__ import annotations
@@ -20,36 +20,45 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from smelt.kernels.gpu.chip import PDL, processors
 from smelt.kernels.gpu.pages import HeadPages, columns_of, head_pages, key_rows, pointers, strides
 from smelt.kernels.gpu.rotation import Rotation, turned
+from smelt.kernels.gpu.rows import constants, lift, load_rows, met, width_of, write_row
 from smelt.kernels.paged import Pages
+from smelt.kernels.row_format import RowFormat
 
 LOG2_E = 1.4426950408889634
 KEYS = 64  # that are taken at once when decoding
 PREFILL_TILES = 64, 64, 4, 2  # queries of a program, keys that are taken at once, warps, stages
 LONG_TILES = 128, 128, 8, 2  # where many queries of a request meet many keys
 LONG_NARROW_TILES = 128, 64, 8, 3  # the same with heads of up to 64
+# Codes are read in words of four bytes, which takes more addresses and so more registers than numbers do.
+LONG_CODE_TILES = 128, 64, 8, 2
+SPLIT_CODE_TILES, CODE_TILES = (64, 8, 2), (64, 4, 3)
 WAVES = 2  # programs for every multiprocessor, at most, when keys are split
 
 
 @triton.jit
 def load_keys(  # type: ignore[no-untyped-def]
-    key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, SIZE: tl.constexpr,
-    KEYS: tl.constexpr, ALL: tl.constexpr = False,
+    key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, DTYPE: tl.constexpr,
+    SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROW: tl.constexpr, HALF_ROW: tl.constexpr,
+    ALL: tl.constexpr = False,
 ):  # fmt: skip
-    """Keys and values of the positions from `start` on [KEYS, WIDTH], and which of them are before `end`; `ALL`: known
-    to be."""
+    """Keys and values of the positions from `start` on [KEYS, WIDTH], which of them are before `end` (`ALL`: known to
+    be), and their scales."""
     positions = start + tl.arange(0, KEYS)
     there = tl.full([KEYS], True, tl.int1) if ALL else positions < end
     rows = key_rows(table, positions, there, block_rows, token_rows, first_row, SIZE)
-    place, inside = rows[:, None] * width + lane[None, :], there[:, None] & (lane < width)[None, :]
-    keys = tl.load(key_pages + place, mask=inside, other=0.0)
-    return keys, tl.load(value_pages + place, mask=inside, other=0.0), there
+    keys, key_scales = load_rows(key_pages, rows, there, lane, width, DTYPE, FORMAT, ROW, HALF_ROW)
+    values, value_scales = load_rows(value_pages, rows, there, lane, width, DTYPE, FORMAT, ROW, HALF_ROW)
+    return keys, values, there, key_scales, value_scales
 
 
 @triton.jit
 def take_keys(  # type: ignore[no-untyped-def]
-    scores, scale, seen, values, largest, total, mixed, ALL: tl.constexpr = False,
+    scores, scale, seen, values, key_scales, value_scales, largest, total, mixed, FORMAT: tl.constexpr,
+    ALL: tl.constexpr = False,
 ):  # fmt: skip
     """One more tile of keys into the softmax so far. Times `scale`, scores are in powers of two. `ALL` are seen."""
+    if FORMAT:
+        scores = scores * key_scales[None, :]
     if not ALL:
         scores = tl.where(seen, scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
@@ -57,6 +66,8 @@ def take_keys(  # type: ignore[no-untyped-def]
     weights = tl.exp2(scores * scale - base[:, None])
     faded = tl.exp2(largest - base)
     total = total * faded + tl.sum(weights, axis=1)
+    if FORMAT:
+        weights = weights * (value_scales * lift(FORMAT))[None, :]
     mixed = mixed * faded[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return new_largest, total, mixed
 
@@ -67,7 +78,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     lengths, results, partial, statistics, arrived, scale, window, epsilon, stride, table_stride, cluster_stride,
     shift_stride, kv_heads, width, SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     HALF: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr, FORMAT: tl.constexpr, ROW: tl.constexpr, HALF_ROW: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """One new token a request: a program has one head of keys and one of its parts of the length, of which there are
     SPLITS, or where heads differ as many as `work` says. The first part has the new token, whose keys and values it
@@ -78,6 +89,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         head, split, parts = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     else:
         head, split, parts = tl.program_id(1), tl.program_id(2), SPLITS
+    DTYPE: tl.constexpr = mixed.dtype.element_ty
     row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     within = lane < width
     held = (row < GROUP)[:, None] & within[None, :]
@@ -92,9 +104,10 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     begin = low + split * share
     end = tl.minimum(begin + share, length - 1)
     if SPLITS > 1:  # few keys for each program: the first ones, written by steps before this one, need not wait
-        first_keys, first_values, first_there = load_keys(
-            key_pages, value_pages, table, begin, end, block_rows, token_rows, first_row, lane, width, SIZE, KEYS
-        )
+        first_keys, first_values, first_there, first_key_scales, first_value_scales = load_keys(
+            key_pages, value_pages, table, begin, end, block_rows, token_rows, first_row, lane, width, DTYPE, SIZE,
+            KEYS, FORMAT, ROW, HALF_ROW,
+        )  # fmt: skip
     if PDL:  # what the kernels before this one wrote is read from here on
         gdc_wait()
         gdc_launch_dependents()
@@ -103,33 +116,39 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     query_place = (head * GROUP + row)[:, None] * width
     query = turned(
         source, query_place, held, query_norm, cosines, sines, angle, lane[None, :], epsilon, width, HALF, NORM
-    ).to(key_pages.dtype.element_ty)  # fmt: skip
+    )
+    query = met(query, DTYPE, TURNS)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     found = tl.zeros([ROWS, WIDTH], tl.float32)
     if (split == 0) & (length > 0):
         key_place = (kv_heads * GROUP + head) * width
-        key = turned(
-            source, key_place, within, key_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM
-        ).to(key_pages.dtype.element_ty)  # fmt: skip
+        key = turned(source, key_place, within, key_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
         value = tl.load(source + key_place + kv_heads * width + lane, mask=within, other=0.0)
         row_of_new = key_rows(table, length - 1, length > 0, block_rows, token_rows, first_row, SIZE)
-        to = row_of_new * width + lane
-        tl.store(key_pages + to, key, mask=within)
-        tl.store(value_pages + to, value, mask=within)
-        largest = tl.sum(query.to(tl.float32) * key.to(tl.float32)[None, :], axis=1) * scale
+        key = write_row(key_pages, row_of_new, met(key, DTYPE, TURNS), length > 0, lane, width, FORMAT, ROW, HALF_ROW)
+        value = write_row(value_pages, row_of_new, value, length > 0, lane, width, FORMAT, ROW, HALF_ROW)
+        largest = tl.sum(query.to(tl.float32) * key[None, :], axis=1) * scale
         total = tl.full([ROWS], 1.0, tl.float32)
-        found = found + value.to(tl.float32)[None, :]
+        found = found + value[None, :] * lift(FORMAT)
     if SPLITS > 1:
         scores = tl.dot(query, tl.trans(first_keys), input_precision="ieee")
-        largest, total, found = take_keys(scores, scale, first_there[None, :], first_values, largest, total, found)
+        largest, total, found = take_keys(
+            scores, scale, first_there[None, :], first_values, first_key_scales, first_value_scales, largest, total,
+            found, FORMAT,
+        )  # fmt: skip
         begin += KEYS
     for start in range(begin, end, KEYS):
-        keys, values, there = load_keys(
-            key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, SIZE, KEYS
-        )
+        keys, values, there, key_scales, value_scales = load_keys(
+            key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, DTYPE, SIZE,
+            KEYS, FORMAT, ROW, HALF_ROW,
+        )  # fmt: skip
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        largest, total, found = take_keys(scores, scale, there[None, :], values, largest, total, found)
+        largest, total, found = take_keys(
+            scores, scale, there[None, :], values, key_scales, value_scales, largest, total, found, FORMAT
+        )
+    if FORMAT:
+        found = found * (1.0 / lift(FORMAT))
     heads = kv_heads * GROUP
     if SPLITS == 1:
         found = found / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -170,17 +189,21 @@ def merge_parts(partial, statistics, results, at, parts, width, SPLITS: tl.const
 @triton.jit
 def take_range(  # type: ignore[no-untyped-def]
     query, position, key_pages, value_pages, table, begin, end, block_rows, token_rows, first_row, lane, width, scale,
-    window, largest, total, mixed, SIZE: tl.constexpr, KEYS: tl.constexpr, ALL: tl.constexpr,
+    window, largest, total, mixed, SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROW: tl.constexpr,
+    HALF_ROW: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     """Keys from `begin` to `end` into the softmax of many queries; `ALL`: every query sees them all."""
     for at in range(begin, end, KEYS):
-        keys, values, there = load_keys(
-            key_pages, value_pages, table, at, end, block_rows, token_rows, first_row, lane, width, SIZE, KEYS, ALL
-        )
+        keys, values, there, key_scales, value_scales = load_keys(
+            key_pages, value_pages, table, at, end, block_rows, token_rows, first_row, lane, width, query.dtype, SIZE,
+            KEYS, FORMAT, ROW, HALF_ROW, ALL,
+        )  # fmt: skip
         keys_at = at + tl.arange(0, KEYS)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
         seen = (keys_at[None, :] <= position[:, None]) & (keys_at[None, :] > position[:, None] - window)
-        largest, total, mixed = take_keys(scores, scale, seen & there[None, :], values, largest, total, mixed, ALL)
+        largest, total, mixed = take_keys(
+            scores, scale, seen & there[None, :], values, key_scales, value_scales, largest, total, mixed, FORMAT, ALL
+        )
     return largest, total, mixed
 
 
@@ -189,7 +212,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     queries, key_pages, value_pages, tables, shifts, cluster, column, slots, lengths, starts, tile_request, tile_first,
     results, scale, window, query_stride, table_stride, cluster_stride, shift_stride, kv_heads, width, group,
     SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    WINDOWED: tl.constexpr, FORMAT: tl.constexpr, ROW: tl.constexpr, HALF_ROW: tl.constexpr,
 ):  # fmt: skip
     """A tile of ROWS query tokens of one request, one head of queries. Most keys are seen by all of them; only those at
     the ends are compared with positions."""
@@ -220,18 +243,18 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         inside = tl.minimum(tl.maximum(inside, begin), tl.maximum(to_all, begin))
         largest, total, mixed = take_range(
             query, position, key_pages, value_pages, table, begin, inside, block_rows, token_rows, first_row, lane,
-            width, scale, window, largest, total, mixed, SIZE, KEYS, False,
+            width, scale, window, largest, total, mixed, SIZE, KEYS, FORMAT, ROW, HALF_ROW, False,
         )  # fmt: skip
         begin = inside
     largest, total, mixed = take_range(
         query, position, key_pages, value_pages, table, begin, to_all, block_rows, token_rows, first_row, lane, width,
-        scale, window, largest, total, mixed, SIZE, KEYS, True,
+        scale, window, largest, total, mixed, SIZE, KEYS, FORMAT, ROW, HALF_ROW, True,
     )  # fmt: skip
     largest, total, mixed = take_range(
         query, position, key_pages, value_pages, table, tl.maximum(begin, to_all), end, block_rows, token_rows,
-        first_row, lane, width, scale, window, largest, total, mixed, SIZE, KEYS, False,
+        first_row, lane, width, scale, window, largest, total, mixed, SIZE, KEYS, FORMAT, ROW, HALF_ROW, False,
     )  # fmt: skip
-    mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+    mixed = mixed / tl.where(total == 0.0, 1.0, total * lift(FORMAT))[:, None]
     heads = kv_heads * group
     to = token.to(tl.int64)[:, None] * heads * width + place
     tl.store(results + to, mixed.to(results.dtype.element_ty), mask=held)
@@ -247,17 +270,23 @@ def splits_for(requests: int, kv_heads: int, longest: int, processors: int) -> i
     return 1 << max(most, 1).bit_length() - 1
 
 
-def decode_tiles(programs: int, splits: int, longest: int, processors: int) -> tuple[int, int, int]:
+def decode_tiles(
+    programs: int, splits: int, longest: int, processors: int, rows: RowFormat | None = None
+) -> tuple[int, int, int]:
     """Keys that are taken at once, warps, stages: small programs where there are many, larger ones where there are few,
     and more so where each has many keys."""
+    if rows is not None:
+        return CODE_TILES if splits == 1 else SPLIT_CODE_TILES
     if splits == 1 or programs > 3 * processors:
         return KEYS, 2, 3
     return (2 * KEYS, 4, 2) if longest // splits >= 8 * KEYS else (KEYS, 4, 3)
 
 
-def prefill_tiles(pages: Pages, width: int) -> tuple[int, int, int, int]:
+def prefill_tiles(pages: Pages, width: int, rows: RowFormat | None = None) -> tuple[int, int, int, int]:
     if pages.longest < 2048 or max(pages.counts) < 512:
         return PREFILL_TILES
+    if rows is not None:
+        return LONG_CODE_TILES
     return LONG_NARROW_TILES if width <= 64 else LONG_TILES
 
 
@@ -275,13 +304,14 @@ class Tokens:
 def paged_decode(
     mixed: Tensor, key_pages: Tensor, value_pages: Tensor, tokens: Tokens, rotation: Rotation, scale: float,
     window: int | None = None, *, pages: HeadPages | None = None, splits: int | None = None,
-    tiles: tuple[int, int, int] | None = None,
+    tiles: tuple[int, int, int] | None = None, rows: RowFormat | None = None,
 ) -> Tensor:  # fmt: skip
     """Queries, keys and values of new tokens [requests, (heads + 2 * kv heads) * width], not yet turned; the keys and
     values also go to their pages. -> [requests, heads * width]. `tiles`: keys that are taken at once, warps, stages.
     With `pages` the cache is [blocks * columns, size, 1, width], and `splits` the most parts that its work has."""
     requests = len(mixed)
-    _, size, kv_heads, width = key_pages.shape
+    _, size, kv_heads, last = key_pages.shape
+    width = width_of(rows, last)
     if pages is not None:
         kv_heads = len(pages.cluster)
     heads = mixed.shape[1] // width - 2 * kv_heads
@@ -291,7 +321,7 @@ def paged_decode(
         splits = splits_for(requests, kv_heads, tokens.longest, chip)
     work = tokens.slots if pages is None or pages.work is None else pages.work
     grid = (requests, kv_heads, splits) if pages is None else (requests, len(work), 1)
-    tile_keys, warps, stages = tiles or decode_tiles(math.prod(grid), splits, tokens.longest, chip)
+    tile_keys, warps, stages = tiles or decode_tiles(math.prod(grid), splits, tokens.longest, chip, rows)
     results = torch.empty(requests, heads * width, dtype=mixed.dtype, device=mixed.device)
     partial = statistics = results
     if splits > 1:
@@ -304,7 +334,7 @@ def paged_decode(
         tokens.arrived, scale * LOG2_E, window or EVERYTHING, rotation.epsilon, mixed.stride(0),
         *strides(pages, tokens.tables), kv_heads, width, SIZE=size, GROUP=group,
         ROWS=max(triton.next_power_of_2(group), 16), WIDTH=padded, HALF=width // 2, KEYS=tile_keys, SPLITS=splits,
-        NORM=rotation.norms is not None, PDL=PDL, COLUMNS=columns_of(pages), num_warps=warps,
+        NORM=rotation.norms is not None, PDL=PDL, COLUMNS=columns_of(pages), **constants(rows), num_warps=warps,
         num_stages=stages, launch_pdl=PDL,
     )  # fmt: skip
     return results
@@ -313,21 +343,25 @@ def paged_decode(
 def paged_prefill(
     queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float, window: int | None = None, *,
     tiles: QueryTiles | None = None, heads_own: HeadPages | None = None, slots: Tensor | None = None,
+    rows: RowFormat | None = None,
 ) -> Tensor:  # fmt: skip
     """Many query tokens: [tokens, heads, width] -> the same. `tiles` are those of the pages, where they are known. With
-    `heads_own` the tables are those of all slots, and `slots` [requests] says whose each request's are."""
+    `heads_own` the tables are those of all slots, and `slots` [requests] says whose each request's are. With a row
+    format that turns, queries come turned."""
     tokens, heads, width = queries.shape
     _, size, kv_heads, _ = key_pages.shape
     if heads_own is not None:
         kv_heads = len(heads_own.cluster)
-    tiles = tiles or QueryTiles.of(pages.counts, queries.device, prefill_tiles(pages, width))
+    tiles = tiles or QueryTiles.of(pages.counts, queries.device, prefill_tiles(pages, width, rows))
     results = torch.empty(tokens, heads, width, dtype=queries.dtype, device=queries.device)
+    told = {name: value for name, value in constants(rows).items() if name != "TURNS"}
     prefill_kernel[(len(tiles.requests), heads)](
         queries, key_pages, value_pages, pages.tables, *pointers(heads_own, pages.tables),
         pages.starts if slots is None else slots, pages.lengths, pages.starts, tiles.requests, tiles.first, results,
         scale * LOG2_E, window or EVERYTHING, queries.stride(0), *strides(heads_own, pages.tables), kv_heads, width,
         heads // kv_heads, SIZE=size, ROWS=tiles.rows, WIDTH=max(triton.next_power_of_2(width), 16), KEYS=tiles.keys,
-        COLUMNS=columns_of(heads_own), WINDOWED=window is not None, num_warps=tiles.warps, num_stages=tiles.stages,
+        COLUMNS=columns_of(heads_own), WINDOWED=window is not None, **told, num_warps=tiles.warps,
+        num_stages=tiles.stages,
     )  # fmt: skip
     return results
 

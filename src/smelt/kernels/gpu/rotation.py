@@ -10,6 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from smelt.kernels.gpu.pages import HeadPages, columns_of, head_pages, key_rows, pointers, strides
+from smelt.kernels.gpu.rows import constants, met, width_of, write_row
+from smelt.kernels.row_format import RowFormat
 
 
 @triton.jit
@@ -36,6 +38,7 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
     mixed, positions, places, cosines, sines, query_norm, key_norm, queries, key_pages, value_pages, tables, shifts,
     cluster, column, stride, table_stride, cluster_stride, shift_stride, heads, kv_heads, epsilon, width,
     WIDTH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    FORMAT: tl.constexpr, ROW: tl.constexpr, HALF_ROW: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """A head of a token a program. Of `mixed` [tokens, stride] the heads of queries come first, then those of keys,
     then those of values, which are not turned."""
@@ -46,10 +49,10 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
     angle, at = tl.load(positions + token), head * width
     if head < heads:
         query = turned(source, at, inside, query_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
-        tl.store(queries + (token * heads + head) * width + lane, query.to(queries.dtype.element_ty), mask=inside)
+        query = met(query, queries.dtype.element_ty, TURNS)
+        tl.store(queries + (token * heads + head) * width + lane, query, mask=inside)
         return
     place = tl.load(places + token)
-    written = inside & (place >= 0)
     kept = (head - heads) % kv_heads
     if COLUMNS:  # the place is a slot
         table, shift, block_rows, token_rows, first_row = head_pages(
@@ -61,11 +64,11 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
         row = place * kv_heads + kept
     if head < heads + kv_heads:
         key = turned(source, at, inside, key_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
-        to = key_pages + row * width + lane
-        tl.store(to, key.to(key_pages.dtype.element_ty), mask=written)
+        key = met(key, mixed.dtype.element_ty, TURNS)
+        write_row(key_pages, row, key, place >= 0, lane, width, FORMAT, ROW, HALF_ROW)
     else:
         value = tl.load(source + at + lane, mask=inside, other=0.0)
-        tl.store(value_pages + row * width + lane, value, mask=written)
+        write_row(value_pages, row, value, place >= 0, lane, width, FORMAT, ROW, HALF_ROW)
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,13 @@ class Rotation:
 
 def rotate_write(
     mixed: Tensor, positions: Tensor, places: Tensor, rotation: Rotation, key_pages: Tensor, value_pages: Tensor,
-    heads_own: HeadPages | None = None,
+    heads_own: HeadPages | None = None, rows: RowFormat | None = None,
 ) -> Tensor:  # fmt: skip
     """Of new tokens [tokens, (heads + 2 * kv heads) * width]: keys and values go to their pages [blocks, size, kv
-    heads, width], none for a place of -1. -> queries [tokens, heads, width]. With `heads_own` a place is a slot."""
-    size, kv_heads, width = key_pages.shape[1:]
+    heads, width], none for a place of -1. -> queries [tokens, heads, width], turned as the keys of a row format are.
+    With `heads_own` a place is a slot."""
+    size, kv_heads, last = key_pages.shape[1:]
+    width = width_of(rows, last)
     if heads_own is not None:
         kv_heads = len(heads_own.cluster)
     tables = places if heads_own is None else heads_own.tables
@@ -95,6 +100,7 @@ def rotate_write(
         mixed, positions, places, rotation.cosines, rotation.sines, query_norm, key_norm, queries, key_pages,
         value_pages, tables, *pointers(heads_own, tables), mixed.stride(0), *strides(heads_own, tables), heads,
         kv_heads, rotation.epsilon, width, WIDTH=triton.next_power_of_2(width), HALF=width // 2,
-        NORM=rotation.norms is not None, SIZE=size, COLUMNS=columns_of(heads_own), num_warps=1,
+        NORM=rotation.norms is not None, SIZE=size, COLUMNS=columns_of(heads_own), **constants(rows),
+        num_warps=1,
     )  # fmt: skip
     return queries

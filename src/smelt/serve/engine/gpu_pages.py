@@ -14,6 +14,7 @@ from smelt.kernels.paged import Pages
 from smelt.models.model import Model
 from smelt.serve.engine.attention import NAME, PagedCache, paged
 from smelt.serve.engine.decoder import Attention
+from smelt.serve.engine.kinds import told
 from smelt.serve.engine.runner import module_logits
 from smelt.serve.engine.scheduler import Piece, Step
 
@@ -56,11 +57,12 @@ class GpuPages(Protocol):
 class PlainPages:
     """Pages of a layer hold all its heads, and every token."""
 
-    name = ""
-
-    def __init__(self, model: Model, blocks: int, size: int, most_requests: int, context: int, send: Send) -> None:
+    def __init__(
+        self, model: Model, blocks: int, size: int, most_requests: int, context: int, kind: str | None, send: Send
+    ) -> None:
+        self.name = told(kind)
         self.size, self.context, self._send, self._module = size, context, send, model.network
-        self.cache = PagedCache.empty(model.anatomy, blocks, size, model.network.dtype, model.device)
+        self.cache = PagedCache.empty(model.anatomy, blocks, size, model.network.dtype, model.device, kind)
         model.network.set_attn_implementation(NAME)
         self._tables = torch.zeros(most_requests + 1, -(-context // size), dtype=torch.int32, device=model.device)
         self._written: list[tuple[list[int], int]] = [([], 0)] * most_requests  # blocks of a row, and how many of them
@@ -91,8 +93,9 @@ class PlainPages:
         tokens = Tokens(slots, lengths, self._tables, network.arrived, self.context)
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
-            keys, values = self.cache.keys[part.index], self.cache.values[part.index]
-            return paged_decode(mixed, keys, values, tokens, network.rotation(part), part.scale, part.window)
+            keys, values, *_, form = self.cache.layer(part.index)
+            turning = network.rotation(part)
+            return paged_decode(mixed, keys, values, tokens, turning, part.scale, part.window, rows=form)
 
         return attend
 
@@ -109,12 +112,14 @@ class PlainPages:
             starts=self._send(bounds), lengths=self._send(lengths), tables=self._tables[rows], places=places,
             longest=int(lengths.max()), counts=counts,
         )  # fmt: skip
-        tiles = QueryTiles.of(counts, slots.device, prefill_tiles(pages, self.cache.keys[0].shape[-1]))
+        first = self.cache.layer(min(self.cache.keys))
+        tiles = QueryTiles.of(counts, slots.device, prefill_tiles(pages, first.keys.shape[-1], first.rows))
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
-            keys, values = self.cache.keys[part.index], self.cache.values[part.index]
-            queries = rotate_write(mixed, positions, places, network.rotation(part), keys, values)
-            return paged_prefill(queries, keys, values, pages, part.scale, part.window, tiles=tiles).flatten(1)
+            keys, values, *_, form = self.cache.layer(part.index)
+            queries = rotate_write(mixed, positions, places, network.rotation(part), keys, values, rows=form)
+            found = paged_prefill(queries, keys, values, pages, part.scale, part.window, tiles=tiles, rows=form)
+            return found.flatten(1)
 
         def logits(ids: Tensor, wanted: Tensor) -> Tensor:
             return module_logits(self._module, paged(self.cache, pages), ids, positions, wanted)

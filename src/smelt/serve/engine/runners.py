@@ -43,19 +43,22 @@ def runner_for(
 
         where = devices[0].partition(":")[0]
         return ParallelRunner(model, Sizes(**sizes), len(devices), where, adapters or Adapters(model, {}))
-    if kind is None and compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
-        return gpu_runner(model, adapters, blocks=blocks, size=size, most_requests=most_requests, context=context)
+    if compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
+        return gpu_runner(
+            model, adapters, blocks=blocks, size=size, most_requests=most_requests, context=context, kind=kind
+        )
     return Runner(model, **sizes, compiled=compiled, adapters=adapters, kind=kind)
 
 
 def gpu_runner(
-    model: Model, adapters: Adapters | None, *, blocks: int, size: int, most_requests: int, context: int
-) -> AnyRunner:
+    model: Model, adapters: Adapters | None, *, blocks: int, size: int, most_requests: int, context: int,
+    kind: str | None = None,
+) -> AnyRunner:  # fmt: skip
     """Fused and captured."""
     from smelt.serve.engine.gpu_pages import PlainPages
     from smelt.serve.engine.gpu_runner import GpuRunner
 
-    pages = partial(PlainPages, model, blocks, size, most_requests, context)
+    pages = partial(PlainPages, model, blocks, size, most_requests, context, kind)
     return GpuRunner(model, pages, most_requests=most_requests, context=context, adapters=adapters)
 
 
@@ -64,7 +67,7 @@ def ragged_runner_for(
     most_tokens: int, most_requests: int, context: int,
 ) -> AnyRunner:  # fmt: skip
     """The same choice for a cache whose pages belong to clusters of heads."""
-    if cache.format is None and compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
+    if compiled and model.device.type == "cuda" and decoder.reason_against(model) is None:
         return ragged_gpu_runner(model, adapters, cache, retention, most_requests=most_requests, context=context)
     return RaggedRunner(
         model, cache, most_tokens=most_tokens, most_requests=most_requests, context=context, compiled=compiled,

@@ -14,6 +14,7 @@ from smelt.models.model import Model
 from smelt.serve.engine.attention import NAME
 from smelt.serve.engine.decoder import Attention
 from smelt.serve.engine.gpu_pages import Mixed, Send
+from smelt.serve.engine.kinds import told
 from smelt.serve.engine.ragged.attention import ragged
 from smelt.serve.engine.ragged.cache import RaggedCache
 from smelt.serve.engine.ragged.compress import Judge
@@ -30,9 +31,8 @@ if TYPE_CHECKING:  # needs Triton
 class RaggedPages:
     """The pages' contract of a GPU runner, where clusters of heads keep different numbers of tokens."""
 
-    name = ", pages of head clusters"
-
     def __init__(self, model: Model, cache: RaggedCache, retention: Retention, context: int, send: Send) -> None:
+        self.name = f", pages of head clusters{told(None if cache.format is None else cache.format.name)}"
         self.cache, self.retention, self.context = cache, retention, context
         self._send, self._module = send, model.network
         self._module.set_attn_implementation(NAME)
@@ -58,7 +58,7 @@ class RaggedPages:
             pages, parts = self._layer(part.index, len(slots))
             return paged_decode(
                 mixed, self.cache.keys, self.cache.values, tokens, network.rotation(part), part.scale, pages=pages,
-                splits=parts,
+                splits=parts, rows=self.cache.format,
             )  # fmt: skip
 
         return attend
@@ -68,18 +68,19 @@ class RaggedPages:
         from smelt.kernels.gpu.rotation import rotate_write
 
         step = step_of(self.cache, pieces, torch.stack((slots, positions)), self._send)
-        cache = self.cache
+        cache, form = self.cache, self.cache.format
         pages = Pages(step.bounds, step.lengths, cache.tables, positions, step.longest, step.counts)
-        tiles = QueryTiles.of(step.counts, slots.device, prefill_tiles(pages, cache.keys.shape[-1]))
+        tiles = QueryTiles.of(step.counts, slots.device, prefill_tiles(pages, cache.keys.shape[-1], form))
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
             own, _ = self._layer(part.index, len(pieces))
-            queries = rotate_write(mixed, positions, slots, network.rotation(part), cache.keys, cache.values, own)
+            queries = rotate_write(mixed, positions, slots, network.rotation(part), cache.keys, cache.values, own, form)
             found = paged_prefill(
                 queries, cache.keys, cache.values, pages, part.scale, tiles=tiles, heads_own=own,
-                slots=step.piece_slots,
+                slots=step.piece_slots, rows=form,
             )  # fmt: skip
-            self._judge(step, part.index, queries, part.scale)
+            # The judge decodes keys, which turns them back by the Hadamard matrix: its queries are to be as those are.
+            self._judge(step, part.index, queries if form is None else form.back(queries), part.scale)
             return found.flatten(1)
 
         def logits(ids: Tensor, wanted: Tensor) -> Tensor:
