@@ -102,9 +102,7 @@ def test_a_slow_link_is_compressed_for_and_a_resumed_run_goes_on_exactly() -> No
     assert first["decision"] == second["decision"]
     assert first["decision"]["choices"] == ["micro"]
     dense, _, micro = (first["decision"]["vectors"][0][place] for place in (0, 2, 1))
-    assert (
-        first["decision"]["exposed"] == micro["exposed"] < 0.7 * dense["exposed"]
-    )
+    assert first["decision"]["exposed"] == micro["exposed"] < 0.7 * dense["exposed"]
     assert first["bytes"][0] == dense["bytes"] and first["bytes"][1] < 0.05 * dense["bytes"]
     assert "vector 0: micro" in first["info"] and "without compression" in first["info"] and not first["warnings"]
     assert not second["info"]  # one worker speaks for all
