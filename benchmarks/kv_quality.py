@@ -118,14 +118,15 @@ def _text(rows: list[dict[str, Any]]) -> str:
     tasks = [task for task in LENGTHS if any(row["task"] == task for row in rows)]
     text = (
         "# What is left of a prompt: scorers, budgets and quality\n\n"
-        f"SmolLM2-135M in float32, {len(rows) // max(len(tasks), 1)} prompts a task, compressed before the question "
-        f"is seen; the first {FORCED['sink']} and the last {FORCED['window']} tokens always stay. `needle` and "
-        "`lookup`: the share of questions answered exactly; `continuation`: perplexity. Columns are the share of keys "
-        "and values that is kept in all.\n"
+        "SmolLM2-135M in float32, prompts compressed before the question is seen; the first "
+        f"{FORCED['sink']} and the last {FORCED['window']} tokens always stay. `needle` and `lookup`: the share of "
+        "questions answered exactly; `continuation`: perplexity. Columns are the share of keys and values that is kept "
+        "in all.\n"
     )
     for task in tasks:
         here = [row["found"] for row in rows if row["task"] == task]
-        text += f"\n## {task}: {_figure(here, 'all', task)} with everything\n\n{_table(here, task)}\n"
+        all_of_it = _figure(here, "all", task)
+        text += f"\n## {task}, {len(here)} prompts: {all_of_it} with everything\n\n{_table(here, task)}\n"
     return text
 
 
