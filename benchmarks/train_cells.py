@@ -1,0 +1,87 @@
+"""Starts the four workers of the training benchmarks and hands back each cell as it is done."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from common import shared
+
+WORKERS = 4
+Cell = dict[str, Any]
+
+
+def run_cells(cells: list[Cell]) -> Iterator[Cell]:
+    """In four processes on this machine, joined by its loopback."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    yield from run_workers(cells, "127.0.0.1", port, lambda rank: [], {"GLOO_SOCKET_IFNAME": "lo"})
+
+
+def run_workers(
+    cells: list[Cell],
+    address: str,
+    port: int,
+    prefix: Callable[[int], list[str]],
+    more: dict[str, str],
+    ready: Callable[[list[int]], None] = lambda pids: None,
+) -> Iterator[Cell]:
+    """Each cell as it is done.
+
+    `prefix`: words before a worker's command. `ready` is called with their process ids once all are started; after it
+    each one is sent an empty line, which a prefix may wait for.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "cells.json"
+        file.write_text(json.dumps(cells))
+        command = [sys.executable, str(Path(__file__).with_name("train_worker.py")), str(file)]
+        common = {"WORLD_SIZE": str(WORKERS), "MASTER_ADDR": address, "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        processes: list[subprocess.Popen[str]] = []
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no worker is left behind
+        try:
+            for rank in range(WORKERS):
+                environment = {**os.environ, **common, **more, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
+                words = [*prefix(rank), *command]
+                pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": out, "text": True}
+                # a session each, so that Linux shares its cores among workers as it does among people
+                processes.append(subprocess.Popen(words, env=environment, start_new_session=True, **pipes))
+            ready([process.pid for process in processes])
+            for process in processes:
+                assert process.stdin is not None
+                process.stdin.write("\n")
+                process.stdin.close()
+            assert processes[0].stdout is not None
+            for line in processes[0].stdout:
+                yield json.loads(line)
+            for process in processes:
+                if process.wait():
+                    raise SystemExit("a worker failed; see its words above")
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+
+def wikitext2(folder: Path, megabytes: float) -> tuple[Path, Path]:
+    """The beginning of WikiText-2's training part and of its validation part, as text files."""
+    found = []
+    for part, size in (("train", int(megabytes * 1e6)), ("valid", 200_000)):
+        with gzip.open(shared() / "data" / "wikitext2" / f"{part}.txt.gz", "rt", encoding="utf-8") as file:
+            text = file.read(size)
+        path = folder / f"{part}.txt"
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        found.append(path)
+    return found[0], found[1]

@@ -1,0 +1,144 @@
+"""One worker of the training benchmarks: runs cells one behind the other in the product's own loop.
+
+    RANK=0 WORLD_SIZE=4 MASTER_ADDR=... MASTER_PORT=... python benchmarks/train_worker.py CELLS.json
+
+CELLS.json is a list of {"name", "config", "stop_at"}: a configuration as `python -m smelt.train` reads it, and the
+held-out loss at which a cell ends before its last step (null: it does not). All cells run in the same processes, since
+starting four of them takes longer than most cells. The first worker prints a line of JSON for each cell that is done.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from time import perf_counter, process_time
+from typing import Any
+
+import torch
+import torch.distributed as distributed
+import transformers
+
+from smelt.errors import SmeltError
+from smelt.train.loop.clock import PHASES
+from smelt.train.loop.config import TrainConfig
+from smelt.train.loop.folder import RunFolder
+from smelt.train.loop.join import join
+from smelt.train.loop.reading import parse
+from smelt.train.loop.run import Loop
+
+_MEASURED = 2**23  # bytes of the all-reduce that tells the bandwidth
+
+
+class Reached(Exception):
+    """The held-out loss is as low as it was asked to be."""
+
+
+class StoppingLoop(Loop):
+    """Ends when a held-out loss is reached, on all workers in the same step; notes what a step costs the processor."""
+
+    stop_at: float | None = None
+
+    def _step(self) -> dict[str, Any]:
+        before = process_time()
+        line = super()._step()
+        return {**line, "processor": process_time() - before}
+
+    def _log(self, line: dict[str, Any], last: bool) -> None:
+        super()._log(line, last)
+        if self.stop_at is not None and "evaluation" in line and line["evaluation"]["loss"] <= self.stop_at:
+            raise Reached
+
+
+def main() -> None:
+    cells = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("smelt.train").setLevel(logging.ERROR)
+    device = join("cpu", 300.0)
+    bandwidth = measured_bandwidth()
+    with tempfile.TemporaryDirectory() as folder:
+        places: list[Any] = [folder]
+        distributed.broadcast_object_list(places)  # a local name is enough: all workers are on one machine
+        for number, cell in enumerate(cells):
+            run_cell(cell, Path(places[0]) / str(number), device, bandwidth)
+        distributed.barrier()
+    distributed.destroy_process_group()
+
+
+def measured_bandwidth() -> float:
+    """Bits a second that arrive at a worker during an all-reduce, by the arithmetic of a ring."""
+    workers, values = distributed.get_world_size(), torch.zeros(_MEASURED // 4)
+    distributed.all_reduce(values)
+    start = perf_counter()
+    distributed.all_reduce(values)
+    spent = torch.tensor(perf_counter() - start)
+    distributed.all_reduce(spent, distributed.ReduceOp.MAX)
+    return 8 * 2 * (workers - 1) / workers * _MEASURED / float(spent)
+
+
+def run_cell(cell: dict[str, Any], out: Path, device: torch.device, bandwidth: float) -> None:
+    first, load = distributed.get_rank() == 0, os.getloadavg()[0]
+    if first:
+        out.parent.mkdir(exist_ok=True)
+    distributed.barrier()
+    start, error = perf_counter(), None
+    try:
+        loop = StoppingLoop(parse(TrainConfig, cell["config"], "the cell"), out, device, resume=False, resplit=False)
+        loop.stop_at = cell["stop_at"]
+        loop.run()
+    except Reached:
+        pass
+    except SmeltError as refused:  # the same on every worker: such as a loss that is not finite
+        error = str(refused)
+    distributed.barrier()
+    if first:
+        seconds = {"whole_seconds": perf_counter() - start, "load": load, "bits_per_second": bandwidth}
+        print(json.dumps({"name": cell["name"], **summary(RunFolder(out)), **seconds, "error": error}), flush=True)
+
+
+def summary(folder: RunFolder) -> dict[str, Any]:
+    """What a run's own log says, in few numbers."""
+    facts, lines = folder.facts(), folder.lines()
+    spent, curve = 0.0, []
+    for line in lines:
+        spent += sum(line["phases"].values())  # without evaluations
+        if "evaluation" in line:
+            point = {"step": line["step"], "bytes": line["all_bytes"], "seconds": spent, "training_loss": line["loss"]}
+            curve.append(point | line["evaluation"])
+    settled = lines[len(lines) // 2 :]
+    steps = [sum(line["phases"].values()) for line in settled]
+    phases = {name: _quantile([line["phases"][name] for line in settled], 0.5) for name in PHASES}
+    return {
+        "parameters": facts["parameters"],
+        "workers": facts["workers"],
+        "steps": len(lines),
+        "curve": curve,
+        "bytes_a_step": _mean([line["bytes"] for line in settled]),
+        "build_up": _mean([line["build_up"] for line in settled]),
+        "build_ups": [line["build_up"] for line in lines],
+        "padding": _mean([line["padding"] for line in settled if line["padding"] is not None]),
+        "step_seconds": _quantile(steps, 0.5),
+        "quiet_step_seconds": _quantile(steps, 0.1),
+        "processor_seconds": _quantile([line["processor"] for line in settled], 0.5),  # of the first worker
+        "longest_step_seconds": max((sum(line["phases"].values()) for line in lines), default=None),
+        "phases": phases,
+        "chosen": None if facts["decision"] is None else facts["decision"]["choices"],
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _quantile(values: list[float], share: float) -> float | None:
+    return sorted(values)[int(share * len(values))] if values else None
+
+
+if __name__ == "__main__":
+    main()
