@@ -22,6 +22,7 @@ from smelt.kv.profile import Profile
 from smelt.kv.profiling import kept_shares, samples
 from smelt.kv.scorers import scorer_named
 from smelt.models.load import load
+from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling import Sampling
 
@@ -31,16 +32,9 @@ MODEL, SCORER, SEED = "smollm2-135m", "keydiff", 0
 def main() -> None:
     options = _options()
     plain = load(MODEL)
-    assert plain.tokenizer is not None
-    words = {
-        name: plain.tokenizer("\n".join(default_documents(name).values()), verbose=False)["input_ids"]
-        for name in ("calibration", "evaluation")
-    }
+    words = words_of(plain)
     begin = time.perf_counter()
-    found = kept_shares(
-        plain, samples(words["calibration"], 12, 1024, SEED), scorer_named(SCORER), budget_named("ada"), options.keep
-    )
-    made = Profile.of(shape_of(plain), SCORER, options.keep, found)
+    made = profile_of(plain, words["calibration"], options.keep)
     profiling = time.perf_counter() - begin
     texts = samples(words["evaluation"] * 4, options.requests, options.prompt, SEED)
     rows: list[dict[str, Any]] = []
@@ -53,6 +47,21 @@ def main() -> None:
         rows[-1] |= second_turn(engine, texts[:4])
         print(rows[-1], flush=True)
         write("serve_cpu_kv", rows, _text(rows, options, profiling))
+
+
+def words_of(model: Model) -> dict[str, list[int]]:
+    """The default text, as tokens."""
+    assert model.tokenizer is not None
+    return {
+        name: model.tokenizer("\n".join(default_documents(name).values()), verbose=False)["input_ids"]
+        for name in ("calibration", "evaluation")
+    }
+
+
+def profile_of(model: Model, words: list[int], keep: float) -> Profile:
+    texts = samples(words, 12, 1024, SEED)
+    found = kept_shares(model, texts, scorer_named(SCORER), budget_named("ada"), keep)
+    return Profile.of(shape_of(model), SCORER, keep, found)
 
 
 def second_turn(engine: Engine, texts: list[list[int]]) -> dict[str, Any]:

@@ -16,17 +16,12 @@ from typing import Any
 
 import torch
 from common import table, write
-from cpu_kv import MODEL, SCORER, SEED
+from cpu_kv import MODEL, SEED, profile_of, words_of
 from long_prompts import answered, headings_of_runs, row_of_run
 
-from smelt.data.default import default_documents
 from smelt.kernels.paged import Pages
 from smelt.kernels.row_format import INT8, NAMES
-from smelt.kv.budgets import budget_named
-from smelt.kv.observe import shape_of
-from smelt.kv.profile import Profile
-from smelt.kv.profiling import kept_shares, samples
-from smelt.kv.scorers import scorer_named
+from smelt.kv.profiling import samples
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.attention import NAME, PagedCache, attending, block_bytes, paged
@@ -39,15 +34,8 @@ KINDS = (None, *NAMES)
 def main() -> None:
     options = _options()
     model = load(MODEL)
-    assert model.tokenizer is not None
-    words = {
-        name: model.tokenizer("\n".join(default_documents(name).values()), verbose=False)["input_ids"]
-        for name in ("calibration", "evaluation")
-    }
-    found = kept_shares(
-        model, samples(words["calibration"], 12, LENGTH, SEED), scorer_named(SCORER), budget_named("ada"), KEEP
-    )
-    profile = Profile.of(shape_of(model), SCORER, KEEP, found)
+    words = words_of(model)
+    profile = profile_of(model, words["calibration"], KEEP)
     rows: list[dict[str, Any]] = []
     texts = samples(words["evaluation"] * 4, options.texts, LENGTH, SEED)
     for kind in KINDS:
