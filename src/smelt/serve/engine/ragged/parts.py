@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 MOST_PARTS = 64  # of a head
-AT_ONCE = 4  # programs that a multiprocessor has room for
+# Both fitted to times of one skewed profile on an H200, 1 to 64 requests; they are not read from the chip.
+AT_ONCE = 4  # programs that run on a multiprocessor at once
 OVERHEAD = 0.0025  # what a program costs besides its keys, as a share of those of a head that keeps most
 Loads = np.ndarray[Any, np.dtype[np.float64]]
 
