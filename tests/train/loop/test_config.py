@@ -119,7 +119,8 @@ def test_workers_share_out_every_sample_once_an_epoch() -> None:
 
 def test_the_page_has_every_key_and_no_other() -> None:
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"^\| `([\w.]+)` \|", page.partition("| key | default | meaning |")[2], re.M))
+    table = page.partition("| key | default | meaning |")[2].partition("\n\n")[0]
+    shown = set(re.findall(r"^\| `([\w.]+)` \|", table, re.M))
     parts = {"data": "DataConfig", "optimizer": "OptimizerConfig", "schedule": "ScheduleConfig",
              "evaluate": "EvaluateConfig", "checkpoint": "CheckpointConfig"}  # fmt: skip
     wanted = {field.name for field in fields(TrainConfig)} - set(parts)
