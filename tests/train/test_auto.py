@@ -21,7 +21,7 @@ from tests.train.parallel import run
 from tests.train.slow_link import slow_down
 from tests.train.synthetic import rank
 
-LOOK = 3  # steps before the measuring
+LOOK = Auto().steps  # before the measuring
 
 
 class Lines(logging.Handler):

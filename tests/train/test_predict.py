@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from smelt.train.compression import reducer_kind
-from smelt.train.compressors import CLTk, MiCRO, PowerSGD, TopK
+from smelt.train.compressors import QSGD, CLTk, MiCRO, OneBit, PowerSGD, TopK
 from smelt.train.decision import choose
 from smelt.train.dense import Dense
 from smelt.train.link import Line, Link
 from smelt.train.predict import Prediction, gains, predict, predict_ddp, rows_of, text_of
-from smelt.train.rehearsal import Rehearsal, imagined, imagined_gradient, rehearse
+from smelt.train.rehearsal import Rehearsal, imagined, imagined_gradient, label, rehearse
 from smelt.train.timed import COLLECTIVES
 from smelt.train.workers import Workers
 from tests.train.parallel import run
@@ -64,7 +64,10 @@ def test_an_imagined_model_has_its_parameters(parameters: int) -> None:
     assert [piece.start for piece in layout.pieces] == [0, *[piece.stop for piece in layout.pieces[:-1]]]
 
 
-COMPRESSORS = [Dense(), Dense(values="bfloat16"), MiCRO(density=0.01), TopK(density=0.01), CLTk(density=0.01)]
+COMPRESSORS = [
+    *(Dense(), Dense(values="bfloat16"), QSGD(), OneBit()),
+    *(MiCRO(density=0.01), TopK(density=0.01), CLTk(density=0.01)),
+]
 ALPHA, BANDWIDTH = 0.001, 1e7
 
 
@@ -95,3 +98,24 @@ def test_bytes_are_those_of_the_frame_and_all_workers_agree() -> None:
     assert by_method["dense"].bytes == 80_000 + 4 and by_method["bf16"].bytes == 40_000 + 4
     assert by_method["topk"].bytes > 1.5 * by_method["cltk"].bytes  # the workers choose different elements
     assert by_method["powersgd"].bytes < 5_000
+
+
+def largest_messages() -> dict[str, int]:
+    """Bytes of the longest message that each rehearsal really hands to the process group."""
+    workers, layout = Workers(), imagined(20_000)
+    gradient = imagined_gradient(layout, workers, torch.device("cpu"))
+    found: dict[str, int] = {}
+    sent: list[int] = []
+    real = {name: getattr(Workers, name) for name in ("_all_gather", "_all_reduce", "_all_to_all")}
+    for name, move in real.items():
+        setattr(Workers, name, lambda self, *tensors, move=move: (sent.append(tensors[-1].nbytes), move(self, *tensors)))
+    for compressor in COMPRESSORS:
+        sent.clear()
+        rehearse(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
+        found[label(compressor)] = max(sent)
+    return found
+
+
+def test_a_whole_vector_is_not_sent_for_a_trial() -> None:
+    for found in run(2, largest_messages):
+        assert {name for name, size in found.items() if size > 100} == {"micro", "topk", "cltk"}

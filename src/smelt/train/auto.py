@@ -37,6 +37,7 @@ from smelt.train.vector import Vector
 log = logging.getLogger("smelt.train")
 
 _BF16 = "bf16"
+_REPEATS = 2  # of each message that measures the link: a run that has begun should not wait long for it
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Auto(Compressor):
 
     density: float = 0.001  # of the methods that have one
     methods: tuple[str, ...] = (_BF16, "exdyna", "micro", "powersgd", "qsgd")  # besides dense
-    steps: int = 3  # that send everything before the measuring
+    steps: int = 2  # that send everything before the measuring
 
     def __post_init__(self) -> None:
         if self.steps < 2:
@@ -156,8 +157,9 @@ class AutoCompression(Compression):
             return
         assert isinstance(self.compressor, Auto)
         if self._link is None:
-            self._link = measure_link(self.between, gradient.device)
-            self._plain_link = self._link if self.nodes is None else measure_link(self.workers, gradient.device)
+            self._link = measure_link(self.between, gradient.device, _REPEATS)
+            everybody = self.nodes is None
+            self._plain_link = self._link if everybody else measure_link(self.workers, gradient.device, _REPEATS)
         handling = slowest([_handling(vector)], self.workers, gradient.device)[0]
         found = {}
         for place, compressor in enumerate(self.compressor.candidates()):
@@ -235,10 +237,10 @@ def _handling(vector: Vector) -> float:
     device, other = vector.flat.device, vector.flat.clone()
     start = now(device)
     other.copy_(vector.flat)
-    vector.flat.copy_(other / 1 * 1)
+    vector.flat.copy_(other)
     other.copy_(vector.flat)
     if vector.nodes is not None:
-        vector.nodes.gather(vector.given(torch.ones(1, device=device)))
+        vector.nodes.gather(vector.given(None))
     return now(device) - start
 
 

@@ -90,7 +90,9 @@ class AutoReducer(Reducer):
     def _made(self, choice: int) -> Reducer:
         compressor, device = self._candidates[choice], self.residual.device
         settings, rate = settings_for(compressor, self._wanted), self.learning_rate
-        return reducer_of(compressor, self.layout, self.workers, settings, device, rate, self._rollback)
+        made = reducer_of(compressor, self.layout, self.workers, settings, device, rate, self._rollback)
+        made.room = self.room
+        return made
 
     def _show(self) -> None:
         self._memory, self.state = self._inner._memory, self._inner.state

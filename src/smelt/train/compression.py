@@ -173,9 +173,9 @@ class Compression(Compressed):
         for vector in self.vectors:
             vector.clear()
 
-    def _scale(self) -> Tensor:
-        one = torch.ones(1, device=self.vectors[0].flat.device)
-        return one if self._scaler is None else self._scaler.scale(one)  # the loss scale, without asking the device
+    def _scale(self) -> Tensor | None:
+        """Of the loss, without asking the device."""
+        return None if self._scaler is None else self._scaler.scale(torch.ones(1, device=self.vectors[0].flat.device))
 
 
 def _groups(parameters: list[Named], vector_mb: float | None) -> Iterator[list[Named]]:

@@ -43,7 +43,7 @@ class Layout:
             start += tensor.numel()
         if start > _LARGEST:
             raise ResourceError(
-                f"{start:,} gradients are too many for one flat vector; use scope='bucket' with smaller buckets."
+                f"{start:,} gradients are too many for one flat vector; give vector_mb, so that it is cut into several."
             )
         return cls(tuple(pieces))
 

@@ -59,6 +59,7 @@ class Reducer:
         workers.require_equal(f"{compressor} {self.settings}", "gradient compression")
         workers.arrived.clear()
         self._memory = torch.zeros(layout.size + 1, device=device)  # the last one is where empty slots point
+        self.room: Tensor | None = None  # [elements + 1]: a result may stand there until the next; None: each is new
         self.state: State = compressor.start(layout, workers.size)
         self.number = 0
         self.counts: list[int] = []
@@ -180,7 +181,7 @@ class Reducer:
         """All workers send these elements [count]; the sum [elements], and the memory keeps what rounding lost."""
         values, error = sum_values(self._memory[indices], self.workers, self.settings.values)
         self._memory[indices] = error
-        summed = torch.zeros_like(self._memory)
+        summed = torch.zeros_like(self._memory) if self.room is None else self.room.zero_()
         summed[indices] = values
         return summed[: self.layout.size]
 

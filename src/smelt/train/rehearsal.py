@@ -2,8 +2,9 @@
 
 It really runs, between the real workers and with a memory that is thrown away afterwards, so that all bytes are those
 the frame would count: build-up, padding, counts and all. Time spent inside collectives is not part of its own work.
-These are its first steps: what a method needs many of them to settle on (SAGE's threshold, AdaComp's residues) has not
-settled yet.
+What writes the whole vector sends as much whatever the others have, and too much to send it for a trial: it talks to
+itself. These are its first steps: what a method needs many of them to settle on (SAGE's threshold, AdaComp's residues)
+has not settled yet.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from smelt.train.compression import reducer_kind
-from smelt.train.compressor import Compressor
+from smelt.train.compressor import Coder, Compressor
 from smelt.train.compressors.powersgd import PowerSGD
 from smelt.train.dense import Dense
+from smelt.train.echo import EchoWorkers
 from smelt.train.layout import Layout, Piece
 from smelt.train.link import Link
 from smelt.train.settings import Settings
@@ -58,7 +60,8 @@ def rehearse(
     settings: Settings | None = None,
 ) -> Rehearsal:
     """All workers call it together; the result is the same on each."""
-    device, timed = gradient.device, TimedWorkers(workers.group)
+    device, together = gradient.device, Workers(workers.group)
+    timed = (EchoWorkers if isinstance(compressor, Dense | Coder) else TimedWorkers)(workers.group)
     reducer = reducer_kind(compressor)(
         compressor, layout, timed, settings or Settings(), device=device, learning_rate=lambda: 1.0
     )
@@ -66,7 +69,7 @@ def rehearse(
         reducer.restore({**reducer.tensors(), "step": torch.tensor(compressor.plain)})
     own = []  # of each step: bytes, calls, seconds of communication as the line has it, seconds of computing
     for _ in range(_STEPS):
-        timed.gather(torch.zeros(1, device=device), "agreement")  # all start together
+        together.gather(torch.zeros(1, device=device), "agreement")  # all start together
         timed.calls.clear()
         start = now(device)
         reducer.reduce(gradient)

@@ -17,7 +17,9 @@ class Vector:
         self.layout, self.reducer, self.nodes = layout, reducer, nodes
         self._room = torch.zeros(reducer.layout.size * (1 if nodes is None else nodes.inside.size), device=device)
         self.flat = self._room[: layout.size]
-        self.views = {piece.name: view.view(piece.shape) for piece, view in layout.views(self.flat)}
+        self.views = self._shaped(self.flat)
+        self._means: dict[str, Tensor] = {}  # once it is reduced
+        reducer.room = torch.empty(reducer.layout.size + 1, device=device)
         self.arrived: set[str] = set()
         self.done = False
         self.inside, self.total_inside = 0, 0  # bytes from workers of the same node, in the last step and in all
@@ -30,12 +32,12 @@ class Vector:
         self.views[name].copy_(gradient)
         self.arrived.add(name)
 
-    def given(self, scale: Tensor) -> Tensor:
-        """What the reducer is handed: the vector, or this worker's share of the node's mean."""
-        given = self._room / scale
+    def given(self, scale: Tensor | None) -> Tensor:
+        """What the reducer is handed: the vector, or this worker's share of the node's mean. `scale`: of the loss."""
+        given = self._room if scale is None else self._room / scale
         return given if self.nodes is None else self.nodes.reduce(given)
 
-    def reduce(self, scale: Tensor, watch_unused: bool) -> None:
+    def reduce(self, scale: Tensor | None, watch_unused: bool) -> None:
         before = 0 if self.nodes is None else self.nodes.inside.arrived["inside"]
         given = self.given(scale)
         used = None
@@ -46,7 +48,7 @@ class Vector:
             mean = self.nodes.gather(mean)
             self.inside = self.nodes.inside.arrived["inside"] - before
             self.total_inside += self.inside
-        self.flat.copy_(mean[: self.layout.size] * scale)
+        self._means = self._shaped(mean if scale is None else mean * scale)
         self.done = True
 
     def take(self, name: str) -> Tensor:
@@ -54,8 +56,12 @@ class Vector:
         self.arrived.discard(name)
         if not self.arrived:
             self.done = False
-        return self.views[name]
+        return self._means[name]
 
     def clear(self) -> None:
         self.arrived.clear()
         self.done = False
+
+    def _shaped(self, flat: Tensor) -> dict[str, Tensor]:
+        """The parts of a flat vector, each in the shape of its parameter."""
+        return {piece.name: view.view(piece.shape) for piece, view in self.layout.views(flat[: self.layout.size])}

@@ -36,14 +36,14 @@ class Workers:
         if self.size == 1 or not tensor.numel():
             return tensor.expand(self.size, *tensor.shape).clone()
         gathered = tensor.new_empty((self.size * tensor.numel(),))
-        _all_gather(_bytes(gathered), _bytes(tensor.flatten()), group=self.group)
+        self._all_gather(_bytes(gathered), _bytes(tensor.flatten()))
         self._count(purpose, (self.size - 1) * _size(tensor))
         return gathered.view(self.size, *tensor.shape)
 
     def sum(self, tensor: Tensor, purpose: str) -> Tensor:
         """The sum over all workers, in place, the same bits on each of them."""
         if self.size > 1 and tensor.numel():
-            distributed.all_reduce(tensor, group=self.group)
+            self._all_reduce(tensor)
             self._count(purpose, 2 * (self.size - 1) * _size(tensor) // self.size)
         return tensor
 
@@ -68,7 +68,7 @@ class Workers:
         if self.size == 1 or not rows.numel():
             return rows.clone()
         arrived = torch.empty_like(rows)
-        distributed.all_to_all_single(_bytes(arrived.flatten()), _bytes(rows.flatten()), group=self.group)
+        self._all_to_all(_bytes(arrived.flatten()), _bytes(rows.flatten()))
         self._count(purpose, (self.size - 1) * _size(rows) // self.size)
         return arrived
 
@@ -82,6 +82,15 @@ class Workers:
             same = bool((texts == texts[0]).all())
         if not same:
             raise RecipeError(f"the workers do not have the same {what}; start all of them with the same one.")
+
+    def _all_gather(self, gathered: Tensor, own: Tensor) -> None:
+        _all_gather(gathered, own, group=self.group)
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        distributed.all_reduce(tensor, group=self.group)
+
+    def _all_to_all(self, arrived: Tensor, rows: Tensor) -> None:
+        distributed.all_to_all_single(arrived, rows, group=self.group)
 
     def _count(self, purpose: str, size: int) -> None:
         self.arrived[purpose] += size

@@ -119,8 +119,8 @@ def _read(parts: Parts, place: Path, resplit: bool, workers: int) -> None:
         name, _, kind = key.rpartition("/")
         if name not in named:
             raise DataError(f"{place / OPTIMIZER} has {name}, which the model has not; give the folder of this run.")
-        on_device = tensor.to(named[name].device) if tensor.shape == named[name].shape else tensor
-        parts.optimizer.state[named[name]][kind] = on_device
+        on_host = kind == "step" and not parts.optimizer.defaults["fused"]  # where PyTorch counts steps
+        parts.optimizer.state[named[name]][kind] = tensor if on_host else tensor.to(named[name].device)
     if parts.scaler is not None and found.scaler is not None:
         parts.scaler.load_state_dict(found.scaler)
     for key, value in asdict(found).items():

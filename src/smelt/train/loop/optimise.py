@@ -13,17 +13,20 @@ from smelt.train.loop.config import OptimizerConfig, ScheduleConfig
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def optimizer_of(network: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Norms and biases do not decay."""
+def optimizer_of(network: nn.Module, config: OptimizerConfig, *, scaled: bool) -> torch.optim.Optimizer:
+    """Norms and biases do not decay. One pass over the weights, unless the loss is `scaled`: then the scaler decides
+    on the host whether there is a step."""
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     groups = [
         {"params": [each for each in trained if each.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [each for each in trained if each.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
+    fused = None if scaled else True
     if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.epsilon)
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+    betas = (config.beta1, config.beta2)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.epsilon, fused=fused)
 
 
 def rate_at(step: int, steps: int, lr: float, schedule: ScheduleConfig) -> float:

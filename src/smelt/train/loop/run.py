@@ -55,10 +55,10 @@ class Loop:
         self.task.network.to(device).train()
         self.clock = PhaseClock(device)
         self.scaler = scaler_for(config.precision, device)
-        self.optimizer = optimizer_of(self.task.network, config.optimizer)
+        self.optimizer = optimizer_of(self.task.network, config.optimizer, scaled=self.scaler is not None)
         self.workers.require_equal(json.dumps([config.to_json(), self.task.facts]), "configuration and data")
         on = [device.index] if device.type == "cuda" else None
-        self.model = DistributedDataParallel(self.task.network, device_ids=on)
+        self.model = DistributedDataParallel(self.task.network, device_ids=on, gradient_as_bucket_view=True)
         self.gradients = Gradients(
             self.model,
             compressor_of(config.gradients),

@@ -158,14 +158,13 @@ class StageCompression(Compressed):
 
     def _reduce(self, vector: Vector, moment: torch.cuda.Event | None) -> None:
         """In the thread. `moment`: when the gradients are in the vector."""
-        one = torch.ones(1, device=vector.flat.device)
         if self._stream is None:
-            vector.reduce(one, watch_unused=False)
+            vector.reduce(None, watch_unused=False)
             return
         with torch.cuda.stream(self._stream):
             assert moment is not None
             self._stream.wait_event(moment)
-            vector.reduce(one, watch_unused=False)
+            vector.reduce(None, watch_unused=False)
 
     def _require_passes(self, number: int) -> None:
         if number not in (0, self.microbatches):
