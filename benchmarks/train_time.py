@@ -1,7 +1,7 @@
 """Time to a fixed held-out loss on slow links: plain DDP, bf16, PowerSGD, sparsifiers and `auto`.
 
     PYTHONPATH=src:benchmarks python benchmarks/train_time.py [--links 100mbit,1gbit,unlimited] \
-        [--methods none,exdyna@0.01,auto] [--seeds 0,1] [--seconds 900]
+        [--sizes small,large] [--methods none,exdyna@0.01,auto@0.01] [--seeds 0,1] [--seconds 900]
 
 Four workers, each in a network namespace of its own, joined by a bridge; each one's cable is limited with tc's token
 bucket in both directions, and the bandwidth that an all-reduce reaches is measured and shown. All of it is made inside
@@ -9,9 +9,10 @@ one new user and network namespace, which the kernel removes with its last proce
 It is skipped where such namespaces are not permitted.
 
 The loss to reach is the one that plain DDP has after a fixed number of steps, for each seed; how it is sent does not
-change what plain DDP computes, so this is found once on the link without a limit. Every cell then trains until an
-evaluation is at that loss or below. Time is that of training steps, with what `auto` spends on measuring and without
-evaluations. Finished cells stand in results/train_time.json and are not run again.
+change what plain DDP computes, so this is found once on the link without a limit, at several learning rates for the
+first seed, to show what the one that is used costs plain DDP. Every cell then trains until an evaluation is at that
+loss or below. Time is that of training steps, with what `auto` spends on measuring and without evaluations. Finished
+cells stand in results/train_time.json and are not run again.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from train_cells import WORKERS, Cell, run_workers
 
 NAME = "train_time"
 RATES = {"100mbit": 100e6, "1gbit": 1e9, "unlimited": None}  # bits a second of each worker's cable, each way
-RATE = 0.003  # of learning: the best of 0.003, 0.01, 0.03 and 0.1 for plain DDP
-BASE, BEGIN = 60, "unlimited"  # steps of plain DDP that set the loss, and the link that it is found on
-LIMIT = {"none": 90, "bf16": 90}  # steps after which a cell gives up
-LONGEST = 600
+RATE, OTHER_RATES = 0.001, (0.0003, 0.003)  # of learning
+BASE, BEGIN = 120, "unlimited"  # steps of plain DDP that set the loss, and the link that it is found on
+LONGEST = 480  # steps after which a cell gives up
 EVERY = 5  # steps between evaluations
+SIZES = {"small": 384, "large": 1024}  # width of the model
 METHODS = [
-    *("none", "exdyna@0.01", "exdyna@0.001", "auto", "powersgd", "micro@0.01", "micro@0.001"),
-    *("deft@0.01", "topk@0.01", "bf16", "deft@0.001", "topk@0.001", "auto@0.01"),
+    *("none", "bf16", "powersgd", "exdyna@0.05", "exdyna@0.01", "exdyna@0.001", "micro@0.01", "deft@0.01"),
+    *("topk@0.01", "auto@0.05", "auto@0.01", "auto@0.001"),
 ]
 INSIDE = "SMELT_BENCHMARK_NAMESPACE"  # set in the process that is in the new namespace
 BRIDGE, NETWORK = "smelt-bridge", "10.77.0"
@@ -53,12 +54,19 @@ def main() -> None:
     if not options.text:
         _run("ip", "link", "add", BRIDGE, "type", "bridge")
         _run("ip", "link", "set", BRIDGE, "up")
-        begin = [_cell(BEGIN, "none", seed, None) for seed in options.seeds]
+        places = [(size, seed) for size in options.sizes for seed in options.seeds]
+        begin = [_cell(BEGIN, size, "none", seed, None) for size, seed in places]
+        begin += [_cell(BEGIN, size, "none", 0, None, rate) for size in options.sizes for rate in OTHER_RATES]
         _work(BEGIN, begin, rows, end)
+        targets = {(row["size"], row["seed"]): row["curve"][-1]["loss"] for row in _targets(rows)}
         for link in options.links:
-            targets = {row["seed"]: row["curve"][-1]["loss"] for row in rows if row["target"] is None}
-            pairs = [(seed, method) for seed in options.seeds if seed in targets for method in options.methods]
-            _work(link, [_cell(link, method, seed, targets[seed]) for seed, method in pairs], rows, end)
+            cells = [
+                _cell(link, size, method, seed, targets[size, seed])
+                for size, seed in places
+                for method in options.methods
+                if (size, seed) in targets
+            ]
+            _work(link, cells, rows, end)
     write(NAME, rows, _text(rows))
 
 
@@ -68,6 +76,7 @@ def _options() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--links", type=words, default=list(RATES))
+    parser.add_argument("--sizes", type=words, default=list(SIZES))
     parser.add_argument("--methods", type=words, default=METHODS)
     parser.add_argument("--seeds", type=lambda text: list(map(int, words(text))), default=[0, 1, 2])
     parser.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after so many")
@@ -96,9 +105,10 @@ def _work(link: str, cells: list[Cell], rows: list[Row], end: float) -> None:
     targets = {cell["name"]: cell["stop_at"] for cell in cells}
     for found in _on_link(link, cells):
         name, target = found["name"], targets[found["name"]]
-        words = name.split()
         found.pop("build_ups")
-        parts = {"link": words[0], "method": words[1], "seed": int(words[3]), "target": target}
+        words = name.split()
+        parts = {"link": words[0], "size": words[1], "method": words[2], "seed": int(words[4]), "rate": float(words[6])}
+        parts["target"] = target
         rows.append({**found, **parts, "reached": target is not None and found["curve"][-1]["loss"] <= target})
         write(NAME, rows, _text(rows))
         if perf_counter() > end:
@@ -131,7 +141,7 @@ def _plug_in(pids: list[int], link: str) -> None:
             _run(*inside, "tc", "qdisc", "add", "dev", "eth0", *limit)
 
 
-def _cell(link: str, method: str, seed: int, target: float | None) -> Cell:
+def _cell(link: str, size: str, method: str, seed: int, target: float | None, rate: float = RATE) -> Cell:
     """`method`: its name, with the density behind an @ if it has one."""
     name, _, density = method.partition("@")
     gradients: dict[str, Any] = {"method": name}
@@ -139,13 +149,12 @@ def _cell(link: str, method: str, seed: int, target: float | None) -> Cell:
         gradients["density"] = float(density)
     if name == "powersgd":
         gradients["plain"] = 2
-    steps = BASE if target is None else LIMIT.get(name, LONGEST)
     model = {  # its one patch is the whole image
         "model_type": "vit",
         "image_size": 28,
         "patch_size": 28,
-        "hidden_size": 384,
-        "intermediate_size": 1536,
+        "hidden_size": SIZES[size],
+        "intermediate_size": 4 * SIZES[size],
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
     }
@@ -154,49 +163,66 @@ def _cell(link: str, method: str, seed: int, target: float | None) -> Cell:
         "model": model,
         "data": {"train": str(shared() / "data/mnist/mnist.npz")},
         "batch": 8,
-        "steps": steps,
+        "steps": BASE if target is None else LONGEST,
         "seed": seed,
         "device": "cpu",
         "gradients": gradients,
-        "optimizer": {"name": "sgd", "lr": RATE, "momentum": 0.9, "nesterov": True},
+        "optimizer": {"name": "sgd", "lr": rate, "momentum": 0.9, "nesterov": True},
         "schedule": {"name": "constant", "warm_up": 10},
-        "evaluate": {"every": BASE if target is None else EVERY, "samples": 512},
+        "evaluate": {"every": EVERY, "samples": 512},
         "checkpoint": {"every": None, "keep": 1},
         "timeout": 300.0,
     }
     kind = "target" if target is None else "seed"
-    return {"name": f"{link} {method} {kind} {seed}", "config": config, "stop_at": target}
+    return {"name": f"{link} {size} {method} {kind} {seed} rate {rate:g}", "config": config, "stop_at": target}
+
+
+def _targets(rows: list[Row]) -> list[Row]:
+    return [row for row in rows if row["target"] is None and row["rate"] == RATE]
 
 
 def _text(rows: list[Row]) -> str:
     cells = [row for row in rows if row["target"] is not None]
-    parts = ["# Time to a loss on slow links"]
-    if cells:
-        parts.append(_introduction(cells[0]))
+    parts = ["# Time to a loss on slow links", _introduction(), _rates(rows)]
     for link in RATES:
-        own = [row for row in cells if row["link"] == link]
-        if own:
-            parts += [f"## {link}", _link_words(own), _table(own, _processor(cells))]
+        for size in SIZES:
+            own = [row for row in cells if row["link"] == link and row["size"] == size]
+            if own:
+                parts += [f"## {link}, {size} model", _link_words(own), _table(own)]
     return "\n\n".join(parts)
 
 
-def _introduction(row: Row) -> str:
+def _introduction() -> str:
     return (
         f"{WORKERS} workers, each in a network namespace with a cable of its own to one bridge, limited both ways by "
-        f"tc's token bucket; gloo, one thread a worker. A Vision Transformer of {row['parameters']:,} parameters "
-        f"({row['parameters'] * 4 / 1e6:.1f} MB of gradients) whose one patch is the whole image, which makes it a "
-        "deep residual network of two tokens: much to send, little to compute. 8 MNIST images a worker and step, SGD "
-        f"with Nesterov momentum 0.9, learning rate {RATE:g}, constant after 10 steps. The loss to reach is plain "
-        f"DDP's after {BASE} steps, on 512 held-out images, looked at every {EVERY} steps. Seconds are of training "
-        "steps, without evaluations; those of `auto` hold its measuring. The time of a step is the median of the "
-        "second half of a cell. Four workers share the machine's cores with each other and with other work, so that "
-        "computing takes a larger part of a step than it would with a machine each. Quiet is what is least disturbed "
-        "by other work: of a step the tenth percentile of the second half, of a run that times its steps, and for "
-        "`auto` the step in which it measures as it was. Processor: milliseconds of a core that one worker uses in a "
-        "step, mean over links. A core each is arithmetic, not a measurement: a step as long as its processor time and "
-        "its bytes at the measured bandwidth, of plain DDP the longer of the two, as if the shorter were hidden, "
-        "and no longer than it was measured."
+        "tc's token bucket; gloo, one thread a worker. A Vision Transformer whose one patch is the whole image, which "
+        "makes it a deep residual network of two tokens: much to send, little to compute. 8 MNIST images a worker and "
+        f"step, SGD with Nesterov momentum 0.9, learning rate {RATE:g} for all, constant after 10 steps. The loss to "
+        f"reach is plain DDP's after {BASE} steps, on 512 held-out images, looked at every {EVERY} steps. Seconds are "
+        "of training steps, without evaluations; those of `auto` hold its measuring, which stands by itself too: the "
+        "step in which it measures. The time of a step is the median of the second half of a cell. Processor: "
+        f"milliseconds of a core that one worker uses in a step; {WORKERS} of them share the machine's cores."
     )
+
+
+def _rates(rows: list[Row]) -> str:
+    """What plain DDP loses by a learning rate that all methods can use."""
+    found = []
+    for row in rows:
+        if row["target"] is None and row["seed"] == 0:
+            curve = row["curve"]
+            late = [point["loss"] for point in curve[-5:]]
+            found.append(
+                [
+                    row["size"],
+                    f"{row['parameters']:,}",
+                    f"{row['rate']:g}",
+                    f"{curve[-1]['loss']:.3f}",
+                    f"{mean(late):.3f}",
+                ]
+            )
+    headings = ["model", "parameters", "learning rate", f"plain DDP, step {BASE}", "mean of its last five"]
+    return table(headings, sorted(found, reverse=True))
 
 
 def _link_words(own: list[Row]) -> str:
@@ -204,20 +230,12 @@ def _link_words(own: list[Row]) -> str:
     loads = sorted(row["load"] for row in own)
     return (
         f"Measured by an all-reduce of 8 MiB before the first cell of each start: {rates[0]:,.0f} to {rates[-1]:,.0f} "
-        f"Mb/s at each worker. Load of the machine when cells began: {loads[0]:.1f} to {loads[-1]:.1f}."
+        f"Mb/s at each worker. Load of the machine when cells began, their own four workers among it: {loads[0]:.1f} "
+        f"to {loads[-1]:.1f}."
     )
 
 
-def _processor(cells: list[Row]) -> dict[str, float]:
-    """Of each method the seconds of a core that a worker uses in a step, which do not depend on the link."""
-    found: dict[str, list[float]] = {}
-    for row in cells:
-        if "processor_seconds" in row:
-            found.setdefault(_label([row]), []).append(row["processor_seconds"])
-    return {label: mean(values) for label, values in found.items()}
-
-
-def _table(own: list[Row], processor: dict[str, float]) -> str:
+def _table(own: list[Row]) -> str:
     plain = {row["seed"]: row for row in own if row["method"] == "none" and row["reached"]}
     cells = []
     for method in METHODS:
@@ -226,24 +244,20 @@ def _table(own: list[Row], processor: dict[str, float]) -> str:
             continue
         there = [row for row in rows if row["reached"]]
         pairs = [(row, plain[row["seed"]]) for row in there if row["seed"] in plain]
-        gains = [_seconds(base) / _seconds(row) for row, base in pairs]
-        quiet = [_quiet_seconds(base) / _quiet_seconds(row) for row, base in pairs]
-        label = _label(rows)
-        known = label in processor and _label([*plain.values()]) in processor if plain else False
-        alone = [_alone(base, processor) / _alone(row, processor) for row, base in pairs] if known else []
+        measuring = [row["longest_step_seconds"] for row in rows if row["chosen"] is not None]
         cells.append(
             [
-                label, str(len(rows)), f"{mean([row['bytes_a_step'] / 1e6 for row in rows]):,.3g}",
+                _label(rows), str(len(rows)), f"{mean([row['bytes_a_step'] / 1e6 for row in rows]):,.3g}",
                 f"{1000 * mean([row['step_seconds'] for row in rows]):,.0f}",
-                f"{1000 * mean([row['quiet_step_seconds'] for row in rows]):,.0f}",
-                f"{1000 * processor[label]:,.0f}" if label in processor else "-",
+                f"{1000 * mean([row['processor_seconds'] for row in rows]):,.0f}",
+                _span([base["step_seconds"] / row["step_seconds"] for row, base in pairs], "x"),
                 _span([row["steps"] for row in there], "", 0) if there else f"not in {rows[0]['steps']}",
-                _span([_seconds(row) for row in there], "", 1) if there else "-",
-                _span(gains, "x"), _span(quiet, "x"), _span(alone, "x"),
+                _span([_seconds(row) for row in there], "", 1), _span(measuring, "", 1),
+                _span([_seconds(base) / _seconds(row) for row, base in pairs], "x"),
             ]
         )  # fmt: skip
-    headings = ["method", "seeds", "MB a step", "ms a step", "quiet", "processor", "steps to it", "seconds to it"]
-    return table([*headings, "sooner there", "quiet", "a core each"], cells)
+    headings = ["method", "seeds", "MB a step", "ms a step", "processor", "faster steps", "steps to it"]
+    return table([*headings, "seconds to it", "of them measuring", "sooner there"], cells)
 
 
 def _label(rows: list[Row]) -> str:
@@ -263,20 +277,6 @@ def _span(values: list[float], unit: str, digits: int = 2) -> str:
 
 def _seconds(row: Row) -> float:
     return row["curve"][-1]["seconds"]
-
-
-def _alone(row: Row, processor: dict[str, float]) -> float:
-    """Seconds to the loss if no worker waited for a core."""
-    computing, wire = processor[_label([row])], 8 * row["bytes_a_step"] / row["bits_per_second"]
-    if row["method"] == "none":
-        return row["steps"] * min(max(computing, wire), row["quiet_step_seconds"])
-    measuring = row["longest_step_seconds"] if row["chosen"] is not None else 0.0
-    return row["steps"] * (computing + wire) + measuring
-
-
-def _quiet_seconds(row: Row) -> float:
-    measuring = row["longest_step_seconds"] if row["chosen"] is not None else 0.0
-    return row["quiet_step_seconds"] * row["steps"] + measuring
 
 
 if __name__ == "__main__":

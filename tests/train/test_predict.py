@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -106,9 +108,12 @@ def largest_messages() -> dict[str, int]:
     gradient = imagined_gradient(layout, workers, torch.device("cpu"))
     found: dict[str, int] = {}
     sent: list[int] = []
-    real = {name: getattr(Workers, name) for name in ("_all_gather", "_all_reduce", "_all_to_all")}
-    for name, move in real.items():
-        setattr(Workers, name, lambda self, *tensors, move=move: (sent.append(tensors[-1].nbytes), move(self, *tensors)))
+
+    def watched(move: Callable[..., None]) -> Callable[..., None]:
+        return lambda workers, *tensors: (sent.append(tensors[-1].nbytes), move(workers, *tensors))[1]
+
+    for name in ("_all_gather", "_all_reduce", "_all_to_all"):
+        setattr(Workers, name, watched(getattr(Workers, name)))
     for compressor in COMPRESSORS:
         sent.clear()
         rehearse(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))

@@ -34,7 +34,7 @@ class Dense(Compressor):
 class DenseReducer(Reducer):
     """A reducer that sends its whole vector."""
 
-    def _reduce(self, given: Tensor, marks: Marks) -> tuple[Tensor, Tensor] | None:
+    def _reduce(self, given: Tensor, marks: Marks, divisor: float) -> tuple[Tensor, Tensor] | None:
         assert isinstance(self.compressor, Dense)
         gathered = self.workers.gather(marks.encode(given.device), "counts")
         if not marks.all_finite(gathered):
@@ -44,7 +44,7 @@ class DenseReducer(Reducer):
         summed, error = sum_values(sent, self.workers, self.compressor.values)
         self.residual.copy_(error if allowed is None else error + waiting - sent)
         self.traffic = self._account(self.layout.size, 0, 0)
-        return given, summed
+        return given, summed.div_(divisor)
 
     def pass_by(self, size: int) -> None:
         """Count a step in which somebody else has sent the vector, and so many bytes arrived."""

@@ -64,7 +64,7 @@ class LowRankReducer(Reducer):
             if f"low_rank.{name}" in tensors:
                 memory[0] = tensors[f"low_rank.{name}"].to(self.residual.device, copy=True)
 
-    def _reduce(self, given: Tensor, marks: Marks) -> tuple[Tensor, Tensor] | None:
+    def _reduce(self, given: Tensor, marks: Marks, divisor: float) -> tuple[Tensor, Tensor] | None:
         if not marks.all_finite(self.workers.gather(marks.encode(given.device), "counts")):
             return None
         sent_before = self._power.total_numel_after_compression
@@ -79,7 +79,7 @@ class LowRankReducer(Reducer):
         sent = self.layout.size if plain else self._power.total_numel_after_compression - sent_before
         self.workers.arrived["values"] += 2 * (self.workers.size - 1) * 4 * sent // self.workers.size
         self.traffic = self._account(sent, 0, 0)
-        return given, mean * self.workers.size
+        return given, mean * (self.workers.size / divisor)
 
 
 class _Vector:

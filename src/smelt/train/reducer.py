@@ -88,20 +88,20 @@ class Reducer:
         given = _joining(gradient.float(), finite)
         given = given if rate == 1 else given * rate
         old = self.residual.clone() if self.settings.beta != 1 else None
-        found = self._reduce(given, Marks(finite, used))
+        found = self._reduce(given, Marks(finite, used), self.workers.size * rate)
         if found is None:  # somebody's gradient is not finite
             self._refuse(self.number)
             return torch.full_like(given, torch.inf)
-        added, summed = found
+        added, mean = found
         if old is not None:
             self.residual.sub_(old).mul_(self.settings.beta).add_(old)
         if not self.compressor.feeds_back:
             self.residual.zero_()
         self.number += 1
         if self.conservation is not None and self.compressor.feeds_back and self.settle():
-            self.conservation.add(added, summed)
+            self.conservation.add(added, mean * (self.workers.size * rate))
             self.conservation.require(self.residual / self.settings.beta, self.workers)
-        return summed.div_(self.workers.size * rate)
+        return mean
 
     def settle(self) -> bool:
         """Read what the last step left to be read late; whether its gradients were finite on all workers."""
@@ -137,14 +137,15 @@ class Reducer:
         if self.conservation is not None:
             self.conservation.restore(tensors)
 
-    def _reduce(self, given: Tensor, marks: Marks) -> tuple[Tensor, Tensor] | None:
-        """What this worker added to its memory and the sum over all workers of what was sent: [elements] each.
+    def _reduce(self, given: Tensor, marks: Marks, divisor: float) -> tuple[Tensor, Tensor] | None:
+        """What this worker added to its memory, and what all have sent, summed and divided: [elements] each.
 
         None when somebody's gradient is not finite.
         """
         step = self._open(given)
-        summed = self._sparse(step, marks) if isinstance(self.compressor, Sparsifier) else self._coded(step, marks)
-        return None if summed is None else (step.gradient, summed)
+        made = self._sparse if isinstance(self.compressor, Sparsifier) else self._coded
+        mean = made(step, marks, divisor)
+        return None if mean is None else (step.gradient, mean)
 
     def _open(self, given: Tensor) -> Step:
         slots = self._slots() if self.settings.slots is not None else None
@@ -153,13 +154,13 @@ class Reducer:
         step.gradient = self.compressor.contribution(step)
         return step
 
-    def _sparse(self, step: Step, marks: Marks) -> Tensor | None:
-        """The sum over all workers of the chosen elements, zero elsewhere."""
+    def _sparse(self, step: Step, marks: Marks, divisor: float) -> Tensor | None:
+        """The mean over all workers of the chosen elements, zero elsewhere."""
         sparsifier = self.compressor
         assert isinstance(sparsifier, Sparsifier)
         chosen = sparsifier.choose(step)
         if step.slots is not None:
-            return self._in_slots(step, sparsifier, agree_in_slots(chosen, step, marks))
+            return self._in_slots(step, sparsifier, agree_in_slots(chosen, step, marks), divisor)
         blocks = blocks_of(self.layout.size, self.workers_target() if sparsifier.route != "known" else 0)
         agreed = agree(chosen, sparsifier.route, step, marks, blocks)
         if not agreed.finite:
@@ -167,33 +168,33 @@ class Reducer:
         self.counts = agreed.counts
         if sparsifier.route == "own":
             summed, sent, number, padding = gather_pairs(agreed, step, self.settings.values)
-            summed += self._sum_shared(agreed.common)
+            mean = summed.div_(divisor).add_(self._mean_shared(agreed.common, divisor))
             number += len(agreed.common)
         else:
             sent, padding, number = torch.cat([agreed.indices, agreed.common]), 0, len(agreed.indices)
-            summed = self._sum_shared(sent)
+            mean = self._mean_shared(sent, divisor)
             number += len(agreed.common)
         sparsifier.settle(step, sent)
         self.traffic = self._account(number, agreed.slots, agreed.padding + padding)
-        return summed
+        return mean
 
-    def _sum_shared(self, indices: Tensor) -> Tensor:
-        """All workers send these elements [count]; the sum [elements], and the memory keeps what rounding lost."""
+    def _mean_shared(self, indices: Tensor, divisor: float) -> Tensor:
+        """All workers send these elements [count]; the mean [elements], and the memory keeps what rounding lost."""
         values, error = sum_values(self._memory[indices], self.workers, self.settings.values)
         self._memory[indices] = error
-        summed = torch.zeros_like(self._memory) if self.room is None else self.room.zero_()
-        summed[indices] = values
-        return summed[: self.layout.size]
+        mean = torch.zeros_like(self._memory) if self.room is None else self.room.zero_()
+        mean[indices] = values.div_(divisor)
+        return mean[: self.layout.size]
 
-    def _in_slots(self, step: Step, sparsifier: Sparsifier, agreed: Agreed) -> Tensor:
-        summed = self._sum_shared(agreed.indices)
+    def _in_slots(self, step: Step, sparsifier: Sparsifier, agreed: Agreed, divisor: float) -> Tensor:
+        mean = self._mean_shared(agreed.indices, divisor)
         sparsifier.settle(step, agreed.indices)
         self._late = Late(agreed.late)
         self.traffic = Traffic(padding=agreed.padding)
-        return torch.where(agreed.late[-1] > 0, summed, torch.inf if self.rollback else 0.0)
+        return torch.where(agreed.late[-1] > 0, mean, torch.inf if self.rollback else 0.0)
 
-    def _coded(self, step: Step, marks: Marks) -> Tensor | None:
-        """The sum over all workers of what their messages say."""
+    def _coded(self, step: Step, marks: Marks, divisor: float) -> Tensor | None:
+        """The mean over all workers of what their messages say."""
         coder = self.compressor
         assert isinstance(coder, Coder)
         message = coder.encode(step)
@@ -203,7 +204,7 @@ class Reducer:
         summed, own, chosen, padding = found
         self.residual.sub_(own)
         self.traffic = self._account(chosen, 0, padding)
-        return summed
+        return summed.div_(divisor)
 
     def _refuse(self, number: int) -> None:
         if self._before is None:

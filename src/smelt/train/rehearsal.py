@@ -3,14 +3,14 @@
 It really runs, between the real workers and with a memory that is thrown away afterwards, so that all bytes are those
 the frame would count: build-up, padding, counts and all. Time spent inside collectives is not part of its own work.
 What writes the whole vector sends as much whatever the others have, and too much to send it for a trial: it talks to
-itself. These are its first steps: what a method needs many of them to settle on (SAGE's threshold, AdaComp's residues)
-has not settled yet.
+itself, about a part of the vector, and the rest is taken to cost the same. These are its first steps: what a method
+needs many of them to settle on (SAGE's threshold, AdaComp's residues) has not settled yet.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
 
@@ -22,6 +22,7 @@ from smelt.train.compressor import Coder, Compressor
 from smelt.train.compressors.powersgd import PowerSGD
 from smelt.train.dense import Dense
 from smelt.train.echo import EchoWorkers
+from smelt.train.hierarchy import part_of
 from smelt.train.layout import Layout, Piece
 from smelt.train.link import Link
 from smelt.train.settings import Settings
@@ -29,6 +30,7 @@ from smelt.train.timed import Call, TimedWorkers, now, slowest
 from smelt.train.workers import Workers
 
 _STEPS = 3  # of which the first warms up
+_PART = 2**20  # elements of a vector that a method is tried on when it treats all alike
 _SIDE = 1024  # rows and columns of the matrices of an imagined model
 
 
@@ -60,8 +62,12 @@ def rehearse(
     settings: Settings | None = None,
 ) -> Rehearsal:
     """All workers call it together; the result is the same on each."""
-    device, together = gradient.device, Workers(workers.group)
-    timed = (EchoWorkers if isinstance(compressor, Dense | Coder) else TimedWorkers)(workers.group)
+    elements, device, together = layout.size, gradient.device, Workers(workers.group)
+    timed = TimedWorkers(workers.group)
+    if isinstance(compressor, Dense | Coder):
+        timed, layout = EchoWorkers(workers.group), part_of(layout, 0, min(_PART, elements))
+        gradient = gradient[: layout.size]
+    times = elements / layout.size  # as much as was tried
     reducer = reducer_kind(compressor)(
         compressor, layout, timed, settings or Settings(), device=device, learning_rate=lambda: 1.0
     )
@@ -75,10 +81,11 @@ def rehearse(
         reducer.reduce(gradient)
         reducer.settle()
         elapsed = now(device) - start
-        own.append(_account(compressor, timed.calls, reducer.traffic.values, elapsed, link))
+        calls = [replace(call, bytes=int(call.bytes * times)) for call in timed.calls]
+        own.append(_account(compressor, calls, reducer.traffic.values, elapsed, link))
     least = min(step[-1] for step in own[1:])
     size, number, communication, computing = slowest([*own[-1][:-1], least], workers, device)
-    return Rehearsal(label(compressor), layout.size, int(size), int(number), communication, computing)
+    return Rehearsal(label(compressor), elements, int(size), int(number), communication, computing * times)
 
 
 def _account(
