@@ -207,22 +207,16 @@ def _introduction() -> str:
 
 def _rates(rows: list[Row]) -> str:
     """What plain DDP loses by a learning rate that all methods can use."""
+    goals = {row["size"]: row["curve"][-1]["loss"] for row in _targets(rows) if row["seed"] == 0}
     found = []
     for row in rows:
-        if row["target"] is None and row["seed"] == 0:
-            curve = row["curve"]
-            late = [point["loss"] for point in curve[-5:]]
-            found.append(
-                [
-                    row["size"],
-                    f"{row['parameters']:,}",
-                    f"{row['rate']:g}",
-                    f"{curve[-1]['loss']:.3f}",
-                    f"{mean(late):.3f}",
-                ]
-            )
+        if row["target"] is None and row["seed"] == 0 and row["size"] in goals:
+            losses = [point["loss"] for point in row["curve"]]
+            there = [point["step"] for point in row["curve"] if point["loss"] <= goals[row["size"]]]
+            words = [row["size"], f"{row['parameters']:,}", f"{row['rate']:g}", f"{losses[-1]:.3f}"]
+            found.append([*words, f"{mean(losses[-5:]):.3f}", f"{there[0]}" if there else f"not in {BASE}"])
     headings = ["model", "parameters", "learning rate", f"plain DDP, step {BASE}", "mean of its last five"]
-    return table(headings, sorted(found, reverse=True))
+    return table([*headings, f"steps to the loss of {RATE:g}"], sorted(found, reverse=True))
 
 
 def _link_words(own: list[Row]) -> str:

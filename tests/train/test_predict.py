@@ -124,3 +124,15 @@ def largest_messages() -> dict[str, int]:
 def test_a_whole_vector_is_not_sent_for_a_trial() -> None:
     for found in run(2, largest_messages):
         assert {name for name, size in found.items() if size > 100} == {"micro", "topk", "cltk"}
+
+
+def tried_on_a_part() -> tuple[Rehearsal, int]:
+    workers, layout = Workers(), imagined(5 * 2**19)
+    gradient = imagined_gradient(layout, workers, torch.device("cpu"))
+    return rehearse(Dense(), gradient, layout, workers, link_of(ALPHA, BANDWIDTH)), layout.size
+
+
+def test_what_is_tried_on_a_part_counts_for_the_whole() -> None:
+    found, elements = run(2, tried_on_a_part)[0]
+    assert found.elements == elements and found.bytes == pytest.approx(4 * elements, abs=16)
+    assert found.communication == pytest.approx(2 * ALPHA + 4 * elements / BANDWIDTH, rel=0.01)
