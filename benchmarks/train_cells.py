@@ -1,7 +1,8 @@
-"""Starts the four workers of the training benchmarks and hands back each cell as it is done."""
+"""What the training benchmarks share: their options, and four workers that hand back each cell as it is done."""
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import json
 import os
@@ -18,6 +19,20 @@ from common import shared
 
 WORKERS = 4
 Cell = dict[str, Any]
+
+
+def words(text: str) -> list[str]:
+    """An option that names several."""
+    return text.split(",")
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    """With the options of every benchmark that goes on where it stopped."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--seeds", type=lambda text: list(map(int, words(text))), default=[0, 1, 2])
+    parser.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after so many")
+    parser.add_argument("--text", action="store_true", help="run nothing, write the tables anew")
+    return parser
 
 
 def run_cells(cells: list[Cell]) -> Iterator[Cell]:

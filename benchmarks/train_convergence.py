@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 from common import kept_rows, mean, shared, table, write
-from train_cells import WORKERS, Cell, run_cells, wikitext2
+from train_cells import WORKERS, Cell, parser_of, run_cells, wikitext2, words
 
 NAME = "train_convergence"
 STEPS = {"gpt": 240, "gpt-long": 960, "gpt-sgd": 240, "resnet": 300}
@@ -71,17 +71,11 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    def words(text: str) -> list[str]:
-        return text.split(",")
-
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--tasks", type=words, default=list(STEPS))
     parser.add_argument("--methods", type=words, help="all, or with --tune plain DDP")
     parser.add_argument("--densities", type=lambda text: list(map(float, words(text))), default=DENSITIES)
-    parser.add_argument("--seeds", type=lambda text: list(map(int, words(text))), default=[0, 1, 2])
-    parser.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after so many")
     parser.add_argument("--tune", action="store_true", help="several learning rates in place of the grid")
-    parser.add_argument("--text", action="store_true", help="run nothing, write the tables anew")
     return parser.parse_args()
 
 

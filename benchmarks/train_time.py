@@ -27,7 +27,7 @@ from time import perf_counter, sleep
 from typing import Any
 
 from common import kept_rows, mean, shared, table, write
-from train_cells import WORKERS, Cell, run_workers
+from train_cells import WORKERS, Cell, parser_of, run_workers, words
 
 NAME = "train_time"
 RATES = {"100mbit": 100e6, "1gbit": 1e9, "unlimited": None}  # bits a second of each worker's cable, each way
@@ -71,16 +71,10 @@ def main() -> None:
 
 
 def _options() -> argparse.Namespace:
-    def words(text: str) -> list[str]:
-        return text.split(",")
-
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--links", type=words, default=list(RATES))
     parser.add_argument("--sizes", type=words, default=list(SIZES))
     parser.add_argument("--methods", type=words, default=METHODS)
-    parser.add_argument("--seeds", type=lambda text: list(map(int, words(text))), default=[0, 1, 2])
-    parser.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after so many")
-    parser.add_argument("--text", action="store_true", help="run nothing, write the tables anew")
     return parser.parse_args()
 
 
