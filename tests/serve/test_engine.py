@@ -93,6 +93,20 @@ def test_any_batch(llama: tuple[PreTrainedModel, list[list[int]]], requests: int
     assert answers(Engine(Model(copy.deepcopy(network)), batch_requests=requests, **SMALL), prompts()) == wanted
 
 
+def test_what_is_tried_beforehand_leaves_no_trace(llama: tuple[PreTrainedModel, Any]) -> None:
+    engine = Engine(Model(copy.deepcopy(llama[0])), **SMALL)
+    steps, before = [], engine.state()
+    launch = engine.runner.launch
+    engine.runner.launch = lambda step: (steps.append(step.tokens), launch(step))[1]  # type: ignore[method-assign]
+    engine.prepare()
+    assert not steps  # a processor has nothing to compile
+    engine.prepare([50, 7, 1000])
+    assert sum(steps) >= 50 + 7 + 3 * 3 and engine.state() == before and not engine.busy
+    request = engine.submit([0] * 40, GREEDY)[0]
+    run(engine)
+    assert request.cached == 0  # the same tokens, but nobody's to find
+
+
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_preemption_loses_nothing(llama: tuple[PreTrainedModel, list[list[int]]], prefix_cache: bool) -> None:
     network, wanted = llama

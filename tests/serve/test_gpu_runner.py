@@ -52,6 +52,20 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
     assert answers(engine, texts, few) == [expected(network, text, 6) for text in texts]
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="graphs are captured on a CUDA device")
+def test_a_prepared_engine_captures_and_compiles_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    engine, network = engine_of("llama", batch_requests=12)
+    engine.prepare()
+    captured = set(engine.runner._captured)  # type: ignore[attr-defined]
+    assert captured == {1, 2, 4, 8, 16} and engine.state()["steps"] == 0
+    texts, compiled = prompts(12), []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda **told: compiled.append(told["repr"]))
+    assert answers(engine, texts) == [expected(network, text) for text in texts]
+    assert set(engine.runner._captured) == captured and not compiled  # type: ignore[attr-defined]
+
+
 def test_preemption_and_the_prefix_cache() -> None:
     engine, network = engine_of("llama", cache_bytes=18 * 3 * 2 * 4 * 2 * 8 * 4)
     texts, few = prompts(3), Sampling(max_tokens=10, temperature=0, ignore_end=True)

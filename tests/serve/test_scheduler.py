@@ -175,6 +175,28 @@ def test_preemption_takes_the_last_and_keeps_its_tokens() -> None:
     assert len(second.output) == 5
 
 
+def test_who_read_a_long_prompt_is_promised_room_for_the_answer() -> None:
+    """Of two prompts of 32 blocks and answers of 3 in 68 blocks one waits, so that neither is read twice; two short
+    prompts, which cost little to read again, run at once and one is preempted."""
+    scheduler = Scheduler(PlainMemory(BlockPool(68, 2, prefix_cache=False)), most_tokens=256, most_requests=4)
+    long = [request(name, [name] * 64, 6) for name in range(2)]
+    for each in long:
+        scheduler.add(each)
+    steps = steps_of(scheduler)
+    assert [each.preemptions for each in long] == [0, 0] and max(len(step.pieces) for step in steps) == 1
+    enough = Scheduler(PlainMemory(BlockPool(71, 2, prefix_cache=False)), most_tokens=256, most_requests=4)
+    for name in range(2):
+        enough.add(request(name, [name] * 64, 6))
+    assert len(enough.schedule().pieces) == 2  # 32 and 3 of each, and one to spare
+    scheduler = Scheduler(
+        PlainMemory(BlockPool(12, 2, prefix_cache=False)), most_tokens=64, most_requests=4, watermark=0
+    )
+    short = [request(name, [name] * 6, 12) for name in range(2)]
+    for each in short:
+        scheduler.add(each)
+    assert len(steps_of(scheduler)[0].pieces) == 2 and short[1].preemptions > 0
+
+
 def test_chunks_of_a_prompt_beside_decoding() -> None:
     scheduler = Scheduler(PlainMemory(BlockPool(100, 4)), most_tokens=5, most_requests=4)
     scheduler.add(request(0, [1, 2], 6))

@@ -11,7 +11,7 @@ from tests.serve.served import CONTEXT, Server, pieces, start
 
 CAP, BLOCK = 256, 16
 MOST = CAP // BLOCK
-CONTEXT_GIVEN = 10_000
+CONTEXT_GIVEN = 40_000
 TEXT = "once upon a time there was a cache that forgot what nobody looked at. " * 90
 
 
@@ -50,7 +50,7 @@ def test_an_answer_without_a_limit_ends(small: Server) -> None:
 
 
 def test_several_clients_at_once_and_one_who_leaves(small: Server) -> None:
-    body = {"prompt": TEXT, "max_tokens": 2000, "temperature": 0, "ignore_eos": True, "stream": True}
+    body = {"prompt": TEXT, "max_tokens": 30_000, "temperature": 0, "ignore_eos": True, "stream": True}
     with small.http.stream("POST", small.url + "/v1/completions", json=body) as response:
         next(response.iter_lines())
         assert 0 < small.state()["blocks_used"] <= MOST
@@ -64,5 +64,5 @@ def test_several_clients_at_once_and_one_who_leaves(small: Server) -> None:
 
 def test_only_a_context_that_was_given_limits(small: Server) -> None:
     assert small.get("/v1/models").json()["data"][0]["max_model_len"] == CONTEXT_GIVEN
-    refused = small.post("/v1/completions", {"prompt": TEXT * 2, "max_tokens": 1})
+    refused = small.post("/v1/completions", {"prompt": TEXT * 7, "max_tokens": 1})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"

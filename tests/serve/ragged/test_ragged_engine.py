@@ -94,6 +94,13 @@ def answers(engine: Engine, texts: list[list[int]], sampling: Sampling = GREEDY)
     return [each.output for each in requests]
 
 
+def test_nothing_is_carried_of_what_was_tried_beforehand() -> None:
+    engine = Engine(model_of("llama"), **SMALL, kv=retention(0.3))
+    before = engine.state()
+    engine.prepare([60, 9])
+    assert engine.state() == before and engine.pool.free == engine.pool.blocks
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
 def test_everything_kept_is_the_plain_cache(family: str) -> None:
     texts = prompts(5)

@@ -15,6 +15,12 @@ def _nothing() -> None:
 PTX = not isinstance(_nothing, InterpretedFunction)  # instructions written out by hand
 PDL = PTX and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)  # begin before the last ends
 
+# Arguments that are read a number at a time and may begin anywhere: nothing is gained by a kernel for each alignment.
+INDICES = [
+    "tables", "shifts", "cluster", "column", "work", "slots", "lengths", "starts", "tile_request", "tile_first",
+    "positions", "places", "known",
+]  # fmt: skip
+
 
 def processors(device: torch.device) -> int:
     """Multiprocessors of a device; under the interpreter there is none, and some number will do."""

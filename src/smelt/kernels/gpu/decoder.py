@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smelt.kernels.gpu.chip import INDICES
+
 
 @triton.jit
 def add_norm_kernel(  # type: ignore[no-untyped-def]
@@ -29,7 +31,7 @@ def add_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(result + token * width + lane, found.to(result.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INDICES)
 def embed_kernel(known, slots, last, embeddings, result, width, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The row of a token: the one that is given, or where it is negative the last one of its slot."""
     at, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -63,7 +65,7 @@ def largest_part_kernel(logits, values, tokens, vocabulary, TILE: tl.constexpr):
     tl.store(tokens + row * tl.num_programs(1) + part, part * TILE + place)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INDICES)
 def largest_kernel(values, tokens, slots, last, result, parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of all parts, which is also the last token of the row's slot."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smelt.kernels.gpu.chip import PDL, processors
+from smelt.kernels.gpu.chip import INDICES, PDL, processors
 from smelt.kernels.gpu.pages import HeadPages, columns_of, head_pages, key_rows, pointers, strides
 from smelt.kernels.gpu.rotation import Rotation, turned
 from smelt.kernels.gpu.rows import constants, lift, load_rows, met, width_of, write_row
@@ -72,7 +72,7 @@ def take_keys(  # type: ignore[no-untyped-def]
     return new_largest, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INDICES)
 def decode_kernel(  # type: ignore[no-untyped-def]
     mixed, cosines, sines, query_norm, key_norm, key_pages, value_pages, tables, shifts, cluster, column, work, slots,
     lengths, results, partial, statistics, arrived, scale, window, epsilon, stride, table_stride, cluster_stride,
@@ -207,7 +207,7 @@ def take_range(  # type: ignore[no-untyped-def]
     return largest, total, mixed
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INDICES)
 def prefill_kernel(  # type: ignore[no-untyped-def]
     queries, key_pages, value_pages, tables, shifts, cluster, column, slots, lengths, starts, tile_request, tile_first,
     results, scale, window, query_stride, table_stride, cluster_stride, shift_stride, kv_heads, width, group,
@@ -316,12 +316,12 @@ def paged_decode(
         kv_heads = len(pages.cluster)
     heads = mixed.shape[1] // width - 2 * kv_heads
     group, padded = heads // kv_heads, max(triton.next_power_of_2(width), 16)
-    chip = processors(mixed.device)
+    chip, about = processors(mixed.device), triton.next_power_of_2(requests)  # so that few kernels are compiled
     if splits is None:
-        splits = splits_for(requests, kv_heads, tokens.longest, chip)
+        splits = splits_for(about, kv_heads, tokens.longest, chip)
     work = tokens.slots if pages is None or pages.work is None else pages.work
     grid = (requests, kv_heads, splits) if pages is None else (requests, len(work), 1)
-    tile_keys, warps, stages = tiles or decode_tiles(math.prod(grid), splits, tokens.longest, chip, rows)
+    tile_keys, warps, stages = tiles or decode_tiles(about * math.prod(grid[1:]), splits, tokens.longest, chip, rows)
     results = torch.empty(requests, heads * width, dtype=mixed.dtype, device=mixed.device)
     partial = statistics = results
     if splits > 1:

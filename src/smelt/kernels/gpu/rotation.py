@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from smelt.kernels.gpu.chip import INDICES
 from smelt.kernels.gpu.pages import HeadPages, columns_of, head_pages, key_rows, pointers, strides
 from smelt.kernels.gpu.rows import constants, met, width_of, write_row
 from smelt.kernels.row_format import RowFormat
@@ -33,7 +34,7 @@ def turned(  # type: ignore[no-untyped-def]
     return own * cosine + tl.where(lane < HALF, -other, other) * sine
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=INDICES)
 def rotate_write_kernel(  # type: ignore[no-untyped-def]
     mixed, positions, places, cosines, sines, query_norm, key_norm, queries, key_pages, value_pages, tables, shifts,
     cluster, column, stride, table_stride, cluster_stride, shift_stride, heads, kv_heads, epsilon, width,

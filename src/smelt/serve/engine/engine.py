@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Kind = TypeVar("Kind")
 ENDLESS = 2**30  # tokens that no text has
+TRIED = 4  # tokens of an answer that nobody asked for
 
 
 class Event(NamedTuple):
@@ -115,6 +116,22 @@ class Engine:
         self._counts = dict.fromkeys(
             ("steps", "computed_tokens", "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens"), 0
         )
+
+    def prepare(self, lengths: Sequence[int] | None = None) -> None:
+        """What is compiled and captured on first use, before anybody waits for it: a step of every size, and prompts of
+        these lengths. By default, on a GPU, a long one, one of a chunk and a short one; on a processor none."""
+        self.runner.prepare()
+        if lengths is None:
+            chunk = self.scheduler.chunk
+            lengths = (2 * chunk + 7, chunk, 24) if self.model.device.type == "cuda" else ()
+        counts, most = dict(self._counts), self.longest - TRIED
+        sampling = Sampling(max_tokens=TRIED, temperature=0, ignore_end=True)
+        for length in {min(length, most) for length in lengths if most > 0}:
+            self.submit([0] * length, sampling, salt=secrets.token_bytes(16))  # nobody is to find these
+        while self.busy:
+            self.step()
+        self.scheduler.memory.forget()
+        self._counts = counts
 
     def submit(
         self, prompt: Sequence[int], sampling: Sampling, *, name: str = "", priority: int = 0, salt: bytes = b"",

@@ -80,10 +80,19 @@ class GpuRunner:
         self.graphs = graphs and model.device.type == "cuda"
         self._last = torch.zeros(most_requests + 1, dtype=torch.int64, device=self.device)
         self._captured: dict[int, _Graph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.graphs else None  # graphs run one after the other
 
     @property
     def path(self) -> str:
         return f"{self.name}{self.pages.name}{' with graphs' if self.graphs else ''}"
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        """Captures every batch size that may come; the largest first, whose memory serves the others too."""
+        if self.graphs:
+            largest = next(size for size in SIZES if size >= min(self.most_requests, SIZES[-1]))
+            for size in reversed([size for size in SIZES if size <= largest]):
+                self._graph(size)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
@@ -129,7 +138,7 @@ class GpuRunner:
                 self._decoding(inputs)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=self._pool):
                 tokens, logits = self._decoding(inputs)
             self._captured[size] = _Graph(graph, inputs, tokens, logits)
         return self._captured[size]

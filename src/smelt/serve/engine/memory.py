@@ -47,6 +47,10 @@ class Memory(ABC):
         self.pool.release(request.blocks)
         request.blocks = []
 
+    def forget(self) -> None:
+        """Give back what is only carried for requests to come; blocks of a plain cache are free as they are."""
+        return
+
     def longest(self, request: Request) -> int:
         """Tokens that the request could have with the whole pool."""
         low, high = 0, request.limit

@@ -66,6 +66,9 @@ class Runner:
         """What computes a step."""
         return f"{'module' if self.compiled is None else self.compiled.name}{told(self.kind)}"
 
+    def prepare(self) -> None:
+        """Nothing is left for the first use."""
+
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
         count = self._fill(step.pieces)

@@ -26,6 +26,9 @@ class AnyRunner(Protocol):
     def path(self) -> str:
         """What computes a step."""
 
+    def prepare(self) -> None:
+        """What would be made on first use."""
+
     def launch(self, step: Step) -> Launched: ...
 
 

@@ -2,8 +2,9 @@
 
 The batch is chosen again at every step. Running requests come first, in order; each gets its next token, or the next
 chunk of its prompt. Then waiting ones are admitted in order, as long as the whole of each fits; the first that does not
-fit ends the step, so that nobody is overtaken for ever. When blocks run out, the last running request is preempted: its
-blocks are given back and it computes all its tokens again later; none of those already known is lost.
+fit ends the step, so that nobody is overtaken for ever. Who read a long prompt is promised some room for the answer:
+reading it again would cost more than the room does. When blocks run out all the same, the last running request is
+preempted: its blocks are given back and it computes all its tokens again later; none of those already known is lost.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from smelt.errors import RequestError
 from smelt.serve.engine.memory import Memory
 from smelt.serve.engine.request import Request, State
+
+ANSWERED = 8  # a prompt that is so many times as long as its answer is not read twice
 
 
 @dataclass(slots=True)  # not frozen: one is made for every token
@@ -142,7 +145,7 @@ class Scheduler:
             request = self.waiting[0]
             if request.under_way or not self._ready(request):  # its last token is not known yet
                 break
-            if not self.memory.admit(request, self._promised()):
+            if not self.memory.admit(request, self._promised(request)):
                 break
             count = self.memory.count(request, budget, self.chunk)
             if not count:  # only whole chunks, and this one comes with the next step
@@ -164,10 +167,14 @@ class Scheduler:
         parent = request.parent
         return parent is None or parent.state is State.ENDED or parent.computed >= len(parent.prompt)
 
-    def _promised(self) -> int:
-        """Blocks that running requests were admitted with and have not taken yet, and some to spare."""
-        open_ = sum(self.memory.needed(running, running.planned) - len(running.blocks) for running in self.running)
-        return open_ + (self.spare if self.running else 0)
+    def _promised(self, request: Request) -> int:
+        """Blocks beside those for the tokens that a request has now: what running ones were admitted with and have not
+        taken yet, what it will be promised itself, and some to spare; nothing where it is alone."""
+        if not self.running:
+            return 0
+        needed = self.memory.needed
+        open_ = sum(needed(running, _foreseen(running)) - len(running.blocks) for running in self.running)
+        return open_ + needed(request, _foreseen(request)) - needed(request, request.planned) + self.spare
 
     def _leave(self, request: Request, reason: str) -> None:
         self.running.remove(request)
@@ -178,3 +185,8 @@ class Scheduler:
     def _wait(self, request: Request) -> None:
         request.state = State.WAITING
         insort(self.waiting, request, key=lambda waiting: waiting.order)
+
+
+def _foreseen(request: Request) -> int:
+    """Tokens that a request is promised room for: with an answer up to a share of what it would have to read again."""
+    return max(request.planned, min(request.limit, len(request.prompt) + len(request.prompt) // ANSWERED))

@@ -32,6 +32,7 @@ class Loop:
             pipe.send({"kind": "other", "folder": self.folder, "task": task})
             raise EOFError
         self.engine = Engine(**options)  # by the name that was given: a bundled model is served in its own bits
+        self.engine.prepare()
         self.requests: dict[str, list[Any]] = {}  # of each name, the requests that have not ended
         pipe.send({"kind": "ready", **self._facts()})
 

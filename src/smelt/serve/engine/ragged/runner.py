@@ -51,6 +51,9 @@ class RaggedRunner:
         way = "module" if self.compiled is None else self.compiled.name
         return f"{way}, pages of head clusters{told(self.kind)}"
 
+    def prepare(self) -> None:
+        """Nothing is left for the first use."""
+
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
         self._tables.before(step)
