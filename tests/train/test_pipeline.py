@@ -179,7 +179,7 @@ def overlapping() -> list[str]:
     last.reduce = noted  # type: ignore[method-assign]
 
     def held(*_: Any) -> None:
-        if all(worker.compression._passes[name] == PARTS for name in last.views):  # the last micro-batch
+        if all(worker.compression._passes[name] == PARTS for name in last.names):  # the last micro-batch
             assert reduced.wait(20), "no reduction began before backward had ended"
             events.append("the first layer goes backward")
 

@@ -13,7 +13,7 @@ from smelt.train.decision import choose
 from smelt.train.dense import Dense
 from smelt.train.link import Line, Link
 from smelt.train.predict import Prediction, gains, predict, predict_ddp, rows_of, text_of
-from smelt.train.rehearsal import Rehearsal, imagined, imagined_gradient, label, rehearse
+from smelt.train.rehearsal import _STEPS, Rehearsal, imagined, imagined_gradient, label, rehearse
 from smelt.train.timed import COLLECTIVES
 from smelt.train.workers import Workers
 from tests.train.parallel import run
@@ -81,11 +81,21 @@ def rehearsed() -> list[tuple[Rehearsal, int]]:
     for compressor in [*COMPRESSORS, PowerSGD()]:
         tried = rehearse(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
         reducer = reducer_kind(compressor)(compressor, layout, Workers())
-        steps = 3 if not isinstance(compressor, PowerSGD) else 13
-        for _ in range(steps):
+        before = compressor.plain if isinstance(compressor, PowerSGD) else 0
+        for _ in range(before + _STEPS):
             reducer.reduce(gradient)
         found.append((tried, reducer.traffic.bytes))
     return found
+
+
+def test_what_is_far_slower_is_not_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, choose = [], TopK.choose
+    monkeypatch.setattr(TopK, "choose", lambda self, step: (sizes.append(len(step.memory)), choose(self, step))[1])
+    layout, link = imagined(20_000), link_of(ALPHA, BANDWIDTH)
+    gradient = imagined_gradient(layout, Workers(), torch.device("cpu"))
+    rehearse(TopK(density=0.01), gradient, layout, Workers(), link)
+    rehearse(TopK(density=0.01), gradient, layout, Workers(), link, enough=0.0)
+    assert sizes == [1024, *[20_000] * _STEPS, 1024, 20_000]
 
 
 def test_bytes_are_those_of_the_frame_and_all_workers_agree() -> None:

@@ -91,7 +91,7 @@ def chosen_by_auto() -> tuple[list[str], Any, list[int]]:
     """What auto decides on a slow link for a large unit, a small one and the rest, and bytes before and after."""
     slow_down()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
-    model = torch.nn.Sequential(torch.nn.Linear(6, 300), torch.nn.Linear(300, 300), torch.nn.Linear(300, 3))
+    model = torch.nn.Sequential(torch.nn.Linear(6, 900), torch.nn.Linear(900, 900), torch.nn.Linear(900, 3))
     for layer in (model[1], model[2]):
         fully_shard(layer, mesh=mesh["shards"])
     fully_shard(model, mesh=mesh["shards"])

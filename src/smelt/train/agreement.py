@@ -54,6 +54,8 @@ def agree(chosen: Chosen, route: str, step: Step, marks: Marks, blocks: int) -> 
     allowed = marks.allowed(gathered, step.layout)
     lists = [_within(found, allowed) for found in lists]
     common = torch.empty(0, dtype=torch.int64, device=device) if chosen.common is None else chosen.common
+    if route == "exclusive" and device.type == "cpu":  # ranges that do not overlap: in their order all is in order
+        lists.sort(key=lambda found: int(found[0]) if len(found) else -1)
     shared = lists[workers.rank] if route == "own" else torch.cat(lists)
     if route == "union":
         shared = torch.unique(shared)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from statistics import median
 from time import perf_counter
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from smelt.train.decision import Decision, choose
 from smelt.train.dense import Dense
 from smelt.train.layout import Layout
 from smelt.train.link import Link, measure_link
+from smelt.train.pieces import flat_of
 from smelt.train.predict import Prediction, agreed, predict, predict_ddp
 from smelt.train.rehearsal import rehearse
 from smelt.train.timed import now, slowest
@@ -150,7 +152,7 @@ class AutoCompression(Compression):
         """Rehearse all candidates on a vector, if its gradients are finite everywhere."""
         if self.workers.size == 1:
             return
-        gradient = vector.given(self._scale())
+        gradient = flat_of(vector.given(self._scale()))
         finite = self.workers.gather(gradient.isfinite().all().view(1), "agreement")
         self._finite &= bool(finite.all())
         if not self._finite:
@@ -161,12 +163,13 @@ class AutoCompression(Compression):
             everybody = self.nodes is None
             self._plain_link = self._link if everybody else measure_link(self.workers, gradient.device, _REPEATS)
         handling = slowest([_handling(vector)], self.workers, gradient.device)[0]
-        found = {}
+        found: dict[int, Prediction] = {}
         for place, compressor in enumerate(self.compressor.candidates()):
             settings = settings_for(compressor, replace(self.settings, check=False, node=None))
             try:
                 layout = vector.reducer.layout
-                tried = rehearse(compressor, gradient, layout, self.between, self._link, settings)
+                enough = min((made.exposed for made in found.values()), default=inf)
+                tried = rehearse(compressor, gradient, layout, self.between, self._link, settings, enough)
             except RecipeError as error:  # the same on every worker: it does not go with the settings
                 log.info("auto leaves %s out: %s", compressor.name, error)
                 continue
@@ -185,14 +188,14 @@ class AutoCompression(Compression):
             return
         assert self._link is not None
         assert self._plain_link is not None
-        device = self.vectors[0].flat.device
+        device = self.vectors[0].device
         tried = tuple(self._tried[place] for place in range(len(self.vectors)))
         backward, rest = slowest([median(self._clock.backward), median(self._clock.rest)], self.workers, device)
         elements = sum(layout.size for layout in self.layouts)
         dense = predict_ddp(elements, self._plain_link, backward, name="dense by DDP")
         if not self.beside_backward:
             dense = _total([methods[0] for methods in tried])
-        chosen = torch.tensor(choose(tried, dense), device=device)
+        chosen = torch.tensor(choose(tried, dense, rest), device=device)
         choices = tuple(self.workers.broadcast(chosen, 0, "agreement").tolist())
         self.decision = Decision(self._link, tried, dense, backward, rest, choices)
         if self.workers.rank == 0:
@@ -234,13 +237,15 @@ class _StepClock:
 
 def _handling(vector: Vector) -> float:
     """Seconds in which the frame takes a vector in and hands it out, inside a node too."""
-    device, other = vector.flat.device, vector.flat.clone()
+    flat, device = vector.flat, vector.device
+    other = flat.clone()
     start = now(device)
-    other.copy_(vector.flat)
-    vector.flat.copy_(other)
-    other.copy_(vector.flat)
+    other.copy_(flat)
+    if device.type != "cpu" or vector.nodes is not None:  # otherwise gradients are taken where they are
+        flat.copy_(other)
+        other.copy_(flat)
     if vector.nodes is not None:
-        vector.nodes.gather(vector.given(None))
+        vector.nodes.gather(flat_of(vector.given(None)))
     return now(device) - start
 
 

@@ -15,6 +15,8 @@ from smelt.train.compression import reducer_of
 from smelt.train.compressor import Compressor
 from smelt.train.dense import Dense, DenseReducer
 from smelt.train.layout import Layout
+from smelt.train.means import Mean
+from smelt.train.pieces import Given
 from smelt.train.reducer import Reducer
 from smelt.train.settings import Settings
 from smelt.train.traffic import Traffic
@@ -64,8 +66,8 @@ class AutoReducer(Reducer):
         self._inner.pass_by(size)
         self._show()
 
-    def reduce(self, gradient: Tensor, *, used: Tensor | None = None) -> Tensor:
-        reduced = self._inner.reduce(gradient, used=used)
+    def mean(self, gradient: Given, *, used: Tensor | None = None) -> Mean:
+        reduced = self._inner.mean(gradient, used=used)
         self._show()
         return reduced
 

@@ -102,7 +102,7 @@ class Compression(Compressed):
             own = layout if self.nodes is None else self.nodes.share(layout)
             reducer = self.make_reducer(own, device, rate, scaler is not None)
             self.vectors.append(Vector(device, layout, reducer, self.nodes))
-        self._home = {name: vector for vector in self.vectors for name in vector.views}
+        self._home = {name: vector for vector in self.vectors for name in vector.names}
         self._next = 0  # vector to be reduced
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # each reduction: such as a clock
 
@@ -140,10 +140,10 @@ class Compression(Compressed):
         return reducer_of(self.compressor, layout, self.between, settings, device, rate, rollback)
 
     def put(self, name: str, gradient: Tensor) -> bool:
-        """Take one gradient in; whether vectors were reduced because of it."""
+        """Take one gradient in, which nobody changes until `give` does; whether vectors were reduced because of it."""
         if not self._next and not any(vector.arrived for vector in self.vectors):
             self.settle()
-        self._home[name].put(name, gradient)
+        self._home[name].put(name, gradient, stays=True)
         before = self._next
         while self._next < len(self.vectors) and self.vectors[self._next].complete:
             with self.around():
@@ -159,13 +159,11 @@ class Compression(Compressed):
         """Whether the mean of this gradient is known."""
         return self._home[name].done
 
-    def take(self, name: str) -> Tensor:
-        """The mean gradient over all workers, in the shape of its parameter."""
-        vector = self._home[name]
-        taken = vector.take(name)
+    def give(self, name: str, gradient: Tensor) -> None:
+        """A gradient becomes its mean over all workers."""
+        self._home[name].give(name, gradient)
         if self._next == len(self.vectors) and not any(other.done for other in self.vectors):
             self._next = 0
-        return taken
 
     def abandon(self) -> None:
         """Forget gradients that have arrived in a step that ended in an error."""
@@ -175,7 +173,7 @@ class Compression(Compressed):
 
     def _scale(self) -> Tensor | None:
         """Of the loss, without asking the device."""
-        return None if self._scaler is None else self._scaler.scale(torch.ones(1, device=self.vectors[0].flat.device))
+        return None if self._scaler is None else self._scaler.scale(torch.ones(1, device=self.vectors[0].device))
 
 
 def _groups(parameters: list[Named], vector_mb: float | None) -> Iterator[list[Named]]:

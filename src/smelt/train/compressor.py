@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from smelt.errors import RecipeError
+from smelt.kernels.compact import add_and_compact, compact
 from smelt.train.layout import Layout
+from smelt.train.pieces import Given, Pieces, flat_of
 from smelt.train.workers import Workers
 
 State = dict[str, Tensor]  # elementwise parts have the length of the vector; all others are small and on the CPU
@@ -29,22 +31,44 @@ class Step:
     """One vector in one step of training, as a compressor sees it."""
 
     number: int  # steps of this vector before this one
-    gradient: Tensor  # [elements] float32: what this step adds
-    memory: Tensor  # [elements] float32: the residual; with the gradient once `add` was called
+    given: Given  # what this step adds
+    memory: Tensor  # [elements] float32: the residual; with what is given once it was added
     layout: Layout
     workers: Workers
     state: State
     counts: list[int]  # how many each worker chose in the step before; empty in the first
     slots: int | None = None  # a selection must have this length, whatever it holds; None: any
+    added: bool = False
+
+    @property
+    def gradient(self) -> Tensor:
+        """[elements] float32: what is given, side by side."""
+        return flat_of(self.given)
 
     def add(self) -> Tensor:
-        """The residual with the gradient added to it, in place: what may be sent."""
-        return self.memory.add_(self.gradient)
+        """The residual with what is given added to it, in place and once: what may be sent."""
+        if not self.added:
+            self.added = True
+            self.given.add_to(self.memory) if isinstance(self.given, Pieces) else self.memory.add_(self.given)
+        return self.memory
+
+    def at(self, places: Tensor) -> Tensor:
+        """What may be sent, at these places."""
+        if self.added or isinstance(self.given, Pieces):
+            return self.add()[places]
+        return self.memory[places] + self.given[places]
+
+    def above(self, threshold: float, start: int, stop: int) -> Tensor:
+        """Where what may be sent reaches the threshold inside [start, stop), ascending; added in the same pass."""
+        if self.added or isinstance(self.given, Pieces):
+            return compact(self.add(), threshold, start, stop, self.slots)
+        self.added = True
+        return add_and_compact(self.memory, self.given, threshold, start, stop, self.slots)
 
     def generator(self, seed: int, own: bool) -> torch.Generator:
         """Random numbers that depend on the seed, the step and, if `own`, the worker; nothing needs to be saved."""
         place = self.workers.rank + 1 if own else 0
-        generator = torch.Generator(device=self.gradient.device)
+        generator = torch.Generator(device=self.memory.device)
         return generator.manual_seed(((seed * 1_000_003 + self.number) * 4_099 + place) % 2**63)
 
 
@@ -64,9 +88,9 @@ class Compressor(ABC):
         """The state before the first step."""
         return {}
 
-    def contribution(self, step: Step) -> Tensor:
+    def contribution(self, step: Step) -> Given:
         """What this step adds to the residual: the gradient, unless a method corrects it first."""
-        return step.gradient
+        return step.given
 
     @property
     def feeds_back(self) -> bool:

@@ -94,7 +94,7 @@ def _reduce_bucket(state: _Hook, bucket: distributed.GradBucket) -> Future[Tenso
         raise
     for ready in [each for each in state.waiting if all(map(state.compression.done, each.gradients))]:
         for name, gradient in ready.gradients.items():
-            gradient.copy_(state.compression.take(name))
+            state.compression.give(name, gradient)
         ready.future.set_result(ready.buffer)
         state.waiting.remove(ready)
     return entry.future

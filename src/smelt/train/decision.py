@@ -9,7 +9,9 @@ from typing import Any
 from smelt.train.link import Link
 from smelt.train.predict import Prediction, text_of
 
-MARGIN = 0.05  # of the dense wait: a smaller predicted gain is not worth a changed gradient
+# A step must be predicted so many times faster: times are guessed to a fifth, and a changed gradient costs steps (in
+# `benchmarks/train_time.py` 8 to 45 % more of them to the same loss).
+WORTH = 1.2
 
 
 @dataclass(frozen=True)
@@ -60,10 +62,11 @@ class Decision:
         }
 
 
-def choose(vectors: Sequence[Sequence[Prediction]], uncompressed: Prediction) -> tuple[int, ...]:
-    """Of each vector the method with the shortest wait; all dense unless that gains more than the margin."""
+def choose(vectors: Sequence[Sequence[Prediction]], uncompressed: Prediction, rest: float = 0.0) -> tuple[int, ...]:
+    """Of each vector the method with the shortest wait; all dense unless a step gains enough. `rest`: the seconds of a
+    step that are the same whatever is sent."""
     best = [min(range(len(methods)), key=lambda place: methods[place].exposed) for methods in vectors]
     total = sum(methods[place].exposed for methods, place in zip(vectors, best, strict=True))
-    if not any(best) or total > (1 - MARGIN) * uncompressed.exposed:
+    if not any(best) or WORTH * (rest + total) > rest + uncompressed.exposed:
         return (0,) * len(best)
     return tuple(best)

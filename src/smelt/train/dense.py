@@ -10,6 +10,7 @@ from torch import Tensor
 from smelt.errors import RecipeError
 from smelt.train.compressor import Compressor
 from smelt.train.marks import Marks
+from smelt.train.pieces import Given
 from smelt.train.reducer import Reducer
 from smelt.train.values import VALUES, sum_values
 
@@ -34,12 +35,12 @@ class Dense(Compressor):
 class DenseReducer(Reducer):
     """A reducer that sends its whole vector."""
 
-    def _reduce(self, given: Tensor, marks: Marks, divisor: float) -> tuple[Tensor, Tensor] | None:
+    def _reduce(self, given: Given, marks: Marks, divisor: float) -> tuple[Given, Tensor] | None:
         assert isinstance(self.compressor, Dense)
-        gathered = self.workers.gather(marks.encode(given.device), "counts")
+        gathered = self.workers.gather(marks.encode(self.residual.device), "counts")
         if not marks.all_finite(gathered):
             return None
-        waiting, allowed = self.residual.add_(given), marks.allowed(gathered, self.layout)
+        waiting, allowed = self._open(given).add(), marks.allowed(gathered, self.layout)
         sent = waiting if allowed is None else waiting * allowed[:-1]
         summed, error = sum_values(sent, self.workers, self.compressor.values)
         self.residual.copy_(error if allowed is None else error + waiting - sent)

@@ -17,7 +17,6 @@ import torch
 from torch.nn import functional
 
 from smelt.errors import RecipeError
-from smelt.kernels.compact import add_and_compact
 from smelt.train.compressor import Chosen, Sparsifier, State, Step, first_threshold
 from smelt.train.layout import Layout
 
@@ -64,7 +63,7 @@ class ExclusiveThreshold(Sparsifier):
             level = self._level(step, start, stop)
             step.state["threshold"] = level if level > 0 else step.state["threshold"]
         threshold = float(step.state["threshold"])
-        found = add_and_compact(step.memory, step.gradient, threshold, start, stop, step.slots)
+        found = step.above(threshold, start, stop)
         if not len(found) and stop > start:  # no selection is ever empty
             found = torch.tensor([start + step.number % (stop - start)], device=found.device)
         return Chosen(found)
@@ -79,7 +78,7 @@ class ExclusiveThreshold(Sparsifier):
             places = torch.randint(start, stop, (size,), generator=generator, device=step.memory.device)
         else:
             places = torch.arange(start, stop, device=step.memory.device)
-        sample = (step.memory[places] + step.gradient[places]).abs()
+        sample = step.at(places).abs()
         largest = functional.pad(sample, (0, max(number - len(sample), 0))).topk(number).values
         pooled = step.workers.gather(largest, "plan").flatten()  # [workers * number]
         return pooled.topk(number).values[-1].double().cpu()

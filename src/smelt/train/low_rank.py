@@ -17,6 +17,7 @@ from smelt.errors import RecipeError
 from smelt.train.compressors.powersgd import PowerSGD
 from smelt.train.layout import Layout
 from smelt.train.marks import Marks
+from smelt.train.pieces import Given, Pieces
 from smelt.train.reducer import Reducer
 from smelt.train.settings import Settings
 from smelt.train.workers import Workers
@@ -64,12 +65,12 @@ class LowRankReducer(Reducer):
             if f"low_rank.{name}" in tensors:
                 memory[0] = tensors[f"low_rank.{name}"].to(self.residual.device, copy=True)
 
-    def _reduce(self, given: Tensor, marks: Marks, divisor: float) -> tuple[Tensor, Tensor] | None:
-        if not marks.all_finite(self.workers.gather(marks.encode(given.device), "counts")):
+    def _reduce(self, given: Given, marks: Marks, divisor: float) -> tuple[Given, Tensor] | None:
+        if not marks.all_finite(self.workers.gather(marks.encode(self.residual.device), "counts")):
             return None
         sent_before = self._power.total_numel_after_compression
         self._power.error_dict[0] = self.residual.clone()
-        vector = given.clone()
+        vector = given.flat() if isinstance(given, Pieces) else given.clone()
         bucket: Any = _Vector(self.layout, vector)
         mean: Any = powerSGD_hook(self._power, bucket).wait()
         mean = mean[0] if isinstance(mean, list) else mean

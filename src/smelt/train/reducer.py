@@ -28,7 +28,9 @@ from smelt.train.conservation import Conservation
 from smelt.train.indices import blocks_of
 from smelt.train.layout import Layout
 from smelt.train.marks import Late, Marks
+from smelt.train.means import Few, Mean, Whole
 from smelt.train.messages import gather_messages, gather_pairs
+from smelt.train.pieces import Given, Pieces, all_finite, flat_of
 from smelt.train.settings import Settings
 from smelt.train.traffic import Traffic
 from smelt.train.values import sum_values
@@ -74,8 +76,12 @@ class Reducer:
         """[elements] float32: what this worker has not sent yet."""
         return self._memory[: self.layout.size]
 
-    def reduce(self, gradient: Tensor, *, used: Tensor | None = None) -> Tensor:
-        """The mean over all workers of what was sent, [elements] float32.
+    def reduce(self, gradient: Given, *, used: Tensor | None = None) -> Tensor:
+        """The mean over all workers of what was sent, [elements] float32."""
+        return self.mean(gradient, used=used).dense()
+
+    def mean(self, gradient: Given, *, used: Tensor | None = None) -> Mean:
+        """The same, as it comes.
 
         `used`: [pieces] bool, false where this worker had no gradient; what nobody has a gradient for is not sent.
         """
@@ -83,23 +89,24 @@ class Reducer:
             self.undo()
         if self.rollback:
             self._before = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        finite = _all_finite(gradient)
+        finite = all_finite(gradient)
         rate = self._rate()
-        given = _joining(gradient.float(), finite)
-        given = given if rate == 1 else given * rate
+        given = self._joining(gradient, finite)
+        given = given if rate == 1 else flat_of(given) * rate
         old = self.residual.clone() if self.settings.beta != 1 else None
         found = self._reduce(given, Marks(finite, used), self.workers.size * rate)
         if found is None:  # somebody's gradient is not finite
             self._refuse(self.number)
-            return torch.full_like(given, torch.inf)
-        added, mean = found
+            return Whole(torch.full_like(self.residual, torch.inf))
+        added, sent = found
+        mean = sent if isinstance(sent, Few) else Whole(sent)
         if old is not None:
             self.residual.sub_(old).mul_(self.settings.beta).add_(old)
         if not self.compressor.feeds_back:
             self.residual.zero_()
         self.number += 1
         if self.conservation is not None and self.compressor.feeds_back and self.settle():
-            self.conservation.add(added, mean * (self.workers.size * rate))
+            self.conservation.add(flat_of(added), mean.dense() * (self.workers.size * rate))
             self.conservation.require(self.residual / self.settings.beta, self.workers)
         return mean
 
@@ -137,7 +144,7 @@ class Reducer:
         if self.conservation is not None:
             self.conservation.restore(tensors)
 
-    def _reduce(self, given: Tensor, marks: Marks, divisor: float) -> tuple[Tensor, Tensor] | None:
+    def _reduce(self, given: Given, marks: Marks, divisor: float) -> tuple[Given, Tensor | Few] | None:
         """What this worker added to its memory, and what all have sent, summed and divided: [elements] each.
 
         None when somebody's gradient is not finite.
@@ -145,16 +152,16 @@ class Reducer:
         step = self._open(given)
         made = self._sparse if isinstance(self.compressor, Sparsifier) else self._coded
         mean = made(step, marks, divisor)
-        return None if mean is None else (step.gradient, mean)
+        return None if mean is None else (step.given, mean)
 
-    def _open(self, given: Tensor) -> Step:
+    def _open(self, given: Given) -> Step:
         slots = self._slots() if self.settings.slots is not None else None
         parts = (self.number, given, self.residual, self.layout, self.workers, self.state, self.counts, slots)
         step = Step(*parts)
-        step.gradient = self.compressor.contribution(step)
+        step.given = self.compressor.contribution(step)
         return step
 
-    def _sparse(self, step: Step, marks: Marks, divisor: float) -> Tensor | None:
+    def _sparse(self, step: Step, marks: Marks, divisor: float) -> Tensor | Few | None:
         """The mean over all workers of the chosen elements, zero elsewhere."""
         sparsifier = self.compressor
         assert isinstance(sparsifier, Sparsifier)
@@ -168,26 +175,34 @@ class Reducer:
         self.counts = agreed.counts
         if sparsifier.route == "own":
             summed, sent, number, padding = gather_pairs(agreed, step, self.settings.values)
-            mean = summed.div_(divisor).add_(self._mean_shared(agreed.common, divisor))
+            mean: Tensor | Few = summed.div_(divisor)
+            if len(agreed.common):
+                summed.add_(self._scattered(agreed.common, self._shared(agreed.common, divisor)))
             number += len(agreed.common)
         else:
             sent, padding, number = torch.cat([agreed.indices, agreed.common]), 0, len(agreed.indices)
-            mean = self._mean_shared(sent, divisor)
+            values = self._shared(sent, divisor)
+            on_cpu = values.device.type == "cpu"
+            mean = Few.of(sent, values, self.layout.size) if on_cpu else self._scattered(sent, values)
             number += len(agreed.common)
         sparsifier.settle(step, sent)
         self.traffic = self._account(number, agreed.slots, agreed.padding + padding)
         return mean
 
-    def _mean_shared(self, indices: Tensor, divisor: float) -> Tensor:
-        """All workers send these elements [count]; the mean [elements], and the memory keeps what rounding lost."""
-        values, error = sum_values(self._memory[indices], self.workers, self.settings.values)
+    def _shared(self, indices: Tensor, divisor: float) -> Tensor:
+        """All workers send these elements [count]; their means, and the memory keeps what rounding lost."""
+        values, error = sum_values(self._memory.index_select(0, indices), self.workers, self.settings.values)
         self._memory[indices] = error
+        return values.div_(divisor)
+
+    def _scattered(self, indices: Tensor, values: Tensor) -> Tensor:
+        """[elements], zero but for these."""
         mean = torch.zeros_like(self._memory) if self.room is None else self.room.zero_()
-        mean[indices] = values.div_(divisor)
+        mean[indices] = values
         return mean[: self.layout.size]
 
     def _in_slots(self, step: Step, sparsifier: Sparsifier, agreed: Agreed, divisor: float) -> Tensor:
-        mean = self._mean_shared(agreed.indices, divisor)
+        mean = self._scattered(agreed.indices, self._shared(agreed.indices, divisor))
         sparsifier.settle(step, agreed.indices)
         self._late = Late(agreed.late)
         self.traffic = Traffic(padding=agreed.padding)
@@ -234,6 +249,13 @@ class Reducer:
         assert self.settings.slots is not None
         return min(ceil(self.settings.slots * self.workers_target()), self.layout.size)
 
+    def _joining(self, gradient: Given, finite: Tensor) -> Given:
+        """Zeros in place of what is not finite, so that this worker can still join the others until all know of it."""
+        if self._memory.device.type == "cpu":
+            given = gradient if isinstance(gradient, Pieces) else gradient.float()
+            return given if finite else torch.zeros_like(self.residual)
+        return torch.where(finite, flat_of(gradient), 0.0)  # the host does not wait for the answer
+
     def _rate(self) -> float:
         if self.settings.form == "code":
             return 1.0
@@ -242,17 +264,3 @@ class Reducer:
         if not rate > 0:
             raise RecipeError(f"the learning rate is {rate:g}; form='paper' needs one above 0, form='code' does not.")
         return rate
-
-
-def _all_finite(gradient: Tensor) -> Tensor:
-    """[] bool. A finite sum has only finite parts, and a sum is the fastest look at a vector that a CPU has."""
-    if gradient.device.type == "cpu" and gradient.sum().isfinite():
-        return torch.tensor(True)
-    return torch.linalg.vector_norm(gradient, torch.inf).isfinite()
-
-
-def _joining(gradient: Tensor, finite: Tensor) -> Tensor:
-    """Zeros in place of what is not finite, so that this worker can still join the others until all know of it."""
-    if gradient.device.type == "cpu":
-        return gradient if finite else torch.zeros_like(gradient)
-    return torch.where(finite, gradient, 0.0)  # the host does not wait for the answer

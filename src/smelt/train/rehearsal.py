@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from math import prod
+from math import inf, prod
 
 import torch
 from torch import Tensor
@@ -25,11 +25,13 @@ from smelt.train.echo import EchoWorkers
 from smelt.train.hierarchy import part_of
 from smelt.train.layout import Layout, Piece
 from smelt.train.link import Link
+from smelt.train.reducer import Reducer
 from smelt.train.settings import Settings
 from smelt.train.timed import Call, TimedWorkers, now, slowest
 from smelt.train.workers import Workers
 
-_STEPS = 3  # of which the first warms up
+_STEPS = 2
+_FEW = 1024  # elements of a vector that a method is tried on first: what is loaded or built on first use is there then
 _PART = 2**20  # elements of a vector that a method is tried on when it treats all alike
 _SIDE = 1024  # rows and columns of the matrices of an imagined model
 
@@ -60,30 +62,43 @@ def rehearse(
     workers: Workers,
     link: Link,
     settings: Settings | None = None,
+    enough: float = inf,
 ) -> Rehearsal:
-    """All workers call it together; the result is the same on each."""
+    """All workers call it together; the result is the same on each.
+
+    `enough`: seconds of another method. What takes more than twice as long in its first step is not looked at again.
+    """
     elements, device, together = layout.size, gradient.device, Workers(workers.group)
     timed = TimedWorkers(workers.group)
     if isinstance(compressor, Dense | Coder):
         timed, layout = EchoWorkers(workers.group), part_of(layout, 0, min(_PART, elements))
         gradient = gradient[: layout.size]
     times = elements / layout.size  # as much as was tried
-    reducer = reducer_kind(compressor)(
-        compressor, layout, timed, settings or Settings(), device=device, learning_rate=lambda: 1.0
-    )
-    if isinstance(compressor, PowerSGD):  # past its first steps, which send everything
-        reducer.restore({**reducer.tensors(), "step": torch.tensor(compressor.plain)})
+
+    def made(layout: Layout) -> Reducer:
+        kind = reducer_kind(compressor)
+        reducer: Reducer = kind(
+            compressor, layout, timed, settings or Settings(), device=device, learning_rate=lambda: 1.0
+        )
+        if isinstance(compressor, PowerSGD):  # past its first steps, which send everything
+            reducer.restore({**reducer.tensors(), "step": torch.tensor(compressor.plain)})
+        return reducer
+
+    made(part_of(layout, 0, min(_FEW, layout.size))).mean(gradient[:_FEW])
+    reducer = made(layout)
     own = []  # of each step: bytes, calls, seconds of communication as the line has it, seconds of computing
-    for _ in range(_STEPS):
+    for place in range(_STEPS):
         together.gather(torch.zeros(1, device=device), "agreement")  # all start together
         timed.calls.clear()
         start = now(device)
-        reducer.reduce(gradient)
+        reducer.mean(gradient)
         reducer.settle()
         elapsed = now(device) - start
         calls = [replace(call, bytes=int(call.bytes * times)) for call in timed.calls]
         own.append(_account(compressor, calls, reducer.traffic.values, elapsed, link))
-    least = min(step[-1] for step in own[1:])
+        if not place and slowest([own[0][2] + own[0][3] * times], workers, device)[0] > 2 * enough:
+            break
+    least = min(step[-1] for step in own)
     size, number, communication, computing = slowest([*own[-1][:-1], least], workers, device)
     return Rehearsal(label(compressor), elements, int(size), int(number), communication, computing * times)
 

@@ -103,7 +103,7 @@ class AutoReplicas(AutoCompression):
         vector = self._home[name]
         with torch.no_grad():
             if self.decided:  # no copy is needed any more
-                reduced.copy_(vector.reducer.reduce(reduced.flatten()).view_as(reduced))
+                vector.reducer.mean(reduced.flatten()).into(0, reduced)
                 return
             if not self._seen or name in self._seen:  # a step begins; the one before may have left units out
                 self._seen.clear()
@@ -112,7 +112,7 @@ class AutoReplicas(AutoCompression):
             self._seen.add(name)
             vector.put(name, reduced.view(1, -1))
             self.reduce_vector(vector)
-            reduced.copy_(vector.take(name).view_as(reduced))
+            vector.give(name, reduced)
             if self.is_last(vector):
                 self._seen.clear()
 
@@ -125,7 +125,7 @@ class _Hook:
 
     def __call__(self, reduced: Tensor) -> None:
         with torch.no_grad():
-            reduced.copy_(self._reducer.reduce(reduced.flatten()).view_as(reduced))
+            self._reducer.mean(reduced.flatten()).into(0, reduced)
 
 
 def _units(model: nn.Module) -> list[_Unit]:

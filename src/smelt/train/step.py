@@ -51,4 +51,4 @@ class CompressedStep:
                 self.compression.put(name, parameter.grad)
             for name, parameter in self._parameters.items():
                 assert parameter.grad is not None
-                parameter.grad.copy_(self.compression.take(name))
+                self.compression.give(name, parameter.grad)

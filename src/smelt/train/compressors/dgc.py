@@ -50,7 +50,7 @@ class DGC(Independent):
         return {"velocity": torch.zeros(layout.size)}
 
     def contribution(self, step: Step) -> Tensor:
-        gradient, velocity = step.gradient, step.state["velocity"].to(step.gradient.device)
+        gradient, velocity = step.gradient, step.state["velocity"].to(step.memory.device)
         if self.clip is not None:
             norm = torch.linalg.vector_norm(gradient)
             gradient = gradient * (self.clip / step.workers.size**0.5 / norm.clamp_min(1e-12)).clamp_max(1.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from smelt.kernels.compact import add_and_compact
 from smelt.train.compressor import Chosen, Independent, Step, first_threshold, require_positive
 
 
@@ -26,4 +25,4 @@ class HardThreshold(Independent):
     def choose(self, step: Step) -> Chosen:
         elements = len(step.memory)
         threshold = self.threshold or first_threshold(self.density, elements)
-        return Chosen(add_and_compact(step.memory, step.gradient, threshold, 0, elements, step.slots))
+        return Chosen(step.above(threshold, 0, elements))

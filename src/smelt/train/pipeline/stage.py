@@ -98,11 +98,11 @@ class StageCompression(Compressed):
             layout, device = Layout.of(named), named[0][1].device
             fitting = replace(settings, slots=None) if isinstance(kind, Dense) else settings
             self.vectors.append(Vector(device, layout, reducer_of(kind, layout, own, fitting, device)))
-        self._home = {name: vector for vector in self.vectors for name in vector.views}
+        self._home = {name: vector for vector in self.vectors for name in vector.names}
         self._passes: Counter[str] = Counter()  # micro-batches whose gradients have come
         self._under_way: list[Future[None]] = []
         self._thread = ThreadPoolExecutor(1, "gradients")
-        device = self.vectors[0].flat.device
+        device = self.vectors[0].device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         for name, parameter in self._parameters.items():
             parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
@@ -129,7 +129,7 @@ class StageCompression(Compressed):
                 for name, parameter in self._parameters.items():
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
-                    parameter.grad.copy_(self._home[name].take(name))
+                    self._home[name].give(name, parameter.grad)
         finally:
             self._passes.clear()
             self._under_way.clear()

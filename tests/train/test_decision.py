@@ -1,0 +1,35 @@
+"""A method is taken where the whole step gains by it, not only the wait."""
+
+from __future__ import annotations
+
+import pytest
+
+from smelt.train.decision import WORTH, choose
+from smelt.train.predict import Prediction
+
+
+def waits(*seconds: float) -> list[Prediction]:
+    return [Prediction("any", 0, 1, each, 0.0, 0.0) for each in seconds]
+
+
+@pytest.mark.parametrize(
+    ("rest", "methods", "dense", "found"),
+    [
+        (0.0, [10.0, 4.0, 6.0], 10.0, (1,)),
+        (0.0, [10.0, 12.0], 10.0, (0,)),  # nothing is shorter
+        (0.0, [10.0, 9.0], 10.0, (0,)),  # too little
+        (100.0, [10.0, 1.0], 10.0, (0,)),  # ten times shorter, and no step would notice
+        (1.0, [10.0, 1.0], 10.0, (1,)),
+        (0.0, [10.0, 4.0], 4.4, (0,)),  # DDP hides most of what it sends
+    ],
+)
+def test_a_method_must_shorten_the_step(
+    rest: float, methods: list[float], dense: float, found: tuple[int, ...]
+) -> None:
+    assert choose([waits(*methods)], waits(dense)[0], rest) == found
+
+
+def test_all_vectors_together_must_gain() -> None:
+    vectors = [waits(10.0, 2.0), waits(5.0, 6.0)]
+    assert choose(vectors, waits(15.0)[0]) == (1, 0)
+    assert choose(vectors, waits(7.0 * WORTH * 0.99)[0]) == (0, 0)
