@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,20 @@ def graph_seconds(calls: Sequence[Callable[[], Any]], repeats: int = 20) -> floa
         times.append(start.elapsed_time(stop) / 1e3)
     del kept
     return statistics.median(times) / len(calls)
+
+
+@contextmanager
+def compiling() -> Iterator[list[str]]:
+    """Kernels that Triton compiles, or reads from its files, meanwhile."""
+    from triton import knobs
+
+    found: list[str] = []
+    before = knobs.runtime.jit_post_compile_hook
+    knobs.runtime.jit_post_compile_hook = lambda **told: found.append(str(told["repr"]))
+    try:
+        yield found
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
 
 
 class KeptGradients(Checkpoint):

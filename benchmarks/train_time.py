@@ -55,13 +55,13 @@ def main() -> None:
         _run("ip", "link", "add", BRIDGE, "type", "bridge")
         _run("ip", "link", "set", BRIDGE, "up")
         places = [(size, seed) for size in options.sizes for seed in options.seeds]
-        begin = [_cell(BEGIN, size, "none", seed, None) for size, seed in places]
-        begin += [_cell(BEGIN, size, "none", 0, None, rate) for size in options.sizes for rate in OTHER_RATES]
+        begin = [cell_of(BEGIN, size, "none", seed, None) for size, seed in places]
+        begin += [cell_of(BEGIN, size, "none", 0, None, rate) for size in options.sizes for rate in OTHER_RATES]
         _work(BEGIN, begin, rows, end)
         targets = {(row["size"], row["seed"]): row["curve"][-1]["loss"] for row in _targets(rows)}
         for link in options.links:
             cells = [
-                _cell(link, size, method, seed, targets[size, seed])
+                cell_of(link, size, method, seed, targets[size, seed])
                 for size, seed in places
                 for method in options.methods
                 if (size, seed) in targets
@@ -135,7 +135,7 @@ def _plug_in(pids: list[int], link: str) -> None:
             _run(*inside, "tc", "qdisc", "add", "dev", "eth0", *limit)
 
 
-def _cell(link: str, size: str, method: str, seed: int, target: float | None, rate: float = RATE) -> Cell:
+def cell_of(link: str, size: str, method: str, seed: int, target: float | None, rate: float = RATE) -> Cell:
     """`method`: its name, with the density behind an @ if it has one."""
     name, _, density = method.partition("@")
     gradients: dict[str, Any] = {"method": name}

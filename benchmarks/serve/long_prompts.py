@@ -15,7 +15,7 @@ def answered(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, A
     sampling = Sampling(max_tokens=answer, temperature=0, ignore_end=True)
     start = last = time.perf_counter()
     requests = [engine.submit(text, sampling)[0] for text in texts]
-    residents, decoding, prefilled = 0, [], 0.0
+    residents, decoding, mixing, prefilled = 0, [], [], 0.0
     while engine.busy:
         engine.step()
         now = time.perf_counter()
@@ -24,6 +24,7 @@ def answered(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, A
         residents = max(residents, ready)
         if reading:
             prefilled = now - start
+            mixing.append(now - last)
         elif ready:
             decoding.append((ready, now - last))
         last = now
@@ -35,7 +36,9 @@ def answered(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, A
         "seconds": last - start, "tokens_per_second": len(texts) * answer / (last - start),
         "until_all_are_read": prefilled, "decoding_at_once": most, "decode_ms": full * 1e3,
         "decode_tokens_per_second": most / full, "preemptions": engine.state()["preemptions"],
-        "pages": engine.pool.blocks,
+        "pages": engine.pool.blocks, "reading_steps": len(mixing),
+        "reading_ms": statistics.median(mixing or [0.0]) * 1e3,
+        "longest_ms": [round(each * 1e3, 1) for each in sorted(mixing)[:-6:-1]],
     }  # fmt: skip
 
 

@@ -1,0 +1,124 @@
+"""One layer's attention to one token of a few and of many requests, in pages of head clusters: how heads are cut.
+
+    PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_kv_parts.py [--prompt 32768] [--kv-types int8 fp8 int4]
+
+Parts in proportion to budgets, as the table of `serve/engine/ragged/parts.py` says, against one number of parts for all
+heads; pages of clusters that keep everything against plain ones, and plain ones in few bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from common import copy_bandwidth, graph_seconds, table, write
+from gpu_engine import COMMON
+
+from smelt.kernels.gpu.chip import processors
+from smelt.kernels.gpu.paged import Tokens, paged_decode, splits_for
+from smelt.kernels.gpu.pages import HeadPages
+from smelt.kernels.gpu.rotation import Rotation
+from smelt.kernels.row_format import NAMES, RowFormat, stored
+from smelt.kv.splits import splits
+from smelt.serve.engine.ragged.parts import parts_of, work_of
+
+KV_HEADS, WIDTH = 8, 128
+SKEWED = (1.0, 0.5, 0.25, 0.25, 0.1, 0.1, 0.05, 0.05)  # of what heads keep
+COLUMNS, SIZE = 4, 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompt", type=int, default=32768)
+    parser.add_argument("--kv-types", nargs="+", choices=NAMES, default=[], help="keys and values also in these")
+    options = parser.parse_args()
+    bandwidth = copy_bandwidth()
+    rows = splitting(options.prompt, bandwidth, options.kv_types)
+    write("serve_gpu_kv_parts", rows, _text(rows, bandwidth))
+
+
+def splitting(length: int, bandwidth: float, kinds: Sequence[str]) -> list[dict[str, Any]]:
+    """For one token of 4 and of 64 requests."""
+    rows = []
+    for requests in (4, 64):
+        for heads, budgets in (("skewed", SKEWED), ("even", (1.0,) * KV_HEADS)):
+            rows += [{"requests": requests, "heads": heads, **row} for row in _layer(length, requests, budgets)]
+        rows += [{"requests": requests, "heads": "even", **_plain(length, requests, kind)} for kind in (None, *kinds)]
+    for row in rows:
+        row["share_of_bandwidth"] = row["bytes"] / bandwidth / (row["us"] / 1e6)
+        print(row, flush=True)
+    return rows
+
+
+def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[str, Any]]:
+    heads, chip = COMMON["num_attention_heads"], processors(torch.device("cuda"))
+    rotation = Rotation(*(torch.randn(length + 1, WIDTH, device="cuda") for _ in range(2)))
+    kept = (torch.tensor(budgets) * length).long()
+    blocks = int(kept.max()) // SIZE + 1
+    tables = torch.randperm(requests * KV_HEADS * blocks, device="cuda").view(requests, KV_HEADS, blocks).int()
+    keys, values = (
+        torch.randn(tables.numel() * COLUMNS, SIZE, 1, WIDTH, device="cuda", dtype=torch.bfloat16) for _ in range(2)
+    )
+    shifts = (kept - length).int().cuda().expand(requests, -1).contiguous()
+    every = torch.arange(KV_HEADS, device="cuda")
+    mixed = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
+    arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
+    lengths = torch.full((requests,), length, device="cuda")
+    tokens = Tokens(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
+    shares = tuple(splits(torch.tensor(budgets)).tolist())
+    alike = (splits_for(requests, KV_HEADS, length, chip),) * KV_HEADS
+    ways = {"as the table says": alike if len(set(shares)) == 1 else parts_of(shares, requests, chip)}
+    ways |= {f"{count} for every head": (count,) * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}
+    rows = []
+    for way, parts in ways.items():
+        work = torch.tensor(work_of(shares, parts), dtype=torch.int32, device="cuda")
+        own = HeadPages(tables, shifts, every, every % COLUMNS, COLUMNS, work)
+        most = 1 << (max(parts) - 1).bit_length()
+
+        def call(own: HeadPages = own, most: int = most) -> Any:
+            return paged_decode(mixed, keys, values, tokens, rotation, 0.1, pages=own, splits=most)
+
+        rows.append({"way": way, "parts": parts, "us": graph_seconds([call] * 4) * 1e6})
+    return [{"tokens": length, "bytes": 4 * WIDTH * int(kept.sum()) * requests, **row} for row in rows]
+
+
+def _plain(length: int, requests: int, kind: str | None) -> dict[str, Any]:
+    """The same with plain pages, in the network's own numbers or in rows of few bits; bytes as they are stored."""
+    form = None if kind is None else RowFormat.of(kind, WIDTH)
+    last, dtype = stored(form, WIDTH, torch.bfloat16)
+    blocks = length // SIZE + 1
+    numbers = torch.randn(SIZE, KV_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
+    block = numbers if form is None else form.encode(numbers)  # one for all: what is in them does not decide about time
+    pages = [block.expand(requests * blocks, -1, -1, -1).contiguous() for _ in range(2)]
+    tables = torch.randperm(requests * blocks, device="cuda").view(requests, -1).int()
+    arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
+    lengths = torch.full((requests,), length, device="cuda")
+    tokens = Tokens(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
+    heads = COMMON["num_attention_heads"]
+    mixed = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
+    rotation = Rotation(*(torch.randn(length + 1, WIDTH, device="cuda") for _ in range(2)))
+    seconds = graph_seconds([lambda: paged_decode(mixed, *pages, tokens, rotation, 0.1, rows=form)] * 4)
+    octets = 2 * last * dtype.itemsize * KV_HEADS * length * requests
+    way = "plain pages" if kind is None else f"plain pages, {kind}"
+    return {"tokens": length, "bytes": octets, "way": way, "parts": [], "us": seconds * 1e6}
+
+
+def _text(rows: list[dict[str, Any]], bandwidth: float) -> str:
+    lines = [
+        [str(row["requests"]), f"{row['tokens']:,}", row["heads"], row["way"], f"{row['us']:.0f}",
+         f"{row['share_of_bandwidth']:.0%}"]
+        for row in rows
+    ]  # fmt: skip
+    return (
+        "# One layer's attention to a token, by how keys are cut\n\n"
+        f"Llama 8B shape, one token of every request; skewed heads keep {', '.join(f'{share:g}' for share in SKEWED)} "
+        f"of the tokens, even ones all. Inside a captured graph; copy bandwidth {bandwidth / 1e12:.2f} TB/s.\n\n"
+        + table(["requests", "tokens", "heads", "parts of a head's keys", "us", "of the copy bandwidth"], lines)
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
