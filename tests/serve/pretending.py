@@ -12,7 +12,7 @@ send = lambda **message: pipe.send(message)
 options = pipe.receive()
 state = dict.fromkeys(("running", "waiting", "blocks_used", "steps", "computed_tokens", "preemptions", "prompt_tokens",
                        "cached_tokens", "generated_tokens"), 0) | {"blocks": 8}
-ready = lambda: send(kind="ready", folder=options["model"], context=64, longest=64, vocabulary=99, blocks=8, block=16,
+ready = lambda: send(kind="ready", folder=options["model"], context=64, longest=64, vocabulary=257, blocks=8, block=16,
                      path="none", state=state)
 """
 

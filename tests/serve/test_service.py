@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from smelt.serve.api import generation
+from smelt.serve.api import generation, stream
 from smelt.serve.api.app import create_app
 from smelt.serve.api.service import Service
 from smelt.serve.api.settings import Limits, Settings
@@ -23,10 +23,15 @@ from tests.serve.pretending import pretending
 from tests.serve.served import tokenizer
 
 
+def ping_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (generation, stream):
+        monkeypatch.setattr(module, "PING_SECONDS", 0.1)
+
+
 def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A streaming client is told that we are still here; when the time is over, both are told so."""
     monkeypatch.setattr(EngineClient, "command", pretending("ready()\nwhile True: pipe.receive()"))
-    monkeypatch.setattr(generation, "PING_SECONDS", 0.1)
+    ping_soon(monkeypatch)
 
     async def main() -> list[httpx.Response]:
         service = Service(Settings(str(model_folder), limits=Limits(request_seconds=0.35)))
@@ -47,6 +52,42 @@ def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     for told in (json.loads(error.removeprefix("data: ")), whole.json()):
         assert "longer than 0.35 seconds" in told["error"]["message"]
     assert whole.status_code == 504
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("completions", {"prompt": [1]}), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]})],
+)
+def test_tokens_that_show_nothing(
+    path: str, asked: dict[str, Any], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held back because they may become a stop text: the engine is at work, but its client hears nothing for long."""
+    tokens = tokenizer()("stopstopsto")["input_ids"]
+    script = f"""
+ready()
+while True:
+    name = pipe.receive().get("name")
+    for place, token in enumerate({tokens}):
+        time.sleep(0.05)
+        end = "length" if place == {len(tokens) - 1} else ""
+        send(kind="events", state=state, events=[[name + "-0", token, None, end, 0, 0.0]])
+"""
+    monkeypatch.setattr(EngineClient, "command", pretending(script))
+    ping_soon(monkeypatch)
+
+    async def main() -> httpx.Response:
+        service = Service(Settings(str(model_folder)))
+        await service.start()
+        transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            body = {**asked, "max_tokens": 20, "stop": "stopstopstop", "stream": True}
+            found = await client.post(f"/v1/{path}", json=body)
+        await service.stop()
+        return found
+
+    parts = [line for line in asyncio.run(main()).text.split("\n\n") if line]
+    assert parts[-1] == "data: [DONE]" and "stopstopsto" in parts[-2]
+    assert 2 <= parts.count(": still here") <= 6 and len(parts) - parts.count(": still here") <= 3
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,16 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner)
 
 
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token that stands for a byte of a character the vocabulary lacks, as in SentencePiece models."""
+    vocabulary = [(f"<0x{value:02X}>", 0.0) for value in range(256)] + [("<unk>", -9.0)]
+    inner = Tokenizer(models.Unigram(vocabulary, unk_id=256, byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+
+
 TOKENIZER = byte_tokenizer()
+FALLBACK = fallback_tokenizer()
 TEXT = st.text(alphabet="ab .é語🙂\n", max_size=30)
 
 
@@ -80,3 +89,37 @@ def test_an_answer_that_ends_inside_a_character_shows_what_there_is(cut: int) ->
     stream = TextStream(TOKENIZER, [], ())
     assert stream.push(TOKENIZER("ok🙂")["input_ids"][: 2 + cut]) in ("", "ok")
     assert stream.finish().endswith("\ufffd")
+
+
+BYTES = st.lists(st.sampled_from([*range(256), *[0x80, 0xE2, 0x82, 0xAC, 0xF0, 0x9F] * 20]), max_size=60)
+
+
+@settings(max_examples=500, deadline=None)
+@given(BYTES, st.integers(0, 99), st.integers(1, 30))
+def test_bytes_that_are_no_text_do_not_wait_for_the_end(tokens: list[int], seed: int, most: int) -> None:
+    chance, stream, shown, at = random.Random(seed), TextStream(TOKENIZER, []), "", 0
+    while at < len(tokens):
+        count = chance.randrange(1, most + 1)
+        shown += stream.push(tokens[at : at + count])
+        at += count
+        whole = TOKENIZER.decode(tokens[:at])
+        assert whole.startswith(shown) and len(whole) - len(shown) <= 3
+    assert shown + stream.finish() == TOKENIZER.decode(tokens)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXT, TEXT, st.integers(0, 99), st.integers(1, 12))
+def test_characters_of_single_bytes_are_whole(text: str, before: str, seed: int, most: int) -> None:
+    tokens, chance = list(text.encode()), random.Random(seed)
+    stream, pieces = TextStream(FALLBACK, list(before.encode())), []
+    while tokens:
+        count = chance.randrange(1, most + 1)
+        pieces.append(stream.push(tokens[:count]))
+        del tokens[:count]
+    assert "".join([*pieces, stream.finish()]) == text and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_bytes_without_a_character_are_shown_while_they_come() -> None:
+    stream = TextStream(FALLBACK, [])
+    shown = [stream.push([0x80]) for _ in range(40)]
+    assert "".join(shown) == "\ufffd" * 37 and stream.finish() == "\ufffd" * 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,7 +53,8 @@ def test_an_answer_without_a_limit_ends(small: Server) -> None:
 def test_several_clients_at_once_and_one_who_leaves(small: Server) -> None:
     body = {"prompt": TEXT, "max_tokens": 30_000, "temperature": 0, "ignore_eos": True, "stream": True}
     with small.http.stream("POST", small.url + "/v1/completions", json=body) as response:
-        next(response.iter_lines())
+        first = json.loads(next(response.iter_lines()).removeprefix("data: "))
+        assert first["choices"][0]["finish_reason"] is None, first
         assert 0 < small.state()["blocks_used"] <= MOST
     small.wait_until_idle()
     with small.http.stream("POST", small.url + "/v1/completions", json={**body, "max_tokens": 20, "n": 3}) as response:

@@ -82,8 +82,7 @@ class _Writer:
         always = options is not None and bool(options.continuous_usage_stats)
         begun: set[int] = set()
         async for deltas in self.generation.deltas():
-            if not deltas:
-                yield None
+            yield None
             for delta in deltas:
                 usage = {"usage": self.generation.usage} if always else {}
                 if delta.index not in begun:

@@ -80,8 +80,7 @@ class _Writer:
         always = options is not None and bool(options.continuous_usage_stats)
         echoed: set[int] = set()
         async for deltas in self.generation.deltas():
-            if not deltas:
-                yield None
+            yield None
             for delta in deltas:
                 echo = "" if delta.index in echoed else self._echo(delta.index)
                 echoed.add(delta.index)

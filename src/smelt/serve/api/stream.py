@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -13,12 +14,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from smelt.serve.api.errors import ClientGone, as_api_error
-from smelt.serve.api.generation import Delta, Generation
+from smelt.serve.api.generation import PING_SECONDS, Delta, Generation
 from smelt.serve.worker.client import WorkerDied
 
 PING = b": still here\n\n"
 DONE = b"data: [DONE]\n\n"
-Chunk = dict[str, Any] | None  # None: nothing to say, but the client should know that we are still here
+Chunk = dict[str, Any] | None  # None: nothing to say; after a while the client is to know that we are still here
 
 
 def event(content: Any) -> bytes:
@@ -55,8 +56,11 @@ class EventStream(Response):
             self.generation.close(reason)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
+        said = time.monotonic()
         async for chunk in self.chunks():
-            yield PING if chunk is None else event(chunk)
+            if chunk is not None or time.monotonic() - said >= PING_SECONDS:
+                yield PING if chunk is None else event(chunk)
+                said = time.monotonic()
 
 
 async def collected(request: Request, generation: Generation) -> list[Delta]:

@@ -2,11 +2,13 @@
 
 A tokenizer may spell one character with several tokens, and a token differently at the beginning of a text. So a piece
 is what a window of tokens says more with the new ones than without them; it is held back while it ends in an unfinished
-character, or in what may become a stop text.
+character, or in what may become a stop text. A window begins with a character: some tokenizers read bytes that stand
+together only as a whole, so that half a character would spoil all that follow.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,9 @@ if TYPE_CHECKING:  # a server imports this file before it has the time to import
     from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"
-WINDOW = 6  # tokens before the new ones that are decoded with them
+SPELLED = 3  # tokens at most that spell the beginning of a character: it has four bytes
+WINDOW = 6  # tokens before the new ones that are decoded with them, at least
+FAR = 24  # tokens that are decoded again at most where they spell no characters
 
 
 class TextStream:
@@ -22,8 +26,9 @@ class TextStream:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
-        self._tokens = list(prompt[-WINDOW:])
+        self._tokens = self._after_a_character(prompt[-WINDOW:])
         self._shown = len(self._tokens)  # tokens whose text is in `_held` or was given
+        self._begins = deque([0])  # tokens that begin a character; the window begins with the first of these
         self._held = ""
         self.stopped: str | None = None  # the stop text that was met
 
@@ -43,13 +48,35 @@ class TextStream:
         return self._released(final=True)
 
     def _decoded(self, final: bool) -> str:
-        start = max(0, self._shown - WINDOW)
+        while len(self._begins) > 1 and self._begins[1] <= self._shown - WINDOW:
+            self._begins.popleft()
+        start = self._begins[0]
         before = self._decode(self._tokens[start : self._shown])
         whole = self._decode(self._tokens[start:])
+        end = len(self._tokens)
         if whole.endswith(UNFINISHED) and not final:
-            return ""
-        self._shown = len(self._tokens)
+            end, whole = self._certain(start, before, whole)
+        if end > self._shown and (not before.endswith(UNFINISHED) or self._shown - start > FAR):
+            self._begins.append(self._shown)
+        self._shown = end
         return whole[len(before) :]
+
+    def _certain(self, start: int, before: str, whole: str) -> tuple[int, str]:
+        """How many tokens spell whole characters, and what. Bytes that no character begins with wait for nothing: they
+        are shown as what they are when more tokens came than a character has bytes."""
+        first = max(self._shown, len(self._tokens) - SPELLED)
+        for end in range(len(self._tokens) - 1, first - 1, -1):
+            text = self._decode(self._tokens[start:end])
+            if not text.endswith(UNFINISHED):
+                return end, text
+        return (first, text) if first < len(self._tokens) and whole.startswith(text) else (self._shown, before)
+
+    def _after_a_character(self, tokens: Sequence[int]) -> list[int]:
+        """Without what is left of a character at their beginning."""
+        for skipped in range(SPELLED + 1):
+            if not self._decode(list(tokens[skipped:])).startswith(UNFINISHED):
+                return list(tokens[skipped:])
+        return list(tokens)
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
