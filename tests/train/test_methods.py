@@ -200,7 +200,7 @@ def test_dgc_warms_up_and_clips() -> None:
     assert [round(warm.density_at(10 * epoch), 3) for epoch in range(6)] == [0.251, 0.063, 0.016, 0.004, 0.001, 0.001]
     assert DGC().density_at(0) == 0.001
     reducer = reducer_of(DGC(density=1.0, momentum=0.0, clip=0.5))
-    assert float(reducer.reduce(torch.ones(reducer.layout.size)).norm()) == pytest.approx(0.5, rel=1e-5)
+    assert float(reducer.reduce(torch.ones(reducer.layout.size)).norm()) == pytest.approx(0.5, rel=1e-4)
 
 
 def test_dgc_counts_come_near_their_target_without_a_sort_of_everything() -> None:

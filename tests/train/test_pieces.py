@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from smelt.errors import DataError
 from smelt.train.compression import Compression, reducer_kind
-from smelt.train.compressors import MiCRO
+from smelt.train.layout import Layout
+from smelt.train.pieces import Pieces
 from smelt.train.workers import Workers
 from tests.train.parallel import run
 from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
@@ -38,20 +40,49 @@ def test_the_bits_are_those_of_one_vector() -> None:
         assert len(worker) > 10 and all(same for _, same in worker), worker
 
 
-def broken() -> tuple[str, bool]:
+def broken() -> list[tuple[str, str, bool]]:
     """One worker has a gradient that is not finite in one of its tensors."""
-    compression = Compression(PARAMETERS, MiCRO(density=0.1), Workers())
-    layout, error = compression.layouts[0], ""
-    gradient = gradient_of(layout, 0, rank())
-    gradient[layout.pieces[1].start] = torch.nan if rank() == 1 else 1.0
-    try:
-        for piece, view in layout.views(gradient):
-            compression.put(piece.name, view.view(piece.shape))
-    except DataError as found:
-        error = str(found)
-    return error, bool(compression.reducers[0].residual.isfinite().all())
+    found = []
+    for compressor in every_compressor(0.1):
+        compression = Compression(PARAMETERS, compressor, Workers())
+        layout, error = compression.layouts[0], ""
+        gradient = gradient_of(layout, 0, rank())
+        gradient[layout.pieces[1].start] = torch.nan if rank() == 1 else 1.0
+        try:
+            for piece, view in layout.views(gradient):
+                compression.put(piece.name, view.view(piece.shape))
+        except DataError as told:
+            error = str(told)
+        kept = compression.reducers[0].tensors()
+        found.append((compressor.name, error, all(bool(tensor.isfinite().all()) for tensor in kept.values())))
+    return found
 
 
 def test_what_is_not_finite_in_one_tensor_is_told_to_all_and_not_kept() -> None:
-    for error, finite in run(2, broken):
-        assert "not finite on at least one worker" in error and finite
+    for worker in run(2, broken):
+        for name, error, finite in worker:
+            assert "not finite on at least one worker" in error and finite, name
+
+
+@pytest.mark.parametrize("looked", [False, True])
+@pytest.mark.parametrize("place", [None, 0, 1 << 17, 399_999, 400_007])
+def test_pieces_are_added_up_to_what_is_not_finite(place: int | None, looked: bool) -> None:
+    """A long tensor, which is added in parts, and one whose numbers do not lie in their order."""
+    layout = Layout.of([("long", torch.empty(4, 100_000)), ("turned", torch.empty(20, 30))])
+    flat, memory = torch.randn(layout.size), torch.randn(layout.size)
+    if place is not None:
+        flat[place] = torch.inf
+    turned = flat[400_000:].view(20, 30).T.contiguous().T
+    pieces = Pieces(layout, [flat[:400_000].view(4, 100_000), turned])
+    if looked:
+        assert bool(pieces.all_finite()) is (place is None)
+    whole, before = memory + flat, memory.clone()
+    pieces.add_to(memory)
+    assert bool(pieces.all_finite()) is (place is None)
+    if place is None:
+        assert torch.equal(memory, whole) and torch.equal(pieces.flat(), flat)
+        return
+    assert not pieces.flat().any()
+    added = 0 if looked else int((memory != before).nonzero()[-1]) + 1 if bool((memory != before).any()) else 0
+    assert torch.equal(memory[:added], whole[:added]) and torch.equal(memory[added:], before[added:])
+    assert added <= place and (looked or place - added < 1 << 17)

@@ -1,10 +1,9 @@
-"""Which kernel rounds a block of columns with error feedback: compiled on x86, Triton on a GPU, none elsewhere."""
+"""Which kernel rounds a block of columns with error feedback: compiled on a CPU, Triton on a GPU."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -20,7 +19,11 @@ def block_path(device: torch.device) -> str:
         return REFERENCE.name
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         return GPU
-    return CPU if device.type == "cpu" and _library() is not None else REFERENCE.name
+    if device.type == "cpu":
+        from smelt.kernels.cpu.feedback import library
+
+        return CPU if library() is not None else REFERENCE.name
+    return REFERENCE.name
 
 
 def block_rounding(device: torch.device) -> Callable[..., Any] | None:
@@ -31,14 +34,7 @@ def block_rounding(device: torch.device) -> Callable[..., Any] | None:
 
         return gptq_block
     if path == CPU:
-        from smelt.kernels.cpu import feedback
+        from smelt.kernels.cpu.feedback import gptq_block as compiled
 
-        return partial(feedback.gptq_block, _library())
+        return compiled
     return None
-
-
-@lru_cache(maxsize=1)
-def _library() -> Any:
-    from smelt.kernels.cpu.build import load_library
-
-    return load_library()

@@ -41,10 +41,13 @@ def agree(chosen: Chosen, route: str, step: Step, marks: Marks, blocks: int) -> 
         gathered[:, marks.size :].clone(memory_format=torch.contiguous_format).view(torch.int32).long().cpu()
     )  # [workers, 1 + blocks]
     counts = heads[:, 0].tolist()
+    if not finite:
+        nothing = chosen.indices[:0]
+        return Agreed(False, nothing, nothing, [], counts, 0, 0, nothing)
     lists, slots, padding = [chosen.indices], 0, 0
-    if finite and route == "leader":
+    if route == "leader":
         lists = [_from_leader(chosen.indices, step, heads, blocks)]
-    elif finite and route != "known":
+    elif route != "known":
         longest = max(counts)
         coded = workers.gather(coding.encode(chosen.indices, longest, blocks), "indices")
         lists = [coding.decode(row, head[0], head[1:]) for row, head in zip(coded, heads, strict=True)]
@@ -59,7 +62,7 @@ def agree(chosen: Chosen, route: str, step: Step, marks: Marks, blocks: int) -> 
     shared = lists[workers.rank] if route == "own" else torch.cat(lists)
     if route == "union":
         shared = torch.unique(shared)
-    return Agreed(finite, shared, _within(common, allowed), lists, counts, slots, padding, torch.empty(0))
+    return Agreed(True, shared, _within(common, allowed), lists, counts, slots, padding, torch.empty(0))
 
 
 def agree_in_slots(chosen: Chosen, step: Step, marks: Marks) -> Agreed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,11 +18,11 @@ _FLAG = 4  # bytes
 class Marks:
     """Of one worker."""
 
-    finite: Tensor  # [] bool
+    finite: Callable[[], Tensor]  # [] bool; asked for when it is sent
     used: Tensor | None  # [pieces] bool; None: all are
 
     def encode(self, device: torch.device) -> Tensor:
-        flag = self.finite.to(device, torch.int32).view(1).view(torch.uint8)
+        flag = self.finite().to(device, torch.int32).view(1).view(torch.uint8)
         return flag if self.used is None else torch.cat([flag, bits.pack(self.used.to(device))])
 
     @property

@@ -89,9 +89,8 @@ class Reducer:
             self.undo()
         if self.rollback:
             self._before = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        finite = all_finite(gradient)
         rate = self._rate()
-        given = self._joining(gradient, finite)
+        given, finite = self._joining(gradient)
         given = given if rate == 1 else flat_of(given) * rate
         old = self.residual.clone() if self.settings.beta != 1 else None
         found = self._reduce(given, Marks(finite, used), self.workers.size * rate)
@@ -249,12 +248,15 @@ class Reducer:
         assert self.settings.slots is not None
         return min(ceil(self.settings.slots * self.workers_target()), self.layout.size)
 
-    def _joining(self, gradient: Given, finite: Tensor) -> Given:
-        """Zeros in place of what is not finite, so that this worker can still join the others until all know of it."""
+    def _joining(self, gradient: Given) -> tuple[Given, Callable[[], Tensor]]:
+        """Zeros in place of what is not finite, so that this worker can still join the others until all know of it; and
+        whether it is, which pieces find out while they are added."""
+        if isinstance(gradient, Pieces):
+            return gradient, gradient.all_finite
+        finite = all_finite(gradient)
         if self._memory.device.type == "cpu":
-            given = gradient if isinstance(gradient, Pieces) else gradient.float()
-            return given if finite else torch.zeros_like(self.residual)
-        return torch.where(finite, flat_of(gradient), 0.0)  # the host does not wait for the answer
+            return gradient.float() if finite else torch.zeros_like(self.residual), lambda: finite
+        return torch.where(finite, gradient.float(), 0.0), lambda: finite  # the host does not wait for the answer
 
     def _rate(self) -> float:
         if self.settings.form == "code":

@@ -25,8 +25,8 @@ NATIVE = "-march=native"
 # Threads come from the OpenMP runtime that PyTorch has loaded: the library is not linked with one of its own, since two
 # pools of threads would fight for the cores.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-w")
-# What is compiled, with flags of its own: the rounding of columns must give the bits of separate products and sums.
-UNITS: dict[str, tuple[str, ...]] = {"linear": (), "program": (), "feedback": ("-ffp-contract=off",)}
+UNITS: dict[str, tuple[str, ...]] = {"linear": (), "program": ()}  # what is compiled, with flags of its own
+X86 = ("x86_64", "AMD64")
 _PATIENCE = 300  # seconds for the compiler
 
 
@@ -36,13 +36,16 @@ def load_library(machine: str = NATIVE) -> ctypes.CDLL | None:
 
 
 def load_units(
-    units: Mapping[str, tuple[str, ...]], declared: Callable[[ctypes.CDLL], ctypes.CDLL], machine: str = NATIVE
-) -> ctypes.CDLL | None:
-    """A library of other units, in the same manner."""
-    if os.environ.get("SMELT_COMPILE") == "0" or platform.machine() not in ("x86_64", "AMD64"):
+    units: Mapping[str, tuple[str, ...]], declared: Callable[[ctypes.CDLL], ctypes.CDLL], machine: str = NATIVE,
+    *, portable: bool = False,
+) -> ctypes.CDLL | None:  # fmt: skip
+    """A library of other units, in the same manner; on any processor, if they are written for none in particular."""
+    if os.environ.get("SMELT_COMPILE") == "0" or not (portable or platform.machine() in X86):
         return None
     try:
-        return declared(ctypes.CDLL(str(ensure_compiled(machine, units))))
+        path = ensure_compiled(machine, units)
+        _show_openmp()
+        return declared(ctypes.CDLL(str(path)))
     except (OSError, subprocess.SubprocessError, AttributeError):
         return None
 
@@ -57,6 +60,14 @@ def ensure_compiled(machine: str = NATIVE, units: Mapping[str, tuple[str, ...]] 
     if owner.st_uid not in (os.geteuid(), 0) or owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{path} could have been written by another user")
     return path
+
+
+def _show_openmp() -> None:
+    """On ARM PyTorch loads its OpenMP runtime for itself alone: what is loaded is opened once more, for all to see."""
+    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    for path in (Path(name) for name in sorted(mapped)):
+        if path.name.startswith(("libgomp", "libomp", "libiomp")) and "torch" in path.parent.parts[-2:]:
+            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
 
 
 def _compiler() -> str:
@@ -78,7 +89,7 @@ def _fingerprint(compiler: str, machine: str, units: Mapping[str, tuple[str, ...
 def _processor() -> bytes:
     """The name and the abilities of the processor, which `-march=native` stands for."""
     lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    wanted = (b"model name", b"flags")
+    wanted = (b"model name", b"flags", b"CPU implementer", b"CPU part", b"Features")  # on x86, on ARM
     return b"\n".join(next((line for line in lines if line.startswith(word)), b"") for word in wanted)
 
 
@@ -106,6 +117,5 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.smelt_program_sizes.argtypes, library.smelt_program_sizes.restype = [whole], integer
     library.smelt_run.argtypes, library.smelt_run.restype = [pointer, integer, pointer], None
     library.smelt_attend.argtypes, library.smelt_attend.restype = [pointer, pointer, whole], None
-    library.smelt_feedback.argtypes, library.smelt_feedback.restype = [pointer, whole], None
     library.smelt_decode.argtypes, library.smelt_decode.restype = [pointer] + [integer] * 2 + [pointer, whole], None
     return library

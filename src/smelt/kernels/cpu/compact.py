@@ -29,7 +29,7 @@ class Compact(ctypes.Structure):
 @lru_cache(maxsize=1)
 def library() -> Any:
     """None where it cannot be compiled."""
-    return load_units(UNITS, _declared)
+    return load_units(UNITS, _declared, portable=True)
 
 
 def _declared(made: ctypes.CDLL) -> ctypes.CDLL:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from smelt.kernels.cpu.build import load_units
 from smelt.kernels.cpu.operator import threads_for
+
+# It must give the bits of separate products and sums.
+UNITS: dict[str, tuple[str, ...]] = {"feedback": ("-ffp-contract=off",)}
 
 
 class Matrix(ctypes.Structure):
@@ -35,8 +40,19 @@ class Feedback(ctypes.Structure):
     ]
 
 
+@lru_cache(maxsize=1)
+def library() -> Any:
+    """None where it cannot be compiled."""
+    return load_units(UNITS, _declared, portable=True)
+
+
+def _declared(made: ctypes.CDLL) -> ctypes.CDLL:
+    made.smelt_feedback.argtypes, made.smelt_feedback.restype = [ctypes.c_void_p, ctypes.c_int], None
+    return made
+
+
 def gptq_block(
-    library: Any, weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor | None, top: int, *, middle: float = 0.0,
+    weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor | None, top: int, *, middle: float = 0.0,
     fraction: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Round the columns of `weight` [rows, columns] in order; the block itself is left as it was.
@@ -50,5 +66,5 @@ def gptq_block(
         Matrix.of(weight), Matrix.of(scale), Matrix.of(zero), factor.data_ptr(), factor.stride(0), codes.data_ptr(),
         errors.data_ptr(), rows, columns, top, middle, fraction,
     )  # fmt: skip
-    library.smelt_feedback(ctypes.addressof(task), threads_for(rows * columns * columns))
+    library().smelt_feedback(ctypes.addressof(task), threads_for(rows * columns * columns))
     return codes, errors
