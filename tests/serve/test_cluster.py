@@ -112,7 +112,8 @@ def test_every_route_asks_for_the_key(cluster: Server) -> None:
 def test_a_wrong_request_is_refused_and_one_that_is_left_is_freed(cluster: Server) -> None:
     assert cluster.post("/v1/completions", {"prompt": "x", "max_tokens": 5000}).status_code == 400
     with cluster.http.stream("POST", cluster.url + "/v1/completions", json=LONG) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # held: when it is collected, the client has left
+        next(lines)
         cluster.wait_until(lambda state: state["running"] == 1 and state["waiting"] > 1)
     cluster.wait_until_idle(5)
 
