@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from smelt.kernels.cpu import build
-from smelt.kernels.cpu.build import ensure_compiled, load_library
+from smelt.kernels.cpu import build, compact, feedback
+from smelt.kernels.cpu.build import ensure_compiled, load_library, load_units
 
 LIBRARY = load_library()
 MADE = ensure_compiled() if LIBRARY is not None else None
@@ -116,7 +116,7 @@ def test_a_compiler_that_fails(tmp_path: Path, cache: Path, monkeypatch: pytest.
     broken.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('--version' not in sys.argv)\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    assert load_library() is None
+    assert load_library() is None and load_units(feedback.UNITS, feedback._declared, portable=True) is None
     assert not list(cache.iterdir())
 
 
@@ -126,8 +126,11 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written for no processor in particular is compiled there, too."""
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     assert load_library() is None
+    for plain in (compact, feedback):
+        assert load_units(plain.UNITS, plain._declared, portable=True) is not None
 
 
 @compiled

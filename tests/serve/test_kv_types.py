@@ -14,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from smelt.cli.app import call, program
 from smelt.errors import ModelError, RecipeError, SmeltError
 from smelt.kernels import paged
+from smelt.kernels.cpu.build import load_library
+from smelt.kernels.cpu.program import can_run
 from smelt.kernels.paged import Pages, paged_attention, paged_reference, write_pages
 from smelt.kernels.row_format import FP8, INT4, INT8, NAMES, RowFormat, packed
 from smelt.kv.pot import InfiniPot
@@ -35,6 +37,9 @@ from tests.tiny import BUILDS
 from tests.trained import sentences, trained_llama
 
 SAME = {INT8: KvFormat("int8"), FP8: KvFormat("fp8-e4m3"), INT4: KvFormat("int4-asym/row@float16", rotate_keys=True)}
+with_program = pytest.mark.skipif(
+    (library := load_library()) is None or not can_run(library), reason="no compiled library on this machine"
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +87,12 @@ def test_tokens_are_those_of_a_cache_in_the_same_format(llama: PreTrainedModel, 
     wanted = [by_transformers(llama, prompt, SAME[kind]) for prompt in prompts(4)]
     assert same(answers(engine, prompts(4)), wanted)
     if kind == INT4 and compiled:  # and not those of a cache in none
-        assert wanted != [by_transformers(llama, prompt, KvFormat()) for prompt in prompts(4)]
+        caches = (SAME[kind], KvFormat())
+        packed_ones, plain_ones = ([by_transformers(llama, prompt, kv) for prompt in prompts(24)] for kv in caches)
+        assert packed_ones != plain_ones
 
 
+@with_program
 @pytest.mark.parametrize("kind", NAMES)
 def test_the_program_gives_what_the_module_gives(kind: str) -> None:
     network = wide()
@@ -93,11 +101,13 @@ def test_the_program_gives_what_the_module_gives(kind: str) -> None:
     assert answers(engine, prompts()) == answers(plain, prompts())
 
 
+@with_program
 def test_narrow_heads_have_no_program_in_four_bits(llama: PreTrainedModel) -> None:
     assert engine_of(llama, INT4).runner.path.startswith("module")
     assert engine_of(llama, INT8).runner.path.startswith("cpu-program")
 
 
+@with_program
 @pytest.mark.parametrize("width", [24, 32, 64, 128])
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("window", [None, 30])
