@@ -1,7 +1,7 @@
 """Time to a fixed held-out loss on slow links: plain DDP, bf16, PowerSGD, sparsifiers and `auto`.
 
     PYTHONPATH=src:benchmarks python benchmarks/train_time.py [--links 100mbit,1gbit,unlimited] \
-        [--sizes small,large] [--methods none,exdyna@0.01,auto@0.01] [--seeds 0,1] [--seconds 900]
+        [--sizes small,large] [--methods none,exdyna@0.01,auto@0.01] [--seeds 0,1] [--seconds 900] [--name train_time]
 
 Four workers, each in a network namespace of its own, joined by a bridge; each one's cable is limited with tc's token
 bucket in both directions, and the bandwidth that an all-reduce reaches is measured and shown. All of it is made inside
@@ -12,7 +12,7 @@ The loss to reach is the one that plain DDP has after a fixed number of steps, f
 change what plain DDP computes, so this is found once on the link without a limit, at several learning rates for the
 first seed, to show what the one that is used costs plain DDP. Every cell then trains until an evaluation is at that
 loss or below. Time is that of training steps, with what `auto` spends on measuring and without evaluations. Finished
-cells stand in results/train_time.json and are not run again.
+cells stand in results/NAME.json and are not run again; another machine needs another name.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> None:
     options = _options()
     if INSIDE not in os.environ and not options.text:
         _enter_namespace()
-    rows: list[Row] = kept_rows(NAME, True)
+    rows: list[Row] = kept_rows(options.name, True)
     end = perf_counter() + options.seconds
     if not options.text:
         _run("ip", "link", "add", BRIDGE, "type", "bridge")
@@ -57,7 +57,7 @@ def main() -> None:
         places = [(size, seed) for size in options.sizes for seed in options.seeds]
         begin = [cell_of(BEGIN, size, "none", seed, None) for size, seed in places]
         begin += [cell_of(BEGIN, size, "none", 0, None, rate) for size in options.sizes for rate in OTHER_RATES]
-        _work(BEGIN, begin, rows, end)
+        _work(BEGIN, begin, rows, end, options.name)
         targets = {(row["size"], row["seed"]): row["curve"][-1]["loss"] for row in _targets(rows)}
         for link in options.links:
             cells = [
@@ -66,8 +66,8 @@ def main() -> None:
                 for method in options.methods
                 if (size, seed) in targets
             ]
-            _work(link, cells, rows, end)
-    write(NAME, rows, _text(rows))
+            _work(link, cells, rows, end, options.name)
+    write(options.name, rows, _text(rows))
 
 
 def _options() -> argparse.Namespace:
@@ -75,6 +75,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--links", type=words, default=list(RATES))
     parser.add_argument("--sizes", type=words, default=list(SIZES))
     parser.add_argument("--methods", type=words, default=METHODS)
+    parser.add_argument("--name", default=NAME, help="of the file of results")
     return parser.parse_args()
 
 
@@ -90,7 +91,7 @@ def _run(*command: str) -> None:
     subprocess.run(command, check=True)
 
 
-def _work(link: str, cells: list[Cell], rows: list[Row], end: float) -> None:
+def _work(link: str, cells: list[Cell], rows: list[Row], end: float, file: str) -> None:
     """Run what is not done yet."""
     done = {row["name"] for row in rows}
     cells = [cell for cell in cells if cell["name"] not in done]
@@ -104,7 +105,7 @@ def _work(link: str, cells: list[Cell], rows: list[Row], end: float) -> None:
         parts = {"link": words[0], "size": words[1], "method": words[2], "seed": int(words[4]), "rate": float(words[6])}
         parts["target"] = target
         rows.append({**found, **parts, "reached": target is not None and found["curve"][-1]["loss"] <= target})
-        write(NAME, rows, _text(rows))
+        write(file, rows, _text(rows))
         if perf_counter() > end:
             return
 
