@@ -64,6 +64,15 @@ def test_a_clean_process_proves_it(name: str, tmp_path: Path) -> None:
         verify(model, tmp_path)
 
 
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_process_that_proves_computes_as_this_one(enabled: bool, tmp_path: Path) -> None:
+    """PyTorch leaves oneDNN for good on a processor that lacks a type; last bits change with it."""
+    model = pruned("resnet")
+    save_artifact(model, tmp_path)
+    with torch.backends.mkldnn.flags(enabled=enabled):
+        verify(model, tmp_path)
+
+
 def test_layers_of_different_widths_are_in_the_per_layer_configuration(tmp_path: Path) -> None:
     model = pruned("qwen3")
     save_artifact(model, tmp_path)

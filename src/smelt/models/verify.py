@@ -42,12 +42,12 @@ def outputs(model: Model, inputs: dict[str, Tensor]) -> Tensor:
 def verify(model: Model, folder: Path) -> None:
     """Reload `folder` in a new process and compare with `model`, bit for bit; raise where they differ."""
     inputs = probe(model)
+    settings = [str(model.device), str(torch.get_num_threads()), str(int(_uses_onednn()))]
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "probe.safetensors"
         save_file({**inputs, _EXPECTED: outputs(model, inputs)}, file)
         command = [sys.executable, "-m", "smelt.models.verify", str(folder), str(file)]
-        options = [str(model.device), str(torch.get_num_threads())]
-        result = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+        result = subprocess.run([*command, *settings], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         detail = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1:]
         raise ModelError(
@@ -55,10 +55,17 @@ def verify(model: Model, folder: Path) -> None:
         )
 
 
-def _main(folder: str, file: str, device: str, threads: str) -> int:
+def _uses_onednn() -> bool:
+    """PyTorch leaves oneDNN for good where it meets a type that the processor lacks, which changes the last bits of all
+    that follows; the process that proves must begin as this one is."""
+    return bool(torch.backends.mkldnn.enabled)
+
+
+def _main(folder: str, file: str, device: str, threads: str, onednn: str) -> int:
     from smelt.models.load import load
 
     torch.set_num_threads(int(threads))
+    torch.backends.mkldnn.enabled = onednn == "1"  # type: ignore[assignment]
     tensors = load_file(file)
     expected = tensors.pop(_EXPECTED)
     found = outputs(load(folder, device=device), tensors)
