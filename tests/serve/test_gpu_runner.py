@@ -240,7 +240,12 @@ def test_the_most_likely_token_is_the_first_of_equals() -> None:
     ("normed", "kind", "width"),
     [(False, None, 12), (True, None, 12), *[(True, kind, 12) for kind in NAMES], (False, INT8, 6), (False, INT4, 16)],
 )
-def test_rotation_and_writing(normed: bool, kind: str | None, width: int) -> None:
+@pytest.mark.parametrize("together", [1, 2, 8])
+def test_rotation_and_writing(
+    normed: bool, kind: str | None, width: int, together: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("smelt.kernels.gpu.rotation.MANY", 1)
+    monkeypatch.setattr("smelt.kernels.gpu.rotation.TOGETHER", together)
     torch.manual_seed(3)
     heads, kv_heads, tokens = 4, 2, 5
     rows = None if kind is None else RowFormat.of(kind, width)

@@ -17,6 +17,8 @@ from smelt.kernels.gpu.rotation import Rotation, rotate_write
 from smelt.kernels.paged import Pages, paged_reference
 from smelt.kernels.row_format import INT4, INT8, RowFormat
 from smelt.kv.scorers import scorer_named
+from smelt.kv.scorers.last_queries import last_logits
+from smelt.kv.seen import Seen
 from smelt.models.model import Model
 from smelt.serve.engine import assembly
 from smelt.serve.engine.engine import Engine
@@ -87,11 +89,15 @@ def test_a_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outputs[:3] == outputs[3:]
 
 
+@pytest.mark.parametrize("many", [1, 256])
 @pytest.mark.parametrize(
     ("parts", "kind"), [([1, 1, 1], None), ([4, 1, 2], None), ([3, 5, 1], None), ([4, 1, 2], INT8)]
 )
-def test_heads_of_different_lengths_in_one_call(parts: list[int], kind: str | None) -> None:
+def test_heads_of_different_lengths_in_one_call(
+    parts: list[int], kind: str | None, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Three heads in three clusters, at different columns, against a loop over heads."""
+    monkeypatch.setattr("smelt.kernels.gpu.rotation.MANY", many)
     torch.manual_seed(0)
     size, heads, kv_heads, width, columns, clusters = 16, 6, 3, 24, 4, 5
     rows = None if kind is None else RowFormat.of(kind, width)
@@ -133,6 +139,19 @@ def test_heads_of_different_lengths_in_one_call(parts: list[int], kind: str | No
     assert bool((found[2] == 0).all()) and not bool(arrived.any())
     assert torch.allclose(keys.float(), others[0].float(), atol=1e-6 if rows is None else 1)
     assert torch.equal(values, others[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_last_queries_meet_keys_in_their_own_type(dtype: torch.dtype) -> None:
+    """Of numbers of 16 bits the products are those of float32, and so is what is observed of them."""
+    torch.manual_seed(4)
+    keys, queries = torch.randn(1, 2, 300, 32).to(dtype), torch.randn(1, 6, 40, 32).to(dtype)
+    seen = [
+        Seen(keys.to(place), keys.to(place), queries[:, :, :0], lambda x, at: x, 0.2, turned=queries.to(place))
+        for place in (DEVICE, "cpu")
+    ]
+    found, wanted = (last_logits(each, 32) for each in seen)
+    assert found.dtype == torch.float32 and torch.allclose(found.cpu(), wanted, atol=1e-4)
 
 
 def test_parts_follow_budgets() -> None:

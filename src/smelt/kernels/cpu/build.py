@@ -16,6 +16,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from smelt.cache import cache_folder
@@ -67,7 +68,8 @@ def _show_openmp() -> None:
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
     for path in (Path(name) for name in sorted(mapped)):
         if path.name.startswith(("libgomp", "libomp", "libiomp")) and "torch" in path.parent.parts[-2:]:
-            ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+            with suppress(OSError):
+                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
 
 
 def _compiler() -> str:
