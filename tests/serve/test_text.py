@@ -30,6 +30,24 @@ def fallback_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
 
 
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with the space before them, of which the first of a text is not shown."""
+    inner = Tokenizer(models.WordLevel({"<s>": 0, "▁one": 1, "▁two": 2}, unk_token="<s>"))
+    inner.decoder = decoders.Metaspace(prepend_scheme="always")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+
+
+class Spelled:
+    """Tokens that are any bytes of a text."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.tokens, self.longest = tokens, 0
+
+    def decode(self, tokens: list[int], **_: bool) -> str:
+        self.longest = max(self.longest, len(tokens))
+        return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
+
+
 TOKENIZER = byte_tokenizer()
 FALLBACK = fallback_tokenizer()
 TEXT = st.text(alphabet="ab .é語🙂\n", max_size=30)
@@ -117,6 +135,35 @@ def test_characters_of_single_bytes_are_whole(text: str, before: str, seed: int,
         pieces.append(stream.push(tokens[:count]))
         del tokens[:count]
     assert "".join([*pieces, stream.finish()]) == text and not any("\ufffd" in piece for piece in pieces)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(alphabet="a語🙂", max_size=12), st.integers(0, 999), st.integers(1, 9))
+def test_tokens_may_hold_parts_of_two_characters(text: str, seed: int, most: int) -> None:
+    chance, left, tokens = random.Random(seed), text.encode(), []
+    while left:
+        count = chance.randrange(1, 4)
+        tokens.append(left[:count])
+        left = left[count:]
+    stream, pieces, at = TextStream(Spelled(tokens), []), [], 0  # type: ignore[arg-type]
+    while at < len(tokens):
+        count = min(chance.randrange(1, most + 1), len(tokens) - at)
+        pieces.append(stream.push(range(at, at + count)))
+        at += count
+    assert "".join([*pieces, stream.finish()]) == text and not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("token", [b"a", b"\x80", b"\xf0"])
+def test_a_long_text_is_not_read_from_its_beginning(token: bytes) -> None:
+    tokenizer = Spelled([token])
+    stream = TextStream(tokenizer, [])  # type: ignore[arg-type]
+    assert len("".join(stream.push([0]) for _ in range(500))) >= 496
+    assert tokenizer.longest <= 16
+
+
+def test_a_space_is_shown_behind_a_token_that_is_not() -> None:
+    stream = TextStream(word_tokenizer(), [])
+    assert [stream.push([token]) for token in (1, 0, 2, 0, 0, 1)] == ["one", "", " two", "", "", " one"]
 
 
 def test_bytes_without_a_character_are_shown_while_they_come() -> None:

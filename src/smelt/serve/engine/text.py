@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # a server imports this file before it has the time to import
 UNFINISHED = "\ufffd"
 SPELLED = 3  # tokens at most that spell the beginning of a character: it has four bytes
 WINDOW = 6  # tokens before the new ones that are decoded with them, at least
-FAR = 24  # tokens that are decoded again at most where they spell no characters
 
 
 class TextStream:
@@ -56,7 +55,7 @@ class TextStream:
         end = len(self._tokens)
         if whole.endswith(UNFINISHED) and not final:
             end, whole = self._certain(start, before, whole)
-        if end > self._shown and (not before.endswith(UNFINISHED) or self._shown - start > FAR):
+        if end > self._shown:
             self._begins.append(self._shown)
         self._shown = end
         return whole[len(before) :]
