@@ -28,6 +28,21 @@ def ping_soon(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "PING_SECONDS", 0.1)
 
 
+def answered(model_folder: Path, path: str, body: dict[str, Any]) -> httpx.Response:
+    """What a service that serves nothing else says."""
+
+    async def main() -> httpx.Response:
+        service = Service(Settings(str(model_folder)))
+        await service.start()
+        transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            found = await client.post(f"/v1/{path}", json=body)
+        await service.stop()
+        return found
+
+    return asyncio.run(main())
+
+
 def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A streaming client is told that we are still here; when the time is over, both are told so."""
     monkeypatch.setattr(EngineClient, "command", pretending("ready()\nwhile True: pipe.receive()"))
@@ -75,17 +90,8 @@ while True:
     monkeypatch.setattr(EngineClient, "command", pretending(script))
     ping_soon(monkeypatch)
 
-    async def main() -> httpx.Response:
-        service = Service(Settings(str(model_folder)))
-        await service.start()
-        transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            body = {**asked, "max_tokens": 20, "stop": "stopstopstop", "stream": True}
-            found = await client.post(f"/v1/{path}", json=body)
-        await service.stop()
-        return found
-
-    parts = [line for line in asyncio.run(main()).text.split("\n\n") if line]
+    body = {**asked, "max_tokens": 20, "stop": "stopstopstop", "stream": True}
+    parts = [line for line in answered(model_folder, path, body).text.split("\n\n") if line]
     assert parts[-1] == "data: [DONE]" and "stopstopsto" in parts[-2]
     assert 2 <= parts.count(": still here") <= 6 and len(parts) - parts.count(": still here") <= 3
 
@@ -108,16 +114,7 @@ while True:
 """
     monkeypatch.setattr(EngineClient, "command", pretending(script))
 
-    async def main() -> httpx.Response:
-        service = Service(Settings(str(model_folder)))
-        await service.start()
-        transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            found = await client.post("/v1/completions", json={"prompt": [1], "max_tokens": 20, "stop": stop})
-        await service.stop()
-        return found
-
-    answer = asyncio.run(main()).json()
+    answer = answered(model_folder, "completions", {"prompt": [1], "max_tokens": 20, "stop": stop}).json()
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"], answer["usage"]["completion_tokens"]) == (text, reason, count)
 
