@@ -141,7 +141,7 @@ def test_where_nothing_pays_ddp_is_left_alone_with_a_warning() -> None:
 def with_a_bad_step() -> tuple[int, list[str]]:
     """Without DDP, several vectors, loss scaling, and gradients that are not finite when it is time to measure."""
     slow_down()
-    model = network(300)
+    model = network(900)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     settings = Settings()
     auto = Auto(density=0.01, methods=("micro",))
