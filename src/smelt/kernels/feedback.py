@@ -1,4 +1,4 @@
-"""Which kernel rounds a block of columns with error feedback: compiled on a CPU, Triton on a GPU."""
+"""Which kernel rounds a block of columns with error feedback: compiled on a CPU, Triton on a GPU, else none."""
 
 from __future__ import annotations
 

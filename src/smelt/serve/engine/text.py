@@ -27,7 +27,7 @@ class TextStream:
         self.tokenizer, self.stop = tokenizer, tuple(stop)
         self._tokens = self._after_a_character(prompt[-WINDOW:])
         self._shown = len(self._tokens)  # tokens whose text is in `_held` or was given
-        self._begins = deque([0])  # tokens that begin a character; the window begins with the first of these
+        self._begins = deque([0])  # where pieces began, each with a character; the window begins at the first
         self._held = ""
         self.stopped: str | None = None  # the stop text that was met
 
