@@ -7,6 +7,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +19,20 @@ _CONTEXT.set_forkserver_preload(["tests.train.parallel", "tests.train.preload"])
 _PATIENCE = 100  # seconds
 
 
-def run(size: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+def run(size: int, work: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
     """What `work(*arguments)` returns on each of `size` workers; an error on one is an error here."""
-    found = outcomes(size, work, *arguments)
+    found = outcomes(size, work, *arguments, backend=backend)
     for _, error in found:
         assert not error, error
     return [result for result, _ in found]
 
 
-def outcomes(size: int, work: Callable[..., Any], *arguments: Any) -> list[tuple[Any, str]]:
+def outcomes(size: int, work: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[tuple[Any, str]]:
     """Of each worker what it returned, and the error it ended with."""
     with tempfile.TemporaryDirectory() as folder:
         ends = [_CONTEXT.Pipe(duplex=False) for _ in range(size)]
-        workers = [
-            _CONTEXT.Process(target=_worker, args=(rank, size, folder, ends[rank][1], work, arguments), daemon=True)
-            for rank in range(size)
-        ]
+        start = partial(_worker, size, folder, backend, work, arguments)
+        workers = [_CONTEXT.Process(target=start, args=(rank, ends[rank][1]), daemon=True) for rank in range(size)]
         for worker in workers:
             worker.start()
         try:
@@ -48,11 +47,13 @@ def outcomes(size: int, work: Callable[..., Any], *arguments: Any) -> list[tuple
                 worker.kill()
 
 
-def _worker(rank: int, size: int, folder: str, end: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _worker(
+    size: int, folder: str, backend: str, work: Callable[..., Any], arguments: tuple[Any, ...], rank: int, end: Any
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = f"file://{Path(folder) / 'store'}"
-    distributed.init_process_group("gloo", store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    distributed.init_process_group(backend, store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
     try:
         end.send((work(*arguments), ""))
     except Exception as error:

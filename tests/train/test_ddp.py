@@ -19,6 +19,8 @@ from smelt.train.settings import Settings
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import rank
 
+CHECKED = Settings(check=True)
+
 
 class Net(nn.Module):
     """Two ways through the middle, of which one may be left out."""
@@ -42,8 +44,8 @@ def data_of(number: int, worker: int) -> tuple[Tensor, Tensor]:
     return inputs, (inputs[:, :4] + inputs[:, 4:8] * inputs[:, 8:]).argmax(dim=1)
 
 
-def many_buckets(**options: bool) -> DistributedDataParallel:
-    return DistributedDataParallel(Net(), bucket_cap_mb=0.005, **options)  # type: ignore[arg-type]
+def many_buckets(device: str = "cpu", **options: bool) -> DistributedDataParallel:
+    return DistributedDataParallel(Net().to(device), bucket_cap_mb=0.005, **options)  # type: ignore[arg-type]
 
 
 def flat_gradients(model: nn.Module) -> Tensor:
@@ -52,25 +54,28 @@ def flat_gradients(model: nn.Module) -> Tensor:
 
 
 def train(
-    compressor: Compressor | None, steps: int, vector_mb: float | None = None, accumulate: int = 1
+    compressor: Compressor | None,
+    steps: int,
+    vector_mb: float | None = None,
+    accumulate: int = 1,
+    device: str = "cpu",
+    settings: Settings = CHECKED,
 ) -> tuple[list[float], Tensor, int]:
     """Losses, the last parameters, and how many steps were compressed."""
-    model = many_buckets(gradient_as_bucket_view=accumulate > 1)
-    compression = (
-        None if compressor is None else compress_gradients(model, compressor, Settings(check=True), vector_mb=vector_mb)
-    )
+    model = many_buckets(device, gradient_as_bucket_view=accumulate > 1)
+    compression = None if compressor is None else compress_gradients(model, compressor, settings, vector_mb=vector_mb)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     losses = []
     for number in range(steps):
         for part in range(accumulate):
             inputs, labels = data_of(number * accumulate + part, rank())
             with nullcontext() if part == accumulate - 1 else model.no_sync():
-                loss = cross_entropy(model(inputs), labels)
+                loss = cross_entropy(model(inputs.to(device)), labels.to(device))
                 loss.backward()
         optimiser.step()
         optimiser.zero_grad()
         losses.append(loss.item())
-    parameters = torch.cat([each.detach().flatten() for each in model.parameters()])
+    parameters = torch.cat([each.detach().flatten() for each in model.parameters()]).cpu()
     return losses, parameters.numpy(), 0 if compression is None else compression.steps
 
 

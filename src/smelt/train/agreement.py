@@ -86,7 +86,7 @@ def agree_in_slots(chosen: Chosen, step: Step, marks: Marks) -> Agreed:
     if chosen.common is not None:
         indices = torch.cat([indices, chosen.common])
     seen = torch.zeros(nobody + 1, dtype=torch.bool, device=device)
-    seen[indices] = True
+    seen.index_fill_(0, indices, True)  # `seen[indices] = True` would wait for the device
     late = torch.cat([counts, seen[:nobody].sum()[None], marks.all_finite(gathered).long()[None]])
     empty = indices[:0]
     return Agreed(True, indices, empty, [], [], workers.size * step.slots, 0, late)

@@ -83,7 +83,7 @@ def _reduce_bucket(state: _Hook, bucket: distributed.GradBucket) -> Future[Tenso
     if state.compression.plain:
         return _send_plainly(state.compression, bucket)
     names = (state.names[parameter] for parameter in bucket.parameters())  # type: ignore[index]
-    entry = _Bucket(dict(zip(names, bucket.gradients(), strict=True)), bucket.buffer(), Future())
+    entry = _Bucket(dict(zip(names, bucket.gradients(), strict=True)), bucket.buffer(), _future(bucket.buffer()))
     state.waiting.append(entry)
     try:
         for name, gradient in entry.gradients.items():
@@ -98,6 +98,11 @@ def _reduce_bucket(state: _Hook, bucket: distributed.GradBucket) -> Future[Tenso
         ready.future.set_result(ready.buffer)
         state.waiting.remove(ready)
     return entry.future
+
+
+def _future(buffer: Tensor) -> Future[Tensor]:
+    """That holds a tensor of that device when it is done; where it is a GPU, who waits for it waits in its stream."""
+    return Future(devices=[buffer.device] if buffer.is_cuda else [])
 
 
 def _send_plainly(compression: Compression, bucket: distributed.GradBucket) -> Future[Tensor]:

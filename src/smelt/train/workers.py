@@ -29,16 +29,18 @@ class Workers:
         self.size = distributed.get_world_size(group) if started else 1
         self.rank = distributed.get_rank(group) if started else 0
         self.arrived: Counter[str] = Counter()  # bytes, by what they were for
+        self._carries_cpu = not started or "cpu" in distributed.get_backend_config(group)  # nccl alone does not
 
     def gather(self, tensor: Tensor, purpose: str) -> Tensor:
-        """[...] of every worker -> [workers, ...]; all must bring the same shape."""
+        """[...] of every worker -> [workers, ...], where it was; all must bring the same shape."""
         tensor = tensor.contiguous()
         if self.size == 1 or not tensor.numel():
             return tensor.expand(self.size, *tensor.shape).clone()
-        gathered = tensor.new_empty((self.size * tensor.numel(),))
-        self._all_gather(_bytes(gathered), _bytes(tensor.flatten()))
+        own = tensor if self._carries_cpu else tensor.cuda()
+        gathered = own.new_empty((self.size * tensor.numel(),))
+        self._all_gather(_bytes(gathered), _bytes(own.flatten()))
         self._count(purpose, (self.size - 1) * _size(tensor))
-        return gathered.view(self.size, *tensor.shape)
+        return gathered.view(self.size, *tensor.shape).to(tensor.device)
 
     def sum(self, tensor: Tensor, purpose: str) -> Tensor:
         """The sum over all workers, in place, the same bits on each of them."""

@@ -1,0 +1,147 @@
+"""Training on a GPU: DDP's hook with every compressor, steps that do not wait, the whole loop.
+
+NCCL refuses two workers on one GPU, so where two share one gloo carries their tensors; the loop alone runs under NCCL.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from smelt.train.compressor import Compressor
+from smelt.train.compressors import SAGE, ExDyna, HardThreshold, MiCRO, TopK
+from smelt.train.loop.folder import RunFolder
+from smelt.train.reducer import Reducer
+from smelt.train.settings import Settings
+from smelt.train.workers import Workers
+from tests.train.loop.runs import commanded, language, trained, write_config
+from tests.train.parallel import run
+from tests.train.synthetic import every_compressor, gradient_of, layout_of
+from tests.train.test_ddp import train
+
+pytestmark = pytest.mark.gpu
+DRAWN = {"randomk", "qsgd", "sage", "powersgd"}  # from random numbers, which a GPU has others of
+
+
+def trained_with(compressors: list[Compressor], device: str) -> dict[str, Any]:
+    """Of each the losses and the last parameters, or what went wrong."""
+    found: dict[str, Any] = {}
+    for compressor in compressors:
+        try:
+            found[compressor.name] = train(compressor, 8, device=device)
+        except Exception as error:
+            found[compressor.name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+def test_every_compressor_trains_as_on_a_cpu() -> None:
+    compressors = every_compressor(0.1)
+    here, there = run(2, trained_with, compressors, "cuda")
+    expected = run(2, trained_with, compressors, "cpu")[0]
+    wrong = {name: result for name, result in here.items() if isinstance(result, str)}
+    assert not wrong
+    for name, (losses, parameters, steps) in here.items():
+        assert (parameters == there[name][1]).all(), name  # bit for bit
+        assert steps == 8, name
+        assert all(map(math.isfinite, losses)), name
+        if name not in DRAWN:
+            assert losses[:3] == pytest.approx(expected[name][0][:3], rel=1e-3), name
+
+
+@pytest.mark.parametrize("slots", [None, 2.0])
+def test_a_group_that_carries_tensors_of_a_gpu_only(slots: float | None) -> None:
+    """As one has it after `init_process_group("nccl")`: the workers still agree on what lies in the CPU's memory."""
+    compressor, settings = ExDyna(density=0.1, sampled=2), Settings(slots=slots)
+    found = run(2, train, compressor, 5, None, 1, "cuda", settings, backend="cuda:gloo")
+    expected = run(2, train, compressor, 5, None, 1, "cuda", settings)
+    assert (found[0][1] == found[1][1]).all()
+    assert found[0][0] == pytest.approx(expected[0][0], rel=1e-5)
+
+
+def test_density_one_trains_as_plain_ddp() -> None:
+    plain = run(2, train, None, 5, None, 1, "cuda")[0]
+    dense = run(2, train, TopK(density=1.0), 5, 0.008, 1, "cuda")[0]
+    assert dense[1] == pytest.approx(plain[1], abs=1e-5)
+    assert plain[0] == pytest.approx(run(2, train, None, 5)[0][0], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", [MiCRO, ExDyna, HardThreshold], ids=lambda kind: kind.name)
+def test_a_step_in_slots_does_not_wait_for_the_device(kind: Any) -> None:
+    compressor = HardThreshold(density=0.02, threshold=0.01) if kind is HardThreshold else kind(density=0.02, sampled=0)
+    reducer = Reducer(compressor, layout_of(), Workers(), Settings(slots=3.0), device="cuda")
+    gradients = [gradient_of(reducer.layout, number, 0).cuda() for number in range(6)]
+    for gradient in gradients[:2]:  # kernels are loaded
+        reducer.reduce(gradient)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            gradients[0].sum().item()  # it would be told
+        for gradient in gradients[2:]:
+            reducer.reduce(gradient)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    reducer.settle()
+    assert reducer.number == 6
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradients": "none", "precision": "bf16"},
+        {"gradients": "exdyna:density=0.05,sampled=2", "exchange": {"slots": 2.0}, "accumulate": 2, "clip": 1.0},
+        {"gradients": "topk:density=0.05", "precision": "fp16"},
+        {"gradients": "powersgd:rank=2,plain=2"},
+        {"gradients": "auto"},
+    ],
+    ids=lambda changes: changes["gradients"].partition(":")[0],
+)
+def test_the_loop_learns_and_goes_on(changes: dict[str, Any], tmp_path: Path) -> None:
+    content = language(tmp_path, device="cuda", **changes)
+    whole = trained(2, content, tmp_path / "run")
+    assert whole[-1]["loss"] < whole[0]["loss"] - 0.05
+    assert RunFolder(tmp_path / "run").facts()["device"] == "cuda"
+    last = tmp_path / "run" / "checkpoints" / "step-6"
+    kept = load_file(last / "model.safetensors")
+    shutil.rmtree(last)
+    trained(2, content, tmp_path / "run", resume=True)
+    for name, tensor in load_file(last / "model.safetensors").items():
+        assert torch.allclose(tensor, kept[name], atol=1e-3), name  # sums of a GPU have no fixed order
+
+
+def test_the_command_runs_under_nccl(tmp_path: Path) -> None:
+    content = language(tmp_path, device="cuda", gradients="exdyna:density=0.05,sampled=2", exchange={"slots": 2.0})
+    words = [str(write_config(tmp_path / "run.yaml", content)), "--out", str(tmp_path / "run")]
+    ((code, said),) = commanded(1, words, tmp_path)
+    assert code == 0, said
+    facts = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert "nccl" in facts["backend"]
+    lines = RunFolder(tmp_path / "run").lines()
+    assert lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_a_gradient_that_is_not_finite_ends_both_workers() -> None:
+    for kind in (SAGE(density=0.1), MiCRO(density=0.1), TopK(density=0.1)):
+        found = run(2, spoilt, kind)
+        assert all("not finite" in each for each in found), kind
+
+
+def spoilt(compressor: Compressor) -> str:
+    """What a worker says whose gradient, or another's, is not a number."""
+    workers = Workers()
+    reducer = Reducer(compressor, layout_of(), workers, Settings(), device="cuda")
+    gradient = gradient_of(reducer.layout, 0, workers.rank).cuda()
+    reducer.reduce(gradient)
+    if workers.rank:
+        gradient[7] = torch.nan
+    try:
+        reducer.reduce(gradient)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
