@@ -17,7 +17,7 @@ from smelt.kernels.gpu.paged import Tokens, paged_decode, paged_prefill, splits_
 from smelt.kernels.gpu.rotation import Rotation, rotate_write
 from smelt.kernels.gpu.vector import product
 from smelt.kernels.paged import Pages, paged_reference
-from smelt.kernels.row_format import INT4, INT8, NAMES, RowFormat, packed, stored
+from smelt.kernels.row_format import INT4, INT8, NAMES, WORD, RowFormat, packed, stored
 from smelt.models.model import Model
 from smelt.serve.engine import assembly
 from smelt.serve.engine.engine import Engine
@@ -109,10 +109,14 @@ def random_pages(blocks: int, size: int, kv_heads: int, width: int, rows: RowFor
 
 
 def alike(found: torch.Tensor, wanted: torch.Tensor, rows: RowFormat | None) -> bool:
-    """Pages. Of bytes all but a few: a code may fall to the other side of a half."""
+    """Pages. Of bytes all but a few: a code may fall to the other side of a half. A scale may have another last bit."""
     if rows is None:
         return torch.allclose(found, wanted, atol=1e-5)
     near = torch.allclose(rows.decode(found), rows.decode(wanted), rtol=0.13, atol=0.6 if rows.name == INT4 else 0.05)
+    if rows.name != INT4:
+        scales = [page[..., -WORD:].contiguous().view(torch.float32) for page in (found, wanted)]
+        near &= torch.allclose(*scales, rtol=1e-6)
+        found, wanted = found[..., :-WORD], wanted[..., :-WORD]
     return near and int((found != wanted).sum()) <= 2
 
 

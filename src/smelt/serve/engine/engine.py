@@ -119,19 +119,29 @@ class Engine:
 
     def prepare(self, lengths: Sequence[int] | None = None) -> None:
         """What is compiled and captured on first use, before anybody waits for it: a step of every size, and prompts of
-        these lengths. By default, on a GPU, a long one, one of a chunk and a short one; on a processor none."""
+        these lengths; by default those that a GPU needs, and on a processor none."""
         self.runner.prepare()
-        if lengths is None:
-            chunk = self.scheduler.chunk
-            lengths = (2 * chunk + 7, chunk, 24) if self.model.device.type == "cuda" else ()
-        counts, most = dict(self._counts), self.longest - TRIED
+        counts = dict(self._counts)
+        for together in self._tried() if lengths is None else [lengths]:
+            self._try(together)
+        self.scheduler.memory.forget()
+        self._counts = counts
+
+    def _tried(self) -> list[list[int]]:
+        """Lengths of prompts that take every way through the kernels of a GPU: a short one by itself; then a long one,
+        one of a chunk, and where the context is short as many as fill a step."""
+        if self.model.device.type != "cuda":
+            return []
+        chunk, long = self.scheduler.chunk, min(2 * self.scheduler.chunk + 7, max(self.longest - TRIED, 1))
+        return [[24], [chunk, *[long] * -(-self.scheduler.most_tokens // long)]]
+
+    def _try(self, lengths: Sequence[int]) -> None:
+        most = self.longest - TRIED
         sampling = Sampling(max_tokens=TRIED, temperature=0, ignore_end=True)
-        for length in {min(length, most) for length in lengths if most > 0}:
+        for length in (min(length, most) for length in lengths if most > 0):
             self.submit([0] * length, sampling, salt=secrets.token_bytes(16))  # nobody is to find these
         while self.busy:
             self.step()
-        self.scheduler.memory.forget()
-        self._counts = counts
 
     def submit(
         self, prompt: Sequence[int], sampling: Sampling, *, name: str = "", priority: int = 0, salt: bytes = b"",
