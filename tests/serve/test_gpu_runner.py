@@ -5,12 +5,13 @@ On a CUDA device with graphs, elsewhere under Triton's interpreter."""
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.gpu_machine import DEVICE, distance  # isort: skip  (before anything imports Triton)
+from tests.kernels.gpu_machine import DEVICE, HALF, distance  # isort: skip  (before anything imports Triton)
 
 from smelt.kernels.gpu.decoder import add_norm, embed, gate, most_likely
 from smelt.kernels.gpu.paged import Tokens, paged_decode, paged_prefill, splits_for
@@ -199,6 +200,33 @@ def test_attention_of_many_queries(window: int | None, kind: str | None, width: 
     queries = torch.randn(106, 4, width, device=DEVICE)
     found = paged_prefill(queries, *pages, batch, 0.25, window, rows=rows)
     assert torch.allclose(found, paged_reference(queries, *pages, batch, 0.25, window, rows), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("width", [64, 128])
+def test_rows_of_few_bits_in_half_precision(kind: str, width: int) -> None:
+    """One token and many meet codes that were made numbers several at a time."""
+    torch.manual_seed(7)
+    rows, size, length = RowFormat.of(kind, width), 16, 200
+    pages = random_pages(40, size, 2, width, rows)
+    tables = torch.randperm(40, device=DEVICE)[:26].view(2, 13).int()
+    lengths, ends = [length, length - 60], torch.tensor([length, length - 60], device=DEVICE)
+    rotation = Rotation(torch.ones(length, width, device=DEVICE), torch.zeros(length, width, device=DEVICE))
+    arrived = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    tokens = Tokens(torch.arange(2, device=DEVICE), ends, tables, arrived, length)
+    mixed = torch.randn(2, 12 * width, device=DEVICE, dtype=HALF)
+    queries = mixed.view(2, 12, width)[:, :8].float()
+    bounds = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    batch = Pages(bounds, ends.int(), tables, ends, length, [1, 1])
+    for splits in (1, 4):
+        found = paged_decode(mixed, *pages, tokens, rotation, width**-0.5, splits=splits, rows=rows)
+        wanted = paged_reference(rows.turned(queries), *pages, batch, width**-0.5, rows=rows)
+        assert distance(found, wanted.flatten(1)) < 0.01
+    asking = torch.randn(sum(lengths), 8, width, device=DEVICE, dtype=HALF)
+    starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
+    batch = Pages(starts, ends.int(), tables, starts.long(), length, lengths)
+    found = paged_prefill(asking, *pages, batch, width**-0.5, rows=rows)
+    assert distance(found, paged_reference(asking.float(), *pages, batch, width**-0.5, rows=rows)) < 0.01
 
 
 @pytest.mark.parametrize("kind", NAMES)

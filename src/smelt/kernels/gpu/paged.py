@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from smelt.kernels.gpu.chip import INDICES, PDL, processors
 from smelt.kernels.gpu.pages import HeadPages, columns_of, head_pages, key_rows, pointers, strides
 from smelt.kernels.gpu.rotation import Rotation, turned
-from smelt.kernels.gpu.rows import constants, lift, load_rows, met, width_of, write_row
+from smelt.kernels.gpu.rows import as_read, as_written, constants, lift, load_rows, met, width_of, write_row
 from smelt.kernels.paged import Pages
 from smelt.kernels.row_format import RowFormat
 
@@ -72,6 +72,24 @@ def take_keys(  # type: ignore[no-untyped-def]
     return new_largest, total, mixed
 
 
+@triton.jit
+def take_tile(  # type: ignore[no-untyped-def]
+    query, key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, scale, largest,
+    total, mixed, SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROW: tl.constexpr,
+    HALF_ROW: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """The keys from `start` on, as many as are taken at once; every query sees those before `end`, which are `ALL` or
+    not."""
+    keys, values, there, key_scales, value_scales = load_keys(
+        key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, query.dtype, SIZE,
+        KEYS, FORMAT, ROW, HALF_ROW, ALL,
+    )  # fmt: skip
+    scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
+    return take_keys(
+        scores, scale, there[None, :], values, key_scales, value_scales, largest, total, mixed, FORMAT, ALL
+    )
+
+
 @triton.jit(do_not_specialize_on_alignment=INDICES)
 def decode_kernel(  # type: ignore[no-untyped-def]
     mixed, cosines, sines, query_norm, key_norm, key_pages, value_pages, tables, shifts, cluster, column, work, slots,
@@ -93,7 +111,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     within = lane < width
     held = (row < GROUP)[:, None] & within[None, :]
-    text = tl.load(lengths + request)
+    text = tl.load(lengths + request).to(tl.int32)
     table, shift, block_rows, token_rows, first_row = head_pages(
         tables, shifts, cluster, column, tl.load(slots + request), head, table_stride, cluster_stride, shift_stride,
         kv_heads, SIZE, COLUMNS,
@@ -130,7 +148,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         value = write_row(value_pages, row_of_new, value, length > 0, lane, width, FORMAT, ROW, HALF_ROW)
         largest = tl.sum(query.to(tl.float32) * key[None, :], axis=1) * scale
         total = tl.full([ROWS], 1.0, tl.float32)
-        found = found + value[None, :] * lift(FORMAT)
+        found = found + as_read(value[None, :] * lift(FORMAT), FORMAT, HALF_ROW)
+    query = as_read(query, FORMAT, HALF_ROW)
     if SPLITS > 1:
         scores = tl.dot(query, tl.trans(first_keys), input_precision="ieee")
         largest, total, found = take_keys(
@@ -138,17 +157,19 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             found, FORMAT,
         )  # fmt: skip
         begin += KEYS
-    for start in range(begin, end, KEYS):
-        keys, values, there, key_scales, value_scales = load_keys(
-            key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, DTYPE, SIZE,
-            KEYS, FORMAT, ROW, HALF_ROW,
+    whole = begin + tl.maximum(end - begin, 0) // KEYS * KEYS  # up to here all keys of a tile are there
+    for start in range(begin, whole, KEYS):
+        largest, total, found = take_tile(
+            query, key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, scale,
+            largest, total, found, SIZE, KEYS, FORMAT, ROW, HALF_ROW, True,
         )  # fmt: skip
-        scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        largest, total, found = take_keys(
-            scores, scale, there[None, :], values, key_scales, value_scales, largest, total, found, FORMAT
-        )
+    if whole < end:
+        largest, total, found = take_tile(
+            query, key_pages, value_pages, table, whole, end, block_rows, token_rows, first_row, lane, width, scale,
+            largest, total, found, SIZE, KEYS, FORMAT, ROW, HALF_ROW, False,
+        )  # fmt: skip
     if FORMAT:
-        found = found * (1.0 / lift(FORMAT))
+        found = as_written(found * (1.0 / lift(FORMAT)), FORMAT, HALF_ROW)
     heads = kv_heads * GROUP
     if SPLITS == 1:
         found = found / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -218,13 +239,13 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     the ends are compared with positions."""
     tile, query_head = tl.program_id(0), tl.program_id(1)
     request, first = tl.load(tile_request + tile), tl.load(tile_first + tile)
-    start, stop = tl.load(starts + request), tl.load(starts + request + 1)
+    start, stop = tl.load(starts + request).to(tl.int32), tl.load(starts + request + 1).to(tl.int32)
     head = query_head // group
     slot = tl.load(slots + request) if COLUMNS else request.to(tl.int64)
     table, shift, block_rows, token_rows, first_row = head_pages(
         tables, shifts, cluster, column, slot, head, table_stride, cluster_stride, shift_stride, kv_heads, SIZE, COLUMNS
     )
-    length = tl.load(lengths + request) + shift
+    length = tl.load(lengths + request).to(tl.int32) + shift
     row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     token = start + first + row
     held = (token < stop)[:, None] & (lane < width)[None, :]
@@ -232,6 +253,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     position = lowest + row
     place = query_head * width + lane[None, :]
     query = tl.load(queries + token.to(tl.int64)[:, None] * query_stride + place, mask=held, other=0.0)
+    query = as_read(query, FORMAT, HALF_ROW)
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -254,7 +276,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         query, position, key_pages, value_pages, table, tl.maximum(begin, to_all), end, block_rows, token_rows,
         first_row, lane, width, scale, window, largest, total, mixed, SIZE, KEYS, FORMAT, ROW, HALF_ROW, False,
     )  # fmt: skip
-    mixed = mixed / tl.where(total == 0.0, 1.0, total * lift(FORMAT))[:, None]
+    mixed = as_written(mixed, FORMAT, HALF_ROW) / tl.where(total == 0.0, 1.0, total * lift(FORMAT))[:, None]
     heads = kv_heads * group
     to = token.to(tl.int64)[:, None] * heads * width + place
     tl.store(results + to, mixed.to(results.dtype.element_ty), mask=held)

@@ -26,15 +26,17 @@ def head_pages(  # type: ignore[no-untyped-def]
         own = tl.load(cluster + head)
         table += own * cluster_stride
         shift = tl.load(shifts + slot * shift_stride + own)
-        block_rows, token_rows, first_row = COLUMNS * SIZE, 1, tl.load(column + head) * SIZE
+        block_rows, token_rows, first_row = COLUMNS * SIZE, 1, tl.load(column + head).to(tl.int32) * SIZE
     return table, shift, block_rows, token_rows, first_row
 
 
 @triton.jit
 def key_rows(table, positions, there, block_rows, token_rows, first_row, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the keys at these places of a head lie."""
-    blocks = tl.load(table + positions // SIZE, mask=there, other=0).to(tl.int64)
-    return blocks * block_rows + (positions % SIZE) * token_rows + first_row
+    """Where the keys at these places of a head lie. Pages have fewer than 2^31 rows, so that only addresses, which are
+    made of these numbers, need 64 bits; and places are not negative, so that dividing them is a shift."""
+    places = positions.to(tl.uint32)
+    blocks = tl.load(table + places // SIZE, mask=there, other=0)
+    return (blocks * block_rows + (places % SIZE).to(tl.int32) * token_rows + first_row).to(tl.int64)
 
 
 @dataclass(frozen=True)

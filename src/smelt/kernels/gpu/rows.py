@@ -12,13 +12,12 @@ import triton
 import triton.language as tl
 
 from smelt.kernels import row_format
+from smelt.kernels.gpu.codes import e4m3_codes, e4m3_numbers, e4m3_values, half_values, int8_values
 from smelt.kernels.row_format import RowFormat
 
 NUMBERS, INT8, FP8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FORMATS = {row_format.INT8: 1, row_format.FP8: 2, row_format.INT4: 3}
 WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: numbers of its size have nothing behind the point
-BIAS = tl.constexpr(2.0**120)  # E4M3 is float32 with fewer bits, but for the bias of the exponent
-UNBIAS = tl.constexpr(2.0**-120)
 
 
 def constants(rows: RowFormat | None) -> dict[str, int]:
@@ -55,19 +54,23 @@ def steps_of(x, step):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def e4m3_values(codes):  # type: ignore[no-untyped-def]
-    """Of int32."""
-    bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
-    return bits.to(tl.float32, bitcast=True) * BIAS
+def as_read(x, FORMAT: tl.constexpr, HALF_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """[count, WIDTH] in the order in which rows are read: the two codes of a byte beside each other."""
+    COUNT: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    if FORMAT == INT4 and WIDTH == 2 * HALF_ROW:
+        x = tl.reshape(tl.permute(tl.reshape(x, [COUNT, 2, HALF_ROW]), [0, 2, 1]), [COUNT, WIDTH])
+    return x
 
 
 @triton.jit
-def e4m3_codes(x):  # type: ignore[no-untyped-def]
-    """Of numbers up to 448, as int32; ties to even."""
-    bits = (x * UNBIAS).to(tl.int32, bitcast=True)
-    rest = bits & 0x7FFFFFFF
-    nearest = (rest + ((rest >> 20) & 1) + 0x7FFFF) >> 20
-    return ((bits >> 24) & 0x80) | tl.minimum(nearest, 0x7E)
+def as_written(x, FORMAT: tl.constexpr, HALF_ROW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The way back."""
+    COUNT: tl.constexpr = x.shape[0]
+    WIDTH: tl.constexpr = x.shape[1]
+    if FORMAT == INT4 and WIDTH == 2 * HALF_ROW:
+        x = tl.reshape(tl.permute(tl.reshape(x, [COUNT, HALF_ROW, 2]), [0, 2, 1]), [COUNT, WIDTH])
+    return x
 
 
 @triton.jit
@@ -75,25 +78,30 @@ def load_rows(  # type: ignore[no-untyped-def]
     pages, rows, there, lane, width, DTYPE: tl.constexpr, FORMAT: tl.constexpr, ROW: tl.constexpr,
     HALF_ROW: tl.constexpr,
 ):  # fmt: skip
-    """Codes less their zeros [rows, WIDTH] in a type for products, and their scales [rows]. Of numbers, these
-    themselves and no scales."""
+    """Codes less their zeros [rows, WIDTH] in a type for products, in the order that `as_read` gives, and their scales
+    [rows]. Of numbers, these themselves and no scales."""
+    COUNT: tl.constexpr = rows.shape[0]
+    WIDTH: tl.constexpr = lane.shape[0]
     inside = there[:, None] & (lane < width)[None, :]
     if FORMAT == NUMBERS:
         numbers = tl.load(pages + rows[:, None] * width + lane[None, :], mask=inside, other=0.0)
         scales = there
     elif FORMAT == INT4:
-        octets = tl.load(pages + rows[:, None] * ROW + (lane % HALF_ROW)[None, :], mask=inside, other=0)
         word = tl.load((pages + rows * ROW + (ROW - 4)).to(tl.pointer_type(tl.int32)), mask=there, other=0)
-        codes = (octets.to(tl.int32) >> tl.where(lane < HALF_ROW, 0, 4)[None, :]) & 15
-        numbers = (codes - (word >> 16)[:, None]).to(tl.float32).to(DTYPE)
+        zeros = (word >> 16)[:, None]
+        if WIDTH == 2 * HALF_ROW:
+            octet = tl.arange(0, HALF_ROW)[None, :]
+            octets = tl.load(pages + rows[:, None] * ROW + octet, mask=there[:, None], other=0)
+            numbers = tl.reshape(tl.join(*half_values(octets, zeros, DTYPE)), [COUNT, WIDTH])
+        else:
+            octets = tl.load(pages + rows[:, None] * ROW + (lane % HALF_ROW)[None, :], mask=inside, other=0)
+            codes = (octets.to(tl.int32) >> tl.where(lane < HALF_ROW, 0, 4)[None, :]) & 15
+            numbers = (codes - zeros).to(tl.float32).to(DTYPE)
         scales = (word & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
         octets = tl.load(pages + rows[:, None] * ROW + lane[None, :], mask=inside, other=0)
         scales = tl.load((pages + rows * ROW + (ROW - 4)).to(tl.pointer_type(tl.float32)), mask=there, other=0.0)
-        if FORMAT == INT8:
-            numbers = octets.to(tl.int8, bitcast=True).to(tl.float32).to(DTYPE)
-        else:
-            numbers = e4m3_values(octets.to(tl.int32)).to(DTYPE)
+        numbers = int8_values(octets, DTYPE) if FORMAT == INT8 else e4m3_numbers(octets, DTYPE)
     return numbers, scales
 
 

@@ -1,0 +1,54 @@
+"""Every code of eight and of four bits as a number, in float32 and in half precision, where four are made at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.gpu_machine import DEVICE, HALF
+
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+from smelt.kernels.gpu.codes import e4m3_numbers, half_values, int8_values  # isort: skip
+
+TYPES = [torch.float32, HALF]
+
+
+@triton.jit
+def byte_kernel(octets, numbers, EIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of all bytes."""
+    each = tl.arange(0, 256)[None, :]
+    found = tl.load(octets + each)
+    DTYPE: tl.constexpr = numbers.dtype.element_ty
+    tl.store(numbers + each, int8_values(found, DTYPE) if EIGHT else e4m3_numbers(found, DTYPE))
+
+
+@triton.jit
+def halves_kernel(octets, numbers):  # type: ignore[no-untyped-def]
+    """Of all bytes less every zero: [16, 2, 256]"""
+    row, each = tl.arange(0, 16)[:, None], tl.arange(0, 256)[None, :]
+    found = tl.load(octets + row * 0 + each)
+    low, high = half_values(found, row, numbers.dtype.element_ty)
+    tl.store(numbers + row * 512 + each, low)
+    tl.store(numbers + row * 512 + 256 + each, high)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_every_byte(kind: torch.dtype, dtype: torch.dtype) -> None:
+    octets = torch.arange(256, dtype=torch.uint8)
+    found = torch.empty(256, dtype=dtype, device=DEVICE)
+    byte_kernel[(1,)](octets.to(DEVICE), found, EIGHT=kind == torch.int8)
+    wanted = octets.view(kind).float()
+    real = ~wanted.isnan()  # E4M3 has two codes for what is not a number, which are never written
+    assert torch.equal(found.cpu().float()[real], wanted[real])
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_both_halves_of_every_byte_less_every_zero(dtype: torch.dtype) -> None:
+    octets = torch.arange(256, dtype=torch.uint8)
+    found = torch.empty(16, 2, 256, dtype=dtype, device=DEVICE)
+    halves_kernel[(1,)](octets.to(DEVICE), found)
+    wanted = torch.stack([octets & 15, octets >> 4]).float() - torch.arange(16.0)[:, None, None]
+    assert torch.equal(found.cpu().float(), wanted)
