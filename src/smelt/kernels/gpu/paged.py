@@ -29,9 +29,7 @@ KEYS = 64  # that are taken at once when decoding
 PREFILL_TILES = 64, 64, 4, 2  # queries of a program, keys that are taken at once, warps, stages
 LONG_TILES = 128, 128, 8, 2  # where many queries of a request meet many keys
 LONG_NARROW_TILES = 128, 64, 8, 3  # the same with heads of up to 64
-# Codes are read in words of four bytes, which takes more addresses and so more registers than numbers do.
-LONG_CODE_TILES = 128, 64, 8, 2
-SPLIT_CODE_TILES, CODE_TILES = (64, 8, 2), (64, 4, 3)
+LONG_CODE_TILES = 128, 64, 8, 2  # the same with codes, which need registers to become numbers
 WAVES = 2  # programs for every multiprocessor, at most, when keys are split
 
 
@@ -292,13 +290,9 @@ def splits_for(requests: int, kv_heads: int, longest: int, processors: int) -> i
     return 1 << max(most, 1).bit_length() - 1
 
 
-def decode_tiles(
-    programs: int, splits: int, longest: int, processors: int, rows: RowFormat | None = None
-) -> tuple[int, int, int]:
+def decode_tiles(programs: int, splits: int, longest: int, processors: int) -> tuple[int, int, int]:
     """Keys that are taken at once, warps, stages: small programs where there are many, larger ones where there are few,
     and more so where each has many keys."""
-    if rows is not None:
-        return CODE_TILES if splits == 1 else SPLIT_CODE_TILES
     if splits == 1 or programs > 3 * processors:
         return KEYS, 2, 3
     return (2 * KEYS, 4, 2) if longest // splits >= 8 * KEYS else (KEYS, 4, 3)
@@ -343,7 +337,7 @@ def paged_decode(
         splits = splits_for(about, kv_heads, tokens.longest, chip)
     work = tokens.slots if pages is None or pages.work is None else pages.work
     grid = (requests, kv_heads, splits) if pages is None else (requests, len(work), 1)
-    tile_keys, warps, stages = tiles or decode_tiles(about * math.prod(grid[1:]), splits, tokens.longest, chip, rows)
+    tile_keys, warps, stages = tiles or decode_tiles(about * math.prod(grid[1:]), splits, tokens.longest, chip)
     results = torch.empty(requests, heads * width, dtype=mixed.dtype, device=mixed.device)
     partial = statistics = results
     if splits > 1:
