@@ -99,11 +99,11 @@ def _facts(compression: Compressed) -> dict[str, Any]:
         "workers": compression.workers.size,
         "shards": compression.shards,
         "steps": compression.steps,
-        **_identity(compression),
+        **identity_of(compression),
     }
 
 
-def _identity(compression: Compressed) -> dict[str, Any]:
+def identity_of(compression: Compressed) -> dict[str, Any]:
     """What must be the same for a run to go on."""
     return {
         "compressor": {"name": compression.compressor.name, **asdict(compression.compressor)},
@@ -116,7 +116,7 @@ def _check_same(compression: Compressed, facts: dict[str, Any], folder: Path, re
     numbers = (facts.get(key) for key in ("workers", "shards"))
     if facts.get("format") != _FORMAT or not all(isinstance(number, int) for number in numbers):
         raise DataError(f"{folder / FACTS} is no state of compressed gradients that this version can read.")
-    own = json.loads(json.dumps(_identity(compression)))
+    own = json.loads(json.dumps(identity_of(compression)))
     for key, what in (("vectors", "model"), ("compressor", "compressor"), ("settings", "settings")):
         if facts.get(key) != own[key]:
             raise RecipeError(f"{folder} was written with another {what}; go on with the same, or start without it.")

@@ -1,0 +1,105 @@
+"""Compressed gradients in a checkpoint of torch.distributed.checkpoint: a run goes on to the bit, without a pickle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as checkpoint
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.stateful import Stateful
+
+from smelt.errors import RecipeError
+from smelt.train.auto import Auto, AutoCompression
+from smelt.train.compression import Compression
+from smelt.train.compressor import Compressor
+from smelt.train.compressors import ExDyna, PowerSGD
+from smelt.train.settings import Settings
+from smelt.train.stateful import GradientState
+from smelt.train.workers import Workers
+from tests.train.parallel import outcomes, run
+from tests.train.synthetic import every_compressor
+from tests.train.test_state import PARAMETERS, advance, all_tensors, compression_of
+
+
+def save(compression: Compression, model: dict[str, torch.Tensor], folder: Path) -> None:
+    state = {"model": model, "gradients": GradientState(compression)}
+    checkpoint.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
+def load(compression: Compression, model: dict[str, torch.Tensor], folder: Path) -> None:
+    state = {"model": model, "gradients": GradientState(compression)}
+    checkpoint.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
+
+
+def stop_and_go_on(
+    compressors: list[Compressor], folder: Path, settings: Settings | None = None
+) -> list[tuple[str, bool]]:
+    found = []
+    for compressor in compressors:
+        whole = compression_of(compressor, settings, vector_mb=0.01)
+        expected = advance(whole, range(8))
+        first, model = compression_of(compressor, settings, vector_mb=0.01), {"weight": torch.arange(12.0)}
+        advance(first, range(5))
+        save(first, model, folder / compressor.name)
+        second, other = compression_of(compressor, settings, vector_mb=0.01), {"weight": torch.zeros(12)}
+        load(second, other, folder / compressor.name)
+        same = torch.equal(advance(second, range(5, 8)), expected) and torch.equal(other["weight"], model["weight"])
+        ours, theirs = all_tensors(second), all_tensors(whole)
+        same &= ours.keys() == theirs.keys() and all((ours[key] == theirs[key]).all() for key in theirs)
+        found.append((compressor.name, same and second.steps == 8))
+    return found
+
+
+def test_every_compressor_goes_on_to_the_bit(tmp_path: Path) -> None:
+    compressors = [each for each in every_compressor(0.02) if not isinstance(each, PowerSGD)]
+    for worker in run(2, stop_and_go_on, compressors, tmp_path):
+        assert len(worker) == 14
+        assert all(same for _, same in worker), worker
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) == 28 and all(path.suffix == ".safetensors" for path in files)
+
+
+def test_counts_that_are_read_late_are_kept(tmp_path: Path) -> None:
+    found = run(2, stop_and_go_on, [ExDyna(density=0.02, sampled=0)], tmp_path, Settings(slots=2.0))
+    assert found == [[("exdyna", True)]] * 2
+
+
+def before_the_first_step(folder: Path) -> bool:
+    compression = compression_of(ExDyna(density=0.02))
+    save(compression, {}, folder)
+    again = compression_of(ExDyna(density=0.02))
+    load(again, {}, folder)
+    return torch.equal(advance(again, range(3)), advance(compression, range(3)))
+
+
+def test_a_checkpoint_from_before_the_first_step(tmp_path: Path) -> None:
+    assert run(2, before_the_first_step, tmp_path / "early") == [True, True]
+
+
+def refuse(folder: Path) -> None:
+    compression = compression_of(ExDyna(density=0.02))
+    advance(compression, range(2))
+    save(compression, {}, folder)
+    load(compression_of(ExDyna(density=0.03)), {}, folder)
+
+
+def test_another_density_is_refused_on_every_worker(tmp_path: Path) -> None:
+    found = outcomes(2, refuse, tmp_path / "two")
+    assert all("written with another compressor, other settings" in error for _, error in found)
+
+
+def shapeless() -> None:
+    for kind, compressor in ((Compression, PowerSGD()), (AutoCompression, Auto())):
+        compression = kind(PARAMETERS, compressor, Workers(), Settings())
+        with pytest.raises(RecipeError, match="use save and load of"):
+            GradientState(compression)
+
+
+def test_what_changes_its_shape_is_refused() -> None:
+    run(2, shapeless)
+
+
+def test_pytorch_takes_it_for_what_it_is() -> None:
+    assert isinstance(GradientState(compression_of(ExDyna())), Stateful)
