@@ -87,10 +87,10 @@ def test_what_a_killed_process_put_on_disk_to_save_memory_does_not_pile_up(
 
 
 def test_a_resumed_run_does_not_repeat_what_is_done(
-    place: Place, smelt_here: Smelt, quick: None, stopped: Path, whole: Path, tmp_path: Path
+    place: Place, forked: Forked, stopped: Path, whole: Path, tmp_path: Path
 ) -> None:
     out = unfinished(stopped, tmp_path)
-    done = smelt_here("compress", place / "llama", "-r", place / "llama.yaml", "-o", str(out), "--resume", "--no-speed")
+    done = compress(forked, place, out, "--resume")
     assert done.code == 0, done
     assert "step 1 of 1" not in done.err
     assert same_bytes(out, whole)
