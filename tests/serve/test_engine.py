@@ -107,6 +107,12 @@ def test_what_is_tried_beforehand_leaves_no_trace(llama: tuple[PreTrainedModel, 
     assert request.cached == 0  # the same tokens, but nobody's to find
 
 
+def test_no_more_is_tried_than_may_wait(llama: tuple[PreTrainedModel, Any]) -> None:
+    engine = Engine(Model(copy.deepcopy(llama[0])), queue=2, **SMALL)
+    engine.prepare([20] * 5)
+    assert not engine.busy
+
+
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_preemption_loses_nothing(llama: tuple[PreTrainedModel, list[list[int]]], prefix_cache: bool) -> None:
     network, wanted = llama

@@ -136,10 +136,11 @@ class Engine:
         return [[24], [chunk, *[long] * -(-self.scheduler.most_tokens // long)]]
 
     def _try(self, lengths: Sequence[int]) -> None:
+        """As many of them at once as may wait."""
         most = self.longest - TRIED
         sampling = Sampling(max_tokens=TRIED, temperature=0, ignore_end=True)
-        for length in (min(length, most) for length in lengths if most > 0):
-            self.submit([0] * length, sampling, salt=secrets.token_bytes(16))  # nobody is to find these
+        for length in lengths[: self.scheduler.most_waiting if most > 0 else 0]:
+            self.submit([0] * min(length, most), sampling, salt=secrets.token_bytes(16))  # nobody is to find these
         while self.busy:
             self.step()
 
