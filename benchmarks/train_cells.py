@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gzip
+import io
 import json
 import os
 import signal
@@ -12,9 +13,11 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import shared
 
 WORKERS = 4
@@ -100,3 +103,25 @@ def wikitext2(folder: Path, megabytes: float) -> tuple[Path, Path]:
             path.write_text(text, encoding="utf-8")
         found.append(path)
     return found[0], found[1]
+
+
+def cifar10(folder: Path) -> Path:
+    """CIFAR-10 as pixels in one file; what lies in `shared` are JPEG copies, which Pillow reads."""
+    path = folder / "cifar10.npz"
+    arrays = {}
+    for part in ("train", "test"):
+        with np.load(shared() / "data" / "cifar10_jpeg" / f"{part}.npz", allow_pickle=False) as packed:
+            blob, offsets = packed["blob"].tobytes(), packed["offset"].tolist()
+            arrays[f"y_{part}"] = packed["label"]
+        images = [_pixels(blob[start:stop]) for start, stop in pairwise(offsets)]
+        arrays[f"x_{part}"] = np.stack(images)  # [images, height, width, channels]
+    np.savez(path, **arrays)
+    return path
+
+
+def _pixels(jpeg: bytes) -> np.ndarray:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise SystemExit("CIFAR-10 is here as JPEG; pip install pillow reads it") from error
+    return np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGB"))

@@ -19,22 +19,30 @@ from time import perf_counter
 from typing import Any
 
 from common import kept_rows, mean, shared, table, write
-from train_cells import WORKERS, Cell, parser_of, run_cells, wikitext2, words
+from train_cells import WORKERS, Cell, cifar10, parser_of, run_cells, wikitext2, words
 
 NAME = "train_convergence"
-STEPS = {"gpt": 240, "gpt-long": 960, "gpt-sgd": 240, "resnet": 300}
-RATES = {"gpt": 1e-3, "gpt-long": 1e-3, "gpt-sgd": 0.1, "resnet": 0.1}  # the best of those below, for plain DDP
+STEPS = {"gpt": 240, "gpt-long": 960, "gpt-sgd": 240, "resnet": 300, "cifar": 300}
+RATES = {
+    "gpt": 1e-3,
+    "gpt-long": 1e-3,
+    "gpt-sgd": 0.1,
+    "resnet": 0.1,
+    "cifar": 0.1,
+}  # the best of those below, for plain DDP
 TRIED: dict[str, list[float]] = {
     "gpt": [3e-4, 1e-3, 3e-3, 1e-2],
     "gpt-long": [],
     "gpt-sgd": [0.03, 0.1, 0.3, 1.0],
     "resnet": [0.03, 0.1, 0.3],
+    "cifar": [0.03, 0.1, 0.3],
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "gpt": {"name": "adamw"},
     "gpt-long": {"name": "adamw"},
     "gpt-sgd": {"name": "sgd", "momentum": 0.9},
     "resnet": {"name": "sgd", "momentum": 0.9, "nesterov": True},
+    "cifar": {"name": "sgd", "momentum": 0.9, "nesterov": True},
 }
 POINTS = 6  # evaluations of a run
 WARM_UP = 30  # steps
@@ -49,7 +57,9 @@ WHAT = {
     "gpt-long": "The same, four times as long",
     "gpt-sgd": "The same, SGD with momentum 0.9",
     "resnet": "A ResNet on MNIST, SGD with Nesterov momentum 0.9",
+    "cifar": "The same on CIFAR-10 (JPEG copies)",
 }
+IMAGES = ["resnet", "cifar"]
 Row = dict[str, Any]
 
 
@@ -59,7 +69,7 @@ def main() -> None:
     done = {row["name"] for row in rows}
     start = perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        wanted = [] if options.text else _cells(options, wikitext2(Path(folder), 1.0))
+        wanted = [] if options.text else _cells(options, Path(folder))
         open_cells = [cell for cell in wanted if cell["name"] not in done]
         print(f"{len(open_cells)} cells to run, {len(wanted) - len(open_cells)} are done", flush=True)
         for found in run_cells(open_cells) if open_cells else []:
@@ -79,12 +89,13 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _cells(options: argparse.Namespace, texts: tuple[Path, Path]) -> list[Cell]:
+def _cells(options: argparse.Namespace, folder: Path) -> list[Cell]:
     found = []
+    data = {task: _data(task, folder) for task in options.tasks}
     if options.tune:
         for task, method in product(options.tasks, options.methods or ["none"]):
             for density, rate in product(options.densities if method in SPARSE else [None], TRIED[task]):
-                found.append(_cell(task, method, density, 0, rate, texts))
+                found.append(_cell(task, method, density, 0, rate, data[task]))
         return found
     for seed in options.seeds:
         for task in options.tasks:
@@ -92,11 +103,11 @@ def _cells(options: argparse.Namespace, texts: tuple[Path, Path]) -> list[Cell]:
                 if task in VARIANTS and method not in FEW:
                     continue
                 for density in options.densities if method in SPARSE else [None]:
-                    found.append(_cell(task, method, density, seed, RATES[task], texts))
+                    found.append(_cell(task, method, density, seed, RATES[task], data[task]))
     return found
 
 
-def _cell(task: str, method: str, density: float | None, seed: int, rate: float, texts: tuple[Path, Path]) -> Cell:
+def _cell(task: str, method: str, density: float | None, seed: int, rate: float, data: dict[str, Any]) -> Cell:
     steps = STEPS[task]
     optimizer = OPTIMIZERS[task]
     gradients: dict[str, Any] = {"method": method}
@@ -110,22 +121,28 @@ def _cell(task: str, method: str, density: float | None, seed: int, rate: float,
         gradients |= {"momentum": 0.9, "nesterov": optimizer.get("nesterov", False)}
         optimizer = {"name": "sgd"}
     config = {
-        **(_images() if task == "resnet" else _language(texts)),
+        **(_images(data) if task in IMAGES else _language(data)),
         "steps": steps,
         "seed": seed,
         "device": "cpu",
         "gradients": gradients,
         "optimizer": {**optimizer, "lr": rate},
         "schedule": {"name": "cosine", "warm_up": WARM_UP},
-        "evaluate": {"every": steps // POINTS, "samples": 512 if task == "resnet" else 256},
+        "evaluate": {"every": steps // POINTS, "samples": 512 if task in IMAGES else 256},
         "checkpoint": {"every": None, "keep": 1},
     }
     name = f"{task} {method} {'' if density is None else f'{density:g} '}seed {seed} rate {rate:g}"
     return {"name": name, "config": config, "stop_at": None}
 
 
-def _language(texts: tuple[Path, Path]) -> dict[str, Any]:
-    train, held_out = map(str, texts)
+def _data(task: str, folder: Path) -> dict[str, Any]:
+    if task in IMAGES:
+        return {"train": str(shared() / "data/mnist/mnist.npz" if task == "resnet" else cifar10(folder))}
+    train, held_out = wikitext2(folder, 1.0)
+    return {"train": str(train), "evaluate": str(held_out), "length": 64}
+
+
+def _language(data: dict[str, Any]) -> dict[str, Any]:
     model = {
         "model_type": "llama",
         "hidden_size": 128,
@@ -136,11 +153,10 @@ def _language(texts: tuple[Path, Path]) -> dict[str, Any]:
         "max_position_embeddings": 64,
         "tie_word_embeddings": True,
     }
-    data = {"train": train, "evaluate": held_out, "length": 64}
     return {"task": "language", "model": model, "data": data, "batch": 4, "clip": 1.0}
 
 
-def _images() -> dict[str, Any]:
+def _images(data: dict[str, Any]) -> dict[str, Any]:
     model = {
         "model_type": "resnet",
         "embedding_size": 32,
@@ -148,7 +164,7 @@ def _images() -> dict[str, Any]:
         "depths": [1, 1, 1],
         "layer_type": "basic",
     }
-    return {"task": "images", "model": model, "data": {"train": str(shared() / "data/mnist/mnist.npz")}, "batch": 16}
+    return {"task": "images", "model": model, "data": data, "batch": 16}
 
 
 def _row(found: Cell) -> Row:
@@ -184,18 +200,20 @@ def _introduction() -> str:
         "whole model, float32 values. Held-out loss: mean over seeds (lowest to highest); above plain: of the same "
         "seeds. Bytes: those that arrive at a worker, mean of the second half of the steps, plain DDP by arithmetic "
         "of a ring. |I|/(dG) and padding n max k / |I| - 1: means of the second half; the span is over means of each "
-        f"twelfth of a run from the second on. powersgd: rank 1, after {PLAIN} plain steps."
+        f"twelfth of a run from the second on. powersgd: rank 1, after {PLAIN} plain steps. The cells of CIFAR-10 are "
+        "of an ARM machine, all others of x86 ones; times are not compared."
     )
 
 
 def _task_words(grid: list[Row]) -> str:
     first = grid[0]
-    batch = "16 images" if first["task"] == "resnet" else "4 x 64 bytes"
+    batch = "16 images" if first["task"] in IMAGES else "4 x 64 bytes"
+    size, number = ("28 x 28", "60,000") if first["task"] == "resnet" else ("32 x 32", "50,000")
     data = (
         "The first million characters of the training part, no sample seen twice; held out: 256 windows of the "
         "validation part. A token is a byte; gradients are clipped at norm 1."
-        if first["task"] != "resnet"
-        else "28 x 28 images, of which a worker's samples are drawn from 60,000; held out: the first 512 test images."
+        if first["task"] not in IMAGES
+        else f"{size} images, of which a worker's samples are drawn from {number}; held out: the first 512 test images."
     )
     return (
         f"{first['parameters']:,} parameters, {STEPS[first['task']]} steps, {batch} a worker and step, learning rate "
@@ -218,7 +236,7 @@ def _grouped(grid: list[Row]) -> list[tuple[str, list[Row]]]:
 def _table(grid: list[Row], task: str) -> str:
     dense = {row["seed"]: _last(row)["loss"] for row in grid if row["method"] == "none"}
     plain_bytes = next((row["bytes_a_step"] for row in grid if row["method"] == "none"), None)
-    measure = "accuracy" if task == "resnet" else "perplexity"
+    measure = "accuracy" if task in IMAGES else "perplexity"
     cells = []
     for label, own in _grouped(grid):
         good = [row for row in own if row["error"] is None]
@@ -233,7 +251,7 @@ def _table(grid: list[Row], task: str) -> str:
             [
                 label, str(len(own)), f"{mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f}){failed}",
                 f"{mean(above):+.3f}" if above else "-",
-                f"{mean([_last(row)[measure] for row in good]):.{4 if task == 'resnet' else 2}f}",
+                f"{mean([_last(row)[measure] for row in good]):.{4 if task in IMAGES else 2}f}",
                 f"{size / 1e3:,.1f}", f"{plain_bytes / size:,.1f}x" if plain_bytes else "-",
                 _build_up_words(good), _padding_words(good),
             ]
