@@ -23,7 +23,7 @@ from typing import Any
 import openai
 import pytest
 
-from smelt.serve.cluster.ray_serve import ALONE
+from smelt.ray_start import ALONE
 from tests.serve.conftest import KEYS
 from tests.serve.served import NAME, Server, start
 from tests.serve.test_lifecycle import Reader

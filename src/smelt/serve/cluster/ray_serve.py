@@ -1,18 +1,12 @@
-"""Ray from its start to its end: on this machine only, or a cluster that runs already, with one application on it.
-
-Whoever reaches Ray's ports can run code as its user. The Ray that is started here listens on loopback alone, asks for
-a token that only its own processes know, has no dashboard, reports nothing home, and leaves neither process nor file.
-"""
+"""Ray from its start to its end: on this machine only, or a cluster that runs already, with one application on it. The
+Ray that is started here leaves neither process nor file."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import secrets
 import shutil
-import signal
-import socket
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -22,26 +16,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from smelt.errors import ResourceError, SmeltError
+from smelt.ray_start import join_cluster, set_before, start_alone, take_signals_back
 from smelt.serve.cluster.placement import Placement
 
 T = TypeVar("T")
 log = logging.getLogger("smelt.serve")
-STORE_BYTES = 80 << 20  # Ray's least, for objects that pass between processes; ours are short texts
 LOOK_SECONDS = 0.25  # between two looks at whether the replicas are there
 HEALTH_PERIOD, HEALTH_TIMEOUT = 1.0, 10.0  # seconds
 STOP_SECONDS = 5.0
-KNOCK_SECONDS = 3.0
 
 ALWAYS = {
-    "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     # Answers take seconds: which of two replicas has less to do is asked each time, not remembered for ten seconds.
     "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "0",
     "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "0.5",
-}
-ALONE = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the node's address is loopback: Ray's way of asking for it everywhere
-    "RAY_AUTH_MODE": "token",
 }
 
 
@@ -60,7 +48,7 @@ class RayServe:
     async def start(self, target: type, arguments: dict[str, Any], requests: int) -> Any:
         """The handle to the replicas, once they are all there. `requests` is how many one may be given at a time."""
         await self._run(self._connect)
-        _take_signals_back()
+        take_signals_back()
         handle = await self._run(partial(self._deploy, target, arguments, requests))
         while not await self._run(self._ready):
             await asyncio.sleep(LOOK_SECONDS)
@@ -76,33 +64,18 @@ class RayServe:
 
     def _connect(self) -> None:
         os.environ.update(ALWAYS)
-        if self.local:  # before Ray is imported: it reads them then
-            os.environ.update(ALONE, RAY_AUTH_TOKEN=secrets.token_hex(32))
-        import ray
-        import ray.serve
+        set_before(alone=self.local)
+        import ray.serve  # noqa: F401  (it sets up its loggers, which are silenced then)
 
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
-        told: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         self._begun = True
         if self.local:
             self._folder = Path(tempfile.mkdtemp(prefix="smelt-ray-"))
             least = self.placement.cpus * self.placement.replicas
-            ray.init(
-                address="local", num_cpus=max(os.cpu_count() or 1, int(least + 0.999)), include_dashboard=False,
-                object_store_memory=STORE_BYTES, _temp_dir=str(self._folder), **told,
-            )  # fmt: skip
+            start_alone(str(self._folder), num_cpus=max(os.cpu_count() or 1, int(least + 0.999)))
         else:
-            try:
-                _knock(self.placement.cluster)
-                ray.init(address=self.placement.cluster, **told)
-            except (OSError, ValueError, RuntimeError) as error:
-                raise SmeltError(
-                    f"there is no Ray cluster at {self.placement.cluster} that this machine belongs to, or it wants a "
-                    "token (RAY_AUTH_TOKEN); start one with `ray start`, and run this on one of its machines."
-                ) from error
-            if os.environ.get("RAY_AUTH_MODE") != "token":
-                log.warning("this Ray cluster asks for no token: whoever reaches its ports can run code on it")
+            join_cluster(self.placement.cluster)
         self._check_room()
 
     def _check_room(self) -> None:
@@ -155,20 +128,6 @@ class RayServe:
             ray.shutdown()
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _knock(address: str) -> None:
-    """Is anybody there? Ray itself would try for a minute and then end this process."""
-    host, colon, port = address.rpartition(":")
-    if colon:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()
-
-
-def _take_signals_back() -> None:
-    """Ray puts handlers of its own before those of Python, which print a stack for every SIGTERM."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.getsignal(number))
-        signal.siginterrupt(number, False)
 
 
 def _sentence(told: str) -> str:

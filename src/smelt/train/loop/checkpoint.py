@@ -59,6 +59,13 @@ def newest(folder: Path) -> Path | None:
     return max(_all(folder), key=_step, default=None)
 
 
+def way_out(folder: Path) -> str:
+    """What a user can do after a run has stopped whose checkpoints lie in `folder`."""
+    place = newest(folder)
+    where = "from the start, as there is no checkpoint yet" if place is None else f"from {place.name}"
+    return f"--resume goes on {where}."
+
+
 def clear_unfinished(folder: Path) -> None:
     """Make the folder, or remove what a process that was killed in the middle of its writing left in it."""
     with full_disk_told(folder):

@@ -6,14 +6,17 @@ The log is written line by line. A run that goes on from a checkpoint first drop
 from __future__ import annotations
 
 import json
+from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
 from smelt.errors import DataError, RecipeError
 from smelt.files import check_place, full_disk_told, write_whole
+from smelt.train.loop.config import TrainConfig
 
 FACTS, LINES, CHECKPOINTS, MODEL = "run.json", "run.jsonl", "checkpoints", "model"
 FORMAT = 1
+_TAIL = 1 << 16  # bytes; a line has less than a thousand
 
 
 class RunFolder:
@@ -35,6 +38,12 @@ class RunFolder:
         if self.path.is_dir() and not self.begun() and any(self.path.iterdir()):
             raise RecipeError(f"{self.path} is not empty and holds no run; give another --out.")
 
+    def require_for(self, config: TrainConfig, resume: bool) -> None:
+        """Free, or with a run that was begun as this one."""
+        self.require_free(resume)
+        if self.begun():
+            config.require_same(self.facts().get("config"), self.path)
+
     def facts(self) -> dict[str, Any]:
         found = _read_json(self.path / FACTS)
         if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -55,6 +64,16 @@ class RunFolder:
             raise DataError(f"{self.path / LINES} cannot be read ({error}).") from error
         return [_parsed(line, self.path / LINES) for line in text.split("\n")[:-1]]
 
+    def last_line(self) -> dict[str, Any] | None:
+        """The newest that is whole, without reading the others; None while there is none."""
+        try:
+            with (self.path / LINES).open("rb") as file:
+                file.seek(max(0, file.seek(0, SEEK_END) - _TAIL))
+                whole = file.read().split(b"\n")[:-1]
+        except FileNotFoundError:
+            return None
+        return _parsed(whole[-1].decode("utf-8"), self.path / LINES) if whole else None
+
     def keep_lines(self, last: int) -> None:
         """Those of steps up to `last`."""
         kept = [json.dumps(line) + "\n" for line in self.lines() if line["step"] <= last]
@@ -63,6 +82,13 @@ class RunFolder:
     def add_line(self, line: dict[str, Any]) -> None:
         with full_disk_told(self.path / LINES), (self.path / LINES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+
+
+def words_of(line: dict[str, Any], steps: int) -> str:
+    """A line of the log for people."""
+    told = f"  step {line['step']:,} of {steps:,}: loss {line['loss']:.4f}, {line['bytes'] / 1e6:.3g} MB a step"
+    measured = ", ".join(f"{name} {value:.4g}" for name, value in line.get("evaluation", {}).items())
+    return f"{told}, {line['seconds']:.1f} s" + (f"; held out: {measured}" if measured else "")
 
 
 def _parsed(line: str, path: Path) -> dict[str, Any]:

@@ -19,6 +19,14 @@ ENDED = "another worker has ended or does not answer"
 _told = threading.Lock()  # taken by the first sentence; a process says why it ends once
 
 
+class LostWorkerError(ResourceError):
+    """Another worker is gone; not this one's fault."""
+
+
+def backend_of(on_gpu: bool) -> str:
+    return "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # what workers agree on lies in the CPU's memory
+
+
 def join(device: str, timeout: float) -> torch.device:
     """Meet the workers that torchrun has started; without torchrun this process is the only one."""
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
@@ -27,7 +35,7 @@ def join(device: str, timeout: float) -> torch.device:
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(place)
-    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # what workers agree on lies in the CPU's memory
+    backend = backend_of(on_gpu)
     patience = timedelta(seconds=timeout)
     try:
         if "WORLD_SIZE" in os.environ:
@@ -49,7 +57,7 @@ def lost_workers_told(way_out: Callable[[], str]) -> Iterator[None]:
     except RuntimeError as error:
         if not _tells_lost_worker(error):
             raise
-        raise ResourceError(f"{ENDED}, so this one stops too; {way_out()}") from error
+        raise LostWorkerError(f"{ENDED}, so this one stops too; {way_out()}") from error
 
 
 def _tells_lost_worker(error: RuntimeError) -> bool:

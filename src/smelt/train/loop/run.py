@@ -31,7 +31,7 @@ from smelt.train.loop.checkpoint import Parts, Position
 from smelt.train.loop.clock import PhaseClock
 from smelt.train.loop.config import TrainConfig
 from smelt.train.loop.evaluate import evaluate
-from smelt.train.loop.folder import RunFolder
+from smelt.train.loop.folder import RunFolder, words_of
 from smelt.train.loop.gradients import Gradients, compressor_of
 from smelt.train.loop.images import images_task
 from smelt.train.loop.language import language_task
@@ -50,7 +50,8 @@ class Loop:
     def __init__(self, config: TrainConfig, out: Path, device: torch.device, *, resume: bool, resplit: bool) -> None:
         self.config, self.device, self.workers = config, device, Workers()
         self.folder = RunFolder(out)
-        state.together(self.workers, lambda: self._require_folder(resume), f"{out} is refused on another worker.")
+        refused = f"{out} is refused on another worker."
+        state.together(self.workers, lambda: self.folder.require_for(config, resume), refused)
         self.task = self._together(lambda: _task(config))
         self.task.network.to(device).train()
         self.clock = PhaseClock(device)
@@ -79,9 +80,7 @@ class Loop:
 
     def way_out(self) -> str:
         """What a user can do after this run has stopped."""
-        place = checkpoint.newest(self.folder.checkpoints)
-        where = "from the start, as there is no checkpoint yet" if place is None else f"from {place.name}"
-        return f"--resume goes on {where}."
+        return checkpoint.way_out(self.folder.checkpoints)
 
     def run(self) -> None:
         """To the last step."""
@@ -187,11 +186,6 @@ class Loop:
         config = self.config
         return evaluate(self.task, config.evaluate.samples, config.batch, config.precision, self.device)
 
-    def _require_folder(self, resume: bool) -> None:
-        self.folder.require_free(resume)
-        if self.folder.begun():
-            self.config.require_same(self.folder.facts().get("config"), self.folder.path)
-
     def _begin(self, resplit: bool) -> None:
         """Go on from the newest checkpoint, or begin; the log ends where the run begins."""
         place = checkpoint.newest(self.folder.checkpoints)
@@ -229,7 +223,7 @@ class Loop:
         now = perf_counter()
         if last or "evaluation" in line or now - self._spoke > _SECONDS_BETWEEN_WORDS:
             self._spoke = now
-            print(_words(line, self.config.steps), file=sys.stderr, flush=True)
+            print(words_of(line, self.config.steps), file=sys.stderr, flush=True)
 
     def _save_model(self) -> None:
         with whole_folder(self.folder.model) as temporary:
@@ -245,9 +239,3 @@ class Loop:
 
 def _task(config: TrainConfig) -> Task:
     return language_task(config) if config.task == "language" else images_task(config)
-
-
-def _words(line: dict[str, Any], steps: int) -> str:
-    told = f"  step {line['step']:,} of {steps:,}: loss {line['loss']:.4f}, {line['bytes'] / 1e6:.3g} MB a step"
-    measured = ", ".join(f"{name} {value:.4g}" for name, value in line.get("evaluation", {}).items())
-    return f"{told}, {line['seconds']:.1f} s" + (f"; held out: {measured}" if measured else "")
