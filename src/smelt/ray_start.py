@@ -12,6 +12,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 from typing import Any
 
 from smelt.errors import ResourceError
@@ -30,8 +31,13 @@ KNOCK_SECONDS = 3.0
 def set_before(alone: bool) -> None:
     """What Ray reads when it is imported, and never again."""
     os.environ.update(ALWAYS)
-    if alone:
+    if alone and sys.modules.get("ray") is None:
         os.environ.update(ALONE, RAY_AUTH_TOKEN=secrets.token_hex(32))
+    elif alone and not all(os.environ.get(name) == value for name, value in ALONE.items()):
+        raise ResourceError(
+            "ray was imported before, so that a Ray that is started here would be open to others; import it later, or "
+            "call ray.init yourself."
+        )
 
 
 def start_alone(folder: str, **more: Any) -> None:

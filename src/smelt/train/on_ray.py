@@ -102,7 +102,7 @@ def _require(config: TrainConfig, workers: int, restarts: int, gpu: bool) -> Non
 def _ray(address: str | None) -> Iterator[None]:
     """Ray, for as long as it is needed; one that was there before stays."""
     os.environ.update(_ALWAYS if address else {**_ALWAYS, **_HERE})
-    set_before(alone=address is None and "ray" not in sys.modules)
+    set_before(alone=address is None and not _joined())
     try:
         import ray.train.torch
     except ImportError as error:
@@ -117,6 +117,12 @@ def _ray(address: str | None) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+def _joined() -> bool:
+    """Whether this process has a Ray already."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
 
 
 def _connect(address: str | None, folder: str) -> None:
