@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification
 
-from smelt.checkpoint import Checkpoint
+from smelt.compression.checkpoint import Checkpoint
 from smelt.measure.machine import machine
 from smelt.models.load import load, resolve
 from smelt.models.model import Model

@@ -23,15 +23,15 @@ from common import table, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from smelt.compression.base import Context
+from smelt.compression.recipe.methods import make
 from smelt.kernels.linear import Inputs, Packed, choose
 from smelt.measure.clock import stopwatch, time_call
 from smelt.measure.latency import decode_latency, latency
-from smelt.method import Context
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, Scheme, quantized_layers
 from smelt.numerics.catalogue import format_named
-from smelt.recipes.methods import make
 
 GROUP = 64  # 576 inputs are no multiple of 128
 SHAPES = ((576, 576), (192, 576), (1536, 576), (576, 1536), (2048, 2048), (8192, 2048))

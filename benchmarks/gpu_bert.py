@@ -15,11 +15,11 @@ import torch
 from common import table, write
 from transformers import BertConfig, BertForSequenceClassification
 
+from smelt.compression.base import Context
+from smelt.compression.recipe.methods import make
 from smelt.measure.latency import compare_latency
 from smelt.measure.memory import PeakMemory
-from smelt.method import Context
 from smelt.models.model import Model
-from smelt.recipes.methods import make
 
 SAMPLES, LENGTH, BATCH, KEEP = 2048, 128, 32, 0.6
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -16,11 +16,11 @@ import torch
 from common import table, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from smelt.compression.base import Context
+from smelt.compression.recipe.methods import make
 from smelt.measure.cost import count_bytes
-from smelt.method import Context
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
-from smelt.recipes.methods import make
 
 SAMPLES, LENGTH, BATCH = 128, 2048, 8
 SHAPE = {

@@ -24,7 +24,7 @@ import torch
 from common import copy_bandwidth, graph_seconds, table, write
 from torch import Tensor
 
-from smelt.kernels.compact import add_and_compact, compact_path
+from smelt.kernels.threshold_select import add_and_compact, compact_path
 
 SEED, SLOTS = 0, 2.0
 SIZES = {"cuda": [25_000_000, 1_000_000_000], "cpu": [25_000_000]}
@@ -160,7 +160,7 @@ def _shared(pairs: list[tuple[Tensor, Tensor]], threshold: float, slots: int) ->
 
 
 def _tuned(pairs: list[tuple[Tensor, Tensor]], threshold: float, slots: int) -> list[tuple[str, float]]:
-    from smelt.kernels.gpu import compact as kernel
+    from smelt.kernels.gpu import threshold_select as kernel
 
     mine = kernel.words_for(len(pairs[0][0]) // kernel.BITS)
     ways = [(tiles, mine) for tiles in TILES] + [(kernel.TILES, words) for words in WORDS if words != mine]

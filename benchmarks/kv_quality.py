@@ -19,12 +19,12 @@ from common import kept_rows, mean, table, write
 from kv_tasks import Asked, asked
 from torch import Tensor
 
-from smelt.kv.budget import kept
-from smelt.kv.budgets import budget_named
-from smelt.kv.observe import Reading, logits_after, shape_of
-from smelt.kv.profile import Profile, ratios
-from smelt.kv.profiling import read_for, scored
-from smelt.kv.scorers import SCORERS, scorer_named
+from smelt.kvcache.eviction.budget import kept
+from smelt.kvcache.eviction.budgets import budget_named
+from smelt.kvcache.eviction.observe import Reading, logits_after, shape_of
+from smelt.kvcache.eviction.profile import Profile, ratios
+from smelt.kvcache.eviction.profiling import read_for, scored
+from smelt.kvcache.eviction.scorers import SCORERS, scorer_named
 from smelt.models.load import load
 from smelt.models.model import Model
 

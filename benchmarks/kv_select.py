@@ -21,20 +21,20 @@ import torch
 from common import kept_rows, mean, table, write
 from kv_tasks import Asked, asked
 
-from smelt.kv.select.attend import SelectedAttention
-from smelt.kv.select.digest import DIGESTS, Digest, digest_named
-from smelt.kv.select.digested import Digested
-from smelt.kv.select.host import HostPages
-from smelt.kv.select.resident import Residence, Residents
-from smelt.kv.select.selection import Selection
-from smelt.kv.select.shape import selectable_heads, trace_shape
-from smelt.kv.select.trace import Recorder, Trace
+from smelt.kvcache.selection.attend import SelectedAttention
+from smelt.kvcache.selection.digested import Digested
+from smelt.kvcache.selection.host import HostPages
+from smelt.kvcache.selection.page_cache import Residence, Residents
+from smelt.kvcache.selection.page_summary import DIGESTS, Digest, digest_named
+from smelt.kvcache.selection.selection import Selection
+from smelt.kvcache.selection.shape import selectable_heads, trace_shape
+from smelt.kvcache.selection.trace import Recorder, Trace
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.request import Request, State
 from smelt.serve.engine.sampling import Sampling
 from smelt.serve.engine.scheduler import Piece, Step
-from smelt.serve.engine.selecting import SelectingRunner
+from smelt.serve.engine.sparse_runner import SelectingRunner
 
 SINK, WINDOW = 2, 2
 SHARES = (1.0, 0.5, 0.25, 0.125)

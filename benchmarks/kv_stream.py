@@ -25,7 +25,7 @@ from kv_stream_text import QUESTION, drawn_text, with_passkey
 from kv_stream_video import film, small_network
 from torch.nn import functional as F
 
-from smelt.kv.pot import InfiniPot, InfiniPotV, Recent, TextStream, Uniform, VideoStream
+from smelt.kvcache.streaming import InfiniPot, InfiniPotV, Recent, TextStream, Uniform, VideoStream
 from smelt.models.load import load
 from smelt.models.model import Model
 

@@ -16,8 +16,8 @@ import torch
 from common import table, write
 from torch import Tensor
 
-from smelt.kv.clusters import SCOPES, clusters, pages, waste
-from smelt.kv.profile import Profile
+from smelt.kvcache.eviction.clusters import SCOPES, clusters, pages, waste
+from smelt.kvcache.eviction.profile import Profile
 
 TOKENS, SINK, WINDOW, BLOCK, SEEDS = 32768, 4, 64, 16, 3
 SIZES = (2, 3, 4, 8)

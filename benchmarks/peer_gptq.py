@@ -21,13 +21,13 @@ import torch
 from common import mean, shared, table, write
 from safetensors.torch import save_file
 
+from smelt.compression.base import Context
+from smelt.compression.recipe.methods import make
 from smelt.data import load_text, text_batches
 from smelt.measure.perplexity import tokens_of
-from smelt.method import Context
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import decoded
-from smelt.recipes.methods import make
 
 CONTEXT = 1024
 SETTINGS = {"method": "gptq", "format": "int4-wide/64@float32", "damping": 0.01, "act_order": True}

@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from common import kept_machine, kept_rows, mean, shared, table, write
 
+from smelt.compression.base import Context
+from smelt.compression.recipe.methods import make
 from smelt.data import TextData, load_text, text_batches
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.perplexity import perplexity
-from smelt.method import Context
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import decoded
-from smelt.recipes.methods import make
 
 CONTEXT, LENGTH, BATCH = 1024, 1024, 8
 PROMPTS, PROMPT, ANSWER = 64, 64, 64  # how many prompts the float model answers, their tokens, and its answers

@@ -19,10 +19,10 @@ from typing import Any
 
 from common import table, write
 
+from smelt.compression.recipe.plan import plan
+from smelt.compression.recipe.recipe import Recipe
 from smelt.measure.latency import compare_latency, decode_latency
 from smelt.models.load import load
-from smelt.recipes.plan import plan
-from smelt.recipes.recipe import Recipe
 
 RECIPE = Path(__file__).parents[1] / "examples" / "prune-20.yaml"
 ROUNDS = 5

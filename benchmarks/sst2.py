@@ -11,10 +11,10 @@ from typing import Any
 
 from common import KeptGradients, mean, minilm_sst2, shared, table, write
 
+from smelt.compression.base import Context
+from smelt.compression.recipe.methods import make
 from smelt.data import LabelledData, labelled_batches, load_labelled
 from smelt.measure.task import task_quality
-from smelt.method import Context
-from smelt.recipes.methods import make
 
 SEEDS = (0, 1, 2)
 BUDGETS = (0.75, 0.6, 0.5)

@@ -15,9 +15,9 @@ import numpy as np
 from common import KeptGradients, minilm_sst2, shared, table, write
 from sst2 import AUTHORS, BATCH, BUDGETS, LENGTH, SAMPLES, STAGES
 
+from smelt.compression.base import Context, make
 from smelt.data import labelled_batches, load_labelled
 from smelt.measure.task import task_quality
-from smelt.method import Context, make
 
 
 def main() -> None:

@@ -23,13 +23,13 @@ import torch
 import torch.distributed as distributed
 import transformers
 
+from smelt.config import parse
 from smelt.errors import SmeltError
-from smelt.train.loop.clock import PHASES
-from smelt.train.loop.config import TrainConfig
-from smelt.train.loop.folder import RunFolder
-from smelt.train.loop.join import join
-from smelt.train.loop.reading import parse
-from smelt.train.loop.run import Loop
+from smelt.train.trainer.clock import PHASES
+from smelt.train.trainer.config import TrainConfig
+from smelt.train.trainer.folder import RunFolder
+from smelt.train.trainer.join import join
+from smelt.train.trainer.run import Loop
 
 _MEASURED = 2**23  # bytes of the all-reduce that tells the bandwidth
 

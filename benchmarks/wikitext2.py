@@ -15,12 +15,12 @@ from typing import Any
 
 from common import KeptGradients, kept_rows, mean, shared, table, write
 
+from smelt.compression.base import Context
+from smelt.compression.recipe.methods import make
 from smelt.data import TextData, load_text, text_batches
 from smelt.measure.perplexity import perplexity
-from smelt.method import Context
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.recipes.methods import make
 
 REMOVED = (0.1, 0.2, 0.3)
 CONTEXT, LENGTH, BATCH = 1024, 256, 4

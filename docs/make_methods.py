@@ -14,8 +14,8 @@ import re
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from smelt.method import Method
-from smelt.recipes.methods import METHODS
+from smelt.compression.base import Method
+from smelt.compression.recipe.methods import METHODS
 
 PAGE = Path(__file__).parent / "methods.md"
 INTRODUCTION = """\

@@ -18,11 +18,11 @@ import pytest
 import yaml
 from typer.main import get_command
 
-import smelt.method
+import smelt.compression.base
 from smelt.cli.app import app_with
-from smelt.method import METHODS
+from smelt.compression.base import METHODS
+from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
 from smelt.models.families import FAMILIES
-from smelt.recipes.recipe import CalibrationSettings, EvaluationSettings, Recipe
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -143,12 +143,12 @@ def test_python_in_the_readme_is_under_ten_lines() -> None:
 def test_the_worked_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The method on the page, put where the page says, passes the test on the page."""
     method_text, test_text = blocks(WORKED_EXAMPLE, "python")
-    example, its_test = ModuleType("smelt.prune.activation"), ModuleType("test_activation")
-    monkeypatch.setattr("smelt.method.METHODS", {})  # so that the example does not stay on the list
+    example, its_test = ModuleType("smelt.compression.pruning.activation"), ModuleType("test_activation")
+    monkeypatch.setattr("smelt.compression.base.METHODS", {})  # so that the example does not stay on the list
     for module, text in ((example, method_text), (its_test, test_text)):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(compile(text, module.__name__, "exec", dont_inherit=True), module.__dict__)
-    assert list(smelt.method.METHODS) == ["activation"]
+    assert list(smelt.compression.base.METHODS) == ["activation"]
     for family in its_test.test_silent_units_go_first.pytestmark[0].args[1]:
         its_test.test_silent_units_go_first(family)
 

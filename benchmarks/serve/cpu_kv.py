@@ -16,11 +16,11 @@ from common import table, write
 from long_prompts import answered, headings_of_runs, row_of_run
 
 from smelt.data.default import default_documents
-from smelt.kv.budgets import budget_named
-from smelt.kv.observe import shape_of
-from smelt.kv.profile import Profile
-from smelt.kv.profiling import kept_shares, samples
-from smelt.kv.scorers import scorer_named
+from smelt.kvcache.eviction.budgets import budget_named
+from smelt.kvcache.eviction.observe import shape_of
+from smelt.kvcache.eviction.profile import Profile
+from smelt.kvcache.eviction.profiling import kept_shares, samples
+from smelt.kvcache.eviction.scorers import scorer_named
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine

@@ -19,9 +19,9 @@ from common import table, write
 from cpu_kv import MODEL, SEED, profile_of, words_of
 from long_prompts import answered, headings_of_runs, row_of_run
 
+from smelt.kernels.kv_quant import INT8, NAMES
 from smelt.kernels.paged import Pages
-from smelt.kernels.row_format import INT8, NAMES
-from smelt.kv.profiling import samples
+from smelt.kvcache.eviction.profiling import samples
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.attention import NAME, PagedCache, attending, block_bytes, paged

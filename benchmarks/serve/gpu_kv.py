@@ -21,12 +21,12 @@ from common import compiling, copy_bandwidth, table, write
 from gpu_engine import COMMON, SEED, random_network
 from long_prompts import answered, headings_of_runs, row_of_run
 
-from smelt.kernels.row_format import NAMES
-from smelt.kv.budget import check_keep
-from smelt.kv.profile import Profile, Shape
+from smelt.kernels.kv_quant import NAMES
+from smelt.kvcache.eviction.budget import check_keep
+from smelt.kvcache.eviction.profile import Profile, Shape
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.kinds import told
+from smelt.serve.engine.kv_dtype import told
 
 LAYERS, KV_HEADS, WIDTH = 32, 8, 128
 

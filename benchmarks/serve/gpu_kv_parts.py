@@ -16,13 +16,13 @@ import torch
 from common import copy_bandwidth, graph_seconds, table, write
 from gpu_engine import COMMON
 
-from smelt.kernels.gpu.chip import processors
+from smelt.kernels.gpu.arch import processors
 from smelt.kernels.gpu.paged import Tokens, paged_decode, splits_for
 from smelt.kernels.gpu.pages import HeadPages
-from smelt.kernels.gpu.rotation import Rotation
-from smelt.kernels.row_format import NAMES, RowFormat, stored
-from smelt.kv.splits import splits
-from smelt.serve.engine.ragged.parts import parts_of, work_of
+from smelt.kernels.gpu.rope import Rotation
+from smelt.kernels.kv_quant import NAMES, RowFormat, stored
+from smelt.kvcache.eviction.splits import splits
+from smelt.serve.engine.per_head.parts import parts_of, work_of
 
 KV_HEADS, WIDTH = 8, 128
 SKEWED = (1.0, 0.5, 0.25, 0.25, 0.1, 0.1, 0.05, 0.05)  # of what heads keep

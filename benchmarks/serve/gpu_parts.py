@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from smelt.kernels.gpu import paged, vector
-from smelt.kernels.gpu.chip import processors
-from smelt.kernels.gpu.rotation import Rotation
+from smelt.kernels.gpu.arch import processors
+from smelt.kernels.gpu.rope import Rotation
 from smelt.kernels.paged import Pages
 
 SEED, SIZE = 0, 16

@@ -18,7 +18,7 @@ from common import table, write
 
 from smelt.data.default import default_documents
 from smelt.serve.engine.attention import block_bytes
-from smelt.serve.engine.capped.pages import pot_block_bytes
+from smelt.serve.engine.bounded.pages import pot_block_bytes
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampling import Sampling

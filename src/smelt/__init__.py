@@ -5,32 +5,45 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from smelt.version import __version__
+
 if TYPE_CHECKING:
+    from smelt.compression.recipe.plan import plan
+    from smelt.compression.recipe.recipe import Recipe
+    from smelt.compression.recipe.run import compress
     from smelt.measure.evaluate import evaluate
     from smelt.measure.paired import compare
     from smelt.models.load import load
     from smelt.models.model import Model
-    from smelt.recipes.plan import plan
-    from smelt.recipes.recipe import Recipe
-    from smelt.recipes.run import compress
+    from smelt.serve.engine.async_engine import LiveEngine
     from smelt.serve.engine.engine import Engine
-    from smelt.serve.engine.live import LiveEngine
     from smelt.serve.engine.sampling import Sampling
 
-__version__ = "0.1.0"
-__all__ = ["Engine", "LiveEngine", "Model", "Recipe", "Sampling", "compare", "compress", "evaluate", "load", "plan"]
+__all__ = [
+    "Engine",
+    "LiveEngine",
+    "Model",
+    "Recipe",
+    "Sampling",
+    "__version__",
+    "compare",
+    "compress",
+    "evaluate",
+    "load",
+    "plan",
+]
 
 _HOMES = {
     "Engine": "smelt.serve.engine.engine",
-    "LiveEngine": "smelt.serve.engine.live",
+    "LiveEngine": "smelt.serve.engine.async_engine",
     "Model": "smelt.models.model",
-    "Recipe": "smelt.recipes.recipe",
+    "Recipe": "smelt.compression.recipe.recipe",
     "Sampling": "smelt.serve.engine.sampling",
     "compare": "smelt.measure.paired",
-    "compress": "smelt.recipes.run",
+    "compress": "smelt.compression.recipe.run",
     "evaluate": "smelt.measure.evaluate",
     "load": "smelt.models.load",
-    "plan": "smelt.recipes.plan",
+    "plan": "smelt.compression.recipe.plan",
 }
 
 

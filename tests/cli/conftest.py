@@ -27,13 +27,13 @@ import yaml
 from transformers import PreTrainedModel
 
 import smelt
-import smelt.recipes.plan
-import smelt.recipes.run
+import smelt.compression.recipe.plan
+import smelt.compression.recipe.run
 from smelt.cli.main import main
+from smelt.compression.recipe.recipe import Recipe
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.verify import outputs, probe
-from smelt.recipes.recipe import Recipe
 from tests.character_tokenizer import character_tokenizer
 from tests.trained import labelled_rows, sentences, trained_bert, trained_llama
 
@@ -112,7 +112,7 @@ def pruned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The language model after its recipe, not repaired so that it is worse, as `smelt compress` wrote it."""
     recipe = Recipe.parse(llama_recipe(place, finish="none", budget={"parameters": 0.7}))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(smelt.recipes.run, "verify", _prove_here)
+        patch.setattr(smelt.compression.recipe.run, "verify", _prove_here)
         return smelt.compress(place / "llama", recipe, tmp_path_factory.mktemp("pruned") / "out", speed=False).folder
 
 
@@ -136,8 +136,8 @@ def smelt_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Smelt]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what other tests look at and what takes its time: the clean process, and timing the machine to plan."""
-    monkeypatch.setattr(smelt.recipes.run, "verify", _prove_here)
-    monkeypatch.setattr(smelt.recipes.plan, "matrix_speed", lambda: 1e10)
+    monkeypatch.setattr(smelt.compression.recipe.run, "verify", _prove_here)
+    monkeypatch.setattr(smelt.compression.recipe.plan, "matrix_speed", lambda: 1e10)
 
 
 def _prove_here(model: Model, folder: Path) -> None:
@@ -214,9 +214,9 @@ def _child(arguments: tuple[str, ...], out: Path, err: Path, moment: Moment | No
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     torch.set_num_threads(1)
-    smelt.recipes.plan.matrix_speed = lambda: 1e10
+    smelt.compression.recipe.plan.matrix_speed = lambda: 1e10
     if quick:
-        smelt.recipes.run.verify = _prove_here
+        smelt.compression.recipe.run.verify = _prove_here
     if moment is not None:
         _arrange(moment)
     try:

@@ -14,8 +14,8 @@ import pytest
 
 import smelt
 from smelt.cli.app import COMMANDS
+from smelt.compression.base import METHODS
 from smelt.measure.cost import block_parameters, count_bytes, count_parameters
-from smelt.method import METHODS
 from smelt.models.load import load
 from tests.cli.conftest import Place, Smelt
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import transformers
 
-from smelt.budget import MEASURES
+from smelt.compression.budget import MEASURES
+from smelt.compression.pruning.base import StructuredPruning
+from smelt.compression.quantization.base import Quantization
+from smelt.compression.recipe.methods import METHODS
 from smelt.measure.cost import block_parameters, count_bytes, count_parameters
 from smelt.models.load import load
-from smelt.prune.frame import StructuredPruning
-from smelt.quantize.frame import Quantization
-from smelt.recipes.methods import METHODS
 from tests.character_tokenizer import character_tokenizer
 from tests.cli.conftest import Done, Place, Smelt, bert_recipe, llama_recipe, same_bytes
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smelt.recipes.plan import Plan
+from smelt.compression.recipe.plan import Plan
 from tests.cli.conftest import Forked, Place, Smelt, llama_recipe, same_bytes
 
 pytestmark = pytest.mark.usefixtures("quick")

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from smelt.kv.budgets import budget_named
-from smelt.kv.observe import shape_of
-from smelt.kv.profile import Profile
-from smelt.kv.profiling import kept_shares, samples
-from smelt.kv.scorers import scorer_named
+from smelt.kvcache.eviction.budgets import budget_named
+from smelt.kvcache.eviction.observe import shape_of
+from smelt.kvcache.eviction.profile import Profile
+from smelt.kvcache.eviction.profiling import kept_shares, samples
+from smelt.kvcache.eviction.scorers import scorer_named
 from smelt.models.load import load
 from tests.cli.conftest import Place, Smelt
 

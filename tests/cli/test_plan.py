@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from smelt.method import METHODS
+from smelt.compression.base import METHODS
 from tests.character_tokenizer import character_tokenizer
 from tests.cli.conftest import Forked, Place, Smelt, llama_recipe
 

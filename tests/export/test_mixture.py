@@ -9,10 +9,10 @@ import pytest
 import torch
 import transformers as hf
 
-import smelt.quantize  # noqa: F401  (puts the methods on the list)
+import smelt.compression.quantization  # noqa: F401  (puts the methods on the list)
+from smelt.compression.base import Context, make
 from smelt.errors import FormatError
 from smelt.export.run import export
-from smelt.method import Context, make
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from smelt.kernels.cpu import build, compact, feedback
+from smelt.kernels.cpu import build
+from smelt.kernels.cpu import gptq_rounding as feedback
+from smelt.kernels.cpu import threshold_select as compact
 from smelt.kernels.cpu.build import ensure_compiled, load_library, load_units
 
 LIBRARY = load_library()

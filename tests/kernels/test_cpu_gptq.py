@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from smelt.kernels.cpu.feedback import gptq_block, library
-from smelt.kernels.feedback import CPU, block_path, block_rounding
+from smelt.compression.quantization import gptq_rounding as feedback
+from smelt.compression.quantization.gptq_rounding import _round_columns, gptq
+from smelt.kernels.cpu.gptq_rounding import gptq_block, library
+from smelt.kernels.gptq_rounding import CPU, block_path, block_rounding
 from smelt.kernels.linear import using
 from smelt.numerics import Grid
 from smelt.numerics.integer import Integer
-from smelt.quantize import feedback
-from smelt.quantize.feedback import _round_columns, gptq
 
 LIBRARY = library()
 KINDS = ["symmetric", "zeros", "fractions"]
@@ -96,7 +96,7 @@ def test_any_shape(two_threads: None, kind: str, rows: int, columns: int) -> Non
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_any_number_of_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     """Five are more than there are tiles of rows."""
-    monkeypatch.setattr("smelt.kernels.cpu.feedback.threads_for", lambda work: threads)
+    monkeypatch.setattr("smelt.kernels.cpu.gptq_rounding.threads_for", lambda work: threads)
     check("zeros", block_of("zeros", 50, 96))
     check("zeros", block_of("zeros", 3, 96))
 
@@ -192,6 +192,6 @@ def test_the_reference_can_be_asked_for() -> None:
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMELT_COMPILE", "0")
-    monkeypatch.setattr("smelt.kernels.cpu.feedback.library", library.__wrapped__)  # not the one that was loaded before
+    monkeypatch.setattr("smelt.kernels.cpu.gptq_rounding.library", library.__wrapped__)
     assert block_path(HERE) == "reference"
     assert block_rounding(HERE) is None

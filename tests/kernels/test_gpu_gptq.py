@@ -13,7 +13,7 @@ from smelt.numerics.integer import Integer
 
 
 def column_by_column(weight: Tensor, factor: Tensor, grid: Grid, number_format: Integer) -> tuple[Tensor, Tensor]:
-    """As `smelt.quantize` rounds a block: grid [rows, columns, 1]."""
+    """As `smelt.compression.quantization` rounds a block: grid [rows, columns, 1]."""
     part = weight.clone()
     codes, errors = torch.empty(part.shape, dtype=torch.uint8, device=part.device), torch.empty_like(part)
     for column in range(part.shape[1]):

@@ -11,6 +11,11 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from smelt.cli.inspect import describe
+from smelt.compression.base import Context
+from smelt.compression.quantization.rilq import Rilq
+from smelt.compression.quantization.rtn import RoundToNearest
+from smelt.compression.recipe.plan import plan
+from smelt.compression.recipe.recipe import Recipe
 from smelt.measure.cost import (
     Workload,
     active_parameters,
@@ -21,7 +26,6 @@ from smelt.measure.cost import (
     unit_costs,
     unit_parameters,
 )
-from smelt.method import Context
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import save_artifact
 from smelt.models.experts import take_apart
@@ -29,10 +33,6 @@ from smelt.models.load import skeleton
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.models.surgery import keep_units
-from smelt.quantize.rilq import Rilq
-from smelt.quantize.rtn import RoundToNearest
-from smelt.recipes.plan import plan
-from smelt.recipes.recipe import Recipe
 from tests.mixtures import CHOSEN, EXPERTS, fused
 from tests.tiny import BUILDS
 
@@ -133,7 +133,7 @@ def test_low_rank_factors_are_counted(name: str, tmp_path: Path) -> None:
 
 
 def test_a_plan_counts_the_factors_that_will_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("smelt.recipes.plan.matrix_speed", lambda: 1e10)
+    monkeypatch.setattr("smelt.compression.recipe.plan.matrix_speed", lambda: 1e10)
     _, model = with_factors(BUILDS["llama"])
     save_artifact(Model(BUILDS["llama"]()), tmp_path)
     quantiser = RoundToNearest(bits=4, group=16)

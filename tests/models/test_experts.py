@@ -11,11 +11,11 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-import smelt.prune  # noqa: F401  (puts the methods on the list)
-from smelt.calibrate.masks import masked, unit_masks
+import smelt.compression.pruning  # noqa: F401  (puts the methods on the list)
+from smelt.compression.base import Context, make
+from smelt.compression.calibration.masks import masked, unit_masks
 from smelt.errors import ModelError, RecipeError
 from smelt.measure.cost import Workload, active_parameters, block_cost, block_parameters, unit_bytes, unit_macs
-from smelt.method import Context, make
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.experts import SeparateExperts

@@ -14,6 +14,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from smelt.cli.app import app_with
+from smelt.compression.recipe.inputs import measure_quality
+from smelt.compression.recipe.recipe import EvaluationSettings
 from smelt.data import TextData
 from smelt.data.labelled import LabelledData
 from smelt.errors import DataError, FormatError, ModelError
@@ -26,8 +28,6 @@ from smelt.models.model import Model
 from smelt.models.surgery import keep_units
 from smelt.numerics.catalogue import FORMATS, format_named
 from smelt.numerics.error import signal_to_noise
-from smelt.recipes.inputs import measure_quality
-from smelt.recipes.recipe import EvaluationSettings
 from tests.character_tokenizer import character_tokenizer
 from tests.tiny import BUILDS, DECODER, DECODERS, inputs
 

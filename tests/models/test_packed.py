@@ -11,12 +11,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from smelt.budget import Budget
 from smelt.cache import cache_folder
+from smelt.compression.base import Context
+from smelt.compression.budget import Budget
+from smelt.compression.pruning.magnitude import Magnitude
+from smelt.compression.quantization.lfq import LogitLoss
+from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import FormatError, ModelError
 from smelt.export.run import export
 from smelt.measure.cost import count_bytes, count_parameters
-from smelt.method import Context
 from smelt.models.artifact import save_artifact
 from smelt.models.bundled import bundled_gguf
 from smelt.models.gguf import gguf_config, gguf_packed, gguf_tensors, read_gguf
@@ -25,9 +28,6 @@ from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.catalogue import name_of
-from smelt.prune.magnitude import Magnitude
-from smelt.quantize.lfq import LogitLoss
-from smelt.quantize.rtn import RoundToNearest
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling import Sampling
 from tests.models.gguf_files import Gguf, Tensor, matrix

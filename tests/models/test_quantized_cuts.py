@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from smelt.compression.base import Context
+from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import ModelError
 from smelt.measure.cost import Workload, block_cost, unit_costs
-from smelt.method import Context
 from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, Scheme, quantized_layers
 from smelt.models.surgery import keep_units
 from smelt.numerics.catalogue import FORMATS, format_named
-from smelt.quantize.rtn import RoundToNearest
 from tests.tiny import BUILDS, inputs
 
 OTHERS = ["int3-asym/32@float16", "int5/16", "mxfp6-e2m3/8", "int4/tensor", "nvfp4/32", "int8/256"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smelt.calibrate.masks import masked, unit_masks
+from smelt.compression.calibration.masks import masked, unit_masks
 from smelt.models.anatomy import anatomy_of
 from smelt.models.surgery import keep_units, restore_shape, scale_units
 from tests.tiny import BUILDS, DECODERS, TRANSFORMERS, inputs

@@ -17,7 +17,7 @@ import torch
 import transformers as hf
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.serve.test_text import byte_tokenizer
+from tests.serve.test_detokenizer import byte_tokenizer
 from tests.tiny import DECODER
 
 CONTEXT = 2048

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from smelt.compression.base import Context
+from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import ModelError, RequestError
-from smelt.method import Context
 from smelt.models.model import Model
-from smelt.quantize.rtn import RoundToNearest
 from smelt.serve.engine.engine import Engine
 from tests.serve.test_engine import GREEDY, SMALL, expected, prompts, run
 from tests.tiny import BUILDS

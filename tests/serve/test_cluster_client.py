@@ -19,13 +19,13 @@ import pytest
 
 import smelt
 from smelt.errors import RequestError, SmeltError
-from smelt.serve.api.settings import Limits
 from smelt.serve.cluster import client as client_file
 from smelt.serve.cluster.client import ATTEMPTS, MISSED_SECONDS, ClusterClient
 from smelt.serve.cluster.placement import Placement, placed
 from smelt.serve.cluster.ray_serve import RayServe, _sentence
 from smelt.serve.cluster.supervisor import ClusterSupervisor
 from smelt.serve.engine.sampling import Sampling
+from smelt.serve.server.settings import Limits
 from smelt.serve.worker.client import TokenEvent, WorkerDied
 
 STATE = {"running": 1, "waiting": 0, "blocks": 8, "blocks_used": 2, "steps": 5, "computed_tokens": 9}

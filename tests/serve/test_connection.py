@@ -11,8 +11,8 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from smelt.serve.api.connection import Connection
-from smelt.serve.api.settings import Limits
+from smelt.serve.server.connection import Connection
+from smelt.serve.server.settings import Limits
 
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter, list[str]], Awaitable[None]]

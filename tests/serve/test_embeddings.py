@@ -15,10 +15,10 @@ import torch
 import transformers as hf
 
 from smelt.errors import ModelError
-from smelt.serve.api.app import create_app
-from smelt.serve.api.service import Service
-from smelt.serve.api.settings import Settings
 from smelt.serve.encoder import Encoder, _positions
+from smelt.serve.server.app import create_app
+from smelt.serve.server.service import Service
+from smelt.serve.server.settings import Settings
 from smelt.serve.worker.client import EngineClient
 from tests.character_tokenizer import character_tokenizer
 from tests.serve.pretending import pretending

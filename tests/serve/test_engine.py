@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from smelt.compression.base import Context
+from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import ModelError, RequestError
-from smelt.method import Context
 from smelt.models.model import Model
-from smelt.quantize.rtn import RoundToNearest
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.request import Request, State
 from smelt.serve.engine.sampling import Sampling

@@ -13,14 +13,14 @@ import torch
 
 from tests.kernels.gpu_machine import DEVICE, HALF, distance  # isort: skip  (before anything imports Triton)
 
-from smelt.kernels.gpu.decoder import add_norm, embed, gate, most_likely
+from smelt.kernels.gpu.fused_ops import add_norm, embed, gate, most_likely
 from smelt.kernels.gpu.paged import Tokens, paged_decode, paged_prefill, splits_for
-from smelt.kernels.gpu.rotation import Rotation, rotate_write
+from smelt.kernels.gpu.rope import Rotation, rotate_write
 from smelt.kernels.gpu.vector import product
+from smelt.kernels.kv_quant import INT4, INT8, NAMES, WORD, RowFormat, packed, stored
 from smelt.kernels.paged import Pages, paged_reference
-from smelt.kernels.row_format import INT4, INT8, NAMES, WORD, RowFormat, packed, stored
 from smelt.models.model import Model
-from smelt.serve.engine import assembly
+from smelt.serve.engine import factory as assembly
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.runners import gpu_runner, runner_for
 from smelt.serve.engine.sampling import Sampling
@@ -276,8 +276,8 @@ def test_the_most_likely_token_is_the_first_of_equals() -> None:
 def test_rotation_and_writing(
     normed: bool, kind: str | None, width: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("smelt.kernels.gpu.rotation.MANY", 1)
-    monkeypatch.setattr("smelt.kernels.gpu.rotation.TOGETHER", together)
+    monkeypatch.setattr("smelt.kernels.gpu.rope.MANY", 1)
+    monkeypatch.setattr("smelt.kernels.gpu.rope.TOGETHER", together)
     torch.manual_seed(3)
     heads, kv_heads, tokens = 4, 2, 5
     rows = None if kind is None else RowFormat.of(kind, width)

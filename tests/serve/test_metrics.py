@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from smelt.serve.api.meters import Meters, one_two_five
-from smelt.serve.api.metrics import Histogram, Single, exposition
+from smelt.serve.server.metrics import Meters, one_two_five
+from smelt.serve.server.prometheus import Histogram, Single, exposition
 from tests.serve.served import NAME, Server, pieces
 
 NAMES = {

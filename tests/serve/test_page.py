@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smelt.serve.api.page import PAGE, POLICY
+from smelt.serve.server.page import PAGE, POLICY
 from tests.serve.browser import CHROMIUM, Browser
 from tests.serve.served import Server
 

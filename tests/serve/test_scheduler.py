@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from smelt.errors import RequestError
 from smelt.serve.engine.blocks import BlockPool, chained, root_digest
-from smelt.serve.engine.memory import PlainMemory
+from smelt.serve.engine.kv_cache_manager import PlainMemory
 from smelt.serve.engine.request import Request, State
 from smelt.serve.engine.sampling import Sampling
 from smelt.serve.engine.scheduler import Scheduler, Step

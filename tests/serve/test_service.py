@@ -12,11 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
-from smelt.serve.api import generation, stream
-from smelt.serve.api.app import create_app
-from smelt.serve.api.service import Service
-from smelt.serve.api.settings import Limits, Settings
-from smelt.serve.api.texts import Texts, _Decoder
+from smelt.serve.server import generation, stream
+from smelt.serve.server.app import create_app
+from smelt.serve.server.service import Service
+from smelt.serve.server.settings import Limits, Settings
+from smelt.serve.server.tokenization import Texts, _Decoder
 from smelt.serve.worker.client import EngineClient
 from tests.character_tokenizer import character_tokenizer
 from tests.serve.pretending import pretending
@@ -145,5 +145,5 @@ def test_bytes_of_tokens() -> None:
 
 def test_the_server_is_there_before_torch_is() -> None:
     """The engine's process imports it; to do so here first would make every start some seconds longer."""
-    code = "import sys, smelt.cli.serve, smelt.serve.api.server; sys.exit('torch' in sys.modules)"
+    code = "import sys, smelt.cli.serve, smelt.serve.server.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

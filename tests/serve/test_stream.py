@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smelt.kv.pot import InfiniPot, TextStream
+from smelt.kvcache.streaming import InfiniPot, TextStream
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
 from tests.serve.test_engine import SMALL, answers, expected, prompts

@@ -12,10 +12,10 @@ from collections.abc import Callable
 import pytest
 
 from smelt.errors import SmeltError
-from smelt.serve.api.meters import Meters
-from smelt.serve.api.settings import Limits
-from smelt.serve.api.supervisor import Supervisor
 from smelt.serve.engine.sampling import Sampling
+from smelt.serve.server.metrics import Meters
+from smelt.serve.server.settings import Limits
+from smelt.serve.server.supervisor import Supervisor
 from smelt.serve.worker import loop
 from smelt.serve.worker.client import EngineClient, OtherModel, WorkerDied
 from smelt.serve.worker.pipe import pipe_pair

@@ -4,8 +4,8 @@ import torch._dynamo  # an optimiser asks for it
 import torch.nn.parallel
 import torch.optim
 
-import smelt.train.compressors
-import smelt.train.ddp
-import smelt.train.replicas
+import smelt.train.gradients.compressors
+import smelt.train.gradients.ddp
+import smelt.train.gradients.hsdp
 
 __all__ = ["smelt", "torch"]

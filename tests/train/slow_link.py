@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as distributed
 from torch import Tensor
 
-import smelt.train.workers
+import smelt.train.gradients.comm
 
 ALPHA = 0.001  # seconds
 BANDWIDTH = 20e6  # bytes a second that arrive at a worker
@@ -21,7 +21,7 @@ def slow_down() -> None:
     shares = {"all_reduce": 2 * others / (others + 1), "broadcast": 1.0, "all_to_all_single": others / (others + 1)}
     for name, share in shares.items():
         setattr(distributed, name, _slow(getattr(distributed, name), share))
-    gather: Any = smelt.train.workers
+    gather: Any = smelt.train.gradients.comm
     gather._all_gather = _slow(gather._all_gather, others / (others + 1))  # of what it is gathered in
 
 

@@ -6,13 +6,13 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from smelt.train.compressor import Compressor
-from smelt.train.compressors import COMPRESSORS, DGC, SAGE, HardThreshold, PowerSGD
-from smelt.train.layout import Layout
-from smelt.train.low_rank import LowRankReducer
-from smelt.train.reducer import Reducer
-from smelt.train.settings import Settings
-from smelt.train.workers import Workers
+from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.compressor import Compressor
+from smelt.train.gradients.compressors import COMPRESSORS, DGC, SAGE, HardThreshold, PowerSGD
+from smelt.train.gradients.layout import Layout
+from smelt.train.gradients.low_rank import LowRankReducer
+from smelt.train.gradients.reducer import Reducer
+from smelt.train.gradients.settings import Settings
 
 SHAPES = {"stem": (16, 3, 5, 5), "norm": (16,), "wide": (120, 40), "bias": (120,), "head": (10, 120), "last": (10,)}
 

@@ -14,9 +14,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from smelt.errors import RecipeError
-from smelt.train import Auto, CompressedStep, Settings, compress_gradients, state
-from smelt.train.auto import AutoCompression
-from smelt.train.compressor import Compressor
+from smelt.train import Auto, CompressedStep, Settings, compress_gradients
+from smelt.train.gradients import state
+from smelt.train.gradients.autotune.auto import AutoCompression
+from smelt.train.gradients.compressor import Compressor
 from tests.train.parallel import run
 from tests.train.slow_link import slow_down
 from tests.train.synthetic import rank

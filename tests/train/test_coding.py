@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smelt.kernels.compact import add_and_compact, compact
-from smelt.train import bits, indices, values
+from smelt.kernels.threshold_select import add_and_compact, compact
+from smelt.train.gradients import bits, indices, values
 
 
 @given(st.lists(st.integers(0, 5 * indices.BLOCK - 1), unique=True, max_size=40), st.booleans(), st.integers(0, 5))

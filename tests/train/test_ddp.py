@@ -12,10 +12,10 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from smelt.errors import RecipeError
-from smelt.train.compressor import Compressor
-from smelt.train.compressors import DEFT, EFSign, ExDyna, PowerSGD, TopK
-from smelt.train.ddp import compress_gradients
-from smelt.train.settings import Settings
+from smelt.train.gradients.compressor import Compressor
+from smelt.train.gradients.compressors import DEFT, EFSign, ExDyna, PowerSGD, TopK
+from smelt.train.gradients.ddp import compress_gradients
+from smelt.train.gradients.settings import Settings
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import rank
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from smelt.train.decision import WORTH, choose
-from smelt.train.predict import Prediction
+from smelt.train.gradients.autotune.decision import WORTH, choose
+from smelt.train.gradients.autotune.predict import Prediction
 
 
 def waits(*seconds: float) -> list[Prediction]:

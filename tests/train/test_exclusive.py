@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from smelt.train.compressor import Step
-from smelt.train.compressors import DEFT, ExDyna, MiCRO, TopK
-from smelt.train.exclusive import ExclusiveThreshold, equal_range
-from smelt.train.traffic import total
+from smelt.train.gradients.compressor import Step
+from smelt.train.gradients.compressors import DEFT, ExDyna, MiCRO, TopK
+from smelt.train.gradients.exclusive import ExclusiveThreshold, equal_range
+from smelt.train.gradients.traffic import total
 from tests.train.parallel import run
 from tests.train.synthetic import gradient_of, layout_of, rank, reducer_of
 

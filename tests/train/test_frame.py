@@ -11,8 +11,9 @@ import torch.distributed as distributed
 from torch import Tensor
 
 from smelt.errors import RecipeError
-from smelt.train.compressor import Compressor
-from smelt.train.compressors import (
+from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.compressor import Compressor
+from smelt.train.gradients.compressors import (
     DEFT,
     DGC,
     SAGE,
@@ -26,10 +27,9 @@ from smelt.train.compressors import (
     SIDCo,
     TopK,
 )
-from smelt.train.conservation import Conservation
-from smelt.train.reducer import Reducer
-from smelt.train.settings import Settings
-from smelt.train.workers import Workers
+from smelt.train.gradients.conservation import Conservation
+from smelt.train.gradients.reducer import Reducer
+from smelt.train.gradients.settings import Settings
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank, reducer_of
 

@@ -18,20 +18,20 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-import smelt.train.link
-import smelt.train.workers
+import smelt.train.gradients.autotune.link
+import smelt.train.gradients.comm
 from smelt.errors import RecipeError
-from smelt.train.auto import Auto, AutoCompression
-from smelt.train.compression import Compression
-from smelt.train.compressor import Compressor
-from smelt.train.compressors import DGC, ExDyna, HardThreshold, MiCRO, PowerSGD, TopK
-from smelt.train.ddp import compress_gradients
-from smelt.train.groups import patience
-from smelt.train.hierarchy import part_of
-from smelt.train.replicas import compress_replicas
-from smelt.train.settings import Settings
-from smelt.train.state import load, save
-from smelt.train.workers import Workers
+from smelt.train.gradients.autotune.auto import Auto, AutoCompression
+from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.compression import Compression
+from smelt.train.gradients.compressor import Compressor
+from smelt.train.gradients.compressors import DGC, ExDyna, HardThreshold, MiCRO, PowerSGD, TopK
+from smelt.train.gradients.ddp import compress_gradients
+from smelt.train.gradients.groups import patience
+from smelt.train.gradients.hierarchy import part_of
+from smelt.train.gradients.hsdp import compress_replicas
+from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.state import load, save
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
 from tests.train.test_ddp import Net, data_of
@@ -233,7 +233,7 @@ def test_what_waits_for_a_parameter_that_nobody_used_goes_on_waiting() -> None:
 
 def slow_between_nodes() -> None:
     """For the rest of this process: 2 MB a second, but not inside a node."""
-    module: Any = smelt.train.workers
+    module: Any = smelt.train.gradients.comm
     for place, name in ((distributed, "all_reduce"), (module, "_all_gather"), (distributed, "all_to_all_single")):
         real = getattr(place, name)
 
@@ -247,7 +247,7 @@ def slow_between_nodes() -> None:
 
 def by_itself() -> tuple[Any, Any, int, int]:
     slow_between_nodes()
-    smelt.train.link._SIZES = (2**10, 2**13, 2**16)  # larger ones only take longer
+    smelt.train.gradients.autotune.link._SIZES = (2**10, 2**13, 2**16)  # larger ones only take longer
     torch.manual_seed(1)
     model = DistributedDataParallel(torch.nn.Linear(500, 200))
     compression = compress_gradients(model, Auto(density=0.01, methods=("micro",), steps=2), Settings(node=2))

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from smelt.errors import RecipeError
-from smelt.train.link import Link, fit, measure_link
-from smelt.train.timed import COLLECTIVES
-from smelt.train.workers import Workers
+from smelt.train.gradients.autotune.link import Link, fit, measure_link
+from smelt.train.gradients.autotune.timed import COLLECTIVES
+from smelt.train.gradients.comm import Workers
 from tests.train.parallel import run
 from tests.train.slow_link import ALPHA, BANDWIDTH, slow_down
 

@@ -6,10 +6,10 @@ import weakref
 
 import torch
 
-from smelt.train.compression import Compression
-from smelt.train.compressors import TopK
-from smelt.train.means import Few, Whole
-from smelt.train.workers import Workers
+from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.compression import Compression
+from smelt.train.gradients.compressors import TopK
+from smelt.train.gradients.means import Few, Whole
 
 
 def test_parts_of_a_sparse_mean_are_those_of_the_whole_one() -> None:

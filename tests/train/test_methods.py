@@ -11,8 +11,8 @@ import torch
 import torch.distributed as distributed
 
 from smelt.errors import RecipeError
-from smelt.train.compressor import Compressor, Sparsifier
-from smelt.train.compressors import (
+from smelt.train.gradients.compressor import Compressor, Sparsifier
+from smelt.train.gradients.compressors import (
     COMPRESSORS,
     DEFT,
     DGC,
@@ -27,8 +27,8 @@ from smelt.train.compressors import (
     TopK,
     compressor_named,
 )
-from smelt.train.compressors.deft import cut, pack, share
-from smelt.train.compressors.randomk import drawn
+from smelt.train.gradients.compressors.deft import cut, pack, share
+from smelt.train.gradients.compressors.randomk import drawn
 from tests.train.parallel import run
 from tests.train.synthetic import gradient_of, layout_of, rank, reducer_of
 

@@ -15,16 +15,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smelt.train.compressor import Compressor
-from smelt.train.compressors import SAGE, ExDyna, HardThreshold, MiCRO, TopK
-from smelt.train.loop.folder import RunFolder
-from smelt.train.reducer import Reducer
-from smelt.train.settings import Settings
-from smelt.train.workers import Workers
-from tests.train.loop.runs import commanded, language, trained, write_config
+from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.compressor import Compressor
+from smelt.train.gradients.compressors import SAGE, ExDyna, HardThreshold, MiCRO, TopK
+from smelt.train.gradients.reducer import Reducer
+from smelt.train.gradients.settings import Settings
+from smelt.train.trainer.folder import RunFolder
 from tests.train.parallel import run
 from tests.train.synthetic import every_compressor, gradient_of, layout_of
 from tests.train.test_ddp import train
+from tests.train.trainer.runs import commanded, language, trained, write_config
 
 pytestmark = pytest.mark.gpu
 DRAWN = {"randomk", "qsgd", "sage", "powersgd"}  # from random numbers, which a GPU has others of

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from smelt.errors import DataError
-from smelt.train.compression import Compression, reducer_kind
-from smelt.train.layout import Layout
-from smelt.train.pieces import Pieces
-from smelt.train.workers import Workers
+from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.compression import Compression, reducer_kind
+from smelt.train.gradients.gradient_views import Pieces
+from smelt.train.gradients.layout import Layout
 from tests.train.parallel import run
 from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
 

@@ -14,13 +14,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import cross_entropy
 
-from smelt.train.compressor import Compressor
-from smelt.train.compressors import ExDyna, MiCRO, TopK
-from smelt.train.groups import patience
-from smelt.train.layers import layers_of
-from smelt.train.pipeline.stage import StageCompression, compress_stage
-from smelt.train.settings import Settings
-from smelt.train.state import load, save
+from smelt.train.gradients.compressor import Compressor
+from smelt.train.gradients.compressors import ExDyna, MiCRO, TopK
+from smelt.train.gradients.groups import patience
+from smelt.train.gradients.layers import layers_of
+from smelt.train.gradients.pipeline.stage import StageCompression, compress_stage
+from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.state import load, save
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import rank
 

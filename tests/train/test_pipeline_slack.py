@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smelt.errors import RecipeError
-from smelt.train.link import Line, Link
-from smelt.train.pipeline.slack import (
+from smelt.train.gradients.autotune.link import Line, Link
+from smelt.train.gradients.autotune.timed import COLLECTIVES
+from smelt.train.gradients.pipeline.slack import (
     densities_from_slack,
     ends_of_1f1b,
     exposed,
@@ -17,7 +18,6 @@ from smelt.train.pipeline.slack import (
     stage_time,
     whole_time,
 )
-from smelt.train.timed import COLLECTIVES
 
 
 def link_of(alpha: float, bandwidth: float, workers: int = 8) -> Link:

@@ -7,15 +7,15 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from smelt.train.compression import reducer_kind
-from smelt.train.compressors import QSGD, CLTk, MiCRO, OneBit, PowerSGD, TopK
-from smelt.train.decision import choose
-from smelt.train.dense import Dense
-from smelt.train.link import Line, Link
-from smelt.train.predict import Prediction, gains, predict, predict_ddp, rows_of, text_of
-from smelt.train.rehearsal import _STEPS, Rehearsal, imagined, imagined_gradient, label, rehearse
-from smelt.train.timed import COLLECTIVES
-from smelt.train.workers import Workers
+from smelt.train.gradients.autotune.decision import choose
+from smelt.train.gradients.autotune.dry_run import _STEPS, Rehearsal, imagined, imagined_gradient, label, rehearse
+from smelt.train.gradients.autotune.link import Line, Link
+from smelt.train.gradients.autotune.predict import Prediction, gains, predict, predict_ddp, rows_of, text_of
+from smelt.train.gradients.autotune.timed import COLLECTIVES
+from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.compression import reducer_kind
+from smelt.train.gradients.compressors import QSGD, CLTk, MiCRO, OneBit, PowerSGD, TopK
+from smelt.train.gradients.dense import Dense
 from tests.train.parallel import run
 
 

@@ -11,12 +11,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from smelt.train.auto import Auto
-from smelt.train.compressor import Compressor
-from smelt.train.compressors import ExDyna, TopK
-from smelt.train.replicas import AutoReplicas, Replicas, compress_replicas
-from smelt.train.settings import Settings
-from smelt.train.state import load, save
+from smelt.train.gradients.autotune.auto import Auto
+from smelt.train.gradients.compressor import Compressor
+from smelt.train.gradients.compressors import ExDyna, TopK
+from smelt.train.gradients.hsdp import AutoReplicas, Replicas, compress_replicas
+from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.state import load, save
 from tests.train.parallel import outcomes, run
 from tests.train.slow_link import slow_down
 from tests.train.synthetic import rank

@@ -12,13 +12,13 @@ import torch.distributed as distributed
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from smelt.train.compression import Compression
-from smelt.train.compressor import Compressor
-from smelt.train.compressors import DGC, SAGE, ExDyna, MiCRO, PowerSGD, TopK
-from smelt.train.ddp import compress_gradients
-from smelt.train.settings import Settings
-from smelt.train.state import load, save
-from smelt.train.workers import Workers
+from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.compression import Compression
+from smelt.train.gradients.compressor import Compressor
+from smelt.train.gradients.compressors import DGC, SAGE, ExDyna, MiCRO, PowerSGD, TopK
+from smelt.train.gradients.ddp import compress_gradients
+from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.state import load, save
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
 from tests.train.test_ddp import data_of, many_buckets

@@ -11,13 +11,13 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from torch.distributed.checkpoint.stateful import Stateful
 
 from smelt.errors import RecipeError
-from smelt.train.auto import Auto, AutoCompression
-from smelt.train.compression import Compression
-from smelt.train.compressor import Compressor
-from smelt.train.compressors import ExDyna, PowerSGD
-from smelt.train.settings import Settings
-from smelt.train.stateful import GradientState
-from smelt.train.workers import Workers
+from smelt.train.gradients.autotune.auto import Auto, AutoCompression
+from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.compression import Compression
+from smelt.train.gradients.compressor import Compressor
+from smelt.train.gradients.compressors import ExDyna, PowerSGD
+from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.stateful import GradientState
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import every_compressor
 from tests.train.test_state import PARAMETERS, advance, all_tensors, compression_of

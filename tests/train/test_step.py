@@ -8,9 +8,9 @@ import torch
 import torch.distributed as distributed
 from torch.nn.functional import cross_entropy
 
-from smelt.train.compressors import MiCRO, TopK
-from smelt.train.settings import Settings
-from smelt.train.step import CompressedStep
+from smelt.train.gradients.compressors import MiCRO, TopK
+from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.step import CompressedStep
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import rank
 from tests.train.test_ddp import Net, data_of

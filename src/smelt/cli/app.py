@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from smelt import __version__
 from smelt.errors import SmeltError
+from smelt.version import __version__
 
 # Every wrong use of options and arguments is of this class, for which typer has no public name.
 _WrongUse: type[Exception] = typer.BadParameter.__mro__[1]

@@ -18,10 +18,10 @@ from smelt.cli.recipes import (
     read_recipe,
     settings_of,
 )
+from smelt.compression.recipe.plan import plan
+from smelt.compression.recipe.run import compress
 from smelt.files import check_place
 from smelt.progress import bars
-from smelt.recipes.plan import plan
-from smelt.recipes.run import compress
 from smelt.report.terminal import summary_table
 
 OutOption = Annotated[Path, typer.Option("-o", "--out", help="The folder to write; it must not exist yet.")]

@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, console, table, write_json
+from smelt.compression.recipe.inputs import Data, measure_quality
+from smelt.compression.recipe.recipe import EvaluationSettings
 from smelt.data import TextData, load_data
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.paired import compare
@@ -14,8 +16,6 @@ from smelt.measure.quality import Quality, meets
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.progress import Watcher, bars
-from smelt.recipes.inputs import Data, measure_quality
-from smelt.recipes.recipe import EvaluationSettings
 from smelt.report.numbers import metric as written
 
 DataOption = Annotated[str, typer.Option("--data", help="A file, a hub id, or default.")]

@@ -9,13 +9,13 @@ import typer
 
 from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, console, say, table, write_json
 from smelt.data import load_text
-from smelt.kv.budget import check_keep
-from smelt.kv.budgets import budget_named
-from smelt.kv.clusters import clusters, waste
-from smelt.kv.observe import check, shape_of
-from smelt.kv.profile import Profile, rank_stability
-from smelt.kv.profiling import kept_shares, samples
-from smelt.kv.scorers import SCORERS, scorer_named
+from smelt.kvcache.eviction.budget import check_keep
+from smelt.kvcache.eviction.budgets import budget_named
+from smelt.kvcache.eviction.clusters import clusters, waste
+from smelt.kvcache.eviction.observe import check, shape_of
+from smelt.kvcache.eviction.profile import Profile, rank_stability
+from smelt.kvcache.eviction.profiling import kept_shares, samples
+from smelt.kvcache.eviction.scorers import SCORERS, scorer_named
 from smelt.models.load import load
 from smelt.progress import bars
 

@@ -13,14 +13,14 @@ from torch.nn import functional
 from smelt.cli.output import DeviceOption, JsonOption, SeedOption, console, say, table, write_json
 from smelt.errors import DataError, RecipeError, ResourceError
 from smelt.report.numbers import count
-from smelt.train.auto import candidate
-from smelt.train.compressors import COMPRESSORS, SAGE, HardThreshold
-from smelt.train.hierarchy import Nodes
-from smelt.train.link import Link, measure_link
-from smelt.train.predict import HEADINGS, Prediction, agreed, predict, predict_ddp, rows_of
-from smelt.train.rehearsal import imagined, imagined_gradient, label, rehearse
-from smelt.train.timed import now, slowest
-from smelt.train.workers import Workers
+from smelt.train.gradients.autotune.auto import candidate
+from smelt.train.gradients.autotune.dry_run import imagined, imagined_gradient, label, rehearse
+from smelt.train.gradients.autotune.link import Link, measure_link
+from smelt.train.gradients.autotune.predict import HEADINGS, Prediction, agreed, predict, predict_ddp, rows_of
+from smelt.train.gradients.autotune.timed import now, slowest
+from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.compressors import COMPRESSORS, SAGE, HardThreshold
+from smelt.train.gradients.hierarchy import Nodes
 
 _MOST = 2**31 - 1  # elements of a flat vector
 _UNSETTLED = (HardThreshold.name, SAGE.name)  # begin at thresholds that must fit the model; tried only when asked for

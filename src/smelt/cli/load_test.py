@@ -12,14 +12,14 @@ import typer
 from smelt.cli.output import JsonOption, SeedOption, console, say, table, write_json
 from smelt.errors import SmeltError
 from smelt.files import check_place
+from smelt.loadtest.generator import LoadTest, Result, load_test
+from smelt.loadtest.prompts import Length
+from smelt.loadtest.series import plain_timelines, series
+from smelt.loadtest.summary import limits_from
 from smelt.measure.machine import machine
 from smelt.progress import bars
 from smelt.report.load import latency_rows, render_load, throughput_rows
 from smelt.report.page import write_page
-from smelt.serve.load.generator import LoadTest, Result, load_test
-from smelt.serve.load.prompts import Length
-from smelt.serve.load.series import plain_timelines, series
-from smelt.serve.load.summary import limits_from
 
 _MOST_KEY = 4096
 

@@ -18,8 +18,8 @@ from smelt.cli.recipes import (
     read_recipe,
     settings_of,
 )
-from smelt.recipes.plan import Plan
-from smelt.recipes.plan import plan as make_plan
+from smelt.compression.recipe.plan import Plan
+from smelt.compression.recipe.plan import plan as make_plan
 from smelt.report.numbers import count, seconds, size
 
 OutOption = Annotated[Path, typer.Option("-o", "--out", help="Where the result would be written.")]

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+from smelt.compression.recipe.recipe import Recipe
 from smelt.errors import RecipeError
-from smelt.recipes.recipe import Recipe
 
 RecipeOption = Annotated[Path | None, typer.Option("-r", "--recipe", help="The recipe, a YAML file.")]
 MethodOption = Annotated[str | None, typer.Option("--method", help="One method instead of a recipe.")]

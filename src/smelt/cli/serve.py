@@ -91,9 +91,9 @@ def run(
     restarts: Annotated[int, typer.Option(min=0, help="Of the engine in ten minutes, before giving up.")] = 3,
 ) -> None:
     try:
-        from smelt.serve.api.auth import check_binding, read_keys
-        from smelt.serve.api.server import serve
-        from smelt.serve.api.settings import Limits, Settings
+        from smelt.serve.server.auth import check_binding, read_keys
+        from smelt.serve.server.server import serve
+        from smelt.serve.server.settings import Limits, Settings
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("smelt"):
             raise
@@ -141,7 +141,7 @@ def _cap(tokens: int | None, kv: Path | None, select: str) -> int | None:
 
 
 def _type(kind: str | None) -> str | None:
-    from smelt.serve.engine.kinds import KINDS
+    from smelt.serve.engine.kv_dtype import KINDS
 
     if kind is not None and kind not in KINDS:
         raise SmeltError(f"--kv-type {kind!r} is unknown; there is {', '.join(KINDS)}.")

@@ -20,20 +20,20 @@ from smelt.files import check_place
 from smelt.measure.machine import machine
 from smelt.report.page import write_page
 from smelt.report.sharded import HEADINGS, fact_rows, render_shard_plan, step_rows, unit_rows
-from smelt.train.loop.config import TrainConfig
-from smelt.train.loop.images import images_task
-from smelt.train.loop.join import join
-from smelt.train.loop.language import language_task
-from smelt.train.loop.optimise import in_precision
-from smelt.train.loop.task import Task
-from smelt.train.sharded.apply import apply
-from smelt.train.sharded.choose import Choice, choose
-from smelt.train.sharded.facts import Machines, Model
-from smelt.train.sharded.profile import counted_layers, measured_layers
-from smelt.train.sharded.record import measured
-from smelt.train.sharded.timeline import Timeline
-from smelt.train.sharded.wire import measure_speeds
-from smelt.train.workers import Workers
+from smelt.train.fsdp.apply import apply
+from smelt.train.fsdp.choose import Choice, choose
+from smelt.train.fsdp.facts import Machines, Model
+from smelt.train.fsdp.profile import counted_layers, measured_layers
+from smelt.train.fsdp.record import measured
+from smelt.train.fsdp.timeline import Timeline
+from smelt.train.fsdp.wire import measure_speeds
+from smelt.train.gradients.comm import Workers
+from smelt.train.trainer.config import TrainConfig
+from smelt.train.trainer.images import images_task
+from smelt.train.trainer.join import join
+from smelt.train.trainer.language import language_task
+from smelt.train.trainer.optimise import in_precision
+from smelt.train.trainer.task import Task
 
 _KEPT = {"adamw": 4.0, "sgd": 2.0}  # copies of a parameter with its gradient and the optimiser's state
 _MOMENTUM = 1.0  # one more

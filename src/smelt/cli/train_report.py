@@ -12,7 +12,7 @@ from smelt.errors import DataError, SmeltError
 from smelt.files import check_place
 from smelt.report.page import write_page
 from smelt.report.training import fact_rows, render_training, summary
-from smelt.train.loop.folder import RunFolder
+from smelt.train.trainer.folder import RunFolder
 
 
 def run(

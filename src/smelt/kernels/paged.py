@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from smelt.kernels.kv_quant import INT4, RowFormat
 from smelt.kernels.linear import REFERENCE, asked_for
-from smelt.kernels.row_format import INT4, RowFormat
 
 CPU, GPU = "cpu-compiled", "gpu-triton"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from smelt.data import ChoiceData, LabelledData, TextData
 from smelt.errors import DataError
-from smelt.measure.choice import choice_accuracy
+from smelt.measure.multiple_choice import choice_accuracy
 from smelt.measure.perplexity import perplexity
 from smelt.measure.quality import Quality, meets
 from smelt.measure.task import task_quality

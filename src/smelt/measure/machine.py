@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import smelt
+from smelt.version import __version__
 
 # The two ways Linux spells the processor's name, on x86 and on most ARM machines.
 _CPUINFO_NAMES = ("model name", "Model")
@@ -51,7 +51,7 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": metadata.version("transformers"),
-        "smelt": smelt.__version__,
+        "smelt": __version__,
     }
     gpu = gpu_model()
     if gpu is not None:

@@ -19,7 +19,6 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-import smelt
 from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.config import config_from, read_generation_config
@@ -31,6 +30,7 @@ from smelt.models.quantized import FACTORS, lay_out, quantized_layers
 from smelt.models.surgery import restore_shape
 from smelt.models.tokenizer import load_tokenizer
 from smelt.models.weights import TensorHeader, read_headers, read_safetensors
+from smelt.version import __version__
 
 FORMAT = 1
 
@@ -48,7 +48,7 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
         model.tokenizer.save_pretrained(folder)
     content = {
         "format": FORMAT,
-        "smelt": smelt.__version__,
+        "smelt": __version__,
         "source": model.source,
         "history": model.history,
         "shape": anatomy.shape(),

@@ -9,9 +9,9 @@ from typing import Any
 
 from smelt.errors import ModelError, RequestError
 from smelt.models.jsonfile import one_line
+from smelt.serve.engine.detokenizer import TextStream
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling import Sampling
-from smelt.serve.engine.text import TextStream
 
 Message = dict[str, str]
 

@@ -1,12 +1,13 @@
 """Training with little communication: gradient compressors, the frame they stand in, and where it hooks.
 
 `compress_gradients` for DistributedDataParallel, `compress_replicas` for sharded replicas (FSDP2), `compress_stage` for
-pipeline stages, `CompressedStep` for everything else; `smelt.train.state` keeps what was not sent yet in a checkpoint.
+pipeline stages, `CompressedStep` for everything else; `smelt.train.gradients.state` keeps what was not sent yet in a
+checkpoint.
 """
 
-from smelt.train.auto import Auto
-from smelt.train.compression import Compression
-from smelt.train.compressors import (
+from smelt.train.gradients.autotune.auto import Auto
+from smelt.train.gradients.compression import Compression
+from smelt.train.gradients.compressors import (
     DEFT,
     DGC,
     QSGD,
@@ -24,12 +25,12 @@ from smelt.train.compressors import (
     TopK,
     compressor_named,
 )
-from smelt.train.ddp import compress_gradients
-from smelt.train.pipeline.slack import densities_from_slack
-from smelt.train.pipeline.stage import compress_stage
-from smelt.train.replicas import compress_replicas
-from smelt.train.settings import Settings
-from smelt.train.step import CompressedStep
+from smelt.train.gradients.ddp import compress_gradients
+from smelt.train.gradients.hsdp import compress_replicas
+from smelt.train.gradients.pipeline.slack import densities_from_slack
+from smelt.train.gradients.pipeline.stage import compress_stage
+from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.step import CompressedStep
 
 __all__ = [
     "DEFT",

@@ -24,11 +24,11 @@ import torch
 
 from smelt.errors import RecipeError, ResourceError, SmeltError
 from smelt.ray_start import join_cluster, set_before, start_alone, take_signals_back
-from smelt.train.loop import checkpoint
-from smelt.train.loop.command import BEFORE, code_of, end, folder_of, parser_of, work
-from smelt.train.loop.config import TrainConfig
-from smelt.train.loop.folder import RunFolder, words_of
-from smelt.train.loop.join import LostWorkerError, backend_of, tell
+from smelt.train.trainer import checkpoint
+from smelt.train.trainer.command import BEFORE, code_of, end, folder_of, parser_of, work
+from smelt.train.trainer.config import TrainConfig
+from smelt.train.trainer.folder import RunFolder, words_of
+from smelt.train.trainer.join import LostWorkerError, backend_of, tell
 
 _ALWAYS = {"RAY_TRAIN_METRICS_ENABLED": "0"}
 _HERE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # of machines that a cloud takes back

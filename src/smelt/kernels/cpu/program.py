@@ -13,8 +13,8 @@ from torch import Tensor
 
 from smelt.kernels.cpu.operator import FEW, FEW_ROUNDED
 from smelt.kernels.cpu.plan import AS_THEY_ARE, NUMBERS, Plan
+from smelt.kernels.kv_quant import FP8, INT4, INT8, RowFormat
 from smelt.kernels.paged import LayerPages, Pages
-from smelt.kernels.row_format import FP8, INT4, INT8, RowFormat
 
 EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, HADAMARD, WRITE, ATTEND, GATE, PICK = range(11)
 ROWS = {INT8: 16, FP8: 17, INT4: 18}  # types of pages whose rows are bytes

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from smelt.kernels.gpu.chip import PTX
+from smelt.kernels.gpu.arch import PTX
 
 PACKED = tl.constexpr(PTX)
 BIAS = tl.constexpr(2.0**120)  # E4M3 is float32, or bfloat16, with fewer bits, but for the bias of the exponent

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smelt.kernels.gpu.decode import pick, stored_scale
+from smelt.kernels.gpu.dequant import pick, stored_scale
 from smelt.kernels.gpu.planes import float_plane, int8_plane
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smelt.kernels.gpu.decode import (
+from smelt.kernels.gpu.dequant import (
     E2M1_UNIT,
     ENLARGED,
     INTEGER_UNIT,

@@ -1,7 +1,7 @@
 """The inner loop of GPTQ: the columns of a block rounded one after the other, rows side by side in registers.
 
-Bit for bit what `smelt.quantize.gptq` computes column by column (products and sums are rounded one by one, so no
-multiplication is fused with an addition), in one launch a block instead of several a column.
+Bit for bit what `smelt.compression.quantization.gptq` computes column by column (products and sums are rounded one by
+one, so no multiplication is fused with an addition), in one launch a block instead of several a column.
 """
 
 from __future__ import annotations

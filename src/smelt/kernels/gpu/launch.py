@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.kernels.gpu.activations import round_rows_kernel
-from smelt.kernels.gpu.chip import PDL, PTX
-from smelt.kernels.gpu.expand import expand_kernel
+from smelt.kernels.gpu.arch import PDL, PTX
+from smelt.kernels.gpu.dequantize_kernel import expand_kernel
 from smelt.kernels.gpu.gemm import add_parts_kernel, gemm_kernel
 from smelt.kernels.gpu.gemv import gemv_kernel
 from smelt.kernels.gpu.matrix import Matrix

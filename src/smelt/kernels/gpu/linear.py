@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from smelt.kernels.gpu import launch
-from smelt.kernels.gpu.chip import PTX
+from smelt.kernels.gpu.arch import PTX
 from smelt.kernels.gpu.matrix import Matrix, describe
 from smelt.kernels.gpu.operators import eight_bit, weight_only
 from smelt.kernels.linear import Inputs, LinearKernel, Packed, register

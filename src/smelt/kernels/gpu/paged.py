@@ -17,12 +17,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smelt.kernels.gpu.chip import INDICES, PDL, processors
+from smelt.kernels.gpu.arch import INDICES, PDL, processors
 from smelt.kernels.gpu.pages import HeadPages, columns_of, head_pages, key_rows, pointers, strides
-from smelt.kernels.gpu.rotation import Rotation, turned
+from smelt.kernels.gpu.rope import Rotation, turned
 from smelt.kernels.gpu.rows import as_read, as_written, constants, lift, load_rows, met, width_of, write_row
+from smelt.kernels.kv_quant import RowFormat
 from smelt.kernels.paged import Pages
-from smelt.kernels.row_format import RowFormat
 
 LOG2_E = 1.4426950408889634
 KEYS = 64  # that are taken at once when decoding

@@ -1,6 +1,6 @@
 """Rows of pages in Triton: a head's key or value as numbers, or as codes with a word behind them.
 
-`smelt.kernels.row_format` says what they hold. Codes are exact in any type that a network computes in, so that they are
+`smelt.kernels.kv_quant` says what they hold. Codes are exact in any type that a network computes in, so that they are
 multiplied as they are, and their scales are applied outside of the products: those of keys to scores, those of values
 to the weights of a softmax. Kernels are told of a format by four constants: FORMAT; ROW, the bytes of a row; HALF_ROW,
 the codes of four bits in the low halves of its bytes; and TURNS, of how many steps the Hadamard matrix is made.
@@ -11,9 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from smelt.kernels import row_format
+from smelt.kernels import kv_quant as row_format
 from smelt.kernels.gpu.codes import e4m3_codes, e4m3_numbers, e4m3_values, half_values, int8_values
-from smelt.kernels.row_format import RowFormat
+from smelt.kernels.kv_quant import RowFormat
 
 NUMBERS, INT8, FP8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FORMATS = {row_format.INT8: 1, row_format.FP8: 2, row_format.INT4: 3}

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smelt.kernels.gpu.chip import PDL
+from smelt.kernels.gpu.arch import PDL
 
 
 @triton.jit

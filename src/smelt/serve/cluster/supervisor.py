@@ -6,10 +6,10 @@ import asyncio
 import logging
 import time
 
-from smelt.serve.api.settings import Limits, Settings
-from smelt.serve.api.supervisor import TICK, Supervisor
 from smelt.serve.cluster.client import ClusterClient
 from smelt.serve.cluster.ray_serve import Placement, RayServe
+from smelt.serve.server.settings import Limits, Settings
+from smelt.serve.server.supervisor import TICK, Supervisor
 from smelt.serve.worker.client import Observer
 
 log = logging.getLogger("smelt.serve")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from smelt.errors import ModelError
+from smelt.kernels.kv_quant import RowFormat, packed, stored
 from smelt.kernels.paged import LayerPages, Pages, empty_pages, paged_attention, write_pages
-from smelt.kernels.row_format import RowFormat, packed, stored
 from smelt.models.anatomy import Anatomy
 
 NAME = "smelt-paged"

@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from smelt.errors import ModelError, RecipeError, RequestError
-from smelt.kv.pot.cap import Cap
-from smelt.kv.profile import Profile
-from smelt.kv.retention import Retention
-from smelt.kv.select.resident import Residence
-from smelt.kv.select.selection import Selection
+from smelt.kvcache.eviction.profile import Profile
+from smelt.kvcache.eviction.retention import Retention
+from smelt.kvcache.selection.page_cache import Residence
+from smelt.kvcache.selection.selection import Selection
+from smelt.kvcache.streaming.cap import Cap
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
-from smelt.serve.engine.assembly import Sizes, capped_parts, plain_parts, ragged_parts, retention_of, selecting_parts
 from smelt.serve.engine.blocks import BlockPool
-from smelt.serve.engine.forms import Forms
-from smelt.serve.engine.kinds import kind_for
+from smelt.serve.engine.detokenizer import TextStream
+from smelt.serve.engine.factory import Sizes, capped_parts, plain_parts, ragged_parts, retention_of, selecting_parts
+from smelt.serve.engine.kv_dtype import kind_for
 from smelt.serve.engine.request import Request, State
 from smelt.serve.engine.runner import Launched
 from smelt.serve.engine.sampler import Logprobs
 from smelt.serve.engine.sampling import Sampling
 from smelt.serve.engine.scheduler import Step
-from smelt.serve.engine.text import TextStream
+from smelt.serve.engine.structured_output import Forms
 
 if TYPE_CHECKING:
-    from smelt.kv.pot.text import TextStream as StreamedText
+    from smelt.kvcache.streaming.text import TextStream as StreamedText
 
 Kind = TypeVar("Kind")
 ENDLESS = 2**30  # tokens that no text has
@@ -194,7 +194,7 @@ class Engine:
     def stream(self, cap: int = 4096, **options: Any) -> StreamedText:
         """Text without an end in memory for `cap` tokens, beside the requests: push to it, ask it at any time. It runs
         the engine's network in the caller's thread, so not while another thread steps."""
-        from smelt.kv.pot.text import TextStream as Pot
+        from smelt.kvcache.streaming.text import TextStream as Pot
 
         return Pot(self.model, cap, **options)
 

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from smelt.kernels.paged import Pages
 from smelt.models.model import Model
+from smelt.runtime.decoder import Attention
 from smelt.serve.engine.attention import NAME, PagedCache, paged
-from smelt.serve.engine.decoder import Attention
-from smelt.serve.engine.kinds import told
+from smelt.serve.engine.kv_dtype import told
 from smelt.serve.engine.runner import module_logits
 from smelt.serve.engine.scheduler import Piece, Step
 
 if TYPE_CHECKING:  # needs Triton
-    from smelt.serve.engine.fused import Attend, FusedNetwork
+    from smelt.runtime.gpu import Attend, FusedNetwork
 
 Send = Callable[[np.ndarray[Any, Any]], Tensor]  # to the device
 
@@ -101,7 +101,7 @@ class PlainPages:
 
     def mixed(self, pieces: list[Piece], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed:
         from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_tiles
-        from smelt.kernels.gpu.rotation import rotate_write
+        from smelt.kernels.gpu.rope import rotate_write
 
         counts = [piece.count for piece in pieces]
         lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)

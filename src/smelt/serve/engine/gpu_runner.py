@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from smelt.models.model import Model
+from smelt.runtime.decoder import decoder_of
 from smelt.serve.engine.adapters import Adapters, uses_adapters
-from smelt.serve.engine.decoder import decoder_of
 from smelt.serve.engine.gpu_pages import GpuPages, Send
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.runner import Launched, end_tokens, last_tokens
@@ -24,7 +24,7 @@ from smelt.serve.engine.sampler import Drawn, draw
 from smelt.serve.engine.scheduler import Piece, Step
 
 if TYPE_CHECKING:
-    from smelt.serve.engine.fused import Attend
+    from smelt.runtime.gpu import Attend
 
 SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))  # of batches that are captured
 PagesFor = Callable[[Send], GpuPages]
@@ -71,7 +71,7 @@ class GpuRunner:
         self, model: Model, pages: PagesFor, *, most_requests: int, context: int, graphs: bool = True,
         adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
-        from smelt.serve.engine.fused import FusedNetwork
+        from smelt.runtime.gpu import FusedNetwork
 
         self.device, self.most_requests, self.adapters = model.device, most_requests, adapters
         self.ends = end_tokens(model)
@@ -145,7 +145,7 @@ class GpuRunner:
 
     def _decoding(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """All of a decoding step on the device: tokens [size] and logits."""
-        from smelt.kernels.gpu.decoder import embed, most_likely
+        from smelt.kernels.gpu.fused_ops import embed, most_likely
 
         slots, lengths, known = inputs
         attend = self.pages.decoding(slots, lengths, self.network)
@@ -183,7 +183,7 @@ class GpuRunner:
 
     def _fused(self, known: Tensor, slots: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
         """Logits of the wanted tokens."""
-        from smelt.kernels.gpu.decoder import embed
+        from smelt.kernels.gpu.fused_ops import embed
 
         hidden = self.network.hidden(embed(known, slots, self._last, self.network.decoder.table), attend)
         return self.network.logits(hidden[wanted]) if len(wanted) else hidden

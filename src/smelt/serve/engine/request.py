@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from smelt.serve.engine.forms import Matcher
-from smelt.serve.engine.ragged.holding import Holding
+from smelt.serve.engine.per_head.holding import Holding
 from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.structured_output import Matcher
 
 if TYPE_CHECKING:
-    from smelt.serve.engine.capped.held import HeldPot
+    from smelt.serve.engine.bounded.held import HeldPot
 
 
 class State(Enum):

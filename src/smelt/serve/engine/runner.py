@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from smelt.kernels.paged import Pages
 from smelt.models.model import Model
+from smelt.runtime.cpu import CompiledNetwork, reason_against
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import NAME, Attend, PagedCache, attending, paged
-from smelt.serve.engine.compiled import CompiledNetwork, reason_against
-from smelt.serve.engine.kinds import told
+from smelt.serve.engine.kv_dtype import told
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampler import Drawn, draw
 from smelt.serve.engine.scheduler import Piece, Step

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from smelt.kv.retention import Retention
+from smelt.kvcache.eviction.retention import Retention
 from smelt.models.model import Model
-from smelt.serve.engine import decoder
+from smelt.runtime import decoder
 from smelt.serve.engine.adapters import Adapters
-from smelt.serve.engine.ragged.cache import RaggedCache
-from smelt.serve.engine.ragged.runner import RaggedRunner
+from smelt.serve.engine.per_head.cache import RaggedCache
+from smelt.serve.engine.per_head.runner import RaggedRunner
 from smelt.serve.engine.runner import Launched, Runner
 from smelt.serve.engine.scheduler import Step
 
@@ -42,7 +42,7 @@ def runner_for(
         "blocks": blocks, "size": size, "most_tokens": most_tokens, "most_requests": most_requests, "context": context,
     }  # fmt: skip
     if len(devices) > 1:
-        from smelt.serve.engine.parallel import ParallelRunner, Sizes
+        from smelt.serve.engine.tensor_parallel import ParallelRunner, Sizes
 
         where = devices[0].partition(":")[0]
         return ParallelRunner(model, Sizes(**sizes), len(devices), where, adapters or Adapters(model, {}))
@@ -83,7 +83,7 @@ def ragged_gpu_runner(
     context: int,
 ) -> AnyRunner:  # fmt: skip
     from smelt.serve.engine.gpu_runner import GpuRunner
-    from smelt.serve.engine.ragged.gpu_pages import RaggedPages
+    from smelt.serve.engine.per_head.gpu_pages import RaggedPages
 
     pages = partial(RaggedPages, model, cache, retention, context)
     return GpuRunner(model, pages, most_requests=most_requests, context=context, adapters=adapters)

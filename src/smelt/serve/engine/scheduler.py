@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from smelt.errors import RequestError
-from smelt.serve.engine.memory import Memory
+from smelt.serve.engine.kv_cache_manager import Memory
 from smelt.serve.engine.request import Request, State
 
 ANSWERED = 8  # a prompt that is so many times as long as its answer is not read twice

@@ -1,5 +1,5 @@
 // A head's key or value in a page: a row of numbers, or of codes with a word behind them, as
-// `smelt.kernels.row_format` has them. A value is scale * (code - zero).
+// `smelt.kernels.kv_quant` has them. A value is scale * (code - zero).
 #pragma once
 
 #include <algorithm>

@@ -1,0 +1,1 @@
+"""Model compression: calibration, pruning, quantization, and the recipes that combine them."""

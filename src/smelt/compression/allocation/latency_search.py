@@ -1,0 +1,163 @@
+"""Search under a latency budget: tables measured on this machine, the fitted line, and layers that may go whole.
+
+Follows Kwon et al., 2022, in its corrected form: units below the fitted threshold cost nothing once their layer
+exists; for every number of attention and feed-forward layers dropped, the rest of the budget buys further units. What
+was found is priced on the measured table, not on the line, and the budget is tightened until that fits too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from smelt.compression.allocation.unit_search import Candidates, Choice, forced_count, kept_importance, search
+from smelt.errors import BudgetError, RecipeError
+from smelt.measure.cost import Workload
+from smelt.models.anatomy import Anatomy, Part
+from smelt.targets.device import Device
+from smelt.targets.operators import Attention, FeedForward
+from smelt.targets.table import LatencyTable, PiecewiseFit, fit, measure_table, sample_widths
+
+TIGHTENINGS = 40
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Latency of a layer by how many units it keeps, for attention and feed-forward."""
+
+    heads: LatencyTable
+    filters: LatencyTable
+
+    def of(self, kind: str) -> LatencyTable:
+        return self.heads if kind == "heads" else self.filters
+
+    def seconds(self, parts: Sequence[Candidates], choice: Choice) -> float:
+        """What a choice costs on the tables."""
+        return float(sum(self.of(part.kind).seconds[len(kept)] for part, kept in zip(parts, choice, strict=True)))
+
+
+def choose_under_latency(
+    anatomy: Anatomy, parts: Sequence[Candidates], keep: float, workload: Workload, seed: int
+) -> Choice:
+    """Measure this machine, then search."""
+    if any(part.kind == "channels" for part in anatomy.parts):
+        raise RecipeError("a latency budget is for attention and feed-forward parts; for convolutions use macs.")
+    if any(part.mixture is not None for part in anatomy.parts):
+        raise RecipeError("a latency budget times one feed-forward a block; for a mixture of experts use macs.")
+    return search_latency(parts, measure_tables(anatomy, workload, seed), keep)
+
+
+def measure_tables(anatomy: Anatomy, workload: Workload, seed: int = 0, seconds: float = 20.0) -> Tables:
+    """Time stand-alone blocks of this network's sizes on the device it lies on."""
+    weight = next(anatomy.network.parameters())
+    device = Device(weight.device.type, seed=seed)
+    dtype = str(weight.dtype).removeprefix("torch.")
+    heads = _widest(anatomy, "heads")
+    filters = _widest(anatomy, "filters")
+
+    def attention(units: int) -> Attention:
+        return Attention(
+            hidden=heads.output.rows, heads=units * heads.group, kv_heads=units, head_dim=heads.head_dim,
+            tokens=workload.tokens, batch=workload.batch, causal=anatomy.family.causal, dtype=dtype,
+        )  # fmt: skip
+
+    def feed_forward(units: int) -> FeedForward:
+        return FeedForward(
+            hidden=filters.output.rows, filters=units, gated=len(filters.writers) > 1,
+            tokens=workload.tokens, batch=workload.batch, dtype=dtype,
+        )  # fmt: skip
+
+    return Tables(
+        measure_table(device, attention, sample_widths(heads.units), seconds=seconds / 2, seed=seed),
+        measure_table(device, feed_forward, sample_widths(filters.units, 64), seconds=seconds / 2, seed=seed),
+    )
+
+
+def _widest(anatomy: Anatomy, kind: str) -> Part:
+    return max((part for part in anatomy.parts if part.kind == kind), key=lambda part: part.units)
+
+
+def search_latency(parts: Sequence[Candidates], tables: Tables, keep: float) -> Choice:
+    """The best choice whose latency on the tables is at most `keep` of the whole network's."""
+    whole = [np.arange(len(part.importance)) for part in parts]
+    allowed = keep * tables.seconds(parts, whole)
+    budget = allowed
+    for _ in range(TIGHTENINGS):
+        choice = _search_on_line(parts, fit(tables.heads), fit(tables.filters), budget)
+        if choice is None:
+            break
+        spent = tables.seconds(parts, choice)
+        if spent <= allowed:
+            return choice
+        budget *= min(0.99, allowed / spent)
+    raise BudgetError(
+        f"a latency of {keep:.0%} cannot be met on this machine: even the smallest layers measured slower; allow more."
+    )
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """The layers of one kind, least important base first, and what the line says of them."""
+
+    positions: list[int]  # of the parts, in that order
+    base: np.ndarray  # importance of each layer's free units, in that order
+    line: PiecewiseFit
+
+    def dropped(self, count: int) -> list[int]:
+        return self.positions[:count]
+
+
+def _layers(parts: Sequence[Candidates], kind: str, line: PiecewiseFit) -> _Layers:
+    positions = [i for i, part in enumerate(parts) if part.kind == kind]
+    free = {i: parts[i].importance[parts[i].ranking()[: _free(parts[i], line)]].sum() for i in positions}
+    positions.sort(key=lambda i: (parts[i].floor > 0, free[i]))  # protected layers are never dropped
+    return _Layers(positions, np.array([free[i] for i in positions]), line)
+
+
+def _free(part: Candidates, line: PiecewiseFit) -> int:
+    """Units that cost nothing once the layer exists; all of them when the line is flat."""
+    units = len(part.importance)
+    return units if line.slope == 0 else max(min(line.threshold, units), part.floor)
+
+
+def _search_on_line(
+    parts: Sequence[Candidates], heads_line: PiecewiseFit, filters_line: PiecewiseFit, budget: float
+) -> Choice | None:
+    heads, filters = _layers(parts, "heads", heads_line), _layers(parts, "filters", filters_line)
+    best: Choice | None = None
+    best_value = -np.inf
+    for heads_dropped in range(_most_dropped(parts, heads) + 1):
+        for filters_dropped in range(_most_dropped(parts, filters) + 1):
+            gone = set(heads.dropped(heads_dropped) + filters.dropped(filters_dropped))
+            choice = _fill(parts, gone, heads, filters, budget)
+            if choice is None:
+                continue
+            value = kept_importance(parts, choice)
+            if value > best_value:
+                best, best_value = choice, value
+    return best
+
+
+def _most_dropped(parts: Sequence[Candidates], layers: _Layers) -> int:
+    return sum(parts[i].floor == 0 for i in layers.positions)
+
+
+def _fill(
+    parts: Sequence[Candidates], gone: set[int], heads: _Layers, filters: _Layers, budget: float
+) -> Choice | None:
+    """Free units of every surviving layer, and the best further ones that the rest of the budget buys."""
+    priced: list[Candidates] = []
+    for i, part in enumerate(parts):
+        line = heads.line if part.kind == "heads" else filters.line
+        if i in gone:
+            priced.append(replace(part, importance=np.zeros(0), floor=0, price=max(line.slope, 1e-12)))
+            continue
+        free = _free(part, line)
+        extra = line.slope * max(0, free - line.threshold)
+        budget -= line.constant + extra
+        priced.append(replace(part, floor=free, price=max(line.slope, 1e-12)))
+    if budget < 0:
+        return None
+    return search(priced, budget + sum(part.price * forced_count(part) for part in priced))

@@ -1,0 +1,95 @@
+"""Retraining-free pruning: Fisher mask search, rearrangement, mask tuning (Kwon et al., NeurIPS 2022).
+
+The loss is expanded to second order in one mask a unit at m = 1, with the empirical Fisher as Hessian: the importance
+of unit i is sum over mini-batches of (d mean loss / d m_i)^2, and the loss of a choice the sum over what it removes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from smelt.compression.allocation.unit_search import Choice
+from smelt.compression.base import CalibrationSize, Context, Demand, method, one_of
+from smelt.compression.budget import Budget
+from smelt.compression.calibration.gradients import all_mask_gradients, gradient_bytes
+from smelt.compression.pruning.base import Scores, StructuredPruning, kept_choice
+from smelt.compression.pruning.rearrange import rearrange
+from smelt.compression.pruning.repair import Finisher, cut, cut_and_repair
+from smelt.errors import RecipeError
+from smelt.models.anatomy import Anatomy
+from smelt.models.model import Model
+
+
+@method(
+    "fisher",
+    paper="Kwon et al., A Fast Post-Training Pruning Framework for Transformers, NeurIPS 2022 (arXiv 2204.09656)",
+    needs=("calibration data", "labels or text", "gradients"),
+)
+@dataclass(frozen=True)
+class Fisher(StructuredPruning):
+    """Search heads and filters by the Fisher information, rearrange them within layers, repair what is left."""
+
+    finish: str = "full"
+    rearranged: bool = True  # re-choose within each layer by the block-diagonal Fisher
+    teacher: str = "dense"  # what the repair is fitted to: dense, or assistant (the same search at sqrt(budget))
+    published: bool = False  # tune with the released code's special cases: see `finisher`
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self.name, "teacher", self.teacher, ("dense", "assistant"))
+        if self.published and (self.finish, self.solver, self.teacher) != ("tune", "lsmr", "assistant"):
+            raise RecipeError("fisher as published has finish: tune, solver: lsmr and teacher: assistant.")
+
+    def observe(self, anatomy: Anatomy, context: Context) -> list[np.ndarray]:
+        """Each part's gradients: [mini-batches, units]."""
+        gradients = all_mask_gradients(
+            anatomy, context.batches, context.watcher, context.checkpoint, context.memory_limit
+        )
+        return np.split(gradients, np.cumsum([part.units for part in anatomy.parts])[:-1], axis=1)
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        repair = super().demand(anatomy, size, memory_limit)
+        memory = gradient_bytes(anatomy, size.batch, size.length)
+        checkpointing = memory_limit is not None and memory > memory_limit
+        if checkpointing:
+            memory = gradient_bytes(anatomy, size.batch, size.length, checkpointing=True)
+        return Demand(repair.passes + (3.5 if checkpointing else 2.5), max(repair.memory, memory))
+
+    def scores(self, anatomy: Anatomy, seen: list[np.ndarray], context: Context) -> Scores:
+        return [np.square(gradients, dtype=np.float64).sum(0) for gradients in seen]
+
+    def refine(self, anatomy: Anatomy, choice: Choice, seen: list[np.ndarray]) -> Choice:
+        if not self.rearranged:
+            return choice
+        return [rearrange(gradients, kept) for gradients, kept in zip(seen, choice, strict=True)]
+
+    def repair(
+        self, model: Model, choice: Choice, scores: Scores, seen: list[np.ndarray], context: Context
+    ) -> dict[str, Any]:
+        if self.finish == "none":
+            cut(model.network, choice)
+            return {}
+        assistant = None
+        if self.teacher == "assistant":
+            larger = Budget(self.budget.measure, math.sqrt(self.budget.keep))
+            anatomy = model.anatomy
+            assistant = kept_choice(context, "assistant", lambda: self.choose(anatomy, scores, context, larger))
+        return cut_and_repair(model, choice, self.finisher(model), context, assistant)
+
+    def finisher(self, model: Model) -> Finisher:
+        """The released code leaves the first attention alone, fits the last feed-forward of a classifier on its first
+        token only, and stops for good at the first solve that fails."""
+        plain = super().finisher(model)
+        if not self.published:
+            return plain
+        return Finisher(
+            kind="tune",
+            solver="lsmr",
+            published=True,
+            first_token_at_the_end=model.task == "classification" and not model.anatomy.family.causal,
+            skip_first_token=False,
+        )

@@ -1,0 +1,85 @@
+"""FLAP: fluctuation-based adaptive structured pruning (An et al., AAAI 2024), its adaptive (AL-AM) form.
+
+A column's score is Var(x) * ||W column||^2 (squared once more for attention), standardised within each part so that
+one global threshold serves all layers; what removed units gave on average becomes a bias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from smelt.compression.allocation.unit_search import Choice
+from smelt.compression.base import Context, method
+from smelt.compression.calibration.moments import Moments, block_moments
+from smelt.compression.calibration.stream import open_stream
+from smelt.compression.pruning.base import Scores, StructuredPruning
+from smelt.errors import RecipeError
+from smelt.models.anatomy import Anatomy, Part
+from smelt.models.model import Model
+from smelt.models.surgery import keep_units, set_output
+
+
+@method(
+    "flap",
+    paper="An et al., Fluctuation-based Adaptive Structured Pruning, AAAI 2024 (arXiv 2312.11983)",
+    needs=("calibration data",),
+)
+@dataclass(frozen=True)
+class Flap(StructuredPruning):
+    """Remove the units that fluctuate least, by one threshold over standardised scores; their mean becomes a bias."""
+
+    finish: str = "bias"  # repair: bias (the mean of what went), none, tune or full
+    spread: ClassVar[str] = "threshold"
+    finishes: ClassVar[tuple[str, ...]] = ("bias", "none", "tune", "full")
+
+    @property
+    def adds_bias(self) -> bool:
+        return self.finish == "bias" or super().adds_bias
+
+    def observe(self, anatomy: Anatomy, context: Context) -> list[Moments]:
+        if any(part.kind == "channels" for part in anatomy.parts):
+            raise RecipeError("flap is for attention and feed-forward parts; for convolutions use fisher or magnitude.")
+        stream = open_stream(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
+        blocks = context.watcher.track(anatomy.blocks, "flap")
+        return [moments for block in blocks for moments in block_moments(stream, block, carry=True)]
+
+    def scores(self, anatomy: Anatomy, seen: list[Moments], context: Context) -> Scores:
+        return [_standardised(_fluctuation(part, moments)) for part, moments in zip(anatomy.parts, seen, strict=True)]
+
+    def repair(
+        self, model: Model, choice: Choice, scores: Scores, seen: list[Moments], context: Context
+    ) -> dict[str, Any]:
+        if self.finish != "bias":
+            return super().repair(model, choice, scores, seen, context)
+        for part, kept, moments in zip(model.anatomy.parts, choice, seen, strict=True):
+            bias = _mean_of_removed(part, kept, moments)
+            if part.output.bias is not None:
+                bias = bias + part.output.bias.double()
+            set_output(part, part.output.weight, bias)
+            keep_units(model.network, part, kept.tolist())
+        return {}
+
+
+def _fluctuation(part: Part, moments: Moments) -> np.ndarray:
+    columns = moments.variance * part.output.weight.detach().double().square().sum(0)
+    if part.kind == "heads":
+        columns = columns.square()
+    fluctuation: np.ndarray = columns.view(part.units, part.width).mean(1).cpu().numpy()
+    return fluctuation
+
+
+def _standardised(values: np.ndarray) -> np.ndarray:
+    spread = values.std(ddof=1) if len(values) > 1 else 0.0
+    return (values - values.mean()) / spread if spread > 0 else np.zeros_like(values)
+
+
+def _mean_of_removed(part: Part, kept: np.ndarray, moments: Moments) -> torch.Tensor:
+    """What the removed units gave on average: W (mean(x) o (1 - m))."""
+    removed = torch.ones(part.units, dtype=torch.float64, device=moments.mean.device)
+    removed[torch.from_numpy(kept)] = 0
+    mean = moments.mean * removed.repeat_interleave(part.width)
+    return part.output.weight.detach().double() @ mean

@@ -1,0 +1,24 @@
+"""Random removal: the floor that any method must clear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from smelt.compression.base import Context, method
+from smelt.compression.pruning.base import Scores, StructuredPruning
+from smelt.models.anatomy import Anatomy
+
+
+@method("random", paper="baseline")
+@dataclass(frozen=True)
+class Random(StructuredPruning):
+    """Remove units at random, the same share of every layer: the floor that any method must clear."""
+
+    spread: ClassVar[str] = "uniform"
+
+    def scores(self, anatomy: Anatomy, seen: None, context: Context) -> Scores:
+        generator = np.random.Generator(np.random.PCG64(context.seed))
+        return [generator.random(part.units) for part in anatomy.parts]

@@ -1,0 +1,71 @@
+"""First-order Taylor pruning with dependency groups: LLM-Pruner (Ma et al., NeurIPS 2023), its `param_first` form.
+
+The importance of a weight is |w * dL/dw|, that of a unit the sum over all the weights that leave with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from smelt.compression.base import CalibrationSize, Context, Demand, method
+from smelt.compression.calibration.gradients import batch_loss, frozen, gradient_bytes
+from smelt.compression.pruning.base import Scores, StructuredPruning
+from smelt.compression.pruning.units import sum_by_unit
+from smelt.errors import DataError
+from smelt.measure.cost import block_parameters
+from smelt.models.anatomy import Anatomy, Projection
+
+
+@method(
+    "taylor",
+    paper="Ma et al., LLM-Pruner: On the Structural Pruning of Large Language Models, NeurIPS 2023 (arXiv 2305.11627)",
+    needs=("calibration data", "labels or text", "gradients"),
+)
+@dataclass(frozen=True)
+class Taylor(StructuredPruning):
+    """Remove the units of smallest first-order effect |w * gradient|, the same share of every layer (LLM-Pruner)."""
+
+    spread: ClassVar[str] = "uniform"
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        """Gradients as large as the weights, and what one mini-batch keeps for its backward pass."""
+        repair = super().demand(anatomy, size, memory_limit)
+        memory = 2 * 4 * block_parameters(anatomy) + 2 * gradient_bytes(anatomy, size.batch, size.length)
+        return Demand(repair.passes + 3.5, max(repair.memory, memory))
+
+    def observe(self, anatomy: Anatomy, context: Context) -> None:
+        """Leave the gradient of the mean loss over all batches in the weights that belong to units."""
+        if not context.batches:
+            raise DataError("taylor needs calibration data, and there is none.")
+        weights = [p.module.weight for part in anatomy.parts for p in (*part.writers, part.output)]
+        with frozen(anatomy.network):
+            _clear(weights)
+            for weight in weights:
+                weight.requires_grad_(True)
+            for batch in context.watcher.track(context.batches, "gradients of the weights"):
+                (batch_loss(anatomy.network, batch) / len(context.batches)).backward()
+            for weight in weights:
+                weight.requires_grad_(False)
+
+    def scores(self, anatomy: Anatomy, seen: None, context: Context) -> Scores:
+        scores = [sum_by_unit(part, _first_order) for part in anatomy.parts]
+        _clear([p.module.weight for part in anatomy.parts for p in (*part.writers, part.output)])
+        return scores
+
+
+def _first_order(projection: Projection) -> torch.Tensor:
+    gradient = projection.module.weight.grad
+    if gradient is None:  # of an expert that no token reached
+        gradient = torch.zeros_like(projection.module.weight)
+    product: torch.Tensor = (projection.module.weight.detach() * gradient).abs().double()
+    product = product.T if projection.transposed else product
+    return product[projection.part * projection.rows : (projection.part + 1) * projection.rows]
+
+
+def _clear(weights: list[nn.Parameter]) -> None:
+    for weight in weights:
+        weight.grad = None

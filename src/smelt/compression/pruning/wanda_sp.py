@@ -1,0 +1,79 @@
+"""Wanda-sp: weight times activation, as the baseline of FLAP (An et al., AAAI 2024) carries Wanda over to structures.
+
+A column's score is the mean over output rows of |W| * sqrt(mean x^2); a head's is the sum over its columns. Every
+layer loses the same share, and each layer is scored on what the layers already pruned below it give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from smelt.compression.allocation.unit_search import Choice
+from smelt.compression.base import Context, method
+from smelt.compression.calibration.moments import Moments, block_moments
+from smelt.compression.calibration.stream import advance, open_stream
+from smelt.compression.pruning.base import Scores, StructuredPruning
+from smelt.models.anatomy import Anatomy, Part
+from smelt.models.model import Model
+from smelt.models.surgery import keep_units
+
+
+@method(
+    "wanda-sp",
+    paper="An et al., Fluctuation-based Adaptive Structured Pruning, AAAI 2024 (arXiv 2312.11983), baseline Wanda-sp",
+    needs=("calibration data",),
+)
+@dataclass(frozen=True)
+class WandaSp(StructuredPruning):
+    """Remove the units of smallest |weight| times activation norm, the same share of every layer, layer by layer."""
+
+    spread: ClassVar[str] = "uniform"
+
+    def scores(self, anatomy: Anatomy, seen: None, context: Context) -> Scores:
+        """One share for every layer needs no scores yet: `repair` makes them on the pruned stream."""
+        return [np.zeros(part.units) for part in anatomy.parts]
+
+    def repair(self, model: Model, choice: Choice, scores: Scores, seen: None, context: Context) -> dict[str, Any]:
+        counts = [len(kept) for kept in choice]
+        if self.finish == "none":
+            self._cut_layer_by_layer(model, counts, context)
+            return {}
+        dense = self._dense_scores(model.anatomy, context)
+        choice = [best(score, count) for score, count in zip(dense, counts, strict=True)]
+        return super().repair(model, choice, scores, seen, context)
+
+    def _cut_layer_by_layer(self, model: Model, counts: list[int], context: Context) -> None:
+        """Score each block on the stream of the pruned blocks below it, cut it, carry the stream on."""
+        stream = open_stream(model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
+        left = iter(counts)
+        for block in context.watcher.track(model.anatomy.blocks, "wanda-sp"):
+            found = block_moments(stream, block)
+            kept = [best(unit_scores(p, m), next(left)).tolist() for p, m in zip(block.parts, found, strict=True)]
+            for part, keep in zip(block.parts, kept, strict=True):
+                keep_units(model.network, part, keep)
+            advance(stream, block)
+
+    def _dense_scores(self, anatomy: Anatomy, context: Context) -> Scores:
+        stream = open_stream(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
+        return [
+            unit_scores(part, moments)
+            for block in anatomy.blocks
+            for part, moments in zip(block.parts, block_moments(stream, block, carry=True), strict=True)
+        ]
+
+
+def unit_scores(part: Part, moments: Moments) -> np.ndarray:
+    weight = part.output.weight.detach().double()
+    if weight.dim() > 2:  # a convolution's column is a kernel
+        weight = weight.abs().sum(tuple(range(2, weight.dim())))
+    columns = weight.abs().mean(0) * moments.square.sqrt()
+    scores: np.ndarray = columns.view(part.units, part.width).sum(1).cpu().numpy()
+    return scores
+
+
+def best(scores: np.ndarray, count: int) -> np.ndarray:
+    """The positions of the highest scores, ascending."""
+    return np.sort(np.argsort(-scores, kind="stable")[:count])

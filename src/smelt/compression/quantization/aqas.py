@@ -1,0 +1,67 @@
+"""AQAS: scales of input channels chosen by the error of the product of rounded weights and rounded inputs, for 4-bit
+weights with 8-bit inputs (Lee et al., EMNLP 2023, arXiv 2311.05161).
+
+The paper's candidates are not known here; ours are those of AWQ and those of SmoothQuant together. Its weights are
+dINT, whose two codes near zero keep small weights from vanishing. Its third part, SLAC, is a rule for the data:
+calibrate with sequences as long as those of the task (`length` of the recipe's data), as the range of activations
+grows with the length in some families. The length is told with the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from smelt.compression.base import Context, method
+from smelt.compression.quantization.layers import Group, Layer
+from smelt.compression.quantization.scale_search import STEPS, Candidate, ScaleSearch, balanced, power_family
+from smelt.models.model import Model
+from smelt.numerics.catalogue import format_named
+from smelt.numerics.error import underflow_share
+from smelt.numerics.format import Format, Quantized
+from smelt.numerics.integer import DenormalInteger, Integer
+
+
+@method("aqas", paper="Lee et al., 2023 (arXiv 2311.05161)", needs=("calibration data",))
+@dataclass(frozen=True)
+class Aqas(ScaleSearch):
+    """Choose channel scales by the joint error of rounded weights and inputs; 4-bit dINT weights, 8-bit inputs.
+
+    Give the data's `length` the length of the task's inputs: scales found on long sequences can hurt short ones.
+    """
+
+    group: int = -1
+    inputs: str | None = "int8"
+    denormal: bool = True  # dINT; otherwise plain integers
+    rounding: str = "gptq"
+
+    @property
+    def weight_format(self) -> Format:
+        if self.format is not None:
+            return format_named(self.format)
+        kind = DenormalInteger if self.denormal else Integer
+        return kind(self.group, "float16", self.bits, self.symmetric)
+
+    @property
+    def trial_inputs(self) -> Format | None:
+        return self.input_format
+
+    def candidates(self, group: Group, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
+        weights = group.stacked().abs().amax(0).clamp(min=1e-5)
+        for step in range(STEPS):
+            yield Candidate("mean", step / STEPS, power_family(mean, step / STEPS))
+        for step in range(STEPS):
+            exponent = step / STEPS
+            scale = largest.pow(exponent) / weights.pow(1 - exponent)
+            yield Candidate("smooth", exponent, balanced(scale.clamp(min=1e-5)))
+
+    def note(self, layer: Layer, matrix: Quantized) -> dict[str, Any]:
+        """The share of weights that were rounded to zero, and of the error that is theirs; the rest is rounding's."""
+        vanished, underflow = underflow_share(layer.weight.detach(), matrix.values())
+        return {"vanished": vanished, "error_share": {"underflow": underflow, "rounding": 1 - underflow}}
+
+    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+        return {**super().apply(model, context), "calibration_length": context.mean_tokens}

@@ -1,0 +1,24 @@
+"""AWQ: scale up the weights of channels with large inputs before rounding, then clip (Lin et al., 2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from smelt.compression.base import method
+from smelt.compression.quantization.layers import Group
+from smelt.compression.quantization.scale_search import STEPS, Candidate, ScaleSearch, power_family
+
+
+@method("awq", paper="Lin et al., 2024 (arXiv 2306.00978)", needs=("calibration data",))
+@dataclass(frozen=True)
+class Awq(ScaleSearch):
+    """Protect the channels with large inputs by a scale, found by trial, and clip each group of weights."""
+
+    clip: bool = True  # narrow the range of each group; never of queries and keys
+
+    def candidates(self, group: Group, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
+        for step in range(STEPS):
+            yield Candidate("mean", step / STEPS, power_family(mean, step / STEPS))

@@ -1,0 +1,269 @@
+"""The frame that every quantisation method stands in: block by block, transform, round, exchange the layers, go on.
+
+A method brings its transform or its rounding. The frame brings the stream of calibration data, the memory budget, the
+exchange of layers for packed ones, resuming, and the count of what was changed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compression.base import CalibrationSize, Context, Demand, Method
+from smelt.compression.calibration.device import on_device
+from smelt.compression.calibration.observe import Largest, Observer, observe
+from smelt.compression.calibration.routes import expert_tokens
+from smelt.compression.calibration.stream import Activations, Stream, advance, open_stream
+from smelt.compression.quantization.experts import few_tokens, lend_largest
+from smelt.compression.quantization.layers import Group, groups_of, observed
+from smelt.errors import DataError, FormatError, ModelError, RecipeError
+from smelt.measure.cost import count_bytes
+from smelt.models.anatomy import Anatomy, Block
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizedLinear, Scheme, decoded, lay_out, quantized_layers, replace_module
+from smelt.numerics.catalogue import format_named, name_of
+from smelt.numerics.format import TENSOR, Format, Quantized
+from smelt.numerics.integer import Integer
+
+
+@dataclass(frozen=True)
+class Quantization(Method):
+    """Hold the linear layers of the blocks in few bits."""
+
+    bits: int = 4  # of a weight
+    group: int = 128  # values of a row that share a scale; -1: the whole row
+    symmetric: bool = False  # the grid has its zero in the middle; otherwise a zero point a group
+    format: str | None = None  # a name from `smelt formats`, instead of bits, group and symmetric
+    inputs: str | None = None  # the format that a layer's inputs are rounded to, such as int8 (a scale a token)
+    static: bool = False  # the inputs' scale is fixed by the calibration data; otherwise taken from each input
+    ragged: bool = False  # allow a last group that is shorter than the others
+
+    def __post_init__(self) -> None:
+        try:
+            self.weight_format  # noqa: B018  (built to be checked)
+            self.input_format  # noqa: B018
+        except FormatError as error:
+            raise RecipeError(f"{self.name}: {error}") from error
+        if self.static and self.inputs is None:
+            raise RecipeError(f"static of {self.name} fixes the scale of inputs: give their format, as `inputs: int8`.")
+        if self.static and self.input_format is not None and not self.input_format.has_one_number:
+            raise RecipeError(f"static of {self.name} fixes one scale and no zero point, which {self.inputs} needs.")
+
+    @property
+    def weight_format(self) -> Format:
+        if self.format is not None:
+            return format_named(self.format)
+        return Integer(self.group, "float16", self.bits, self.symmetric)
+
+    @property
+    def input_format(self) -> Format | None:
+        if self.inputs is None:
+            return None
+        found = format_named(self.inputs)
+        return replace(found, group=TENSOR) if self.static else found
+
+    @property
+    def scheme(self) -> Scheme:
+        return Scheme(self.weight_format, self.input_format, self.static)
+
+    @property
+    def uses_data(self) -> bool:
+        return super().uses_data or self.static
+
+    offloads: ClassVar[bool] = True
+    teacher: ClassVar[bool] = False  # the method compares with what the unchanged network gives
+
+    def prepare(self, model: Model, context: Context) -> Any:
+        """What is done to the whole network before the first block; each block's work is handed the result."""
+
+    @abstractmethod
+    def quantize(self, work: BlockWork) -> None:
+        """Quantise every layer of a block, by `work.put`."""
+
+    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+        self.check(model.anatomy)
+        if self.uses_data and not context.batches:
+            raise DataError(f"{self.name} needs calibration data, and there is none.")
+        torch.manual_seed(context.seed)
+        _check_weights(model.anatomy)
+        prepared = self.prepare(model, context)
+        run = _Run(self, model, context, prepared)
+        for block in context.watcher.track(model.anatomy.blocks, self.name):
+            run.block(block)
+        self.conclude(model, context)
+        return {**run.facts(), **self.report(prepared)}
+
+    def report(self, prepared: Any) -> dict[str, Any]:
+        """Facts besides those of the layers, from what `prepare` returned."""
+        return {}
+
+    def conclude(self, model: Model, context: Context) -> None:
+        """What is done to the whole network after the last block."""
+
+    def check(self, anatomy: Anatomy) -> None:
+        """Everything that can be refused before any work starts."""
+        if any(part.kind == "channels" for part in anatomy.parts):
+            raise ModelError(f"{self.name} quantises linear layers; this network is made of convolutions.")
+        if quantized_layers(anatomy.network):
+            raise ModelError("this model is quantised already; quantise the model it was made from.")
+        size = self.weight_format.group
+        for layer in (layer for block in anatomy.blocks for group in groups_of(block) for layer in group.layers):
+            columns = layer.weight.shape[1]
+            if size > 0 and columns % size and not self.ragged:
+                fitting = [str(g) for g in (256, 128, 64, 32, 16) if columns % g == 0]
+                options = f"{', '.join(fitting)} or -1" if fitting else "-1"
+                raise RecipeError(
+                    f"{layer.path} has {columns} inputs, which groups of {size} do not divide; use group {options}, "
+                    "or `ragged: true` for a shorter last group."
+                )
+
+    def aim(self) -> dict[str, float]:
+        return {"bits": self.weight_format.bits}
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        if not self.uses_data:
+            return Demand()
+        rows = 4 * size.tokens * anatomy.parts[0].output.rows
+        held = rows if memory_limit is None else min(rows, memory_limit)
+        widest = max(part.output.columns for part in anatomy.parts)
+        # Those of a block live at once, which with many experts is more than what the widest alone needs.
+        hessians = max(sum(group.columns**2 for group in groups_of(block)) for block in anatomy.blocks)
+        return Demand(passes=2.0, memory=held + 4 * max(5 * widest**2, hessians + 2 * widest**2))
+
+
+@dataclass
+class BlockWork:
+    """One block being quantised: its groups of layers, the stream before it, and where the results are put."""
+
+    block: Block
+    stream: Stream | None
+    context: Context
+    network: nn.Module
+    scheme: Scheme
+    facts: dict[str, dict[str, Any]]
+    targets: Activations | None = None  # what the block gave before any change to the network, a tensor a batch
+    last: bool = False  # no block follows
+    prepared: Any = None  # what the method's `prepare` returned
+    tokens: Mapping[str, int] = field(default_factory=dict)  # that reach each expert, by its path
+
+    @property
+    def groups(self) -> list[Group]:
+        return groups_of(self.block)
+
+    def observe(self, observers: Sequence[tuple[Group, Observer]]) -> None:
+        """Show each group's inputs to its observer, in one pass that ends at the last of them: give them in order."""
+        assert self.stream is not None
+        seen = {group.entrance: observer for group, observer in observers}
+        observe(self.stream, self.block, seen, last=observers[-1][0].entrance)
+
+    def put(self, group: Group, quantized: Sequence[Quantized], **changes: Any) -> None:
+        """Exchange the layers of a group for packed ones; `changes` alter the scheme for this group."""
+        for layer, matrix in zip(group.layers, quantized, strict=True):
+            if not all(bool(tensor.isfinite().all()) for tensor in matrix.grid.tensors().values()):
+                raise ModelError(f"{layer.path} holds values that {name_of(matrix.format)} has no scale for.")
+            scheme = replace(self.scheme, weight=matrix.format, **changes)
+            error = _relative_error(layer.weight, matrix)
+            new = QuantizedLinear.holding(matrix, scheme, bias=layer.module.bias, dtype=layer.weight.dtype)
+            replace_module(self.network, layer.path, new)
+            reached = {"tokens": self.tokens[group.part.path]} if group.part.path in self.tokens else {}
+            self.facts[layer.path] = {"scheme": scheme.to_json(), "relative_error": error, **reached}
+
+
+class _Run:
+    """The walk through the blocks, with what it needs to be taken up again."""
+
+    def __init__(self, method: Quantization, model: Model, context: Context, prepared: Any) -> None:
+        self.method, self.network, self.context, self.prepared = method, model.network, context, prepared
+        self.before = count_bytes(self.network)
+        self.layers: dict[str, dict[str, Any]] = {}
+        self.last = len(model.anatomy.blocks) - 1
+        self.stream: Stream | None = None
+        self.teacher: Stream | None = None
+        if method.uses_data:
+            self.stream = open_stream(
+                model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder, device=context.device
+            )
+            self.teacher = self.stream.copy(context.memory_limit, context.folder) if method.teacher else None
+
+    def block(self, block: Block) -> None:
+        name = f"block-{block.index}"
+        checkpoint = self.context.checkpoint
+        with on_device(block.module, self.context.device):
+            if self.teacher is not None:
+                advance(self.teacher, block)  # what it holds now is the target of this block
+            facts = checkpoint.load_facts(name)
+            if facts is None:
+                facts = self._quantize(block)
+                checkpoint.save(name, block.module.state_dict())
+                checkpoint.save_facts(name, facts)
+            else:
+                self._restore(block, facts, checkpoint.load(name) or {})
+            self.layers |= facts
+            if self.stream is not None and block.index < self.last:
+                with decoded(block.module, self.stream.hidden[0].dtype):
+                    advance(self.stream, block)
+
+    def _quantize(self, block: Block) -> dict[str, dict[str, Any]]:
+        work = BlockWork(
+            block, self.stream, self.context, self.network, self.method.scheme, {},
+            targets=None if self.teacher is None else self.teacher.hidden, last=block.index == self.last,
+            prepared=self.prepared, tokens={} if self.stream is None else expert_tokens(self.stream, block),
+        )  # fmt: skip
+        self.method.quantize(work)
+        if self.method.static:
+            self._fix_scales(block)
+        return work.facts
+
+    def _fix_scales(self, block: Block) -> None:
+        """Give every layer the scale of the largest input that the calibration data brings to it."""
+        assert self.stream is not None
+        layers = {f"{block.path}.{name}": layer for name, layer in quantized_layers(block.module).items()}
+        seen: dict[nn.Module, Largest] = {layer: Largest() for layer in layers.values()}
+        with decoded(block.module, self.stream.hidden[0].dtype):
+            observe(self.stream, block, seen)
+        lend_largest(block, {path: seen[layer] for path, layer in layers.items()})
+        for path, layer in layers.items():
+            layer.fix_input_scale(observed(path, seen[layer].values))
+
+    def _restore(self, block: Block, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        device = next(block.module.parameters()).device
+        lay_out(self.network, {path: fact["scheme"] for path, fact in facts.items()}, "the unfinished run")
+        block.module.load_state_dict({name: t.to(device) for name, t in tensors.items()}, assign=True)
+
+    def facts(self) -> dict[str, Any]:
+        """What was changed; a run that changed nothing is an error."""
+        if not self.layers:
+            raise ModelError(f"{self.method.name} found no layer to quantise in this network.")
+        bits = [layer.bits_per_weight for layer in quantized_layers(self.network).values()]
+        sizes = [layer.in_features * layer.out_features for layer in quantized_layers(self.network).values()]
+        experts = {"few_tokens": few_tokens(self.layers, self.network)} if self._counted else {}
+        return {
+            "layers_quantised": len(self.layers),
+            "bits_per_weight": sum(b * n for b, n in zip(bits, sizes, strict=True)) / sum(sizes),
+            "bytes_before": self.before,
+            "bytes_after": count_bytes(self.network),
+            **experts,
+            "layers": self.layers,
+        }
+
+    @property
+    def _counted(self) -> bool:
+        return any("tokens" in layer for layer in self.layers.values())
+
+
+def _check_weights(anatomy: Anatomy) -> None:
+    """Before any work: a NaN or an infinity would spoil every layer after its own."""
+    for layer in (layer for block in anatomy.blocks for group in groups_of(block) for layer in group.layers):
+        if not bool(layer.weight.isfinite().all()):
+            raise ModelError(f"{layer.path} holds NaN or infinity; it cannot be quantised.")
+
+
+def _relative_error(weight: Tensor, matrix: Quantized) -> float:
+    """Squared error of the weights over their squared size."""
+    true = weight.detach().float()
+    return float((matrix.values() - true).square().sum() / true.square().sum().clamp(min=1e-30))

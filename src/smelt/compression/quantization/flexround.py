@@ -1,0 +1,105 @@
+"""FlexRound: learned rounding, every weight with a divisor of its own (Lee et al., 2023), and its low-rank form LRQ."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compression.base import method, within
+from smelt.compression.quantization.learned import LearnedQuantization, Quantizer
+from smelt.compression.quantization.nearest import searched_grid
+from smelt.numerics.format import Grid
+from smelt.numerics.integer import Integer
+
+
+@method(
+    "flexround",
+    paper="Lee et al., 2023 (FlexRound, arXiv 2306.00317); Lee et al., 2025 (LRQ, arXiv 2407.11534)",
+    needs=("calibration data",),
+)
+@dataclass(frozen=True)
+class FlexRound(LearnedQuantization):
+    """Learn a divisor for every weight, which decides how it is rounded, and a step for every group.
+
+    The papers train on 512 samples of 1024 tokens in batches of two: `samples`, `length`, `batch` in the recipe's data.
+    """
+
+    group: int = -1  # values of a row that share a scale; -1: the whole row
+    rate: float = 3e-3  # of Adam, falling to zero along a cosine; the papers' for 7B: 0.0025 at 3 bits, LRQ 0.0009
+    iterations: int = 5000  # updates of each block; 0 rounds to nearest
+    rank: int | None = None  # of the matrix of divisors (LRQ; the paper's is 1024); by default it is a full one
+    search: bool = False  # begin from ranges that minimise each group's |error|^2.4, not from the largest values
+
+    cosine: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self.name, "iterations", self.iterations, 0, 1_000_000)
+        if self.rank is not None:
+            within(self.name, "rank", self.rank, 1, 65_536)
+
+    def quantizer(self, weight: Tensor, generator: torch.Generator) -> Quantizer:
+        rows, columns = weight.shape
+        saves = self.rank is not None and self.rank * (rows + columns) < rows * columns
+        divisors = LowRank(weight, self.rank, generator) if saves and self.rank else Full(weight)
+        return Divided(weight, self.integer, divisors, self.search)
+
+    def updates(self, batches: int) -> int:
+        return self.iterations
+
+
+class Full(nn.Module):
+    """A logarithm for every weight."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.zeros(weight.shape, device=weight.device))  # [rows, columns]
+
+    def forward(self) -> Tensor:
+        return self.matrix
+
+
+class LowRank(nn.Module):
+    """LRQ: the logarithms are L U + r + c, so that few parameters see all of the calibration data."""
+
+    def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
+        super().__init__()
+        rows, columns = weight.shape
+        bound = 1 / math.sqrt(columns)  # Kaiming's, as torch draws the weight of a linear layer
+        right = torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
+        self.left = nn.Parameter(torch.zeros(rows, rank, device=weight.device))
+        self.right = nn.Parameter(right.to(weight.device))
+        self.row = nn.Parameter(torch.zeros(rows, 1, device=weight.device))
+        self.column = nn.Parameter(torch.zeros(1, columns, device=weight.device))
+
+    def forward(self) -> Tensor:
+        return self.left @ self.right + self.row + self.column
+
+
+class Divided(Quantizer):
+    """W' = s clip(round(W / (s exp(D + d)))): a step s for a group, D for every weight, d for a row; the zero stays."""
+
+    zero: Tensor | None
+
+    def __init__(self, weight: Tensor, number_format: Integer, divisors: nn.Module, search: bool) -> None:
+        super().__init__(weight, number_format)
+        fit = searched_grid if search else _widest
+        grid = fit(self.grouped, number_format)
+        self.register_buffer("zero", grid.zero)
+        self.step = nn.Parameter(grid.scale.log())  # [rows, groups, 1]
+        self.divisors = divisors
+        self.row = nn.Parameter(torch.zeros(len(weight), 1, device=weight.device))
+
+    def grid(self) -> Grid:
+        return Grid(self.format.rounded_scale(self.step.exp()), self.zero)
+
+    def divisor(self, scale: Tensor) -> Tensor:
+        return scale * self.format.groups(self.divisors() + self.row).exp()
+
+
+def _widest(grouped: Tensor, number_format: Integer) -> Grid:
+    return number_format.fit(grouped)

@@ -1,0 +1,40 @@
+"""GPTQ: round column by column, and let the columns that follow make up for each error (Frantar et al., 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smelt.compression.base import method, within
+from smelt.compression.calibration.observe import SecondMoment
+from smelt.compression.quantization.base import BlockWork, Quantization
+from smelt.compression.quantization.gptq_rounding import DAMPING, round_group
+from smelt.compression.quantization.layers import Group
+from smelt.numerics.format import Quantized
+
+
+@method("gptq", paper="Frantar et al., 2023 (arXiv 2210.17323)", needs=("calibration data",))
+@dataclass(frozen=True)
+class Gptq(Quantization):
+    """Round column by column, each error made up for by the columns that follow."""
+
+    damping: float = DAMPING  # of the Hessian's mean diagonal
+    act_order: bool = True  # columns with the largest inputs first, on grids fixed beforehand
+    search: bool = False  # narrow each group's range to what minimises its |error|^2.4
+    sequential: bool = False  # within a block, take the inputs of a layer after those before it were rounded
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self.name, "damping", self.damping, 1e-6, 10.0)
+
+    def quantize(self, work: BlockWork) -> None:
+        groups = work.groups
+        for batch in [[group] for group in groups] if self.sequential else [groups]:
+            seen = [(group, SecondMoment()) for group in batch]
+            work.observe(seen)
+            for group, moment in seen:
+                work.put(group, self.round(group, moment))
+
+    def round(self, group: Group, moment: SecondMoment) -> list[Quantized]:
+        return round_group(
+            group, moment, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.search
+        )

@@ -1,0 +1,204 @@
+"""Column-by-column rounding with error feedback: the rounding of GPTQ (Frantar et al., 2023), for any format."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.compression.calibration.observe import SecondMoment
+from smelt.compression.quantization.layers import Group, never_reached, observed
+from smelt.compression.quantization.nearest import nearest, searched_grid
+from smelt.errors import DataError
+from smelt.kernels.gptq_rounding import block_rounding
+from smelt.numerics.format import TENSOR, Format, Grid, Quantized
+from smelt.numerics.integer import Integer
+
+COLUMNS = 128  # that are rounded before the rest of the matrix is updated
+DAMPING = 0.01  # of the Hessian's mean diagonal
+
+
+def round_group(
+    group: Group, moment: SecondMoment, number_format: Format, *, damping: float = DAMPING, act_order: bool = True,
+    search: bool = False,
+) -> list[Quantized]:  # fmt: skip
+    """Layers that share an input share its Hessian: their rows are rounded together, as rows never mix. An expert that
+    no token reached has none, and is rounded to nearest."""
+    if never_reached(group, moment.matrix):
+        return [nearest(layer.weight, number_format, search) for layer in group.layers]
+    hessian = observed(group.path, moment.matrix)
+    rounded = partial(
+        gptq, hessian=hessian, number_format=number_format, damping=damping, act_order=act_order, search=search
+    )
+    if number_format.group == TENSOR:
+        return [rounded(layer.weight.detach()) for layer in group.layers]
+    whole = rounded(group.stacked())
+    grids = {
+        name: [tensor.clone() for _ in group.layers] if name == "tensor" else group.split(tensor)
+        for name, tensor in whole.grid.tensors().items()
+    }
+    return [
+        Quantized(number_format, codes, Grid(**{name: parts[index] for name, parts in grids.items()}))
+        for index, codes in enumerate(group.split(whole.codes))
+    ]
+
+
+@torch.no_grad()
+def gptq(
+    weight: Tensor, hessian: Tensor, number_format: Format, *, damping: float = DAMPING, act_order: bool = True,
+    search: bool = False, block: int = COLUMNS,
+) -> Quantized:  # fmt: skip
+    """Round a matrix [out, in] against the Hessian [in, in] of its inputs."""
+    weight, hessian = weight.float().clone(), hessian.clone()
+    columns = weight.shape[1]
+    dead = hessian.diagonal() == 0
+    hessian.diagonal()[dead] = 1
+    weight[:, dead] = 0
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if act_order else None
+    grids = _Grids(number_format, weight, search, static=act_order)
+    block = block if grids.fixed else aligned(block, grids.size)
+    if order is not None:
+        weight, hessian = weight.index_select(1, order), hessian.index_select(0, order).index_select(1, order)
+    factor = inverse_factor(hessian, damping)
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    rounding = _rounding(number_format, grids, order, weight)
+    run = block if grids.fixed else min(block, grids.size, COLUMNS)
+    for start in range(0, columns, block):
+        stop, errors = min(start + block, columns), []
+        for first in range(start, stop, run):  # the grids of so many columns are known when the first is reached
+            last = min(first + run, stop)
+            codes[:, first:last], error = rounding(weight[:, first:last], factor[first:last, first:last], first, last)
+            weight[:, last:stop].addmm_(error, factor[first:last, last:stop], alpha=-1)
+            errors.append(error)
+        weight[:, stop:].addmm_(torch.cat(errors, 1), factor[start:stop, stop:], alpha=-1)
+    if order is not None:
+        codes = codes[:, torch.argsort(order)]
+    return Quantized(number_format, codes, grids.whole())
+
+
+Rounding = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # weights, factor, first and last column
+
+
+def _round_columns(
+    part: Tensor, inner: Tensor, grids: Iterable[Grid], number_format: Format
+) -> tuple[Tensor, Tensor]:  # [rows, columns] each
+    """One column after the other: its codes, and its errors over the diagonal, which the next columns take up."""
+    codes, errors = torch.empty_like(part, dtype=torch.uint8), torch.empty_like(part)
+    for column, grid in enumerate(grids):
+        values = part[:, column, None, None]
+        code = number_format.encode(values, grid)
+        codes[:, column] = code[:, 0, 0]
+        error = (values - number_format.decode(code, grid))[:, 0] / inner[column, column]
+        part[:, column + 1 :] -= error * inner[column, column + 1 :]
+        errors[:, column] = error[:, 0]
+    return codes, errors
+
+
+def _rounding(number_format: Format, grids: _Grids, order: Tensor | None, weight: Tensor) -> Rounding:
+    """What rounds the columns from a first to a last: a kernel where it knows the format, otherwise the plain loop."""
+    kernel = block_rounding(weight.device)
+    if kernel is not None and type(number_format) is Integer:
+        return _kernel_rounding(kernel, number_format, grids, order, weight)
+    places = range(weight.shape[1]) if order is None else order.tolist()
+
+    def plain(part: Tensor, inner: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        return _round_columns(part, inner, (grids.of(place, weight) for place in places[first:last]), number_format)
+
+    return plain
+
+
+def _kernel_rounding(
+    kernel: Callable[..., Any], number_format: Integer, grids: _Grids, order: Tensor | None, weight: Tensor
+) -> Rounding:
+    rows, columns = weight.shape
+    places = torch.arange(columns, device=weight.device) if order is None else order
+    group = places // grids.size
+    lines = {name: _lines(tensor, rows) for name, tensor in grids.whole().tensors().items()} if grids.fixed else {}
+
+    def fast(part: Tensor, inner: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+        if grids.fixed:
+            found = {name: tensor[group[first:last]].T for name, tensor in lines.items()}
+        else:
+            found = {name: t[:, 0].expand(rows, last - first) for name, t in grids.of(first, weight).tensors().items()}
+        return kernel(
+            part, inner, found["scale"], found.get("zero"), number_format.top,
+            middle=float(number_format.top // 2 + 1), fraction=number_format.zero_type != "code",
+        )  # fmt: skip
+
+    return fast
+
+
+def _lines(tensor: Tensor, rows: int) -> Tensor:  # [rows or 1, groups, 1] -> [groups, rows]
+    """What each group shares, for all rows side by side."""
+    return tensor.expand(rows, -1, 1)[..., 0].T.contiguous()
+
+
+def aligned(block: int, size: int) -> int:
+    """The number of columns nearest to `block` with which no group of so many begins in one block and ends in the
+    next: its grid is fitted at its first column, when all of it must have been updated."""
+    return block if size % block == 0 else max(block // size, 1) * size
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """The upper Cholesky factor of the inverse. Damping is raised tenfold until the Hessian is positive definite.
+
+    With rows and columns in reverse, the inverse of the lower factor is the upper factor of the inverse."""
+    reverse, one = hessian.flip(0, 1), torch.eye(len(hessian), device=hessian.device)
+    diagonal = hessian.diagonal().mean()
+    for power in range(6):
+        lower, failed = torch.linalg.cholesky_ex(reverse + one * (damping * 10**power * diagonal))
+        if not bool(failed):
+            upper = torch.linalg.solve_triangular(lower, one, upper=False).flip(0, 1)
+            if bool(upper.isfinite().all()):
+                return upper
+    raise DataError("the inputs of a layer are NaN or infinite on the calibration data; it cannot be quantised.")
+
+
+class _Grids:
+    """The grid of each group: all beforehand (`static`), or each when its first column is reached."""
+
+    def __init__(self, number_format: Format, weight: Tensor, search: bool, static: bool) -> None:
+        self.format, self.search = number_format, search
+        self.tensor_maximum = number_format.whole(weight)
+        self.size = number_format.size(weight.shape[1])
+        self.fixed = static or number_format.group <= 0
+        self.grids: list[Grid] = []
+        if self.fixed:
+            whole = self._fit(number_format.groups(weight))
+            self.grids = [_group(whole, index) for index in range(-(-weight.shape[1] // self.size))]
+
+    def _fit(self, grouped: Tensor) -> Grid:
+        if self.search:
+            return searched_grid(grouped, self.format, self.tensor_maximum)
+        return self.format.fit(grouped, whole=self.tensor_maximum)
+
+    def of(self, column: int, weight: Tensor) -> Grid:
+        index = column // self.size
+        if index == len(self.grids):
+            members = weight[:, index * self.size : (index + 1) * self.size]
+            self.grids.append(self._fit(members[:, None]))
+        return self.grids[index]
+
+    def whole(self) -> Grid:
+        first = self.grids[0]
+        if self.format.group == TENSOR:
+            return first
+        return Grid(
+            **{
+                name: tensor if name == "tensor" else torch.cat([getattr(grid, name) for grid in self.grids], dim=-2)
+                for name, tensor in first.tensors().items()
+            }
+        )
+
+
+def _group(grid: Grid, index: int) -> Grid:
+    """One group's part of a grid [rows, groups, 1]."""
+    return Grid(
+        **{
+            name: tensor if name == "tensor" or tensor.shape[-2] == 1 else tensor[..., index : index + 1, :]
+            for name, tensor in grid.tensors().items()
+        }
+    )

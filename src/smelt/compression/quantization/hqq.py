@@ -1,0 +1,68 @@
+"""HQQ: zero points that minimise an l_p error of the weights, without data (Badri and Shaji, 2023)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from smelt.compression.base import method, within
+from smelt.compression.quantization.base import BlockWork, Quantization
+from smelt.errors import RecipeError
+from smelt.numerics.format import Grid, Quantized
+from smelt.numerics.integer import Integer
+
+LARGEST_INVERSE = 2e4  # of a scale
+LARGEST_ZERO = 6e4  # that float16 holds
+
+
+@method("hqq", paper="Badri and Shaji, 2023 (Half-Quadratic Quantization)")
+@dataclass(frozen=True)
+class Hqq(Quantization):
+    """Move each group's zero point, which need not be whole, to where few large errors buy many small ones."""
+
+    group: int = 64
+    power: float = 0.7  # p of the norm
+    beta: float = 10.0  # how dear it is to spare an error: larger spares more
+    iterations: int = 20  # at most; it stops when the mean error no longer falls
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self.name, "power", self.power, 0.05, 1.0)
+        within(self.name, "beta", self.beta, 1e-3, 1e6)
+        within(self.name, "iterations", self.iterations, 0, 1000)
+        if self.symmetric or self.format is not None:
+            raise RecipeError("hqq moves zero points: it needs asymmetric integers, so leave symmetric and format out.")
+
+    @property
+    def weight_format(self) -> Integer:
+        return Integer(self.group, "float16", self.bits, False, zero_type="float16")
+
+    def quantize(self, work: BlockWork) -> None:
+        for group in work.groups:
+            work.put(group, [self.fit(layer.weight) for layer in group.layers])
+
+    @torch.no_grad()
+    def fit(self, weight: Tensor) -> Quantized:
+        """Half-quadratic splitting: `spared` carries the sparse part of the error, the zero point is a plain mean."""
+        number_format = self.weight_format
+        grouped = number_format.groups(weight)
+        low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+        inverse = torch.where(high == low, 1.0, (number_format.top / (high - low)).clamp(max=LARGEST_INVERSE))
+        inverse = torch.minimum(inverse, LARGEST_ZERO / low.abs())
+        scale = number_format.rounded_scale(1 / inverse)
+        zero = -low / scale
+        best, least = zero, torch.inf
+        for _ in range(self.iterations):
+            codes = (grouped / scale + zero).round().clamp(0, number_format.top)
+            error = grouped - (codes - zero) * scale
+            size = float(error.abs().mean())
+            if size >= least:
+                break
+            best, least = zero, size
+            spared = error.sign() * (error.abs() - error.abs().pow(self.power - 1) / self.beta).relu()
+            zero = (codes - (grouped - spared) / scale).mean(-1, keepdim=True)
+        grid = Grid(scale, number_format.rounded_zero(best))
+        codes = number_format.encode(grouped, grid).flatten(-2)[..., : weight.shape[1]]
+        return Quantized(number_format, codes, grid)

@@ -1,0 +1,56 @@
+"""Keys and values in few bits while text is generated, as QuaRot has them (Ashkboos et al., 2024).
+
+The paper rotates queries and keys alike before keys are rounded; to rotate keys and turn them back as they are read
+gives the same products. No weight is changed: the model remembers the format, and its cache is made in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from smelt.compression.base import Context, Method, method
+from smelt.errors import FormatError, ModelError, RecipeError
+from smelt.models.anatomy import Anatomy
+from smelt.models.kv_cache import UNPACKED, KvFormat
+from smelt.models.model import Model
+
+
+@method("kv-cache", paper="Ashkboos et al., 2024 (QuaRot's cache, arXiv 2404.00456)")
+@dataclass(frozen=True)
+class KvCache(Method):
+    """Hold the keys and values of a language model in a number format; weights stay as they are."""
+
+    offloads: ClassVar[bool] = True
+    format: str = "int4-asym/128@float16"  # of keys and values, a name from `smelt formats`; none: as they are
+    values: str | None = None  # the format of values, where it is another one
+    clip: float = 1.0  # the part of a group's range that its grid covers
+    rotate_keys: bool = True  # rotate keys by a Hadamard matrix before they are rounded, and back as they are read
+
+    def __post_init__(self) -> None:
+        try:
+            self.kv.check()
+        except FormatError as error:
+            raise RecipeError(f"{self.name}: {error}") from error
+
+    @property
+    def kv(self) -> KvFormat:
+        return KvFormat(self.format, self.values, float(self.clip), self.rotate_keys)
+
+    def check(self, anatomy: Anatomy) -> None:
+        if not anatomy.family.causal or not anatomy.network.can_generate():
+            raise ModelError(f"{self.name} is for models that generate text: this one keeps no keys and values.")
+        self.kv.cache(anatomy.network.config)
+
+    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+        self.check(model.anatomy)
+        before = model.kv or KvFormat()
+        model.kv = None if str(self.kv) == UNPACKED else self.kv
+        return {
+            f"cache_bits_a_token_{when}": sum(
+                part.units * kv.bits(part.head_dim, model.network.dtype)
+                for part in model.anatomy.parts
+                if part.kind == "heads"
+            )
+            for when, kv in (("before", before), ("after", self.kv))
+        }

@@ -1,0 +1,208 @@
+"""Fit a quantiser's own parameters to what a block gives: the loop that OmniQuant and FlexRound share.
+
+The block runs in float32 with fake-quantised weights, on the inputs that the quantised blocks before it give; its
+target is what the unchanged network's block gave. Only one block's parameters, gradients and moments live at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
+
+from smelt.compression.base import CalibrationSize, Demand, within
+from smelt.compression.quantization.base import BlockWork, Quantization
+from smelt.compression.quantization.layers import Layer
+from smelt.compression.quantization.lfq import LogitLoss
+from smelt.errors import DataError, RecipeError
+from smelt.kernels.linear import Inputs
+from smelt.measure.cost import block_parameters
+from smelt.models.anatomy import Anatomy, Block, anatomy_of
+from smelt.numerics.format import Format, Grid, Quantized
+from smelt.numerics.gradient import straight_through
+from smelt.numerics.integer import Integer
+
+Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of output, target and mask: a mean over the real tokens
+COPIES = 6  # float32 numbers a weight of the block costs: the weight, its fake, the parameter, gradient, two moments
+
+
+class Quantizer(nn.Module):
+    """A matrix on a grid whose parameters are learned. `forward` gives, bit for bit, what `result` packs."""
+
+    grouped: Tensor
+
+    def __init__(self, weight: Tensor, number_format: Integer) -> None:
+        super().__init__()
+        self.format, self.columns = number_format, weight.shape[1]
+        self.register_buffer("grouped", number_format.groups(weight.detach()))  # [rows, groups, size]
+
+    @abstractmethod
+    def grid(self) -> Grid:
+        """The grid as it will be stored, through which gradients pass."""
+
+    def divisor(self, scale: Tensor) -> Tensor:
+        """What the weights are divided by before they are rounded."""
+        return scale
+
+    def codes(self, grid: Grid) -> Tensor:
+        """Whole numbers in float32, through which gradients pass where nothing is clipped."""
+        steps = self.grouped / self.divisor(grid.scale)
+        return (straight_through(steps, steps.round()) + self.format.zero_of(grid)).clamp(0, self.format.top)
+
+    def forward(self) -> Tensor:  # [rows, columns]
+        grid = self.grid()
+        values = (self.codes(grid) - self.format.zero_of(grid)) * grid.scale
+        return values.flatten(-2)[:, : self.columns]
+
+    @torch.no_grad()
+    def result(self) -> Quantized:
+        """The matrix as the layer will hold it."""
+        grid = self.grid()
+        codes = self.codes(grid).nan_to_num(nan=0.0).to(torch.uint8).flatten(-2)[:, : self.columns]
+        return Quantized(self.format, codes, Grid(**{name: t.detach() for name, t in grid.tensors().items()}))
+
+
+@dataclass(frozen=True)
+class LearnedQuantization(Quantization):
+    """Fit the parameters of a quantiser, block by block, by gradients. A batch of the calibration data is an update."""
+
+    rate: float = 1e-2  # of Adam
+    lfq: bool = False  # the last block is fitted to the network's own logits (LFQ), not to its hidden states
+
+    teacher: ClassVar[bool] = True
+    cosine: ClassVar[bool] = False  # the rate falls to zero along a cosine; otherwise it stays
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self.name, "rate", self.rate, 1e-8, 10.0)
+        found = self.weight_format
+        if type(found) is not Integer or found.zero_type != "code":
+            raise RecipeError(f"{self.name} learns the grid of plain integers: use bits, group and symmetric instead.")
+
+    @abstractmethod
+    def quantizer(self, weight: Tensor, generator: torch.Generator) -> Quantizer:
+        """The quantiser of one matrix, before any training."""
+
+    @abstractmethod
+    def updates(self, batches: int) -> int:
+        """How many a block gets, with so many batches of calibration data."""
+
+    @property
+    def integer(self) -> Integer:
+        found = self.weight_format
+        assert isinstance(found, Integer)
+        return found
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        if self.lfq:
+            LogitLoss.check(anatomy)
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        """Twice the hidden states (the target's and the inputs'), and a training of one block."""
+        plain = super().demand(anatomy, size, memory_limit)
+        batches = math.ceil(size.samples / size.batch)
+        training = COPIES * 4 * block_parameters(anatomy) // len(anatomy.blocks)
+        return Demand(plain.passes + 1 + 3 * self.updates(batches) / batches, 2 * plain.memory + training)
+
+    def quantize(self, work: BlockWork) -> None:
+        # A generator of each block's own: a run that is taken up again draws the same numbers.
+        generator = torch.Generator().manual_seed(work.context.seed + 1_000_003 * work.block.index)
+        groups = work.groups
+        quantizers = {layer: self.quantizer(layer.weight, generator) for group in groups for layer in group.layers}
+        self._fit(work, quantizers, generator)
+        for group in groups:
+            work.put(group, [quantizers[layer].result() for layer in group.layers])
+
+    def _fit(self, work: BlockWork, quantizers: Mapping[Layer, Quantizer], generator: torch.Generator) -> None:
+        """Adam on the block's loss, batches in an order of their own in every epoch."""
+        assert work.stream is not None and work.targets is not None
+        updates = self.updates(len(work.stream))
+        block = FakeQuantized(work.block, quantizers, self.input_format)
+        loss_of: Loss = LogitLoss(anatomy_of(work.network), work.targets[0].device) if self._logits(work) else distance
+        parameters = [parameter for quantizer in quantizers.values() for parameter in quantizer.parameters()]
+        optimizer = torch.optim.Adam(parameters, lr=self.rate)
+        order: list[int] = []
+        for update in work.context.watcher.track(range(updates), f"block {work.block.index}"):
+            order = order or torch.randperm(len(work.stream), generator=generator).tolist()
+            batch = order.pop()
+            if self.cosine:
+                optimizer.param_groups[0]["lr"] = self.rate * (1 + math.cos(math.pi * update / updates)) / 2
+            output = work.stream.run(block, work.block.index, batch)
+            loss = loss_of(output, work.targets[batch].float(), work.stream.masks[batch])
+            if not bool(loss.isfinite()):
+                raise DataError(
+                    f"the loss of {work.block.path} is not a finite number: look for NaN in the weights and the "
+                    f"calibration data, or lower the rate of {self.name}."
+                )
+            optimizer.zero_grad()
+            # A sum over the tokens: a mean's gradients would drown in Adam's epsilon where each weight has its own.
+            (loss * output.shape[-2]).backward()
+            optimizer.step()
+
+    def _logits(self, work: BlockWork) -> bool:
+        return self.lfq and work.last
+
+
+def distance(output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+    """Mean squared error over the real tokens."""
+    squares = (output - target).square()
+    return squares.mean() if mask is None else squares[mask].mean()
+
+
+class FakeQuantized(nn.Module):
+    """A block in float32 with the weights that its quantisers give. The block itself is left as it is."""
+
+    def __init__(self, block: Block, quantizers: Mapping[Layer, Quantizer], inputs: Format | None) -> None:
+        super().__init__()
+        names = {layer: f"{layer.path[len(block.path) + 1 :]}.weight" for layer in quantizers}
+        self.block = block.module
+        self.quantizers = [(names[layer], layer, quantizer) for layer, quantizer in quantizers.items()]
+        self.inputs = None if inputs is None else Inputs(inputs)
+        tensors = {**dict(self.block.named_parameters()), **dict(self.block.named_buffers())}
+        self.fixed = {name: in_float32(t.detach()) for name, t in tensors.items() if name not in names.values()}
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        weights = {}
+        for name, layer, quantizer in self.quantizers:
+            weight: Tensor = quantizer()
+            weights[name] = weight.T if isinstance(layer.module, Conv1D) else weight  # Conv1D stores [in, out]
+        with rounded_inputs([layer.module for _, layer, _ in self.quantizers], self.inputs):
+            return functional_call(
+                self.block, {**self.fixed, **weights}, in_float32((hidden, *args)), in_float32(kwargs)
+            )
+
+
+@contextmanager
+def rounded_inputs(modules: list[nn.Module], inputs: Inputs | None) -> Iterator[None]:
+    """Inside, the modules see their inputs rounded, and gradients pass."""
+
+    def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        assert inputs is not None
+        return (straight_through(args[0], inputs.rounded(args[0].detach())), *args[1:])
+
+    hooks = [] if inputs is None else [module.register_forward_pre_hook(before) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def in_float32(value: Any) -> Any:
+    """A tensor of floats, or whatever holds such, in float32; everything else as it is."""
+    if isinstance(value, Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: in_float32(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(in_float32(item) for item in value)
+    return value

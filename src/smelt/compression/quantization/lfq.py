@@ -1,0 +1,50 @@
+"""LFQ: the last block is fitted to the network's own logits (Lee et al., 2026, arXiv 2605.29756).
+
+A small error of the last hidden state may flip the next token. So the last block's loss has the final norm and the head
+in it, both as they were: the cross-entropy between what the unchanged network predicts, all of its probabilities and
+not the text's next token, and what the quantised one does. Its least value is the entropy of those predictions.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from smelt.compression.quantization.vocabulary import summed_in_slices
+from smelt.errors import ModelError
+from smelt.models.anatomy import Anatomy
+
+
+class LogitLoss:
+    """Mean over the real tokens of -sum_v p(v) log q(v), from the hidden states that the last block gives."""
+
+    def __init__(self, anatomy: Anatomy, device: torch.device) -> None:
+        norm, head = anatomy.final_norm, anatomy.network.get_output_embeddings()
+        self.norm = nn.Identity() if norm is None else copy.deepcopy(norm).to(device).float().requires_grad_(False)
+        self.weight = head.weight.detach().to(device).float()  # [vocabulary, hidden size]
+        self.bias = None if head.bias is None else head.bias.detach().to(device).float()
+
+    @staticmethod
+    def check(anatomy: Anatomy) -> None:
+        """Refuse a network whose logits do not come from the last block by a norm and a plain head."""
+        head = anatomy.network.get_output_embeddings() if anatomy.family.causal else None
+        hidden = anatomy.parts[-1].output.rows
+        if not isinstance(head, nn.Linear) or head.in_features != hidden:
+            raise ModelError(
+                "lfq needs a language model whose head reads the last block; leave `lfq` out for this one."
+            )
+
+    def __call__(self, output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
+        student, teacher = (x.flatten(0, -2) if mask is None else x[mask] for x in (output, target))  # [tokens, hidden]
+        return summed_in_slices(self._cross_entropy, student, teacher, len(self.weight)) / len(student)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return F.linear(self.norm(hidden), self.weight, self.bias)
+
+    def _cross_entropy(self, student: Tensor, teacher: Tensor) -> Tensor:
+        with torch.no_grad():
+            wanted = self.logits(teacher).softmax(-1)
+        return -(wanted * self.logits(student).log_softmax(-1)).sum()

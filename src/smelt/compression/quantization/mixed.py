@@ -1,0 +1,167 @@
+"""Mixed precision: few bits where they do little harm, more where they do, under an average that is given.
+
+Every group of layers is tried in every width, alone, and the error that this puts into the output of its block is
+noted. An integer program then chooses the widths, as in HAWQ-V3 (Yao et al., 2021), which takes its sensitivities from
+the Hessian instead. The average counts scales and zero points, so that it is what the weights take on disk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from scipy.optimize import Bounds, LinearConstraint, milp
+
+from smelt.compression.base import CalibrationSize, Context, Demand, method, one_of, within
+from smelt.compression.calibration.device import on_device
+from smelt.compression.calibration.stream import advance, open_stream
+from smelt.compression.quantization.base import BlockWork, Quantization
+from smelt.compression.quantization.layers import Group, groups_of
+from smelt.compression.quantization.rounding import ROUNDINGS, rounded
+from smelt.compression.quantization.search_eval import BlockOutput
+from smelt.errors import BudgetError, DataError, RecipeError
+from smelt.models.anatomy import Anatomy
+from smelt.models.model import Model
+from smelt.numerics.format import Format
+from smelt.numerics.integer import Integer
+
+
+@method("mixed", paper="after Yao et al., 2021 (HAWQ-V3, arXiv 2011.10680)", needs=("calibration data",))
+@dataclass(frozen=True)
+class Mixed(Quantization):
+    """Give each group of layers the bits that the whole needs most there, under an average of bits a weight."""
+
+    bits: float = 4.0  # type: ignore[assignment]  # a weight on average, scales and zero points included
+    choices: str = "2,3,4,8"  # widths to choose from
+    rounding: str = "gptq"  # rtn or gptq
+    tokens: int = 4096  # positions that each trial runs on: whole batches from the first on, at least one
+
+    def __post_init__(self) -> None:
+        if self.format is not None:
+            raise RecipeError("mixed chooses among integers of several widths: give choices, and leave format out.")
+        if not all(choice.strip().isdecimal() for choice in self.choices.split(",")):
+            raise RecipeError(f"choices of mixed are widths with commas between, as 2,3,4,8, not {self.choices!r}.")
+        super().__post_init__()
+        one_of(self.name, "rounding", self.rounding, ROUNDINGS)
+        within(self.name, "tokens", self.tokens, 1, 2**31)
+        within(self.name, "bits", self.bits, 1.0, 16.0)
+
+    @property
+    def widths(self) -> list[int]:
+        """The choices, narrow first."""
+        return sorted({int(choice) for choice in self.choices.split(",")})
+
+    @property
+    def formats(self) -> list[Format]:
+        return [Integer(self.group, "float16", width, self.symmetric) for width in self.widths]
+
+    @property
+    def weight_format(self) -> Format:
+        return self.formats[-1]
+
+    def aim(self) -> dict[str, float]:
+        return {"bits": self.bits}
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        groups = [group for block in anatomy.blocks for group in groups_of(block)]
+        least = sum(cost(group, self.formats[0]) for group in groups) / sum(map(weights, groups))
+        if least > self.bits:
+            raise BudgetError(
+                f"mixed: the narrowest choice takes {least:.2f} bits a weight with its scales, more than the "
+                f"{self.bits:g} allowed; allow more, add a narrower choice or make the group larger."
+            )
+
+    def prepare(self, model: Model, context: Context) -> dict[str, tuple[Format, list[float]]]:
+        """The format of each group, by the path of its first layer, and the error of every choice."""
+        errors = context.checkpoint.load_facts("sensitivity")
+        if errors is None:
+            errors = self.sensitivity(model, context)
+            context.checkpoint.save_facts("sensitivity", errors)
+        groups = [group for block in model.anatomy.blocks for group in groups_of(block)]
+        costs = np.array([[cost(group, number_format) for number_format in self.formats] for group in groups])
+        table = [errors[group.path] for group in groups]
+        chosen = choose(np.array(table), costs, self.bits * sum(map(weights, groups)))
+        return {
+            group.path: (self.formats[choice], row) for group, choice, row in zip(groups, chosen, table, strict=True)
+        }
+
+    def sensitivity(self, model: Model, context: Context) -> dict[str, list[float]]:
+        """For each group and choice, the squared error of the block's output over the output's squared size."""
+        stream = open_stream(
+            model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder, device=context.device
+        )
+        found: dict[str, list[float]] = {}
+        for block in context.watcher.track(model.anatomy.blocks, f"{self.name}: sensitivity"):
+            with on_device(block.module, context.device), torch.no_grad():
+                groups = groups_of(block)
+                for group in groups:
+                    around = BlockOutput(stream, block, group, self.tokens)
+                    found[group.path] = [self._error(group, around, choice) for choice in self.formats]
+                found |= stand_ins(groups, found)
+                advance(stream, block)
+        return found
+
+    def _error(self, group: Group, around: BlockOutput, number_format: Format) -> float:
+        error = around.error([number_format.rounded(layer.weight.float()) for layer in group.layers]) / around.size
+        if not error < float("inf"):
+            raise DataError(f"the block of {group.path} gives NaN or infinity on the calibration data.")
+        return error
+
+    def quantize(self, work: BlockWork) -> None:
+        plan: dict[str, tuple[Format, list[float]]] = work.prepared
+        for group, matrices in rounded(work, self.rounding, lambda group: plan[group.path][0]):
+            work.put(group, matrices)
+            errors = dict(zip(map(str, self.widths), plan[group.path][1], strict=True))
+            for layer in group.layers:
+                work.facts[layer.path]["block_error"] = errors  # of each choice
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        plain = super().demand(anatomy, size, memory_limit)
+        share = min(1.0, max(self.tokens, size.batch * size.length) / max(size.tokens, 1))
+        groups = max(len(groups_of(block)) for block in anatomy.blocks)
+        return replace(plain, passes=plain.passes + 1 + groups * len(self.formats) * share)
+
+
+def stand_ins(groups: Sequence[Group], found: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """The errors of experts that no token reached on trial, which are all zero and would buy no bits: the mean of those
+    that their neighbours have."""
+    lost = [group for group in groups if group.part.mixture is not None and not any(found[group.path])]
+    errors = {}
+    for group in lost:
+        alike = [one for one in groups if one.part.mixture is not None and one.writes == group.writes]
+        table = [found[one.path] for one in alike if any(found[one.path])]
+        errors[group.path] = [sum(column) / len(table) for column in zip(*table, strict=True)] or found[group.path]
+    return errors
+
+
+def weights(group: Group) -> int:
+    return sum(layer.weight.numel() for layer in group.layers)
+
+
+def cost(group: Group, number_format: Format) -> float:
+    """Bits that a group takes, with its scales."""
+    shapes = [layer.weight.shape for layer in group.layers]
+    return sum(rows * columns * number_format.bits_per_value(columns, rows) for rows, columns in shapes)
+
+
+def choose(errors: np.ndarray, costs: np.ndarray, budget: float) -> Sequence[int]:  # [groups, choices] each
+    """For each group one choice, such that the costs stay within the budget and the errors add up to the least."""
+    groups, choices = errors.shape
+    one_each = np.kron(np.eye(groups), np.ones(choices))  # [groups, groups * choices]
+    scale = errors.max() or 1.0  # small numbers would vanish in the solver's tolerances
+    solved = milp(
+        (errors / scale).ravel(),
+        integrality=np.ones(errors.size),
+        bounds=Bounds(0, 1),
+        constraints=[
+            LinearConstraint(one_each, 1, 1),
+            LinearConstraint(costs.ravel()[None] / budget, ub=1.0),
+        ],
+        options={"mip_rel_gap": 0.0},
+    )
+    if solved.x is None:
+        raise BudgetError("mixed: no choice of widths meets the bits; allow more, or add a narrower choice.")
+    return [int(choice) for choice in solved.x.reshape(groups, choices).argmax(1)]

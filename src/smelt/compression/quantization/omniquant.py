@@ -1,0 +1,64 @@
+"""OmniQuant's learned clipping of weights (Shao et al., 2024, arXiv 2308.13137)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from smelt.compression.base import method, within
+from smelt.compression.quantization.learned import LearnedQuantization, Quantizer
+from smelt.numerics.format import Grid
+from smelt.numerics.gradient import straight_through
+from smelt.numerics.integer import Integer, extent
+
+START = 4.0  # of a gate: the range begins at sigmoid(4) = 0.982 of itself
+
+
+@method("omniquant", paper="Shao et al., 2024 (OmniQuant, arXiv 2308.13137)", needs=("calibration data",))
+@dataclass(frozen=True)
+class OmniQuant(LearnedQuantization):
+    """Learn how far each group's range is clipped, block by block, so that the block gives what it gave.
+
+    This is the paper's learnable weight clipping, all that it uses for weights alone; its learnable equivalent
+    transformation is not here. Its batches have one sample: `batch: 1` in the recipe's data.
+    """
+
+    epochs: int = 20  # passes over the calibration data for each block; 0 clips every range to 0.982 of itself
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self.name, "epochs", self.epochs, 0, 10_000)
+
+    def quantizer(self, weight: Tensor, generator: torch.Generator) -> Quantizer:
+        return Clipped(weight, self.integer)
+
+    def updates(self, batches: int) -> int:
+        return self.epochs * batches
+
+
+class Clipped(Quantizer):
+    """max' = sigmoid(g1) max and min' = sigmoid(g2) min for every group; the grid lies between them."""
+
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, weight: Tensor, number_format: Integer) -> None:
+        super().__init__(weight, number_format)
+        low, high = extent(self.grouped, number_format)  # [rows, groups, 1] each
+        self.register_buffer("low", low)
+        self.register_buffer("high", high)
+        self.low_gate = nn.Parameter(torch.full_like(low, START))
+        self.high_gate = nn.Parameter(torch.full_like(high, START))
+
+    def grid(self) -> Grid:
+        low, high = self.low * self.low_gate.sigmoid(), self.high * self.high_gate.sigmoid()
+        number_format = self.format
+        if number_format.symmetric:
+            span = number_format.top / 2 if number_format.wide else number_format.top // 2
+            largest = torch.maximum(high, -low)
+            return Grid(number_format.rounded_scale(torch.where(largest == 0, 1.0, largest / span)))
+        scale = number_format.rounded_scale(torch.where(high == low, 1.0, (high - low) / number_format.steps))
+        zero = -low / scale
+        return Grid(scale, straight_through(zero, zero.round()).clamp(0, number_format.top))

@@ -1,0 +1,26 @@
+"""QuaRot: outliers are removed by random rotations, then weights and inputs are rounded to four bits.
+
+Ashkboos et al., 2024. The rotation of queries and keys only matters to a quantised cache: `models/kv_cache.py` has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smelt.compression.base import Context, method
+from smelt.compression.quantization.rotated import RotatedQuantization
+from smelt.compression.quantization.rotation import Rotations, random_rotations
+from smelt.models.model import Model
+
+
+@method("quarot", paper="Ashkboos et al., 2024 (arXiv 2404.00456)", needs=("calibration data",))
+@dataclass(frozen=True)
+class QuaRot(RotatedQuantization):
+    """Rotate stream, values, heads and filters by random Hadamard matrices, then round weights and inputs."""
+
+    @property
+    def uses_data(self) -> bool:
+        return self.rounding == "gptq"
+
+    def rotations(self, model: Model, context: Context) -> Rotations:
+        return random_rotations(model.anatomy, context.seed)

@@ -1,0 +1,267 @@
+"""RILQ: low-rank factors on all quantised layers, trained together on the last hidden state (Lee et al., 2025).
+
+At two bits the error of a layer has a high rank, and no thin factors can undo it there. Trained on what the whole
+network gives, layers with rank to spare make up for the others, and the rank hardly matters any more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smelt.compression.base import CalibrationSize, Context, Demand, Method, method, one_of, within
+from smelt.compression.calibration.gradients import frozen, gradient_bytes
+from smelt.compression.calibration.stream import Activations
+from smelt.compression.quantization.adapters import Adapter, attached, check_mergeable
+from smelt.compression.quantization.vocabulary import summed_in_slices
+from smelt.errors import DataError, ModelError
+from smelt.measure.cost import block_parameters, count_bytes, count_parameters
+from smelt.models.anatomy import Anatomy
+from smelt.models.load import load, skeleton
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizedLinear, linear_weight, quantized_layers, replace_module
+
+VALIDATION = 0.2  # of the batches, the last ones, on which the best factors are chosen
+Batch = dict[str, Tensor]
+
+
+@method("rilq", paper="Lee et al., 2025 (RILQ, arXiv 2412.01129)", needs=("calibration data",))
+@dataclass(frozen=True)
+class Rilq(Method):
+    """Make up for the error of a quantised model by low-rank factors on all layers, trained together.
+
+    The step comes after a quantiser. `initial: svd` with no updates is LoftQ's first round. `merge: true` is the
+    mechanism of QA-LoRA; that RILQ's merged inference works so is from memory (medium): the paper was not at hand.
+    """
+
+    teacher: str | None = None  # the model that was quantised: a name or a place; by default what the run began with
+    rank: int = 64  # of the factors
+    initial: str = "zero"  # the factors add nothing at first; svd: they are the best ones for each layer's own error
+    merge: bool = False  # factors of summed inputs, put into zero points in float16; otherwise they stay beside
+    truth: float = 0.5  # the share of the next token's loss; the rest is the error of the last hidden state
+    rate: float = 1e-4  # of Adam
+    updates: int = 1250  # at most
+    accumulation: int = 8  # batches an update; the paper's batches have one sample of 512 tokens
+    every: int = 25  # updates between two validations
+    patience: int = 5  # validations without a better one before the training ends
+
+    def __post_init__(self) -> None:
+        one_of(self.name, "initial", self.initial, ("zero", "svd"))
+        within(self.name, "rank", self.rank, 1, 65_536)
+        within(self.name, "truth", self.truth, 0.0, 1.0)
+        within(self.name, "rate", self.rate, 1e-8, 1.0)
+        within(self.name, "updates", self.updates, 0, 1_000_000)
+        for name in ("accumulation", "every", "patience"):
+            within(self.name, name, getattr(self, name), 1, 1_000_000)
+
+    def check(self, anatomy: Anatomy) -> None:
+        layers = quantized_layers(anatomy.network)
+        if not layers:
+            raise ModelError("rilq makes up for the error of a quantiser: put one, such as rtn, before it.")
+        if not anatomy.family.causal or anatomy.network.get_output_embeddings() is None:
+            raise ModelError("rilq trains on the next token: it needs a language model.")
+        for path, layer in layers.items():
+            if layer.scheme.rank:
+                raise ModelError(f"{path} has low-rank factors already; start from the model without them.")
+            if self.merge:
+                check_mergeable(layer, path)
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        hidden = 4 * size.tokens * anatomy.parts[0].output.rows
+        matrices = 4 * block_parameters(anatomy)
+        training = matrices + 4 * 4 * self._factors(anatomy) + gradient_bytes(anatomy, size.batch, size.length)
+        seen = self.updates * self.accumulation * size.batch / size.samples
+        kept = hidden if memory_limit is None else min(hidden, memory_limit)
+        return Demand(passes=1 + 3 * seen, memory=kept + training)
+
+    def added_parameters(self, anatomy: Anatomy) -> int:
+        return 0 if self.merge else self._factors(anatomy)
+
+    def _factors(self, anatomy: Anatomy) -> int:
+        """Numbers of all factors, where every layer of the blocks has them and their inputs are not summed."""
+        used = (projection for part in anatomy.parts for projection in (*part.writers, part.output))
+        sizes = {each.path: (each.rows * each.parts, each.columns) for each in used}
+        return sum(min(self.rank, *size) * sum(size) for size in sizes.values())
+
+    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+        self.check(model.anatomy)
+        if len(context.batches) < 2:
+            raise DataError("rilq needs at least two batches of calibration data: the last fifth only judges.")
+        layers = quantized_layers(model.network)
+        before, dtype = count_bytes(model.network), next(model.network.parameters()).dtype
+        adapters = {path: Adapter(layer, self.rank, self.merge) for path, layer in layers.items()}
+        states = self._teach(model, context, layers, adapters)
+        training = _Training(self, model, context, adapters, states)
+        with frozen(model.network), attached(layers, adapters, dtype):
+            facts = training.run()
+        for path, layer in layers.items():
+            if self.merge:
+                replace_module(model.network, path, adapters[path].merged_into(layer, path, dtype))
+            else:
+                adapters[path].stored_beside(layer, dtype)
+        held = quantized_layers(model.network).values()
+        bits = sum(layer.bits_per_weight * layer.in_features * layer.out_features for layer in held)
+        return {
+            "layers_adapted": len(layers),
+            "bits_per_weight": bits / sum(layer.in_features * layer.out_features for layer in held),  # factors included
+            "bytes_before": before,
+            "bytes_after": count_bytes(model.network),
+            **facts,
+        }
+
+    def _teach(
+        self, model: Model, context: Context, layers: dict[str, QuantizedLinear], adapters: dict[str, Adapter]
+    ) -> Activations:
+        """Begin the adapters, and take the teacher's last hidden states, a tensor a batch; then the teacher goes."""
+        generator = torch.Generator().manual_seed(context.seed)
+        for adapter in adapters.values():
+            adapter.draw(generator)
+        teacher = self._load_teacher(model)
+        if self.initial == "svd":
+            _check_untransformed(model, teacher)
+            modules = dict(teacher.network.named_modules())
+            for path, layer in layers.items():
+                adapters[path].approximate(linear_weight(modules[path]).float() - layer.weight)
+        states = Activations(context.memory_limit, context.folder)
+        with torch.no_grad(), frozen(teacher.network):
+            for position, batch in enumerate(context.watcher.track(context.batches, "the teacher")):
+                states[position] = last_hidden_state(teacher, batch).cpu()
+        return states
+
+    def _load_teacher(self, model: Model) -> Model:
+        """The model that was quantised, once it is sure that it is one of the same kind and not quantised itself."""
+        spec = self.teacher or model.source
+        if not spec:
+            raise ModelError("rilq needs the model that was quantised: name it, as `teacher: FOLDER`.")
+        outline = skeleton(spec)
+        if quantized_layers(outline):
+            raise ModelError(f"the teacher {spec} is quantised itself; name the model it was made from, as `teacher:`.")
+        ours, theirs = (network.config.get_text_config() for network in (model.network, outline))
+        if (ours.hidden_size, ours.vocab_size) != (theirs.hidden_size, theirs.vocab_size):
+            raise ModelError(f"the teacher {spec} has another hidden size or vocabulary than this model; name another.")
+        return load(spec, device=str(model.device))
+
+
+class _Training:
+    """Adam on all adapters, judged every so often, with what it needs to be taken up again."""
+
+    def __init__(
+        self, settings: Rilq, model: Model, context: Context, adapters: dict[str, Adapter], states: Activations
+    ) -> None:
+        self.settings, self.model, self.context, self.states = settings, model, context, states
+        self.head = model.network.get_output_embeddings()
+        held_out = max(1, int(len(context.batches) * VALIDATION))
+        self.train = list(range(len(context.batches) - held_out))
+        self.judge = list(range(len(context.batches) - held_out, len(context.batches)))
+        names = {f"{path}.{name}": p for path, adapter in adapters.items() for name, p in adapter.named_parameters()}
+        self.parameters = names
+        self.optimizer = torch.optim.Adam(names.values(), lr=settings.rate)
+        self.best: dict[str, Tensor] = {}
+        self.losses: list[float] = []  # of the validations
+        self.update = 0
+
+    def run(self) -> dict[str, Any]:
+        """Train until nothing gets better; the adapters are then the best ones."""
+        self._resume()
+        if not self.losses:
+            self._validate()
+        settings = self.settings
+        for update in self.context.watcher.track(range(self.update, settings.updates), "training the factors"):
+            if self._exhausted:
+                break
+            self._step(update)
+            self.update = update + 1
+            if self.update % settings.every == 0 or self.update == settings.updates:
+                self._validate()
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(self.best[name])
+        return {"updates": self.update, "loss_before": self.losses[0], "loss_after": min(self.losses)}
+
+    @property
+    def _exhausted(self) -> bool:
+        """The best validation lies too many validations back."""
+        return len(self.losses) - 1 - self.losses.index(min(self.losses)) >= self.settings.patience
+
+    def _step(self, update: int) -> None:
+        """One update; samples come in their order, over and over."""
+        self.optimizer.zero_grad()
+        for micro in range(self.settings.accumulation):
+            batch = self.train[(update * self.settings.accumulation + micro) % len(self.train)]
+            (self.loss(batch) / self.settings.accumulation).backward()
+        self.optimizer.step()
+
+    @torch.no_grad()
+    def _validate(self) -> None:
+        loss = sum(float(self.loss(batch)) for batch in self.judge) / len(self.judge)
+        if not torch.isfinite(torch.tensor(loss)):
+            raise DataError("the loss of rilq is not a finite number: look for NaN in the data, or lower its rate.")
+        if not self.losses or loss < min(self.losses):
+            self.best = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        self.losses.append(loss)
+        self._keep()
+
+    def loss(self, position: int) -> Tensor:
+        """(1 - truth) MSE of the last hidden state + truth CE of the next token, over the real tokens of a batch."""
+        batch, truth = self.context.batches[position], self.settings.truth
+        hidden = last_hidden_state(self.model, batch)  # [batch, tokens, hidden size]
+        tokens = batch["input_ids"].to(hidden.device)
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).to(hidden.device).bool()
+        distance = (hidden.float() - self.states[position].to(hidden.device).float())[mask].square().mean()
+        keep = mask[:, :-1] & mask[:, 1:]
+        rows, following = hidden[:, :-1][keep], tokens[:, 1:][keep]
+        text = summed_in_slices(self._next_token, rows, following, self.head.weight.shape[0]) / max(1, len(rows))
+        return (1 - truth) * distance + truth * text
+
+    def _next_token(self, rows: Tensor, following: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(rows).float(), following, reduction="sum")
+
+    def _keep(self) -> None:
+        """Tensors go to the one of two places that the facts do not point at, so that the pair always fits."""
+        slot = f"factors-{len(self.losses) % 2}"
+        tensors: dict[str, Tensor] = {f"now.{name}": parameter for name, parameter in self.parameters.items()}
+        tensors |= {f"best.{name}": tensor for name, tensor in self.best.items()}
+        for name, parameter in self.parameters.items():
+            state = self.optimizer.state.get(parameter, {})
+            tensors |= {f"{key}.{name}": value for key, value in state.items()}
+        self.context.checkpoint.save(slot, tensors)
+        self.context.checkpoint.save_facts("training", {"slot": slot, "update": self.update, "losses": self.losses})
+
+    @torch.no_grad()
+    def _resume(self) -> None:
+        facts = self.context.checkpoint.load_facts("training")
+        tensors = self.context.checkpoint.load(facts["slot"]) if facts else None
+        if facts is None or tensors is None:
+            return
+        self.update, self.losses = facts["update"], facts["losses"]
+        for name, parameter in self.parameters.items():
+            parameter.copy_(tensors[f"now.{name}"])
+            self.best[name] = tensors[f"best.{name}"].to(parameter.device)
+            if f"step.{name}" in tensors:
+                moments = {key: tensors[f"{key}.{name}"].to(parameter.device) for key in ("exp_avg", "exp_avg_sq")}
+                self.optimizer.state[parameter] = {"step": tensors[f"step.{name}"], **moments}
+
+
+def last_hidden_state(model: Model, batch: Batch) -> Tensor:
+    """What the head reads, after the final norm: [batch, tokens, hidden size]."""
+    inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask") if name in batch}
+    hidden: Tensor = model.network.base_model(**inputs, use_cache=False).last_hidden_state
+    return hidden
+
+
+def _check_untransformed(model: Model, teacher: Model) -> None:
+    """What was not quantised is as the teacher has it: then the teacher's weights are those that were rounded."""
+    theirs = dict(teacher.network.named_parameters())
+    ours = {name: p for name, p in model.network.named_parameters() if name in theirs}
+    same = all(p.shape == theirs[name].shape and torch.equal(p, theirs[name].to(p)) for name, p in ours.items())
+    if not same or any(layer.scheme.hadamard for layer in quantized_layers(model.network).values()):
+        raise ModelError(
+            "`initial: svd` compares weights, and this network was changed otherwise before it was quantised; "
+            "use `initial: zero`."
+        )
+    if count_parameters(model.network) != count_parameters(teacher.network):
+        raise ModelError("`initial: svd` compares weights, and the teacher has other ones; use `initial: zero`.")

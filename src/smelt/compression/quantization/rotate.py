@@ -1,0 +1,37 @@
+"""Rotation on its own: weights without outliers, the same function (the first step of QuaRot, Ashkboos et al., 2024).
+
+Also of use before a comparison of quantisers: weights that already lie on some coarse grid do so no longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from smelt.compression.base import Context, Method, method
+from smelt.compression.quantization.rotation import check_rotatable, random_rotations, rotate_network
+from smelt.errors import RecipeError
+from smelt.models.anatomy import Anatomy
+from smelt.models.model import Model
+
+
+@method("rotate", paper="Ashkboos et al., 2024 (arXiv 2404.00456)")
+@dataclass(frozen=True)
+class Rotate(Method):
+    """Turn the residual stream and the values at random; the function stays, a tied head gets its own weight."""
+
+    offloads: ClassVar[bool] = True
+    stream: bool = True  # rotate the residual stream, with the norms folded into the layers that read them
+    values: bool = True  # rotate the values of each head, undone in the attention output
+
+    def __post_init__(self) -> None:
+        if not (self.stream or self.values):
+            raise RecipeError("rotate has nothing to do: leave stream or values at true.")
+
+    def check(self, anatomy: Anatomy) -> None:
+        check_rotatable(anatomy, self.name)
+
+    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+        self.check(model.anatomy)
+        rotations = random_rotations(model.anatomy, context.seed, stream=self.stream, values=self.values)
+        return rotate_network(model.anatomy, rotations, context.device)

@@ -1,0 +1,21 @@
+"""Round to nearest: every group on its own, no data. The floor that every other method must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from smelt.compression.base import method
+from smelt.compression.quantization.base import BlockWork, Quantization
+from smelt.compression.quantization.nearest import nearest
+
+
+@method("rtn", paper="Frantar et al., 2023 (range search of their code)")
+@dataclass(frozen=True)
+class RoundToNearest(Quantization):
+    """Round every weight to the nearest value of its group's grid."""
+
+    search: bool = False  # narrow each group's range to what minimises its |error|^2.4
+
+    def quantize(self, work: BlockWork) -> None:
+        for group in work.groups:
+            work.put(group, [nearest(layer.weight, self.weight_format, self.search) for layer in group.layers])

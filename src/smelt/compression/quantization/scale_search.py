@@ -1,0 +1,172 @@
+"""The search for scales of input channels, by trial: of the candidates the one that harms the enclosing module least.
+
+The frame of AWQ (Lin et al., 2024) and AQAS (Lee et al., 2023), which differ in their candidates, in whether the inputs
+are rounded on trial as well, and in whether weights are clipped afterwards.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from smelt.compression.base import CalibrationSize, Demand, one_of, within
+from smelt.compression.calibration.observe import Largest, MeanMagnitude
+from smelt.compression.quantization.base import BlockWork, Quantization
+from smelt.compression.quantization.clipping import clip_block
+from smelt.compression.quantization.layers import Group, Layer, never_reached, observed, sharing_groups
+from smelt.compression.quantization.rounding import ROUNDINGS, rounded
+from smelt.compression.quantization.scaling import Source, fold, source_of
+from smelt.compression.quantization.search_eval import Change, ModuleOutput, OwnOutput, Surroundings
+from smelt.errors import DataError
+from smelt.models.anatomy import Anatomy
+from smelt.numerics.format import Format, Quantized
+
+STEPS = 20  # exponents 0, 1/20, ..., 19/20
+NO_SOURCE = "nothing that writes these inputs takes a scale exactly"
+NO_TOKENS = "no token of the calibration data reached this expert"
+
+
+class Statistics:
+    """Mean and largest magnitude of each input channel of a group."""
+
+    def __init__(self) -> None:
+        self._mean, self._largest = MeanMagnitude(), Largest()
+
+    def __call__(self, x: Tensor) -> None:
+        self._mean(x)
+        self._largest(x)
+
+    def lack(self, group: Group) -> bool:
+        return never_reached(group, self._mean.values)
+
+    def of(self, group: Group) -> tuple[Tensor, Tensor]:
+        return observed(group.path, self._mean.values), observed(group.path, self._largest.values)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A scale, and where it comes from."""
+
+    family: str
+    exponent: float
+    scale: Tensor  # [columns]
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best candidate of a group, its error, and the error without any scale."""
+
+    candidate: Candidate
+    error: float
+    unscaled: float
+
+
+@dataclass(frozen=True)
+class ScaleSearch(Quantization):
+    """Scale input channels by search, then round."""
+
+    rounding: str = "rtn"  # afterwards: rtn or gptq
+    clip: bool = False  # narrow the range of each group of weights after scaling; never of queries and keys
+    tokens: int = 4096  # positions that each trial runs on: whole batches from the first on, at least one
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        one_of(self.name, "rounding", self.rounding, ROUNDINGS)
+        within(self.name, "tokens", self.tokens, 1, 2**31)
+
+    @abstractmethod
+    def candidates(self, group: Group, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
+        """Scales to try, from a group's input statistics. The one with exponent 0 of the first family is no scale."""
+
+    @property
+    def trial_inputs(self) -> Format | None:
+        """What inputs are rounded to on trial."""
+        return None
+
+    def quantize(self, work: BlockWork) -> None:
+        notes = self.scale(work)
+        if self.clip:
+            clip_block(work, self.weight_format)
+        for group, matrices in rounded(work, self.rounding, lambda _: self.weight_format):
+            parts = [self.note(layer, matrix) for layer, matrix in zip(group.layers, matrices, strict=True)]
+            work.put(group, matrices)
+            for layer, part in zip(group.layers, parts, strict=True):
+                work.facts[layer.path] |= {"scaling": notes[layer.path], **part}
+
+    def note(self, layer: Layer, matrix: Quantized) -> dict[str, Any]:
+        """What else is told of a rounded layer."""
+        return {}
+
+    def scale(self, work: BlockWork) -> dict[str, dict[str, Any]]:
+        """Fold the best scale of every group; returns what was done to each layer."""
+        statistics = [(group, Statistics()) for group in sharing_groups(work.block)]
+        work.observe(statistics)
+        notes: dict[str, dict[str, Any]] = {}
+        for group, seen in statistics:
+            source = source_of(work.block, group)
+            note: dict[str, Any] = {"into": None, "reason": NO_SOURCE}
+            if seen.lack(group):
+                note["reason"] = NO_TOKENS
+            elif source is not None:
+                around = self.around(work, group)
+                found = self.best(group, source, around, *seen.of(group))
+                fold(group, source, found.candidate.scale)
+                note = {
+                    "into": source.name, "family": found.candidate.family, "exponent": found.candidate.exponent,
+                    "error": found.error, "error_unscaled": found.unscaled,
+                }  # fmt: skip
+            notes |= {layer.path: note for layer in group.layers}
+        return notes
+
+    def around(self, work: BlockWork, group: Group) -> Surroundings:
+        """Where the error is taken: attention or feed-forward for what writes its units, else the layer itself."""
+        assert work.stream is not None
+        kind = ModuleOutput if group.writes else OwnOutput
+        return kind(work.stream, work.block, group, self.tokens)
+
+    def best(self, group: Group, source: Source, around: Surroundings, mean: Tensor, largest: Tensor) -> Found:
+        """Try every candidate as it can be folded."""
+        best, unscaled = None, None
+        for candidate in self.candidates(group, mean, largest):
+            candidate = replace(candidate, scale=source.fitting(candidate.scale))
+            error = self.trial_error(group, around, candidate.scale)
+            unscaled = error if unscaled is None else unscaled
+            if best is None or error < best.error:
+                best = Found(candidate, error, unscaled)
+        assert best is not None
+        if not best.error < torch.inf:
+            raise DataError(f"{group.part.path} gives NaN or infinity on the calibration data; it cannot be quantised.")
+        return best
+
+    def trial_error(self, group: Group, around: Surroundings, scale: Tensor) -> float:
+        """Of the rounded product `Q(x / s) Q(W s)^T`, at the output of what is around the group."""
+        weights = [self.weight_format.rounded(layer.weight.float() * scale) / scale for layer in group.layers]
+        return around.error(weights, self._rounding_of_inputs(scale))
+
+    def _rounding_of_inputs(self, scale: Tensor) -> Change | None:
+        number_format = self.trial_inputs
+        if number_format is None:
+            return None
+        return lambda x: (number_format.rounded(x.float() / scale) * scale).to(x.dtype)
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        """A pass for the statistics, one for GPTQ, and the trials: four groups, each about a third of a block. Of every
+        further expert the inputs are taken once."""
+        plain = super().demand(anatomy, size, memory_limit)
+        share = min(1.0, max(self.tokens, size.batch * size.length) / max(size.tokens, 1))
+        experts = max(sum(part.mixture is not None for part in block.parts) for block in anatomy.blocks)
+        return replace(plain, passes=plain.passes + 1 + (STEPS * 4 / 3 + max(0, experts - 1)) * share)
+
+
+def power_family(base: Tensor, exponent: float) -> Tensor:
+    """base^exponent, scaled so that its largest and smallest values are each other's inverse."""
+    return balanced(base.clamp(min=1e-4).pow(exponent))
+
+
+def balanced(scale: Tensor) -> Tensor:
+    return scale / (scale.max() * scale.min()).sqrt()

@@ -1,0 +1,175 @@
+"""SpinQuant: the rotations of stream and values are learned, by descent on orthogonal matrices (Liu et al., 2025).
+
+Rotations start as random Hadamard matrices. The network's own loss is taken with its inputs to linear layers rounded,
+weights as they are (their rounding comes after). Nothing is rotated for that: with unrounded weights, rounding x R and
+turning the result back by R^T is the same, so that only the activations carry R.
+
+Errors of rounding turn with the rotation; what it can change is how large they are, and that is the scale: gradients
+pass through it. The official code turns to QR once in about a hundred steps at random, here every step ends with a
+Newton step to the nearest orthogonal matrix; its inputs are asymmetric and whole, here symmetric and clipped
+as in QuaRot. Where the loss on the calibration data is no lower in the end, the random rotations are kept, and told so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from smelt.compression.base import Batch, CalibrationSize, Context, Demand, method, within
+from smelt.compression.calibration.gradients import batch_loss, frozen
+from smelt.compression.quantization.rotated import RotatedQuantization
+from smelt.compression.quantization.rotation import Rotations, has_layer_norms, random_rotations
+from smelt.compression.quantization.straight_through import rounded
+from smelt.errors import ModelError, RecipeError
+from smelt.kernels.hadamard import hadamard_transform
+from smelt.models.anatomy import Anatomy
+from smelt.models.model import Model
+
+ITERATIONS = 5  # of the fixed point that a step along the Cayley curve is
+Round = Callable[[Tensor], Tensor]
+
+
+@method("spinquant", paper="Liu et al., 2025 (arXiv 2405.16406)", needs=("calibration data", "gradients"))
+@dataclass(frozen=True)
+class SpinQuant(RotatedQuantization):
+    """Learn the rotations of stream and values from the loss under rounded inputs, then round as QuaRot does."""
+
+    offloads: ClassVar[bool] = False  # the loss is that of the whole network
+    rotate_heads: bool = False  # a Hadamard transform, as the network runs, of what the attention's output reads
+    steps: int = 100  # each on one batch of the calibration data
+    rate: float = 1.5  # of learning, falling to zero along a cosine
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self.name, "steps", self.steps, 1, 100_000)
+        within(self.name, "rate", self.rate, 1e-6, 100.0)
+        if self.inputs is None:
+            raise RecipeError("spinquant learns from the rounding of inputs: give their format, or use quarot.")
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        if has_layer_norms(anatomy):
+            raise ModelError("spinquant learns rotations under RMS norms; this network has layer norms: use quarot.")
+        if any(part.mixture is not None for part in anatomy.parts):
+            raise ModelError(
+                "spinquant rounds all that reads a norm, which a mixture's router must not be: use quarot."
+            )
+        if any(part.clipped for part in anatomy.parts):
+            raise ModelError("spinquant rotates the values of every block, and here they are clipped: use quarot.")
+
+    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+        rounding = super().demand(anatomy, size, memory_limit)
+        learning = 2 + 3 * self.steps * size.batch / size.samples  # a pass back costs two
+        return Demand(rounding.passes + learning, rounding.memory)
+
+    def rotations(self, model: Model, context: Context) -> Rotations:
+        kept, facts = context.checkpoint.load("rotations"), context.checkpoint.load_facts("rotations")
+        if kept is None or facts is None:
+            kept, facts = self._learned(model, context)
+            context.checkpoint.save("rotations", kept)
+            context.checkpoint.save_facts("rotations", facts)
+        exact = {name: nearest_orthogonal(matrix) for name, matrix in kept.items()}
+        return Rotations(exact.pop("stream"), {int(block): matrix for block, matrix in exact.items()}, facts)
+
+    def _learned(self, model: Model, context: Context) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The matrices after the last step, float32: `stream`, and those of the values by their block; and losses."""
+        network, batches = model.network, context.batches
+        start = random_rotations(model.anatomy, context.seed)
+        assert start.stream is not None
+        named = {"stream": start.stream, **{str(block): matrix for block, matrix in start.values.items()}}
+        turns = {name: matrix.to(model.device, torch.float32).requires_grad_() for name, matrix in named.items()}
+        with frozen(network), self.rounding_inputs(model.anatomy, turns):
+            before, first = _mean_loss(network, batches), {name: turn.detach().clone() for name, turn in turns.items()}
+            for step in context.watcher.track(range(self.steps), "rotations"):
+                loss = batch_loss(network, batches[step % len(batches)])
+                gradients = torch.autograd.grad(loss, list(turns.values()))
+                rate = self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
+                with torch.no_grad():
+                    for turn, gradient in zip(turns.values(), gradients, strict=True):
+                        turn.copy_(cayley_step(turn, gradient, rate))
+            after = _mean_loss(network, batches)
+        facts = {"loss_random_rotations": before, "loss_learned_rotations": after, "rotations_learned": after < before}
+        return ({name: turn.detach() for name, turn in turns.items()} if after < before else first), facts
+
+    @contextmanager
+    def rounding_inputs(self, anatomy: Anatomy, turns: dict[str, Tensor]) -> Iterator[None]:
+        """Inside, what enters each linear layer is rotated, rounded and rotated back."""
+        number_format = self.input_format
+        assert number_format is not None
+        parts = [part for part in anatomy.parts if part.units]
+        weights = [part.feeder.weight for part in parts]
+        hooks: list[Any] = []
+
+        def round_(x: Tensor) -> Tensor:
+            return rounded(x, number_format, self.clip)
+
+        for part, weight in zip(parts, weights, strict=True):
+            part.feeder.weight = nn.Parameter(torch.ones_like(weight), requires_grad=False)
+            hooks.append(part.feeder.register_forward_hook(_after_norm(turns["stream"], weight.detach(), round_)))
+            turn = turns[str(part.block)] if part.kind == "heads" else None
+            before = _before_output(turn, self.rotates(part), round_)
+            hooks.append(part.output.module.register_forward_pre_hook(before))
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+            for part, weight in zip(parts, weights, strict=True):
+                part.feeder.weight = weight
+
+
+@torch.no_grad()
+def _mean_loss(network: PreTrainedModel, batches: Sequence[Batch]) -> float:
+    return sum(float(batch_loss(network, batch)) for batch in batches) / len(batches)
+
+
+def _after_norm(turn: Tensor, weight: Tensor, round_: Round) -> Any:
+    """A norm whose weight was taken out gives x; what goes on is the rounded x, in the old frame, times the weight."""
+
+    def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return (round_(output.float() @ turn) @ turn.T).to(output.dtype) * weight
+
+    return after
+
+
+def _before_output(turn: Tensor | None, transform: bool, round_: Round) -> Any:
+    def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = args[0].float()
+        x = x if turn is None else _by_head(x, turn)
+        x = hadamard_transform(round_(hadamard_transform(x)), inverse=True) if transform else round_(x)
+        x = x if turn is None else _by_head(x, turn.T)
+        return (x.to(args[0].dtype), *args[1:])
+
+    return before
+
+
+def _by_head(x: Tensor, turn: Tensor) -> Tensor:  # [..., heads * head_dim]
+    return (x.unflatten(-1, (-1, len(turn))) @ turn).flatten(-2)
+
+
+def cayley_step(turn: Tensor, gradient: Tensor, rate: float) -> Tensor:
+    """One step down along the Cayley curve through an orthogonal matrix [n, n]."""
+    downhill = -gradient.T
+    product = downhill @ turn
+    half = product - 0.5 * (turn.T @ (turn @ product))
+    skew = half - half.T
+    step = min(rate, 1 / (float(skew.abs().sum(0).max()) + 1e-8))
+    start = turn.T
+    moved = start + step * downhill
+    for _ in range(ITERATIONS):
+        moved = start + step * (skew @ (start + moved)) / 2
+    turned = moved.T
+    return 1.5 * turned - 0.5 * turned @ (turned.T @ turned)
+
+
+def nearest_orthogonal(matrix: Tensor) -> Tensor:
+    """The orthogonal factor of the polar decomposition, float64."""
+    left, _, right = torch.linalg.svd(matrix.double())
+    return left @ right

@@ -1,0 +1,151 @@
+"""The plan: what a recipe will cost and change, before any work and without loading weights.
+
+Memory is counted from the sizes of what will live at once; time from the passes each step makes and the speed of a
+short matrix product on this machine. A run that cannot fit is refused here.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from smelt.compression.base import CalibrationSize
+from smelt.compression.recipe.batch import with_batch
+from smelt.compression.recipe.inputs import needs_data
+from smelt.compression.recipe.recipe import Recipe, bytes_of
+from smelt.errors import ResourceError
+from smelt.files import full_disk_told
+from smelt.measure.cost import (
+    Workload,
+    active_parameters,
+    block_cost,
+    block_parameters,
+    count_bytes,
+    count_parameters,
+)
+from smelt.measure.memory import available_memory, free_disk, resident_bytes
+from smelt.models.anatomy import Anatomy, anatomy_of
+from smelt.models.load import skeleton
+from smelt.report.numbers import size as written
+
+EFFICIENCY = 0.5  # of the speed of a large matrix product that whole blocks reach
+BYTES_A_TOKEN = 24  # of calibration data: its number, mask and label
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """One step: seconds, bytes besides the weights, and the share of a measure it keeps."""
+
+    method: str
+    needs: tuple[str, ...]
+    seconds: float
+    memory: int
+    budget: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole run. Bytes and seconds are estimates; parameters are exact before, and at most this after."""
+
+    model: str
+    parameters: int
+    block_parameters: int
+    block_parameters_after: int
+    bytes: int
+    macs: float
+    peak_memory: int
+    available_memory: int
+    disk: int
+    free_disk: int
+    seconds: float
+    steps: tuple[StepPlan, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def check(self) -> None:
+        """Refuse what cannot fit."""
+        if self.peak_memory > self.available_memory:
+            raise ResourceError(
+                f"this run needs about {written(self.peak_memory)} of memory and {written(self.available_memory)} "
+                "is free; use fewer or shorter samples, a smaller batch, or set memory_limit in the recipe."
+            )
+        if self.disk > self.free_disk:
+            raise ResourceError(
+                f"this run needs about {written(self.disk)} of disk and {written(self.free_disk)} is free; "
+                "free some space or write to another disk."
+            )
+
+
+def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
+    """Plan a run of the recipe on a model, to be written to a folder."""
+    network = skeleton(source)
+    anatomy = anatomy_of(network)
+    recipe.steps[0].check(anatomy)
+    limit = None if recipe.memory_limit is None else bytes_of(recipe.memory_limit)
+    data = with_batch(recipe, anatomy, torch.device("cpu")).data
+    assert data.batch is not None
+    size = CalibrationSize(data.samples, data.length, data.batch)
+    rate = EFFICIENCY * matrix_speed()
+    steps = tuple(_step_plan(step, anatomy, size, limit, rate) for step in recipe.steps)
+    weights = count_bytes(network)
+    batches = BYTES_A_TOKEN * size.tokens if needs_data(recipe) else 0
+    before = block_parameters(anatomy)
+    passed = count_parameters(network) - before + active_parameters(anatomy)
+    evaluation = 3 * 2 * passed * (recipe.evaluate.limit or 300_000) / rate
+    with full_disk_told(Path(folder)):
+        free = free_disk(folder)
+    return Plan(
+        model=source,
+        parameters=count_parameters(network),
+        block_parameters=before,
+        block_parameters_after=_parameters_after(recipe, anatomy, before),
+        bytes=weights,
+        macs=_macs(anatomy),
+        # Two models live at once while they are compared; torch itself is there already.
+        peak_memory=weights + max([weights, *(step.memory for step in steps)]) + batches + resident_bytes(),
+        available_memory=available_memory() + resident_bytes(),
+        disk=2 * weights,
+        free_disk=free,
+        seconds=sum(step.seconds for step in steps) + evaluation,
+        steps=steps,
+    )
+
+
+def _step_plan(step: Any, anatomy: Anatomy, size: CalibrationSize, limit: int | None, rate: float) -> StepPlan:
+    demand = step.demand(anatomy, size, limit)
+    work = 2.0 * active_parameters(anatomy) * size.tokens * demand.passes
+    return StepPlan(step.name, step.needs, work / rate, demand.memory, step.aim())
+
+
+def _parameters_after(recipe: Recipe, anatomy: Anatomy, before: int) -> int:
+    """At most so many block parameters are left, where the budgets say so, with what steps add to them."""
+    share, added = 1.0, 0
+    for step in recipe.steps:
+        budget = getattr(step, "budget", None)
+        if budget is not None and budget.measure == "parameters":
+            share *= budget.keep
+        added += step.added_parameters(anatomy)
+    return int(before * share) + added
+
+
+def _macs(anatomy: Anatomy) -> float:
+    if any(part.kind == "channels" for part in anatomy.parts):
+        size = getattr(anatomy.network.config, "image_size", None) or 224
+        return block_cost(anatomy, "macs", Workload(image_size=size))
+    return block_cost(anatomy, "macs", Workload())
+
+
+def matrix_speed(size: int = 1024, seconds: float = 0.3) -> float:
+    """Floating-point operations a second of a float32 matrix product on the CPU."""
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    left @ right
+    start, products = time.perf_counter(), 0
+    while time.perf_counter() - start < seconds:
+        left @ right
+        products += 1
+    return 2.0 * size**3 * products / (time.perf_counter() - start)

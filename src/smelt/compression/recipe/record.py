@@ -1,0 +1,215 @@
+"""The record of a run: before and after in plain values, from which the report and the JSON result are made."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from smelt.compression.recipe.inputs import Data
+from smelt.compression.recipe.methods import METHODS
+from smelt.compression.recipe.recipe import Recipe
+from smelt.data import TextData
+from smelt.measure.cost import Workload, block_macs, block_parameters, count_bytes, count_parameters
+from smelt.measure.divergence import logit_divergence
+from smelt.measure.latency import LatencyComparison, compare_decode, compare_latency
+from smelt.measure.machine import machine
+from smelt.measure.paired import Comparison, compare
+from smelt.measure.quality import Quality
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizedLinear, quantized_layers
+from smelt.numerics.catalogue import name_of
+
+TIMED_TOKENS = 128
+DECODED_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Before:
+    """What was measured before any change."""
+
+    size: dict[str, float]
+    quality: Quality | None
+    sentences: list[str]
+
+
+@dataclass(frozen=True)
+class After:
+    """What was measured of the result, and against what it came from."""
+
+    size: dict[str, float]
+    quality: Quality | None
+    comparison: dict[str, Any] | None
+    speed: list[dict[str, Any]]
+    sentences: list[str]
+
+    @property
+    def unvarying(self) -> dict[str, Any]:
+        """What is the same in every run with the same seed, and so may stand in smelt.json."""
+        quality = None if self.quality is None else {**self.quality.to_json(), "comparison": self.comparison}
+        return {"size": self.size, **({"quality": quality} if quality else {})}
+
+
+def size_of(model: Model, recipe: Recipe) -> dict[str, float]:
+    anatomy = model.anatomy
+    return {
+        "parameters": count_parameters(model.network),
+        "block_parameters": block_parameters(anatomy),
+        "bytes": count_bytes(model.network),
+        "macs": block_macs(anatomy, Workload(tokens=TIMED_TOKENS)),
+    }
+
+
+def after_record(
+    model: Model, base: Model | None, before: Before, quality: Quality | None, data: Data | None,
+    recipe: Recipe, speed: bool, prompts: list[str],
+) -> After:  # fmt: skip
+    comparison = None
+    if quality is not None and before.quality is not None and base is not None:
+        comparison = compared(compare(quality, before.quality, seed=recipe.seed))
+        if isinstance(data, TextData):
+            context = quality.settings["context"]
+            divergence = logit_divergence(model, base, data, context=context, limit=4 * context)
+            comparison |= {"kl": divergence.kl, "agreement": divergence.agreement}
+    timings = []
+    if speed and base is not None:
+        length = min(TIMED_TOKENS, getattr(base.network.config, "max_position_embeddings", TIMED_TOKENS))
+        timings = [_timing(compare_latency(model, base, length=length, seed=recipe.seed), "forward")]
+        if model.task == "language":
+            prompt, tokens = length // 2, min(DECODED_TOKENS, length // 4)
+            compared_decode = compare_decode(model, base, prompt=prompt, tokens=tokens, warmup=1, seed=recipe.seed)
+            timings.append(_timing(compared_decode, "decode a token"))
+    return After(size_of(model, recipe), quality, comparison, timings, [model.generate(prompt) for prompt in prompts])
+
+
+def compared(comparison: Comparison) -> dict[str, Any]:
+    """A paired comparison under the names the report uses."""
+    low, high = comparison.interval
+    ratio_low, ratio_high = comparison.ratio_interval or (None, None)
+    values = {
+        "difference": comparison.difference,
+        "low": low,
+        "high": high,
+        "confidence": comparison.confidence,
+        "ratio": comparison.ratio,
+        "ratio_low": ratio_low,
+        "ratio_high": ratio_high,
+        "mcnemar_p": comparison.mcnemar,
+        "flips": comparison.flips,
+        "kl": comparison.divergence,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _timing(comparison: LatencyComparison, what: str) -> dict[str, Any]:
+    new, base = comparison.new, comparison.base
+    where = f"{new.length} tokens" if what == "forward" else f"after {new.length} tokens"
+    return {
+        "name": f"{what}, batch {new.batch}, {where}",
+        "device": new.device,
+        "before": asdict(base),
+        "after": asdict(new),
+        "ratio": comparison.ratio,
+        "ratio_low": comparison.ratio_low,
+        "ratio_high": comparison.ratio_high,
+    }
+
+
+def run_record(
+    source: str,
+    folder: str,
+    recipe: Recipe,
+    before: Before,
+    after: After,
+    steps: list[dict[str, Any]],
+    model: Model,
+    prompts: list[str],
+) -> dict[str, Any]:
+    """The whole run, as the report reads it."""
+    record: dict[str, Any] = {
+        "title": f"{source}, smaller",
+        "model": source,
+        "result": folder,
+        "created": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "size": {name: {"before": before.size[name], "after": after.size[name]} for name in before.size},
+        "steps": steps,
+        "recipe": recipe.to_yaml(),
+        "machine": machine(),
+        "papers": [{"method": step.name, "citation": METHODS[step.name].paper} for step in recipe.steps],
+    }
+    record["size"]["macs"]["tokens"] = TIMED_TOKENS
+    if any(part.units != part.original_units for part in model.anatomy.parts):
+        record["kept"] = kept(model)
+    layers = {path: layer for step in steps for path, layer in step.get("layers", {}).items()}
+    if layers:
+        record["precision"] = precision(model, layers)
+    few = [expert for step in steps for expert in step.get("few_tokens", [])]
+    if few:
+        record["few_tokens"] = few
+    if after.quality is not None and before.quality is not None:
+        record["quality"] = {
+            "metric": after.quality.metric,
+            "higher_is_better": after.quality.higher_is_better,
+            "before": before.quality.value,
+            "after": after.quality.value,
+            "data": after.quality.data,
+            "settings": after.quality.settings,
+            "comparison": after.comparison,
+        }
+    if after.speed:
+        record["speed"] = after.speed
+    if before.sentences:
+        record["samples"] = [
+            {"who": who, "prompt": prompt, "text": text}
+            for who, texts in (("before", before.sentences), ("after", after.sentences))
+            for prompt, text in zip(prompts, texts, strict=True)
+        ]
+    return record
+
+
+def precision(model: Model, layers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """How each layer of each block is held, for the map; the experts of a mixture together."""
+    held = quantized_layers(model.network)
+    rows = []
+    for block in model.anatomy.blocks:
+        experts = {part.path: part.mixture.path for part in block.parts if part.mixture is not None}
+        places: dict[str, list[str]] = {}
+        for path in (path for path in layers if path.startswith(f"{block.path}.") and path in held):
+            parent, _, name = path.rpartition(".")
+            place = f"{experts[parent]}.*.{name}" if parent in experts else path
+            places.setdefault(place.removeprefix(f"{block.path}."), []).append(path)
+        row = {
+            place: _precision([held[path] for path in paths], [layers[path] for path in paths])
+            for place, paths in places.items()
+        }
+        rows.append({"block": block.index, "layers": row})
+    return rows
+
+
+def _precision(held: list[QuantizedLinear], layers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of one layer, or of the layers that several experts have at one place: means."""
+    formats = dict.fromkeys(name_of(layer.scheme.weight) for layer in held)
+    return {
+        "bits": round(sum(layer.bits_per_weight for layer in held) / len(held), 2),
+        "format": ", ".join(formats),
+        "error": sum(layer["relative_error"] for layer in layers) / len(layers),
+    }
+
+
+def kept(model: Model) -> list[dict[str, Any]]:
+    """What is left in each block, for the heat map."""
+    rows = []
+    for block in model.anatomy.blocks:
+        row: dict[str, Any] = {"block": block.index}
+        for part in block.parts:
+            if part.kind == "heads":
+                row["heads"] = {"of": part.original_units, "kept": list(part.kept)}
+                row["unit"] = "kv group" if part.group > 1 else "head"
+            elif part.mixture is not None:
+                row.setdefault("filters", []).append({"of": part.original_units, "kept": part.units})
+            elif part.kind == "filters":
+                row["filters"] = {"of": part.original_units, "kept": part.units}
+            else:
+                row.setdefault("channels", []).append({"of": part.original_units, "kept": part.units})
+        rows.append(row)
+    return rows

@@ -1,0 +1,1 @@
+"""KV cache compression: eviction, sparse page attention and bounded streaming caches."""

@@ -1,0 +1,12 @@
+"""Streams in bounded memory: a pot of keys and values that is cooked down when it is full (InfiniPot, InfiniPot-V)."""
+
+from __future__ import annotations
+
+from smelt.kvcache.streaming.infinipot import InfiniPot
+from smelt.kvcache.streaming.infinipot_v import InfiniPotV
+from smelt.kvcache.streaming.recent import Recent
+from smelt.kvcache.streaming.text import TextStream
+from smelt.kvcache.streaming.uniform import Uniform
+from smelt.kvcache.streaming.video import VideoStream
+
+__all__ = ["InfiniPot", "InfiniPotV", "Recent", "TextStream", "Uniform", "VideoStream"]

@@ -1,0 +1,76 @@
+"""InfiniPot-V: a part of the tokens stays because nothing like them came since (TaR), the others because their values
+are long (VaN)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from smelt.errors import RecipeError
+from smelt.kvcache.streaming.bounded_cache import best_in_order
+from smelt.kvcache.streaming.frame_rule import FrameRule, Held
+from smelt.kvcache.streaming.tar import novelty_in_time
+from smelt.kvcache.streaming.van import pooled_by_depth, value_norms
+
+
+@dataclass(frozen=True)
+class InfiniPotV(FrameRule):
+    """Of what stays, the share `tar` is chosen by TaR: all tokens of the last `recent` of the frames, and of the older
+    ones the best; the rest by VaN. Defaults are those of the released code. Where TaR finds tokens equal, VaN decides.
+
+    The paper averages VaN over neighbours; the released code has that switched off, and so is `pooling` here. It is
+    done once, over the frames that are new when the pot is cooked down: later their neighbours are gone.
+    """
+
+    name: ClassVar[str] = "infinipot-v"
+    paper: ClassVar[str] = (
+        "Kim et al., InfiniPot-V: Memory-Constrained KV Cache Compression for Streaming Video Understanding, "
+        "NeurIPS 2025 (arXiv 2506.15745)"
+    )
+    marked: ClassVar[bool] = True
+
+    tar: float = 0.5
+    recent: float = 0.25
+    pooling: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("tar", "recent"):
+            if not 0 < getattr(self, name) <= 1:
+                raise RecipeError(f"infinipot-v: {name} is {getattr(self, name):g}; it is a share, above 0, at most 1.")
+
+    @property
+    def shaped(self) -> bool:
+        return self.pooling
+
+    def check(self, frames: int, keep: int) -> None:
+        recent = int(self.recent * frames)
+        if recent < 1:
+            raise RecipeError(
+                f"infinipot-v: {self.recent:g} of {frames} frames is none, and TaR compares with recent ones; "
+                "make the pot or `recent` larger."
+            )
+        if recent > keep - round((1 - self.tar) * keep):
+            raise RecipeError(
+                f"infinipot-v: {recent} recent frames do not fit into the share {self.tar:g} of {keep} frames that TaR "
+                "chooses; keep more frames, or make `recent` smaller."
+            )
+
+    def marks(self, values: Tensor, layer: int, layers: int) -> Tensor:
+        norms = value_norms(values)
+        return pooled_by_depth(norms, layer, layers) if self.pooling else norms
+
+    def places(self, held: Held, count: int) -> Tensor:
+        recent = int(self.recent * held.frames)
+        older = held.tokens - recent * held.patches
+        by_tar = count - round((1 - self.tar) * count) - recent * held.patches  # of the older tokens
+        last = held.keys[:, older:].unflatten(1, (recent, held.patches))  # every head holds all of them
+        tar = novelty_in_time(held.keys[:, :older], held.patch[:, :older], last)
+        order = held.marks[:, :older].argsort(dim=1, descending=True, stable=True)
+        order = order.gather(1, tar.gather(1, order).argsort(dim=1, descending=True, stable=True))
+        scores = held.marks.clone()
+        scores[:, older:] = torch.inf
+        scores.scatter_(1, order[:, :by_tar], torch.inf)
+        return best_in_order(scores, count)

@@ -1,0 +1,184 @@
+"""The network as one call of compiled code a step, for processors: no Python between its layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from smelt.kernels.cpu import program as compiled
+from smelt.kernels.cpu.build import load_library
+from smelt.kernels.cpu.kernels import FloatInputs, IntegerInputs
+from smelt.kernels.cpu.plan import make_plan
+from smelt.kernels.cpu.program import Program
+from smelt.kernels.kv_quant import RowFormat
+from smelt.kernels.linear import choose
+from smelt.kernels.paged import LayerPages, Pages, has_lanes
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizedLinear
+from smelt.runtime import decoder
+from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, decoder_of, rows_of, stacked
+
+
+class Layers(Protocol):
+    """A cache, layer by layer."""
+
+    def layer(self, index: int) -> LayerPages: ...
+
+
+class CompiledNetwork:
+    """`logits` of a step, by a program."""
+
+    name = "cpu-program"
+
+    def __init__(self, model: Model, cache: Layers, most_tokens: int, most_wanted: int, context: int) -> None:
+        kind = torch.bfloat16 if model.network.dtype == torch.bfloat16 else torch.float32
+        writer = _Writer(decoder_of(model, context), cache, most_tokens, most_wanted, kind)
+        self._program, self._logits = writer.written()
+
+    def logits(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> Tensor:  # [rows, vocabulary]
+        self._program.run(ids, positions, rows, pages)
+        return self._logits[: len(rows)]
+
+
+def reason_against(model: Model, kind: str | None = None) -> str | None:
+    """Why a network is not compiled; None where it is. `kind`: of its pages' rows."""
+    library = load_library() if model.device.type == "cpu" else None
+    if library is None or not compiled.can_run(library):
+        return "there is no compiled library for this device"
+    if (reason := decoder.reason_against(model)) is not None:
+        return reason
+    for part in model.anatomy.parts:
+        if part.kind == "heads" and (part.head_dim > compiled.MOST_WIDTH or part.group > compiled.MOST_GROUP):
+            return "its heads are too wide"
+        if part.kind == "heads" and kind is not None and not has_lanes(RowFormat.of(kind, part.head_dim)):
+            return "its heads are too narrow for this format of keys and values"
+        for projection in (*part.writers, part.output):
+            if not _multiplies(projection.module):
+                return f"{projection.path} is of a kind that has no compiled product"
+    head = model.network.get_output_embeddings()
+    return None if _multiplies(head) else "the head is of a kind that has no compiled product"
+
+
+def _multiplies(layer: nn.Module) -> bool:
+    """Whether the library has the product, and rounds the inputs itself where they are rounded."""
+    if not isinstance(layer, QuantizedLinear):
+        return type(layer) is nn.Linear
+    kernel = choose(layer.packed, layer.inputs, torch.float32)
+    wanted = FloatInputs if layer.inputs is None else IntegerInputs
+    return isinstance(kernel, wanted) and not layer.scheme.hadamard and not layer.scheme.rank
+
+
+class _Writer:
+    """Writes the operations of a network, with buffers for the largest step."""
+
+    def __init__(self, network: Decoder, cache: Layers, most_tokens: int, most_wanted: int, kind: torch.dtype) -> None:
+        self.decoder, self.cache = network, cache
+        self.most_tokens, self.most_wanted, self.type = most_tokens, most_wanted, kind
+        self.program = Program(load_library())
+        self._buffers: dict[str, Tensor] = {}
+
+    def written(self) -> tuple[Program, Tensor]:
+        """The program, and where its logits are."""
+        table, width = self.decoder.table, self.decoder.width
+        hidden = torch.empty(self.most_tokens, width)
+        self.program.add(compiled.EMBED, weight=table, weight_type=table.dtype, y=hidden, width=width)
+        given: Tensor | None = None  # by the part before, not added yet
+        for part in self.decoder.parts:
+            normed = self._buffer("normed", width)
+            self._norm(part.norm, hidden, given, normed)
+            mixed = self._attention(part, normed) if isinstance(part, Attention) else self._feed_forward(part, normed)
+            given = self._buffer("given", width)
+            self._product(part.output, mixed, given)
+        self._norm(self.decoder.norm, hidden, given, None)
+        return self.program, self._head(hidden)
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """The logits of the tokens for which they are wanted, in float32."""
+        width = hidden.shape[1]
+        picked = torch.empty(self.most_wanted, width)
+        normed = torch.empty(self.most_wanted, width, dtype=self._head_type())
+        self.program.add(compiled.PICK, x=hidden, y=picked, width=width)
+        self._norm(self.decoder.norm, picked, None, normed, count=compiled.FOR_WANTED)
+        logits = torch.empty(self.most_wanted, rows_of(self.decoder.head))
+        self._product(self.decoder.head, normed, logits, count=compiled.FOR_WANTED)
+        return logits
+
+    def _head_type(self) -> torch.dtype:
+        """Of the head's inputs. Its outputs are float32, which a packed product has only with inputs of the same."""
+        return torch.float32 if isinstance(self.decoder.head, QuantizedLinear) else self.type
+
+    def _norm(self, norm: Norm, hidden: Tensor, given: Tensor | None, y: Tensor | None, count: int = 0) -> None:
+        """Add what the last part gave, then the norm of the sum (without y: only the sum)."""
+        self.program.add(
+            compiled.ADD_NORM, x=hidden, other=given, y=y, weight=norm.weight, weight_type=norm.weight.dtype,
+            type=self.type if y is None else y.dtype, width=hidden.shape[1], epsilon=norm.epsilon, count=count,
+        )  # fmt: skip
+
+    def _attention(self, part: Attention, normed: Tensor) -> Tensor:
+        (queries, keys, values), strides = self._products(part.writers, normed)
+        pages = self.cache.layer(part.index)
+        for tensor, stride, count, norm in (
+            (queries, strides[0], part.heads, part.query_norm),
+            (keys, strides[1], part.kv_heads, part.key_norm),
+        ):
+            place = {"x": tensor, "y": tensor, "type": self.type, "x_stride": stride, "count": count}
+            if norm is not None:
+                weight = {"weight": norm.weight, "weight_type": norm.weight.dtype, "epsilon": norm.epsilon}
+                self.program.add(compiled.HEAD_NORM, **place, **weight, width=part.width)
+            turn = {"weight": self.decoder.cosines, "other": self.decoder.sines}
+            self.program.add(compiled.ROTATE, **place, **turn, width=part.width)
+            if pages.rows is not None and pages.rows.turns:
+                self.program.add(compiled.HADAMARD, **place, width=part.width)
+        mixed = self._buffer("mixed", part.heads * part.width)
+        attention = self.program.attention(
+            queries, strides[0], pages, mixed, heads=part.heads, scale=part.scale, window=part.window
+        )
+        for tensor, stride, page in ((keys, strides[1], pages.keys), (values, strides[2], pages.values)):
+            self.program.add(
+                compiled.WRITE, x=tensor, type=self.type, x_stride=stride, y=page, weight_type=attention.page_type,
+                width=part.kv_heads * part.width, detail=attention,
+            )  # fmt: skip
+        self.program.add(compiled.ATTEND, detail=attention)
+        return mixed
+
+    def _feed_forward(self, part: FeedForward, normed: Tensor) -> Tensor:
+        (gate, up), strides = self._products((part.gate, part.up), normed)
+        y = self._buffer("gated", part.width)
+        self.program.add(compiled.GATE, x=gate, other=up, y=y, type=self.type, x_stride=strides[0], width=part.width)
+        return y
+
+    def _products(self, layers: Sequence[nn.Module], x: Tensor) -> tuple[list[Tensor], list[int]]:
+        """What layers with one input give: where each lies, and how far its tokens are apart."""
+        sizes = [rows_of(layer) for layer in layers]
+        together = stacked(layers)
+        if together is None:
+            each = [self._buffer(f"apart {place} of {len(layers)}", size) for place, size in enumerate(sizes)]
+            for layer, y in zip(layers, each, strict=True):
+                self._product(layer, x, y)
+            return each, sizes
+        whole = self._buffer(f"together {len(layers)}", sum(sizes))
+        self._product(together, x, whole)
+        starts = [sum(sizes[:place]) for place in range(len(sizes))]
+        return [whole.view(-1)[start:] for start in starts], [sum(sizes)] * len(sizes)
+
+    def _product(self, layer: nn.Module, x: Tensor, y: Tensor, count: int = 0) -> None:
+        bias: Tensor | None = layer.bias  # type: ignore[assignment]
+        self.program.keep(layer)
+        if not isinstance(layer, QuantizedLinear):
+            self.program.dense(layer.weight.detach(), bias, x, y, count)  # type: ignore[operator]
+            return
+        packed = layer.packed
+        plan = make_plan(packed.format, packed.rows, packed.columns, packed.tensors, layer.inputs, x.dtype)
+        if bias is not None:
+            plan.bias, plan.bias_type = bias.data_ptr(), compiled.NUMBERS[bias.dtype]
+        self.program.packed(plan, x, y, count)
+
+    def _buffer(self, name: str, width: int) -> Tensor:
+        """A buffer by name: layers use it one after the other. [most tokens, width]"""
+        key = f"{name} {width}"
+        if key not in self._buffers:
+            self._buffers[key] = torch.empty(self.most_tokens, width, dtype=self.type)
+        return self._buffers[key]

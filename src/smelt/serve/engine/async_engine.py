@@ -1,0 +1,114 @@
+"""An engine that runs in a thread while an event loop submits to it: texts as they are written, many at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from smelt.errors import ModelError
+from smelt.serve.engine.detokenizer import TextStream
+from smelt.serve.engine.engine import Engine, Event
+from smelt.serve.engine.request import Request
+from smelt.serve.engine.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """Some text of one answer; the last piece of an answer has a reason."""
+
+    text: str
+    sample: int = 0
+    reason: str = ""
+
+
+class LiveEngine:
+    """`async for piece in live.stream("Once upon a time", Sampling(max_tokens=64))`. Used with `with`, or closed."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._listeners: dict[Request, Callable[[Event], None]] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> LiveEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._orders.put(None)
+        self._thread.join()
+
+    async def stream(
+        self, prompt: str | Sequence[int], sampling: Sampling | None = None, *, adapter: str | None = None
+    ) -> AsyncIterator[TextPiece]:
+        """The pieces of all samples as they come. Leaving early frees what the request held."""
+        tokenizer, sampling = self.engine.model.tokenizer, sampling or Sampling()
+        if tokenizer is None:
+            raise ModelError("this model has no tokenizer: text cannot be made with it.")
+        tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
+
+        def listen(event: Event | Exception) -> None:
+            with suppress(RuntimeError):  # the loop may have ended before it could say that nobody listens
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        requests: list[Request] = []
+        self._orders.put(lambda: self._submit(tokens, sampling, adapter, requests, listen))
+        texts = [TextStream(tokenizer, tokens, sampling.stop) for _ in range(sampling.n)]
+        left = set(range(sampling.n))
+        try:
+            while left:
+                event = await events.get()
+                if isinstance(event, Exception):
+                    raise event
+                sample = requests.index(event.request)
+                piece = _piece(texts[sample], event, sample)
+                if sample in left and (piece.text or piece.reason):
+                    yield piece
+                if piece.reason:
+                    left.discard(sample)
+                    if not event.reason:
+                        self._orders.put(lambda gone=event.request: self.engine.abort(gone))  # type: ignore[misc]
+        finally:
+            self._orders.put(lambda: self._drop(requests))
+
+    def _submit(
+        self, tokens: list[int], sampling: Sampling, adapter: str | None, requests: list[Request],
+        listen: Callable[[Event | Exception], None],
+    ) -> None:  # fmt: skip
+        try:
+            requests += self.engine.submit(tokens, sampling, adapter=adapter)
+        except Exception as error:
+            listen(error)
+        self._listeners |= dict.fromkeys(requests, listen)
+
+    def _drop(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._listeners.pop(request, None)
+            self.engine.abort(request)
+
+    def _run(self) -> None:
+        while True:
+            while not self._orders.empty() or not self.engine.busy:
+                order = self._orders.get()
+                if order is None:
+                    return
+                order()
+            for event in self.engine.step():
+                listen = self._listeners.get(event.request)
+                if listen is not None:
+                    listen(event)
+
+
+def _piece(text: TextStream, event: Event, sample: int) -> TextPiece:
+    found = text.push([] if event.token is None else [event.token])
+    if text.stopped is not None:
+        return TextPiece(found, sample, "stop")
+    return TextPiece(found + text.finish(), sample, event.reason) if event.reason else TextPiece(found, sample)

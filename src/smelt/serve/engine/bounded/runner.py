@@ -1,0 +1,151 @@
+"""Steps on pots. A pot that is full is cooked down before its next token is read: the catalyst prompt is put behind it
+and read by itself, so that what stays depends on this pot alone, and is taken away again (InfiniPot, arXiv 2410.01518).
+
+Chunks of prompts run through the module, whose hidden states tell how novel each token is. A step in which every
+request gets its next token needs only the logits, so that it can run as a program on a processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smelt.kernels.paged import Pages
+from smelt.kvcache.streaming.distiller import Distiller
+from smelt.kvcache.streaming.novelty import surprise
+from smelt.kvcache.streaming.size import PotSize
+from smelt.models.model import Model
+from smelt.serve.engine.adapters import Adapters, uses_adapters
+from smelt.serve.engine.attention import Attend, attending, paged
+from smelt.serve.engine.bounded.held import HeldPot
+from smelt.serve.engine.bounded.pages import PotPages
+from smelt.serve.engine.request import Request
+from smelt.serve.engine.runner import Launched, Runner, last_tokens
+from smelt.serve.engine.sampler import draw
+from smelt.serve.engine.scheduler import Piece, Step
+
+
+class CappedRunner(Runner):
+    """The runner's contract, where positions are places in a pot."""
+
+    def __init__(
+        self, model: Model, distiller: Distiller, pots: PotSize, *, blocks: int, size: int, most_tokens: int,
+        most_requests: int, compiled: bool = True, adapters: Adapters | None = None, kind: str | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            model, blocks=blocks, size=size, most_tokens=most_tokens, most_requests=most_requests, context=pots.cap,
+            compiled=compiled, adapters=adapters, kind=kind,
+        )  # fmt: skip
+        self.pots, self.pages, self.distiller = pots, PotPages(self.cache, blocks, self.dtype), distiller
+        self.cooked = 0  # pots that were cooked down, so far
+
+    @property
+    def path(self) -> str:
+        return f"{super().path}, pots of {self.pots.cap} tokens"
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        self.pages.copy(step.copies)
+        for piece in step.pieces:
+            if self.pots.cooks(piece.start):
+                self._cook_down(piece.request)
+        count = self._fill(step.pieces)
+        pages = self._pages(step.pieces, count)
+        self.pages.number(pages.places, self._numbers(step.pieces))
+        giving = [piece.request for piece in step.pieces if piece.gives]
+        logits, read = self._read(step.pieces, pages, count)
+        drawn = draw(logits, giving, self.ends) if giving else None
+        given = read[:0] if drawn is None else F.cross_entropy(logits.float(), drawn.tokens, reduction="none")
+        _note(step.pieces, read, given)
+        return Launched(step, giving, drawn)
+
+    def _place(self, piece: Piece) -> int:
+        return self.pots.place(piece.start)
+
+    def _read(self, pieces: list[Piece], pages: Pages, count: int) -> tuple[Tensor, Tensor]:
+        """Logits [giving, vocabulary], and how novel the tokens are that follow those of this step and are known, one
+        piece behind the other."""
+        ids, positions = (self._on_device(buffer[:count]) for buffer in (self._ids, self._positions))
+        rows = torch.tensor(last_tokens(pieces), dtype=torch.int64, device=self.device)
+        if self.compiled is not None and len(rows) == count and not self._adapted(pieces):
+            logits = self.compiled.logits(ids, positions, rows, pages)
+            return logits, logits.new_zeros(0)
+        with self._adapters(pieces):
+            states = self._states(self._attend(pages), ids, positions)
+        head: Any = self.network.get_output_embeddings()
+        known = torch.ones(count, dtype=torch.bool, device=self.device).index_fill_(0, rows, False)
+        return head(states[rows]), surprise(states[known], self._following(pieces), head)
+
+    def _states(self, attend: Attend, ids: Tensor, positions: Tensor) -> Tensor:  # [tokens, width]
+        with attending(attend):
+            found: Any = self.network.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        states: Tensor = found.last_hidden_state[0]
+        return states
+
+    def _cook_down(self, request: Request) -> None:
+        prompt, full = self.distiller.prompt, self.pots.full
+        self._write_table(request)
+        every = torch.arange(full + len(prompt))
+        table = torch.from_numpy(self._tables[request.slot])
+        rows = (table[every // self.size].long() * self.size + every % self.size).to(self.device)
+        attention: dict[int, Tensor] = {}
+        plain = paged(self.cache, self._behind(request, rows[full:]))
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, _: int | None) -> Tensor:
+            found = plain(layer, queries, keys, values, scale, None)
+            held = self.pages.keys(layer, rows)[None]
+            attention[layer] = self.distiller.attention(queries.transpose(0, 1)[None], held, scale)
+            return found
+
+        with self._adapters([Piece(request, full, len(prompt), False)]):
+            self._states(attend, prompt, every[full:].to(self.device))
+        keep = self.pots.keep
+        novel = _pot(request).ledger.keep(self.distiller.rule.novel(keep))
+        self.pages.keep(rows[:full], attention, novel, keep, self.distiller)
+        self.cooked += 1
+
+    def _behind(self, request: Request, places: Tensor) -> Pages:
+        """The catalyst prompt behind a full pot, at these places."""
+        new, length = len(places), self.pots.full + len(places)
+
+        def sent(values: list[int]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+        table = self._on_device(self._tables[[request.slot], : -(-length // self.size)])
+        return Pages(sent([0, new]), sent([length]), table, places, length, [new])
+
+    def _numbers(self, pieces: Sequence[Piece]) -> Tensor:  # [tokens]
+        return torch.cat([torch.arange(piece.start, piece.start + piece.count) for piece in pieces]).to(self.device)
+
+    def _following(self, pieces: Sequence[Piece]) -> Tensor:
+        """The tokens that are known to come after those of a step: a piece that gives ends with the last one."""
+        found: list[int] = []
+        for piece in pieces:
+            found += piece.request.tokens[piece.start + 1 : piece.start + piece.count + 1]
+        return torch.tensor(found, dtype=torch.int64, device=self.device)
+
+    def _adapted(self, pieces: Sequence[Piece]) -> bool:
+        return self.adapters is not None and uses_adapters(pieces)
+
+    def _adapters(self, pieces: Sequence[Piece]) -> AbstractContextManager[None]:
+        if self.adapters is None or not uses_adapters(pieces):
+            return nullcontext()
+        return self.adapters.applied(pieces, self.device)
+
+
+def _note(pieces: Sequence[Piece], read: Tensor, given: Tensor) -> None:
+    """How novel tokens are: `read` of those that were known, `given` of those that were drawn, both in order."""
+    for piece in pieces:
+        known = piece.count - piece.gives
+        _pot(piece.request).take(piece.start, torch.cat((read[:known], given[: piece.gives])))
+        read, given = read[known:], given[int(piece.gives) :]
+
+
+def _pot(request: Request) -> HeldPot:
+    assert request.pot is not None
+    return request.pot

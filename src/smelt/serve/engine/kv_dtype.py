@@ -1,0 +1,47 @@
+"""In what keys and values are held: the network's own numbers, or rows of few bits."""
+
+from __future__ import annotations
+
+import logging
+
+from smelt.errors import RecipeError
+from smelt.kernels.kv_quant import FP8, INT4, INT8, NAMES
+from smelt.models.kv_cache import KvFormat
+from smelt.models.model import Model
+from smelt.numerics.catalogue import format_named
+from smelt.numerics.format import WHOLE_ROW
+
+OWN = "model"  # the network's own numbers
+KINDS = (OWN, *NAMES)
+SAME = {"int8": INT8, "fp8-e4m3": FP8, "int4-asym": INT4}  # names of `smelt formats` that rows of pages are held in
+log = logging.getLogger("smelt.engine")
+
+
+def kind_for(model: Model, asked: str | None) -> str | None:
+    """What was asked for; else, of a model that was made with its cache in few bits, what comes nearest to that. None:
+    the network's own."""
+    if asked is not None:
+        if asked not in KINDS:
+            raise RecipeError(f"keys and values cannot be held in {asked!r}; there is {', '.join(KINDS)}.")
+        return None if asked == OWN else asked
+    if model.kv is None:
+        return None
+    made = _same(model.kv, max(part.head_dim for part in model.anatomy.parts if part.kind == "heads"))
+    if made is None:
+        told = "%s was made with keys and values in %s, which no page holds; they are in the model's own type."
+        log.warning(told, model.source or "this model", model.kv)
+    return made
+
+
+def told(kind: str | None) -> str:
+    """For an operator, behind what computes a step."""
+    return "" if kind is None else f", keys and values in {kind}"
+
+
+def _same(kv: KvFormat, width: int) -> str | None:
+    """Of the rows that hold the same: one scale a head, and nothing clipped."""
+    if kv.values not in (None, kv.format) or kv.clip != 1:
+        return None
+    group = format_named(kv.format).group
+    whole = group == WHOLE_ROW or group >= width
+    return SAME.get(kv.format.partition("/")[0].partition("@")[0]) if whole else None

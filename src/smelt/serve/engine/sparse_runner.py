@@ -1,0 +1,154 @@
+"""A runner that evicts nothing and reads little: each step of an answer attends to the pages its queries point to.
+
+Prompts attend to all of themselves; so do the tokens of an answer that are computed again after a preemption. Pages
+lie on the device, or, with a residence, on the host, and the device holds those that were chosen lately.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from smelt.errors import RecipeError
+from smelt.kernels.kv_quant import RowFormat, stored
+from smelt.kernels.paged import Pages
+from smelt.kvcache.selection.attend import Asking, Layout, Reading, SelectedAttention
+from smelt.kvcache.selection.digested import Digested
+from smelt.kvcache.selection.host import HostPages
+from smelt.kvcache.selection.page_cache import Residence
+from smelt.kvcache.selection.pages import DevicePages
+from smelt.kvcache.selection.selection import Selection
+from smelt.kvcache.selection.shape import selectable_heads, trace_shape
+from smelt.kvcache.selection.trace import Recorder
+from smelt.models.model import Model
+from smelt.serve.engine.adapters import Adapters
+from smelt.serve.engine.attention import Attend, rows_of
+from smelt.serve.engine.kv_dtype import told
+from smelt.serve.engine.request import Request, State
+from smelt.serve.engine.runner import Launched, Runner
+from smelt.serve.engine.scheduler import Piece, Step
+
+
+class SelectingRunner(Runner):
+    """Runs the network as it is. No program knows selection, so that `compiled` changes nothing."""
+
+    def __init__(
+        self, model: Model, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int,
+        selection: Selection, residence: Residence | None = None, record: bool = False, compiled: bool = True,
+        adapters: Adapters | None = None, kind: str | None = None,
+    ) -> None:  # fmt: skip
+        heads = selectable_heads(model)
+        rows = {layer: rows_of(kind, width) for layer, (_, width) in heads.items()}
+        _check_page(selection, size)
+        super().__init__(  # its pages are ours, and not of this cache: one block is the least it has
+            model, blocks=1, size=size, most_tokens=most_tokens, most_requests=most_requests, context=context,
+            compiled=False, adapters=adapters,
+        )  # fmt: skip
+        self.host: HostPages | None = None
+        self.kind = kind
+        pages: DevicePages | HostPages
+        held = {layer: (count, stored(rows[layer], width, self.dtype)[0]) for layer, (count, width) in heads.items()}
+        of = self.dtype if kind is None else RowFormat.dtype
+        if residence is None:
+            pages = DevicePages(held, blocks, size, of, self.device)
+        else:
+            residence = dataclasses.replace(residence, slots=min(residence.slots, blocks))
+            _check_slots(selection, residence, min(context, blocks * size))
+            pages = self.host = HostPages(held, blocks, size, of, self.device, residence)
+        self.recorder = Recorder(trace_shape(model, selection, residence, rows)) if record else None
+        digested = Digested(selection.digest, heads, blocks, self.dtype, self.device)
+        self.attention = SelectedAttention(selection, pages, digested, self.recorder, rows)
+        self.steps = 0
+        self._known: dict[Request, list[int]] = {}  # requests whose pages may be on the device, and their blocks
+
+    @property
+    def path(self) -> str:
+        where = "" if self.host is None else " from the host's memory"
+        return f"module, pages chosen{where}{told(self.kind)}"
+
+    @property
+    def resident_pages(self) -> int:
+        """Pages of running requests that are on the device though their home is the host, over layers and heads."""
+        self._forget()
+        return 0 if self.host is None else sum(each.count for each in self.host.residents.values())
+
+    def launch(self, step: Step) -> Launched:
+        self.steps += 1
+        self._forget()
+        self._known |= {piece.request: piece.request.blocks for piece in step.pieces}
+        self._now = self._layout(step.pieces)
+        launched = super().launch(step)
+        self.attention.pages.settle(self.steps)
+        return launched
+
+    def _attend(self, pages: Pages) -> Attend:
+        """Over pages that are chosen, wherever the plain ones would be."""
+
+        def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, _: int | None) -> Tensor:
+            return self.attention.attend(layer, queries, keys, values, self._now, scale)
+
+        return attend
+
+    def _forget(self) -> None:
+        """Pages of requests that ended or were preempted leave the device."""
+        gone = [
+            request
+            for request, blocks in self._known.items()
+            if request.state is not State.RUNNING or request.blocks is not blocks
+        ]
+        for request in gone:
+            del self._known[request]
+        if gone:
+            blocks = [block for held in self._known.values() for block in held]
+            self.attention.pages.keep_only(torch.tensor(blocks, dtype=torch.int64))
+
+    def _layout(self, pieces: list[Piece]) -> Layout:
+        places, filled, reading, asking = [], [], [], []
+        at = 0
+        for piece in pieces:
+            blocks = torch.tensor(piece.request.blocks)
+            stop = piece.start + piece.count
+            positions = torch.arange(piece.start, stop)
+            places.append(blocks[positions // self.size] * self.size + positions % self.size)
+            filled.append(blocks[piece.start // self.size : stop // self.size])
+            if piece.count == 1 and piece.start >= len(piece.request.prompt):
+                asking.append((at, stop, piece.request))
+            else:
+                reading.append(Reading(slice(at, at + piece.count), stop, blocks[: -(-stop // self.size)]))
+            at += piece.count
+        return Layout(self.steps, torch.cat(places), torch.cat(filled), reading, list(self._waves(asking)))
+
+    def _waves(self, asking: list[tuple[int, int, Request]]) -> Iterator[Asking]:
+        """All requests that ask, or as many at once as the device has slots for."""
+        if not asking:
+            return
+        lengths = torch.tensor([length for _, length, _ in asking])
+        tables = torch.zeros(len(asking), -(-int(lengths.max()) // self.size), dtype=torch.int64)
+        for row, (_, length, request) in enumerate(asking):
+            held = -(-length // self.size)
+            tables[row, :held] = torch.tensor(request.blocks[:held])
+        tokens = torch.tensor([token for token, _, _ in asking])
+        together = Asking(
+            tokens.to(self.device), lengths.to(self.device), tables.to(self.device), [each.id for _, _, each in asking]
+        )
+        most = self.attention.pages.most_at_once
+        if most is None:
+            yield together
+        else:
+            yield from together.split(self.attention.selection.counts(lengths).tolist(), most)
+
+
+def _check_page(selection: Selection, size: int) -> None:
+    if selection.page != size:
+        told = f"pages of {selection.page} tokens are to be chosen, and the engine's blocks have {size}"
+        raise RecipeError(f"{told}; give the engine blocks of {selection.page}, or the selection pages of {size}.")
+
+
+def _check_slots(selection: Selection, residence: Residence, context: int) -> None:
+    most = selection.most(context)
+    if most > residence.slots:
+        told = f"a head attends to up to {most} pages of one request, and the device has {residence.slots} slots for it"
+        raise RecipeError(f"{told}; give more slots or a smaller budget.")

@@ -1,0 +1,154 @@
+"""One model on several devices: each rank holds some heads and filters of every layer, and their outputs are summed.
+
+The first rank plans and samples; before a step it tells the others what to compute, in one tensor. What a rank holds is
+cut out in `shard.py`. By torch.distributed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, distributed
+
+from smelt.kernels.paged import Pages
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.serve.engine.adapters import Adapters
+from smelt.serve.engine.attention import NAME, PagedCache, paged
+from smelt.serve.engine.runner import Launched, Runner, module_logits
+from smelt.serve.engine.scheduler import Step
+from smelt.serve.engine.shard import shard, shares
+
+PATIENCE = 300  # seconds that a rank waits for the others
+TENSORS = 8  # that a step is told by
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a runner, as all ranks must have them."""
+
+    blocks: int
+    size: int
+    most_tokens: int
+    most_requests: int
+    context: int
+
+
+class ParallelRunner(Runner):
+    """The first rank's: what it computes, the others compute with it."""
+
+    def __init__(self, model: Model, sizes: Sizes, ranks: int, kind: str, adapters: Adapters) -> None:
+        shares(model, ranks)  # what cannot be split is told before a process is started
+        self._others = _start_others(model.source, sizes, ranks, kind, adapters)
+        join(0, ranks, kind)
+        shard(model, 0, ranks, adapters)
+        model.network.to(_device(kind, 0))
+        adapters.to(_device(kind, 0))
+        super().__init__(model, **vars(sizes), compiled=False)
+        self.ranks, self._shared_adapters = ranks, adapters
+        self._numbers = torch.zeros(0, dtype=torch.int64)  # of the adapters of a step's tokens
+
+    @property
+    def path(self) -> str:
+        return f"module on {self.ranks} devices"
+
+    def launch(self, step: Step) -> Launched:
+        self._numbers = self._shared_adapters.numbers(step.pieces).to(self.device)
+        return super().launch(step)
+
+    def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> Tensor:
+        gone = next((other for other in self._others if other.poll() is not None), None)
+        if gone is not None:
+            raise RuntimeError(f"a process that held a part of the model ended with {gone.returncode}")
+        paging = [pages.starts, pages.lengths, pages.tables.flatten(), pages.places]
+        _tell([ids, positions, rows, *paging, self._numbers], self.device)
+        with self._shared_adapters.applied_by(self._numbers):
+            return super()._logits(ids, positions, rows, pages)
+
+    def close(self) -> None:
+        """The other ranks end."""
+        _tell([], self.device)
+        for other in self._others:
+            other.wait(PATIENCE)
+        distributed.destroy_process_group()
+
+
+def _start_others(
+    source: str, sizes: Sizes, ranks: int, kind: str, adapters: Adapters
+) -> list[subprocess.Popen[bytes]]:
+    """Processes for all ranks but this one, which meet at a free port of this machine."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    arguments = [source, json.dumps(adapters.folders), kind, str(ranks), *map(str, vars(sizes).values())]
+    command = [sys.executable, "-m", "smelt.serve.engine.tensor_parallel"]
+    return [subprocess.Popen([*command, str(rank), *arguments]) for rank in range(1, ranks)]
+
+
+def _device(kind: str, rank: int) -> torch.device:
+    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+
+
+def join(rank: int, ranks: int, kind: str) -> None:
+    from datetime import timedelta
+
+    if kind == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if kind == "cuda" else "gloo"
+    distributed.init_process_group(backend, rank=rank, world_size=ranks, timeout=timedelta(seconds=PATIENCE))
+
+
+def _tell(tensors: Sequence[Tensor], device: torch.device) -> None:
+    """First how long each is, then all of them behind one another. Nothing: the end."""
+    lengths = torch.zeros(TENSORS, dtype=torch.int64)
+    lengths[: len(tensors)] = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64)
+    distributed.broadcast(lengths.to(device), 0)
+    if tensors:
+        distributed.broadcast(torch.cat([tensor.to(torch.int64) for tensor in tensors]).to(device), 0)
+
+
+def _told(device: torch.device) -> list[Tensor] | None:
+    lengths = torch.zeros(TENSORS, dtype=torch.int64, device=device)
+    distributed.broadcast(lengths, 0)
+    sizes = lengths.tolist()
+    if not any(sizes):
+        return None
+    content = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+    distributed.broadcast(content, 0)
+    return list(content.split(sizes))
+
+
+@torch.inference_mode()
+def follow(source: str, folders: dict[str, str], sizes: Sizes, rank: int, ranks: int, kind: str) -> None:
+    """What another rank does: its share of every step, until it is told the end."""
+    join(rank, ranks, kind)
+    device = _device(kind, rank)
+    model = load(source)
+    adapters = Adapters(model, folders)
+    shard(model, rank, ranks, adapters)
+    model.network.to(device)
+    adapters.to(device)
+    cache = PagedCache.empty(model.anatomy, sizes.blocks, sizes.size, model.network.dtype, device)
+    model.network.set_attn_implementation(NAME)
+    while (told := _told(device)) is not None:
+        ids, positions, rows, starts, lengths, tables, places, numbers = told
+        counts = (starts[1:] - starts[:-1]).tolist()
+        pages = Pages(
+            starts.int(), lengths.int(), tables.int().view(len(lengths), -1), places, int(lengths.max()), counts
+        )
+        with adapters.applied_by(numbers):
+            module_logits(model.network, paged(cache, pages), ids, positions, rows)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    number, name, adapted, where, count, *values = sys.argv[1:]
+    follow(name, json.loads(adapted), Sizes(*map(int, values)), int(number), int(count), where)

@@ -1,0 +1,121 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from smelt.serve.server.errors import ApiError
+from smelt.serve.server.generation import Delta, Generation, sampling_of
+from smelt.serve.server.schemas import ChatRequest, Message, extras
+from smelt.serve.server.service import Service
+from smelt.serve.server.stream import Chunk, EventStream, collected
+from smelt.serve.server.tokenization import Texts
+from smelt.serve.server.unsupported import check_supported
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions")
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    _ = service.client
+    check_supported(body)
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
+    prompt = await service.texts.chat(plain_messages(body.messages))
+    sampling = sampling_of(
+        body, max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None, vocabulary=service.vocabulary,
+    )  # fmt: skip
+    generation = Generation(service, [prompt], body, sampling, request.state.key)
+    writer = _Writer(service, body, generation)
+    generation.start()
+    if body.stream:
+        return EventStream(generation, writer.chunks)
+    return JSONResponse(writer.whole(await collected(request, generation)))
+
+
+def plain_messages(messages: list[Message]) -> list[dict[str, str]]:
+    """Roles and texts: all that a template is given."""
+    return [{"role": message.role, "content": _text(message, place)} for place, message in enumerate(messages)]
+
+
+def _text(message: Message, place: int) -> str:
+    param = f"messages.{place}"
+    if extras(message).get("tool_calls"):
+        raise ApiError(400, f"{param}: tools are not supported yet.", param=param, code="unsupported")
+    if isinstance(message.content, str):
+        return message.content
+    parts = message.content or []
+    if any(part.type != "text" or part.text is None for part in parts):
+        raise ApiError(400, f"{param}: this server reads text only.", param=param, code="unsupported")
+    return "".join(part.text or "" for part in parts)
+
+
+class _Writer:
+    """The form of the answers to one request."""
+
+    def __init__(self, service: Service, body: ChatRequest, generation: Generation) -> None:
+        self.texts, self.body, self.generation = service.texts, body, generation
+        self.head = {
+            "id": f"chatcmpl-{body.request_id or uuid.uuid4().hex}", "object": "chat.completion",
+            "created": int(time.time()), "model": body.model or service.name,
+        }  # fmt: skip
+
+    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+        choices = [
+            self._choice(answer, message={"role": "assistant", "content": answer.text, "refusal": None})
+            for answer in answers
+        ]
+        return {**self.head, "choices": choices, "usage": self.generation.usage}
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        head = {**self.head, "object": "chat.completion.chunk"}
+        options = self.body.stream_options
+        always = options is not None and bool(options.continuous_usage_stats)
+        begun: set[int] = set()
+        async for deltas in self.generation.deltas():
+            yield None
+            for delta in deltas:
+                usage = {"usage": self.generation.usage} if always else {}
+                if delta.index not in begun:
+                    begun.add(delta.index)
+                    first = self._choice(Delta(delta.index), delta={"role": "assistant", "content": ""})
+                    yield {**head, "choices": [first], **usage}
+                if delta.text or delta.logprobs or delta.reason or self.body.return_token_ids:
+                    said = {"content": delta.text} if delta.text else {}
+                    yield {**head, "choices": [self._choice(delta, delta=said)], **usage}
+        if options is not None and options.include_usage:
+            yield {**head, "choices": [], "usage": self.generation.usage}
+
+    def _choice(self, found: Delta, **said: Any) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": found.index, **said, "logprobs": self._logprobs(found), "finish_reason": found.reason or None,
+        }  # fmt: skip
+        if self.body.return_token_ids:
+            choice["token_ids"] = found.tokens
+        return choice
+
+    def _logprobs(self, found: Delta) -> dict[str, Any] | None:
+        if not self.body.logprobs:
+            return None
+        content = [
+            {
+                **_entry(self.texts, each.token, each.own),
+                "top_logprobs": [_entry(self.texts, *pair) for pair in each.top],
+            }
+            for each in found.logprobs
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _entry(texts: Texts, token: int, value: float) -> dict[str, Any]:
+    text, content = texts.token(token)
+    return {"token": text, "logprob": value, "bytes": list(content)}

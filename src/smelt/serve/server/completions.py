@@ -1,0 +1,122 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import JSONResponse, Response
+
+from smelt.serve.server.errors import ApiError
+from smelt.serve.server.generation import Delta, Generation, Logprob, sampling_of
+from smelt.serve.server.schemas import CompletionRequest
+from smelt.serve.server.service import Service
+from smelt.serve.server.stream import Chunk, EventStream, collected
+from smelt.serve.server.tokenization import Texts
+from smelt.serve.server.unsupported import check_supported
+
+router = APIRouter()
+DEFAULT_TOKENS = 16
+
+
+@router.post("/v1/completions")
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    _ = service.client
+    check_supported(body)
+    if body.echo and body.logprobs is not None:
+        raise ApiError(
+            400, "echo: log-probabilities of the prompt are not supported; ask for one of both.", param="echo"
+        )
+    texts, prompts = await _prompts(service, body)
+    sampling = sampling_of(
+        body, max_tokens=body.max_tokens or DEFAULT_TOKENS, logprobs=body.logprobs, vocabulary=service.vocabulary
+    )
+    generation = Generation(service, prompts, body, sampling, request.state.key)
+    writer = _Writer(service, body, generation, texts if body.echo else [""] * len(prompts))
+    generation.start()
+    if body.stream:
+        return EventStream(generation, writer.chunks)
+    return JSONResponse(writer.whole(await collected(request, generation)))
+
+
+async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str], list[list[int]]]:
+    """Every prompt as text, where it is needed, and as tokens."""
+    given: Any = body.prompt
+    several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    texts, prompts = [], []
+    for each in several:
+        if isinstance(each, str):
+            prompts.append(await service.texts.encode(each))
+            texts.append(each)
+        else:
+            service.check_tokens(each)
+            prompts.append(each)
+            texts.append(await service.texts.decode(each) if body.echo else "")
+    return texts, prompts
+
+
+class _Writer:
+    """The form of the answers to one request."""
+
+    def __init__(self, service: Service, body: CompletionRequest, generation: Generation, echoes: list[str]) -> None:
+        self.texts, self.body, self.generation, self.echoes = service.texts, body, generation, echoes
+        self.head = {
+            "id": f"cmpl-{body.request_id or uuid.uuid4().hex}", "object": "text_completion",
+            "created": int(time.time()), "model": body.model or service.name,
+        }  # fmt: skip
+        self.lengths = [len(self._echo(answer.index)) for answer in generation.answers]
+
+    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+        choices = [self._choice(answer, self._echo(answer.index)) for answer in answers]
+        return {**self.head, "choices": choices, "usage": self.generation.usage}
+
+    async def chunks(self) -> AsyncIterator[Chunk]:
+        options = self.body.stream_options
+        always = options is not None and bool(options.continuous_usage_stats)
+        echoed: set[int] = set()
+        async for deltas in self.generation.deltas():
+            yield None
+            for delta in deltas:
+                echo = "" if delta.index in echoed else self._echo(delta.index)
+                echoed.add(delta.index)
+                if delta.text or delta.logprobs or delta.reason or echo or self.body.return_token_ids:
+                    usage = {"usage": self.generation.usage} if always else {}
+                    yield {**self.head, "choices": [self._choice(delta, echo)], **usage}
+        if options is not None and options.include_usage:
+            yield {**self.head, "choices": [], "usage": self.generation.usage}
+
+    def _choice(self, delta: Delta, echo: str) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": delta.index, "text": echo + delta.text, "logprobs": self._logprobs(delta),
+            "finish_reason": delta.reason or None,
+        }  # fmt: skip
+        if self.body.return_token_ids:
+            choice["token_ids"] = delta.tokens
+            choice["prompt_token_ids"] = self.generation.prompts[delta.index // self.generation.sampling.n]
+        return choice
+
+    def _echo(self, index: int) -> str:
+        return self.echoes[index // self.generation.sampling.n]
+
+    def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        tokens = [self.texts.token(each.token)[0] for each in delta.logprobs]
+        offsets = []
+        for token in tokens:
+            offsets.append(self.lengths[delta.index])
+            self.lengths[delta.index] += len(token)
+        return {
+            "tokens": tokens, "token_logprobs": [each.own for each in delta.logprobs],
+            "top_logprobs": [_top(self.texts, each) for each in delta.logprobs], "text_offset": offsets,
+        }  # fmt: skip
+
+
+def _top(texts: Texts, found: Logprob) -> dict[str, float]:
+    """The most likely tokens, and the one that was drawn."""
+    return {texts.token(token)[0]: value for token, value in [*found.top, (found.token, found.own)]}

@@ -1,0 +1,152 @@
+"""A server from its start to its end: the socket, the model, the signals."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import uvicorn
+
+from smelt.errors import SmeltError
+from smelt.serve.server.app import create_app
+from smelt.serve.server.auth import check_binding
+from smelt.serve.server.connection import Connection
+from smelt.serve.server.errors import ApiError
+from smelt.serve.server.service import Service, Supervise, own_process
+from smelt.serve.server.settings import Settings
+
+log = logging.getLogger("smelt.serve")
+KEEP_ALIVE = 5  # seconds that an idle connection stays open
+
+
+def serve(settings: Settings, supervise: Supervise = own_process) -> int:
+    """Serve until a signal comes; the exit code: 0, or 1 when the engine died too often."""
+    check_binding(settings.host, settings.keys)
+    _say_what_happens()
+    _allow_many_files()
+    with bound(settings.host, settings.port) as listener:
+        return asyncio.run(_Running(settings, listener, supervise).run())
+
+
+class _Running:
+    def __init__(self, settings: Settings, listener: socket.socket, supervise: Supervise) -> None:
+        self.settings, self.listener = settings, listener
+        self.stopping = asyncio.Event()
+        self.service = Service(settings, supervise)
+        self.server: _Uvicorn | None = None
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            return await self._serve() if await self._loaded() else 0
+        finally:
+            await self.service.stop()
+
+    async def _loaded(self) -> bool:
+        """Whether the model was loaded before somebody wanted to stop."""
+        loading, stopping = asyncio.create_task(self.service.start()), asyncio.create_task(self.stopping.wait())
+        await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if loading.done():
+            loading.result()
+            return True
+        loading.cancel()
+        with suppress(asyncio.CancelledError):
+            await loading
+        return False
+
+    async def _serve(self) -> int:
+        service, limits = self.service, self.settings.limits
+        Connection.limits = limits
+        config = uvicorn.Config(
+            create_app(service), http=Connection, ws="none", lifespan="off", loop="asyncio", log_config=None,
+            access_log=False, server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE,
+            h11_max_incomplete_event_size=limits.header_bytes, timeout_graceful_shutdown=int(limits.grace_seconds) + 3,
+        )  # fmt: skip
+        self.server = _Uvicorn(config)
+        tasks = [asyncio.create_task(self._remember())]
+        if service.supervisor is not None:
+            tasks += [asyncio.create_task(service.supervisor.watch()), asyncio.create_task(self._give_up())]
+        host, port = self.listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        log.warning("%s is served at http://%s:%d (Ctrl-C stops it)", service.name, shown, port)
+        await self.server.serve(sockets=[self.listener])
+        for task in tasks:
+            task.cancel()
+        died = service.supervisor is not None and service.supervisor.given_up.is_set()
+        log.warning("stopped")
+        return 1 if died else 0
+
+    def _stop(self) -> None:
+        """First: finish what runs, within the time for it. Again: at once."""
+        if self.stopping.is_set():
+            if self.server is not None:
+                self.server.force_exit = True
+            return
+        self.stopping.set()
+        if self.server is None:
+            return
+        log.warning("stopping; requests have %g seconds to finish", self.settings.limits.grace_seconds)
+        self.service.admission.close()
+        self.server.should_exit = True
+        asyncio.get_running_loop().call_later(self.settings.limits.grace_seconds, self._cancel)
+
+    def _cancel(self) -> None:
+        if self.service.supervisor is not None:
+            error = ApiError(503, "the server is shutting down; the answer was cut off.", code="shutting_down")
+            self.service.supervisor.client.fail(error)
+
+    async def _give_up(self) -> None:
+        assert self.service.supervisor is not None and self.server is not None
+        await self.service.supervisor.given_up.wait()
+        self.service.admission.close()
+        self.server.should_exit = True
+
+    async def _remember(self) -> None:
+        while True:
+            await asyncio.sleep(1)
+            self.service.meters.remember()
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals are ours: uvicorn would end with the signal's exit code."""
+        yield
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket at the address, not listening yet; taken before the model is loaded, since it may be in use."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        raise SmeltError(f"cannot listen at {host} port {port} ({error.strerror}); choose others.") from error
+    return found
+
+
+def _say_what_happens() -> None:
+    """To standard error: starts, stops, deaths. Never anything of a request."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("smelt: %(message)s"))
+    for name, level in (("smelt.serve", logging.INFO), ("uvicorn.error", logging.CRITICAL)):
+        logger = logging.getLogger(name)
+        logger.handlers, logger.propagate = [handler], False
+        logger.setLevel(level)
+
+
+def _allow_many_files() -> None:
+    """Every connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 16384)), hard))

@@ -1,0 +1,88 @@
+"""Answering while the client is there: as server-sent events, or in one piece. Who leaves is noticed in both."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from smelt.serve.server.errors import ClientGone, as_api_error
+from smelt.serve.server.generation import PING_SECONDS, Delta, Generation
+from smelt.serve.worker.client import WorkerDied
+
+PING = b": still here\n\n"
+DONE = b"data: [DONE]\n\n"
+Chunk = dict[str, Any] | None  # None: nothing to say; after a while the client is to know that we are still here
+
+
+def event(content: Any) -> bytes:
+    return b"data: " + json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """The chunks of a generation. An error after the first byte is an event, too."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, generation: Generation, chunks: Callable[[], AsyncIterator[Chunk]]) -> None:
+        self.generation, self.chunks = generation, chunks
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        reason = "abort"
+        watcher = asyncio.create_task(_watch(receive, self.generation))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async with aclosing(self._events()) as events:
+                async for content in events:
+                    await send({"type": "http.response.body", "body": content, "more_body": True})
+            await send({"type": "http.response.body", "body": DONE})
+        except ClientGone:
+            pass
+        except Exception as error:
+            reason = "error" if isinstance(error, WorkerDied) else "abort"
+            content = event(as_api_error(error).body) + DONE
+            await send({"type": "http.response.body", "body": content})
+        finally:
+            watcher.cancel()
+            self.generation.close(reason)
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        said = time.monotonic()
+        async for chunk in self.chunks():
+            if chunk is not None or time.monotonic() - said >= PING_SECONDS:
+                yield PING if chunk is None else event(chunk)
+                said = time.monotonic()
+
+
+async def collected(request: Request, generation: Generation) -> list[Delta]:
+    """Every answer in one piece."""
+    reason = "abort"
+    whole = [Delta(answer.index) for answer in generation.answers]
+    watcher = asyncio.create_task(_watch(request.receive, generation))
+    try:
+        async with aclosing(generation.deltas()) as found:
+            async for deltas in found:
+                for delta in deltas:
+                    whole[delta.index].extend(delta)
+    except WorkerDied:
+        reason = "error"
+        raise
+    finally:
+        watcher.cancel()
+        generation.close(reason)
+    return whole
+
+
+async def _watch(receive: Receive, generation: Generation) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.leave()

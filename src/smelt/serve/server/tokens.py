@@ -1,0 +1,36 @@
+"""POST /tokenize and /detokenize."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from smelt.serve.server.chat import plain_messages
+from smelt.serve.server.errors import ApiError
+from smelt.serve.server.schemas import DetokenizeRequest, TokenizeRequest
+from smelt.serve.server.service import Service
+
+router = APIRouter()
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages.", param="prompt")
+    if body.messages is not None:
+        tokens = await service.texts.chat(plain_messages(body.messages))
+    else:
+        tokens = await service.texts.encode(body.prompt or "", special=body.add_special_tokens is not False)
+    strings = [service.texts.token(token)[0] for token in tokens] if body.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens, "token_strs": strings}
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str]:
+    service: Service = request.app.state.service
+    service.check_model(body.model)
+    service.check_tokens(body.tokens)
+    return {"prompt": await service.texts.decode(body.tokens)}

@@ -1,0 +1,47 @@
+"""Fields that would change the answer and that this server does not honour: a sentence, not silence.
+
+Tools enter here: what a field asks for becomes a constraint on the sampling, or an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from smelt.serve.server.errors import ApiError
+from smelt.serve.server.schemas import Generation, extras
+
+_REASONS = {
+    "tools": "tools are not supported yet",
+    "functions": "tools are not supported yet",
+    "tool_calls": "tools are not supported yet",
+    "guided_json": "use structured_outputs",
+    "guided_regex": "use structured_outputs",
+    "guided_choice": "use structured_outputs",
+    "guided_grammar": "use structured_outputs",
+    "chat_template": "the chat template is the model's own and cannot be sent",
+    "chat_template_kwargs": "the chat template is the model's own and takes no arguments",
+    "prompt_embeds": "prompts are text or tokens; vectors cannot be sent",
+    "prompt_logprobs": "log-probabilities of the prompt are not supported",
+    "suffix": "text cannot be inserted before a suffix",
+    "bad_words": "bad words are not supported; use logit_bias",
+    "use_beam_search": "beam search is not supported",
+    "truncate_prompt_tokens": "prompts are not cut; send a shorter one",
+    "audio": "this server answers with text only",
+    "mm_processor_kwargs": "this server reads text only",
+}
+_EMPTY: tuple[Any, ...] = (None, False, "", [], {})
+
+
+def check_supported(body: Generation) -> None:
+    given = extras(body)
+    for name, reason in _REASONS.items():
+        if given.get(name) not in _EMPTY:
+            raise ApiError(400, f"{name}: {reason}.", param=name, code="unsupported")
+    best_of = given.get("best_of")
+    if best_of is not None and best_of != (body.n or 1):
+        raise ApiError(400, "best_of: only the same number as n is supported.", param="best_of", code="unsupported")
+    if given.get("tool_choice") not in (None, "none", "auto"):
+        raise ApiError(400, f"tool_choice: {_REASONS['tools']}.", param="tool_choice", code="unsupported")
+    modalities = given.get("modalities")
+    if modalities not in (None, ["text"]):
+        raise ApiError(400, "modalities: this server answers with text only.", param="modalities", code="unsupported")

@@ -1,0 +1,1 @@
+"""Measure the link and choose the gradient compressor that pays."""

@@ -1,0 +1,110 @@
+"""The search equals brute force on small cases, meets its budget, and respects floors and multiples."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smelt.compression.allocation.unit_search import (
+    Candidates,
+    cost,
+    kept_importance,
+    search,
+    search_threshold,
+    search_uniform,
+)
+from smelt.errors import BudgetError
+
+
+def brute_force(parts: list[Candidates], capacity: float) -> float:
+    """The best importance over all allowed counts: within a part the best units of a count are its top ones."""
+    options = []
+    for part in parts:
+        units = len(part.importance)
+        floor = min(units, -(-part.floor // part.multiple) * part.multiple)
+        counts = [k for k in range(units + 1) if k >= floor and ((k - floor) % part.multiple == 0 or k == units)]
+        sums = np.concatenate([[0.0], np.cumsum(np.sort(part.importance)[::-1])])
+        options.append([(k * part.price, sums[k]) for k in counts])
+    best = -np.inf
+    for combination in itertools.product(*options):
+        if sum(price for price, _ in combination) <= capacity + 1e-9:
+            best = max(best, sum(value for _, value in combination))
+    return best
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[Candidates], float]:
+    prices = {"heads": draw(st.integers(3, 40)), "filters": draw(st.integers(1, 6))}
+    multiple = draw(st.sampled_from([1, 1, 2]))
+    parts = []
+    for _ in range(draw(st.integers(1, 3))):
+        for kind in ("heads", "filters"):
+            units = draw(st.integers(1, 2)) * 2
+            values = draw(st.lists(st.floats(0, 100), min_size=units, max_size=units))
+            floor = draw(st.integers(0, 1)) if kind == "heads" else 0
+            step = multiple if kind == "filters" else 1
+            parts.append(Candidates(kind, np.array(values), float(prices[kind]), floor, step))
+    full = sum(part.price * len(part.importance) for part in parts)
+    return parts, full * draw(st.floats(0.05, 1.0))
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems())
+def test_search_equals_brute_force(problem: tuple[list[Candidates], float]) -> None:
+    parts, capacity = problem
+    best = brute_force(parts, capacity)
+    if best == -np.inf:
+        with pytest.raises(BudgetError):
+            search(parts, capacity)
+        return
+    choice = search(parts, capacity)
+    assert cost(parts, choice) <= capacity + 1e-6
+    assert kept_importance(parts, choice) == pytest.approx(best, abs=1e-9)
+    for part, kept in zip(parts, choice, strict=True):
+        assert len(kept) >= part.floor
+        assert list(kept) == sorted(set(kept))
+
+
+def random_parts(seed: int, layers: int = 4) -> list[Candidates]:
+    generator = np.random.default_rng(seed)
+    return [
+        Candidates(kind, generator.exponential(size=units), price)
+        for _ in range(layers)
+        for kind, units, price in (("heads", 8, 100.0), ("filters", 64, 7.0))
+    ]
+
+
+def test_uniform_takes_the_same_share_of_every_layer_and_meets_the_budget() -> None:
+    parts = random_parts(0)
+    capacity = 0.7 * sum(part.price * len(part.importance) for part in parts)
+    choice = search_uniform(parts, capacity)
+    assert {len(kept) for kept in choice[::2]} == {6} and len({len(kept) for kept in choice[1::2]}) == 1
+    assert 0.98 * capacity < cost(parts, choice) <= capacity
+
+
+def test_threshold_keeps_one_global_order() -> None:
+    parts = random_parts(1)
+    capacity = 0.6 * sum(part.price * len(part.importance) for part in parts)
+    choice = search_threshold(parts, capacity)
+    kept = np.concatenate([part.importance[k] for part, k in zip(parts, choice, strict=True)])
+    gone = np.concatenate([np.delete(part.importance, k) for part, k in zip(parts, choice, strict=True)])
+    assert kept.min() >= gone.max() and cost(parts, choice) <= capacity
+
+
+def test_more_than_two_prices_stay_within_the_budget() -> None:
+    generator = np.random.default_rng(2)
+    parts = [Candidates("channels", generator.random(16), float(price), floor=1) for price in (3, 5, 11, 17)]
+    capacity = 0.5 * sum(part.price * 16 for part in parts)
+    choice = search(parts, capacity)
+    assert 0.9 * capacity < cost(parts, choice) <= capacity and all(len(kept) >= 1 for kept in choice)
+
+
+def test_a_budget_below_the_floors_is_refused() -> None:
+    parts = [Candidates("heads", np.ones(4), 10.0, floor=3)]
+    for rule in (search, search_uniform, search_threshold):
+        with pytest.raises(BudgetError, match="cannot be met"):
+            rule(parts, 20.0)

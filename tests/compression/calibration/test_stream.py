@@ -1,0 +1,82 @@
+"""Block by block equals the whole network; gradients are the true ones; activations past a limit go to disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from smelt.compression.calibration.gradients import all_mask_gradients, batch_loss, mask_gradients
+from smelt.compression.calibration.masks import masked, unit_masks
+from smelt.compression.calibration.stream import Activations, advance, open_stream
+from smelt.compression.checkpoint import Checkpoint
+from smelt.models.anatomy import anatomy_of
+from smelt.progress import Silent
+from tests.tiny import BUILDS, labelled
+
+
+@pytest.mark.parametrize("name", BUILDS)
+@torch.no_grad()
+def test_walking_the_blocks_gives_what_the_network_gives(name: str) -> None:
+    network = BUILDS[name]()
+    anatomy = anatomy_of(network)
+    batches = [labelled(name, seed) for seed in range(2)]
+    outputs: dict[str, torch.Tensor] = {}
+    stream = open_stream(anatomy, batches)
+    for block in anatomy.blocks:
+        advance(stream, block)
+    last = anatomy.blocks[-1].module
+    hook = last.register_forward_hook(lambda m, i, o: outputs.update(last=o[0] if isinstance(o, tuple) else o))
+    for position, batch in enumerate(batches):
+        network(**batch)
+        assert torch.allclose(stream.hidden[position], outputs["last"], atol=1e-6)
+    hook.remove()
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_mask_gradients_are_finite_differences(name: str) -> None:
+    network = BUILDS[name]().double()
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in labelled(name).items()}
+    anatomy = anatomy_of(network)
+    gradients = mask_gradients(anatomy, batch).double()
+    again = mask_gradients(anatomy, batch, checkpointing=True).double()
+    assert torch.allclose(gradients, again, atol=1e-8)
+    # A small step where activations have kinks, a large one where the loss is float32.
+    step, tolerance = (1e-3, 1e-3) if name.startswith("resnet") else (1e-2, 2e-4)
+    position = 0
+    for index, part in enumerate(anatomy.parts):
+        unit = part.units // 2
+        losses = []
+        for change in (step, -step):
+            masks = [mask.double() for mask in unit_masks(anatomy)]
+            masks[index][unit] += change
+            with torch.no_grad(), masked(anatomy, masks):
+                losses.append(batch_loss(network, batch).double())
+        slope = float(losses[0] - losses[1]) / (2 * step)
+        assert float(gradients[position + unit]) == pytest.approx(slope, rel=1e-2, abs=tolerance)
+        position += part.units
+
+
+def test_finished_gradients_are_taken_from_the_checkpoint(tmp_path: Path) -> None:
+    network = BUILDS["llama"]()
+    batches = [labelled("llama", seed) for seed in range(10)]
+    checkpoint = Checkpoint(tmp_path)
+    whole = all_mask_gradients(anatomy_of(network), batches, Silent(), checkpoint)
+    (tmp_path / "gradients-00008.safetensors").unlink()
+    checkpoint.save("gradients-00000", {"gradients": torch.from_numpy(whole[:8]) * 2})
+    resumed = all_mask_gradients(anatomy_of(network), batches, Silent(), checkpoint)
+    assert np.array_equal(resumed[:8], whole[:8] * 2) and np.array_equal(resumed[8:], whole[8:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_past_the_limit_lie_on_disk_and_come_back_whole(dtype: torch.dtype, tmp_path: Path) -> None:
+    tensors = [torch.randn(3, 5, 7).to(dtype) for _ in range(4)]
+    size = tensors[0].numel() * tensors[0].element_size()
+    held = Activations(limit=2 * size, folder=tmp_path)
+    for position, tensor in enumerate(tensors):
+        held[position] = tensor
+    assert held.bytes_in_memory == 2 * size and len(list(tmp_path.rglob("*.raw"))) == 2
+    held[3] = tensors[0]
+    assert all(torch.equal(held[i], tensors[i]) for i in range(3)) and torch.equal(held[3], tensors[0])

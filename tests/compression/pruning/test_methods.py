@@ -1,0 +1,180 @@
+"""Every method in the frame: it meets its budget, keeps its promises about shape, and is the same twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import smelt.compression.pruning  # noqa: F401  (puts the methods on the list)
+from smelt.compression.base import METHODS, Context, make
+from smelt.errors import BudgetError, RecipeError
+from smelt.measure.cost import Workload, block_cost
+from smelt.models.load import load
+from smelt.models.model import Model
+from tests.tiny import BUILDS, TRANSFORMERS, inputs, labelled
+
+SETTINGS: list[dict[str, Any]] = [
+    {"method": "random"},
+    {"method": "magnitude"},
+    {"method": "taylor"},
+    {"method": "wanda-sp"},
+    {"method": "flap"},
+    {"method": "fisher", "finish": "none"},
+    {"method": "fisher", "finish": "tune", "solver": "ridge"},
+    {"method": "fisher", "finish": "full"},
+]
+WORKLOAD = Workload(tokens=11, image_size=32)
+
+
+def run(name: str, settings: dict[str, Any], batches: int = 4, seed: int = 0) -> Model:
+    model = Model(BUILDS[name]())
+    model.network.config.image_size = 32
+    context = Context(batches=[labelled(name, i) for i in range(batches)], seed=seed)
+    make({"tokens": 11, **settings}).apply(model, context)
+    return model
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(str(v) for v in s.values()))
+@pytest.mark.parametrize("name", ["bert", "mpnet", "gpt2", "opt", "llama", "qwen3", "vit"])
+def test_the_budget_is_met_and_nearly_used(name: str, settings: dict[str, Any]) -> None:
+    full = block_cost(Model(BUILDS[name]()).anatomy, "macs", WORKLOAD)
+    model = run(name, {**settings, "budget": {"macs": 0.7}})
+    share = block_cost(model.anatomy, "macs", WORKLOAD) / full
+    assert 0.55 < share <= 0.7
+    with torch.no_grad():
+        assert torch.isfinite(model.network(**inputs(name)).logits).all()
+
+
+@pytest.mark.parametrize("method", ["random", "magnitude", "taylor", "wanda-sp", "fisher"])
+@pytest.mark.parametrize("name", ["resnet", "resnet-bottleneck"])
+@pytest.mark.parametrize("measure", ["parameters", "macs"])
+def test_channels_of_convolutions(name: str, method: str, measure: Any) -> None:
+    full = block_cost(Model(BUILDS[name]()).anatomy, measure, WORKLOAD)
+    model = run(name, {"method": method, "finish": "none", "budget": {measure: 0.7}})
+    assert 0.5 < block_cost(model.anatomy, measure, WORKLOAD) / full <= 0.7
+    with torch.no_grad():
+        assert torch.isfinite(model.network(**inputs(name)).logits).all()
+
+
+@pytest.mark.parametrize("measure", ["parameters", "bytes"])
+def test_other_measures(measure: Any) -> None:
+    full = block_cost(Model(BUILDS["llama"]()).anatomy, measure, Workload())
+    model = run("llama", {"method": "fisher", "budget": {measure: 0.75}})
+    assert 0.6 < block_cost(model.anatomy, measure, Workload()) / full <= 0.75
+
+
+def test_latency_is_measured_and_met() -> None:
+    model = run("bert", {"method": "fisher", "budget": {"latency": 0.8}, "finish": "none"})
+    assert sum(part.units for part in model.anatomy.parts) < sum(p.units for p in Model(BUILDS["bert"]()).anatomy.parts)
+
+
+def test_widths_are_multiples_inside_the_search() -> None:
+    model = run("bert", {"method": "fisher", "budget": {"macs": 0.6}, "multiple": 8, "head_multiple": 2})
+    parts = model.anatomy.parts
+    assert all(part.units % (2 if part.kind == "heads" else 8) == 0 for part in parts)
+
+
+def test_a_decoder_keeps_its_ends_and_half_of_every_layer() -> None:
+    model = run("llama", {"method": "fisher", "budget": {"parameters": 0.6}})
+    assert all(part.units >= part.original_units / 2 for part in model.anatomy.parts)
+    model = run("llama", {"method": "fisher", "budget": {"parameters": 0.3}, "cap": 1.0})
+    assert all(part.units >= 1 for part in model.anatomy.parts if part.block in (0, 1, 2))
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(str(v) for v in s.values()))
+def test_the_same_seed_gives_the_same_bits(settings: dict[str, Any]) -> None:
+    one, two = (run("llama", {**settings, "budget": {"parameters": 0.8}}).network.state_dict() for _ in range(2))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_published_leaves_the_first_attention_alone() -> None:
+    settings = {"method": "fisher", "budget": {"macs": 0.8}, "teacher": "assistant"}
+    plain = run("bert", {**settings, "finish": "none"})
+    tuned = run("bert", {**settings, "finish": "tune", "published": True})
+    before, after = (model.anatomy.parts for model in (plain, tuned))
+    assert [p.kept for p in before] == [p.kept for p in after]
+    assert torch.equal(before[0].output.weight, after[0].output.weight)
+    assert not torch.equal(before[1].output.weight, after[1].output.weight)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_weights_come_back_trainable_and_the_network_unhooked(name: str) -> None:
+    model = run(name, {"method": "fisher", "budget": {"macs": 0.8}})
+    assert all(parameter.requires_grad for parameter in model.network.parameters())
+    own = {"_PlaneSlicer"}
+    for module in model.network.modules():
+        hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        assert all(type(hook).__name__ in own for hook in hooks)
+        assert "forward" not in vars(module)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "fisher", "budget": {"macs": 0}}, "above 0"),
+        ({"method": "fisher", "budget": {"macs": 1.5}}, "at most 1"),
+        ({"method": "fisher", "budget": {"macs": float("nan")}}, "above 0"),
+        ({"method": "fisher", "budget": {"energy": 0.5}}, "is over one of"),
+        ({"method": "fisher", "budget": {"macs": 0.5}, "finish": "magic"}, "is one of"),
+        ({"method": "fisher", "budget": {"macs": 0.5}, "cap": 2.0}, "between"),
+        ({"method": "fisher", "budget": {"macs": 0.5}, "multiple": "8"}, "must be int"),
+        ({"method": "fisher", "budget": {"macs": 0.5}, "rearranged": 1}, "must be bool"),
+        ({"method": "fisher"}, "needs a budget"),
+        ({"method": "flap", "budget": {"macs": 0.5}, "finish": "magic"}, "is one of"),
+        ({"method": "random", "budget": {"latency": 0.5}}, "latency"),
+        ({"method": "sharks", "budget": {"macs": 0.5}}, "there is no method"),
+        ({"method": "fisher", "budget": {"macs": 0.5}, "lazers": 3}, "no parameter"),
+    ],
+)
+def test_impossible_settings_are_one_sentence(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        make(settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_budget_below_what_must_stay_is_refused() -> None:
+    with pytest.raises(BudgetError, match="cannot be met"):
+        run("llama", {"method": "fisher", "budget": {"parameters": 0.05}})
+
+
+def test_repairs_are_refused_for_convolutions() -> None:
+    with pytest.raises(RecipeError, match="finish: none"):
+        run("resnet", {"method": "fisher", "finish": "full", "budget": {"macs": 0.7}})
+
+
+def test_all_methods_are_on_the_list_with_their_papers() -> None:
+    assert set(METHODS) >= {"random", "magnitude", "wanda-sp", "flap", "taylor", "fisher"}
+    assert all(cls.paper and cls.summary.endswith(".") for cls in METHODS.values())
+
+
+@pytest.mark.shared
+def test_ordering_on_a_real_language_model(shared: Path) -> None:
+    """stories260K at 80 %: full reconstruction below the plain search, that below random (mean of 3 seeds)."""
+    from smelt.data.batches import text_batches
+    from smelt.data.text import TextData
+    from smelt.measure.perplexity import perplexity
+
+    folder = shared / "weights" / "stories260K"
+    base = load(folder)
+    torch.manual_seed(0)
+    start = base.tokenizer("Once upon a time", return_tensors="pt")["input_ids"].repeat(24, 1)
+    stories = base.network.generate(start, max_new_tokens=200, do_sample=True, pad_token_id=0)
+    texts = [base.tokenizer.decode(story, skip_special_tokens=True) for story in stories]
+    calibration, evaluation = TextData("stories", tuple(texts[:16])), TextData("more", tuple(texts[16:]))
+    found: dict[str, list[float]] = {"random": [], "search": [], "full": []}
+    for seed in range(3):
+        batches = text_batches(calibration, base.tokenizer, samples=24, length=96, batch_size=4, seed=seed)
+        for name, settings in {
+            "random": {"method": "random"},
+            "search": {"method": "fisher", "finish": "none", "rearranged": False},
+            "full": {"method": "fisher"},
+        }.items():
+            model = load(folder)
+            make({**settings, "budget": {"parameters": 0.8}}).apply(model, Context(batches=batches, seed=seed))
+            found[name].append(perplexity(model, evaluation, context=96).value)
+    means = {name: float(np.mean(values)) for name, values in found.items()}
+    assert means["full"] < means["search"] < means["random"], means

@@ -1,0 +1,162 @@
+"""AQAS: by the joint error it never loses to AWQ, SmoothQuant or no scale; the card's layer; what it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smelt.compression.base import Context, make
+from smelt.compression.quantization.aqas import Aqas
+from smelt.compression.quantization.awq import Awq
+from smelt.compression.quantization.layers import Group
+from smelt.compression.quantization.scaling import Source
+from smelt.compression.quantization.search_eval import Change, Surroundings
+from smelt.compression.quantization.smoothquant import smoothing
+from smelt.errors import RecipeError
+from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
+from tests.compression.quantization.test_gptq import layer_group
+from tests.tiny import BUILDS, inputs
+
+
+class Alone(Surroundings):
+    """A layer outside of any network."""
+
+    def __init__(self, x: Tensor, weight: Tensor) -> None:
+        self.x, self.truth = x, [x @ weight.T]
+
+    def outputs(self, weights: Sequence[Tensor], change: Change | None = None) -> Iterator[Tensor]:
+        yield F.linear(self.x if change is None else change(self.x), weights[0])
+
+
+class Anything(Source):
+    """Takes every scale."""
+
+    name = "anything"
+
+    def divide(self, scale: Tensor) -> None: ...
+
+
+def decibels(x: Tensor, weight: Tensor) -> dict[str, float]:
+    """Output signal to noise of 4-bit weights and 8-bit inputs under the scales of each method."""
+    group, around = layer_group(weight), Alone(x, weight)
+    mean, largest = x.abs().mean(0), x.abs().amax(0)
+    joint = Aqas(denormal=False)
+
+    def best(method: Aqas | Awq) -> Tensor:
+        return method.best(group, Anything(), around, mean, largest).candidate.scale
+
+    scales = {
+        "none": torch.ones(x.shape[1]),
+        "smooth": smoothing(group, largest, 0.5),
+        "awq": best(Awq(group=-1)),
+        "aqas": best(joint),
+    }
+    power = float(around.truth[0].square().mean())
+    errors = {name: joint.trial_error(group, around, scale) for name, scale in scales.items()}
+    return {name: float(10 * torch.log10(torch.tensor(power / error))) for name, error in errors.items()}
+
+
+def opt_like() -> tuple[Tensor, Tensor]:
+    x = torch.randn(1024, 512)
+    x[:, torch.randperm(512)[:6]] *= 60
+    return x, 0.02 * torch.randn(256, 512)
+
+
+def llama_like() -> tuple[Tensor, Tensor]:
+    """Heavy tails in the weights, and columns of different size."""
+    weight = 0.02 * torch.distributions.StudentT(5.0).sample((256, 512)) * torch.exp(0.5 * torch.randn(512))
+    return torch.randn(1024, 512) * torch.exp(0.3 * torch.randn(512)), weight
+
+
+def test_a_layer_with_loud_channels_as_on_the_card() -> None:
+    found = decibels(*opt_like())
+    assert found == pytest.approx({"none": 18.2, "smooth": 21.9, "awq": 24.1, "aqas": 24.2}, abs=0.5)
+
+
+@pytest.mark.parametrize("made", [opt_like, llama_like])
+def test_it_never_loses(made: Any) -> None:
+    found = decibels(*made())
+    assert found["aqas"] >= max(found.values()) - 1e-6
+
+
+def test_it_wins_where_neither_family_alone_does() -> None:
+    """Uneven columns of the weights, which AWQ does not look at, and another exponent than SmoothQuant's."""
+    found = decibels(*llama_like())
+    assert found["aqas"] > max(found["none"], found["smooth"], found["awq"]) + 0.3
+
+
+def test_the_inputs_are_rounded_after_they_were_divided() -> None:
+    x, weight = opt_like()
+    group, around = layer_group(weight), Alone(x, weight)
+    scale = torch.rand(512) + 0.5
+    method = Aqas()
+    product = method.input_format.rounded(x / scale) @ method.weight_format.rounded(weight * scale).T  # type: ignore[union-attr]
+    expected = float((product - x @ weight.T).square().mean())
+    assert method.trial_error(group, around, scale) == pytest.approx(expected, rel=1e-4)
+
+
+def test_both_families_are_tried_and_balanced() -> None:
+    x, weight = opt_like()
+    group: Group = layer_group(weight)
+    found = list(Aqas().candidates(group, x.abs().mean(0), x.abs().amax(0)))
+    assert [(c.family, round(20 * c.exponent)) for c in found] == [
+        (f, a) for f in ("mean", "smooth") for a in range(20)
+    ]
+    assert torch.allclose(found[0].scale, torch.ones(512))
+    assert all(float(c.scale.max() * c.scale.min()) == pytest.approx(1, rel=1e-4) for c in found)
+    smooth = smoothing(group, x.abs().amax(0), 0.5)
+    assert torch.allclose(found[30].scale / found[30].scale[0], smooth / smooth[0])
+
+
+def run(settings: dict[str, Any]) -> tuple[Model, dict[str, Any]]:
+    model = Model(BUILDS["llama"]())
+    facts = make({"method": "aqas", "tokens": 30, **settings}).apply(model, Context(batches=[inputs("llama")]))
+    return model, facts
+
+
+def test_what_it_tells() -> None:
+    model, facts = run({})
+    assert facts["calibration_length"] == 11
+    assert len(facts["layers"]) == 21
+    for path, fact in facts["layers"].items():
+        layer = quantized_layers(model.network)[path]
+        assert fact["scheme"] == {"weight": "dint4@float16", "inputs": "int8", "static": False}
+        assert fact["error_share"]["underflow"] + fact["error_share"]["rounding"] == pytest.approx(1)
+        assert fact["vanished"] == pytest.approx(float((layer.weight == 0).float().mean()), abs=1e-6)
+        assert fact["scaling"]["error"] <= fact["scaling"]["error_unscaled"]
+
+
+def test_fewer_weights_vanish_in_dint() -> None:
+    shares = []
+    for denormal in (False, True):
+        _, facts = run({"denormal": denormal, "rounding": "rtn"})
+        shares.append(sum(fact["error_share"]["underflow"] for fact in facts["layers"].values()))
+    assert shares[1] < 0.7 * shares[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "scheme"),
+    [
+        ({"bits": 3}, "dint3@float16"),
+        ({"group": 16, "symmetric": True}, "dint4-sym/16@float16"),
+        ({"format": "int4/16"}, "int4/16"),
+    ],
+)
+def test_the_format_follows_the_settings(settings: dict[str, Any], scheme: str) -> None:
+    _, facts = run(settings)
+    assert {fact["scheme"]["weight"] for fact in facts["layers"].values()} == {scheme}
+
+
+@pytest.mark.parametrize(
+    "settings", [{"rounding": "magic"}, {"tokens": 0}, {"bits": 2}, {"static": True, "inputs": None}]
+)
+def test_impossible_settings_are_one_sentence(settings: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make({"method": "aqas", **settings})
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,200 @@
+"""AWQ: no scale is RTN, a search never loses to it, its error is that of the enclosing module, and clips only help."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from smelt.compression.base import Context, make
+from smelt.compression.calibration.stream import open_stream
+from smelt.compression.quantization.awq import Awq
+from smelt.compression.quantization.base import BlockWork
+from smelt.compression.quantization.clipping import SHRINKS, clip_, clipped_projections
+from smelt.compression.quantization.layers import groups_of
+from smelt.compression.quantization.scale_search import Candidate
+from smelt.compression.quantization.search_eval import ModuleOutput, OwnOutput, some_batches
+from smelt.errors import RecipeError
+from smelt.models.anatomy import anatomy_of
+from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
+from smelt.numerics import Format, format_named
+from tests.tiny import BUILDS, inputs
+
+
+def batches(name: str) -> list[dict[str, Tensor]]:
+    return [inputs(name, seed=seed) for seed in range(3)]
+
+
+def quantised(name: str, **settings: Any) -> tuple[Model, dict[str, Any]]:
+    model = Model(BUILDS[name]())
+    facts = make({"method": "awq", "group": 16, **settings}).apply(model, Context(batches=batches(name)))
+    return model, facts
+
+
+def first_work(name: str, method: Awq) -> BlockWork:
+    network = BUILDS[name]()
+    anatomy = anatomy_of(network)
+    return BlockWork(anatomy.blocks[0], open_stream(anatomy, batches(name)), Context(), network, method.scheme, {})
+
+
+def test_no_scale_and_no_clip_is_round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_none(self: Awq, group: Any, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
+        yield next(found(self, group, mean, largest))
+
+    found = Awq.candidates
+    monkeypatch.setattr(Awq, "candidates", only_none)
+    model, _ = quantised("llama", clip=False, bits=3)
+    plain = Model(BUILDS["llama"]())
+    make({"method": "rtn", "group": 16, "bits": 3}).apply(plain, Context())
+    one, two = model.network.state_dict(), plain.network.state_dict()
+    assert all(torch.equal(one[key], two[key]) for key in two)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "vit", "bert"])
+def test_the_search_never_loses_to_round_to_nearest(name: str) -> None:
+    _, facts = quantised(name, bits=3, tokens=40)
+    notes = [fact["scaling"] for fact in facts["layers"].values() if fact["scaling"]["into"]]
+    assert notes and all(note["error"] <= note["error_unscaled"] for note in notes)
+    assert any(note["exponent"] > 0 for note in notes)
+
+
+@torch.no_grad()
+def test_the_error_is_that_of_the_enclosing_module() -> None:
+    """Attention for q, k, v; feed-forward for up and gate; the layer for what reads them: found by plain forwards."""
+    method = Awq(group=16, bits=3)
+    work = first_work("llama", method)
+    assert work.stream is not None
+    for group in groups_of(work.block):
+        kind = ModuleOutput if group.writes else OwnOutput
+        around = kind(work.stream, work.block, group, 10_000)
+        weights = [method.weight_format.rounded(layer.weight) for layer in group.layers]
+        other: Any = copy.deepcopy(work.network)
+        for layer, weight in zip(group.layers, weights, strict=True):
+            other.get_submodule(layer.path).weight.copy_(weight)
+        expected = []
+        for network in (work.network, other):
+            seen: list[Tensor] = []
+            module = network.get_submodule(group.part.output.path)
+            hook = module.register_forward_hook(lambda _, args, output, seen=seen: seen.append(output))
+            for batch in batches("llama"):
+                network(**batch)
+            hook.remove()
+            expected.append(torch.stack(seen))
+        assert around.error(weights) == pytest.approx(float((expected[0] - expected[1]).square().mean()), rel=1e-3)
+
+
+@torch.no_grad()
+def test_padding_counts_for_nothing() -> None:
+    work = first_work("bert", Awq(group=16))
+    assert work.stream is not None
+    group = groups_of(work.block)[1]
+    around = OwnOutput(work.stream, work.block, group, 10_000)
+    real = sum(int(batch["attention_mask"].sum()) for batch in batches("bert"))
+    assert sum(len(true) for true in around.truth) == real == 3 * (3 * 11 - 3)
+
+
+def test_trials_leave_no_trace() -> None:
+    method = Awq(group=16, bits=2)
+    work = first_work("llama", method)
+    before = {key: tensor.clone() for key, tensor in work.network.state_dict().items()}
+    assert work.stream is not None
+    for group in groups_of(work.block):
+        kind = ModuleOutput if group.writes else OwnOutput
+        around = kind(work.stream, work.block, group, 10_000)
+        method.trial_error(group, around, torch.rand(group.columns) + 0.5)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in work.network.state_dict().items())
+    for module in work.network.modules():
+        assert not module._forward_hooks and not module._forward_pre_hooks and "forward" not in vars(module)
+
+
+@torch.no_grad()
+def test_the_scaled_network_computes_the_same() -> None:
+    for name in ("llama", "opt", "gpt2"):
+        method = Awq(group=16, bits=3)
+        work = first_work(name, method)
+        before = work.network(**inputs(name)).logits
+        notes = method.scale(work)
+        assert any(note["exponent"] > 0 for note in notes.values() if note["into"])
+        assert torch.allclose(work.network(**inputs(name)).logits, before, atol=1e-5)
+
+
+def test_trials_run_on_few_batches() -> None:
+    stream = open_stream(anatomy_of(BUILDS["llama"]()), batches("llama"))  # 33 positions each
+    assert [some_batches(stream, tokens) for tokens in (1, 65, 66, 1000)] == [[0], [0], [0, 1], [0, 1, 2]]
+
+
+def exhaustive_clip(weight: Tensor, x: Tensor, number_format: Format, size: int) -> Tensor:
+    """Group by group and row by row."""
+    best = weight.clone()
+    for row in range(len(weight)):
+        for start in range(0, weight.shape[1], size):
+            part, inputs_here = weight[row, start : start + size], x[:, start : start + size]
+            errors = []
+            for shrink in SHRINKS:
+                limit = part.abs().max() * shrink
+                rounded = number_format.rounded(part.clamp(-limit, limit)[None])[0]
+                errors.append(float((inputs_here @ (rounded - part)).square().sum()))
+            limit = part.abs().max() * SHRINKS[min(range(len(errors)), key=errors.__getitem__)]
+            best[row, start : start + size] = part.clamp(-limit, limit)
+    return best
+
+
+@pytest.mark.parametrize("name", ["int3-asym/16", "int3/16", "int2-asym/40"])
+def test_the_clip_is_the_best_of_all_tried(name: str) -> None:
+    number_format = format_named(name)
+    weight, x = torch.distributions.StudentT(3.0).sample((70, 40)), torch.randn(50, 40)
+    found = weight.clone()
+    clip_(found, x, number_format)
+    assert torch.allclose(found, exhaustive_clip(weight, x, number_format, number_format.group))
+    assert not torch.equal(found, weight)
+
+
+def test_queries_and_keys_are_never_clipped() -> None:
+    for name, rows in (("llama", 16), ("gpt2", 32)):
+        groups = groups_of(anatomy_of(BUILDS[name]()).blocks[0])
+        (values,) = clipped_projections(groups[0])
+        assert values.part == (2 if name == "gpt2" else 0) and values.rows == rows
+        assert all(len(clipped_projections(group)) == len(group.layers) for group in groups[1:])
+
+
+def test_a_clip_changes_no_query_or_key_rows() -> None:
+    for name, untouched in (("gpt2", 64), ("llama", None)):
+        clipped, plain = (quantised(name, bits=2, clip=clip, tokens=40)[0].network for clip in (True, False))
+        one, two = quantized_layers(clipped), quantized_layers(plain)
+        path = next(iter(one))  # c_attn or q_proj of the first block
+        same = torch.equal(one[path].codes[:untouched], two[path].codes[:untouched])
+        assert same
+        if name == "gpt2":
+            assert not torch.equal(one[path].codes[64:], two[path].codes[64:])
+
+
+@pytest.mark.parametrize("rounding", ["rtn", "gptq"])
+def test_it_beats_round_to_nearest_where_channels_are_loud(rounding: str) -> None:
+    def loud() -> Model:
+        model = Model(BUILDS["opt"]())
+        with torch.no_grad():
+            for block in model.network.model.decoder.layers:
+                for norm in (block.self_attn_layer_norm, block.final_layer_norm):
+                    norm.weight[[3, 17]] *= 30
+        return model
+
+    def error(settings: dict[str, Any]) -> float:
+        model = loud()
+        make({"bits": 4, "group": -1, **settings}).apply(model, Context(batches=batches("opt")))
+        with torch.no_grad():
+            true = loud().network(**inputs("opt")).logits
+            return float((model.network(**inputs("opt")).logits - true).square().mean())
+
+    assert error({"method": "awq", "rounding": rounding}) < 0.5 * error({"method": "rtn"})
+
+
+@pytest.mark.parametrize("settings", [{"rounding": "magic"}, {"tokens": 0}, {"clip": 1}, {"bits": 9}])
+def test_impossible_settings_are_one_sentence(settings: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make({"method": "awq", **settings})
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,137 @@
+"""Learned rounding: where it begins, what gradients see, that what is trained is what is stored, and that it helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from smelt.compression.base import Context
+from smelt.compression.checkpoint import Checkpoint
+from smelt.compression.quantization.flexround import Divided, FlexRound, Full, LowRank
+from smelt.compression.quantization.nearest import nearest
+from smelt.compression.quantization.rtn import RoundToNearest
+from smelt.errors import RecipeError
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizedLinear, Scheme
+from smelt.numerics.format import TENSOR
+from smelt.numerics.integer import Integer
+from tests.tiny import BUILDS, inputs
+from tests.trained import character_batches, character_model, divergence
+
+FORMATS = [
+    Integer(16, "float16", 3, False),
+    Integer(-1, "float16", 4, True),
+    Integer(TENSOR, "float16", 4, False),
+    Integer(20, "float16", 2, False),  # the last group is shorter
+]
+
+
+def weights(rows: int = 24, columns: int = 48) -> torch.Tensor:
+    matrix = torch.randn(rows, columns) / 8
+    matrix[0], matrix[1] = 0, matrix[1].abs()  # a row of zeros, and one without negative values
+    return matrix
+
+
+def divided(matrix: torch.Tensor, number_format: Integer, rank: int | None, search: bool = False) -> Divided:
+    divisors = Full(matrix) if rank is None else LowRank(matrix, rank, torch.Generator().manual_seed(0))
+    return Divided(matrix, number_format, divisors, search)
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+@pytest.mark.parametrize("search", [False, True])
+@pytest.mark.parametrize("number_format", FORMATS, ids=str)
+def test_before_training_it_is_rounding_to_nearest(number_format: Integer, search: bool, rank: int | None) -> None:
+    matrix = weights()
+    assert torch.equal(divided(matrix, number_format, rank, search)(), nearest(matrix, number_format, search).values())
+
+
+@pytest.mark.parametrize("rank", [None, 3])
+@pytest.mark.parametrize("number_format", FORMATS, ids=str)
+def test_the_packed_layer_is_the_trained_weight_bit_for_bit(number_format: Integer, rank: int | None) -> None:
+    quantizer = divided(weights(), number_format, rank)
+    optimizer = torch.optim.Adam(quantizer.parameters(), lr=0.1)
+    before = quantizer().detach()
+    for _ in range(5):
+        optimizer.zero_grad()
+        (quantizer() * torch.randn(24, 48)).sum().backward()
+        optimizer.step()
+    trained = quantizer().detach()
+    layer = QuantizedLinear.holding(quantizer.result(), Scheme(number_format), bias=None, dtype=torch.float32)
+    assert not torch.equal(trained, before)
+    assert torch.equal(layer.weight, trained)
+
+
+def test_gradients_pass_the_rounding_and_stop_at_the_ends() -> None:
+    """W' = s round(W / (s e^D)): to D the rounding is not there, dW'/dD = -W; a clipped weight does not follow D."""
+    matrix = torch.tensor([[-0.5, -0.2, 0.3, 1.0]])
+    quantizer = divided(matrix, Integer(-1, "float32", 4, False), None)
+    with torch.no_grad():
+        quantizer.step -= 0.1  # a narrower range: the ends are clipped
+    quantizer().sum().backward()
+    gradient = quantizer.divisors.matrix.grad  # type: ignore[union-attr]
+    assert isinstance(gradient, torch.Tensor)
+    assert torch.allclose(gradient[0], torch.tensor([0.0, 0.2, -0.3, 0.0]), atol=1e-6)
+    assert quantizer.row.grad is not None and torch.allclose(quantizer.row.grad, gradient.sum(1, keepdim=True))
+
+
+def test_low_rank_divisors_are_used_where_they_save() -> None:
+    method = FlexRound(bits=4, rank=4)
+    generator = torch.Generator().manual_seed(0)
+    wide, thin = (method.quantizer(torch.randn(rows, 64), generator) for rows in (64, 4))
+    assert isinstance(wide.divisors, LowRank) and isinstance(thin.divisors, Full)
+    assert sum(p.numel() for p in wide.divisors.parameters()) == 4 * (64 + 64) + 64 + 64
+
+
+@pytest.fixture(scope="module")
+def at_two_bits() -> float:
+    model = character_model()
+    RoundToNearest(bits=2, group=16).apply(model, Context())
+    return divergence(model).kl
+
+
+@pytest.mark.parametrize("rank", [None, 4])
+def test_it_beats_rounding_to_nearest(rank: int | None, at_two_bits: float) -> None:
+    model = character_model()
+    FlexRound(bits=2, group=16, iterations=50, rate=1e-2, rank=rank).apply(model, Context(batches=character_batches()))
+    assert divergence(model).kl < 0.4 * at_two_bits
+
+
+def test_the_seed_gives_the_bytes(tmp_path: Path) -> None:
+    """The order of the batches and LRQ's random matrix come from it, also where a run is taken up in the middle."""
+
+    def run(seed: int) -> dict[str, torch.Tensor]:
+        model = Model(BUILDS["llama"]())
+        batches, checkpoint = [inputs("llama", seed=number) for number in range(4)], Checkpoint(tmp_path / str(seed))
+        FlexRound(bits=3, iterations=6, rate=0.03, rank=2).apply(
+            model, Context(batches=batches, seed=seed, checkpoint=checkpoint)
+        )
+        return dict(model.network.state_dict())
+
+    first, other = run(1), run(2)
+    for left in (tmp_path / "1").glob("block-[12].*"):
+        left.unlink()
+    again = run(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_the_rate_falls_to_zero_along_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = []
+    step = torch.optim.Adam.step
+
+    def noted(self: torch.optim.Adam) -> None:
+        rates.append(self.param_groups[0]["lr"])
+        step(self)
+
+    monkeypatch.setattr(torch.optim.Adam, "step", noted)
+    model, batches = Model(BUILDS["llama"]()), [inputs("llama")]
+    FlexRound(bits=4, iterations=4, rate=0.01).apply(model, Context(batches=batches))
+    assert rates[:4] == pytest.approx([0.01, 0.00853553, 0.005, 0.00146447], rel=1e-4) and rates[4] == 0.01
+
+
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"iterations": -1}, {"rate": 0.0}, {"format": "nf4"}])
+def test_impossible_values_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(RecipeError):
+        FlexRound(**settings)  # type: ignore[arg-type]

@@ -1,0 +1,214 @@
+"""GPTQ: its gain where inputs are correlated, none where they are not, and the same result however it is computed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from smelt.compression.base import Context, make
+from smelt.compression.calibration.observe import SecondMoment
+from smelt.compression.quantization.gptq_rounding import gptq, round_group
+from smelt.compression.quantization.layers import Group, Layer, groups_of
+from smelt.errors import DataError, ModelError
+from smelt.models.anatomy import anatomy_of
+from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
+from smelt.numerics import FORMATS, Quantized
+from smelt.numerics.error import signal_to_noise
+from smelt.numerics.integer import Integer
+from tests.tiny import BUILDS, inputs
+
+ROW4, ROW2 = Integer(-1, "float32", 4, symmetric=False), Integer(-1, "float32", 2, symmetric=False)
+
+
+def hessian(x: Tensor) -> Tensor:
+    moment = SecondMoment()
+    for rows in x.split(100):
+        moment(rows)
+    assert moment.matrix is not None
+    return moment.matrix
+
+
+def correlated(rows: int = 4096, columns: int = 256) -> Tensor:
+    """Sixteen strong common directions, and a little of everything."""
+    return torch.randn(rows, 16) @ torch.randn(16, columns) + 0.3 * torch.randn(rows, columns)
+
+
+def quality(x: Tensor, weight: Tensor, rounded: Tensor) -> float:
+    """Of the output, in decibel."""
+    return signal_to_noise(x @ weight.T, x @ rounded.T)
+
+
+def layer_group(*weights: Tensor) -> Group:
+    """Layers that share an input, outside of any network."""
+    layers = []
+    for index, weight in enumerate(weights):
+        module = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        module.weight.data = weight
+        layers.append(Layer(module, f"layer{index}"))
+    return Group(anatomy_of(BUILDS["llama"]()).parts[0], True, tuple(layers))
+
+
+def test_uncorrelated_inputs_gain_nothing() -> None:
+    x, weight = torch.randn(8192, 256), torch.randn(256, 256)
+    plain = quality(x, weight, ROW4.rounded(weight))
+    for act_order in (False, True):
+        found = quality(x, weight, gptq(weight, hessian(x), ROW4, act_order=act_order).values())
+        assert abs(found - plain) < 0.2
+
+
+@pytest.mark.parametrize(("number_format", "published"), [(ROW4, (19.4, 33.8, 36.2)), (ROW2, (5.4, 18.9, 22.0))])
+def test_common_directions_gain_what_the_card_says(number_format: Integer, published: tuple[float, ...]) -> None:
+    x, weight = correlated(), torch.randn(256, 256)
+    h = hessian(x)
+    found = (
+        quality(x, weight, number_format.rounded(weight)),
+        quality(x, weight, gptq(weight, h, number_format, act_order=False).values()),
+        quality(x, weight, gptq(weight, h, number_format, act_order=True).values()),
+    )
+    assert found == pytest.approx(published, abs=1.5)  # the card does not say how strong its directions were
+    assert found[0] + 10 < found[1] < found[2] - 1
+
+
+@pytest.mark.parametrize("act_order", [False, True])
+@pytest.mark.parametrize("group", [-1, 0, 16, 48, 64, 96])
+def test_blocks_of_columns_change_nothing(group: int, act_order: bool) -> None:
+    """48 and 96 neither divide a block of 64 nor are divided by it."""
+    x, weight = correlated(1024, 192), torch.randn(24, 192)
+    number_format = Integer(group, "float32", 3, symmetric=False)
+    one, other = (gptq(weight, hessian(x), number_format, act_order=act_order, block=b) for b in (64, 192))
+    assert torch.allclose(one.grid.scale, other.grid.scale, rtol=1e-5)
+    assert (one.codes == other.codes).float().mean() > 0.99  # a tie may fall either way
+    assert quality(x, weight, one.values()) == pytest.approx(quality(x, weight, other.values()), abs=0.1)
+
+
+def test_a_grid_is_fitted_to_the_weights_as_they_are_when_it_is_reached() -> None:
+    x, weight = correlated(1024, 128), torch.randn(8, 128)
+    number_format = Integer(32, "float32", 2, symmetric=False)
+    found = gptq(weight, hessian(x), number_format, act_order=False)
+    beforehand = number_format.quantize(weight)
+    assert torch.equal(found.grid.scale[:, 0], beforehand.grid.scale[:, 0])
+    assert not torch.equal(found.grid.scale[:, 1:], beforehand.grid.scale[:, 1:])
+    ordered = gptq(weight, hessian(x), number_format, act_order=True)
+    assert torch.equal(ordered.grid.scale, beforehand.grid.scale)
+
+
+def test_it_is_the_formula() -> None:
+    """Column by column with a full inverse Hessian, updated by elimination, in float64."""
+    x, weight = correlated(512, 24), torch.randn(5, 24)
+    number_format = Integer(-1, "float32", 3, symmetric=False)
+    grid = number_format.quantize(weight).grid
+    h = hessian(x).double()
+    inverse = torch.linalg.inv(h + 0.01 * h.diagonal().mean() * torch.eye(24, dtype=torch.float64))
+    left, expected = weight.double(), torch.zeros(5, 24, dtype=torch.float64)
+    for column in range(24):
+        code = number_format.encode(left[:, column, None, None].float(), grid)
+        expected[:, column] = number_format.decode(code, grid)[:, 0, 0].double()
+        error = (left[:, column] - expected[:, column]) / inverse[column, column]
+        left = left - error[:, None] * inverse[column]
+        inverse = inverse - torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
+    assert torch.allclose(gptq(weight, hessian(x), number_format, act_order=False).values().double(), expected)
+
+
+@pytest.mark.parametrize(("name", "act_order"), [(name, position % 2 == 0) for position, name in enumerate(FORMATS)])
+def test_every_format_gains(name: str, act_order: bool) -> None:
+    x, weight = correlated(512, 128), torch.randn(16, 128)
+    found = gptq(weight, hessian(x), FORMATS[name], act_order=act_order)
+    assert found.codes.shape == weight.shape
+    again = Quantized.unpacked(FORMATS[name], found.packed(), 128)
+    assert torch.equal(again.values(), found.values())
+    assert quality(x, weight, found.values()) > quality(x, weight, FORMATS[name].rounded(weight)) + 3
+
+
+def test_the_search_for_ranges_helps_where_two_bits_meet_long_tails() -> None:
+    x, weight = torch.randn(2048, 128), torch.distributions.StudentT(3.0).sample((64, 128))
+    plain, searched = (gptq(weight, hessian(x), ROW2, search=search) for search in (False, True))
+    assert quality(x, weight, searched.values()) > quality(x, weight, plain.values()) + 1
+
+
+def test_columns_without_inputs_are_zero_and_the_rest_is_as_without_them() -> None:
+    x, weight = correlated(512, 64), torch.randn(8, 64)
+    x[:, 60:] = 0
+    found = gptq(weight, hessian(x), ROW4).values()
+    assert torch.equal(found[:, 60:], torch.zeros(8, 4))
+    assert quality(x, weight, found) > 25
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_fewer_inputs_than_columns(rows: int) -> None:
+    x, weight = torch.randn(rows, 64), torch.randn(8, 64)
+    found = gptq(weight, hessian(x), ROW4)
+    assert bool(found.values().isfinite().all())
+    assert quality(x, weight, found.values()) > quality(x, weight, ROW4.rounded(weight))
+
+
+def test_a_hessian_that_is_not_positive_is_damped_until_it_is() -> None:
+    h = torch.eye(32)
+    h[0, 1] = h[1, 0] = 1.05  # an eigenvalue of -0.05
+    assert bool(gptq(torch.randn(4, 32), h, ROW4).values().isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["int4-asym/16", "int3", "dint4", "mxfp4", "amxfp4", "nf4"])
+def test_stacked_layers_come_out_as_separate_ones(name: str) -> None:
+    from smelt.numerics import format_named
+
+    x, weights = correlated(512, 64), [torch.randn(rows, 64) for rows in (24, 8, 8)]
+    moment = SecondMoment()
+    moment(x)
+    for layer, weight in zip(round_group(layer_group(*weights), moment, format_named(name)), weights, strict=True):
+        alone = gptq(weight, hessian(x), format_named(name))
+        assert torch.equal(layer.codes, alone.codes)
+        assert all(torch.equal(t, alone.grid.tensors()[k]) for k, t in layer.grid.tensors().items())
+
+
+def test_one_scale_a_tensor_is_one_a_layer() -> None:
+    weights = [torch.randn(8, 64), 10 * torch.randn(8, 64)]
+    moment = SecondMoment()
+    moment(correlated(512, 64))
+    one, other = round_group(layer_group(*weights), moment, Integer(0, "float32", 8))
+    assert float(other.grid.scale) > 5 * float(one.grid.scale)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_inputs_that_are_no_numbers(bad: float) -> None:
+    x = torch.randn(64, 16)
+    x[3, 5] = bad
+    moment = SecondMoment()
+    moment(x)
+    with pytest.raises(DataError, match="the inputs of layer0 are NaN or infinite") as caught:
+        round_group(layer_group(torch.randn(4, 16)), moment, ROW4)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_layer_that_was_never_reached() -> None:
+    with pytest.raises(ModelError, match="layer0 was never reached"):
+        round_group(layer_group(torch.randn(4, 16)), SecondMoment(), ROW4)
+
+
+@pytest.mark.parametrize("sequential", [False, True])
+def test_in_the_frame_it_rounds_against_the_inputs_of_the_rounded_network(sequential: bool) -> None:
+    """Every layer is what the function gives on the Hessian of what the layer then reads."""
+    model = Model(BUILDS["llama"]())
+    batches = [inputs("llama", seed=seed) for seed in range(4)]
+    full = {path: module.weight.detach().clone() for path, module in model.network.named_modules() if "proj" in path}
+    settings = {"method": "gptq", "group": 16, "bits": 3, "sequential": sequential}
+    make(settings).apply(model, Context(batches=batches))
+    layers = quantized_layers(model.network)
+    moments = {path: SecondMoment() for path in layers}
+    hooks = [
+        layer.register_forward_pre_hook(lambda _, args, moment=moments[path]: moment(args[0].flatten(0, -2)))
+        for path, layer in layers.items()
+    ]
+    with torch.no_grad():
+        for batch in batches:
+            model.network(**batch)
+    for hook in hooks:
+        hook.remove()
+    number_format = Integer(16, "float16", 3, symmetric=False)
+    for group in (group for block in anatomy_of(BUILDS["llama"]()).blocks for group in groups_of(block)):
+        reads_rounded = sequential or (group.writes and group.part.kind == "heads")
+        for layer in group.layers:
+            expected = gptq(full[layer.path], moments[layer.path].matrix, number_format)  # type: ignore[arg-type]
+            same = (layers[layer.path].packed.quantized().codes == expected.codes).float().mean()
+            assert same > 0.99 if reads_rounded else same < 1

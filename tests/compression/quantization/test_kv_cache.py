@@ -1,0 +1,136 @@
+"""The format of keys and values: set by a step, saved with the model, used by everything that runs it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from smelt.compression.base import Context, make
+from smelt.compression.quantization.kv_cache import KvCache
+from smelt.compression.quantization.rtn import RoundToNearest
+from smelt.data import Choice, ChoiceData
+from smelt.errors import ModelError, RecipeError
+from smelt.export import export
+from smelt.measure.divergence import logit_divergence
+from smelt.measure.multiple_choice import choice_accuracy
+from smelt.measure.perplexity import perplexity
+from smelt.models.artifact import load_artifact, remembered_kv, save_artifact
+from smelt.models.kv_cache import KvFormat, QuantizedCache
+from smelt.models.model import Model
+from smelt.models.verify import outputs, probe
+from tests.character_tokenizer import character_tokenizer
+from tests.tiny import BUILDS, inputs
+from tests.trained import HELD_OUT
+
+STEPS: list[dict[str, Any]] = [
+    {"format": "int4-asym/4@float16"},
+    {"format": "int2", "values": "none", "rotate_keys": False},
+    {"format": "int8", "values": "mxfp4", "clip": 0.9},
+]
+
+
+def made(**step: Any) -> Model:
+    model = Model(BUILDS["llama"](), character_tokenizer())
+    KvCache(**step).apply(model, Context())
+    return model
+
+
+def generated(model: Model) -> tuple[Tensor, ...]:
+    """The logits of each token, by generation as `Model.generate` does it."""
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    found: Any = model.network.generate(
+        **inputs("llama"),
+        **options,
+        past_key_values=model.new_cache(),
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    logits: tuple[Tensor, ...] = found.logits
+    return logits
+
+
+@pytest.mark.parametrize("step", STEPS, ids=str)
+def test_reloaded_it_generates_with_the_same_logits(step: dict[str, Any], tmp_path: Path) -> None:
+    model = made(**step)
+    save_artifact(model, tmp_path)
+    loaded = load_artifact(tmp_path)
+    assert loaded.kv == model.kv == remembered_kv(tmp_path) is not None
+    expected, plain = generated(model), generated(Model(model.network))
+    assert all(torch.equal(a, b) for a, b in zip(generated(loaded), expected, strict=True))
+    assert not torch.equal(expected[0], plain[0])
+    assert loaded.generate("The cat") == model.generate("The cat")
+    assert not torch.equal(outputs(loaded, probe(loaded)), outputs(Model(loaded.network), probe(loaded)))
+
+
+def test_generation_and_choices_are_given_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = made(format="int2"), []
+    update = QuantizedCache.update
+
+    def noted(self: QuantizedCache, *args: Any) -> Any:
+        seen.append(self)
+        return update(self, *args)
+
+    monkeypatch.setattr(QuantizedCache, "update", noted)
+    model.generate("The cat", max_new_tokens=3)
+    assert len({id(cache) for cache in seen}) == 1 and len(seen) == 3 * 3  # layers, tokens
+    choice_accuracy(model, ChoiceData("one", (Choice(("The cat",) * 2, ("sat", "is a long way off"), 0),)))
+    assert len(seen) == 3 * 3 + 3  # both options in a batch
+
+
+def test_everything_that_measures_uses_it() -> None:
+    """Without being told, and until told otherwise."""
+    model, plain = made(format="int2", rotate_keys=False), Model(BUILDS["llama"](), character_tokenizer())
+    settings: dict[str, Any] = {"context": 32, "limit": 128}
+    remembered = perplexity(model, HELD_OUT, **settings).value
+    assert remembered == perplexity(plain, HELD_OUT, kv="int2", **settings).value
+    assert remembered != perplexity(plain, HELD_OUT, **settings).value
+    assert perplexity(model, HELD_OUT, kv="none", **settings).value == perplexity(plain, HELD_OUT, **settings).value
+    assert logit_divergence(model, plain, HELD_OUT, **settings).kl > 1e-6
+    assert logit_divergence(plain, model, HELD_OUT, **settings).kl > 1e-6  # as the base, too
+    assert abs(logit_divergence(model, model, HELD_OUT, **settings).kl) < 1e-9
+
+
+def test_it_outlives_other_steps_and_can_be_taken_away() -> None:
+    model = made(format="int8")
+    RoundToNearest(bits=4, group=16).apply(model, Context())
+    assert model.kv == KvFormat("int8", rotate_keys=True)
+    facts = KvCache(format="none").apply(model, Context())
+    numbers = 3 * 2 * 2 * 8  # layers, key and value, heads, head_dim
+    assert facts == {"cache_bits_a_token_before": 3 * 2 * 2 * (8 * 8 + 32), "cache_bits_a_token_after": 32 * numbers}
+    assert model.kv is None and model.new_cache() is None
+
+
+def test_folders_without_the_field_and_with_a_broken_one(tmp_path: Path) -> None:
+    save_artifact(Model(BUILDS["llama"]()), tmp_path)
+    content = json.loads((tmp_path / "smelt.json").read_text())
+    assert "kv" not in content
+    assert load_artifact(tmp_path).kv is None and remembered_kv(tmp_path) is None and remembered_kv("no/such") is None
+    for broken in ("int8", {"format": "int9"}, {"format": 8}, {"bits": 8}, {"format": "int8", "clip": 2.0}, None):
+        (tmp_path / "smelt.json").write_text(json.dumps({**content, "kv": broken}))
+        with pytest.raises(ModelError, match=r"smelt\.json: (this is not the description|there is no|a cache's range)"):
+            load_artifact(tmp_path)
+
+
+def test_what_cannot_be_is_one_sentence() -> None:
+    with pytest.raises(RecipeError, match="kv-cache: there is no number format 'int9'; `smelt formats` lists them"):
+        make({"method": "kv-cache", "format": "int9"})
+    with pytest.raises(RecipeError, match="kv-cache: there is no number format 'x'"):
+        make({"method": "kv-cache", "values": "x"})
+    with pytest.raises(RecipeError, match="between 0 and 1"):
+        make({"method": "kv-cache", "clip": 0})
+    with pytest.raises(ModelError, match="generate text"):
+        KvCache().apply(Model(BUILDS["bert"]()), Context())
+    assert make({"method": "kv-cache", "clip": 1}).to_json()["clip"] == 1  # a whole number, as YAML has it
+    assert type(KvCache(clip=1).kv.clip) is float
+
+
+def test_an_export_says_that_it_is_left_out(tmp_path: Path) -> None:
+    told = export(made(format="int8"), "gguf", tmp_path / "model.gguf", tokenizer=False)
+    assert [note for note in told["notes"] if "keys and values in int8 are left out" in note]
+    plain = export(Model(BUILDS["llama"]()), "gguf", tmp_path / "plain.gguf", tokenizer=False)
+    assert not any("keys" in note for note in plain["notes"])

@@ -1,0 +1,151 @@
+"""Mixed precision: the integer program against all combinations, the budget kept, and bits where they are needed."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from smelt.compression.base import Context, make
+from smelt.compression.quantization.mixed import choose
+from smelt.errors import BudgetError, RecipeError
+from smelt.models.model import Model
+from smelt.models.quantized import quantized_layers
+from tests.tiny import BUILDS, inputs
+
+
+def batches() -> list[dict[str, torch.Tensor]]:
+    return [inputs("llama", seed=seed) for seed in range(3)]
+
+
+def run(settings: dict[str, Any], model: Model | None = None) -> tuple[Model, dict[str, Any]]:
+    model = model or Model(BUILDS["llama"]())
+    facts = make({"method": "mixed", "group": 16, **settings}).apply(model, Context(batches=batches()))
+    return model, facts
+
+
+def widths(model: Model) -> dict[str, int]:
+    return {path: layer.scheme.weight.bits for path, layer in quantized_layers(model.network).items()}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_program_finds_the_best_of_all_combinations(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    groups, choices = 5, 4
+    errors = np.sort(generator.exponential(1e-9, (groups, choices)), axis=1)[:, ::-1]  # as small as they may be
+    if seed % 3 == 0:
+        errors = generator.permuted(errors, axis=1)  # more bits need not mean less error
+    costs = generator.integers(1, 20, (groups, 1)) * np.array([2.5, 3.5, 4.5, 8.5])
+    budget = float(costs[:, 0].sum() + generator.uniform(0, 1) * (costs[:, -1] - costs[:, 0]).sum())
+    rows = np.arange(groups)
+    possible = [c for c in itertools.product(range(choices), repeat=groups) if costs[rows, c].sum() <= budget]
+    best = min(errors[rows, c].sum() for c in possible)
+    found = choose(errors, costs, budget)
+    assert costs[rows, found].sum() <= budget * (1 + 1e-9)
+    assert errors[rows, found].sum() == pytest.approx(best, rel=1e-6)
+
+
+def test_a_budget_that_is_met_exactly() -> None:
+    errors, costs = np.array([[2.0, 1.0]] * 3), np.array([[3.3, 4.4]] * 3)
+    assert choose(errors, costs, 3 * 4.4) == [1, 1, 1]
+    assert choose(errors, costs, 3 * 3.3) == [0, 0, 0]
+
+
+def test_no_errors_at_all() -> None:
+    assert len(choose(np.zeros((2, 2)), np.ones((2, 2)), 2.0)) == 2
+
+
+@pytest.mark.parametrize("bits", [4.0, 5.0, 6.5, 9.5])
+@pytest.mark.parametrize("rounding", ["rtn", "gptq"])
+def test_the_average_is_kept_and_used(bits: float, rounding: str) -> None:
+    """Scales count: 16 weights share 24 bits of scale and zero point."""
+    model, facts = run({"bits": bits, "rounding": rounding, "tokens": 40})
+    assert facts["bits_per_weight"] <= bits + 1e-9
+    assert facts["bits_per_weight"] > bits - 0.3
+    assert set(widths(model).values()) <= {2, 3, 4, 8}
+    if bits == 9.5:
+        assert set(widths(model).values()) == {8}
+
+
+def test_layers_that_share_an_input_share_a_width() -> None:
+    model, _ = run({"bits": 5.0, "tokens": 40})
+    found = widths(model)
+    for index in range(3):
+        attention = f"model.layers.{index}.self_attn"
+        assert len({found[f"{attention}.{name}_proj"] for name in "qkv"}) == 1
+
+
+def test_bits_go_where_errors_are_large() -> None:
+    """A block whose feed-forward writes thirty times as much needs its bits more than the others."""
+    model = Model(BUILDS["llama"]())
+    with torch.no_grad():
+        model.network.model.layers[1].mlp.down_proj.weight.mul_(30)
+    model, facts = run({"bits": 4.5, "tokens": 40}, model)
+    found = widths(model)
+    assert found["model.layers.1.mlp.down_proj"] > max(found[f"model.layers.{i}.mlp.down_proj"] for i in (0, 2))
+    errors = facts["layers"]["model.layers.1.mlp.down_proj"]["block_error"]
+    assert list(errors) == ["2", "3", "4", "8"] and errors["2"] > errors["4"] > errors["8"] > 0
+
+
+@torch.no_grad()
+def test_the_error_is_that_of_the_block() -> None:
+    """Of one group alone, over the size of what the block gives, found by a plain forward of the network."""
+    _, facts = run({"bits": 9.5})
+    path = "model.layers.1.mlp.down_proj"
+    number_format = make({"method": "mixed", "group": 16}).formats[0]  # type: ignore[attr-defined]
+    states = []
+    for rounded in (False, True):
+        network = BUILDS["llama"]()
+        layer = network.get_submodule(path)
+        if rounded:
+            layer.weight.copy_(number_format.rounded(layer.weight))
+        states.append(torch.stack([network(**b, output_hidden_states=True).hidden_states[2] for b in batches()]))
+    expected = float((states[1] - states[0]).square().sum() / states[0].square().sum())
+    assert facts["layers"][path]["block_error"]["2"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_it_beats_one_width_for_all_of_the_same_size() -> None:
+    model = Model(BUILDS["llama"]())
+    with torch.no_grad():
+        for index in (0, 2):
+            model.network.model.layers[index].mlp.down_proj.weight.mul_(0.05)
+            model.network.model.layers[index].self_attn.o_proj.weight.mul_(0.05)
+    state = {key: tensor.clone() for key, tensor in model.network.state_dict().items()}
+
+    def error(settings: dict[str, Any]) -> float:
+        other = Model(BUILDS["llama"]())
+        other.network.load_state_dict(state)
+        with torch.no_grad():
+            true = other.network(**inputs("llama")).logits
+            facts = make({"group": 16, **settings}).apply(other, Context(batches=batches()))
+            assert facts["bits_per_weight"] <= 4.5 + 1e-9
+            return float((other.network(**inputs("llama")).logits - true).square().mean())
+
+    assert error({"method": "mixed", "bits": 4.5, "rounding": "rtn"}) < 0.8 * error({"method": "rtn", "bits": 3})
+
+
+def test_a_budget_below_the_narrowest_choice() -> None:
+    with pytest.raises(BudgetError, match=r"takes 3\.50 bits a weight") as caught:
+        run({"bits": 3.0})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"choices": "2,three"}, "with commas"),
+        ({"choices": ""}, "with commas"),
+        ({"choices": "2,9"}, "2 to 8 bits"),
+        ({"format": "nf4"}, "leave format out"),
+        ({"rounding": "magic"}, "one of"),
+        ({"bits": 40.0}, "between"),
+        ({"bits": float("nan")}, "between"),
+    ],
+)
+def test_impossible_settings_are_one_sentence(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        make({"method": "mixed", **settings})
+    assert "\n" not in str(caught.value)

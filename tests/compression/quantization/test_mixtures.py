@@ -1,0 +1,252 @@
+"""Quantising mixtures of experts: each expert by its own tokens, and those that saw too few are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import smelt.compression.quantization  # noqa: F401  (puts the methods on the list)
+from smelt.compression.base import Context, make
+from smelt.compression.calibration.observe import SecondMoment, observe
+from smelt.compression.calibration.routes import expert_tokens
+from smelt.compression.calibration.stream import advance, open_stream
+from smelt.compression.checkpoint import Checkpoint
+from smelt.compression.quantization.layers import groups_of, sharing_groups
+from smelt.compression.quantization.mixed import stand_ins
+from smelt.compression.quantization.nearest import nearest
+from smelt.compression.quantization.rotation import random_rotations, rotate_network
+from smelt.compression.quantization.scaling import fold, source_of
+from smelt.errors import ModelError
+from smelt.models.artifact import save_artifact
+from smelt.models.load import load
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizedLinear, quantized_layers
+from tests.compression.quantization.test_base import Dying, Killed, same
+from tests.mixtures import BUILDS, CHOSEN, EXPERTS, HIDDEN, INNER, LAYERS, PLAIN, batches, ids, loaded
+
+LOST = "model.layers.1.mlp.experts.3"
+SMALL = {"group": 16}
+
+
+@torch.no_grad()
+def logits(model: Model) -> Tensor:
+    found: Tensor = model.network(**ids(seed=9)).logits
+    return found
+
+
+def far(one: Tensor, two: Tensor) -> float:
+    return float((one - two).detach().norm() / two.detach().norm())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every mixture once, and once with an expert that no token reaches."""
+    place = tmp_path_factory.mktemp("mixtures")
+    for name in BUILDS:
+        loaded(name, place / name)
+        loaded(name, place / f"{name}-starved", starved=True)
+    return {file.name: file for file in place.iterdir()}
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "rtn": {}, "hqq": {}, "gptq": {}, "sequential": {"method": "gptq", "sequential": True},
+    "awq": {"tokens": 60}, "aqas": {"tokens": 60}, "smoothquant": {}, "mixed": {"bits": 6.0, "tokens": 60},
+    "quarot": {"inputs": "int8"}, "omniquant": {"epochs": 1},
+    "static": {"method": "gptq", "inputs": "int8", "static": True},
+}  # fmt: skip
+
+
+TAKEN = [*(("olmoe", method) for method in METHODS), ("mixtral", "awq"), ("qwen3-moe", "quarot"), ("qwen3-moe", "awq")]
+
+
+@pytest.mark.parametrize(("name", "method"), TAKEN)
+def test_every_method_takes_a_mixture_with_an_expert_that_nothing_reaches(
+    name: str, method: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    model = load(folders[f"{name}-starved"])
+    before = logits(model)
+    settings = {"method": method, **SMALL, "bits": 8, **METHODS[method]}
+    facts = make(settings).apply(model, Context(batches=batches(padded=True)))
+    layers = quantized_layers(model.network)
+    assert facts["layers_quantised"] == len(layers) == LAYERS * (4 + 3 * EXPERTS)
+    assert sum(path.startswith(f"{LOST}.") for path in layers) == 3
+    assert not isinstance(model.network.model.layers[0].mlp.gate, QuantizedLinear)
+    assert far(logits(model), before) < 0.1
+    if method not in ("rtn", "hqq"):
+        assert {"expert": LOST, "tokens": 0, "inputs": HIDDEN} in facts["few_tokens"]
+    save_artifact(model, tmp_path)
+    again = load(tmp_path)
+    assert same(model, again) and torch.equal(logits(model), logits(again))
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_all_choices_of_all_real_tokens_are_counted(name: str, folders: dict[str, Path]) -> None:
+    model, data = load(folders[name]), batches(padded=True)
+    stream = open_stream(model.anatomy, data)
+    real = sum(int(batch["attention_mask"].sum()) for batch in data)
+    for block in model.anatomy.blocks:
+        counts = expert_tokens(stream, block)
+        experts = [part.path for part in block.parts if part.mixture]
+        assert list(counts) == experts and sum(counts.values()) == (CHOSEN * real if experts else 0)
+        advance(stream, block)
+
+
+def test_an_expert_sees_the_real_tokens_that_chose_it(folders: dict[str, Path]) -> None:
+    """The Hessian of each expert, with padding, against what the router says."""
+    model, data = load(folders["olmoe"]), batches(padded=True)
+    stream, block = open_stream(model.anatomy, data), model.anatomy.blocks[0]
+    seen: dict[nn.Module, SecondMoment] = {p.writers[0].module: SecondMoment() for p in block.parts if p.mixture}
+    rows: list[tuple[Tensor, Tensor]] = []
+    hook = block.module.mlp.gate.register_forward_hook(lambda _, args, output: rows.append((args[0], output[2])))
+    observe(stream, block, seen)
+    hook.remove()
+    masks = [batch["attention_mask"].flatten().bool() for batch in data]
+    for expert, moment in enumerate(seen.values()):
+        x = torch.cat([x[mask & (index == expert).any(-1)] for mask, (x, index) in zip(masks, rows, strict=True)])
+        assert moment.rows == len(x) and moment.matrix is not None
+        torch.testing.assert_close(moment.matrix, 2 * x.T @ x / len(x), atol=1e-4, rtol=1e-4)
+
+
+def test_gptq_rounds_each_expert_against_its_own_hessian(folders: dict[str, Path]) -> None:
+    model, plain, data = load(folders["olmoe"]), load(folders["olmoe"]), batches(padded=True)
+    method: Any = make({"method": "gptq", **SMALL})
+    method.apply(model, Context(batches=data))
+    stream, block = open_stream(plain.anatomy, data), plain.anatomy.blocks[0]
+    for group in (group for group in groups_of(block) if group.part.mixture):
+        moment = SecondMoment()
+        observe(stream, block, {group.layers[0].module: moment})
+        for layer, matrix in zip(group.layers, method.round(group, moment), strict=True):
+            assert torch.equal(model.network.get_submodule(layer.path).weight, matrix.values())
+
+
+def test_few_tokens_are_fewer_than_inputs(folders: dict[str, Path]) -> None:
+    """What is named, and that a layer's facts carry the count."""
+    model, data = load(folders["qwen3-moe"]), batches(2)
+    counts = {}
+    stream = open_stream(model.anatomy, data)
+    counts |= expert_tokens(stream, model.anatomy.blocks[0])
+    assert min(counts.values()) < HIDDEN <= max(counts.values())
+    facts = make({"method": "gptq", **SMALL}).apply(model, Context(batches=data))
+    named = {one["expert"]: one["tokens"] for one in facts["few_tokens"] if "layers.0" in one["expert"]}
+    assert named == {path: count for path, count in counts.items() if count < HIDDEN}
+    assert facts["layers"]["model.layers.0.mlp.experts.2.up_proj"]["tokens"] == counts["model.layers.0.mlp.experts.2"]
+    assert "tokens" not in facts["layers"]["model.layers.0.self_attn.q_proj"]
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_gptq_beats_rounding_to_nearest(name: str, folders: dict[str, Path]) -> None:
+    """The error of what the experts' layers give on the tokens that reach them, of other text than it was made with."""
+    errors = {}
+    for method in ("rtn", "gptq"):
+        model, true = load(folders[name]), load(folders[name])
+        make({"method": method, "bits": 3, **SMALL}).apply(model, Context(batches=batches(16)))
+        stream = open_stream(true.anatomy, [ids(seed) for seed in range(50, 54)])
+        errors[method] = [float(e) for block in true.anatomy.blocks for e in _layer_errors(stream, block, model)]
+    wins = [g < r for g, r in zip(errors["gptq"], errors["rtn"], strict=True)]
+    assert sum(wins) >= 0.75 * len(wins)  # inputs of random networks are nearly white, and leave little to make up for
+    assert sum(errors["gptq"]) < 0.85 * sum(errors["rtn"])
+
+
+@torch.no_grad()
+def _layer_errors(stream: Any, block: Any, model: Model) -> Iterator[Tensor]:
+    inputs: dict[nn.Module, list[Tensor]] = {}
+    projections = [p for part in block.parts if part.mixture for p in (*part.writers, part.output)]
+    observe(stream, block, {p.module: inputs.setdefault(p.module, []).append for p in projections})
+    for projection in projections:
+        x = torch.cat(inputs[projection.module])
+        true, found = x @ projection.module.weight.T, x @ model.network.get_submodule(projection.path).weight.T
+        yield (found - true).square().sum() / true.square().sum()
+    advance(stream, block)
+
+
+def test_an_expert_that_nothing_reaches_is_rounded_to_nearest(folders: dict[str, Path]) -> None:
+    model = load(folders["mixtral-starved"])
+    weight = model.network.get_submodule(f"{LOST}.w1").weight.detach().clone()
+    method: Any = make({"method": "gptq", **SMALL})
+    method.apply(model, Context(batches=batches()))
+    found = model.network.get_submodule(f"{LOST}.w1")
+    assert torch.equal(found.weight, nearest(weight, method.weight_format).values())
+
+
+def test_of_an_ordinary_layer_it_is_still_an_error(folders: dict[str, Path]) -> None:
+    model = load(folders["mixtral"])
+    attention = model.network.model.layers[0].self_attn
+    attention.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(ModelError, match="was never reached by the calibration data"):
+        make({"method": "gptq", **SMALL}).apply(model, Context(batches=batches()))
+
+
+def test_a_static_scale_is_lent(folders: dict[str, Path]) -> None:
+    model = load(folders["olmoe-starved"])
+    make({"method": "rtn", **SMALL, "inputs": "int8", "static": True}).apply(model, Context(batches=batches()))
+    scales = [float(expert.down_proj.input_scale) for expert in model.network.model.layers[1].mlp.experts]
+    assert scales[3] == max(scales[:3]) > 0
+
+
+def test_mixed_does_not_starve_whom_the_data_does(folders: dict[str, Path]) -> None:
+    """An expert without tokens does no harm on trial; it gets the bits of its neighbours' errors all the same."""
+    block = load(folders["mixtral-starved"]).anatomy.blocks[1]
+    method: Any = make({"method": "mixed", **SMALL, "bits": 5.0, "tokens": 60})
+    model = load(folders["mixtral-starved"])
+    errors = method.sensitivity(model, Context(batches=batches()))
+    assert all(error > 0 for row in errors.values() for error in row)
+    assert stand_ins(sharing_groups(block)[:2], errors) == {}
+    others = [errors[f"model.layers.1.mlp.experts.{i}.w2"] for i in range(3)]
+    assert errors[f"{LOST}.w2"] == pytest.approx([sum(column) / 3 for column in zip(*others, strict=True)])
+
+
+@pytest.mark.parametrize("settings", [{"method": "gptq"}, {"method": "awq", "tokens": 60}], ids=lambda s: s["method"])
+def test_a_killed_run_goes_on_to_the_same_bits(
+    settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    method, data = make({**settings, **SMALL}), batches(padded=True)
+    whole, killed, resumed = (load(folders["qwen3-moe-starved"]) for _ in range(3))
+    facts = method.apply(whole, Context(batches=data))
+    with pytest.raises(Killed):
+        method.apply(killed, Context(batches=data, checkpoint=Checkpoint(tmp_path), watcher=Dying(1)))
+    again = method.apply(resumed, Context(batches=data, checkpoint=Checkpoint(tmp_path)))
+    assert same(whole, resumed) and again["few_tokens"] == facts["few_tokens"]
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_rotations_take_the_router_along(name: str, folders: dict[str, Path]) -> None:
+    model = load(folders[name])
+    before = logits(model)
+    rotate_network(model.anatomy, random_rotations(model.anatomy, seed=3))
+    assert far(logits(model), before) < 1e-5
+    assert (
+        far(model.network.model.layers[1].mlp.gate.weight, load(folders[name]).network.model.layers[1].mlp.gate.weight)
+        > 0.5
+    )
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_scales_take_the_router_along(name: str, folders: dict[str, Path]) -> None:
+    model = load(folders[name])
+    before, generator, folded = logits(model), torch.Generator().manual_seed(0), 0
+    for block in model.anatomy.blocks:
+        for group in sharing_groups(block):
+            source = source_of(block, group)
+            if source is not None:
+                fold(group, source, source.fitting(torch.rand(group.columns, generator=generator) * 2 + 0.5))
+                folded += 1
+    experts = sum(part.mixture is not None for part in model.anatomy.parts)
+    clipped = sum(part.clipped for part in model.anatomy.parts)
+    dense = name == "qwen3-moe-dense-first"
+    assert folded == 3 * LAYERS - clipped + experts + dense  # norms twice and values a block; each down projection
+    assert far(logits(model), before) < 1e-5
+
+
+def test_spinquant_is_refused(folders: dict[str, Path]) -> None:
+    with pytest.raises(ModelError, match="which a mixture's router must not be: use quarot"):
+        make({"method": "spinquant", **SMALL}).apply(load(folders["mixtral"]), Context(batches=batches()))
+
+
+def test_a_group_that_does_not_divide_is_said_of_the_expert(folders: dict[str, Path]) -> None:
+    with pytest.raises(Exception, match=rf"experts\.0\.down_proj has {INNER} inputs, which groups of 32"):
+        make({"method": "rtn", "group": 32}).apply(load(folders["olmoe"]), Context())

@@ -1,0 +1,165 @@
+"""Learned clipping: where it begins, what gradients see, that what is trained is what is stored, and that it helps."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from smelt.compression.base import Context
+from smelt.compression.calibration.stream import open_stream
+from smelt.compression.checkpoint import Checkpoint
+from smelt.compression.quantization.layers import groups_of
+from smelt.compression.quantization.learned import FakeQuantized, distance
+from smelt.compression.quantization.omniquant import Clipped, OmniQuant
+from smelt.compression.quantization.rtn import RoundToNearest
+from smelt.errors import DataError, RecipeError
+from smelt.models.model import Model
+from smelt.models.quantized import QuantizedLinear, Scheme, quantized_layers
+from smelt.numerics.format import TENSOR
+from smelt.numerics.integer import Integer
+from tests.tiny import BUILDS, TRANSFORMERS, inputs
+from tests.trained import character_batches, character_model, divergence
+
+FORMATS = [
+    Integer(16, "float16", 3, False),
+    Integer(-1, "float16", 4, True),
+    Integer(TENSOR, "float16", 4, False),
+    Integer(20, "float16", 2, False),  # the last group is shorter
+    Integer(16, "float32", 4, True, wide=True),
+]
+
+
+def weights(rows: int = 24, columns: int = 48) -> torch.Tensor:
+    matrix = torch.randn(rows, columns) / 8
+    matrix[0], matrix[1] = 0, matrix[1].abs()  # a row of zeros, and one without negative values
+    return matrix
+
+
+def states(model: Model) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model.network.state_dict().items()}
+
+
+@pytest.mark.parametrize("number_format", FORMATS, ids=str)
+def test_before_training_it_is_rounding_to_nearest_at_0982(number_format: Integer) -> None:
+    matrix = weights()
+    start = torch.sigmoid(torch.tensor(4.0))
+    grouped = number_format.groups(matrix)
+    grid = number_format.fit(grouped, shrink=start)
+    expected = number_format.decode(number_format.encode(grouped, grid), grid).flatten(-2)[:, :48]
+    assert abs(float(start) - 0.982) < 1e-4
+    assert torch.equal(Clipped(matrix, number_format)(), expected)
+
+
+def test_zero_epochs_of_the_method_are_that() -> None:
+    model = Model(BUILDS["llama"]())
+    original = model.network.model.layers[1].mlp.down_proj.weight.clone()
+    OmniQuant(bits=3, group=16, epochs=0).apply(model, Context(batches=[inputs("llama")]))
+    assert torch.equal(model.network.model.layers[1].mlp.down_proj.weight, Clipped(original, FORMATS[0])())
+
+
+@pytest.mark.parametrize("number_format", FORMATS, ids=str)
+def test_the_packed_layer_is_the_trained_weight_bit_for_bit(number_format: Integer) -> None:
+    quantizer = Clipped(weights(), number_format)
+    optimizer = torch.optim.Adam(quantizer.parameters(), lr=0.3)
+    before = quantizer().detach()
+    for _ in range(5):
+        optimizer.zero_grad()
+        (quantizer() * torch.randn(24, 48)).sum().backward()
+        optimizer.step()
+    trained = quantizer().detach()
+    layer = QuantizedLinear.holding(quantizer.result(), Scheme(number_format), bias=None, dtype=torch.float32)
+    assert not torch.equal(trained, before)
+    assert torch.equal(layer.weight, trained)
+
+
+def test_a_clipped_weight_follows_its_gate() -> None:
+    """At the upper end W' = sigmoid(g) max; nothing there depends on the lower end, and its gate is left alone."""
+    quantizer = Clipped(torch.tensor([[-0.5, -0.2, 0.3, 1.0]]), Integer(-1, "float32", 8, False))  # zero is 85
+    quantizer()[0, 3].backward()
+    gate = torch.sigmoid(torch.tensor(4.0))
+    assert quantizer.high_gate.grad is not None and quantizer.low_gate.grad is not None
+    assert torch.allclose(quantizer.high_gate.grad.flatten(), gate * (1 - gate), rtol=1e-3)
+    assert float(quantizer.low_gate.grad.abs()) < 1e-5
+
+
+@pytest.mark.parametrize("rounded", [None, "int8"])
+@pytest.mark.parametrize("family", TRANSFORMERS)
+def test_what_is_trained_is_what_runs_afterwards(family: str, rounded: str | None) -> None:
+    """The block with fake-quantised weights gives what the same block gives once its layers are packed."""
+    model, batch = Model(BUILDS[family]()), inputs(family)
+    method = OmniQuant(bits=3, group=16, epochs=0, inputs=rounded)
+    stream = open_stream(model.anatomy, [batch])
+    block = model.anatomy.blocks[0]
+    quantizers = {layer: Clipped(layer.weight, method.integer) for group in groups_of(block) for layer in group.layers}
+    with torch.no_grad():
+        trained = stream.run(FakeQuantized(block, quantizers, method.input_format), 0, 0)
+        untouched = stream.run(block.module, 0, 0)
+        method.apply(model, Context(batches=[batch]))
+        packed = stream.run(block.module, 0, 0)
+    mask = torch.ones(trained.shape[:2], dtype=torch.bool) if stream.masks[0] is None else stream.masks[0]
+    assert torch.allclose(trained[mask], packed[mask], atol=1e-5)
+    assert not torch.allclose(untouched[mask], packed[mask], atol=1e-3)
+    assert not any(module._forward_pre_hooks for module in model.network.modules())
+
+
+def test_padding_counts_for_nothing() -> None:
+    output, target = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    expected = (output[mask] - target[mask]).square().mean()
+    output[0, 2] = 1e6
+    assert torch.allclose(distance(output, target, mask), expected)
+
+
+@pytest.fixture(scope="module")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
+    """The trained language model at two bits, and the pieces its run left."""
+    model, folder = character_model(), tmp_path_factory.mktemp("omniquant")
+    OmniQuant(bits=2, group=16, epochs=5, rate=0.05).apply(
+        model, Context(batches=character_batches(), checkpoint=Checkpoint(folder))
+    )
+    return model, folder
+
+
+def test_it_beats_rounding_to_nearest(fitted: tuple[Model, Path]) -> None:
+    nearest = character_model()
+    RoundToNearest(bits=2, group=16).apply(nearest, Context())
+    assert divergence(fitted[0]).kl < 0.75 * divergence(nearest).kl
+
+
+def test_a_run_that_is_taken_up_gives_the_same_bytes(fitted: tuple[Model, Path], tmp_path: Path) -> None:
+    """Also that a seed gives the same bytes: the last block is trained a second time."""
+    shutil.copytree(fitted[1], tmp_path / "half")
+    for left in (tmp_path / "half").glob("block-2.*"):
+        left.unlink()
+    model = character_model()
+    OmniQuant(bits=2, group=16, epochs=5, rate=0.05).apply(
+        model, Context(batches=character_batches(), checkpoint=Checkpoint(tmp_path / "half"))
+    )
+    expected, found = states(fitted[0]), states(model)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_network_in_bfloat16_is_trained_in_float32_and_stays_as_it_was() -> None:
+    model = Model(BUILDS["llama"]().bfloat16())
+    OmniQuant(bits=4, group=16, epochs=2).apply(model, Context(batches=[inputs("llama")]))
+    assert len(quantized_layers(model.network)) == 21
+    assert model.network(**inputs("llama")).logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["nf4", "dint4", "int4-float-zero", "mxfp4"])
+def test_only_plain_integers_are_learned(name: str) -> None:
+    with pytest.raises(RecipeError, match="plain integers"):
+        OmniQuant(format=name)
+
+
+def test_a_nan_is_one_sentence() -> None:
+    model = Model(BUILDS["llama"]())
+    with torch.no_grad():
+        model.network.model.embed_tokens.weight[5] = torch.nan
+    batch = {"input_ids": torch.full((1, 8), 5), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    with pytest.raises(DataError, match="not a finite number"):
+        OmniQuant(bits=4, group=16, epochs=1).apply(model, Context(batches=[batch]))

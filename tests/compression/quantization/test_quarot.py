@@ -1,0 +1,218 @@
+"""QuaRot: the rotations made as the network runs are exact, clipping is what it says, and outliers no longer hurt."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from smelt.compression.base import Context, make
+from smelt.compression.calibration.observe import SecondMoment
+from smelt.compression.checkpoint import Checkpoint
+from smelt.compression.quantization.layers import groups_of
+from smelt.compression.quantization.rotated import rotate_inputs
+from smelt.errors import DataError, ModelError, RecipeError
+from smelt.kernels.hadamard import hadamard_transform
+from smelt.kernels.linear import Inputs
+from smelt.models.anatomy import anatomy_of
+from smelt.models.artifact import load_artifact, save_artifact
+from smelt.models.model import Model
+from smelt.models.quantized import Scheme, quantized_layers
+from smelt.numerics.catalogue import FORMATS
+from smelt.numerics.error import signal_to_noise
+from smelt.numerics.integer import Integer
+from tests.tiny import BUILDS, inputs
+
+INT4 = FORMATS["int4"]
+
+
+def batches(name: str, count: int = 3) -> list[dict[str, Tensor]]:
+    return [inputs(name, seed=10 + index) for index in range(count)]
+
+
+def quarot(model: Model, seed: int = 0, name: str = "llama", **settings: object) -> dict[str, Any]:
+    context = Context(seed=seed, batches=batches(name))
+    return make({"method": "quarot", **settings}).apply(model, context)
+
+
+@torch.no_grad()
+def logits(network: Any, name: str = "llama") -> Tensor:
+    found: Tensor = network(**inputs(name)).logits
+    return found
+
+
+def with_outliers(seed: int) -> hf.PreTrainedModel:
+    """A network whose stream has three channels far larger than the rest, as large models have."""
+    torch.manual_seed(seed)
+    network = hf.LlamaForCausalLM(
+        hf.LlamaConfig(
+            hidden_size=128, intermediate_size=192, num_attention_heads=4, num_hidden_layers=2, vocab_size=99
+        )
+    ).eval()
+    with torch.no_grad():
+        for name, parameter in network.named_parameters():
+            parameter.add_(0.06 * torch.randn_like(parameter))
+            if name.endswith(("embed_tokens.weight", "lm_head.weight")):
+                parameter[:, [3, 40, 77]] *= 30
+    return network
+
+
+@pytest.mark.parametrize("name", ["llama-tied", "qwen2", "qwen3", "gpt2", "opt"])
+@pytest.mark.parametrize("rounding", ["gptq", "rtn"])
+def test_eight_bits_hardly_change_the_function(name: str, rounding: str) -> None:
+    model = Model(BUILDS[name]())
+    before = logits(model.network, name)
+    facts = quarot(model, name=name, bits=8, inputs="int8", clip=1.0, search=False, rounding=rounding)
+    assert signal_to_noise(before, logits(model.network, name)) > 30
+    layers = quantized_layers(model.network)
+    assert (
+        facts["layers_quantised"]
+        == len(layers)
+        == sum(len(g.layers) for b in model.anatomy.blocks for g in groups_of(b))
+    )
+    rotating = {path for path, layer in layers.items() if layer.scheme.hadamard}
+    assert rotating == {part.output.path for part in model.anatomy.parts}
+    assert facts["layers_rotating_their_inputs"] == len(rotating) and facts["widths_without_hadamard"] == []
+    assert facts["parameters_added"] == (99 * 32 if name in ("llama-tied", "gpt2", "opt") else 0)
+
+
+def test_a_transform_of_the_inputs_is_undone_in_the_weight() -> None:
+    network = BUILDS["gpt2"]()  # its weights are stored the other way round
+    group = groups_of(anatomy_of(network).blocks[0])[3]
+    assert group.columns == 48 and not group.writes
+    x, moment, expected = torch.randn(20, 48), SecondMoment(), SecondMoment()
+    product = x @ group.layers[0].weight.T
+    moment(x)
+    expected(hadamard_transform(x))
+    rotate_inputs(group, moment)
+    assert torch.allclose(hadamard_transform(x) @ group.layers[0].weight.T, product, atol=1e-5)
+    assert moment.matrix is not None and expected.matrix is not None
+    assert torch.allclose(moment.matrix, expected.matrix, atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_rotation_saves_four_bit_inputs_from_outliers(seed: int) -> None:
+    quality = {}
+    settings = {"group": -1, "symmetric": True, "inputs": "int4", "search": True}
+    for step in (
+        {"method": "rtn", **settings},
+        {"method": "quarot", "rounding": "rtn"},
+        {"method": "quarot", "rounding": "gptq"},
+    ):
+        model = Model(with_outliers(seed))
+        before = logits(model.network)
+        make(step).apply(model, Context(seed=seed, batches=batches("llama", 6)))
+        quality[step["method"], step.get("rounding")] = signal_to_noise(before, logits(model.network))
+    plain, rotated, feedback = quality.values()
+    assert rotated > plain + 3, quality
+    assert feedback > plain + 3, quality
+
+
+@pytest.mark.parametrize("name", ["int4", "int4-asym", "int8", "fp4", "mxfp4", "amxfp4", "nvfp4"])
+def test_clipped_inputs_lie_on_a_grid_of_the_narrower_range(name: str) -> None:
+    number_format = FORMATS[name]
+    x = torch.randn(6, 64)
+    assert torch.equal(Inputs(number_format, clip=1.0).rounded(x), number_format.rounded(x))
+    clipped = Inputs(number_format, clip=0.5).rounded(x)
+    assert clipped.shape == x.shape and not torch.equal(clipped, number_format.rounded(x))
+    assert (clipped.abs().amax(-1) < 0.8 * x.abs().amax(-1)).all()  # scales are rounded too, hence not 0.5
+
+
+def test_clipping_is_by_the_token() -> None:
+    x = torch.tensor([[0.1, 0.2, -1.0, 0.9], [10.0, 1.0, 2.0, -3.0]])
+    steps = 0.9 * x.abs().amax(-1, keepdim=True) / 7
+    assert torch.allclose(Inputs(INT4, clip=0.9).rounded(x), (x / steps).round().clamp(-8, 7) * steps)
+
+
+def test_a_scheme_with_clipping_and_rotation_is_remembered(tmp_path: Path) -> None:
+    model = Model(BUILDS["llama-tied"]())
+    quarot(model)
+    scheme = next(layer.scheme for layer in quantized_layers(model.network).values() if layer.scheme.hadamard)
+    assert scheme.to_json() == {
+        "weight": "int4@float16", "inputs": "int4", "static": False, "hadamard": True, "clip": 0.9,
+    }  # fmt: skip
+    assert Scheme.from_json(scheme.to_json(), "here") == scheme
+    assert "clip" not in Scheme(INT4, INT4).to_json()
+    save_artifact(model, tmp_path)
+    again = load_artifact(tmp_path)
+    assert torch.equal(logits(again.network), logits(model.network))
+    assert {p: layer.scheme for p, layer in quantized_layers(again.network).items()} == {
+        p: layer.scheme for p, layer in quantized_layers(model.network).items()
+    }
+
+
+@pytest.mark.parametrize("clip", [0.0, -1.0, 1.5, math.nan, "0.9", True])
+def test_an_impossible_clip_in_a_file_is_refused(clip: object) -> None:
+    with pytest.raises(ModelError, match="here"):
+        Scheme.from_json({"weight": "int4", "inputs": "int4", "clip": clip}, "here")
+
+
+def test_a_width_without_a_hadamard_matrix_is_left_alone_and_told() -> None:
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        hidden_size=32, intermediate_size=58, num_attention_heads=4, num_hidden_layers=1, vocab_size=99
+    )
+    model = Model(hf.LlamaForCausalLM(config).eval())
+    before = logits(model.network)
+    facts = quarot(model, bits=8, inputs="int8", rounding="rtn")
+    assert facts["widths_without_hadamard"] == [58] and facts["layers_rotating_their_inputs"] == 1
+    assert signal_to_noise(before, logits(model.network)) > 25
+
+
+def test_rotations_as_the_network_runs_can_be_left_out() -> None:
+    model = Model(BUILDS["llama"]())
+    facts = quarot(model, rotate_filters=False, rotate_heads=False, rounding="rtn")
+    assert facts["layers_rotating_their_inputs"] == 0
+    assert not any(layer.scheme.hadamard for layer in quantized_layers(model.network).values())
+
+
+def test_weights_alone() -> None:
+    model = Model(BUILDS["llama"]())
+    quarot(model, inputs=None, rounding="rtn")
+    schemes = {layer.scheme.clip for layer in quantized_layers(model.network).values()}
+    assert schemes == {1.0}
+    assert quantized_layers(model.network)["model.layers.0.mlp.up_proj"].scheme.weight == Integer(-1, "float16", 4)
+
+
+def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+    results = []
+    for folder in (tmp_path / "work", tmp_path / "work", None):  # the second finds the first one's blocks
+        model = Model(BUILDS["llama-tied"]())
+        context = Context(seed=3, batches=batches("llama"), checkpoint=Checkpoint(folder))
+        make({"method": "quarot"}).apply(model, context)
+        results.append(model.network.state_dict())
+        if folder is not None:  # the last block is missing, as after a kill
+            for file in folder.glob("block-2.*"):
+                file.unlink()
+    assert all(torch.equal(results[0][name], other[name]) for other in results[1:] for name in results[0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rounding": "hqq"}, "gptq, rtn"),
+        ({"clip": 0.0}, "between 0.1 and 1"),
+        ({"clip": 1.1}, "between 0.1 and 1"),
+        ({"static": True}, "leave static out"),
+        ({"inputs": "int9"}, "no number format"),
+        ({"damping": -1.0}, "damping"),
+    ],
+)
+def test_impossible_settings_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        make({"method": "quarot", **settings})
+
+
+def test_other_networks_and_missing_data_are_refused() -> None:
+    with pytest.raises(ModelError, match="post-norm"):
+        quarot(Model(BUILDS["bert"]()))
+    with pytest.raises(RecipeError, match="do not divide"):
+        quarot(Model(BUILDS["llama"]()), group=128)
+    with pytest.raises(DataError, match="calibration data"):
+        make({"method": "quarot"}).apply(Model(BUILDS["llama"]()), Context())
+    make({"method": "quarot", "rounding": "rtn"}).apply(Model(BUILDS["llama"]()), Context())

@@ -1,0 +1,89 @@
+"""Folded scales leave every family's function as it was, and what cannot be folded exactly is left alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from smelt.compression.base import make
+from smelt.compression.quantization.layers import Group, groups_of
+from smelt.compression.quantization.scaling import Source, fold, source_of
+from smelt.models.anatomy import Block, anatomy_of
+from smelt.models.model import Model
+from tests.tiny import BUILDS, TRANSFORMERS, inputs
+
+POST_NORM = ("bert", "roberta", "distilbert", "mpnet", "opt-post-norm")
+GATED = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")
+RELU = ("opt", "opt-post-norm")
+
+
+def random_scale(group: Group, source: Source) -> Tensor:
+    return source.fitting(torch.rand(group.columns, dtype=torch.float64) * 3 + 0.2)
+
+
+def every_source(blocks: tuple[Block, ...]) -> list[tuple[Group, Source | None]]:
+    return [(group, source_of(block, group)) for block in blocks for group in groups_of(block)]
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+@torch.no_grad()
+def test_a_folded_network_computes_the_same(name: str) -> None:
+    network = BUILDS[name]().double()
+    batch = {key: t.double() if t.is_floating_point() else t for key, t in inputs(name).items()}
+    before = network(**batch).logits
+    folded = 0
+    for group, source in every_source(anatomy_of(network).blocks):
+        if source is None:
+            continue
+        old = [layer.weight.clone() for layer in group.layers]
+        fold(group, source, random_scale(group, source))
+        assert all(not torch.allclose(w, layer.weight) for w, layer in zip(old, group.layers, strict=True))
+        folded += 1
+    assert folded == 3 * {True: 1, False: 3}[name in POST_NORM] + 3 * (name in (*GATED, *RELU))
+    assert torch.allclose(network(**batch).logits, before, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_what_each_group_folds_into(name: str) -> None:
+    found = [None if source is None else source.name for _, source in every_source(anatomy_of(BUILDS[name]()).blocks)]
+    norm = None if name in POST_NORM else "norm"
+    assert found == 3 * [norm, "values", norm, "up projection" if name in (*GATED, *RELU) else None]
+
+
+def test_grouped_queries_share_the_mean_of_their_scales() -> None:
+    anatomy = anatomy_of(BUILDS["llama"]())  # 4 query heads on 2 key/value heads of 8 channels
+    group, source = every_source(anatomy.blocks)[1]
+    assert source is not None
+    scale = torch.arange(32.0)
+    expected = torch.stack([scale[:16].reshape(2, 8).mean(0), scale[16:].reshape(2, 8).mean(0)])
+    assert torch.equal(source.fitting(scale).reshape(2, 2, 8), expected[:, None].expand(2, 2, 8))
+    assert group.columns == 32
+
+
+def test_a_norm_without_weights_takes_no_scale() -> None:
+    config = BUILDS["opt"]().config
+    config.layer_norm_elementwise_affine = False
+    anatomy = anatomy_of(hf.OPTForCausalLM(config))
+    assert [source_of(anatomy.blocks[0], group) is None for group in groups_of(anatomy.blocks[0])] == [
+        True, False, True, False,
+    ]  # fmt: skip
+
+
+@torch.no_grad()
+def test_folding_after_heads_were_removed() -> None:
+    import smelt.compression.pruning  # noqa: F401  (puts the methods on the list)
+    from smelt.compression.base import Context
+    from tests.tiny import labelled
+
+    for name in ("llama", "gpt2", "bert"):
+        model = Model(BUILDS[name]())
+        context = Context(batches=[labelled(name)])
+        make({"method": "magnitude", "budget": {"macs": 0.6}, "finish": "none", "tokens": 11}).apply(model, context)
+        network = model.network.double()
+        before = network(**inputs(name)).logits
+        for group, source in every_source(anatomy_of(network).blocks):
+            if source is not None:
+                fold(group, source, random_scale(group, source))
+        assert torch.allclose(network(**inputs(name)).logits, before, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,48 @@
+"""The number of sequences at once, where the recipe leaves it to us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from smelt.compression.recipe import batch
+from smelt.compression.recipe.batch import fitting_batch, with_batch
+from smelt.compression.recipe.recipe import Recipe
+from smelt.compression.recipe.run import compress
+from smelt.errors import RecipeError
+from smelt.models.anatomy import anatomy_of
+from tests.tiny import BUILDS
+
+CPU = torch.device("cpu")
+
+
+def test_it_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    anatomy = anatomy_of(BUILDS["llama"]())
+    found = []
+    for memory in (0, 2**20, 2**24, 2**26, 2**40):
+        monkeypatch.setattr(batch, "total_memory", lambda device, memory=memory: memory)
+        found.append(fitting_batch(anatomy, 128, gradients=False, device=CPU))
+    assert found[0] == 1 and found[-1] == batch.LARGEST
+    assert found == sorted(found) and len(set(found)) > 2
+    monkeypatch.setattr(batch, "total_memory", lambda device: 2**26)
+    assert fitting_batch(anatomy, 128, gradients=True, device=CPU) < fitting_batch(
+        anatomy, 128, gradients=False, device=CPU
+    )
+
+
+def test_only_where_the_recipe_says_so() -> None:
+    anatomy = anatomy_of(BUILDS["llama"]())
+    steps = [{"method": "rtn", "group": -1}]
+    open_one = with_batch(Recipe.parse({"data": {"batch": "auto"}, "steps": steps}), anatomy, CPU)
+    assert open_one.data.batch == batch.LARGEST
+    assert with_batch(Recipe.parse({"data": {"batch": 3}, "steps": steps}), anatomy, CPU).data.batch == 3
+    with pytest.raises(RecipeError, match="batch"):
+        Recipe.parse({"data": {"batch": "all"}, "steps": steps})
+
+
+def test_what_cannot_be_offloaded(tmp_path: Path) -> None:
+    recipe = Recipe.parse({"steps": [{"method": "random", "budget": {"macs": 0.5}}]})
+    with pytest.raises(RecipeError, match="whole model in one place"):
+        compress("nowhere", recipe, tmp_path / "out", offload=True)

@@ -1,0 +1,129 @@
+"""What calibration sees and what the result is judged on never overlap; labels are as the model's loss takes them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from smelt.compression.recipe.inputs import (
+    calibration_batches,
+    calibration_data,
+    evaluation_data,
+    fingerprint,
+    needs_data,
+    split,
+)
+from smelt.compression.recipe.recipe import Recipe
+from smelt.data import LabelledData, TextData
+from smelt.errors import DataError
+from smelt.models.model import Model
+from tests.character_tokenizer import character_tokenizer
+from tests.tiny import BUILDS, ENCODER
+
+STEP = {"method": "fisher", "budget": {"parameters": 0.8}}
+
+
+def recipe(source: str | Path = "default", **more: object) -> Recipe:
+    data = {"source": str(source), "samples": 8, "length": 16, "batch": 3}
+    return Recipe.parse({"steps": [STEP], "data": data, **more})
+
+
+def rows(path: Path, labels: list[object]) -> Path:
+    path.write_text("".join(json.dumps({"sentence": f"row {i}", "label": x}) + "\n" for i, x in enumerate(labels)))
+    return path
+
+
+def classifier(classes: int = 2) -> Model:
+    network = transformers.BertForSequenceClassification(transformers.BertConfig(**ENCODER, num_labels=classes))
+    return Model(network.eval(), character_tokenizer(encoder=True))
+
+
+def language_model() -> Model:
+    return Model(BUILDS["llama"](), character_tokenizer())
+
+
+def test_labelled_rows_are_either_seen_or_held_out(tmp_path: Path) -> None:
+    made = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 25))
+    data = calibration_data(made, classifier())
+    seen, held_out = split(made, data)
+    assert isinstance(seen, LabelledData) and isinstance(held_out, LabelledData)
+    assert (len(seen), len(held_out)) == (40, 10)
+    assert set(seen.first) | set(held_out.first) == {f"row {i}" for i in range(50)}
+    assert not set(seen.first) & set(held_out.first)
+
+
+def test_text_is_cut_in_two(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("".join(chr(97 + i // 100) for i in range(1000)))
+    made = recipe(tmp_path / "text.txt")
+    seen, held_out = split(made, calibration_data(made, language_model()))
+    assert isinstance(seen, TextData) and isinstance(held_out, TextData)
+    assert set(seen.joined) == set("abcdefgh") and set(held_out.joined) == set("ij")
+
+
+def test_the_default_text_has_a_part_for_each() -> None:
+    made, model = recipe(), language_model()
+    seen, held_out = split(made, calibration_data(made, model))
+    evaluation = evaluation_data(made, held_out, model)
+    assert isinstance(seen, TextData) and isinstance(evaluation, TextData)
+    assert not set(seen.documents) & set(evaluation.documents)
+
+
+def test_other_data_to_evaluate_on_leaves_all_rows_to_calibration(tmp_path: Path) -> None:
+    other = rows(tmp_path / "other.jsonl", [1, 0])
+    made = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 5), evaluate={"source": str(other)})
+    seen, held_out = split(made, calibration_data(made, classifier()))
+    assert isinstance(seen, LabelledData) and len(seen) == 10 and held_out is None
+    evaluation = evaluation_data(made, held_out, classifier())
+    assert isinstance(evaluation, LabelledData) and evaluation.name == str(other)
+
+
+def test_what_cannot_be_measured_is_not_measured(tmp_path: Path) -> None:
+    """A masked language model learns from text here, but nothing says how good it is at it."""
+    (tmp_path / "text.txt").write_text("some words " * 100)
+    network = transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)).eval()
+    model, made = Model(network, character_tokenizer(encoder=True)), recipe(tmp_path / "text.txt")
+    _, held_out = split(made, calibration_data(made, model))
+    assert evaluation_data(made, held_out, model) is None
+
+
+def test_whole_numbers_are_numbers_to_a_model_with_one_output(tmp_path: Path) -> None:
+    made, model = recipe(rows(tmp_path / "rows.jsonl", [1, 2, 5])), classifier(1)
+    data = calibration_data(made, model)
+    batches = calibration_batches(made.data, data, model, seed=0)
+    assert batches[0]["labels"].dtype == torch.float32
+    assert model.network(**batches[0]).loss.isfinite()
+
+
+@pytest.mark.parametrize("labels", [[0, 3], [0.5, 1]])
+def test_labels_that_the_model_does_not_know(labels: list[object], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="classes apart"):
+        calibration_data(recipe(rows(tmp_path / "rows.jsonl", labels)), classifier())
+
+
+def test_rows_longer_than_the_model_takes_are_cut(tmp_path: Path) -> None:
+    config = transformers.BertConfig(**ENCODER, max_position_embeddings=10)
+    model = Model(transformers.BertForSequenceClassification(config), character_tokenizer(encoder=True))
+    made = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 4))
+    long = LabelledData("long", ("a" * 50,) * 8, None, np.array([0, 1] * 4), False)
+    (batch, *_) = calibration_batches(made.data, long, model, seed=0)
+    assert batch["input_ids"].shape == (3, 10)
+
+
+def test_which_recipes_need_data() -> None:
+    def needed(**step: object) -> bool:
+        return needs_data(Recipe.parse({"steps": [{"budget": {"parameters": 0.5}, **step}]}))
+
+    assert not needed(method="random") and not needed(method="magnitude")
+    assert needed(method="random", finish="full") and needed(method="flap") and needed(method="fisher", finish="none")
+
+
+def test_a_fingerprint_tells_batches_apart() -> None:
+    one = [{"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([0])}]
+    other = [{"input_ids": torch.tensor([[1, 3]]), "labels": torch.tensor([0])}]
+    assert fingerprint(one) == fingerprint([dict(reversed(one[0].items()))])
+    assert len({fingerprint(one), fingerprint(other), fingerprint([]), fingerprint(one + one)}) == 4

@@ -1,0 +1,86 @@
+"""A recipe says the same in YAML and in Python, and refuses what it does not know."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from smelt.compression.budget import Budget
+from smelt.compression.pruning.base import StructuredPruning
+from smelt.compression.pruning.fisher import Fisher
+from smelt.compression.recipe.methods import METHODS
+from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe, bytes_of
+from smelt.errors import RecipeError
+
+WRITTEN = """
+seed: 3
+data: {source: a.jsonl, samples: 9, length: 17, batch: 2, text: body, label: class}
+evaluate: {source: b.jsonl, metric: f1, context: 65, limit: null, batch: 5}
+memory_limit: 2 GB
+steps:
+  - {method: fisher, budget: {macs: 0.6}, finish: tune, rearranged: false}
+  - {method: random, budget: {parameters: 1}}
+"""
+
+
+def test_what_is_written_is_what_is_meant(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(WRITTEN)
+    recipe = Recipe.load(tmp_path / "recipe.yaml")
+    assert recipe.seed == 3 and recipe.memory_limit == "2 GB"
+    assert recipe.data == CalibrationSettings("a.jsonl", 9, 17, 2, text="body", label="class")
+    assert recipe.evaluate == EvaluationSettings("b.jsonl", "f1", 65, None, 5)
+    assert recipe.steps[0] == Fisher(budget=Budget("macs", 0.6), finish="tune", rearranged=False)
+    assert recipe.steps[1].name == "random"
+
+
+def test_a_recipe_in_python_is_the_same_object() -> None:
+    assert Recipe(steps=(Fisher(Budget("macs", 0.5)),)) == Recipe.parse(
+        {"steps": [{"method": "fisher", "budget": {"macs": 0.5}}]}
+    )
+
+
+def test_written_out_and_read_again_it_is_the_same(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(WRITTEN)
+    recipe = Recipe.load(tmp_path / "recipe.yaml")
+    (tmp_path / "again.yaml").write_text(recipe.to_yaml())
+    assert Recipe.load(tmp_path / "again.yaml") == recipe
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_with_its_defaults_survives_being_written_out(name: str) -> None:
+    removes = issubclass(METHODS[name], StructuredPruning)
+    recipe = Recipe.parse({"steps": [{"method": name, **({"budget": {"parameters": 0.5}} if removes else {})}]})
+    assert Recipe.parse(recipe.to_json()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2 GB", 2 * 10**9), ("512MiB", 512 * 2**20), (" 1.5 kb ", 1500), (1000, 1000), ("7 b", 7), ("1e3", 1000)],
+)
+def test_sizes(text: object, size: int) -> None:
+    assert bytes_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "2 lightyears", "-1 GB", "0", "nan", "inf", "1e999", "2 GB 3", [1], True])
+def test_sizes_that_are_none(text: object) -> None:
+    with pytest.raises(RecipeError):
+        bytes_of(text)
+
+
+def test_a_file_too_large_to_be_a_recipe(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("a: " + "x" * 1_000_001)
+    with pytest.raises(RecipeError, match="too large"):
+        Recipe.load(tmp_path / "recipe.yaml")
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot be read"):
+        Recipe.load(tmp_path)
+
+
+def test_code_in_yaml_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"steps: !!python/object/apply:pathlib.Path.touch [{tmp_path}/touched]")
+    with pytest.raises(RecipeError, match="not valid YAML"):
+        Recipe.load(tmp_path / "recipe.yaml")
+    assert not (tmp_path / "touched").exists()

@@ -1,0 +1,119 @@
+"""Files and folders appear whole or not at all, and what stands in the way of writing is one sentence."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from smelt.compression.checkpoint import Checkpoint
+from smelt.errors import ResourceError, SmeltError
+from smelt.files import check_place, full_disk_told, whole_folder, write_whole
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "file"
+    write_whole(file, lambda temporary: temporary.write_text("old"))
+
+    def fail(temporary: Path) -> None:
+        temporary.write_text("half of the n")
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        write_whole(file, fail)
+    assert file.read_text() == "old" and names(file.parent) == ["file"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_folder_appears_when_it_is_complete(inside: bool, tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    place = tmp_path / "work" if inside else None
+    with whole_folder(tmp_path / "out", place) as temporary:
+        (temporary / "file").write_text("content")
+        assert temporary.parent == (place or tmp_path) and not (tmp_path / "out").exists()
+    assert (tmp_path / "out" / "file").read_text() == "content"
+    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "other", place) as temporary:
+        (temporary / "file").write_text("content")
+        raise KeyboardInterrupt
+    assert names(tmp_path) == ["out", "work"] and names(tmp_path / "work") == []
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "the disk is full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "the disk is full"),
+        (RuntimeError("I/O error: No space left on device (os error 28)"), "the disk is full"),
+        (OSError(errno.EROFS, "Read-only file system"), "Read-only file system"),
+        (OSError(errno.EACCES, "Permission denied"), "Permission denied"),
+    ],
+)
+def test_what_the_system_says_becomes_a_sentence(error: Exception, words: str) -> None:
+    with pytest.raises(ResourceError, match=words), full_disk_told(Path("result")):
+        raise error
+
+
+@pytest.mark.parametrize("error", [ValueError("anything"), SmeltError("a sentence already")])
+def test_other_errors_stay_what_they_are(error: Exception) -> None:
+    with pytest.raises(type(error), match=str(error)), full_disk_told(Path("result")):
+        raise error
+
+
+def test_places(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    check_place(tmp_path / "new" / "deep" / "out")
+    check_place(tmp_path / "file")
+    for bad in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out", tmp_path / ("x" * 300)):
+        with pytest.raises(ResourceError, match="could not be written"):
+            check_place(bad)
+    assert names(tmp_path) == ["file"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_one_may_not_write_to(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ResourceError, match="may not be written to"):
+        check_place(tmp_path / "out")
+
+
+class TestCheckpoint:
+    TENSORS = {"a": torch.arange(6.0).view(2, 3).T, "b": torch.tensor([1, 2])}
+    FACTS = {"number": 0.1, "words": ["é"], "nothing": None}
+
+    def test_what_is_kept_comes_back(self, tmp_path: Path) -> None:
+        kept = Checkpoint(tmp_path / "work").inside("step-0")
+        assert kept.load("piece") is None and kept.load_facts("facts") is None
+        kept.save("piece", self.TENSORS)
+        kept.save_facts("facts", self.FACTS)
+        again = Checkpoint(tmp_path / "work").inside("step-0")
+        loaded = again.load("piece")
+        assert loaded is not None and loaded.keys() == self.TENSORS.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in self.TENSORS.items())
+        assert again.load_facts("facts") == self.FACTS
+        again.clear()
+        assert not (tmp_path / "work" / "step-0").exists()
+
+    def test_without_a_folder_nothing_is_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        kept = Checkpoint().inside("step-0")
+        kept.save("piece", self.TENSORS)
+        kept.save_facts("facts", self.FACTS)
+        kept.clear()
+        assert kept.load("piece") is None and kept.load_facts("facts") is None and names(tmp_path) == []
+
+    @pytest.mark.parametrize("damage", [b"", b"{", b"[1, 2]", b"\xff" * 100])
+    def test_a_damaged_piece_is_named(self, damage: bytes, tmp_path: Path) -> None:
+        kept = Checkpoint(tmp_path)
+        readers: dict[str, Any] = {"a.safetensors": kept.load, "a.json": kept.load_facts}
+        for name, read in readers.items():
+            (tmp_path / name).write_bytes(damage)
+            with pytest.raises(SmeltError, match=f"{name} of the unfinished run is damaged"):
+                read("a")

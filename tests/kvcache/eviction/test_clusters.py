@@ -1,0 +1,167 @@
+"""Clusters of heads: the map is a bijection, and what sharing pages costs is in the order it must be."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from smelt.errors import RecipeError
+from smelt.kvcache.eviction.clusters import SCOPES, Clusters, clusters, pages, waste
+from smelt.kvcache.eviction.splits import splits
+
+
+def divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Layers, heads, and a size of clusters that divides the heads."""
+    layers, heads = draw(st.integers(1, 8)), draw(st.integers(1, 12))
+    return layers, heads, draw(st.sampled_from(divisors(heads)))
+
+
+def budgets_of(layers: int, heads: int, seed: int, skew: float = 3.0) -> Tensor:
+    return torch.rand(layers, heads, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) ** skew
+
+
+def retrieval_profile(seed: int, layers: int = 36, heads: int = 8) -> Tensor:
+    """Most heads keep little, some more, and a few retrieval heads nearly all."""
+    random = torch.Generator().manual_seed(seed)
+    budgets = 0.02 + 0.25 * torch.rand(layers, heads, generator=random, dtype=torch.float64) ** 3
+    few = torch.randperm(layers * heads, generator=random)[:14]
+    budgets.view(-1)[few] = 0.6 + 0.4 * torch.rand(14, generator=random, dtype=torch.float64)
+    return budgets
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    layers=st.integers(1, 8), heads=st.integers(1, 8), seed=st.integers(0, 2**32), data=st.data(),
+    scope=st.sampled_from(SCOPES), ties=st.booleans(),
+)  # fmt: skip
+def test_the_map_is_a_bijection(
+    layers: int, heads: int, seed: int, data: st.DataObject, scope: str, ties: bool
+) -> None:
+    size = data.draw(st.sampled_from(divisors(heads if scope == "per_layer" else layers * heads)))
+    budgets = budgets_of(layers, heads, seed)
+    made = clusters((budgets * 3).floor() if ties else budgets, size, scope)
+    assert made.size == size and len(made.members) == layers * heads // size
+    assert made.cells.shape == (len(made.members), size)
+    places = (made.cluster * size + made.column).flatten()
+    assert places.sort().values.tolist() == list(range(layers * heads))
+    for layer in range(layers):
+        for head in range(heads):
+            assert made.members[made.cluster[layer, head]][made.column[layer, head]] == (layer, head)
+    assert all(list(cluster) == sorted(cluster) for cluster in made.members)
+    if scope == "per_layer":
+        assert all(len({layer for layer, _ in cluster}) == 1 for cluster in made.members)
+
+
+def test_the_greediest_come_first_and_of_equals_the_earlier() -> None:
+    budgets = torch.tensor([[0.1, 0.9, 0.5, 0.5], [0.5, 0.9, 0.1, 0.2]])
+    expected = (((0, 1), (1, 1)), ((0, 2), (0, 3)), ((1, 0), (1, 3)), ((0, 0), (1, 2)))
+    assert clusters(budgets, 2).members == expected
+    expected = (((0, 1), (0, 2)), ((0, 0), (0, 3)), ((1, 0), (1, 1)), ((1, 2), (1, 3)))
+    assert clusters(budgets, 2, "per_layer").members == expected
+    expected = (((0, 0), (0, 1)), ((0, 2), (0, 3)), ((1, 0), (1, 1)), ((1, 2), (1, 3)))
+    assert clusters(budgets, 2, "adjacent").members == expected
+
+
+@settings(max_examples=150, deadline=None)
+@given(shape=shapes(), seed=st.integers(0, 2**32), skew=st.floats(0, 6), block=st.integers(1, 32))
+def test_the_order_of_waste(shape: tuple[int, int, int], seed: int, skew: float, block: int) -> None:
+    """Within a layer (the size divides its heads) neighbours are one way to cut it, and sorting is the best way."""
+    layers, heads, size = shape
+    budgets = budgets_of(layers, heads, seed, skew)
+    for amounts in (budgets, pages(budgets, 5000, 4, 32, block)):
+        found = {scope: waste(amounts, clusters(budgets, size, scope)) for scope in SCOPES}
+        ideal, monolithic = found["global"].ideal, found["global"].monolithic
+        chain = [ideal, found["global"].kept, found["per_layer"].kept, found["adjacent"].kept, monolithic]
+        assert all(less <= more * (1 + 1e-12) for less, more in pairwise(chain)), chain
+
+
+@settings(max_examples=80, deadline=None)
+@given(layers=st.integers(1, 8), heads=st.integers(1, 8), seed=st.integers(0, 2**32), data=st.data())
+def test_no_map_wastes_less_than_the_global_one(layers: int, heads: int, seed: int, data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from(divisors(layers * heads)))
+    budgets = budgets_of(layers, heads, seed)
+    least = waste(budgets, clusters(budgets, size)).kept
+    shuffled = budgets.flatten()[torch.randperm(budgets.numel(), generator=torch.Generator().manual_seed(seed))]
+    for other in (budgets, shuffled.view_as(budgets)):  # neighbours, and neighbours of any order
+        assert least <= waste(other, clusters(other, size, "adjacent")).kept * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("size", [2, 4])
+def test_few_retrieval_heads_cost_little_more_than_the_ideal(seed: int, size: int) -> None:
+    budgets = retrieval_profile(seed)
+    assert 1 < waste(budgets, clusters(budgets, size)).over < 1.06
+    in_pages = pages(budgets, 32_000, 4, 32, 16)
+    assert waste(in_pages, clusters(budgets, size)).over < 1.06
+    assert waste(in_pages, clusters(budgets, size, "adjacent")).over > 1.2
+    assert waste(budgets, clusters(budgets, 2 * size)).over > waste(budgets, clusters(budgets, size)).over
+
+
+def test_waste_by_hand() -> None:
+    amounts = torch.tensor([[1, 4], [3, 2]])
+    found = waste(amounts, clusters(amounts, 2, "adjacent"))
+    assert (found.ideal, found.kept, found.monolithic) == (10, 14, 16)
+    assert found.over == 1.4
+    assert waste(amounts, clusters(amounts, 2)).kept == 12
+    assert waste(amounts, clusters(amounts, 1)).over == 1
+
+
+def test_pages_are_counted_to_the_block() -> None:
+    budgets = torch.tensor([0.0, 0.3, 0.5, 1.0], dtype=torch.float64)
+    # 36 in any case and 0, 300, 500, 1000 of the others, in blocks of 16
+    assert pages(budgets, 1036, 4, 32, 16).tolist() == [3, 21, 34, 65]
+    assert pages(budgets, 20, 4, 32, 16).tolist() == [2, 2, 2, 2]  # shorter than sink and window: all of it
+    # 0.07 * 100 is a little more than 7 in floating point, and 30 + 7 fill one block of 37
+    assert pages(torch.tensor([0.07], dtype=torch.float64), 130, 10, 20, 37).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("size", "scope", "sentence"),
+    [
+        (5, "global", "clusters of 5 do not divide the 12 of all heads; take one of 1, 2, 3, 4, 6, 12"),
+        (6, "per_layer", "do not divide the 4 of a layer's heads; take one of 1, 2, 4"),
+        (0, "global", "clusters of 0 do not divide"),
+        (2, "layer", "global, per_layer, adjacent, not 'layer'"),
+    ],
+)
+def test_what_cannot_be_clustered_is_one_sentence(size: int, scope: str, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        clusters(torch.rand(3, 4), size, scope)
+
+
+@pytest.mark.parametrize(
+    ("members", "sentence"),
+    [
+        ((((0, 0), (0, 1)), ((1, 0), (1, 0))), "exactly once"),
+        ((((0, 0), (0, 1)), ((1, 0), (2, 0))), "exactly once"),
+        ((((0, 0),), ((0, 1), (1, 0), (1, 1))), "as many heads in one cluster"),
+        ((((0, 1), (0, 0)), ((1, 0), (1, 1))), "in order"),
+    ],
+)
+def test_a_map_that_is_no_bijection_is_refused(members: tuple[tuple[tuple[int, int], ...], ...], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        Clusters(2, 2, members)
+
+
+def test_splits_follow_budgets() -> None:
+    budgets = torch.tensor([1.0, 0.5, 0.25, 0.0, 0.01, 0.3], dtype=torch.float64)
+    assert splits(budgets, 8).tolist() == [8, 5, 3, 1, 1, 3]  # the first three as in the paper's figure
+    assert splits(budgets, 1).tolist() == [1] * 6
+    with pytest.raises(RecipeError, match="at least 1 part"):
+        splits(budgets, 0)
+
+
+@given(values=st.lists(st.floats(0, 1), min_size=1, max_size=20), most=st.integers(1, 64))
+def test_splits_are_monotone_and_in_range(values: list[float], most: int) -> None:
+    table = splits(torch.tensor(sorted(values), dtype=torch.float64), most)
+    assert (table.diff() >= 0).all() and table.min() >= 1 and table.max() <= most

@@ -1,0 +1,177 @@
+"""Attention over chosen pages is attention that cannot see the others; over all pages it is the plain one."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smelt.kernels.linear import using
+from smelt.kernels.paged import Pages, paged_attention, write_pages
+from smelt.kvcache.selection.attend import Asking, Layout, Reading, SelectedAttention
+from smelt.kvcache.selection.digested import Digested
+from smelt.kvcache.selection.host import HostPages
+from smelt.kvcache.selection.page_cache import Residence
+from smelt.kvcache.selection.page_summary import ArkVale, Digest, Quest
+from smelt.kvcache.selection.pages import DevicePages
+from smelt.kvcache.selection.selection import Selection
+
+KV_HEADS, GROUP, WIDTH, PAGE, BLOCKS, SCALE = 2, 3, 8, 4, 40, 0.3
+LENGTHS = [29, 32, 5, 50]  # before the new token
+CPU = torch.device("cpu")
+
+
+def selected(selection: Selection, residence: Residence | None = None) -> SelectedAttention:
+    heads = {0: (KV_HEADS, WIDTH)}
+    if residence is None:
+        pages: DevicePages | HostPages = DevicePages(heads, BLOCKS, PAGE, torch.float32, CPU)
+    else:
+        pages = HostPages(heads, BLOCKS, PAGE, torch.float32, CPU, residence)
+    return SelectedAttention(selection, pages, Digested(selection.digest, heads, BLOCKS, torch.float32, CPU))
+
+
+class Texts:
+    """Keys and values of some requests, and blocks for them in no order."""
+
+    def __init__(self, lengths: list[int] = LENGTHS) -> None:
+        self.lengths = lengths
+        self.keys = [torch.randn(length + 1, KV_HEADS, WIDTH) for length in lengths]
+        self.values = [torch.randn(length + 1, KV_HEADS, WIDTH) for length in lengths]
+        order = iter(torch.randperm(BLOCKS).tolist())
+        self.blocks = [torch.tensor([next(order) for _ in range(length // PAGE + 1)]) for length in lengths]
+
+    def places(self, request: int, start: int, stop: int) -> Tensor:
+        positions = torch.arange(start, stop)
+        return self.blocks[request][positions // PAGE] * PAGE + positions % PAGE
+
+    def read(self, attention: SelectedAttention, chunk: int) -> None:
+        """All tokens but the new one, in chunks, each of which sees everything before it."""
+        for request, length in enumerate(self.lengths):
+            queries, parts = torch.randn(length, KV_HEADS * GROUP, WIDTH), []
+            for start in range(0, length, chunk):
+                stop = min(start + chunk, length)
+                here, filled = slice(start, stop), self.blocks[request][start // PAGE : stop // PAGE]
+                blocks = self.blocks[request][: -(-stop // PAGE)]
+                reading = [Reading(slice(0, stop - start), stop, blocks)]
+                layout = Layout(1, self.places(request, start, stop), filled, reading)
+                keys, values = self.keys[request][here], self.values[request][here]
+                parts.append(attention.attend(0, queries[here], keys, values, layout, SCALE))
+            wanted = expected(queries, self.keys[request][:length], self.values[request][:length], None)
+            torch.testing.assert_close(torch.cat(parts), wanted, atol=1e-5, rtol=1e-5)
+
+    def new(self) -> Layout:
+        """One more token of each."""
+        tables = torch.zeros(len(self.lengths), max(len(blocks) for blocks in self.blocks), dtype=torch.int64)
+        for row, blocks in enumerate(self.blocks):
+            tables[row, : len(blocks)] = blocks
+        lengths = torch.tensor(self.lengths)
+        places = torch.cat([self.places(row, length, length + 1) for row, length in enumerate(self.lengths)])
+        full = [self.blocks[row][-1:] for row, length in enumerate(self.lengths) if (length + 1) % PAGE == 0]
+        filled = torch.cat([torch.empty(0, dtype=torch.int64), *full])
+        asking = Asking(torch.arange(len(lengths)), lengths + 1, tables, [str(row) for row in range(len(lengths))])
+        return Layout(2, places, filled, (), [asking])
+
+    def newest(self) -> tuple[Tensor, Tensor]:
+        return torch.stack([keys[-1] for keys in self.keys]), torch.stack([values[-1] for values in self.values])
+
+
+def expected(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
+    """The last tokens of a text [tokens, heads, width]; each head of keys sees [kv_heads, tokens] of it."""
+    new, length = len(queries), len(keys)
+    mask = torch.ones(new, length, dtype=torch.bool).tril(length - new)
+    if seen is not None:
+        mask = mask & seen.repeat_interleave(GROUP, 0)[:, None]
+    q, k, v = (each.transpose(0, 1)[None].double() for each in (queries, keys, values))
+    found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
+    return found[0].transpose(0, 1).float()
+
+
+def pages_by_hand(selection: Selection, queries: Tensor, keys: Tensor) -> Tensor:
+    """Which tokens each head of keys sees, from the keys themselves. [kv_heads, tokens]"""
+    held = -(-len(keys) // PAGE)
+    seen = torch.zeros(KV_HEADS, held * PAGE, dtype=torch.bool)
+    always = {page for page in range(held) if page < selection.sink or page >= held - selection.window}
+    for head in range(KV_HEADS):
+        scores = {}
+        for page in set(range(held)) - always:
+            high, low = selection.digest.box(keys[page * PAGE : (page + 1) * PAGE, head])
+            group = queries[head * GROUP : (head + 1) * GROUP]
+            scores[page] = float(torch.maximum(group * high, group * low).sum())
+        best = sorted(scores, key=lambda page: -scores[page])
+        count = int(selection.counts(torch.tensor([len(keys)])))
+        for page in {*always, *best[: max(count - len(always), 0)]}:
+            seen[head, page * PAGE : (page + 1) * PAGE] = True
+    return seen[:, : len(keys)]
+
+
+@pytest.mark.parametrize("residence", [None, Residence(slots=40), Residence(slots=40, steady=0)], ids=str)
+@pytest.mark.parametrize("digest", [Quest(), ArkVale()], ids=str)
+@pytest.mark.parametrize("kernel", ["reference", "fastest"])
+def test_a_choice_of_pages_hides_the_others(residence: Residence | None, digest: Digest, kernel: str) -> None:
+    selection = Selection(digest, page=PAGE, budget=4 * PAGE, sink=1, window=1)
+    attention, texts = selected(selection, residence), Texts()
+    with using("reference") if kernel == "reference" else nullcontext():
+        texts.read(attention, chunk=7)
+        queries = torch.randn(len(LENGTHS), KV_HEADS * GROUP, WIDTH)
+        found = attention.attend(0, queries, *texts.newest(), texts.new(), SCALE)
+    for row, keys in enumerate(texts.keys):
+        seen = pages_by_hand(selection, queries[row], keys)
+        assert LENGTHS[row] < 16 or not seen.all()
+        wanted = expected(queries[row : row + 1], keys, texts.values[row], seen)
+        torch.testing.assert_close(found[row : row + 1], wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("residence", [None, Residence(slots=40)], ids=str)
+def test_a_budget_of_all_pages_is_plain_paged_attention(residence: Residence | None) -> None:
+    """To the bit."""
+    attention, texts = selected(Selection(page=PAGE, budget=BLOCKS * PAGE), residence), Texts()
+    texts.read(attention, chunk=16)
+    queries, layout = torch.randn(len(LENGTHS), KV_HEADS * GROUP, WIDTH), texts.new()
+    found = attention.attend(0, queries, *texts.newest(), layout, SCALE)
+    key_pages, value_pages = torch.zeros(2, BLOCKS, PAGE, KV_HEADS, WIDTH)
+    for row, length in enumerate(LENGTHS):
+        places = texts.places(row, 0, length + 1)
+        write_pages(texts.keys[row], texts.values[row], key_pages, value_pages, places)
+    asking, count = layout.asking[0], len(LENGTHS)
+    pages = Pages(
+        torch.arange(count + 1).int(), asking.lengths.int(), asking.tables.int(), layout.places,
+        longest=max(LENGTHS) + 1, counts=[1] * count,
+    )  # fmt: skip
+    assert torch.equal(found, paged_attention(queries, key_pages, value_pages, pages, SCALE))
+
+
+def test_prompts_and_answers_in_one_step() -> None:
+    """Rows of a step are told apart, whatever their order."""
+    selection = Selection(Quest(), page=PAGE, budget=3 * PAGE, sink=1, window=1)
+    attention, texts = selected(selection), Texts([30, 11])
+    texts.read(attention, chunk=64)
+    other = Texts([9])
+    free = torch.tensor([block for block in range(BLOCKS) if not any(block in held for held in texts.blocks)])
+    other.blocks = [free[:3]]
+    new, prompt = texts.new(), other.places(0, 0, 9)
+    asking = new.asking[0]
+    moved = Asking(torch.tensor([10, 0]), asking.lengths, asking.tables, asking.names)
+    places = torch.cat([new.places[1:], prompt, new.places[:1]])
+    filled = torch.cat([new.filled, other.blocks[0][:2]])
+    layout = Layout(2, places, filled, [Reading(slice(1, 10), 9, other.blocks[0])], [moved])
+    queries = torch.randn(11, KV_HEADS * GROUP, WIDTH)
+    keys = torch.cat([texts.keys[1][-1:], other.keys[0][:9], texts.keys[0][-1:]])
+    values = torch.cat([texts.values[1][-1:], other.values[0][:9], texts.values[0][-1:]])
+    found = attention.attend(0, queries, keys, values, layout, SCALE)
+    wanted = expected(queries[1:10], other.keys[0][:9], other.values[0][:9], None)
+    torch.testing.assert_close(found[1:10], wanted, atol=1e-5, rtol=1e-5)
+    for row, at in ((0, 10), (1, 0)):
+        seen = pages_by_hand(selection, queries[at], texts.keys[row])
+        wanted = expected(queries[at : at + 1], texts.keys[row], texts.values[row], seen)
+        torch.testing.assert_close(found[at : at + 1], wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_requests_that_do_not_fit_together_are_split_in_order() -> None:
+    asking = Asking(torch.arange(5), torch.arange(5) + 1, torch.arange(5)[:, None], list("abcde"))
+    parts = list(asking.split([3, 3, 2, 6, 1], most=6))
+    assert ["".join(part.names) for part in parts] == ["ab", "c", "d", "e"]
+    assert [part.lengths.tolist() for part in parts] == [[1, 2], [3], [4], [5]]
+    assert [len(part.tokens) for part in asking.split([1] * 5, most=6)] == [5]

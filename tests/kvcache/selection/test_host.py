@@ -1,0 +1,127 @@
+"""Pages on the host and some of them on the device: what is asked for is there, is right, and is within the bound."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from smelt.errors import RecipeError
+from smelt.kvcache.selection.host import HostPages
+from smelt.kvcache.selection.page_cache import Residence
+from smelt.kvcache.selection.pages import DevicePages
+
+HEADS, BLOCKS, SIZE = {0: (2, 4), 2: (3, 4)}, 12, 5
+PAGE_BYTES = 2 * SIZE * 4 * 4  # keys and values of one head
+CPU = torch.device("cpu")
+
+
+def host(**more: int) -> HostPages:
+    return HostPages(HEADS, BLOCKS, SIZE, torch.float32, CPU, Residence(**{"slots": 6, **more}))
+
+
+def fill(pages: HostPages | DevicePages, seed: int = 0) -> None:
+    """Every place of every layer."""
+    chance = torch.Generator().manual_seed(seed)
+    for layer, (kv_heads, width) in HEADS.items():
+        keys, values = torch.randn(2, BLOCKS * SIZE, kv_heads, width, generator=chance)
+        pages.write(layer, keys, values, torch.arange(BLOCKS * SIZE))
+
+
+def asked(chance: random.Random, kv_heads: int, requests: int = 2, most: int = 3) -> tuple[Tensor, Tensor]:
+    """Different blocks for each head of a request; requests may share some. The last ones may not be meant."""
+    blocks = [[chance.sample(range(BLOCKS), most) for _ in range(kv_heads)] for _ in range(requests)]
+    counts = torch.tensor([chance.randrange(1, most + 1) for _ in range(requests)])
+    there = (torch.arange(most) < counts[:, None, None]).expand(requests, kv_heads, most)
+    return torch.tensor(blocks), there
+
+
+@pytest.mark.parametrize(("steady", "refresh"), [(0, 1), (1, 1), (3, 1), (2, 4), (100, 7)])
+def test_resident_and_recalled_are_the_selection(steady: int, refresh: int) -> None:
+    """Over many steps with writes between them: whatever is asked for lies on the device as it lies on the host, what
+    was not there was copied and counted, and no head has more pages there than slots."""
+    pages, plain = host(steady=steady, refresh=refresh), DevicePages(HEADS, BLOCKS, SIZE, torch.float32, CPU)
+    fill(pages)
+    fill(plain)
+    chance, hits = random.Random(steady), 0
+    for step in range(1, 60):
+        for layer, (kv_heads, width) in HEADS.items():
+            places = torch.tensor(chance.sample(range(BLOCKS * SIZE), 3))
+            keys, values = torch.randn(2, 3, kv_heads, width)
+            pages.write(layer, keys, values, places)
+            plain.write(layer, keys, values, places)
+            blocks, there = asked(chance, kv_heads)
+            residents, before = pages.residents[layer], pages.recalled_bytes
+            head = torch.arange(kv_heads)[:, None].expand_as(blocks)
+            resident = residents.slots(head, blocks) >= 0
+            found, wanted = pages.chosen(layer, blocks, there, step), plain.chosen(layer, blocks, there, step)
+            assert torch.equal(found.keys[found.rows[there]], wanted.keys[wanted.rows[there]])
+            assert torch.equal(found.values[found.rows[there]], wanted.values[wanted.rows[there]])
+            assert found.recalled is not None and torch.equal(found.recalled, there & ~resident)
+            copied = {tuple(pair) for pair in torch.stack((head, blocks), -1)[found.recalled].tolist()}
+            assert pages.recalled_bytes - before == len(copied) * PAGE_BYTES  # one that is shared: once
+            assert (residents.block_in >= 0).sum(1).max() <= 6
+            hits += int((there & resident).sum())
+        pages.settle(step)
+        if steady == 0:
+            assert all(each.count == 0 for each in pages.residents.values())
+    assert (hits == 0) == (steady == 0)
+
+
+def test_pages_stay_for_as_many_steps_as_the_rule_says() -> None:
+    """With steady 2 and a look every 3 steps: at steps 3 and 6 those go that steps 2, 3 and 5, 6 did not choose."""
+    pages = host(steady=2, refresh=3)
+    fill(pages)
+    choices = {1: 7, 2: 8, 3: 9, 4: 10, 5: 9, 6: 9}
+    there = torch.ones(1, 2, 1, dtype=torch.bool)
+    left = {}
+    for step, block in choices.items():
+        pages.chosen(0, torch.tensor([[[block], [block]]]), there, step)
+        pages.settle(step)
+        left[step] = sorted(pages.residents[0].block_in[0][pages.residents[0].block_in[0] >= 0].tolist())
+    assert left == {1: [7], 2: [7, 8], 3: [8, 9], 4: [8, 9, 10], 5: [8, 9, 10], 6: [9]}
+
+
+def test_when_slots_run_out_the_page_not_chosen_for_longest_goes() -> None:
+    pages = host(slots=3, steady=100)
+    there = torch.ones(1, 2, 1, dtype=torch.bool)
+    for step, block in enumerate([0, 1, 2, 0, 3], start=1):
+        pages.chosen(0, torch.tensor([[[block], [block]]]), there, step)
+    residents = pages.residents[0]
+    assert sorted(residents.block_in[0].tolist()) == [0, 2, 3] and residents.count == 6
+    assert residents.slot_of[0].tolist().count(-1) == BLOCKS - 3
+    again = pages.chosen(0, torch.tensor([[[0, 2, 1], [3, 2, 0]]]), torch.ones(1, 2, 3, dtype=torch.bool), 6)
+    assert again.recalled is not None and again.recalled.tolist() == [[[False, False, True], [False] * 3]]
+    with pytest.raises(RuntimeError, match="cannot be in its slots"):
+        pages.chosen(0, torch.arange(4).expand(1, 2, 4), torch.ones(1, 2, 4, dtype=torch.bool), 7)
+
+
+def test_only_what_is_still_anyones_stays() -> None:
+    pages = host()
+    for layer, (kv_heads, _) in HEADS.items():
+        blocks = torch.tensor([1, 4, 9]).expand(1, kv_heads, 3)
+        pages.chosen(layer, blocks, torch.ones_like(blocks, dtype=torch.bool), 1)
+    pages.keep_only(torch.tensor([4, 5]))
+    assert [sorted(set(each.block_in.flatten().tolist())) for each in pages.residents.values()] == [[-1, 4]] * 2
+    pages.keep_only(torch.tensor([], dtype=torch.int64))
+    assert all(each.count == 0 and (each.slot_of == -1).all() for each in pages.residents.values())
+
+
+def test_a_prompt_sees_all_of_its_pages_in_order() -> None:
+    pages, plain = host(), DevicePages(HEADS, BLOCKS, SIZE, torch.float32, CPU)
+    fill(pages)
+    fill(plain)
+    blocks = torch.tensor([11, 0, 7])
+    found, wanted = pages.whole(2, blocks), plain.whole(2, blocks)
+    assert torch.equal(found.keys[found.rows], wanted.keys[wanted.rows]) and found.rows.shape == (3, 3)
+    assert torch.equal(found.values[found.rows], wanted.values[wanted.rows])
+    assert torch.equal(pages.keys_of(2, blocks), plain.keys_of(2, blocks))
+    assert pages.staged_bytes == 3 * 3 * PAGE_BYTES and pages.recalled_bytes == 0
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"steady": -1}, {"refresh": 0}], ids=str)
+def test_residences_that_cannot_be(wrong: dict[str, int]) -> None:
+    with pytest.raises(RecipeError, match=r"give as many pages|they count steps"):
+        Residence(**wrong)

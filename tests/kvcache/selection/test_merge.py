@@ -1,0 +1,35 @@
+"""A text in parts, merged by log-sum-exp, is the text in one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from smelt.kvcache.selection.merge import merged, part_attention, split_attention
+
+
+@pytest.mark.parametrize("devices", range(2, 9))
+@pytest.mark.parametrize("tokens", [3, 8, 257])  # with 3 some devices have none
+@pytest.mark.parametrize("size", [1.0, 40.0])  # sharp attention, whose exponentials would overflow
+def test_many_devices_are_one(devices: int, tokens: int, size: float) -> None:
+    queries = size * torch.randn(2, 3, 4, 16)  # [requests, kv_heads, group, width]
+    keys, values = torch.randn(2, 2, 3, tokens, 16)
+    wanted = F.scaled_dot_product_attention(queries.double(), keys.double(), values.double(), scale=0.25).float()
+    found = split_attention(queries, keys, values, 0.25, devices)
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_parts_of_parts_can_be_merged_and_empty_ones_weigh_nothing() -> None:
+    queries, keys, values = torch.randn(2, 4, 8), torch.randn(2, 30, 8), torch.randn(2, 30, 8)
+    parts = [
+        part_attention(queries, keys[:, cut], values[:, cut], 0.3) for cut in (slice(5), slice(5, 17), slice(17, 30))
+    ]
+    empty = part_attention(queries, keys[:, :0], values[:, :0], 0.3)
+    assert not empty[0].any() and (empty[1] == -torch.inf).all()
+    two, total = merged(*zip(*parts[:2], empty, strict=True))
+    found, whole = merged([two, parts[2][0]], [total, parts[2][1]])
+    wanted, sums = part_attention(queries, keys, values, 0.3)
+    torch.testing.assert_close((found, whole), (wanted, sums), atol=1e-5, rtol=1e-5)
+    nothing = merged(*zip(empty, empty, strict=True))
+    assert not nothing[0].any() and (nothing[1] == -torch.inf).all()

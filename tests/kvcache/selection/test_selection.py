@@ -1,0 +1,71 @@
+"""Which pages are chosen: the first, the last, the best; never more than the budget, and all where it allows all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from smelt.errors import RecipeError
+from smelt.kvcache.selection.selection import Selection
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 80), min_size=1, max_size=4), sink=st.integers(0, 2), window=st.integers(1, 3),
+    more=st.integers(0, 6), share=st.sampled_from([0.0, 0.1, 0.5, 1.0]), seed=st.integers(0, 2**32),
+)  # fmt: skip
+def test_a_choice_against_brute_force(
+    lengths: list[int], sink: int, window: int, more: int, share: float, seed: int
+) -> None:
+    page = 4
+    selection = Selection(page=page, budget=(sink + window + more) * page, share=share, sink=sink, window=window)
+    most = max(-(-length // page) for length in lengths)
+    scores = torch.randn(len(lengths), 2, most, generator=torch.Generator().manual_seed(seed))
+    counts = selection.counts(torch.tensor(lengths)).tolist()
+    chosen = selection.choose(scores, torch.tensor(lengths))
+    assert chosen.shape == (len(lengths), 2, max(counts))
+    for row, length in enumerate(lengths):
+        held = -(-length // page)
+        wanted = max(sink + window + more, next(count for count in range(held + 1) if count >= share * held - 1e-6))
+        assert counts[row] == min(wanted, held)
+        always = {place for place in range(held) if place < sink or place >= held - window}
+        for head in range(2):
+            best = sorted(set(range(held)) - always, key=lambda place: -float(scores[row, head, place]))
+            expected = sorted([*always, *best[: counts[row] - len(always)]])
+            found = chosen[row, head].tolist()
+            assert found[: counts[row]] == expected and expected[-1] == held - 1
+            assert set(found[counts[row] :]) <= {held - 1}
+
+
+def test_a_budget_may_grow_with_the_length() -> None:
+    fixed, growing = Selection(budget=128), Selection(budget=128, share=0.1)
+    lengths = torch.tensor([32, 640, 3200, 32000])
+    assert fixed.counts(lengths).tolist() == [1, 4, 4, 4]
+    assert growing.counts(lengths).tolist() == [1, 4, 10, 100]
+    assert growing.most(32000) == 100
+
+
+def test_pages_that_mean_nothing_are_not_chosen() -> None:
+    """A page that is not full has no digest; whatever stands there, it is the window. Nor is anything behind it."""
+    scores = torch.tensor([[[0.0, 5.0, 1.0, -9.0, 99.0, 99.0]]])
+    chosen = Selection(page=8, budget=24, sink=1, window=1).choose(scores, torch.tensor([8 * 3 + 2]))
+    assert chosen.tolist() == [[[0, 1, 3]]]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"budget": 0}, "budget of 0 tokens holds no page"), ({"budget": -32}, "holds no page"),
+        ({"budget": 96}, "2 first and 2 last pages are 128 tokens, more than the budget of 96"),
+        ({"page": 0}, "page of 0 tokens"), ({"window": 0}, "being filled"), ({"sink": -1}, "not be negative"),
+        ({"share": 1.5}, "between 0 and 1"), ({"share": float("nan")}, "between 0 and 1"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_chosen(wrong: dict[str, Any], told: str) -> None:
+    with pytest.raises(RecipeError, match=told):
+        Selection(**wrong)

@@ -1,0 +1,100 @@
+"""A trace says what was chosen, comes back from its file as it was, and is refused when it is damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from smelt.errors import DataError, ResourceError
+from smelt.kvcache.selection.trace import Recorder, Row, Trace, TraceShape, read_trace
+
+SHAPE = TraceShape(
+    model_type="llama", hidden=32, weight_bytes=1000, query_heads=(4, 4), kv_heads=(2, 2), width=8, page=4,
+    page_bytes=256, digest_bytes=64, digest="quest", budget=12, share=0.25, sink=1, window=1, steady=8, refresh=1,
+    slots=9,
+)  # fmt: skip
+
+
+def recorded() -> Trace:
+    recorder = Recorder(SHAPE)
+    pages = torch.tensor([[[0, 2, 5], [1, 2, 5]], [[0, 1, 1], [0, 1, 1]]])
+    there = torch.tensor([[[True] * 3] * 2, [[True, True, False]] * 2])
+    recalled = torch.tensor([[[False, True, False], [False] * 3], [[True, False, False], [False] * 3]])
+    recorder.add(3, 1, ["a", "b"], pages, there, recalled)
+    recorder.add(4, 0, ["b"], pages[1:], there[1:], None)
+    return recorder.trace()
+
+
+ROWS = [
+    Row(3, "a", 1, 0, (0, 2, 5), (2,)),
+    Row(3, "a", 1, 1, (1, 2, 5), ()),
+    Row(3, "b", 1, 0, (0, 1), (0,)),
+    Row(3, "b", 1, 1, (0, 1), ()),
+    Row(4, "b", 0, 0, (0, 1), ()),
+    Row(4, "b", 0, 1, (0, 1), ()),
+]
+
+
+def test_a_trace_comes_back_as_it_was(tmp_path: Path) -> None:
+    trace = recorded()
+    assert list(trace.rows()) == ROWS and len(trace) == 6
+    trace.write(tmp_path / "folder" / "run.trace")
+    again = read_trace(tmp_path / "folder" / "run.trace")
+    assert list(again.rows()) == ROWS and again.shape == SHAPE and again.names == ("a", "b")
+    assert [file.name for file in (tmp_path / "folder").iterdir()] == ["run.trace"]
+
+
+def test_a_trace_of_nothing(tmp_path: Path) -> None:
+    Recorder(SHAPE).trace().write(tmp_path / "run.trace")
+    assert len(read_trace(tmp_path / "run.trace")) == 0
+
+
+def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="could not be written"):
+        recorded().write(tmp_path / "file" / "run.trace")
+    assert [file.name for file in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("requests", lambda column: column + 1), ("layers", lambda column: column - 1),
+        ("heads", lambda column: column[:-1]),
+        ("heads", lambda column: column + 1), ("pages", lambda column: column[:-1]), ("pages", lambda column: -column),
+        ("ends", lambda column: column.flip(0)), ("ends", lambda column: column + 1),
+        ("steps", lambda column: column.long()), ("steps", lambda column: column[0]),
+        ("recalled", lambda column: column[None]),
+    ],
+)  # fmt: skip
+def test_rows_that_do_not_fit_together(tmp_path: Path, name: str, damage: Callable[[Tensor], Tensor]) -> None:
+    path = tmp_path / "run.trace"
+    recorded().write(path)
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()
+    tensors = load_file(path)
+    save_file({**tensors, name: damage(tensors[name]).contiguous()}, path, metadata=header)
+    with pytest.raises(DataError, match="damaged page trace"):
+        read_trace(path)
+
+
+def test_files_that_are_no_traces(tmp_path: Path) -> None:
+    path = tmp_path / "run.trace"
+    with pytest.raises(DataError, match="cannot be read"):
+        read_trace(path)
+    path.write_bytes(b"something else entirely")
+    with pytest.raises(DataError, match="cannot be read"):
+        read_trace(path)
+    save_file({"steps": torch.zeros(1)}, path)
+    with pytest.raises(DataError, match="no page trace of this version"):
+        read_trace(path)
+    dataclasses.replace(recorded(), shape=dataclasses.replace(SHAPE, width="8")).write(path)  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="its width is damaged"):
+        read_trace(path)

@@ -1,0 +1,151 @@
+"""Which tokens of frames stay: the formulas with loops, and films whose redundancy is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from smelt.errors import RecipeError
+from smelt.kvcache.streaming import InfiniPotV, Recent, Uniform
+from smelt.kvcache.streaming.frame_rule import Held
+from smelt.kvcache.streaming.tar import novelty_in_time
+from smelt.kvcache.streaming.van import pooled_by_depth, value_norms
+
+HEADS, FRAMES, PATCHES, WIDTH = 2, 8, 6, 5
+KEEP = 5  # frames
+
+
+def held(keys: Tensor, marks: Tensor, patch: Tensor | None = None) -> Held:
+    """Whole frames, unless it is said which patch each token is."""
+    plain = torch.arange(keys.shape[1]).expand(len(keys), -1) % PATCHES
+    return Held(keys, plain if patch is None else patch, marks, PATCHES)
+
+
+def drawn(seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(HEADS, FRAMES * PATCHES, WIDTH, generator=generator)
+    return keys, torch.rand(HEADS, FRAMES * PATCHES, generator=generator)
+
+
+def still(seed: int = 0) -> Tensor:
+    """The keys of one frame, FRAMES times. [heads, tokens, width]"""
+    return torch.randn(HEADS, 1, PATCHES, WIDTH, generator=torch.Generator().manual_seed(seed)).repeat(
+        1, FRAMES, 1, 1
+    ).flatten(1, 2)  # fmt: skip
+
+
+def test_tar_by_loops_when_heads_have_lost_tokens() -> None:
+    """Tokens of older frames are scattered: each is compared with its own patch, wherever it lies now."""
+    keys, _ = drawn()
+    recent = torch.randn(HEADS, 3, PATCHES, WIDTH)
+    patch = torch.randint(0, PATCHES, (HEADS, FRAMES * PATCHES))
+    found = novelty_in_time(keys, patch, recent)
+    for head in range(HEADS):
+        for token in range(FRAMES * PATCHES):
+            same = recent[head, :, patch[head, token]]  # [3, width]
+            wanted = -F.cosine_similarity(keys[head, token].expand(3, -1), same, dim=-1).mean()
+            assert abs(float(found[head, token] - wanted)) < 2e-5
+
+
+def test_equal_frames_are_redundant_and_value_norms_decide() -> None:
+    keys, (_, marks) = still(), drawn()
+    recent = keys[:, -2 * PATCHES :].unflatten(1, (2, PATCHES))
+    assert bool((novelty_in_time(keys, held(keys, marks).patch, recent) == -1).all())
+    count = KEEP * PATCHES
+    found = InfiniPotV().places(held(keys, marks), count)
+    for head in range(HEADS):
+        older = (FRAMES - 2) * PATCHES  # a quarter of the frames are recent and stay
+        best = marks[head, :older].argsort(descending=True)[: count - 2 * PATCHES]
+        assert found[head].tolist() == [*best.sort().values.tolist(), *range(older, FRAMES * PATCHES)]
+
+
+def test_what_moved_stays() -> None:
+    """One patch a frame shows something else, always another patch, and values say nothing of it."""
+    keys, moving = still().unflatten(1, (FRAMES, PATCHES)), []
+    for frame in range(FRAMES - 2):
+        keys[:, frame, frame % PATCHES] *= -1
+        moving.append(frame * PATCHES + frame % PATCHES)
+    marks = torch.ones(HEADS, FRAMES * PATCHES)
+    marks[:, moving] = 0.0
+    found = InfiniPotV(tar=0.6).places(held(keys.flatten(1, 2), marks), 4 * PATCHES)
+    assert all(set(moving[:2]) <= set(row.tolist()) for row in found)
+    enough = InfiniPotV(tar=0.9).places(held(keys.flatten(1, 2), marks), 4 * PATCHES)
+    assert all(set(moving) <= set(row.tolist()) for row in enough)
+
+
+@pytest.mark.parametrize(("tar", "recent"), [(0.5, 0.25), (0.8, 0.125), (1.0, 0.5), (0.7, 0.25)])
+def test_the_whole_rule_by_loops(tar: float, recent: float) -> None:
+    keys, marks = drawn(1)
+    patch = torch.randint(0, PATCHES, (HEADS, FRAMES * PATCHES))
+    last = int(recent * FRAMES) * PATCHES
+    patch[:, -last:] = torch.arange(last) % PATCHES
+    rule, count, older = InfiniPotV(tar=tar, recent=recent), KEEP * PATCHES, FRAMES * PATCHES - last
+    found = rule.places(held(keys, marks, patch), count)
+    for head in range(HEADS):
+        scores = []
+        for token in range(older):
+            alike = [t for t in range(older, FRAMES * PATCHES) if patch[head, t] == patch[head, token]]
+            cosines = F.cosine_similarity(keys[head, token].expand(len(alike), -1), keys[head, alike], dim=-1)
+            scores.append(-float(cosines.mean()))
+        by_tar = count - round((1 - tar) * count) - last
+        chosen = set(sorted(range(older), key=lambda t: -scores[t])[:by_tar]) | set(range(older, FRAMES * PATCHES))
+        others = [t for t in marks[head].argsort(descending=True).tolist() if t not in chosen]
+        assert found[head].tolist() == sorted(chosen | set(others[: count - len(chosen)]))
+
+
+def test_value_norms_and_their_neighbours() -> None:
+    values = torch.randn(HEADS, 5, 4, 4, WIDTH)
+    norms = value_norms(values)
+    assert torch.allclose(norms, values.square().sum(-1).sqrt(), atol=1e-6)
+    layers = 8
+    kernel = 3  # the longest odd one within four rows and columns
+    padded = F.pad(norms, (1, 1, 1, 1, 1, 1))
+    for frame, row, column in ((0, 0, 0), (2, 1, 3), (4, 3, 2)):
+        here = (slice(None), frame, row, column)
+        cube = padded[:, frame : frame + 3, row : row + 3, column : column + 3].sum((1, 2, 3)) / kernel**3
+        plane = padded[:, frame + 1, row : row + 3, column : column + 3].sum((1, 2)) / kernel**2
+        place = (frame * 4 + row) * 4 + column
+        line = F.pad(norms.flatten(1), (1, 1))[:, place : place + 3].sum(1) / kernel
+        wanted = (cube, cube, plane, plane, line, line, norms[here], norms[here])
+        for layer in range(layers):
+            assert torch.allclose(pooled_by_depth(norms, layer, layers)[here], wanted[layer], atol=1e-6)
+
+
+def test_kernels_are_seven_five_and_three_where_there_is_room() -> None:
+    one = torch.zeros(1, 9, 9, 9)
+    one[0, 4, 4, 4] = 1.0
+    touched = [int((pooled_by_depth(one, layer, 4) > 0).sum()) for layer in range(4)]
+    assert touched == [7**3, 5**2, 3, 1]
+    assert torch.equal(pooled_by_depth(one[:, :1], 0, 4), one[:, :1])  # one frame: a kernel of one
+
+
+def test_pooled_marks_are_chosen_by_depth() -> None:
+    values = torch.randn(HEADS, 3, 3, 3, WIDTH)
+    assert torch.equal(InfiniPotV().marks(values, 0, 4), value_norms(values))
+    pooled = InfiniPotV(pooling=True)
+    assert torch.equal(pooled.marks(values, 0, 4), pooled_by_depth(value_norms(values), 0, 4))
+    assert pooled.shaped and not InfiniPotV().shaped
+
+
+def test_baselines() -> None:
+    given = held(*drawn())
+    assert Recent().places(given, 4).tolist() == [[44, 45, 46, 47]] * HEADS
+    assert Uniform().places(given, 5).tolist() == [[0, 9, 19, 28, 38]] * HEADS
+
+
+@pytest.mark.parametrize(
+    ("parameters", "frames", "keep", "sentence"),
+    [
+        ({"tar": 0.0}, 8, 6, "tar is 0; it is a share"),
+        ({"recent": 1.2}, 8, 6, "recent is 1.2; it is a share"),
+        ({}, 3, 2, "0.25 of 3 frames is none"),
+        ({"recent": 0.5}, 8, 6, "4 recent frames do not fit into the share 0.5 of 6"),
+    ],
+)
+def test_impossible_rules_are_refused(parameters: dict[str, Any], frames: int, keep: int, sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        InfiniPotV(**parameters).check(frames, keep)

@@ -1,0 +1,385 @@
+"""A stream of text: against the plain network while everything fits, against loops and masks when it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from transformers import DynamicCache
+
+from smelt.errors import DataError, ModelError, RecipeError, RequestError
+from smelt.kvcache.eviction.attention import attending
+from smelt.kvcache.eviction.attention_inputs import Seen
+from smelt.kvcache.eviction.observe import logits_after, read
+from smelt.kvcache.eviction.scorers.snapkv import SnapKV
+from smelt.kvcache.streaming import InfiniPot, TextStream
+from smelt.kvcache.streaming.novelty import Ledger, surprise
+from smelt.kvcache.streaming.rotary import renumbering
+from smelt.models.kv_cache import KvFormat
+from smelt.models.model import Model
+from tests.kvcache.streaming.test_pot import everything, same
+from tests.serve.test_detokenizer import byte_tokenizer
+from tests.tiny import BUILDS, DECODER, _made
+
+CAP, KEEP, ROOM = 40, 14, 8
+FULL = CAP - ROOM  # tokens after which the pot is cooked down
+PROMPT = (5, 6, 7)
+
+
+def stream_of(name: str = "llama", **changes: Any) -> TextStream:
+    rule = {"prompt": PROMPT, **changes.pop("rule", {})}
+    return TextStream(Model(BUILDS[name]()), CAP, **{"keep": KEEP, "room": ROOM, **changes}, rule=InfiniPot(**rule))
+
+
+def words(count: int, seed: int = 1) -> Tensor:
+    return torch.randint(3, 99, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def numbers(stream: TextStream) -> Tensor:
+    """Which tokens of the stream each head holds: [layers, kv_heads, length]"""
+    return torch.stack([layer.numbers[:, : stream.length] for layer in stream.pot.layers])
+
+
+# While everything fits
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@torch.no_grad()
+def test_what_fits_is_answered_as_by_the_plain_network(name: str) -> None:
+    stream, ids = stream_of(name, chunk=7), words(FULL)
+    plain = stream.model.network(ids[None]).logits[0]
+    stream.push(ids[:11])
+    stream.push(ids[11:20].tolist())
+    assert torch.allclose(stream.logits(ids[20:30]), plain[19:29], atol=1e-4)
+    stream.push(ids[20:])
+    wanted = ids
+    for _ in range(5):
+        wanted = torch.cat((wanted, stream.model.network(wanted[None]).logits[0, -1:].argmax(-1)))
+    assert torch.equal(stream.answer(ids[:0], 5), wanted[FULL:])
+    assert stream.cooked == 0 and stream.seen == stream.length == FULL
+
+
+@torch.no_grad()
+def test_an_empty_stream_answers_like_a_plain_network() -> None:
+    stream, ids = stream_of(), words(8)
+    assert torch.allclose(stream.logits(ids), stream.model.network(ids[None]).logits[0, :-1], atol=1e-4)
+    end = int(stream.answer(ids[:4], 1))
+    stream.model.network.generation_config.eos_token_id = [end]
+    assert stream.answer(ids[:4], 4).tolist() == []
+
+
+# The cap
+
+
+def test_a_stream_fifty_times_longer_stays_in_its_cap() -> None:
+    stream, ids = stream_of(), words(50 * CAP)
+    size, places = stream.bytes, [tensor.data_ptr() for layer in stream.pot.layers for tensor in layer.tensors()]
+    longest = 0
+    seen_positions: list[int] = []
+    network: Any = stream.model.network
+
+    def note(_: Any, given: tuple[Tensor, ...], named: dict[str, Tensor]) -> None:
+        seen_positions.append(int((named["position_ids"] if named else given[1]).max()))
+
+    network.model.rotary_emb.register_forward_pre_hook(note, with_kwargs=True)
+    generator = torch.Generator().manual_seed(3)
+    while len(ids):
+        count = int(torch.randint(1, 60, (), generator=generator))
+        stream.push(ids[:count])
+        ids = ids[count:]
+        longest = max(longest, stream.length)
+        assert stream.bytes == size
+    assert stream.seen == 50 * CAP and longest <= FULL and max(seen_positions) < CAP
+    assert [tensor.data_ptr() for layer in stream.pot.layers for tensor in layer.tensors()] == places
+    layers, heads, width = 3, 2, 8
+    assert size == layers * heads * CAP * (2 * width * 4 + 8) + CAP * (8 + 4)
+
+
+def test_pushing_in_pieces_is_pushing_at_once() -> None:
+    one, other, ids = stream_of(), stream_of(chunk=5), words(4 * CAP)
+    one.push(ids)
+    for start in range(0, len(ids), 3):
+        other.push(ids[start : start + 3])
+    assert one.cooked == other.cooked > 3 and torch.equal(numbers(one), numbers(other))
+    assert torch.allclose(one.logits(ids[:4]), other.logits(ids[:4]), atol=1e-4)
+
+
+# What stays
+
+
+def by_hand(stream: TextStream, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention [layers, kv_heads, tokens] of the prompt's words and -log p of each token, with loops, from the plain
+    network."""
+    whole = torch.cat((ids, torch.tensor(PROMPT)))[None]
+    count, reading = len(ids), read(stream.model, whole)
+    with torch.no_grad():
+        rows = stream.model.network(ids[None]).logits[0].log_softmax(-1)
+    novelty = torch.tensor([torch.inf, *(-float(rows[t - 1, ids[t]]) for t in range(1, count))])
+    attention = torch.zeros(len(reading.seen), reading.seen[0].keys.shape[1], count)
+    for layer, seen in enumerate(reading.seen):
+        queries = seen.turn(seen.queries, 0)
+        for head in range(queries.shape[1]):
+            for place in range(count, count + len(PROMPT)):
+                row = (seen.keys[0, head // seen.group, : place + 1] @ queries[0, head, place] * seen.scale).softmax(0)
+                attention[layer, head // seen.group] += row[:count] / (len(PROMPT) * seen.group)
+    return attention, novelty
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
+def test_novel_tokens_stay_for_all_heads_and_the_others_by_attention(alpha: float) -> None:
+    stream, ids = stream_of(rule={"alpha": alpha}), words(FULL + 1)
+    stream.push(ids)
+    attention, novelty = by_hand(stream, ids[:FULL])
+    novel = set(novelty.argsort(descending=True)[: round(alpha * KEEP)].tolist())
+    for layer in range(3):
+        for head in range(2):
+            others = [int(t) for t in attention[layer, head].argsort(descending=True) if int(t) not in novel]
+            wanted = sorted(novel | set(others[: KEEP - len(novel)]))
+            assert stream.pot.layers[layer].numbers[head, :KEEP].tolist() == wanted
+    assert stream.length == KEEP + 1 and stream.cooked == 1
+
+
+@torch.no_grad()
+def test_without_new_numbers_cooking_down_is_hiding_what_was_lost() -> None:
+    stream, ids = stream_of(rule={"renumber": False}), words(FULL + 6)
+    stream.push(ids[:FULL])
+    stream._cook_down()
+    kept = torch.zeros(3, 1, 2, FULL, dtype=torch.bool).scatter_(-1, numbers(stream)[:, None], True)
+    wanted = logits_after(stream.model, read(stream.model, ids[None, :FULL]), kept, ids[None, FULL:])[0]
+    assert torch.allclose(stream.logits(ids[FULL:])[1:], wanted[:-1], atol=1e-4)
+
+
+def test_a_token_that_is_kept_for_its_novelty_is_in_every_head_for_ever() -> None:
+    stream, ids = stream_of(), words(9 * CAP)
+    for start in range(0, len(ids), 5):
+        stream.push(ids[start : start + 5])
+        held = set(stream._ledger.numbers[: stream._ledger.length].tolist())
+        assert all(held <= set(row.tolist()) for row in numbers(stream).flatten(0, 1))
+        assert bool((numbers(stream).diff(dim=-1) > 0).all())  # in the order of time, each once
+    assert {0} < held  # nothing foresaw the first token
+
+
+def snapkv_in_chunks(model: Model, ids: Tensor, kernel: int) -> Tensor:
+    """The same in the plain way: a growing cache, cut by the scorer SnapKV whenever it has `FULL` tokens."""
+    network: Any = model.network
+    prompt, scorer = torch.tensor(PROMPT)[None], SnapKV(sink=0, window=len(PROMPT), kernel=kernel)
+    cache, which = DynamicCache(config=network.config), torch.zeros(3, 2, 0, dtype=torch.int64)
+    caught: dict[int, Seen] = {}
+
+    def listen(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        before = queries.new_zeros(1, queries.shape[1], keys.shape[2] - queries.shape[2], queries.shape[3])
+        caught[layer] = Seen(
+            keys, values, torch.cat((before, queries), dim=2), lambda x, _: x, queries.shape[-1] ** -0.5
+        )
+
+    begin = 0
+    while begin < len(ids):
+        if which.shape[-1] == FULL:
+            with attending(network, listen=listen):
+                network(prompt, past_key_values=cache, position_ids=begin + torch.arange(len(PROMPT))[None])
+            places = torch.stack([scorer.scores(caught[layer])[0, :, :FULL] for layer in range(3)])
+            places = places.argsort(dim=-1, descending=True, stable=True)[..., :KEEP].sort(-1).values
+            cache, which = DynamicCache(config=network.config), which.gather(-1, places)
+            for layer, seen in caught.items():
+                index = places[layer][None, :, :, None].expand(-1, -1, -1, seen.keys.shape[-1])
+                cache.update(seen.keys.gather(2, index), seen.values.gather(2, index), layer)
+        new = ids[begin : begin + FULL - which.shape[-1]]
+        positions = torch.arange(begin, begin + len(new))
+        network(new[None], past_key_values=cache, position_ids=positions[None])
+        which = torch.cat((which, positions.expand(3, 2, -1)), dim=-1)
+        begin += len(new)
+    return which
+
+
+@pytest.mark.parametrize("kernel", [1, 5])
+@torch.no_grad()
+def test_without_novelty_it_is_snapkv_in_chunks(kernel: int) -> None:
+    ids = words(FULL + 3 * (FULL - KEEP))
+    stream = stream_of(rule={"alpha": 0.0, "kernel": kernel, "renumber": False})
+    stream.push(ids)
+    assert stream.cooked == 3
+    assert torch.equal(numbers(stream), snapkv_in_chunks(stream.model, ids, kernel))
+
+
+# Novelty
+
+
+@torch.no_grad()
+def test_novelty_is_what_the_network_did_not_foresee() -> None:
+    network: Any = BUILDS["llama"]()
+    ids = words(100)
+    states = network.model(ids[None]).last_hidden_state[0]
+    wanted = -network(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    rows: list[int] = []
+
+    def head(states: Tensor) -> Tensor:
+        rows.append(len(states))
+        found: Tensor = network.lm_head(states)
+        return found
+
+    assert torch.allclose(surprise(states[:-1], ids[1:], head), wanted, atol=1e-5)  # type: ignore[arg-type]
+    assert max(rows) <= 64 and sum(rows) == 99
+
+
+@torch.no_grad()
+def test_novelty_goes_on_over_pushes() -> None:
+    stream, ids = stream_of(), words(20)
+    for piece in (ids[:1], ids[1:8], ids[8:9], ids[9:]):
+        stream.push(piece)
+    _, novelty = by_hand(stream, ids)
+    assert torch.allclose(stream._ledger.novelty[:20], novelty, atol=1e-4)
+
+
+def test_the_ledger_forgets_what_is_less_novel() -> None:
+    ledger = Ledger(8, torch.device("cpu"))
+    ledger.add(0, torch.tensor([3.0, 1.0, 4.0, 1.5]))
+    assert ledger.keep(2).tolist() == [0, 2]
+    ledger.add(4, torch.tensor([9.0, 3.5]))
+    assert ledger.keep(3).tolist() == [2, 4, 5]
+    assert ledger.novelty[:3].tolist() == [4.0, 9.0, 3.5] and ledger.bytes == 8 * 12
+
+
+# New numbers
+
+
+def _keys_at(network: Any, ids: Tensor, positions: Tensor) -> Tensor:
+    """Keys of the first layer, [kv_heads, tokens, width], as the network computes them at these positions."""
+    cache = DynamicCache(config=network.config)
+    network(ids[None], position_ids=positions[None], past_key_values=cache)
+    keys: Tensor = cache.layers[0].keys[0]
+    return keys
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("rope", [None, YARN])
+@torch.no_grad()
+def test_keys_turned_anew_are_those_computed_there(rope: dict[str, Any] | None) -> None:
+    network = _made(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=rope))
+    ids = words(12)
+    old, new = torch.arange(40, 100, 5), torch.arange(12)
+    turned = renumbering(network)(_keys_at(network, ids, old), old, new)
+    assert torch.allclose(turned, _keys_at(network, ids, new), atol=1e-5)
+    assert not torch.allclose(turned, _keys_at(network, ids, old), atol=1e-2)
+    assert torch.equal(renumbering(network)(turned, new, new), turned)  # what stays loses nothing
+
+
+@torch.no_grad()
+def test_after_many_rounds_every_key_stands_at_its_slot() -> None:
+    """Keys of the first layer depend on their token and position alone."""
+    stream, ids = stream_of(), words(8 * CAP)
+    stream.push(ids)
+    layer = stream.pot.layers[0]
+    assert stream.cooked > 10
+    for head in range(2):
+        wanted = _keys_at(stream.model.network, ids[layer.numbers[head, : stream.length]], torch.arange(stream.length))
+        assert torch.allclose(layer.keys[head, : stream.length], wanted[head], atol=1e-4)
+
+
+# Asking
+
+
+@pytest.mark.parametrize("pushed", [5, 3 * CAP + 1])
+def test_asking_leaves_the_pot_as_it_was_to_the_bit(pushed: int) -> None:
+    stream = stream_of()
+    stream.push(words(pushed))
+    before, length, seen = everything(stream.pot), stream.length, stream.seen
+    first = stream.answer(words(4), 4)
+    stream.logits(words(5))
+    assert same(everything(stream.pot), before) and (stream.length, stream.seen) == (length, seen)
+    assert torch.equal(stream.answer(words(4), 4), first)
+
+
+def test_text_in_and_out_and_what_is_remembered() -> None:
+    network = _made(hf.LlamaForCausalLM, hf.LlamaConfig(**{**DECODER, "vocab_size": 300}))
+    model = Model(network, byte_tokenizer())
+
+    def fresh() -> TextStream:
+        stream = TextStream(model, CAP, keep=KEEP, room=ROOM, rule=InfiniPot(prompt="sum"))
+        stream.push("the colour of the sea is a matter of taste")
+        return stream
+
+    one, other = fresh(), fresh()
+    said = one.answer([5, 6], 3)
+    assert one.ask("why", 3) == model.tokenizer.decode(one.answer(byte_tokenizer()("why")["input_ids"], 3))
+    assert one.seen == other.seen
+    one.ask("why", 3, remember=True)
+    answer = other.answer(byte_tokenizer()("why")["input_ids"], 3)
+    other.push("why")
+    other.push(answer)
+    assert one.seen == other.seen and torch.equal(numbers(one), numbers(other)) and len(said) <= 3
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"alpha": 1.5}, "alpha is 1.5; it is a share"),
+        ({"alpha": -0.1}, "alpha is -0.1; it is a share"),
+        ({"kernel": 4}, "kernel is 4; it must be odd"),
+        ({"prompt": ""}, "the prompt is empty"),
+    ],
+)
+def test_impossible_rules_are_refused(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        InfiniPot(**change)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"keep": 32}, "cannot keep 32 and read more"),
+        ({"keep": 0}, "cannot keep 0"),
+        ({"room": 2}, "room is 2 tokens, and the catalyst prompt has 3"),
+        ({"room": 40}, "with 40 left free"),
+        ({"chunk": 0}, "chunk is 0"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        stream_of(**changes)
+
+
+def test_a_cap_past_the_trained_window_is_refused() -> None:
+    with pytest.raises(RecipeError, match="the cap is 4096 tokens, and this model was trained for 128"):
+        TextStream(Model(BUILDS["llama"]()), rule=InfiniPot(prompt=PROMPT))
+
+
+def test_unfit_models_are_refused() -> None:
+    for name, sentence in (("mistral", "sliding"), ("gpt2", "no rotary positions"), ("bert", "only language models")):
+        with pytest.raises(ModelError, match=sentence):
+            stream_of(name)
+    model = Model(BUILDS["llama"](), kv=KvFormat("int8"))
+    with pytest.raises(ModelError, match="keeps keys and values as int8"):
+        TextStream(model, CAP, rule=InfiniPot(prompt=PROMPT))
+    with pytest.raises(ModelError, match="no tokenizer"):
+        TextStream(Model(BUILDS["llama"]()), CAP)
+
+
+def refusals() -> list[tuple[Callable[[TextStream], Any], type[Exception], str]]:
+    return [
+        (lambda stream: stream.answer([5] * 9, 32), RequestError, "a question of 9 tokens and an answer of 32"),
+        (lambda stream: stream.answer([5], -1), RequestError, "an answer of -1"),
+        (lambda stream: stream.push([99]), DataError, "from 0 to 98"),
+        (lambda stream: stream.push(torch.ones(2, 2)), DataError, "one row"),
+        (lambda stream: stream.answer([], 3), RequestError, "nothing to go on from"),
+        (lambda stream: stream.logits([]), RequestError, "nothing to go on from"),
+        (lambda stream: stream.push("text"), ModelError, "no tokenizer"),
+    ]
+
+
+@pytest.mark.parametrize("at", range(7))
+def test_impossible_requests_are_refused_and_change_nothing(at: int) -> None:
+    stream = stream_of()
+    before = everything(stream.pot)
+    call, kind, sentence = refusals()[at]
+    with pytest.raises(kind, match=sentence):
+        call(stream)
+    assert same(everything(stream.pot), before) and stream.seen == 0

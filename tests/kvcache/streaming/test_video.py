@@ -1,0 +1,335 @@
+"""A stream of frames on small vision-language models: against the plain network, and far past what fits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+
+from smelt.errors import DataError, ModelError, RecipeError, RequestError
+from smelt.kvcache.streaming import InfiniPotV, Recent, VideoStream
+from smelt.kvcache.streaming.frame_rule import Held
+from smelt.kvcache.streaming.position_ids import Numbering
+from smelt.kvcache.streaming.vision import Eye
+from tests.kvcache.streaming.seeing import JOINED, PATCHES, SEEING, film, llava, qwen2_vl
+from tests.kvcache.streaming.test_pot import everything, same
+from tests.serve.test_detokenizer import byte_tokenizer
+from tests.tiny import BUILDS
+
+FRAMES, KEEP = 8, 6
+PREFIX, QUESTION = (3, 4, 5), (6, 7, 8, 9)
+NAMES = tuple(SEEING)
+
+
+def stream_of(name: str, **changes: Any) -> VideoStream:
+    given: dict[str, Any] = {"frames": FRAMES, "keep_frames": KEEP, "prefix": PREFIX, "room": 16, **changes}
+    return VideoStream(SEEING[name](), **given)
+
+
+def plainly(name: str, network: Any, frames: Tensor) -> dict[str, Any]:
+    """What the network itself is given for prefix, frames and question: placeholders, and pixels beside them."""
+    tokens = len(frames) // JOINED[name] * PATCHES[name] + (1 if name == "llava-onevision" else 0)
+    placeholder = 97 if name in ("smolvlm", "llava") else 98
+    ids = torch.tensor([[*PREFIX, *[placeholder] * tokens, *QUESTION]])
+    if name == "smolvlm":
+        return {"input_ids": ids, "pixel_values": frames[None]}
+    if name == "llava":
+        return {"input_ids": ids, "pixel_values": frames}
+    if name.startswith("llava-"):
+        return {"input_ids": ids, "pixel_values_videos": frames[None]}
+    kinds = (ids == placeholder).int() * 2
+    return {"input_ids": ids, "mm_token_type_ids": kinds, **Eye(network)._prepared(frames)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_what_fits_is_answered_as_by_the_plain_network(name: str) -> None:
+    stream = stream_of(name)
+    frames = film(FRAMES * JOINED[name])
+    wanted = stream.network(**plainly(name, stream.network, frames)).logits[0, -len(QUESTION) :]
+    for start in range(0, len(frames), 3):  # pairs that come apart wait for each other
+        stream.push(frames[start : start + 3])
+    assert stream.seen == FRAMES and stream.cooked == 0 and stream._shape.patches == PATCHES[name]
+    assert torch.allclose(stream.logits(QUESTION), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_answers_are_those_that_the_network_generates(name: str) -> None:
+    stream = stream_of(name, frames=6, keep_frames=5, rule="recent")
+    stream.network.generation_config.eos_token_id = None
+    frames = film(6 * JOINED[name])
+    given = plainly(name, stream.network, frames)
+    wanted = stream.network.generate(**given, max_new_tokens=6, do_sample=False)[0, given["input_ids"].shape[1] :]
+    stream.push(frames)
+    assert torch.equal(stream.answer(QUESTION, 6), wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_film_fifty_times_longer_stays_in_its_cap(name: str) -> None:
+    stream = stream_of(name)
+    stream.push(film(JOINED[name]))
+    size, cap = stream.bytes, len(PREFIX) + FRAMES * PATCHES[name] + len(stream._shape.after) + 16
+    assert stream.pot is not None and stream.pot.cap == cap
+    assert size == 4 * 2 * cap * (2 * 8 * 4 + 8 + 4)  # layers, heads; keys and values, a number and a mark
+    places = [tensor.data_ptr() for layer in stream.pot.layers for tensor in layer.tensors()]
+    frames, longest = film(50 * FRAMES * JOINED[name] - JOINED[name], seed=1), 0
+    for start in range(0, len(frames), 31):
+        stream.push(frames[start : start + 31])
+        longest = max(longest, stream.length)
+        assert stream.bytes == size
+    assert stream.seen == 50 * FRAMES and longest == len(PREFIX) + FRAMES * PATCHES[name]
+    assert [tensor.data_ptr() for layer in stream.pot.layers for tensor in layer.tensors()] == places
+    assert stream.answer(QUESTION, 3).shape == (3,)
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "smolvlm"])
+def test_heads_keep_whole_recent_frames_and_keys_as_they_were(name: str) -> None:
+    """After each time: time order, each token once, the recent frames whole; and keys and values not touched."""
+    stream, patches = stream_of(name), PATCHES[name]
+    frames = film(40 * JOINED[name])
+    first = len(PREFIX)
+    kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+    for start in range(0, len(frames), JOINED[name]):
+        before = stream.cooked
+        stream.push(frames[start : start + JOINED[name]])
+        assert stream.pot is not None
+        for at, layer in enumerate(stream.pot.layers):
+            for head in range(2):
+                numbers = layer.numbers[head, : stream.length].tolist()
+                assert numbers[:first] == list(range(first)) and numbers == sorted(set(numbers))
+                if stream.cooked > before:
+                    recent = range(first + (stream.seen - 3) * patches, first + stream.seen * patches)
+                    assert set(recent) <= set(numbers)  # two of eight, and the one that came since
+                for slot, number in enumerate(numbers):
+                    now = (layer.keys[head, slot].clone(), layer.values[head, slot].clone())
+                    was = kept.setdefault((at, head, number), now)
+                    assert torch.equal(now[0], was[0]) and torch.equal(now[1], was[1])
+    assert stream.cooked > 10
+
+
+def test_rules_are_told_which_patch_each_token_is() -> None:
+    """Whatever stands in front of the frames."""
+    told: list[Tensor] = []
+
+    class Listening(Recent):
+        def places(self, held: Held, count: int) -> Tensor:
+            told.append(held.patch.clone())
+            return super().places(held, count)
+
+    stream = stream_of("smolvlm", rule=Listening())
+    stream.push(film(20))
+    assert len(told) == stream.cooked * 4
+    assert all(row.tolist() == [0, 1, 2, 3] * FRAMES for patch in told for row in patch)
+
+
+@pytest.mark.parametrize("pooling", [False, True])
+def test_value_norms_are_noted_while_frames_are_whole(pooling: bool) -> None:
+    stream = stream_of("qwen2-vl", rule=InfiniPotV(pooling=pooling))
+    frames = film(2 * 30)
+    noted: dict[tuple[int, int, int], float] = {}
+    for start in range(0, 60, 2):
+        stream.push(frames[start : start + 2])
+        assert stream.pot is not None
+        for at, layer in enumerate(stream.pot.layers):
+            marked = slice(len(PREFIX), stream.length - stream._new * 16)
+            for head in range(2):
+                for number, mark, value in zip(
+                    layer.numbers[head, marked].tolist(), layer.marks[head, marked], layer.values[head, marked],
+                    strict=True,
+                ):  # fmt: skip
+                    assert noted.setdefault((at, head, number), float(mark)) == float(mark)
+                    if not pooling or at == 3:
+                        assert torch.allclose(mark, value.norm(), atol=1e-5)
+    assert len(noted) > 0
+
+
+def test_what_appeared_once_is_still_there() -> None:
+    """A still film but for one bright square in the first pair, on a network that does not turn keys by time: there the
+    first layer's keys show nothing but redundancy. That pair outlives the film, and most of what is always the same
+    goes."""
+    still = film(1).repeat(80, 1, 1, 1)
+    still[:2, :, 8:16, 8:16] = 4.0
+    stream = VideoStream(qwen2_vl([0, 2, 2]), frames=FRAMES, keep_frames=KEEP, rule=InfiniPotV(tar=0.7))
+    stream.push(still)
+    assert stream.pot is not None and stream.cooked > 10
+    for row in stream.pot.layers[0].numbers[:, : stream.length].tolist():
+        assert set(range(16)) <= set(row)
+        assert len(set(range(16, 16 * 30)) & set(row)) < 16 * 30 / 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_positions_are_those_of_the_whole_film(name: str) -> None:
+    """As the network numbers prefix, all frames and the question, when it is given them together."""
+    network: Any = SEEING[name]()
+    shape = Eye(network).shape(film(1))
+    numbering = Numbering(network, len(PREFIX), shape)
+    for count in (1, 3, 5, 6, 7, 20):
+        found = torch.cat((numbering.frames(0, count), numbering.words(count, 4)), dim=1)
+        pieces = torch.cat([numbering.frames(at, 1) for at in range(count)], dim=1)
+        assert torch.equal(found[:, : pieces.shape[1]], pieces)
+        if name.startswith("qwen"):
+            given = plainly(name, network, film(2 * count))
+            wanted, _ = network.model.get_rope_index(
+                given["input_ids"], mm_token_type_ids=given["mm_token_type_ids"], video_grid_thw=given["video_grid_thw"]
+            )
+            assert torch.equal(found, wanted[:, 0, len(PREFIX) :])
+        else:
+            assert found.tolist() == [list(range(3, 3 + count * PATCHES[name] + 4))]
+
+
+def test_words_may_follow_the_longest_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network whose words go on after the highest position of its frames, be that of time, row or column."""
+    network: Any = SEEING["qwen2-vl"]()
+
+    def highest(ids: Tensor, **given: Any) -> tuple[Tensor, None]:
+        rows = [torch.arange(3).expand(3, -1)]
+        if given["video_grid_thw"] is not None:
+            times, height, width = (int(side) for side in given["video_grid_thw"][0])
+            grid = torch.cartesian_prod(torch.arange(times) * 2, torch.arange(height // 2), torch.arange(width // 2))
+            rows.append(3 + grid.T)
+        rows.append(1 + max(int(row.max()) for row in rows) + torch.zeros(3, 1, dtype=torch.int64))
+        return torch.cat(rows, dim=1)[:, None], None
+
+    monkeypatch.setattr(network.model, "get_rope_index", highest)
+    numbering = Numbering(network, len(PREFIX), Eye(network).shape(film(1)))
+    found = [int(numbering.words(count, 1)[0, 0]) for count in range(40)]
+    assert found == [3, *(3 + max(4, 2 * count - 1) for count in range(1, 40))]
+
+
+def test_patches_by_loops() -> None:
+    eye, frames = Eye(SEEING["qwen2-vl"]()), torch.randn(4, 3, 16, 32)
+    patches, grid = eye._patches(frames)
+    assert grid.tolist() == [[2, 4, 8]] and patches.shape == (64, 3 * 2 * 4 * 4)
+    row = 0
+    for time in range(2):
+        for top in range(0, 16, 8):
+            for left in range(0, 32, 8):
+                for down in (0, 4):
+                    for right in (0, 4):
+                        y, x = top + down, left + right
+                        wanted = frames[2 * time : 2 * time + 2, :, y : y + 4, x : x + 4].transpose(0, 1)
+                        assert torch.equal(patches[row], wanted.flatten())
+                        row += 1
+
+
+def test_no_more_frames_are_encoded_at_once_than_there_is_room_for() -> None:
+    stream = stream_of("smolvlm")
+    counts: list[int] = []
+    stream.network.model.vision_model.register_forward_pre_hook(
+        lambda _, __, named: counts.append(len(named["pixel_values"])), with_kwargs=True
+    )
+    stream.push(film(60))
+    assert max(counts) == FRAMES - KEEP and sum(counts) == 60 + 3  # its shape is found on three
+
+
+def test_empty_frames_that_a_network_takes_for_padding_are_refused() -> None:
+    stream = stream_of("smolvlm")
+    with pytest.raises(DataError, match="zero everywhere, so normalise"):
+        stream.push(torch.zeros(2, 3, 32, 32))
+    stream.push(film(2))
+    before = stream.seen
+    with pytest.raises(DataError, match="zero everywhere, so normalise"):
+        stream.push(torch.cat((film(1), torch.zeros(1, 3, 32, 32))))
+    assert stream.seen == before and stream.length == len(PREFIX) + 2 * 4
+
+
+def test_the_last_frames_fill_the_pot() -> None:
+    one, other = stream_of("smolvlm"), stream_of("smolvlm")
+    for stream in (one, other):
+        stream.push(film(FRAMES))
+    one.push(film(1, seed=5))
+    other.push(film(1, seed=5), last=True)
+    assert one.length == len(PREFIX) + (KEEP + 1) * 4 and other.length == len(PREFIX) + FRAMES * 4
+    odd = stream_of("qwen2-vl")
+    odd.push(film(3))
+    assert odd.seen == 1
+    odd.push(film(2), last=True)
+    assert odd.seen == 3  # the last frame stands for its missing partner
+
+
+@pytest.mark.parametrize("rule", ["infinipot-v", "recent", "uniform"])
+def test_asking_leaves_the_pot_as_it_was_to_the_bit(rule: str) -> None:
+    stream = stream_of("llava-onevision", rule=rule)
+    stream.push(film(30))
+    assert stream.pot is not None
+    before, length = everything(stream.pot), stream.length
+    said = stream.answer(QUESTION, 5)
+    stream.logits(QUESTION)
+    assert same(everything(stream.pot), before) and stream.length == length
+    assert torch.equal(stream.answer(QUESTION, 5), said)
+
+
+def test_recent_keeps_the_last_frames_alone() -> None:
+    stream = stream_of("smolvlm", rule="recent", prefix=())
+    stream.push(film(21))
+    assert stream.pot is not None
+    wanted = list(range(21 * 4 - stream.length, 21 * 4))
+    assert all(row.tolist() == wanted for layer in stream.pot.layers for row in layer.numbers[:, : stream.length])
+
+
+def test_frames_are_prepared_as_told() -> None:
+    network: Any = SEEING["qwen2-vl"]()
+    plain = VideoStream(network, frames=FRAMES, keep_frames=KEEP)
+    told = VideoStream(
+        network, frames=FRAMES, keep_frames=KEEP, prepare=lambda frames: Eye(network)._prepared(frames / 2)
+    )
+    plain.push(film(6) / 2)
+    told.push(film(6))
+    assert torch.allclose(plain.logits(QUESTION), told.logits(QUESTION), atol=1e-5)
+
+
+def test_words_in_and_out() -> None:
+    network: Any = SEEING["smolvlm"]()
+    network.resize_token_embeddings(300)
+    stream = VideoStream(network, byte_tokenizer(), frames=FRAMES, keep_frames=KEEP, prefix="see: ")
+    stream.push(film(5))
+    ids = byte_tokenizer()("what?")["input_ids"]
+    assert stream.length == 5 + 5 * 4
+    assert stream.ask("what?", 4) == byte_tokenizer().decode(stream.answer(ids, 4), skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"keep_frames": 8}, "of 8 frames 8 cannot be kept"),
+        ({"keep_frames": 0}, "of 8 frames 0 cannot be kept"),
+        ({"room": 0}, "room is 0 tokens"),
+        ({"rule": "best"}, "there is no frame rule 'best'; there are infinipot-v, recent, uniform"),
+        ({"keep_frames": 3}, "2 recent frames do not fit"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RecipeError, match=sentence):
+        stream_of("smolvlm", **changes)
+
+
+def test_impossible_requests_are_refused() -> None:
+    stream = stream_of("qwen2-vl")
+    with pytest.raises(RequestError, match="no frame was seen yet"):
+        stream.answer(QUESTION)
+    with pytest.raises(DataError, match=r"frames of 30 x 32 pixels cannot be cut into patches of 8"):
+        stream.push(torch.randn(2, 3, 30, 32))
+    assert stream.pot is None and stream.seen == 0
+    stream.push(film(2))
+    with pytest.raises(DataError, match=r"they are \[frames, ...\] of \[3, 32, 32\]"):
+        stream.push(torch.randn(2, 3, 40, 32))
+    with pytest.raises(RequestError, match="an answer of 500 do not fit"):
+        stream.answer(QUESTION, 500)
+    with pytest.raises(RequestError, match="the question is empty"):
+        stream.answer(())
+    with pytest.raises(ModelError, match="no tokenizer"):
+        stream.ask("what?")
+
+
+def test_unfit_networks_are_refused() -> None:
+    with pytest.raises(ModelError, match="no eyes"):
+        VideoStream(BUILDS["llama"]())
+    with pytest.raises(ModelError, match="sliding"):
+        VideoStream(BUILDS["mistral"]())
+    with pytest.raises(ModelError, match="wants image_sizes beside pixels"):
+        VideoStream(llava(hf.LlavaNextConfig, hf.LlavaNextForConditionalGeneration))

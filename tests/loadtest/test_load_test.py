@@ -1,0 +1,153 @@
+"""The load generator against a real server whose delays are known."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smelt.errors import RequestError
+from smelt.loadtest.generator import LoadTest, Result, load_test
+from smelt.loadtest.prompts import Length
+from tests.cli.conftest import Smelt, smelt_here  # noqa: F401
+from tests.loadtest.sse_server import SseServer
+
+SHORT = {"input": Length(5, 5), "output": Length(8, 8)}
+
+
+def measured(server: SseServer, **options: Any) -> Result:
+    return load_test(LoadTest(server.url, **{"requests": 10, "rate": math.inf, **SHORT, **options}))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_times_are_those_of_the_server(chat: bool) -> None:
+    """A client can only be later than the server, and on a busy machine by some milliseconds."""
+    with SseServer(first=0.15, gap=0.03) as server:
+        found = measured(server, chat=chat, limits={"ttft": 400.0, "tpot": 60.0}).summary
+    assert found.answered == 10 and not found.failures
+    assert found.ttft and found.tpot and found.itl and found.e2el
+    assert 149 <= found.ttft.p50 < 250, found.ttft
+    assert 28 <= found.tpot.p50 < 45, found.tpot
+    assert 25 <= found.itl.p50 < 45, found.itl
+    assert 359 <= found.e2el.p50 < 500, found.e2el
+    assert found.e2el.p50 == pytest.approx(found.ttft.p50 + 7 * found.tpot.p50, rel=0.1)
+    assert found.output_tokens == 80 and found.input_tokens == 70  # as the server counted
+    assert found.most_at_once == 10 and found.good >= 8
+
+
+def test_several_tokens_in_a_piece_are_counted_by_usage_else_by_pieces() -> None:
+    with SseServer(together=4, gap=0.04) as server:
+        result = measured(server)
+        assert result.summary.output_tokens == 80 and all(len(line.pieces) == 2 for line in result.timelines)
+        assert result.summary.tpot and 5 < result.summary.tpot.p50 < 10  # 40 ms over 7 tokens
+        server.usage = False
+        assert measured(server).summary.output_tokens == 20
+
+
+def test_the_loop_is_open() -> None:
+    """Requests are sent at their times though none has been answered; with a limit they wait in the client."""
+    with SseServer(first=0.5) as server:
+        result = measured(server, rate=40.0, seed=5)
+        assert server.most_at_once == 10
+        for line in result.timelines:
+            assert 0 <= line.late < 0.05
+        assert result.timelines[-1].due > 0.05
+        limited = measured(server, rate=40.0, seed=5, at_once=4).timelines
+    assert [line.due for line in limited] == [line.due for line in result.timelines]
+    assert max(line.late for line in limited) > 0.5
+    assert all(line.ttft < 0.7 for line in limited)  # which begins when it is sent
+
+
+def test_at_most_so_many_at_once() -> None:
+    with SseServer(first=0.05, gap=0.0) as server:
+        assert measured(server, at_once=3, warmups=0).summary.most_at_once == 3
+        assert server.most_at_once == 3
+
+
+def test_what_is_sent() -> None:
+    with SseServer(first=0, gap=0, tokenizes=True) as server:
+        result = measured(server, requests=3, input=Length(4, 6), warmups=2, seed=9)
+        sent = [body["prompt"] for body in server.bodies]
+        assert result.settings["input_unit"] == "tokens" and len(sent) == 5
+        assert all(isinstance(prompt, list) and 4 <= len(prompt) <= 6 for prompt in sent)
+        body = server.bodies[0]
+        assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == ("tiny", 8, True, True)
+        assert body["stream_options"] == {"include_usage": True}
+        server.tokenizes, server.bodies = False, []
+        assert measured(server, requests=3, ignore_end=False, seed=9).settings["input_unit"] == "words"
+        assert "ignore_eos" not in server.bodies[0] and len(server.bodies[1]["prompt"].split()) == 5
+
+
+def test_failures_are_counted_by_kind() -> None:
+    kinds = {1: "503", 2: "cut", 3: "error", 4: "slow", 5: "429", 6: "429"}
+    with SseServer(first=0.01, gap=0.001, fails=lambda number: kinds.get(number - 1, "")) as server:
+        found = measured(server, seconds=1.0).summary
+    assert found.failures == {
+        "status 429": 2, "status 503": 1, "cut off": 1, "error in the stream": 1, "timed out": 1,
+    }  # fmt: skip
+    assert found.answered == 4 and found.ttft is not None
+
+
+def test_what_cannot_work_is_one_sentence() -> None:
+    with SseServer(first=0, gap=0, key="secret", models=("a", "b")) as server:
+        with pytest.raises(RequestError, match=r"wants a key \(status 401\); give the file"):
+            measured(server)
+        with pytest.raises(RequestError, match="has no model 'c'; it has a, b"):
+            measured(server, key="secret", model="c")
+        assert measured(server, key="secret", model="b").settings["model"] == "b"
+        assert "secret" not in str(measured(server, key="secret").settings)
+        server.fails = lambda number: "503"
+        with pytest.raises(RequestError, match=r"answered with status 503 \(the queue is full\)"):
+            measured(server, key="secret")
+        with pytest.raises(RequestError, match="all 10 requests failed, the first with: status 503"):
+            measured(server, key="secret", warmups=0)
+        url = server.url
+    with pytest.raises(RequestError, match="does not answer"):
+        load_test(LoadTest(url))
+
+
+def test_the_command(smelt_here: Smelt, tmp_path: Path) -> None:  # noqa: F811
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    files = ["-o", str(tmp_path / "r.html"), "--json", str(tmp_path / "r.json")]
+    with SseServer(first=0.02, gap=0.002, key="secret", fails=lambda number: "429" if number == 3 else "") as server:
+        options = ["--rate", "50", "--requests", "12", "--input", "3:6", "--output", "4", "--seed", "1"]
+        limits = ["--slo", "ttft=500", "--slo", "tpot=50", "--api-key-file", str(key)]
+        done = smelt_here("load-test", server.url, *options, *limits, *files)
+        assert done.code == 0, done.err
+        smelt_here("load-test", server.url).refused("wants a key")
+        smelt_here("load-test", server.url, "--slo", "speed=3").refused("is no limit")
+        smelt_here("load-test", server.url, "--input", "x").refused("is no length")
+    smelt_here("load-test", "ftp://localhost").refused("is no address of a server")
+    smelt_here("load-test", "http://127.0.0.1:1").refused("does not answer")
+    assert (
+        "11 of 12" in done.out and "failed: status 429" in done.out and "goodput (ttft 500 ms, tpot 50 ms)" in done.out
+    )
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["summary"]["answered"] == 11 and len(found["requests"]) == 12 and "secret" not in str(found)
+    page = (tmp_path / "r.html").read_text()
+    assert page.count("<svg") >= 16 and "polyline" in page and "http-equiv" in page and "<script" not in page
+    assert "nan" not in page and "1 of 12 requests failed" in page
+
+
+def test_control_c_reports_what_had_ended(tmp_path: Path) -> None:
+    with SseServer(first=0.02, gap=0.001) as server:
+        arguments = ["load-test", server.url, "--rate", "20", "--requests", "400", "--input", "3", "--output", "4"]
+        command = [sys.executable, "-m", "smelt.cli.main", *arguments, "--json", str(tmp_path / "r.json")]
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        while len(server.bodies) < 10:
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped; this is what had ended" in said
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert found["stopped"] and 5 <= found["summary"]["answered"] < 400

@@ -1,0 +1,168 @@
+"""The network as a program on a processor: which ones are, and that they give what the module gives."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from smelt.compression.base import Context
+from smelt.compression.recipe.methods import make
+from smelt.kernels.cpu.build import load_library
+from smelt.kernels.cpu.program import can_run
+from smelt.kernels.paged import CPU, Pages, attention_path, paged_attention, paged_reference
+from smelt.models.model import Model
+from smelt.runtime.cpu import reason_against
+from smelt.serve.engine.request import Request
+from smelt.serve.engine.runner import Runner, last_tokens
+from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.scheduler import Piece
+from tests.models.test_surgery import cut, random_masks
+from tests.tiny import BUILDS
+
+LIBRARY = load_library()
+pytestmark = pytest.mark.skipif(LIBRARY is None or not can_run(LIBRARY), reason="no compiled library on this machine")
+SIZES: dict[str, Any] = {"blocks": 40, "size": 4, "most_tokens": 64, "most_requests": 4, "context": 96}
+
+
+def quantised(settings: dict[str, Any]) -> Any:
+    model = Model(BUILDS["llama"]())
+    make(settings).apply(model, Context())
+    return model.network
+
+
+def pruned() -> Any:
+    network = BUILDS["llama"]()
+    cut(network, random_masks(network))
+    return network
+
+
+NETWORKS = {
+    **{name: BUILDS[name] for name in ("llama", "llama-tied", "mistral", "qwen2", "qwen3")},
+    "pruned": pruned,
+    "int4": lambda: quantised({"method": "rtn", "bits": 4, "group": 16}),
+    "int8": lambda: quantised({"method": "rtn", "bits": 8, "group": -1, "symmetric": True}),
+    "nf4": lambda: quantised({"method": "rtn", "format": "nf4/16"}),
+    "int4 x int8": lambda: quantised({"method": "rtn", "bits": 4, "group": -1, "inputs": "int8"}),
+    "one scale a matrix": lambda: quantised({"method": "rtn", "bits": 8, "group": 0}),
+}
+
+
+def logits(network: Any, compiled: bool, texts: list[list[int]]) -> Tensor:
+    """Of the last token of every text, after all of them were computed at once, in two chunks each."""
+    runner = Runner(Model(copy.deepcopy(network)), **SIZES, compiled=compiled)
+    assert runner.path == ("cpu-program" if compiled else "module")
+    requests = [Request(str(slot), text, Sampling(), 96, slot=slot) for slot, text in enumerate(texts)]
+    for slot, request in enumerate(requests):
+        request.blocks = list(range(slot * 10 + 9, slot * 10 - 1, -1))
+    found = None
+    with torch.inference_mode():
+        for part in range(2):
+            pieces = []
+            for request in requests:
+                half = len(request.tokens) // 2
+                start, stop = ((0, half), (half, len(request.tokens)))[part]
+                if stop > start:
+                    pieces.append(Piece(request, start, stop - start, part == 1))
+            if not pieces:
+                continue
+            count = runner._fill(pieces)
+            ids, positions = (torch.from_numpy(np.array(each[:count])) for each in (runner._ids, runner._positions))
+            rows = torch.tensor(last_tokens(pieces), dtype=torch.int64)
+            found = runner._logits(ids, positions, rows, runner._pages(pieces, count)).clone()
+    assert found is not None
+    return found
+
+
+TEXTS = [[5, 6, 7, 8, 9, 10, 11], [20], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46]]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_program_gives_what_the_network_gives(name: str) -> None:
+    network = NETWORKS[name]()
+    assert reason_against(Model(network)) is None
+    found, wanted = logits(network, True, TEXTS), logits(network, False, TEXTS)
+    assert torch.allclose(found, wanted, atol=2e-4, rtol=1e-4), float((found - wanted).abs().max())
+
+
+@pytest.mark.parametrize("name", ["llama", "int4", "qwen3"])
+def test_in_half_precision(name: str) -> None:
+    network = NETWORKS[name]().to(torch.bfloat16)
+    found, wanted = logits(network, True, TEXTS), logits(network, False, TEXTS).float()
+    exact = logits(copy.deepcopy(network).float(), False, TEXTS)
+    assert (found - exact).norm() < 1.2 * (wanted - exact).norm() + 1e-3 * exact.norm()
+
+
+def test_neighbours_change_no_bit() -> None:
+    network = BUILDS["llama"]()
+    together = logits(network, True, TEXTS)
+    for row, text in enumerate(TEXTS):
+        assert torch.equal(logits(network, True, [text])[0], together[row])
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (BUILDS["gpt2"], "gpt2 is not among"),
+        (BUILDS["opt"], "opt is not among"),
+        (lambda: quantised({"method": "quarot", "rounding": "rtn"}), "no compiled product"),
+    ],
+    ids=["gpt2", "opt", "rotated inputs"],
+)
+def test_others_run_as_they_are_and_it_is_told_why(build: Any, reason: str) -> None:
+    network = build()
+    assert reason in (reason_against(Model(network)) or "")
+    assert Runner(Model(network), **SIZES).path == "module"
+
+
+@pytest.mark.parametrize("empty", [("heads0",), ("filters1",)])
+def test_a_layer_that_lost_everything_runs_as_it_is(empty: tuple[str, ...]) -> None:
+    network = BUILDS["llama"]()
+    cut(network, random_masks(network, empty=empty))
+    assert reason_against(Model(network)) == "a layer lost all of its heads or filters"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pages_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "lengths", "counts", "window"),
+    [
+        (9, 3, 64, [700, 3, 258], [1, 1, 1], None),
+        (9, 3, 64, [700, 40], [33, 40], None),
+        (4, 4, 24, [17, 300], [17, 5], 5),
+        (16, 1, 250, [300, 513], [7, 2], 100),
+        (1, 1, 1, [1], [1], None),
+    ],
+)
+def test_attention(
+    dtype: torch.dtype, pages_dtype: torch.dtype, heads: int, kv_heads: int, width: int, lengths: list[int],
+    counts: list[int], window: int | None,
+) -> None:  # fmt: skip
+    torch.manual_seed(0)
+    size, rows = 16, [-(-length // 16) for length in lengths]
+    order = torch.randperm(sum(rows) + 2).tolist()
+    tables = torch.zeros(len(lengths), max(rows), dtype=torch.int32)
+    for row, count in enumerate(rows):
+        tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
+    pages = [torch.randn(sum(rows) + 2, size, kv_heads, width).to(pages_dtype) for _ in range(2)]
+    starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32), tables, starts.long(), max(lengths), counts)
+    queries = torch.randn(sum(counts), heads, width).to(dtype)
+    assert attention_path(queries, pages[0]) == CPU
+    found = paged_attention(queries, pages[0], pages[1], batch, width**-0.5, window)
+    wanted = paged_reference(queries.float(), pages[0].float(), pages[1].float(), batch, width**-0.5, window)
+    assert torch.allclose(found.float(), wanted, atol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def test_attention_with_scores_that_would_overflow() -> None:
+    pages = [torch.full((1, 4, 1, 16), 100.0), torch.arange(64.0).reshape(1, 4, 1, 16)]
+    batch = Pages(
+        torch.tensor([0, 1], dtype=torch.int32), torch.tensor([4], dtype=torch.int32),
+        torch.tensor([[0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64), 4, [1],
+    )  # fmt: skip
+    found = paged_attention(torch.full((1, 1, 16), 100.0), pages[0], pages[1], batch, 1.0)
+    assert torch.allclose(found, pages[1][0].mean(0)[None])

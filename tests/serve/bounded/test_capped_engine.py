@@ -1,0 +1,380 @@
+"""An engine under a hard cap: the plain one while a text fits, a stream's pot when it does not; pages stay within the
+cap, are all given back, and no answer depends on who else is there."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smelt.kvcache.streaming import InfiniPot, TextStream
+from smelt.kvcache.streaming.cap import Cap
+from smelt.models.model import Model
+from smelt.serve.engine.bounded.memory import CappedMemory
+from smelt.serve.engine.bounded.runner import CappedRunner
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.request import Request
+from smelt.serve.engine.runner import Launched
+from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.scheduler import Step
+from tests.serve.test_adapters import merged, write_adapter
+from tests.serve.test_engine import expected
+from tests.tiny import BUILDS
+from tests.trained import sentences, trained_llama
+
+PROMPT = (5, 6, 7)
+RULE = InfiniPot(prompt=PROMPT)
+CAP, KEEP, BLOCK = 42, 14, 4
+FULL, MOST = CAP - len(PROMPT), -(-CAP // BLOCK)  # tokens of a full pot, and its pages
+BLOCK_BYTES = 3 * 2 * BLOCK * (2 * 8 * 4 + 4)  # keys, values and numbers
+GREEDY = Sampling(max_tokens=16, temperature=0, ignore_end=True)
+LONG = Sampling(max_tokens=70, temperature=0, ignore_end=True)
+
+
+def capped(network: PreTrainedModel | None = None, **more: Any) -> Engine:
+    """With room for 8 pots, unless told."""
+    given = {"block": BLOCK, "cache_bytes": 8 * MOST * BLOCK_BYTES, **more}
+    model = Model(copy.deepcopy(network) if network is not None else BUILDS["llama"]())
+    return Engine(model, **{"cap": Cap(CAP, KEEP, RULE), **given})
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    """A trained network, whose answers differ from each other."""
+    return copy.deepcopy(trained_llama(sentences(400)))
+
+
+def memory_of(engine: Engine) -> CappedMemory:
+    assert isinstance(engine.scheduler.memory, CappedMemory)
+    return engine.scheduler.memory
+
+
+def runner_of(engine: Engine) -> CappedRunner:
+    assert isinstance(engine.runner, CappedRunner)
+    return engine.runner
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(3, 99) for _ in range(count)]
+
+
+def texts_of(lengths: list[int]) -> list[list[int]]:
+    return [words(length, seed) for seed, length in enumerate(lengths)]
+
+
+LENGTHS = [200, 3, FULL, FULL + 1, 90, FULL - 2]
+
+
+def run(engine: Engine) -> None:
+    """To the end, with all that must hold after every step."""
+    while engine.busy:
+        engine.step()
+        check(engine)
+    state = engine.state()
+    assert state["blocks_used"] == 0 and state["blocks_carried"] + engine.pool.free == engine.pool.blocks
+    memory_of(engine).forget()
+    assert engine.pool.free == engine.pool.blocks and not any(engine.pool.references)
+
+
+def check(engine: Engine) -> None:
+    held = [block for request in engine.scheduler.running for block in request.blocks]
+    assert len(held) == len(set(held)) == engine.state()["blocks_used"]
+    assert all(len(request.blocks) <= MOST for request in engine.scheduler.running)
+    for request in engine.scheduler.waiting:
+        assert request.pot is None and not request.blocks
+
+
+def answers(engine: Engine, texts: list[list[int]], sampling: Sampling = GREEDY) -> list[list[int]]:
+    requests = [engine.submit(text, sampling)[0] for text in texts]
+    run(engine)
+    return [each.output for each in requests]
+
+
+# While everything fits
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3"])
+def test_a_text_that_fits_is_answered_as_by_the_plain_engine(name: str, compiled: bool) -> None:
+    network = BUILDS[name]()
+    texts = texts_of([1, 5, FULL - 16, 12])
+    engine = capped(network, compiled=compiled)
+    assert answers(engine, texts) == [expected(network, text) for text in texts]
+    assert runner_of(engine).cooked == 0
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_logits_that_fit_are_those_of_the_plain_engine(llama: PreTrainedModel, compiled: bool) -> None:
+    asked, text = Sampling(max_tokens=8, temperature=0, ignore_end=True, logprobs=20), words(FULL - 8, 3)
+    plain = Engine(Model(copy.deepcopy(llama)), block=BLOCK, context=96, cache_bytes=10**7, compiled=compiled)
+    found = [logprobs(engine, text, asked) for engine in (plain, capped(llama, compiled=compiled))]
+    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
+
+
+def logprobs(engine: Engine, text: list[int], sampling: Sampling) -> torch.Tensor:
+    engine.submit(text, sampling)
+    found = []
+    while engine.busy:
+        for event in engine.step():
+            assert event.logprobs is not None
+            found.append([value for _, value in event.logprobs.top])
+    return torch.tensor(found)
+
+
+def test_a_network_in_a_small_type() -> None:
+    network, texts = BUILDS["llama"]().to(torch.bfloat16), texts_of([1, 5, FULL - 16, 12])
+    plain = Engine(Model(copy.deepcopy(network)), block=BLOCK, context=96, cache_bytes=10**7, compiled=False)
+    wanted = [plain.submit(text, GREEDY)[0] for text in texts]
+    while plain.busy:
+        plain.step()
+    engine = capped(network, compiled=False)
+    assert answers(engine, texts) == [each.output for each in wanted]
+    assert len(answers(engine, [words(200)])[0]) == 16 and runner_of(engine).cooked > 5
+
+
+# A stream's pot
+
+
+def streamed(network: PreTrainedModel) -> TextStream:
+    return TextStream(Model(copy.deepcopy(network)), CAP, keep=KEEP, room=len(PROMPT), rule=RULE)
+
+
+def held(engine: Engine, request: Request, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of a running request: numbers [kv_heads, length], keys and values [kv_heads, length, width]."""
+    runner, length = runner_of(engine), memory_of(engine).size.length(request.computed)
+    rows = torch.tensor([request.blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(length)])
+    numbers = runner.pages.numbers.flatten(0, 1)[rows, layer].T.long()
+    keys, values = (
+        pages[layer].flatten(0, 1)[rows].transpose(0, 1) for pages in (runner.cache.keys, runner.cache.values)
+    )
+    return numbers, keys, values
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_long_text_lies_in_its_pages_as_in_a_streams_pot(llama: PreTrainedModel, compiled: bool) -> None:
+    """Over prompt and answer, after every step: the same tokens of every head, keys, values, and what is novel."""
+    engine, stream = capped(llama, compiled=compiled, chunk=9), streamed(llama)
+    request = engine.submit(words(150), LONG)[0]
+    while engine.busy:
+        engine.step()
+        if not request.blocks:
+            break
+        stream.push(request.tokens[stream.seen : request.computed])
+        assert stream.length == memory_of(engine).size.length(request.computed)
+        assert request.pot is not None and request.pot.ledger.length == stream._ledger.length
+        for mine, theirs in (
+            (request.pot.ledger.numbers, stream._ledger.numbers),
+            (request.pot.ledger.novelty, stream._ledger.novelty),
+        ):
+            count = stream._ledger.length
+            assert torch.allclose(mine[:count].double(), theirs[:count].double(), atol=1e-4)
+        for layer, pot in enumerate(stream.pot.layers):
+            numbers, keys, values = held(engine, request, layer)
+            assert torch.equal(numbers, pot.numbers[:, : stream.length])
+            assert torch.allclose(keys, pot.keys[:, : stream.length], atol=1e-4)
+            assert torch.allclose(values, pot.values[:, : stream.length], atol=1e-4)
+    assert len(request.output) == 70 and stream.cooked == runner_of(engine).cooked > 5
+
+
+def test_the_answer_is_the_streams(llama: PreTrainedModel) -> None:
+    """As long as the stream has room for it."""
+    for length in (100, 131, FULL + 1):
+        stream, text = streamed(llama), words(length, 4)
+        stream.push(text)
+        free = CAP - stream.length
+        found = answers(capped(llama), [text], Sampling(max_tokens=min(free, 20), temperature=0, ignore_end=True))[0]
+        fits = FULL - stream.length + 1  # before the engine cooks down what it says itself
+        stream.model.network.generation_config.eos_token_id = None
+        assert stream.answer([], len(found))[:fits].tolist() == found[:fits]
+
+
+# The cap
+
+
+def test_a_conversation_many_times_the_cap_stays_within_it() -> None:
+    engine = capped(batch_requests=2)
+    text: list[int] = words(10)
+    longest = 0
+    for turn in range(12):
+        text = [*text, *words(150, turn)]
+        request = engine.submit(text, GREEDY)[0]
+        while engine.busy:
+            engine.step()
+            check(engine)
+            longest = max(longest, len(request.blocks))
+            assert engine.state()["blocks_used"] <= MOST
+        assert request.reason == "length" and len(request.output) == 16
+        text = list(request.tokens)
+    assert len(text) > 45 * CAP and longest == MOST
+    run(engine)
+
+
+def test_positions_stay_within_the_cap() -> None:
+    engine, positions = capped(compiled=False), []
+    network: Any = engine.model.network
+    network.model.rotary_emb.register_forward_pre_hook(
+        lambda _, given, named: positions.append(int((named["position_ids"] if named else given[1]).max())),
+        with_kwargs=True,
+    )
+    answers(engine, texts_of([500]))
+    assert CAP - len(PROMPT) <= max(positions) < CAP
+
+
+def test_a_short_request_reserves_what_it_has() -> None:
+    engine = capped()
+    request = engine.submit(words(9), GREEDY)[0]
+    engine.step()
+    assert len(request.blocks) == 3
+    run(engine)
+
+
+def test_what_nobody_asked_to_end_ends() -> None:
+    engine = capped()
+    assert engine.longest == engine.context == 2**30
+    request = engine.submit(words(100), Sampling(max_tokens=None, temperature=0, ignore_end=True))[0]
+    run(engine)
+    assert len(request.output) == CAP and request.reason == "length"
+    limited = capped(context=110)
+    request = limited.submit(words(100), Sampling(max_tokens=None, temperature=0, ignore_end=True))[0]
+    run(limited)
+    assert len(request.tokens) == 110
+
+
+# Nobody's answer depends on others
+
+
+@pytest.fixture(scope="module")
+def alone(llama: PreTrainedModel) -> list[list[int]]:
+    return [answers(capped(llama), [text], LONG)[0] for text in texts_of(LENGTHS)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"compiled": False}, {"batch_requests": 3}, {"batch_tokens": 11}, {"chunk": 5}, {"prefix_cache": False}],
+    ids=str,
+)
+def test_a_batch_changes_no_answer(llama: PreTrainedModel, alone: list[list[int]], more: dict[str, Any]) -> None:
+    engine = capped(llama, **more)
+    assert answers(engine, texts_of(LENGTHS), LONG) == alone
+    assert answers(engine, texts_of(LENGTHS), LONG) == alone  # on pages that were used before
+
+
+def test_a_prompt_is_cut_the_same_way_whoever_else_is_there() -> None:
+    def cut(engine: Engine, texts: list[list[int]]) -> dict[int, list[tuple[int, int]]]:
+        """Of each prompt, by its length: where its pieces begin, and their tokens."""
+        found: dict[int, list[tuple[int, int]]] = {}
+        launch = runner_of(engine).launch
+
+        def noted(step: Step) -> Launched:
+            for piece in step.pieces:
+                found.setdefault(len(piece.request.prompt), []).append((piece.start, piece.count))
+            return launch(step)
+
+        engine.runner.launch = noted  # type: ignore[method-assign]
+        answers(engine, texts)
+        return found
+
+    texts = texts_of(LENGTHS)
+    together = cut(capped(chunk=9, batch_requests=4), texts)
+    assert together == {len(text): cut(capped(chunk=9), [text])[len(text)] for text in texts}
+
+
+def test_answers_after_preemption(llama: PreTrainedModel, alone: list[list[int]]) -> None:
+    """A pot that was cooked down often, also while it was answered, is lost, and made anew."""
+    engine = capped(llama, cache_bytes=(MOST + 4) * BLOCK_BYTES)
+    texts = texts_of(LENGTHS)
+    long = engine.submit(texts[0], LONG, priority=1)[0]
+    while len(long.output) < 40:
+        engine.step()
+    short = engine.submit(texts[1], LONG)[0]
+    run(engine)
+    assert (long.preemptions, short.preemptions) == (1, 0)
+    assert [long.output, short.output] == alone[:2]
+
+
+def test_random_work_ends_and_leaks_nothing(llama: PreTrainedModel) -> None:
+    """Requests come, leave and go on from each other at random."""
+    chance = random.Random(1)
+    engine, ended, came = capped(llama, cache_bytes=(3 * MOST + 1) * BLOCK_BYTES, batch_tokens=16), [], []
+    for turn in range(400):
+        if turn < 250 and chance.random() < 0.12:
+            before = chance.choice(ended).tokens if ended and chance.random() < 0.5 else []
+            text = [*before[: chance.randrange(len(before) + 1)], *words(chance.randrange(1, 80), turn)]
+            asked = Sampling(max_tokens=chance.randrange(1, 40), temperature=0, n=chance.randrange(1, 3))
+            came += engine.submit(text, asked)
+        if engine.scheduler.running and chance.random() < 0.05:
+            engine.abort(chance.choice(engine.scheduler.running))
+        ended += [event.request for event in engine.step() if event.reason]
+        check(engine)
+    run(engine)
+    assert len(came) > 20 and {each.reason for each in came} >= {"length", "abort"}
+    checked = [each for each in ended if len(each.prompt) > FULL][:6]
+    assert [answers(capped(llama), [each.prompt], each.sampling)[0][: len(each.output)] for each in checked] == [
+        each.output for each in checked
+    ]
+
+
+def test_who_leaves_gives_everything_back() -> None:
+    engine = capped()
+    for steps in range(1, 12):
+        request = engine.submit(words(200), LONG)[0]
+        for _ in range(steps):
+            engine.step()
+        engine.abort(request)
+        assert engine.pool.free == engine.pool.blocks and request.pot is None
+
+
+def test_adapters_look_at_the_pot_too(llama: PreTrainedModel, tmp_path: Path) -> None:
+    folder, text = write_adapter(tmp_path / "a", llama, seed=0), words(150, 2)
+    engine = capped(llama, adapters={"a": folder})
+    plain, changed = (engine.submit(text, LONG, adapter=name)[0] for name in (None, "a"))
+    run(engine)
+    assert changed.output != plain.output
+    assert plain.output == answers(capped(llama), [text], LONG)[0]
+    assert changed.output == answers(capped(merged(llama, folder, 2.0)), [text], LONG)[0]
+
+
+# Turns
+
+
+@pytest.mark.parametrize("length", [10, FULL - 3, FULL, 200])
+def test_the_next_turn_goes_on_from_the_pot(llama: PreTrainedModel, length: int) -> None:
+    engine, other = capped(llama), capped(llama, prefix_cache=False)
+    first = engine.submit(words(length), GREEDY)[0]
+    while engine.busy:
+        engine.step()
+    text = [*first.tokens, *words(60, 1)]
+    again = [engine.submit(text, LONG)[0] for _ in range(2)]  # both of the same turn
+    run(engine)
+    assert [each.cached for each in again] == [length + 15] * 2
+    assert [each.output for each in again] == [answers(other, [text], LONG)[0]] * 2
+
+
+def test_only_who_may_goes_on_from_a_pot(llama: PreTrainedModel) -> None:
+    engine = capped(llama)
+    first = engine.submit(words(50), GREEDY, salt=b"a")[0]
+    while engine.busy:
+        engine.step()
+    changed = [*first.tokens[:-1], (first.tokens[-1] + 1) % 99, 7]  # what was said last was something else
+    found = [engine.submit([*first.tokens, 7], GREEDY, salt=salt)[0] for salt in (b"b", b"a")]
+    found.append(engine.submit(changed, GREEDY, salt=b"a")[0])
+    run(engine)
+    assert [each.cached for each in found] == [0, 65, 0]
+
+
+def test_pots_are_given_up_when_memory_is_wanted(llama: PreTrainedModel) -> None:
+    engine = capped(llama, cache_bytes=2 * MOST * BLOCK_BYTES)
+    for seed in range(5):
+        engine.submit(words(100, seed), GREEDY)
+        while engine.busy:
+            engine.step()
+            check(engine)
+        assert engine.state()["blocks_carried"] <= 2 * MOST
+    assert len(memory_of(engine).texts) >= 1
+    run(engine)

@@ -1,0 +1,85 @@
+"""What cannot be served under a cap: one sentence with the way out, from the engine and from the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smelt.cli.app import call, program
+from smelt.errors import ModelError, RecipeError, RequestError, ResourceError, SmeltError
+from smelt.kvcache.streaming import InfiniPot
+from smelt.kvcache.streaming.cap import Cap
+from smelt.models.model import Model
+from smelt.serve.engine.engine import Engine
+from tests.serve.bounded.test_capped_engine import BLOCK, BLOCK_BYTES, RULE, answers, words
+from tests.tiny import BUILDS
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "sentence"),
+    [
+        ({"cap": 0}, RecipeError, "a cap of 0 tokens holds nothing"),
+        ({"cap": -5}, RecipeError, "a cap of -5 tokens holds nothing"),
+        ({"cap": Cap(12, rule=RULE)}, RecipeError, r"12 tokens is too small.*takes 3, and a block of 4.*at least 13"),
+        ({"cap": Cap(40, 35, RULE)}, RecipeError, r"keeps 35 leaves 2 .* keep at most 33"),
+        ({"cap": Cap(40, 40, RULE)}, RecipeError, "cannot keep 40 and read more"),
+        ({"cap": Cap(129, rule=RULE)}, RecipeError, "the cap is 129 tokens, and this model was trained for 128"),
+        ({"cap": Cap(40, rule=RULE), "select": {"budget": 512}}, RecipeError, "leave out the profile, or the choice"),
+        ({"cap": Cap(40, rule=RULE), "kv": "none.json"}, RecipeError, "leave out the profile, or the choice"),
+        ({"cap": Cap(40, rule=RULE), "devices": 2}, ModelError, "not kept on several devices yet: use one"),
+        ({"cap": Cap(40, rule=RULE), "context": 1}, RequestError, "give at least 2"),
+        (
+            {"cap": Cap(40, rule=RULE), "cache_bytes": 9 * BLOCK_BYTES},
+            ResourceError,
+            r"holds 36 tokens, and the cap is 40, which takes .* bytes; give more memory, or a smaller cap",
+        ),
+    ],
+    ids=str,
+)
+def test_impossible_caps(options: dict[str, Any], kind: type[SmeltError], sentence: str) -> None:
+    with pytest.raises(kind, match=sentence):
+        Engine(Model(BUILDS["llama"]()), block=BLOCK, **options)
+
+
+def test_the_least_cap_is_one_that_works() -> None:
+    engine = Engine(Model(BUILDS["llama"]()), block=BLOCK, cap=Cap(13, rule=RULE))
+    assert len(answers(engine, [words(60)])[0]) == 16
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("mistral", "sliding layers"), ("gpt2", "no rotary positions")])
+def test_models_whose_pots_cannot_be_cooked_down(name: str, sentence: str) -> None:
+    with pytest.raises(ModelError, match=sentence):
+        Engine(Model(BUILDS[name]()), block=BLOCK, cap=Cap(40, rule=RULE))
+
+
+def test_positions_must_be_numbered_anew() -> None:
+    with pytest.raises(RecipeError, match="leave `renumber` on"):
+        Cap(40, rule=InfiniPot(renumber=False))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["--kv-cap", "0"], "--kv-cap 0 holds nothing; it is a number of tokens"),
+        (["--kv-cap", "-7"], "--kv-cap -7 holds nothing"),
+        (["--kv-cap", "512", "--kv", "some.json"], "--kv-cap and --kv are two ways to hold keys and values"),
+        (["--kv-cap", "512", "--kv-select", "pages"], "--kv-cap and --kv-select are two ways"),
+    ],
+    ids=str,
+)
+def test_the_command_line_refuses_at_once(options: list[str], sentence: str) -> None:
+    arguments = ["serve", "smollm2-135m", *options]
+    with pytest.raises(SmeltError, match=sentence):
+        call(program(arguments), arguments)
+
+
+def test_a_cap_that_is_too_small_for_the_model_is_one_sentence(model_folder: Path) -> None:
+    command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model_folder), "--kv-cap", "100"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    said = " ".join(ended.stderr.split())
+    assert ended.returncode == 2 and "Traceback" not in said
+    assert "a cap of 100 tokens is too small" in said and "give at least" in said

@@ -1,0 +1,398 @@
+"""A cache whose heads keep different numbers of tokens: with everything kept it is the plain one, otherwise the masked
+reference; what is reserved is what is used; conversations go on from what is left of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from smelt.kvcache.eviction.attention import attending
+from smelt.kvcache.eviction.attention_inputs import Seen
+from smelt.kvcache.eviction.budget import kept
+from smelt.kvcache.eviction.clusters import Clusters, clusters
+from smelt.kvcache.eviction.observe import Reading, logits_after, read
+from smelt.kvcache.eviction.retention import Kept, Retention
+from smelt.kvcache.eviction.scorer import Scorer
+from smelt.kvcache.eviction.scorers import scorer_named
+from smelt.models.model import Model
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.per_head.memory import RaggedMemory
+from smelt.serve.engine.per_head.step import RaggedStep
+from smelt.serve.engine.request import Request
+from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.session_cache import Carried, CarriedTexts
+from tests.tiny import BUILDS
+
+LAYERS, HEADS, BLOCK = 3, 2, 4
+GREEDY = Sampling(max_tokens=12, temperature=0, ignore_end=True)
+SMALL: dict[str, Any] = {"block": BLOCK, "context": 120, "cache_bytes": 10**7}
+
+
+def shuffled(size: int, seed: int) -> Clusters:
+    """Any heads together, of any layers."""
+    cells = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
+    random.Random(seed).shuffle(cells)
+    return Clusters(LAYERS, HEADS, tuple(tuple(sorted(cells[at : at + size])) for at in range(0, len(cells), size)))
+
+
+def retention(share: float | list[float], size: int = 2, seed: int = 0, scorer: Scorer | None = None) -> Retention:
+    made = shuffled(size, seed)
+    budgets = [share] * len(made.members) if isinstance(share, float) else share
+    return Retention(made, tuple(budgets), scorer or scorer_named("keydiff", sink=2, window=4), BLOCK)
+
+
+def model_of(family: str) -> Model:
+    return Model(BUILDS[family](), None)
+
+
+def words(count: int, seed: int = 0) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(3, 99) for _ in range(count)]
+
+
+def prompts(count: int, seed: int = 0, most: int = 80) -> list[list[int]]:
+    chance = random.Random(seed)
+    return [[chance.randrange(3, 99) for _ in range(chance.randrange(1, most))] for _ in range(count)]
+
+
+def run(engine: Engine) -> None:
+    """To the end, with all that must hold after every step."""
+    memory = engine.scheduler.memory
+    while engine.busy:
+        engine.step()
+        check(engine)
+    assert engine.state()["blocks_used"] == 0
+    if isinstance(memory, RaggedMemory):
+        memory.forget()
+    assert engine.pool.free == engine.pool.blocks
+
+
+def check(engine: Engine) -> None:
+    """Pages follow the accounting to the block, and none belongs to two."""
+    pool = engine.pool
+    assert pool.free + sum(count > 0 for count in pool.references) == pool.blocks
+    for request in engine.scheduler.running:
+        if request.holding is not None:
+            assert len(request.blocks) == len(set(request.holding.places)) == len(request.holding.places)
+            assert len(request.blocks) >= int(request.holding.kept.pages(request.computed).sum())
+    if isinstance(engine.scheduler.memory, RaggedMemory):
+        own = {page for request in engine.scheduler.running for page in request.blocks}
+        state = engine.state()
+        assert state["blocks_used"] == len(own)
+        assert state["blocks_used"] + state["blocks_carried"] + pool.free == pool.blocks
+
+
+def answers(engine: Engine, texts: list[list[int]], sampling: Sampling = GREEDY) -> list[list[int]]:
+    requests = [engine.submit(text, sampling)[0] for text in texts]
+    run(engine)
+    return [each.output for each in requests]
+
+
+def test_nothing_is_carried_of_what_was_tried_beforehand() -> None:
+    engine = Engine(model_of("llama"), **SMALL, kv=retention(0.3))
+    before = engine.state()
+    engine.prepare([60, 9])
+    assert engine.state() == before and engine.pool.free == engine.pool.blocks
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
+def test_everything_kept_is_the_plain_cache(family: str) -> None:
+    texts = prompts(5)
+    model = model_of(family)
+    heads = sum(part.units for part in model.anatomy.parts if part.kind == "heads") // LAYERS
+    plain = answers(Engine(model_of(family), **SMALL), texts)
+    for size in (1, 2, LAYERS * heads):
+        whole = clusters(torch.rand(LAYERS, heads), size)
+        every = Retention(whole, (1.0,) * len(whole.members), scorer_named("keydiff", sink=2, window=4), BLOCK)
+        assert answers(Engine(model, kv=every, batch_tokens=16, **SMALL), texts) == plain
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 6])
+def test_logits_with_everything_kept_under_any_map_of_heads(size: int) -> None:
+    text = words(90, seed=3)
+    asked = Sampling(max_tokens=4, temperature=0, ignore_end=True, logprobs=20)
+    plain = logprobs(Engine(model_of("llama"), **SMALL), text, asked)
+    for seed in range(3):
+        engine = Engine(model_of("llama"), kv=retention(1.0, size, seed), batch_tokens=16, **SMALL)
+        torch.testing.assert_close(logprobs(engine, text, asked), plain, atol=1e-5, rtol=0)
+
+
+def logprobs(engine: Engine, text: list[int], sampling: Sampling) -> torch.Tensor:
+    engine.submit(text, sampling)
+    found = []
+    while engine.busy:
+        for event in engine.step():
+            assert event.logprobs is not None
+            found.append(sorted(value for _, value in event.logprobs.top))
+    return torch.tensor(found)
+
+
+def test_pages_are_what_the_budgets_say() -> None:
+    """To the page: what a request holds, and the ideal of its heads."""
+    wanted = retention([0.5, 0.25, 0.1])
+    engine = Engine(model_of("llama"), kv=wanted, batch_tokens=32, **SMALL)
+    text = words(103, seed=1)
+    request = engine.submit(text, GREEDY)[0]
+    engine.step()
+    lengths = [6 + math.ceil(share * (102 - 6)) for share in (0.5, 0.25, 0.1)]
+    assert len(request.blocks) == sum(math.ceil(length / BLOCK) for length in lengths)
+    run(engine)
+
+
+@pytest.mark.parametrize("name", ["keydiff", "knorm", "streaming", "tova", "snapkv", "expected"])
+def test_a_prompt_in_one_chunk_is_compressed_as_the_reference_says(name: str) -> None:
+    """The masked network, which frees nothing, gives the same logits."""
+    scorer = scorer_named(name, sink=2, window=8)
+    shares = [0.6, 0.3, 0.1]
+    wanted = retention(shares, size=2, seed=1, scorer=scorer)
+    model = model_of("llama")
+    text = words(100, seed=5)
+    *prompt, last = text
+    found = read(model, torch.tensor([prompt]))
+    counts = Kept.nothing(wanted, len(prompt)).lengths(len(prompt))
+    each = torch.from_numpy(counts)[wanted.clusters.cluster]  # [layers, kv_heads]
+    assert each.min() < each.max() < len(prompt), "nothing would be compressed, or all alike"
+    scores = torch.stack([scorer.scores(seen) for seen in found.seen])
+    reference = logits_after(model, found, kept(scores, each[:, None]), torch.tensor([[last]]))[0, -1]
+    asked = Sampling(max_tokens=1, temperature=0, ignore_end=True, logprobs=20)
+    own = logprobs(Engine(model, kv=wanted, batch_tokens=256, **SMALL), text, asked)
+    torch.testing.assert_close(own[0], reference.log_softmax(-1).topk(20).values.sort().values, atol=2e-5, rtol=0)
+
+
+def test_a_prompt_in_two_chunks_is_compressed_as_the_reference_says() -> None:
+    """The second chunk sees what is left of the first, and judges the first one's window with its own tokens."""
+    scorer = scorer_named("snapkv", sink=2, window=8)
+    wanted, model = retention([0.6, 0.3, 0.1], seed=1, scorer=scorer), model_of("llama")
+    *prompt, last = words(101, seed=6)
+    kept_ = Kept.nothing(wanted, 100)
+    half = kept_.chunk(0, 60)
+    first = read(model, torch.tensor([prompt[:half]]))
+    scores = torch.stack([scorer.scores(seen) for seen in first.seen])
+    own = torch.from_numpy(kept_.lengths(half))[wanted.clusters.cluster][:, None]
+    mask = kept(scores, own)  # [layers, 1, kv_heads, half]
+    caught: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+    cache = first.cache()
+    with attending(model.network, mask, lambda layer, *seen: caught.update({layer: seen})), torch.no_grad():
+        model.network(torch.tensor([prompt[half:]]), past_key_values=cache)
+    region = 100 - half + 8
+    later = scorer_named("snapkv", sink=0, window=8)
+    ends = torch.from_numpy(kept_.lengths(100))[wanted.clusters.cluster][:, None]
+    whole = torch.zeros(LAYERS, 1, HEADS, 100, dtype=torch.bool)
+    whole[..., : half - 8] = mask[..., : half - 8]
+    for layer, (queries, keys, values) in caught.items():
+        tail = [each[:, :, -region:] for each in (keys, values)]
+        seen = Seen(*tail, queries[:, :, :0], lambda x, _: x, 8**-0.5, turned=queries)
+        locked = own[layer] - 8
+        whole[layer, :, :, -region:] = kept(later.scores(seen)[None], (ends[layer] - locked)[None])[0]
+    after = Reading(
+        [Seen(keys, values, keys, lambda x, _: x, 1.0) for _, keys, values in caught.values()], first.logits,
+        model.network.config,
+    )  # fmt: skip
+    reference = logits_after(model, after, whole, torch.tensor([[last]]))[0, -1].log_softmax(-1)
+    asked = Sampling(max_tokens=1, temperature=0, ignore_end=True, logprobs=20)
+    found = logprobs(Engine(model, kv=wanted, batch_tokens=60, **SMALL), [*prompt, last], asked)
+    torch.testing.assert_close(found[0], reference.topk(20).values.sort().values, atol=2e-5, rtol=0)
+
+
+def test_turn_after_turn_with_everything_kept_is_the_plain_cache() -> None:
+    """What the next turn writes goes to pages of its own: two that go on from one text do not disturb each other."""
+    engines = [
+        Engine(model_of("llama"), kv=retention(1.0), batch_tokens=24, **SMALL),
+        Engine(model_of("llama"), **SMALL),
+    ]
+    answered = []
+    for engine in engines:
+        text = words(33, seed=7)
+        for turn in range(3):
+            both = [engine.submit([*text, 50 + turn, 60 + who], GREEDY)[0] for who in range(2)]
+            while engine.busy:
+                engine.step()
+                check(engine)
+            answered.append([each.output for each in both])
+            text = both[1].tokens
+    assert answered[:3] == answered[3:]
+    assert engines[0].state()["cached_tokens"] > 0
+
+
+def test_the_program_gives_the_tokens_of_the_module() -> None:
+    texts = prompts(5, seed=12)
+    settings = {"kv": retention([0.5, 0.2, 0.0]), "batch_tokens": 24, **SMALL}
+    fast, plain = Engine(model_of("qwen3"), **settings), Engine(model_of("qwen3"), compiled=False, **settings)
+    if not fast.runner.path.startswith("cpu-program"):
+        pytest.skip("there is no compiled library on this machine")
+    assert plain.runner.path == "module, pages of head clusters"
+    assert answers(fast, texts) == answers(plain, texts)
+
+
+def test_what_is_kept_does_not_depend_on_who_else_is_there() -> None:
+    texts = prompts(7, seed=2)
+    settings = {"kv": retention([0.5, 0.2, 0.0]), "batch_tokens": 24, **SMALL}
+    alone = [answers(Engine(model_of("llama"), **settings), [text])[0] for text in texts]
+    assert answers(Engine(model_of("llama"), **settings), texts) == alone
+    few = answers(Engine(model_of("llama"), batch_requests=3, **settings), texts)
+    assert few == alone
+
+
+def test_a_tight_cache_preempts_and_answers_everyone() -> None:
+    texts = prompts(6, seed=4)
+    tight = {**SMALL, "cache_bytes": 80_000}
+    engine = Engine(model_of("llama"), kv=retention([0.5, 0.2, 0.0]), batch_tokens=24, batch_requests=6, **tight)
+    long = Sampling(max_tokens=40, temperature=0, ignore_end=True)
+    found = answers(engine, texts, long)
+    assert engine.state()["preemptions"] > 0, "the cache is not tight enough to see anything"
+    assert all(len(answer) == min(40, 120 - len(text)) for answer, text in zip(found, texts, strict=True))
+
+
+def test_pages_are_reserved_once_and_grow_only_with_what_is_written() -> None:
+    engine = Engine(model_of("llama"), kv=retention([1.0, 0.1, 0.0]), batch_tokens=24, **SMALL)
+    text = words(99, seed=8)
+    request = engine.submit(text, GREEDY)[0]
+    seen = []
+    while engine.busy:
+        engine.step()
+        check(engine)
+        if request.holding is not None:
+            seen.append((request.computed, len(request.blocks)))
+    stop = len(text) - 1
+    reserved = {pages for computed, pages in seen if computed <= stop}
+    assert len(reserved) == 1, "a prompt's pages change while it is read"
+    full = 3 * -(-stop // BLOCK)
+    assert reserved.pop() < 0.6 * full
+    counts = [pages for _, pages in seen]
+    assert counts == sorted(counts)
+
+
+def test_a_conversation_goes_on_from_what_is_left_of_it() -> None:
+    """The second turn computes only what is new, and gives what the same engine gives that read turn after turn."""
+    settings: dict[str, Any] = {"kv": retention([0.6, 0.3, 0.0]), "batch_tokens": 24, **SMALL}
+    first, more = words(70, seed=9), [11, 12, 13]
+    engine = Engine(model_of("llama"), **settings)
+    one = engine.submit(first, GREEDY)[0]
+    while engine.busy:
+        engine.step()
+    whole = first + one.output + more
+    two = engine.submit(whole, GREEDY)[0]
+    twin = engine.submit(whole, GREEDY)[0]
+    while engine.busy:
+        engine.step()
+        check(engine)
+    assert two.cached == len(first) + len(one.output) - 1
+    assert two.output == twin.output
+    other = Engine(model_of("llama"), **settings)
+    again = other.submit(first, GREEDY)[0]
+    while other.busy:
+        other.step()
+    assert again.output == one.output
+    third = other.submit(whole, GREEDY)[0]
+    while other.busy:
+        other.step()
+    assert third.output == two.output
+    run(engine)
+
+
+def test_another_salt_finds_nothing() -> None:
+    engine = Engine(model_of("llama"), kv=retention(0.5), **SMALL)
+    text = words(80, seed=9)
+    engine.submit(text, GREEDY, salt=b"a")
+    while engine.busy:
+        engine.step()
+    other = engine.submit([*text, 4], GREEDY, salt=b"b")[0]
+    same = engine.submit([*text, 5], GREEDY, salt=b"a")[0]
+    while engine.busy:
+        engine.step()
+    assert (other.cached, same.cached) == (0, len(text) - 1)
+
+
+def test_samples_of_one_prompt_share_what_is_left_of_it() -> None:
+    engine = Engine(model_of("llama"), kv=retention(0.5), batch_tokens=24, **SMALL)
+    text = words(80, seed=9)
+    requests = engine.submit(text, Sampling(n=4, max_tokens=8, temperature=1.0, seed=3, ignore_end=True))
+    while engine.busy:
+        engine.step()
+        check(engine)
+    assert [each.cached for each in requests] == [0, *[len(text) - 1] * 3]
+    alone = Engine(model_of("llama"), kv=retention(0.5), batch_tokens=24, **SMALL)
+    last = alone.submit(text, Sampling(max_tokens=8, temperature=1.0, seed=6, ignore_end=True))[0]
+    run(alone)
+    assert requests[3].output == last.output
+
+
+def test_nothing_leaks_over_500_conversations() -> None:
+    """Random turns, ends and disconnects on a cache that must forget; in the end every page is free."""
+    chance = random.Random(0)
+    tight = {**SMALL, "cache_bytes": 120_000}
+    engine = Engine(model_of("llama"), kv=retention([0.5, 0.2, 0.0]), batch_tokens=24, batch_requests=8, **tight)
+    texts: dict[int, list[int]] = {}
+    running: dict[int, Request] = {}
+    begun = left = 0
+    while begun < 500 or running:
+        if len(running) < 8 and begun < 500:
+            texts[begun] = [chance.randrange(3, 99) for _ in range(chance.randrange(1, 60))]
+            begun += 1
+        for who in [who for who in texts if who not in running][:4]:
+            sampling = Sampling(max_tokens=chance.randrange(1, 10), temperature=0, ignore_end=True)
+            running[who] = engine.submit(texts[who], sampling, salt=bytes([who % 3]))[0]
+        if chance.random() < 0.15:
+            engine.abort(running[chance.choice(list(running))])
+            left += 1
+        engine.step()
+        check(engine)
+        for who in [who for who, request in running.items() if request.state.value == "ended"]:
+            request = running.pop(who)
+            texts[who] = [*request.tokens, *(chance.randrange(3, 99) for _ in range(3))]
+            if request.reason == "abort" or len(texts[who]) > 100 or chance.random() < 0.3:
+                del texts[who]
+    state = engine.state()
+    assert left > 100 and state["cached_tokens"] > 1000 and state["generated_tokens"] > 1000
+    run(engine)
+
+
+def test_chunks_are_about_equally_long_and_what_they_keep_adds_up() -> None:
+    wanted = retention([0.5, 0.2, 0.0])
+    for tokens in range(1, 200):
+        kept_ = Kept.nothing(wanted, tokens)
+        done, sizes = 0, []
+        while done < tokens:
+            sizes.append(kept_.chunk(done, 24))
+            judged = kept_.judged(done, done + sizes[-1])
+            if judged is not None:
+                assert (judged.chosen >= judged.window).all() and (judged.chosen <= judged.region).all()
+                assert (judged.locked + judged.chosen == kept_.lengths(done + sizes[-1])).all()
+            done += sizes[-1]
+        assert max(sizes) <= 24 and max(sizes) - min(sizes) <= 1
+        lengths = kept_.lengths(tokens)
+        assert (lengths <= tokens).all() and (np.diff(lengths) <= 0).all()
+        assert all(length == tokens or length % BLOCK == 0 for length in lengths), "a page is left half empty"
+
+
+def test_what_a_chunk_moves_has_a_place_of_its_own() -> None:
+    wanted = retention([0.5, 0.2, 0.0])
+    engine = Engine(model_of("llama"), kv=wanted, batch_tokens=24, **SMALL)
+    seen = []
+
+    def watched(judge: Any, step: RaggedStep, layer: int, *rest: Any) -> None:
+        seen.extend(row.tolist() for chunk in step.chunks for row in chunk.there[layer])
+        judge(step, layer, *rest)
+
+    engine.runner._judge = partial(watched, engine.runner._judge)  # type: ignore[attr-defined]
+    engine.submit(words(90), GREEDY)
+    run(engine)
+    assert len(seen) > 10 and all(len(set(row)) == len(row) for row in seen)
+
+
+def test_texts_used_longest_ago_are_forgotten_first() -> None:
+    texts, nothing = CarriedTexts(), np.zeros(1, dtype=np.int64)
+    for length in (3, 5, 7):
+        assert texts.add(b"", list(range(10)), Carried(length, nothing, {}))
+    assert not texts.add(b"", list(range(10)), Carried(3, nothing, {}))  # known; and used now
+    found = texts.find(b"", list(range(6)))
+    assert found is not None and found.tokens == 5
+    assert texts.find(b"", list(range(3))) is None  # a token must be left to compute
+    assert [texts.drop().tokens for _ in range(3)] == [7, 3, 5] and len(texts) == 0
+    assert texts.find(b"", list(range(10))) is None

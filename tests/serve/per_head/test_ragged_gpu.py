@@ -1,0 +1,186 @@
+"""Pages of head clusters on a GPU, or under Triton's interpreter: the tokens of the module on the same pages."""
+
+from __future__ import annotations
+
+import copy
+import heapq
+from typing import Any
+
+import pytest
+import torch
+
+from tests.kernels.gpu_machine import DEVICE  # isort: skip  (before anything imports Triton)
+
+from smelt.kernels.gpu.paged import Tokens, paged_decode
+from smelt.kernels.gpu.pages import HeadPages
+from smelt.kernels.gpu.rope import Rotation, rotate_write
+from smelt.kernels.kv_quant import INT4, INT8, RowFormat
+from smelt.kernels.paged import Pages, paged_reference
+from smelt.kvcache.eviction.attention_inputs import Seen
+from smelt.kvcache.eviction.scorers import scorer_named
+from smelt.kvcache.eviction.scorers.last_queries import last_logits
+from smelt.models.model import Model
+from smelt.serve.engine import factory as assembly
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.per_head.parts import AT_ONCE, OVERHEAD, parts_of, work_of
+from smelt.serve.engine.runners import ragged_gpu_runner
+from smelt.serve.engine.sampling import Sampling
+from tests.serve.per_head.test_ragged_engine import SMALL, check, prompts, retention, run, words
+from tests.tiny import BUILDS
+
+FEW = Sampling(max_tokens=3, temperature=0, ignore_end=True)
+
+
+def engine_of(monkeypatch: pytest.MonkeyPatch, name: str, **more: Any) -> Engine:
+    """On the fused path, also where there is no CUDA device."""
+
+    def chosen(model: Model, _: bool, adapters: Any, *parts: Any, most_tokens: int, **sizes: Any) -> Any:
+        return ragged_gpu_runner(model, adapters, *parts, **sizes)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(assembly, "ragged_runner_for", chosen)
+        return Engine(Model(copy.deepcopy(BUILDS[name]()).to(DEVICE)), **{**SMALL, **more})
+
+
+EVERYTHING, LITTLE = [1.0, 1.0, 1.0], [0.5, 0.2, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "shares", "kind"),
+    [
+        *[(name, shares, None) for name in ("llama", "qwen3") for shares in (EVERYTHING, LITTLE)],
+        ("llama", LITTLE, INT4),
+    ],
+)
+def test_the_tokens_of_the_module(
+    monkeypatch: pytest.MonkeyPatch, name: str, shares: list[float], kind: str | None
+) -> None:
+    scorer = None if kind is None else scorer_named("snapkv", window=4)  # whose queries are to be as its keys
+    settings: dict[str, Any] = {"kv": retention(shares, scorer=scorer), "batch_tokens": 24, "kv_type": kind}
+    texts = prompts(3, seed=1, most=60) if kind is None else [words(28, seed=4)]
+    fused = engine_of(monkeypatch, name, **settings)
+    assert fused.runner.path.startswith("gpu-program, pages of head clusters")
+    plain = Engine(Model(BUILDS[name]()), **SMALL, **settings)
+    found = [[engine.submit(text, FEW)[0] for text in texts] for engine in (fused, plain)]
+    run(fused)
+    run(plain)
+    assert [each.output for each in found[0]] == [each.output for each in found[1]]
+    if kind is not None:  # the same tokens were kept, and lie where they lie there
+        mine, other = fused.runner.pages.cache, plain.runner.cache
+        assert int((mine.keys.cpu() != other.keys).any(-1).sum()) <= 8
+        assert int((mine.values.cpu() != other.values).any(-1).sum()) <= 8
+
+
+def test_a_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings: dict[str, Any] = {"kv": retention([0.6, 0.3, 0.0]), "batch_tokens": 24}
+    engines = [engine_of(monkeypatch, "llama", **settings), Engine(Model(BUILDS["llama"]()), **SMALL, **settings)]
+    outputs = []
+    for engine in engines:
+        text = words(80, seed=9)
+        for _ in range(3):
+            requests = [engine.submit(text, FEW)[0] for _ in range(2)]
+            while engine.busy:
+                engine.step()
+                check(engine)
+            text = [*text, *requests[0].output, 11, 12]
+            outputs.append([each.output for each in requests])
+        assert engine.state()["cached_tokens"] > 0
+        run(engine)
+    assert outputs[:3] == outputs[3:]
+
+
+@pytest.mark.parametrize("many", [1, 256])
+@pytest.mark.parametrize(
+    ("parts", "kind"), [([1, 1, 1], None), ([4, 1, 2], None), ([3, 5, 1], None), ([4, 1, 2], INT8)]
+)
+def test_heads_of_different_lengths_in_one_call(
+    parts: list[int], kind: str | None, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three heads in three clusters, at different columns, against a loop over heads."""
+    monkeypatch.setattr("smelt.kernels.gpu.rope.MANY", many)
+    torch.manual_seed(0)
+    size, heads, kv_heads, width, columns, clusters = 16, 6, 3, 24, 4, 5
+    rows = None if kind is None else RowFormat.of(kind, width)
+    keys, values = (torch.randn(160 * columns, size, 1, width, device=DEVICE) for _ in range(2))
+    if rows is not None:
+        keys, values = rows.encode(keys), rows.encode(values)
+    tables = torch.randperm(160)[:150].view(3, clusters, 10).int().to(DEVICE)
+    texts = torch.tensor([150, 40, 0], device=DEVICE)
+    slots = torch.tensor([2, 0, 1], device=DEVICE)
+    shifts = torch.zeros(3, clusters, dtype=torch.int32, device=DEVICE)
+    shifts[2] = torch.tensor([0, -100, -30, -149, -60])
+    shifts[0] = torch.tensor([0, -39, -10, -20, -7])
+    cluster, column = torch.tensor([3, 1, 4], device=DEVICE), torch.tensor([2, 0, 3], device=DEVICE)
+    work = [(head, part, count) for head, count in enumerate(parts) for part in range(count)]
+    own = HeadPages(tables, shifts, cluster, column, columns, torch.tensor(work, dtype=torch.int32, device=DEVICE))
+    rotation = Rotation(torch.randn(150, width, device=DEVICE), torch.randn(150, width, device=DEVICE))
+    mixed = torch.randn(3, (heads + 2 * kv_heads) * width, device=DEVICE)
+    others = [keys.clone(), values.clone()]
+    queries = rotate_write(
+        mixed, (texts - 1).clamp(min=0), torch.where(texts > 0, slots, -1), rotation, *others, own, rows
+    )
+    arrived = torch.zeros(3 * kv_heads, dtype=torch.int32, device=DEVICE)
+    tokens = Tokens(slots, texts, tables, arrived, 150)
+    most = 1 << (max(parts) - 1).bit_length()
+    found = paged_decode(mixed, keys, values, tokens, rotation, 0.2, pages=own, splits=most, rows=rows)
+    found = found.view(3, heads, width)
+    for request in range(2):
+        for head in range(kv_heads):
+            slot, which = int(slots[request]), int(cluster[head])
+            length = int(texts[request] + shifts[slot, which])
+            table = (tables[slot, which] * columns + column[head]).int()[None]
+            one = Pages(
+                torch.tensor([0, 1], dtype=torch.int32), torch.tensor([length], dtype=torch.int32), table, table,
+                length, [1],
+            )  # fmt: skip
+            mine = slice(2 * head, 2 * head + 2)
+            wanted = paged_reference(queries[request : request + 1, mine], keys, values, one, 0.2, rows=rows)
+            assert torch.allclose(found[request, mine], wanted[0], atol=1e-4), (request, head)
+    assert bool((found[2] == 0).all()) and not bool(arrived.any())
+    assert torch.allclose(keys.float(), others[0].float(), atol=1e-6 if rows is None else 1)
+    assert torch.equal(values, others[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_last_queries_meet_keys_in_their_own_type(dtype: torch.dtype) -> None:
+    """Of numbers of 16 bits the products are those of float32, and so is what is observed of them."""
+    torch.manual_seed(4)
+    keys, queries = torch.randn(1, 2, 300, 32).to(dtype), torch.randn(1, 6, 40, 32).to(dtype)
+    seen = [
+        Seen(keys.to(place), keys.to(place), queries[:, :, :0], lambda x, at: x, 0.2, turned=queries.to(place))
+        for place in (DEVICE, "cpu")
+    ]
+    found, wanted = (last_logits(each, 32) for each in seen)
+    assert found.dtype == torch.float32 and torch.allclose(found.cpu(), wanted, atol=1e-4)
+
+
+def test_parts_follow_budgets() -> None:
+    assert parts_of((8, 4), 1, 6) == (16, 8)  # as many as there are places
+    assert parts_of((8, 4), 1, 6, most=4) == (4, 2)
+    assert parts_of((8, 7) * 4, 528, 132) == (1,) * 8  # there are enough
+    long, *others = parts_of((64, 1, 1, 1), 40, 132)  # one long head does not keep all waiting
+    assert long >= 6 and set(others) == {1}
+
+
+@pytest.mark.parametrize("requests", [1, 3, 4, 16, 33, 64, 200])
+def test_no_other_way_to_cut_would_end_earlier(requests: int) -> None:
+    """Programs begin in the order of `work_of`, as soon as one of the places is free: step by step."""
+    shares = (64, 33, 17, 17, 7, 7, 4, 4)
+
+    def ends(parts: tuple[int, ...]) -> float:
+        places = [0.0] * AT_ONCE * 132
+        for head, _, count in work_of(shares, parts):
+            for _ in range(requests):
+                heapq.heapreplace(places, places[0] + shares[head] / count / 64 + OVERHEAD)
+        return max(places)
+
+    mine = ends(parts_of(shares, requests, 132))
+    assert mine <= 1.01 * min(ends((count,) * 8) for count in (1, 2, 4, 8, 16, 32))
+    assert mine < 1.35 * (requests * sum(shares) / 64 / (AT_ONCE * 132)) or requests < 4
+
+
+def test_long_parts_begin_first_and_every_part_is_there_once() -> None:
+    shares, parts = [10, 64, 30], [1, 4, 3]
+    work = work_of(shares, parts)
+    assert [shares[head] / count for head, _, count in work] == [16] * 4 + [10] * 4
+    assert sorted(work) == [(head, part, count) for head, count in enumerate(parts) for part in range(count)]

@@ -1,0 +1,69 @@
+"""What an engine with a profile refuses: one sentence, before anything is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers as hf
+
+from smelt.errors import ModelError, RecipeError, RequestError
+from smelt.kvcache.eviction.profile import Profile, Shape
+from smelt.models.model import Model
+from smelt.serve.engine.engine import Engine
+from tests.serve.per_head.test_ragged_engine import SMALL, model_of
+from tests.tiny import DECODER
+
+SHAPE = Shape("llama", 3, 2, 8)
+
+
+def profile(shape: Shape = SHAPE, scorer: str = "keydiff", **more: Any) -> Profile:
+    def table(value: float) -> tuple[tuple[float, ...], ...]:
+        return ((value,) * shape.kv_heads,) * shape.layers
+
+    return Profile(shape, scorer, 0.3, 1, table(0.3), table(0.0), **more)
+
+
+def test_a_profile_and_its_file_are_served(tmp_path: Path) -> None:
+    file = tmp_path / "llama.kv.json"
+    profile(parameters={"sink": 2, "window": 4}).clustered(2).save(file)
+    for kv in (file, str(file), profile()):
+        engine = Engine(model_of("llama"), kv=kv, **SMALL)
+        assert engine.runner.path.endswith("pages of head clusters")
+
+
+@pytest.mark.parametrize("other", [Shape("llama", 4, 2, 8), Shape("qwen3", 3, 2, 8), Shape("llama", 3, 2, 16)])
+def test_a_profile_of_another_model(other: Shape) -> None:
+    with pytest.raises(ModelError, match=r"the profile is of a .*; the model is .*: make a profile of it"):
+        Engine(model_of("llama"), kv=profile(other), **SMALL)
+
+
+def test_a_scorer_that_reads_twice() -> None:
+    with pytest.raises(RecipeError, match="kvzip reads a prompt twice, which a server does not"):
+        Engine(model_of("llama"), kv=profile(scorer="kvzip"), **SMALL)
+
+
+def test_a_model_with_sliding_layers() -> None:
+    network = hf.MistralForCausalLM(hf.MistralConfig(**DECODER, sliding_window=16)).eval()
+    with pytest.raises(ModelError, match="sliding layers"):
+        Engine(Model(network), kv=profile(Shape("mistral", 3, 2, 8)), **SMALL)
+
+
+def test_several_devices() -> None:
+    with pytest.raises(ModelError, match="not split over several devices yet"):
+        Engine(model_of("llama"), kv=profile(), devices=2, **SMALL)
+
+
+def test_a_cache_without_room_for_a_chunk() -> None:
+    with pytest.raises(RequestError, match=r"hold no block of 4 tokens.*beside the .* of a step's chunks"):
+        Engine(model_of("llama"), kv=profile(), block=4, context=96, cache_bytes=20_000)
+
+
+def test_what_is_no_profile(tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    file.write_text("{}")
+    with pytest.raises(ModelError, match="not a profile of keys and values"):
+        Engine(model_of("llama"), kv=file, **SMALL)
+    with pytest.raises(ModelError, match="cannot be read"):
+        Engine(model_of("llama"), kv=tmp_path / "none.json", **SMALL)

@@ -1,0 +1,172 @@
+"""Text as it streams: the pieces together are the whole, characters are never cut, stop texts never shown."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from smelt.serve.engine.detokenizer import TextStream
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token, so that most characters outside ASCII take several."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    inner = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(sorted(letters))}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Every byte is a token that stands for a byte of a character the vocabulary lacks, as in SentencePiece models."""
+    vocabulary = [(f"<0x{value:02X}>", 0.0) for value in range(256)] + [("<unk>", -9.0)]
+    inner = Tokenizer(models.Unigram(vocabulary, unk_id=256, byte_fallback=True))
+    inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Words with the space before them, of which the first of a text is not shown."""
+    inner = Tokenizer(models.WordLevel({"<s>": 0, "▁one": 1, "▁two": 2}, unk_token="<s>"))
+    inner.decoder = decoders.Metaspace(prepend_scheme="always")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
+
+
+class Spelled:
+    """Tokens that are any bytes of a text."""
+
+    def __init__(self, tokens: list[bytes]) -> None:
+        self.tokens, self.longest = tokens, 0
+
+    def decode(self, tokens: list[int], **_: bool) -> str:
+        self.longest = max(self.longest, len(tokens))
+        return b"".join(self.tokens[token] for token in tokens).decode(errors="replace")
+
+
+TOKENIZER = byte_tokenizer()
+FALLBACK = fallback_tokenizer()
+TEXT = st.text(alphabet="ab .é語🙂\n", max_size=30)
+
+
+def streamed(tokens: list[int], seed: int, stop: tuple[str, ...] = (), prompt: list[int] | None = None) -> list[str]:
+    chance = random.Random(seed)
+    stream, pieces, at = TextStream(TOKENIZER, prompt or [], stop), [], 0
+    while at < len(tokens):
+        count = chance.randrange(1, 4)
+        pieces.append(stream.push(tokens[at : at + count]))
+        at += count
+    return [*pieces, stream.finish()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXT, TEXT, st.integers(0, 99))
+def test_the_pieces_are_the_whole_and_characters_are_whole(before: str, text: str, seed: int) -> None:
+    tokens = TOKENIZER(text)["input_ids"]
+    pieces = streamed(tokens, seed, prompt=TOKENIZER(before)["input_ids"])
+    assert "".join(pieces) == text
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXT, st.lists(st.text(alphabet="ab .é🙂", min_size=1, max_size=3), min_size=1, max_size=3), st.integers(0, 99))
+def test_nothing_of_a_stop_text_is_shown(text: str, stop: list[str], seed: int) -> None:
+    pieces = streamed(TOKENIZER(text)["input_ids"], seed, tuple(stop))
+    ends = [place for each in stop if (place := text.find(each)) >= 0]
+    shown = "".join(pieces)
+    if not ends:
+        assert shown == text
+    else:  # tokens that come together may hold a second stop text before the first one found
+        assert shown == text[: len(shown)] and not any(each in shown for each in stop)
+        assert len(shown) <= max(ends)
+
+
+def test_one_token_at_a_time_stops_at_the_first_stop_text() -> None:
+    stream = TextStream(TOKENIZER, [], ("###", "##b"))
+    pieces = [stream.push([token]) for token in TOKENIZER("a##c##bd###")["input_ids"]]
+    assert "".join(pieces) == "a##c" and stream.stopped == "##b"
+    assert stream.push(TOKENIZER("more")["input_ids"]) == "" and stream.finish() == ""
+
+
+def test_what_may_become_a_stop_text_waits() -> None:
+    stream = TextStream(TOKENIZER, [], ("<end>",))
+    assert [stream.push(TOKENIZER(part)["input_ids"]) for part in ("hello <e", "n", "tity> <en")] == [
+        "hello ",
+        "",
+        "<entity> ",
+    ]
+    assert stream.finish() == "<en"
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_an_answer_that_ends_inside_a_character_shows_what_there_is(cut: int) -> None:
+    stream = TextStream(TOKENIZER, [], ())
+    assert stream.push(TOKENIZER("ok🙂")["input_ids"][: 2 + cut]) in ("", "ok")
+    assert stream.finish().endswith("\ufffd")
+
+
+BYTES = st.lists(st.sampled_from([*range(256), *[0x80, 0xE2, 0x82, 0xAC, 0xF0, 0x9F] * 20]), max_size=60)
+
+
+@settings(max_examples=500, deadline=None)
+@given(BYTES, st.integers(0, 99), st.integers(1, 30))
+def test_bytes_that_are_no_text_do_not_wait_for_the_end(tokens: list[int], seed: int, most: int) -> None:
+    chance, stream, shown, at = random.Random(seed), TextStream(TOKENIZER, []), "", 0
+    while at < len(tokens):
+        count = chance.randrange(1, most + 1)
+        shown += stream.push(tokens[at : at + count])
+        at += count
+        whole = TOKENIZER.decode(tokens[:at])
+        assert whole.startswith(shown) and len(whole) - len(shown) <= 3
+    assert shown + stream.finish() == TOKENIZER.decode(tokens)
+
+
+@settings(max_examples=300, deadline=None)
+@given(TEXT, TEXT, st.integers(0, 99), st.integers(1, 12))
+def test_characters_of_single_bytes_are_whole(text: str, before: str, seed: int, most: int) -> None:
+    tokens, chance = list(text.encode()), random.Random(seed)
+    stream, pieces = TextStream(FALLBACK, list(before.encode())), []
+    while tokens:
+        count = chance.randrange(1, most + 1)
+        pieces.append(stream.push(tokens[:count]))
+        del tokens[:count]
+    assert "".join([*pieces, stream.finish()]) == text and not any("\ufffd" in piece for piece in pieces)
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.text(alphabet="a語🙂", max_size=12), st.integers(0, 999), st.integers(1, 9))
+def test_tokens_may_hold_parts_of_two_characters(text: str, seed: int, most: int) -> None:
+    chance, left, tokens = random.Random(seed), text.encode(), []
+    while left:
+        count = chance.randrange(1, 4)
+        tokens.append(left[:count])
+        left = left[count:]
+    stream, pieces, at = TextStream(Spelled(tokens), []), [], 0  # type: ignore[arg-type]
+    while at < len(tokens):
+        count = min(chance.randrange(1, most + 1), len(tokens) - at)
+        pieces.append(stream.push(range(at, at + count)))
+        at += count
+    assert "".join([*pieces, stream.finish()]) == text and not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("token", [b"a", b"\x80", b"\xf0"])
+def test_a_long_text_is_not_read_from_its_beginning(token: bytes) -> None:
+    tokenizer = Spelled([token])
+    stream = TextStream(tokenizer, [])  # type: ignore[arg-type]
+    assert len("".join(stream.push([0]) for _ in range(500))) >= 496
+    assert tokenizer.longest <= 16
+
+
+def test_a_space_is_shown_behind_a_token_that_is_not() -> None:
+    stream = TextStream(word_tokenizer(), [])
+    assert [stream.push([token]) for token in (1, 0, 2, 0, 0, 1)] == ["one", "", " two", "", "", " one"]
+
+
+def test_bytes_without_a_character_are_shown_while_they_come() -> None:
+    stream = TextStream(FALLBACK, [])
+    shown = [stream.push([0x80]) for _ in range(40)]
+    assert "".join(shown) == "\ufffd" * 37 and stream.finish() == "\ufffd" * 3

@@ -1,0 +1,247 @@
+"""Keys and values in few bits: the tokens of transformers with a cache in the same format, by every runner; whatever
+keeps, drops or chooses tokens works on them as on plain pages; and more of them fit."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from smelt.cli.app import call, program
+from smelt.errors import ModelError, RecipeError, SmeltError
+from smelt.kernels import paged
+from smelt.kernels.cpu.build import load_library
+from smelt.kernels.cpu.program import can_run
+from smelt.kernels.kv_quant import FP8, INT4, INT8, NAMES, RowFormat, packed
+from smelt.kernels.paged import Pages, paged_attention, paged_reference, write_pages
+from smelt.kvcache.selection.page_cache import Residence
+from smelt.kvcache.selection.selection import Selection
+from smelt.kvcache.streaming import InfiniPot
+from smelt.kvcache.streaming.cap import Cap
+from smelt.kvcache.streaming.distiller import Distiller
+from smelt.models.kv_cache import KvFormat
+from smelt.models.model import Model
+from smelt.serve.engine.attention import PagedCache, block_bytes
+from smelt.serve.engine.bounded.pages import PotPages
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.kv_dtype import kind_for
+from smelt.serve.engine.per_head.memory import RaggedMemory
+from smelt.serve.engine.sampling import Sampling
+from tests.serve.per_head.test_ragged_engine import retention
+from tests.serve.test_engine import GREEDY, SMALL, answers, prompts
+from tests.tiny import BUILDS
+from tests.trained import sentences, trained_llama
+
+SAME = {INT8: KvFormat("int8"), FP8: KvFormat("fp8-e4m3"), INT4: KvFormat("int4-asym/row@float16", rotate_keys=True)}
+with_program = pytest.mark.skipif(
+    (library := load_library()) is None or not can_run(library), reason="no compiled library on this machine"
+)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    """A trained network, whose answers differ from each other."""
+    return copy.deepcopy(trained_llama(sentences(400)))
+
+
+def wide() -> PreTrainedModel:
+    """Heads of 32 and 64 numbers have codes of four bits in whole registers."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=128,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def by_transformers(network: PreTrainedModel, prompt: list[int], kv: KvFormat, count: int = 16) -> list[int]:
+    network = copy.deepcopy(network)
+    network.generation_config.eos_token_id = None
+    with torch.no_grad():
+        found = network.generate(
+            torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0,
+            past_key_values=kv.cache(network.config),
+        )  # fmt: skip
+    return list(found[0, len(prompt) :].tolist())
+
+
+def engine_of(network: PreTrainedModel, kind: str | None, **more: Any) -> Engine:
+    return Engine(Model(copy.deepcopy(network)), **{**SMALL, "kv_type": kind, **more})
+
+
+def same(found: list[list[int]], wanted: list[list[int]]) -> bool:
+    """But for a near tie: all answers begin alike, and all but one end alike."""
+    return sum(a != b for a, b in zip(found, wanted, strict=True)) <= 1 and all(
+        a[:3] == b[:3] for a, b in zip(found, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", NAMES)
+def test_tokens_are_those_of_a_cache_in_the_same_format(llama: PreTrainedModel, kind: str, compiled: bool) -> None:
+    engine = engine_of(llama, kind, compiled=compiled)
+    wanted = [by_transformers(llama, prompt, SAME[kind]) for prompt in prompts(4)]
+    assert same(answers(engine, prompts(4)), wanted)
+    if kind == INT4 and compiled:  # and not those of a cache in none
+        caches = (SAME[kind], KvFormat())
+        packed_ones, plain_ones = ([by_transformers(llama, prompt, kv) for prompt in prompts(24)] for kv in caches)
+        assert packed_ones != plain_ones
+
+
+@with_program
+@pytest.mark.parametrize("kind", NAMES)
+def test_the_program_gives_what_the_module_gives(kind: str) -> None:
+    network = wide()
+    engine, plain = engine_of(network, kind), engine_of(network, kind, compiled=False)
+    assert engine.runner.path == f"cpu-program, keys and values in {kind}" and plain.runner.path.startswith("module")
+    assert answers(engine, prompts()) == answers(plain, prompts())
+
+
+@with_program
+def test_narrow_heads_have_no_program_in_four_bits(llama: PreTrainedModel) -> None:
+    assert engine_of(llama, INT4).runner.path.startswith("module")
+    assert engine_of(llama, INT8).runner.path.startswith("cpu-program")
+
+
+@with_program
+@pytest.mark.parametrize("width", [24, 32, 64, 128])
+@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("window", [None, 30])
+def test_compiled_attention_over_rows(kind: str, width: int, window: int | None) -> None:
+    torch.manual_seed(3)
+    rows = RowFormat(kind, width)
+    lengths, counts, size = [290, 5, 70], [100, 5, 1], 8
+    pages = [rows.encode(torch.randn(60, size, 2, width)) for _ in range(2)]
+    tables = torch.stack([torch.randperm(60)[:37] for _ in lengths]).int()
+    starts = torch.tensor([0, 100, 105, 106], dtype=torch.int32)
+    batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32), tables, starts.long(), 290, counts)
+    queries = torch.randn(106, 6, width)
+    assert paged.attention_path(queries, pages[0], rows) == paged.CPU
+    found = paged_attention(queries, *pages, batch, 0.2, window, rows)
+    assert torch.allclose(found, paged_reference(queries, *pages, batch, 0.2, window, rows), atol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", NAMES)
+def test_heads_that_keep_everything_are_plain_pages_in_the_same_format(kind: str, compiled: bool) -> None:
+    network = wide()
+    wanted = answers(engine_of(network, kind, compiled=False), prompts())
+    engine = engine_of(network, kind, compiled=compiled, kv=retention(1.0, 3, 1), prefix_cache=False)
+    assert answers(engine, prompts()) == wanted
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_heads_that_keep_little(llama: PreTrainedModel, kind: str) -> None:
+    """The scorer sees keys that were rounded, and chooses nearly what it would choose from the others."""
+    texts = [each * 3 for each in prompts(4, seed=5)]
+    wanted = answers(engine_of(llama, None, kv=retention(0.4), prefix_cache=False), texts)
+    engine = engine_of(llama, kind, kv=retention(0.4))
+    found = answers_without_a_check(engine, texts)
+    assert sum(a[:4] == b[:4] for a, b in zip(found, wanted, strict=True)) >= (2 if kind == INT4 else 3)
+    assert isinstance(engine.scheduler.memory, RaggedMemory)
+    engine.scheduler.memory.forget()
+    assert engine.pool.free == engine.pool.blocks
+
+
+def answers_without_a_check(engine: Engine, texts: list[list[int]]) -> list[list[int]]:
+    requests = [engine.submit(text, GREEDY)[0] for text in texts]
+    while engine.busy:
+        engine.step()
+    return [each.output for each in requests]
+
+
+@pytest.mark.parametrize("residence", [None, Residence(slots=24, steady=3, refresh=2)], ids=str)
+@pytest.mark.parametrize("kind", NAMES)
+def test_all_pages_chosen_are_plain_pages_in_the_same_format(kind: str, residence: Residence | None) -> None:
+    network, everything = wide(), Selection(page=4, budget=96, sink=1, window=1)
+    wanted = answers(engine_of(network, kind), prompts(3))
+    assert answers(engine_of(network, kind, select=everything, residence=residence), prompts(3)) == wanted
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_text_that_fits_under_a_cap_is_plain_in_the_same_format(kind: str) -> None:
+    network = wide()
+    wanted = answers(engine_of(network, kind, compiled=False), prompts())
+    engine = engine_of(network, kind, cap=Cap(100, 40, InfiniPot(prompt=(5, 6, 7))), context=None, prefix_cache=False)
+    assert answers(engine, prompts()) == wanted
+
+
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_pot_is_cooked_down_as_a_plain_one(kind: str) -> None:
+    """The same tokens stay, their keys turned to their new places before they are rounded again."""
+    torch.manual_seed(5)
+    model = Model(wide())
+    distiller = Distiller(model, InfiniPot(prompt=(5, 6, 7)))
+    keys, values = torch.randn(2, 3, 40, 2, 64).unbind(0)  # [layers, tokens, kv_heads, width]
+    attention = {layer: torch.rand(2, 40) for layer in range(3)}
+    rows = torch.randperm(48)[:40]
+    found = []
+    for each in (None, kind):
+        cache = PagedCache.empty(model.anatomy, 12, 4, torch.float32, torch.device("cpu"), each)
+        pages = PotPages(cache, 12, torch.float32)
+        for layer, form in cache.rows.items():
+            _, new_keys, new_values = packed(form, keys[layer], keys[layer], values[layer])
+            write_pages(new_keys, new_values, cache.keys[layer], cache.values[layer], rows)
+        pages.number(rows, torch.arange(40))
+        pages.keep(rows, attention, torch.arange(0, 40, 3), 14, distiller)
+        found.append(([pages.keys(layer, rows[:14]) for layer in range(3)], pages.numbers.flatten(0, 1)[rows[:14]]))
+    (plain, plain_numbers), (mine, numbers) = found
+    assert torch.equal(numbers, plain_numbers)
+    for a, b in zip(mine, plain, strict=True):
+        assert float((a - b).norm() / b.norm()) < {INT8: 0.012, FP8: 0.05, INT4: 0.16}[kind]
+
+
+def test_more_tokens_fit(llama: PreTrainedModel) -> None:
+    anatomy = Model(wide()).anatomy
+    each = {kind: block_bytes(anatomy, 4, torch.float32, kind) for kind in (None, *NAMES)}
+    assert each[None] == 3 * 2 * 4 * 2 * 64 * 4
+    assert each[INT8] == each[FP8] == each[None] * 68 // 256 and each[INT4] == each[None] * 36 // 256
+    memory = {"cache_bytes": each[None] * 10, "context": 128}
+    assert engine_of(wide(), None, **memory).pool.blocks == 10
+    assert engine_of(wide(), INT8, **memory).pool.blocks == 37 and engine_of(wide(), INT4, **memory).pool.blocks == 71
+
+
+def test_what_a_model_was_made_with_is_what_it_is_served_with(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model(wide())
+    assert kind_for(model, None) is None and kind_for(model, "model") is None
+    for name, wanted in (
+        ("int8", INT8),
+        ("fp8-e4m3/row", FP8),
+        ("int4-asym/128@float16", INT4),
+        ("int4-asym/64", INT4),
+    ):
+        model.kv = KvFormat(name)
+        assert kind_for(model, None) == wanted and kind_for(model, "model") is None and kind_for(model, INT8) == INT8
+    for other in (
+        KvFormat("int4-asym/32"),
+        KvFormat("int8", "int4-asym"),
+        KvFormat("mxfp4"),
+        KvFormat("int8", clip=0.9),
+    ):
+        model.kv = other
+        with caplog.at_level(logging.WARNING):
+            assert kind_for(model, None) is None
+        assert "no page holds" in caplog.text
+        caplog.clear()
+
+
+def test_what_is_refused() -> None:
+    with pytest.raises(RecipeError, match="'int3'; there is model, int8, fp8, int4"):
+        engine_of(BUILDS["llama"](), "int3")
+    with pytest.raises(ModelError, match="on several devices yet"):
+        engine_of(BUILDS["llama"](), INT8, devices=2)
+    arguments = ["serve", "smollm2-135m", "--kv-type", "int3"]
+    with pytest.raises(SmeltError, match="--kv-type 'int3' is unknown; there is model, int8, fp8, int4"):
+        call(program(arguments), arguments)
+
+
+def test_prefixes_are_shared_as_ever(llama: PreTrainedModel) -> None:
+    engine = engine_of(llama, INT8)
+    few = Sampling(max_tokens=4, temperature=0, ignore_end=True)
+    text = (prompts(1, seed=2)[0] * 3)[:70]
+    first, second = (answers(engine, [text], few)[0] for _ in range(2))
+    assert first == second and engine.state()["cached_tokens"] > 0

@@ -1,0 +1,264 @@
+"""An engine whose answers attend to chosen pages: with all of them it gives the tokens of the plain engine, with few
+the same wherever pages lie; the device holds no more than it may, and nothing of what has ended."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from smelt.errors import ModelError, RecipeError
+from smelt.kvcache.selection.page_cache import Residence
+from smelt.kvcache.selection.page_summary import ArkVale, Quest
+from smelt.kvcache.selection.selection import Selection
+from smelt.kvcache.selection.trace import read_trace
+from smelt.models.model import Model
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sparse_runner import SelectingRunner
+from tests.models.test_surgery import cut, random_masks
+from tests.serve.test_adapters import merged, write_adapter
+from tests.serve.test_engine import GREEDY, SMALL, answers, expected, prompts, run
+from tests.tiny import BUILDS
+from tests.trained import sentences, trained_llama
+
+ALL = Selection(page=4, budget=96, sink=1, window=1)
+FEW = Selection(page=4, budget=12, sink=1, window=1)
+BLOCK_BYTES = 3 * 2 * 4 * 2 * 8 * 4
+TIGHT = Residence(slots=24, steady=3, refresh=2)  # one request of the longest kind, or a few short ones at once
+PLACES = [None, Residence(steady=2), TIGHT, Residence(slots=24, steady=0)]
+
+
+def selecting(
+    network: PreTrainedModel, selection: Selection, residence: Residence | None = None, record: bool = False,
+    device: str = "cpu", **more: Any,
+) -> tuple[Engine, SelectingRunner]:  # fmt: skip
+    engine = Engine(Model(copy.deepcopy(network).to(device)), **{**SMALL, **more})
+    runner = SelectingRunner(
+        engine.model, blocks=engine.pool.blocks, size=engine.pool.size, most_tokens=engine.scheduler.most_tokens,
+        most_requests=engine.scheduler.most_requests, context=engine.context, adapters=engine.adapters,
+        selection=selection, residence=residence, record=record,
+    )  # fmt: skip
+    engine.runner = runner
+    return engine, runner
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[PreTrainedModel, list[list[int]]]:
+    """A trained network, whose answers differ, and what the plain engine answers."""
+    network = copy.deepcopy(trained_llama(sentences(400)))
+    return network, answers(Engine(Model(copy.deepcopy(network)), **SMALL), prompts())
+
+
+@pytest.mark.parametrize("residence", PLACES, ids=str)
+@pytest.mark.parametrize("more", [{}, {"chunk": 5}, {"batch_tokens": 7}, {"prefix_cache": False}], ids=str)
+def test_with_all_pages_it_is_the_plain_engine(
+    llama: tuple[PreTrainedModel, list[list[int]]], residence: Residence | None, more: dict[str, Any]
+) -> None:
+    network, wanted = llama
+    engine, _ = selecting(network, ALL, residence, **more)
+    assert answers(engine, prompts()) == wanted
+    assert answers(engine, prompts()) == wanted  # on blocks that were used before, some from the prefix cache
+
+
+@pytest.fixture(scope="module")
+def long_answers(llama: tuple[PreTrainedModel, list[list[int]]]) -> list[list[int]]:
+    return [expected(llama[0], text, 30) for text in prompts(6, 3)]
+
+
+@pytest.mark.parametrize("residence", PLACES, ids=str)
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_after_preemption_too(
+    llama: tuple[PreTrainedModel, Any], long_answers: list[list[int]], residence: Residence | None, prefix_cache: bool
+) -> None:
+    network, _ = llama
+    texts, long = prompts(6, 3), Sampling(max_tokens=30, temperature=0, ignore_end=True)
+    engine, runner = selecting(
+        network, ALL, residence, cache_bytes=24 * BLOCK_BYTES, prefix_cache=prefix_cache, batch_requests=3
+    )
+    requests = [engine.submit(text, long)[0] for text in texts]
+    run(engine)
+    assert sum(each.preemptions for each in requests) > 0
+    assert [each.output for each in requests] == long_answers
+    assert runner.resident_pages == 0
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "llama-tied", "qwen2", "qwen3"])
+def test_every_family_without_windows(name: str) -> None:
+    network = BUILDS[name]()
+    engine, _ = selecting(network, ALL, TIGHT)
+    assert answers(engine, prompts()) == [expected(network, prompt) for prompt in prompts()]
+
+
+@pytest.mark.parametrize("empty", [(), ("heads0",)])
+def test_a_pruned_network_with_layers_of_its_own_widths(empty: tuple[str, ...], tmp_path: Path) -> None:
+    network = BUILDS["llama"]()
+    cut(network, random_masks(network, empty=empty))
+    engine, runner = selecting(network, ALL, TIGHT, record=True)
+    assert answers(engine, prompts()) == [expected(network, prompt) for prompt in prompts()]
+    assert runner.recorder is not None
+    runner.recorder.trace().write(tmp_path / "run.trace")
+    shape = read_trace(tmp_path / "run.trace").shape
+    assert len(shape.kv_heads) == 3 and (shape.kv_heads[0] == 0) == bool(empty)
+
+
+def test_a_network_in_a_small_type() -> None:
+    network = BUILDS["llama"]().to(torch.bfloat16)
+    wanted = answers(Engine(Model(copy.deepcopy(network)), compiled=False, **SMALL), prompts())
+    assert [answers(selecting(network, ALL, place)[0], prompts()) for place in PLACES] == [wanted] * len(PLACES)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    network, text = BUILDS["llama"](), prompts()[0]
+    folder = write_adapter(tmp_path / "a", network, seed=0)
+    engine, _ = selecting(network, ALL, TIGHT, adapters={"a": folder})
+    plain, changed = (engine.submit(text, GREEDY, adapter=name)[0] for name in (None, "a"))
+    run(engine)
+    assert plain.output == expected(network, text)
+    assert changed.output == expected(merged(network, folder, 8 / 4), text) != plain.output
+
+
+@pytest.mark.parametrize("digest", [Quest(), ArkVale()], ids=str)
+def test_few_pages_wherever_they_lie(llama: tuple[PreTrainedModel, list[list[int]]], digest: Quest | ArkVale) -> None:
+    """The choice does not depend on what is on the device, nor on who else is in the batch."""
+    network, _ = llama
+    selection = Selection(digest, page=4, budget=12, sink=1, window=1)
+    long = Sampling(max_tokens=24, temperature=0, ignore_end=True)
+    found = [answers(selecting(network, selection, place)[0], prompts(4), long) for place in PLACES]
+    alone = [answers(selecting(network, selection)[0], [text], long)[0] for text in prompts(4)]
+    assert all(each == alone for each in found)
+    assert answers(selecting(network, selection, chunk=1)[0], prompts(4), long) == alone  # a prompt sees all of itself
+    assert alone != answers(Engine(Model(copy.deepcopy(network)), **SMALL), prompts(4), long)  # pages were left out
+
+
+def test_the_device_holds_no_more_than_its_slots_and_copies_less_when_pages_stay(
+    llama: tuple[PreTrainedModel, list[list[int]]],
+) -> None:
+    copied = {}
+    for steady in (0, 1, 6):
+        engine, runner = selecting(llama[0], FEW, Residence(slots=20, steady=steady))
+        for text in prompts():
+            engine.submit(text, GREEDY)
+        most = 0
+        while engine.busy:
+            engine.step()
+            assert runner.host is not None
+            counts = [int((each.block_in >= 0).sum(1).max()) for each in runner.host.residents.values()]
+            most = max(most, *counts)
+            assert most <= 20 and all(each.block_in.shape == (2, 20) for each in runner.host.residents.values())
+        assert (most > 0) == (steady > 0)
+        copied[steady] = runner.host.recalled_bytes
+    assert copied[0] > copied[1] > copied[6] > 0
+
+
+def test_nothing_is_kept_of_requests_that_ended_or_wait(llama: tuple[PreTrainedModel, Any]) -> None:
+    """Random aborts, and preemptions: whenever it is asked, only blocks of running requests are on the device."""
+    engine, runner = selecting(llama[0], FEW, Residence(slots=64, steady=1000), cache_bytes=30 * BLOCK_BYTES)
+    chance, held = random.Random(0), 0
+    long = Sampling(max_tokens=30, temperature=0, ignore_end=True)
+    requests = [engine.submit(text, long)[0] for text in prompts(12)]
+    while engine.busy:
+        engine.step()
+        if chance.random() < 0.1:
+            engine.abort(chance.choice(requests))
+        held = max(held, runner.resident_pages)
+        running = {block for request in engine.scheduler.running for block in request.blocks}
+        assert runner.host is not None
+        for residents in runner.host.residents.values():
+            assert set(residents.block_in.flatten().tolist()) <= running | {-1}
+    assert {request.reason for request in requests} == {"abort", "length"} and held > 0
+    assert sum(request.preemptions for request in requests) > 0
+    assert runner.resident_pages == 0 and not runner._known
+
+
+def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) -> None:
+    """A row for every token that was decoded, layer and head; most pages are those of the step before."""
+    texts = [prompts()[0] + prompts()[1], prompts()[2]]
+    engine, runner = selecting(
+        llama[0], Selection(page=4, budget=20, sink=1, window=1), Residence(steady=1), record=True
+    )
+    requests = [engine.submit(text, GREEDY)[0] for text in texts]
+    run(engine)
+    assert runner.recorder is not None and runner.host is not None
+    runner.recorder.trace().write(tmp_path / "run.trace")
+    trace = read_trace(tmp_path / "run.trace")
+    rows = list(trace.rows())
+    assert len(rows) == 2 * 15 * 3 * 2 and {row.request for row in rows} == {request.id for request in requests}
+    assert trace.shape.page_bytes == 4 * 2 * 8 * 4 and trace.shape.digest_bytes == 2 * 8 * 4
+    assert sum(len(row.recalled) for row in rows) * trace.shape.page_bytes == runner.host.recalled_bytes
+    before: dict[tuple[str, int, int], set[int]] = {}
+    shared = []
+    for row in rows:
+        length = next(len(each.prompt) for each in requests if each.id == row.request) + row.step - 1
+        held = -(-length // 4)
+        assert (
+            len(row.pages) == min(held, 5) and {0, held - 1} <= set(row.pages) and list(row.pages) == sorted(row.pages)
+        )
+        last = before.get((row.request, row.layer, row.head), set())
+        assert set(row.recalled) == set(row.pages) - last  # those of the last step stayed, and no others
+        if last and held > 5:
+            shared.append(len(last & set(row.pages)) / len(row.pages))
+        before[row.request, row.layer, row.head] = set(row.pages)
+    assert sum(shared) / len(shared) > 0.5
+
+
+def test_what_cannot_be_run() -> None:
+    network = BUILDS["llama"]()
+    with pytest.raises(RecipeError, match="pages of 32 tokens are to be chosen, and the engine's blocks have 4; give"):
+        selecting(network, Selection())
+    with pytest.raises(
+        RecipeError, match="up to 24 pages of one request, and the device has 8 slots for it; give more"
+    ):
+        selecting(network, ALL, Residence(slots=8))
+    sliding = BUILDS["mistral"]()
+    with pytest.raises(ModelError, match="sliding layers"):
+        selecting(sliding, ALL)
+
+
+def test_a_budget_that_grows_needs_slots_for_the_longest_text() -> None:
+    growing = Selection(page=4, budget=8, share=0.5, sink=1, window=1)
+    with pytest.raises(RecipeError, match="up to 12 pages"):
+        selecting(BUILDS["llama"](), growing, Residence(slots=11))
+    selecting(BUILDS["llama"](), growing, Residence(slots=12))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residence", PLACES, ids=str)
+def test_on_a_gpu(llama: tuple[PreTrainedModel, list[list[int]]], residence: Residence | None) -> None:
+    network, wanted = llama
+    engine, runner = selecting(network, ALL, residence, device="cuda", compiled=False)
+    assert answers(engine, prompts()) == wanted
+    if runner.host is not None:
+        assert runner.host._keys[0].is_pinned() and runner.host._key_slots[0].is_cuda
+    few = [answers(selecting(network, FEW, place, device="cuda", compiled=False)[0], prompts()) for place in PLACES]
+    assert all(each == few[0] for each in few)
+    torch.cuda.synchronize()
+
+
+def test_an_engine_is_told_what_to_choose() -> None:
+    """By fields, as they come from another process; blocks are the pages that are chosen."""
+    engine = Engine(Model(BUILDS["llama"]()), context=96, cache_bytes=10**7, select={"page": 4, "budget": 96})
+    assert engine.pool.size == 4 and isinstance(engine.runner, SelectingRunner) and engine.runner.host is None
+    plain = Engine(Model(BUILDS["llama"]()), block=4, context=96, cache_bytes=10**7)
+    texts = [[5, 6, 7, 8] * 9, [9, 10, 11]]
+    sampling = Sampling(max_tokens=8, temperature=0, ignore_end=True)
+    answers = [[engine.submit(text, sampling)[0] for text in texts] for engine in (engine, plain)]
+    for each in (engine, plain):
+        while each.busy:
+            each.step()
+    assert [each.output for each in answers[0]] == [each.output for each in answers[1]]
+    few = {"page": 4, "budget": 24}
+    host = Engine(Model(BUILDS["llama"]()), context=96, cache_bytes=10**7, select=few, residence={"slots": 64})
+    assert isinstance(host.runner, SelectingRunner) and host.runner.host is not None
+    assert [each.runner.path for each in (engine, host)] == [
+        "module, pages chosen", "module, pages chosen from the host's memory",
+    ]  # fmt: skip
+    with pytest.raises(RecipeError, match="not both"):
+        Engine(Model(BUILDS["llama"]()), select=few, kv="profile.json")
+    with pytest.raises(ModelError, match="several devices"):
+        Engine(Model(BUILDS["llama"]()), select=few, devices=2)

@@ -1,0 +1,141 @@
+"""Answers in a form: whatever a network would rather say, what comes out has the form; what cannot be is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from smelt.errors import RequestError
+from smelt.models.model import Model
+from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.sampling import Form, Sampling
+from tests.serve.test_detokenizer import byte_tokenizer
+from tests.tiny import DECODER
+
+pytest.importorskip("llguidance")
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 2},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    tokenizer: PreTrainedTokenizerFast = byte_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<end>"})
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**DECODER, "vocab_size": 300, "max_position_embeddings": 512}, eos_token_id=256)
+    return Engine(Model(LlamaForCausalLM(config).eval(), tokenizer), block=8, cache_bytes=10**7)
+
+
+def answer(engine: Engine, form: Form, **more: Any) -> list[str]:
+    sampling = Sampling(**{"max_tokens": 300, "seed": 1, **more}, form=form)
+    found = engine.generate(["write: "], sampling)
+    assert all(each.reason == "stop" for each in found), [each.text for each in found]
+    return [each.text for each in found]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
+def test_a_schema(engine: Engine, temperature: float) -> None:
+    for text in answer(engine, Form("schema", json.dumps(SCHEMA)), temperature=temperature, n=3):
+        found = json.loads(text)
+        assert list(found) == ["name", "age", "tags"] and 0 <= found["age"] <= 130 and len(found["name"]) <= 8
+        assert set(found["tags"]) <= {"red", "green"} and len(found["tags"]) <= 2
+
+
+def test_a_regular_expression(engine: Engine) -> None:
+    pattern = r"[a-f]{3}-[0-9]+(é|ü)"
+    texts = answer(engine, Form("regex", pattern), n=4, temperature=2.0)
+    assert all(re.fullmatch(pattern, text) for text in texts) and len(set(texts)) > 1
+
+
+def test_a_grammar(engine: Engine) -> None:
+    lark = 'start: "yes" | "no" | start_more\nstart_more: "maybe" (" maybe")*'
+    assert all(re.fullmatch("yes|no|maybe( maybe)*", text) for text in answer(engine, Form("grammar", lark), n=4))
+
+
+def test_any_object(engine: Engine) -> None:
+    request = engine.submit([5, 6], Sampling(max_tokens=60, seed=2, form=Form("json")))[0]
+    while engine.busy:
+        engine.step()
+    assert engine.model.tokenizer is not None
+    text = engine.model.tokenizer.decode(request.output, skip_special_tokens=True)
+    assert text.lstrip().startswith("{")
+    if request.reason == "stop":
+        assert isinstance(json.loads(text), dict)
+
+
+def test_beside_answers_without_a_form_and_after_preemption(engine: Engine) -> None:
+    free = engine.submit([7, 8, 9], Sampling(max_tokens=30, temperature=0, ignore_end=True))[0]
+    alone = engine.submit([7, 8, 9], Sampling(max_tokens=30, temperature=0, ignore_end=True))[0]
+    formed = engine.submit([7, 8, 9], Sampling(max_tokens=50, seed=4, form=Form("regex", "[xyz]{20}")))[0]
+    preempted = False
+    while engine.busy:
+        engine.step()
+        if len(formed.output) == 7 and not preempted:
+            preempted = True
+            step = engine.scheduler.schedule()  # as if blocks had run out
+            engine.scheduler._preempt(formed, step)
+            engine._read(engine.runner.launch(type(step)([p for p in step.pieces if p.request is not formed])))
+            formed.under_way = 0
+    assert preempted and free.output == alone.output and formed.preemptions == 1
+    assert engine.model.tokenizer is not None
+    assert re.fullmatch("[xyz]{20}", engine.model.tokenizer.decode(formed.output, skip_special_tokens=True))
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        (("schema", "{"), "not a JSON schema"),
+        (("schema", '{"type": "nothing"}'), "cannot be followed"),
+        (("schema", '{"$ref": "https://example.com/x.json"}'), "cannot be followed"),
+        (("regex", "(unclosed"), "cannot be followed"),
+        (("grammar", "no rules at all ::="), "cannot be followed"),
+        (("xml", ""), "no form 'xml'"),
+        (("regex", "a" * 70_000), "the length of a form"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_forms_that_cannot_be(engine: Engine, form: tuple[str, str], told: str) -> None:
+    with pytest.raises(RequestError, match=told) as caught:
+        engine.submit([5], Sampling(form=Form(*form)))
+    assert "\n" not in str(caught.value) and not engine.busy
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Form("regex", "((a{1,500}){1,500}){1,500}"),
+        Form("regex", "(a|aa|aaa)*(b|bb|ab)*" * 200),
+        Form("schema", json.dumps({"anyOf": [{"type": "array", "minItems": 9999, "maxItems": 10**6}] * 50})),
+        Form("schema", '{"type": "array", "items": ' * 500 + "{}" + "}" * 500),
+    ],
+    ids=["nested counts", "ambiguous", "large arrays", "deep"],
+)
+def test_forms_that_would_take_for_ever_do_not(engine: Engine, form: Form) -> None:
+    start = time.perf_counter()
+    with contextlib.suppress(RequestError):
+        engine.submit([5], Sampling(max_tokens=3, form=form))
+    while engine.busy:
+        engine.step()
+    assert time.perf_counter() - start < 10
+
+
+def test_a_sampling_survives_json() -> None:
+    from dataclasses import asdict
+
+    sampling = Sampling(stop=("a",), stop_ids=(3,), bias={4: 1.5}, form=Form("regex", "a+"), seed=3)
+    assert Sampling.from_json(json.loads(json.dumps(asdict(sampling)))) == sampling

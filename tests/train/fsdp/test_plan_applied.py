@@ -1,0 +1,195 @@
+"""Plans on real workers: trained as plain FSDP2 trains, and events in the order that was predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as distributed
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+
+from smelt.errors import RecipeError
+from smelt.train.fsdp.apply import apply
+from smelt.train.fsdp.choose import choose
+from smelt.train.fsdp.facts import Machines, Model
+from smelt.train.fsdp.plan import Plan, Unit
+from smelt.train.fsdp.profile import counted_layers, measured_layers
+from smelt.train.fsdp.record import measured
+from smelt.train.fsdp.timeline import COMPUTING, REST, Timeline, predict
+from smelt.train.fsdp.wire import measure_speeds
+from smelt.train.gradients.comm import Workers
+from tests.train.parallel import outcomes, run
+from tests.train.synthetic import rank
+
+CPU = torch.device("cpu")
+PLANS = {
+    "one by one": Plan(tuple(Unit(place, place + 1, True) for place in range(5)), 1, 1),
+    "far ahead": Plan((Unit(0, 1, True), Unit(1, 3, True), Unit(3, 4, True), Unit(4, 5, False)), 2, 2),
+    "nothing ahead": Plan((Unit(0, 2, True), Unit(2, 4, False), Unit(4, 5, True)), 0, 1),
+    "together": Plan((Unit(0, 5, False),), 1, 1),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 64), nn.Linear(64, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Network(nn.Module):
+    """An embedding, blocks, a head; and a scale, which no layer holds, if it is trained."""
+
+    def __init__(self, tied: bool = False, scaled: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, 24)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(24, 40, bias=False)
+        self.scale = nn.Parameter(torch.ones(24)) if scaled else 1.0
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x * self.scale)
+        return logits
+
+
+class Work:
+    """Forward and backward of one batch, as often as it is called."""
+
+    def __init__(self, network: nn.Module, number: int = 0) -> None:
+        self._network = network
+        generator = torch.Generator().manual_seed(10 * number + rank())
+        self._tokens = torch.randint(40, (8, 6), generator=generator)
+
+    def __call__(self) -> None:
+        self._network.zero_grad()
+        logits = self._network(self._tokens)
+        cross_entropy(logits.flatten(0, 1), self._tokens.flatten()).backward()
+
+
+def known(network: nn.Module) -> Model:
+    return measured_layers(network, Work(network), Workers(), CPU)
+
+
+def trained(plan: Plan | None) -> Any:
+    torch.manual_seed(0)
+    network = Network()
+    mesh = init_device_mesh("cpu", (2,))
+    if plan is None:
+        for layer in (network.embed, *network.blocks, network.head):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(network, mesh=mesh)
+    else:
+        apply(plan, known(network), network, mesh)
+    optimiser = torch.optim.SGD(network.parameters(), lr=0.3)
+    for number in range(5):
+        Work(network, number)()
+        optimiser.step()
+    return torch.cat([each.detach().full_tensor().flatten() for each in network.parameters()]).numpy()
+
+
+def followed(plan: Plan, scaled: bool) -> tuple[Any, Timeline, Timeline]:
+    """Parameters after training, and both timelines."""
+    parameters = trained(plan)
+    network = Network(scaled=scaled)
+    model = known(network)
+    gather, scatter = measure_speeds(Workers(), CPU)
+    predicted = predict(model, plan, Machines(2, gather, scatter, 1e12, beside=False))
+    apply(plan, model, network, init_device_mesh("cpu", (2,)))
+    return parameters, predicted, measured(plan, model, network, Work(network), CPU)
+
+
+def events(timeline: Timeline) -> list[tuple[str, int]]:
+    """Without what the root computes, and the scatters that end backward as a set: the root's may come first."""
+    order = [each for each in timeline.order if each[0] not in COMPUTING or each[1] != REST]
+    return [*order[:-2], *sorted(order[-2:])]
+
+
+def test_every_plan_trains_as_plain_sharding_and_goes_in_the_order_that_was_predicted() -> None:
+    plain = run(2, trained, None)[0]
+    for name, plan in PLANS.items():
+        for parameters, predicted, real in run(2, followed, plan, name != "together"):
+            assert abs(parameters - plain).max() < 1e-6, name
+            assert events(real) == events(predicted), name
+            assert (("scatter", REST) in real.order) == (name != "together"), name
+            assert all(event.end >= event.start >= 0 for event in real.events), name
+            assert real.peak is None and 0 < real.computing < real.seconds and real.exposed > 0
+
+
+def planned() -> tuple[dict[str, Any], Plan]:
+    """From measuring to a plan that fits, without anything told."""
+    network = Network()
+    model = known(network)
+    workers = Workers()
+    gather, scatter = measure_speeds(workers, CPU)
+    machines = Machines(workers.size, gather, scatter, 1e9, beside=False)
+    found = choose(model, machines)
+    return model.to_json(), found.plan
+
+
+def test_the_layers_are_found_measured_and_the_same_on_all_workers() -> None:
+    first, second = run(2, planned)
+    assert first == second
+    model, plan = first
+    assert [layer["name"] for layer in model["layers"]] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert [layer["bytes"] for layer in model["layers"]] == [3840, 12640, 12640, 12640, 3840]
+    assert model["rest"]["bytes"] == 96
+    assert all(layer["forward"] > 0 and layer["backward"] > 0 for layer in model["layers"])
+    tanh = 8 * 6 * 64 * 4
+    assert tanh <= model["layers"][1]["activations"] <= 4 * tanh
+    assert not any(unit.reshard for unit in plan.units)  # nothing is gathered twice where memory allows it
+
+
+def counted() -> dict[str, Any]:
+    network = Network(tied=True)
+    return counted_layers(network, Work(network), 1e6, Workers(), CPU).to_json()
+
+
+def test_operations_over_speed_are_times_and_tied_layers_stay_with_the_root() -> None:
+    model = run(2, counted)[0]
+    assert [layer["name"] for layer in model["layers"]] == ["blocks.0", "blocks.1", "blocks.2"]
+    products = 2 * 8 * 6 * 24 * 64 * 2  # two matrices, forward
+    assert model["layers"][1]["forward"] == pytest.approx(products / 1e6)
+    assert model["layers"][1]["backward"] == pytest.approx(2 * products / 1e6)
+    assert model["rest"]["bytes"] == 3840 + 96 and model["rest"]["forward"] > 0
+
+
+def refused(what: str) -> None:
+    network, mesh = Network(), init_device_mesh("cpu", (2,))
+    model = known(network)
+    if what == "other":
+        layers = (replace(model.layers[0], name="gone"), *model.layers[1:])
+        apply(PLANS["together"], replace(model, layers=layers), network, mesh)
+    if what == "whole":
+        measured(PLANS["together"], model, network, Work(network), CPU)
+    apply(PLANS["together"], model, network, mesh)
+    apply(PLANS["together"], model, network, mesh)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [("other", "the network has no layer 'gone'"), ("whole", "apply a plan to it first"), ("twice", "was applied to")],
+)
+def test_what_does_not_fit_is_one_sentence(what: str, words: str) -> None:
+    for _, error in outcomes(2, refused, what):
+        assert error.startswith("RecipeError") and words in error
+
+
+def test_one_worker_alone_measures_its_layers_but_no_link() -> None:
+    assert not distributed.is_initialized()
+    network, tokens = Network(), torch.zeros(2, 3, dtype=torch.long)
+    model = measured_layers(network, lambda: network(tokens).sum().backward(), Workers(), CPU)
+    assert model.bytes == sum(each.numel() * 4 for each in network.parameters())
+    with pytest.raises(RecipeError, match="start several with torchrun"):
+        measure_speeds(Workers(), CPU)

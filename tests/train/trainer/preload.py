@@ -1,0 +1,8 @@
+"""What workers of these tests use, so that it is loaded once."""
+
+import transformers.models.llama.modeling_llama
+import transformers.models.resnet.modeling_resnet
+
+import smelt.train.trainer.run
+
+__all__ = ["smelt", "transformers"]

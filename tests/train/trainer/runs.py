@@ -1,0 +1,145 @@
+"""Small runs for tests: a configuration, data beside it, and workers that go through the whole loop."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import socket
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from smelt.config import parse
+from smelt.train.trainer.command import main
+from smelt.train.trainer.config import TrainConfig
+from smelt.train.trainer.folder import RunFolder
+from smelt.train.trainer.run import Loop
+from tests.train import parallel
+
+parallel._CONTEXT.set_forkserver_preload(["tests.train.parallel", "tests.train.preload", "tests.train.trainer.preload"])
+
+TEXT = "".join(f"{number} times {number % 7} is {number * (number % 7)}.\n" for number in range(400))
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "attention_dropout": 0.1,  # so that a resumed run must draw the same numbers
+}
+RESNET = {
+    "model_type": "resnet",
+    "embedding_size": 8,
+    "hidden_sizes": [8, 12],
+    "depths": [1, 1],
+    "layer_type": "basic",
+}
+
+
+def language(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The keys of a run on text; the text is written beside it."""
+    (folder / "text.txt").write_text(TEXT)
+    return {
+        "model": LLAMA,
+        "data": {"train": str(folder / "text.txt"), "length": 32},
+        "batch": 4,
+        "steps": 6,
+        "optimizer": {"lr": 5e-3},
+        "gradients": "exdyna:density=0.05,sampled=2",
+        "evaluate": {"every": 3, "samples": 16},
+        "checkpoint": {"every": 3},
+        "device": "cpu",
+        **changes,
+    }
+
+
+def images(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The keys of a run on squares that lie above or below, in IDX files."""
+    generator = np.random.Generator(np.random.PCG64(0))
+    for stem, count in (("train", 256), ("t10k", 64)):
+        labels = generator.integers(0, 2, count).astype(np.uint8)
+        pixels = generator.integers(0, 60, (count, 16, 16)).astype(np.uint8)
+        for image, label in zip(pixels, labels, strict=True):
+            image[8 * label : 8 * label + 8, 4:12] += 150
+        write_idx(folder / f"{stem}-images-idx3-ubyte.gz", pixels)
+        write_idx(folder / f"{stem}-labels-idx1-ubyte", labels)
+    return {
+        "task": "images",
+        "model": RESNET,
+        "data": {"train": str(folder)},
+        "batch": 16,
+        "steps": 20,
+        "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        "gradients": "none",
+        "device": "cpu",
+        **changes,
+    }
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    head = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
+    content = head + values.tobytes()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+
+
+def config_of(content: dict[str, Any]) -> TrainConfig:
+    return parse(TrainConfig, content, "the configuration")
+
+
+def write_config(path: Path, content: dict[str, Any]) -> Path:
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def through(content: dict[str, Any], out: Path, resume: bool = False, resplit: bool = False) -> None:
+    """What one worker does; where there is a GPU all workers share it."""
+    device = torch.device("cuda", 0) if content["device"] == "cuda" else torch.device("cpu")
+    Loop(config_of(content), out, device, resume=resume, resplit=resplit).run()
+
+
+def trained(workers: int, content: dict[str, Any], out: Path, **options: bool) -> list[dict[str, Any]]:
+    """The lines of a run that went to its end."""
+    parallel.run(workers, _through, content, out, options)
+    return RunFolder(out).lines()
+
+
+def refused(workers: int, content: dict[str, Any], out: Path, **options: bool) -> list[str]:
+    """The error of each worker."""
+    return [error.partition("\n")[0] for _, error in parallel.outcomes(workers, _through, content, out, options)]
+
+
+def _through(content: dict[str, Any], out: Path, options: dict[str, bool]) -> None:
+    through(content, out, **options)
+
+
+def commanded(workers: int, words: list[str], folder: Path) -> list[tuple[int, str]]:
+    """Of each worker of `python -m smelt.train` its exit code and what it said; started as torchrun starts them."""
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        port = place.getsockname()[1]
+    said = [folder / f"said-{rank}.txt" for rank in range(workers)]
+    alone = workers == 1
+    places = [
+        {} if alone else {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "MASTER_PORT": port}
+        for rank in range(workers)
+    ]
+    processes = [
+        parallel._CONTEXT.Process(target=_command, args=(words, place, path), daemon=True)
+        for place, path in zip(places, said, strict=True)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    return [(process.exitcode or 0, path.read_text()) for process, path in zip(processes, said, strict=True)]
+
+
+def _command(words: list[str], place: dict[str, int], said: Path) -> None:
+    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    torch.set_num_threads(1)
+    main(words)

@@ -1,0 +1,129 @@
+"""What a configuration may say, and the sentence about everything else."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from smelt.errors import RecipeError
+from smelt.train.gradients.autotune.auto import Auto
+from smelt.train.gradients.compressors import DGC, ExDyna
+from smelt.train.gradients.dense import Dense
+from smelt.train.trainer import config
+from smelt.train.trainer.config import ScheduleConfig, TrainConfig
+from smelt.train.trainer.gradients import compressor_of, plain_gradients
+from smelt.train.trainer.optimise import rate_at
+from smelt.train.trainer.order import Order, own_start
+from tests.train.trainer.runs import config_of, write_config
+
+ROOT = Path(__file__).parents[3]
+MODEL = {"model": "a-model"}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"stepps": 3}, "the configuration has no key 'stepps'; did you mean 'steps'?"),
+        ({"optimizer": {"learning": 3}}, "`optimizer` of the configuration has no key 'learning'; it has name, lr"),
+        ({"optimizer": {"name": "adam"}}, "there is no name 'adam'; did you mean 'adamw'?"),
+        ({"optimizer": {"lr": "fast"}}, "lr of `optimizer` of the configuration must be a number, not 'fast'"),
+        ({"optimizer": {"lr": 0}}, "lr is 0; it must be above 0"),
+        ({"optimizer": 3}, "`optimizer` of the configuration is a set of keys, not 3"),
+        ({"steps": 0}, "steps is 0; it must be at least 1"),
+        ({"steps": True}, "steps of the configuration must be a whole number, not True"),
+        ({"steps": 1.5}, "must be a whole number"),
+        ({"task": "vision"}, "there is no task 'vision'"),
+        ({"precision": "fp61"}, "did you mean 'fp16'?"),
+        ({"clip": -1}, "clip is -1"),
+        ({"gradients": "exdyna:density=0"}, "density is 0; it is the share of gradients that is sent"),
+        ({"gradients": "exdyna:density=2"}, "density is 2; it is the share of gradients that is sent"),
+        ({"gradients": {"method": "exdyna", "density": "2e0"}}, "density is 2"),
+        ({"gradients": "exdina"}, "there is no way 'exdina' to send gradients; did you mean 'exdyna'?"),
+        ({"gradients": "exdyna:density"}, "'density' has no value"),
+        ({"gradients": "exdyna:dense=1"}, "has no parameter 'dense'"),
+        ({"gradients": "none:density=1"}, "none has no parameter 'density'"),
+        ({"gradients": "auto:densty=1"}, "auto has no parameter 'densty'; did you mean 'density'?"),
+        ({"gradients": "dgc"}, "dgc has a momentum of its own"),
+        ({"exchange": {"values": "int4"}}, "values is one of"),
+        ({"exchange": {"value": "int8"}}, "did you mean 'values'?"),
+        ({"checkpoint": {"keep": 0}}, "keep is 0"),
+        ({"data": {"length": 1}}, "length is 1"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence(content: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        config_of({**MODEL, **content})
+    assert words in str(caught.value)
+
+
+def test_a_file_is_read_and_the_command_line_wins(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("model: a-model\noptimizer: {lr: 3e-4}\ngradients: micro\nclip: 1\nprecision: off\n")
+    read = TrainConfig.load(path)
+    assert (read.optimizer.lr, read.gradients, read.clip) == (3e-4, {"method": "micro"}, 1.0)
+    assert read.precision == "off"
+    assert config_of(read.to_json()) == read
+    assert TrainConfig.load(path, "topk:density=1e-2").gradients == {"method": "topk", "density": 0.01}
+    with pytest.raises(RecipeError, match="does not say which `model` is trained"):
+        TrainConfig.load(write_config(path, {"steps": 3}))
+    path.write_text("model: [")
+    with pytest.raises(RecipeError, match="not valid YAML"):
+        TrainConfig.load(path)
+    with pytest.raises(RecipeError, match="there is no configuration at"):
+        TrainConfig.load(tmp_path / "none.yaml")
+
+
+def test_ways_to_send_gradients() -> None:
+    assert compressor_of(None) is None and compressor_of("none") is None
+    assert compressor_of("bf16") == Dense(values="bfloat16")
+    assert compressor_of("exdyna:density=0.001,balance=false") == ExDyna(density=0.001, balance=False)
+    assert compressor_of({"method": "dgc", "momentum": 0}) == DGC(momentum=0)
+    assert compressor_of({"method": "auto", "methods": ["micro"]}) == Auto(methods=("micro",))
+    assert plain_gradients("auto:density=0.01") == {"method": "auto", "density": 0.01}
+
+
+def test_the_rate_rises_and_falls() -> None:
+    cosine = ScheduleConfig("cosine", warm_up=4, floor=0.1)
+    rates = [rate_at(step, 12, 2.0, cosine) for step in range(13)]
+    assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    assert rates[8] == pytest.approx(2.0 * 0.55)
+    assert rates[12] == pytest.approx(0.2)
+    assert rate_at(9, 12, 2.0, ScheduleConfig("constant")) == 2.0
+
+
+def test_workers_share_out_every_sample_once_an_epoch() -> None:
+    """Also when the number of workers changes on the way; another seed is another order."""
+
+    def seen(start: int, steps: int, workers: int, batch: int, accumulate: int) -> tuple[list[int], int]:
+        found: list[int] = []
+        for _ in range(steps):
+            for part in range(accumulate):
+                for rank in range(workers):
+                    first = own_start(start, part, batch, workers, rank)
+                    found += Order(24, 7).places(first, batch).tolist()
+            start += workers * batch * accumulate
+        return found, start
+
+    first, position = seen(0, 2, 2, 3, 1)
+    rest, position = seen(position, 1, 3, 2, 2)
+    assert sorted(first + rest) == list(range(24))
+    again, _ = seen(position, 2, 2, 3, 2)
+    assert sorted(again) == list(range(24)) and again != first + rest
+    assert not np.array_equal(Order(24, 7).places(0, 24), Order(24, 8).places(0, 24))
+
+
+def test_the_page_has_every_key_and_no_other() -> None:
+    page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    table = page.partition("| key | default | meaning |")[2].partition("\n\n")[0]
+    shown = set(re.findall(r"^\| `([\w.]+)` \|", table, re.M))
+    parts = {"data": "DataConfig", "optimizer": "OptimizerConfig", "schedule": "ScheduleConfig",
+             "evaluate": "EvaluateConfig", "checkpoint": "CheckpointConfig"}  # fmt: skip
+    wanted = {field.name for field in fields(TrainConfig)} - set(parts)
+    for key, kind in parts.items():
+        wanted |= {f"{key}.{field.name}" for field in fields(getattr(config, kind))}
+    assert shown == wanted

@@ -1,0 +1,233 @@
+"""The run whose workers Ray Train starts, as a person starts it: equal to torchrun's, and one that loses a worker.
+
+Ray needs half a minute to start two workers, so that each of its runs here shows several things.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+import smelt
+from smelt.errors import DataError, ResourceError
+from smelt.train.on_ray import _told
+from smelt.train.trainer.folder import RunFolder
+from smelt.train.trainer.join import LostWorkerError
+from tests.train.trainer.runs import language, trained, write_config
+
+pytest.importorskip("ray", reason="needs Ray Train, which is large: pip install 'smelt[ray]'")
+psutil = pytest.importorskip("psutil", reason="shows which processes Ray has started")
+pytestmark = pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="Ray gives each of two workers a processor")
+
+COMMAND = [sys.executable, "-m", "smelt.train.on_ray"]
+PATIENCE = 200  # seconds
+Run = subprocess.Popen[str]
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts the command in the folder of its file; what still runs after a test is told to end, with its Ray."""
+    runs: list[Run] = []
+
+    def starts(config: Path, *words: str, workers: int = 2) -> Run:
+        mine = {key: value for key, value in os.environ.items() if not key.startswith(("RAY_", "OMP_"))}
+        environment = {**mine, "HOME": str(config.parent), "PYTHONPATH": str(Path(smelt.__file__).parents[1])}
+        call, pipe = [*COMMAND, str(config), "--workers", str(workers), *words], subprocess.PIPE
+        runs.append(subprocess.Popen(call, stderr=pipe, stdout=pipe, text=True, env=environment, cwd=config.parent))
+        return runs[-1]
+
+    yield starts
+    for run in runs:
+        run.terminate()
+        run.communicate(timeout=20)
+
+
+def ended(run: Run) -> tuple[int, str, str]:
+    """Its code, its output and its errors."""
+    output, said = run.communicate(timeout=PATIENCE)
+    return run.returncode, output, said
+
+
+def family(run: Run) -> list[Any]:
+    return psutil.Process(run.pid).children(recursive=True)
+
+
+def workers_of(run: Run) -> list[Any]:
+    found = []
+    for process in family(run):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            found += [process] if process.cmdline()[:1] == ["ray::RayTrainWorker"] else []
+    return found
+
+
+def wait_for(place: Path, run: Run) -> None:
+    until = time.monotonic() + PATIENCE
+    while not place.exists():
+        assert run.poll() is None, ended(run)
+        assert time.monotonic() < until, "the run does not come so far"
+        time.sleep(0.02)
+
+
+def leftovers(folder: Path) -> list[Path]:
+    """Of Ray: its own results, a folder of it in the home, and temporary ones."""
+    own = [*folder.glob(".*.ray"), *folder.glob("ray_results")]
+    return own + list(Path(tempfile.gettempdir()).glob("smelt-ray-*"))
+
+
+def weights(out: Path) -> dict[str, bytes]:
+    found = load_file(RunFolder(out).model / "model.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in found.items()}
+
+
+def losses(out: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in RunFolder(out).lines()]
+
+
+def test_two_workers_of_ray_give_the_weights_of_two_of_torchrun_to_the_bit(tmp_path: Path, start: Start) -> None:
+    content = language(tmp_path)
+    near = {**content, "data": {**content["data"], "train": "text.txt"}}  # relative, as Ray moves workers elsewhere
+    run = start(write_config(tmp_path / "small.yaml", near), "--out", "on-ray")
+    wait_for(tmp_path / "on-ray" / "run.json", run)
+    processes = family(run)
+    environments = [each.environ() for each in workers_of(run)]
+    code, _, said = ended(run)
+    assert code == 0, said
+    trained(2, content, tmp_path / "plain")
+    assert losses(tmp_path / "on-ray") == losses(tmp_path / "plain")
+    assert weights(tmp_path / "on-ray") == weights(tmp_path / "plain")
+    assert RunFolder(tmp_path / "on-ray").facts()["workers"] == 2
+    assert "step 6 of 6: loss" in said and "Traceback" not in said
+
+    assert len(environments) == 2
+    for environment in environments:
+        assert environment["RAY_AUTH_MODE"] == "token" and len(environment["RAY_AUTH_TOKEN"]) == 64
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == []
+    assert leftovers(tmp_path) == []
+
+
+def test_a_killed_worker_is_started_again_and_the_run_ends_with_the_same_weights(tmp_path: Path, start: Start) -> None:
+    content = language(tmp_path, steps=120, evaluate={"samples": 4}, checkpoint={"every": 5, "keep": 2})
+    config, out = write_config(tmp_path / "long.yaml", content), tmp_path / "run"
+    run = start(config, "--out", "run", "--restarts", "1")
+    wait_for(out / "checkpoints" / "step-10", run)
+    first = workers_of(run)
+    first[1].kill()
+    again: set[Any] = set()
+    while run.poll() is None and len(again) < 2:
+        again |= {each for each in workers_of(run) if each not in first}
+        time.sleep(0.1)
+    code, _, said = ended(run)
+    assert code == 0, said
+    assert len(again) == 2, "nobody was started again"
+    trained(2, content, tmp_path / "undisturbed")
+    assert losses(out) == losses(tmp_path / "undisturbed")
+    assert weights(out) == weights(tmp_path / "undisturbed")
+    assert leftovers(tmp_path) == []
+
+
+def test_without_restarts_a_killed_worker_ends_the_run_with_a_sentence(tmp_path: Path, start: Start) -> None:
+    content = language(tmp_path, steps=100_000, schedule={"name": "constant"}, checkpoint={"every": 5, "keep": 2})
+    config, out = write_config(tmp_path / "long.yaml", content), tmp_path / "run"
+    run = start(config, "--out", "run")
+    wait_for(out / "checkpoints" / "step-10", run)
+    processes = family(run)
+    workers_of(run)[1].kill()
+    code, _, said = ended(run)
+    sentences = [line for line in said.splitlines() if line.startswith("smelt: ")]
+    assert code == 2 and len(sentences) == 1, said
+    assert sentences[0].startswith("smelt: a worker has ended or does not answer; --resume goes on from step-")
+    assert "Traceback" not in said and "this is a bug" not in said
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == []
+    assert leftovers(tmp_path) == []
+
+
+def test_what_a_worker_refuses_is_one_sentence_and_not_tried_again(tmp_path: Path, start: Start) -> None:
+    content = language(tmp_path)
+    content["data"]["train"] = str(tmp_path / "missing.txt")
+    run = start(write_config(tmp_path / "no_data.yaml", content), "--restarts", "99")
+    code, _, said = ended(run)  # which waits less long than 99 starts take
+    assert (code, said.count("\n")) == (2, 1), said
+    assert said.startswith("smelt: ") and "missing.txt" in said
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("failures", "kind", "sentence"),
+    [
+        (
+            [LostWorkerError("x"), ResourceError("another worker could not."), DataError("a cause.")],
+            DataError,
+            "a cause.",
+        ),
+        ([LostWorkerError("another worker")], ResourceError, "a worker has ended or does not answer; --resume goes on"),
+        ([LostWorkerError("another worker"), KeyError("mine")], KeyError, "mine"),
+    ],
+)
+def test_of_several_errors_the_cause_is_told(
+    failures: list[Exception], kind: type[Exception], sentence: str, tmp_path: Path
+) -> None:
+    from ray.train import WorkerGroupError
+
+    told = _told(WorkerGroupError("all of them", dict(enumerate(failures))), tmp_path)
+    assert type(told) is kind and sentence in str(told)
+
+
+def test_more_workers_than_processors_are_refused_with_their_number(tmp_path: Path, start: Start) -> None:
+    config = write_config(tmp_path / "small.yaml", language(tmp_path))
+    code, output, said = ended(start(config, workers=1000))
+    assert (code, output) == (2, "")
+    assert said.startswith("smelt: 1000 workers with a CPU each were asked for; Ray has ")
+    assert said.count("\n") == 1 and "Ask for fewer workers" in said
+    assert not (tmp_path / "runs").exists()
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_reports_home_are_off_before_ray_starts_or_is_joined(address: str | None) -> None:
+    """Ray turns them off by itself where it starts in a process, so that its own workers do not show it."""
+    code = (
+        "import os; from smelt.train import on_ray\n"
+        "on_ray._connect = lambda *_: print(os.environ['RAY_USAGE_STATS_ENABLED'])\n"
+        f"with on_ray._ray({address!r}): from ray._common.usage.usage_lib import usage_stats_enabled as enabled\n"
+        "print(enabled())"
+    )
+    mine = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+    found = subprocess.run([sys.executable, "-c", code], env=mine, capture_output=True, text=True, check=False)
+    assert found.stdout.split() == ["0", "False"], found.stderr
+
+
+REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
+    ({"modle": "x"}, [], "has no key 'modle'; did you mean 'model'?"),
+    ({}, ["--workers", "0"], "workers is 0; it must be at least 1."),
+    ({}, ["--restarts", "-1"], "restarts is -1; it must not be negative."),
+    ({}, ["--gpu"], "device is cpu and --gpu was given; leave one of them out."),
+    ({"device": "cuda"}, [], "give --gpu, or set device to cpu."),
+    ({}, ["--out", "."], "is not empty and holds no run; give another --out."),
+    ({}, ["--address", "127.0.0.1:9"], "there is no Ray cluster at 127.0.0.1:9 that this machine belongs to"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words", "sentence"), REFUSED)
+def test_what_can_be_told_before_ray_starts_is_told_then(
+    changes: dict[str, Any], words: list[str], sentence: str, tmp_path: Path, start: Start
+) -> None:
+    config = write_config(tmp_path / "wrong.yaml", {**language(tmp_path), **changes})
+    begun = time.monotonic()
+    code, _, said = ended(start(config, *words))
+    assert (code, said.count("\n")) == (2, 1), said
+    assert said.startswith("smelt: ") and sentence in said
+    assert time.monotonic() - begun < 60
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,133 @@
+"""The page says what the log says."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from smelt.cli.app import call, program
+from smelt.errors import SmeltError
+from smelt.report.series import Scale, scale_of, thinned
+from smelt.report.training import render_training, summary
+from smelt.train.trainer.folder import RunFolder
+from tests.train.trainer.runs import language, trained
+
+
+def line(step: int, **changes: Any) -> dict[str, Any]:
+    phases = {"data": 0.001, "forward": 0.002, "backward": 0.003, "reduce": 0.004, "optimizer": 0.005}
+    return {
+        "step": step, "seconds": 0.5 * step, "samples": 8 * step, "loss": 4.0 / step, "rate": 0.1, "norm": 1.0,
+        "skipped": False, "bytes": 1000.0, "all_bytes": 1000.0 * step, "inside": 0.0, "density": 0.011, "build_up": 1.1,
+        "padding": 0.25, "phases": phases, **changes,
+    }  # fmt: skip
+
+
+def facts(method: str = "exdyna") -> dict[str, Any]:
+    return {
+        "config": {"steps": 4, "gradients": {"method": method}, "data": {"train": "default"}},
+        "workers": 2, "backend": "gloo", "parameters": 1234, "model_type": "llama", "decision": None,
+        "machine": {"cpu": "<b>a processor</b>"},
+    }  # fmt: skip
+
+
+def run_of(name: str = "one", **changes: Any) -> dict[str, Any]:
+    lines = [line(step) for step in (1, 2, 3, 4)]
+    lines[-1]["evaluation"] = {"loss": 1.25, "perplexity": 3.49}
+    return {"name": name, "facts": facts(), "lines": lines, **changes}
+
+
+def curves(page: str) -> list[list[tuple[int, int]]]:
+    drawn = re.findall(r'<polyline points="([^"]*)"', page)
+    return [[tuple(map(int, point.split(","))) for point in each.split()] for each in drawn]  # type: ignore[misc]
+
+
+def test_numbers_of_the_log_stand_on_the_page() -> None:
+    page = render_training([run_of()])
+    for text in ("1.00", "1.25", "3.49", "4 kB", "1 kB", "1.1", "0.25", "2.0 s", "llama", "1,234"):
+        assert text in page, text
+    for milliseconds in ("1.000", "2.000", "3.000", "4.000", "5.000", "15.000"):
+        assert f">{milliseconds}</td>" in page
+    assert "<script" not in page and "http" not in page.replace("http-equiv", "")
+    assert "&lt;b&gt;a processor" in page
+
+
+def test_curves_go_through_the_points_of_the_log() -> None:
+    loss = curves(render_training([run_of()]))[0]
+    assert len(loss) == 4
+    assert [place for place, _ in loss] == sorted(place for place, _ in loss)
+    heights = [height for _, height in loss]  # 0 is above: 4, 2, 1.33, 1 of a scale from 0.85 to 4.16
+    assert heights == pytest.approx(
+        [10_000 * (1 - (4 / step - 0.85) / (4.1575 - 0.85)) for step in (1, 2, 3, 4)], abs=1
+    )
+
+
+def test_several_runs_are_told_apart_and_a_wide_axis_is_logarithmic() -> None:
+    plain = run_of("plain", facts=facts("none"))
+    plain["lines"] = [line(step, bytes=1e6, all_bytes=1e6 * step, padding=None) for step in (1, 2, 3, 4)]
+    page = render_training([run_of(), plain])
+    assert "one (exdyna)" in page and "plain (none)" in page
+    assert "run0" in page and "run1" in page
+    assert "Plain DDP sends beside backward" in page
+    assert ">10 kB<" in page and ">1 MB<" in page
+    assert Scale("", 1, 100, True).place(10) == pytest.approx(0.5)
+    assert scale_of("", [0.0, 0.0]).last > 0
+
+
+def test_a_run_that_is_not_done_says_so_and_one_without_padding_has_no_graph() -> None:
+    short = run_of()
+    short["lines"] = [line(1, padding=None)]
+    page = render_training([short])
+    assert "one has done 1 of its 4 steps" in page
+    assert "<h3>Padding" not in page and "<h3>Density" in page
+    assert summary(short)["padding"] is None
+
+
+def test_many_points_are_means() -> None:
+    points, every = thinned([(float(place), float(place % 2)) for place in range(4000)])
+    assert (len(points), every) == (400, 10)
+    assert all(value == 0.5 for _, value in points)
+
+
+def smelt(*words: str) -> int:
+    return call(program(list(words)), list(words))
+
+
+def test_the_command_reads_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, method in (("sparse", "exdyna:density=0.05"), ("auto", "auto:steps=2")):
+        trained(2, language(tmp_path, gradients=method), tmp_path / name)
+    assert smelt("train-report", str(tmp_path / "sparse"), "--json", str(tmp_path / "summary.json")) == 0
+    page = (tmp_path / "sparse" / "report.html").read_text()
+    lines = RunFolder(tmp_path / "sparse").lines()
+    found = json.loads((tmp_path / "summary.json").read_text())["sparse"]
+    assert (found["steps"], found["loss"], found["bytes"]) == (6, lines[-1]["loss"], lines[-1]["all_bytes"])
+    assert f"{lines[-1]['loss']:.2f}" in page and f"{lines[-1]['loss']:.2f}" in capsys.readouterr().out
+    assert (
+        smelt("train-report", str(tmp_path / "sparse"), str(tmp_path / "auto"), "-o", str(tmp_path / "two.html")) == 0
+    )
+    both = (tmp_path / "two.html").read_text()
+    assert "What auto measured for auto" in both and "predicted wait, ms" in both
+    assert RunFolder(tmp_path / "auto").facts()["decision"]["choices"][0] in both
+
+
+@pytest.mark.parametrize(("lines", "words"), [(None, "run.json is not there"), ("", "no step"), ("{}\n", "no step of")])
+def test_what_is_no_run_is_refused(lines: str | None, words: str, tmp_path: Path) -> None:
+    if lines is not None:
+        RunFolder(tmp_path).write_facts(facts())
+        (tmp_path / "run.jsonl").write_text(lines)
+    with pytest.raises(SmeltError, match=words):
+        smelt("train-report", str(tmp_path))
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "run.jsonl").write_text(json.dumps(line(1)) + "\n" + json.dumps(line(2))[:40])
+    assert RunFolder(tmp_path).lines() == [line(1)]
+
+
+def test_several_runs_need_a_place(tmp_path: Path) -> None:
+    with pytest.raises(SmeltError, match="say with -o where"):
+        smelt("train-report", str(tmp_path), str(tmp_path))

@@ -1,0 +1,196 @@
+"""Whole runs by real workers: they learn, go on to the bit, and say what was sent."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import smelt
+from smelt.train.trainer.config import TrainConfig
+from smelt.train.trainer.folder import RunFolder
+from tests.train.trainer.runs import RESNET, TEXT, images, language, refused, trained
+
+ROOT = Path(__file__).parents[3]
+
+
+def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(out / "checkpoints" / f"step-{step}" / "model.safetensors")
+
+
+def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in line.items() if key not in ("seconds", "phases")} for line in lines]
+
+
+def everything(folder: Path) -> dict[str, Any]:
+    """The content of every file of a checkpoint, times left out."""
+    found: dict[str, Any] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".safetensors":
+            found[str(path.relative_to(folder))] = path.read_bytes()
+        elif path.name == "position.json":
+            found["position"] = {key: value for key, value in json.loads(path.read_text()).items() if key != "seconds"}
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gradients": "exdyna:density=0.05,sampled=2", "clip": 1.0, "accumulate": 2},
+        {
+            "gradients": "topk:density=0.05",
+            "exchange": {"slots": 2.0},
+            "precision": "fp16",
+            "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
+        },
+    ],
+    ids=["exdyna-accumulated", "topk-fp16"],
+)
+def test_a_resumed_run_equals_one_that_was_not_stopped(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Weights, optimiser, residuals, thresholds, scaler, position in the data: bit for bit."""
+    content = language(tmp_path, **changes)
+    whole = trained(2, content, tmp_path / "run")
+    kept = everything(tmp_path / "run" / "checkpoints" / "step-6")
+    assert sum(name.startswith("gradients/") for name in kept) == 2
+    told = json.loads((tmp_path / "run" / "checkpoints" / "step-6" / "gradients" / "gradients.json").read_text())
+    assert told["steps"] == 6  # passes that are accumulated send nothing
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
+    resumed = trained(2, content, tmp_path / "run", resume=True)
+    assert everything(tmp_path / "run" / "checkpoints" / "step-6") == kept
+    assert timeless(resumed) == timeless(whole)
+    assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
+    assert all(before["seconds"] <= after["seconds"] for before, after in pairwise(resumed))
+    assert all(line["bytes"] > 0 and 0.02 < line["density"] < 0.2 for line in resumed)
+
+
+def test_density_one_and_none_are_the_same_training(tmp_path: Path) -> None:
+    plain = trained(2, language(tmp_path, gradients="none"), tmp_path / "plain")
+    dense = trained(2, language(tmp_path, gradients={"method": "topk", "density": 1}), tmp_path / "dense")
+    for name, tensor in weights(tmp_path / "plain", 6).items():
+        assert torch.allclose(tensor, weights(tmp_path / "dense", 6)[name], atol=1e-5), name
+    assert plain[-1]["bytes"] == 4 * RunFolder(tmp_path / "plain").facts()["parameters"]  # 2 (n-1)/n of float32, n = 2
+    assert dense[-1]["density"] == 1
+
+
+def test_the_loss_falls_and_the_log_says_what_was_sent(tmp_path: Path) -> None:
+    lines = trained(2, language(tmp_path, steps=40, gradients="exdyna:density=0.2,sampled=5"), tmp_path / "run")
+    assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
+    assert lines[-1]["evaluation"]["loss"] < 0.8 * lines[2]["evaluation"]["loss"]
+    assert all(0.1 < line["density"] < 0.4 for line in lines)
+    facts = RunFolder(tmp_path / "run").facts()
+    for line in lines:
+        assert line["build_up"] == pytest.approx(line["density"] / 0.2, rel=0.01)
+        assert line["padding"] >= 0
+        assert 0 < line["bytes"] < 0.6 * 4 * facts["parameters"]
+        assert all(seconds >= 0 for seconds in line["phases"].values()) and line["phases"]["reduce"] > 0
+        assert sum(line["phases"].values()) <= line["seconds"]
+    assert lines[-1]["all_bytes"] == pytest.approx(sum(line["bytes"] for line in lines))
+    assert "/" not in json.dumps(facts["machine"]["cpu"]) and facts["workers"] == 2
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
+        "step-36",
+        "step-39",
+        "step-40",
+    ]
+    model = smelt.load(tmp_path / "run" / "model")
+    assert set(model.generate("3 times ", 4)) <= set(TEXT)  # its tokenizer is there too
+    assert model.tokenizer is not None and model.tokenizer.encode("é\n") == [
+        *model.tokenizer.encode("é"),
+        *model.tokenizer.encode("\n"),
+    ]
+
+
+def test_nodes_send_inside_and_between_and_go_on_to_the_bit(tmp_path: Path) -> None:
+    content = language(tmp_path, exchange={"node": 2}, checkpoint={"every": 2}, steps=4)
+    whole = trained(4, content, tmp_path / "run")
+    assert all(line["inside"] > 0 and line["bytes"] > 0 for line in whole)
+    kept = everything(tmp_path / "run" / "checkpoints" / "step-4")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
+    trained(4, content, tmp_path / "run", resume=True)
+    assert everything(tmp_path / "run" / "checkpoints" / "step-4") == kept
+
+
+def test_accumulated_passes_are_one_larger_batch(tmp_path: Path) -> None:
+    still = {**language(tmp_path)["model"], "attention_dropout": 0.0}
+    common = {"model": still, "gradients": "none", "steps": 3}
+    trained(2, language(tmp_path, **common, batch=2, accumulate=2), tmp_path / "parts")
+    trained(2, language(tmp_path, **common, batch=4), tmp_path / "whole")
+    for name, tensor in weights(tmp_path / "parts", 3).items():
+        assert torch.allclose(tensor, weights(tmp_path / "whole", 3)[name], atol=2e-4), name
+
+
+def test_a_classifier_learns_and_stops_before_its_end(tmp_path: Path) -> None:
+    """The running means of its norms are in the checkpoint as well."""
+    lines = trained(2, images(tmp_path, gradients="micro:density=0.1", precision="bf16"), tmp_path / "run")
+    assert lines[-1]["evaluation"]["accuracy"] > 0.9
+    facts = RunFolder(tmp_path / "run").facts()["data"]
+    assert (facts["images"], facts["held_out"], facts["classes"]) == (256, 64, 2)
+    assert any("running_mean" in name for name in weights(tmp_path / "run", 20))
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+
+
+def test_another_number_of_workers_is_refused_and_resplit_goes_on(tmp_path: Path) -> None:
+    content = language(tmp_path, steps=3)
+    trained(2, content, tmp_path / "run")
+    longer = {**content, "steps": 6}
+    (error,) = refused(1, longer, tmp_path / "run", resume=True)
+    assert "was written by 2 workers and there are 1; start as many, or give --resplit" in error
+    lines = trained(1, longer, tmp_path / "run", resume=True, resplit=True)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["samples"] for line in lines] == [8, 16, 24, 28, 32, 36]
+    assert lines[-1]["bytes"] == 0
+
+
+def test_what_is_not_finite_ends_every_worker_with_a_sentence(tmp_path: Path) -> None:
+    for method in ("none", "exdyna:density=0.05"):
+        content = language(tmp_path, gradients=method, optimizer={"name": "sgd", "lr": 1e30})
+        errors = refused(2, content, tmp_path / method[:4])
+        assert len(errors) == 2
+        assert all("DataError" in error and "not finite" in error for error in errors), errors
+
+
+def test_a_run_is_not_written_over_nor_gone_on_with_otherwise(tmp_path: Path) -> None:
+    content = language(tmp_path, steps=1)
+    trained(1, content, tmp_path / "run")
+    before = everything(tmp_path / "run")
+    (error,) = refused(1, content, tmp_path / "run")
+    assert "holds a run already; give --resume to go on with it, or another --out" in error
+    (error,) = refused(1, {**content, "seed": 1}, tmp_path / "run", resume=True)
+    assert "was begun with seed = 0, and now it is 1" in error
+    (error,) = refused(1, content, tmp_path)
+    assert "is not empty and holds no run" in error
+    assert everything(tmp_path / "run") == before
+
+
+def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
+    content = language(tmp_path, steps=1)
+    trained(1, content, tmp_path / "run")
+    (tmp_path / "run" / "checkpoints" / "step-1" / "optimizer.safetensors").write_bytes(b"no")
+    (error,) = refused(1, content, tmp_path / "run", resume=True)
+    assert "optimizer.safetensors cannot be read" in error and "remove" in error
+
+
+def test_what_a_model_cannot_take_is_said(tmp_path: Path) -> None:
+    few = {**language(tmp_path)["model"], "vocab_size": 50}
+    (error,) = refused(1, language(tmp_path, model=few), tmp_path / "few")
+    assert "the model knows 50; set vocab_size" in error
+    (error,) = refused(1, language(tmp_path, model={**few, "hiden_size": 3}), tmp_path / "key")
+    assert "llama has no key 'hiden_size'" in error
+    (error,) = refused(1, language(tmp_path, data={**language(tmp_path)["data"], "length": 65}), tmp_path / "long")
+    assert "the model reads 64 tokens and data.length is 65" in error
+    (error,) = refused(1, images(tmp_path, model={**RESNET, "num_labels": 1}), tmp_path / "labels")
+    assert "num_labels = 1" in error
+
+
+@pytest.mark.parametrize("name", ["bytes", "digits"])
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
+    config = TrainConfig.load(ROOT / "examples" / "train" / f"{name}.yaml", "exdyna:density=0.01")
+    content = {**config.to_json(), "steps": 2, "evaluate": {"samples": 8}, "device": "cpu"}
+    if name == "digits":
+        content["data"] = images(tmp_path)["data"]
+    assert len(trained(2, content, tmp_path / "run")) == 2

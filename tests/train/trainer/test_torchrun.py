@@ -1,0 +1,83 @@
+"""The command under torchrun, as a person starts it: a worker that is killed, and what comes after."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from smelt.train.trainer.folder import RunFolder
+from tests.train.trainer.runs import commanded, language, write_config
+
+START = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "smelt.train"]
+
+
+def children(process: int) -> list[int]:
+    found = []
+    for task in Path(f"/proc/{process}/task").iterdir():
+        found += [int(word) for word in (task / "children").read_text().split()]
+    return found
+
+
+def worker_of(torchrun: int, rank: int) -> int:
+    """Its process id, by what torchrun gave it."""
+    for process in children(torchrun):
+        words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in words:
+            return process
+    raise AssertionError("the worker is not there")
+
+
+def test_a_killed_worker_ends_the_run_with_a_sentence_and_resume_goes_on(tmp_path: Path) -> None:
+    out, folder = tmp_path / "run", RunFolder(tmp_path / "run")
+    content = language(
+        tmp_path,
+        steps=100_000,
+        evaluate={"samples": 4},
+        checkpoint={"every": 5, "keep": 2},
+        schedule={"name": "constant"},
+    )
+    call = [*START, str(write_config(tmp_path / "long.yaml", content)), "--out", str(out)]
+    with subprocess.Popen(call, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as run:
+        until = time.monotonic() + 100
+        while not (folder.checkpoints / "step-10").is_dir() and time.monotonic() < until:
+            assert run.poll() is None
+            time.sleep(0.02)
+        os.kill(worker_of(run.pid, 1), signal.SIGKILL)
+        killed = time.monotonic()
+        _, said = run.communicate(timeout=60)
+        assert time.monotonic() - killed < 40
+    assert run.returncode != 0
+    sentences = [line for line in said.splitlines() if line.startswith("smelt: ")]
+    assert len(sentences) == 1, said  # the other worker's, and no traceback of it
+    assert "another worker has ended or does not answer" in sentences[0]
+    assert "--resume goes on from step-" in sentences[0]
+    assert "this is a bug" not in said
+
+    before = {line["step"]: line["loss"] for line in folder.lines()}
+    held = max(int(place.name.removeprefix("step-")) for place in folder.checkpoints.glob("step-*"))
+    shorter = write_config(tmp_path / "long.yaml", {**content, "steps": held + 3})
+    (folder.checkpoints / ".step-99.partial").mkdir()  # as if it had been killed while it wrote
+    for code, said in commanded(2, [str(shorter), "--out", str(out), "--resume"], tmp_path):
+        assert code == 0, said
+    lines = folder.lines()
+    assert [line["step"] for line in lines] == list(range(1, held + 4))
+    assert {line["step"]: line["loss"] for line in lines[:held]} == {step: before[step] for step in range(1, held + 1)}
+    assert not list(folder.checkpoints.glob(".*"))  # what was half-written is gone
+
+
+def test_alone_it_is_one_worker_and_every_end_is_a_code_and_at_most_a_sentence(tmp_path: Path) -> None:
+    content = language(tmp_path, steps=2)
+    words = [str(write_config(tmp_path / "one.yaml", content)), "--out", str(tmp_path / "run")]
+    ((code, said),) = commanded(1, [*words, "--gradients", "auto"], tmp_path)
+    assert code == 0 and "step 2 of 2: loss" in said
+    assert RunFolder(tmp_path / "run").facts()["config"]["gradients"] == {"method": "auto"}
+    ((code, said),) = commanded(1, words, tmp_path)
+    assert (code, said.count("\n")) == (2, 1) and "smelt: " in said and "give --resume to go on" in said
+    wrong = write_config(tmp_path / "wrong.yaml", {"modle": "x", "model": "y"})
+    ((code, said),) = commanded(1, [str(wrong), "--out", str(tmp_path / "wrong")], tmp_path)
+    assert code == 2 and not (tmp_path / "wrong").exists()
+    assert said == f"smelt: {wrong}: the configuration has no key 'modle'; did you mean 'model'?\n"
