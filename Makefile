@@ -1,11 +1,12 @@
-# Two commands for a fresh machine: `make demo` and `make test`. Both set everything up first.
+# Commands for a fresh machine, each sets everything up first: `make demo`, `make test`, and `make test-all`, which adds
+# the slow tests.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := demo
 
-.PHONY: demo test check setup docs clean
+.PHONY: demo test test-all check setup docs clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +30,9 @@ check: setup
 	$(BIN)/mypy
 
 test: check
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: check
 	$(BIN)/python -m pytest
 
 docs: setup
