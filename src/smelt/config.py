@@ -11,7 +11,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 
 Made = TypeVar("Made")
 _LARGEST = 1_000_000  # bytes of a file
@@ -22,25 +22,25 @@ def read_yaml(path: Path) -> Any:
     """The plain content of a small YAML file."""
     try:
         if path.stat().st_size > _LARGEST:
-            raise RecipeError(f"{path} is too large to be a configuration.")
+            raise ConfigError(f"{path} is too large to be a configuration.")
         return yaml.safe_load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise RecipeError(f"there is no configuration at {path}.") from None
+        raise ConfigError(f"there is no configuration at {path}.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"the configuration {path} cannot be read ({error}).") from error
+        raise ConfigError(f"the configuration {path} cannot be read ({error}).") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
-        raise RecipeError(f"{path} is not valid YAML ({' '.join(str(error).split())[:200]}).") from error
+        raise ConfigError(f"{path} is not valid YAML ({' '.join(str(error).split())[:200]}).") from error
 
 
 def parse(kind: type[Made], content: Any, where: str) -> Made:
     """A dataclass from a set of keys; `where` names them in errors."""
     if not isinstance(content, Mapping):
-        raise RecipeError(f"{where} is a set of keys, not {content!r:.80}.")
+        raise ConfigError(f"{where} is a set of keys, not {content!r:.80}.")
     wanted = get_type_hints(kind)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     for key in content:
         if key not in names:
-            raise RecipeError(f"{where} has no key {key!r:.80}{nearest(key, names)}")
+            raise ConfigError(f"{where} has no key {key!r:.80}{nearest(key, names)}")
     return kind(**{key: _value(value, wanted[key], key, where) for key, value in content.items()})
 
 
@@ -71,4 +71,4 @@ def _value(value: Any, wanted: Any, key: str, where: str) -> Any:
         if isinstance(value, plain) and (plain is bool or not isinstance(value, bool)):
             return value
     words = " or ".join(_WORDS.get(get_origin(option) or option, "nothing") for option in options)
-    raise RecipeError(f"{key} of {where} must be {words}, not {value!r:.80}.")
+    raise ConfigError(f"{key} of {where} must be {words}, not {value!r:.80}.")

@@ -13,8 +13,12 @@ class DataError(SmeltError):
     """The data cannot be found, read, or does not hold what was asked of it."""
 
 
-class RecipeError(SmeltError):
-    """The recipe has an unknown key or an impossible value."""
+class ConfigError(SmeltError):
+    """A setting has an unknown key or an impossible value."""
+
+
+class RecipeError(ConfigError):
+    """A compression recipe has an unknown key or an impossible value."""
 
 
 class BudgetError(SmeltError):

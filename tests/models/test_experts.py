@@ -14,7 +14,7 @@ from torch import Tensor
 import smelt.compression.pruning  # noqa: F401  (puts the methods on the list)
 from smelt.compression.base import Context, make
 from smelt.compression.calibration.masks import masked, unit_masks
-from smelt.errors import ModelError, RecipeError
+from smelt.errors import ConfigError, ModelError
 from smelt.measure.cost import Workload, active_parameters, block_cost, block_parameters, unit_bytes, unit_macs
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
@@ -140,13 +140,13 @@ def test_pruning_methods_take_mixtures(method: str, tmp_path: Path) -> None:
 )
 def test_repairs_of_mixtures_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = loaded("mixtral", tmp_path)
-    with pytest.raises(RecipeError, match=message):
+    with pytest.raises(ConfigError, match=message):
         make({"method": "magnitude", "budget": {"macs": 0.8}, **changes}).apply(model, Context(batches=batches()))
 
 
 def test_a_latency_budget_is_refused(tmp_path: Path) -> None:
     model = loaded("mixtral", tmp_path)
-    with pytest.raises(RecipeError, match="for a mixture of experts use macs"):
+    with pytest.raises(ConfigError, match="for a mixture of experts use macs"):
         make({"method": "fisher", "budget": {"latency": 0.8}, "finish": "none"}).apply(
             model, Context(batches=labelled())
         )

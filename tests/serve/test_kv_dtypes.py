@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from smelt.cli.app import call, program
-from smelt.errors import ModelError, RecipeError, SmeltError
+from smelt.errors import ConfigError, ModelError, SmeltError
 from smelt.kernels import paged
 from smelt.kernels.cpu.build import load_library
 from smelt.kernels.cpu.program import can_run
@@ -230,7 +230,7 @@ def test_what_a_model_was_made_with_is_what_it_is_served_with(caplog: pytest.Log
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(RecipeError, match="'int3'; there is model, int8, fp8, int4"):
+    with pytest.raises(ConfigError, match="'int3'; there is model, int8, fp8, int4"):
         engine_of(BUILDS["llama"](), "int3")
     with pytest.raises(ModelError, match="on several devices yet"):
         engine_of(BUILDS["llama"](), INT8, devices=2)

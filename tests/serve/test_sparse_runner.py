@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from smelt.errors import ModelError, RecipeError
+from smelt.errors import ConfigError, ModelError
 from smelt.kvcache.selection.page_cache import Residence
 from smelt.kvcache.selection.page_summary import ArkVale, Quest
 from smelt.kvcache.selection.selection import Selection
@@ -209,10 +209,10 @@ def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) 
 
 def test_what_cannot_be_run() -> None:
     network = BUILDS["llama"]()
-    with pytest.raises(RecipeError, match="pages of 32 tokens are to be chosen, and the engine's blocks have 4; give"):
+    with pytest.raises(ConfigError, match="pages of 32 tokens are to be chosen, and the engine's blocks have 4; give"):
         selecting(network, Selection())
     with pytest.raises(
-        RecipeError, match="up to 24 pages of one request, and the device has 8 slots for it; give more"
+        ConfigError, match="up to 24 pages of one request, and the device has 8 slots for it; give more"
     ):
         selecting(network, ALL, Residence(slots=8))
     sliding = BUILDS["mistral"]()
@@ -222,7 +222,7 @@ def test_what_cannot_be_run() -> None:
 
 def test_a_budget_that_grows_needs_slots_for_the_longest_text() -> None:
     growing = Selection(page=4, budget=8, share=0.5, sink=1, window=1)
-    with pytest.raises(RecipeError, match="up to 12 pages"):
+    with pytest.raises(ConfigError, match="up to 12 pages"):
         selecting(BUILDS["llama"](), growing, Residence(slots=11))
     selecting(BUILDS["llama"](), growing, Residence(slots=12))
 
@@ -258,7 +258,7 @@ def test_an_engine_is_told_what_to_choose() -> None:
     assert [each.runner.path for each in (engine, host)] == [
         "module, pages chosen", "module, pages chosen from the host's memory",
     ]  # fmt: skip
-    with pytest.raises(RecipeError, match="not both"):
+    with pytest.raises(ConfigError, match="not both"):
         Engine(Model(BUILDS["llama"]()), select=few, kv="profile.json")
     with pytest.raises(ModelError, match="several devices"):
         Engine(Model(BUILDS["llama"]()), select=few, devices=2)

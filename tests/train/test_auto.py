@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train import Auto, CompressedStep, Settings, compress_gradients
 from smelt.train.gradients import state
 from smelt.train.gradients.autotune.auto import AutoCompression
@@ -178,5 +178,5 @@ def test_each_vector_has_its_own_method_and_a_skipped_step_is_not_measured() -> 
     [({"steps": 1}, "at least 2"), ({"density": 2.0}, "above 0"), ({"methods": ("zip",)}, "no gradient compressor")],
 )
 def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(ConfigError, match=words):
         Auto(**options)

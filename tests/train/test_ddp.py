@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import DEFT, EFSign, ExDyna, PowerSGD, TopK
 from smelt.train.gradients.ddp import compress_gradients
@@ -210,7 +210,7 @@ def test_models_that_differ_end_every_worker() -> None:
 
 
 def test_what_is_no_ddp_is_refused() -> None:
-    with pytest.raises(RecipeError, match="takes a DistributedDataParallel, not Net"):
+    with pytest.raises(ConfigError, match="takes a DistributedDataParallel, not Net"):
         compress_gradients(Net(), TopK())  # type: ignore[arg-type]
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import (
@@ -272,7 +272,7 @@ def different(what: str) -> None:
 @pytest.mark.parametrize(("what", "named"), [("model", "model"), ("settings", "gradient compression")])
 def test_workers_that_differ_are_told_so_on_every_worker(what: str, named: str) -> None:
     for _, error in outcomes(3, different, what):
-        assert error.startswith(f"RecipeError: the workers do not have the same {named}")
+        assert error.startswith(f"ConfigError: the workers do not have the same {named}")
 
 
 @pytest.mark.parametrize(
@@ -291,5 +291,5 @@ def test_workers_that_differ_are_told_so_on_every_worker(what: str, named: str) 
 def test_settings_that_do_not_go_together_are_one_sentence(
     compressor: Compressor, settings: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         reducer_of(compressor, Settings(**settings))

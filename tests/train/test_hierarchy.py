@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import smelt.train.gradients.autotune.link
 import smelt.train.gradients.comm
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto import Auto, AutoCompression
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import Compression
@@ -310,7 +310,7 @@ def refusals(cases: list[tuple[int | str, str | None]]) -> list[str]:
         try:
             compression_of(TopK(), node)
             found.append("")
-        except RecipeError as error:
+        except ConfigError as error:
             found.append(str(error))
     return found
 
@@ -331,7 +331,7 @@ def test_nodes_that_cannot_be_are_one_sentence() -> None:
 
 @pytest.mark.parametrize("node", [1, 0, "all"])
 def test_a_node_that_is_none(node: Any) -> None:
-    with pytest.raises(RecipeError, match='at least 2, or "local"'):
+    with pytest.raises(ConfigError, match='at least 2, or "local"'):
         Settings(node=node)
 
 

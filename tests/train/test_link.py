@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.link import Link, fit, measure_link
 from smelt.train.gradients.autotune.timed import COLLECTIVES
 from smelt.train.gradients.comm import Workers
@@ -63,5 +63,5 @@ def test_the_speed_of_a_known_link_is_measured() -> None:
 
 
 def test_one_worker_has_no_link() -> None:
-    with pytest.raises(RecipeError, match="start several with torchrun"):
+    with pytest.raises(ConfigError, match="start several with torchrun"):
         measure_link(Workers())

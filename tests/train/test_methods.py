@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as distributed
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import Compressor, Sparsifier
 from smelt.train.gradients.compressors import (
     COMPRESSORS,
@@ -38,7 +38,7 @@ ONE_MATRIX = {"a": (200, 250)}
 @pytest.mark.parametrize("density", [0, 2, -0.1, math.nan])
 @pytest.mark.parametrize("kind", [kind for kind in COMPRESSORS.values() if issubclass(kind, Sparsifier)])
 def test_a_density_that_cannot_be_is_refused(kind: Any, density: float) -> None:
-    with pytest.raises(RecipeError, match="above 0 and at most 1"):
+    with pytest.raises(ConfigError, match="above 0 and at most 1"):
         kind(density=density)
 
 
@@ -58,7 +58,7 @@ def test_a_density_that_cannot_be_is_refused(kind: Any, density: float) -> None:
     ],
 )
 def test_bad_parameters_are_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         compressor_named(name, **parameters)
 
 

@@ -237,9 +237,9 @@ def without_a_density() -> None:
     ("work", "sentence"),
     [
         (spoiled, "DataError: the gradients of step 0 are not finite on at least one worker"),
-        (miscounted, "RecipeError: gradients came 2 times in a step of 3 micro-batches"),
-        (unknown, "RecipeError: the stage has no trained parameter 'nothing'"),
-        (without_a_density, "RecipeError: efsign has no density"),
+        (miscounted, "ConfigError: gradients came 2 times in a step of 3 micro-batches"),
+        (unknown, "ConfigError: the stage has no trained parameter 'nothing'"),
+        (without_a_density, "ConfigError: efsign has no density"),
     ],
 )
 def test_what_goes_wrong_is_one_sentence_on_every_replica(work: Any, sentence: str) -> None:

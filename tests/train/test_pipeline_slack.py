@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.link import Line, Link
 from smelt.train.gradients.autotune.timed import COLLECTIVES
 from smelt.train.gradients.pipeline.slack import (
@@ -80,5 +80,5 @@ def test_a_slow_link_leaves_every_stage_at_the_floor() -> None:
 
 @pytest.mark.parametrize(("floor", "backward", "words"), [(0.0, [1.0], "floor is 0"), (0.1, [1.0, 2.0], "1 stages")])
 def test_what_makes_no_sense_is_one_sentence(floor: float, backward: list[float], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+    with pytest.raises(ConfigError, match=words):
         densities_from_slack([[10]], backward, link_of(0, 1), floor)

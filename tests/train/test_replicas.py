@@ -136,5 +136,5 @@ def with_two_dimensions() -> None:
 def test_what_is_not_sharded_as_it_must_be_is_one_sentence() -> None:
     for work, sentence in ((unsharded, "fully_shard was applied to"), (with_two_dimensions, "a mesh of one dimension")):
         for _, error in outcomes(2, work):
-            assert error.startswith("RecipeError")
+            assert error.startswith("ConfigError")
             assert sentence in error

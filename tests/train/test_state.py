@@ -178,7 +178,7 @@ def test_what_cannot_go_on_is_one_sentence_on_every_worker(
         (tmp_path / "state" / spoil).write_bytes(b"{")
     compressor, *rest = arguments
     errors = [error for _, error in outcomes(workers, go_on, compressor, tmp_path / "state", *rest)]
-    assert all(error.startswith(("RecipeError", "DataError", "ResourceError")) for error in errors)
+    assert all(error.startswith(("ConfigError", "DataError", "ResourceError")) for error in errors)
     assert any(sentence in error for error in errors)
     if not spoil:
         assert all(sentence in error for error in errors)

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as checkpoint
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.stateful import Stateful
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto import Auto, AutoCompression
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import Compression
@@ -93,7 +93,7 @@ def test_another_density_is_refused_on_every_worker(tmp_path: Path) -> None:
 def shapeless() -> None:
     for kind, compressor in ((Compression, PowerSGD()), (AutoCompression, Auto())):
         compression = kind(PARAMETERS, compressor, Workers(), Settings())
-        with pytest.raises(RecipeError, match="use save and load of"):
+        with pytest.raises(ConfigError, match="use save and load of"):
             GradientState(compression)
 
 

@@ -54,4 +54,4 @@ def mismatched() -> None:
 
 def test_models_that_differ_are_one_sentence_on_every_worker() -> None:
     for _, error in outcomes(2, mismatched):
-        assert error.startswith("RecipeError: the workers do not have the same model")
+        assert error.startswith("ConfigError: the workers do not have the same model")

@@ -11,7 +11,7 @@ import typer
 from torch.nn import functional
 
 from smelt.cli.output import DeviceOption, JsonOption, SeedOption, console, say, table, write_json
-from smelt.errors import DataError, RecipeError, ResourceError
+from smelt.errors import ConfigError, DataError, ResourceError
 from smelt.report.numbers import count
 from smelt.train.gradients.autotune.auto import candidate
 from smelt.train.gradients.autotune.dry_run import imagined, imagined_gradient, label, rehearse
@@ -51,7 +51,7 @@ def run(
     seed: SeedOption = 0,
 ) -> None:
     if not 1 <= parameters <= _MOST:
-        raise RecipeError(f"--parameters is {parameters:g}; it must lie between 1 and {_MOST:,}.")
+        raise ConfigError(f"--parameters is {parameters:g}; it must lie between 1 and {_MOST:,}.")
     names = ["bf16", *COMPRESSORS] if methods is None else [name.strip() for name in methods.split(",")]
     compressors = [candidate(name, density) for name in names if methods is not None or name not in _UNSETTLED]
     place = _join(device)
@@ -137,7 +137,7 @@ def _content(
 def _join(device: str) -> torch.device:
     """Meet the workers that torchrun has started."""
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise RecipeError(
+        raise ConfigError(
             "smelt link measures between workers; start it with `torchrun --nproc-per-node 2 -m smelt.cli.main link`."
         )
     cuda = device.startswith("cuda")

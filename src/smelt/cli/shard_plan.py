@@ -15,7 +15,7 @@ import typer
 from torch.distributed.device_mesh import init_device_mesh
 
 from smelt.cli.output import JsonOption, SeedOption, console, say, table, write_json
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.files import check_place
 from smelt.measure.machine import machine
 from smelt.report.page import write_page
@@ -58,7 +58,7 @@ def run(
 ) -> None:
     told = TrainConfig.load(config)
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise RecipeError(
+        raise ConfigError(
             "smelt shard-plan plans for several workers; start it with "
             "`torchrun --nproc-per-node 2 -m smelt.cli.main shard-plan CONFIG`."
         )

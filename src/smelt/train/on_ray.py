@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from smelt.errors import RecipeError, ResourceError, SmeltError
+from smelt.errors import ConfigError, ResourceError, SmeltError
 from smelt.ray_start import join_cluster, set_before, start_alone, take_signals_back
 from smelt.train.trainer import checkpoint
 from smelt.train.trainer.command import BEFORE, code_of, end, folder_of, parser_of, work
@@ -89,13 +89,13 @@ def _arguments_of(words: list[str] | None) -> argparse.Namespace:
 
 def _require(config: TrainConfig, workers: int, restarts: int, gpu: bool) -> None:
     if workers < 1:
-        raise RecipeError(f"workers is {workers}; it must be at least 1.")
+        raise ConfigError(f"workers is {workers}; it must be at least 1.")
     if restarts < 0:
-        raise RecipeError(f"restarts is {restarts}; it must not be negative.")
+        raise ConfigError(f"restarts is {restarts}; it must not be negative.")
     if config.device == "cuda" and not gpu:
-        raise RecipeError("device is cuda, and Ray gives workers a GPU only if told: give --gpu, or set device to cpu.")
+        raise ConfigError("device is cuda, and Ray gives workers a GPU only if told: give --gpu, or set device to cpu.")
     if config.device == "cpu" and gpu:
-        raise RecipeError("device is cpu and --gpu was given; leave one of them out.")
+        raise ConfigError("device is cpu and --gpu was given; leave one of them out.")
 
 
 @contextmanager

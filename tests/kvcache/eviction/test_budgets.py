@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.budget import Budget, fitted, forced, kept, total
 from smelt.kvcache.eviction.budgets import BUDGETS, Ada, Everywhere, Head, Pyramid, Static, Uniform, budget_named
 from smelt.kvcache.eviction.profile import Profile, Shape
@@ -223,9 +223,9 @@ def test_static_keeps_what_the_profile_says() -> None:
     counts = Static(profile).counts(scores, 0.3)
     assert counts.sum((0, 2)).tolist() == [132] * 3
     assert counts[:, 0].tolist() == [[20, 20], [34, 58]]  # 9.684, 9.684, 24.211 and 48.421 besides the 10
-    with pytest.raises(RecipeError, match=r"made to keep 0.3, not 0.5.*rescale"):
+    with pytest.raises(ConfigError, match=r"made to keep 0.3, not 0.5.*rescale"):
         Static(profile, rescale=False).counts(scores, 0.5)
-    with pytest.raises(RecipeError, match="make a profile of it"):
+    with pytest.raises(ConfigError, match="make a profile of it"):
         Static(profile).counts(scores_of((3, 1, 2, 110), 0), 0.3)
 
 
@@ -256,7 +256,7 @@ def test_fitted_rounds_the_largest_remainder_up() -> None:
 @pytest.mark.parametrize("keep", [0.0, 2.0, -0.5, math.nan])
 def test_a_keep_that_is_no_share_is_refused(keep: float) -> None:
     for rule in rules(2, 2, 0):
-        with pytest.raises(RecipeError, match="share of a prompt"):
+        with pytest.raises(ConfigError, match="share of a prompt"):
             rule.counts(scores_of((2, 1, 2, 10), 0), keep)
 
 
@@ -289,10 +289,10 @@ def test_rules_by_name() -> None:
     ],
 )
 def test_what_a_rule_does_not_take_is_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         budget_named(name, **parameters)
 
 
 def test_importance_of_another_model_is_refused() -> None:
-    with pytest.raises(RecipeError, match="1 layers of 2 heads of keys; this model has 2 of 2"):
+    with pytest.raises(ConfigError, match="1 layers of 2 heads of keys; this model has 2 of 2"):
         Head([[1.0, 2.0]]).counts(scores_of((2, 1, 2, 10), 0), 0.5)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.clusters import SCOPES, Clusters, clusters, pages, waste
 from smelt.kvcache.eviction.splits import splits
 
@@ -135,7 +135,7 @@ def test_pages_are_counted_to_the_block() -> None:
     ],
 )
 def test_what_cannot_be_clustered_is_one_sentence(size: int, scope: str, sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         clusters(torch.rand(3, 4), size, scope)
 
 
@@ -149,7 +149,7 @@ def test_what_cannot_be_clustered_is_one_sentence(size: int, scope: str, sentenc
     ],
 )
 def test_a_map_that_is_no_bijection_is_refused(members: tuple[tuple[tuple[int, int], ...], ...], sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         Clusters(2, 2, members)
 
 
@@ -157,7 +157,7 @@ def test_splits_follow_budgets() -> None:
     budgets = torch.tensor([1.0, 0.5, 0.25, 0.0, 0.01, 0.3], dtype=torch.float64)
     assert splits(budgets, 8).tolist() == [8, 5, 3, 1, 1, 3]  # the first three as in the paper's figure
     assert splits(budgets, 1).tolist() == [1] * 6
-    with pytest.raises(RecipeError, match="at least 1 part"):
+    with pytest.raises(ConfigError, match="at least 1 part"):
         splits(budgets, 0)
 
 

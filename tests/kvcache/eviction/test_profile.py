@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
-from smelt.errors import DataError, ModelError, RecipeError
+from smelt.errors import ConfigError, DataError, ModelError
 from smelt.kvcache.eviction.profile import Profile, Shape, rank_stability, ratios, scaled
 
 SHAPE = Shape("qwen3", 5, 3, 128)
@@ -65,7 +65,7 @@ def test_rescaled_is_by_one_factor_and_up_to_one() -> None:
     assert torch.allclose(profile.rescaled(0.125), torch.tensor([[0.05, 0.1], [0.1, 0.25]], dtype=torch.float64))
     assert torch.allclose(profile.rescaled(0.625), torch.tensor([[0.3, 0.6], [0.6, 1.0]], dtype=torch.float64))
     for keep in (0.0, 2.0):
-        with pytest.raises(RecipeError, match="share of a prompt"):
+        with pytest.raises(ConfigError, match="share of a prompt"):
             profile.rescaled(keep)
 
 
@@ -112,9 +112,9 @@ def test_a_profile_of_another_model_is_refused(other: Shape) -> None:
 
 @pytest.mark.parametrize("keep", [0, 2, -1.0])
 def test_a_keep_that_is_no_share_is_refused(keep: float, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"keep is .* share of a prompt"):
+    with pytest.raises(ConfigError, match=r"keep is .* share of a prompt"):
         Profile.of(SHAPE, "snapkv", keep, found())
-    with pytest.raises(RecipeError, match="share of a prompt"):
+    with pytest.raises(ConfigError, match="share of a prompt"):
         Profile.load(written(tmp_path, keep=keep))
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smelt.errors import ModelError, RecipeError
+from smelt.errors import ConfigError, ModelError
 from smelt.kvcache.eviction.attention_inputs import Seen
 from smelt.kvcache.eviction.scorer import Scorer
 from smelt.kvcache.eviction.scorers import SCORERS, scorer_named
@@ -322,7 +322,7 @@ def test_prompts_and_half_precision_do_not_change_the_scores(name: str) -> None:
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         scorer_named(name, **parameters)
     assert sentence in str(caught.value)
     assert str(caught.value).endswith(".") and "\n" not in str(caught.value)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.selection.digested import Digested
 from smelt.kvcache.selection.page_summary import DIGESTS, ArkVale, Quest, digest_named, page_scores
 
@@ -76,5 +76,5 @@ def test_pages_are_digested_as_they_fill() -> None:
 
 def test_digests_have_names() -> None:
     assert {digest_named(name).name for name in DIGESTS} == {"quest", "arkvale"}
-    with pytest.raises(RecipeError, match="no page digest 'max'; there are quest, arkvale"):
+    with pytest.raises(ConfigError, match="no page digest 'max'; there are quest, arkvale"):
         digest_named("max")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.selection.host import HostPages
 from smelt.kvcache.selection.page_cache import Residence
 from smelt.kvcache.selection.pages import DevicePages
@@ -123,5 +123,5 @@ def test_a_prompt_sees_all_of_its_pages_in_order() -> None:
 
 @pytest.mark.parametrize("wrong", [{"slots": 0}, {"steady": -1}, {"refresh": 0}], ids=str)
 def test_residences_that_cannot_be(wrong: dict[str, int]) -> None:
-    with pytest.raises(RecipeError, match=r"give as many pages|they count steps"):
+    with pytest.raises(ConfigError, match=r"give as many pages|they count steps"):
         Residence(**wrong)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.selection.selection import Selection
 
 
@@ -67,5 +67,5 @@ def test_pages_that_mean_nothing_are_not_chosen() -> None:
     ids=str,
 )  # fmt: skip
 def test_what_cannot_be_chosen(wrong: dict[str, Any], told: str) -> None:
-    with pytest.raises(RecipeError, match=told):
+    with pytest.raises(ConfigError, match=told):
         Selection(**wrong)

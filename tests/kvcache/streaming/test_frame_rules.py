@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.streaming import InfiniPotV, Recent, Uniform
 from smelt.kvcache.streaming.frame_rule import Held
 from smelt.kvcache.streaming.tar import novelty_in_time
@@ -147,5 +147,5 @@ def test_baselines() -> None:
     ],
 )
 def test_impossible_rules_are_refused(parameters: dict[str, Any], frames: int, keep: int, sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         InfiniPotV(**parameters).check(frames, keep)

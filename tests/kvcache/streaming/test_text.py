@@ -11,7 +11,7 @@ import transformers as hf
 from torch import Tensor
 from transformers import DynamicCache
 
-from smelt.errors import DataError, ModelError, RecipeError, RequestError
+from smelt.errors import ConfigError, DataError, ModelError, RequestError
 from smelt.kvcache.eviction.attention import attending
 from smelt.kvcache.eviction.attention_inputs import Seen
 from smelt.kvcache.eviction.observe import logits_after, read
@@ -328,7 +328,7 @@ def test_text_in_and_out_and_what_is_remembered() -> None:
     ],
 )
 def test_impossible_rules_are_refused(change: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         InfiniPot(**change)
 
 
@@ -343,12 +343,12 @@ def test_impossible_rules_are_refused(change: dict[str, Any], sentence: str) -> 
     ],
 )
 def test_impossible_sizes_are_refused(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         stream_of(**changes)
 
 
 def test_a_cap_past_the_trained_window_is_refused() -> None:
-    with pytest.raises(RecipeError, match="the cap is 4096 tokens, and this model was trained for 128"):
+    with pytest.raises(ConfigError, match="the cap is 4096 tokens, and this model was trained for 128"):
         TextStream(Model(BUILDS["llama"]()), rule=InfiniPot(prompt=PROMPT))
 
 

@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from smelt.errors import DataError, ModelError, RecipeError, RequestError
+from smelt.errors import ConfigError, DataError, ModelError, RequestError
 from smelt.kvcache.streaming import InfiniPotV, Recent, VideoStream
 from smelt.kvcache.streaming.frame_rule import Held
 from smelt.kvcache.streaming.position_ids import Numbering
@@ -304,7 +304,7 @@ def test_words_in_and_out() -> None:
     ],
 )
 def test_impossible_sizes_are_refused(changes: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(RecipeError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         stream_of("smolvlm", **changes)
 
 

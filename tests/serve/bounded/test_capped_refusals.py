@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from smelt.cli.app import call, program
-from smelt.errors import ModelError, RecipeError, RequestError, ResourceError, SmeltError
+from smelt.errors import ConfigError, ModelError, RequestError, ResourceError, SmeltError
 from smelt.kvcache.streaming import InfiniPot
 from smelt.kvcache.streaming.cap import Cap
 from smelt.models.model import Model
@@ -22,14 +22,14 @@ from tests.tiny import BUILDS
 @pytest.mark.parametrize(
     ("options", "kind", "sentence"),
     [
-        ({"cap": 0}, RecipeError, "a cap of 0 tokens holds nothing"),
-        ({"cap": -5}, RecipeError, "a cap of -5 tokens holds nothing"),
-        ({"cap": Cap(12, rule=RULE)}, RecipeError, r"12 tokens is too small.*takes 3, and a block of 4.*at least 13"),
-        ({"cap": Cap(40, 35, RULE)}, RecipeError, r"keeps 35 leaves 2 .* keep at most 33"),
-        ({"cap": Cap(40, 40, RULE)}, RecipeError, "cannot keep 40 and read more"),
-        ({"cap": Cap(129, rule=RULE)}, RecipeError, "the cap is 129 tokens, and this model was trained for 128"),
-        ({"cap": Cap(40, rule=RULE), "select": {"budget": 512}}, RecipeError, "leave out the profile, or the choice"),
-        ({"cap": Cap(40, rule=RULE), "kv": "none.json"}, RecipeError, "leave out the profile, or the choice"),
+        ({"cap": 0}, ConfigError, "a cap of 0 tokens holds nothing"),
+        ({"cap": -5}, ConfigError, "a cap of -5 tokens holds nothing"),
+        ({"cap": Cap(12, rule=RULE)}, ConfigError, r"12 tokens is too small.*takes 3, and a block of 4.*at least 13"),
+        ({"cap": Cap(40, 35, RULE)}, ConfigError, r"keeps 35 leaves 2 .* keep at most 33"),
+        ({"cap": Cap(40, 40, RULE)}, ConfigError, "cannot keep 40 and read more"),
+        ({"cap": Cap(129, rule=RULE)}, ConfigError, "the cap is 129 tokens, and this model was trained for 128"),
+        ({"cap": Cap(40, rule=RULE), "select": {"budget": 512}}, ConfigError, "leave out the profile, or the choice"),
+        ({"cap": Cap(40, rule=RULE), "kv": "none.json"}, ConfigError, "leave out the profile, or the choice"),
         ({"cap": Cap(40, rule=RULE), "devices": 2}, ModelError, "not kept on several devices yet: use one"),
         ({"cap": Cap(40, rule=RULE), "context": 1}, RequestError, "give at least 2"),
         (
@@ -57,7 +57,7 @@ def test_models_whose_pots_cannot_be_cooked_down(name: str, sentence: str) -> No
 
 
 def test_positions_must_be_numbered_anew() -> None:
-    with pytest.raises(RecipeError, match="leave `renumber` on"):
+    with pytest.raises(ConfigError, match="leave `renumber` on"):
         Cap(40, rule=InfiniPot(renumber=False))
 
 

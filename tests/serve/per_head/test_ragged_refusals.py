@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import transformers as hf
 
-from smelt.errors import ModelError, RecipeError, RequestError
+from smelt.errors import ConfigError, ModelError, RequestError
 from smelt.kvcache.eviction.profile import Profile, Shape
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
@@ -40,7 +40,7 @@ def test_a_profile_of_another_model(other: Shape) -> None:
 
 
 def test_a_scorer_that_reads_twice() -> None:
-    with pytest.raises(RecipeError, match="kvzip reads a prompt twice, which a server does not"):
+    with pytest.raises(ConfigError, match="kvzip reads a prompt twice, which a server does not"):
         Engine(model_of("llama"), kv=profile(scorer="kvzip"), **SMALL)
 
 

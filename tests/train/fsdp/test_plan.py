@@ -8,7 +8,7 @@ from itertools import combinations, product
 
 import pytest
 
-from smelt.errors import RecipeError, ResourceError
+from smelt.errors import ConfigError, ResourceError
 from smelt.train.fsdp.choose import all_plans, choose, number_of_plans
 from smelt.train.fsdp.facts import Layer, Machines, Model, Speed
 from smelt.train.fsdp.plan import Plan, Unit
@@ -153,7 +153,7 @@ def test_a_large_model_is_planned_within_its_memory() -> None:
 def test_what_cannot_be_planned_is_one_sentence() -> None:
     with pytest.raises(ResourceError, match="no plan fits: the smallest needs"):
         choose(model_of(3), machines_of(1.0, memory=1000.0))
-    with pytest.raises(RecipeError, match="plan for at least two"):
+    with pytest.raises(ConfigError, match="plan for at least two"):
         Machines(1, Speed(0, 0), Speed(0, 0), 1.0)
-    with pytest.raises(RecipeError, match="each once and in their order"):
+    with pytest.raises(ConfigError, match="each once and in their order"):
         Plan((Unit(0, 1, True), Unit(2, 3, True)))

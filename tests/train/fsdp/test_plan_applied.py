@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.fsdp.apply import apply
 from smelt.train.fsdp.choose import choose
 from smelt.train.fsdp.facts import Machines, Model
@@ -183,7 +183,7 @@ def refused(what: str) -> None:
 )
 def test_what_does_not_fit_is_one_sentence(what: str, words: str) -> None:
     for _, error in outcomes(2, refused, what):
-        assert error.startswith("RecipeError") and words in error
+        assert error.startswith("ConfigError") and words in error
 
 
 def test_one_worker_alone_measures_its_layers_but_no_link() -> None:
@@ -191,5 +191,5 @@ def test_one_worker_alone_measures_its_layers_but_no_link() -> None:
     network, tokens = Network(), torch.zeros(2, 3, dtype=torch.long)
     model = measured_layers(network, lambda: network(tokens).sum().backward(), Workers(), CPU)
     assert model.bytes == sum(each.numel() * 4 for each in network.parameters())
-    with pytest.raises(RecipeError, match="start several with torchrun"):
+    with pytest.raises(ConfigError, match="start several with torchrun"):
         measure_speeds(Workers(), CPU)

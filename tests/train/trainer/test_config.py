@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto import Auto
 from smelt.train.gradients.compressors import DGC, ExDyna
 from smelt.train.gradients.dense import Dense
@@ -56,7 +56,7 @@ MODEL = {"model": "a-model"}
     ],
 )
 def test_what_is_wrong_is_one_sentence(content: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(ConfigError) as caught:
         config_of({**MODEL, **content})
     assert words in str(caught.value)
 
@@ -69,12 +69,12 @@ def test_a_file_is_read_and_the_command_line_wins(tmp_path: Path) -> None:
     assert read.precision == "off"
     assert config_of(read.to_json()) == read
     assert TrainConfig.load(path, "topk:density=1e-2").gradients == {"method": "topk", "density": 0.01}
-    with pytest.raises(RecipeError, match="does not say which `model` is trained"):
+    with pytest.raises(ConfigError, match="does not say which `model` is trained"):
         TrainConfig.load(write_config(path, {"steps": 3}))
     path.write_text("model: [")
-    with pytest.raises(RecipeError, match="not valid YAML"):
+    with pytest.raises(ConfigError, match="not valid YAML"):
         TrainConfig.load(path)
-    with pytest.raises(RecipeError, match="there is no configuration at"):
+    with pytest.raises(ConfigError, match="there is no configuration at"):
         TrainConfig.load(tmp_path / "none.yaml")
 
 

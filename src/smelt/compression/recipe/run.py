@@ -35,7 +35,7 @@ from smelt.compression.recipe.inputs import (
 from smelt.compression.recipe.recipe import Recipe, bytes_of
 from smelt.compression.recipe.record import Before, after_record, run_record, size_of
 from smelt.data import Batch
-from smelt.errors import BudgetError, DataError, RecipeError, SmeltError
+from smelt.errors import BudgetError, ConfigError, DataError, RecipeError, SmeltError
 from smelt.files import check_place, whole_folder
 from smelt.measure.memory import PeakMemory
 from smelt.measure.quality import Quality
@@ -83,7 +83,7 @@ def compress(
     try:
         before = run.before(model, evaluation, sentences)
         steps = run.steps(model, batches)
-    except (BudgetError, DataError, RecipeError):
+    except (BudgetError, ConfigError, DataError):
         run.checkpoint.clear()  # the same run would only come to the same end
         raise
     run.finish(before, evaluation, steps, speed, samples or [])

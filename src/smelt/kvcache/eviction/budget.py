@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Budget(ABC):
 
 def check_keep(keep: float) -> None:
     if not 0 < keep <= 1:
-        raise RecipeError(f"keep is {keep:g}; it is the share of a prompt that stays, above 0 and at most 1.")
+        raise ConfigError(f"keep is {keep:g}; it is the share of a prompt that stays, above 0 and at most 1.")
 
 
 def total(scores: Tensor, keep: float) -> int:

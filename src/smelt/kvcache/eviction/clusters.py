@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.budget import reserved
 
 SCOPES = ("global", "per_layer", "adjacent")
@@ -33,11 +33,11 @@ class Clusters:
         cells = {(layer, head) for layer in range(self.layers) for head in range(self.kv_heads)}
         found = [cell for cluster in self.members for cell in cluster]
         if len(found) != len(cells) or set(found) != cells:
-            raise RecipeError("a map of clusters must hold every head of every layer exactly once.")
+            raise ConfigError("a map of clusters must hold every head of every layer exactly once.")
         if len({len(cluster) for cluster in self.members}) != 1:
-            raise RecipeError("a map of clusters must have as many heads in one cluster as in any other.")
+            raise ConfigError("a map of clusters must have as many heads in one cluster as in any other.")
         if any(list(cluster) != sorted(cluster) for cluster in self.members):
-            raise RecipeError("the heads of a cluster must be in order of layer and head.")
+            raise ConfigError("the heads of a cluster must be in order of layer and head.")
 
     @property
     def size(self) -> int:
@@ -72,12 +72,12 @@ def clusters(ratios: Tensor, size: int, scope: str = "global") -> Clusters:
     """Clusters of `size` heads from the share that each keeps [layers, kv_heads], the greediest first, of equals the
     earlier: over all layers (`global`), within each (`per_layer`), or neighbours as they lie (`adjacent`)."""
     if scope not in SCOPES:
-        raise RecipeError(f"clusters are made {', '.join(SCOPES)}, not {scope!r}.")
+        raise ConfigError(f"clusters are made {', '.join(SCOPES)}, not {scope!r}.")
     layers, heads = ratios.shape
     whole, where = (heads, "a layer's heads") if scope == "per_layer" else (layers * heads, "all heads")
     if size < 1 or whole % size:
         good = ", ".join(str(number) for number in range(1, whole + 1) if whole % number == 0)
-        raise RecipeError(f"clusters of {size} do not divide the {whole} of {where}; take one of {good}.")
+        raise ConfigError(f"clusters of {size} do not divide the {whole} of {where}; take one of {good}.")
     flat = ratios.double().cpu().flatten()
     if scope == "adjacent":
         order = torch.arange(len(flat))

@@ -19,7 +19,7 @@ import torch
 from scipy.stats import rankdata
 from torch import Tensor
 
-from smelt.errors import DataError, ModelError, RecipeError
+from smelt.errors import ConfigError, DataError, ModelError
 from smelt.files import write_whole
 from smelt.kvcache.eviction.budget import check_keep
 from smelt.kvcache.eviction.clusters import Clusters, clusters
@@ -218,7 +218,7 @@ def _clusters(content: Any) -> Clusters:
     try:
         members = tuple(tuple((int(layer), int(head)) for layer, head in group) for group in content["members"])
         return Clusters(content["layers"], content["kv_heads"], members)
-    except (TypeError, ValueError, RecipeError) as error:
+    except (TypeError, ValueError, ConfigError) as error:
         raise _Damage(f"its clusters hold no map of heads: {error}") from error
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.clusters import Clusters
 from smelt.kvcache.eviction.profile import Profile
 from smelt.kvcache.eviction.scorer import Scorer
@@ -39,9 +39,9 @@ class Retention:
 
     def __post_init__(self) -> None:
         if len(self.budgets) != len(self.clusters.members):
-            raise RecipeError("there must be one budget a cluster.")
+            raise ConfigError("there must be one budget a cluster.")
         if self.scorer.repeats:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.scorer.name} reads a prompt twice, which a server does not: profile with another scorer, "
                 "such as snapkv or keydiff."
             )

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.attention_inputs import Seen
 
 
@@ -28,7 +28,7 @@ class Scorer(ABC):
     def __post_init__(self) -> None:
         for name in ("sink", "window"):
             if getattr(self, name) < 0:
-                raise RecipeError(f"{self.name}: {name} is {getattr(self, name)}; it must not be negative.")
+                raise ConfigError(f"{self.name}: {name} is {getattr(self, name)}; it must not be negative.")
 
     @abstractmethod
     def score(self, seen: Seen) -> Tensor:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 
 
 def splits(budgets: Tensor, most: int = 64) -> Tensor:
     """For each cluster's budget [clusters]: its number of splits, from 1 to `most`, int64."""
     if most < 1:
-        raise RecipeError(f"keys are split into at least 1 part, not {most}.")
+        raise ConfigError(f"keys are split into at least 1 part, not {most}.")
     shares = (most * budgets.double().clamp(0, 1)).round(decimals=6)  # 0.3 * 10 is 3, not 2.9999999
     return (shares.floor() + 1).clamp(max=most).long()

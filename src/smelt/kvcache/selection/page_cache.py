@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class Residence:
 
     def __post_init__(self) -> None:
         if self.slots < 1:
-            raise RecipeError(f"{self.slots} slots hold no page; give as many pages as a head attends to, or more.")
+            raise ConfigError(f"{self.slots} slots hold no page; give as many pages as a head attends to, or more.")
         if self.steady < 0 or self.refresh < 1:
             told = f"steady is {self.steady} and refresh {self.refresh}"
-            raise RecipeError(f"{told}; they count steps, at least 0 and 1.")
+            raise ConfigError(f"{told}; they count steps, at least 0 and 1.")
 
 
 class Residents:

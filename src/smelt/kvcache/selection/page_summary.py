@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ DIGESTS: dict[str, type[Digest]] = {digest.name: digest for digest in (Quest, Ar
 
 def digest_named(name: str) -> Digest:
     if name not in DIGESTS:
-        raise RecipeError(f"there is no page digest {name!r}; there are {', '.join(DIGESTS)}.")
+        raise ConfigError(f"there is no page digest {name!r}; there are {', '.join(DIGESTS)}.")
     return DIGESTS[name]()
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.selection.page_summary import ArkVale, Digest
 
 
@@ -30,19 +30,19 @@ class Selection:
 
     def __post_init__(self) -> None:
         if self.page < 1:
-            raise RecipeError(f"a page of {self.page} tokens cannot be; give at least 1, such as 32.")
+            raise ConfigError(f"a page of {self.page} tokens cannot be; give at least 1, such as 32.")
         if self.sink < 0:
-            raise RecipeError(f"sink is {self.sink}; the number of first pages must not be negative.")
+            raise ConfigError(f"sink is {self.sink}; the number of first pages must not be negative.")
         if self.window < 1:
-            raise RecipeError(f"window is {self.window}; at least the page that is being filled must be attended to.")
+            raise ConfigError(f"window is {self.window}; at least the page that is being filled must be attended to.")
         if not 0 <= self.share <= 1:
-            raise RecipeError(f"share is {self.share:g}; it is a part of the pages between 0 and 1, such as 0.1.")
+            raise ConfigError(f"share is {self.share:g}; it is a part of the pages between 0 and 1, such as 0.1.")
         if self.budget < self.page:
-            raise RecipeError(f"a budget of {self.budget} tokens holds no page; a page has {self.page}.")
+            raise ConfigError(f"a budget of {self.budget} tokens holds no page; a page has {self.page}.")
         always = (self.sink + self.window) * self.page
         if always > self.budget:
             told = f"{self.sink} first and {self.window} last pages are {always} tokens, more than the budget of"
-            raise RecipeError(f"{told} {self.budget}; give a larger budget or fewer of them.")
+            raise ConfigError(f"{told} {self.budget}; give a larger budget or fewer of them.")
 
     def held(self, lengths: Tensor) -> Tensor:
         """Pages that so many tokens lie in."""

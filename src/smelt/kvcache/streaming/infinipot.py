@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.streaming.bounded_cache import best_in_order
 
 
@@ -33,11 +33,11 @@ class InfiniPot:
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
-            raise RecipeError(f"infinipot: alpha is {self.alpha:g}; it is a share, between 0 and 1.")
+            raise ConfigError(f"infinipot: alpha is {self.alpha:g}; it is a share, between 0 and 1.")
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise RecipeError(f"infinipot: kernel is {self.kernel}; it must be odd and positive.")
+            raise ConfigError(f"infinipot: kernel is {self.kernel}; it must be odd and positive.")
         if not self.prompt:
-            raise RecipeError("infinipot: the prompt is empty; it is what looks at the text, so give it some words.")
+            raise ConfigError("infinipot: the prompt is empty; it is what looks at the text, so give it some words.")
 
     def novel(self, count: int) -> int:
         """Of `count` tokens that stay, how many for their novelty."""

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.streaming.bounded_cache import best_in_order
 from smelt.kvcache.streaming.frame_rule import FrameRule, Held
 from smelt.kvcache.streaming.tar import novelty_in_time
@@ -39,7 +39,7 @@ class InfiniPotV(FrameRule):
     def __post_init__(self) -> None:
         for name in ("tar", "recent"):
             if not 0 < getattr(self, name) <= 1:
-                raise RecipeError(f"infinipot-v: {name} is {getattr(self, name):g}; it is a share, above 0, at most 1.")
+                raise ConfigError(f"infinipot-v: {name} is {getattr(self, name):g}; it is a share, above 0, at most 1.")
 
     @property
     def shaped(self) -> bool:
@@ -48,12 +48,12 @@ class InfiniPotV(FrameRule):
     def check(self, frames: int, keep: int) -> None:
         recent = int(self.recent * frames)
         if recent < 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"infinipot-v: {self.recent:g} of {frames} frames is none, and TaR compares with recent ones; "
                 "make the pot or `recent` larger."
             )
         if recent > keep - round((1 - self.tar) * keep):
-            raise RecipeError(
+            raise ConfigError(
                 f"infinipot-v: {recent} recent frames do not fit into the share {self.tar:g} of {keep} frames that TaR "
                 "chooses; keep more frames, or make `recent` smaller."
             )

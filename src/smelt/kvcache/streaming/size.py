@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class PotSize:
         only that of the pot is known: that a half is kept is a default of ours."""
         found = cls(cap, cap // 2 if keep is None else keep, room)
         if window and cap > window:
-            raise RecipeError(f"the cap is {cap} tokens, and this model was trained for {window}; take no more.")
+            raise ConfigError(f"the cap is {cap} tokens, and this model was trained for {window}; take no more.")
         if room < prompt:
-            raise RecipeError(f"room is {room} tokens, and the catalyst prompt has {prompt}; make room larger.")
+            raise ConfigError(f"room is {room} tokens, and the catalyst prompt has {prompt}; make room larger.")
         if not 1 <= found.keep < found.full:
-            raise RecipeError(
+            raise ConfigError(
                 f"a cap of {cap} tokens with {room} left free cannot keep {found.keep} and read more; "
                 "keep at least 1 and fewer than cap - room."
             )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.errors import ModelError, RecipeError, RequestError
+from smelt.errors import ConfigError, ModelError, RequestError
 from smelt.kvcache.eviction.attention import attending, ordinary
 from smelt.kvcache.streaming.bounded_cache import Pot
 from smelt.kvcache.streaming.distiller import Distiller
@@ -41,7 +41,7 @@ class TextStream:
         if model.kv is not None:
             raise ModelError(f"this model keeps keys and values as {model.kv}; a pot cannot yet, so load it without.")
         if chunk < 1:
-            raise RecipeError(f"chunk is {chunk}; it is how many tokens are read at once, so at least 1.")
+            raise ConfigError(f"chunk is {chunk}; it is how many tokens are read at once, so at least 1.")
         self.model, self.rule, self.cap, self.chunk = model, distiller.rule, cap, chunk
         self._distiller, self._prompt = distiller, distiller.prompt
         self._network: Any = model.network

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from smelt.errors import DataError, RecipeError, RequestError
+from smelt.errors import ConfigError, DataError, RequestError
 from smelt.kvcache.streaming.bounded_cache import Pot, check_layers
 from smelt.kvcache.streaming.frame_rule import FrameRule, Held
 from smelt.kvcache.streaming.infinipot_v import InfiniPotV
@@ -47,9 +47,9 @@ class VideoStream:
     ) -> None:
         self.frames, self.keep_frames, self.room, self.rule = frames, keep_frames, room, _rule(rule)
         if not 1 <= keep_frames < frames:
-            raise RecipeError(f"of {frames} frames {keep_frames} cannot be kept; keep at least 1, and fewer than all.")
+            raise ConfigError(f"of {frames} frames {keep_frames} cannot be kept; keep at least 1, and fewer than all.")
         if room < 1:
-            raise RecipeError(f"room is {room} tokens; a question and its answer need some.")
+            raise ConfigError(f"room is {room} tokens; a question and its answer need some.")
         self.rule.check(frames, keep_frames)
         check_layers(network.config.get_text_config(decoder=True))
         self.network: Any = network
@@ -148,7 +148,7 @@ class VideoStream:
         """Make the pot, as large as it will ever be, and put the prefix into it."""
         shape = self._eye.shape(frames)
         if self.rule.shaped and shape.grid is None:
-            raise RecipeError(f"{self.rule.name} pools over rows and columns, and this network does not say its rows.")
+            raise ConfigError(f"{self.rule.name} pools over rows and columns, and this network does not say its rows.")
         config = self.network.config.get_text_config(decoder=True)
         cap = len(self._prefix) + self.frames * shape.patches + len(shape.after) + self.room
         self.pot, self._shape = Pot(cap, config, marked=self.rule.marked), shape
@@ -206,5 +206,5 @@ def _rule(given: FrameRule | str) -> FrameRule:
     if isinstance(given, FrameRule):
         return given
     if given not in FRAME_RULES:
-        raise RecipeError(f"there is no frame rule {given!r}; there are {', '.join(FRAME_RULES)}.")
+        raise ConfigError(f"there is no frame rule {given!r}; there are {', '.join(FRAME_RULES)}.")
     return FRAME_RULES[given]()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from smelt.errors import ModelError, RecipeError, RequestError
+from smelt.errors import ConfigError, ModelError, RequestError
 from smelt.kvcache.eviction.profile import Profile
 from smelt.kvcache.eviction.retention import Retention
 from smelt.kvcache.selection.page_cache import Residence
@@ -95,9 +95,9 @@ class Engine:
         self.adapters = Adapters(self.model, adapters or {})
         choice = _made(Selection, select)
         if kv is not None and choice is not None:
-            raise RecipeError("heads keep what a profile says, or pages are chosen and nothing is evicted; not both.")
+            raise ConfigError("heads keep what a profile says, or pages are chosen and nothing is evicted; not both.")
         if self.cap is not None and (kv is not None or choice is not None):
-            raise RecipeError("under a cap pots decide what is kept: leave out the profile, or the choice of pages.")
+            raise ConfigError("under a cap pots decide what is kept: leave out the profile, or the choice of pages.")
         block = block if choice is None else choice.page
         kind = kind_for(self.model, kv_type)
         sizes = Sizes(self.context, cache_bytes, block, batch_tokens, batch_requests, chunk, queue, prefix_cache, kind)

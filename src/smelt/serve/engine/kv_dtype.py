@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kernels.kv_quant import FP8, INT4, INT8, NAMES
 from smelt.models.kv_cache import KvFormat
 from smelt.models.model import Model
@@ -22,7 +22,7 @@ def kind_for(model: Model, asked: str | None) -> str | None:
     the network's own."""
     if asked is not None:
         if asked not in KINDS:
-            raise RecipeError(f"keys and values cannot be held in {asked!r}; there is {', '.join(KINDS)}.")
+            raise ConfigError(f"keys and values cannot be held in {asked!r}; there is {', '.join(KINDS)}.")
         return None if asked == OWN else asked
     if model.kv is None:
         return None

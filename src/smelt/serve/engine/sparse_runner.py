@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kernels.kv_quant import RowFormat, stored
 from smelt.kernels.paged import Pages
 from smelt.kvcache.selection.attend import Asking, Layout, Reading, SelectedAttention
@@ -144,11 +144,11 @@ class SelectingRunner(Runner):
 def _check_page(selection: Selection, size: int) -> None:
     if selection.page != size:
         told = f"pages of {selection.page} tokens are to be chosen, and the engine's blocks have {size}"
-        raise RecipeError(f"{told}; give the engine blocks of {selection.page}, or the selection pages of {size}.")
+        raise ConfigError(f"{told}; give the engine blocks of {selection.page}, or the selection pages of {size}.")
 
 
 def _check_slots(selection: Selection, residence: Residence, context: int) -> None:
     most = selection.most(context)
     if most > residence.slots:
         told = f"a head attends to up to {most} pages of one request, and the device has {residence.slots} slots for it"
-        raise RecipeError(f"{told}; give more slots or a smaller budget.")
+        raise ConfigError(f"{told}; give more slots or a smaller budget.")

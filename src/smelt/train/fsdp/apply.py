@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.fsdp.facts import Model
 from smelt.train.fsdp.plan import Plan
 
@@ -16,7 +16,7 @@ from smelt.train.fsdp.plan import Plan
 def apply(plan: Plan, model: Model, network: nn.Module, mesh: DeviceMesh) -> None:
     """Shard a network over the workers of a mesh, in place."""
     if any(isinstance(module, FSDPModule) for module in network.modules()):
-        raise RecipeError("fully_shard was applied to this network before; plan for one that is whole.")
+        raise ConfigError("fully_shard was applied to this network before; plan for one that is whole.")
     units = members_of(plan, model, network)
     for unit, members in zip(plan.units, units, strict=True):
         fully_shard(members if len(members) > 1 else members[0], mesh=mesh, reshard_after_forward=unit.reshard)
@@ -30,7 +30,7 @@ def members_of(plan: Plan, model: Model, network: nn.Module) -> list[list[nn.Mod
     modules = dict(network.named_modules())
     for layer in model.layers:
         if layer.name not in modules:
-            raise RecipeError(f"the network has no layer {layer.name!r}; make a plan for this network.")
+            raise ConfigError(f"the network has no layer {layer.name!r}; make a plan for this network.")
     return [[modules[name] for name in unit.names(model)] for unit in plan.units]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Model:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise RecipeError("the model has no layers that could be sharded one by one.")
+            raise ConfigError("the model has no layers that could be sharded one by one.")
 
     @property
     def bytes(self) -> int:
@@ -76,9 +76,9 @@ class Machines:
 
     def __post_init__(self) -> None:
         if self.workers < 2:
-            raise RecipeError("one worker alone has nobody to share a model with; plan for at least two.")
+            raise ConfigError("one worker alone has nobody to share a model with; plan for at least two.")
         if not self.memory > 0:
-            raise RecipeError(f"memory is {self.memory:g} bytes; it must be above 0.")
+            raise ConfigError(f"memory is {self.memory:g} bytes; it must be above 0.")
 
     def gathering(self, size: int) -> float:
         """Seconds until so many bytes of parameters are whole on every worker."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.fsdp.facts import Layer, Model
 
 MOST_AHEAD = 2  # units: more in flight would cost memory without being needed sooner
@@ -37,9 +37,9 @@ class Plan:
     def __post_init__(self) -> None:
         ordered = all(before.stop == after.first for before, after in pairwise(self.units))
         if not self.units or self.units[0].first or not ordered or any(u.first >= u.stop for u in self.units):
-            raise RecipeError("the units of a plan must hold all layers, each once and in their order.")
+            raise ConfigError("the units of a plan must hold all layers, each once and in their order.")
         if self.forward_ahead < 0 or self.backward_ahead < LEAST_BEHIND:
-            raise RecipeError(f"forward_ahead is at least 0 and backward_ahead at least {LEAST_BEHIND}.")
+            raise ConfigError(f"forward_ahead is at least 0 and backward_ahead at least {LEAST_BEHIND}.")
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

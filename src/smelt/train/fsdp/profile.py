@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.fsdp.facts import Layer, Model
 from smelt.train.fsdp.timeline import BACKWARD, FORWARD
 from smelt.train.fsdp.watch import Clock, Note, watch
@@ -48,7 +48,7 @@ def counted_layers(
     Operations that PyTorch does not count, such as norms and activations, take no time here.
     """
     if not speed > 0:
-        raise RecipeError(f"the speed is {speed:g} operations a second; it must be above 0.")
+        raise ConfigError(f"the speed is {speed:g} operations a second; it must be above 0.")
     layers = _layers(network)
     order: dict[str, None] = {}
     handles = [

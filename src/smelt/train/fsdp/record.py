@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.fsdp.apply import members_of
 from smelt.train.fsdp.facts import Model
 from smelt.train.fsdp.plan import Plan
@@ -34,7 +34,7 @@ def measured(
 ) -> Timeline:
     """The fastest of some steps on this worker. `step`: forward and backward of one batch; all workers call it."""
     if not isinstance(network, FSDPModule):
-        raise RecipeError("the network is not sharded; apply a plan to it first.")
+        raise ConfigError("the network is not sharded; apply a plan to it first.")
     for _ in range(_WARM_UP):
         step()
     found = [_Record(plan, model, network, device).step(step) for _ in range(_REPEATS)]

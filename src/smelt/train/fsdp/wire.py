@@ -8,7 +8,7 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.fsdp.facts import Speed
 from smelt.train.gradients.autotune.link import fit
 from smelt.train.gradients.autotune.timed import now, slowest
@@ -22,7 +22,7 @@ def measure_speeds(workers: Workers, device: torch.device) -> tuple[Speed, Speed
     """Of gathers and of scatters; all workers call it together and find the same."""
     others = workers.size - 1
     if not others:
-        raise RecipeError("one worker alone has no link to measure; start several with torchrun.")
+        raise ConfigError("one worker alone has no link to measure; start several with torchrun.")
     return (
         _speed(lambda rows: workers.gather(rows[0], "link"), others, workers, device),
         _speed(lambda rows: workers.scatter_sum(rows, "link"), others, workers, device),

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 
 _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_into_tensor)  # renamed in torch 2.13
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
@@ -83,7 +83,7 @@ class Workers:
             texts = self.gather(own, "agreement")
             same = bool((texts == texts[0]).all())
         if not same:
-            raise RecipeError(f"the workers do not have the same {what}; start all of them with the same one.")
+            raise ConfigError(f"the workers do not have the same {what}; start all of them with the same one.")
 
     def _all_gather(self, gathered: Tensor, own: Tensor) -> None:
         _all_gather(gathered, own, group=self.group)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.bucket import Vector
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compressor import Compressor
@@ -179,9 +179,9 @@ class Compression(Compressed):
 def _groups(parameters: list[Named], vector_mb: float | None) -> Iterator[list[Named]]:
     """The parameters from the last to the first, cut where the device changes or a vector would grow too long."""
     if not parameters:
-        raise RecipeError("there is no gradient to compress; the model has no parameter that is trained.")
+        raise ConfigError("there is no gradient to compress; the model has no parameter that is trained.")
     if vector_mb is not None and not vector_mb > 0:
-        raise RecipeError(f"vector_mb is {vector_mb:g}; it must be above 0, or None for the whole model in one vector.")
+        raise ConfigError(f"vector_mb is {vector_mb:g}; it must be above 0, or None for the whole model in one vector.")
     limit = torch.inf if vector_mb is None else vector_mb * 2**20 / 4  # elements of float32
     group: list[Named] = []
     size = 0
@@ -221,7 +221,7 @@ def _rate_of(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
     def rate() -> float:
         rates = {float(group["lr"]) for group in optimizer.param_groups}
         if len(rates) > 1:
-            raise RecipeError("form='paper' needs one learning rate for all parameters; use form='code' with several.")
+            raise ConfigError("form='paper' needs one learning rate for all parameters; use form='code' with several.")
         return rates.pop()
 
     return rate

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kernels.threshold_select import add_and_compact, compact
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.gradient_views import Given, Pieces, flat_of
@@ -114,7 +114,7 @@ class Sparsifier(Compressor):
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"{self.name}: density is {self.density:g}; it is the share of gradients that is sent, above 0 and "
                 "at most 1."
             )
@@ -151,7 +151,7 @@ class Independent(Sparsifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.agreement not in AGREEMENTS:
-            raise RecipeError(f"{self.name}: agreement is one of {', '.join(AGREEMENTS)}, not {self.agreement!r}.")
+            raise ConfigError(f"{self.name}: agreement is one of {', '.join(AGREEMENTS)}, not {self.agreement!r}.")
 
     @property
     def route(self) -> str:
@@ -194,4 +194,4 @@ def first_threshold(density: float, elements: int) -> float:
 
 def require_positive(name: str, key: str, value: float) -> None:
     if not value > 0:
-        raise RecipeError(f"{name}: {key} is {value:g}; it must be above 0.")
+        raise ConfigError(f"{name}: {key} is {value:g}; it must be above 0.")

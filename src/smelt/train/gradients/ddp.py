@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from smelt.errors import RecipeError, SmeltError
+from smelt.errors import ConfigError, SmeltError
 from smelt.train.gradients.autotune.auto import AutoCompression, compression_kind, compressor_or_auto
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import Compression
@@ -40,7 +40,7 @@ def compress_gradients(
     finds out in the first steps which one pays, if any does.
     """
     if not isinstance(model, DistributedDataParallel):
-        raise RecipeError(
+        raise ConfigError(
             f"compress_gradients takes a DistributedDataParallel, not {type(model).__name__}; wrap the model, or use "
             "smelt.train.gradients.step.CompressedStep."
         )

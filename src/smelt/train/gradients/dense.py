@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.control_flags import Marks
 from smelt.train.gradients.gradient_views import Given
@@ -26,7 +26,7 @@ class Dense(Compressor):
 
     def __post_init__(self) -> None:
         if self.values not in VALUES:
-            raise RecipeError(f"dense: values is one of {', '.join(VALUES)}, not {self.values!r}.")
+            raise ConfigError(f"dense: values is one of {', '.join(VALUES)}, not {self.values!r}.")
 
     def target(self, elements: int) -> float:
         return elements

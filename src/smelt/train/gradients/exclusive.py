@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import Chosen, Sparsifier, State, Step, first_threshold
 from smelt.train.gradients.layout import Layout
 
@@ -36,7 +36,7 @@ class ExclusiveThreshold(Sparsifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.sampled < 0:
-            raise RecipeError(f"{self.name}: sampled is {self.sampled}; it must not be negative.")
+            raise ConfigError(f"{self.name}: sampled is {self.sampled}; it must not be negative.")
 
     @property
     def route(self) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.groups import part_of_group
 from smelt.train.gradients.layout import Layout, Piece
@@ -79,12 +79,12 @@ def part_of(layout: Layout, start: int, size: int) -> Layout:
 def _size(workers: Workers, node: int | str) -> int:
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if node == LOCAL else int(node)
     if not size:
-        raise RecipeError('node is "local", and LOCAL_WORLD_SIZE is not set; start with torchrun, or give a number.')
+        raise ConfigError('node is "local", and LOCAL_WORLD_SIZE is not set; start with torchrun, or give a number.')
     workers.require_equal(str(size), "number of workers in a node")
     if workers.size % size:
-        raise RecipeError(f"{workers.size} workers cannot be nodes of {size}; start as many on every node.")
+        raise ConfigError(f"{workers.size} workers cannot be nodes of {size}; start as many on every node.")
     if workers.size == size:
-        raise RecipeError(
+        raise ConfigError(
             f"all {size} workers are in one node, so nothing travels between nodes; leave node at None, or start more."
         )
     return size

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto import Auto, AutoCompression, compressor_or_auto
 from smelt.train.gradients.bucket import Vector
 from smelt.train.gradients.comm import Workers
@@ -59,7 +59,7 @@ def compress_replicas(
     if isinstance(compressor, str):
         compressor = compressor_or_auto(compressor)
     if settings is not None and settings.node is not None:
-        raise RecipeError("a model that is sharded inside its nodes has been reduced there; leave node at None.")
+        raise ConfigError("a model that is sharded inside its nodes has been reduced there; leave node at None.")
     units = _units(model)
     for _, _, parameters in units:
         for parameter in parameters:
@@ -132,7 +132,7 @@ def _units(model: nn.Module) -> list[_Unit]:
     """What `fully_shard` was called for, with the parameters that each gathers itself."""
     units = {name: unit for name, unit in model.named_modules() if isinstance(unit, FSDPModule)}
     if not units:
-        raise RecipeError("compress_replicas takes a model that fully_shard was applied to; use compress_gradients.")
+        raise ConfigError("compress_replicas takes a model that fully_shard was applied to; use compress_gradients.")
     found = [(name or "root", unit, _own(model.get_submodule(name))) for name, unit in units.items()]
     return [each for each in found if each[2]]
 
@@ -152,11 +152,11 @@ def _own(unit: nn.Module) -> list[DTensor]:
 
 def _checked(parameter: nn.Parameter) -> DTensor:
     if not isinstance(parameter, DTensor) or len(parameter.placements) != 1:
-        raise RecipeError(
+        raise ConfigError(
             "shard the model over the workers of one node only: fully_shard with a mesh of one dimension."
         )
     if not isinstance(parameter.placements[0], Shard) or parameter.placements[0].dim != 0:
-        raise RecipeError("compress_replicas takes parameters that are sharded along their first dimension only.")
+        raise ConfigError("compress_replicas takes parameters that are sharded along their first dimension only.")
     return parameter
 
 

@@ -13,7 +13,7 @@ import torch.distributed as distributed
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compressors.powersgd import PowerSGD
 from smelt.train.gradients.control_flags import Marks
@@ -39,9 +39,9 @@ class LowRankReducer(Reducer):
     ) -> None:
         settings = settings or Settings()
         if not distributed.is_initialized():
-            raise RecipeError("powersgd works between workers; start them with torchrun.")
+            raise ConfigError("powersgd works between workers; start them with torchrun.")
         if settings != Settings(check=settings.check):
-            raise RecipeError("powersgd is PyTorch's own and takes none of the settings but check.")
+            raise ConfigError("powersgd is PyTorch's own and takes none of the settings but check.")
         super().__init__(compressor, layout, workers, settings, device=device, rollback=rollback)
         self._power = PowerSGDState(
             workers.group,

@@ -21,7 +21,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from smelt.errors import DataError, RecipeError
+from smelt.errors import ConfigError, DataError
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compressor import Coder, Compressor, Sparsifier, State, Step
 from smelt.train.gradients.conservation import Conservation
@@ -55,7 +55,7 @@ class Reducer:
         self.settings = settings or Settings()
         self.learning_rate, self.rollback = learning_rate, rollback
         if not layout.size:
-            raise RecipeError("there is no gradient to compress; the model has no parameter that is trained.")
+            raise ConfigError("there is no gradient to compress; the model has no parameter that is trained.")
         self.settings.require_fit(compressor, learning_rate is not None)
         workers.require_equal(str(layout), "model")
         workers.require_equal(f"{compressor} {self.settings}", "gradient compression")
@@ -264,5 +264,5 @@ class Reducer:
         assert self.learning_rate is not None
         rate = self.learning_rate()
         if not rate > 0:
-            raise RecipeError(f"the learning rate is {rate:g}; form='paper' needs one above 0, form='code' does not.")
+            raise ConfigError(f"the learning rate is {rate:g}; form='paper' needs one above 0, form='code' does not.")
         return rate

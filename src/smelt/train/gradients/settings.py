@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import Coder, Compressor, Sparsifier
 from smelt.train.gradients.values import VALUES
 
@@ -29,28 +29,28 @@ class Settings:
     def __post_init__(self) -> None:
         for key, value, options in (("form", self.form, FORMS), ("values", self.values, VALUES)):
             if value not in options:
-                raise RecipeError(f"{key} is one of {', '.join(options)}, not {value!r}.")
+                raise ConfigError(f"{key} is one of {', '.join(options)}, not {value!r}.")
         if not 0 < self.beta <= 1:
-            raise RecipeError(f"beta is {self.beta:g}; it must be above 0 and at most 1, which is no filter.")
+            raise ConfigError(f"beta is {self.beta:g}; it must be above 0 and at most 1, which is no filter.")
         if self.slots is not None and not self.slots >= 1:
-            raise RecipeError(f"slots is {self.slots:g}; it must be at least 1, or None.")
+            raise ConfigError(f"slots is {self.slots:g}; it must be at least 1, or None.")
         if self.node is not None and self.node != "local" and not (isinstance(self.node, int) and self.node >= 2):
-            raise RecipeError(f'node is {self.node!r}; it is the number of workers in a node, at least 2, or "local".')
+            raise ConfigError(f'node is {self.node!r}; it is the number of workers in a node, at least 2, or "local".')
 
     def require_fit(self, compressor: Compressor, has_rate: bool) -> None:
         """Refuse what does not go together."""
         if self.form == "paper" and not has_rate:
-            raise RecipeError("form='paper' keeps gradients times the learning rate; give the optimiser too.")
+            raise ConfigError("form='paper' keeps gradients times the learning rate; give the optimiser too.")
         if isinstance(compressor, Coder) and self.values != "float32":
-            raise RecipeError(f"{compressor.name} writes values in its own way; leave values at float32.")
+            raise ConfigError(f"{compressor.name} writes values in its own way; leave values at float32.")
         if self.slots is not None:
             self._require_slots(compressor, self.slots)
 
     def _require_slots(self, compressor: Compressor, slots: float) -> None:
         name, route = compressor.name, compressor.route if isinstance(compressor, Sparsifier) else ""
         if route not in _SLOT_ROUTES:
-            raise RecipeError(f"{name} has no selections to put into slots; leave slots at None.")
+            raise ConfigError(f"{name} has no selections to put into slots; leave slots at None.")
         if route == "union" and self.values != "float32":  # an element that stands in two slots would be rounded twice
-            raise RecipeError(f"the workers of {name} choose the same elements; with slots, use values='float32'.")
+            raise ConfigError(f"the workers of {name} choose the same elements; with slots, use values='float32'.")
         if route == "exclusive" and slots < _ROOM:
-            raise RecipeError(f"slots is {slots:g}; {name} steers by its counts and needs at least {_ROOM:g}.")
+            raise ConfigError(f"slots is {slots:g}; {name} steers by its counts and needs at least {_ROOM:g}.")

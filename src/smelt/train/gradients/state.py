@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from smelt.errors import DataError, RecipeError, ResourceError, SmeltError
+from smelt.errors import ConfigError, DataError, ResourceError, SmeltError
 from smelt.files import check_place, write_whole
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import Compressed
@@ -119,13 +119,13 @@ def _check_same(compression: Compressed, facts: dict[str, Any], folder: Path, re
     own = json.loads(json.dumps(identity_of(compression)))
     for key, what in (("vectors", "model"), ("compressor", "compressor"), ("settings", "settings")):
         if facts.get(key) != own[key]:
-            raise RecipeError(f"{folder} was written with another {what}; go on with the same, or start without it.")
+            raise ConfigError(f"{folder} was written with another {what}; go on with the same, or start without it.")
     if _changed(facts, compression) and (compression.shards > 1 or facts["shards"] > 1):
-        raise RecipeError(
+        raise ConfigError(
             f"{folder} was written by {facts['workers']} workers that hold parts of the model; start as many again."
         )
     if _changed(facts, compression) and not resplit:
-        raise RecipeError(
+        raise ConfigError(
             f"{folder} was written by {facts['workers']} workers and there are {compression.workers.size}; start as "
             "many, or give resplit=True to share out what they had not sent."
         )
@@ -166,7 +166,7 @@ def _read_tensors(path: Path, compression: Compressed) -> list[dict[str, Tensor]
 def _refuse_existing(folder: Path) -> None:
     check_place(folder)
     if folder.exists():
-        raise RecipeError(f"{folder} is there already; give every checkpoint a name of its own, such as step-1000.")
+        raise ConfigError(f"{folder} is there already; give every checkpoint a name of its own, such as step-1000.")
 
 
 def together(workers: Workers, work: Any, sentence: str) -> None:

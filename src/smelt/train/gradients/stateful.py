@@ -17,7 +17,7 @@ import json
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto import Auto
 from smelt.train.gradients.compression import Compressed
 from smelt.train.gradients.compressors import PowerSGD
@@ -32,7 +32,7 @@ class GradientState:
 
     def __init__(self, compression: Compressed) -> None:
         if isinstance(compression.compressor, Auto | PowerSGD):
-            raise RecipeError(
+            raise ConfigError(
                 f"what {compression.compressor.name} keeps changes its shape, and torch.distributed.checkpoint cannot "
                 "read that; use save and load of smelt.train.gradients.state."
             )
@@ -52,7 +52,7 @@ class GradientState:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on from what a checkpoint holds."""
         if not torch.equal(state[f"{self._prefix}.{_IDENTITY}"].cpu(), self._identity()):
-            raise RecipeError(
+            raise ConfigError(
                 "the checkpoint was written with another compressor, other settings or another number of workers; go "
                 "on with the same, or leave its gradients out."
             )

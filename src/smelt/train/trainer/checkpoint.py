@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from smelt.errors import DataError, RecipeError
+from smelt.errors import ConfigError, DataError
 from smelt.files import full_disk_told, write_whole
 from smelt.train.gradients import state
 from smelt.train.gradients.comm import Workers
@@ -115,7 +115,7 @@ def _write(parts: Parts, folder: Path, lead: bool) -> None:
 def _read(parts: Parts, place: Path, resplit: bool, workers: int) -> None:
     found = _position(place)
     if found.workers != workers and not resplit:
-        raise RecipeError(
+        raise ConfigError(
             f"{place} was written by {found.workers} workers and there are {workers}; start as many, or give "
             "--resplit to share out what they had not sent."
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.config import nearest, parse, read_yaml
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.settings import Settings
 from smelt.train.trainer.gradients import compressor_of, plain_gradients, require_no_second_momentum
 
@@ -50,9 +50,9 @@ class OptimizerConfig:
         _above_zero(lr=self.lr, epsilon=self.epsilon)
         _share(momentum=self.momentum, beta1=self.beta1, beta2=self.beta2)
         if self.weight_decay < 0:
-            raise RecipeError(f"weight_decay is {self.weight_decay:g}; it must not be negative.")
+            raise ConfigError(f"weight_decay is {self.weight_decay:g}; it must not be negative.")
         if self.nesterov and not self.momentum:
-            raise RecipeError("nesterov needs a momentum above 0.")
+            raise ConfigError("nesterov needs a momentum above 0.")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class ScheduleConfig:
         _one_of(SCHEDULES, name=self.name)
         _at_least(0, warm_up=self.warm_up)
         if not 0 <= self.floor <= 1:
-            raise RecipeError(f"floor is {self.floor:g}; it is a share of the learning rate, from 0 to 1.")
+            raise ConfigError(f"floor is {self.floor:g}; it is a share of the learning rate, from 0 to 1.")
 
 
 @dataclass(frozen=True)
@@ -136,11 +136,11 @@ class TrainConfig:
         if isinstance(content, dict) and content.get("precision") is False:
             content["precision"] = "off"  # YAML takes it for false
         if isinstance(content, dict) and "model" not in content:
-            raise RecipeError(f"{path} does not say which `model` is trained: name one, or give the keys of a new one.")
+            raise ConfigError(f"{path} does not say which `model` is trained: name one, or give the keys of a new one.")
         try:
             return parse(cls, content, "the configuration")
-        except RecipeError as error:
-            raise RecipeError(f"{path}: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, defaults spelled out."""
@@ -151,7 +151,7 @@ class TrainConfig:
         for key, value in self.to_json().items():
             known = before.get(key) if isinstance(before, dict) else None
             if key not in _MAY_CHANGE and known != value:
-                raise RecipeError(
+                raise ConfigError(
                     f"{folder} was begun with {key} = {known!r:.200}, and now it is {value!r:.200}; go on with the "
                     "same, or give another --out."
                 )
@@ -160,22 +160,22 @@ class TrainConfig:
 def _one_of(options: tuple[str, ...], **values: str) -> None:
     for key, value in values.items():
         if value not in options:
-            raise RecipeError(f"there is no {key} {value!r:.80}{nearest(value, list(options))}")
+            raise ConfigError(f"there is no {key} {value!r:.80}{nearest(value, list(options))}")
 
 
 def _at_least(smallest: int, **values: int | None) -> None:
     for key, value in values.items():
         if value is not None and value < smallest:
-            raise RecipeError(f"{key} is {value}; it must be at least {smallest}.")
+            raise ConfigError(f"{key} is {value}; it must be at least {smallest}.")
 
 
 def _above_zero(**values: float | None) -> None:
     for key, value in values.items():
         if value is not None and not value > 0:
-            raise RecipeError(f"{key} is {value:g}; it must be above 0.")
+            raise ConfigError(f"{key} is {value:g}; it must be above 0.")
 
 
 def _share(**values: float) -> None:
     for key, value in values.items():
         if not 0 <= value < 1:
-            raise RecipeError(f"{key} is {value:g}; it must be at least 0 and below 1.")
+            raise ConfigError(f"{key} is {value:g}; it must be at least 0 and below 1.")

@@ -10,7 +10,7 @@ from os import SEEK_END
 from pathlib import Path
 from typing import Any
 
-from smelt.errors import DataError, RecipeError
+from smelt.errors import ConfigError, DataError
 from smelt.files import check_place, full_disk_told, write_whole
 from smelt.train.trainer.config import TrainConfig
 
@@ -34,9 +34,9 @@ class RunFolder:
         """Refuse to write over a run, or into a folder of something else."""
         check_place(self.path / FACTS)
         if self.begun() and not resume:
-            raise RecipeError(f"{self.path} holds a run already; give --resume to go on with it, or another --out.")
+            raise ConfigError(f"{self.path} holds a run already; give --resume to go on with it, or another --out.")
         if self.path.is_dir() and not self.begun() and any(self.path.iterdir()):
-            raise RecipeError(f"{self.path} is not empty and holds no run; give another --out.")
+            raise ConfigError(f"{self.path} is not empty and holds no run; give another --out.")
 
     def require_for(self, config: TrainConfig, resume: bool) -> None:
         """Free, or with a run that was begun as this one."""

@@ -10,7 +10,7 @@ import yaml
 from torch.nn.parallel import DistributedDataParallel
 
 from smelt.config import nearest, number
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto import Auto, AutoCompression
 from smelt.train.gradients.compression import Compression
 from smelt.train.gradients.compressor import Compressor
@@ -34,11 +34,11 @@ def plain_gradients(given: str | dict[str, Any] | None) -> dict[str, Any]:
         pairs = [pair.partition("=") for pair in parameters.split(",") if pair.strip()]
         for key, equals, value in pairs:
             if not equals or not value.strip():
-                raise RecipeError(f"gradients is written as exdyna:density=0.001,blocks=64; {key!r} has no value.")
+                raise ConfigError(f"gradients is written as exdyna:density=0.001,blocks=64; {key!r} has no value.")
         given = {"method": name.strip(), **{key.strip(): yaml.safe_load(value) for key, _, value in pairs}}
     method = given.get("method")
     if method not in _METHODS:
-        raise RecipeError(f"there is no way {method!r:.80} to send gradients{nearest(method, list(_METHODS))}")
+        raise ConfigError(f"there is no way {method!r:.80} to send gradients{nearest(method, list(_METHODS))}")
     return {key: value if key == "method" else number(value) for key, value in given.items()}
 
 
@@ -50,7 +50,7 @@ def compressor_of(given: str | dict[str, Any] | None) -> Compressor | None:
         return _auto(parameters)
     if method in (NONE, BF16):
         if parameters:
-            raise RecipeError(f"gradients: {method} has no parameter {next(iter(parameters))!r:.80}.")
+            raise ConfigError(f"gradients: {method} has no parameter {next(iter(parameters))!r:.80}.")
         return None if method == NONE else Dense(values="bfloat16")
     return compressor_named(method, **parameters)
 
@@ -59,10 +59,10 @@ def _auto(parameters: dict[str, Any]) -> Auto:
     names = [field.name for field in fields(Auto)]
     for key, value in parameters.items():
         if key not in names:
-            raise RecipeError(f"auto has no parameter {key!r:.80}{nearest(key, names)}")
+            raise ConfigError(f"auto has no parameter {key!r:.80}{nearest(key, names)}")
         kind = {"density": (int, float), "steps": (int,), "methods": (list, tuple)}[key]
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise RecipeError(f"{key} of auto cannot be {value!r:.80}.")
+            raise ConfigError(f"{key} of auto cannot be {value!r:.80}.")
     if "methods" in parameters:
         parameters["methods"] = tuple(str(name) for name in parameters["methods"])
     return Auto(**parameters)
@@ -71,7 +71,7 @@ def _auto(parameters: dict[str, Any]) -> Auto:
 def require_no_second_momentum(compressor: Compressor | None, optimizer_has: bool) -> None:
     """DGC's velocity is the momentum; an optimiser's own would be applied on top of it."""
     if isinstance(compressor, DGC) and compressor.momentum > 0 and optimizer_has:
-        raise RecipeError(
+        raise ConfigError(
             "dgc has a momentum of its own; use the optimizer sgd with momentum 0, or dgc:momentum=0 with any other."
         )
 

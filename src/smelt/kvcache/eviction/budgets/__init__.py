@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.budget import Budget
 from smelt.kvcache.eviction.budgets.ada import Ada
 from smelt.kvcache.eviction.budgets.global_topk import Everywhere
@@ -23,19 +23,19 @@ _TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "bool": (bool,), "
 def budget_named(name: str, **parameters: Any) -> Budget:
     """A budget rule by its name, with its parameters checked."""
     if name not in BUDGETS:
-        raise RecipeError(f"there is no budget rule {name!r}; there are {', '.join(BUDGETS)}.")
+        raise ConfigError(f"there is no budget rule {name!r}; there are {', '.join(BUDGETS)}.")
     fields = {field.name: field for field in dataclasses.fields(BUDGETS[name])}
     for key, value in parameters.items():
         if key not in fields:
             known = f"it has {', '.join(fields)}" if fields else "it has none"
-            raise RecipeError(f"the budget rule {name} has no parameter {key!r}; {known}.")
+            raise ConfigError(f"the budget rule {name} has no parameter {key!r}; {known}.")
         declared = str(fields[key].type)
         wanted = _TYPES.get(declared, (object,))
         if not isinstance(value, wanted) or (declared == "float" and isinstance(value, bool)):
-            raise RecipeError(f"{key} of the budget rule {name} must be a {declared}, not {value!r}.")
+            raise ConfigError(f"{key} of the budget rule {name} must be a {declared}, not {value!r}.")
     for key, field in fields.items():
         if field.default is dataclasses.MISSING and key not in parameters:
-            raise RecipeError(f"the budget rule {name} needs {key}: give it one.")
+            raise ConfigError(f"the budget rule {name} needs {key}: give it one.")
     return BUDGETS[name](**parameters)
 
 

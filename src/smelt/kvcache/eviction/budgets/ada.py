@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.budget import Budget, best, by_layer, by_prompt, fitted, forced, kept, total
 
 
@@ -24,7 +24,7 @@ class Ada(Budget):
 
     def __post_init__(self) -> None:
         if not 0 <= self.safeguard <= 1:
-            raise RecipeError(f"ada: safeguard is {self.safeguard:g}; it is a share between 0 and 1, such as 0.2.")
+            raise ConfigError(f"ada: safeguard is {self.safeguard:g}; it is a share between 0 and 1, such as 0.2.")
 
     def counts(self, scores: Tensor, keep: float) -> Tensor:
         whole = total(scores, keep)

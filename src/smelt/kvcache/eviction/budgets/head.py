@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.budget import Budget, by_layer, by_prompt, fitted, forced, total
 
 
@@ -30,13 +30,13 @@ class Head(Budget):
 
     def __post_init__(self) -> None:
         if not self.beta >= 1:
-            raise RecipeError(f"head: beta is {self.beta:g}; it must be at least 1, such as 1.2.")
+            raise ConfigError(f"head: beta is {self.beta:g}; it must be at least 1, such as 1.2.")
         try:
             values = torch.tensor(self.importance, dtype=torch.float64)
         except (TypeError, ValueError):
             values = torch.zeros(0)
         if values.dim() != 2 or not values.isfinite().all() or (values < 0).any() or not values.sum() > 0:
-            raise RecipeError(
+            raise ConfigError(
                 "head: importance must be one list a layer with one number a head of keys, none negative and not all 0."
             )
 
@@ -45,7 +45,7 @@ class Head(Budget):
         layers, _, heads, tokens = scores.shape
         importance = torch.tensor(self.importance, dtype=torch.float64, device=scores.device)
         if importance.shape != (layers, heads):
-            raise RecipeError(
+            raise ConfigError(
                 f"head: importance is given for {importance.shape[0]} layers of {importance.shape[1]} heads of keys; "
                 f"this model has {layers} of {heads}: give the importance of its own heads."
             )

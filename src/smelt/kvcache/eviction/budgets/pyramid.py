@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.budget import Budget, by_layer, by_prompt, fitted, forced, total
 
 
@@ -29,7 +29,7 @@ class Pyramid(Budget):
 
     def __post_init__(self) -> None:
         if not self.beta >= 1:
-            raise RecipeError(f"pyramid: beta is {self.beta:g}; it must be at least 1, such as 20.")
+            raise ConfigError(f"pyramid: beta is {self.beta:g}; it must be at least 1, such as 20.")
 
     def counts(self, scores: Tensor, keep: float) -> Tensor:
         whole = total(scores, keep)

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.budget import Budget, by_layer, by_prompt, fitted, forced, reserved, total
 from smelt.kvcache.eviction.profile import Profile, scaled
 
@@ -33,7 +33,7 @@ class Static(Budget):
         layers, _, heads, tokens = scores.shape
         shape = self.profile.shape
         if (shape.layers, shape.kv_heads) != (layers, heads):
-            raise RecipeError(
+            raise ConfigError(
                 f"static: the profile is for {shape.layers} layers of {shape.kv_heads} heads of keys; this model has "
                 f"{layers} of {heads}: make a profile of it."
             )
@@ -45,7 +45,7 @@ class Static(Budget):
             ideal = low + room * torch.stack([scaled(budgets, share) for share in shares.tolist()])
             return by_layer(fitted(ideal, low, tokens, whole), scores)
         if keep != self.profile.keep:
-            raise RecipeError(
+            raise ConfigError(
                 f"static: the profile was made to keep {self.profile.keep:g}, not {keep:g}; ask for the same, or "
                 f"have it rescaled with `rescale: true`."
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.scorer import Scorer
 from smelt.kvcache.eviction.scorers.expected import ExpectedAttention
 from smelt.kvcache.eviction.scorers.keydiff import KeyDiff
@@ -24,11 +24,11 @@ _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "st
 def scorer_named(name: str, /, **parameters: Any) -> Scorer:
     """A scorer from its name; unknown names, unknown parameters and values of the wrong kind are errors."""
     if name not in SCORERS:
-        raise RecipeError(f"there is no scorer {name!r}; there are {', '.join(SCORERS)}.")
+        raise ConfigError(f"there is no scorer {name!r}; there are {', '.join(SCORERS)}.")
     kinds = {field.name: str(field.type) for field in fields(SCORERS[name])}
     for key, value in parameters.items():
         if key not in kinds:
-            raise RecipeError(f"the scorer {name} has no parameter {key!r}; it has {', '.join(kinds)}.")
+            raise ConfigError(f"the scorer {name} has no parameter {key!r}; it has {', '.join(kinds)}.")
         if isinstance(value, bool) or not isinstance(value, _KINDS[kinds[key]]):
-            raise RecipeError(f"{key} of the scorer {name} must be {kinds[key]}, not {value!r}.")
+            raise ConfigError(f"{key} of the scorer {name} must be {kinds[key]}, not {value!r}.")
     return SCORERS[name](**parameters)

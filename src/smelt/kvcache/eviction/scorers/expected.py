@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.attention_inputs import Seen
 from smelt.kvcache.eviction.scorer import Scorer
 
@@ -34,10 +34,10 @@ class ExpectedAttention(Scorer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.future < 1:
-            raise RecipeError(f"expected: future is {self.future}; it must be at least 1 position.")
+            raise ConfigError(f"expected: future is {self.future}; it must be at least 1 position.")
         for name in ("eps", "skip"):
             if not getattr(self, name) >= 0:
-                raise RecipeError(f"expected: {name} is {getattr(self, name)}; it must not be negative.")
+                raise ConfigError(f"expected: {name} is {getattr(self, name)}; it must not be negative.")
 
     def score(self, seen: Seen) -> Tensor:
         found = seen.keys.new_full(seen.keys.shape[:3], torch.inf, dtype=torch.float32)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kvcache.eviction.attention_inputs import Seen
 from smelt.kvcache.eviction.scorer import Scorer
 from smelt.kvcache.eviction.scorers.last_queries import last_logits
@@ -34,12 +34,12 @@ class SnapKV(Scorer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.window < 1:
-            raise RecipeError("snapkv: window is 0; it is what observes the prompt, so at least 1.")
+            raise ConfigError("snapkv: window is 0; it is what observes the prompt, so at least 1.")
         if self.kernel < 1 or self.kernel % 2 == 0:
-            raise RecipeError(f"snapkv: kernel is {self.kernel}; it must be odd and positive.")
+            raise ConfigError(f"snapkv: kernel is {self.kernel}; it must be odd and positive.")
         for name in ("pool", "sharing"):
             if getattr(self, name) not in ("mean", "max"):
-                raise RecipeError(f"snapkv: {name} is {getattr(self, name)!r}; it is mean or max.")
+                raise ConfigError(f"snapkv: {name} is {getattr(self, name)!r}; it is mean or max.")
 
     def score(self, seen: Seen) -> Tensor:
         found = seen.keys.new_full(seen.keys.shape[:3], torch.inf, dtype=torch.float32)

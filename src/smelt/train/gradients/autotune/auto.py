@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto_reducer import AutoReducer, settings_for
 from smelt.train.gradients.autotune.decision import Decision, choose
 from smelt.train.gradients.autotune.dry_run import rehearse
@@ -55,7 +55,7 @@ class Auto(Compressor):
 
     def __post_init__(self) -> None:
         if self.steps < 2:
-            raise RecipeError(f"auto: steps is {self.steps}; it must be at least 2, as the first one only warms up.")
+            raise ConfigError(f"auto: steps is {self.steps}; it must be at least 2, as the first one only warms up.")
         self.candidates()
 
     def candidates(self) -> list[Compressor]:
@@ -170,7 +170,7 @@ class AutoCompression(Compression):
                 layout = vector.reducer.layout
                 enough = min((made.exposed for made in found.values()), default=inf)
                 tried = rehearse(compressor, gradient, layout, self.between, self._link, settings, enough)
-            except RecipeError as error:  # the same on every worker: it does not go with the settings
+            except ConfigError as error:  # the same on every worker: it does not go with the settings
                 log.info("auto leaves %s out: %s", compressor.name, error)
                 continue
             made = predict(tried, handling)

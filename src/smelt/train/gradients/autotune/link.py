@@ -16,7 +16,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.timed import COLLECTIVES, TimedWorkers, slowest
 from smelt.train.gradients.comm import Workers
 
@@ -66,7 +66,7 @@ class Link:
 def measure_link(workers: Workers, device: torch.device | str = "cpu", repeats: int = _REPEATS) -> Link:
     """Time every collective at several sizes; all workers of the group must call it."""
     if workers.size == 1:
-        raise RecipeError("one worker alone has no link to measure; start several with torchrun.")
+        raise ConfigError("one worker alone has no link to measure; start several with torchrun.")
     device = torch.device(device)
     timed = TimedWorkers(workers.group)
     lines = {name: _line(name, timed, device, repeats) for name in COLLECTIVES}

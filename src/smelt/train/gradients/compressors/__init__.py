@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors.adacomp import AdaComp
 from smelt.train.gradients.compressors.cltk import CLTk
@@ -37,13 +37,13 @@ _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "st
 def compressor_named(name: str, /, **parameters: Any) -> Compressor:
     """A compressor from its name; unknown names, unknown parameters and values of the wrong kind are errors."""
     if name not in COMPRESSORS:
-        raise RecipeError(f"there is no gradient compressor {name!r}; there are {', '.join(COMPRESSORS)}.")
+        raise ConfigError(f"there is no gradient compressor {name!r}; there are {', '.join(COMPRESSORS)}.")
     declared = {field.name: str(field.type) for field in fields(COMPRESSORS[name])}
     for key, value in parameters.items():
         if key not in declared:
-            raise RecipeError(f"the compressor {name} has no parameter {key!r}; it has {', '.join(declared)}.")
+            raise ConfigError(f"the compressor {name} has no parameter {key!r}; it has {', '.join(declared)}.")
         kind, _, optional = declared[key].partition(" | ")
         fits = isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
         if not fits and not (optional and value is None):
-            raise RecipeError(f"{key} of the compressor {name} must be {declared[key]}, not {value!r}.")
+            raise ConfigError(f"{key} of the compressor {name} must be {declared[key]}, not {value!r}.")
     return COMPRESSORS[name](**parameters)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import Coder, Message, Step
 from smelt.train.gradients.layout import Layout, Piece
 
@@ -37,9 +37,9 @@ class AdaComp(Coder):
     def __post_init__(self) -> None:
         for key in ("convolution_bin", "matrix_bin"):
             if not 1 <= getattr(self, key) < _LONG:
-                raise RecipeError(f"adacomp: {key} is {getattr(self, key)}; it must lie between 1 and {_LONG - 1}.")
+                raise ConfigError(f"adacomp: {key} is {getattr(self, key)}; it must lie between 1 and {_LONG - 1}.")
         if not self.factor >= 1:
-            raise RecipeError(f"adacomp: factor is {self.factor:g}; it must be at least 1.")
+            raise ConfigError(f"adacomp: factor is {self.factor:g}; it must be at least 1.")
 
     def target(self, elements: int) -> float:
         return 0.0  # the count follows from the gradients

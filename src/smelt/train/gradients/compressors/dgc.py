@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import Chosen, Independent, State, Step, count, require_positive
 from smelt.train.gradients.layout import Layout
 
@@ -40,11 +40,11 @@ class DGC(Independent):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.momentum < 1:
-            raise RecipeError(f"dgc: momentum is {self.momentum:g}; it must be at least 0 and below 1.")
+            raise ConfigError(f"dgc: momentum is {self.momentum:g}; it must be at least 0 and below 1.")
         if self.clip is not None:
             require_positive(self.name, "clip", self.clip)
         if self.warm_up < 0 or self.epoch < 0:
-            raise RecipeError("dgc: warm_up and epoch must not be negative.")
+            raise ConfigError("dgc: warm_up and epoch must not be negative.")
 
     def start(self, layout: Layout, workers: int) -> State:
         return {"velocity": torch.zeros(layout.size)}

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import State, Step
 from smelt.train.gradients.exclusive import ExclusiveThreshold, equal_range
 from smelt.train.gradients.layout import Layout
@@ -33,7 +33,7 @@ class ExDyna(ExclusiveThreshold):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.blocks < 1:
-            raise RecipeError(f"exdyna: blocks is {self.blocks}; it must be at least 1.")
+            raise ConfigError(f"exdyna: blocks is {self.blocks}; it must be at least 1.")
 
     def start(self, layout: Layout, workers: int) -> State:
         ranges = [equal_range(partition, self.blocks, workers) for partition in range(workers)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import Compressor
 
 
@@ -26,11 +26,11 @@ class PowerSGD(Compressor):
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise RecipeError(f"powersgd: rank is {self.rank}; it must be at least 1.")
+            raise ConfigError(f"powersgd: rank is {self.rank}; it must be at least 1.")
         if self.plain < 2:
-            raise RecipeError(f"powersgd: plain is {self.plain}; PyTorch's implementation needs at least 2 such steps.")
+            raise ConfigError(f"powersgd: plain is {self.plain}; PyTorch's implementation needs at least 2 such steps.")
         if not self.least >= 1:
-            raise RecipeError(f"powersgd: least is {self.least:g}; it must be at least 1.")
+            raise ConfigError(f"powersgd: least is {self.least:g}; it must be at least 1.")
 
     def target(self, elements: int) -> float:
         return elements

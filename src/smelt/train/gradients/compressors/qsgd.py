@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import Coder, Message, Step
 from smelt.train.gradients.layout import Layout
 
@@ -32,12 +32,12 @@ class QSGD(Coder):
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels <= 127:
-            raise RecipeError(f"qsgd: levels is {self.levels}; it must lie between 1 and 127.")
+            raise ConfigError(f"qsgd: levels is {self.levels}; it must lie between 1 and 127.")
         if self.bucket < 1:
-            raise RecipeError(f"qsgd: bucket is {self.bucket}; it must be at least 1 element.")
+            raise ConfigError(f"qsgd: bucket is {self.bucket}; it must be at least 1 element.")
         bound = min(self.bucket / self.levels**2, sqrt(self.bucket) / self.levels)
         if self.error_feedback and bound >= 1:
-            raise RecipeError(
+            raise ConfigError(
                 f"qsgd: with {self.levels} levels and buckets of {self.bucket} the memory would grow without end; take "
                 "more levels, smaller buckets, or error_feedback=False."
             )

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.kernels.threshold_select import compact
 from smelt.train.gradients.compressor import Chosen, Independent, State, Step
 from smelt.train.gradients.layout import Layout
@@ -39,7 +39,7 @@ class SIDCo(Independent):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.distribution not in ("exponential", "pareto"):
-            raise RecipeError(f"sidco: distribution is one of exponential, pareto, not {self.distribution!r}.")
+            raise ConfigError(f"sidco: distribution is one of exponential, pareto, not {self.distribution!r}.")
 
     def start(self, layout: Layout, workers: int) -> State:
         return {"stages": torch.tensor(1), "ratios": torch.tensor(0.0, dtype=torch.float64)}

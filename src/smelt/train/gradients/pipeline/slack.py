@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.link import Link
 
 WHOLE = 1.0  # the density at which vectors are sent as they are, without indices
@@ -59,11 +59,11 @@ def densities_from_slack(
 ) -> list[float]:
     """A density for each stage. `layers`: of each stage the elements of its layers; `floor`: the least that is sent."""
     if not 0 < floor <= 1:
-        raise RecipeError(
+        raise ConfigError(
             f"floor is {floor:g}; it is the least share of gradients that is sent, above 0 and at most 1."
         )
     if len(layers) != len(backward) or not layers:
-        raise RecipeError(
+        raise ConfigError(
             f"there are {len(layers)} stages with layers and {len(backward)} with times; give both of each."
         )
     slacks = slack_of(backward)

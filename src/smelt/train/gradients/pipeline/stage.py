@@ -25,7 +25,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor, nn
 
-from smelt.errors import RecipeError
+from smelt.errors import ConfigError
 from smelt.train.gradients.bucket import Vector
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import Compressed, Named, reducer_of
@@ -63,9 +63,9 @@ def compress_stage(
     if isinstance(compressor, str):
         compressor = compressor_named(compressor)
     if microbatches < 1:
-        raise RecipeError(f"microbatches is {microbatches}; give the number that the schedule cuts a batch into.")
+        raise ConfigError(f"microbatches is {microbatches}; give the number that the schedule cuts a batch into.")
     if settings is not None and settings.node is not None:
-        raise RecipeError("replicas of a stage are reduced between all of them; leave node at None.")
+        raise ConfigError("replicas of a stage are reduced between all of them; leave node at None.")
     if densities is not None:
         compressor = _at_density(compressor, densities, stage)
     return StageCompression(module, compressor, group, settings or Settings(), microbatches, whole, scale_grads)
@@ -168,7 +168,7 @@ class StageCompression(Compressed):
 
     def _require_passes(self, number: int) -> None:
         if number not in (0, self.microbatches):
-            raise RecipeError(
+            raise ConfigError(
                 f"gradients came {number} times in a step of {self.microbatches} micro-batches; give microbatches as "
                 "the schedule has them, and call finish() after every step."
             )
@@ -187,15 +187,15 @@ def _layers(module: nn.Module, whole: Sequence[str]) -> list[list[Named]]:
         groups += [[named] for named in own if named[0] in whole]
     found = [group for group in groups if group]
     if not found:
-        raise RecipeError("there is no gradient to compress; the stage has no parameter that is trained.")
+        raise ConfigError("there is no gradient to compress; the stage has no parameter that is trained.")
     return found
 
 
 def _at_density(compressor: Compressor, densities: Sequence[float], stage: int) -> Compressor:
     if not 0 <= stage < len(densities):
-        raise RecipeError(f"there is no density for stage {stage}; {len(densities)} were given.")
+        raise ConfigError(f"there is no density for stage {stage}; {len(densities)} were given.")
     if not isinstance(compressor, Sparsifier):
-        raise RecipeError(f"{compressor.name} has no density; leave densities out, or take a sparsifier such as micro.")
+        raise ConfigError(f"{compressor.name} has no density; leave densities out, or take a sparsifier such as micro.")
     chosen = replace(compressor, density=densities[stage])
     return Dense() if densities[stage] == WHOLE else chosen
 
@@ -203,6 +203,6 @@ def _at_density(compressor: Compressor, densities: Sequence[float], stage: int) 
 def _require_known(names: Sequence[str], parameters: dict[str, nn.Parameter]) -> None:
     for name in names:
         if name not in parameters:
-            raise RecipeError(
+            raise ConfigError(
                 f"the stage has no trained parameter {name!r} to send whole; it has {', '.join(parameters)}."
             )
