@@ -15,7 +15,7 @@ from smelt.compression.base import Context
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import ModelError, RequestError
 from smelt.models.model import Model
-from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.engine import Answer, Engine
 from smelt.serve.engine.request import Request, State
 from smelt.serve.engine.sampling import Sampling
 from tests.character_tokenizer import character_tokenizer
@@ -91,6 +91,30 @@ def test_no_setting_changes_a_token(
 def test_any_batch(llama: tuple[PreTrainedModel, list[list[int]]], requests: int) -> None:
     network, wanted = llama
     assert answers(Engine(Model(copy.deepcopy(network)), batch_requests=requests, **SMALL), prompts()) == wanted
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_seeded_request_is_reproducible_in_any_batch(llama: tuple[PreTrainedModel, Any], compiled: bool) -> None:
+    """The tokens are equal; the log-probabilities agree up to rounding, which depends on the shapes of the products."""
+    sampling = Sampling(max_tokens=16, temperature=0.8, seed=11, logprobs=2, ignore_end=True)
+    prompt, *others = prompts()
+
+    def answer(before: int = 0, after: int = 0, repeats: int = 1, **options: Any) -> Answer:
+        model = Model(copy.deepcopy(llama[0]), tokenizer=character_tokenizer())
+        engine = Engine(model, compiled=compiled, **SMALL, **options)
+        for _ in range(repeats):
+            result = engine.generate([*others[:before], prompt, *others[:after]], sampling)[before]
+        return result
+
+    alone = answer()
+    for result in (
+        answer(), answer(after=1), answer(after=5), answer(before=3), answer(before=1, after=3), answer(repeats=2),
+        answer(chunk=1), answer(chunk=7, after=2),
+    ):  # fmt: skip
+        assert result.tokens == alone.tokens
+        for actual, expected_ in zip(result.logprobs, alone.logprobs, strict=True):
+            assert actual.own == pytest.approx(expected_.own, abs=1e-5)
+            assert [value for _, value in actual.top] == pytest.approx([value for _, value in expected_.top], abs=1e-5)
 
 
 def test_what_is_tried_beforehand_leaves_no_trace(llama: tuple[PreTrainedModel, Any]) -> None:
