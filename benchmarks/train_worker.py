@@ -27,9 +27,9 @@ from smelt.config import parse
 from smelt.errors import SmeltError
 from smelt.train.trainer.clock import PHASES
 from smelt.train.trainer.config import TrainConfig
-from smelt.train.trainer.folder import RunFolder
-from smelt.train.trainer.join import join
-from smelt.train.trainer.run import Loop
+from smelt.train.trainer.distributed import init_distributed
+from smelt.train.trainer.run_folder import RunFolder
+from smelt.train.trainer.trainer import Trainer
 
 _MEASURED = 2**23  # bytes of the all-reduce that tells the bandwidth
 
@@ -38,7 +38,7 @@ class Reached(Exception):
     """The held-out loss is as low as it was asked to be."""
 
 
-class StoppingLoop(Loop):
+class StoppingTrainer(Trainer):
     """Ends when a held-out loss is reached, on all workers in the same step; notes what a step costs the processor."""
 
     stop_at: float | None = None
@@ -60,7 +60,7 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     logging.getLogger("smelt.train").setLevel(logging.ERROR)
-    device = join("cpu", 300.0)
+    device = init_distributed("cpu", 300.0)
     bandwidth = measured_bandwidth()
     with tempfile.TemporaryDirectory() as folder:
         places: list[Any] = [folder]
@@ -89,7 +89,7 @@ def run_cell(cell: dict[str, Any], out: Path, device: torch.device, bandwidth: f
     distributed.barrier()
     start, error = perf_counter(), None
     try:
-        loop = StoppingLoop(parse(TrainConfig, cell["config"], "the cell"), out, device, resume=False, resplit=False)
+        loop = StoppingTrainer(parse(TrainConfig, cell["config"], "the cell"), out, device, resume=False, resplit=False)
         loop.stop_at = cell["stop_at"]
         loop.run()
     except Reached:
@@ -104,7 +104,7 @@ def run_cell(cell: dict[str, Any], out: Path, device: torch.device, bandwidth: f
 
 def summary(folder: RunFolder) -> dict[str, Any]:
     """What a run's own log says, in few numbers."""
-    facts, lines = folder.facts(), folder.lines()
+    facts, lines = folder.read_metadata(), folder.read_log()
     spent, curve = 0.0, []
     for line in lines:
         spent += sum(line["phases"].values())  # without evaluations

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from smelt.train.gradients.autotune.decision import WORTH, choose
-from smelt.train.gradients.autotune.predict import Prediction
+from smelt.train.gradients.autotune.cost_model import CostPrediction
+from smelt.train.gradients.autotune.decision import MIN_SPEEDUP, choose_methods
 
 
-def waits(*seconds: float) -> list[Prediction]:
-    return [Prediction("any", 0, 1, each, 0.0, 0.0) for each in seconds]
+def waits(*seconds: float) -> list[CostPrediction]:
+    return [CostPrediction("any", 0, 1, each, 0.0, 0.0) for each in seconds]
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,10 @@ def waits(*seconds: float) -> list[Prediction]:
 def test_a_method_must_shorten_the_step(
     rest: float, methods: list[float], dense: float, found: tuple[int, ...]
 ) -> None:
-    assert choose([waits(*methods)], waits(dense)[0], rest) == found
+    assert choose_methods([waits(*methods)], waits(dense)[0], rest) == found
 
 
 def test_all_vectors_together_must_gain() -> None:
     vectors = [waits(10.0, 2.0), waits(5.0, 6.0)]
-    assert choose(vectors, waits(15.0)[0]) == (1, 0)
-    assert choose(vectors, waits(7.0 * WORTH * 0.99)[0]) == (0, 0)
+    assert choose_methods(vectors, waits(15.0)[0]) == (1, 0)
+    assert choose_methods(vectors, waits(7.0 * MIN_SPEEDUP * 0.99)[0]) == (0, 0)

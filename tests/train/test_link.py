@@ -9,7 +9,7 @@ import pytest
 
 from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.link import Link, fit, measure_link
-from smelt.train.gradients.autotune.timed import COLLECTIVES
+from smelt.train.gradients.autotune.timed_comm import COLLECTIVES
 from smelt.train.gradients.comm import Workers
 from tests.train.parallel import run
 from tests.train.slow_link import ALPHA, BANDWIDTH, slow_down
@@ -41,7 +41,7 @@ def test_neither_part_falls_below_zero(seconds: list[float], alpha: float, beta:
 def measured() -> dict[str, Any]:
     slow_down()
     link = measure_link(Workers(), repeats=3)
-    assert isinstance(link, Link) and link.time("broadcast", 0) == link.lines["broadcast"].alpha
+    assert isinstance(link, Link) and link.time("broadcast", 0) == link.collectives["broadcast"].alpha
     return link.to_json()
 
 
@@ -52,12 +52,12 @@ def near(line: dict[str, Any]) -> bool:
 def test_the_speed_of_a_known_link_is_measured() -> None:
     for _ in range(3):  # what else the machine does at the moment is in the times too
         links = run(2, measured)
-        if all(near(line) for line in links[0]["lines"].values()):
+        if all(near(line) for line in links[0]["collectives"].values()):
             break
     assert links[0] == links[1]
     assert json.loads(json.dumps(links[0]))["backend"] == "gloo"
-    assert set(links[0]["lines"]) == set(COLLECTIVES) and links[0]["workers"] == 2
-    for name, line in links[0]["lines"].items():
+    assert set(links[0]["collectives"]) == set(COLLECTIVES) and links[0]["workers"] == 2
+    for name, line in links[0]["collectives"].items():
         assert near(line), (name, line)
         assert len(line["sizes"]) >= 3 and line["seconds"][0] < line["seconds"][-1]
 

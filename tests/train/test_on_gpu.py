@@ -20,7 +20,7 @@ from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import SAGE, ExDyna, HardThreshold, MiCRO, TopK
 from smelt.train.gradients.reducer import Reducer
 from smelt.train.gradients.settings import Settings
-from smelt.train.trainer.folder import RunFolder
+from smelt.train.trainer.run_folder import RunFolder
 from tests.train.parallel import run
 from tests.train.synthetic import every_compressor, gradient_of, layout_of
 from tests.train.test_ddp import train
@@ -106,7 +106,7 @@ def test_the_loop_learns_and_goes_on(changes: dict[str, Any], tmp_path: Path) ->
     content = language(tmp_path, device="cuda", **changes)
     whole = trained(2, content, tmp_path / "run")
     assert whole[-1]["loss"] < whole[0]["loss"] - 0.05
-    assert RunFolder(tmp_path / "run").facts()["device"] == "cuda"
+    assert RunFolder(tmp_path / "run").read_metadata()["device"] == "cuda"
     last = tmp_path / "run" / "checkpoints" / "step-6"
     kept = load_file(last / "model.safetensors")
     shutil.rmtree(last)
@@ -122,7 +122,7 @@ def test_the_command_runs_under_nccl(tmp_path: Path) -> None:
     assert code == 0, said
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert "nccl" in facts["backend"]
-    lines = RunFolder(tmp_path / "run").lines()
+    lines = RunFolder(tmp_path / "run").read_log()
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smelt.errors import ConfigError
-from smelt.train.gradients.autotune.link import Line, Link
-from smelt.train.gradients.autotune.timed import COLLECTIVES
+from smelt.train.gradients.autotune.link import CollectiveFit, Link
+from smelt.train.gradients.autotune.timed_comm import COLLECTIVES
 from smelt.train.gradients.pipeline.slack import (
     densities_from_slack,
     ends_of_1f1b,
@@ -21,7 +21,7 @@ from smelt.train.gradients.pipeline.slack import (
 
 
 def link_of(alpha: float, bandwidth: float, workers: int = 8) -> Link:
-    return Link(workers, "none", dict.fromkeys(COLLECTIVES, Line(alpha, 1 / bandwidth, 0.0, (), ())))
+    return Link(workers, "none", dict.fromkeys(COLLECTIVES, CollectiveFit(alpha, 1 / bandwidth, 0.0, (), ())))
 
 
 @given(st.integers(1, 6), st.integers(1, 9), st.floats(0.1, 3.0))

@@ -7,11 +7,25 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from smelt.train.gradients.autotune.decision import choose
-from smelt.train.gradients.autotune.dry_run import _STEPS, Rehearsal, imagined, imagined_gradient, label, rehearse
-from smelt.train.gradients.autotune.link import Line, Link
-from smelt.train.gradients.autotune.predict import Prediction, gains, predict, predict_ddp, rows_of, text_of
-from smelt.train.gradients.autotune.timed import COLLECTIVES
+from smelt.train.gradients.autotune.cost_model import (
+    CostPrediction,
+    format_table,
+    gains,
+    predict_compressor,
+    predict_ddp,
+    table_rows,
+)
+from smelt.train.gradients.autotune.decision import choose_methods
+from smelt.train.gradients.autotune.dry_run import (
+    _STEPS,
+    DryRunResult,
+    dry_run_compressor,
+    method_label,
+    synthetic_gradient,
+    synthetic_layout,
+)
+from smelt.train.gradients.autotune.link import CollectiveFit, Link
+from smelt.train.gradients.autotune.timed_comm import COLLECTIVES
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import reducer_kind
 from smelt.train.gradients.compressors import QSGD, CLTk, MiCRO, OneBit, PowerSGD, TopK
@@ -20,12 +34,12 @@ from tests.train.parallel import run
 
 
 def link_of(alpha: float, bandwidth: float, workers: int = 2) -> Link:
-    line = Line(alpha, 1 / bandwidth, 0.0, (), ())
+    line = CollectiveFit(alpha, 1 / bandwidth, 0.0, (), ())
     return Link(workers, "none", dict.fromkeys(COLLECTIVES, line))
 
 
-def wait(method: str, seconds: float) -> Prediction:
-    return Prediction(method, 0, 1, seconds, 0.0, 0.0)
+def wait(method: str, seconds: float) -> CostPrediction:
+    return CostPrediction(method, 0, 1, seconds, 0.0, 0.0)
 
 
 def test_plain_ddp_costs_what_the_card_says() -> None:
@@ -42,26 +56,26 @@ def test_backward_hides_all_of_ddp_but_its_last_bucket_and_nothing_of_a_compress
     assert predict_ddp(elements, link, 0.01).exposed == pytest.approx(4 * one - 0.01)
     assert predict_ddp(elements, link, 100.0).exposed == pytest.approx(one)
     assert predict_ddp(elements, link, width=2).bytes * 2 == open_ended.bytes
-    assert predict(Rehearsal("micro", 10, 10, 2, 0.5, 0.25), handling=0.125).exposed == 0.875
+    assert predict_compressor(DryRunResult("micro", 10, 10, 2, 0.5, 0.25), handling=0.125).exposed == 0.875
 
 
 def test_each_vector_has_its_cheapest_method_unless_the_whole_does_not_pay() -> None:
     vectors = [[wait("dense", 4.0), wait("micro", 1.0)], [wait("dense", 1.0), wait("micro", 2.0)]]
-    assert choose(vectors, wait("ddp", 5.0)) == (1, 0)
-    assert choose(vectors, wait("ddp", 2.05)) == (0, 0)  # a gain of 2 % is none
-    assert choose(vectors, wait("ddp", 1.0)) == (0, 0)
+    assert choose_methods(vectors, wait("ddp", 5.0)) == (1, 0)
+    assert choose_methods(vectors, wait("ddp", 2.05)) == (0, 0)  # a gain of 2 % is none
+    assert choose_methods(vectors, wait("ddp", 1.0)) == (0, 0)
 
 
 def test_the_table_holds_the_arithmetic() -> None:
-    found = [wait("ddp", 0.5), Prediction("micro", 2_000_000, 4, 0.125, 0.025, 0.15)]
+    found = [wait("ddp", 0.5), CostPrediction("micro", 2_000_000, 4, 0.125, 0.025, 0.15)]
     assert gains(found, found[0]) == pytest.approx([1.0, 2.0])
-    assert rows_of(found, found[0])[1] == ["micro", "2.000", "4", "125.000", "25.000", "150.000", "250.000", "2.00x"]
-    assert len({len(line) for line in text_of(found, found[0]).splitlines()}) == 1
+    assert table_rows(found, found[0])[1] == ["micro", "2.000", "4", "125.000", "25.000", "150.000", "250.000", "2.00x"]
+    assert len({len(line) for line in format_table(found, found[0]).splitlines()}) == 1
 
 
 @pytest.mark.parametrize("parameters", [1, 2, 1000, 1023 * 1025, 3_000_017])
 def test_an_imagined_model_has_its_parameters(parameters: int) -> None:
-    layout = imagined(parameters)
+    layout = synthetic_layout(parameters)
     assert layout.size == parameters
     assert [piece.start for piece in layout.pieces] == [0, *[piece.stop for piece in layout.pieces[:-1]]]
 
@@ -73,13 +87,13 @@ COMPRESSORS = [
 ALPHA, BANDWIDTH = 0.001, 1e7
 
 
-def rehearsed() -> list[tuple[Rehearsal, int]]:
+def rehearsed() -> list[tuple[DryRunResult, int]]:
     """Of each compressor its rehearsal, and the bytes of a reducer that does the same steps."""
-    workers, layout = Workers(), imagined(20_000)
-    gradient = imagined_gradient(layout, workers, torch.device("cpu"))
+    workers, layout = Workers(), synthetic_layout(20_000)
+    gradient = synthetic_gradient(layout, workers, torch.device("cpu"))
     found = []
     for compressor in [*COMPRESSORS, PowerSGD()]:
-        tried = rehearse(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
+        tried = dry_run_compressor(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
         reducer = reducer_kind(compressor)(compressor, layout, Workers())
         before = compressor.plain if isinstance(compressor, PowerSGD) else 0
         for _ in range(before + _STEPS):
@@ -91,10 +105,10 @@ def rehearsed() -> list[tuple[Rehearsal, int]]:
 def test_what_is_far_slower_is_not_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, choose = [], TopK.choose
     monkeypatch.setattr(TopK, "choose", lambda self, step: (sizes.append(len(step.memory)), choose(self, step))[1])
-    layout, link = imagined(20_000), link_of(ALPHA, BANDWIDTH)
-    gradient = imagined_gradient(layout, Workers(), torch.device("cpu"))
-    rehearse(TopK(density=0.01), gradient, layout, Workers(), link)
-    rehearse(TopK(density=0.01), gradient, layout, Workers(), link, enough=0.0)
+    layout, link = synthetic_layout(20_000), link_of(ALPHA, BANDWIDTH)
+    gradient = synthetic_gradient(layout, Workers(), torch.device("cpu"))
+    dry_run_compressor(TopK(density=0.01), gradient, layout, Workers(), link)
+    dry_run_compressor(TopK(density=0.01), gradient, layout, Workers(), link, enough=0.0)
     assert sizes == [1024, *[20_000] * _STEPS, 1024, 20_000]
 
 
@@ -115,8 +129,8 @@ def test_bytes_are_those_of_the_frame_and_all_workers_agree() -> None:
 
 def largest_messages() -> dict[str, int]:
     """Bytes of the longest message that each rehearsal really hands to the process group."""
-    workers, layout = Workers(), imagined(20_000)
-    gradient = imagined_gradient(layout, workers, torch.device("cpu"))
+    workers, layout = Workers(), synthetic_layout(20_000)
+    gradient = synthetic_gradient(layout, workers, torch.device("cpu"))
     found: dict[str, int] = {}
     sent: list[int] = []
 
@@ -127,8 +141,8 @@ def largest_messages() -> dict[str, int]:
         setattr(Workers, name, watched(getattr(Workers, name)))
     for compressor in COMPRESSORS:
         sent.clear()
-        rehearse(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
-        found[label(compressor)] = max(sent)
+        dry_run_compressor(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
+        found[method_label(compressor)] = max(sent)
     return found
 
 
@@ -137,10 +151,10 @@ def test_a_whole_vector_is_not_sent_for_a_trial() -> None:
         assert {name for name, size in found.items() if size > 100} == {"micro", "topk", "cltk"}
 
 
-def tried_on_a_part() -> tuple[Rehearsal, int]:
-    workers, layout = Workers(), imagined(5 * 2**19)
-    gradient = imagined_gradient(layout, workers, torch.device("cpu"))
-    return rehearse(Dense(), gradient, layout, workers, link_of(ALPHA, BANDWIDTH)), layout.size
+def tried_on_a_part() -> tuple[DryRunResult, int]:
+    workers, layout = Workers(), synthetic_layout(5 * 2**19)
+    gradient = synthetic_gradient(layout, workers, torch.device("cpu"))
+    return dry_run_compressor(Dense(), gradient, layout, workers, link_of(ALPHA, BANDWIDTH)), layout.size
 
 
 def test_what_is_tried_on_a_part_counts_for_the_whole() -> None:

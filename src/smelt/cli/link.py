@@ -13,11 +13,23 @@ from torch.nn import functional
 from smelt.cli.output import DeviceOption, JsonOption, SeedOption, console, say, table, write_json
 from smelt.errors import ConfigError, DataError, ResourceError
 from smelt.report.numbers import count
-from smelt.train.gradients.autotune.auto import candidate
-from smelt.train.gradients.autotune.dry_run import imagined, imagined_gradient, label, rehearse
+from smelt.train.gradients.autotune.auto import build_candidate
+from smelt.train.gradients.autotune.cost_model import (
+    TABLE_COLUMNS,
+    CostPrediction,
+    agree_on_prediction,
+    predict_compressor,
+    predict_ddp,
+    table_rows,
+)
+from smelt.train.gradients.autotune.dry_run import (
+    dry_run_compressor,
+    method_label,
+    synthetic_gradient,
+    synthetic_layout,
+)
 from smelt.train.gradients.autotune.link import Link, measure_link
-from smelt.train.gradients.autotune.predict import HEADINGS, Prediction, agreed, predict, predict_ddp, rows_of
-from smelt.train.gradients.autotune.timed import now, slowest
+from smelt.train.gradients.autotune.timed_comm import max_over_ranks, synchronized_time
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compressors import COMPRESSORS, SAGE, HardThreshold
 from smelt.train.gradients.hierarchy import Nodes
@@ -53,16 +65,16 @@ def run(
     if not 1 <= parameters <= _MOST:
         raise ConfigError(f"--parameters is {parameters:g}; it must lie between 1 and {_MOST:,}.")
     names = ["bf16", *COMPRESSORS] if methods is None else [name.strip() for name in methods.split(",")]
-    compressors = [candidate(name, density) for name in names if methods is not None or name not in _UNSETTLED]
+    compressors = [build_candidate(name, density) for name in names if methods is not None or name not in _UNSETTLED]
     place = _join(device)
     try:
         workers = Workers()
         nodes = None if node is None else Nodes.of(workers, node)
         link = measure_link(workers, place)
-        layout = imagined(int(parameters))
-        gradient = imagined_gradient(layout, workers, place, seed)
+        layout = synthetic_layout(int(parameters))
+        gradient = synthetic_gradient(layout, workers, place, seed)
         plain = predict_ddp(layout.size, link, backward_ms / 1000)
-        rounding = slowest([_rounding(gradient)], workers, place)[0]
+        rounding = max_over_ranks([_rounding(gradient)], workers, place)[0]
         half = predict_ddp(layout.size, link, backward_ms / 1000, 2, rounding, "ddp, bf16 hook")
         found, handling, between = [plain, half], 0.0, workers
         if nodes is not None:
@@ -71,9 +83,9 @@ def run(
             link = measure_link(between, place)
         for compressor in compressors:
             if not workers.rank:
-                say(f"trying {label(compressor)}")
-            made = predict(rehearse(compressor, gradient, layout, between, link), handling)
-            found.append(agreed(made, workers, place))
+                say(f"trying {method_label(compressor)}")
+            made = predict_compressor(dry_run_compressor(compressor, gradient, layout, between, link), handling)
+            found.append(agree_on_prediction(made, workers, place))
         if not workers.rank:
             show(link, found, int(parameters), node)
             write_json(json_file, _content(link, found, int(parameters), density, backward_ms, node))
@@ -81,7 +93,7 @@ def run(
         distributed.destroy_process_group()
 
 
-def show(link: Link, found: list[Prediction], parameters: int, node: int | None) -> None:
+def show(link: Link, found: list[CostPrediction], parameters: int, node: int | None) -> None:
     rows = [
         [
             name,
@@ -90,11 +102,13 @@ def show(link: Link, found: list[Prediction], parameters: int, node: int | None)
             f"{100 * line.spread:.0f}",
             f"{line.sizes[0]:,} to {line.sizes[-1]:,}",
         ]
-        for name, line in link.lines.items()
+        for name, line in link.collectives.items()
     ]
     title = f"Link of {link.workers} {'workers' if node is None else f'nodes of {node} workers'}, {link.backend}"
     console.print(table(title, ["collective", "alpha, us", "MB/s", "spread, %", "bytes"], rows))
-    console.print(table(f"A step's gradients, {count(parameters)} parameters, ms", HEADINGS, rows_of(found, found[0])))
+    console.print(
+        table(f"A step's gradients, {count(parameters)} parameters, ms", TABLE_COLUMNS, table_rows(found, found[0]))
+    )
     best = min(found, key=lambda each: each.exposed)
     gain = found[0].exposed / max(best.exposed, 1e-9)
     console.print(
@@ -108,21 +122,21 @@ def _inside(gradient: torch.Tensor, nodes: Nodes) -> tuple[torch.Tensor, float]:
     """This worker's share of its node's mean, and the seconds that a step spends inside the node."""
     whole = functional.pad(gradient, (0, -len(gradient) % nodes.inside.size))
     nodes.gather(nodes.reduce(whole))  # opens connections
-    start = now(gradient.device)
+    start = synchronized_time(gradient.device)
     share = nodes.reduce(whole)
     nodes.gather(share)
-    return share, now(gradient.device) - start
+    return share, synchronized_time(gradient.device) - start
 
 
 def _rounding(gradient: torch.Tensor) -> float:
     """Seconds to 16 bits and back."""
-    start = now(gradient.device)
+    start = synchronized_time(gradient.device)
     gradient.to(torch.bfloat16).float()
-    return now(gradient.device) - start
+    return synchronized_time(gradient.device) - start
 
 
 def _content(
-    link: Link, found: list[Prediction], parameters: int, density: float, backward_ms: float, node: int | None
+    link: Link, found: list[CostPrediction], parameters: int, density: float, backward_ms: float, node: int | None
 ) -> dict[str, Any]:
     return {
         "parameters": parameters,

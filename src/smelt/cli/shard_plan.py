@@ -20,20 +20,20 @@ from smelt.files import check_place
 from smelt.measure.machine import machine
 from smelt.report.page import write_page
 from smelt.report.sharded import HEADINGS, fact_rows, render_shard_plan, step_rows, unit_rows
-from smelt.train.fsdp.apply import apply
-from smelt.train.fsdp.choose import Choice, choose
-from smelt.train.fsdp.facts import Machines, Model
-from smelt.train.fsdp.profile import counted_layers, measured_layers
-from smelt.train.fsdp.record import measured
+from smelt.train.fsdp.apply import apply_plan
+from smelt.train.fsdp.facts import ClusterSpec, ModelProfile
+from smelt.train.fsdp.profile import estimate_layers, profile_layers
+from smelt.train.fsdp.search import PlanSearchResult, search_plan
 from smelt.train.fsdp.timeline import Timeline
-from smelt.train.fsdp.wire import measure_speeds
+from smelt.train.fsdp.trace import measure_timeline
+from smelt.train.fsdp.wire import measure_collectives
 from smelt.train.gradients.comm import Workers
 from smelt.train.trainer.config import TrainConfig
+from smelt.train.trainer.distributed import init_distributed
 from smelt.train.trainer.images import images_task
-from smelt.train.trainer.join import join
 from smelt.train.trainer.language import language_task
-from smelt.train.trainer.optimise import in_precision
-from smelt.train.trainer.task import Task
+from smelt.train.trainer.optimizer import autocast
+from smelt.train.trainer.task import TrainingTask
 
 _KEPT = {"adamw": 4.0, "sgd": 2.0}  # copies of a parameter with its gradient and the optimiser's state
 _MOMENTUM = 1.0  # one more
@@ -64,22 +64,22 @@ def run(
         )
     if report is not None:
         check_place(report)
-    device = join(told.device, told.timeout)
+    device = init_distributed(told.device, told.timeout)
     try:
         workers = Workers()
         task = language_task(told) if told.task == "language" else images_task(told)
         task.network.to(device).train()
         step = _step(task, told, workers, device, seed)
         model = (
-            measured_layers(task.network, step, workers, device)
+            profile_layers(task.network, step, workers, device)
             if tflops is None
-            else counted_layers(task.network, step, 1e12 * tflops, workers, device)
+            else estimate_layers(task.network, step, 1e12 * tflops, workers, device)
         )
         machines = _machines(told, memory_gb, workers, device)
-        found = choose(model, machines)
+        found = search_plan(model, machines)
         task.network.zero_grad()
-        apply(found.plan, model, task.network, init_device_mesh(device.type, (workers.size,)))
-        real = measured(found.plan, model, task.network, step, device)
+        apply_plan(found.plan, model, task.network, init_device_mesh(device.type, (workers.size,)))
+        real = measure_timeline(found.plan, model, task.network, step, device)
         if not workers.rank:
             content = content_of(config.stem, model, machines, found, real)
             show(content)
@@ -98,14 +98,16 @@ def show(content: dict[str, Any]) -> None:
     console.print(table("What the plan is made from", ["", "value"], fact_rows(content)))
 
 
-def content_of(name: str, model: Model, machines: Machines, found: Choice, real: Timeline) -> dict[str, Any]:
+def content_of(
+    name: str, model: ModelProfile, machines: ClusterSpec, found: PlanSearchResult, real: Timeline
+) -> dict[str, Any]:
     """All that is shown, as plain data."""
     units = [
         {
             "name": _name(unit.names(model)),
             "layers": unit.names(model),
             "bytes": sum(layer.bytes for layer in unit.of(model)),
-            "reshard": unit.reshard,
+            "reshard_after_forward": unit.reshard_after_forward,
         }
         for unit in found.plan.units
     ]
@@ -113,9 +115,9 @@ def content_of(name: str, model: Model, machines: Machines, found: Choice, real:
         "name": name,
         "workers": machines.workers,
         "memory": machines.memory if math.isfinite(machines.memory) else None,
-        "forward_ahead": found.plan.forward_ahead,
-        "backward_ahead": found.plan.backward_ahead,
-        "whole_search": found.whole_search,
+        "forward_prefetch": found.plan.forward_prefetch,
+        "backward_prefetch": found.plan.backward_prefetch,
+        "exhaustive": found.exhaustive,
         "units": units,
         "root": {"name": "the rest", "bytes": model.rest.bytes},
         "predicted": found.timeline.to_json(),
@@ -130,7 +132,9 @@ def _name(layers: list[str]) -> str:
     return layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}"
 
 
-def _step(task: Task, config: TrainConfig, workers: Workers, device: torch.device, seed: int) -> Callable[[], None]:
+def _step(
+    task: TrainingTask, config: TrainConfig, workers: Workers, device: torch.device, seed: int
+) -> Callable[[], None]:
     """Forward and backward of this worker's first samples, the same each time."""
     places = np.arange(workers.rank * config.batch, (workers.rank + 1) * config.batch) % len(task.train)
     batch = {name: tensor.to(device) for name, tensor in task.train.take(places).items()}
@@ -138,18 +142,18 @@ def _step(task: Task, config: TrainConfig, workers: Workers, device: torch.devic
     def step() -> None:
         task.network.zero_grad()
         torch.manual_seed(seed)
-        with in_precision(config.precision, device):
+        with autocast(config.precision, device):
             loss = task.network(**batch, **task.options).loss
         loss.backward()
 
     return step
 
 
-def _machines(config: TrainConfig, memory_gb: float | None, workers: Workers, device: torch.device) -> Machines:
-    gather, scatter = measure_speeds(workers, device)
+def _machines(config: TrainConfig, memory_gb: float | None, workers: Workers, device: torch.device) -> ClusterSpec:
+    gather, scatter = measure_collectives(workers, device)
     on_gpu = device.type == "cuda"
     memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else math.inf
     if memory_gb is not None:
         memory = 1e9 * memory_gb
     kept = _KEPT[config.optimizer.name] + (_MOMENTUM if config.optimizer.momentum else 0.0)
-    return Machines(workers.size, gather, scatter, memory, beside=on_gpu, kept=kept)
+    return ClusterSpec(workers.size, gather, scatter, memory, beside=on_gpu, kept=kept)

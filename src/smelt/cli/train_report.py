@@ -12,7 +12,7 @@ from smelt.errors import DataError, SmeltError
 from smelt.files import check_place
 from smelt.report.page import write_page
 from smelt.report.training import fact_rows, render_training, summary
-from smelt.train.trainer.folder import RunFolder
+from smelt.train.trainer.run_folder import RunFolder
 
 
 def run(
@@ -40,7 +40,7 @@ def run(
 
 def _read(path: Path) -> dict[str, Any]:
     folder = RunFolder(path)
-    facts, lines = folder.facts(), folder.lines()
+    facts, lines = folder.read_metadata(), folder.read_log()
     if not lines:
         raise DataError(f"{path} has no step in its log yet; come back when the run has done some.")
     return {"facts": facts, "lines": lines}

@@ -62,7 +62,7 @@ def unit_rows(plan: Plan) -> list[list[str]]:
     rows = []
     for place, unit in _units(plan):
         times = [[1000 * _total(plan[which], kind, place) for which in ("predicted", "measured")] for kind in KINDS]
-        after = "given back" if unit["reshard"] else "stays whole"
+        after = "given back" if unit["reshard_after_forward"] else "stays whole"
         cells = [f"{one:.3f} / {two:.3f}" for one, two in times]
         rows.append([unit["name"], numbers.size(unit["bytes"]), after, *cells])
     return rows
@@ -75,10 +75,10 @@ def fact_rows(plan: Plan) -> list[list[str]]:
             [f"{kind}: {1e6 * line['alpha']:.0f} us and, for every MB,", f"{1e9 * line['beta']:.3f} ms"]
             for kind, line in lines
         ),
-        ["units gathered ahead in forward, in backward", f"{plan['forward_ahead']}, {plan['backward_ahead']}"],
+        ["units gathered ahead in forward, in backward", f"{plan['forward_prefetch']}, {plan['backward_prefetch']}"],
         ["memory that was allowed", "any" if plan["memory"] is None else numbers.size(plan["memory"])],
         ["collectives run beside computing", "yes" if plan["machines"]["beside"] else "no, FSDP2 waits on a CPU"],
-        ["search", "all plans were tried" if plan["whole_search"] else "climbed; there may be a better plan"],
+        ["search", "all plans were tried" if plan["exhaustive"] else "climbed; there may be a better plan"],
     ]
 
 
@@ -91,7 +91,7 @@ def _what(plan: Plan) -> str:
 def _units(plan: Plan) -> list[tuple[int, Mapping[str, Any]]]:
     """The root last, if it has anything."""
     root = plan["root"]
-    return [*enumerate(plan["units"]), *([(_ROOT, {**root, "reshard": False})] if root["bytes"] else [])]
+    return [*enumerate(plan["units"]), *([(_ROOT, {**root, "reshard_after_forward": False})] if root["bytes"] else [])]
 
 
 def _total(timeline: Mapping[str, Any], kind: str, unit: int) -> float:

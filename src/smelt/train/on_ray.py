@@ -25,10 +25,10 @@ import torch
 from smelt.errors import ConfigError, ResourceError, SmeltError
 from smelt.ray_start import join_cluster, set_before, start_alone, take_signals_back
 from smelt.train.trainer import checkpoint
-from smelt.train.trainer.command import BEFORE, code_of, end, folder_of, parser_of, work
 from smelt.train.trainer.config import TrainConfig
-from smelt.train.trainer.folder import RunFolder, words_of
-from smelt.train.trainer.join import LostWorkerError, backend_of, tell
+from smelt.train.trainer.distributed import LostWorkerError, backend_for, print_error
+from smelt.train.trainer.entrypoint import BEFORE, build_parser, end, exit_code_of, run_folder_path, work
+from smelt.train.trainer.run_folder import RunFolder, format_log_entry
 
 _ALWAYS = {"RAY_TRAIN_METRICS_ENABLED": "0"}
 _HERE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # of machines that a cloud takes back
@@ -37,12 +37,12 @@ _LOOK_SECONDS = 5.0  # between two words about a run
 
 def main(words: list[str] | None = None) -> None:
     given = _arguments_of(words)
-    out = folder_of(given.config, given.out)
+    out = run_folder_path(given.config, given.out)
     options = {key: value for key, value in vars(given).items() if key not in ("config", "debug")}
     try:
-        code = code_of(lambda: _run(given.config, options), given.debug)
+        code = exit_code_of(lambda: _run(given.config, options), given.debug)
     except (KeyboardInterrupt, SystemExit) as stop:  # the latter is what Ray makes of SIGTERM
-        tell(f"stopped; {_way_out(out)}")
+        print_error(f"stopped; {_way_out(out)}")
         code = 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
     end(code)
 
@@ -65,8 +65,8 @@ def run(
     """
     told = TrainConfig.load(config, gradients)
     _require(told, workers, restarts, gpu)
-    folder = RunFolder(folder_of(config, out).absolute())
-    folder.require_for(told, resume)
+    folder = RunFolder(run_folder_path(config, out).absolute())
+    folder.check_usable(told, resume)
     task = {"config": told, "out": folder.path, "gpu": gpu, "resplit": resplit, "place": Path.cwd()}
     with _ray(address):
         _require_room(workers, gpu)
@@ -79,7 +79,7 @@ def _run(config: Path, options: dict[str, Any]) -> None:
 
 
 def _arguments_of(words: list[str] | None) -> argparse.Namespace:
-    parser = parser_of("python -m smelt.train.on_ray", "Train a model; Ray Train starts the workers.")
+    parser = build_parser("python -m smelt.train.on_ray", "Train a model; Ray Train starts the workers.")
     parser.add_argument("--workers", type=int, required=True, help="how many; each has a processor, or a GPU")
     parser.add_argument("--gpu", action="store_true", help="a GPU for each worker")
     parser.add_argument("--restarts", type=int, default=0, help="how often to go on by itself when a worker has died")
@@ -156,7 +156,7 @@ def _fit(task: dict[str, Any], workers: int, restarts: int) -> None:
     trainer = TorchTrainer(
         _work,
         train_loop_config=task,
-        torch_config=TorchConfig(backend=backend_of(task["gpu"]), timeout_s=config.timeout),
+        torch_config=TorchConfig(backend=backend_for(task["gpu"]), timeout_s=config.timeout),
         scaling_config=train.ScalingConfig(num_workers=workers, use_gpu=task["gpu"]),
         run_config=train.RunConfig(
             name="run",
@@ -177,13 +177,13 @@ def _fit(task: dict[str, Any], workers: int, restarts: int) -> None:
 
 
 def _followed(end: Future[Any], folder: RunFolder, steps: int) -> None:
-    """Wait, and tell how far the run has come: what workers print stays in Ray's logs, among much of its own."""
-    told = folder.last_line()
+    """Wait, and print_error how far the run has come: what workers print stays in Ray's logs, among much of its own."""
+    told = folder.last_log_entry()
     while not end.done():
         wait([end], timeout=_LOOK_SECONDS)
-        last = folder.last_line()
+        last = folder.last_log_entry()
         if last is not None and last != told:
-            print(words_of(last, steps), file=sys.stderr, flush=True)
+            print(format_log_entry(last, steps), file=sys.stderr, flush=True)
         told = last
     end.result()
 
@@ -237,7 +237,7 @@ def _told(error: Exception, out: Path) -> Exception:
 
 
 def _way_out(out: Path) -> str:
-    return checkpoint.way_out(RunFolder(out).checkpoints)
+    return checkpoint.resume_hint(RunFolder(out).checkpoints)
 
 
 if __name__ == "__main__":

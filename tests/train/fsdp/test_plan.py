@@ -9,64 +9,70 @@ from itertools import combinations, product
 import pytest
 
 from smelt.errors import ConfigError, ResourceError
-from smelt.train.fsdp.choose import all_plans, choose, number_of_plans
-from smelt.train.fsdp.facts import Layer, Machines, Model, Speed
-from smelt.train.fsdp.plan import Plan, Unit
-from smelt.train.fsdp.timeline import REST, predict
+from smelt.train.fsdp.facts import AlphaBeta, ClusterSpec, LayerProfile, ModelProfile
+from smelt.train.fsdp.plan import ShardingPlan, ShardUnit
+from smelt.train.fsdp.search import all_plans, number_of_plans, search_plan
+from smelt.train.fsdp.timeline import REST, predict_timeline
 
 MB = 1_000_000
 
 
-def model_of(layers: int, size: int = MB, forward: float = 1.0, backward: float = 2.0) -> Model:
-    return Model(tuple(Layer(f"{number}", size, forward, backward) for number in range(layers)))
+def model_of(layers: int, size: int = MB, forward: float = 1.0, backward: float = 2.0) -> ModelProfile:
+    return ModelProfile(tuple(LayerProfile(f"{number}", size, forward, backward) for number in range(layers)))
 
 
-def machines_of(seconds: float, *, memory: float = 1e12, beside: bool = True, alpha: float = 0.0) -> Machines:
+def machines_of(seconds: float, *, memory: float = 1e12, beside: bool = True, alpha: float = 0.0) -> ClusterSpec:
     """Two workers, between which a megabyte of parameters takes so long."""
-    speed = Speed(alpha, 2 * seconds / MB)
-    return Machines(2, speed, speed, memory, beside)
+    speed = AlphaBeta(alpha, 2 * seconds / MB)
+    return ClusterSpec(2, speed, speed, memory, beside)
 
 
-def one_each(layers: int, reshard: bool = True, forward: int = 1, backward: int = 1) -> Plan:
-    return Plan(tuple(Unit(place, place + 1, reshard) for place in range(layers)), forward, backward)
+def one_each(layers: int, reshard_after_forward: bool = True, forward: int = 1, backward: int = 1) -> ShardingPlan:
+    return ShardingPlan(
+        tuple(ShardUnit(place, place + 1, reshard_after_forward) for place in range(layers)), forward, backward
+    )
 
 
-def random_model(seed: int, layers: int) -> Model:
+def random_model(seed: int, layers: int) -> ModelProfile:
     draw = random.Random(seed)
-    return Model(
+    return ModelProfile(
         tuple(
-            Layer(f"{n}", draw.randint(1, 20) * MB, draw.uniform(0.1, 3), draw.uniform(0.2, 6), draw.randint(0, 5) * MB)
+            LayerProfile(
+                f"{n}", draw.randint(1, 20) * MB, draw.uniform(0.1, 3), draw.uniform(0.2, 6), draw.randint(0, 5) * MB
+            )
             for n in range(layers)
         ),
-        Layer("rest", draw.randint(0, 1) * MB, draw.uniform(0, 1), draw.uniform(0, 1)),
+        LayerProfile("rest", draw.randint(0, 1) * MB, draw.uniform(0, 1), draw.uniform(0, 1)),
     )
 
 
 def test_what_computing_hides_is_not_exposed() -> None:
     """Left are the first gather, which nothing precedes, the last scatter, which nothing follows, and the gather of
     the last layer for backward, unless it stays whole after forward."""
-    last_kept = Plan((*one_each(5).units[:-1], Unit(4, 5, False)))
+    last_kept = ShardingPlan((*one_each(5).units[:-1], ShardUnit(4, 5, False)))
     for seconds in (1e-6, 0.5, 0.99):
-        assert predict(model_of(5), one_each(5), machines_of(seconds)).exposed == pytest.approx(3 * seconds)
-        assert predict(model_of(5), last_kept, machines_of(seconds)).exposed == pytest.approx(2 * seconds)
-    assert predict(model_of(5), one_each(5), machines_of(0.0)).exposed == 0.0
+        assert predict_timeline(model_of(5), one_each(5), machines_of(seconds)).exposed == pytest.approx(3 * seconds)
+        assert predict_timeline(model_of(5), last_kept, machines_of(seconds)).exposed == pytest.approx(2 * seconds)
+    assert predict_timeline(model_of(5), one_each(5), machines_of(0.0)).exposed == 0.0
 
 
 def test_what_nothing_hides_is_the_sum() -> None:
     """Computing takes no time: gathers of forward, of backward, and scatters, one after the other."""
     idle = model_of(4, forward=0.0, backward=0.0)
-    assert predict(idle, one_each(4), machines_of(1.0)).seconds == pytest.approx(4 + 4 + 4)
-    assert predict(idle, one_each(4, reshard=False), machines_of(1.0)).seconds == pytest.approx(4 + 4)
-    together = Plan((Unit(0, 4, True),))
-    assert predict(idle, together, machines_of(1.0, alpha=1.0)).seconds == pytest.approx(3 * 5)
-    waiting = predict(model_of(4), one_each(4), machines_of(1.0, beside=False))
+    assert predict_timeline(idle, one_each(4), machines_of(1.0)).seconds == pytest.approx(4 + 4 + 4)
+    assert predict_timeline(idle, one_each(4, reshard_after_forward=False), machines_of(1.0)).seconds == pytest.approx(
+        4 + 4
+    )
+    together = ShardingPlan((ShardUnit(0, 4, True),))
+    assert predict_timeline(idle, together, machines_of(1.0, alpha=1.0)).seconds == pytest.approx(3 * 5)
+    waiting = predict_timeline(model_of(4), one_each(4), machines_of(1.0, beside=False))
     assert waiting.seconds == pytest.approx(12 + 4 * 3) and waiting.exposed == pytest.approx(12)
 
 
 def test_a_scatter_holds_computing_up_until_the_one_before_is_done() -> None:
     """Backward 1 s, scatter 3 s: at the end of each backward but the first one scatter is waited for."""
-    slow = Machines(2, Speed(0, 0), Speed(0, 6 / MB), 1e12)
-    found = predict(model_of(3, forward=0.0, backward=1.0), one_each(3, reshard=False), slow)
+    slow = ClusterSpec(2, AlphaBeta(0, 0), AlphaBeta(0, 6 / MB), 1e12)
+    found = predict_timeline(model_of(3, forward=0.0, backward=1.0), one_each(3, reshard_after_forward=False), slow)
     starts = {kind: [each.start for each in found.events if each.kind == kind] for kind in ("backward", "scatter")}
     assert starts == {"backward": [0.0, 1.0, 4.0], "scatter": [1.0, 4.0, 7.0]}
     assert found.seconds == 10.0
@@ -74,14 +80,14 @@ def test_a_scatter_holds_computing_up_until_the_one_before_is_done() -> None:
 
 def test_the_order_is_that_of_fsdp() -> None:
     """The next gather is issued before the scatter of what is computed; the root comes first and last."""
-    model = replace(model_of(2), rest=Layer("rest", MB, 0.0, 0.0))
-    order = predict(model, one_each(2), machines_of(0.1)).order
+    model = replace(model_of(2), rest=LayerProfile("rest", MB, 0.0, 0.0))
+    order = predict_timeline(model, one_each(2), machines_of(0.1)).order
     assert order == [
         ("gather", REST), ("gather", 0), ("gather", 1), ("forward", 0), ("forward", 1),
         ("gather", 1), ("gather", 0), ("backward", 1), ("scatter", 1), ("backward", 0), ("scatter", 0),
         ("scatter", REST),
     ]  # fmt: skip
-    late = predict(model_of(2), one_each(2, reshard=False, forward=0), machines_of(0.1)).order
+    late = predict_timeline(model_of(2), one_each(2, reshard_after_forward=False, forward=0), machines_of(0.1)).order
     assert late[:4] == [("gather", 0), ("forward", 0), ("gather", 1), ("forward", 1)]
 
 
@@ -89,13 +95,15 @@ def test_memory_is_counted_by_hand() -> None:
     """Two layers of 1 MB, nothing ahead in forward, all computing 1 s, collectives no time."""
     free = machines_of(0.0)
     shards = 4.0 * 2 * MB / 2
-    assert predict(model_of(2), one_each(2, forward=0), free).peak == shards + 3 * MB  # whole and in a buffer; ahead
-    kept = predict(model_of(2), one_each(2, reshard=False, forward=0), free)
+    assert (
+        predict_timeline(model_of(2), one_each(2, forward=0), free).peak == shards + 3 * MB
+    )  # whole and in a buffer; ahead
+    kept = predict_timeline(model_of(2), one_each(2, reshard_after_forward=False, forward=0), free)
     assert kept.peak == shards + 3 * MB  # both whole, and a buffer or a gradient
-    far = predict(model_of(3), one_each(3, forward=2), free)
+    far = predict_timeline(model_of(3), one_each(3, forward=2), free)
     assert far.peak == 1.5 * shards + 4 * MB  # the first whole and in a buffer, two more in theirs
-    busy = Model(tuple(replace(layer, activations=10 * MB) for layer in model_of(2).layers))
-    assert predict(busy, one_each(2, forward=0), free).peak == shards + 23 * MB
+    busy = ModelProfile(tuple(replace(layer, activations=10 * MB) for layer in model_of(2).layers))
+    assert predict_timeline(busy, one_each(2, forward=0), free).peak == shards + 23 * MB
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -108,52 +116,54 @@ def test_brute_force_finds_nothing_better(seed: int, tight: bool) -> None:
         for cuts in combinations(range(1, 4), number):
             borders = [0, *cuts, 4]
             for kept in product((True, False), repeat=number + 1):
-                units = tuple(Unit(a, b, flag) for a, b, flag in zip(borders, borders[1:], kept, strict=False))
-                timelines += [predict(model, Plan(units, f, b), machines) for f in (0, 1, 2) for b in (1, 2)]
+                units = tuple(ShardUnit(a, b, flag) for a, b, flag in zip(borders, borders[1:], kept, strict=False))
+                timelines += [
+                    predict_timeline(model, ShardingPlan(units, f, b), machines) for f in (0, 1, 2) for b in (1, 2)
+                ]
     assert len(timelines) == number_of_plans(4) == len(set(all_plans(4)))
     peaks = sorted(each.peak or 0 for each in timelines)
     memory = peaks[len(peaks) // 10] if tight else peaks[-1]
     best = min(each.seconds for each in timelines if (each.peak or 0) <= memory)
-    found = choose(model, replace(machines, memory=memory))
-    assert found.whole_search and found.timeline.seconds == pytest.approx(best, abs=1e-11)
+    found = search_plan(model, replace(machines, memory=memory))
+    assert found.exhaustive and found.timeline.seconds == pytest.approx(best, abs=1e-11)
     assert found.timeline.peak is not None and found.timeline.peak <= memory
-    climbed = choose(model, replace(machines, memory=memory), most=0)
-    assert not climbed.whole_search and climbed.timeline.seconds <= 1.05 * best
+    climbed = search_plan(model, replace(machines, memory=memory), most=0)
+    assert not climbed.exhaustive and climbed.timeline.seconds <= 1.05 * best
     assert climbed.timeline.peak is not None and climbed.timeline.peak <= memory
 
 
 def test_the_last_layer_stays_whole_and_memory_decides_about_the_others() -> None:
     model, machines = model_of(5, forward=0.2, backward=0.4), machines_of(0.5)
-    roomy = choose(model, machines)
-    assert not any(unit.reshard for unit in roomy.plan.units)  # nothing is gathered twice
+    roomy = search_plan(model, machines)
+    assert not any(unit.reshard_after_forward for unit in roomy.plan.units)  # nothing is gathered twice
     assert roomy.timeline.peak is not None
-    tight = choose(model, replace(machines, memory=roomy.timeline.peak - 2 * MB))
-    assert not tight.plan.units[-1].reshard
+    tight = search_plan(model, replace(machines, memory=roomy.timeline.peak - 2 * MB))
+    assert not tight.plan.units[-1].reshard_after_forward
     assert roomy.timeline.seconds < tight.timeline.seconds
 
 
 def test_where_starting_costs_much_layers_are_gathered_together() -> None:
-    dear = choose(model_of(5, forward=0.01, backward=0.02), machines_of(0.001, alpha=1.0))
-    cheap = choose(model_of(5, forward=0.01, backward=0.02), machines_of(0.01))
+    dear = search_plan(model_of(5, forward=0.01, backward=0.02), machines_of(0.001, alpha=1.0))
+    cheap = search_plan(model_of(5, forward=0.01, backward=0.02), machines_of(0.01))
     assert len(dear.plan.units) == 1 and len(cheap.plan.units) > 1
 
 
 def test_a_large_model_is_planned_within_its_memory() -> None:
     model, machines = random_model(9, 40), machines_of(0.5, alpha=0.01)
-    usual = predict(model, one_each(40), machines)
-    roomy = choose(model, machines)
+    usual = predict_timeline(model, one_each(40), machines)
+    roomy = search_plan(model, machines)
     assert roomy.timeline.peak is not None and usual.peak is not None
     assert roomy.timeline.seconds < 0.9 * usual.seconds and roomy.timeline.peak > 1.2 * usual.peak
     memory = (usual.peak + roomy.timeline.peak) / 2
-    tight = choose(model, replace(machines, memory=memory))
+    tight = search_plan(model, replace(machines, memory=memory))
     assert tight.timeline.peak is not None and tight.timeline.peak <= memory
     assert roomy.timeline.seconds < tight.timeline.seconds < usual.seconds
 
 
 def test_what_cannot_be_planned_is_one_sentence() -> None:
     with pytest.raises(ResourceError, match="no plan fits: the smallest needs"):
-        choose(model_of(3), machines_of(1.0, memory=1000.0))
+        search_plan(model_of(3), machines_of(1.0, memory=1000.0))
     with pytest.raises(ConfigError, match="plan for at least two"):
-        Machines(1, Speed(0, 0), Speed(0, 0), 1.0)
+        ClusterSpec(1, AlphaBeta(0, 0), AlphaBeta(0, 0), 1.0)
     with pytest.raises(ConfigError, match="each once and in their order"):
-        Plan((Unit(0, 1, True), Unit(2, 3, True)))
+        ShardingPlan((ShardUnit(0, 1, True), ShardUnit(2, 3, True)))

@@ -14,24 +14,26 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from smelt.errors import ConfigError
-from smelt.train.fsdp.apply import apply
-from smelt.train.fsdp.choose import choose
-from smelt.train.fsdp.facts import Machines, Model
-from smelt.train.fsdp.plan import Plan, Unit
-from smelt.train.fsdp.profile import counted_layers, measured_layers
-from smelt.train.fsdp.record import measured
-from smelt.train.fsdp.timeline import COMPUTING, REST, Timeline, predict
-from smelt.train.fsdp.wire import measure_speeds
+from smelt.train.fsdp.apply import apply_plan
+from smelt.train.fsdp.facts import ClusterSpec, ModelProfile
+from smelt.train.fsdp.plan import ShardingPlan, ShardUnit
+from smelt.train.fsdp.profile import estimate_layers, profile_layers
+from smelt.train.fsdp.search import search_plan
+from smelt.train.fsdp.timeline import COMPUTING, REST, Timeline, predict_timeline
+from smelt.train.fsdp.trace import measure_timeline
+from smelt.train.fsdp.wire import measure_collectives
 from smelt.train.gradients.comm import Workers
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import rank
 
 CPU = torch.device("cpu")
 PLANS = {
-    "one by one": Plan(tuple(Unit(place, place + 1, True) for place in range(5)), 1, 1),
-    "far ahead": Plan((Unit(0, 1, True), Unit(1, 3, True), Unit(3, 4, True), Unit(4, 5, False)), 2, 2),
-    "nothing ahead": Plan((Unit(0, 2, True), Unit(2, 4, False), Unit(4, 5, True)), 0, 1),
-    "together": Plan((Unit(0, 5, False),), 1, 1),
+    "one by one": ShardingPlan(tuple(ShardUnit(place, place + 1, True) for place in range(5)), 1, 1),
+    "far ahead": ShardingPlan(
+        (ShardUnit(0, 1, True), ShardUnit(1, 3, True), ShardUnit(3, 4, True), ShardUnit(4, 5, False)), 2, 2
+    ),
+    "nothing ahead": ShardingPlan((ShardUnit(0, 2, True), ShardUnit(2, 4, False), ShardUnit(4, 5, True)), 0, 1),
+    "together": ShardingPlan((ShardUnit(0, 5, False),), 1, 1),
 }
 
 
@@ -78,11 +80,11 @@ class Work:
         cross_entropy(logits.flatten(0, 1), self._tokens.flatten()).backward()
 
 
-def known(network: nn.Module) -> Model:
-    return measured_layers(network, Work(network), Workers(), CPU)
+def known(network: nn.Module) -> ModelProfile:
+    return profile_layers(network, Work(network), Workers(), CPU)
 
 
-def trained(plan: Plan | None) -> Any:
+def trained(plan: ShardingPlan | None) -> Any:
     torch.manual_seed(0)
     network = Network()
     mesh = init_device_mesh("cpu", (2,))
@@ -91,7 +93,7 @@ def trained(plan: Plan | None) -> Any:
             fully_shard(layer, mesh=mesh)
         fully_shard(network, mesh=mesh)
     else:
-        apply(plan, known(network), network, mesh)
+        apply_plan(plan, known(network), network, mesh)
     optimiser = torch.optim.SGD(network.parameters(), lr=0.3)
     for number in range(5):
         Work(network, number)()
@@ -99,15 +101,15 @@ def trained(plan: Plan | None) -> Any:
     return torch.cat([each.detach().full_tensor().flatten() for each in network.parameters()]).numpy()
 
 
-def followed(plan: Plan, scaled: bool) -> tuple[Any, Timeline, Timeline]:
+def followed(plan: ShardingPlan, scaled: bool) -> tuple[Any, Timeline, Timeline]:
     """Parameters after training, and both timelines."""
     parameters = trained(plan)
     network = Network(scaled=scaled)
     model = known(network)
-    gather, scatter = measure_speeds(Workers(), CPU)
-    predicted = predict(model, plan, Machines(2, gather, scatter, 1e12, beside=False))
-    apply(plan, model, network, init_device_mesh("cpu", (2,)))
-    return parameters, predicted, measured(plan, model, network, Work(network), CPU)
+    gather, scatter = measure_collectives(Workers(), CPU)
+    predicted = predict_timeline(model, plan, ClusterSpec(2, gather, scatter, 1e12, beside=False))
+    apply_plan(plan, model, network, init_device_mesh("cpu", (2,)))
+    return parameters, predicted, measure_timeline(plan, model, network, Work(network), CPU)
 
 
 def events(timeline: Timeline) -> list[tuple[str, int]]:
@@ -127,14 +129,14 @@ def test_every_plan_trains_as_plain_sharding_and_goes_in_the_order_that_was_pred
             assert real.peak is None and 0 < real.computing < real.seconds and real.exposed > 0
 
 
-def planned() -> tuple[dict[str, Any], Plan]:
+def planned() -> tuple[dict[str, Any], ShardingPlan]:
     """From measuring to a plan that fits, without anything told."""
     network = Network()
     model = known(network)
     workers = Workers()
-    gather, scatter = measure_speeds(workers, CPU)
-    machines = Machines(workers.size, gather, scatter, 1e9, beside=False)
-    found = choose(model, machines)
+    gather, scatter = measure_collectives(workers, CPU)
+    machines = ClusterSpec(workers.size, gather, scatter, 1e9, beside=False)
+    found = search_plan(model, machines)
     return model.to_json(), found.plan
 
 
@@ -148,12 +150,14 @@ def test_the_layers_are_found_measured_and_the_same_on_all_workers() -> None:
     assert all(layer["forward"] > 0 and layer["backward"] > 0 for layer in model["layers"])
     tanh = 8 * 6 * 64 * 4
     assert tanh <= model["layers"][1]["activations"] <= 4 * tanh
-    assert not any(unit.reshard for unit in plan.units)  # nothing is gathered twice where memory allows it
+    assert not any(
+        unit.reshard_after_forward for unit in plan.units
+    )  # nothing is gathered twice where memory allows it
 
 
 def counted() -> dict[str, Any]:
     network = Network(tied=True)
-    return counted_layers(network, Work(network), 1e6, Workers(), CPU).to_json()
+    return estimate_layers(network, Work(network), 1e6, Workers(), CPU).to_json()
 
 
 def test_operations_over_speed_are_times_and_tied_layers_stay_with_the_root() -> None:
@@ -170,11 +174,11 @@ def refused(what: str) -> None:
     model = known(network)
     if what == "other":
         layers = (replace(model.layers[0], name="gone"), *model.layers[1:])
-        apply(PLANS["together"], replace(model, layers=layers), network, mesh)
+        apply_plan(PLANS["together"], replace(model, layers=layers), network, mesh)
     if what == "whole":
-        measured(PLANS["together"], model, network, Work(network), CPU)
-    apply(PLANS["together"], model, network, mesh)
-    apply(PLANS["together"], model, network, mesh)
+        measure_timeline(PLANS["together"], model, network, Work(network), CPU)
+    apply_plan(PLANS["together"], model, network, mesh)
+    apply_plan(PLANS["together"], model, network, mesh)
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,7 @@ def test_what_does_not_fit_is_one_sentence(what: str, words: str) -> None:
 def test_one_worker_alone_measures_its_layers_but_no_link() -> None:
     assert not distributed.is_initialized()
     network, tokens = Network(), torch.zeros(2, 3, dtype=torch.long)
-    model = measured_layers(network, lambda: network(tokens).sum().backward(), Workers(), CPU)
+    model = profile_layers(network, lambda: network(tokens).sum().backward(), Workers(), CPU)
     assert model.bytes == sum(each.numel() * 4 for each in network.parameters())
     with pytest.raises(ConfigError, match="start several with torchrun"):
-        measure_speeds(Workers(), CPU)
+        measure_collectives(Workers(), CPU)

@@ -3,6 +3,6 @@
 import transformers.models.llama.modeling_llama
 import transformers.models.resnet.modeling_resnet
 
-import smelt.train.trainer.run
+import smelt.train.trainer.trainer
 
 __all__ = ["smelt", "transformers"]

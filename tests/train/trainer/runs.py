@@ -14,10 +14,10 @@ import torch
 import yaml
 
 from smelt.config import parse
-from smelt.train.trainer.command import main
 from smelt.train.trainer.config import TrainConfig
-from smelt.train.trainer.folder import RunFolder
-from smelt.train.trainer.run import Loop
+from smelt.train.trainer.entrypoint import main
+from smelt.train.trainer.run_folder import RunFolder
+from smelt.train.trainer.trainer import Trainer
 from tests.train import parallel
 
 parallel._CONTEXT.set_forkserver_preload(["tests.train.parallel", "tests.train.preload", "tests.train.trainer.preload"])
@@ -99,13 +99,13 @@ def write_config(path: Path, content: dict[str, Any]) -> Path:
 def through(content: dict[str, Any], out: Path, resume: bool = False, resplit: bool = False) -> None:
     """What one worker does; where there is a GPU all workers share it."""
     device = torch.device("cuda", 0) if content["device"] == "cuda" else torch.device("cpu")
-    Loop(config_of(content), out, device, resume=resume, resplit=resplit).run()
+    Trainer(config_of(content), out, device, resume=resume, resplit=resplit).run()
 
 
 def trained(workers: int, content: dict[str, Any], out: Path, **options: bool) -> list[dict[str, Any]]:
     """The lines of a run that went to its end."""
     parallel.run(workers, _through, content, out, options)
-    return RunFolder(out).lines()
+    return RunFolder(out).read_log()
 
 
 def refused(workers: int, content: dict[str, Any], out: Path, **options: bool) -> list[str]:

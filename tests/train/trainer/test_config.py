@@ -16,9 +16,9 @@ from smelt.train.gradients.compressors import DGC, ExDyna
 from smelt.train.gradients.dense import Dense
 from smelt.train.trainer import config
 from smelt.train.trainer.config import ScheduleConfig, TrainConfig
-from smelt.train.trainer.gradients import compressor_of, plain_gradients
-from smelt.train.trainer.optimise import rate_at
-from smelt.train.trainer.order import Order, own_start
+from smelt.train.trainer.gradient_sync import build_compressor, normalize_gradients
+from smelt.train.trainer.optimizer import lr_at
+from smelt.train.trainer.order import ShuffledSampler, batch_start
 from tests.train.trainer.runs import config_of, write_config
 
 ROOT = Path(__file__).parents[3]
@@ -79,21 +79,21 @@ def test_a_file_is_read_and_the_command_line_wins(tmp_path: Path) -> None:
 
 
 def test_ways_to_send_gradients() -> None:
-    assert compressor_of(None) is None and compressor_of("none") is None
-    assert compressor_of("bf16") == Dense(values="bfloat16")
-    assert compressor_of("exdyna:density=0.001,balance=false") == ExDyna(density=0.001, balance=False)
-    assert compressor_of({"method": "dgc", "momentum": 0}) == DGC(momentum=0)
-    assert compressor_of({"method": "auto", "methods": ["micro"]}) == Auto(methods=("micro",))
-    assert plain_gradients("auto:density=0.01") == {"method": "auto", "density": 0.01}
+    assert build_compressor(None) is None and build_compressor("none") is None
+    assert build_compressor("bf16") == Dense(values="bfloat16")
+    assert build_compressor("exdyna:density=0.001,balance=false") == ExDyna(density=0.001, balance=False)
+    assert build_compressor({"method": "dgc", "momentum": 0}) == DGC(momentum=0)
+    assert build_compressor({"method": "auto", "methods": ["micro"]}) == Auto(methods=("micro",))
+    assert normalize_gradients("auto:density=0.01") == {"method": "auto", "density": 0.01}
 
 
 def test_the_rate_rises_and_falls() -> None:
     cosine = ScheduleConfig("cosine", warm_up=4, floor=0.1)
-    rates = [rate_at(step, 12, 2.0, cosine) for step in range(13)]
+    rates = [lr_at(step, 12, 2.0, cosine) for step in range(13)]
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
     assert rates[8] == pytest.approx(2.0 * 0.55)
     assert rates[12] == pytest.approx(0.2)
-    assert rate_at(9, 12, 2.0, ScheduleConfig("constant")) == 2.0
+    assert lr_at(9, 12, 2.0, ScheduleConfig("constant")) == 2.0
 
 
 def test_workers_share_out_every_sample_once_an_epoch() -> None:
@@ -104,8 +104,8 @@ def test_workers_share_out_every_sample_once_an_epoch() -> None:
         for _ in range(steps):
             for part in range(accumulate):
                 for rank in range(workers):
-                    first = own_start(start, part, batch, workers, rank)
-                    found += Order(24, 7).places(first, batch).tolist()
+                    first = batch_start(start, part, batch, workers, rank)
+                    found += ShuffledSampler(24, 7).places(first, batch).tolist()
             start += workers * batch * accumulate
         return found, start
 
@@ -114,7 +114,7 @@ def test_workers_share_out_every_sample_once_an_epoch() -> None:
     assert sorted(first + rest) == list(range(24))
     again, _ = seen(position, 2, 2, 3, 2)
     assert sorted(again) == list(range(24)) and again != first + rest
-    assert not np.array_equal(Order(24, 7).places(0, 24), Order(24, 8).places(0, 24))
+    assert not np.array_equal(ShuffledSampler(24, 7).places(0, 24), ShuffledSampler(24, 8).places(0, 24))
 
 
 def test_the_page_has_every_key_and_no_other() -> None:

@@ -21,8 +21,8 @@ from safetensors.torch import load_file
 import smelt
 from smelt.errors import DataError, ResourceError
 from smelt.train.on_ray import _told
-from smelt.train.trainer.folder import RunFolder
-from smelt.train.trainer.join import LostWorkerError
+from smelt.train.trainer.distributed import LostWorkerError
+from smelt.train.trainer.run_folder import RunFolder
 from tests.train.trainer.runs import language, trained, write_config
 
 pytest.importorskip("ray", reason="needs Ray Train, which is large: pip install 'smelt[ray]'")
@@ -91,7 +91,7 @@ def weights(out: Path) -> dict[str, bytes]:
 
 
 def losses(out: Path) -> list[tuple[int, float]]:
-    return [(line["step"], line["loss"]) for line in RunFolder(out).lines()]
+    return [(line["step"], line["loss"]) for line in RunFolder(out).read_log()]
 
 
 def test_two_workers_of_ray_give_the_weights_of_two_of_torchrun_to_the_bit(tmp_path: Path, start: Start) -> None:
@@ -106,7 +106,7 @@ def test_two_workers_of_ray_give_the_weights_of_two_of_torchrun_to_the_bit(tmp_p
     trained(2, content, tmp_path / "plain")
     assert losses(tmp_path / "on-ray") == losses(tmp_path / "plain")
     assert weights(tmp_path / "on-ray") == weights(tmp_path / "plain")
-    assert RunFolder(tmp_path / "on-ray").facts()["workers"] == 2
+    assert RunFolder(tmp_path / "on-ray").read_metadata()["workers"] == 2
     assert "step 6 of 6: loss" in said and "Traceback" not in said
 
     assert len(environments) == 2

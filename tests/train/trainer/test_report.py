@@ -13,7 +13,7 @@ from smelt.cli.app import call, program
 from smelt.errors import SmeltError
 from smelt.report.series import Scale, scale_of, thinned
 from smelt.report.training import render_training, summary
-from smelt.train.trainer.folder import RunFolder
+from smelt.train.trainer.run_folder import RunFolder
 from tests.train.trainer.runs import language, trained
 
 
@@ -101,7 +101,7 @@ def test_the_command_reads_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixt
         trained(2, language(tmp_path, gradients=method), tmp_path / name)
     assert smelt("train-report", str(tmp_path / "sparse"), "--json", str(tmp_path / "summary.json")) == 0
     page = (tmp_path / "sparse" / "report.html").read_text()
-    lines = RunFolder(tmp_path / "sparse").lines()
+    lines = RunFolder(tmp_path / "sparse").read_log()
     found = json.loads((tmp_path / "summary.json").read_text())["sparse"]
     assert (found["steps"], found["loss"], found["bytes"]) == (6, lines[-1]["loss"], lines[-1]["all_bytes"])
     assert f"{lines[-1]['loss']:.2f}" in page and f"{lines[-1]['loss']:.2f}" in capsys.readouterr().out
@@ -110,13 +110,13 @@ def test_the_command_reads_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixt
     )
     both = (tmp_path / "two.html").read_text()
     assert "What auto measured for auto" in both and "predicted wait, ms" in both
-    assert RunFolder(tmp_path / "auto").facts()["decision"]["choices"][0] in both
+    assert RunFolder(tmp_path / "auto").read_metadata()["decision"]["choices"][0] in both
 
 
 @pytest.mark.parametrize(("lines", "words"), [(None, "run.json is not there"), ("", "no step"), ("{}\n", "no step of")])
 def test_what_is_no_run_is_refused(lines: str | None, words: str, tmp_path: Path) -> None:
     if lines is not None:
-        RunFolder(tmp_path).write_facts(facts())
+        RunFolder(tmp_path).write_metadata(facts())
         (tmp_path / "run.jsonl").write_text(lines)
     with pytest.raises(SmeltError, match=words):
         smelt("train-report", str(tmp_path))
@@ -125,7 +125,7 @@ def test_what_is_no_run_is_refused(lines: str | None, words: str, tmp_path: Path
 
 def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_text(json.dumps(line(1)) + "\n" + json.dumps(line(2))[:40])
-    assert RunFolder(tmp_path).lines() == [line(1)]
+    assert RunFolder(tmp_path).read_log() == [line(1)]
 
 
 def test_several_runs_need_a_place(tmp_path: Path) -> None:

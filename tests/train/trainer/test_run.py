@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import smelt
 from smelt.train.trainer.config import TrainConfig
-from smelt.train.trainer.folder import RunFolder
+from smelt.train.trainer.run_folder import RunFolder
 from tests.train.trainer.runs import RESNET, TEXT, images, language, refused, trained
 
 ROOT = Path(__file__).parents[3]
@@ -74,7 +74,9 @@ def test_density_one_and_none_are_the_same_training(tmp_path: Path) -> None:
     dense = trained(2, language(tmp_path, gradients={"method": "topk", "density": 1}), tmp_path / "dense")
     for name, tensor in weights(tmp_path / "plain", 6).items():
         assert torch.allclose(tensor, weights(tmp_path / "dense", 6)[name], atol=1e-5), name
-    assert plain[-1]["bytes"] == 4 * RunFolder(tmp_path / "plain").facts()["parameters"]  # 2 (n-1)/n of float32, n = 2
+    assert (
+        plain[-1]["bytes"] == 4 * RunFolder(tmp_path / "plain").read_metadata()["parameters"]
+    )  # 2 (n-1)/n of float32, n = 2
     assert dense[-1]["density"] == 1
 
 
@@ -83,7 +85,7 @@ def test_the_loss_falls_and_the_log_says_what_was_sent(tmp_path: Path) -> None:
     assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
     assert lines[-1]["evaluation"]["loss"] < 0.8 * lines[2]["evaluation"]["loss"]
     assert all(0.1 < line["density"] < 0.4 for line in lines)
-    facts = RunFolder(tmp_path / "run").facts()
+    facts = RunFolder(tmp_path / "run").read_metadata()
     for line in lines:
         assert line["build_up"] == pytest.approx(line["density"] / 0.2, rel=0.01)
         assert line["padding"] >= 0
@@ -128,7 +130,7 @@ def test_a_classifier_learns_and_stops_before_its_end(tmp_path: Path) -> None:
     """The running means of its norms are in the checkpoint as well."""
     lines = trained(2, images(tmp_path, gradients="micro:density=0.1", precision="bf16"), tmp_path / "run")
     assert lines[-1]["evaluation"]["accuracy"] > 0.9
-    facts = RunFolder(tmp_path / "run").facts()["data"]
+    facts = RunFolder(tmp_path / "run").read_metadata()["data"]
     assert (facts["images"], facts["held_out"], facts["classes"]) == (256, 64, 2)
     assert any("running_mean" in name for name in weights(tmp_path / "run", 20))
     assert (tmp_path / "run" / "model" / "config.json").is_file()

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from smelt.train.trainer.folder import RunFolder
+from smelt.train.trainer.run_folder import RunFolder
 from tests.train.trainer.runs import commanded, language, write_config
 
 START = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "smelt.train"]
@@ -57,13 +57,13 @@ def test_a_killed_worker_ends_the_run_with_a_sentence_and_resume_goes_on(tmp_pat
     assert "--resume goes on from step-" in sentences[0]
     assert "this is a bug" not in said
 
-    before = {line["step"]: line["loss"] for line in folder.lines()}
+    before = {line["step"]: line["loss"] for line in folder.read_log()}
     held = max(int(place.name.removeprefix("step-")) for place in folder.checkpoints.glob("step-*"))
     shorter = write_config(tmp_path / "long.yaml", {**content, "steps": held + 3})
     (folder.checkpoints / ".step-99.partial").mkdir()  # as if it had been killed while it wrote
     for code, said in commanded(2, [str(shorter), "--out", str(out), "--resume"], tmp_path):
         assert code == 0, said
-    lines = folder.lines()
+    lines = folder.read_log()
     assert [line["step"] for line in lines] == list(range(1, held + 4))
     assert {line["step"]: line["loss"] for line in lines[:held]} == {step: before[step] for step in range(1, held + 1)}
     assert not list(folder.checkpoints.glob(".*"))  # what was half-written is gone
@@ -74,7 +74,7 @@ def test_alone_it_is_one_worker_and_every_end_is_a_code_and_at_most_a_sentence(t
     words = [str(write_config(tmp_path / "one.yaml", content)), "--out", str(tmp_path / "run")]
     ((code, said),) = commanded(1, [*words, "--gradients", "auto"], tmp_path)
     assert code == 0 and "step 2 of 2: loss" in said
-    assert RunFolder(tmp_path / "run").facts()["config"]["gradients"] == {"method": "auto"}
+    assert RunFolder(tmp_path / "run").read_metadata()["config"]["gradients"] == {"method": "auto"}
     ((code, said),) = commanded(1, words, tmp_path)
     assert (code, said.count("\n")) == (2, 1) and "smelt: " in said and "give --resume to go on" in said
     wrong = write_config(tmp_path / "wrong.yaml", {"modle": "x", "model": "y"})

@@ -15,7 +15,7 @@ from smelt.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerProfile:
     """A module that is called as one."""
 
     name: str
@@ -26,14 +26,14 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelProfile:
     """Layers in the order of forward, and all that is in none of them: parameters of the root, and its computing.
 
     The root's parameters are there during the whole step; what it computes is thought to come after the last layer.
     """
 
-    layers: tuple[Layer, ...]
-    rest: Layer = Layer("rest", 0, 0.0, 0.0)
+    layers: tuple[LayerProfile, ...]
+    rest: LayerProfile = LayerProfile("rest", 0, 0.0, 0.0)
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -53,7 +53,7 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Speed:
+class AlphaBeta:
     """A collective: seconds = alpha + beta * bytes that arrive at a worker."""
 
     alpha: float
@@ -64,12 +64,12 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Machines:
+class ClusterSpec:
     """The workers that shard one model between them."""
 
     workers: int
-    gather: Speed
-    scatter: Speed
+    gather: AlphaBeta
+    scatter: AlphaBeta
     memory: float  # bytes that a worker may use for parameters, gradients, optimiser and activations
     beside: bool = True  # collectives run beside computing, as on CUDA's streams; FSDP2 on a CPU waits for each
     kept: float = 4.0  # bytes of parameter, gradient and state for one byte of a parameter: 16 for 4 with Adam

@@ -1,7 +1,7 @@
 """The layers of a network as a planner sees them: bytes counted, times measured or worked out from operations.
 
-All workers call these together, on the network as it is before it is sharded; the slowest worker's times count, so
-that all make the same plan.
+All workers call these together, on the network as it is before it is sharded; the slowest rank's times
+count, so that all ranks make the same plan.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from smelt.errors import ConfigError
-from smelt.train.fsdp.facts import Layer, Model
+from smelt.train.fsdp.facts import LayerProfile, ModelProfile
 from smelt.train.fsdp.timeline import BACKWARD, FORWARD
 from smelt.train.fsdp.watch import Clock, Note, watch
-from smelt.train.gradients.autotune.timed import now, slowest
+from smelt.train.gradients.autotune.timed_comm import max_over_ranks, synchronized_time
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.layers import layers_of
 
@@ -29,7 +29,9 @@ _WARM_UP, _REPEATS = 2, 3
 _Times = dict[tuple[str, str], float]  # layer and what it does -> seconds
 
 
-def measured_layers(network: nn.Module, step: Callable[[], object], workers: Workers, device: torch.device) -> Model:
+def profile_layers(
+    network: nn.Module, step: Callable[[], object], workers: Workers, device: torch.device
+) -> ModelProfile:
     """`step`: forward and backward of one batch, which may be repeated."""
     layers = _layers(network)
     for _ in range(_WARM_UP):
@@ -40,9 +42,9 @@ def measured_layers(network: nn.Module, step: Callable[[], object], workers: Wor
     return _agreed(network, layers, list(dict.fromkeys(order)), times, _activations(layers, step), workers, device)
 
 
-def counted_layers(
+def estimate_layers(
     network: nn.Module, step: Callable[[], object], speed: float, workers: Workers, device: torch.device
-) -> Model:
+) -> ModelProfile:
     """From the operations of each layer at so many a second; of a step two thirds are backward.
 
     Operations that PyTorch does not count, such as norms and activations, take no time here.
@@ -100,7 +102,7 @@ def _timed(
     last[REST, BACKWARD] = clock.now()
     for handle in handles:
         handle.remove()
-    now(device)
+    synchronized_time(device)
     found = {key: clock.seconds(last[key]) - clock.seconds(begun) for key, begun in first.items() if key in last}
     for kind in (FORWARD, BACKWARD):
         inside = sum(seconds for (name, what), seconds in found.items() if what == kind and name != REST)
@@ -144,17 +146,19 @@ def _agreed(
     activations: Counter[str],
     workers: Workers,
     device: torch.device,
-) -> Model:
+) -> ModelProfile:
     """The same on every worker."""
     names = [*order, REST]
     own: defaultdict[tuple[str, str], float] = defaultdict(float, times)
     numbers = [[own[name, FORWARD], own[name, BACKWARD], float(activations[name])] for name in names]
-    found = slowest([number for row in numbers for number in row], workers, device)
+    found = max_over_ranks([number for row in numbers for number in row], workers, device)
     sizes = {name: _bytes(layers[name]) for name in order}
     sizes[REST] = _bytes(network) - sum(sizes.values())
     rows = zip(names, found[::3], found[1::3], found[2::3], strict=True)
-    *parts, rest = (Layer(name, sizes[name], forward, backward, int(kept)) for name, forward, backward, kept in rows)
-    return Model(tuple(parts), rest)
+    *parts, rest = (
+        LayerProfile(name, sizes[name], forward, backward, int(kept)) for name, forward, backward, kept in rows
+    )
+    return ModelProfile(tuple(parts), rest)
 
 
 def _bytes(module: nn.Module) -> int:

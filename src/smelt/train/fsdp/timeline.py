@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smelt.train.fsdp.facts import Machines, Model
-from smelt.train.fsdp.plan import Plan
+from smelt.train.fsdp.facts import ClusterSpec, ModelProfile
+from smelt.train.fsdp.plan import ShardingPlan
 
 REST = -1  # the root, among the numbers of units
 GATHER, FORWARD, BACKWARD, SCATTER = "gather", "forward", "backward", "scatter"
@@ -26,7 +26,7 @@ COMPUTING = (FORWARD, BACKWARD)
 
 
 @dataclass(frozen=True)
-class Event:
+class TimelineEvent:
     kind: str
     unit: int
     start: float  # seconds from the step's beginning
@@ -41,7 +41,7 @@ class Event:
 class Timeline:
     """Of one step on one worker, predicted or measured."""
 
-    events: tuple[Event, ...]  # as they were issued
+    events: tuple[TimelineEvent, ...]  # as they were issued
     peak: float | None  # bytes; None: not measured
 
     @property
@@ -66,7 +66,7 @@ class Timeline:
         return {"seconds": self.seconds, "exposed": self.exposed, "peak": self.peak, "events": events}
 
 
-def predict(model: Model, plan: Plan, machines: Machines) -> Timeline:
+def predict_timeline(model: ModelProfile, plan: ShardingPlan, machines: ClusterSpec) -> Timeline:
     """How a step goes by the alpha-beta model."""
     return _Play(model, plan, machines).step()
 
@@ -74,7 +74,7 @@ def predict(model: Model, plan: Plan, machines: Machines) -> Timeline:
 class _Play:
     """A step as it is played through."""
 
-    def __init__(self, model: Model, plan: Plan, machines: Machines) -> None:
+    def __init__(self, model: ModelProfile, plan: ShardingPlan, machines: ClusterSpec) -> None:
         self._plan, self._machines, self._rest = plan, machines, model.rest
         parts = {number: unit.of(model) for number, unit in enumerate(plan.units)}
         parts[REST] = (model.rest,)
@@ -91,15 +91,15 @@ class _Play:
         self._used: list[tuple[float, float, float]] = []  # memory: from, until, bytes
         self._activations: dict[int, float] = {}  # kept since
         self._gradients: dict[int, float] = {}  # there since
-        self._events: list[Event] = []
+        self._events: list[TimelineEvent] = []
 
     def step(self) -> Timeline:
         chain = [*([REST] if self._bytes[REST] else []), *range(len(self._plan.units))]
         for place, unit in enumerate(chain):
-            self._make_whole(unit, chain[place + 1 : place + 1 + self._plan.forward_ahead], forward=True)
+            self._make_whole(unit, chain[place + 1 : place + 1 + self._plan.forward_prefetch], forward=True)
             if unit != REST:
                 self._compute(FORWARD, unit)
-                if self._plan.units[unit].reshard:
+                if self._plan.units[unit].reshard_after_forward:
                     self._give_back(unit)
         self._release_buffer()
         self._compute(FORWARD, REST)
@@ -107,7 +107,7 @@ class _Play:
         if REST not in chain:
             self._compute(BACKWARD, REST)
         for place, unit in enumerate(chain):
-            self._make_whole(unit, chain[place + 1 : place + 1 + self._plan.backward_ahead], forward=False)
+            self._make_whole(unit, chain[place + 1 : place + 1 + self._plan.backward_prefetch], forward=False)
             self._gradients[unit] = self._computed
             self._compute(BACKWARD, unit)
             if unit != REST:
@@ -147,7 +147,7 @@ class _Play:
         self._sent = start + seconds
         if not self._machines.beside:
             self._computed = self._sent
-        self._events.append(Event(kind, unit, start, self._sent))
+        self._events.append(TimelineEvent(kind, unit, start, self._sent))
         return start, self._sent
 
     def _compute(self, kind: str, unit: int) -> None:
@@ -155,7 +155,7 @@ class _Play:
         if unit == REST and not seconds:
             return
         start, self._computed = self._computed, self._computed + seconds
-        self._events.append(Event(kind, unit, start, self._computed))
+        self._events.append(TimelineEvent(kind, unit, start, self._computed))
         if kind == FORWARD:
             self._activations[unit] = start
         else:

@@ -16,7 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from smelt.errors import ConfigError, SmeltError
-from smelt.train.gradients.autotune.auto import AutoCompression, compression_kind, compressor_or_auto
+from smelt.train.gradients.autotune.auto import AutoCompression, compression_class, resolve_compressor
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import Compression
 from smelt.train.gradients.compressor import Compressor
@@ -45,9 +45,9 @@ def compress_gradients(
             "smelt.train.gradients.step.CompressedStep."
         )
     if isinstance(compressor, str):
-        compressor = compressor_or_auto(compressor)
+        compressor = resolve_compressor(compressor)
     named = {parameter: name for name, parameter in _trained(model)}
-    compression = compression_kind(compressor)(
+    compression = compression_class(compressor)(
         ((name, parameter) for parameter, name in named.items()),
         compressor,
         Workers(model.process_group),
@@ -58,7 +58,7 @@ def compress_gradients(
         watch_unused=model.find_unused_parameters or model.static_graph,
     )
     if isinstance(compression, AutoCompression):
-        compression.beside_backward = True
+        compression.overlaps_backward = True
     model.register_comm_hook(_Hook(compression, named, []), _reduce_bucket)
     return compression
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from smelt.train.gradients.autotune.timed import TimedWorkers
+from smelt.train.gradients.autotune.timed_comm import TimedComm
 
 
-class EchoWorkers(TimedWorkers):
+class EchoWorkers(TimedComm):
     """Results have the right shape and the wrong values."""
 
     def _all_gather(self, gathered: Tensor, own: Tensor) -> None:

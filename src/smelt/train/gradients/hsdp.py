@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from smelt.errors import ConfigError
-from smelt.train.gradients.autotune.auto import Auto, AutoCompression, compressor_or_auto
+from smelt.train.gradients.autotune.auto import Auto, AutoCompression, resolve_compressor
 from smelt.train.gradients.bucket import Vector
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import Compressed, reducer_of
@@ -57,7 +57,7 @@ def compress_replicas(
     "auto", or `Auto(...)`, finds out in the first steps which one pays, if any does.
     """
     if isinstance(compressor, str):
-        compressor = compressor_or_auto(compressor)
+        compressor = resolve_compressor(compressor)
     if settings is not None and settings.node is not None:
         raise ConfigError("a model that is sharded inside its nodes has been reduced there; leave node at None.")
     units = _units(model)

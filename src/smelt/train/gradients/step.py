@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from smelt.train.gradients.autotune.auto import compression_kind, compressor_or_auto
+from smelt.train.gradients.autotune.auto import compression_class, resolve_compressor
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.settings import Settings
@@ -30,9 +30,9 @@ class CompressedStep:
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         if isinstance(compressor, str):
-            compressor = compressor_or_auto(compressor)
+            compressor = resolve_compressor(compressor)
         self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self.compression = compression_kind(compressor)(
+        self.compression = compression_class(compressor)(
             self._parameters.items(),
             compressor,
             Workers(group),

@@ -32,7 +32,7 @@ _NAME = re.compile(r"step-(\d+)")
 
 
 @dataclass
-class Position:
+class TrainProgress:
     """How far a run has come."""
 
     step: int = 0  # that were done
@@ -45,21 +45,21 @@ class Position:
 
 
 @dataclass
-class Parts:
+class TrainState:
     """What a checkpoint is made of."""
 
     network: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     compression: Compression | None
-    position: Position
+    position: TrainProgress
 
 
 def newest(folder: Path) -> Path | None:
     return max(_all(folder), key=_step, default=None)
 
 
-def way_out(folder: Path) -> str:
+def resume_hint(folder: Path) -> str:
     """What a user can do after a run has stopped whose checkpoints lie in `folder`."""
     place = newest(folder)
     where = "from the start, as there is no checkpoint yet" if place is None else f"from {place.name}"
@@ -74,7 +74,7 @@ def clear_unfinished(folder: Path) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def save(parts: Parts, folder: Path, keep: int, workers: Workers) -> None:
+def save(parts: TrainState, folder: Path, keep: int, workers: Workers) -> None:
     """Write step-N below `folder`, which all workers see; they go on when it has its name."""
     place = folder / f"step-{parts.position.step}"
     partial = folder / f".{place.name}.partial"
@@ -93,7 +93,7 @@ def save(parts: Parts, folder: Path, keep: int, workers: Workers) -> None:
     _wait(workers)
 
 
-def load(parts: Parts, place: Path, workers: Workers, *, resplit: bool) -> None:
+def load(parts: TrainState, place: Path, workers: Workers, *, resplit: bool) -> None:
     """Go on from a checkpoint; `resplit` allows another number of workers."""
     state.together(workers, lambda: _read(parts, place, resplit, workers.size), "another worker could not read it.")
     if parts.compression is not None:
@@ -101,7 +101,7 @@ def load(parts: Parts, place: Path, workers: Workers, *, resplit: bool) -> None:
     parts.position.workers = workers.size
 
 
-def _write(parts: Parts, folder: Path, lead: bool) -> None:
+def _write(parts: TrainState, folder: Path, lead: bool) -> None:
     if parts.compression is not None:
         state.write(parts.compression, folder / GRADIENTS)
     if not lead:
@@ -112,7 +112,7 @@ def _write(parts: Parts, folder: Path, lead: bool) -> None:
     write_whole(folder / POSITION, lambda path: path.write_text(json.dumps(position, indent=1)))
 
 
-def _read(parts: Parts, place: Path, resplit: bool, workers: int) -> None:
+def _read(parts: TrainState, place: Path, resplit: bool, workers: int) -> None:
     found = _position(place)
     if found.workers != workers and not resplit:
         raise ConfigError(
@@ -141,7 +141,7 @@ def _weights(network: nn.Module) -> dict[str, Tensor]:
     return {**{name: parameter.detach() for name, parameter in network.named_parameters()}, **buffers}
 
 
-def _memories(parts: Parts) -> dict[str, Tensor]:
+def _memories(parts: TrainState) -> dict[str, Tensor]:
     """What the optimiser remembers of each parameter."""
     named = ((name, parts.optimizer.state.get(parameter, {})) for name, parameter in parts.network.named_parameters())
     return {
@@ -168,9 +168,9 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
         raise _broken(path, error) from error
 
 
-def _position(place: Path) -> Position:
+def _position(place: Path) -> TrainProgress:
     try:
-        return Position(**json.loads((place / POSITION).read_text(encoding="utf-8")))
+        return TrainProgress(**json.loads((place / POSITION).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise _broken(place / POSITION, error) from error
 

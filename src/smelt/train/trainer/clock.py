@@ -12,7 +12,7 @@ PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 _Mark = float | torch.cuda.Event
 
 
-class PhaseClock:
+class PhaseTimer:
     """Adds up phases of one step after the other; `reduce` lies inside `backward` and is taken out of it."""
 
     def __init__(self, device: torch.device) -> None:

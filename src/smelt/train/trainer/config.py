@@ -9,7 +9,7 @@ from typing import Any
 from smelt.config import nearest, parse, read_yaml
 from smelt.errors import ConfigError
 from smelt.train.gradients.settings import Settings
-from smelt.train.trainer.gradients import compressor_of, plain_gradients, require_no_second_momentum
+from smelt.train.trainer.gradient_sync import build_compressor, normalize_gradients, require_no_second_momentum
 
 TASKS = ("language", "images")
 PRECISIONS = ("off", "bf16", "fp16")
@@ -122,8 +122,8 @@ class TrainConfig:
         _at_least(1, batch=self.batch, accumulate=self.accumulate, steps=self.steps)
         _at_least(0, seed=self.seed)
         _above_zero(timeout=self.timeout, clip=self.clip, vector_mb=self.vector_mb)
-        object.__setattr__(self, "gradients", plain_gradients(self.gradients))
-        compressor = compressor_of(self.gradients)
+        object.__setattr__(self, "gradients", normalize_gradients(self.gradients))
+        compressor = build_compressor(self.gradients)
         has_momentum = self.optimizer.name == "adamw" or self.optimizer.momentum > 0
         require_no_second_momentum(compressor, has_momentum)
 

@@ -8,12 +8,12 @@ import numpy as np
 import torch
 import torch.distributed as distributed
 
-from smelt.train.trainer.optimise import in_precision
-from smelt.train.trainer.task import Task
+from smelt.train.trainer.optimizer import autocast
+from smelt.train.trainer.task import TrainingTask
 
 
 @torch.no_grad()
-def evaluate(task: Task, samples: int, batch: int, precision: str, device: torch.device) -> dict[str, float]:
+def evaluate(task: TrainingTask, samples: int, batch: int, precision: str, device: torch.device) -> dict[str, float]:
     """The first `samples` held-out ones, in their order."""
     rank, workers = distributed.get_rank(), distributed.get_world_size()
     count = min(samples, len(task.held_out))
@@ -23,7 +23,7 @@ def evaluate(task: Task, samples: int, batch: int, precision: str, device: torch
     for start in range(rank * batch, count, workers * batch):
         places = np.arange(start, min(start + batch, count))
         given = {name: tensor.to(device) for name, tensor in task.held_out.take(places).items()}
-        with in_precision(precision, device):
+        with autocast(precision, device):
             found = task.network(**given, **task.options)
         right = (found.logits.argmax(dim=-1) == given["labels"]).sum().item() if task.has_classes else 0.0
         sums += torch.tensor([found.loss.item() * len(places), right, len(places)], dtype=torch.float64)
@@ -35,7 +35,7 @@ def evaluate(task: Task, samples: int, batch: int, precision: str, device: torch
     return {"loss": loss / seen, "perplexity": math.exp(min(loss / seen, 700.0))}
 
 
-def _share_buffers(task: Task) -> None:
+def _share_buffers(task: TrainingTask) -> None:
     """Running means of norms differ between workers until the next pass; those of the first one are what is saved."""
     for buffer in task.network.buffers():
         distributed.broadcast(buffer, 0)

@@ -11,7 +11,7 @@ from transformers import AutoModelForImageClassification
 from smelt.data.images import ImageData, load_images
 from smelt.errors import DataError, ModelError
 from smelt.train.trainer.config import TrainConfig
-from smelt.train.trainer.task import Batch, Task, known_network, new_network
+from smelt.train.trainer.task import Batch, TrainingTask, known_network, new_network
 
 HELD_OUT = 10  # one in so many images of a source that has no test part
 _LOOKED_AT = 10_000  # images, for mean and spread
@@ -35,7 +35,7 @@ class Images:
         }
 
 
-def images_task(config: TrainConfig) -> Task:
+def images_task(config: TrainConfig) -> TrainingTask:
     """An image classifier, new or known, on labelled images."""
     train, held_out = _parts(config)
     channels, classes = train.pixels.shape[1], max(train.classes, held_out.classes)
@@ -54,7 +54,7 @@ def images_task(config: TrainConfig) -> Task:
         "image_mean": mean.tolist(),
         "image_std": spread.tolist(),
     }
-    return Task(network, Images(train, mean, spread), Images(held_out, mean, spread), True, facts=facts)
+    return TrainingTask(network, Images(train, mean, spread), Images(held_out, mean, spread), True, facts=facts)
 
 
 def _parts(config: TrainConfig) -> tuple[ImageData, ImageData]:

@@ -16,7 +16,7 @@ from smelt.errors import DataError, ModelError
 from smelt.models.load import resolve
 from smelt.models.tokenizer import tokenizer_of
 from smelt.train.trainer.config import TrainConfig
-from smelt.train.trainer.task import Batch, Task, known_network, new_network
+from smelt.train.trainer.task import Batch, TrainingTask, known_network, new_network
 
 HELD_OUT = 10  # one in so many windows of a source that has no test part
 _PIECE = 65_536  # characters that are tokenised at once
@@ -42,7 +42,7 @@ class Windows:
         return Windows(self._windows[:-last].reshape(-1), length), Windows(self._windows[-last:].reshape(-1), length)
 
 
-def language_task(config: TrainConfig) -> Task:
+def language_task(config: TrainConfig) -> TrainingTask:
     """A causal language model, new or known, on text."""
     tokenizer: PreTrainedTokenizerBase | None
     if isinstance(config.model, str):
@@ -60,7 +60,7 @@ def language_task(config: TrainConfig) -> Task:
         raise ModelError(f"the model reads {longest} tokens and data.length is {config.data.length}; make it shorter.")
     train, held_out = _windows(config, tokenizer, int(network.get_input_embeddings().weight.shape[0]))
     facts = {"windows": len(train), "held_out": len(held_out), "vocabulary": len(tokenizer)}
-    return Task(network, train, held_out, False, tokenizer, {"use_cache": False}, facts)
+    return TrainingTask(network, train, held_out, False, tokenizer, {"use_cache": False}, facts)
 
 
 def _windows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> tuple[Windows, Windows]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 
-class Order:
+class ShuffledSampler:
     """The stream: one permutation of all samples after the other."""
 
     def __init__(self, samples: int, seed: int) -> None:
@@ -28,6 +28,6 @@ class Order:
         return int(self._shuffled[place])
 
 
-def own_start(seen: int, part: int, batch: int, workers: int, rank: int) -> int:
+def batch_start(seen: int, part: int, batch: int, workers: int, rank: int) -> int:
     """The number of the first sample of a worker's batch in a pass, when `seen` were seen before the step."""
     return seen + (part * workers + rank) * batch

@@ -31,7 +31,7 @@ class Samples(Protocol):
 
 
 @dataclass(frozen=True)
-class Task:
+class TrainingTask:
     """One run's work. The network takes a batch by name and gives a loss."""
 
     network: PreTrainedModel

@@ -23,11 +23,16 @@ from torch import Tensor
 
 from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto_reducer import AutoReducer, settings_for
-from smelt.train.gradients.autotune.decision import Decision, choose
-from smelt.train.gradients.autotune.dry_run import rehearse
+from smelt.train.gradients.autotune.cost_model import (
+    CostPrediction,
+    agree_on_prediction,
+    predict_compressor,
+    predict_ddp,
+)
+from smelt.train.gradients.autotune.decision import AutoDecision, choose_methods
+from smelt.train.gradients.autotune.dry_run import dry_run_compressor
 from smelt.train.gradients.autotune.link import Link, measure_link
-from smelt.train.gradients.autotune.predict import Prediction, agreed, predict, predict_ddp
-from smelt.train.gradients.autotune.timed import now, slowest
+from smelt.train.gradients.autotune.timed_comm import max_over_ranks, synchronized_time
 from smelt.train.gradients.bucket import Vector
 from smelt.train.gradients.compression import Compression
 from smelt.train.gradients.compressor import Compressor
@@ -60,13 +65,13 @@ class Auto(Compressor):
 
     def candidates(self) -> list[Compressor]:
         """The first is dense."""
-        return [Dense(), *(candidate(name, self.density) for name in self.methods)]
+        return [Dense(), *(build_candidate(name, self.density) for name in self.methods)]
 
     def target(self, elements: int) -> float:
         return elements
 
 
-def candidate(name: str, density: float) -> Compressor:
+def build_candidate(name: str, density: float) -> Compressor:
     """A method by its name, with the density if it has one."""
     if name == _BF16:
         return Dense(values="bfloat16")
@@ -76,11 +81,11 @@ def candidate(name: str, density: float) -> Compressor:
     return compressor_named(name, **({"density": density} if has_density else {}))
 
 
-def compressor_or_auto(name: str) -> Compressor:
+def resolve_compressor(name: str) -> Compressor:
     return Auto() if name == Auto.name else compressor_named(name)
 
 
-def compression_kind(compressor: Compressor) -> type[Compression]:
+def compression_class(compressor: Compressor) -> type[Compression]:
     return AutoCompression if isinstance(compressor, Auto) else Compression
 
 
@@ -88,11 +93,13 @@ class AutoCompression(Compression):
     """Compression that settles on its methods after some steps."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.decision: Decision | None = None  # None: not yet, or it was made by the run that this one goes on from
-        self.beside_backward = False  # whether gradients can be sent while backward goes on when nothing is compressed
+        self.decision: AutoDecision | None = None  # None: not yet, or it was made by the run that this one goes on from
+        self.overlaps_backward = (
+            False  # whether gradients can be sent while backward goes on when nothing is compressed
+        )
         self._link: Link | None = None
         self._plain_link: Link | None = None  # of DDP itself, which knows no nodes
-        self._tried: dict[int, tuple[Prediction, ...]] = {}  # by the place of the vector
+        self._tried: dict[int, tuple[CostPrediction, ...]] = {}  # by the place of the vector
         self._places: list[int] = []  # of the candidates that were tried
         self._finite = True
         self._clock = _StepClock()
@@ -104,7 +111,7 @@ class AutoCompression(Compression):
 
     @property
     def plain(self) -> bool:
-        return self.beside_backward and all(reducer.choice == 0 for reducer in self._own())
+        return self.overlaps_backward and all(reducer.choice == 0 for reducer in self._own())
 
     def pass_by(self) -> None:
         """DDP has sent the gradients of a step itself."""
@@ -162,19 +169,21 @@ class AutoCompression(Compression):
             self._link = measure_link(self.between, gradient.device, _REPEATS)
             everybody = self.nodes is None
             self._plain_link = self._link if everybody else measure_link(self.workers, gradient.device, _REPEATS)
-        handling = slowest([_handling(vector)], self.workers, gradient.device)[0]
-        found: dict[int, Prediction] = {}
+        handling = max_over_ranks([_handling(vector)], self.workers, gradient.device)[0]
+        found: dict[int, CostPrediction] = {}
         for place, compressor in enumerate(self.compressor.candidates()):
             settings = settings_for(compressor, replace(self.settings, check=False, node=None))
             try:
                 layout = vector.reducer.layout
                 enough = min((made.exposed for made in found.values()), default=inf)
-                tried = rehearse(compressor, gradient, layout, self.between, self._link, settings, enough)
+                tried = dry_run_compressor(compressor, gradient, layout, self.between, self._link, settings, enough)
             except ConfigError as error:  # the same on every worker: it does not go with the settings
                 log.info("auto leaves %s out: %s", compressor.name, error)
                 continue
-            made = predict(tried, handling)
-            found[place] = made if self.between is self.workers else agreed(made, self.workers, gradient.device)
+            made = predict_compressor(tried, handling)
+            found[place] = (
+                made if self.between is self.workers else agree_on_prediction(made, self.workers, gradient.device)
+            )
         self._places = list(found)
         self._tried[self.vectors.index(vector)] = tuple(found.values())
 
@@ -190,14 +199,14 @@ class AutoCompression(Compression):
         assert self._plain_link is not None
         device = self.vectors[0].device
         tried = tuple(self._tried[place] for place in range(len(self.vectors)))
-        backward, rest = slowest([median(self._clock.backward), median(self._clock.rest)], self.workers, device)
+        backward, rest = max_over_ranks([median(self._clock.backward), median(self._clock.rest)], self.workers, device)
         elements = sum(layout.size for layout in self.layouts)
         dense = predict_ddp(elements, self._plain_link, backward, name="dense by DDP")
-        if not self.beside_backward:
+        if not self.overlaps_backward:
             dense = _total([methods[0] for methods in tried])
-        chosen = torch.tensor(choose(tried, dense, rest), device=device)
+        chosen = torch.tensor(choose_methods(tried, dense, rest), device=device)
         choices = tuple(self.workers.broadcast(chosen, 0, "agreement").tolist())
-        self.decision = Decision(self._link, tried, dense, backward, rest, choices)
+        self.decision = AutoDecision(self._link, tried, dense, backward, rest, choices)
         if self.workers.rank == 0:
             log.info("auto: %s", self.decision.text())
             if not any(choices):
@@ -239,19 +248,19 @@ def _handling(vector: Vector) -> float:
     """Seconds in which the frame takes a vector in and hands it out, inside a node too."""
     flat, device = vector.flat, vector.device
     other = flat.clone()
-    start = now(device)
+    start = synchronized_time(device)
     other.copy_(flat)
     if device.type != "cpu" or vector.nodes is not None:  # otherwise gradients are taken where they are
         flat.copy_(other)
         other.copy_(flat)
     if vector.nodes is not None:
         vector.nodes.gather(flat_of(vector.given(None)))
-    return now(device) - start
+    return synchronized_time(device) - start
 
 
-def _total(predictions: list[Prediction]) -> Prediction:
+def _total(predictions: list[CostPrediction]) -> CostPrediction:
     first, *others = predictions
     for each in others:
         parts = (first.communication + each.communication, 0.0, first.computing + each.computing)
-        first = Prediction(first.method, first.bytes + each.bytes, first.calls + each.calls, *parts)
+        first = CostPrediction(first.method, first.bytes + each.bytes, first.calls + each.calls, *parts)
     return first

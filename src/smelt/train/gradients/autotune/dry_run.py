@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from smelt.train.gradients.autotune.link import Link
-from smelt.train.gradients.autotune.timed import Call, TimedWorkers, now, slowest
+from smelt.train.gradients.autotune.timed_comm import CollectiveCall, TimedComm, max_over_ranks, synchronized_time
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import reducer_kind
 from smelt.train.gradients.compressor import Coder, Compressor
@@ -33,11 +33,11 @@ from smelt.train.gradients.settings import Settings
 _STEPS = 2
 _FEW = 1024  # elements of a vector that a method is tried on first: what is loaded or built on first use is there then
 _PART = 2**20  # elements of a vector that a method is tried on when it treats all alike
-_SIDE = 1024  # rows and columns of the matrices of an imagined model
+_SIDE = 1024  # rows and columns of the matrices of an synthetic_layout model
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class DryRunResult:
     """Of one compressor and one vector; seconds and bytes of the worker that has the most of them."""
 
     method: str
@@ -48,14 +48,14 @@ class Rehearsal:
     computing: float  # seconds, measured
 
 
-def label(compressor: Compressor) -> str:
+def method_label(compressor: Compressor) -> str:
     """What a table calls it."""
     if isinstance(compressor, Dense):
         return {"float32": "dense", "bfloat16": "bf16", "float16": "fp16"}.get(compressor.values, compressor.values)
     return compressor.name
 
 
-def rehearse(
+def dry_run_compressor(
     compressor: Compressor,
     gradient: Tensor,  # [elements]
     layout: Layout,
@@ -63,13 +63,13 @@ def rehearse(
     link: Link,
     settings: Settings | None = None,
     enough: float = inf,
-) -> Rehearsal:
+) -> DryRunResult:
     """All workers call it together; the result is the same on each.
 
     `enough`: seconds of another method. What takes more than twice as long in its first step is not looked at again.
     """
     elements, device, together = layout.size, gradient.device, Workers(workers.group)
-    timed = TimedWorkers(workers.group)
+    timed = TimedComm(workers.group)
     if isinstance(compressor, Dense | Coder):
         timed, layout = EchoWorkers(workers.group), part_of(layout, 0, min(_PART, elements))
         gradient = gradient[: layout.size]
@@ -90,35 +90,35 @@ def rehearse(
     for place in range(_STEPS):
         together.gather(torch.zeros(1, device=device), "agreement")  # all start together
         timed.calls.clear()
-        start = now(device)
+        start = synchronized_time(device)
         reducer.mean(gradient)
         reducer.settle()
-        elapsed = now(device) - start
+        elapsed = synchronized_time(device) - start
         calls = [replace(call, bytes=int(call.bytes * times)) for call in timed.calls]
         own.append(_account(compressor, calls, reducer.traffic.values, elapsed, link))
-        if not place and slowest([own[0][2] + own[0][3] * times], workers, device)[0] > 2 * enough:
+        if not place and max_over_ranks([own[0][2] + own[0][3] * times], workers, device)[0] > 2 * enough:
             break
     least = min(step[-1] for step in own)
-    size, number, communication, computing = slowest([*own[-1][:-1], least], workers, device)
-    return Rehearsal(label(compressor), elements, int(size), int(number), communication, computing * times)
+    size, number, communication, computing = max_over_ranks([*own[-1][:-1], least], workers, device)
+    return DryRunResult(method_label(compressor), elements, int(size), int(number), communication, computing * times)
 
 
 def _account(
-    compressor: Compressor, calls: Sequence[Call], values: int, elapsed: float, link: Link
+    compressor: Compressor, calls: Sequence[CollectiveCall], values: int, elapsed: float, link: Link
 ) -> tuple[float, float, float, float]:
     """Bytes, calls, seconds of communication and of computing.
 
     PyTorch's PowerSGD makes three all-reduces of its own (plain tensors, P, Q), which nobody can time apart: for them
     the line through the link stands in.
     """
-    unseen = [Call("all-reduce", values // 3, 0.0)] * 3 if isinstance(compressor, PowerSGD) else []
+    unseen = [CollectiveCall("all-reduce", values // 3, 0.0)] * 3 if isinstance(compressor, PowerSGD) else []
     inside = sum(call.seconds for call in calls) + sum(link.time(call.collective, call.bytes) for call in unseen)
     made = [*calls, *unseen]
     communication = sum(link.time(call.collective, call.bytes) for call in made)
     return sum(call.bytes for call in made), len(made), communication, max(elapsed - inside, 0.0)
 
 
-def imagined(parameters: int) -> Layout:
+def synthetic_layout(parameters: int) -> Layout:
     """A model of so many parameters: matrices, and a short vector of what is left over."""
     side = min(_SIDE, int(parameters**0.5))
     rows, rest = divmod(parameters, side)
@@ -129,7 +129,7 @@ def imagined(parameters: int) -> Layout:
     return Layout(tuple(Piece(f"part {number}", shape, starts[number]) for number, shape in enumerate(shapes)))
 
 
-def imagined_gradient(layout: Layout, workers: Workers, device: torch.device, seed: int = 0) -> Tensor:
+def synthetic_gradient(layout: Layout, workers: Workers, device: torch.device, seed: int = 0) -> Tensor:
     """[elements]: heavy tails, and a part that all workers share; the exact shape of real gradients is not known."""
     common, own = (torch.Generator(device).manual_seed(1009 * seed + place) for place in (0, workers.rank + 1))
     value = torch.randn(layout.size, generator=own, device=device)

@@ -17,7 +17,7 @@ import torch.distributed as distributed
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.train.gradients.autotune.timed import COLLECTIVES, TimedWorkers, slowest
+from smelt.train.gradients.autotune.timed_comm import COLLECTIVES, TimedComm, max_over_ranks
 from smelt.train.gradients.comm import Workers
 
 _SIZES = (2**10, 2**15, 2**18, 2**20, 2**22, 2**24)  # bytes that arrive
@@ -29,14 +29,14 @@ _FEWEST = 3  # sizes that a line goes through, however long they take
 
 
 @dataclass(frozen=True)
-class Line:
+class CollectiveFit:
     """One collective: seconds = alpha + beta * bytes."""
 
     alpha: float  # seconds
     beta: float  # seconds for a byte that arrives
     spread: float  # half of all repeats lay within this share of their median, at the size where it was widest
     sizes: tuple[int, ...]  # bytes
-    seconds: tuple[float, ...]  # median of each size, of the slowest worker
+    seconds: tuple[float, ...]  # median of each size, of the slowest rank
 
     def time(self, size: float) -> float:
         return self.alpha + self.beta * size
@@ -53,11 +53,11 @@ class Link:
 
     workers: int
     backend: str
-    lines: dict[str, Line]  # by collective
+    collectives: dict[str, CollectiveFit]  # by collective
 
     def time(self, collective: str, size: float) -> float:
         """Seconds until so many bytes have arrived."""
-        return self.lines[collective].time(size)
+        return self.collectives[collective].time(size)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -68,9 +68,9 @@ def measure_link(workers: Workers, device: torch.device | str = "cpu", repeats: 
     if workers.size == 1:
         raise ConfigError("one worker alone has no link to measure; start several with torchrun.")
     device = torch.device(device)
-    timed = TimedWorkers(workers.group)
-    lines = {name: _line(name, timed, device, repeats) for name in COLLECTIVES}
-    return Link(workers.size, str(distributed.get_backend(workers.group)), lines)
+    timed = TimedComm(workers.group)
+    fits = {name: _line(name, timed, device, repeats) for name in COLLECTIVES}
+    return Link(workers.size, str(distributed.get_backend(workers.group)), fits)
 
 
 def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
@@ -90,7 +90,7 @@ def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
     return (alpha, beta) if alpha >= 0 else (0.0, xt / xx)
 
 
-def _line(collective: str, workers: TimedWorkers, device: torch.device, repeats: int) -> Line:
+def _line(collective: str, workers: TimedComm, device: torch.device, repeats: int) -> CollectiveFit:
     sizes: list[int] = []
     medians: list[float] = []
     spreads: list[float] = []
@@ -103,23 +103,23 @@ def _line(collective: str, workers: TimedWorkers, device: torch.device, repeats:
         if middle > _LONG and len(sizes) >= _FEWEST:
             break
     alpha, beta = fit(sizes, medians)
-    return Line(alpha, beta, max(spreads), tuple(sizes), tuple(medians))
+    return CollectiveFit(alpha, beta, max(spreads), tuple(sizes), tuple(medians))
 
 
 def _times(
-    collective: str, size: int, workers: TimedWorkers, device: torch.device, repeats: int
+    collective: str, size: int, workers: TimedComm, device: torch.device, repeats: int
 ) -> tuple[int, list[float]]:
-    """Bytes that arrive, and of each repeat the seconds of the slowest worker."""
+    """Bytes that arrive, and of each repeat the seconds of the slowest rank."""
     work = _work(collective, size, workers, device)
     own = []
     for _ in range(repeats + 1):  # the first opens connections and is not counted
         workers.gather(torch.zeros(1, device=device), "agreement")  # all start together
         work()
         own.append(workers.calls[-1])
-    return own[-1].bytes, slowest([call.seconds for call in own[1:]], workers, device)
+    return own[-1].bytes, max_over_ranks([call.seconds for call in own[1:]], workers, device)
 
 
-def _work(collective: str, size: int, workers: TimedWorkers, device: torch.device) -> Callable[[], Tensor]:
+def _work(collective: str, size: int, workers: TimedComm, device: torch.device) -> Callable[[], Tensor]:
     """A call of the collective that brings about so many bytes to a worker."""
     others = workers.size - 1
     message = {

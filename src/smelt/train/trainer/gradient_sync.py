@@ -19,13 +19,13 @@ from smelt.train.gradients.ddp import compress_gradients
 from smelt.train.gradients.dense import Dense
 from smelt.train.gradients.settings import Settings
 from smelt.train.gradients.traffic import Traffic
-from smelt.train.trainer.clock import PhaseClock
+from smelt.train.trainer.clock import PhaseTimer
 
 NONE, BF16 = "none", "bf16"
 _METHODS = (NONE, Auto.name, BF16, *COMPRESSORS)
 
 
-def plain_gradients(given: str | dict[str, Any] | None) -> dict[str, Any]:
+def normalize_gradients(given: str | dict[str, Any] | None) -> dict[str, Any]:
     """`exdyna:density=0.001,blocks=64`, or the same as keys with the name under `method`: as keys."""
     if given is None:
         return {"method": NONE}
@@ -42,9 +42,9 @@ def plain_gradients(given: str | dict[str, Any] | None) -> dict[str, Any]:
     return {key: value if key == "method" else number(value) for key, value in given.items()}
 
 
-def compressor_of(given: str | dict[str, Any] | None) -> Compressor | None:
+def build_compressor(given: str | dict[str, Any] | None) -> Compressor | None:
     """None: plain DDP."""
-    parameters = plain_gradients(given)
+    parameters = normalize_gradients(given)
     method = parameters.pop("method")
     if method == Auto.name:
         return _auto(parameters)
@@ -76,7 +76,7 @@ def require_no_second_momentum(compressor: Compressor | None, optimizer_has: boo
         )
 
 
-class Gradients:
+class GradientSync:
     """What sends the gradients of a model in DDP: a compressor, or DDP itself."""
 
     def __init__(
@@ -87,7 +87,7 @@ class Gradients:
         vector_mb: float | None,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler | None,
-        clock: PhaseClock,
+        clock: PhaseTimer,
     ) -> None:
         self._elements = sum(each.numel() for each in model.parameters() if each.requires_grad)
         self._workers = torch.distributed.get_world_size()

@@ -17,12 +17,12 @@ import torch.distributed as distributed
 
 from smelt.errors import SmeltError
 from smelt.train.trainer.config import TrainConfig
-from smelt.train.trainer.join import join, lost_workers_told, stop_when_told, tell
+from smelt.train.trainer.distributed import exit_on_signal, init_distributed, print_error, report_lost_workers
 
 BEFORE = "it had not begun, so start it again."
 
 
-def parser_of(program: str, description: str) -> argparse.ArgumentParser:
+def build_parser(program: str, description: str) -> argparse.ArgumentParser:
     """What a run can be told, however its workers are started."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("config", type=Path, help="a YAML file, see docs/training.md")
@@ -37,21 +37,28 @@ def parser_of(program: str, description: str) -> argparse.ArgumentParser:
 
 
 def main(words: list[str] | None = None) -> None:
-    given = parser_of("python -m smelt.train", "Train a model; start it with torchrun.").parse_args(words)
-    end(code_of(lambda: train(given), given.debug))
+    given = build_parser("python -m smelt.train", "Train a model; start it with torchrun.").parse_args(words)
+    end(exit_code_of(lambda: train(given), given.debug))
 
 
 def train(given: argparse.Namespace) -> None:
     """The whole run, in a worker that torchrun has started."""
     config = TrainConfig.load(given.config, given.gradients)
-    way_out = [lambda: BEFORE]
-    stop_when_told(lambda: way_out[0]())
-    out = folder_of(given.config, given.out)
-    work(config, out, lambda: join(config.device, config.timeout), way_out, resume=given.resume, resplit=given.resplit)
+    resume_hint = [lambda: BEFORE]
+    exit_on_signal(lambda: resume_hint[0]())
+    out = run_folder_path(given.config, given.out)
+    work(
+        config,
+        out,
+        lambda: init_distributed(config.device, config.timeout),
+        resume_hint,
+        resume=given.resume,
+        resplit=given.resplit,
+    )
     distributed.destroy_process_group()
 
 
-def folder_of(config: Path, out: Path | None) -> Path:
+def run_folder_path(config: Path, out: Path | None) -> Path:
     """Of the run, unless it was told."""
     return out or Path("runs") / config.stem
 
@@ -60,30 +67,30 @@ def work(
     config: TrainConfig,
     out: Path,
     meet: Callable[[], torch.device],
-    way_out: list[Callable[[], str]],
+    resume_hint: list[Callable[[], str]],
     *,
     resume: bool,
     resplit: bool,
 ) -> None:
-    """What a worker does: it meets the others and goes through the loop; `way_out` follows how far it has come."""
+    """What a worker does: it meets the others and goes through the loop; `resume_hint` follows how far it has come."""
     warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1x1 convolutions in DDP: nobody can act on it
     import transformers  # slow, as what follows: a wrong configuration is told before
 
-    from smelt.train.trainer.run import Loop
+    from smelt.train.trainer.trainer import Trainer
 
     device = meet()
     transformers.logging.set_verbosity_error()
-    with lost_workers_told(lambda: way_out[0]()):
+    with report_lost_workers(lambda: resume_hint[0]()):
         if distributed.get_rank() == 0:
             logging.basicConfig(format="  %(message)s")
             logging.getLogger("smelt.train").setLevel(logging.INFO)
-        loop = Loop(config, out, device, resume=resume, resplit=resplit)
-        way_out[0] = loop.way_out
+        loop = Trainer(config, out, device, resume=resume, resplit=resplit)
+        resume_hint[0] = loop.resume_hint
         loop.run()
         distributed.barrier()  # nobody ends before the model is saved
 
 
-def code_of(run: Callable[[], None], debug: bool) -> int:
+def exit_code_of(run: Callable[[], None], debug: bool) -> int:
     """How a run ends: with 0, or with a sentence and 2, or 1 where it is our fault."""
     try:
         run()
@@ -91,11 +98,11 @@ def code_of(run: Callable[[], None], debug: bool) -> int:
     except SmeltError as error:
         if debug:
             traceback.print_exc()
-        tell(str(error))
+        print_error(str(error))
         return 2
     except Exception as error:
         traceback.print_exc()
-        tell(f"{type(error).__name__}: {error}: this is a bug.")
+        print_error(f"{type(error).__name__}: {error}: this is a bug.")
         return 1
 
 

@@ -17,7 +17,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "broadcast", "all-to-all")
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """One collective, as this worker saw it."""
 
     collective: str
@@ -25,12 +25,12 @@ class Call:
     seconds: float  # with the time this worker waited for the others
 
 
-class TimedWorkers(Workers):
+class TimedComm(Workers):
     """Keeps a list of its calls."""
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         super().__init__(group)
-        self.calls: list[Call] = []
+        self.calls: list[CollectiveCall] = []
 
     def gather(self, tensor: Tensor, purpose: str) -> Tensor:
         return self._timed("all-gather", tensor, partial(super().gather, tensor, purpose))
@@ -47,23 +47,23 @@ class TimedWorkers(Workers):
     def _timed(self, collective: str, tensor: Tensor, work: Callable[[], Tensor]) -> Tensor:
         if self.size == 1 or not tensor.numel():
             return work()
-        before, start = self.arrived.total(), now(tensor.device)
+        before, start = self.arrived.total(), synchronized_time(tensor.device)
         result = work()
-        seconds = now(tensor.device) - start
+        seconds = synchronized_time(tensor.device) - start
         own = tensor.numel() * tensor.element_size()
         size = own if collective == "broadcast" else self.arrived.total() - before
-        self.calls.append(Call(collective, size, seconds))
+        self.calls.append(CollectiveCall(collective, size, seconds))
         return result
 
 
-def now(device: torch.device) -> float:
+def synchronized_time(device: torch.device) -> float:
     """Seconds, once the device has done all that it was told to."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()
 
 
-def slowest(seconds: list[float], workers: Workers, device: torch.device) -> list[float]:
+def max_over_ranks(seconds: list[float], workers: Workers, device: torch.device) -> list[float]:
     """Of each number the largest of all workers, so that all go on with the same."""
     own = torch.tensor(seconds, dtype=torch.float64, device=device)
     largest: list[float] = workers.gather(own, "agreement").amax(dim=0).tolist()

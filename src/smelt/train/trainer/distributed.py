@@ -23,11 +23,11 @@ class LostWorkerError(ResourceError):
     """Another worker is gone; not this one's fault."""
 
 
-def backend_of(on_gpu: bool) -> str:
+def backend_for(on_gpu: bool) -> str:
     return "cpu:gloo,cuda:nccl" if on_gpu else "gloo"  # what workers agree on lies in the CPU's memory
 
 
-def join(device: str, timeout: float) -> torch.device:
+def init_distributed(device: str, timeout: float) -> torch.device:
     """Meet the workers that torchrun has started; without torchrun this process is the only one."""
     on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
     if on_gpu and not torch.cuda.is_available():
@@ -35,7 +35,7 @@ def join(device: str, timeout: float) -> torch.device:
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(place)
-    backend = backend_of(on_gpu)
+    backend = backend_for(on_gpu)
     patience = timedelta(seconds=timeout)
     try:
         if "WORLD_SIZE" in os.environ:
@@ -50,14 +50,14 @@ def join(device: str, timeout: float) -> torch.device:
 
 
 @contextmanager
-def lost_workers_told(way_out: Callable[[], str]) -> Iterator[None]:
+def report_lost_workers(resume_hint: Callable[[], str]) -> Iterator[None]:
     """An error of the connection between workers becomes a sentence."""
     try:
         yield
     except RuntimeError as error:
         if not _tells_lost_worker(error):
             raise
-        raise LostWorkerError(f"{ENDED}, so this one stops too; {way_out()}") from error
+        raise LostWorkerError(f"{ENDED}, so this one stops too; {resume_hint()}") from error
 
 
 def _tells_lost_worker(error: RuntimeError) -> bool:
@@ -65,13 +65,13 @@ def _tells_lost_worker(error: RuntimeError) -> bool:
     return isinstance(error, distributed.DistError) or "gloo" in str(error)
 
 
-def tell(sentence: str) -> None:
+def print_error(sentence: str) -> None:
     """The last words of this process, on standard error, unless it has said some."""
     if _told.acquire(blocking=False):
         print(f"smelt: {' '.join(sentence.split())}", file=sys.stderr, flush=True)
 
 
-def stop_when_told(way_out: Callable[[], str]) -> None:
+def exit_on_signal(resume_hint: Callable[[], str]) -> None:
     """SIGTERM, which torchrun sends to all when one worker has died, and Ctrl-C end the process with a sentence.
 
     A thread waits for the signal, since the main one may be inside a collective that never returns.
@@ -87,7 +87,7 @@ def stop_when_told(way_out: Callable[[], str]) -> None:
             number = os.read(reading, 1)[0]
             if number in (signal.SIGTERM, signal.SIGINT):
                 why = "stopped" if number == signal.SIGINT else f"told to stop, as when {ENDED}"
-                tell(f"{why}; {way_out()}")
+                print_error(f"{why}; {resume_hint()}")
                 os._exit(128 + number)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from smelt.errors import ConfigError
-from smelt.train.fsdp.apply import members_of
-from smelt.train.fsdp.facts import Model
-from smelt.train.fsdp.plan import Plan
-from smelt.train.fsdp.timeline import COMPUTING, FORWARD, GATHER, REST, SCATTER, Event, Timeline
+from smelt.train.fsdp.apply import modules_of_units
+from smelt.train.fsdp.facts import ModelProfile
+from smelt.train.fsdp.plan import ShardingPlan
+from smelt.train.fsdp.timeline import COMPUTING, FORWARD, GATHER, REST, SCATTER, Timeline, TimelineEvent
 from smelt.train.fsdp.watch import Clock, watch
 
 _WARM_UP, _REPEATS = 2, 3
@@ -29,8 +29,8 @@ _all_gather = getattr(distributed, "all_gather_single", distributed.all_gather_i
 _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.reduce_scatter_tensor)
 
 
-def measured(
-    plan: Plan, model: Model, network: nn.Module, step: Callable[[], object], device: torch.device
+def measure_timeline(
+    plan: ShardingPlan, model: ModelProfile, network: nn.Module, step: Callable[[], object], device: torch.device
 ) -> Timeline:
     """The fastest of some steps on this worker. `step`: forward and backward of one batch; all workers call it."""
     if not isinstance(network, FSDPModule):
@@ -44,9 +44,9 @@ def measured(
 class _Record:
     """One step, written down."""
 
-    def __init__(self, plan: Plan, model: Model, network: FSDPModule, device: torch.device) -> None:
+    def __init__(self, plan: ShardingPlan, model: ModelProfile, network: FSDPModule, device: torch.device) -> None:
         self._device = device
-        units = dict(enumerate(members_of(plan, model, cast(nn.Module, network))))
+        units = dict(enumerate(modules_of_units(plan, model, cast(nn.Module, network))))
         self._units: dict[int, list[nn.Module]] = {REST: [cast(nn.Module, network)], **units}
         self._last = len(units) - 1
         self._open: list[tuple[str, int]] = []  # computing that has begun
@@ -109,15 +109,15 @@ class _Record:
             self._ended.setdefault(place, self._clock.now())
         self._open.clear()
 
-    def _events(self) -> Sequence[Event]:
+    def _events(self) -> Sequence[TimelineEvent]:
         read = self._clock.seconds
         events = []
         for place, (kind, unit) in enumerate(self._kinds):
-            events.append(Event(kind, unit, read(self._begun[place]), read(self._ended[place])))
+            events.append(TimelineEvent(kind, unit, read(self._begun[place]), read(self._ended[place])))
             if (kind, unit) == (FORWARD, self._last):
-                events.append(Event(FORWARD, REST, events[-1].end, read(self._end_of_forward)))
+                events.append(TimelineEvent(FORWARD, REST, events[-1].end, read(self._end_of_forward)))
         first = min(event.start for event in events)
-        return [Event(event.kind, event.unit, event.start - first, event.end - first) for event in events]
+        return [TimelineEvent(event.kind, event.unit, event.start - first, event.end - first) for event in events]
 
 
 def _nobody(kind: str, begins: bool) -> None:

@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from smelt.train.gradients.autotune.dry_run import Rehearsal
+from smelt.train.gradients.autotune.dry_run import DryRunResult
 from smelt.train.gradients.autotune.link import Link
-from smelt.train.gradients.autotune.timed import slowest
+from smelt.train.gradients.autotune.timed_comm import max_over_ranks
 from smelt.train.gradients.comm import Workers
 
 _BUCKET = 25 * 2**20  # bytes: DDP's default
 
 # Bytes in megabytes, times in milliseconds.
-HEADINGS = ["method", "MB", "calls", "sending", "hidden", "computing", "waiting", "gain"]
+TABLE_COLUMNS = ["method", "MB", "calls", "sending", "hidden", "computing", "waiting", "gain"]
 
 
 @dataclass(frozen=True)
-class Prediction:
+class CostPrediction:
     """Of one step, in seconds."""
 
     method: str
@@ -44,21 +44,21 @@ class Prediction:
         return {**asdict(self), "exposed": self.exposed}
 
 
-def predict(rehearsal: Rehearsal, handling: float = 0.0) -> Prediction:
+def predict_compressor(rehearsal: DryRunResult, handling: float = 0.0) -> CostPrediction:
     """`handling`: seconds in which the frame copies the gradients in and out, whatever the compressor."""
     computing = rehearsal.computing + handling
-    return Prediction(rehearsal.method, rehearsal.bytes, rehearsal.calls, rehearsal.communication, 0.0, computing)
+    return CostPrediction(rehearsal.method, rehearsal.bytes, rehearsal.calls, rehearsal.communication, 0.0, computing)
 
 
-def agreed(made: Prediction, workers: Workers, device: torch.device) -> Prediction:
-    """The same on every worker: where there are nodes each has rehearsed a share of its own, and the slowest counts."""
-    size, communication, computing = slowest([made.bytes, made.communication, made.computing], workers, device)
+def agree_on_prediction(made: CostPrediction, workers: Workers, device: torch.device) -> CostPrediction:
+    """Take the slowest rank's numbers on every rank: with nodes each rank has tried a share of its own."""
+    size, communication, computing = max_over_ranks([made.bytes, made.communication, made.computing], workers, device)
     return replace(made, bytes=int(size), communication=communication, computing=computing)
 
 
 def predict_ddp(
     elements: int, link: Link, backward: float = 0.0, width: int = 4, rounding: float = 0.0, name: str = "ddp"
-) -> Prediction:
+) -> CostPrediction:
     """DDP by itself, with values of `width` bytes (2: PyTorch's 16-bit hooks, which round for `rounding` seconds).
 
     `backward`: seconds that backward goes on after its first gradients are there. The line is that of float32; whether
@@ -70,16 +70,16 @@ def predict_ddp(
     communication = buckets * link.time("all-reduce", size / buckets)
     last = communication / buckets
     hidden = min(backward, communication - last)
-    return Prediction(name, size, buckets, communication, hidden, rounding)
+    return CostPrediction(name, size, buckets, communication, hidden, rounding)
 
 
-def gains(predictions: Sequence[Prediction], against: Prediction) -> list[float]:
+def gains(predictions: Sequence[CostPrediction], against: CostPrediction) -> list[float]:
     """How many times shorter than `against` each one's wait is; below 1: longer."""
     return [against.exposed / max(prediction.exposed, 1e-9) for prediction in predictions]
 
 
-def rows_of(predictions: Sequence[Prediction], against: Prediction) -> list[list[str]]:
-    """The arithmetic in words, a row a method, under `HEADINGS`."""
+def table_rows(predictions: Sequence[CostPrediction], against: CostPrediction) -> list[list[str]]:
+    """The arithmetic in words, a row a method, under `TABLE_COLUMNS`."""
     return [
         [
             each.method,
@@ -92,9 +92,9 @@ def rows_of(predictions: Sequence[Prediction], against: Prediction) -> list[list
     ]
 
 
-def text_of(predictions: Sequence[Prediction], against: Prediction) -> str:
+def format_table(predictions: Sequence[CostPrediction], against: CostPrediction) -> str:
     """The same as lines for a log."""
-    rows = [HEADINGS, *rows_of(predictions, against)]
+    rows = [TABLE_COLUMNS, *table_rows(predictions, against)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(

@@ -28,59 +28,59 @@ from smelt.measure.machine import machine
 from smelt.train.gradients import state
 from smelt.train.gradients.comm import Workers
 from smelt.train.trainer import checkpoint
-from smelt.train.trainer.checkpoint import Parts, Position
-from smelt.train.trainer.clock import PhaseClock
+from smelt.train.trainer.checkpoint import TrainProgress, TrainState
+from smelt.train.trainer.clock import PhaseTimer
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.evaluate import evaluate
-from smelt.train.trainer.folder import RunFolder, words_of
-from smelt.train.trainer.gradients import Gradients, compressor_of
+from smelt.train.trainer.gradient_sync import GradientSync, build_compressor
 from smelt.train.trainer.images import images_task
 from smelt.train.trainer.language import language_task
-from smelt.train.trainer.optimise import in_precision, optimizer_of, rate_at, scaler_for, set_rate
-from smelt.train.trainer.order import Order, own_start
-from smelt.train.trainer.task import Task
+from smelt.train.trainer.optimizer import autocast, build_optimizer, grad_scaler_for, lr_at, set_lr
+from smelt.train.trainer.order import ShuffledSampler, batch_start
+from smelt.train.trainer.run_folder import RunFolder, format_log_entry
+from smelt.train.trainer.task import TrainingTask
 
 _SMALLEST_SCALE = 1e-4  # of the loss: a scaler that fell below it skips every step
 _SECONDS_BETWEEN_WORDS = 5.0
 
 
-class Loop:
+class Trainer:
     """One run, in one worker."""
 
     def __init__(self, config: TrainConfig, out: Path, device: torch.device, *, resume: bool, resplit: bool) -> None:
         self.config, self.device, self.workers = config, device, Workers()
         self.folder = RunFolder(out)
         refused = f"{out} is refused on another worker."
-        state.together(self.workers, lambda: self.folder.require_for(config, resume), refused)
+        state.together(self.workers, lambda: self.folder.check_usable(config, resume), refused)
         self.task = self._together(lambda: _task(config))
         self.task.network.to(device).train()
-        self.clock = PhaseClock(device)
-        self.scaler = scaler_for(config.precision, device)
-        self.optimizer = optimizer_of(self.task.network, config.optimizer, scaled=self.scaler is not None)
+        self.clock = PhaseTimer(device)
+        self.scaler = grad_scaler_for(config.precision, device)
+        self.optimizer = build_optimizer(self.task.network, config.optimizer, scaled=self.scaler is not None)
         self.workers.require_equal(json.dumps([config.to_json(), self.task.facts]), "configuration and data")
         on = [device.index] if device.type == "cuda" else None
         self.model = DistributedDataParallel(self.task.network, device_ids=on, gradient_as_bucket_view=True)
-        self.gradients = Gradients(
+        self.gradients = GradientSync(
             self.model,
-            compressor_of(config.gradients),
+            build_compressor(config.gradients),
             config.exchange,
             config.vector_mb,
             self.optimizer,
             self.scaler,
             self.clock,
         )
-        self.position = Position(workers=self.workers.size)
-        self.order = Order(len(self.task.train), config.seed)
+        self.position = TrainProgress(workers=self.workers.size)
+        self.order = ShuffledSampler(len(self.task.train), config.seed)
         self._begin(resplit)
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> TrainState:
         compression = self.gradients.compression
-        return Parts(self.task.network, self.optimizer, self.scaler, compression, self.position)
+        return TrainState(self.task.network, self.optimizer, self.scaler, compression, self.position)
 
-    def way_out(self) -> str:
+    def resume_hint(self) -> str:
         """What a user can do after this run has stopped."""
-        return checkpoint.way_out(self.folder.checkpoints)
+        return checkpoint.resume_hint(self.folder.checkpoints)
 
     def run(self) -> None:
         """To the last step."""
@@ -101,8 +101,8 @@ class Loop:
     def _step(self) -> dict[str, Any]:
         """Some passes and a step of the optimiser; the line that tells of it."""
         config, position = self.config, self.position
-        rate = rate_at(position.step, config.steps, config.optimizer.lr, config.schedule)
-        set_rate(self.optimizer, rate)
+        rate = lr_at(position.step, config.steps, config.optimizer.lr, config.schedule)
+        set_lr(self.optimizer, rate)
         losses = [self._pass(part) for part in range(config.accumulate)]
         with self.clock.phase("optimizer"):
             self.gradients.settle()  # so that what was sent is known
@@ -137,12 +137,12 @@ class Loop:
         """Forward and backward of one batch; gradients are sent in the last pass of a step. The loss, []"""
         config, last = self.config, part == self.config.accumulate - 1
         with self.clock.phase("data"):
-            start = own_start(self.position.samples, part, config.batch, self.workers.size, self.workers.rank)
+            start = batch_start(self.position.samples, part, config.batch, self.workers.size, self.workers.rank)
             batch = self.task.train.take(self.order.places(start, config.batch))
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             torch.manual_seed(config.seed * 1_000_003 + start)  # of dropout: nothing random must be kept
         with nullcontext() if last else self.model.no_sync():
-            with self.clock.phase("forward"), in_precision(config.precision, self.device):
+            with self.clock.phase("forward"), autocast(config.precision, self.device):
                 loss = self.model(**batch, **self.task.options).loss
             with self.clock.phase("backward"):
                 scaled = loss / config.accumulate
@@ -191,10 +191,10 @@ class Loop:
         place = checkpoint.newest(self.folder.checkpoints)
         if place is not None:
             checkpoint.load(self.parts, place, self.workers, resplit=resplit)
-        self._decision = self.folder.facts().get("decision") if self.folder.begun() else None
+        self._decision = self.folder.read_metadata().get("decision") if self.folder.exists() else None
         self.workers.gather(torch.zeros(1), "agreement")  # all have read what is written anew now
         if self.workers.rank == 0:
-            self.folder.keep_lines(self.position.step)
+            self.folder.truncate_log(self.position.step)
             self._write_facts()
             checkpoint.clear_unfinished(self.folder.checkpoints)
 
@@ -211,19 +211,19 @@ class Loop:
             "decision": self._decision,
             "machine": machine(),
         }
-        self.folder.write_facts(facts)
+        self.folder.write_metadata(facts)
 
     def _log(self, line: dict[str, Any], last: bool) -> None:
         if self.workers.rank:
             return
-        self.folder.add_line(line)
+        self.folder.append_log(line)
         if self.gradients.decision is not None and self._decision is None:
             self._decision = self.gradients.decision
             self._write_facts()
         now = perf_counter()
         if last or "evaluation" in line or now - self._spoke > _SECONDS_BETWEEN_WORDS:
             self._spoke = now
-            print(words_of(line, self.config.steps), file=sys.stderr, flush=True)
+            print(format_log_entry(line, self.config.steps), file=sys.stderr, flush=True)
 
     def _save_model(self) -> None:
         with whole_folder(self.folder.model) as temporary:
@@ -237,5 +237,5 @@ class Loop:
         return made[0]
 
 
-def _task(config: TrainConfig) -> Task:
+def _task(config: TrainConfig) -> TrainingTask:
     return language_task(config) if config.task == "language" else images_task(config)

@@ -13,7 +13,7 @@ from smelt.train.trainer.config import OptimizerConfig, ScheduleConfig
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def optimizer_of(network: nn.Module, config: OptimizerConfig, *, scaled: bool) -> torch.optim.Optimizer:
+def build_optimizer(network: nn.Module, config: OptimizerConfig, *, scaled: bool) -> torch.optim.Optimizer:
     """Norms and biases do not decay. One pass over the weights, unless the loss is `scaled`: then the scaler decides
     on the host whether there is a step."""
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
@@ -29,7 +29,7 @@ def optimizer_of(network: nn.Module, config: OptimizerConfig, *, scaled: bool) -
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.epsilon, fused=fused)
 
 
-def rate_at(step: int, steps: int, lr: float, schedule: ScheduleConfig) -> float:
+def lr_at(step: int, steps: int, lr: float, schedule: ScheduleConfig) -> float:
     """The learning rate of a step, counted from 0: linear warm-up, then constant or half a cosine to the floor."""
     if step < schedule.warm_up:
         return lr * (step + 1) / schedule.warm_up
@@ -39,16 +39,16 @@ def rate_at(step: int, steps: int, lr: float, schedule: ScheduleConfig) -> float
     return lr * (schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * done)) / 2)
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+def set_lr(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
-def in_precision(precision: str, device: torch.device) -> AbstractContextManager[object]:
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:
     """What a forward pass stands in."""
     return nullcontext() if precision == "off" else torch.autocast(device.type, dtype=_HALVES[precision])
 
 
-def scaler_for(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
+def grad_scaler_for(precision: str, device: torch.device) -> torch.amp.GradScaler | None:
     """fp16 has too few exponents for small gradients: its loss is scaled."""
     return torch.amp.GradScaler(device.type) if precision == "fp16" else None

@@ -27,34 +27,34 @@ class RunFolder:
         self.checkpoints = path / CHECKPOINTS
         self.model = path / MODEL
 
-    def begun(self) -> bool:
+    def exists(self) -> bool:
         return (self.path / FACTS).is_file()
 
     def require_free(self, resume: bool) -> None:
         """Refuse to write over a run, or into a folder of something else."""
         check_place(self.path / FACTS)
-        if self.begun() and not resume:
+        if self.exists() and not resume:
             raise ConfigError(f"{self.path} holds a run already; give --resume to go on with it, or another --out.")
-        if self.path.is_dir() and not self.begun() and any(self.path.iterdir()):
+        if self.path.is_dir() and not self.exists() and any(self.path.iterdir()):
             raise ConfigError(f"{self.path} is not empty and holds no run; give another --out.")
 
-    def require_for(self, config: TrainConfig, resume: bool) -> None:
+    def check_usable(self, config: TrainConfig, resume: bool) -> None:
         """Free, or with a run that was begun as this one."""
         self.require_free(resume)
-        if self.begun():
-            config.require_same(self.facts().get("config"), self.path)
+        if self.exists():
+            config.require_same(self.read_metadata().get("config"), self.path)
 
-    def facts(self) -> dict[str, Any]:
+    def read_metadata(self) -> dict[str, Any]:
         found = _read_json(self.path / FACTS)
         if not isinstance(found, dict) or found.get("format") != FORMAT:
             raise DataError(f"{self.path / FACTS} is of no run that this version can read.")
         return found
 
-    def write_facts(self, facts: dict[str, Any]) -> None:
+    def write_metadata(self, facts: dict[str, Any]) -> None:
         text = json.dumps({"format": FORMAT, **facts}, indent=1) + "\n"
         write_whole(self.path / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
 
-    def lines(self) -> list[dict[str, Any]]:
+    def read_log(self) -> list[dict[str, Any]]:
         """Of a line that was being written when its process died nothing is kept."""
         try:
             text = (self.path / LINES).read_text(encoding="utf-8")
@@ -64,7 +64,7 @@ class RunFolder:
             raise DataError(f"{self.path / LINES} cannot be read ({error}).") from error
         return [_parsed(line, self.path / LINES) for line in text.split("\n")[:-1]]
 
-    def last_line(self) -> dict[str, Any] | None:
+    def last_log_entry(self) -> dict[str, Any] | None:
         """The newest that is whole, without reading the others; None while there is none."""
         try:
             with (self.path / LINES).open("rb") as file:
@@ -74,17 +74,17 @@ class RunFolder:
             return None
         return _parsed(whole[-1].decode("utf-8"), self.path / LINES) if whole else None
 
-    def keep_lines(self, last: int) -> None:
+    def truncate_log(self, last: int) -> None:
         """Those of steps up to `last`."""
-        kept = [json.dumps(line) + "\n" for line in self.lines() if line["step"] <= last]
+        kept = [json.dumps(line) + "\n" for line in self.read_log() if line["step"] <= last]
         write_whole(self.path / LINES, lambda path: path.write_text("".join(kept), encoding="utf-8"))
 
-    def add_line(self, line: dict[str, Any]) -> None:
+    def append_log(self, line: dict[str, Any]) -> None:
         with full_disk_told(self.path / LINES), (self.path / LINES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
-def words_of(line: dict[str, Any], steps: int) -> str:
+def format_log_entry(line: dict[str, Any], steps: int) -> str:
     """A line of the log for people."""
     told = f"  step {line['step']:,} of {steps:,}: loss {line['loss']:.4f}, {line['bytes'] / 1e6:.3g} MB a step"
     measured = ", ".join(f"{name} {value:.4g}" for name, value in line.get("evaluation", {}).items())

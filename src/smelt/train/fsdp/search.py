@@ -13,26 +13,26 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from smelt.errors import ResourceError
-from smelt.train.fsdp.facts import Machines, Model
-from smelt.train.fsdp.plan import LEAST_BEHIND, MOST_AHEAD, Plan, Unit
-from smelt.train.fsdp.timeline import Timeline, predict
+from smelt.train.fsdp.facts import ClusterSpec, ModelProfile
+from smelt.train.fsdp.plan import MAX_PREFETCH, MIN_BACKWARD_PREFETCH, ShardingPlan, ShardUnit
+from smelt.train.fsdp.timeline import Timeline, predict_timeline
 
 MOST = 10_000  # plans that are all tried
 _SWEEPS = 20
-_DEPTHS = tuple(product(range(MOST_AHEAD + 1), range(LEAST_BEHIND, MOST_AHEAD + 1)))
+_DEPTHS = tuple(product(range(MAX_PREFETCH + 1), range(MIN_BACKWARD_PREFETCH, MAX_PREFETCH + 1)))
 _SHARES_KEPT = (0.0, 0.25, 0.5, 1.0)  # of the units, from the last one on: where a climb begins
 
 _Worth = tuple[float, float, float, int]
 
 
 @dataclass(frozen=True)
-class Choice:
-    plan: Plan
+class PlanSearchResult:
+    plan: ShardingPlan
     timeline: Timeline
-    whole_search: bool  # whether all plans were tried
+    exhaustive: bool  # whether all plans were tried
 
 
-def choose(model: Model, machines: Machines, most: int = MOST) -> Choice:
+def search_plan(model: ModelProfile, machines: ClusterSpec, most: int = MOST) -> PlanSearchResult:
     """`most`: how many plans may be tried one by one; with more of them the search climbs."""
     whole = number_of_plans(len(model.layers)) <= most
     plans = all_plans(len(model.layers)) if whole else first_plans(len(model.layers))
@@ -40,7 +40,7 @@ def choose(model: Model, machines: Machines, most: int = MOST) -> Choice:
     best = min(worths, key=lambda plan: worths[plan])
     if not whole:
         best = _climb(best, model, machines)
-    found = predict(model, best, machines)
+    found = predict_timeline(model, best, machines)
     assert found.peak is not None
     if found.peak > machines.memory:
         smallest = "the smallest" if whole else "the smallest that was found"
@@ -48,7 +48,7 @@ def choose(model: Model, machines: Machines, most: int = MOST) -> Choice:
             f"no plan fits: {smallest} needs {found.peak / 1e9:.3g} GB on each of {machines.workers} workers and "
             f"{machines.memory / 1e9:.3g} GB are allowed; use more workers, smaller batches or shorter samples."
         )
-    return Choice(best, found, whole)
+    return PlanSearchResult(best, found, whole)
 
 
 def number_of_plans(layers: int) -> int:
@@ -56,7 +56,7 @@ def number_of_plans(layers: int) -> int:
     return int(2 * 3 ** (layers - 1) * len(_DEPTHS))
 
 
-def all_plans(layers: int) -> Iterator[Plan]:
+def all_plans(layers: int) -> Iterator[ShardingPlan]:
     for cuts in product((False, True), repeat=layers - 1):
         borders = [0, *(place for place, cut in enumerate(cuts, 1) if cut), layers]
         for flags in product((False, True), repeat=len(borders) - 1):
@@ -64,7 +64,7 @@ def all_plans(layers: int) -> Iterator[Plan]:
                 yield _plan(borders, flags, depths)
 
 
-def first_plans(layers: int) -> Iterator[Plan]:
+def first_plans(layers: int) -> Iterator[ShardingPlan]:
     """Units of 1, 2, 4 ... layers, the last of which stay whole."""
     size = 1
     while True:
@@ -78,19 +78,19 @@ def first_plans(layers: int) -> Iterator[Plan]:
         size *= 2
 
 
-def _plan(borders: list[int], flags: tuple[bool, ...], depths: tuple[int, int]) -> Plan:
+def _plan(borders: list[int], flags: tuple[bool, ...], depths: tuple[int, int]) -> ShardingPlan:
     ends = zip(borders, borders[1:], flags, strict=False)
-    return Plan(tuple(Unit(first, stop, flag) for first, stop, flag in ends), *depths)
+    return ShardingPlan(tuple(ShardUnit(first, stop, flag) for first, stop, flag in ends), *depths)
 
 
-def _worth(plan: Plan, model: Model, machines: Machines) -> _Worth:
+def _worth(plan: ShardingPlan, model: ModelProfile, machines: ClusterSpec) -> _Worth:
     """Smaller is better: what is too much memory, the step, the memory, the number of collectives."""
-    found = predict(model, plan, machines)
+    found = predict_timeline(model, plan, machines)
     assert found.peak is not None
     return max(found.peak - machines.memory, 0.0), round(found.seconds, 12), found.peak, len(plan.units)
 
 
-def _climb(plan: Plan, model: Model, machines: Machines) -> Plan:
+def _climb(plan: ShardingPlan, model: ModelProfile, machines: ClusterSpec) -> ShardingPlan:
     worth = _worth(plan, model, machines)
     for _ in range(_SWEEPS):
         before = plan
@@ -103,15 +103,21 @@ def _climb(plan: Plan, model: Model, machines: Machines) -> Plan:
     return plan
 
 
-def _neighbours(plan: Plan) -> Iterator[Plan]:
+def _neighbours(plan: ShardingPlan) -> Iterator[ShardingPlan]:
     units = plan.units
     for ahead, behind in _DEPTHS:
-        yield replace(plan, forward_ahead=ahead, backward_ahead=behind)
+        yield replace(plan, forward_prefetch=ahead, backward_prefetch=behind)
     for place, unit in enumerate(units):
         before, after = units[:place], units[place + 1 :]
-        yield replace(plan, units=(*before, replace(unit, reshard=not unit.reshard), *after))
+        yield replace(
+            plan, units=(*before, replace(unit, reshard_after_forward=not unit.reshard_after_forward), *after)
+        )
         if after:
-            joined = replace(unit, stop=after[0].stop, reshard=unit.reshard and after[0].reshard)
+            joined = replace(
+                unit,
+                stop=after[0].stop,
+                reshard_after_forward=unit.reshard_after_forward and after[0].reshard_after_forward,
+            )
             yield replace(plan, units=(*before, joined, *after[1:]))
         for cut in range(unit.first + 1, unit.stop):
             yield replace(plan, units=(*before, replace(unit, stop=cut), replace(unit, first=cut), *after))
