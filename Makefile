@@ -6,7 +6,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := demo
 
-.PHONY: demo test test-all check setup docs clean
+.PHONY: demo test test-all check setup docs lock clean
 
 setup: $(VENV)/.ready
 
@@ -37,6 +37,13 @@ test-all: check
 
 docs: setup
 	$(BIN)/python docs/make_methods.py
+
+# The exact releases, with hashes, that a release was tested with; `constraints.txt` stays the pin for development, since
+# machines install different builds of torch.
+lock: setup
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip compile pyproject.toml --all-extras --generate-hashes --universal --python-version 3.11 \
+		--constraint constraints.txt --custom-compile-command "make lock" --quiet --output-file requirements-release.lock
 
 clean:
 	rm -rf $(VENV) $(DEMO) build *.egg-info
