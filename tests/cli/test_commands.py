@@ -120,6 +120,7 @@ def test_eval_against_another(place: Place, smelt_here: Smelt, pruned: Path, tmp
     assert low < made["difference"] < high and made["ratio"] > 1
     assert found["divergence"]["kl"] > 0
     assert "95% interval" in done.out and "worse" in done.out
+    assert done.code == 3 and found["passed"] is False and "failed: perplexity is worse than that of" in done.out
 
 
 def test_eval_of_a_classifier_against_itself(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
@@ -128,7 +129,7 @@ def test_eval_of_a_classifier_against_itself(place: Place, smelt_here: Smelt, tm
     found = result(tmp_path / "r.json")
     assert found["quality"]["metric"] == "accuracy" and found["quality"]["value"] > 0.9
     assert (found["comparison"]["flips"], found["comparison"]["mcnemar"]) == (0, 1)
-    assert "no clear difference" in done.out
+    assert "no clear difference" in done.out and done.code == 0 and found["passed"] is True
 
 
 @pytest.mark.parametrize(
@@ -141,13 +142,14 @@ def test_eval_of_a_classifier_against_itself(place: Place, smelt_here: Smelt, tm
         ("llama", "text.txt", ["--max", "1.01", "--limit", "500"], 3),
     ],
 )
-def test_eval_ends_with_3_past_the_bar(
+def test_eval_exits_with_3_past_a_bound(
     model: str, data: str, bar: list[str], code: int, place: Place, smelt_here: Smelt, tmp_path: Path
 ) -> None:
     done = smelt_here("eval", place / model, "--data", place / data, *bar, "--json", str(tmp_path / "r.json"))
     assert done.code == code, done
     assert result(tmp_path / "r.json")["passed"] == (code == 0)
-    assert ("below the bar" in done.out) == (code == 3)
+    bound = "is below the minimum" if "--min" in bar else "is above the maximum"
+    assert (bound in done.out) == (code == 3)
 
 
 def test_bench(place: Place, smelt_here: Smelt, pruned: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment: one sentence, exit code 2, nothing half-written, and --resume goes on from there."""
+"""Ctrl-C at any moment: one sentence, exit code 130, nothing half-written, and --resume continues from there."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_as_each_file_is_written(place: Place, forked: Forked, tmp_path: Path) -
     out = tmp_path / "out"
     for file in FILES:
         moment = Moment(file, before=True, signal=signal.SIGINT)
-        forked(*arguments(place, out), moment=moment).refused("stopped; what was finished is kept")
+        forked(*arguments(place, out), moment=moment).refused("stopped; finished work is kept", code=130)
         assert set(names(tmp_path)) <= {"out.partial"}, file
     assert forked(*arguments(place, out)).code == 0
     assert names(tmp_path) == ["out"]
@@ -42,7 +42,7 @@ def test_at_any_time(place: Place, forked: Forked, tmp_path: Path) -> None:
         done = forked(*arguments(place, out), moment=Moment(seconds=seconds, signal=signal.SIGINT))
         if done.code == 0:
             break
-        done.refused("stopped; what was finished is kept")
+        done.refused("stopped; finished work is kept", code=130)
         assert set(names(tmp_path)) <= {"out.partial"}, seconds
     else:
         assert forked(*arguments(place, out)).code == 0
@@ -55,7 +55,7 @@ def test_while_the_clean_process_proves_the_result(place: Place, forked: Forked,
     out = tmp_path / "out"
     running = forked.start(*arguments(place, out), quick=False)
     running.stop_when_it_says("reloading in a clean process")
-    running.wait().refused("stopped; what was finished is kept")
+    running.wait().refused("stopped; finished work is kept", code=130)
     assert names(tmp_path) == ["out.partial"]
     assert not [name for name in names(tmp_path / "out.partial") if name.endswith(".tmp")]
 
@@ -71,5 +71,5 @@ def test_while_it_is_still_being_imported(library: str) -> None:
         time.sleep(0.005)
     os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate()
-    assert (process.returncode, out) == (2, ""), err
+    assert (process.returncode, out) == (130, ""), err
     assert err.startswith("smelt: stopped") and err.count("\n") == 1, err

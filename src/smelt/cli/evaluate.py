@@ -1,4 +1,4 @@
-"""`smelt eval`: quality, paired with a confidence interval; exit code 3 below the bar."""
+"""`smelt eval`: measure quality, compare it with a base model; exit code 3 when the gate fails."""
 
 from __future__ import annotations
 
@@ -19,13 +19,18 @@ from smelt.progress import Watcher, bars
 from smelt.report.numbers import metric as written
 
 DataOption = Annotated[str, typer.Option("--data", help="A file, a hub id, or default.")]
-AgainstOption = Annotated[str | None, typer.Option("--against", metavar="BASE", help="Compare with this model.")]
-MinOption = Annotated[float | None, typer.Option("--min", help="Exit with 3 when the value is below this.")]
-MaxOption = Annotated[float | None, typer.Option("--max", help="Exit with 3 when the value is above this.")]
-KvOption = Annotated[
-    str | None, typer.Option("--kv", help="Another format of MODEL's keys and values; none: as they are.")
+AgainstOption = Annotated[
+    str | None,
+    typer.Option("--against", metavar="BASE", help="Compare with this model; exit with 3 if MODEL is worse."),
 ]
-LimitOption = Annotated[int | None, typer.Option("--limit", min=1, help="Use only so many tokens of text, or rows.")]
+MinOption = Annotated[float | None, typer.Option("--min", help="Exit with 3 if the value is below this.")]
+MaxOption = Annotated[float | None, typer.Option("--max", help="Exit with 3 if the value is above this.")]
+KvOption = Annotated[
+    str | None, typer.Option("--kv", help="Evaluate MODEL with this KV cache format; none: unquantized.")
+]
+LimitOption = Annotated[
+    int | None, typer.Option("--limit", min=1, help="Use at most this many tokens of text, or rows.")
+]
 
 
 def run(
@@ -35,10 +40,10 @@ def run(
     minimum: MinOption = None,
     maximum: MaxOption = None,
     metric: Annotated[str | None, typer.Option(help="accuracy, f1, matthews, spearman, pearson.")] = None,
-    text: Annotated[str | None, typer.Option(help="Column of the text.")] = None,
-    pair: Annotated[str | None, typer.Option(help="Column of the second text.")] = None,
-    label: Annotated[str | None, typer.Option(help="Column of the label.")] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens a window has, for perplexity.")] = 1024,
+    text: Annotated[str | None, typer.Option(help="Column with the text.")] = None,
+    pair: Annotated[str | None, typer.Option(help="Column with the second text.")] = None,
+    label: Annotated[str | None, typer.Option(help="Column with the label.")] = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens per window, for perplexity.")] = 1024,
     limit: LimitOption = None,
     kv: KvOption = None,
     batch: Annotated[int, typer.Option(min=1)] = 8,
@@ -51,17 +56,32 @@ def run(
     with bars() as watcher:
         new = load(model, device=device)
         quality = measure_quality(new, loaded, settings, watcher, kv)
-        held = kv or (str(new.kv) if new.kv else None)
-        content: dict[str, Any] = {"model": model, "quality": quality.to_json(), **({"kv": held} if held else {})}
+        kv_format = kv or (str(new.kv) if new.kv else None)
+        content: dict[str, Any] = {
+            "model": model,
+            "quality": quality.to_json(),
+            **({"kv": kv_format} if kv_format else {}),
+        }
         if against is not None:
             content |= _against(against, new, quality, loaded, settings, device, seed, watcher, kv)
     _show(model, quality, against, content)
-    passed = meets(quality, minimum, maximum)
-    write_json(json_file, {**content, "passed": passed})
-    if not passed:
-        bar = f"at least {minimum:g}" if minimum is not None else f"at most {maximum:g}"
-        console.print(f"below the bar: {quality.metric} is {written(quality.value)}, asked for {bar}")
+    failures = _failures(quality, minimum, maximum, content)
+    write_json(json_file, {**content, "passed": not failures})
+    for failure in failures:
+        console.print(f"failed: {failure}")
+    if failures:
         raise typer.Exit(3)
+
+
+def _failures(quality: Quality, minimum: float | None, maximum: float | None, content: dict[str, Any]) -> list[str]:
+    """List the conditions of the gate that the model does not meet."""
+    failures = []
+    if not meets(quality, minimum, maximum):
+        bound = f"below the minimum {minimum:g}" if minimum is not None else f"above the maximum {maximum:g}"
+        failures.append(f"{quality.metric} {written(quality.value)} is {bound}")
+    if content.get("comparison", {}).get("verdict") == "worse":
+        failures.append(f"{quality.metric} is worse than that of {content['against']}")
+    return failures
 
 
 def _against(
@@ -74,14 +94,14 @@ def _against(
     content = {"against": base_name, "base_quality": base_quality.to_json(), "comparison": comparison.to_json()}
     if isinstance(data, TextData):
         context = quality.settings["context"]
-        found = logit_divergence(new, base, data, context=context, limit=16 * context, kv=kv, watcher=watcher)
-        content["divergence"] = found.to_json()
+        divergence = logit_divergence(new, base, data, context=context, limit=16 * context, kv=kv, watcher=watcher)
+        content["divergence"] = divergence.to_json()
     return content
 
 
 def _show(model: str, quality: Quality, against: str | None, content: dict[str, Any]) -> None:
     settings = ", ".join(f"{name} {value}" for name, value in quality.settings.items())
-    name = f"{model}, keys and values in {content['kv']}" if "kv" in content else model
+    name = f"{model}, KV cache in {content['kv']}" if "kv" in content else model
     rows = [[name, written(quality.value)]]
     if against is not None:
         rows.append([against, written(content["base_quality"]["value"])])
@@ -94,18 +114,23 @@ def _show(model: str, quality: Quality, against: str | None, content: dict[str, 
 
 
 def _comparison_lines(content: dict[str, Any]) -> list[str]:
-    made = content["comparison"]
-    low, high = made["interval"]
-    percent = f"{made['confidence']:.0%}"
-    lines = [f"difference {made['difference']:+.4g}, {percent} interval [{low:+.4g}, {high:+.4g}]: {made['verdict']}"]
-    if made["ratio"] is not None:
-        low, high = made["ratio_interval"]
-        lines.append(f"ratio {made['ratio']:.4f}, {percent} interval [{low:.4f}, {high:.4f}]")
-    if made["mcnemar"] is not None:
-        lines.append(f"gained {made['gained']}, lost {made['lost']} items, McNemar p = {made['mcnemar']:.3g}")
-    if made["flips"] is not None:
-        lines.append(f"predictions changed on {made['flips']:.2%} of the items")
-    found = content.get("divergence")
-    if found is not None:
-        lines.append(f"KL {found['kl']:.4f} nats a token, same first choice on {found['agreement']:.2%} of tokens")
+    comparison = content["comparison"]
+    low, high = comparison["interval"]
+    percent = f"{comparison['confidence']:.0%}"
+    interval = f"{percent} interval [{low:+.4g}, {high:+.4g}]"
+    lines = [f"difference {comparison['difference']:+.4g}, {interval}: {comparison['verdict']}"]
+    if comparison["ratio"] is not None:
+        low, high = comparison["ratio_interval"]
+        lines.append(f"ratio {comparison['ratio']:.4f}, {percent} interval [{low:.4f}, {high:.4f}]")
+    if comparison["mcnemar"] is not None:
+        lines.append(
+            f"gained {comparison['gained']}, lost {comparison['lost']} items, McNemar p = {comparison['mcnemar']:.3g}"
+        )
+    if comparison["flips"] is not None:
+        lines.append(f"predictions changed on {comparison['flips']:.2%} of the items")
+    divergence = content.get("divergence")
+    if divergence is not None:
+        lines.append(
+            f"KL {divergence['kl']:.4f} nats per token, same top token on {divergence['agreement']:.2%} of tokens"
+        )
     return lines

@@ -1,6 +1,6 @@
-"""The way in. An error a user can cause is one sentence and exit code 2, one of ours a sentence and exit code 1.
+"""Entry point of `smelt`: user errors exit with 2, bugs with 1, Ctrl-C with 130, each with one sentence.
 
-Nothing heavy is imported here, so that Ctrl-C is answered in the same way while the rest is still being imported.
+Nothing heavy is imported here, so that Ctrl-C is handled the same way while the rest is still being imported.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from smelt.errors import SmeltError
 
 DEBUG = "--debug"
-STOPPED = "stopped; what was finished is kept, and `smelt compress --resume` goes on from there."
+INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+STOPPED = "stopped; finished work is kept, and `smelt compress --resume` continues from there."
 NO_MEMORY = "out of memory; use fewer or shorter samples, or set memory_limit in the recipe."
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a command; `--debug` may stand anywhere."""
+    """Run a command and exit; `--debug` may appear anywhere among the arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if DEBUG in arguments:
         sys.exit(_call([argument for argument in arguments if argument != DEBUG]))
@@ -28,12 +29,12 @@ def main(arguments: list[str] | None = None) -> None:
     except SmeltError as error:
         code = _fail(str(error))
     except KeyboardInterrupt:
-        code = _fail(STOPPED)
-    except BrokenPipeError:  # who read the output has seen enough, as `| head` does
+        code = _fail(STOPPED, INTERRUPTED)
+    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 0
     except Exception as error:
-        if _is_lack_of_memory(error):
+        if _is_out_of_memory(error):
             code = _fail(NO_MEMORY)
         else:
             code = _fail(
@@ -43,7 +44,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _call(arguments: list[str]) -> int:
-    with _stopping_at_once():
+    with _exit_on_interrupt():
         from smelt.cli.app import call, program
 
         command = program(arguments)
@@ -51,21 +52,21 @@ def _call(arguments: list[str]) -> int:
 
 
 @contextmanager
-def _stopping_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process on the spot: inside an import an exception could be lost, or reported by others."""
+def _exit_on_interrupt() -> Iterator[None]:
+    """Exit immediately on Ctrl-C: during an import the exception could be swallowed or reported by other code."""
 
     def stop(*_: object) -> None:
-        os._exit(_fail(STOPPED))
+        os._exit(_fail(STOPPED, INTERRUPTED))
 
-    before = signal.signal(signal.SIGINT, stop)
+    previous = signal.signal(signal.SIGINT, stop)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, previous)
 
 
-def _is_lack_of_memory(error: Exception) -> bool:
-    """Torch has an error of its own for devices, and says it in words for the CPU."""
+def _is_out_of_memory(error: Exception) -> bool:
+    """Recognize out-of-memory errors: torch has its own class for devices, but only a message for the CPU."""
     return (
         isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
     )
