@@ -59,7 +59,7 @@ def test_the_whole_of_it(place: Place, smelt_here: Smelt, tmp_path: Path) -> Non
     assert found["quality"]["before"] < found["quality"]["after"] < 1.2 * found["quality"]["before"]
     assert found["speed"][0]["after"]["median_ms"] > 0
     assert [sample["who"] for sample in found["samples"]] == ["before", "after"]
-    assert "perplexity" in done.out and "saved and proven" in done.out and "before: " in done.out
+    assert "perplexity" in done.out and "saved and verified" in done.out and "before: " in done.out
     assert [step["method"] for step in model.history] == ["fisher"]
 
 

@@ -1,4 +1,4 @@
-"""`smelt bench`: latency and memory, measured."""
+"""`smelt bench`: measure latency and memory."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from smelt.measure.memory import PeakMemory
 from smelt.models.load import load
 from smelt.report.numbers import count, size
 
-AgainstOption = Annotated[str | None, typer.Option("--against", metavar="BASE", help="Time in turns with this model.")]
+AgainstOption = Annotated[
+    str | None, typer.Option("--against", metavar="BASE", help="Compare with this model, timed alternately.")
+]
 
 
 def run(
     model: ModelArgument,
     against: AgainstOption = None,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens a sequence has.")] = 128,
-    repeats: Annotated[int, typer.Option(min=3, help="Timed calls.")] = 20,
+    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 128,
+    repeats: Annotated[int, typer.Option(min=3, help="Number of timed calls.")] = 20,
     device: DeviceOption = "cpu",
     json_file: JsonOption = None,
     seed: SeedOption = 0,
@@ -41,16 +43,16 @@ def run(
     }
     _show(model, timings)
     peak = memory.device_peak_bytes if device.startswith("cuda") else memory.peak_bytes
-    console.print(f"peak memory {size(peak)} ({device}, weights and the work on them)")
+    console.print(f"peak memory {size(peak)} ({device}, weights and activations)")
     if against is not None:
-        compared = compare_latency(
+        comparison = compare_latency(
             loaded, load(against, device=device), batch=batch, length=length, repeats=repeats, seed=seed
         )
-        content |= {"against": against, "comparison": asdict(compared)}
-        words = "faster" if compared.ratio >= 1 else "slower (the ratio is below 1)"
+        content |= {"against": against, "comparison": asdict(comparison)}
+        verdict = "faster" if comparison.ratio >= 1 else "slower (the ratio is below 1)"
         console.print(
-            f"{compared.ratio:.2f} times the speed of {against}, 95% interval "
-            f"[{compared.ratio_low:.2f}, {compared.ratio_high:.2f}]: {words}"
+            f"{comparison.ratio:.2f} times the speed of {against}, 95% interval "
+            f"[{comparison.ratio_low:.2f}, {comparison.ratio_high:.2f}]: {verdict}"
         )
     write_json(json_file, content)
 
@@ -68,6 +70,6 @@ def _show(model: str, timings: dict[str, Latency]) -> None:
         for name, t in timings.items()
     ]
     first = next(iter(timings.values()))
-    title = f"{model} on {first.device}, {first.dtype}, {first.repeats} calls after {first.warmup} to warm up"
-    headings = ["what", "median", "spread (IQR)", "tokens/s", "batch", "length"]
+    title = f"{model} on {first.device}, {first.dtype}, {first.repeats} calls after {first.warmup} warmup calls"
+    headings = ["measurement", "median", "spread (IQR)", "tokens/s", "batch", "length"]
     console.print(table(title, headings, rows))

@@ -1,4 +1,4 @@
-"""`smelt compress`: the smaller model, proven and reloadable."""
+"""`smelt compress`: compress a model, verify that it reloads, and report what it cost."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ from smelt.files import check_place
 from smelt.progress import bars
 from smelt.report.terminal import summary_table
 
-OutOption = Annotated[Path, typer.Option("-o", "--out", help="The folder to write; it must not exist yet.")]
+OutOption = Annotated[Path, typer.Option("-o", "--out", help="Output folder; it must not exist yet.")]
 DataOption = Annotated[str | None, typer.Option("--data", help="Calibration data: a file, a hub id, or default.")]
-EvalOption = Annotated[str | None, typer.Option("--eval-data", help="What before and after are compared on.")]
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Go on with a run that was stopped.")]
-PromptOption = Annotated[list[str] | None, typer.Option("--prompt", help="Continue this before and after.")]
-SpeedOption = Annotated[bool, typer.Option("--speed/--no-speed", help="Time both models.")]
+EvalOption = Annotated[
+    str | None, typer.Option("--eval-data", help="Data on which the model before and after is compared.")
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue an interrupted run.")]
+PromptOption = Annotated[
+    list[str] | None, typer.Option("--prompt", help="Complete this prompt with the model before and after.")
+]
+SpeedOption = Annotated[bool, typer.Option("--speed/--no-speed", help="Measure the speed of both models.")]
 
 OffloadOption = Annotated[
     bool, typer.Option("--offload", help="Keep the model in host memory; bring its blocks to the device one at a time.")
@@ -67,5 +71,5 @@ def run(
     console.print(summary_table(result.record))
     for sample in result.record.get("samples", []):
         console.print(f"{sample['who']}:", " ".join(sample["text"].split()), soft_wrap=True)
-    console.print(f"saved and proven: {out}    report: {out / 'report.html'}", soft_wrap=True)
+    console.print(f"saved and verified: {out}    report: {out / 'report.html'}", soft_wrap=True)
     write_json(json_file, result.record)

@@ -1,4 +1,4 @@
-"""`smelt export`: the same model in a format that other programs read, proven by reading it back."""
+"""`smelt export`: write a model in another format, and verify it by reading it back."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from smelt.report.numbers import size
 
 ToOption = Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of {', '.join(EXPORTS)}.")]
 OutOption = Annotated[
-    Path, typer.Option("-o", "--out", help="The folder to write, or for gguf a .gguf file; it must not exist yet.")
+    Path, typer.Option("-o", "--out", help="Output folder, or a .gguf file for gguf; it must not exist yet.")
 ]
 TypeOption = Annotated[
     str | None,
-    typer.Option("--type", help="gguf: the type of matrices that are not quantised, such as q4_k; else as they are."),
+    typer.Option(
+        "--type", help="gguf: type of the matrices that are not quantized, such as q4_k; by default unchanged."
+    ),
 ]
 TokenizerOption = Annotated[
-    bool | None, typer.Option("--tokenizer/--no-tokenizer", help="gguf: whether the file holds the tokenizer.")
+    bool | None, typer.Option("--tokenizer/--no-tokenizer", help="gguf: include the tokenizer in the file.")
 ]
 
 
@@ -34,9 +36,9 @@ def run(
     seed: SeedOption = 0,
 ) -> None:
     result = export(model, to, out, type=type_, tokenizer=tokenizer)
-    told = ", ".join(f"{count} {kind}" for kind, count in result["tensors"].items())
-    console.print(f"{to}: {told}; {size(result['bytes'])} in {len(result['files'])} files", soft_wrap=True)
+    summary = ", ".join(f"{count} {kind}" for kind, count in result["tensors"].items())
+    console.print(f"{to}: {summary}; {size(result['bytes'])} in {len(result['files'])} files", soft_wrap=True)
     for note in result["notes"]:
-        console.print(f"mind: {note}", soft_wrap=True)
+        console.print(f"note: {note}", soft_wrap=True)
     console.print(f"written and read back: {out}", soft_wrap=True)
     write_json(json_file, result)

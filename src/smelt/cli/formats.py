@@ -1,4 +1,4 @@
-"""`smelt formats`: every number format, how many bits it takes, and how much it loses on normal values."""
+"""`smelt formats`: list the number formats with their bits, grids, scales and error on normal values."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled, SignedScales
 from smelt.numerics.scales import POWERS, ROUNDED
 
-ROWS, COLUMNS = 48, 4096  # of the normal values; bits are counted for a square matrix with such columns
-SHOWN = ("", "-asym", "-wide", "-sym")  # of integers with four bits; the rest is in the table of widths
+ROWS, COLUMNS = 48, 4096  # shape of the normal sample; bits are counted for a square matrix with this many columns
+SHOWN = ("", "-asym", "-wide", "-sym")  # suffixes of the 4-bit integers shown; the other widths have their own table
 EXAMPLE = "int4-asym/128@float16"
 
 
 def run(json_file: JsonOption = None, seed: SeedOption = 0) -> None:
     x = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(seed))
-    found = {name: describe(name, x) for name in FORMATS}
-    _show_formats(found)
-    _show_widths(found)
+    descriptions = {name: describe(name, x) for name in FORMATS}
+    _show_formats(descriptions)
+    _show_widths(descriptions)
     _show_notes(describe(EXAMPLE, x))
-    write_json(json_file, list(found.values()))
+    write_json(json_file, list(descriptions.values()))
 
 
 def describe(name: str, x: Tensor) -> dict[str, Any]:
-    """All that is shown of a format, with its signal-to-noise ratio on a sample [rows, columns]."""
+    """Describe a format, with its signal-to-noise ratio on a sample [rows, columns]."""
     number_format = format_named(name)
     return {
         "name": name,
@@ -46,7 +46,7 @@ def describe(name: str, x: Tensor) -> dict[str, Any]:
 
 
 def grid_words(number_format: Format) -> str:
-    """What is multiplied by the scale."""
+    """Describe the grid values that are multiplied by the scale."""
     if isinstance(number_format, Integer):
         return _integer_words(number_format)
     assert isinstance(number_format, Scaled)
@@ -73,8 +73,12 @@ def _integer_words(number_format: Integer) -> str:
     return f"0 .. {number_format.top} - zero"
 
 
-def _show_formats(found: dict[str, dict[str, Any]]) -> None:
-    shown = [row for name, row in found.items() if not (kind := _kind(name)) or (row["bits"] == 4 and kind[1] in SHOWN)]
+def _show_formats(descriptions: dict[str, dict[str, Any]]) -> None:
+    shown = [
+        row
+        for name, row in descriptions.items()
+        if not (kind := _kind(name)) or (row["bits"] == 4 and kind[1] in SHOWN)
+    ]
     cells = [
         [
             row["name"], str(row["bits"]), f"{row['bits_per_value']:.2f}", f"{row['signal_to_noise']:.1f}",
@@ -82,17 +86,17 @@ def _show_formats(found: dict[str, dict[str, Any]]) -> None:
         ]
         for row in shown
     ]  # fmt: skip
-    made = table("Number formats", ["format", "bits", "stored", "dB", "grid", "scale", "group"], cells)
+    result = table("Number formats", ["format", "bits", "stored", "dB", "grid", "scale", "group"], cells)
     for position, (row, following) in enumerate(pairwise(shown)):
-        made.rows[position].end_section = _section(row["name"]) != _section(following["name"])
-    console.print(made)
+        result.rows[position].end_section = _section(row["name"]) != _section(following["name"])
+    console.print(result)
 
 
-def _show_widths(found: dict[str, dict[str, Any]]) -> None:
-    """The integers, whose rows would differ in their bits alone."""
-    kinds = list(dict.fromkeys(kind for name in found if (kind := _kind(name))))
-    widths = sorted({row["bits"] for name, row in found.items() if _kind(name)})
-    rows = [[found.get(f"{first}{width}{last}") for width in widths] for first, last in kinds]
+def _show_widths(descriptions: dict[str, dict[str, Any]]) -> None:
+    """Print the integer formats, whose rows would differ only in their bits."""
+    kinds = list(dict.fromkeys(kind for name in descriptions if (kind := _kind(name))))
+    widths = sorted({row["bits"] for name, row in descriptions.items() if _kind(name)})
+    rows = [[descriptions.get(f"{first}{width}{last}") for width in widths] for first, last in kinds]
     cells = [
         [f"{first}N{last}", *("-" if one is None else f"{one['signal_to_noise']:.1f}" for one in row)]
         for (first, last), row in zip(kinds, rows, strict=True)
@@ -101,26 +105,26 @@ def _show_widths(found: dict[str, dict[str, Any]]) -> None:
 
 
 def _kind(name: str) -> tuple[str, str] | None:
-    """What stands before and after the width of an integer; None for other formats."""
+    """Split an integer format's name around its bit width; None for other formats."""
     parts = re.fullmatch(r"(d?int)\d(.*)", name)
     return (parts[1], parts[2]) if parts else None
 
 
 def _section(name: str) -> str | None:
-    """Integers, plain floats, the OCP block formats, all others."""
+    """Group the rows: integers, plain floats, OCP block formats, others."""
     start = re.match(r"d?(int|fp|mx)", name)
     return start[1] if start else None
 
 
 def _show_notes(example: dict[str, Any]) -> None:
     console.print(
-        f"stored: bits a value with its scales, for {COLUMNS} columns. dB: signal to noise on {ROWS} x {COLUMNS} "
-        "normal values, measured now. group: the values that share a scale.\n"
-        "zero: a byte with each scale; in intN-float-zero a float16, which need not be whole (hqq moves it), and in "
-        "intN-float32-zero a float32. intN-wide spreads the range over all codes. amxfp4: a scale for each sign. "
-        "nvfp4: one float32 a tensor besides.\n"
-        "A name can go on with `/` and what shares a scale (a number, `row`, `tensor`), then `@` and the type of the "
-        f"scale: {example['name']} takes {example['bits_per_value']:.2f} bits and has "
+        f"stored: bits per value including scales, for {COLUMNS} columns. dB: signal-to-noise ratio on "
+        f"{ROWS} x {COLUMNS} normal values, measured now. group: values that share a scale.\n"
+        "zero: one byte per scale; a float16 in intN-float-zero, which need not be an integer (hqq), and a float32 in "
+        "intN-float32-zero. intN-wide uses the full range of codes. amxfp4: one scale per sign. "
+        "nvfp4: also one float32 per tensor.\n"
+        "A name may be followed by `/` and the group (a number, `row`, `tensor`), then `@` and the scale's type: "
+        f"{example['name']} takes {example['bits_per_value']:.2f} bits and has "
         f"{example['signal_to_noise']:.1f} dB.\n"
         f"Scale types: {', '.join(ROUNDED)}; {', '.join(POWERS)} are powers of two, not for integers and ternary; "
         "nvfp4 has e4m3 only."

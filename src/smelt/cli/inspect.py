@@ -1,4 +1,4 @@
-"""`smelt inspect`: the anatomy of a model, without loading its weights."""
+"""`smelt inspect`: show the anatomy of a model without loading its weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from smelt.report.numbers import count, macs, size
 
 def run(
     model: ModelArgument,
-    tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence that MACs are counted for.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Sequence length for counting MACs.")] = 128,
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
@@ -38,11 +38,11 @@ def run(
     console.print(table(title, ["block", "attention", "feed-forward or channels", "parameters", "MACs"], rows))
     console.print(
         f"blocks {count(content['block_parameters'])} parameters, {macs(content['macs'])} "
-        f"for {tokens} tokens (an image for vision models)"
+        f"for {tokens} tokens (one image for vision models)"
     )
     kv = remembered_kv(model)
     if kv is not None:
-        console.print(f"keys and values in {kv}")
+        console.print(f"KV cache in {kv}")
     write_json(json_file, {"model": model, **content, **({"kv": kv.to_json()} if kv else {})})
 
 
@@ -69,7 +69,7 @@ def _block(block: Block, costs: dict[str, float]) -> dict[str, Any]:
     attention = "-"
     if heads is not None:
         attention = f"{heads.units * heads.group} heads of {heads.head_dim}"
-        attention += f" in {heads.units} kv groups" if heads.group > 1 else ""
+        attention += f" in {heads.units} KV groups" if heads.group > 1 else ""
     return {
         "block": block.index,
         "attention": attention,
@@ -80,10 +80,10 @@ def _block(block: Block, costs: dict[str, float]) -> dict[str, Any]:
 
 
 def _experts(parts: list[Part]) -> str:
-    """A mixture in words; nothing where the parts are none."""
+    """Describe a mixture of experts; empty for a dense feed-forward."""
     mixture = parts[0].mixture if parts else None
     if mixture is None:
         return ""
     widths = sorted({part.units for part in parts})
     spread = f"{widths[0]} to {widths[-1]}" if len(widths) > 1 else str(widths[0])
-    return f"{mixture.experts} experts of {spread} filters, {mixture.chosen} a token"
+    return f"{mixture.experts} experts of {spread} filters, {mixture.chosen} per token"

@@ -1,4 +1,4 @@
-"""`smelt methods`: what can be done, what each needs, its paper."""
+"""`smelt methods`: list the compression methods, what each needs, and its paper."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smelt.compression.recipe.methods import METHODS
 def run(json_file: JsonOption = None, seed: SeedOption = 0) -> None:
     rows = [describe(name) for name in sorted(METHODS)]
     cells = [[row["name"], row["summary"], ", ".join(row["needs"]) or "nothing", row["paper"]] for row in rows]
-    console.print(table("Methods", ["method", "what it does", "needs", "paper"], cells))
+    console.print(table("Methods", ["method", "when to use it", "needs", "paper"], cells))
     write_json(json_file, rows)
 
 

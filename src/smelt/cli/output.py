@@ -1,4 +1,4 @@
-"""What commands share: options, tables on standard output, errors on standard error, results as JSON."""
+"""Shared by all commands: common options, tables on stdout, messages on stderr, results as JSON."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from smelt.errors import SmeltError
 from smelt.files import check_place, write_whole
 
 
-def _place(path: Path | None) -> Path | None:
-    """Refuse a file that could not be written before the work for it is done."""
+def _json_path(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before any work starts."""
     if path is not None:
         check_place(path)
         if path.is_dir():
@@ -32,27 +32,25 @@ def _device(name: str) -> str:
 
 
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", callback=_place, help="Also write the result to this file as JSON.")
+    Path | None, typer.Option("--json", callback=_json_path, help="Also write the result to this file as JSON.")
 ]
-SeedOption = Annotated[
-    int, typer.Option("--seed", min=0, max=2**32 - 1, help="Seed of everything that is drawn at random.")
-]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Random seed.")]
 DeviceOption = Annotated[str, typer.Option("--device", callback=_device, help="Where to run: cpu or cuda.")]
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="A bundled name, a folder, a .gguf file or a hub id.")
 ]
 
-# Names and texts come from elsewhere: what looks like markup in them is printed as it stands.
+# Names and texts come from outside, so what looks like markup in them must be printed literally.
 console = Console(markup=False, emoji=False, highlight=False)
 
 
 def say(sentence: str) -> None:
-    """What is happening, on standard error so that standard output holds results only."""
+    """Print a progress message to stderr, so that stdout holds results only."""
     print(f"  {sentence}", file=sys.stderr, flush=True)
 
 
 def table(title: str, headings: list[str], rows: list[list[str]]) -> Table:
-    """A plain table; every column but the first is right-aligned when it holds numbers."""
+    """Build a plain table; numeric columns other than the first are right-aligned."""
     result = Table(title=title, title_justify="left", header_style="bold")
     for position, heading in enumerate(headings):
         numeric = position > 0 and all(row[position][:1].isdigit() or row[position] in ("", "-") for row in rows)

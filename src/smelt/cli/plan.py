@@ -1,4 +1,4 @@
-"""`smelt plan`: memory, time, disk and what will change, before any work; refuses what cannot fit."""
+"""`smelt plan`: estimate memory, time and disk of a recipe before any work; refuse what cannot fit."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def show(made: Plan) -> None:
     rows = [
         ["parameters", count(made.parameters)],
         ["in blocks, before", count(made.block_parameters)],
-        ["in blocks, at most after", count(made.block_parameters_after)],
+        ["in blocks, after (at most)", count(made.block_parameters_after)],
         ["weights", size(made.bytes)],
-        ["peak memory, about", f"{size(made.peak_memory)} of {size(made.available_memory)} there"],
-        ["disk, about", f"{size(made.disk)} of {size(made.free_disk)} free"],
-        ["time, about", seconds(made.seconds)],
+        ["peak memory (estimate)", f"{size(made.peak_memory)} of {size(made.available_memory)} available"],
+        ["disk (estimate)", f"{size(made.disk)} of {size(made.free_disk)} free"],
+        ["time (estimate)", seconds(made.seconds)],
     ]
     console.print(table(f"Plan for {made.model}", ["", "estimate"], rows))
     steps = [
         [step.method, ", ".join(f"{k} {v:g}" for k, v in step.budget.items()), seconds(step.seconds), size(step.memory)]
         for step in made.steps
     ]
-    console.print(table("Steps", ["method", "budget", "time", "memory besides weights"], steps))
+    console.print(table("Steps", ["method", "budget", "time", "memory beyond weights"], steps))

@@ -1,4 +1,4 @@
-"""Reading a recipe for a command: a file, or one method given on the command line; and what options override."""
+"""Read a recipe for a command from a file or from one method's options, and apply overrides."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import yaml
 from smelt.compression.recipe.recipe import Recipe
 from smelt.errors import RecipeError
 
-RecipeOption = Annotated[Path | None, typer.Option("-r", "--recipe", help="The recipe, a YAML file.")]
-MethodOption = Annotated[str | None, typer.Option("--method", help="One method instead of a recipe.")]
-BitsOption = Annotated[float | None, typer.Option("--bits", help="With --method: bits of a weight.")]
-GroupOption = Annotated[int | None, typer.Option("--group", help="With --method: weights that share a scale.")]
+RecipeOption = Annotated[Path | None, typer.Option("-r", "--recipe", help="Recipe, a YAML file.")]
+MethodOption = Annotated[str | None, typer.Option("--method", help="Apply one method instead of a recipe.")]
+BitsOption = Annotated[float | None, typer.Option("--bits", help="With --method: bits per weight.")]
+GroupOption = Annotated[
+    int | None, typer.Option("--group", help="With --method: weights that share a scale (group size).")
+]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="With --method: any parameter, as name=value; may be repeated.")
 ]
-SeedOverride = Annotated[int | None, typer.Option("--seed", min=0, max=2**32 - 1, help="Replaces the recipe's seed.")]
+SeedOverride = Annotated[int | None, typer.Option("--seed", min=0, max=2**32 - 1, help="Override the recipe's seed.")]
 
 
 def read_recipe(
@@ -36,7 +38,7 @@ def read_recipe(
     if path is None:
         recipe = Recipe.parse({"steps": [{"method": method, **(settings or {})}]})
     elif settings:
-        raise RecipeError(f"--{next(iter(settings))} goes with --method; in a recipe it stands under its step.")
+        raise RecipeError(f"--{next(iter(settings))} goes with --method; in a recipe, set it in the step.")
     else:
         recipe = Recipe.load(path)
     if data is not None:
@@ -47,18 +49,18 @@ def read_recipe(
 
 
 def settings_of(bits: float | None, group: int | None, others: list[str] | None) -> dict[str, Any]:
-    """The parameters given on the command line. Values are read as a recipe reads them."""
-    found: dict[str, Any] = {}
+    """Collect the method parameters given on the command line; values are parsed as YAML, like in a recipe."""
+    settings: dict[str, Any] = {}
     if bits is not None:
-        found["bits"] = int(bits) if bits == int(bits) else bits
+        settings["bits"] = int(bits) if bits == int(bits) else bits
     if group is not None:
-        found["group"] = group
+        settings["group"] = group
     for other in others or []:
         name, equals, value = other.partition("=")
         if not equals or not name:
             raise RecipeError(f"--set takes name=value, not {other!r}.")
         try:
-            found[name] = yaml.safe_load(value)
+            settings[name] = yaml.safe_load(value)
         except yaml.YAMLError as error:
             raise RecipeError(f"the value in --set {other!r} cannot be read.") from error
-    return found
+    return settings
