@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.serve.served import NAME, Server, start, write_model
+from tests.serve.served import NAME, PATIENCE, Server, start, write_model
 
 KEYS = ("first-key-of-the-test", "second-key-of-the-test")
 
@@ -39,7 +39,7 @@ def keyed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     yield found
     worker = found.get("/state", headers={"x-api-key": KEYS[0]}).json()["worker"]
     os.kill(worker, signal.SIGKILL)
-    assert found.process.wait(20) == 1, found.log.read_text()
+    assert found.process.wait(PATIENCE) == 1, found.log.read_text()
     assert "giving up" in found.log.read_text() and "Traceback" not in found.log.read_text()
 
 

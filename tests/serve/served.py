@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from tests.serve.test_detokenizer import byte_tokenizer
 from tests.tiny import DECODER
 
 CONTEXT = 2048
+PATIENCE = 120.0  # seconds that a test waits for a state, on however slow a machine
 NAME = "tiny"
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
@@ -36,9 +39,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return found
 
 
-def language_model() -> PreTrainedModel:
+def language_model(context: int = CONTEXT) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = hf.LlamaConfig(**{**DECODER, "vocab_size": 257, "max_position_embeddings": CONTEXT}, eos_token_id=256)
+    config = hf.LlamaConfig(**{**DECODER, "vocab_size": 257, "max_position_embeddings": context}, eos_token_id=256)
     network = hf.LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in network.parameters():
@@ -46,15 +49,15 @@ def language_model() -> PreTrainedModel:
     return network
 
 
-def write_model(folder: Path) -> Path:
-    language_model().save_pretrained(folder)
+def write_model(folder: Path, context: int = CONTEXT) -> Path:
+    language_model(context).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder
 
 
 def _client() -> httpx.Client:
     """A new connection for each request: none that the server has closed meanwhile."""
-    return httpx.Client(timeout=60, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
+    return httpx.Client(timeout=PATIENCE, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 @dataclass
@@ -82,7 +85,7 @@ class Server:
         found: dict[str, Any] = self.get("/state").json()
         return found
 
-    def wait_until(self, condition: Any, seconds: float = 10.0) -> dict[str, Any]:
+    def wait_until(self, condition: Any, seconds: float = PATIENCE) -> dict[str, Any]:
         """Until the state is as wanted."""
         until = time.monotonic() + seconds
         while not condition(state := self.state()):
@@ -90,7 +93,7 @@ class Server:
             time.sleep(0.02)
         return state
 
-    def wait_until_idle(self, seconds: float = 10.0) -> dict[str, Any]:
+    def wait_until_idle(self, seconds: float = PATIENCE) -> dict[str, Any]:
         """Until nothing runs and every block is free."""
         return self.wait_until(
             lambda state: not (state["running"] or state["waiting"] or state["blocks_used"] or state["answers"]),
@@ -103,10 +106,26 @@ class Server:
         found = [re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text()) for pid in pids]
         return sum(int(each[1]) * 1024 for each in found if each)
 
+    @contextmanager
+    def paused(self, worker: int | None = None) -> Iterator[None]:
+        """Stop the engine's process inside, so that nothing ends meanwhile however slow the test is."""
+        pid = self.state()["worker"] if worker is None else worker
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+    def wait_for_log(self, words: str) -> None:
+        until = time.monotonic() + PATIENCE
+        while words not in self.log.read_text():
+            assert time.monotonic() < until, self.log.read_text()
+            time.sleep(0.02)
+
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Ask it to stop: its exit code."""
         self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.process.wait(PATIENCE)
 
 
 def start(model: str | Path, folder: Path, *options: str, host: str = "127.0.0.1", own_session: bool = False) -> Server:
@@ -117,7 +136,7 @@ def start(model: str | Path, folder: Path, *options: str, host: str = "127.0.0.1
         process = subprocess.Popen(
             command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=own_session
         )
-    until = time.monotonic() + 90
+    until = time.monotonic() + 2 * PATIENCE
     while not (found := re.search(r"served at http://\S+?:(\d+) ", log.read_text())):
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < until, log.read_text()

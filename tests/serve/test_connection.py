@@ -39,7 +39,7 @@ def talked(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", *
         server = await loop.create_server(lambda: Connection(config, state, {}), "127.0.0.1", 0)
         async with server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 await talk(reader, writer, seen)
             writer.transport.abort()
             await asyncio.sleep(0.05)
@@ -52,19 +52,17 @@ def talked(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", *
 @pytest.mark.parametrize("slowly", [False, True])
 def test_who_does_not_finish_the_head_is_dropped(monkeypatch: pytest.MonkeyPatch, slowly: bool) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
-        started = time.monotonic()
         try:
-            while slowly and time.monotonic() - started < 2:
+            while slowly and not (reader.at_eof() or writer.transport.is_closing()):
                 writer.write(HEAD[:1] if not seen else b"")
                 await asyncio.sleep(0.05)
-                if reader.at_eof() or writer.transport.is_closing():
-                    return
             await reader.read()
         except ConnectionError:
             pass
-        assert 0.2 < time.monotonic() - started < 1.9
 
+    started = time.monotonic()
     assert talked(monkeypatch, talk, head_seconds=0.3) == []
+    assert time.monotonic() - started > 0.3
 
 
 def test_who_does_not_read_is_dropped_and_the_application_knows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,9 +82,11 @@ def test_who_reads_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             found = await reader.read(1 << 18)
             assert found
             size += len(found)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
 
-    assert talked(monkeypatch, talk, b"x" * (1 << 17), reader_seconds=0.5)[0] == "request"
+    started = time.monotonic()
+    assert talked(monkeypatch, talk, b"x" * (1 << 17), reader_seconds=2)[0] == "request"
+    assert time.monotonic() - started > 2, "it was read so fast that nothing was tested"
 
 
 def test_too_many_connections_and_broken_requests(monkeypatch: pytest.MonkeyPatch) -> None:

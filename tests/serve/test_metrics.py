@@ -84,9 +84,11 @@ def test_running_and_cache_use_are_seen_while_it_runs(server: Server) -> None:
     with server.http.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as answer:
         lines = answer.iter_lines()
         assert next(lines)
-        state = server.wait_until(lambda state: state["running"] == 3)
-        assert 0 < state["blocks_used"] <= state["blocks"] and state["answers"] == 3
-        assert metrics(server)["vllm:num_requests_running"] == 3
+        server.wait_until(lambda state: state["running"] == 3)
+        with server.paused():
+            state = server.state()
+            assert 0 < state["blocks_used"] <= state["blocks"] and state["answers"] == state["running"] == 3
+            assert metrics(server)["vllm:num_requests_running"] == 3
     server.wait_until_idle()
 
 

@@ -92,7 +92,8 @@ def test_a_full_queue_is_told_to_come_later(keyed: Server) -> None:
     body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True, "n": 2}
     with keyed.http.stream("POST", keyed.url + "/v1/completions", json=body, headers=headers, timeout=30) as running:
         assert running.status_code == 200
-        refused = keyed.post("/v1/completions", {"prompt": "x"}, headers=headers)
+        with keyed.paused(keyed.get("/state", headers=headers).json()["worker"]):
+            refused = keyed.post("/v1/completions", {"prompt": "x"}, headers=headers)
         assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "queue_full"
         assert keyed.get("/health", headers=headers).status_code == 200

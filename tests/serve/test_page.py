@@ -21,7 +21,7 @@ def test_it_is_whole_by_itself(server: Server) -> None:
     assert "default-src 'none'" in POLICY and "unsafe" not in POLICY
 
 
-def wait_for(browser: Browser, expression: str, seconds: float = 15.0) -> None:
+def wait_for(browser: Browser, expression: str, seconds: float = 120.0) -> None:
     until = time.monotonic() + seconds
     while not browser.ask(expression):
         assert time.monotonic() < until, (expression, browser.ask("document.body.innerText"))

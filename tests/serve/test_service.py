@@ -63,7 +63,7 @@ def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     streamed, whole = asyncio.run(main())
     *pings, error, done = [line for line in streamed.text.split("\n\n") if line]
-    assert set(pings) == {": still here"} and len(pings) in (3, 4) and done == "data: [DONE]"
+    assert set(pings) == {": still here"} and 1 <= len(pings) <= 4 and done == "data: [DONE]"
     for told in (json.loads(error.removeprefix("data: ")), whole.json()):
         assert "longer than 0.35 seconds" in told["error"]["message"]
     assert whole.status_code == 504
@@ -83,7 +83,7 @@ ready()
 while True:
     name = pipe.receive().get("name")
     for place, token in enumerate({tokens}):
-        time.sleep(0.05)
+        time.sleep(0.1)
         end = "length" if place == {len(tokens) - 1} else ""
         send(kind="events", state=state, events=[[name + "-0", token, None, end, 0, 0.0]])
 """
@@ -93,7 +93,7 @@ while True:
     body = {**asked, "max_tokens": 20, "stop": "stopstopstop", "stream": True}
     parts = [line for line in answered(model_folder, path, body).text.split("\n\n") if line]
     assert parts[-1] == "data: [DONE]" and "stopstopsto" in parts[-2]
-    assert 2 <= parts.count(": still here") <= 6 and len(parts) - parts.count(": still here") <= 3
+    assert 1 <= parts.count(": still here") <= len(tokens) and len(parts) - parts.count(": still here") <= 3
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -20,6 +19,7 @@ from smelt.serve.worker import loop
 from smelt.serve.worker.client import EngineClient, OtherModel, WorkerDied
 from smelt.serve.worker.pipe import pipe_pair
 from tests.serve.pretending import pretending
+from tests.serve.served import PATIENCE
 
 LISTENS = "ready()\nwhile True: pipe.receive()"
 
@@ -36,7 +36,7 @@ def _restarted(found: Supervisor, times: int) -> Callable[[], bool]:
     return lambda: found.meters is not None and found.meters.restarts.total == times and not found.trouble
 
 
-async def until(condition: Callable[[], bool], seconds: float = 8.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
     async with asyncio.timeout(seconds):
         while not condition():
             await asyncio.sleep(0.02)
@@ -69,7 +69,7 @@ def test_one_that_dies_again_and_again_is_given_up() -> None:
     async def main() -> None:
         found = supervised("ready()", restarts=2)
         await found.start()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             await found.watch()
         assert found.given_up.is_set() and found.meters is not None and found.meters.restarts.total == 2
         assert found.trouble == "the engine's process is not running."
@@ -97,20 +97,19 @@ def test_one_that_stands_still_is_noticed_and_replaced_and_blocks_nobody() -> No
     async def main() -> None:
         found = supervised(LISTENS, silence_seconds=0.6)
         await found.start()
-        watching = asyncio.create_task(found.watch())
         client = found.client
         assert client.process is not None and found.trouble == ""
         first = client.process.pid
         os.kill(first, signal.SIGSTOP)
         await asyncio.sleep(0.8)
         assert found.trouble == ""  # nobody waits for it
-        started = time.monotonic()
-        streams = [client.stream([[9] * 2000] * 8, Sampling()) for _ in range(40)]
-        assert time.monotonic() - started < 1 and client.alive
+        streams = [client.stream([[9] * 2000] * 8, Sampling()) for _ in range(40)]  # would wait for ever, if it waited
+        assert client.alive
         await until(lambda: "no step was finished for 0.6 seconds" in found.trouble)
+        watching = asyncio.create_task(found.watch())
         for stream in streams:
             with pytest.raises(WorkerDied):
-                async with asyncio.timeout(2):
+                async with asyncio.timeout(PATIENCE):
                     await stream.next()
         await until(lambda: not found.trouble)
         assert client.process.pid != first and client.silent_seconds == 0
@@ -125,9 +124,7 @@ def test_one_that_does_not_end_is_killed() -> None:
     async def main() -> None:
         found = supervised("ready()\ntime.sleep(60)")
         await found.start()
-        started = time.monotonic()
         await found.client.stop(0.3)
         assert found.client.process is not None and found.client.process.returncode == -signal.SIGKILL
-        assert time.monotonic() - started < 2
 
     asyncio.run(main())

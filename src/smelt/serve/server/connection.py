@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
+import socket
+import struct
+import termios
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.settings import Limits
+
+_TCP_INFO_ACKED = 120  # where Linux' struct tcp_info has tcpi_bytes_acked
 
 
 class Connection(H11Protocol):
@@ -21,7 +27,8 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         now = self.loop.time()
-        self._idle_since, self._read_at, self._unread = now, now, 0
+        self._idle_since, self._progress_at = now, now
+        self._unacked, self._acked = 0, 0
         self._watch: asyncio.TimerHandle | None = None
         if len(self.connections) > self.limits.connections:
             transport.abort()
@@ -51,11 +58,28 @@ class Connection(H11Protocol):
         cycle: Any = self.cycle
         if cycle is not None and not cycle.response_complete:
             self._idle_since = now
-        unread = self.transport.get_write_buffer_size()
-        if unread == 0 or unread < self._unread:
-            self._read_at = now
-        self._unread = unread
-        if now - self._idle_since > self.limits.head_seconds or now - self._read_at > self.limits.reader_seconds:
+        unacked, acked = self._sent()
+        if unacked == 0 or unacked < self._unacked or acked > self._acked:
+            self._progress_at = now
+        self._unacked, self._acked = unacked, acked
+        if now - self._idle_since > self.limits.head_seconds or now - self._progress_at > self.limits.reader_seconds:
             self.transport.abort()
         else:
             self._look_again()
+
+    def _sent(self) -> tuple[int, int]:
+        """Bytes that the client has not acknowledged, and bytes that it has.
+
+        The kernel buffers megabytes of a connection, so the transport's own buffer alone would show a client that does
+        not read only after all of that is full.
+        """
+        unacked, acked = self.transport.get_write_buffer_size(), 0
+        connection = self.transport.get_extra_info("socket")
+        try:
+            queued = fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, bytes(4))
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_ACKED + 8)
+            unacked += struct.unpack("i", queued)[0]
+            acked = struct.unpack_from("=Q", info, _TCP_INFO_ACKED)[0]
+        except (OSError, AttributeError, struct.error):  # not Linux, or closed meanwhile
+            pass
+        return unacked, acked
