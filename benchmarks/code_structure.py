@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PHRASES = ("keys and values", "KV cache")
-REGISTRATION = re.compile(r"^@\w+\(\s*\n?\s*[\"']", re.M)  # @method("gptq", ...), @scorer("snapkv"): a registry entry
+REGISTRATION = re.compile(r"^@[\w.]+\(\s*\n?\s*[\"']", re.M)  # @METHODS.register("gptq", ...): a registry entry
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from common import table, write
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.compression.base import Context
-from smelt.compression.recipe.methods import make
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
 from smelt.kernels.linear import Inputs, Packed, choose
 from smelt.measure.clock import stopwatch, time_call
 from smelt.measure.latency import decode_latency, latency
@@ -71,7 +71,9 @@ def _model(name: str) -> Model:
     if name != "float32":
         model.network.to(torch.bfloat16)
     if name.startswith("int"):
-        make({"method": "rtn", "bits": int(name[3:]), "group": GROUP, "symmetric": True}).apply(model, Context())
+        METHODS.build({"method": "rtn", "bits": int(name[3:]), "group": GROUP, "symmetric": True}).apply(
+            model, MethodContext()
+        )
     return model
 
 

@@ -15,8 +15,8 @@ import torch
 from common import table, write
 from transformers import BertConfig, BertForSequenceClassification
 
-from smelt.compression.base import Context
-from smelt.compression.recipe.methods import make
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
 from smelt.measure.latency import compare_latency
 from smelt.measure.memory import PeakMemory
 from smelt.models.model import Model
@@ -34,15 +34,17 @@ def main() -> None:
     torch.manual_seed(0)
     base = BertForSequenceClassification(BertConfig(num_labels=2)).eval().cuda()
     batches = [_batch(seed) for seed in range(SAMPLES // BATCH)]
-    make({"method": "fisher", "budget": {"macs": KEEP}}).apply(  # kernels and libraries are loaded here
-        Model(copy.deepcopy(base)), Context(batches=batches[:2])
+    METHODS.build({"method": "fisher", "budget": {"macs": KEEP}}).apply(  # kernels and libraries are loaded here
+        Model(copy.deepcopy(base)), MethodContext(batches=batches[:2])
     )
     rows = []
     for name, settings in SETTINGS.items():
         model = Model(copy.deepcopy(base))
         with PeakMemory() as memory:
             start = time.perf_counter()
-            make({"method": "fisher", "budget": {"macs": KEEP}, **settings}).apply(model, Context(batches=batches))
+            METHODS.build({"method": "fisher", "budget": {"macs": KEEP}, **settings}).apply(
+                model, MethodContext(batches=batches)
+            )
             torch.cuda.synchronize()
             seconds = time.perf_counter() - start
         rows.append({"stage": name, "seconds": seconds, "device_peak_bytes": memory.device_peak_bytes})

@@ -16,8 +16,8 @@ import torch
 from common import table, write
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from smelt.compression.base import Context
-from smelt.compression.recipe.methods import make
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
 from smelt.measure.cost import count_bytes
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
@@ -42,10 +42,10 @@ def main() -> None:
     weights = count_bytes(model.network)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     batches = [{"input_ids": torch.randint(SHAPE["vocab_size"], (BATCH, LENGTH))} for _ in range(SAMPLES // BATCH)]
-    context = Context(batches=batches, device=torch.device("cuda"))
+    context = MethodContext(batches=batches, device=torch.device("cuda"))
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    facts = make({"method": "gptq", "bits": 4, "group": 128}).apply(model, context)
+    facts = METHODS.build({"method": "gptq", "bits": 4, "group": 128}).apply(model, context)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -21,8 +21,8 @@ import torch
 from common import mean, shared, table, write
 from safetensors.torch import save_file
 
-from smelt.compression.base import Context
-from smelt.compression.recipe.methods import make
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
 from smelt.data import load_text, text_batches
 from smelt.measure.perplexity import tokens_of
 from smelt.models.load import load
@@ -45,7 +45,7 @@ def main() -> None:
 def _pair(options: argparse.Namespace, seed: int) -> dict[str, dict[str, float]]:
     """Both on one draw of the rotation and of the calibration text."""
     model = load("smollm2-135m")
-    make({"method": "rotate"}).apply(model, Context(seed=seed))
+    METHODS.build({"method": "rotate"}).apply(model, MethodContext(seed=seed))
     train = load_text(shared() / "data/wikitext2/train.txt.gz")
     test = tokens_of(model, load_text(shared() / "data/wikitext2/test.txt.gz"), options.windows * CONTEXT)
     batches = text_batches(
@@ -109,7 +109,7 @@ def _peer(
 def _ours(model: Model, batches: list[Any], windows: torch.Tensor) -> dict[str, float]:
     dense = _perplexity(model.network, windows)
     start = time.perf_counter()
-    make(SETTINGS).apply(model, Context(batches=batches))
+    METHODS.build(SETTINGS).apply(model, MethodContext(batches=batches))
     seconds = time.perf_counter() - start
     with decoded(model.network, torch.float32):
         return {"seconds": seconds, "perplexity": _perplexity(model.network, windows), "dense": dense}

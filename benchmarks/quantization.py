@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from common import kept_machine, kept_rows, mean, shared, table, write
 
-from smelt.compression.base import Context
-from smelt.compression.recipe.methods import make
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
 from smelt.data import TextData, load_text, text_batches
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.perplexity import perplexity
@@ -210,7 +210,7 @@ class _Bench:
         test = load_text(shared() / "data/wikitext2/test.txt.gz")
         self.plain = load("smollm2-135m", device=options.device)
         self.base = Model(copy.deepcopy(self.plain.network), self.plain.tokenizer, source=self.plain.source)
-        make({"method": "rotate"}).apply(self.base, Context(seed=seed))
+        METHODS.build({"method": "rotate"}).apply(self.base, MethodContext(seed=seed))
         self.batches = text_batches(
             train, self.base.tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=seed
         )
@@ -221,7 +221,7 @@ class _Bench:
         start = self.plain if job.method.startswith(UNROTATED) else self.base
         judge = self.answers if job.table == "last-block" else None
         torch.set_float32_matmul_precision("high" if self.tf32 else "highest")
-        facts, model = _applied(start, job.steps, Context(batches=self.batches, seed=self.seed))
+        facts, model = _applied(start, job.steps, MethodContext(batches=self.batches, seed=self.seed))
         torch.set_float32_matmul_precision("highest")
         if model is None:
             return facts
@@ -299,14 +299,14 @@ class _Answers:
         return {"answer_agreement": right.double().mean().item(), "answer_prefix": same.double().mean().item()}
 
 
-def _applied(base: Model, steps: Steps, context: Context) -> tuple[dict[str, Any], Model | None]:
+def _applied(base: Model, steps: Steps, context: MethodContext) -> tuple[dict[str, Any], Model | None]:
     """A row that fails is written down as it is, and the others go on."""
     model = Model(copy.deepcopy(base.network), base.tokenizer, source="smollm2-135m")
     start = time.perf_counter()
     bits = None
     try:
         for step in steps:
-            facts = make(step).apply(model, context)
+            facts = METHODS.build(step).apply(model, context)
             bits = facts.get("bits_per_weight", bits)
     except Exception as error:
         return {"failed": f"{type(error).__name__}: {error}"[:300]}, None

@@ -11,8 +11,8 @@ from typing import Any
 
 from common import KeptGradients, mean, minilm_sst2, shared, table, write
 
-from smelt.compression.base import Context
-from smelt.compression.recipe.methods import make
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
 from smelt.data import LabelledData, labelled_batches, load_labelled
 from smelt.measure.task import task_quality
 
@@ -49,7 +49,7 @@ def main() -> None:
     dense = task_quality(minilm_sst2(device), dev, max_length=LENGTH).value
     rows: list[dict[str, Any]] = []
     for seed in SEEDS:
-        context = Context(batches=_batches(train, seed), seed=seed, checkpoint=KeptGradients())
+        context = MethodContext(batches=_batches(train, seed), seed=seed, checkpoint=KeptGradients())
         for keep in BUDGETS:
             for stage, settings in STAGES.items():
                 rows.append(_run(stage, settings, keep, seed, context, dev, device))
@@ -65,11 +65,11 @@ def _batches(train: LabelledData, seed: int) -> list[Any]:
 
 
 def _run(
-    stage: str, settings: dict[str, Any], keep: float, seed: int, context: Context, dev: LabelledData, device: str
+    stage: str, settings: dict[str, Any], keep: float, seed: int, context: MethodContext, dev: LabelledData, device: str
 ) -> dict[str, Any]:
     model = minilm_sst2(device)
     start = time.perf_counter()
-    facts = make({**settings, "budget": {"macs": keep}}).apply(model, context)
+    facts = METHODS.build({**settings, "budget": {"macs": keep}}).apply(model, context)
     seconds = time.perf_counter() - start
     accuracy = task_quality(model, dev, max_length=LENGTH).value
     return {"stage": stage, "keep": keep, "seed": seed, "accuracy": accuracy, "seconds": seconds, **facts}

@@ -15,7 +15,7 @@ import numpy as np
 from common import KeptGradients, minilm_sst2, shared, table, write
 from sst2 import AUTHORS, BATCH, BUDGETS, LENGTH, SAMPLES, STAGES
 
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.data import labelled_batches, load_labelled
 from smelt.measure.task import task_quality
 
@@ -30,12 +30,12 @@ def main() -> None:
     batches = labelled_batches(
         sample, minilm_sst2().tokenizer, samples=None, max_length=LENGTH, batch_size=BATCH, seed=0, shuffle=False
     )
-    context = Context(batches=batches, checkpoint=KeptGradients())
+    context = MethodContext(batches=batches, checkpoint=KeptGradients())
     rows: list[dict[str, Any]] = []
     for stage in AUTHORS:
         for position, keep in enumerate(BUDGETS):
             model = minilm_sst2(device)
-            facts = make({**STAGES[stage], "budget": {"macs": keep}}).apply(model, context)
+            facts = METHODS.build({**STAGES[stage], "budget": {"macs": keep}}).apply(model, context)
             accuracy = task_quality(model, dev, max_length=LENGTH).value
             rows.append(
                 {"stage": stage, "keep": keep, "accuracy": accuracy, "authors": AUTHORS[stage][position], **facts}

@@ -15,8 +15,8 @@ from typing import Any
 
 from common import KeptGradients, kept_rows, mean, shared, table, write
 
-from smelt.compression.base import Context
-from smelt.compression.recipe.methods import make
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
 from smelt.data import TextData, load_text, text_batches
 from smelt.measure.perplexity import perplexity
 from smelt.models.load import load
@@ -24,7 +24,7 @@ from smelt.models.model import Model
 
 REMOVED = (0.1, 0.2, 0.3)
 CONTEXT, LENGTH, BATCH = 1024, 256, 4
-METHODS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "random": {"method": "random"},
     "magnitude": {"method": "magnitude"},
     "Wanda-sp": {"method": "wanda-sp"},
@@ -53,9 +53,9 @@ def main() -> None:
         batches = text_batches(
             train, base.tokenizer, samples=options.samples, length=LENGTH, batch_size=BATCH, seed=seed
         )
-        context = Context(batches=batches, seed=seed, checkpoint=KeptGradients())
+        context = MethodContext(batches=batches, seed=seed, checkpoint=KeptGradients())
         for removed in REMOVED:
-            for name, settings in METHODS.items():
+            for name, settings in SETTINGS.items():
                 if (name, removed, seed) in done:
                     continue
                 rows.append(_run(name, settings, removed, seed, context, test, limit, base))
@@ -74,12 +74,12 @@ def _options() -> argparse.Namespace:
 
 
 def _run(
-    name: str, settings: dict[str, Any], removed: float, seed: int, context: Context, test: TextData, limit: int,
+    name: str, settings: dict[str, Any], removed: float, seed: int, context: MethodContext, test: TextData, limit: int,
     base: Model,
 ) -> dict[str, Any]:  # fmt: skip
     model = Model(copy.deepcopy(base.network), base.tokenizer)
     start = time.perf_counter()
-    facts = make({**settings, "budget": {"parameters": 1 - removed}}).apply(model, context)
+    facts = METHODS.build({**settings, "budget": {"parameters": 1 - removed}}).apply(model, context)
     seconds = time.perf_counter() - start
     value = perplexity(model, test, context=CONTEXT, limit=limit, batch_size=BATCH).value
     return {"method": name, "removed": removed, "seed": seed, "perplexity": value, "seconds": seconds, **facts}
@@ -90,7 +90,7 @@ def _text(dense: float, rows: list[dict[str, Any]], options: argparse.Namespace,
         found = [row["perplexity"] for row in rows if row["method"] == name and row["removed"] == removed]
         return f"{mean(found):.1f}" + (f" ({min(found):.1f}-{max(found):.1f})" if len(found) > 1 else "")
 
-    cells = [[name, *(cell(name, removed) for removed in REMOVED)] for name in METHODS]
+    cells = [[name, *(cell(name, removed) for removed in REMOVED)] for name in SETTINGS]
     title = (
         "# SmolLM2-135M on WikiText-2: perplexity after removing block parameters\n\n"
         f"Mean of {seeds} seeds and (lowest-highest); dense {dense:.2f}. {options.samples} windows of {LENGTH} tokens "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from smelt.compression.base import Method
-from smelt.compression.recipe.methods import METHODS
+from smelt.compression.methods import METHODS
 
 PAGE = Path(__file__).parent / "methods.md"
 INTRODUCTION = """\

@@ -23,6 +23,7 @@ from smelt.cli.app import app_with
 from smelt.compression.base import METHODS
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
 from smelt.models.families import FAMILIES
+from smelt.registry import Registry
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -144,7 +145,9 @@ def test_the_worked_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The method on the page, put where the page says, passes the test on the page."""
     method_text, test_text = blocks(WORKED_EXAMPLE, "python")
     example, its_test = ModuleType("smelt.compression.pruning.activation"), ModuleType("test_activation")
-    monkeypatch.setattr("smelt.compression.base.METHODS", {})  # so that the example does not stay on the list
+    monkeypatch.setattr(
+        "smelt.compression.base.METHODS", Registry("method")
+    )  # so that the example does not stay on the list
     for module, text in ((example, method_text), (its_test, test_text)):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(compile(text, module.__name__, "exec", dont_inherit=True), module.__dict__)

@@ -1,74 +1,337 @@
-"""YAML into frozen dataclasses: keys and kinds of values are checked, and a wrong key is told the nearest one."""
+"""Read YAML and plain data into frozen dataclasses, and write their JSON Schema for editors.
+
+One reader for recipes, training and serving settings and registered classes. It follows the resolved type hints, so a
+module may or may not postpone its annotations. Field metadata it knows, as `field(default=..., metadata={...})` or
+`renamed("old_key", default=...)`:
+
+    renamed_from    tuple of old keys: accepted with a FutureWarning
+    renamed_values  mapping of old to new values: accepted with a FutureWarning
+    aliases         mapping of further spellings to values, such as {"auto": None}
+    example         shown in the error when a required key is missing
+
+A class with a `from_config(value)` classmethod parses its own value; its `config_schema()` describes it.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import types
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 from smelt.errors import ConfigError
 
-Made = TypeVar("Made")
-_LARGEST = 1_000_000  # bytes of a file
-_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a set of keys"}
+T = TypeVar("T")
+_MAX_FILE_BYTES = 1_000_000
+_MAX_NODES = 100_000  # of a YAML document once its aliases are expanded
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    dict: "a mapping",
+    list: "a list",
+    tuple: "a list",
+    type(None): "null",
+}
+_SCHEMA_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null"}
 
 
-def read_yaml(path: Path) -> Any:
-    """The plain content of a small YAML file."""
+# --- YAML -------------------------------------------------------------------------------------------------------------
+
+
+def read_yaml(path: Path, noun: str = "configuration", error: type[ConfigError] = ConfigError) -> Any:
+    """Return the plain content of a small YAML file; `noun` names the file in errors."""
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ConfigError(f"{path} is too large to be a configuration.")
-        return yaml.safe_load(path.read_text(encoding="utf-8"))
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise error(f"{path} is too large to be a {noun}.")
+        return load_yaml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"there is no configuration at {path}.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the configuration {path} cannot be read ({error}).") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # a date that is none is a ValueError
-        raise ConfigError(f"{path} is not valid YAML ({' '.join(str(error).split())[:200]}).") from error
+        raise error(f"there is no {noun} at {path}.") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise error(f"the {noun} {path} cannot be read ({problem}).") from problem
+    except (yaml.YAMLError, ValueError, RecursionError) as problem:  # an impossible date is a ValueError
+        raise error(f"{path} is not valid YAML ({' '.join(str(problem).split())[:200]}).") from problem
 
 
-def parse(kind: type[Made], content: Any, where: str) -> Made:
-    """A dataclass from a set of keys; `where` names them in errors."""
-    if not isinstance(content, Mapping):
-        raise ConfigError(f"{where} is a set of keys, not {content!r:.80}.")
-    wanted = get_type_hints(kind)
-    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
-    for key in content:
-        if key not in names:
-            raise ConfigError(f"{where} has no key {key!r:.80}{nearest(key, names)}")
-    return kind(**{key: _value(value, wanted[key], key, where) for key, value in content.items()})
+def load_yaml(text: str) -> Any:
+    """Load plain data from YAML; duplicate keys and alias bombs are errors."""
+    return yaml.load(text, _StrictLoader)
 
 
-def nearest(key: Any, names: list[str]) -> str:
-    """The end of a sentence about a name that does not exist."""
-    found = get_close_matches(str(key), names, n=1)
-    return f"; did you mean {found[0]!r}?" if found else f"; it has {', '.join(names)}."
+class _StrictLoader(yaml.SafeLoader):
+    def get_single_node(self) -> yaml.Node | None:
+        node: yaml.Node | None = super().get_single_node()
+        if node is not None:
+            _check_node(node, {})
+        return node
 
 
-def number(text: Any) -> Any:
-    """A number that YAML takes for text, such as 3e-4, as a number; anything else as it is."""
+def _check_node(node: yaml.Node, sizes: dict[int, int | None]) -> int:
+    """Return the number of nodes with aliases expanded."""
+    if id(node) in sizes:
+        size = sizes[id(node)]
+        if size is None:
+            raise _yaml_error("a node contains itself", node)
+        return size
+    sizes[id(node)] = None
+    children: list[yaml.Node] = []
+    if isinstance(node, yaml.SequenceNode):
+        children = node.value
+    elif isinstance(node, yaml.MappingNode):
+        keys: set[tuple[str, str]] = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in keys:
+                raise _yaml_error(f"the key {key.value!r:.80} appears twice", key)
+            if isinstance(key, yaml.ScalarNode):
+                keys.add((key.tag, key.value))
+            children += [key, value]
+    size = 1 + sum(_check_node(child, sizes) for child in children)
+    if size > _MAX_NODES:
+        raise _yaml_error("its aliases expand to too much", node)
+    sizes[id(node)] = size
+    return size
+
+
+def _yaml_error(problem: str, node: yaml.Node) -> yaml.YAMLError:
+    return yaml.YAMLError(f"{problem}, line {node.start_mark.line + 1}")
+
+
+# --- plain data to dataclasses ----------------------------------------------------------------------------------------
+
+
+def parse(cls: type[T], content: Any, where: str, *, noun: str = "key", error: type[ConfigError] = ConfigError) -> T:
+    """Build the dataclass `cls` from a mapping.
+
+    `where` names the mapping in errors, `noun` its keys; ConfigErrors are raised as `error`.
+    """
     try:
-        return float(text) if isinstance(text, str) else text
-    except ValueError:
-        return text
+        return _parse(cls, content, where, noun)
+    except ConfigError as problem:
+        if isinstance(problem, error):
+            raise
+        raise error(str(problem)) from problem
 
 
-def _value(value: Any, wanted: Any, key: str, where: str) -> Any:
-    options = get_args(wanted) if get_origin(wanted) in (Union, types.UnionType) else (wanted,)
-    if value is None and type(None) in options:
-        return None
-    for option in options:
-        if is_dataclass(option):
-            return parse(option, value, f"`{key}` of {where}")  # type: ignore[arg-type]
-        plain = get_origin(option) or option
-        if plain is float and not isinstance(value, bool) and isinstance(number(value), int | float):
-            return float(number(value))
-        if isinstance(value, plain) and (plain is bool or not isinstance(value, bool)):
-            return value
-    words = " or ".join(_WORDS.get(get_origin(option) or option, "nothing") for option in options)
-    raise ConfigError(f"{key} of {where} must be {words}, not {value!r:.80}.")
+def renamed(*old_keys: str, default: Any, **metadata: Any) -> Any:
+    """Declare a dataclass field that is also read from its old keys, with a warning."""
+    return dataclasses.field(default=default, metadata={"renamed_from": old_keys, **metadata})
+
+
+def suggest(name: Any, options: Sequence[str], otherwise: str = "it has") -> str:
+    """End a sentence about an unknown name: with the nearest option, or with all of them."""
+    matches = get_close_matches(str(name), options, n=1)
+    if matches:
+        return f"; did you mean {matches[0]!r}?"
+    return f"; {otherwise} {', '.join(options) or 'none'}."
+
+
+def warn_renamed(old: str, new: str, where: str = "") -> None:
+    """Warn, in one line, about an old spelling that still works."""
+    place = f" in {where}" if where else ""
+    warnings.warn(f"`{old}`{place} is now called `{new}`; the old name will stop working.", FutureWarning, stacklevel=2)
+
+
+def as_number(value: Any) -> Any:
+    """Convert a number that YAML reads as text, such as 3e-4; return anything else unchanged."""
+    return float(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+
+
+def renamed_keys(cls: type) -> dict[str, str]:
+    """Map each old key of a dataclass to its new one."""
+    return {old: field.name for field in _fields(cls) for old in _metadata(cls, field.name).get("renamed_from", ())}
+
+
+def _parse(cls: type[T], content: Any, where: str, noun: str = "key") -> T:
+    if isinstance(content, cls):
+        return content
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"{where} must be a mapping, not {content!r:.80}.")
+    known, hints, old_keys = {field.name: field for field in _fields(cls)}, _hints(cls), renamed_keys(cls)
+    values: dict[str, Any] = {}
+    for key, value in content.items():
+        name = old_keys.get(key, key)
+        if name not in known:
+            raise ConfigError(f"{where} has no {noun} {key!r:.80}{suggest(key, list(known))}")
+        if name in values:
+            raise ConfigError(f"{where} has both {name!r} and its old name; remove the old one.")
+        if name != key:
+            warn_renamed(key, name, where)
+        values[name] = _field_value(name, value, hints[name], _metadata(cls, name), where)
+    for name, field in known.items():
+        if name not in values and field.default is MISSING and field.default_factory is MISSING:
+            example = _metadata(cls, name).get("example")
+            raise ConfigError(f"{where} needs `{name}`" + (f", such as `{example}`." if example else "."))
+    return cls(**values)
+
+
+def _field_value(key: str, value: Any, hint: Any, metadata: Mapping[str, Any], where: str) -> Any:
+    aliases, renamed = metadata.get("aliases", {}), metadata.get("renamed_values", {})
+    if isinstance(value, str) and value in aliases:
+        return aliases[value]
+    if isinstance(value, str) and value in renamed:
+        warn_renamed(f"{key}: {value}", f"{key}: {renamed[value]}", where)
+        value = renamed[value]
+    return _convert(value, hint, key, where)
+
+
+class _Mismatch(Exception):
+    """The value is not of this type."""
+
+
+def _convert(value: Any, hint: Any, key: str, where: str) -> Any:
+    """Convert one value to its declared type, or say what it must be."""
+    for option in _options(hint):
+        try:
+            return _as_type(value, option, key, where)
+        except _Mismatch:
+            continue
+    choices = [choice for option in _options(hint) if get_origin(option) is Literal for choice in get_args(option)]
+    if choices and isinstance(value, str):
+        names = [str(choice) for choice in choices]
+        raise ConfigError(f"{key} of {where} must be one of {', '.join(names)}, not {value!r:.80}.")
+    raise ConfigError(f"{key} of {where} must be {_describe(hint)}, not {value!r:.80}.")
+
+
+def _as_type(value: Any, option: Any, key: str, where: str) -> Any:
+    origin = get_origin(option) or option
+    if origin is Any:
+        return value
+    if origin is Literal:
+        for choice in get_args(option):
+            if type(choice) is type(value) and choice == value:
+                return choice
+        raise _Mismatch
+    if hasattr(origin, "from_config"):
+        return value if isinstance(value, origin) else origin.from_config(value)
+    if is_dataclass(origin):
+        return _parse(origin, value, f"`{key}` of {where}")  # type: ignore[arg-type]
+    if origin is float:
+        return _as_float(value)
+    if origin in (list, tuple):
+        return _as_sequence(value, option, origin, key, where)
+    if origin in (dict, Mapping) and isinstance(value, Mapping):
+        arguments = get_args(option)
+        return {k: _convert(v, arguments[1], str(k), where) for k, v in value.items()} if arguments else dict(value)
+    if isinstance(value, origin) and (origin in (bool, object) or not isinstance(value, bool)):
+        return value
+    raise _Mismatch
+
+
+def _as_float(value: Any) -> float:
+    number = as_number(value)
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        raise _Mismatch
+    try:
+        return float(number)
+    except OverflowError:
+        raise _Mismatch from None
+
+
+def _as_sequence(value: Any, option: Any, origin: type, key: str, where: str) -> Any:
+    if not isinstance(value, list | tuple):
+        raise _Mismatch
+    arguments = get_args(option)
+    if origin is tuple and arguments and arguments[-1] is not Ellipsis:
+        if len(arguments) != len(value):
+            raise ConfigError(f"{key} of {where} must be a list of {len(arguments)}, not {value!r:.80}.")
+        return tuple(_convert(item, hint, key, where) for item, hint in zip(value, arguments, strict=True))
+    return origin(_convert(item, arguments[0] if arguments else Any, key, where) for item in value)
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _describe(hint: Any) -> str:
+    names = []
+    for option in _options(hint):
+        origin = get_origin(option) or option
+        if origin is Literal:
+            names += [str(choice) for choice in get_args(option)]
+        else:
+            names.append(_NAMES.get(origin) or f"a {origin.__name__}")
+    return " or ".join(names)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    return get_type_hints(cls)
+
+
+def _metadata(cls: type, name: str) -> dict[str, Any]:
+    """Merge a field's metadata over the base classes: a subclass that changes a default keeps it."""
+    bases = [vars(base).get("__dataclass_fields__", {}) for base in reversed(cls.__mro__)]
+    return {key: value for known in bases if name in known for key, value in known[name].metadata.items()}
+
+
+def _fields(cls: type) -> list[Field[Any]]:
+    return [field for field in fields(cls) if field.init]
+
+
+# --- JSON Schema ------------------------------------------------------------------------------------------------------
+
+
+def json_schema(cls: type) -> dict[str, Any]:
+    """Describe the mappings that `parse` accepts for a dataclass, as JSON Schema (2020-12)."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": cls.__name__, **object_schema(cls)}
+
+
+def object_schema(cls: type) -> dict[str, Any]:
+    """Describe one dataclass, without the header of a schema file."""
+    hints, properties, required = _hints(cls), {}, []
+    for field in _fields(cls):
+        schema = _value_schema(hints[field.name])
+        metadata = _metadata(cls, field.name)
+        spellings = [*metadata.get("aliases", {}), *metadata.get("renamed_values", {})]
+        if spellings:
+            schema = {"anyOf": [schema, {"enum": spellings}]}
+        default = _plain_default(field)
+        properties[field.name] = schema if default is MISSING else {**schema, "default": default}
+        if field.default is MISSING and field.default_factory is MISSING:
+            required.append(field.name)
+        for old in metadata.get("renamed_from", ()):
+            properties[old] = {**schema, "deprecated": True, "description": f"renamed to `{field.name}`"}
+    return {
+        "description": (cls.__doc__ or "").strip().partition("\n")[0],
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }
+
+
+def _value_schema(hint: Any) -> dict[str, Any]:
+    options = _options(hint)
+    if len(options) > 1:
+        return {"anyOf": [_value_schema(option) for option in options]}
+    origin, arguments = get_origin(hint) or hint, get_args(hint)
+    if origin is Literal:
+        return {"enum": list(arguments)}
+    if hasattr(origin, "config_schema"):
+        return dict(origin.config_schema())
+    if isinstance(origin, type) and is_dataclass(origin):
+        return object_schema(origin)
+    if origin in (list, tuple):
+        item = arguments[0] if arguments and (origin is list or arguments[-1] is Ellipsis) else Any
+        return {"type": "array", "items": _value_schema(item)}
+    if origin in (dict, Mapping):
+        return {"type": "object", **({"additionalProperties": _value_schema(arguments[1])} if arguments else {})}
+    return {"type": _SCHEMA_TYPES[origin]} if origin in _SCHEMA_TYPES else {}
+
+
+def _plain_default(field: Field[Any]) -> Any:
+    default = field.default if field.default_factory is MISSING else field.default_factory()
+    if is_dataclass(default) and not isinstance(default, type):
+        default = dataclasses.asdict(default)
+    if isinstance(default, tuple):
+        default = list(default)
+    plain = default is None or isinstance(default, bool | int | float | str | list | dict)
+    return default if plain else MISSING

@@ -10,9 +10,9 @@ import pytest
 import transformers
 
 from smelt.compression.budget import MEASURES
+from smelt.compression.methods import METHODS
 from smelt.compression.pruning.base import StructuredPruning
 from smelt.compression.quantization.base import Quantization
-from smelt.compression.recipe.methods import METHODS
 from smelt.measure.cost import block_parameters, count_bytes, count_parameters
 from smelt.models.load import load
 from tests.character_tokenizer import character_tokenizer

@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 import smelt.compression.quantization  # noqa: F401  (puts the methods on the list)
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.errors import FormatError
 from smelt.export.run import export
 from smelt.models.load import load
@@ -23,7 +23,7 @@ SYMMETRIC = {"group": 16, "symmetric": True}
 
 def quantised(name: str, folder: Path, **settings: Any) -> Model:
     model = loaded(name, folder)
-    make({"method": "rtn", **settings}).apply(model, Context(batches=batches()))
+    METHODS.build({"method": "rtn", **settings}).apply(model, MethodContext(batches=batches()))
     return model
 
 

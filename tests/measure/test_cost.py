@@ -11,7 +11,7 @@ import transformers as hf
 from safetensors.torch import load_file
 
 from smelt.cli.inspect import describe
-from smelt.compression.base import Context
+from smelt.compression.base import MethodContext
 from smelt.compression.quantization.rilq import Rilq
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.compression.recipe.plan import plan
@@ -107,7 +107,7 @@ def with_factors(build: Callable[[], hf.PreTrainedModel]) -> tuple[Model, Model]
     """A quantised model, and the same one with low-rank factors beside every layer."""
     plain, model = (Model(build()) for _ in range(2))
     for each in (plain, model):
-        RoundToNearest(bits=4, group=16).apply(each, Context())
+        RoundToNearest(bits=4, group=16).apply(each, MethodContext())
     for layer in quantized_layers(model.network).values():
         layer.add_factors(torch.randn(RANK, layer.in_features), torch.randn(layer.out_features, RANK))
     return plain, model

@@ -12,7 +12,7 @@ import transformers as hf
 from torch import Tensor
 
 import smelt.compression.pruning  # noqa: F401  (puts the methods on the list)
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.masks import masked, unit_masks
 from smelt.errors import ConfigError, ModelError
 from smelt.measure.cost import Workload, active_parameters, block_cost, block_parameters, unit_bytes, unit_macs
@@ -128,7 +128,7 @@ def test_cut_experts_have_widths_of_their_own_and_are_saved_so(name: str, tmp_pa
 def test_pruning_methods_take_mixtures(method: str, tmp_path: Path) -> None:
     model = loaded("olmoe", tmp_path, starved=True)
     settings = {"method": method, "budget": {"parameters": 0.8}, **({"finish": "none"} if method == "fisher" else {})}
-    facts = make(settings).apply(model, Context(batches=labelled()))
+    facts = METHODS.build(settings).apply(model, MethodContext(batches=labelled()))
     assert facts["parameters_removed"] > 0
     assert all(part.units == 2 for part in model.anatomy.parts if part.fixed)  # normed together, so they stay
     assert bool(logits(model.network).isfinite().all())
@@ -141,14 +141,16 @@ def test_pruning_methods_take_mixtures(method: str, tmp_path: Path) -> None:
 def test_repairs_of_mixtures_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = loaded("mixtral", tmp_path)
     with pytest.raises(ConfigError, match=message):
-        make({"method": "magnitude", "budget": {"macs": 0.8}, **changes}).apply(model, Context(batches=batches()))
+        METHODS.build({"method": "magnitude", "budget": {"macs": 0.8}, **changes}).apply(
+            model, MethodContext(batches=batches())
+        )
 
 
 def test_a_latency_budget_is_refused(tmp_path: Path) -> None:
     model = loaded("mixtral", tmp_path)
     with pytest.raises(ConfigError, match="for a mixture of experts use macs"):
-        make({"method": "fisher", "budget": {"latency": 0.8}, "finish": "none"}).apply(
-            model, Context(batches=labelled())
+        METHODS.build({"method": "fisher", "budget": {"latency": 0.8}, "finish": "none"}).apply(
+            model, MethodContext(batches=labelled())
         )
 
 

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from smelt.cache import cache_folder
-from smelt.compression.base import Context
+from smelt.compression.base import MethodContext
 from smelt.compression.budget import Budget
 from smelt.compression.pruning.magnitude import Magnitude
 from smelt.compression.quantization.lfq import LogitLoss
@@ -189,9 +189,9 @@ def test_methods_for_dense_networks_refuse_it(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="lfq needs a language model whose head"):
         LogitLoss.check(model.anatomy)
     with pytest.raises(ModelError, match="quantised already"):
-        RoundToNearest().apply(model, Context())
+        RoundToNearest().apply(model, MethodContext())
     with pytest.raises(ModelError, match="quantised already; prune"):
-        Magnitude(budget=Budget("parameters", 0.8)).apply(model, Context())
+        Magnitude(budget=Budget("parameters", 0.8)).apply(model, MethodContext())
 
 
 def test_a_file_that_lacks_a_matrix(tmp_path: Path) -> None:

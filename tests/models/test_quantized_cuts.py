@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smelt.compression.base import Context
+from smelt.compression.base import MethodContext
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import ModelError
 from smelt.measure.cost import Workload, block_cost, unit_costs
@@ -90,7 +90,7 @@ def test_what_shares_a_scale_is_not_mixed() -> None:
 def test_surgery_on_packed_layers_is_surgery_on_what_they_decode_to(name: str) -> None:
     """Heads and filters leave; prices, low-rank factors included, are what they free."""
     model = Model(BUILDS[name]())
-    RoundToNearest(bits=8, group=-1).apply(model, Context())
+    RoundToNearest(bits=8, group=-1).apply(model, MethodContext())
     plain = BUILDS[name]()
     modules = dict(plain.named_modules())
     with torch.no_grad():

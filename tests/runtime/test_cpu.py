@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from smelt.compression.base import Context
-from smelt.compression.recipe.methods import make
+from smelt.compression.base import MethodContext
+from smelt.compression.methods import METHODS
 from smelt.kernels.cpu.build import load_library
 from smelt.kernels.cpu.program import can_run
 from smelt.kernels.paged import CPU, Pages, attention_path, paged_attention, paged_reference
@@ -31,7 +31,7 @@ SIZES: dict[str, Any] = {"blocks": 40, "size": 4, "most_tokens": 64, "most_reque
 
 def quantised(settings: dict[str, Any]) -> Any:
     model = Model(BUILDS["llama"]())
-    make(settings).apply(model, Context())
+    METHODS.build(settings).apply(model, MethodContext())
     return model.network
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from smelt.cli.output import JsonOption, SeedOption, console, table, write_json
-from smelt.compression.recipe.methods import METHODS
+from smelt.compression.methods import METHODS
 
 
 def run(json_file: JsonOption = None, seed: SeedOption = 0) -> None:

@@ -1,4 +1,4 @@
-"""The budget: what the result must meet, as a share of what the blocks of the given model cost."""
+"""The compression budget: what the result must meet, relative to the blocks of the source model."""
 
 from __future__ import annotations
 
@@ -13,28 +13,38 @@ MEASURES = ("parameters", "macs", "bytes", "latency")
 
 @dataclass(frozen=True)
 class Budget:
-    """Keep at most the share `keep` of `measure`; bytes are what decoding a token reads, latency is measured."""
+    """Keep at most the fraction `keep` of `measure`; bytes are those read per decoded token, latency is measured."""
 
     measure: str
     keep: float
 
     def __post_init__(self) -> None:
         if self.measure not in MEASURES:
-            raise RecipeError(f"a budget is over one of {', '.join(MEASURES)}, not {self.measure!r}.")
+            raise RecipeError(f"a budget limits one of {', '.join(MEASURES)}, not {self.measure!r}.")
         if isinstance(self.keep, bool) or not isinstance(self.keep, int | float) or not 0 < self.keep <= 1:
-            raise RecipeError(f"a budget keeps a share above 0 and at most 1 of {self.measure}, not {self.keep!r}.")
+            raise RecipeError(f"a budget keeps a fraction above 0 and at most 1 of {self.measure}, not {self.keep!r}.")
 
     @classmethod
-    def parse(cls, value: Any) -> Budget:
-        """From a recipe: `{macs: 0.6}`."""
-        if isinstance(value, cls):
-            return value
+    def from_config(cls, value: Any) -> Budget:
+        """Parse the form used in recipes: `{macs: 0.6}`."""
         if not isinstance(value, Mapping) or len(value) != 1:
             raise RecipeError(
-                f"a budget is written as one measure and its share, such as {{macs: 0.6}}, not {value!r}."
+                f"a budget is written as one measure and the fraction to keep, such as {{macs: 0.6}}, not {value!r}."
             )
         ((measure, keep),) = value.items()
         return cls(str(measure), keep)
+
+    @classmethod
+    def config_schema(cls) -> dict[str, Any]:
+        fraction = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+        return {
+            "description": "the fraction to keep of one measure, such as {macs: 0.6}",
+            "type": "object",
+            "properties": dict.fromkeys(MEASURES, fraction),
+            "minProperties": 1,
+            "maxProperties": 1,
+            "additionalProperties": False,
+        }
 
     def to_json(self) -> dict[str, float]:
         return {self.measure: self.keep}

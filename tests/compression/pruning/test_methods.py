@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import smelt.compression.pruning  # noqa: F401  (puts the methods on the list)
-from smelt.compression.base import METHODS, Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.errors import BudgetError, RecipeError
 from smelt.measure.cost import Workload, block_cost
 from smelt.models.load import load
@@ -33,8 +33,8 @@ WORKLOAD = Workload(tokens=11, image_size=32)
 def run(name: str, settings: dict[str, Any], batches: int = 4, seed: int = 0) -> Model:
     model = Model(BUILDS[name]())
     model.network.config.image_size = 32
-    context = Context(batches=[labelled(name, i) for i in range(batches)], seed=seed)
-    make({"tokens": 11, **settings}).apply(model, context)
+    context = MethodContext(batches=[labelled(name, i) for i in range(batches)], seed=seed)
+    METHODS.build({"tokens": 11, **settings}).apply(model, context)
     return model
 
 
@@ -118,13 +118,13 @@ def test_weights_come_back_trainable_and_the_network_unhooked(name: str) -> None
         ({"method": "fisher", "budget": {"macs": 0}}, "above 0"),
         ({"method": "fisher", "budget": {"macs": 1.5}}, "at most 1"),
         ({"method": "fisher", "budget": {"macs": float("nan")}}, "above 0"),
-        ({"method": "fisher", "budget": {"energy": 0.5}}, "is over one of"),
-        ({"method": "fisher", "budget": {"macs": 0.5}, "finish": "magic"}, "is one of"),
+        ({"method": "fisher", "budget": {"energy": 0.5}}, "limits one of"),
+        ({"method": "fisher", "budget": {"macs": 0.5}, "finish": "magic"}, "must be one of"),
         ({"method": "fisher", "budget": {"macs": 0.5}, "cap": 2.0}, "between"),
-        ({"method": "fisher", "budget": {"macs": 0.5}, "multiple": "8"}, "must be int"),
-        ({"method": "fisher", "budget": {"macs": 0.5}, "rearranged": 1}, "must be bool"),
-        ({"method": "fisher"}, "needs a budget"),
-        ({"method": "flap", "budget": {"macs": 0.5}, "finish": "magic"}, "is one of"),
+        ({"method": "fisher", "budget": {"macs": 0.5}, "multiple": "8"}, "must be an integer"),
+        ({"method": "fisher", "budget": {"macs": 0.5}, "rearranged": 1}, "must be true or false"),
+        ({"method": "fisher"}, "needs `budget`"),
+        ({"method": "flap", "budget": {"macs": 0.5}, "finish": "magic"}, "must be one of"),
         ({"method": "random", "budget": {"latency": 0.5}}, "latency"),
         ({"method": "sharks", "budget": {"macs": 0.5}}, "there is no method"),
         ({"method": "fisher", "budget": {"macs": 0.5}, "lazers": 3}, "no parameter"),
@@ -132,7 +132,7 @@ def test_weights_come_back_trainable_and_the_network_unhooked(name: str) -> None
 )
 def test_impossible_settings_are_one_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
-        make(settings)
+        METHODS.build(settings)
     assert "\n" not in str(caught.value)
 
 
@@ -174,7 +174,9 @@ def test_ordering_on_a_real_language_model(shared: Path) -> None:
             "full": {"method": "fisher"},
         }.items():
             model = load(folder)
-            make({**settings, "budget": {"parameters": 0.8}}).apply(model, Context(batches=batches, seed=seed))
+            METHODS.build({**settings, "budget": {"parameters": 0.8}}).apply(
+                model, MethodContext(batches=batches, seed=seed)
+            )
             found[name].append(perplexity(model, evaluation, context=96).value)
     means = {name: float(np.mean(values)) for name, values in found.items()}
     assert means["full"] < means["search"] < means["random"], means

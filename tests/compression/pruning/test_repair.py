@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.compression.base import Context
+from smelt.compression.base import MethodContext
 from smelt.compression.calibration.least_squares import NormalEquations, unit_equations
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.pruning.reconstruct import reconstruct
@@ -108,7 +108,7 @@ def test_a_network_that_loses_nothing_is_left_as_it_is(name: str, kind: str) -> 
     with torch.no_grad():
         before = network(**batches[0]).logits
     finisher = Finisher(kind, solver="ridge", damping=1e-4)
-    cut_and_repair(Model(network), everything(network), finisher, Context(batches=batches))
+    cut_and_repair(Model(network), everything(network), finisher, MethodContext(batches=batches))
     with torch.no_grad():
         assert (network(**batches[0]).logits - before).abs().max() < 1e-3
 
@@ -126,7 +126,7 @@ def test_repair_brings_the_last_states_closer_than_cutting_alone(name: str, kind
     expected = last_states(BUILDS[name](), batches)
     plain, network = BUILDS[name](), BUILDS[name]()
     cut(plain, half(plain))
-    cut_and_repair(Model(network), half(network), Finisher(kind, solver="ridge"), Context(batches=batches))
+    cut_and_repair(Model(network), half(network), Finisher(kind, solver="ridge"), MethodContext(batches=batches))
     assert (last_states(network, batches) - expected).norm() < (last_states(plain, batches) - expected).norm()
 
 
@@ -135,9 +135,11 @@ def test_a_killed_repair_goes_on_to_the_same_bits(kind: str, tmp_path: Path) -> 
     batches = [labelled("llama", seed) for seed in range(3)]
     whole, resumed = BUILDS["llama"](), BUILDS["llama"]()
     finisher = Finisher(kind, solver="ridge")
-    cut_and_repair(Model(whole), half(whole), finisher, Context(batches=batches, checkpoint=Checkpoint(tmp_path)))
+    cut_and_repair(Model(whole), half(whole), finisher, MethodContext(batches=batches, checkpoint=Checkpoint(tmp_path)))
     (tmp_path / "block-002.safetensors").unlink()
-    cut_and_repair(Model(resumed), half(resumed), finisher, Context(batches=batches, checkpoint=Checkpoint(tmp_path)))
+    cut_and_repair(
+        Model(resumed), half(resumed), finisher, MethodContext(batches=batches, checkpoint=Checkpoint(tmp_path))
+    )
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name]), name
 
@@ -145,7 +147,7 @@ def test_a_killed_repair_goes_on_to_the_same_bits(kind: str, tmp_path: Path) -> 
 def test_memory_past_the_limit_changes_nothing(tmp_path: Path) -> None:
     batches = [labelled("bert", seed) for seed in range(3)]
     whole, spilled = BUILDS["bert"](), BUILDS["bert"]()
-    cut_and_repair(Model(whole), half(whole), Finisher("full"), Context(batches=batches))
-    context = Context(batches=batches, memory_limit=1, folder=tmp_path)
+    cut_and_repair(Model(whole), half(whole), Finisher("full"), MethodContext(batches=batches))
+    context = MethodContext(batches=batches, memory_limit=1, folder=tmp_path)
     cut_and_repair(Model(spilled), half(spilled), Finisher("full"), context)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), spilled.parameters(), strict=True))

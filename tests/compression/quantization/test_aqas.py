@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.quantization.aqas import Aqas
 from smelt.compression.quantization.awq import Awq
 from smelt.compression.quantization.layers import Group
@@ -116,7 +116,9 @@ def test_both_families_are_tried_and_balanced() -> None:
 
 def run(settings: dict[str, Any]) -> tuple[Model, dict[str, Any]]:
     model = Model(BUILDS["llama"]())
-    facts = make({"method": "aqas", "tokens": 30, **settings}).apply(model, Context(batches=[inputs("llama")]))
+    facts = METHODS.build({"method": "aqas", "tokens": 30, **settings}).apply(
+        model, MethodContext(batches=[inputs("llama")])
+    )
     return model, facts
 
 
@@ -158,5 +160,5 @@ def test_the_format_follows_the_settings(settings: dict[str, Any], scheme: str) 
 )
 def test_impossible_settings_are_one_sentence(settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:
-        make({"method": "aqas", **settings})
+        METHODS.build({"method": "aqas", **settings})
     assert "\n" not in str(caught.value)

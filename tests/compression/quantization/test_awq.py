@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.stream import open_stream
 from smelt.compression.quantization.awq import Awq
 from smelt.compression.quantization.base import BlockWork
@@ -32,14 +32,16 @@ def batches(name: str) -> list[dict[str, Tensor]]:
 
 def quantised(name: str, **settings: Any) -> tuple[Model, dict[str, Any]]:
     model = Model(BUILDS[name]())
-    facts = make({"method": "awq", "group": 16, **settings}).apply(model, Context(batches=batches(name)))
+    facts = METHODS.build({"method": "awq", "group": 16, **settings}).apply(model, MethodContext(batches=batches(name)))
     return model, facts
 
 
 def first_work(name: str, method: Awq) -> BlockWork:
     network = BUILDS[name]()
     anatomy = anatomy_of(network)
-    return BlockWork(anatomy.blocks[0], open_stream(anatomy, batches(name)), Context(), network, method.scheme, {})
+    return BlockWork(
+        anatomy.blocks[0], open_stream(anatomy, batches(name)), MethodContext(), network, method.scheme, {}
+    )
 
 
 def test_no_scale_and_no_clip_is_round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +52,7 @@ def test_no_scale_and_no_clip_is_round_to_nearest(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Awq, "candidates", only_none)
     model, _ = quantised("llama", clip=False, bits=3)
     plain = Model(BUILDS["llama"]())
-    make({"method": "rtn", "group": 16, "bits": 3}).apply(plain, Context())
+    METHODS.build({"method": "rtn", "group": 16, "bits": 3}).apply(plain, MethodContext())
     one, two = model.network.state_dict(), plain.network.state_dict()
     assert all(torch.equal(one[key], two[key]) for key in two)
 
@@ -185,7 +187,7 @@ def test_it_beats_round_to_nearest_where_channels_are_loud(rounding: str) -> Non
 
     def error(settings: dict[str, Any]) -> float:
         model = loud()
-        make({"bits": 4, "group": -1, **settings}).apply(model, Context(batches=batches("opt")))
+        METHODS.build({"bits": 4, "group": -1, **settings}).apply(model, MethodContext(batches=batches("opt")))
         with torch.no_grad():
             true = loud().network(**inputs("opt")).logits
             return float((model.network(**inputs("opt")).logits - true).square().mean())
@@ -196,5 +198,5 @@ def test_it_beats_round_to_nearest_where_channels_are_loud(rounding: str) -> Non
 @pytest.mark.parametrize("settings", [{"rounding": "magic"}, {"tokens": 0}, {"clip": 1}, {"bits": 9}])
 def test_impossible_settings_are_one_sentence(settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:
-        make({"method": "awq", **settings})
+        METHODS.build({"method": "awq", **settings})
     assert "\n" not in str(caught.value)

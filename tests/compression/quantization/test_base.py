@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import smelt.compression.quantization  # noqa: F401  (puts the methods on the list)
-from smelt.compression.base import METHODS, Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization.base import Quantization
 from smelt.errors import DataError, ModelError, RecipeError, SmeltError
@@ -32,7 +32,7 @@ def batches(name: str, count: int = 3) -> list[dict[str, Tensor]]:
 
 def quantised(name: str, settings: dict[str, Any], **context: Any) -> Model:
     model = Model(BUILDS[name]())
-    make(settings).apply(model, Context(batches=batches(name), **context))
+    METHODS.build(settings).apply(model, MethodContext(batches=batches(name), **context))
     return model
 
 
@@ -60,7 +60,7 @@ class Dying(Silent):
 
 def test_it_counts_what_it_changed() -> None:
     model = Model(BUILDS["llama"]())
-    facts = make({"method": "rtn", **SMALL}).apply(model, Context())
+    facts = METHODS.build({"method": "rtn", **SMALL}).apply(model, MethodContext())
     layers = quantized_layers(model.network)
     assert facts["layers_quantised"] == len(layers) == len(facts["layers"]) == 3 * 7
     assert facts["bits_per_weight"] == pytest.approx(4 + (16 + 8) / 16)
@@ -77,7 +77,7 @@ def test_nothing_to_change_is_an_error() -> None:
     model = Model(BUILDS["llama"]())
     model.network.model.layers = torch.nn.ModuleList()
     with pytest.raises(ModelError):
-        make({"method": "rtn", **SMALL}).apply(model, Context())
+        METHODS.build({"method": "rtn", **SMALL}).apply(model, MethodContext())
 
 
 SEARCHES = ("awq", "aqas", "mixed")  # that take longer: one family of every structure
@@ -212,7 +212,7 @@ def test_weights_that_are_no_numbers(method: str, bad: float) -> None:
     with torch.no_grad():
         model.network.model.layers[2].mlp.up_proj.weight[3, 4] = bad
     with pytest.raises(ModelError, match=r"layers\.2\.mlp\.up_proj holds NaN or infinity") as caught:
-        make({"method": method, **SMALL}).apply(model, Context(batches=batches("llama")))
+        METHODS.build({"method": method, **SMALL}).apply(model, MethodContext(batches=batches("llama")))
     assert "\n" not in str(caught.value)
     after = model.network.state_dict()
     assert all(torch.equal(after[key], before[key]) for key in before if "layers.2.mlp.up_proj" not in key)
@@ -229,7 +229,7 @@ def test_calibration_activations_that_are_no_numbers(settings: dict[str, Any], b
     with torch.no_grad():
         model.network.model.embed_tokens.weight[int(batches("llama")[0]["input_ids"][0, 0])] = bad
     with pytest.raises(DataError, match=r"NaN or infini.* on the calibration data") as caught:
-        make({**SMALL, **settings}).apply(model, Context(batches=batches("llama")))
+        METHODS.build({**SMALL, **settings}).apply(model, MethodContext(batches=batches("llama")))
     assert "\n" not in str(caught.value)
 
 
@@ -238,7 +238,7 @@ def test_calibration_activations_that_are_no_numbers(settings: dict[str, Any], b
     [
         ({"bits": 9}, "2 to 8 bits, not 9"),
         ({"bits": 1}, "2 to 8 bits, not 1"),
-        ({"bits": "4"}, "must be int"),
+        ({"bits": "4"}, "must be an integer"),
         ({"group": -2}, "-1 means a whole row"),
         ({"format": "int4711"}, "there is no number format"),
         ({"inputs": "int4711"}, "there is no number format"),
@@ -250,7 +250,7 @@ def test_calibration_activations_that_are_no_numbers(settings: dict[str, Any], b
 )
 def test_impossible_settings_are_one_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
-        make({"method": "gptq", **settings})
+        METHODS.build({"method": "gptq", **settings})
     assert "\n" not in str(caught.value)
 
 
@@ -264,7 +264,7 @@ def test_a_group_that_does_not_divide() -> None:
 def test_quantising_twice_is_refused() -> None:
     model = quantised("llama", {"method": "rtn", **SMALL})
     with pytest.raises(ModelError, match="quantised already"):
-        make({"method": "rtn", **SMALL}).apply(model, Context())
+        METHODS.build({"method": "rtn", **SMALL}).apply(model, MethodContext())
 
 
 def test_convolutions_are_refused() -> None:
@@ -275,7 +275,7 @@ def test_convolutions_are_refused() -> None:
 @pytest.mark.parametrize("method", NEED_DATA)
 def test_missing_data_is_said_at_once(method: str) -> None:
     with pytest.raises(DataError, match=f"{method} needs calibration data"):
-        make({"method": method, **SMALL}).apply(Model(BUILDS["llama"]()), Context())
+        METHODS.build({"method": method, **SMALL}).apply(Model(BUILDS["llama"]()), MethodContext())
 
 
 def test_all_methods_are_on_the_list_with_their_papers() -> None:

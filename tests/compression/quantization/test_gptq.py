@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.observe import SecondMoment
 from smelt.compression.quantization.gptq_rounding import gptq, round_group
 from smelt.compression.quantization.layers import Group, Layer, groups_of
@@ -193,7 +193,7 @@ def test_in_the_frame_it_rounds_against_the_inputs_of_the_rounded_network(sequen
     batches = [inputs("llama", seed=seed) for seed in range(4)]
     full = {path: module.weight.detach().clone() for path, module in model.network.named_modules() if "proj" in path}
     settings = {"method": "gptq", "group": 16, "bits": 3, "sequential": sequential}
-    make(settings).apply(model, Context(batches=batches))
+    METHODS.build(settings).apply(model, MethodContext(batches=batches))
     layers = quantized_layers(model.network)
     moments = {path: SecondMoment() for path in layers}
     hooks = [

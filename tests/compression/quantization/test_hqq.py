@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.quantization.hqq import Hqq
 from smelt.errors import RecipeError
 from smelt.models.model import Model
@@ -59,7 +59,7 @@ def test_groups_far_from_zero_and_groups_of_one_value(middle: float, spread: flo
 
 def test_in_the_frame_it_needs_no_data() -> None:
     model, full = Model(BUILDS["llama"]()), BUILDS["llama"]()
-    facts = make({"method": "hqq", "group": 16}).apply(model, Context())
+    facts = METHODS.build({"method": "hqq", "group": 16}).apply(model, MethodContext())
     assert facts["layers_quantised"] == len(quantized_layers(model.network)) == 21
     for path, layer in quantized_layers(model.network).items():
         assert torch.equal(layer.weight, Hqq(group=16).fit(full.get_submodule(path).weight).values())
@@ -77,5 +77,5 @@ def test_in_the_frame_it_needs_no_data() -> None:
 )
 def test_impossible_settings_are_one_sentence(settings: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
-        make({"method": "hqq", **settings})
+        METHODS.build({"method": "hqq", **settings})
     assert "\n" not in str(caught.value)

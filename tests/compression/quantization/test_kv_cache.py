@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.quantization.kv_cache import KvCache
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.data import Choice, ChoiceData
@@ -36,7 +36,7 @@ STEPS: list[dict[str, Any]] = [
 
 def made(**step: Any) -> Model:
     model = Model(BUILDS["llama"](), character_tokenizer())
-    KvCache(**step).apply(model, Context())
+    KvCache(**step).apply(model, MethodContext())
     return model
 
 
@@ -97,9 +97,9 @@ def test_everything_that_measures_uses_it() -> None:
 
 def test_it_outlives_other_steps_and_can_be_taken_away() -> None:
     model = made(format="int8")
-    RoundToNearest(bits=4, group=16).apply(model, Context())
+    RoundToNearest(bits=4, group=16).apply(model, MethodContext())
     assert model.kv == KvFormat("int8", rotate_keys=True)
-    facts = KvCache(format="none").apply(model, Context())
+    facts = KvCache(format="none").apply(model, MethodContext())
     numbers = 3 * 2 * 2 * 8  # layers, key and value, heads, head_dim
     assert facts == {"cache_bits_a_token_before": 3 * 2 * 2 * (8 * 8 + 32), "cache_bits_a_token_after": 32 * numbers}
     assert model.kv is None and model.new_cache() is None
@@ -118,14 +118,14 @@ def test_folders_without_the_field_and_with_a_broken_one(tmp_path: Path) -> None
 
 def test_what_cannot_be_is_one_sentence() -> None:
     with pytest.raises(RecipeError, match="kv-cache: there is no number format 'int9'; `smelt formats` lists them"):
-        make({"method": "kv-cache", "format": "int9"})
+        METHODS.build({"method": "kv-cache", "format": "int9"})
     with pytest.raises(RecipeError, match="kv-cache: there is no number format 'x'"):
-        make({"method": "kv-cache", "values": "x"})
+        METHODS.build({"method": "kv-cache", "values": "x"})
     with pytest.raises(RecipeError, match="between 0 and 1"):
-        make({"method": "kv-cache", "clip": 0})
+        METHODS.build({"method": "kv-cache", "clip": 0})
     with pytest.raises(ModelError, match="generate text"):
-        KvCache().apply(Model(BUILDS["bert"]()), Context())
-    assert make({"method": "kv-cache", "clip": 1}).to_json()["clip"] == 1  # a whole number, as YAML has it
+        KvCache().apply(Model(BUILDS["bert"]()), MethodContext())
+    assert METHODS.build({"method": "kv-cache", "clip": 1}).to_json()["clip"] == 1  # a whole number, as YAML has it
     assert type(KvCache(clip=1).kv.clip) is float
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import smelt.measure.logits
-from smelt.compression.base import Context
+from smelt.compression.base import MethodContext
 from smelt.compression.calibration.stream import advance, open_stream
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization.flexround import FlexRound
@@ -113,7 +113,7 @@ def blockwise(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     """The trained language model at three bits without LFQ, and the blocks of its run."""
     model, folder = character_model(), tmp_path_factory.mktemp("blockwise")
     method = FlexRound(bits=3, group=16, iterations=60, rate=6e-3)
-    method.apply(model, Context(batches=character_batches(), checkpoint=Checkpoint(folder)))
+    method.apply(model, MethodContext(batches=character_batches(), checkpoint=Checkpoint(folder)))
     return model, folder
 
 
@@ -124,7 +124,7 @@ def with_lfq(first_blocks: Path, folder: Path) -> Model:
         last.unlink()
     model = character_model()
     method = FlexRound(bits=3, group=16, iterations=60, rate=6e-3, lfq=True)
-    method.apply(model, Context(batches=character_batches(), checkpoint=Checkpoint(folder)))
+    method.apply(model, MethodContext(batches=character_batches(), checkpoint=Checkpoint(folder)))
     return model
 
 
@@ -159,7 +159,7 @@ def test_only_the_last_block_differs(method: type[FlexRound] | type[OmniQuant]) 
     for lfq in (False, True):
         model = Model(BUILDS["llama"]())
         batches = [inputs("llama", seed=seed) for seed in range(2)]
-        method(bits=3, group=16, rate=0.05, lfq=lfq, **settings).apply(model, Context(batches=batches))
+        method(bits=3, group=16, rate=0.05, lfq=lfq, **settings).apply(model, MethodContext(batches=batches))
         networks.append(model.network.state_dict())
     differing = {name for name in networks[0] if not torch.equal(networks[0][name], networks[1][name])}
     assert differing and all(name.startswith("model.layers.2.") for name in differing)
@@ -174,7 +174,7 @@ def test_the_student_sees_what_the_quantised_blocks_give(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         LogitLoss, "__call__", lambda self, *args: (seen.append((args[0].detach(), args[1])), plain(self, *args))[1]
     )
-    FlexRound(bits=2, group=16, iterations=1, rate=1e-8, lfq=True).apply(model, Context(batches=[batch]))
+    FlexRound(bits=2, group=16, iterations=1, rate=1e-8, lfq=True).apply(model, MethodContext(batches=[batch]))
     (output,) = last_hidden(model, [batch])
     assert torch.equal(seen[0][1], target)
     assert torch.allclose(seen[0][0], output, atol=1e-4) and not torch.allclose(seen[0][0], target, atol=1e-2)
@@ -182,4 +182,4 @@ def test_the_student_sees_what_the_quantised_blocks_give(monkeypatch: pytest.Mon
 
 def test_a_network_without_a_language_head_is_refused() -> None:
     with pytest.raises(ModelError, match="lfq needs a language model"):
-        OmniQuant(bits=4, group=16, lfq=True).apply(Model(BUILDS["bert"]()), Context(batches=[inputs("bert")]))
+        OmniQuant(bits=4, group=16, lfq=True).apply(Model(BUILDS["bert"]()), MethodContext(batches=[inputs("bert")]))

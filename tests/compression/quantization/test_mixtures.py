@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import smelt.compression.quantization  # noqa: F401  (puts the methods on the list)
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.observe import SecondMoment, observe
 from smelt.compression.calibration.routes import expert_tokens
 from smelt.compression.calibration.stream import advance, open_stream
@@ -53,7 +53,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {file.name: file for file in place.iterdir()}
 
 
-METHODS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {
     "rtn": {}, "hqq": {}, "gptq": {}, "sequential": {"method": "gptq", "sequential": True},
     "awq": {"tokens": 60}, "aqas": {"tokens": 60}, "smoothquant": {}, "mixed": {"bits": 6.0, "tokens": 60},
     "quarot": {"inputs": "int8"}, "omniquant": {"epochs": 1},
@@ -61,7 +61,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-TAKEN = [*(("olmoe", method) for method in METHODS), ("mixtral", "awq"), ("qwen3-moe", "quarot"), ("qwen3-moe", "awq")]
+TAKEN = [*(("olmoe", method) for method in SETTINGS), ("mixtral", "awq"), ("qwen3-moe", "quarot"), ("qwen3-moe", "awq")]
 
 
 @pytest.mark.parametrize(("name", "method"), TAKEN)
@@ -70,8 +70,8 @@ def test_every_method_takes_a_mixture_with_an_expert_that_nothing_reaches(
 ) -> None:
     model = load(folders[f"{name}-starved"])
     before = logits(model)
-    settings = {"method": method, **SMALL, "bits": 8, **METHODS[method]}
-    facts = make(settings).apply(model, Context(batches=batches(padded=True)))
+    settings = {"method": method, **SMALL, "bits": 8, **SETTINGS[method]}
+    facts = METHODS.build(settings).apply(model, MethodContext(batches=batches(padded=True)))
     layers = quantized_layers(model.network)
     assert facts["layers_quantised"] == len(layers) == LAYERS * (4 + 3 * EXPERTS)
     assert sum(path.startswith(f"{LOST}.") for path in layers) == 3
@@ -114,8 +114,8 @@ def test_an_expert_sees_the_real_tokens_that_chose_it(folders: dict[str, Path]) 
 
 def test_gptq_rounds_each_expert_against_its_own_hessian(folders: dict[str, Path]) -> None:
     model, plain, data = load(folders["olmoe"]), load(folders["olmoe"]), batches(padded=True)
-    method: Any = make({"method": "gptq", **SMALL})
-    method.apply(model, Context(batches=data))
+    method: Any = METHODS.build({"method": "gptq", **SMALL})
+    method.apply(model, MethodContext(batches=data))
     stream, block = open_stream(plain.anatomy, data), plain.anatomy.blocks[0]
     for group in (group for group in groups_of(block) if group.part.mixture):
         moment = SecondMoment()
@@ -131,7 +131,7 @@ def test_few_tokens_are_fewer_than_inputs(folders: dict[str, Path]) -> None:
     stream = open_stream(model.anatomy, data)
     counts |= expert_tokens(stream, model.anatomy.blocks[0])
     assert min(counts.values()) < HIDDEN <= max(counts.values())
-    facts = make({"method": "gptq", **SMALL}).apply(model, Context(batches=data))
+    facts = METHODS.build({"method": "gptq", **SMALL}).apply(model, MethodContext(batches=data))
     named = {one["expert"]: one["tokens"] for one in facts["few_tokens"] if "layers.0" in one["expert"]}
     assert named == {path: count for path, count in counts.items() if count < HIDDEN}
     assert facts["layers"]["model.layers.0.mlp.experts.2.up_proj"]["tokens"] == counts["model.layers.0.mlp.experts.2"]
@@ -144,7 +144,7 @@ def test_gptq_beats_rounding_to_nearest(name: str, folders: dict[str, Path]) -> 
     errors = {}
     for method in ("rtn", "gptq"):
         model, true = load(folders[name]), load(folders[name])
-        make({"method": method, "bits": 3, **SMALL}).apply(model, Context(batches=batches(16)))
+        METHODS.build({"method": method, "bits": 3, **SMALL}).apply(model, MethodContext(batches=batches(16)))
         stream = open_stream(true.anatomy, [ids(seed) for seed in range(50, 54)])
         errors[method] = [float(e) for block in true.anatomy.blocks for e in _layer_errors(stream, block, model)]
     wins = [g < r for g, r in zip(errors["gptq"], errors["rtn"], strict=True)]
@@ -167,8 +167,8 @@ def _layer_errors(stream: Any, block: Any, model: Model) -> Iterator[Tensor]:
 def test_an_expert_that_nothing_reaches_is_rounded_to_nearest(folders: dict[str, Path]) -> None:
     model = load(folders["mixtral-starved"])
     weight = model.network.get_submodule(f"{LOST}.w1").weight.detach().clone()
-    method: Any = make({"method": "gptq", **SMALL})
-    method.apply(model, Context(batches=batches()))
+    method: Any = METHODS.build({"method": "gptq", **SMALL})
+    method.apply(model, MethodContext(batches=batches()))
     found = model.network.get_submodule(f"{LOST}.w1")
     assert torch.equal(found.weight, nearest(weight, method.weight_format).values())
 
@@ -178,12 +178,14 @@ def test_of_an_ordinary_layer_it_is_still_an_error(folders: dict[str, Path]) -> 
     attention = model.network.model.layers[0].self_attn
     attention.forward = lambda hidden_states, **_: (hidden_states, None)
     with pytest.raises(ModelError, match="was never reached by the calibration data"):
-        make({"method": "gptq", **SMALL}).apply(model, Context(batches=batches()))
+        METHODS.build({"method": "gptq", **SMALL}).apply(model, MethodContext(batches=batches()))
 
 
 def test_a_static_scale_is_lent(folders: dict[str, Path]) -> None:
     model = load(folders["olmoe-starved"])
-    make({"method": "rtn", **SMALL, "inputs": "int8", "static": True}).apply(model, Context(batches=batches()))
+    METHODS.build({"method": "rtn", **SMALL, "inputs": "int8", "static": True}).apply(
+        model, MethodContext(batches=batches())
+    )
     scales = [float(expert.down_proj.input_scale) for expert in model.network.model.layers[1].mlp.experts]
     assert scales[3] == max(scales[:3]) > 0
 
@@ -191,9 +193,9 @@ def test_a_static_scale_is_lent(folders: dict[str, Path]) -> None:
 def test_mixed_does_not_starve_whom_the_data_does(folders: dict[str, Path]) -> None:
     """An expert without tokens does no harm on trial; it gets the bits of its neighbours' errors all the same."""
     block = load(folders["mixtral-starved"]).anatomy.blocks[1]
-    method: Any = make({"method": "mixed", **SMALL, "bits": 5.0, "tokens": 60})
+    method: Any = METHODS.build({"method": "mixed", **SMALL, "bits": 5.0, "tokens": 60})
     model = load(folders["mixtral-starved"])
-    errors = method.sensitivity(model, Context(batches=batches()))
+    errors = method.sensitivity(model, MethodContext(batches=batches()))
     assert all(error > 0 for row in errors.values() for error in row)
     assert stand_ins(sharing_groups(block)[:2], errors) == {}
     others = [errors[f"model.layers.1.mlp.experts.{i}.w2"] for i in range(3)]
@@ -204,12 +206,12 @@ def test_mixed_does_not_starve_whom_the_data_does(folders: dict[str, Path]) -> N
 def test_a_killed_run_goes_on_to_the_same_bits(
     settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    method, data = make({**settings, **SMALL}), batches(padded=True)
+    method, data = METHODS.build({**settings, **SMALL}), batches(padded=True)
     whole, killed, resumed = (load(folders["qwen3-moe-starved"]) for _ in range(3))
-    facts = method.apply(whole, Context(batches=data))
+    facts = method.apply(whole, MethodContext(batches=data))
     with pytest.raises(Killed):
-        method.apply(killed, Context(batches=data, checkpoint=Checkpoint(tmp_path), watcher=Dying(1)))
-    again = method.apply(resumed, Context(batches=data, checkpoint=Checkpoint(tmp_path)))
+        method.apply(killed, MethodContext(batches=data, checkpoint=Checkpoint(tmp_path), watcher=Dying(1)))
+    again = method.apply(resumed, MethodContext(batches=data, checkpoint=Checkpoint(tmp_path)))
     assert same(whole, resumed) and again["few_tokens"] == facts["few_tokens"]
 
 
@@ -244,9 +246,11 @@ def test_scales_take_the_router_along(name: str, folders: dict[str, Path]) -> No
 
 def test_spinquant_is_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(ModelError, match="which a mixture's router must not be: use quarot"):
-        make({"method": "spinquant", **SMALL}).apply(load(folders["mixtral"]), Context(batches=batches()))
+        METHODS.build({"method": "spinquant", **SMALL}).apply(
+            load(folders["mixtral"]), MethodContext(batches=batches())
+        )
 
 
 def test_a_group_that_does_not_divide_is_said_of_the_expert(folders: dict[str, Path]) -> None:
     with pytest.raises(Exception, match=rf"experts\.0\.down_proj has {INNER} inputs, which groups of 32"):
-        make({"method": "rtn", "group": 32}).apply(load(folders["olmoe"]), Context())
+        METHODS.build({"method": "rtn", "group": 32}).apply(load(folders["olmoe"]), MethodContext())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smelt.compression.base import Context
+from smelt.compression.base import MethodContext
 from smelt.compression.calibration.stream import open_stream
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization.layers import groups_of
@@ -56,7 +56,7 @@ def test_before_training_it_is_rounding_to_nearest_at_0982(number_format: Intege
 def test_zero_epochs_of_the_method_are_that() -> None:
     model = Model(BUILDS["llama"]())
     original = model.network.model.layers[1].mlp.down_proj.weight.clone()
-    OmniQuant(bits=3, group=16, epochs=0).apply(model, Context(batches=[inputs("llama")]))
+    OmniQuant(bits=3, group=16, epochs=0).apply(model, MethodContext(batches=[inputs("llama")]))
     assert torch.equal(model.network.model.layers[1].mlp.down_proj.weight, Clipped(original, FORMATS[0])())
 
 
@@ -97,7 +97,7 @@ def test_what_is_trained_is_what_runs_afterwards(family: str, rounded: str | Non
     with torch.no_grad():
         trained = stream.run(FakeQuantized(block, quantizers, method.input_format), 0, 0)
         untouched = stream.run(block.module, 0, 0)
-        method.apply(model, Context(batches=[batch]))
+        method.apply(model, MethodContext(batches=[batch]))
         packed = stream.run(block.module, 0, 0)
     mask = torch.ones(trained.shape[:2], dtype=torch.bool) if stream.masks[0] is None else stream.masks[0]
     assert torch.allclose(trained[mask], packed[mask], atol=1e-5)
@@ -118,14 +118,14 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     """The trained language model at two bits, and the pieces its run left."""
     model, folder = character_model(), tmp_path_factory.mktemp("omniquant")
     OmniQuant(bits=2, group=16, epochs=5, rate=0.05).apply(
-        model, Context(batches=character_batches(), checkpoint=Checkpoint(folder))
+        model, MethodContext(batches=character_batches(), checkpoint=Checkpoint(folder))
     )
     return model, folder
 
 
 def test_it_beats_rounding_to_nearest(fitted: tuple[Model, Path]) -> None:
     nearest = character_model()
-    RoundToNearest(bits=2, group=16).apply(nearest, Context())
+    RoundToNearest(bits=2, group=16).apply(nearest, MethodContext())
     assert divergence(fitted[0]).kl < 0.75 * divergence(nearest).kl
 
 
@@ -136,7 +136,7 @@ def test_a_run_that_is_taken_up_gives_the_same_bytes(fitted: tuple[Model, Path],
         left.unlink()
     model = character_model()
     OmniQuant(bits=2, group=16, epochs=5, rate=0.05).apply(
-        model, Context(batches=character_batches(), checkpoint=Checkpoint(tmp_path / "half"))
+        model, MethodContext(batches=character_batches(), checkpoint=Checkpoint(tmp_path / "half"))
     )
     expected, found = states(fitted[0]), states(model)
     assert expected.keys() == found.keys()
@@ -145,7 +145,7 @@ def test_a_run_that_is_taken_up_gives_the_same_bytes(fitted: tuple[Model, Path],
 
 def test_a_network_in_bfloat16_is_trained_in_float32_and_stays_as_it_was() -> None:
     model = Model(BUILDS["llama"]().bfloat16())
-    OmniQuant(bits=4, group=16, epochs=2).apply(model, Context(batches=[inputs("llama")]))
+    OmniQuant(bits=4, group=16, epochs=2).apply(model, MethodContext(batches=[inputs("llama")]))
     assert len(quantized_layers(model.network)) == 21
     assert model.network(**inputs("llama")).logits.dtype == torch.bfloat16
 
@@ -162,4 +162,4 @@ def test_a_nan_is_one_sentence() -> None:
         model.network.model.embed_tokens.weight[5] = torch.nan
     batch = {"input_ids": torch.full((1, 8), 5), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
     with pytest.raises(DataError, match="not a finite number"):
-        OmniQuant(bits=4, group=16, epochs=1).apply(model, Context(batches=[batch]))
+        OmniQuant(bits=4, group=16, epochs=1).apply(model, MethodContext(batches=[batch]))

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.observe import SecondMoment
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization.layers import groups_of
@@ -36,8 +36,8 @@ def batches(name: str, count: int = 3) -> list[dict[str, Tensor]]:
 
 
 def quarot(model: Model, seed: int = 0, name: str = "llama", **settings: object) -> dict[str, Any]:
-    context = Context(seed=seed, batches=batches(name))
-    return make({"method": "quarot", **settings}).apply(model, context)
+    context = MethodContext(seed=seed, batches=batches(name))
+    return METHODS.build({"method": "quarot", **settings}).apply(model, context)
 
 
 @torch.no_grad()
@@ -106,7 +106,7 @@ def test_rotation_saves_four_bit_inputs_from_outliers(seed: int) -> None:
     ):
         model = Model(with_outliers(seed))
         before = logits(model.network)
-        make(step).apply(model, Context(seed=seed, batches=batches("llama", 6)))
+        METHODS.build(step).apply(model, MethodContext(seed=seed, batches=batches("llama", 6)))
         quality[step["method"], step.get("rounding")] = signal_to_noise(before, logits(model.network))
     plain, rotated, feedback = quality.values()
     assert rotated > plain + 3, quality
@@ -183,8 +183,8 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
     results = []
     for folder in (tmp_path / "work", tmp_path / "work", None):  # the second finds the first one's blocks
         model = Model(BUILDS["llama-tied"]())
-        context = Context(seed=3, batches=batches("llama"), checkpoint=Checkpoint(folder))
-        make({"method": "quarot"}).apply(model, context)
+        context = MethodContext(seed=3, batches=batches("llama"), checkpoint=Checkpoint(folder))
+        METHODS.build({"method": "quarot"}).apply(model, context)
         results.append(model.network.state_dict())
         if folder is not None:  # the last block is missing, as after a kill
             for file in folder.glob("block-2.*"):
@@ -205,7 +205,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
 )
 def test_impossible_settings_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
-        make({"method": "quarot", **settings})
+        METHODS.build({"method": "quarot", **settings})
 
 
 def test_other_networks_and_missing_data_are_refused() -> None:
@@ -214,5 +214,5 @@ def test_other_networks_and_missing_data_are_refused() -> None:
     with pytest.raises(RecipeError, match="do not divide"):
         quarot(Model(BUILDS["llama"]()), group=128)
     with pytest.raises(DataError, match="calibration data"):
-        make({"method": "quarot"}).apply(Model(BUILDS["llama"]()), Context())
-    make({"method": "quarot", "rounding": "rtn"}).apply(Model(BUILDS["llama"]()), Context())
+        METHODS.build({"method": "quarot"}).apply(Model(BUILDS["llama"]()), MethodContext())
+    METHODS.build({"method": "quarot", "rounding": "rtn"}).apply(Model(BUILDS["llama"]()), MethodContext())

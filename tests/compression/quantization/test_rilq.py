@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smelt.compression.base import Context, Method
+from smelt.compression.base import Method, MethodContext
 from smelt.compression.calibration.gradients import frozen
 from smelt.compression.calibration.stream import advance, open_stream, watching
 from smelt.compression.checkpoint import Checkpoint
@@ -42,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def quantized(place: str, **settings: Any) -> Model:
     model = character_model(place)
-    RoundToNearest(**{"bits": 2, "group": 16, **settings}).apply(model, Context())
+    RoundToNearest(**{"bits": 2, "group": 16, **settings}).apply(model, MethodContext())
     return model
 
 
@@ -53,7 +53,7 @@ def quality(model: Model) -> float:
 def repaired(place: str, **settings: Any) -> Model:
     model = quantized(place)
     settings = {"rate": RATE, "updates": 30, "accumulation": 2, "every": 10, **settings}
-    Rilq(**settings).apply(model, Context(batches=character_batches()))
+    Rilq(**settings).apply(model, MethodContext(batches=character_batches()))
     return model
 
 
@@ -72,7 +72,7 @@ def rank_two(place: str) -> Model:
 @pytest.mark.parametrize("merge", [False, True])
 def test_before_training_nothing_is_changed(place: str, merge: bool, inputs_format: str | None) -> None:
     model, plain = (quantized(place, inputs=inputs_format) for _ in range(2))
-    Rilq(rank=4, updates=0, merge=merge).apply(model, Context(batches=character_batches(samples=4)))
+    Rilq(rank=4, updates=0, merge=merge).apply(model, MethodContext(batches=character_batches(samples=4)))
     assert torch.equal(logits(model), logits(plain))
     layer = quantized_layers(model.network)["model.layers.0.mlp.up_proj"]
     assert layer.scheme.rank == (0 if merge else 4)
@@ -280,7 +280,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(place: str, tmp_path: Path)
 
     def run(seed: int = 0, **context: Any) -> dict[str, Tensor]:
         model = quantized(place)
-        method.apply(model, Context(batches=character_batches(samples=6), seed=seed, **context))
+        method.apply(model, MethodContext(batches=character_batches(samples=6), seed=seed, **context))
         return dict(model.network.state_dict())
 
     whole, other = run(), run(seed=1)
@@ -295,7 +295,7 @@ def test_the_best_factors_are_kept_and_training_stops(place: str) -> None:
     """At a rate that ruins everything the best is the beginning, and patience ends it."""
     model, plain = quantized(place), quantized(place)
     method = Rilq(rank=2, rate=1.0, updates=50, accumulation=1, every=1, patience=3)
-    facts = method.apply(model, Context(batches=character_batches(samples=6)))
+    facts = method.apply(model, MethodContext(batches=character_batches(samples=6)))
     assert facts["updates"] == 3 and facts["loss_after"] == facts["loss_before"]
     weights = 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
     factors = 3 * 2 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 48))  # in float32
@@ -310,14 +310,16 @@ def test_padding_counts_for_nothing(place: str) -> None:
         batch["attention_mask"][0, 6:] = 0
     for batch in garbled:
         batch["input_ids"][0, 6:] = 7
-    facts = [Rilq(rank=2, updates=0).apply(quantized(place), Context(batches=data)) for data in (batches, garbled)]
+    facts = [
+        Rilq(rank=2, updates=0).apply(quantized(place), MethodContext(batches=data)) for data in (batches, garbled)
+    ]
     assert facts[0]["loss_before"] == pytest.approx(facts[1]["loss_before"], rel=1e-5)
 
 
 def refusal(method: Method, model: Model, kind: type[Exception] = ModelError, batches: int = 2) -> str:
     data = [inputs("llama", seed=seed) for seed in range(batches)]
     with pytest.raises(kind) as caught:
-        method.apply(model, Context(batches=data))
+        method.apply(model, MethodContext(batches=data))
     return str(caught.value)
 
 
@@ -331,7 +333,7 @@ def test_models_and_teachers_that_do_not_fit_are_refused(place: str, tmp_path: P
     twice = repaired(place, rank=2, updates=0)
     assert "has low-rank factors already" in refusal(Rilq(), twice)
     encoder = Model(BUILDS["bert"]())
-    RoundToNearest(bits=4, group=16).apply(encoder, Context())
+    RoundToNearest(bits=4, group=16).apply(encoder, MethodContext())
     assert "needs a language model" in refusal(Rilq(), encoder)
     assert "`merge: true` needs that" in refusal(Rilq(merge=True), quantized(place, format="nf2/16"))
 
@@ -352,9 +354,9 @@ def test_impossible_values_are_refused(settings: dict[str, Any]) -> None:
 def test_gpt2_with_its_transposed_layers_is_repaired_too(tmp_path: Path) -> None:
     model = Model(BUILDS["gpt2"](), source=str(tmp_path))
     model.network.save_pretrained(tmp_path)
-    RoundToNearest(bits=2, group=16).apply(model, Context())
+    RoundToNearest(bits=2, group=16).apply(model, MethodContext())
     batches = [inputs("gpt2", seed=seed) for seed in range(3)]
     first = Rilq(rank=4, initial="svd", updates=3, every=1, accumulation=1, rate=1e-2)
-    facts = first.apply(model, Context(batches=batches))
+    facts = first.apply(model, MethodContext(batches=batches))
     assert facts["loss_after"] < facts["loss_before"]
     assert linear_weight(BUILDS["gpt2"]().transformer.h[0].attn.c_attn).shape == (96, 32)

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.quantization.rotation import (
     Rotations,
     random_rotation,
@@ -51,7 +51,7 @@ def exact_model(name: str) -> Model:
 
 
 def rotate(model: Model, seed: int = 0, **settings: object) -> dict[str, Any]:
-    return make({"method": "rotate", **settings}).apply(model, Context(seed=seed))
+    return METHODS.build({"method": "rotate", **settings}).apply(model, MethodContext(seed=seed))
 
 
 @torch.no_grad()
@@ -189,11 +189,11 @@ def test_other_networks_are_refused_with_the_reason() -> None:
     with pytest.raises(ModelError, match="as wide as"):
         rotate(Model(hf.OPTForCausalLM(narrow)))
     packed = Model(BUILDS["llama"]())
-    make({"method": "rtn", "group": 16}).apply(packed, Context())
+    METHODS.build({"method": "rtn", "group": 16}).apply(packed, MethodContext())
     with pytest.raises(ModelError, match="quantised already"):
         rotate(packed)
     with pytest.raises(RecipeError, match="nothing to do"):
-        make({"method": "rotate", "stream": False, "values": False})
+        METHODS.build({"method": "rotate", "stream": False, "values": False})
 
 
 def test_a_bias_that_cannot_be_kept_is_refused_before_anything_changes() -> None:

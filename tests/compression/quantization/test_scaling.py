@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from smelt.compression.base import make
+from smelt.compression.base import METHODS
 from smelt.compression.quantization.layers import Group, groups_of
 from smelt.compression.quantization.scaling import Source, fold, source_of
 from smelt.models.anatomy import Block, anatomy_of
@@ -74,13 +74,15 @@ def test_a_norm_without_weights_takes_no_scale() -> None:
 @torch.no_grad()
 def test_folding_after_heads_were_removed() -> None:
     import smelt.compression.pruning  # noqa: F401  (puts the methods on the list)
-    from smelt.compression.base import Context
+    from smelt.compression.base import MethodContext
     from tests.tiny import labelled
 
     for name in ("llama", "gpt2", "bert"):
         model = Model(BUILDS[name]())
-        context = Context(batches=[labelled(name)])
-        make({"method": "magnitude", "budget": {"macs": 0.6}, "finish": "none", "tokens": 11}).apply(model, context)
+        context = MethodContext(batches=[labelled(name)])
+        METHODS.build({"method": "magnitude", "budget": {"macs": 0.6}, "finish": "none", "tokens": 11}).apply(
+            model, context
+        )
         network = model.network.double()
         before = network(**inputs(name)).logits
         for group, source in every_source(anatomy_of(network).blocks):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.stream import open_stream
 from smelt.compression.quantization.base import BlockWork
 from smelt.compression.quantization.smoothquant import SmoothQuant, smoothing
@@ -30,7 +30,7 @@ def batches(name: str) -> list[dict[str, Tensor]]:
 
 def quantised(name: str, **settings: Any) -> tuple[Model, dict[str, Any]]:
     model = Model(BUILDS[name]())
-    facts = make({"method": "smoothquant", **settings}).apply(model, Context(batches=batches(name)))
+    facts = METHODS.build({"method": "smoothquant", **settings}).apply(model, MethodContext(batches=batches(name)))
     return model, facts
 
 
@@ -69,7 +69,7 @@ def test_smoothing_alone_changes_nothing() -> None:
         anatomy = anatomy_of(network)
         stream = open_stream(anatomy, batches(name))
         method = SmoothQuant()
-        work = BlockWork(anatomy.blocks[0], stream, Context(), network, method.scheme, {})
+        work = BlockWork(anatomy.blocks[0], stream, MethodContext(), network, method.scheme, {})
         old = {key: tensor.clone() for key, tensor in network.state_dict().items()}
         notes = method.smooth(work)
         changed = {key for key, tensor in network.state_dict().items() if not torch.equal(tensor, old[key])}
@@ -118,7 +118,9 @@ def test_it_helps_where_a_channel_is_loud(rounding: str, static: bool) -> None:
 
     def error(settings: dict[str, Any]) -> float:
         model = loud()
-        make({"inputs": "int8", "static": static, **settings}).apply(model, Context(batches=batches("llama")))
+        METHODS.build({"inputs": "int8", "static": static, **settings}).apply(
+            model, MethodContext(batches=batches("llama"))
+        )
         with torch.no_grad():
             true = loud().network(**inputs("llama")).logits
             return float((model.network(**inputs("llama")).logits - true).square().mean())
@@ -130,5 +132,5 @@ def test_it_helps_where_a_channel_is_loud(rounding: str, static: bool) -> None:
 @pytest.mark.parametrize("settings", [{"alpha": 1.5}, {"alpha": -0.1}, {"rounding": "magic"}, {"inputs": "int4711"}])
 def test_impossible_settings_are_one_sentence(settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:
-        make({"method": "smoothquant", **settings})
+        METHODS.build({"method": "smoothquant", **settings})
     assert "\n" not in str(caught.value)

@@ -13,7 +13,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 
-from smelt.compression.base import Context, make
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.gradients import batch_loss
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization import spinquant
@@ -192,7 +192,7 @@ def test_twenty_steps_are_better_than_random_and_stay_orthogonal(tmp_path: Path)
     assert start.stream is not None
     turns = {"stream": start.stream.float(), **{str(block): turn.float() for block, turn in start.values.items()}}
     random = mean_loss(model, method, turns, data)
-    context = Context(seed=0, batches=data, checkpoint=Checkpoint(tmp_path))
+    context = MethodContext(seed=0, batches=data, checkpoint=Checkpoint(tmp_path))
     learned = method.rotations(model, context)
     kept = context.checkpoint.load("rotations")
     assert kept is not None and all(orthogonality(turn) < 1e-4 for turn in kept.values())
@@ -206,7 +206,7 @@ def test_twenty_steps_are_better_than_random_and_stay_orthogonal(tmp_path: Path)
 
 def test_rotations_that_are_no_better_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(network_with_outliers())
-    context = Context(seed=0, batches=batches(model.network))
+    context = MethodContext(seed=0, batches=batches(model.network))
     uphill = spinquant.cayley_step
     monkeypatch.setattr(spinquant, "cayley_step", lambda turn, gradient, rate: uphill(turn, -gradient, rate))
     found = SpinQuant(steps=10, inputs="int3").rotations(model, context)
@@ -230,7 +230,7 @@ def test_a_whole_run(rounding: str) -> None:
     for _ in range(2):
         model = Model(network_with_outliers())
         data = batches(model.network)
-        facts = SpinQuant(steps=2, rounding=rounding).apply(model, Context(seed=1, batches=data))
+        facts = SpinQuant(steps=2, rounding=rounding).apply(model, MethodContext(seed=1, batches=data))
         results.append(model.network.state_dict())
     assert facts["layers_quantised"] == 14 and facts["layers_rotating_their_inputs"] == 2
     schemes = {layer.scheme.to_json()["inputs"] for layer in quantized_layers(model.network).values()}
@@ -240,14 +240,14 @@ def test_a_whole_run(rounding: str) -> None:
 
 def test_what_cannot_be_learned_is_refused() -> None:
     with pytest.raises(RecipeError, match="use quarot"):
-        make({"method": "spinquant", "inputs": None})
+        METHODS.build({"method": "spinquant", "inputs": None})
     with pytest.raises(RecipeError, match="steps"):
-        make({"method": "spinquant", "steps": 0})
+        METHODS.build({"method": "spinquant", "steps": 0})
     with pytest.raises(ModelError, match="layer norms"):
-        SpinQuant().apply(Model(BUILDS["gpt2"]()), Context(batches=[inputs("gpt2")]))
+        SpinQuant().apply(Model(BUILDS["gpt2"]()), MethodContext(batches=[inputs("gpt2")]))
     with pytest.raises(ModelError, match="post-norm"):
-        SpinQuant().apply(Model(BUILDS["bert"]()), Context(batches=[inputs("bert")]))
+        SpinQuant().apply(Model(BUILDS["bert"]()), MethodContext(batches=[inputs("bert")]))
     with pytest.raises(DataError, match="calibration data"):
-        SpinQuant(rounding="rtn").apply(Model(BUILDS["llama"]()), Context())
+        SpinQuant(rounding="rtn").apply(Model(BUILDS["llama"]()), MethodContext())
     with pytest.raises(DataError, match="labels"):
-        SpinQuant(steps=1).apply(Model(BUILDS["llama"]()), Context(batches=[inputs("llama")]))
+        SpinQuant(steps=1).apply(Model(BUILDS["llama"]()), MethodContext(batches=[inputs("llama")]))

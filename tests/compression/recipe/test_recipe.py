@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from smelt.compression.budget import Budget
+from smelt.compression.methods import METHODS
 from smelt.compression.pruning.base import StructuredPruning
 from smelt.compression.pruning.fisher import Fisher
-from smelt.compression.recipe.methods import METHODS
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe, bytes_of
 from smelt.errors import RecipeError
 

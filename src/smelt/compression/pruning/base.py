@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from smelt.compression.allocation.latency_search import choose_under_latency
 from smelt.compression.allocation.unit_search import Candidates, Choice, search, search_threshold, search_uniform
-from smelt.compression.base import CalibrationSize, Context, Demand, Method, one_of, within
+from smelt.compression.base import CalibrationSize, Method, MethodContext, ResourceEstimate, one_of, within
 from smelt.compression.budget import Budget
 from smelt.compression.pruning.repair import STREAMS, Finisher, cut, cut_and_repair
 from smelt.errors import BudgetError, ModelError, RecipeError
@@ -39,7 +39,7 @@ SPREADS: dict[str, Callable[[Sequence[Candidates], float], Choice]] = {
 class StructuredPruning(Method):
     """Remove whole heads, filters and channels until a budget is met."""
 
-    budget: Budget
+    budget: Budget = field(metadata={"example": "budget: {parameters: 0.8}"})
     tokens: int | None = None  # sequence length that MACs and latency are counted for; None: the data's mean
     cap: float | None = None  # largest share a layer may lose; None: all of it in encoders, half in decoders
     multiple: int = 1  # filters are kept in multiples of this
@@ -65,19 +65,19 @@ class StructuredPruning(Method):
         if self.budget.measure == "latency" and self.spread != "global":
             raise RecipeError(f"{self.name} cannot search under a latency budget; fisher can.")
 
-    def observe(self, anatomy: Anatomy, context: Context) -> Any:
+    def observe(self, anatomy: Anatomy, context: MethodContext) -> Any:
         """What the method must see of the model before it can score: gradients, moments, or nothing."""
         return None
 
     @abstractmethod
-    def scores(self, anatomy: Anatomy, seen: Any, context: Context) -> Scores:
+    def scores(self, anatomy: Anatomy, seen: Any, context: MethodContext) -> Scores:
         """How much each unit matters, a vector for every part."""
 
     def refine(self, anatomy: Anatomy, choice: Choice, seen: Any) -> Choice:
         """A second look at which units stay, the number in each part given."""
         return choice
 
-    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+    def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         anatomy = model.anatomy
         if quantized_layers(model.network):
             raise ModelError("this model is quantised already; prune the model it was made from, then quantise that.")
@@ -98,19 +98,19 @@ class StructuredPruning(Method):
     def uses_data(self) -> bool:
         return super().uses_data or self.finish != "none"
 
-    def aim(self) -> dict[str, float]:
+    def targets(self) -> dict[str, float]:
         return self.budget.to_json()
 
-    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         """Of the repair: teacher and student pass through every block; one part's equations live at a time."""
         if self.finish not in ("tune", "full"):
-            return Demand(1.0 if "calibration data" in self.needs else 0.0)
+            return ResourceEstimate(1.0 if "calibration data" in self.needs else 0.0)
         widest = max(part.output.columns for part in anatomy.parts)
         streams = STREAMS * 4 * size.tokens * anatomy.parts[0].output.rows
         held = streams if memory_limit is None else min(streams, memory_limit)
-        return Demand(passes=3.5, memory=held + MATRICES * 8 * widest * widest)
+        return ResourceEstimate(passes=3.5, memory=held + MATRICES * 8 * widest * widest)
 
-    def choose(self, anatomy: Anatomy, scores: Scores, context: Context, budget: Budget) -> Choice:
+    def choose(self, anatomy: Anatomy, scores: Scores, context: MethodContext, budget: Budget) -> Choice:
         """The units to keep under a budget."""
         if budget.keep == 1:
             return [np.arange(part.units) for part in anatomy.parts]
@@ -159,12 +159,12 @@ class StructuredPruning(Method):
         ends = causal and part.block in (0, 1, len(anatomy.blocks) - 1)
         return max(least, 1 if part.kind == "channels" or ends else 0)
 
-    def workload(self, anatomy: Anatomy, context: Context) -> Workload:
+    def workload(self, anatomy: Anatomy, context: MethodContext) -> Workload:
         size = getattr(anatomy.network.config, "image_size", 224)
         image_size = size if isinstance(size, int) else 224
         return Workload(tokens=self.tokens or max(1, round(context.mean_tokens)), image_size=image_size)
 
-    def repair(self, model: Model, choice: Choice, scores: Scores, seen: Any, context: Context) -> dict[str, Any]:
+    def repair(self, model: Model, choice: Choice, scores: Scores, seen: Any, context: MethodContext) -> dict[str, Any]:
         """Cut to the choice and repair what is left."""
         if self.finish == "none":
             cut(model.network, choice)
@@ -227,7 +227,7 @@ def fitting_choice(
     return best
 
 
-def kept_choice(context: Context, name: str, choose: Callable[[], Choice]) -> Choice:
+def kept_choice(context: MethodContext, name: str, choose: Callable[[], Choice]) -> Choice:
     """A choice once made is kept: what was measured for it may come out differently in a resumed run."""
     done = context.checkpoint.load(name)
     if done is None:

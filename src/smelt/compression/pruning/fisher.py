@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from smelt.compression.allocation.unit_search import Choice
-from smelt.compression.base import CalibrationSize, Context, Demand, method, one_of
+from smelt.compression.base import METHODS, CalibrationSize, MethodContext, ResourceEstimate, one_of
 from smelt.compression.budget import Budget
 from smelt.compression.calibration.gradients import all_mask_gradients, gradient_bytes
 from smelt.compression.pruning.base import Scores, StructuredPruning, kept_choice
@@ -24,7 +24,7 @@ from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 
 
-@method(
+@METHODS.register(
     "fisher",
     paper="Kwon et al., A Fast Post-Training Pruning Framework for Transformers, NeurIPS 2022 (arXiv 2204.09656)",
     needs=("calibration data", "labels or text", "gradients"),
@@ -44,22 +44,22 @@ class Fisher(StructuredPruning):
         if self.published and (self.finish, self.solver, self.teacher) != ("tune", "lsmr", "assistant"):
             raise RecipeError("fisher as published has finish: tune, solver: lsmr and teacher: assistant.")
 
-    def observe(self, anatomy: Anatomy, context: Context) -> list[np.ndarray]:
+    def observe(self, anatomy: Anatomy, context: MethodContext) -> list[np.ndarray]:
         """Each part's gradients: [mini-batches, units]."""
         gradients = all_mask_gradients(
             anatomy, context.batches, context.watcher, context.checkpoint, context.memory_limit
         )
         return np.split(gradients, np.cumsum([part.units for part in anatomy.parts])[:-1], axis=1)
 
-    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
-        repair = super().demand(anatomy, size, memory_limit)
+    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
+        repair = super().estimate_resources(anatomy, size, memory_limit)
         memory = gradient_bytes(anatomy, size.batch, size.length)
         checkpointing = memory_limit is not None and memory > memory_limit
         if checkpointing:
             memory = gradient_bytes(anatomy, size.batch, size.length, checkpointing=True)
-        return Demand(repair.passes + (3.5 if checkpointing else 2.5), max(repair.memory, memory))
+        return ResourceEstimate(repair.passes + (3.5 if checkpointing else 2.5), max(repair.memory, memory))
 
-    def scores(self, anatomy: Anatomy, seen: list[np.ndarray], context: Context) -> Scores:
+    def scores(self, anatomy: Anatomy, seen: list[np.ndarray], context: MethodContext) -> Scores:
         return [np.square(gradients, dtype=np.float64).sum(0) for gradients in seen]
 
     def refine(self, anatomy: Anatomy, choice: Choice, seen: list[np.ndarray]) -> Choice:
@@ -68,7 +68,7 @@ class Fisher(StructuredPruning):
         return [rearrange(gradients, kept) for gradients, kept in zip(seen, choice, strict=True)]
 
     def repair(
-        self, model: Model, choice: Choice, scores: Scores, seen: list[np.ndarray], context: Context
+        self, model: Model, choice: Choice, scores: Scores, seen: list[np.ndarray], context: MethodContext
     ) -> dict[str, Any]:
         if self.finish == "none":
             cut(model.network, choice)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from smelt.compression.allocation.unit_search import Choice
-from smelt.compression.base import Context, method
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.moments import Moments, block_moments
 from smelt.compression.calibration.stream import open_stream
 from smelt.compression.pruning.base import Scores, StructuredPruning
@@ -23,7 +23,7 @@ from smelt.models.model import Model
 from smelt.models.surgery import keep_units, set_output
 
 
-@method(
+@METHODS.register(
     "flap",
     paper="An et al., Fluctuation-based Adaptive Structured Pruning, AAAI 2024 (arXiv 2312.11983)",
     needs=("calibration data",),
@@ -40,18 +40,18 @@ class Flap(StructuredPruning):
     def adds_bias(self) -> bool:
         return self.finish == "bias" or super().adds_bias
 
-    def observe(self, anatomy: Anatomy, context: Context) -> list[Moments]:
+    def observe(self, anatomy: Anatomy, context: MethodContext) -> list[Moments]:
         if any(part.kind == "channels" for part in anatomy.parts):
             raise RecipeError("flap is for attention and feed-forward parts; for convolutions use fisher or magnitude.")
         stream = open_stream(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
         blocks = context.watcher.track(anatomy.blocks, "flap")
         return [moments for block in blocks for moments in block_moments(stream, block, carry=True)]
 
-    def scores(self, anatomy: Anatomy, seen: list[Moments], context: Context) -> Scores:
+    def scores(self, anatomy: Anatomy, seen: list[Moments], context: MethodContext) -> Scores:
         return [_standardised(_fluctuation(part, moments)) for part, moments in zip(anatomy.parts, seen, strict=True)]
 
     def repair(
-        self, model: Model, choice: Choice, scores: Scores, seen: list[Moments], context: Context
+        self, model: Model, choice: Choice, scores: Scores, seen: list[Moments], context: MethodContext
     ) -> dict[str, Any]:
         if self.finish != "bias":
             return super().repair(model, choice, scores, seen, context)

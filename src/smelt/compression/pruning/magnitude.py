@@ -7,20 +7,22 @@ from typing import ClassVar
 
 import numpy as np
 
-from smelt.compression.base import Context, method
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.pruning.base import Scores, StructuredPruning
 from smelt.compression.pruning.units import sum_by_unit
 from smelt.models.anatomy import Anatomy, Part
 
 
-@method("magnitude", paper="baseline: Li et al., Pruning Filters for Efficient ConvNets, ICLR 2017 (arXiv 1608.08710)")
+@METHODS.register(
+    "magnitude", paper="baseline: Li et al., Pruning Filters for Efficient ConvNets, ICLR 2017 (arXiv 1608.08710)"
+)
 @dataclass(frozen=True)
 class Magnitude(StructuredPruning):
     """Remove the units of smallest weight norm, the same share of every layer."""
 
     spread: ClassVar[str] = "uniform"
 
-    def scores(self, anatomy: Anatomy, seen: None, context: Context) -> Scores:
+    def scores(self, anatomy: Anatomy, seen: None, context: MethodContext) -> Scores:
         return [_squared_norm(part) for part in anatomy.parts]
 
 

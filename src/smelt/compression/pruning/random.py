@@ -7,18 +7,18 @@ from typing import ClassVar
 
 import numpy as np
 
-from smelt.compression.base import Context, method
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.pruning.base import Scores, StructuredPruning
 from smelt.models.anatomy import Anatomy
 
 
-@method("random", paper="baseline")
+@METHODS.register("random", paper="baseline")
 @dataclass(frozen=True)
 class Random(StructuredPruning):
     """Remove units at random, the same share of every layer: the floor that any method must clear."""
 
     spread: ClassVar[str] = "uniform"
 
-    def scores(self, anatomy: Anatomy, seen: None, context: Context) -> Scores:
+    def scores(self, anatomy: Anatomy, seen: None, context: MethodContext) -> Scores:
         generator = np.random.Generator(np.random.PCG64(context.seed))
         return [generator.random(part.units) for part in anatomy.parts]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compression.allocation.unit_search import Choice
-from smelt.compression.base import Context
+from smelt.compression.base import MethodContext
 from smelt.compression.calibration.least_squares import NormalEquations
 from smelt.compression.calibration.stream import Activations, Stream, advance, open_stream, watching
 from smelt.compression.pruning.reconstruct import reconstruct
@@ -55,7 +55,7 @@ def cut_and_repair(
     model: Model,
     choice: Choice,
     finisher: Finisher,
-    context: Context,
+    context: MethodContext,
     assistant: Choice | None = None,
 ) -> dict[str, Any]:
     """Cut every block and fit it to the teacher: the dense model, or the larger `assistant` choice."""
@@ -75,7 +75,7 @@ class _Work:
         model: Model,
         choice: Choice,
         finisher: Finisher,
-        context: Context,
+        context: MethodContext,
         assistant: Choice | None,
     ) -> None:
         self.model, self.finisher, self.checkpoint = model, finisher, context.checkpoint

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from smelt.compression.base import CalibrationSize, Context, Demand, method
+from smelt.compression.base import METHODS, CalibrationSize, MethodContext, ResourceEstimate
 from smelt.compression.calibration.gradients import batch_loss, frozen, gradient_bytes
 from smelt.compression.pruning.base import Scores, StructuredPruning
 from smelt.compression.pruning.units import sum_by_unit
@@ -20,7 +20,7 @@ from smelt.measure.cost import block_parameters
 from smelt.models.anatomy import Anatomy, Projection
 
 
-@method(
+@METHODS.register(
     "taylor",
     paper="Ma et al., LLM-Pruner: On the Structural Pruning of Large Language Models, NeurIPS 2023 (arXiv 2305.11627)",
     needs=("calibration data", "labels or text", "gradients"),
@@ -31,13 +31,13 @@ class Taylor(StructuredPruning):
 
     spread: ClassVar[str] = "uniform"
 
-    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         """Gradients as large as the weights, and what one mini-batch keeps for its backward pass."""
-        repair = super().demand(anatomy, size, memory_limit)
+        repair = super().estimate_resources(anatomy, size, memory_limit)
         memory = 2 * 4 * block_parameters(anatomy) + 2 * gradient_bytes(anatomy, size.batch, size.length)
-        return Demand(repair.passes + 3.5, max(repair.memory, memory))
+        return ResourceEstimate(repair.passes + 3.5, max(repair.memory, memory))
 
-    def observe(self, anatomy: Anatomy, context: Context) -> None:
+    def observe(self, anatomy: Anatomy, context: MethodContext) -> None:
         """Leave the gradient of the mean loss over all batches in the weights that belong to units."""
         if not context.batches:
             raise DataError("taylor needs calibration data, and there is none.")
@@ -51,7 +51,7 @@ class Taylor(StructuredPruning):
             for weight in weights:
                 weight.requires_grad_(False)
 
-    def scores(self, anatomy: Anatomy, seen: None, context: Context) -> Scores:
+    def scores(self, anatomy: Anatomy, seen: None, context: MethodContext) -> Scores:
         scores = [sum_by_unit(part, _first_order) for part in anatomy.parts]
         _clear([p.module.weight for part in anatomy.parts for p in (*part.writers, part.output)])
         return scores

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from smelt.compression.allocation.unit_search import Choice
-from smelt.compression.base import Context, method
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.calibration.moments import Moments, block_moments
 from smelt.compression.calibration.stream import advance, open_stream
 from smelt.compression.pruning.base import Scores, StructuredPruning
@@ -21,7 +21,7 @@ from smelt.models.model import Model
 from smelt.models.surgery import keep_units
 
 
-@method(
+@METHODS.register(
     "wanda-sp",
     paper="An et al., Fluctuation-based Adaptive Structured Pruning, AAAI 2024 (arXiv 2312.11983), baseline Wanda-sp",
     needs=("calibration data",),
@@ -32,11 +32,13 @@ class WandaSp(StructuredPruning):
 
     spread: ClassVar[str] = "uniform"
 
-    def scores(self, anatomy: Anatomy, seen: None, context: Context) -> Scores:
+    def scores(self, anatomy: Anatomy, seen: None, context: MethodContext) -> Scores:
         """One share for every layer needs no scores yet: `repair` makes them on the pruned stream."""
         return [np.zeros(part.units) for part in anatomy.parts]
 
-    def repair(self, model: Model, choice: Choice, scores: Scores, seen: None, context: Context) -> dict[str, Any]:
+    def repair(
+        self, model: Model, choice: Choice, scores: Scores, seen: None, context: MethodContext
+    ) -> dict[str, Any]:
         counts = [len(kept) for kept in choice]
         if self.finish == "none":
             self._cut_layer_by_layer(model, counts, context)
@@ -45,7 +47,7 @@ class WandaSp(StructuredPruning):
         choice = [best(score, count) for score, count in zip(dense, counts, strict=True)]
         return super().repair(model, choice, scores, seen, context)
 
-    def _cut_layer_by_layer(self, model: Model, counts: list[int], context: Context) -> None:
+    def _cut_layer_by_layer(self, model: Model, counts: list[int], context: MethodContext) -> None:
         """Score each block on the stream of the pruned blocks below it, cut it, carry the stream on."""
         stream = open_stream(model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
         left = iter(counts)
@@ -56,7 +58,7 @@ class WandaSp(StructuredPruning):
                 keep_units(model.network, part, keep)
             advance(stream, block)
 
-    def _dense_scores(self, anatomy: Anatomy, context: Context) -> Scores:
+    def _dense_scores(self, anatomy: Anatomy, context: MethodContext) -> Scores:
         stream = open_stream(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
         return [
             unit_scores(part, moments)

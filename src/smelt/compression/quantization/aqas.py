@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smelt.compression.base import Context, method
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.quantization.layers import Group, Layer
 from smelt.compression.quantization.scale_search import STEPS, Candidate, ScaleSearch, balanced, power_family
 from smelt.models.model import Model
@@ -25,7 +25,7 @@ from smelt.numerics.format import Format, Quantized
 from smelt.numerics.integer import DenormalInteger, Integer
 
 
-@method("aqas", paper="Lee et al., 2023 (arXiv 2311.05161)", needs=("calibration data",))
+@METHODS.register("aqas", paper="Lee et al., 2023 (arXiv 2311.05161)", needs=("calibration data",))
 @dataclass(frozen=True)
 class Aqas(ScaleSearch):
     """Choose channel scales by the joint error of rounded weights and inputs; 4-bit dINT weights, 8-bit inputs.
@@ -63,5 +63,5 @@ class Aqas(ScaleSearch):
         vanished, underflow = underflow_share(layer.weight.detach(), matrix.values())
         return {"vanished": vanished, "error_share": {"underflow": underflow, "rounding": 1 - underflow}}
 
-    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+    def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         return {**super().apply(model, context), "calibration_length": context.mean_tokens}

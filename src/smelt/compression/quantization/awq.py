@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from smelt.compression.base import method
+from smelt.compression.base import METHODS
 from smelt.compression.quantization.layers import Group
 from smelt.compression.quantization.scale_search import STEPS, Candidate, ScaleSearch, power_family
 
 
-@method("awq", paper="Lin et al., 2024 (arXiv 2306.00978)", needs=("calibration data",))
+@METHODS.register("awq", paper="Lin et al., 2024 (arXiv 2306.00978)", needs=("calibration data",))
 @dataclass(frozen=True)
 class Awq(ScaleSearch):
     """Protect the channels with large inputs by a scale, found by trial, and clip each group of weights."""

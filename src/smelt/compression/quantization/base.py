@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.base import CalibrationSize, Context, Demand, Method
+from smelt.compression.base import CalibrationSize, Method, MethodContext, ResourceEstimate
 from smelt.compression.calibration.device import on_device
 from smelt.compression.calibration.observe import Largest, Observer, observe
 from smelt.compression.calibration.routes import expert_tokens
@@ -78,14 +78,14 @@ class Quantization(Method):
     offloads: ClassVar[bool] = True
     teacher: ClassVar[bool] = False  # the method compares with what the unchanged network gives
 
-    def prepare(self, model: Model, context: Context) -> Any:
+    def prepare(self, model: Model, context: MethodContext) -> Any:
         """What is done to the whole network before the first block; each block's work is handed the result."""
 
     @abstractmethod
     def quantize(self, work: BlockWork) -> None:
         """Quantise every layer of a block, by `work.put`."""
 
-    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+    def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
         if self.uses_data and not context.batches:
             raise DataError(f"{self.name} needs calibration data, and there is none.")
@@ -102,7 +102,7 @@ class Quantization(Method):
         """Facts besides those of the layers, from what `prepare` returned."""
         return {}
 
-    def conclude(self, model: Model, context: Context) -> None:
+    def conclude(self, model: Model, context: MethodContext) -> None:
         """What is done to the whole network after the last block."""
 
     def check(self, anatomy: Anatomy) -> None:
@@ -122,18 +122,18 @@ class Quantization(Method):
                     "or `ragged: true` for a shorter last group."
                 )
 
-    def aim(self) -> dict[str, float]:
+    def targets(self) -> dict[str, float]:
         return {"bits": self.weight_format.bits}
 
-    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         if not self.uses_data:
-            return Demand()
+            return ResourceEstimate()
         rows = 4 * size.tokens * anatomy.parts[0].output.rows
         held = rows if memory_limit is None else min(rows, memory_limit)
         widest = max(part.output.columns for part in anatomy.parts)
         # Those of a block live at once, which with many experts is more than what the widest alone needs.
         hessians = max(sum(group.columns**2 for group in groups_of(block)) for block in anatomy.blocks)
-        return Demand(passes=2.0, memory=held + 4 * max(5 * widest**2, hessians + 2 * widest**2))
+        return ResourceEstimate(passes=2.0, memory=held + 4 * max(5 * widest**2, hessians + 2 * widest**2))
 
 
 @dataclass
@@ -142,7 +142,7 @@ class BlockWork:
 
     block: Block
     stream: Stream | None
-    context: Context
+    context: MethodContext
     network: nn.Module
     scheme: Scheme
     facts: dict[str, dict[str, Any]]
@@ -177,7 +177,7 @@ class BlockWork:
 class _Run:
     """The walk through the blocks, with what it needs to be taken up again."""
 
-    def __init__(self, method: Quantization, model: Model, context: Context, prepared: Any) -> None:
+    def __init__(self, method: Quantization, model: Model, context: MethodContext, prepared: Any) -> None:
         self.method, self.network, self.context, self.prepared = method, model.network, context, prepared
         self.before = count_bytes(self.network)
         self.layers: dict[str, dict[str, Any]] = {}

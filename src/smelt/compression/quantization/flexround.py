@@ -9,14 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.base import method, within
+from smelt.compression.base import METHODS, within
 from smelt.compression.quantization.learned import LearnedQuantization, Quantizer
 from smelt.compression.quantization.nearest import searched_grid
 from smelt.numerics.format import Grid
 from smelt.numerics.integer import Integer
 
 
-@method(
+@METHODS.register(
     "flexround",
     paper="Lee et al., 2023 (FlexRound, arXiv 2306.00317); Lee et al., 2025 (LRQ, arXiv 2407.11534)",
     needs=("calibration data",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smelt.compression.base import method, within
+from smelt.compression.base import METHODS, within
 from smelt.compression.calibration.observe import SecondMoment
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.gptq_rounding import DAMPING, round_group
@@ -12,7 +12,7 @@ from smelt.compression.quantization.layers import Group
 from smelt.numerics.format import Quantized
 
 
-@method("gptq", paper="Frantar et al., 2023 (arXiv 2210.17323)", needs=("calibration data",))
+@METHODS.register("gptq", paper="Frantar et al., 2023 (arXiv 2210.17323)", needs=("calibration data",))
 @dataclass(frozen=True)
 class Gptq(Quantization):
     """Round column by column, each error made up for by the columns that follow."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smelt.compression.base import method, within
+from smelt.compression.base import METHODS, within
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.errors import RecipeError
 from smelt.numerics.format import Grid, Quantized
@@ -17,7 +17,7 @@ LARGEST_INVERSE = 2e4  # of a scale
 LARGEST_ZERO = 6e4  # that float16 holds
 
 
-@method("hqq", paper="Badri and Shaji, 2023 (Half-Quadratic Quantization)")
+@METHODS.register("hqq", paper="Badri and Shaji, 2023 (Half-Quadratic Quantization)")
 @dataclass(frozen=True)
 class Hqq(Quantization):
     """Move each group's zero point, which need not be whole, to where few large errors buy many small ones."""

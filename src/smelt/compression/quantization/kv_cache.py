@@ -9,14 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from smelt.compression.base import Context, Method, method
+from smelt.compression.base import METHODS, Method, MethodContext
 from smelt.errors import FormatError, ModelError, RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.kv_cache import UNPACKED, KvFormat
 from smelt.models.model import Model
 
 
-@method("kv-cache", paper="Ashkboos et al., 2024 (QuaRot's cache, arXiv 2404.00456)")
+@METHODS.register("kv-cache", paper="Ashkboos et al., 2024 (QuaRot's cache, arXiv 2404.00456)")
 @dataclass(frozen=True)
 class KvCache(Method):
     """Hold the keys and values of a language model in a number format; weights stay as they are."""
@@ -42,7 +42,7 @@ class KvCache(Method):
             raise ModelError(f"{self.name} is for models that generate text: this one keeps no keys and values.")
         self.kv.cache(anatomy.network.config)
 
-    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+    def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
         before = model.kv or KvFormat()
         model.kv = None if str(self.kv) == UNPACKED else self.kv

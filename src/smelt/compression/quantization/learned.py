@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
-from smelt.compression.base import CalibrationSize, Demand, within
+from smelt.compression.base import CalibrationSize, ResourceEstimate, within
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.layers import Layer
 from smelt.compression.quantization.lfq import LogitLoss
@@ -106,12 +106,12 @@ class LearnedQuantization(Quantization):
         if self.lfq:
             LogitLoss.check(anatomy)
 
-    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         """Twice the hidden states (the target's and the inputs'), and a training of one block."""
-        plain = super().demand(anatomy, size, memory_limit)
+        plain = super().estimate_resources(anatomy, size, memory_limit)
         batches = math.ceil(size.samples / size.batch)
         training = COPIES * 4 * block_parameters(anatomy) // len(anatomy.blocks)
-        return Demand(plain.passes + 1 + 3 * self.updates(batches) / batches, 2 * plain.memory + training)
+        return ResourceEstimate(plain.passes + 1 + 3 * self.updates(batches) / batches, 2 * plain.memory + training)
 
     def quantize(self, work: BlockWork) -> None:
         # A generator of each block's own: a run that is taken up again draws the same numbers.

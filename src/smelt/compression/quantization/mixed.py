@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from smelt.compression.base import CalibrationSize, Context, Demand, method, one_of, within
+from smelt.compression.base import METHODS, CalibrationSize, MethodContext, ResourceEstimate, one_of, within
 from smelt.compression.calibration.device import on_device
 from smelt.compression.calibration.stream import advance, open_stream
 from smelt.compression.quantization.base import BlockWork, Quantization
@@ -28,7 +28,7 @@ from smelt.numerics.format import Format
 from smelt.numerics.integer import Integer
 
 
-@method("mixed", paper="after Yao et al., 2021 (HAWQ-V3, arXiv 2011.10680)", needs=("calibration data",))
+@METHODS.register("mixed", paper="after Yao et al., 2021 (HAWQ-V3, arXiv 2011.10680)", needs=("calibration data",))
 @dataclass(frozen=True)
 class Mixed(Quantization):
     """Give each group of layers the bits that the whole needs most there, under an average of bits a weight."""
@@ -61,7 +61,7 @@ class Mixed(Quantization):
     def weight_format(self) -> Format:
         return self.formats[-1]
 
-    def aim(self) -> dict[str, float]:
+    def targets(self) -> dict[str, float]:
         return {"bits": self.bits}
 
     def check(self, anatomy: Anatomy) -> None:
@@ -74,7 +74,7 @@ class Mixed(Quantization):
                 f"{self.bits:g} allowed; allow more, add a narrower choice or make the group larger."
             )
 
-    def prepare(self, model: Model, context: Context) -> dict[str, tuple[Format, list[float]]]:
+    def prepare(self, model: Model, context: MethodContext) -> dict[str, tuple[Format, list[float]]]:
         """The format of each group, by the path of its first layer, and the error of every choice."""
         errors = context.checkpoint.load_facts("sensitivity")
         if errors is None:
@@ -88,7 +88,7 @@ class Mixed(Quantization):
             group.path: (self.formats[choice], row) for group, choice, row in zip(groups, chosen, table, strict=True)
         }
 
-    def sensitivity(self, model: Model, context: Context) -> dict[str, list[float]]:
+    def sensitivity(self, model: Model, context: MethodContext) -> dict[str, list[float]]:
         """For each group and choice, the squared error of the block's output over the output's squared size."""
         stream = open_stream(
             model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder, device=context.device
@@ -118,8 +118,8 @@ class Mixed(Quantization):
             for layer in group.layers:
                 work.facts[layer.path]["block_error"] = errors  # of each choice
 
-    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
-        plain = super().demand(anatomy, size, memory_limit)
+    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
+        plain = super().estimate_resources(anatomy, size, memory_limit)
         share = min(1.0, max(self.tokens, size.batch * size.length) / max(size.tokens, 1))
         groups = max(len(groups_of(block)) for block in anatomy.blocks)
         return replace(plain, passes=plain.passes + 1 + groups * len(self.formats) * share)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.base import method, within
+from smelt.compression.base import METHODS, within
 from smelt.compression.quantization.learned import LearnedQuantization, Quantizer
 from smelt.numerics.format import Grid
 from smelt.numerics.gradient import straight_through
@@ -16,7 +16,7 @@ from smelt.numerics.integer import Integer, extent
 START = 4.0  # of a gate: the range begins at sigmoid(4) = 0.982 of itself
 
 
-@method("omniquant", paper="Shao et al., 2024 (OmniQuant, arXiv 2308.13137)", needs=("calibration data",))
+@METHODS.register("omniquant", paper="Shao et al., 2024 (OmniQuant, arXiv 2308.13137)", needs=("calibration data",))
 @dataclass(frozen=True)
 class OmniQuant(LearnedQuantization):
     """Learn how far each group's range is clipped, block by block, so that the block gives what it gave.

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smelt.compression.base import Context, method
+from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.quantization.rotated import RotatedQuantization
 from smelt.compression.quantization.rotation import Rotations, random_rotations
 from smelt.models.model import Model
 
 
-@method("quarot", paper="Ashkboos et al., 2024 (arXiv 2404.00456)", needs=("calibration data",))
+@METHODS.register("quarot", paper="Ashkboos et al., 2024 (arXiv 2404.00456)", needs=("calibration data",))
 @dataclass(frozen=True)
 class QuaRot(RotatedQuantization):
     """Rotate stream, values, heads and filters by random Hadamard matrices, then round weights and inputs."""
@@ -22,5 +22,5 @@ class QuaRot(RotatedQuantization):
     def uses_data(self) -> bool:
         return self.rounding == "gptq"
 
-    def rotations(self, model: Model, context: Context) -> Rotations:
+    def rotations(self, model: Model, context: MethodContext) -> Rotations:
         return random_rotations(model.anatomy, context.seed)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smelt.compression.base import CalibrationSize, Context, Demand, Method, method, one_of, within
+from smelt.compression.base import METHODS, CalibrationSize, Method, MethodContext, ResourceEstimate, one_of, within
 from smelt.compression.calibration.gradients import frozen, gradient_bytes
 from smelt.compression.calibration.stream import Activations
 from smelt.compression.quantization.adapters import Adapter, attached, check_mergeable
@@ -29,7 +29,7 @@ VALIDATION = 0.2  # of the batches, the last ones, on which the best factors are
 Batch = dict[str, Tensor]
 
 
-@method("rilq", paper="Lee et al., 2025 (RILQ, arXiv 2412.01129)", needs=("calibration data",))
+@METHODS.register("rilq", paper="Lee et al., 2025 (RILQ, arXiv 2412.01129)", needs=("calibration data",))
 @dataclass(frozen=True)
 class Rilq(Method):
     """Make up for the error of a quantised model by low-rank factors on all layers, trained together.
@@ -70,13 +70,13 @@ class Rilq(Method):
             if self.merge:
                 check_mergeable(layer, path)
 
-    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         hidden = 4 * size.tokens * anatomy.parts[0].output.rows
         matrices = 4 * block_parameters(anatomy)
         training = matrices + 4 * 4 * self._factors(anatomy) + gradient_bytes(anatomy, size.batch, size.length)
         seen = self.updates * self.accumulation * size.batch / size.samples
         kept = hidden if memory_limit is None else min(hidden, memory_limit)
-        return Demand(passes=1 + 3 * seen, memory=kept + training)
+        return ResourceEstimate(passes=1 + 3 * seen, memory=kept + training)
 
     def added_parameters(self, anatomy: Anatomy) -> int:
         return 0 if self.merge else self._factors(anatomy)
@@ -87,7 +87,7 @@ class Rilq(Method):
         sizes = {each.path: (each.rows * each.parts, each.columns) for each in used}
         return sum(min(self.rank, *size) * sum(size) for size in sizes.values())
 
-    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+    def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
         if len(context.batches) < 2:
             raise DataError("rilq needs at least two batches of calibration data: the last fifth only judges.")
@@ -114,7 +114,7 @@ class Rilq(Method):
         }
 
     def _teach(
-        self, model: Model, context: Context, layers: dict[str, QuantizedLinear], adapters: dict[str, Adapter]
+        self, model: Model, context: MethodContext, layers: dict[str, QuantizedLinear], adapters: dict[str, Adapter]
     ) -> Activations:
         """Begin the adapters, and take the teacher's last hidden states, a tensor a batch; then the teacher goes."""
         generator = torch.Generator().manual_seed(context.seed)
@@ -150,7 +150,7 @@ class _Training:
     """Adam on all adapters, judged every so often, with what it needs to be taken up again."""
 
     def __init__(
-        self, settings: Rilq, model: Model, context: Context, adapters: dict[str, Adapter], states: Activations
+        self, settings: Rilq, model: Model, context: MethodContext, adapters: dict[str, Adapter], states: Activations
     ) -> None:
         self.settings, self.model, self.context, self.states = settings, model, context, states
         self.head = model.network.get_output_embeddings()

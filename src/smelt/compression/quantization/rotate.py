@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from smelt.compression.base import Context, Method, method
+from smelt.compression.base import METHODS, Method, MethodContext
 from smelt.compression.quantization.rotation import check_rotatable, random_rotations, rotate_network
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 
 
-@method("rotate", paper="Ashkboos et al., 2024 (arXiv 2404.00456)")
+@METHODS.register("rotate", paper="Ashkboos et al., 2024 (arXiv 2404.00456)")
 @dataclass(frozen=True)
 class Rotate(Method):
     """Turn the residual stream and the values at random; the function stays, a tied head gets its own weight."""
@@ -31,7 +31,7 @@ class Rotate(Method):
     def check(self, anatomy: Anatomy) -> None:
         check_rotatable(anatomy, self.name)
 
-    def apply(self, model: Model, context: Context) -> dict[str, Any]:
+    def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
         rotations = random_rotations(model.anatomy, context.seed, stream=self.stream, values=self.values)
         return rotate_network(model.anatomy, rotations, context.device)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from smelt.compression.base import Context, one_of, within
+from smelt.compression.base import MethodContext, one_of, within
 from smelt.compression.calibration.observe import SecondMoment
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.gptq_rounding import DAMPING, round_group
@@ -53,7 +53,7 @@ class RotatedQuantization(Quantization):
             raise RecipeError(f"{self.name} takes the scale of inputs from each token: leave static out.")
 
     @abstractmethod
-    def rotations(self, model: Model, context: Context) -> Rotations:
+    def rotations(self, model: Model, context: MethodContext) -> Rotations:
         """The matrices that are merged into the weights."""
 
     @property
@@ -64,7 +64,7 @@ class RotatedQuantization(Quantization):
         super().check(anatomy)
         check_rotatable(anatomy, self.name)
 
-    def prepare(self, model: Model, context: Context) -> dict[str, Any]:
+    def prepare(self, model: Model, context: MethodContext) -> dict[str, Any]:
         """Rotate; the facts are those of the network before a tied head got its own weight."""
         size = count_bytes(model.network)
         asked = [part for part in model.anatomy.parts if self._asked(part)]

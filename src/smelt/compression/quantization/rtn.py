@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from smelt.compression.base import method
+from smelt.compression.base import METHODS
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.nearest import nearest
 
 
-@method("rtn", paper="Frantar et al., 2023 (range search of their code)")
+@METHODS.register("rtn", paper="Frantar et al., 2023 (range search of their code)")
 @dataclass(frozen=True)
 class RoundToNearest(Quantization):
     """Round every weight to the nearest value of its group's grid."""

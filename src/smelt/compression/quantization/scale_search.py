@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.compression.base import CalibrationSize, Demand, one_of, within
+from smelt.compression.base import CalibrationSize, ResourceEstimate, one_of, within
 from smelt.compression.calibration.observe import Largest, MeanMagnitude
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.clipping import clip_block
@@ -154,10 +154,10 @@ class ScaleSearch(Quantization):
             return None
         return lambda x: (number_format.rounded(x.float() / scale) * scale).to(x.dtype)
 
-    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
+    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         """A pass for the statistics, one for GPTQ, and the trials: four groups, each about a third of a block. Of every
         further expert the inputs are taken once."""
-        plain = super().demand(anatomy, size, memory_limit)
+        plain = super().estimate_resources(anatomy, size, memory_limit)
         share = min(1.0, max(self.tokens, size.batch * size.length) / max(size.tokens, 1))
         experts = max(sum(part.mixture is not None for part in block.parts) for block in anatomy.blocks)
         return replace(plain, passes=plain.passes + 1 + (STEPS * 4 / 3 + max(0, experts - 1)) * share)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.compression.base import method, one_of, within
+from smelt.compression.base import METHODS, one_of, within
 from smelt.compression.calibration.observe import Largest
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.layers import Group, observed, sharing_groups
@@ -18,7 +18,7 @@ from smelt.compression.quantization.scaling import fold, source_of
 SMALLEST = 1e-5  # scale
 
 
-@method("smoothquant", paper="Xiao et al., 2023 (arXiv 2211.10438)", needs=("calibration data",))
+@METHODS.register("smoothquant", paper="Xiao et al., 2023 (arXiv 2211.10438)", needs=("calibration data",))
 @dataclass(frozen=True)
 class SmoothQuant(Quantization):
     """Divide input channels by a closed form of both ranges, the weights take it up; 8-bit weights and inputs.

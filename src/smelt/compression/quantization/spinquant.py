@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from smelt.compression.base import Batch, CalibrationSize, Context, Demand, method, within
+from smelt.compression.base import METHODS, Batch, CalibrationSize, MethodContext, ResourceEstimate, within
 from smelt.compression.calibration.gradients import batch_loss, frozen
 from smelt.compression.quantization.rotated import RotatedQuantization
 from smelt.compression.quantization.rotation import Rotations, has_layer_norms, random_rotations
@@ -36,7 +36,7 @@ ITERATIONS = 5  # of the fixed point that a step along the Cayley curve is
 Round = Callable[[Tensor], Tensor]
 
 
-@method("spinquant", paper="Liu et al., 2025 (arXiv 2405.16406)", needs=("calibration data", "gradients"))
+@METHODS.register("spinquant", paper="Liu et al., 2025 (arXiv 2405.16406)", needs=("calibration data", "gradients"))
 @dataclass(frozen=True)
 class SpinQuant(RotatedQuantization):
     """Learn the rotations of stream and values from the loss under rounded inputs, then round as QuaRot does."""
@@ -64,12 +64,12 @@ class SpinQuant(RotatedQuantization):
         if any(part.clipped for part in anatomy.parts):
             raise ModelError("spinquant rotates the values of every block, and here they are clipped: use quarot.")
 
-    def demand(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> Demand:
-        rounding = super().demand(anatomy, size, memory_limit)
+    def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
+        rounding = super().estimate_resources(anatomy, size, memory_limit)
         learning = 2 + 3 * self.steps * size.batch / size.samples  # a pass back costs two
-        return Demand(rounding.passes + learning, rounding.memory)
+        return ResourceEstimate(rounding.passes + learning, rounding.memory)
 
-    def rotations(self, model: Model, context: Context) -> Rotations:
+    def rotations(self, model: Model, context: MethodContext) -> Rotations:
         kept, facts = context.checkpoint.load("rotations"), context.checkpoint.load_facts("rotations")
         if kept is None or facts is None:
             kept, facts = self._learned(model, context)
@@ -78,7 +78,7 @@ class SpinQuant(RotatedQuantization):
         exact = {name: nearest_orthogonal(matrix) for name, matrix in kept.items()}
         return Rotations(exact.pop("stream"), {int(block): matrix for block, matrix in exact.items()}, facts)
 
-    def _learned(self, model: Model, context: Context) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    def _learned(self, model: Model, context: MethodContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The matrices after the last step, float32: `stream`, and those of the values by their block; and losses."""
         network, batches = model.network, context.batches
         start = random_rotations(model.anatomy, context.seed)

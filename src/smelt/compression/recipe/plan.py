@@ -117,9 +117,9 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
 
 
 def _step_plan(step: Any, anatomy: Anatomy, size: CalibrationSize, limit: int | None, rate: float) -> StepPlan:
-    demand = step.demand(anatomy, size, limit)
-    work = 2.0 * active_parameters(anatomy) * size.tokens * demand.passes
-    return StepPlan(step.name, step.needs, work / rate, demand.memory, step.aim())
+    estimate = step.estimate_resources(anatomy, size, limit)
+    work = 2.0 * active_parameters(anatomy) * size.tokens * estimate.passes
+    return StepPlan(step.name, step.needs, work / rate, estimate.memory, step.targets())
 
 
 def _parameters_after(recipe: Recipe, anatomy: Anatomy, before: int) -> int:

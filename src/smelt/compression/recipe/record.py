@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from smelt.compression.methods import METHODS
 from smelt.compression.recipe.inputs import Data
-from smelt.compression.recipe.methods import METHODS
 from smelt.compression.recipe.recipe import Recipe
 from smelt.data import TextData
 from smelt.measure.cost import Workload, block_macs, block_parameters, count_bytes, count_parameters

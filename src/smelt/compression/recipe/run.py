@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from smelt.compression.base import Context, Method
+from smelt.compression.base import Method, MethodContext
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.recipe.batch import with_batch
 from smelt.compression.recipe.inputs import (
@@ -179,7 +179,7 @@ class _Run:
         return records
 
     def _apply(self, step: Method, model: Model, batches: list[Batch], name: str) -> dict[str, Any]:
-        context = Context(
+        context = MethodContext(
             batches=batches,
             seed=self.recipe.seed,
             watcher=self.watcher,

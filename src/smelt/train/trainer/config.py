@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smelt.config import nearest, parse, read_yaml
+from smelt.config import parse, read_yaml, suggest
 from smelt.errors import ConfigError
 from smelt.train.gradients.settings import Settings
 from smelt.train.trainer.gradient_sync import build_compressor, normalize_gradients, require_no_second_momentum
@@ -160,7 +160,7 @@ class TrainConfig:
 def _one_of(options: tuple[str, ...], **values: str) -> None:
     for key, value in values.items():
         if value not in options:
-            raise ConfigError(f"there is no {key} {value!r:.80}{nearest(value, list(options))}")
+            raise ConfigError(f"there is no {key} {value!r:.80}{suggest(value, list(options))}")
 
 
 def _at_least(smallest: int, **values: int | None) -> None:

@@ -9,7 +9,7 @@ import torch
 import yaml
 from torch.nn.parallel import DistributedDataParallel
 
-from smelt.config import nearest, number
+from smelt.config import as_number, suggest
 from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto import Auto, AutoCompression
 from smelt.train.gradients.compression import Compression
@@ -38,8 +38,8 @@ def normalize_gradients(given: str | dict[str, Any] | None) -> dict[str, Any]:
         given = {"method": name.strip(), **{key.strip(): yaml.safe_load(value) for key, _, value in pairs}}
     method = given.get("method")
     if method not in _METHODS:
-        raise ConfigError(f"there is no way {method!r:.80} to send gradients{nearest(method, list(_METHODS))}")
-    return {key: value if key == "method" else number(value) for key, value in given.items()}
+        raise ConfigError(f"there is no way {method!r:.80} to send gradients{suggest(method, list(_METHODS))}")
+    return {key: value if key == "method" else as_number(value) for key, value in given.items()}
 
 
 def build_compressor(given: str | dict[str, Any] | None) -> Compressor | None:
@@ -59,7 +59,7 @@ def _auto(parameters: dict[str, Any]) -> Auto:
     names = [field.name for field in fields(Auto)]
     for key, value in parameters.items():
         if key not in names:
-            raise ConfigError(f"auto has no parameter {key!r:.80}{nearest(key, names)}")
+            raise ConfigError(f"auto has no parameter {key!r:.80}{suggest(key, names)}")
         kind = {"density": (int, float), "steps": (int,), "methods": (list, tuple)}[key]
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ConfigError(f"{key} of auto cannot be {value!r:.80}.")
