@@ -20,11 +20,11 @@ from kv_tasks import Asked, asked
 from torch import Tensor
 
 from smelt.kvcache.eviction.budget import kept
-from smelt.kvcache.eviction.budgets import budget_named
-from smelt.kvcache.eviction.observe import Reading, logits_after, shape_of
-from smelt.kvcache.eviction.profile import Profile, ratios
-from smelt.kvcache.eviction.profiling import read_for, scored
-from smelt.kvcache.eviction.scorers import SCORERS, scorer_named
+from smelt.kvcache.eviction.budgets import make_budget_rule
+from smelt.kvcache.eviction.prefill import RecordedPrefill, decode_logits, kv_shape_of
+from smelt.kvcache.eviction.profile import EvictionProfile, retained_ratios
+from smelt.kvcache.eviction.profiling import prefill_for, score_layers
+from smelt.kvcache.eviction.scorers import SCORERS, make_scorer
 from smelt.models.load import load
 from smelt.models.model import Model
 
@@ -63,34 +63,37 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def prepared(model: Model, each: Asked) -> Reading:
+def prepared(model: Model, each: Asked) -> RecordedPrefill:
     """Read, and repeated for the scorer that wants it."""
-    return read_for(model, each.prompt, scorer_named("kvzip"))
+    return prefill_for(model, each.prompt, make_scorer("kvzip"))
 
 
-def profiled(model: Model, readings: list[Reading]) -> dict[tuple[str, float], Profile]:
+def profiled(model: Model, readings: list[RecordedPrefill]) -> dict[tuple[str, float], EvictionProfile]:
     """For every scorer and share: what `ada` lets each head keep of these prompts."""
     found = {}
     for name in SCORERS:
-        scores = [scored(reading, scorer_named(name, **FORCED)) for reading in readings]
+        scores = [score_layers(reading, make_scorer(name, **FORCED)) for reading in readings]
         for keep in KEEP:
-            counts = [budget_named("ada").counts(each, keep)[:, 0] for each in scores]  # [layers, kv_heads]
+            counts = [make_budget_rule("ada").counts(each, keep)[:, 0] for each in scores]  # [layers, kv_heads]
             samples = torch.stack([
-                ratios(count, reading.tokens, **FORCED) for count, reading in zip(counts, readings, strict=True)
+                retained_ratios(count, reading.seq_len, **FORCED)
+                for count, reading in zip(counts, readings, strict=True)
             ])  # fmt: skip
-            found[name, keep] = Profile.of(shape_of(model), name, keep, samples, FORCED)
+            found[name, keep] = EvictionProfile.from_ratios(kv_shape_of(model), name, keep, samples, FORCED)
     return found
 
 
-def judged(model: Model, each: Asked, profiles: dict[tuple[str, float], Profile]) -> dict[str, dict[str, float]]:
+def judged(
+    model: Model, each: Asked, profiles: dict[tuple[str, float], EvictionProfile]
+) -> dict[str, dict[str, float]]:
     """For the whole prompt and every way to keep some of it: was the answer right, and how likely was it."""
     reading = prepared(model, each)
     ways: dict[str, Tensor] = {}
     for name in SCORERS:
-        scores = scored(reading, scorer_named(name, **FORCED))
+        scores = score_layers(reading, make_scorer(name, **FORCED))
         for rule in RULES:
             for keep in KEEP:
-                budget = budget_named(rule, **({"profile": profiles[name, keep]} if rule == "static" else {}))
+                budget = make_budget_rule(rule, **({"profile": profiles[name, keep]} if rule == "static" else {}))
                 counts = budget.counts(scores, keep)
                 ways[f"{name}|{rule}|{keep:g}"] = kept(scores, counts)
     found = _answers(model, reading, each, {"all": torch.ones_like(next(iter(ways.values())))})
@@ -100,9 +103,11 @@ def judged(model: Model, each: Asked, profiles: dict[tuple[str, float], Profile]
     return found
 
 
-def _answers(model: Model, reading: Reading, each: Asked, ways: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+def _answers(
+    model: Model, reading: RecordedPrefill, each: Asked, ways: dict[str, Tensor]
+) -> dict[str, dict[str, float]]:
     after = torch.tensor([each.after])
-    logits = logits_after(model, reading, torch.cat(list(ways.values()), dim=1), after)
+    logits = decode_logits(model, reading, torch.cat(list(ways.values()), dim=1), after)
     wanted = after[0, -each.answer :]
     rows = logits[:, -each.answer - 1 : -1].log_softmax(-1)  # [ways, answer, vocabulary]
     own = rows.gather(-1, wanted.expand(len(rows), -1)[..., None])[..., 0]

@@ -21,14 +21,12 @@ import torch
 from common import kept_rows, mean, table, write
 from kv_tasks import Asked, asked
 
-from smelt.kvcache.selection.attend import SelectedAttention
-from smelt.kvcache.selection.digested import Digested
-from smelt.kvcache.selection.host import HostPages
-from smelt.kvcache.selection.page_cache import Residence, Residents
-from smelt.kvcache.selection.page_summary import DIGESTS, Digest, digest_named
-from smelt.kvcache.selection.selection import Selection
-from smelt.kvcache.selection.shape import selectable_heads, trace_shape
-from smelt.kvcache.selection.trace import Recorder, Trace
+from smelt.kvcache.selection.config import SparseAttentionConfig, sparse_attention_heads
+from smelt.kvcache.selection.host_store import HostPageStore
+from smelt.kvcache.selection.page_cache import OffloadConfig, ResidentPages
+from smelt.kvcache.selection.page_summary import PAGE_SUMMARIES, PageSummary, PageSummaryTable, make_page_summary
+from smelt.kvcache.selection.sparse_attention import SparsePageAttention
+from smelt.kvcache.selection.trace import Trace, TraceRecorder, trace_metadata
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.request import Request, State
@@ -52,12 +50,12 @@ SEED = 0  # of the prompts
 class Way:
     """How pages are chosen and kept."""
 
-    digest: Digest
+    digest: PageSummary
     share: float
     steady: int = 8
 
-    def selection(self, page: int) -> Selection:
-        return Selection(self.digest, page, (SINK + WINDOW) * page, self.share, SINK, WINDOW)
+    def selection(self, page: int) -> SparseAttentionConfig:
+        return SparseAttentionConfig(self.digest, page, (SINK + WINDOW) * page, self.share, SINK, WINDOW)
 
 
 def main() -> None:
@@ -83,10 +81,10 @@ def _options() -> argparse.Namespace:
 def judged(model: Model, questions: list[Asked], page: int) -> dict[str, dict[str, float]]:
     """For every way: how likely and how right the answers were, what was chosen, and what was copied."""
     reading = Texts(model, questions, page)
-    ways = {_key(name, share): Way(digest_named(name), share) for name in DIGESTS for share in SHARES[1:]}
+    ways = {_key(name, share): Way(make_page_summary(name), share) for name in PAGE_SUMMARIES for share in SHARES[1:]}
     if questions[0].task == "continuation":
-        ways |= {_key("arkvale", 0.25, steady): Way(digest_named("arkvale"), 0.25, steady) for steady in STEADY}
-    ways["all"] = Way(digest_named("arkvale"), 1.0)
+        ways |= {_key("arkvale", 0.25, steady): Way(make_page_summary("arkvale"), 0.25, steady) for steady in STEADY}
+    ways["all"] = Way(make_page_summary("arkvale"), 1.0)
     return {name: reading.answered(way) for name, way in ways.items()}
 
 
@@ -101,12 +99,13 @@ class Texts:
         self.model, self.questions, self.page = model, [_shortened(each) for each in questions], page
         held = max(-(-(len(each.prompt) + len(each.after)) // page) for each in self.questions)
         self.blocks = held * len(self.questions)
-        self.residence = Residence(slots=self.blocks)
+        self.residence = OffloadConfig(slots=self.blocks)
         self.runner = SelectingRunner(
             model, blocks=self.blocks, size=page, most_tokens=CHUNK, most_requests=len(self.questions),
-            context=held * page, selection=Way(digest_named("quest"), 1.0).selection(page), residence=self.residence,
+            context=held * page, selection=Way(make_page_summary("quest"), 1.0).selection(page),
+            residence=self.residence,
         )  # fmt: skip
-        assert isinstance(self.runner.host, HostPages)
+        assert isinstance(self.runner.host, HostPageStore)
         self.pages = self.runner.host
         self.requests = [
             Request(
@@ -140,20 +139,20 @@ class Texts:
             "copied": (self.pages.recalled_bytes - copied) / (steps - 1) / len(self.requests),
         }  # fmt: skip
 
-    def _begin(self, way: Way) -> Recorder:
+    def _begin(self, way: Way) -> TraceRecorder:
         """A way of its own: digests of what was read, an empty device, and a new trace."""
-        heads, device = selectable_heads(self.model), self.model.device
-        digested = Digested(way.digest, heads, self.blocks, self.model.network.dtype, device)
+        heads, device = sparse_attention_heads(self.model), self.model.device
+        digested = PageSummaryTable(way.digest, heads, self.blocks, self.model.network.dtype, device)
         full = torch.cat([torch.tensor(each.blocks[: len(each.prompt) // self.page]) for each in self.requests])
         for layer in heads:
             digested.update(layer, full, self.pages.keys_of(layer, full))
-        residence = Residence(self.residence.slots, way.steady)
+        residence = OffloadConfig(self.residence.slots, way.steady)
         self.pages.residents = {
-            layer: Residents(kv_heads, self.blocks, residence) for layer, (kv_heads, _) in heads.items()
+            layer: ResidentPages(kv_heads, self.blocks, residence) for layer, (kv_heads, _) in heads.items()
         }
         selection = way.selection(self.page)
-        recorder = Recorder(trace_shape(self.model, selection, residence))
-        self.runner.attention = SelectedAttention(selection, self.pages, digested, recorder)
+        recorder = TraceRecorder(trace_metadata(self.model, selection, residence))
+        self.runner.attention = SparsePageAttention(selection, self.pages, digested, recorder)
         return recorder
 
     def _next(self, here: list[int], step: int) -> list[tuple[float, bool]]:
@@ -230,7 +229,7 @@ def _text(rows: list[dict[str, Any]]) -> str:
 
 def _quality(row: dict[str, Any]) -> list[list[str]]:
     cells = [["any", "100%", *_figures(row, "all")]]
-    for name in DIGESTS:
+    for name in PAGE_SUMMARIES:
         cells += [[name, f"{share:.1%}", *_figures(row, _key(name, share))] for share in SHARES[1:]]
     return cells
 

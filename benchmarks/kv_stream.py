@@ -25,7 +25,7 @@ from kv_stream_text import QUESTION, drawn_text, with_passkey
 from kv_stream_video import film, small_network
 from torch.nn import functional as F
 
-from smelt.kvcache.streaming import InfiniPot, InfiniPotV, Recent, TextStream, Uniform, VideoStream
+from smelt.kvcache.streaming import InfiniPot, InfiniPotV, RecentFrames, TextStream, UniformFrames, VideoStream
 from smelt.models.load import load
 from smelt.models.model import Model
 
@@ -158,7 +158,7 @@ def shares(options: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[
 
 def video(_: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
     network = small_network(0)
-    for rule in (InfiniPotV(), InfiniPotV(pooling=True), Recent(), Uniform()):
+    for rule in (InfiniPotV(), InfiniPotV(pooling=True), RecentFrames(), UniformFrames()):
         name = rule.name + (", pooled" if getattr(rule, "pooling", False) else "")
         if _key({"rule": name}) in done:
             continue

@@ -16,8 +16,8 @@ import torch
 from common import table, write
 from torch import Tensor
 
-from smelt.kvcache.eviction.clusters import SCOPES, clusters, pages, waste
-from smelt.kvcache.eviction.profile import Profile
+from smelt.kvcache.eviction.clusters import SCOPES, cluster_heads, pages, sharing_overhead
+from smelt.kvcache.eviction.profile import EvictionProfile
 
 TOKENS, SINK, WINDOW, BLOCK, SEEDS = 32768, 4, 64, 16, 3
 SIZES = (2, 3, 4, 8)
@@ -29,8 +29,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = [row for seed in range(SEEDS) for row in measured(f"skewed, seed {seed}", skewed(seed))]
     if options.profile is not None:
-        found = Profile.load(options.profile)
-        rows += measured(f"{found.shape.model_type}, {found.scorer}", found.rescaled(found.keep))
+        found = EvictionProfile.load(options.profile)
+        rows += measured(f"{found.shape.model_type}, {found.scorer}", found.rescaled(found.keep_ratio))
     write("kv_waste", rows, _text(rows))
 
 
@@ -50,7 +50,7 @@ def measured(name: str, budgets: Tensor) -> list[dict[str, Any]]:
         for scope in SCOPES:
             whole = budgets.shape[1] if scope == "per_layer" else budgets.numel()
             if whole % size == 0:
-                found = waste(amounts, clusters(budgets, size, scope))
+                found = sharing_overhead(amounts, cluster_heads(budgets, size, scope))
                 row |= {scope: found.over, "monolithic": found.monolithic / found.ideal}
         if "global" in row:
             rows.append(row)

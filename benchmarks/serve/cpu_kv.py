@@ -16,11 +16,11 @@ from common import table, write
 from long_prompts import answered, headings_of_runs, row_of_run
 
 from smelt.data.default import default_documents
-from smelt.kvcache.eviction.budgets import budget_named
-from smelt.kvcache.eviction.observe import shape_of
-from smelt.kvcache.eviction.profile import Profile
-from smelt.kvcache.eviction.profiling import kept_shares, samples
-from smelt.kvcache.eviction.scorers import scorer_named
+from smelt.kvcache.eviction.budgets import make_budget_rule
+from smelt.kvcache.eviction.prefill import kv_shape_of
+from smelt.kvcache.eviction.profile import EvictionProfile
+from smelt.kvcache.eviction.profiling import measure_kept_ratios, sample_prompts
+from smelt.kvcache.eviction.scorers import make_scorer
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
@@ -36,7 +36,7 @@ def main() -> None:
     begin = time.perf_counter()
     made = profile_of(plain, words["calibration"], options.keep)
     profiling = time.perf_counter() - begin
-    texts = samples(words["evaluation"] * 4, options.requests, options.prompt, SEED)
+    texts = sample_prompts(words["evaluation"] * 4, options.requests, options.prompt, SEED)
     rows: list[dict[str, Any]] = []
     for name, kv in (("plain pages", None), (f"head clusters, keep {options.keep:.0%}", made)):
         engine = Engine(
@@ -58,10 +58,10 @@ def words_of(model: Model) -> dict[str, list[int]]:
     }
 
 
-def profile_of(model: Model, words: list[int], keep: float) -> Profile:
-    texts = samples(words, 12, 1024, SEED)
-    found = kept_shares(model, texts, scorer_named(SCORER), budget_named("ada"), keep)
-    return Profile.of(shape_of(model), SCORER, keep, found)
+def profile_of(model: Model, words: list[int], keep: float) -> EvictionProfile:
+    texts = sample_prompts(words, 12, 1024, SEED)
+    found = measure_kept_ratios(model, texts, make_scorer(SCORER), make_budget_rule("ada"), keep)
+    return EvictionProfile.from_ratios(kv_shape_of(model), SCORER, keep, found)
 
 
 def second_turn(engine: Engine, texts: list[list[int]]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from long_prompts import answered, headings_of_runs, row_of_run
 
 from smelt.kernels.kv_quant import INT8, NAMES
 from smelt.kernels.paged import Pages
-from smelt.kvcache.eviction.profiling import samples
+from smelt.kvcache.eviction.profiling import sample_prompts
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.attention import NAME, PagedCache, attending, block_bytes, paged
@@ -37,12 +37,12 @@ def main() -> None:
     words = words_of(model)
     profile = profile_of(model, words["calibration"], KEEP)
     rows: list[dict[str, Any]] = []
-    texts = samples(words["evaluation"] * 4, options.texts, LENGTH, SEED)
+    texts = sample_prompts(words["evaluation"] * 4, options.texts, LENGTH, SEED)
     for kind in KINDS:
         rows.append({"measure": "perplexity", "type": kind or "model", "perplexity": perplexity(model, texts, kind)})
         rows[-1]["bytes"] = block_bytes(model.anatomy, 1, model.network.dtype, kind)
         print(rows[-1], flush=True)
-    long = samples(words["evaluation"] * 4, options.requests, options.prompt, SEED)
+    long = sample_prompts(words["evaluation"] * 4, options.requests, options.prompt, SEED)
     for kv, kind in (*((None, kind) for kind in KINDS), (profile, None), (profile, INT8)):
         name = f"{'plain pages' if kv is None else f'head clusters, keep {KEEP:.0%}'}, {kind or 'model'}"
         engine = Engine(

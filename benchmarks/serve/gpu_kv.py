@@ -23,7 +23,7 @@ from long_prompts import answered, headings_of_runs, row_of_run
 
 from smelt.kernels.kv_quant import NAMES
 from smelt.kvcache.eviction.budget import check_keep
-from smelt.kvcache.eviction.profile import Profile, Shape
+from smelt.kvcache.eviction.profile import EvictionProfile, KVShape
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.kv_dtype import told
@@ -88,7 +88,7 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def profile(keep: float) -> Profile:
+def profile(keep: float) -> EvictionProfile:
     """Skewed, the same at every call."""
     check_keep(keep)
     generator = torch.Generator().manual_seed(SEED)
@@ -97,8 +97,8 @@ def profile(keep: float) -> Profile:
     means = torch.where(many, 0.85 + 0.1 * shares, 0.02 + 0.3 * shares)
     nothing = tuple(tuple(0.0 for _ in range(KV_HEADS)) for _ in range(LAYERS))
     budgets = torch.ones_like(means) if keep == 1 else means
-    return Profile(
-        Shape("llama", LAYERS, KV_HEADS, WIDTH), "snapkv", keep, 1, tuple(map(tuple, budgets.tolist())), nothing
+    return EvictionProfile(
+        KVShape("llama", LAYERS, KV_HEADS, WIDTH), "snapkv", keep, 1, tuple(map(tuple, budgets.tolist())), nothing
     )
 
 

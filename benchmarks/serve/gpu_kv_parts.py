@@ -21,7 +21,7 @@ from smelt.kernels.gpu.paged import Tokens, paged_decode, splits_for
 from smelt.kernels.gpu.pages import HeadPages
 from smelt.kernels.gpu.rope import Rotation
 from smelt.kernels.kv_quant import NAMES, RowFormat, stored
-from smelt.kvcache.eviction.splits import splits
+from smelt.kvcache.eviction.clusters import splits_per_cluster
 from smelt.serve.engine.per_head.parts import parts_of, work_of
 
 KV_HEADS, WIDTH = 8, 128
@@ -67,7 +67,7 @@ def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[
     arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), length, device="cuda")
     tokens = Tokens(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
-    shares = tuple(splits(torch.tensor(budgets)).tolist())
+    shares = tuple(splits_per_cluster(torch.tensor(budgets)).tolist())
     alike = (splits_for(requests, KV_HEADS, length, chip),) * KV_HEADS
     ways = {"as the table says": alike if len(set(shares)) == 1 else parts_of(shares, requests, chip)}
     ways |= {f"{count} for every head": (count,) * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}

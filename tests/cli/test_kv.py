@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from smelt.kvcache.eviction.budgets import budget_named
-from smelt.kvcache.eviction.observe import shape_of
-from smelt.kvcache.eviction.profile import Profile
-from smelt.kvcache.eviction.profiling import kept_shares, samples
-from smelt.kvcache.eviction.scorers import scorer_named
+from smelt.kvcache.eviction.budgets import make_budget_rule
+from smelt.kvcache.eviction.prefill import kv_shape_of
+from smelt.kvcache.eviction.profile import EvictionProfile
+from smelt.kvcache.eviction.profiling import measure_kept_ratios, sample_prompts
+from smelt.kvcache.eviction.scorers import make_scorer
 from smelt.models.load import load
 from tests.cli.conftest import Place, Smelt
 
@@ -27,21 +27,23 @@ def test_a_profile(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     done = smelt_here(*arguments(place, out, "--keep", "0.8", "--seed", "3", "--json", str(tmp_path / "r.json")))
     assert done.code == 0, done
     assert "layer" in done.out and "times the ideal" in done.out
-    told, found, model = json.loads((tmp_path / "r.json").read_text()), Profile.load(out), load(place / "llama")
-    found.check_model(shape_of(model))
-    assert told["keep"] == found.keep == 0.8 and told["samples"] == 3 and told["seed"] == 3
+    told, found, model = json.loads((tmp_path / "r.json").read_text()), EvictionProfile.load(out), load(place / "llama")
+    found.check_model(kv_shape_of(model))
+    assert told["keep"] == found.keep_ratio == 0.8 and told["samples"] == 3 and told["seed"] == 3
     assert torch.equal(torch.tensor(told["budgets"], dtype=torch.float64), found.budgets)
     assert told["budget"] >= told["mean"] > 0 and told["over_ideal"]["global"] <= told["over_ideal"]["adjacent"]
     assert model.tokenizer is not None
     tokens = model.tokenizer((Path(place / "text.txt")).read_text(), verbose=False)["input_ids"]
-    assert samples(tokens, 3, 120, 3) != samples(tokens, 3, 120, 4)
-    shares = kept_shares(model, samples(tokens, 3, 120, 3), scorer_named("snapkv"), budget_named("ada"), 0.8)
+    assert sample_prompts(tokens, 3, 120, 3) != sample_prompts(tokens, 3, 120, 4)
+    shares = measure_kept_ratios(
+        model, sample_prompts(tokens, 3, 120, 3), make_scorer("snapkv"), make_budget_rule("ada"), 0.8
+    )
     assert torch.allclose(shares.mean(0), torch.tensor(found.mean, dtype=torch.float64))
 
 
 def test_a_scorer_that_repeats_the_prompt(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     done = smelt_here(*arguments(place, tmp_path / "p.json", "--scorer", "kvzip", "--keep", "0.7"))
-    assert done.code == 0 and Profile.load(tmp_path / "p.json").scorer == "kvzip"
+    assert done.code == 0 and EvictionProfile.load(tmp_path / "p.json").scorer == "kvzip"
 
 
 @pytest.mark.parametrize(

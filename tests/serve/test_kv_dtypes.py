@@ -18,11 +18,11 @@ from smelt.kernels.cpu.build import load_library
 from smelt.kernels.cpu.program import can_run
 from smelt.kernels.kv_quant import FP8, INT4, INT8, NAMES, RowFormat, packed
 from smelt.kernels.paged import Pages, paged_attention, paged_reference, write_pages
-from smelt.kvcache.selection.page_cache import Residence
-from smelt.kvcache.selection.selection import Selection
+from smelt.kvcache.selection.config import SparseAttentionConfig
+from smelt.kvcache.selection.page_cache import OffloadConfig
 from smelt.kvcache.streaming import InfiniPot
-from smelt.kvcache.streaming.cap import Cap
-from smelt.kvcache.streaming.distiller import Distiller
+from smelt.kvcache.streaming.config import BoundedCacheConfig
+from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.models.kv_cache import KvFormat
 from smelt.models.model import Model
 from smelt.serve.engine.attention import PagedCache, block_bytes
@@ -154,10 +154,10 @@ def answers_without_a_check(engine: Engine, texts: list[list[int]]) -> list[list
     return [each.output for each in requests]
 
 
-@pytest.mark.parametrize("residence", [None, Residence(slots=24, steady=3, refresh=2)], ids=str)
+@pytest.mark.parametrize("residence", [None, OffloadConfig(slots=24, steady=3, refresh=2)], ids=str)
 @pytest.mark.parametrize("kind", NAMES)
-def test_all_pages_chosen_are_plain_pages_in_the_same_format(kind: str, residence: Residence | None) -> None:
-    network, everything = wide(), Selection(page=4, budget=96, sink=1, window=1)
+def test_all_pages_chosen_are_plain_pages_in_the_same_format(kind: str, residence: OffloadConfig | None) -> None:
+    network, everything = wide(), SparseAttentionConfig(page=4, budget=96, sink=1, window=1)
     wanted = answers(engine_of(network, kind), prompts(3))
     assert answers(engine_of(network, kind, select=everything, residence=residence), prompts(3)) == wanted
 
@@ -166,7 +166,9 @@ def test_all_pages_chosen_are_plain_pages_in_the_same_format(kind: str, residenc
 def test_a_text_that_fits_under_a_cap_is_plain_in_the_same_format(kind: str) -> None:
     network = wide()
     wanted = answers(engine_of(network, kind, compiled=False), prompts())
-    engine = engine_of(network, kind, cap=Cap(100, 40, InfiniPot(prompt=(5, 6, 7))), context=None, prefix_cache=False)
+    engine = engine_of(
+        network, kind, cap=BoundedCacheConfig(100, 40, InfiniPot(prompt=(5, 6, 7))), context=None, prefix_cache=False
+    )
     assert answers(engine, prompts()) == wanted
 
 
@@ -175,7 +177,7 @@ def test_a_pot_is_cooked_down_as_a_plain_one(kind: str) -> None:
     """The same tokens stay, their keys turned to their new places before they are rounded again."""
     torch.manual_seed(5)
     model = Model(wide())
-    distiller = Distiller(model, InfiniPot(prompt=(5, 6, 7)))
+    distiller = InfiniPotCompressor(model, InfiniPot(prompt=(5, 6, 7)))
     keys, values = torch.randn(2, 3, 40, 2, 64).unbind(0)  # [layers, tokens, kv_heads, width]
     attention = {layer: torch.rand(2, 40) for layer in range(3)}
     rows = torch.randperm(48)[:40]

@@ -13,9 +13,9 @@ import torch
 from transformers import PreTrainedModel
 
 from smelt.errors import ConfigError, ModelError
-from smelt.kvcache.selection.page_cache import Residence
+from smelt.kvcache.selection.config import SparseAttentionConfig
+from smelt.kvcache.selection.page_cache import OffloadConfig
 from smelt.kvcache.selection.page_summary import ArkVale, Quest
-from smelt.kvcache.selection.selection import Selection
 from smelt.kvcache.selection.trace import read_trace
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
@@ -27,16 +27,16 @@ from tests.serve.test_engine import GREEDY, SMALL, answers, expected, prompts, r
 from tests.tiny import BUILDS
 from tests.trained import sentences, trained_llama
 
-ALL = Selection(page=4, budget=96, sink=1, window=1)
-FEW = Selection(page=4, budget=12, sink=1, window=1)
+ALL = SparseAttentionConfig(page=4, budget=96, sink=1, window=1)
+FEW = SparseAttentionConfig(page=4, budget=12, sink=1, window=1)
 BLOCK_BYTES = 3 * 2 * 4 * 2 * 8 * 4
-TIGHT = Residence(slots=24, steady=3, refresh=2)  # one request of the longest kind, or a few short ones at once
-PLACES = [None, Residence(steady=2), TIGHT, Residence(slots=24, steady=0)]
+TIGHT = OffloadConfig(slots=24, steady=3, refresh=2)  # one request of the longest kind, or a few short ones at once
+PLACES = [None, OffloadConfig(steady=2), TIGHT, OffloadConfig(slots=24, steady=0)]
 
 
 def selecting(
-    network: PreTrainedModel, selection: Selection, residence: Residence | None = None, record: bool = False,
-    device: str = "cpu", **more: Any,
+    network: PreTrainedModel, selection: SparseAttentionConfig, residence: OffloadConfig | None = None,
+    record: bool = False, device: str = "cpu", **more: Any,
 ) -> tuple[Engine, SelectingRunner]:  # fmt: skip
     engine = Engine(Model(copy.deepcopy(network).to(device)), **{**SMALL, **more})
     runner = SelectingRunner(
@@ -58,7 +58,7 @@ def llama() -> tuple[PreTrainedModel, list[list[int]]]:
 @pytest.mark.parametrize("residence", PLACES, ids=str)
 @pytest.mark.parametrize("more", [{}, {"chunk": 5}, {"batch_tokens": 7}, {"prefix_cache": False}], ids=str)
 def test_with_all_pages_it_is_the_plain_engine(
-    llama: tuple[PreTrainedModel, list[list[int]]], residence: Residence | None, more: dict[str, Any]
+    llama: tuple[PreTrainedModel, list[list[int]]], residence: OffloadConfig | None, more: dict[str, Any]
 ) -> None:
     network, wanted = llama
     engine, _ = selecting(network, ALL, residence, **more)
@@ -74,7 +74,10 @@ def long_answers(llama: tuple[PreTrainedModel, list[list[int]]]) -> list[list[in
 @pytest.mark.parametrize("residence", PLACES, ids=str)
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_after_preemption_too(
-    llama: tuple[PreTrainedModel, Any], long_answers: list[list[int]], residence: Residence | None, prefix_cache: bool
+    llama: tuple[PreTrainedModel, Any],
+    long_answers: list[list[int]],
+    residence: OffloadConfig | None,
+    prefix_cache: bool,
 ) -> None:
     network, _ = llama
     texts, long = prompts(6, 3), Sampling(max_tokens=30, temperature=0, ignore_end=True)
@@ -127,7 +130,7 @@ def test_adapters(tmp_path: Path) -> None:
 def test_few_pages_wherever_they_lie(llama: tuple[PreTrainedModel, list[list[int]]], digest: Quest | ArkVale) -> None:
     """The choice does not depend on what is on the device, nor on who else is in the batch."""
     network, _ = llama
-    selection = Selection(digest, page=4, budget=12, sink=1, window=1)
+    selection = SparseAttentionConfig(digest, page=4, budget=12, sink=1, window=1)
     long = Sampling(max_tokens=24, temperature=0, ignore_end=True)
     found = [answers(selecting(network, selection, place)[0], prompts(4), long) for place in PLACES]
     alone = [answers(selecting(network, selection)[0], [text], long)[0] for text in prompts(4)]
@@ -141,7 +144,7 @@ def test_the_device_holds_no_more_than_its_slots_and_copies_less_when_pages_stay
 ) -> None:
     copied = {}
     for steady in (0, 1, 6):
-        engine, runner = selecting(llama[0], FEW, Residence(slots=20, steady=steady))
+        engine, runner = selecting(llama[0], FEW, OffloadConfig(slots=20, steady=steady))
         for text in prompts():
             engine.submit(text, GREEDY)
         most = 0
@@ -158,7 +161,7 @@ def test_the_device_holds_no_more_than_its_slots_and_copies_less_when_pages_stay
 
 def test_nothing_is_kept_of_requests_that_ended_or_wait(llama: tuple[PreTrainedModel, Any]) -> None:
     """Random aborts, and preemptions: whenever it is asked, only blocks of running requests are on the device."""
-    engine, runner = selecting(llama[0], FEW, Residence(slots=64, steady=1000), cache_bytes=30 * BLOCK_BYTES)
+    engine, runner = selecting(llama[0], FEW, OffloadConfig(slots=64, steady=1000), cache_bytes=30 * BLOCK_BYTES)
     chance, held = random.Random(0), 0
     long = Sampling(max_tokens=30, temperature=0, ignore_end=True)
     requests = [engine.submit(text, long)[0] for text in prompts(12)]
@@ -180,7 +183,7 @@ def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) 
     """A row for every token that was decoded, layer and head; most pages are those of the step before."""
     texts = [prompts()[0] + prompts()[1], prompts()[2]]
     engine, runner = selecting(
-        llama[0], Selection(page=4, budget=20, sink=1, window=1), Residence(steady=1), record=True
+        llama[0], SparseAttentionConfig(page=4, budget=20, sink=1, window=1), OffloadConfig(steady=1), record=True
     )
     requests = [engine.submit(text, GREEDY)[0] for text in texts]
     run(engine)
@@ -210,26 +213,26 @@ def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) 
 def test_what_cannot_be_run() -> None:
     network = BUILDS["llama"]()
     with pytest.raises(ConfigError, match="pages of 32 tokens are to be chosen, and the engine's blocks have 4; give"):
-        selecting(network, Selection())
+        selecting(network, SparseAttentionConfig())
     with pytest.raises(
         ConfigError, match="up to 24 pages of one request, and the device has 8 slots for it; give more"
     ):
-        selecting(network, ALL, Residence(slots=8))
+        selecting(network, ALL, OffloadConfig(slots=8))
     sliding = BUILDS["mistral"]()
     with pytest.raises(ModelError, match="sliding layers"):
         selecting(sliding, ALL)
 
 
 def test_a_budget_that_grows_needs_slots_for_the_longest_text() -> None:
-    growing = Selection(page=4, budget=8, share=0.5, sink=1, window=1)
+    growing = SparseAttentionConfig(page=4, budget=8, share=0.5, sink=1, window=1)
     with pytest.raises(ConfigError, match="up to 12 pages"):
-        selecting(BUILDS["llama"](), growing, Residence(slots=11))
-    selecting(BUILDS["llama"](), growing, Residence(slots=12))
+        selecting(BUILDS["llama"](), growing, OffloadConfig(slots=11))
+    selecting(BUILDS["llama"](), growing, OffloadConfig(slots=12))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("residence", PLACES, ids=str)
-def test_on_a_gpu(llama: tuple[PreTrainedModel, list[list[int]]], residence: Residence | None) -> None:
+def test_on_a_gpu(llama: tuple[PreTrainedModel, list[list[int]]], residence: OffloadConfig | None) -> None:
     network, wanted = llama
     engine, runner = selecting(network, ALL, residence, device="cuda", compiled=False)
     assert answers(engine, prompts()) == wanted

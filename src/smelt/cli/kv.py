@@ -10,12 +10,12 @@ import typer
 from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption, console, say, table, write_json
 from smelt.data import load_text
 from smelt.kvcache.eviction.budget import check_keep
-from smelt.kvcache.eviction.budgets import budget_named
-from smelt.kvcache.eviction.clusters import clusters, waste
-from smelt.kvcache.eviction.observe import check, shape_of
-from smelt.kvcache.eviction.profile import Profile, rank_stability
-from smelt.kvcache.eviction.profiling import kept_shares, samples
-from smelt.kvcache.eviction.scorers import SCORERS, scorer_named
+from smelt.kvcache.eviction.budgets import make_budget_rule
+from smelt.kvcache.eviction.clusters import cluster_heads, sharing_overhead
+from smelt.kvcache.eviction.prefill import check_evictable, kv_shape_of
+from smelt.kvcache.eviction.profile import EvictionProfile, rank_stability
+from smelt.kvcache.eviction.profiling import measure_kept_ratios, sample_prompts
+from smelt.kvcache.eviction.scorers import SCORERS, make_scorer
 from smelt.models.load import load
 from smelt.progress import bars
 
@@ -49,15 +49,17 @@ def profile(
 ) -> None:
     """A budget for each layer and head, found once over real texts; how alike they are; what sharing pages costs."""
     check_keep(keep)
-    wanted = scorer_named(scorer)
+    wanted = make_scorer(scorer)
     text = load_text(data)
     loaded = load(model, device=device)
-    check(loaded)
+    check_evictable(loaded)
     assert loaded.tokenizer is not None
     tokens = loaded.tokenizer(text.joined, verbose=False)["input_ids"]
     with bars() as watcher:
-        found = kept_shares(loaded, samples(tokens, count, length, seed), wanted, budget_named("ada"), keep, watcher)
-    made = Profile.of(shape_of(loaded), scorer, keep, found).clustered(heads)
+        found = measure_kept_ratios(
+            loaded, sample_prompts(tokens, count, length, seed), wanted, make_budget_rule("ada"), keep, watcher
+        )
+    made = EvictionProfile.from_ratios(kv_shape_of(loaded), scorer, keep, found).with_clusters(heads)
     made.save(out)
     content = describe(made, found)
     _show(model, made, content)
@@ -65,7 +67,7 @@ def profile(
     write_json(json_file, {"model": model, "profile": str(out), "seed": seed, **content})
 
 
-def describe(made: Profile, found: Any) -> dict[str, Any]:
+def describe(made: EvictionProfile, found: Any) -> dict[str, Any]:
     """What a profile says of its model."""
     budgets = made.budgets
     assert made.clusters is not None
@@ -74,12 +76,12 @@ def describe(made: Profile, found: Any) -> dict[str, Any]:
     for scope in ("global", "per_layer", "adjacent"):
         whole = budgets.shape[1] if scope == "per_layer" else budgets.numel()
         if whole % heads == 0:
-            sharing[scope] = waste(budgets, clusters(budgets, heads, scope)).over
+            sharing[scope] = sharing_overhead(budgets, cluster_heads(budgets, heads, scope)).over
     alike = rank_stability(found)
     return {
-        "keep": made.keep,
+        "keep": made.keep_ratio,
         "scorer": made.scorer,
-        "samples": made.samples,
+        "samples": made.num_samples,
         "mean": float(made.budgets.new_tensor(made.mean).mean()),
         "budgets": budgets.tolist(),
         "budget": float(budgets.mean()),
@@ -90,11 +92,11 @@ def describe(made: Profile, found: Any) -> dict[str, Any]:
     }
 
 
-def _show(model: str, made: Profile, content: dict[str, Any]) -> None:
+def _show(model: str, made: EvictionProfile, content: dict[str, Any]) -> None:
     rows = [
         [str(layer), *(f"{value:.2f}" for value in heads)] for layer, heads in enumerate(made.budgets.tolist())
     ]  # the share of what may go
-    headings = ["layer", *(f"head {head}" for head in range(made.shape.kv_heads))]
+    headings = ["layer", *(f"head {head}" for head in range(made.shape.num_kv_heads))]
     console.print(table(f"{model}: the share of its tokens that each head keeps", headings, rows))
     console.print(
         f"Kept on average {content['mean']:.3f} of what may go; with room for {made.alpha:g} deviations "

@@ -12,9 +12,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.kvcache.eviction.budget import Budget, fitted, forced, kept, total
-from smelt.kvcache.eviction.budgets import BUDGETS, Ada, Everywhere, Head, Pyramid, Static, Uniform, budget_named
-from smelt.kvcache.eviction.profile import Profile, Shape
+from smelt.kvcache.eviction.budget import BudgetRule, fitted, forced, kept, total
+from smelt.kvcache.eviction.budgets import (
+    BUDGETS,
+    AdaKVBudget,
+    GlobalTopKBudget,
+    HeadKVBudget,
+    PyramidKVBudget,
+    StaticBudget,
+    UniformBudget,
+    make_budget_rule,
+)
+from smelt.kvcache.eviction.profile import EvictionProfile, KVShape
 
 Sizes = tuple[int, int, int, int]  # layers, batch, kv_heads, tokens
 SIZES = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), st.integers(1, 40))
@@ -33,24 +42,24 @@ def scores_of(sizes: Sizes, seed: int, sink: int = 0, window: int = 0, levels: i
     return scores
 
 
-def profile_of(layers: int, heads: int, seed: int, keep: float = 0.3) -> Profile:
+def profile_of(layers: int, heads: int, seed: int, keep: float = 0.3) -> EvictionProfile:
     found = torch.rand(6, layers, heads, generator=torch.Generator().manual_seed(seed)) ** 3
-    return Profile.of(Shape("llama", layers, heads, 8), "snapkv", keep, found)
+    return EvictionProfile.from_ratios(KVShape("llama", layers, heads, 8), "snapkv", keep, found)
 
 
-def rules(layers: int, heads: int, seed: int) -> list[Budget]:
+def rules(layers: int, heads: int, seed: int) -> list[BudgetRule]:
     importance = torch.rand(layers, heads, generator=torch.Generator().manual_seed(seed)) ** 4 + 1e-3
     return [
-        Uniform(),
-        Pyramid(),
-        Pyramid(beta=2.0),
-        Ada(),
-        Ada(safeguard=0.0),
-        Ada(safeguard=1.0),
-        Everywhere(),
-        Head(importance.tolist()),
-        Head(importance.tolist(), beta=1.0),
-        Static(profile_of(layers, heads, seed)),
+        UniformBudget(),
+        PyramidKVBudget(),
+        PyramidKVBudget(beta=2.0),
+        AdaKVBudget(),
+        AdaKVBudget(safeguard=0.0),
+        AdaKVBudget(safeguard=1.0),
+        GlobalTopKBudget(),
+        HeadKVBudget(importance.tolist()),
+        HeadKVBudget(importance.tolist(), beta=1.0),
+        StaticBudget(profile_of(layers, heads, seed)),
     ]
 
 
@@ -96,7 +105,10 @@ def test_forced_tokens_that_differ_from_head_to_head_come_first(
 @given(sizes=SIZES, seed=st.integers(0, 2**32), sink=st.integers(0, 5))
 def test_keep_of_one_keeps_all(sizes: Sizes, seed: int, sink: int) -> None:
     scores = scores_of(sizes, seed, sink, 3)
-    given_rules = [*rules(sizes[0], sizes[2], seed), Static(profile_of(sizes[0], sizes[2], seed, 1.0), rescale=False)]
+    given_rules = [
+        *rules(sizes[0], sizes[2], seed),
+        StaticBudget(profile_of(sizes[0], sizes[2], seed, 1.0), rescale=False),
+    ]
     for rule in given_rules:
         assert (rule.counts(scores, 1.0) == sizes[3]).all(), rule
 
@@ -111,12 +123,12 @@ def test_who_keeps_more_of_a_prompt_keeps_more_in_every_head(
 ) -> None:
     low, high = sorted(keeps)
     scores = scores_of(sizes, seed, 2, 3, levels)
-    by_threshold: list[Budget] = [Uniform(), Ada(safeguard), Everywhere()]
+    by_threshold: list[BudgetRule] = [UniformBudget(), AdaKVBudget(safeguard), GlobalTopKBudget()]
     for rule in by_threshold:
         assert (rule.counts(scores, low) <= rule.counts(scores, high)).all(), rule
     for rule in rules(sizes[0], sizes[2], seed):  # those that round, or fall back, do so in the total
         assert (rule.counts(scores, low).sum((0, 2)) <= rule.counts(scores, high).sum((0, 2))).all(), rule
-    static = Static(profile_of(sizes[0], sizes[2], seed))
+    static = StaticBudget(profile_of(sizes[0], sizes[2], seed))
     assert (static.counts(scores, low) <= static.counts(scores, high) + 1).all()
 
 
@@ -126,7 +138,7 @@ def test_ada_is_the_search_by_hand(sizes: Sizes, keep: float, seed: int, levels:
     layers, batch, heads, tokens = sizes
     scores = scores_of(sizes, seed, 1, 2, levels)
     each = max(int(tokens * keep), int(forced(scores).max()))
-    counts = Ada(part).counts(scores, keep)
+    counts = AdaKVBudget(part).counts(scores, keep)
     safe = int(int(tokens * keep) * part)
     for layer in range(layers):
         for row in range(batch):
@@ -145,7 +157,7 @@ def test_ada_is_the_search_by_hand(sizes: Sizes, keep: float, seed: int, levels:
 def test_everywhere_is_the_search_by_hand(sizes: Sizes, keep: float, seed: int, levels: int | None) -> None:
     layers, batch, heads, tokens = sizes
     scores = scores_of(sizes, seed, 1, 2, levels)
-    counts = Everywhere().counts(scores, keep)
+    counts = GlobalTopKBudget().counts(scores, keep)
     for row in range(batch):
         values = scores[:, row].tolist()
         cells = sorted(
@@ -162,16 +174,16 @@ def test_everywhere_is_the_search_by_hand(sizes: Sizes, keep: float, seed: int, 
 
 def test_equal_scores_are_kept_equally() -> None:
     scores = torch.zeros(3, 2, 4, 20)
-    assert (Everywhere().counts(scores, 0.5) == 10).all()
-    assert (Ada().counts(scores, 0.5) == 10).all()
+    assert (GlobalTopKBudget().counts(scores, 0.5) == 10).all()
+    assert (AdaKVBudget().counts(scores, 0.5) == 10).all()
 
 
 def test_pyramid_is_its_formula() -> None:
     scores = scores_of((5, 1, 2, 400), 0, 2, 2)
-    counts = Pyramid().counts(scores, 0.25)
+    counts = PyramidKVBudget().counts(scores, 0.25)
     # n = 100: min = 100 / 20 = 5, max = 200 - 5 = 195, steps of 47.5
     assert counts[:, 0, 0].tolist() == [195, 148, 100, 52, 5]
-    counts = Pyramid().counts(scores, 0.75)
+    counts = PyramidKVBudget().counts(scores, 0.75)
     # n = 300: max = 585 > 396, so max = 396 and min = 204
     assert counts[:, 0, 1].tolist() == [396, 348, 300, 252, 204]
 
@@ -185,48 +197,48 @@ def test_pyramid_falls_from_layer_to_layer_or_is_uniform(
     layers: int, heads: int, tokens: int, keep: float, sink: int, beta: float
 ) -> None:
     scores = scores_of((layers, 2, heads, tokens), 0, min(sink, tokens))
-    counts = Pyramid(beta).counts(scores, keep)
+    counts = PyramidKVBudget(beta).counts(scores, keep)
     assert (counts == counts[:, :, :1]).all()  # heads of a layer keep the same
     assert (counts[:-1] >= counts[1:]).all()
     average, always = int(tokens * keep), min(sink, tokens)
     largest = min(2 * average - average / beta, tokens - always)
     smallest = 2 * average - largest
     if not always <= smallest <= largest <= tokens:
-        assert counts.equal(Uniform().counts(scores, keep))
+        assert counts.equal(UniformBudget().counts(scores, keep))
     else:
         assert (counts[0] - largest).abs().max() <= 1 and (counts[-1] - smallest).abs().max() <= 1
 
 
 def test_one_layer_has_no_pyramid() -> None:
-    assert (Pyramid().counts(scores_of((1, 1, 2, 100), 0), 0.4) == 40).all()
+    assert (PyramidKVBudget().counts(scores_of((1, 1, 2, 100), 0), 0.4) == 40).all()
 
 
 def test_head_is_its_formula() -> None:
     scores = scores_of((2, 1, 2, 1000), 0)
-    counts = Head([[4.0, 1.0], [2.0, 1.0]], beta=1.25).counts(scores, 0.1)
+    counts = HeadKVBudget([[4.0, 1.0], [2.0, 1.0]], beta=1.25).counts(scores, 0.1)
     # n = 100: 100 - 80 = 20 for each, and a pool of 4 * 80 = 320 by importance
     assert counts[:, 0].tolist() == [[20 + 160, 20 + 40], [20 + 80, 20 + 40]]
 
 
 def test_what_a_head_cannot_hold_goes_to_the_others() -> None:
-    counts = Head([[1.0, 0.0, 0.0]], beta=1.0).counts(scores_of((1, 1, 3, 60), 0), 0.5)
+    counts = HeadKVBudget([[1.0, 0.0, 0.0]], beta=1.0).counts(scores_of((1, 1, 3, 60), 0), 0.5)
     assert counts[0, 0].tolist() == [60, 15, 15]
 
 
 def test_static_keeps_what_the_profile_says() -> None:
-    shape = Shape("llama", 2, 2, 8)
-    profile = Profile(shape, "snapkv", 0.3, 4, ((0.1, 0.2), (0.3, 0.6)), ((0.05, 0.0), (0.1, 0.3)))
+    shape = KVShape("llama", 2, 2, 8)
+    profile = EvictionProfile(shape, "snapkv", 0.3, 4, ((0.1, 0.2), (0.3, 0.6)), ((0.05, 0.0), (0.1, 0.3)))
     scores = scores_of((2, 3, 2, 110), 0, 4, 6)  # 100 of 110 may go
-    counts = Static(profile, rescale=False).counts(scores, 0.3)
+    counts = StaticBudget(profile, rescale=False).counts(scores, 0.3)
     assert counts[:, 1].tolist() == [[10 + 20, 10 + 20], [10 + 50, 10 + 100]]
     # 33 a head, 10 of them forced: a mean of 0.23 where the budgets 0.2, 0.2, 0.5, 1 have 0.475
-    counts = Static(profile).counts(scores, 0.3)
+    counts = StaticBudget(profile).counts(scores, 0.3)
     assert counts.sum((0, 2)).tolist() == [132] * 3
     assert counts[:, 0].tolist() == [[20, 20], [34, 58]]  # 9.684, 9.684, 24.211 and 48.421 besides the 10
     with pytest.raises(ConfigError, match=r"made to keep 0.3, not 0.5.*rescale"):
-        Static(profile, rescale=False).counts(scores, 0.5)
-    with pytest.raises(ConfigError, match="make a profile of it"):
-        Static(profile).counts(scores_of((3, 1, 2, 110), 0), 0.3)
+        StaticBudget(profile, rescale=False).counts(scores, 0.5)
+    with pytest.raises(ConfigError, match="profile this model"):
+        StaticBudget(profile).counts(scores_of((3, 1, 2, 110), 0), 0.3)
 
 
 @settings(max_examples=150, deadline=None)
@@ -261,10 +273,10 @@ def test_a_keep_that_is_no_share_is_refused(keep: float) -> None:
 
 
 def test_rules_by_name() -> None:
-    assert budget_named("ada", safeguard=0.1) == Ada(0.1)
-    assert budget_named("pyramid", beta=10) == Pyramid(10)
+    assert make_budget_rule("ada", safeguard=0.1) == AdaKVBudget(0.1)
+    assert make_budget_rule("pyramid", beta=10) == PyramidKVBudget(10)
     profile = profile_of(2, 2, 0)
-    assert budget_named("static", profile=profile, rescale=False) == Static(profile, False)
+    assert make_budget_rule("static", profile=profile, rescale=False) == StaticBudget(profile, False)
     assert all(rule.name == name and rule.paper for name, rule in BUDGETS.items())
 
 
@@ -290,9 +302,9 @@ def test_rules_by_name() -> None:
 )
 def test_what_a_rule_does_not_take_is_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        budget_named(name, **parameters)
+        make_budget_rule(name, **parameters)
 
 
 def test_importance_of_another_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="1 layers of 2 heads of keys; this model has 2 of 2"):
-        Head([[1.0, 2.0]]).counts(scores_of((2, 1, 2, 10), 0), 0.5)
+        HeadKVBudget([[1.0, 2.0]]).counts(scores_of((2, 1, 2, 10), 0), 0.5)

@@ -11,8 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.kvcache.eviction.clusters import SCOPES, Clusters, clusters, pages, waste
-from smelt.kvcache.eviction.splits import splits
+from smelt.kvcache.eviction.clusters import (
+    SCOPES,
+    HeadClusters,
+    cluster_heads,
+    pages,
+    sharing_overhead,
+    splits_per_cluster,
+)
 
 
 def divisors(number: int) -> list[int]:
@@ -49,7 +55,7 @@ def test_the_map_is_a_bijection(
 ) -> None:
     size = data.draw(st.sampled_from(divisors(heads if scope == "per_layer" else layers * heads)))
     budgets = budgets_of(layers, heads, seed)
-    made = clusters((budgets * 3).floor() if ties else budgets, size, scope)
+    made = cluster_heads((budgets * 3).floor() if ties else budgets, size, scope)
     assert made.size == size and len(made.members) == layers * heads // size
     assert made.cells.shape == (len(made.members), size)
     places = (made.cluster * size + made.column).flatten()
@@ -65,11 +71,11 @@ def test_the_map_is_a_bijection(
 def test_the_greediest_come_first_and_of_equals_the_earlier() -> None:
     budgets = torch.tensor([[0.1, 0.9, 0.5, 0.5], [0.5, 0.9, 0.1, 0.2]])
     expected = (((0, 1), (1, 1)), ((0, 2), (0, 3)), ((1, 0), (1, 3)), ((0, 0), (1, 2)))
-    assert clusters(budgets, 2).members == expected
+    assert cluster_heads(budgets, 2).members == expected
     expected = (((0, 1), (0, 2)), ((0, 0), (0, 3)), ((1, 0), (1, 1)), ((1, 2), (1, 3)))
-    assert clusters(budgets, 2, "per_layer").members == expected
+    assert cluster_heads(budgets, 2, "per_layer").members == expected
     expected = (((0, 0), (0, 1)), ((0, 2), (0, 3)), ((1, 0), (1, 1)), ((1, 2), (1, 3)))
-    assert clusters(budgets, 2, "adjacent").members == expected
+    assert cluster_heads(budgets, 2, "adjacent").members == expected
 
 
 @settings(max_examples=150, deadline=None)
@@ -79,7 +85,7 @@ def test_the_order_of_waste(shape: tuple[int, int, int], seed: int, skew: float,
     layers, heads, size = shape
     budgets = budgets_of(layers, heads, seed, skew)
     for amounts in (budgets, pages(budgets, 5000, 4, 32, block)):
-        found = {scope: waste(amounts, clusters(budgets, size, scope)) for scope in SCOPES}
+        found = {scope: sharing_overhead(amounts, cluster_heads(budgets, size, scope)) for scope in SCOPES}
         ideal, monolithic = found["global"].ideal, found["global"].monolithic
         chain = [ideal, found["global"].kept, found["per_layer"].kept, found["adjacent"].kept, monolithic]
         assert all(less <= more * (1 + 1e-12) for less, more in pairwise(chain)), chain
@@ -90,30 +96,33 @@ def test_the_order_of_waste(shape: tuple[int, int, int], seed: int, skew: float,
 def test_no_map_wastes_less_than_the_global_one(layers: int, heads: int, seed: int, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from(divisors(layers * heads)))
     budgets = budgets_of(layers, heads, seed)
-    least = waste(budgets, clusters(budgets, size)).kept
+    least = sharing_overhead(budgets, cluster_heads(budgets, size)).kept
     shuffled = budgets.flatten()[torch.randperm(budgets.numel(), generator=torch.Generator().manual_seed(seed))]
     for other in (budgets, shuffled.view_as(budgets)):  # neighbours, and neighbours of any order
-        assert least <= waste(other, clusters(other, size, "adjacent")).kept * (1 + 1e-12)
+        assert least <= sharing_overhead(other, cluster_heads(other, size, "adjacent")).kept * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("size", [2, 4])
 def test_few_retrieval_heads_cost_little_more_than_the_ideal(seed: int, size: int) -> None:
     budgets = retrieval_profile(seed)
-    assert 1 < waste(budgets, clusters(budgets, size)).over < 1.06
+    assert 1 < sharing_overhead(budgets, cluster_heads(budgets, size)).over < 1.06
     in_pages = pages(budgets, 32_000, 4, 32, 16)
-    assert waste(in_pages, clusters(budgets, size)).over < 1.06
-    assert waste(in_pages, clusters(budgets, size, "adjacent")).over > 1.2
-    assert waste(budgets, clusters(budgets, 2 * size)).over > waste(budgets, clusters(budgets, size)).over
+    assert sharing_overhead(in_pages, cluster_heads(budgets, size)).over < 1.06
+    assert sharing_overhead(in_pages, cluster_heads(budgets, size, "adjacent")).over > 1.2
+    assert (
+        sharing_overhead(budgets, cluster_heads(budgets, 2 * size)).over
+        > sharing_overhead(budgets, cluster_heads(budgets, size)).over
+    )
 
 
 def test_waste_by_hand() -> None:
     amounts = torch.tensor([[1, 4], [3, 2]])
-    found = waste(amounts, clusters(amounts, 2, "adjacent"))
+    found = sharing_overhead(amounts, cluster_heads(amounts, 2, "adjacent"))
     assert (found.ideal, found.kept, found.monolithic) == (10, 14, 16)
     assert found.over == 1.4
-    assert waste(amounts, clusters(amounts, 2)).kept == 12
-    assert waste(amounts, clusters(amounts, 1)).over == 1
+    assert sharing_overhead(amounts, cluster_heads(amounts, 2)).kept == 12
+    assert sharing_overhead(amounts, cluster_heads(amounts, 1)).over == 1
 
 
 def test_pages_are_counted_to_the_block() -> None:
@@ -136,7 +145,7 @@ def test_pages_are_counted_to_the_block() -> None:
 )
 def test_what_cannot_be_clustered_is_one_sentence(size: int, scope: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        clusters(torch.rand(3, 4), size, scope)
+        cluster_heads(torch.rand(3, 4), size, scope)
 
 
 @pytest.mark.parametrize(
@@ -150,18 +159,18 @@ def test_what_cannot_be_clustered_is_one_sentence(size: int, scope: str, sentenc
 )
 def test_a_map_that_is_no_bijection_is_refused(members: tuple[tuple[tuple[int, int], ...], ...], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        Clusters(2, 2, members)
+        HeadClusters(2, 2, members)
 
 
 def test_splits_follow_budgets() -> None:
     budgets = torch.tensor([1.0, 0.5, 0.25, 0.0, 0.01, 0.3], dtype=torch.float64)
-    assert splits(budgets, 8).tolist() == [8, 5, 3, 1, 1, 3]  # the first three as in the paper's figure
-    assert splits(budgets, 1).tolist() == [1] * 6
+    assert splits_per_cluster(budgets, 8).tolist() == [8, 5, 3, 1, 1, 3]  # the first three as in the paper's figure
+    assert splits_per_cluster(budgets, 1).tolist() == [1] * 6
     with pytest.raises(ConfigError, match="at least 1 part"):
-        splits(budgets, 0)
+        splits_per_cluster(budgets, 0)
 
 
 @given(values=st.lists(st.floats(0, 1), min_size=1, max_size=20), most=st.integers(1, 64))
 def test_splits_are_monotone_and_in_range(values: list[float], most: int) -> None:
-    table = splits(torch.tensor(sorted(values), dtype=torch.float64), most)
+    table = splits_per_cluster(torch.tensor(sorted(values), dtype=torch.float64), most)
     assert (table.diff() >= 0).all() and table.min() >= 1 and table.max() <= most

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from smelt.errors import ModelError
-from smelt.kvcache.eviction.observe import logits_after, read
-from smelt.kvcache.eviction.reconstruction import repeated
+from smelt.kvcache.eviction.prefill import decode_logits, record_prefill
+from smelt.kvcache.eviction.reconstruction import record_reconstruction
 from smelt.models.model import Model
 from tests.models.test_surgery import cut, random_masks
 from tests.tiny import BUILDS
@@ -36,14 +36,14 @@ def some(model: Model, count: int) -> Tensor:
 def test_reading_changes_nothing_and_gives_all_that_attention_had(name: str) -> None:
     model, prompt, more = given(name)
     plain = model.network(torch.cat((prompt, more), dim=1)).logits
-    reading = read(model, prompt)
+    reading = record_prefill(model, prompt)
     assert torch.allclose(reading.logits, plain[:, PROMPT - 1], atol=1e-5)
-    assert torch.allclose(logits_after(model, reading, None, more), plain[:, PROMPT:], atol=1e-5)
-    assert torch.allclose(logits_after(model, reading, None, more), plain[:, PROMPT:], atol=1e-5)  # nothing was left
-    assert reading.tokens == PROMPT and len(reading.seen) == 3
-    for seen in reading.seen:
-        keys, queries = seen.keys, seen.turn(seen.queries, 0)
-        products = queries @ keys.repeat_interleave(seen.group, dim=1).transpose(-1, -2) * seen.scale
+    assert torch.allclose(decode_logits(model, reading, None, more), plain[:, PROMPT:], atol=1e-5)
+    assert torch.allclose(decode_logits(model, reading, None, more), plain[:, PROMPT:], atol=1e-5)  # nothing was left
+    assert reading.seq_len == PROMPT and len(reading.layers) == 3
+    for seen in reading.layers:
+        keys, queries = seen.keys, seen.rotate(seen.queries, 0)
+        products = queries @ keys.repeat_interleave(seen.num_queries_per_kv, dim=1).transpose(-1, -2) * seen.scale
         assert products.shape == (2, seen.queries.shape[1], PROMPT, PROMPT) and bool(products.isfinite().all())
 
 
@@ -55,45 +55,45 @@ def test_queries_are_turned_back_and_forth() -> None:
     layer = network.model.layers[0]
     raw = layer.self_attn.q_proj(layer.input_layernorm(network.model.embed_tokens(prompt)))
     keys = layer.self_attn.k_proj(layer.input_layernorm(network.model.embed_tokens(prompt)))
-    seen = read(model, prompt).seen[0]
+    seen = record_prefill(model, prompt).layers[0]
     assert torch.allclose(seen.queries, raw.unflatten(-1, (-1, 8)).transpose(1, 2), atol=1e-5)
-    assert torch.allclose(seen.keys, seen.turn(keys.unflatten(-1, (-1, 8)).transpose(1, 2), 0), atol=1e-5)
-    moved = seen.turn(seen.queries[:, :, 3:4], 3)
-    assert torch.allclose(moved, seen.turn(seen.queries, 0)[:, :, 3:4], atol=1e-5)  # positions count from `first`
+    assert torch.allclose(seen.keys, seen.rotate(keys.unflatten(-1, (-1, 8)).transpose(1, 2), 0), atol=1e-5)
+    moved = seen.rotate(seen.queries[:, :, 3:4], 3)
+    assert torch.allclose(moved, seen.rotate(seen.queries, 0)[:, :, 3:4], atol=1e-5)  # positions count from `first`
 
 
 @torch.no_grad()
 def test_hiding_tokens_is_evicting_them() -> None:
     model, prompt, more = given()
-    reading, kept = read(model, prompt), some(model, 7)
-    found = logits_after(model, reading, kept, more)
+    reading, kept = record_prefill(model, prompt), some(model, 7)
+    found = decode_logits(model, reading, kept, more)
     cache = DynamicCache(config=model.network.config)
-    for layer, seen in enumerate(reading.seen):
+    for layer, seen in enumerate(reading.layers):
         places = kept[layer].nonzero()[:, 2].view(2, -1, 7)[..., None].expand(-1, -1, -1, seen.keys.shape[-1])
         cache.update(seen.keys.gather(2, places), seen.values.gather(2, places), layer)
     positions = torch.arange(PROMPT, PROMPT + MORE)[None].expand(2, -1)
     wanted = model.network(more, past_key_values=cache, position_ids=positions).logits
     assert torch.allclose(found, wanted, atol=1e-5)
-    assert not torch.allclose(found, logits_after(model, reading, None, more), atol=1e-3)
+    assert not torch.allclose(found, decode_logits(model, reading, None, more), atol=1e-3)
 
 
 @torch.no_grad()
 def test_one_prompt_in_many_ways_at_once() -> None:
     model, prompt, more = given()
-    reading, ways = read(model, prompt[:1]), some(model, 7)
-    together = logits_after(model, reading, ways, more[:1])
-    alone = [logits_after(model, reading, ways[:, way : way + 1], more[:1]) for way in range(2)]
+    reading, ways = record_prefill(model, prompt[:1]), some(model, 7)
+    together = decode_logits(model, reading, ways, more[:1])
+    alone = [decode_logits(model, reading, ways[:, way : way + 1], more[:1]) for way in range(2)]
     assert torch.allclose(together, torch.cat(alone), atol=1e-5)
 
 
 @torch.no_grad()
 def test_what_is_hidden_has_no_say() -> None:
     model, prompt, more = given()
-    reading, kept = read(model, prompt), some(model, 12)
-    before = logits_after(model, reading, kept, more)
+    reading, kept = record_prefill(model, prompt), some(model, 12)
+    before = decode_logits(model, reading, kept, more)
     for layer in range(3):
-        reading.seen[layer].keys[~kept[layer]], reading.seen[layer].values[~kept[layer]] = 50.0, -50.0
-    assert torch.equal(logits_after(model, reading, kept, more), before)
+        reading.layers[layer].keys[~kept[layer]], reading.layers[layer].values[~kept[layer]] = 50.0, -50.0
+    assert torch.equal(decode_logits(model, reading, kept, more), before)
 
 
 @torch.no_grad()
@@ -101,31 +101,31 @@ def test_attention_while_the_prompt_is_repeated() -> None:
     """Against loops over one long text: prompt, request, and the prompt's pieces again."""
     model, prompt, _ = given()
     prompt, ask, chunk = prompt[:1], torch.tensor([5, 6]), 12
-    found = repeated(model, read(model, prompt), prompt, ask, chunk=chunk, sink=2).seen
+    found = record_reconstruction(model, record_prefill(model, prompt), prompt, ask, chunk=chunk, sink=2).layers
     for begin, end in ((0, 12), (12, 20)):
         words = torch.cat((ask, prompt[0, max(begin - 8, 0) : begin]))[None]
-        whole = read(model, torch.cat((prompt, words, prompt[:, begin:end]), dim=1))
-        for seen, long in zip(found, whole.seen, strict=True):
-            queries = long.turn(long.queries, 0)
+        whole = record_prefill(model, torch.cat((prompt, words, prompt[:, begin:end]), dim=1))
+        for seen, long in zip(found, whole.layers, strict=True):
+            queries = long.rotate(long.queries, 0)
             columns = [*range(min(2, begin)), *range(begin, end)]
             for head in range(seen.keys.shape[1]):
                 largest = torch.zeros(end - begin)
-                for row in range(PROMPT, long.tokens):
+                for row in range(PROMPT, long.seq_len):
                     seen_by_row = [*columns, *range(PROMPT, row + 1)]
-                    for member in range(head * seen.group, (head + 1) * seen.group):
+                    for member in range(head * seen.num_queries_per_kv, (head + 1) * seen.num_queries_per_kv):
                         weights = (long.keys[0, head, seen_by_row] @ queries[0, member, row] * long.scale).softmax(0)
                         largest = torch.maximum(largest, weights[min(2, begin) : min(2, begin) + end - begin])
-                assert seen.repeated is not None
-                assert torch.allclose(seen.repeated[0, head, begin:end], largest, atol=1e-5)
+                assert seen.reconstruction is not None
+                assert torch.allclose(seen.reconstruction[0, head, begin:end], largest, atol=1e-5)
 
 
 def test_what_cannot_be_compressed_is_refused() -> None:
     ids = torch.ones(1, 4, dtype=torch.int64)
     with pytest.raises(ModelError, match="sliding"):
-        read(Model(BUILDS["mistral"]()), ids)
+        record_prefill(Model(BUILDS["mistral"]()), ids)
     with pytest.raises(ModelError, match="only language models"):
-        read(Model(BUILDS["bert"]()), ids)
+        record_prefill(Model(BUILDS["bert"]()), ids)
     network = BUILDS["llama"]()
     cut(network, random_masks(network, empty=("heads0",)))
     with pytest.raises(ModelError, match="different numbers of heads"):
-        read(Model(network), ids)
+        record_prefill(Model(network), ids)

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from scipy.stats import spearmanr
 
 from smelt.errors import ConfigError, DataError, ModelError
-from smelt.kvcache.eviction.profile import Profile, Shape, rank_stability, ratios, scaled
+from smelt.kvcache.eviction.profile import EvictionProfile, KVShape, rank_stability, retained_ratios, scale_budgets
 
-SHAPE = Shape("qwen3", 5, 3, 128)
+SHAPE = KVShape("qwen3", 5, 3, 128)
 
 
 def found(samples: int = 7, seed: int = 0) -> torch.Tensor:
@@ -25,23 +25,23 @@ def found(samples: int = 7, seed: int = 0) -> torch.Tensor:
     return (heads + 0.05 * torch.randn(samples, 5, 3, generator=random, dtype=torch.float64)).clamp(0, 1)
 
 
-def made(**changed: Any) -> Profile:
+def made(**changed: Any) -> EvictionProfile:
     settings = {"parameters": {"window": 32, "pool": "max", "eps": 0.01}} | changed
-    return Profile.of(SHAPE, "snapkv", 0.3, found(), **settings)
+    return EvictionProfile.from_ratios(SHAPE, "snapkv", 0.3, found(), **settings)
 
 
 def test_mean_and_deviation_are_those_of_the_samples() -> None:
     profile = made(alpha=1.5)
-    assert profile.samples == 7
+    assert profile.num_samples == 7
     assert np.allclose(profile.mean, found().numpy().mean(0), rtol=0, atol=1e-15)
-    assert np.allclose(profile.deviation, found().numpy().std(0), rtol=0, atol=1e-15)
+    assert np.allclose(profile.std, found().numpy().std(0), rtol=0, atol=1e-15)
     expected = (found().numpy().mean(0) + 1.5 * found().numpy().std(0)).clip(0, 1)
     assert np.allclose(profile.budgets.numpy(), expected, rtol=0, atol=1e-15)
     assert made().alpha == 2.0
 
 
 def test_budgets_are_shares() -> None:
-    profile = Profile(Shape("llama", 1, 2, 8), "knorm", 0.3, 3, ((0.9, 0.1),), ((0.2, 0.0),))
+    profile = EvictionProfile(KVShape("llama", 1, 2, 8), "knorm", 0.3, 3, ((0.9, 0.1),), ((0.2, 0.0),))
     assert profile.budgets.tolist() == [[1.0, 0.1]]
 
 
@@ -49,7 +49,7 @@ def test_budgets_are_shares() -> None:
 @given(values=st.lists(st.just(0.0) | st.floats(0.001, 1), min_size=1, max_size=20), share=st.floats(0, 1))
 def test_scaled_budgets_have_the_mean_that_is_asked(values: list[float], share: float) -> None:
     budgets = torch.tensor(values, dtype=torch.float64)
-    got = scaled(budgets, share)
+    got = scale_budgets(budgets, share)
     assert got.mean().item() == pytest.approx(share, abs=1e-9)
     assert (got >= 0).all() and (got <= 1 + 1e-12).all()
     order = budgets.argsort()
@@ -61,7 +61,9 @@ def test_scaled_budgets_have_the_mean_that_is_asked(values: list[float], share: 
 
 
 def test_rescaled_is_by_one_factor_and_up_to_one() -> None:
-    profile = Profile(Shape("llama", 2, 2, 8), "knorm", 0.3, 3, ((0.1, 0.2), (0.2, 0.5)), ((0.0, 0.0), (0.0, 0.0)))
+    profile = EvictionProfile(
+        KVShape("llama", 2, 2, 8), "knorm", 0.3, 3, ((0.1, 0.2), (0.2, 0.5)), ((0.0, 0.0), (0.0, 0.0))
+    )
     assert torch.allclose(profile.rescaled(0.125), torch.tensor([[0.05, 0.1], [0.1, 0.25]], dtype=torch.float64))
     assert torch.allclose(profile.rescaled(0.625), torch.tensor([[0.3, 0.6], [0.6, 1.0]], dtype=torch.float64))
     for keep in (0.0, 2.0):
@@ -71,9 +73,9 @@ def test_rescaled_is_by_one_factor_and_up_to_one() -> None:
 
 def test_ratios_leave_out_what_is_kept_in_any_case() -> None:
     counts = torch.tensor([[36, 136], [20, 1004]])
-    assert ratios(counts, 1004, sink=4, window=32).tolist() == [[0.0, 0.1], [0.0, 0.968]]
+    assert retained_ratios(counts, 1004, sink=4, window=32).tolist() == [[0.0, 0.1], [0.0, 0.968]]
     with pytest.raises(DataError, match="4 tokens has none beyond the first 4"):
-        ratios(counts, 4, sink=4, window=0)
+        retained_ratios(counts, 4, sink=4, window=0)
 
 
 def test_rank_stability_is_the_correlation_of_ranks() -> None:
@@ -91,9 +93,11 @@ def test_a_profile_is_read_as_it_was_written(
     tmp_path_factory: pytest.TempPathFactory, seed: int, keep: float, alpha: float
 ) -> None:
     path = tmp_path_factory.mktemp("profile") / "model.kv.json"
-    profile = Profile.of(SHAPE, "snapkv", keep, found(seed=seed), {"window": 32, "max": True, "eps": 1e-2}, alpha)
+    profile = EvictionProfile.from_ratios(
+        SHAPE, "snapkv", keep, found(seed=seed), {"window": 32, "max": True, "eps": 1e-2}, alpha
+    )
     profile.save(path)
-    again = Profile.load(path)
+    again = EvictionProfile.load(path)
     assert again == profile and again.budgets.equal(profile.budgets)
     before = path.read_bytes()
     again.save(path)
@@ -102,43 +106,44 @@ def test_a_profile_is_read_as_it_was_written(
 
 
 @pytest.mark.parametrize(
-    "other", [Shape("llama", 5, 3, 128), Shape("qwen3", 6, 3, 128), Shape("qwen3", 5, 4, 128), Shape("qwen3", 5, 3, 64)]
+    "other",
+    [KVShape("llama", 5, 3, 128), KVShape("qwen3", 6, 3, 128), KVShape("qwen3", 5, 4, 128), KVShape("qwen3", 5, 3, 64)],
 )
-def test_a_profile_of_another_model_is_refused(other: Shape) -> None:
+def test_a_profile_of_another_model_is_refused(other: KVShape) -> None:
     made().check_model(SHAPE)
-    with pytest.raises(ModelError, match=r"^the profile is of a qwen3 with 5 layers of 3 heads.*make a profile of it"):
+    with pytest.raises(ModelError, match=r"^the profile is of a qwen3 with 5 layers, 3 KV heads.*profile this model"):
         made().check_model(other)
 
 
 @pytest.mark.parametrize("keep", [0, 2, -1.0])
 def test_a_keep_that_is_no_share_is_refused(keep: float, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"keep is .* share of a prompt"):
-        Profile.of(SHAPE, "snapkv", keep, found())
+        EvictionProfile.from_ratios(SHAPE, "snapkv", keep, found())
     with pytest.raises(ConfigError, match="share of a prompt"):
-        Profile.load(written(tmp_path, keep=keep))
+        EvictionProfile.load(written(tmp_path, keep_ratio=keep))
 
 
 def test_no_samples_are_refused() -> None:
     with pytest.raises(DataError, match="at least one sample"):
-        Profile.of(SHAPE, "snapkv", 0.3, found()[:0])
+        EvictionProfile.from_ratios(SHAPE, "snapkv", 0.3, found()[:0])
 
 
 def test_clusters_are_of_the_largest_size_that_divides_and_come_back_from_the_file(tmp_path: Path) -> None:
-    profile = made().clustered(4)
-    assert profile.clusters is not None and profile.clusters.size == 3 and len(profile.splits) == 5
-    largest = profile.clusters.largest(profile.rescaled(0.3))
+    profile = made().with_clusters(4)
+    assert profile.clusters is not None and profile.clusters.size == 3 and len(profile.num_splits) == 5
+    largest = profile.clusters.cluster_max(profile.rescaled(0.3))
     assert torch.equal(
-        largest.argsort(descending=True), torch.tensor(profile.splits).argsort(descending=True, stable=True)
+        largest.argsort(descending=True), torch.tensor(profile.num_splits).argsort(descending=True, stable=True)
     )
     profile.save(tmp_path / "model.kv.json")
-    assert Profile.load(tmp_path / "model.kv.json") == profile
-    assert made().clustered(2, "per_layer").clusters.size == 1  # type: ignore[union-attr]
+    assert EvictionProfile.load(tmp_path / "model.kv.json") == profile
+    assert made().with_clusters(2, "per_layer").clusters.size == 1  # type: ignore[union-attr]
 
 
 def written(folder: Path, **changed: Any) -> Path:
     """A file that is a profile but for what is changed; None takes it out."""
     path = folder / "model.kv.json"
-    made().clustered(3).save(path)
+    made().with_clusters(3).save(path)
     content = json.loads(path.read_text()) | changed
     path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
     return path
@@ -147,45 +152,54 @@ def written(folder: Path, **changed: Any) -> Path:
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ({"format": "smelt-kv-profile-0"}, "not a profile of keys and values that this Smelt wrote"),
+        ({"format": "smelt-kv-profile-0"}, "not a KV cache profile that this Smelt wrote"),
         ({"mean": None}, "the profile lacks 'mean'"),
         ({"extra": 1}, "has an unknown 'extra'"),
         ({"shape": [1]}, "its shape is missing"),
-        ({"shape": {"model_type": "x", "layers": 5, "kv_heads": 3}}, "its shape lacks 'width'"),
-        ({"shape": {"model_type": "x", "layers": 5.0, "kv_heads": 3, "width": 1}}, "5.0 is no number of layers"),
-        ({"shape": {"model_type": 3, "layers": 5, "kv_heads": 3, "width": 1}}, "must be text"),
+        ({"shape": {"model_type": "x", "num_layers": 5, "num_kv_heads": 3}}, "its shape lacks 'head_dim'"),
+        (
+            {"shape": {"model_type": "x", "num_layers": 5.0, "num_kv_heads": 3, "head_dim": 1}},
+            "5.0 is no number of layers",
+        ),
+        ({"shape": {"model_type": 3, "num_layers": 5, "num_kv_heads": 3, "head_dim": 1}}, "must be text"),
         ({"scorer": 5}, "must be text"),
-        ({"samples": 0}, "0 is no number of layers, heads or samples"),
-        ({"samples": True}, "True is no number"),
-        ({"keep": "0.3"}, "keep is no number"),
-        ({"keep": True}, "keep is no number"),
+        ({"num_samples": 0}, "0 is no number of layers, heads or samples"),
+        ({"num_samples": True}, "True is no number"),
+        ({"keep_ratio": "0.3"}, "keep_ratio is no number"),
+        ({"keep_ratio": True}, "keep_ratio is no number"),
         ({"alpha": float("nan")}, "alpha is no number"),
         ({"alpha": -1}, "must not be negative"),
-        ({"parameters": {"window": [1]}}, "plain values"),
-        ({"mean": 3}, "mean is not one list a layer"),
+        ({"scorer_params": {"window": [1]}}, "plain values"),
+        ({"mean": 3}, "mean is not one list per layer"),
         ({"mean": [["a"]]}, "mean holds something that is no number"),
-        ({"mean": [[0.5] * 3] * 4}, "one number a layer and head"),
-        ({"deviation": [[0.5] * 2] * 5}, "one number a layer and head"),
+        ({"mean": [[0.5] * 3] * 4}, "one number per layer and KV head"),
+        ({"std": [[0.5] * 2] * 5}, "one number per layer and KV head"),
         ({"mean": [[1.5] * 3] * 5}, "between 0 and 1"),
-        ({"deviation": [[float("inf")] * 3] * 5}, "no number"),
-        ({"splits": [1, 2]}, "a number of splits, at least 1, for each"),
-        ({"splits": [0] * 5}, "a number of splits, at least 1, for each"),
-        ({"splits": "8"}, "splits must be whole numbers"),
+        ({"std": [[float("inf")] * 3] * 5}, "no number"),
+        ({"num_splits": [1, 2]}, "a number of splits, at least 1, for each"),
+        ({"num_splits": [0] * 5}, "a number of splits, at least 1, for each"),
+        ({"num_splits": "8"}, "num_splits must be whole numbers"),
         ({"clusters": 3}, "its clusters are not a table"),
-        ({"clusters": {"layers": 5, "kv_heads": 3, "members": [[[0, 0]]]}}, "every head of every layer exactly once"),
-        ({"clusters": {"layers": 5, "kv_heads": 3, "members": [["a"]]}}, "no map of heads"),
-        ({"clusters": {"layers": 1, "kv_heads": 1, "members": [[[0, 0]]]}, "splits": [1]}, "of the same model"),
+        (
+            {"clusters": {"num_layers": 5, "num_kv_heads": 3, "members": [[[0, 0]]]}},
+            "every head of every layer exactly once",
+        ),
+        ({"clusters": {"num_layers": 5, "num_kv_heads": 3, "members": [["a"]]}}, "no map of heads"),
+        (
+            {"clusters": {"num_layers": 1, "num_kv_heads": 1, "members": [[[0, 0]]]}, "num_splits": [1]},
+            "of the same model",
+        ),
     ],
 )
 def test_a_damaged_profile_is_one_sentence(changed: dict[str, Any], sentence: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=sentence):
-        Profile.load(written(tmp_path, **changed))
+        EvictionProfile.load(written(tmp_path, **changed))
 
 
 def test_what_is_no_profile_is_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "model.kv.json"
     with pytest.raises(ModelError, match="cannot be read"):
-        Profile.load(path)
+        EvictionProfile.load(path)
     path.write_text("{")
     with pytest.raises(ModelError, match="not valid JSON"):
-        Profile.load(path)
+        EvictionProfile.load(path)

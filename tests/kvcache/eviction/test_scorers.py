@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError, ModelError
-from smelt.kvcache.eviction.attention_inputs import Seen
-from smelt.kvcache.eviction.scorer import Scorer
-from smelt.kvcache.eviction.scorers import SCORERS, scorer_named
+from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer
+from smelt.kvcache.eviction.scorers import SCORERS, make_scorer
 
 BATCH, HEADS, GROUP, TOKENS, WIDTH = 2, 2, 3, 29, 8
 SCALE = 0.4  # not 1 / sqrt(width), so that nobody works that out alone
@@ -31,15 +30,17 @@ def turn(vectors: Tensor, first: int) -> Tensor:
     return torch.cat([left * cosine - right * sine, right * cosine + left * sine], dim=-1)
 
 
-def seen_of(tokens: int = TOKENS, seed: int = 0) -> Seen:
+def seen_of(tokens: int = TOKENS, seed: int = 0) -> AttentionInputs:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(heads: int) -> Tensor:
         return torch.randn(BATCH, heads, tokens, WIDTH, generator=generator)
 
     offset = torch.randn(BATCH, HEADS * GROUP, 1, WIDTH, generator=generator)
-    repeated = torch.rand(BATCH, HEADS, tokens, generator=generator)
-    return Seen(turn(normal(HEADS), 0), normal(HEADS), normal(HEADS * GROUP) + offset, turn, SCALE, repeated)
+    reconstruction = torch.rand(BATCH, HEADS, tokens, generator=generator)
+    return AttentionInputs(
+        turn(normal(HEADS), 0), normal(HEADS), normal(HEADS * GROUP) + offset, turn, SCALE, reconstruction
+    )
 
 
 def by_loop(tokens: int, score: Callable[[int, int, int], float]) -> Tensor:
@@ -54,16 +55,16 @@ def softmax(logits: list[float]) -> list[float]:
     return [power / sum(powers) for power in powers]
 
 
-def logit(seen: Seen, b: int, head: int, place: int, t: int) -> float:
+def logit(seen: AttentionInputs, b: int, head: int, place: int, t: int) -> float:
     """Of the query of one head at one place with the key of token t."""
-    query = seen.turn(seen.queries[b, head, place : place + 1].double(), place)[0]
+    query = seen.rotate(seen.queries[b, head, place : place + 1].double(), place)[0]
     return float(query @ seen.keys[b, head // GROUP, t].double()) * seen.scale
 
 
-def attention(seen: Seen, b: int, head: int, place: int) -> list[float]:
+def attention(seen: AttentionInputs, b: int, head: int, place: int) -> list[float]:
     """Of one query on all tokens; none on those after it."""
     found = softmax([logit(seen, b, head, place, t) for t in range(place + 1)])
-    return found + [0.0] * (seen.tokens - place - 1)
+    return found + [0.0] * (seen.seq_len - place - 1)
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -77,11 +78,11 @@ def close(found: Tensor, wanted: Tensor) -> None:
 def test_all_scorers_are_on_the_list_under_their_names() -> None:
     assert tuple(SCORERS) == NAMES
     assert all(scorer.name == name and "arXiv" in scorer.paper for name, scorer in SCORERS.items())
-    assert [name for name, scorer in SCORERS.items() if scorer.repeats] == ["kvzip"]
+    assert [name for name, scorer in SCORERS.items() if scorer.needs_reconstruction] == ["kvzip"]
 
 
 def test_streaming_keeps_the_first_and_the_most_recent() -> None:
-    found = scorer_named("streaming", sink=4, window=0).scores(seen_of())
+    found = make_scorer("streaming", sink=4, window=0).scores(seen_of())
     assert found.shape == (BATCH, HEADS, TOKENS)
     for kept in found.topk(10, dim=-1).indices.reshape(-1, 10):
         assert sorted(kept.tolist()) == [0, 1, 2, 3, *range(TOKENS - 6, TOKENS)]
@@ -90,7 +91,7 @@ def test_streaming_keeps_the_first_and_the_most_recent() -> None:
 def test_knorm_is_the_negative_norm_of_the_key() -> None:
     seen = seen_of()
     wanted = by_loop(TOKENS, lambda b, h, t: -math.sqrt(sum(x * x for x in seen.keys[b, h, t].tolist())))
-    close(scorer_named("knorm").score(seen), wanted)
+    close(make_scorer("knorm").score(seen), wanted)
 
 
 def test_keydiff_is_the_negative_cosine_to_the_mean_direction() -> None:
@@ -101,14 +102,14 @@ def test_keydiff_is_the_negative_cosine_to_the_mean_direction() -> None:
         anchor = sum((key / key.norm() for key in keys), torch.zeros(WIDTH, dtype=torch.float64)) / TOKENS
         return -float(keys[t] @ anchor / (keys[t].norm() * anchor.norm()))
 
-    close(scorer_named("keydiff").score(seen), by_loop(TOKENS, score))
+    close(make_scorer("keydiff").score(seen), by_loop(TOKENS, score))
 
 
 def test_tova_is_the_last_querys_attention_over_all_heads() -> None:
     seen = seen_of()
     rows = [[attention(seen, b, head, TOKENS - 1) for head in range(HEADS * GROUP)] for b in range(BATCH)]
     wanted = by_loop(TOKENS, lambda b, h, t: sum(row[t] for row in rows[b]) / (HEADS * GROUP))
-    close(scorer_named("tova").score(seen), wanted)
+    close(make_scorer("tova").score(seen), wanted)
 
 
 def pooled(values: list[float], kernel: int, pool: str) -> list[float]:
@@ -129,7 +130,7 @@ def test_snapkv_is_the_pooled_attention_of_the_window(window: int, kernel: int, 
 
     heads = [[of_head(b, head) for head in range(HEADS * GROUP)] for b in range(BATCH)]
     wanted = by_loop(before, lambda b, h, t: sum(heads[b][h * GROUP + g][t] for g in range(GROUP)) / GROUP)
-    found = scorer_named("snapkv", window=window, kernel=kernel, pool=pool).score(seen)
+    found = make_scorer("snapkv", window=window, kernel=kernel, pool=pool).score(seen)
     close(found[..., :before], wanted)
     assert (found[..., before:] == torch.inf).all()
 
@@ -146,7 +147,7 @@ def test_snapkv_can_take_the_strongest_logit_of_the_group() -> None:
         return pooled([sum(row[t] for row in rows) / window for t in range(before)], 7, "max")
 
     heads = [[of_head(b, h) for h in range(HEADS)] for b in range(BATCH)]
-    found = scorer_named("snapkv", window=window, kernel=7, pool="max", sharing="max").score(seen)
+    found = make_scorer("snapkv", window=window, kernel=7, pool="max", sharing="max").score(seen)
     close(found[..., :before], by_loop(before, lambda b, h, t: heads[b][h][t]))
 
 
@@ -176,17 +177,17 @@ def test_expected_attention_is_its_formula(sink: int, future: int, eps: float, s
         share = sum(heads[b][h * GROUP + g][t] for g in range(GROUP)) / GROUP
         return (share + eps) * float(seen.values[b, h, t + sink].norm())
 
-    found = scorer_named("expected", sink=sink, future=future, eps=eps, skip=skip).score(seen)
+    found = make_scorer("expected", sink=sink, future=future, eps=eps, skip=skip).score(seen)
     close(found[..., sink:], by_loop(TOKENS - sink, score))
     assert (found[..., :sink] == torch.inf).all()
 
 
 def test_kvzip_is_what_the_frame_found() -> None:
     seen = seen_of()
-    assert seen.repeated is not None
-    close(scorer_named("kvzip").score(seen), seen.repeated.double())
+    assert seen.reconstruction is not None
+    close(make_scorer("kvzip").score(seen), seen.reconstruction.double())
     with pytest.raises(ModelError, match="second pass"):
-        scorer_named("kvzip").score(replace(seen, repeated=None))
+        make_scorer("kvzip").score(replace(seen, reconstruction=None))
 
 
 # What they mean
@@ -195,19 +196,19 @@ def test_kvzip_is_what_the_frame_found() -> None:
 def test_keydiff_does_not_see_the_length_of_a_key() -> None:
     seen = seen_of()
     longer = seen.keys * torch.linspace(0.1, 20, TOKENS)[:, None]
-    close(scorer_named("keydiff").score(replace(seen, keys=longer)), scorer_named("keydiff").score(seen).double())
+    close(make_scorer("keydiff").score(replace(seen, keys=longer)), make_scorer("keydiff").score(seen).double())
 
 
 def test_knorm_puts_short_keys_first() -> None:
     seen = seen_of()
     lengths = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1)) + 1.0
     keys = torch.nn.functional.normalize(seen.keys, dim=-1) * lengths[:, None]
-    order = scorer_named("knorm").score(replace(seen, keys=keys)).argsort(dim=-1, descending=True)
+    order = make_scorer("knorm").score(replace(seen, keys=keys)).argsort(dim=-1, descending=True)
     assert (order == lengths.argsort()).all()
 
 
 def test_tova_gives_all_heads_the_same_and_sums_to_one() -> None:
-    found = scorer_named("tova").score(seen_of())
+    found = make_scorer("tova").score(seen_of())
     assert (found[:, 0] == found[:, 1]).all()
     torch.testing.assert_close(found.sum(dim=-1), torch.ones(BATCH, HEADS))
     assert not torch.allclose(found[0], found[1])  # prompts stay apart
@@ -219,7 +220,7 @@ def test_snapkv_finds_the_token_that_the_last_queries_look_for(variant: dict[str
     looks = turn(seen.queries[:, :, -window:], TOKENS - window).unflatten(1, (HEADS, GROUP)).mean(dim=(2, 3))
     keys = seen.keys.clone()
     keys[:, :, needle] = 20 * looks / looks.norm(dim=-1, keepdim=True)
-    found = scorer_named("snapkv", sink=0, window=window, kernel=1, **variant).score(replace(seen, keys=keys))
+    found = make_scorer("snapkv", sink=0, window=window, kernel=1, **variant).score(replace(seen, keys=keys))
     assert (found[..., : TOKENS - window].argmax(dim=-1) == needle).all()
 
 
@@ -228,9 +229,9 @@ def test_snapkv_does_not_pool_across_its_window() -> None:
     seen, window = seen_of(), 6
     keys = seen.keys.clone()
     keys[:, :, -window] = 10
-    looking = replace(seen, keys=keys, queries=torch.ones_like(seen.queries), turn=lambda vectors, first: vectors)
+    looking = replace(seen, keys=keys, queries=torch.ones_like(seen.queries), rotate=lambda vectors, first: vectors)
     for pool in ("mean", "max"):
-        found = scorer_named("snapkv", window=window, pool=pool).score(looking)[..., :-window]
+        found = make_scorer("snapkv", window=window, pool=pool).score(looking)[..., :-window]
         assert found.max() < 1e-6
 
 
@@ -245,10 +246,10 @@ def test_expected_attention_is_the_mean_over_gaussian_queries() -> None:
             queries = seen.queries[b, head].double()
             root = torch.linalg.cholesky(torch.cov(queries.T, correction=0))
             draws = torch.randn(40_000, WIDTH, dtype=torch.float64, generator=generator) @ root.T + queries.mean(dim=0)
-            turned = turn(draws[:, None], TOKENS)[:, 0]
-            mass = (turned @ seen.keys[b, head // GROUP].double().T * SCALE).exp().mean(dim=0)
+            rotated_queries = turn(draws[:, None], TOKENS)[:, 0]
+            mass = (rotated_queries @ seen.keys[b, head // GROUP].double().T * SCALE).exp().mean(dim=0)
             shares[b, head // GROUP] += mass / mass.sum() / GROUP
-    found = scorer_named("expected", sink=0, future=1, skip=0).score(seen)
+    found = make_scorer("expected", sink=0, future=1, skip=0).score(seen)
     torch.testing.assert_close(found.double(), shares, rtol=0.1, atol=0.002)
 
 
@@ -258,11 +259,11 @@ def test_expected_attention_of_equal_queries_is_their_attention() -> None:
     same = replace(seen, queries=seen.queries[:, :, -1:].expand_as(seen.queries))
     query = turn(same.queries[:, :, :1], TOKENS).unflatten(1, (HEADS, GROUP))[:, :, :, 0]
     wanted = (query @ seen.keys.mT * SCALE).softmax(dim=-1).mean(dim=2) * seen.values.norm(dim=-1)
-    close(scorer_named("expected", sink=0, future=1).score(same), wanted.double())
+    close(make_scorer("expected", sink=0, future=1).score(same), wanted.double())
 
 
 def test_expected_attention_of_a_prompt_of_outliers_alone_is_finite() -> None:
-    assert scorer_named("expected", sink=0, window=0, skip=4).scores(seen_of(3)).isfinite().all()
+    assert make_scorer("expected", sink=0, window=0, skip=4).scores(seen_of(3)).isfinite().all()
 
 
 # What all of them do
@@ -270,7 +271,7 @@ def test_expected_attention_of_a_prompt_of_outliers_alone_is_finite() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_and_the_last_tokens_are_always_kept(name: str) -> None:
-    found = scorer_named(name, sink=3, window=5).scores(seen_of())
+    found = make_scorer(name, sink=3, window=5).scores(seen_of())
     forced = torch.zeros(TOKENS, dtype=torch.bool)
     forced[:3] = forced[-5:] = True
     assert (found.isinf() == forced).all()
@@ -280,7 +281,7 @@ def test_the_first_and_the_last_tokens_are_always_kept(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tokens", [1, 3, 5, 8])
 def test_a_prompt_shorter_than_what_is_kept_stays_whole(name: str, tokens: int) -> None:
-    found = scorer_named(name, sink=4, window=8).scores(seen_of(tokens))
+    found = make_scorer(name, sink=4, window=8).scores(seen_of(tokens))
     assert found.shape == (BATCH, HEADS, tokens)
     assert (found == torch.inf).all()
 
@@ -288,12 +289,14 @@ def test_a_prompt_shorter_than_what_is_kept_stays_whole(name: str, tokens: int) 
 @pytest.mark.parametrize("name", NAMES)
 def test_prompts_and_half_precision_do_not_change_the_scores(name: str) -> None:
     seen = seen_of()
-    whole = scorer_named(name, window=5).score(seen)
-    assert seen.repeated is not None
-    second = Seen(seen.keys[1:], seen.values[1:], seen.queries[1:], turn, SCALE, seen.repeated[1:])
-    torch.testing.assert_close(scorer_named(name, window=5).score(second), whole[1:])
-    half = Seen(*(x.bfloat16() for x in (seen.keys, seen.values, seen.queries)), turn, SCALE, seen.repeated.bfloat16())
-    found = scorer_named(name, window=5).score(half)
+    whole = make_scorer(name, window=5).score(seen)
+    assert seen.reconstruction is not None
+    second = AttentionInputs(seen.keys[1:], seen.values[1:], seen.queries[1:], turn, SCALE, seen.reconstruction[1:])
+    torch.testing.assert_close(make_scorer(name, window=5).score(second), whole[1:])
+    half = AttentionInputs(
+        *(x.bfloat16() for x in (seen.keys, seen.values, seen.queries)), turn, SCALE, seen.reconstruction.bfloat16()
+    )
+    found = make_scorer(name, window=5).score(half)
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, whole, rtol=0.05, atol=0.05)
 
@@ -323,12 +326,12 @@ def test_prompts_and_half_precision_do_not_change_the_scores(name: str) -> None:
 )
 def test_what_cannot_be_is_refused_in_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        scorer_named(name, **parameters)
+        make_scorer(name, **parameters)
     assert sentence in str(caught.value)
     assert str(caught.value).endswith(".") and "\n" not in str(caught.value)
 
 
 def test_parameters_reach_the_scorer() -> None:
-    made = scorer_named("expected", eps=1, future=7)
+    made = make_scorer("expected", eps=1, future=7)
     assert isinstance(made, Scorer)
     assert made == SCORERS["expected"](eps=1, future=7)

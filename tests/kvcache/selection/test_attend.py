@@ -11,26 +11,25 @@ from torch.nn import functional as F
 
 from smelt.kernels.linear import using
 from smelt.kernels.paged import Pages, paged_attention, write_pages
-from smelt.kvcache.selection.attend import Asking, Layout, Reading, SelectedAttention
-from smelt.kvcache.selection.digested import Digested
-from smelt.kvcache.selection.host import HostPages
-from smelt.kvcache.selection.page_cache import Residence
-from smelt.kvcache.selection.page_summary import ArkVale, Digest, Quest
-from smelt.kvcache.selection.pages import DevicePages
-from smelt.kvcache.selection.selection import Selection
+from smelt.kvcache.selection.config import SparseAttentionConfig
+from smelt.kvcache.selection.host_store import HostPageStore
+from smelt.kvcache.selection.page_cache import OffloadConfig
+from smelt.kvcache.selection.page_store import DevicePageStore
+from smelt.kvcache.selection.page_summary import ArkVale, PageSummary, PageSummaryTable, Quest
+from smelt.kvcache.selection.sparse_attention import DecodeBatch, PrefillChunk, SparseBatch, SparsePageAttention
 
 KV_HEADS, GROUP, WIDTH, PAGE, BLOCKS, SCALE = 2, 3, 8, 4, 40, 0.3
 LENGTHS = [29, 32, 5, 50]  # before the new token
 CPU = torch.device("cpu")
 
 
-def selected(selection: Selection, residence: Residence | None = None) -> SelectedAttention:
+def selected(selection: SparseAttentionConfig, residence: OffloadConfig | None = None) -> SparsePageAttention:
     heads = {0: (KV_HEADS, WIDTH)}
     if residence is None:
-        pages: DevicePages | HostPages = DevicePages(heads, BLOCKS, PAGE, torch.float32, CPU)
+        pages: DevicePageStore | HostPageStore = DevicePageStore(heads, BLOCKS, PAGE, torch.float32, CPU)
     else:
-        pages = HostPages(heads, BLOCKS, PAGE, torch.float32, CPU, residence)
-    return SelectedAttention(selection, pages, Digested(selection.digest, heads, BLOCKS, torch.float32, CPU))
+        pages = HostPageStore(heads, BLOCKS, PAGE, torch.float32, CPU, residence)
+    return SparsePageAttention(selection, pages, PageSummaryTable(selection.digest, heads, BLOCKS, torch.float32, CPU))
 
 
 class Texts:
@@ -47,7 +46,7 @@ class Texts:
         positions = torch.arange(start, stop)
         return self.blocks[request][positions // PAGE] * PAGE + positions % PAGE
 
-    def read(self, attention: SelectedAttention, chunk: int) -> None:
+    def read(self, attention: SparsePageAttention, chunk: int) -> None:
         """All tokens but the new one, in chunks, each of which sees everything before it."""
         for request, length in enumerate(self.lengths):
             queries, parts = torch.randn(length, KV_HEADS * GROUP, WIDTH), []
@@ -55,14 +54,14 @@ class Texts:
                 stop = min(start + chunk, length)
                 here, filled = slice(start, stop), self.blocks[request][start // PAGE : stop // PAGE]
                 blocks = self.blocks[request][: -(-stop // PAGE)]
-                reading = [Reading(slice(0, stop - start), stop, blocks)]
-                layout = Layout(1, self.places(request, start, stop), filled, reading)
+                reading = [PrefillChunk(slice(0, stop - start), stop, blocks)]
+                layout = SparseBatch(1, self.places(request, start, stop), filled, reading)
                 keys, values = self.keys[request][here], self.values[request][here]
                 parts.append(attention.attend(0, queries[here], keys, values, layout, SCALE))
             wanted = expected(queries, self.keys[request][:length], self.values[request][:length], None)
             torch.testing.assert_close(torch.cat(parts), wanted, atol=1e-5, rtol=1e-5)
 
-    def new(self) -> Layout:
+    def new(self) -> SparseBatch:
         """One more token of each."""
         tables = torch.zeros(len(self.lengths), max(len(blocks) for blocks in self.blocks), dtype=torch.int64)
         for row, blocks in enumerate(self.blocks):
@@ -71,8 +70,8 @@ class Texts:
         places = torch.cat([self.places(row, length, length + 1) for row, length in enumerate(self.lengths)])
         full = [self.blocks[row][-1:] for row, length in enumerate(self.lengths) if (length + 1) % PAGE == 0]
         filled = torch.cat([torch.empty(0, dtype=torch.int64), *full])
-        asking = Asking(torch.arange(len(lengths)), lengths + 1, tables, [str(row) for row in range(len(lengths))])
-        return Layout(2, places, filled, (), [asking])
+        asking = DecodeBatch(torch.arange(len(lengths)), lengths + 1, tables, [str(row) for row in range(len(lengths))])
+        return SparseBatch(2, places, filled, (), [asking])
 
     def newest(self) -> tuple[Tensor, Tensor]:
         return torch.stack([keys[-1] for keys in self.keys]), torch.stack([values[-1] for values in self.values])
@@ -89,7 +88,7 @@ def expected(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None)
     return found[0].transpose(0, 1).float()
 
 
-def pages_by_hand(selection: Selection, queries: Tensor, keys: Tensor) -> Tensor:
+def pages_by_hand(selection: SparseAttentionConfig, queries: Tensor, keys: Tensor) -> Tensor:
     """Which tokens each head of keys sees, from the keys themselves. [kv_heads, tokens]"""
     held = -(-len(keys) // PAGE)
     seen = torch.zeros(KV_HEADS, held * PAGE, dtype=torch.bool)
@@ -107,11 +106,11 @@ def pages_by_hand(selection: Selection, queries: Tensor, keys: Tensor) -> Tensor
     return seen[:, : len(keys)]
 
 
-@pytest.mark.parametrize("residence", [None, Residence(slots=40), Residence(slots=40, steady=0)], ids=str)
+@pytest.mark.parametrize("residence", [None, OffloadConfig(slots=40), OffloadConfig(slots=40, steady=0)], ids=str)
 @pytest.mark.parametrize("digest", [Quest(), ArkVale()], ids=str)
 @pytest.mark.parametrize("kernel", ["reference", "fastest"])
-def test_a_choice_of_pages_hides_the_others(residence: Residence | None, digest: Digest, kernel: str) -> None:
-    selection = Selection(digest, page=PAGE, budget=4 * PAGE, sink=1, window=1)
+def test_a_choice_of_pages_hides_the_others(residence: OffloadConfig | None, digest: PageSummary, kernel: str) -> None:
+    selection = SparseAttentionConfig(digest, page=PAGE, budget=4 * PAGE, sink=1, window=1)
     attention, texts = selected(selection, residence), Texts()
     with using("reference") if kernel == "reference" else nullcontext():
         texts.read(attention, chunk=7)
@@ -124,10 +123,10 @@ def test_a_choice_of_pages_hides_the_others(residence: Residence | None, digest:
         torch.testing.assert_close(found[row : row + 1], wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("residence", [None, Residence(slots=40)], ids=str)
-def test_a_budget_of_all_pages_is_plain_paged_attention(residence: Residence | None) -> None:
+@pytest.mark.parametrize("residence", [None, OffloadConfig(slots=40)], ids=str)
+def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig | None) -> None:
     """To the bit."""
-    attention, texts = selected(Selection(page=PAGE, budget=BLOCKS * PAGE), residence), Texts()
+    attention, texts = selected(SparseAttentionConfig(page=PAGE, budget=BLOCKS * PAGE), residence), Texts()
     texts.read(attention, chunk=16)
     queries, layout = torch.randn(len(LENGTHS), KV_HEADS * GROUP, WIDTH), texts.new()
     found = attention.attend(0, queries, *texts.newest(), layout, SCALE)
@@ -145,7 +144,7 @@ def test_a_budget_of_all_pages_is_plain_paged_attention(residence: Residence | N
 
 def test_prompts_and_answers_in_one_step() -> None:
     """Rows of a step are told apart, whatever their order."""
-    selection = Selection(Quest(), page=PAGE, budget=3 * PAGE, sink=1, window=1)
+    selection = SparseAttentionConfig(Quest(), page=PAGE, budget=3 * PAGE, sink=1, window=1)
     attention, texts = selected(selection), Texts([30, 11])
     texts.read(attention, chunk=64)
     other = Texts([9])
@@ -153,10 +152,10 @@ def test_prompts_and_answers_in_one_step() -> None:
     other.blocks = [free[:3]]
     new, prompt = texts.new(), other.places(0, 0, 9)
     asking = new.asking[0]
-    moved = Asking(torch.tensor([10, 0]), asking.lengths, asking.tables, asking.names)
+    moved = DecodeBatch(torch.tensor([10, 0]), asking.lengths, asking.tables, asking.names)
     places = torch.cat([new.places[1:], prompt, new.places[:1]])
     filled = torch.cat([new.filled, other.blocks[0][:2]])
-    layout = Layout(2, places, filled, [Reading(slice(1, 10), 9, other.blocks[0])], [moved])
+    layout = SparseBatch(2, places, filled, [PrefillChunk(slice(1, 10), 9, other.blocks[0])], [moved])
     queries = torch.randn(11, KV_HEADS * GROUP, WIDTH)
     keys = torch.cat([texts.keys[1][-1:], other.keys[0][:9], texts.keys[0][-1:]])
     values = torch.cat([texts.values[1][-1:], other.values[0][:9], texts.values[0][-1:]])
@@ -170,7 +169,7 @@ def test_prompts_and_answers_in_one_step() -> None:
 
 
 def test_requests_that_do_not_fit_together_are_split_in_order() -> None:
-    asking = Asking(torch.arange(5), torch.arange(5) + 1, torch.arange(5)[:, None], list("abcde"))
+    asking = DecodeBatch(torch.arange(5), torch.arange(5) + 1, torch.arange(5)[:, None], list("abcde"))
     parts = list(asking.split([3, 3, 2, 6, 1], most=6))
     assert ["".join(part.names) for part in parts] == ["ab", "c", "d", "e"]
     assert [part.lengths.tolist() for part in parts] == [[1, 2], [3], [4], [5]]

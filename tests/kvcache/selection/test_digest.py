@@ -9,8 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.kvcache.selection.digested import Digested
-from smelt.kvcache.selection.page_summary import DIGESTS, ArkVale, Quest, digest_named, page_scores
+from smelt.kvcache.selection.page_summary import (
+    PAGE_SUMMARIES,
+    ArkVale,
+    PageSummaryTable,
+    Quest,
+    make_page_summary,
+    page_scores,
+)
 
 
 def plain_scores(queries: Tensor, high: Tensor, low: Tensor) -> Tensor:
@@ -59,7 +65,7 @@ def test_the_corners_of_a_page_in_a_small_type_are_of_that_type() -> None:
 def test_pages_are_digested_as_they_fill() -> None:
     """Each block once: the others keep what they had, and scores follow the table, in any order."""
     heads, device = {0: (2, 4), 3: (1, 4)}, torch.device("cpu")
-    digested = Digested(Quest(), heads, blocks=6, dtype=torch.float32, device=device)
+    digested = PageSummaryTable(Quest(), heads, blocks=6, dtype=torch.float32, device=device)
     assert digested.nbytes == 2 * 6 * (2 + 1) * 4 * 4
     keys = torch.randn(6, 2, 5, 4)
     for block in (4, 1, 5):
@@ -75,6 +81,6 @@ def test_pages_are_digested_as_they_fill() -> None:
 
 
 def test_digests_have_names() -> None:
-    assert {digest_named(name).name for name in DIGESTS} == {"quest", "arkvale"}
+    assert {make_page_summary(name).name for name in PAGE_SUMMARIES} == {"quest", "arkvale"}
     with pytest.raises(ConfigError, match="no page digest 'max'; there are quest, arkvale"):
-        digest_named("max")
+        make_page_summary("max")

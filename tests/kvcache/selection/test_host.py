@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.kvcache.selection.host import HostPages
-from smelt.kvcache.selection.page_cache import Residence
-from smelt.kvcache.selection.pages import DevicePages
+from smelt.kvcache.selection.host_store import HostPageStore
+from smelt.kvcache.selection.page_cache import OffloadConfig
+from smelt.kvcache.selection.page_store import DevicePageStore
 
 HEADS, BLOCKS, SIZE = {0: (2, 4), 2: (3, 4)}, 12, 5
 PAGE_BYTES = 2 * SIZE * 4 * 4  # keys and values of one head
 CPU = torch.device("cpu")
 
 
-def host(**more: int) -> HostPages:
-    return HostPages(HEADS, BLOCKS, SIZE, torch.float32, CPU, Residence(**{"slots": 6, **more}))
+def host(**more: int) -> HostPageStore:
+    return HostPageStore(HEADS, BLOCKS, SIZE, torch.float32, CPU, OffloadConfig(**{"slots": 6, **more}))
 
 
-def fill(pages: HostPages | DevicePages, seed: int = 0) -> None:
+def fill(pages: HostPageStore | DevicePageStore, seed: int = 0) -> None:
     """Every place of every layer."""
     chance = torch.Generator().manual_seed(seed)
     for layer, (kv_heads, width) in HEADS.items():
@@ -42,7 +42,7 @@ def asked(chance: random.Random, kv_heads: int, requests: int = 2, most: int = 3
 def test_resident_and_recalled_are_the_selection(steady: int, refresh: int) -> None:
     """Over many steps with writes between them: whatever is asked for lies on the device as it lies on the host, what
     was not there was copied and counted, and no head has more pages there than slots."""
-    pages, plain = host(steady=steady, refresh=refresh), DevicePages(HEADS, BLOCKS, SIZE, torch.float32, CPU)
+    pages, plain = host(steady=steady, refresh=refresh), DevicePageStore(HEADS, BLOCKS, SIZE, torch.float32, CPU)
     fill(pages)
     fill(plain)
     chance, hits = random.Random(steady), 0
@@ -110,7 +110,7 @@ def test_only_what_is_still_anyones_stays() -> None:
 
 
 def test_a_prompt_sees_all_of_its_pages_in_order() -> None:
-    pages, plain = host(), DevicePages(HEADS, BLOCKS, SIZE, torch.float32, CPU)
+    pages, plain = host(), DevicePageStore(HEADS, BLOCKS, SIZE, torch.float32, CPU)
     fill(pages)
     fill(plain)
     blocks = torch.tensor([11, 0, 7])
@@ -124,4 +124,4 @@ def test_a_prompt_sees_all_of_its_pages_in_order() -> None:
 @pytest.mark.parametrize("wrong", [{"slots": 0}, {"steady": -1}, {"refresh": 0}], ids=str)
 def test_residences_that_cannot_be(wrong: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"give as many pages|they count steps"):
-        Residence(**wrong)
+        OffloadConfig(**wrong)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from smelt.kvcache.selection.merge import merged, part_attention, split_attention
+from smelt.kvcache.selection.split_kv import merged, part_attention, split_attention
 
 
 @pytest.mark.parametrize("devices", range(2, 9))

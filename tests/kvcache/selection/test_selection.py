@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smelt.errors import ConfigError
-from smelt.kvcache.selection.selection import Selection
+from smelt.kvcache.selection.config import SparseAttentionConfig
 
 
 @settings(max_examples=80, deadline=None)
@@ -22,7 +22,9 @@ def test_a_choice_against_brute_force(
     lengths: list[int], sink: int, window: int, more: int, share: float, seed: int
 ) -> None:
     page = 4
-    selection = Selection(page=page, budget=(sink + window + more) * page, share=share, sink=sink, window=window)
+    selection = SparseAttentionConfig(
+        page=page, budget=(sink + window + more) * page, share=share, sink=sink, window=window
+    )
     most = max(-(-length // page) for length in lengths)
     scores = torch.randn(len(lengths), 2, most, generator=torch.Generator().manual_seed(seed))
     counts = selection.counts(torch.tensor(lengths)).tolist()
@@ -42,7 +44,7 @@ def test_a_choice_against_brute_force(
 
 
 def test_a_budget_may_grow_with_the_length() -> None:
-    fixed, growing = Selection(budget=128), Selection(budget=128, share=0.1)
+    fixed, growing = SparseAttentionConfig(budget=128), SparseAttentionConfig(budget=128, share=0.1)
     lengths = torch.tensor([32, 640, 3200, 32000])
     assert fixed.counts(lengths).tolist() == [1, 4, 4, 4]
     assert growing.counts(lengths).tolist() == [1, 4, 10, 100]
@@ -52,7 +54,7 @@ def test_a_budget_may_grow_with_the_length() -> None:
 def test_pages_that_mean_nothing_are_not_chosen() -> None:
     """A page that is not full has no digest; whatever stands there, it is the window. Nor is anything behind it."""
     scores = torch.tensor([[[0.0, 5.0, 1.0, -9.0, 99.0, 99.0]]])
-    chosen = Selection(page=8, budget=24, sink=1, window=1).choose(scores, torch.tensor([8 * 3 + 2]))
+    chosen = SparseAttentionConfig(page=8, budget=24, sink=1, window=1).choose(scores, torch.tensor([8 * 3 + 2]))
     assert chosen.tolist() == [[[0, 1, 3]]]
 
 
@@ -68,4 +70,4 @@ def test_pages_that_mean_nothing_are_not_chosen() -> None:
 )  # fmt: skip
 def test_what_cannot_be_chosen(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        Selection(**wrong)
+        SparseAttentionConfig(**wrong)

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from smelt.errors import DataError, ResourceError
-from smelt.kvcache.selection.trace import Recorder, Row, Trace, TraceShape, read_trace
+from smelt.kvcache.selection.trace import Row, Trace, TraceMetadata, TraceRecorder, read_trace
 
-SHAPE = TraceShape(
+SHAPE = TraceMetadata(
     model_type="llama", hidden=32, weight_bytes=1000, query_heads=(4, 4), kv_heads=(2, 2), width=8, page=4,
     page_bytes=256, digest_bytes=64, digest="quest", budget=12, share=0.25, sink=1, window=1, steady=8, refresh=1,
     slots=9,
@@ -23,7 +23,7 @@ SHAPE = TraceShape(
 
 
 def recorded() -> Trace:
-    recorder = Recorder(SHAPE)
+    recorder = TraceRecorder(SHAPE)
     pages = torch.tensor([[[0, 2, 5], [1, 2, 5]], [[0, 1, 1], [0, 1, 1]]])
     there = torch.tensor([[[True] * 3] * 2, [[True, True, False]] * 2])
     recalled = torch.tensor([[[False, True, False], [False] * 3], [[True, False, False], [False] * 3]])
@@ -52,7 +52,7 @@ def test_a_trace_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_trace_of_nothing(tmp_path: Path) -> None:
-    Recorder(SHAPE).trace().write(tmp_path / "run.trace")
+    TraceRecorder(SHAPE).trace().write(tmp_path / "run.trace")
     assert len(read_trace(tmp_path / "run.trace")) == 0
 
 

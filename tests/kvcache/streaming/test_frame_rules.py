@@ -10,19 +10,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.errors import ConfigError
-from smelt.kvcache.streaming import InfiniPotV, Recent, Uniform
-from smelt.kvcache.streaming.frame_rule import Held
-from smelt.kvcache.streaming.tar import novelty_in_time
-from smelt.kvcache.streaming.van import pooled_by_depth, value_norms
+from smelt.kvcache.streaming import InfiniPotV, RecentFrames, UniformFrames
+from smelt.kvcache.streaming.frame_rule import FrameTokens
+from smelt.kvcache.streaming.infinipot_v import novelty_in_time, pooled_by_depth, value_norms
 
 HEADS, FRAMES, PATCHES, WIDTH = 2, 8, 6, 5
 KEEP = 5  # frames
 
 
-def held(keys: Tensor, marks: Tensor, patch: Tensor | None = None) -> Held:
+def held(keys: Tensor, marks: Tensor, patch: Tensor | None = None) -> FrameTokens:
     """Whole frames, unless it is said which patch each token is."""
     plain = torch.arange(keys.shape[1]).expand(len(keys), -1) % PATCHES
-    return Held(keys, plain if patch is None else patch, marks, PATCHES)
+    return FrameTokens(keys, plain if patch is None else patch, marks, PATCHES)
 
 
 def drawn(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -133,8 +132,8 @@ def test_pooled_marks_are_chosen_by_depth() -> None:
 
 def test_baselines() -> None:
     given = held(*drawn())
-    assert Recent().places(given, 4).tolist() == [[44, 45, 46, 47]] * HEADS
-    assert Uniform().places(given, 5).tolist() == [[0, 9, 19, 28, 38]] * HEADS
+    assert RecentFrames().places(given, 4).tolist() == [[44, 45, 46, 47]] * HEADS
+    assert UniformFrames().places(given, 5).tolist() == [[0, 9, 19, 28, 38]] * HEADS
 
 
 @pytest.mark.parametrize(

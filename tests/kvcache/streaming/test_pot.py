@@ -7,22 +7,22 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ModelError, ResourceError
-from smelt.kvcache.streaming.bounded_cache import Pot, best_in_order
+from smelt.kvcache.streaming.bounded_cache import BoundedCache, best_in_order
 from tests.tiny import BUILDS
 
 HEADS, CAP, WIDTH, LAYERS = 2, 10, 8, 3
 
 
-def filled(tokens: int, marked: bool = False) -> tuple[Pot, Tensor]:
+def filled(tokens: int, marked: bool = False) -> tuple[BoundedCache, Tensor]:
     """A pot after so many random tokens, and their keys [layers, 1, heads, tokens, width]; values are these + 1."""
-    pot = Pot(CAP, BUILDS["llama"]().config, marked)
+    pot = BoundedCache(CAP, BUILDS["llama"]().config, marked)
     keys = torch.randn(LAYERS, 1, HEADS, tokens, WIDTH)
     for layer in range(LAYERS):
         pot.update(keys[layer], keys[layer] + 1, layer)
     return pot, keys
 
 
-def everything(pot: Pot) -> list[Tensor]:
+def everything(pot: BoundedCache) -> list[Tensor]:
     """Copies of all that it holds, free slots included."""
     return [tensor.clone() for layer in pot.layers for tensor in layer.tensors()]
 
@@ -109,7 +109,7 @@ def test_it_never_holds_more_than_its_cap() -> None:
 
 def test_sliding_layers_are_refused() -> None:
     with pytest.raises(ModelError, match="sliding"):
-        Pot(CAP, BUILDS["mistral"]().config)
+        BoundedCache(CAP, BUILDS["mistral"]().config)
 
 
 def test_the_best_in_order() -> None:

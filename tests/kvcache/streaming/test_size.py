@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smelt.kvcache.streaming.size import PotSize
+from smelt.kvcache.streaming.config import BoundedCacheSize
 
 
 @given(st.integers(1, 20), st.integers(1, 12), st.integers(0, 9))
 def test_places_are_those_of_a_pot_that_is_filled(keep: int, fresh: int, room: int) -> None:
-    size = PotSize(keep + fresh + room, keep, room)
+    size = BoundedCacheSize(keep + fresh + room, keep, room)
     length = 0
     for token in range(100):
         assert size.length(token) == length

@@ -13,12 +13,12 @@ from transformers import DynamicCache
 
 from smelt.errors import ConfigError, DataError, ModelError, RequestError
 from smelt.kvcache.eviction.attention import attending
-from smelt.kvcache.eviction.attention_inputs import Seen
-from smelt.kvcache.eviction.observe import logits_after, read
+from smelt.kvcache.eviction.prefill import decode_logits, record_prefill
+from smelt.kvcache.eviction.scorer import AttentionInputs
 from smelt.kvcache.eviction.scorers.snapkv import SnapKV
+from smelt.kvcache.rope import position_remapper
 from smelt.kvcache.streaming import InfiniPot, TextStream
-from smelt.kvcache.streaming.novelty import Ledger, surprise
-from smelt.kvcache.streaming.rotary import renumbering
+from smelt.kvcache.streaming.novelty import NoveltyTracker, token_novelty
 from smelt.models.kv_cache import KvFormat
 from smelt.models.model import Model
 from tests.kvcache.streaming.test_pot import everything, same
@@ -115,7 +115,7 @@ def by_hand(stream: TextStream, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Attention [layers, kv_heads, tokens] of the prompt's words and -log p of each token, with loops, from the plain
     network."""
     whole = torch.cat((ids, torch.tensor(PROMPT)))[None]
-    count, reading = len(ids), read(stream.model, whole)
+    count, reading = len(ids), record_prefill(stream.model, whole)
     with torch.no_grad():
         rows = stream.model.network(ids[None]).logits[0].log_softmax(-1)
     novelty = torch.tensor([torch.inf, *(-float(rows[t - 1, ids[t]]) for t in range(1, count))])
@@ -149,7 +149,7 @@ def test_without_new_numbers_cooking_down_is_hiding_what_was_lost() -> None:
     stream.push(ids[:FULL])
     stream._cook_down()
     kept = torch.zeros(3, 1, 2, FULL, dtype=torch.bool).scatter_(-1, numbers(stream)[:, None], True)
-    wanted = logits_after(stream.model, read(stream.model, ids[None, :FULL]), kept, ids[None, FULL:])[0]
+    wanted = decode_logits(stream.model, record_prefill(stream.model, ids[None, :FULL]), kept, ids[None, FULL:])[0]
     assert torch.allclose(stream.logits(ids[FULL:])[1:], wanted[:-1], atol=1e-4)
 
 
@@ -168,11 +168,11 @@ def snapkv_in_chunks(model: Model, ids: Tensor, kernel: int) -> Tensor:
     network: Any = model.network
     prompt, scorer = torch.tensor(PROMPT)[None], SnapKV(sink=0, window=len(PROMPT), kernel=kernel)
     cache, which = DynamicCache(config=network.config), torch.zeros(3, 2, 0, dtype=torch.int64)
-    caught: dict[int, Seen] = {}
+    caught: dict[int, AttentionInputs] = {}
 
     def listen(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
         before = queries.new_zeros(1, queries.shape[1], keys.shape[2] - queries.shape[2], queries.shape[3])
-        caught[layer] = Seen(
+        caught[layer] = AttentionInputs(
             keys, values, torch.cat((before, queries), dim=2), lambda x, _: x, queries.shape[-1] ** -0.5
         )
 
@@ -221,7 +221,7 @@ def test_novelty_is_what_the_network_did_not_foresee() -> None:
         found: Tensor = network.lm_head(states)
         return found
 
-    assert torch.allclose(surprise(states[:-1], ids[1:], head), wanted, atol=1e-5)  # type: ignore[arg-type]
+    assert torch.allclose(token_novelty(states[:-1], ids[1:], head), wanted, atol=1e-5)  # type: ignore[arg-type]
     assert max(rows) <= 64 and sum(rows) == 99
 
 
@@ -235,7 +235,7 @@ def test_novelty_goes_on_over_pushes() -> None:
 
 
 def test_the_ledger_forgets_what_is_less_novel() -> None:
-    ledger = Ledger(8, torch.device("cpu"))
+    ledger = NoveltyTracker(8, torch.device("cpu"))
     ledger.add(0, torch.tensor([3.0, 1.0, 4.0, 1.5]))
     assert ledger.keep(2).tolist() == [0, 2]
     ledger.add(4, torch.tensor([9.0, 3.5]))
@@ -263,10 +263,10 @@ def test_keys_turned_anew_are_those_computed_there(rope: dict[str, Any] | None) 
     network = _made(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=rope))
     ids = words(12)
     old, new = torch.arange(40, 100, 5), torch.arange(12)
-    turned = renumbering(network)(_keys_at(network, ids, old), old, new)
+    turned = position_remapper(network)(_keys_at(network, ids, old), old, new)
     assert torch.allclose(turned, _keys_at(network, ids, new), atol=1e-5)
     assert not torch.allclose(turned, _keys_at(network, ids, old), atol=1e-2)
-    assert torch.equal(renumbering(network)(turned, new, new), turned)  # what stays loses nothing
+    assert torch.equal(position_remapper(network)(turned, new, new), turned)  # what stays loses nothing
 
 
 @torch.no_grad()

@@ -10,10 +10,10 @@ import transformers as hf
 from torch import Tensor
 
 from smelt.errors import ConfigError, DataError, ModelError, RequestError
-from smelt.kvcache.streaming import InfiniPotV, Recent, VideoStream
-from smelt.kvcache.streaming.frame_rule import Held
-from smelt.kvcache.streaming.position_ids import Numbering
-from smelt.kvcache.streaming.vision import Eye
+from smelt.kvcache.streaming import InfiniPotV, RecentFrames, VideoStream
+from smelt.kvcache.streaming.frame_rule import FrameTokens
+from smelt.kvcache.streaming.position_ids import FramePositions
+from smelt.kvcache.streaming.vision import FrameEncoder
 from tests.kvcache.streaming.seeing import JOINED, PATCHES, SEEING, film, llava, qwen2_vl
 from tests.kvcache.streaming.test_pot import everything, same
 from tests.serve.test_detokenizer import byte_tokenizer
@@ -41,7 +41,7 @@ def plainly(name: str, network: Any, frames: Tensor) -> dict[str, Any]:
     if name.startswith("llava-"):
         return {"input_ids": ids, "pixel_values_videos": frames[None]}
     kinds = (ids == placeholder).int() * 2
-    return {"input_ids": ids, "mm_token_type_ids": kinds, **Eye(network)._prepared(frames)}
+    return {"input_ids": ids, "mm_token_type_ids": kinds, **FrameEncoder(network)._prepared(frames)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,8 +115,8 @@ def test_rules_are_told_which_patch_each_token_is() -> None:
     """Whatever stands in front of the frames."""
     told: list[Tensor] = []
 
-    class Listening(Recent):
-        def places(self, held: Held, count: int) -> Tensor:
+    class Listening(RecentFrames):
+        def places(self, held: FrameTokens, count: int) -> Tensor:
             told.append(held.patch.clone())
             return super().places(held, count)
 
@@ -166,8 +166,8 @@ def test_what_appeared_once_is_still_there() -> None:
 def test_positions_are_those_of_the_whole_film(name: str) -> None:
     """As the network numbers prefix, all frames and the question, when it is given them together."""
     network: Any = SEEING[name]()
-    shape = Eye(network).shape(film(1))
-    numbering = Numbering(network, len(PREFIX), shape)
+    shape = FrameEncoder(network).shape(film(1))
+    numbering = FramePositions(network, len(PREFIX), shape)
     for count in (1, 3, 5, 6, 7, 20):
         found = torch.cat((numbering.frames(0, count), numbering.words(count, 4)), dim=1)
         pieces = torch.cat([numbering.frames(at, 1) for at in range(count)], dim=1)
@@ -196,13 +196,13 @@ def test_words_may_follow_the_longest_axis(monkeypatch: pytest.MonkeyPatch) -> N
         return torch.cat(rows, dim=1)[:, None], None
 
     monkeypatch.setattr(network.model, "get_rope_index", highest)
-    numbering = Numbering(network, len(PREFIX), Eye(network).shape(film(1)))
+    numbering = FramePositions(network, len(PREFIX), FrameEncoder(network).shape(film(1)))
     found = [int(numbering.words(count, 1)[0, 0]) for count in range(40)]
     assert found == [3, *(3 + max(4, 2 * count - 1) for count in range(1, 40))]
 
 
 def test_patches_by_loops() -> None:
-    eye, frames = Eye(SEEING["qwen2-vl"]()), torch.randn(4, 3, 16, 32)
+    eye, frames = FrameEncoder(SEEING["qwen2-vl"]()), torch.randn(4, 3, 16, 32)
     patches, grid = eye._patches(frames)
     assert grid.tolist() == [[2, 4, 8]] and patches.shape == (64, 3 * 2 * 4 * 4)
     row = 0
@@ -276,7 +276,7 @@ def test_frames_are_prepared_as_told() -> None:
     network: Any = SEEING["qwen2-vl"]()
     plain = VideoStream(network, frames=FRAMES, keep_frames=KEEP)
     told = VideoStream(
-        network, frames=FRAMES, keep_frames=KEEP, prepare=lambda frames: Eye(network)._prepared(frames / 2)
+        network, frames=FRAMES, keep_frames=KEEP, prepare=lambda frames: FrameEncoder(network)._prepared(frames / 2)
     )
     plain.push(film(6) / 2)
     told.push(film(6))

@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from smelt.kvcache.streaming import InfiniPot, TextStream
-from smelt.kvcache.streaming.cap import Cap
+from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.models.model import Model
 from smelt.serve.engine.bounded.memory import CappedMemory
 from smelt.serve.engine.bounded.runner import CappedRunner
@@ -40,7 +40,7 @@ def capped(network: PreTrainedModel | None = None, **more: Any) -> Engine:
     """With room for 8 pots, unless told."""
     given = {"block": BLOCK, "cache_bytes": 8 * MOST * BLOCK_BYTES, **more}
     model = Model(copy.deepcopy(network) if network is not None else BUILDS["llama"]())
-    return Engine(model, **{"cap": Cap(CAP, KEEP, RULE), **given})
+    return Engine(model, **{"cap": BoundedCacheConfig(CAP, KEEP, RULE), **given})
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from smelt.cli.app import call, program
 from smelt.errors import ConfigError, ModelError, RequestError, ResourceError, SmeltError
 from smelt.kvcache.streaming import InfiniPot
-from smelt.kvcache.streaming.cap import Cap
+from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
 from tests.serve.bounded.test_capped_engine import BLOCK, BLOCK_BYTES, RULE, answers, words
@@ -24,16 +24,36 @@ from tests.tiny import BUILDS
     [
         ({"cap": 0}, ConfigError, "a cap of 0 tokens holds nothing"),
         ({"cap": -5}, ConfigError, "a cap of -5 tokens holds nothing"),
-        ({"cap": Cap(12, rule=RULE)}, ConfigError, r"12 tokens is too small.*takes 3, and a block of 4.*at least 13"),
-        ({"cap": Cap(40, 35, RULE)}, ConfigError, r"keeps 35 leaves 2 .* keep at most 33"),
-        ({"cap": Cap(40, 40, RULE)}, ConfigError, "cannot keep 40 and read more"),
-        ({"cap": Cap(129, rule=RULE)}, ConfigError, "the cap is 129 tokens, and this model was trained for 128"),
-        ({"cap": Cap(40, rule=RULE), "select": {"budget": 512}}, ConfigError, "leave out the profile, or the choice"),
-        ({"cap": Cap(40, rule=RULE), "kv": "none.json"}, ConfigError, "leave out the profile, or the choice"),
-        ({"cap": Cap(40, rule=RULE), "devices": 2}, ModelError, "not kept on several devices yet: use one"),
-        ({"cap": Cap(40, rule=RULE), "context": 1}, RequestError, "give at least 2"),
         (
-            {"cap": Cap(40, rule=RULE), "cache_bytes": 9 * BLOCK_BYTES},
+            {"cap": BoundedCacheConfig(12, rule=RULE)},
+            ConfigError,
+            r"12 tokens is too small.*takes 3, and a block of 4.*at least 13",
+        ),
+        ({"cap": BoundedCacheConfig(40, 35, RULE)}, ConfigError, r"keeps 35 leaves 2 .* keep at most 33"),
+        ({"cap": BoundedCacheConfig(40, 40, RULE)}, ConfigError, "cannot keep 40 and read more"),
+        (
+            {"cap": BoundedCacheConfig(129, rule=RULE)},
+            ConfigError,
+            "the cap is 129 tokens, and this model was trained for 128",
+        ),
+        (
+            {"cap": BoundedCacheConfig(40, rule=RULE), "select": {"budget": 512}},
+            ConfigError,
+            "leave out the profile, or the choice",
+        ),
+        (
+            {"cap": BoundedCacheConfig(40, rule=RULE), "kv": "none.json"},
+            ConfigError,
+            "leave out the profile, or the choice",
+        ),
+        (
+            {"cap": BoundedCacheConfig(40, rule=RULE), "devices": 2},
+            ModelError,
+            "not kept on several devices yet: use one",
+        ),
+        ({"cap": BoundedCacheConfig(40, rule=RULE), "context": 1}, RequestError, "give at least 2"),
+        (
+            {"cap": BoundedCacheConfig(40, rule=RULE), "cache_bytes": 9 * BLOCK_BYTES},
             ResourceError,
             r"holds 36 tokens, and the cap is 40, which takes .* bytes; give more memory, or a smaller cap",
         ),
@@ -46,19 +66,19 @@ def test_impossible_caps(options: dict[str, Any], kind: type[SmeltError], senten
 
 
 def test_the_least_cap_is_one_that_works() -> None:
-    engine = Engine(Model(BUILDS["llama"]()), block=BLOCK, cap=Cap(13, rule=RULE))
+    engine = Engine(Model(BUILDS["llama"]()), block=BLOCK, cap=BoundedCacheConfig(13, rule=RULE))
     assert len(answers(engine, [words(60)])[0]) == 16
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("mistral", "sliding layers"), ("gpt2", "no rotary positions")])
 def test_models_whose_pots_cannot_be_cooked_down(name: str, sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
-        Engine(Model(BUILDS[name]()), block=BLOCK, cap=Cap(40, rule=RULE))
+        Engine(Model(BUILDS[name]()), block=BLOCK, cap=BoundedCacheConfig(40, rule=RULE))
 
 
 def test_positions_must_be_numbered_anew() -> None:
     with pytest.raises(ConfigError, match="leave `renumber` on"):
-        Cap(40, rule=InfiniPot(renumber=False))
+        BoundedCacheConfig(40, rule=InfiniPot(renumber=False))
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from smelt.kvcache.eviction.attention import attending
-from smelt.kvcache.eviction.attention_inputs import Seen
 from smelt.kvcache.eviction.budget import kept
-from smelt.kvcache.eviction.clusters import Clusters, clusters
-from smelt.kvcache.eviction.observe import Reading, logits_after, read
-from smelt.kvcache.eviction.retention import Kept, Retention
-from smelt.kvcache.eviction.scorer import Scorer
-from smelt.kvcache.eviction.scorers import scorer_named
+from smelt.kvcache.eviction.clusters import HeadClusters, cluster_heads
+from smelt.kvcache.eviction.policy import EvictionPolicy, RequestRetention
+from smelt.kvcache.eviction.prefill import RecordedPrefill, decode_logits, record_prefill
+from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer
+from smelt.kvcache.eviction.scorers import make_scorer
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.per_head.memory import RaggedMemory
@@ -34,17 +33,17 @@ GREEDY = Sampling(max_tokens=12, temperature=0, ignore_end=True)
 SMALL: dict[str, Any] = {"block": BLOCK, "context": 120, "cache_bytes": 10**7}
 
 
-def shuffled(size: int, seed: int) -> Clusters:
+def shuffled(size: int, seed: int) -> HeadClusters:
     """Any heads together, of any layers."""
     cells = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
     random.Random(seed).shuffle(cells)
-    return Clusters(LAYERS, HEADS, tuple(tuple(sorted(cells[at : at + size])) for at in range(0, len(cells), size)))
+    return HeadClusters(LAYERS, HEADS, tuple(tuple(sorted(cells[at : at + size])) for at in range(0, len(cells), size)))
 
 
-def retention(share: float | list[float], size: int = 2, seed: int = 0, scorer: Scorer | None = None) -> Retention:
+def retention(share: float | list[float], size: int = 2, seed: int = 0, scorer: Scorer | None = None) -> EvictionPolicy:
     made = shuffled(size, seed)
     budgets = [share] * len(made.members) if isinstance(share, float) else share
-    return Retention(made, tuple(budgets), scorer or scorer_named("keydiff", sink=2, window=4), BLOCK)
+    return EvictionPolicy(made, tuple(budgets), scorer or make_scorer("keydiff", sink=2, window=4), BLOCK)
 
 
 def model_of(family: str) -> Model:
@@ -80,7 +79,7 @@ def check(engine: Engine) -> None:
     for request in engine.scheduler.running:
         if request.holding is not None:
             assert len(request.blocks) == len(set(request.holding.places)) == len(request.holding.places)
-            assert len(request.blocks) >= int(request.holding.kept.pages(request.computed).sum())
+            assert len(request.blocks) >= int(request.holding.kept.num_pages(request.computed).sum())
     if isinstance(engine.scheduler.memory, RaggedMemory):
         own = {page for request in engine.scheduler.running for page in request.blocks}
         state = engine.state()
@@ -108,8 +107,8 @@ def test_everything_kept_is_the_plain_cache(family: str) -> None:
     heads = sum(part.units for part in model.anatomy.parts if part.kind == "heads") // LAYERS
     plain = answers(Engine(model_of(family), **SMALL), texts)
     for size in (1, 2, LAYERS * heads):
-        whole = clusters(torch.rand(LAYERS, heads), size)
-        every = Retention(whole, (1.0,) * len(whole.members), scorer_named("keydiff", sink=2, window=4), BLOCK)
+        whole = cluster_heads(torch.rand(LAYERS, heads), size)
+        every = EvictionPolicy(whole, (1.0,) * len(whole.members), make_scorer("keydiff", sink=2, window=4), BLOCK)
         assert answers(Engine(model, kv=every, batch_tokens=16, **SMALL), texts) == plain
 
 
@@ -148,18 +147,18 @@ def test_pages_are_what_the_budgets_say() -> None:
 @pytest.mark.parametrize("name", ["keydiff", "knorm", "streaming", "tova", "snapkv", "expected"])
 def test_a_prompt_in_one_chunk_is_compressed_as_the_reference_says(name: str) -> None:
     """The masked network, which frees nothing, gives the same logits."""
-    scorer = scorer_named(name, sink=2, window=8)
+    scorer = make_scorer(name, sink=2, window=8)
     shares = [0.6, 0.3, 0.1]
     wanted = retention(shares, size=2, seed=1, scorer=scorer)
     model = model_of("llama")
     text = words(100, seed=5)
     *prompt, last = text
-    found = read(model, torch.tensor([prompt]))
-    counts = Kept.nothing(wanted, len(prompt)).lengths(len(prompt))
+    found = record_prefill(model, torch.tensor([prompt]))
+    counts = RequestRetention.empty(wanted, len(prompt)).lengths(len(prompt))
     each = torch.from_numpy(counts)[wanted.clusters.cluster]  # [layers, kv_heads]
     assert each.min() < each.max() < len(prompt), "nothing would be compressed, or all alike"
-    scores = torch.stack([scorer.scores(seen) for seen in found.seen])
-    reference = logits_after(model, found, kept(scores, each[:, None]), torch.tensor([[last]]))[0, -1]
+    scores = torch.stack([scorer.scores(seen) for seen in found.layers])
+    reference = decode_logits(model, found, kept(scores, each[:, None]), torch.tensor([[last]]))[0, -1]
     asked = Sampling(max_tokens=1, temperature=0, ignore_end=True, logprobs=20)
     own = logprobs(Engine(model, kv=wanted, batch_tokens=256, **SMALL), text, asked)
     torch.testing.assert_close(own[0], reference.log_softmax(-1).topk(20).values.sort().values, atol=2e-5, rtol=0)
@@ -167,13 +166,13 @@ def test_a_prompt_in_one_chunk_is_compressed_as_the_reference_says(name: str) ->
 
 def test_a_prompt_in_two_chunks_is_compressed_as_the_reference_says() -> None:
     """The second chunk sees what is left of the first, and judges the first one's window with its own tokens."""
-    scorer = scorer_named("snapkv", sink=2, window=8)
+    scorer = make_scorer("snapkv", sink=2, window=8)
     wanted, model = retention([0.6, 0.3, 0.1], seed=1, scorer=scorer), model_of("llama")
     *prompt, last = words(101, seed=6)
-    kept_ = Kept.nothing(wanted, 100)
-    half = kept_.chunk(0, 60)
-    first = read(model, torch.tensor([prompt[:half]]))
-    scores = torch.stack([scorer.scores(seen) for seen in first.seen])
+    kept_ = RequestRetention.empty(wanted, 100)
+    half = kept_.next_chunk(0, 60)
+    first = record_prefill(model, torch.tensor([prompt[:half]]))
+    scores = torch.stack([scorer.scores(seen) for seen in first.layers])
     own = torch.from_numpy(kept_.lengths(half))[wanted.clusters.cluster][:, None]
     mask = kept(scores, own)  # [layers, 1, kv_heads, half]
     caught: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
@@ -181,20 +180,20 @@ def test_a_prompt_in_two_chunks_is_compressed_as_the_reference_says() -> None:
     with attending(model.network, mask, lambda layer, *seen: caught.update({layer: seen})), torch.no_grad():
         model.network(torch.tensor([prompt[half:]]), past_key_values=cache)
     region = 100 - half + 8
-    later = scorer_named("snapkv", sink=0, window=8)
+    later = make_scorer("snapkv", sink=0, window=8)
     ends = torch.from_numpy(kept_.lengths(100))[wanted.clusters.cluster][:, None]
     whole = torch.zeros(LAYERS, 1, HEADS, 100, dtype=torch.bool)
     whole[..., : half - 8] = mask[..., : half - 8]
     for layer, (queries, keys, values) in caught.items():
         tail = [each[:, :, -region:] for each in (keys, values)]
-        seen = Seen(*tail, queries[:, :, :0], lambda x, _: x, 8**-0.5, turned=queries)
+        seen = AttentionInputs(*tail, queries[:, :, :0], lambda x, _: x, 8**-0.5, rotated_queries=queries)
         locked = own[layer] - 8
         whole[layer, :, :, -region:] = kept(later.scores(seen)[None], (ends[layer] - locked)[None])[0]
-    after = Reading(
-        [Seen(keys, values, keys, lambda x, _: x, 1.0) for _, keys, values in caught.values()], first.logits,
+    after = RecordedPrefill(
+        [AttentionInputs(keys, values, keys, lambda x, _: x, 1.0) for _, keys, values in caught.values()], first.logits,
         model.network.config,
     )  # fmt: skip
-    reference = logits_after(model, after, whole, torch.tensor([[last]]))[0, -1].log_softmax(-1)
+    reference = decode_logits(model, after, whole, torch.tensor([[last]]))[0, -1].log_softmax(-1)
     asked = Sampling(max_tokens=1, temperature=0, ignore_end=True, logprobs=20)
     found = logprobs(Engine(model, kv=wanted, batch_tokens=60, **SMALL), [*prompt, last], asked)
     torch.testing.assert_close(found[0], reference.topk(20).values.sort().values, atol=2e-5, rtol=0)
@@ -356,14 +355,14 @@ def test_nothing_leaks_over_500_conversations() -> None:
 def test_chunks_are_about_equally_long_and_what_they_keep_adds_up() -> None:
     wanted = retention([0.5, 0.2, 0.0])
     for tokens in range(1, 200):
-        kept_ = Kept.nothing(wanted, tokens)
+        kept_ = RequestRetention.empty(wanted, tokens)
         done, sizes = 0, []
         while done < tokens:
-            sizes.append(kept_.chunk(done, 24))
-            judged = kept_.judged(done, done + sizes[-1])
+            sizes.append(kept_.next_chunk(done, 24))
+            judged = kept_.eviction_step(done, done + sizes[-1])
             if judged is not None:
-                assert (judged.chosen >= judged.window).all() and (judged.chosen <= judged.region).all()
-                assert (judged.locked + judged.chosen == kept_.lengths(done + sizes[-1])).all()
+                assert (judged.retained >= judged.window).all() and (judged.retained <= judged.region).all()
+                assert (judged.locked + judged.retained == kept_.lengths(done + sizes[-1])).all()
             done += sizes[-1]
         assert max(sizes) <= 24 and max(sizes) - min(sizes) <= 1
         lengths = kept_.lengths(tokens)

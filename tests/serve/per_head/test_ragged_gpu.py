@@ -16,9 +16,8 @@ from smelt.kernels.gpu.pages import HeadPages
 from smelt.kernels.gpu.rope import Rotation, rotate_write
 from smelt.kernels.kv_quant import INT4, INT8, RowFormat
 from smelt.kernels.paged import Pages, paged_reference
-from smelt.kvcache.eviction.attention_inputs import Seen
-from smelt.kvcache.eviction.scorers import scorer_named
-from smelt.kvcache.eviction.scorers.last_queries import last_logits
+from smelt.kvcache.eviction.scorer import AttentionInputs, last_query_logits
+from smelt.kvcache.eviction.scorers import make_scorer
 from smelt.models.model import Model
 from smelt.serve.engine import factory as assembly
 from smelt.serve.engine.engine import Engine
@@ -55,7 +54,7 @@ EVERYTHING, LITTLE = [1.0, 1.0, 1.0], [0.5, 0.2, 0.0]
 def test_the_tokens_of_the_module(
     monkeypatch: pytest.MonkeyPatch, name: str, shares: list[float], kind: str | None
 ) -> None:
-    scorer = None if kind is None else scorer_named("snapkv", window=4)  # whose queries are to be as its keys
+    scorer = None if kind is None else make_scorer("snapkv", window=4)  # whose queries are to be as its keys
     settings: dict[str, Any] = {"kv": retention(shares, scorer=scorer), "batch_tokens": 24, "kv_type": kind}
     texts = prompts(3, seed=1, most=60) if kind is None else [words(28, seed=4)]
     fused = engine_of(monkeypatch, name, **settings)
@@ -147,10 +146,12 @@ def test_last_queries_meet_keys_in_their_own_type(dtype: torch.dtype) -> None:
     torch.manual_seed(4)
     keys, queries = torch.randn(1, 2, 300, 32).to(dtype), torch.randn(1, 6, 40, 32).to(dtype)
     seen = [
-        Seen(keys.to(place), keys.to(place), queries[:, :, :0], lambda x, at: x, 0.2, turned=queries.to(place))
+        AttentionInputs(
+            keys.to(place), keys.to(place), queries[:, :, :0], lambda x, at: x, 0.2, rotated_queries=queries.to(place)
+        )
         for place in (DEVICE, "cpu")
     ]
-    found, wanted = (last_logits(each, 32) for each in seen)
+    found, wanted = (last_query_logits(each, 32) for each in seen)
     assert found.dtype == torch.float32 and torch.allclose(found.cpu(), wanted, atol=1e-4)
 
 

@@ -9,33 +9,33 @@ import pytest
 import transformers as hf
 
 from smelt.errors import ConfigError, ModelError, RequestError
-from smelt.kvcache.eviction.profile import Profile, Shape
+from smelt.kvcache.eviction.profile import EvictionProfile, KVShape
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
 from tests.serve.per_head.test_ragged_engine import SMALL, model_of
 from tests.tiny import DECODER
 
-SHAPE = Shape("llama", 3, 2, 8)
+SHAPE = KVShape("llama", 3, 2, 8)
 
 
-def profile(shape: Shape = SHAPE, scorer: str = "keydiff", **more: Any) -> Profile:
+def profile(shape: KVShape = SHAPE, scorer: str = "keydiff", **more: Any) -> EvictionProfile:
     def table(value: float) -> tuple[tuple[float, ...], ...]:
-        return ((value,) * shape.kv_heads,) * shape.layers
+        return ((value,) * shape.num_kv_heads,) * shape.layers
 
-    return Profile(shape, scorer, 0.3, 1, table(0.3), table(0.0), **more)
+    return EvictionProfile(shape, scorer, 0.3, 1, table(0.3), table(0.0), **more)
 
 
 def test_a_profile_and_its_file_are_served(tmp_path: Path) -> None:
     file = tmp_path / "llama.kv.json"
-    profile(parameters={"sink": 2, "window": 4}).clustered(2).save(file)
+    profile(parameters={"sink": 2, "window": 4}).with_clusters(2).save(file)
     for kv in (file, str(file), profile()):
         engine = Engine(model_of("llama"), kv=kv, **SMALL)
         assert engine.runner.path.endswith("pages of head clusters")
 
 
-@pytest.mark.parametrize("other", [Shape("llama", 4, 2, 8), Shape("qwen3", 3, 2, 8), Shape("llama", 3, 2, 16)])
-def test_a_profile_of_another_model(other: Shape) -> None:
-    with pytest.raises(ModelError, match=r"the profile is of a .*; the model is .*: make a profile of it"):
+@pytest.mark.parametrize("other", [KVShape("llama", 4, 2, 8), KVShape("qwen3", 3, 2, 8), KVShape("llama", 3, 2, 16)])
+def test_a_profile_of_another_model(other: KVShape) -> None:
+    with pytest.raises(ModelError, match=r"the profile is of a .*; the model is .*: profile this model"):
         Engine(model_of("llama"), kv=profile(other), **SMALL)
 
 
@@ -47,7 +47,7 @@ def test_a_scorer_that_reads_twice() -> None:
 def test_a_model_with_sliding_layers() -> None:
     network = hf.MistralForCausalLM(hf.MistralConfig(**DECODER, sliding_window=16)).eval()
     with pytest.raises(ModelError, match="sliding layers"):
-        Engine(Model(network), kv=profile(Shape("mistral", 3, 2, 8)), **SMALL)
+        Engine(Model(network), kv=profile(KVShape("mistral", 3, 2, 8)), **SMALL)
 
 
 def test_several_devices() -> None:

@@ -13,7 +13,7 @@ from smelt.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Budget(ABC):
+class BudgetRule(ABC):
     """Its fields are its parameters."""
 
     name: ClassVar[str]

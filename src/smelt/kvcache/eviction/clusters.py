@@ -21,16 +21,16 @@ Cell = tuple[int, int]  # layer and head
 
 
 @dataclass(frozen=True)
-class Clusters:
+class HeadClusters:
     """Every head of every layer in one cluster, all clusters of one size. The place in its cluster, where members are
     in order of layer and head, is a head's column."""
 
-    layers: int
-    kv_heads: int
+    num_layers: int
+    num_kv_heads: int
     members: tuple[tuple[Cell, ...], ...]
 
     def __post_init__(self) -> None:
-        cells = {(layer, head) for layer in range(self.layers) for head in range(self.kv_heads)}
+        cells = {(layer, head) for layer in range(self.num_layers) for head in range(self.num_kv_heads)}
         found = [cell for cluster in self.members for cell in cluster]
         if len(found) != len(cells) or set(found) != cells:
             raise ConfigError("a map of clusters must hold every head of every layer exactly once.")
@@ -47,7 +47,7 @@ class Clusters:
     @cached_property
     def cells(self) -> Tensor:
         """layer * kv_heads + head: [clusters, columns], int64"""
-        return torch.tensor([[layer * self.kv_heads + head for layer, head in cluster] for cluster in self.members])
+        return torch.tensor([[layer * self.num_kv_heads + head for layer, head in cluster] for cluster in self.members])
 
     @cached_property
     def cluster(self) -> Tensor:
@@ -61,14 +61,14 @@ class Clusters:
 
     @cached_property
     def _places(self) -> Tensor:
-        return self.cells.flatten().argsort().view(self.layers, self.kv_heads)
+        return self.cells.flatten().argsort().view(self.num_layers, self.num_kv_heads)
 
-    def largest(self, amounts: Tensor) -> Tensor:
+    def cluster_max(self, amounts: Tensor) -> Tensor:
         """What each cluster keeps: the most of what its heads do. [layers, kv_heads] -> [clusters]"""
         return amounts.flatten()[self.cells.to(amounts.device)].amax(1)
 
 
-def clusters(ratios: Tensor, size: int, scope: str = "global") -> Clusters:
+def cluster_heads(ratios: Tensor, size: int, scope: str = "global") -> HeadClusters:
     """Clusters of `size` heads from the share that each keeps [layers, kv_heads], the greediest first, of equals the
     earlier: over all layers (`global`), within each (`per_layer`), or neighbours as they lie (`adjacent`)."""
     if scope not in SCOPES:
@@ -87,7 +87,7 @@ def clusters(ratios: Tensor, size: int, scope: str = "global") -> Clusters:
     else:
         order = flat.argsort(descending=True, stable=True)
     groups = order.view(-1, size).sort(1).values.tolist()
-    return Clusters(layers, heads, tuple(tuple(divmod(cell, heads) for cell in group) for group in groups))
+    return HeadClusters(layers, heads, tuple(tuple(divmod(cell, heads) for cell in group) for group in groups))
 
 
 def pages(budgets: Tensor, tokens: int, sink: int, window: int, block: int) -> Tensor:
@@ -97,7 +97,7 @@ def pages(budgets: Tensor, tokens: int, sink: int, window: int, block: int) -> T
 
 
 @dataclass(frozen=True)
-class Waste:
+class SharingOverhead:
     """What is kept, in the unit of what was given (shares, tokens, or pages of one head)."""
 
     ideal: float  # every head for itself
@@ -110,10 +110,18 @@ class Waste:
         return self.kept / self.ideal
 
 
-def waste(amounts: Tensor, by: Clusters) -> Waste:
+def sharing_overhead(amounts: Tensor, by: HeadClusters) -> SharingOverhead:
     """What sharing pages costs, from what each head keeps for itself: [layers, kv_heads]."""
-    return Waste(
+    return SharingOverhead(
         ideal=amounts.sum().item(),
-        kept=by.largest(amounts).sum().item() * by.size,
+        kept=by.cluster_max(amounts).sum().item() * by.size,
         monolithic=amounts.max().item() * amounts.numel(),
     )
+
+
+def splits_per_cluster(budgets: Tensor, most: int = 64) -> Tensor:
+    """For each cluster's budget [clusters]: its number of splits, from 1 to `most`, int64."""
+    if most < 1:
+        raise ConfigError(f"keys are split into at least 1 part, not {most}.")
+    shares = (most * budgets.double().clamp(0, 1)).round(decimals=6)  # 0.3 * 10 is 3, not 2.9999999
+    return (shares.floor() + 1).clamp(max=most).long()

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from smelt.errors import DataError
-from smelt.kvcache.eviction.budget import Budget, check_keep
-from smelt.kvcache.eviction.observe import Reading, read
-from smelt.kvcache.eviction.profile import ratios
-from smelt.kvcache.eviction.reconstruction import repeated
+from smelt.kvcache.eviction.budget import BudgetRule, check_keep
+from smelt.kvcache.eviction.prefill import RecordedPrefill, record_prefill
+from smelt.kvcache.eviction.profile import retained_ratios
+from smelt.kvcache.eviction.reconstruction import record_reconstruction
 from smelt.kvcache.eviction.scorer import Scorer
 from smelt.models.model import Model
 from smelt.progress import Silent, Watcher
@@ -20,7 +20,7 @@ from smelt.progress import Silent, Watcher
 REPEAT = "\nRepeat the previous context exactly.\n"  # what a scorer that repeats the prompt asks with
 
 
-def samples(tokens: Sequence[int], count: int, length: int, seed: int = 0) -> list[list[int]]:
+def sample_prompts(tokens: Sequence[int], count: int, length: int, seed: int = 0) -> list[list[int]]:
     """So many pieces of a text, from anywhere in it."""
     if len(tokens) < length:
         raise DataError(
@@ -31,26 +31,28 @@ def samples(tokens: Sequence[int], count: int, length: int, seed: int = 0) -> li
     return [list(tokens[start : start + length]) for start in starts]
 
 
-def read_for(model: Model, prompt: Sequence[int], scorer: Scorer) -> Reading:
+def prefill_for(model: Model, prompt: Sequence[int], scorer: Scorer) -> RecordedPrefill:
     """With all that the scorer looks at."""
     ids = torch.tensor([list(prompt)], device=model.device)
-    found = read(model, ids)
-    if not scorer.repeats:
+    found = record_prefill(model, ids)
+    if not scorer.needs_reconstruction:
         return found
     if model.tokenizer is None:
         raise DataError(f"{scorer.name} asks the model to repeat its prompt, for which it needs a tokenizer.")
-    return repeated(model, found, ids, torch.tensor(model.tokenizer(REPEAT)["input_ids"], device=model.device))
+    return record_reconstruction(
+        model, found, ids, torch.tensor(model.tokenizer(REPEAT)["input_ids"], device=model.device)
+    )
 
 
-def scored(reading: Reading, scorer: Scorer) -> Tensor:  # [layers, batch, kv_heads, tokens]
-    return torch.stack([scorer.scores(seen) for seen in reading.seen])
+def score_layers(reading: RecordedPrefill, scorer: Scorer) -> Tensor:  # [layers, batch, kv_heads, tokens]
+    return torch.stack([scorer.scores(seen) for seen in reading.layers])
 
 
-def kept_shares(
+def measure_kept_ratios(
     model: Model,
     prompts: Sequence[Sequence[int]],
     scorer: Scorer,
-    rule: Budget,
+    rule: BudgetRule,
     keep: float,
     watcher: Watcher | None = None,
 ) -> Tensor:
@@ -59,9 +61,9 @@ def kept_shares(
     found = []
     for prompt in (watcher or Silent()).track(prompts, "prompts"):
         _check_room(model, len(prompt), scorer, keep)
-        reading = read_for(model, prompt, scorer)
-        counts = rule.counts(scored(reading, scorer), keep)[:, 0]
-        found.append(ratios(counts, reading.tokens, scorer.sink, scorer.window))
+        reading = prefill_for(model, prompt, scorer)
+        counts = rule.counts(score_layers(reading, scorer), keep)[:, 0]
+        found.append(retained_ratios(counts, reading.seq_len, scorer.sink, scorer.window))
     return torch.stack(found)
 
 

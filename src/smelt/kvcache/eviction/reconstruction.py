@@ -12,19 +12,21 @@ from torch import Tensor
 
 from smelt.kernels.paged import visible
 from smelt.kvcache.eviction.attention import attending
-from smelt.kvcache.eviction.observe import Reading
+from smelt.kvcache.eviction.prefill import RecordedPrefill
 from smelt.models.model import Model
 
 BEFORE = 8  # tokens before a later piece, by which it is asked for
 
 
 @torch.no_grad()
-def repeated(model: Model, reading: Reading, ids: Tensor, ask: Tensor, *, chunk: int = 2048, sink: int = 4) -> Reading:
+def record_reconstruction(
+    model: Model, reading: RecordedPrefill, ids: Tensor, ask: Tensor, *, chunk: int = 2048, sink: int = 4
+) -> RecordedPrefill:
     """Let the network repeat the prompt piece by piece after the words `ask` [tokens], and note how much attention each
     token gets at most while that happens. Later pieces are asked for by the tokens before them. What a chat template
     would add around the request is left out."""
-    tokens, network = reading.tokens, model.network
-    scores = [torch.zeros_like(seen.keys[..., 0], dtype=torch.float32) for seen in reading.seen]
+    tokens, network = reading.seq_len, model.network
+    scores = [torch.zeros_like(seen.keys[..., 0], dtype=torch.float32) for seen in reading.layers]
     layers = {part.block: at for at, part in enumerate(part for part in model.anatomy.parts if part.kind == "heads")}
     for begin in range(0, tokens, chunk):
         end = min(begin + chunk, tokens)
@@ -34,13 +36,13 @@ def repeated(model: Model, reading: Reading, ids: Tensor, ask: Tensor, *, chunk:
             layer: int, queries: Tensor, keys: Tensor, values: Tensor, span: tuple[int, int] = (begin, end)
         ) -> None:
             at = layers[layer]
-            found = _most_attention(queries, keys, reading.seen[at].scale, tokens, span, sink)
+            found = _most_attention(queries, keys, reading.layers[at].scale, tokens, span, sink)
             scores[at][..., span[0] : span[1]] = found
 
         with attending(network, listen=listen):
             network(torch.cat((words, ids[:, begin:end]), dim=1), past_key_values=reading.cache(), logits_to_keep=1)
-    seen = [replace(each, repeated=score) for each, score in zip(reading.seen, scores, strict=True)]
-    return replace(reading, seen=seen)
+    seen = [replace(each, reconstruction=score) for each, score in zip(reading.layers, scores, strict=True)]
+    return replace(reading, layers=seen)
 
 
 def _most_attention(

@@ -17,7 +17,7 @@ from smelt.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Residence:
+class OffloadConfig:
     """How much of a cache on the host may be on the device, and for how long."""
 
     slots: int = 1024  # pages of every layer and head of keys, for all requests together
@@ -32,10 +32,10 @@ class Residence:
             raise ConfigError(f"{told}; they count steps, at least 0 and 1.")
 
 
-class Residents:
+class ResidentPages:
     """Of one layer. Numbers only, on the host: the pages themselves are moved by whoever asks for slots."""
 
-    def __init__(self, kv_heads: int, blocks: int, residence: Residence) -> None:
+    def __init__(self, kv_heads: int, blocks: int, residence: OffloadConfig) -> None:
         self.residence = residence
         self.slot_of = torch.full((kv_heads, blocks), -1, dtype=torch.int32)
         self.block_in = torch.full((kv_heads, residence.slots), -1)

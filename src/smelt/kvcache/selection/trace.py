@@ -21,6 +21,10 @@ from torch import Tensor
 
 from smelt.errors import DataError
 from smelt.files import write_whole
+from smelt.kernels.kv_quant import RowFormat, stored
+from smelt.kvcache.selection.config import SparseAttentionConfig
+from smelt.kvcache.selection.page_cache import OffloadConfig
+from smelt.models.model import Model
 
 FORMAT = "smelt-page-trace-1"
 _TYPES = {
@@ -30,7 +34,7 @@ _TYPES = {
 
 
 @dataclass(frozen=True)
-class TraceShape:
+class TraceMetadata:
     """The model and the cache that a trace is of."""
 
     model_type: str
@@ -68,7 +72,7 @@ class Row:
 class Trace:
     """Rows in the order in which they were computed. Pages of row i are pages[ends[i - 1] : ends[i]]."""
 
-    shape: TraceShape
+    shape: TraceMetadata
     names: tuple[str, ...]  # of the requests
     steps: Tensor  # [rows], int32, as are the next three
     requests: Tensor  # into `names`
@@ -97,10 +101,10 @@ class Trace:
         write_whole(path, lambda temporary: save_file(tensors, temporary, metadata=header))
 
 
-class Recorder:
+class TraceRecorder:
     """Gathers a trace while an engine runs; it is small beside the cache: about five bytes a chosen page."""
 
-    def __init__(self, shape: TraceShape) -> None:
+    def __init__(self, shape: TraceMetadata) -> None:
         self.shape = shape
         self._names: dict[str, int] = {}
         self._parts: dict[str, list[Tensor]] = {name: [] for name in _TYPES}
@@ -146,18 +150,18 @@ def read_trace(path: Path) -> Trace:
     return Trace(shape, names, **tensors)
 
 
-def _shape(content: Mapping[str, Any]) -> TraceShape:
-    fields = {field.name: content[field.name] for field in dataclasses.fields(TraceShape)}
+def _shape(content: Mapping[str, Any]) -> TraceMetadata:
+    fields = {field.name: content[field.name] for field in dataclasses.fields(TraceMetadata)}
     for name, value in fields.items():
         numbers = value if name in ("query_heads", "kv_heads") else [value]
         wanted: tuple[type, ...] = {"model_type": (str,), "digest": (str,), "share": (int, float)}.get(name, (int,))
         if not isinstance(numbers, list) or not all(isinstance(each, wanted) for each in numbers):
             raise ValueError(f"its {name} is damaged")
     lists = {name: tuple(fields[name]) for name in ("query_heads", "kv_heads")}
-    return TraceShape(**{**fields, **lists})
+    return TraceMetadata(**{**fields, **lists})
 
 
-def _check(path: Path, shape: TraceShape, names: tuple[str, ...], tensors: dict[str, Tensor]) -> None:
+def _check(path: Path, shape: TraceMetadata, names: tuple[str, ...], tensors: dict[str, Tensor]) -> None:
     sound = all(tensors[name].dtype == dtype and tensors[name].dim() == 1 for name, dtype in _TYPES.items())
     if not sound or not _fit(tensors) or not _within(tensors, shape, names):
         raise DataError(f"{path} is a damaged page trace: its rows do not fit together; record it again.")
@@ -171,7 +175,40 @@ def _fit(tensors: dict[str, Tensor]) -> bool:
     return len(columns) == 1 and rising and len(tensors["pages"]) == len(tensors["recalled"]) == ends[-1]
 
 
-def _within(tensors: dict[str, Tensor], shape: TraceShape, names: tuple[str, ...]) -> bool:
+def _within(tensors: dict[str, Tensor], shape: TraceMetadata, names: tuple[str, ...]) -> bool:
     bounds = {"requests": len(names), "layers": len(shape.kv_heads), "heads": max(shape.kv_heads, default=0)}
     above = all(bool((tensors[name] >= 0).all()) for name in ("steps", "pages", *bounds))
     return above and all(bool((tensors[name] < bound).all()) for name, bound in bounds.items())
+
+
+def trace_metadata(
+    model: Model,
+    selection: SparseAttentionConfig,
+    residence: OffloadConfig | None,
+    rows: Mapping[int, RowFormat | None],
+) -> TraceMetadata:
+    """`rows`: how pages of each layer hold keys and values."""
+    parts = {part.block: part for part in model.anatomy.parts if part.kind == "heads" and part.units}
+    layers = range(len(model.anatomy.blocks))
+    width = max((part.head_dim for part in parts.values()), default=0)
+    own = model.network.dtype
+    last, held = stored(next(iter(rows.values()), None), width, own)
+    return TraceMetadata(
+        model_type=model.network.config.model_type,
+        hidden=model.network.config.get_text_config().hidden_size,
+        weight_bytes=sum(parameter.nbytes for parameter in model.network.parameters()),
+        query_heads=tuple(parts[layer].units * parts[layer].group if layer in parts else 0 for layer in layers),
+        kv_heads=tuple(parts[layer].units if layer in parts else 0 for layer in layers),
+        width=width,
+        page=selection.page,
+        page_bytes=selection.page * 2 * last * held.itemsize,
+        digest_bytes=2 * width * own.itemsize,
+        digest=selection.digest.name,
+        budget=selection.budget,
+        share=selection.share,
+        sink=selection.sink,
+        window=selection.window,
+        steady=residence.steady if residence else 0,
+        refresh=residence.refresh if residence else 0,
+        slots=residence.slots if residence else 0,
+    )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from smelt.kvcache.streaming.infinipot import InfiniPot
 from smelt.kvcache.streaming.infinipot_v import InfiniPotV
-from smelt.kvcache.streaming.recent import Recent
+from smelt.kvcache.streaming.recent import RecentFrames
 from smelt.kvcache.streaming.text import TextStream
-from smelt.kvcache.streaming.uniform import Uniform
+from smelt.kvcache.streaming.uniform import UniformFrames
 from smelt.kvcache.streaming.video import VideoStream
 
-__all__ = ["InfiniPot", "InfiniPotV", "Recent", "TextStream", "Uniform", "VideoStream"]
+__all__ = ["InfiniPot", "InfiniPotV", "RecentFrames", "TextStream", "UniformFrames", "VideoStream"]

@@ -21,7 +21,7 @@ from smelt.errors import ModelError, ResourceError
 Turned = Callable[[Tensor, Tensor], Tensor]  # keys [kv_heads, tokens, width], their slots before: as they shall lie now
 
 
-class PotLayer(DynamicLayer):
+class BoundedCacheLayer(DynamicLayer):
     """One layer: keys and values [kv_heads, cap, width], which token of the stream lies where [kv_heads, cap], and with
     `marked` a number of its own for each [kv_heads, cap], which moves with it."""
 
@@ -84,13 +84,13 @@ class PotLayer(DynamicLayer):
         return (self.keys, self.values, self.numbers, *([self.marks] if self.marked else []))
 
 
-class Pot(Cache):
+class BoundedCache(Cache):
     """Give it to a network as `past_key_values`: one stream, batch 1, every layer with full attention."""
 
     def __init__(self, cap: int, config: PreTrainedConfig, marked: bool = False) -> None:
         check_layers(config)
         self.cap = cap
-        super().__init__(layers=[PotLayer(cap, marked) for _ in range(config.num_hidden_layers)])
+        super().__init__(layers=[BoundedCacheLayer(cap, marked) for _ in range(config.num_hidden_layers)])
 
     def allocate(self, feed: Callable[[], Any]) -> None:
         """Allocate everything by letting `feed` put a token through the network, of which nothing stays."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Held:
+class FrameTokens:
     """What one layer holds of the frames so far. Each head has tokens of its own, in the order of time."""
 
     keys: Tensor  # [kv_heads, tokens, width], as they lie in the cache
@@ -42,7 +42,7 @@ class FrameRule(ABC):
         return False
 
     @abstractmethod
-    def places(self, held: Held, count: int) -> Tensor:
+    def places(self, held: FrameTokens, count: int) -> Tensor:
         """Which tokens each head keeps: [kv_heads, count], rising."""
 
     def marks(self, values: Tensor, layer: int, layers: int) -> Tensor:

@@ -8,12 +8,11 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from smelt.errors import ConfigError
 from smelt.kvcache.streaming.bounded_cache import best_in_order
-from smelt.kvcache.streaming.frame_rule import FrameRule, Held
-from smelt.kvcache.streaming.tar import novelty_in_time
-from smelt.kvcache.streaming.van import pooled_by_depth, value_norms
+from smelt.kvcache.streaming.frame_rule import FrameRule, FrameTokens
 
 
 @dataclass(frozen=True)
@@ -62,7 +61,7 @@ class InfiniPotV(FrameRule):
         norms = value_norms(values)
         return pooled_by_depth(norms, layer, layers) if self.pooling else norms
 
-    def places(self, held: Held, count: int) -> Tensor:
+    def places(self, held: FrameTokens, count: int) -> Tensor:
         recent = int(self.recent * held.frames)
         older = held.tokens - recent * held.patches
         by_tar = count - round((1 - self.tar) * count) - recent * held.patches  # of the older tokens
@@ -74,3 +73,41 @@ class InfiniPotV(FrameRule):
         scores[:, older:] = torch.inf
         scores.scatter_(1, order[:, :by_tar], torch.inf)
         return best_in_order(scores, count)
+
+
+def novelty_in_time(keys: Tensor, patch: Tensor, recent: Tensor) -> Tensor:
+    """s(f, j) = -(1/r) * sum over recent frames m of cos(k_fj, k_mj), at least -1 and higher for what stays.
+
+    Keys [kv_heads, tokens, width] are those of older frames as they lie in the cache, each of the patch j that `patch`
+    [kv_heads, tokens] says, so that the definition holds also when heads have lost tokens of these frames; `recent` are
+    the keys of whole frames [kv_heads, r, patches, width]. Returns [kv_heads, tokens], float32.
+    """
+    mean = F.normalize(recent.float(), dim=-1).mean(dim=1)  # [kv_heads, patches, width]
+    same = mean.gather(1, patch[..., None].expand(-1, -1, keys.shape[-1]))  # [kv_heads, tokens, width]
+    found = -(F.normalize(keys.float(), dim=-1) * same).sum(dim=-1)
+    return torch.round(found, decimals=5)  # without the noise of floating point, so that equal frames are equal
+
+
+KERNELS = (7, 5, 3)  # of the first three quarters of the depth; the last is not pooled
+
+
+def value_norms(values: Tensor) -> Tensor:
+    """||v|| of each token and head: [..., width] -> [...], float32."""
+    return values.float().norm(dim=-1)
+
+
+def pooled_by_depth(norms: Tensor, layer: int, layers: int) -> Tensor:
+    """Norms of whole frames [kv_heads, frames, rows, columns], averaged over neighbours: in the first quarter of the
+    layers over time, rows and columns, in the second over rows and columns, in the third along the row of all tokens,
+    in the last not at all. A kernel is at most as long as the shortest side, and odd; zeros beyond the ends count."""
+    quarter = 4 * layer // layers
+    if quarter == len(KERNELS):
+        return norms
+    shortest = min(norms.shape[1:])
+    kernel = min(KERNELS[quarter], shortest - (shortest + 1) % 2)
+    around = kernel // 2
+    if quarter == 0:
+        return F.avg_pool3d(norms[:, None], kernel, stride=1, padding=around)[:, 0]
+    if quarter == 1:
+        return F.avg_pool2d(norms, kernel, stride=1, padding=around)
+    return F.avg_pool1d(norms.flatten(1)[:, None], kernel, stride=1, padding=around)[:, 0].view_as(norms)

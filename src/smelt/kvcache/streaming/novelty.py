@@ -10,7 +10,7 @@ from torch.nn import functional as F
 ROWS = 64  # of logits, held at once
 
 
-def surprise(hidden: Tensor, ids: Tensor, head: nn.Module) -> Tensor:
+def token_novelty(hidden: Tensor, ids: Tensor, head: nn.Module) -> Tensor:
     """-log p of tokens [tokens] after hidden states [tokens, width], float32; never more than `ROWS` rows of logits."""
     found = [
         F.cross_entropy(head(states).float(), wanted, reduction="none")
@@ -19,7 +19,7 @@ def surprise(hidden: Tensor, ids: Tensor, head: nn.Module) -> Tensor:
     return torch.cat(found) if found else hidden.new_zeros(0, dtype=torch.float32)
 
 
-class Ledger:
+class NoveltyTracker:
     """How novel the tokens are that all heads of all layers hold: those that came since the pot was last cooked down,
     and those that stayed for their novelty. A token that only some heads held on to is no longer in it, since it could
     not be kept for all of them."""
@@ -47,9 +47,9 @@ class Ledger:
         self.length = len(order)
         return self.numbers[: self.length].clone()
 
-    def copy(self, cap: int) -> Ledger:
+    def copy(self, cap: int) -> NoveltyTracker:
         """The same with room for so many tokens, at least those in it."""
-        found = Ledger(cap, self.numbers.device)
+        found = NoveltyTracker(cap, self.numbers.device)
         found.numbers[: self.length] = self.numbers[: self.length]
         found.novelty[: self.length] = self.novelty[: self.length]
         found.length = self.length

@@ -10,15 +10,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from smelt.errors import ModelError
-from smelt.kvcache.streaming.vision import Shape
+from smelt.kvcache.streaming.vision import FrameLayout
 
 
-class Numbering:
+class FramePositions:
     """Positions [axes, tokens] after a prefix of words. Most networks count tokens, on one axis. Those that know time,
     rows and columns have three and a rule of their own for them (`get_rope_index`): it is asked about one and two
     frames, and what it does with more of them follows, since from a frame to the next only the time moves on."""
 
-    def __init__(self, network: PreTrainedModel, prefix: int, shape: Shape) -> None:
+    def __init__(self, network: PreTrainedModel, prefix: int, shape: FrameLayout) -> None:
         self.prefix, self.patches, self.device = prefix, shape.patches, network.device
         self._base: Any = network.base_model
         self._grid = shape.grid

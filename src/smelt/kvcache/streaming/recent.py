@@ -8,16 +8,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.kvcache.streaming.frame_rule import FrameRule, Held
+from smelt.kvcache.streaming.frame_rule import FrameRule, FrameTokens
 
 
 @dataclass(frozen=True)
-class Recent(FrameRule):
+class RecentFrames(FrameRule):
     """A baseline of InfiniPot-V."""
 
     name: ClassVar[str] = "recent"
     paper: ClassVar[str] = "the baseline `swa` of InfiniPot-V (arXiv 2506.15745)"
 
-    def places(self, held: Held, count: int) -> Tensor:
+    def places(self, held: FrameTokens, count: int) -> Tensor:
         places = torch.arange(held.tokens - count, held.tokens, device=held.keys.device)
         return places.repeat(len(held.keys), 1)

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from smelt.errors import ConfigError, ModelError, RequestError
 from smelt.kvcache.eviction.attention import attending, ordinary
-from smelt.kvcache.streaming.bounded_cache import Pot
-from smelt.kvcache.streaming.distiller import Distiller
-from smelt.kvcache.streaming.infinipot import InfiniPot
-from smelt.kvcache.streaming.novelty import Ledger, surprise
-from smelt.kvcache.streaming.size import PotSize
-from smelt.kvcache.streaming.text_io import Tokens, Words
+from smelt.kvcache.streaming.bounded_cache import BoundedCache
+from smelt.kvcache.streaming.config import BoundedCacheSize
+from smelt.kvcache.streaming.infinipot import InfiniPot, InfiniPotCompressor
+from smelt.kvcache.streaming.novelty import NoveltyTracker, token_novelty
+from smelt.kvcache.streaming.text_io import StreamTokenizer, Tokens
 from smelt.models.model import Model
 
 
@@ -37,7 +36,7 @@ class TextStream:
         rule: InfiniPot | None = None,
         chunk: int = 512,
     ) -> None:
-        distiller = Distiller(model, rule or InfiniPot())
+        distiller = InfiniPotCompressor(model, rule or InfiniPot())
         if model.kv is not None:
             raise ModelError(f"this model keeps keys and values as {model.kv}; a pot cannot yet, so load it without.")
         if chunk < 1:
@@ -45,15 +44,15 @@ class TextStream:
         self.model, self.rule, self.cap, self.chunk = model, distiller.rule, cap, chunk
         self._distiller, self._prompt = distiller, distiller.prompt
         self._network: Any = model.network
-        self._words = Words(model.network, model.tokenizer)
+        self._words = StreamTokenizer(model.network, model.tokenizer)
         window = getattr(self._network.config, "max_position_embeddings", None)
         room = max(cap // 8, len(self._prompt)) if room is None else room
-        self._size = PotSize.of(cap, keep, room, len(self._prompt), window)
+        self._size = BoundedCacheSize.of(cap, keep, room, len(self._prompt), window)
         self.keep, self.room = self._size.keep, self._size.room
         parts = [part for part in model.anatomy.parts if part.kind == "heads"]
         self._scales = {part.block: _scale(part.holder, part.head_dim) for part in parts}
-        self.pot = Pot(cap, model.network.config)
-        self._ledger = Ledger(cap, model.device)
+        self.pot = BoundedCache(cap, model.network.config)
+        self._ledger = NoveltyTracker(cap, model.device)
         self._last = torch.zeros(0, 0)  # [1, width]: the hidden state that foresees the next token
         with ordinary(self._network):
             self.pot.allocate(lambda: self._read(self._prompt[:1]))
@@ -129,7 +128,7 @@ class TextStream:
         with self.pot.whole():
             states = self._read(ids)
             before = torch.cat((self._last, states[:-1])) if first else states[:-1]
-            novelty = surprise(before, ids[len(ids) - len(before) :], self._head)
+            novelty = token_novelty(before, ids[len(ids) - len(before) :], self._head)
         if not first:  # nothing foresaw the first token of all
             novelty = torch.cat((novelty.new_full((1,), torch.inf), novelty))
         self._ledger.add(first, novelty)

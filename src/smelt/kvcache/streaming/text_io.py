@@ -14,7 +14,7 @@ from smelt.errors import DataError, ModelError
 Tokens = Tensor | Sequence[int]
 
 
-class Words:
+class StreamTokenizer:
     """What a network and its tokenizer, where it has one, make of words."""
 
     def __init__(self, network: PreTrainedModel, tokenizer: Any) -> None:

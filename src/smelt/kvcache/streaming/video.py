@@ -9,16 +9,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from smelt.errors import ConfigError, DataError, RequestError
-from smelt.kvcache.streaming.bounded_cache import Pot, check_layers
-from smelt.kvcache.streaming.frame_rule import FrameRule, Held
+from smelt.kvcache.streaming.bounded_cache import BoundedCache, check_layers
+from smelt.kvcache.streaming.frame_rule import FrameRule, FrameTokens
 from smelt.kvcache.streaming.infinipot_v import InfiniPotV
-from smelt.kvcache.streaming.position_ids import Numbering
-from smelt.kvcache.streaming.recent import Recent
-from smelt.kvcache.streaming.text_io import Tokens, Words
-from smelt.kvcache.streaming.uniform import Uniform
-from smelt.kvcache.streaming.vision import Eye, Prepare, Shape
+from smelt.kvcache.streaming.position_ids import FramePositions
+from smelt.kvcache.streaming.recent import RecentFrames
+from smelt.kvcache.streaming.text_io import StreamTokenizer, Tokens
+from smelt.kvcache.streaming.uniform import UniformFrames
+from smelt.kvcache.streaming.vision import FrameEncoder, FrameLayout, Prepare
 
-FRAME_RULES: dict[str, type[FrameRule]] = {rule.name: rule for rule in (InfiniPotV, Recent, Uniform)}
+FRAME_RULES: dict[str, type[FrameRule]] = {rule.name: rule for rule in (InfiniPotV, RecentFrames, UniformFrames)}
 
 
 class VideoStream:
@@ -53,13 +53,13 @@ class VideoStream:
         self.rule.check(frames, keep_frames)
         check_layers(network.config.get_text_config(decoder=True))
         self.network: Any = network
-        self._words, self._eye = Words(network, tokenizer), Eye(network, prepare)
+        self._words, self._eye = StreamTokenizer(network, tokenizer), FrameEncoder(network, prepare)
         self._prefix = self._words.tokens(prefix, begins=True)  # [tokens]
         self._size = torch.Size()  # of a frame
         self._waiting: Tensor | None = None  # frames without their partners
-        self._shape: Shape
-        self._numbering: Numbering
-        self.pot: Pot | None = None  # made when the first frame shows how many tokens a frame has
+        self._shape: FrameLayout
+        self._numbering: FramePositions
+        self.pot: BoundedCache | None = None  # made when the first frame shows how many tokens a frame has
         self.seen = 0  # frames
         self.cooked = 0  # how often it was cooked down
         self._held = self._new = 0  # frames in the pot, and those that came since it was cooked down
@@ -116,7 +116,7 @@ class VideoStream:
         embedded = torch.cat((self._shape.after, self._embedded(ids)))
         return self._feed(embedded, self._numbering.words(self.seen, len(embedded)), keep=len(ids))
 
-    def _checked(self, tokens: int, more: int) -> Pot:
+    def _checked(self, tokens: int, more: int) -> BoundedCache:
         if self.pot is None or not self.seen:
             raise RequestError("no frame was seen yet; push some before asking.")
         if not tokens:
@@ -151,8 +151,8 @@ class VideoStream:
             raise ConfigError(f"{self.rule.name} pools over rows and columns, and this network does not say its rows.")
         config = self.network.config.get_text_config(decoder=True)
         cap = len(self._prefix) + self.frames * shape.patches + len(shape.after) + self.room
-        self.pot, self._shape = Pot(cap, config, marked=self.rule.marked), shape
-        self._numbering = Numbering(self.network, len(self._prefix), shape)
+        self.pot, self._shape = BoundedCache(cap, config, marked=self.rule.marked), shape
+        self._numbering = FramePositions(self.network, len(self._prefix), shape)
         nothing = torch.zeros(1, dtype=torch.int64, device=self.network.device)
         self.pot.allocate(lambda: self._feed(self._embedded(nothing), self._numbering.words(0, 1)))
         if len(self._prefix):
@@ -175,7 +175,7 @@ class VideoStream:
             if self.rule.marked:
                 whole = layer.values[:, fresh].unflatten(1, (self._new, *(self._shape.grid or (1, patches))))
                 layer.marks[:, fresh] = self.rule.marks(whole, at, len(self.pot.layers)).flatten(1)
-            held = Held(
+            held = FrameTokens(
                 layer.keys[:, first:length],
                 (layer.numbers[:, first:length] - first) % patches,
                 layer.marks[:, first:length],

@@ -21,7 +21,7 @@ Prepare = Callable[[Tensor], Mapping[str, Tensor]]  # frames [frames, channels, 
 
 
 @dataclass(frozen=True)
-class Shape:
+class FrameLayout:
     """Of the tokens of one frame."""
 
     patches: int
@@ -29,7 +29,7 @@ class Shape:
     after: Tensor  # [tokens, width]: what the network sets behind a video, whatever it shows; often nothing
 
 
-class Eye:
+class FrameEncoder:
     """Frames in, tokens out. `prepare` is what brings frames into the form that the network's own call for features
     takes, such as a processor's; without it they must be sized and normalised already."""
 
@@ -52,7 +52,7 @@ class Eye:
         if wanted and prepare is None:
             raise ModelError(f"this network wants {' and '.join(wanted)} beside pixels; give `prepare` to add them.")
 
-    def __call__(self, frames: Tensor, shape: Shape) -> Tensor:
+    def __call__(self, frames: Tensor, shape: FrameLayout) -> Tensor:
         """Tokens [frames / joined, patches, width] of frames [frames, channels, height, width]."""
         found = self._tokens(self._prepared(frames))
         seen = len(frames) // self.joined
@@ -60,7 +60,7 @@ class Eye:
             raise DataError(f"the network did not see {seen} frames in {len(frames)}; {_EMPTY}.")
         return found[: seen * shape.patches].unflatten(0, (seen, shape.patches))
 
-    def shape(self, frames: Tensor) -> Shape:
+    def shape(self, frames: Tensor) -> FrameLayout:
         """What becomes of frames of this size, found by looking at the first of them, and at it twice."""
         frame = frames[:1].repeat_interleave(self.joined, dim=0)
         once, inputs = self._tokens(self._prepared(frame)), self._prepared(torch.cat((frame, frame)))
@@ -70,9 +70,9 @@ class Eye:
         after = once[patches:].clone()
         if self.gridded:
             rows, columns = (int(side) // self._vision.spatial_merge_size for side in inputs["video_grid_thw"][0, 1:])
-            return Shape(patches, (rows, columns), after)
+            return FrameLayout(patches, (rows, columns), after)
         side = round(patches**0.5)
-        return Shape(patches, (side, side) if side * side == patches else None, after)
+        return FrameLayout(patches, (side, side) if side * side == patches else None, after)
 
     def _tokens(self, inputs: Mapping[str, Tensor]) -> Tensor:
         """All that the network makes of them: [tokens, width]."""

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from smelt.errors import ConfigError, ModelError, RequestError
-from smelt.kvcache.eviction.profile import Profile
-from smelt.kvcache.eviction.retention import Retention
-from smelt.kvcache.selection.page_cache import Residence
-from smelt.kvcache.selection.selection import Selection
-from smelt.kvcache.streaming.cap import Cap
+from smelt.kvcache.eviction.policy import EvictionPolicy
+from smelt.kvcache.eviction.profile import EvictionProfile
+from smelt.kvcache.selection.config import SparseAttentionConfig
+from smelt.kvcache.selection.page_cache import OffloadConfig
+from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
@@ -79,21 +79,29 @@ class Engine:
         adapters: Mapping[str, str | Path] | None = None,  # low-rank ones by name: folders in PEFT's format
         devices: int = 1,  # that the model is split over
         compiled: bool = True,  # where the network can be; otherwise, or when False, it runs as it is
-        kv: Retention | Profile | str | Path | None = None,  # heads keep so many tokens: `smelt kv profile`
-        select: Selection | Mapping[str, Any] | None = None,  # nothing is evicted: pages that a token attends to
-        residence: Residence | Mapping[str, Any] | None = None,  # with `select`: pages in the host's memory
-        cap: Cap | int | None = None,  # tokens that a request holds, however long its text; the rest is distilled
+        kv: EvictionPolicy
+        | EvictionProfile
+        | str
+        | Path
+        | None = None,  # heads keep so many tokens: `smelt kv profile`
+        select: SparseAttentionConfig
+        | Mapping[str, Any]
+        | None = None,  # nothing is evicted: pages that a token attends to
+        residence: OffloadConfig | Mapping[str, Any] | None = None,  # with `select`: pages in the host's memory
+        cap: BoundedCacheConfig
+        | int
+        | None = None,  # tokens that a request holds, however long its text; the rest is distilled
         kv_type: str | None = None,  # int8, fp8, int4 or model: what keys and values are held in
     ) -> None:
         home = "cpu" if devices > 1 else device  # a model that is split comes to its devices in parts
         self.model = load(model, device=home, packed=devices == 1) if isinstance(model, str) else model
         if self.model.task != "language":
             raise ModelError(f"{self.model.source or 'this model'} is no language model: it cannot generate.")
-        self.cap = Cap(cap) if isinstance(cap, int) else cap
+        self.cap = BoundedCacheConfig(cap) if isinstance(cap, int) else cap
         self.context = _context(self.model, context) if self.cap is None else _endless(context)
         self.vocabulary: int = self.model.network.config.get_text_config().vocab_size
         self.adapters = Adapters(self.model, adapters or {})
-        choice = _made(Selection, select)
+        choice = _made(SparseAttentionConfig, select)
         if kv is not None and choice is not None:
             raise ConfigError("heads keep what a profile says, or pages are chosen and nothing is evicted; not both.")
         if self.cap is not None and (kv is not None or choice is not None):
@@ -105,7 +113,7 @@ class Engine:
         if self.cap is not None:
             self.scheduler, self.runner = capped_parts(*given, self.cap)
         elif choice is not None:
-            self.scheduler, self.runner = selecting_parts(*given, choice, _made(Residence, residence))
+            self.scheduler, self.runner = selecting_parts(*given, choice, _made(OffloadConfig, residence))
         elif kv is None:
             self.scheduler, self.runner = plain_parts(*given)
         else:

@@ -10,19 +10,19 @@ from pathlib import Path
 import torch
 
 from smelt.errors import ModelError, RequestError, ResourceError
-from smelt.kvcache.eviction.observe import check, shape_of
-from smelt.kvcache.eviction.profile import Profile
-from smelt.kvcache.eviction.retention import Retention
-from smelt.kvcache.selection.page_cache import Residence
-from smelt.kvcache.selection.selection import Selection
-from smelt.kvcache.streaming.cap import Cap
-from smelt.kvcache.streaming.distiller import Distiller
+from smelt.kvcache.eviction.policy import EvictionPolicy
+from smelt.kvcache.eviction.prefill import check_evictable, kv_shape_of
+from smelt.kvcache.eviction.profile import EvictionProfile
+from smelt.kvcache.selection.config import SparseAttentionConfig
+from smelt.kvcache.selection.page_cache import OffloadConfig
+from smelt.kvcache.streaming.config import BoundedCacheConfig
+from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.measure.memory import free_memory
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import block_bytes, row_bytes, rows_of
 from smelt.serve.engine.blocks import BlockPool
-from smelt.serve.engine.bounded.held import HeldPot
+from smelt.serve.engine.bounded.held import BoundedCacheState
 from smelt.serve.engine.bounded.memory import CappedMemory
 from smelt.serve.engine.bounded.pages import pot_block_bytes
 from smelt.serve.engine.bounded.runner import CappedRunner
@@ -90,8 +90,8 @@ def plain_parts(
 
 
 def selecting_parts(
-    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool, selection: Selection,
-    residence: Residence | None,
+    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool,
+    selection: SparseAttentionConfig, residence: OffloadConfig | None,
 ) -> tuple[Scheduler, AnyRunner]:  # fmt: skip
     """Nothing is evicted; what a token attends to is chosen. With a residence, pages are in the host's memory."""
     if len(devices) > 1:
@@ -109,12 +109,12 @@ def selecting_parts(
 
 
 def capped_parts(
-    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool, cap: Cap
+    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool, cap: BoundedCacheConfig
 ) -> tuple[Scheduler, AnyRunner]:
     """Each request's keys and values are a pot. A step computes a chunk of a prompt beside a token of every request."""
     if len(devices) > 1:
         raise ModelError("a cap is not kept on several devices yet: use one.")
-    distiller = Distiller(model, cap.rule)
+    distiller = InfiniPotCompressor(model, cap.rule)
     window = getattr(model.network.config, "max_position_embeddings", None)
     size = cap.size(len(distiller.prompt), window, sizes.block)
     most = -(-size.cap // sizes.block)
@@ -125,7 +125,7 @@ def capped_parts(
             f"the memory for keys and values holds {blocks * sizes.block:,} tokens, and the cap is {size.cap:,}, which "
             f"takes {most * each:,} bytes; give more memory, or a smaller cap."
         )
-    empty = partial(HeldPot.empty, size.cap, model.device)
+    empty = partial(BoundedCacheState.empty, size.cap, model.device)
     pool = BlockPool(blocks, sizes.block, prefix_cache=False)
     memory = CappedMemory(pool, size, empty, carry=sizes.prefix_cache)
     chunk = sizes.chunk or sizes.batch_tokens
@@ -137,35 +137,35 @@ def capped_parts(
     return sizes.scheduler(memory, tokens, chunk), runner
 
 
-def retention_of(model: Model, kv: Retention | Profile | str | Path, block: int) -> Retention:
+def retention_of(model: Model, kv: EvictionPolicy | EvictionProfile | str | Path, block: int) -> EvictionPolicy:
     """What heads of this model keep, from a profile or its file."""
-    if isinstance(kv, Retention):
+    if isinstance(kv, EvictionPolicy):
         return kv
-    profile = kv if isinstance(kv, Profile) else Profile.load(Path(kv))
-    check(model)
-    profile.check_model(shape_of(model))
-    return Retention.of(profile, block)
+    profile = kv if isinstance(kv, EvictionProfile) else EvictionProfile.load(Path(kv))
+    check_evictable(model)
+    profile.check_model(kv_shape_of(model))
+    return EvictionPolicy.from_profile(profile, block)
 
 
 def ragged_parts(
-    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool, retention: Retention
+    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool, retention: EvictionPolicy
 ) -> tuple[Scheduler, AnyRunner]:
     """Heads keep what a profile says. A step computes a chunk of a prompt beside a token of every request."""
     if len(devices) > 1:
         raise ModelError("a compressed cache is not split over several devices yet: use one.")
-    check(model)
-    shape = shape_of(model)
+    check_evictable(model)
+    shape = kv_shape_of(model)
     chunk = sizes.chunk or sizes.batch_tokens
     tokens, width = chunk + sizes.batch_requests, sizes.most_blocks + 1
-    row = row_bytes(shape.width, model.network.dtype, sizes.kind)
+    row = row_bytes(shape.head_dim, model.network.dtype, sizes.kind)
     each = page_bytes(retention.clusters, row, sizes.block)
     staging = staging_pages(retention, tokens, chunk)
     most = sizes.batch_requests * len(retention.budgets) * width
     pages = sizes.blocks(each, most, model.device, beside=staging * each)
     memory = RaggedMemory(BlockPool(pages, sizes.block, prefix_cache=False), retention, width, carry=sizes.prefix_cache)
     cache = RaggedCache.empty(
-        retention.clusters, shape.width, pages=pages, staging=staging, size=sizes.block, slots=sizes.batch_requests,
-        most=width, dtype=model.network.dtype, device=model.device, rows=rows_of(sizes.kind, shape.width),
+        retention.clusters, shape.head_dim, pages=pages, staging=staging, size=sizes.block, slots=sizes.batch_requests,
+        most=width, dtype=model.network.dtype, device=model.device, rows=rows_of(sizes.kind, shape.head_dim),
     )  # fmt: skip
     runner = ragged_runner_for(
         model, compiled, adapters, cache, retention, most_tokens=tokens, most_requests=sizes.batch_requests,
@@ -174,7 +174,7 @@ def ragged_parts(
     return sizes.scheduler(memory, tokens, chunk), runner
 
 
-def staging_pages(retention: Retention, most_tokens: int, chunk: int) -> int:
+def staging_pages(retention: EvictionPolicy, most_tokens: int, chunk: int) -> int:
     """Enough for the chunks of any step: each begins and ends within a page, and none that is compressed is short."""
     shortest = max(min(retention.scorer.window, chunk // 2), 1)
-    return len(retention.budgets) * (-(-most_tokens // retention.block) + most_tokens // shortest + 1)
+    return len(retention.budgets) * (-(-most_tokens // retention.block_size) + most_tokens // shortest + 1)

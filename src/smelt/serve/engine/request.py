@@ -11,7 +11,7 @@ from smelt.serve.engine.sampling import Sampling
 from smelt.serve.engine.structured_output import Matcher
 
 if TYPE_CHECKING:
-    from smelt.serve.engine.bounded.held import HeldPot
+    from smelt.serve.engine.bounded.held import BoundedCacheState
 
 
 class State(Enum):
@@ -40,7 +40,7 @@ class Request:
     under_way: int = 0  # tokens that steps under way will give
     blocks: list[int] = field(default_factory=list)  # of the cache, in order
     holding: Holding | None = None  # what these are, where clusters of heads have blocks of their own
-    pot: HeldPot | None = None  # what it knows of them, where they are a pot that is cooked down
+    pot: BoundedCacheState | None = None  # what it knows of them, where they are a pot that is cooked down
     digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were computed
     registered: int = 0  # of its blocks: those that the prefix cache knows
     slot: int = -1  # its row in the runner's buffers

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from smelt.kvcache.eviction.retention import Retention
+from smelt.kvcache.eviction.policy import EvictionPolicy
 from smelt.models.model import Model
 from smelt.runtime import decoder
 from smelt.serve.engine.adapters import Adapters
@@ -66,7 +66,7 @@ def gpu_runner(
 
 
 def ragged_runner_for(
-    model: Model, compiled: bool, adapters: Adapters | None, cache: RaggedCache, retention: Retention, *,
+    model: Model, compiled: bool, adapters: Adapters | None, cache: RaggedCache, retention: EvictionPolicy, *,
     most_tokens: int, most_requests: int, context: int,
 ) -> AnyRunner:  # fmt: skip
     """The same choice for a cache whose pages belong to clusters of heads."""
@@ -79,7 +79,7 @@ def ragged_runner_for(
 
 
 def ragged_gpu_runner(
-    model: Model, adapters: Adapters | None, cache: RaggedCache, retention: Retention, *, most_requests: int,
+    model: Model, adapters: Adapters | None, cache: RaggedCache, retention: EvictionPolicy, *, most_requests: int,
     context: int,
 ) -> AnyRunner:  # fmt: skip
     from smelt.serve.engine.gpu_runner import GpuRunner

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from smelt.kvcache.eviction.retention import Counts
+from smelt.kvcache.eviction.policy import ClusterCounts
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Carried:
     """The first `tokens` of a text, as its clusters kept them."""
 
     tokens: int
-    lengths: Counts  # of each cluster
+    lengths: ClusterCounts  # of each cluster
     pages: dict[int, int]  # place in the table -> page
 
 

@@ -15,14 +15,13 @@ from torch import Tensor
 from smelt.errors import ConfigError
 from smelt.kernels.kv_quant import RowFormat, stored
 from smelt.kernels.paged import Pages
-from smelt.kvcache.selection.attend import Asking, Layout, Reading, SelectedAttention
-from smelt.kvcache.selection.digested import Digested
-from smelt.kvcache.selection.host import HostPages
-from smelt.kvcache.selection.page_cache import Residence
-from smelt.kvcache.selection.pages import DevicePages
-from smelt.kvcache.selection.selection import Selection
-from smelt.kvcache.selection.shape import selectable_heads, trace_shape
-from smelt.kvcache.selection.trace import Recorder
+from smelt.kvcache.selection.config import SparseAttentionConfig, sparse_attention_heads
+from smelt.kvcache.selection.host_store import HostPageStore
+from smelt.kvcache.selection.page_cache import OffloadConfig
+from smelt.kvcache.selection.page_store import DevicePageStore
+from smelt.kvcache.selection.page_summary import PageSummaryTable
+from smelt.kvcache.selection.sparse_attention import DecodeBatch, PrefillChunk, SparseBatch, SparsePageAttention
+from smelt.kvcache.selection.trace import TraceRecorder, trace_metadata
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import Attend, rows_of
@@ -37,30 +36,30 @@ class SelectingRunner(Runner):
 
     def __init__(
         self, model: Model, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int,
-        selection: Selection, residence: Residence | None = None, record: bool = False, compiled: bool = True,
-        adapters: Adapters | None = None, kind: str | None = None,
+        selection: SparseAttentionConfig, residence: OffloadConfig | None = None, record: bool = False,
+        compiled: bool = True, adapters: Adapters | None = None, kind: str | None = None,
     ) -> None:  # fmt: skip
-        heads = selectable_heads(model)
+        heads = sparse_attention_heads(model)
         rows = {layer: rows_of(kind, width) for layer, (_, width) in heads.items()}
         _check_page(selection, size)
         super().__init__(  # its pages are ours, and not of this cache: one block is the least it has
             model, blocks=1, size=size, most_tokens=most_tokens, most_requests=most_requests, context=context,
             compiled=False, adapters=adapters,
         )  # fmt: skip
-        self.host: HostPages | None = None
+        self.host: HostPageStore | None = None
         self.kind = kind
-        pages: DevicePages | HostPages
+        pages: DevicePageStore | HostPageStore
         held = {layer: (count, stored(rows[layer], width, self.dtype)[0]) for layer, (count, width) in heads.items()}
         of = self.dtype if kind is None else RowFormat.dtype
         if residence is None:
-            pages = DevicePages(held, blocks, size, of, self.device)
+            pages = DevicePageStore(held, blocks, size, of, self.device)
         else:
             residence = dataclasses.replace(residence, slots=min(residence.slots, blocks))
             _check_slots(selection, residence, min(context, blocks * size))
-            pages = self.host = HostPages(held, blocks, size, of, self.device, residence)
-        self.recorder = Recorder(trace_shape(model, selection, residence, rows)) if record else None
-        digested = Digested(selection.digest, heads, blocks, self.dtype, self.device)
-        self.attention = SelectedAttention(selection, pages, digested, self.recorder, rows)
+            pages = self.host = HostPageStore(held, blocks, size, of, self.device, residence)
+        self.recorder = TraceRecorder(trace_metadata(model, selection, residence, rows)) if record else None
+        digested = PageSummaryTable(selection.digest, heads, blocks, self.dtype, self.device)
+        self.attention = SparsePageAttention(selection, pages, digested, self.recorder, rows)
         self.steps = 0
         self._known: dict[Request, list[int]] = {}  # requests whose pages may be on the device, and their blocks
 
@@ -105,7 +104,7 @@ class SelectingRunner(Runner):
             blocks = [block for held in self._known.values() for block in held]
             self.attention.pages.keep_only(torch.tensor(blocks, dtype=torch.int64))
 
-    def _layout(self, pieces: list[Piece]) -> Layout:
+    def _layout(self, pieces: list[Piece]) -> SparseBatch:
         places, filled, reading, asking = [], [], [], []
         at = 0
         for piece in pieces:
@@ -117,11 +116,11 @@ class SelectingRunner(Runner):
             if piece.count == 1 and piece.start >= len(piece.request.prompt):
                 asking.append((at, stop, piece.request))
             else:
-                reading.append(Reading(slice(at, at + piece.count), stop, blocks[: -(-stop // self.size)]))
+                reading.append(PrefillChunk(slice(at, at + piece.count), stop, blocks[: -(-stop // self.size)]))
             at += piece.count
-        return Layout(self.steps, torch.cat(places), torch.cat(filled), reading, list(self._waves(asking)))
+        return SparseBatch(self.steps, torch.cat(places), torch.cat(filled), reading, list(self._waves(asking)))
 
-    def _waves(self, asking: list[tuple[int, int, Request]]) -> Iterator[Asking]:
+    def _waves(self, asking: list[tuple[int, int, Request]]) -> Iterator[DecodeBatch]:
         """All requests that ask, or as many at once as the device has slots for."""
         if not asking:
             return
@@ -131,7 +130,7 @@ class SelectingRunner(Runner):
             held = -(-length // self.size)
             tables[row, :held] = torch.tensor(request.blocks[:held])
         tokens = torch.tensor([token for token, _, _ in asking])
-        together = Asking(
+        together = DecodeBatch(
             tokens.to(self.device), lengths.to(self.device), tables.to(self.device), [each.id for _, _, each in asking]
         )
         most = self.attention.pages.most_at_once
@@ -141,13 +140,13 @@ class SelectingRunner(Runner):
             yield from together.split(self.attention.selection.counts(lengths).tolist(), most)
 
 
-def _check_page(selection: Selection, size: int) -> None:
+def _check_page(selection: SparseAttentionConfig, size: int) -> None:
     if selection.page != size:
         told = f"pages of {selection.page} tokens are to be chosen, and the engine's blocks have {size}"
         raise ConfigError(f"{told}; give the engine blocks of {selection.page}, or the selection pages of {size}.")
 
 
-def _check_slots(selection: Selection, residence: Residence, context: int) -> None:
+def _check_slots(selection: SparseAttentionConfig, residence: OffloadConfig, context: int) -> None:
     most = selection.most(context)
     if most > residence.slots:
         told = f"a head attends to up to {most} pages of one request, and the device has {residence.slots} slots for it"

@@ -6,21 +6,24 @@ import dataclasses
 from typing import Any
 
 from smelt.errors import ConfigError
-from smelt.kvcache.eviction.budget import Budget
-from smelt.kvcache.eviction.budgets.ada import Ada
-from smelt.kvcache.eviction.budgets.global_topk import Everywhere
-from smelt.kvcache.eviction.budgets.head import Head
-from smelt.kvcache.eviction.budgets.pyramid import Pyramid
-from smelt.kvcache.eviction.budgets.static import Static
-from smelt.kvcache.eviction.budgets.uniform import Uniform
-from smelt.kvcache.eviction.profile import Profile
+from smelt.kvcache.eviction.budget import BudgetRule
+from smelt.kvcache.eviction.budgets.ada import AdaKVBudget
+from smelt.kvcache.eviction.budgets.global_topk import GlobalTopKBudget
+from smelt.kvcache.eviction.budgets.head import HeadKVBudget
+from smelt.kvcache.eviction.budgets.pyramid import PyramidKVBudget
+from smelt.kvcache.eviction.budgets.static import StaticBudget
+from smelt.kvcache.eviction.budgets.uniform import UniformBudget
+from smelt.kvcache.eviction.profile import EvictionProfile
 
-BUDGETS: dict[str, type[Budget]] = {rule.name: rule for rule in (Uniform, Pyramid, Ada, Head, Everywhere, Static)}
+BUDGETS: dict[str, type[BudgetRule]] = {
+    rule.name: rule
+    for rule in (UniformBudget, PyramidKVBudget, AdaKVBudget, HeadKVBudget, GlobalTopKBudget, StaticBudget)
+}
 
-_TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "bool": (bool,), "Profile": (Profile,)}
+_TYPES: dict[str, tuple[type, ...]] = {"float": (int, float), "bool": (bool,), "EvictionProfile": (EvictionProfile,)}
 
 
-def budget_named(name: str, **parameters: Any) -> Budget:
+def make_budget_rule(name: str, **parameters: Any) -> BudgetRule:
     """A budget rule by its name, with its parameters checked."""
     if name not in BUDGETS:
         raise ConfigError(f"there is no budget rule {name!r}; there are {', '.join(BUDGETS)}.")
@@ -39,4 +42,13 @@ def budget_named(name: str, **parameters: Any) -> Budget:
     return BUDGETS[name](**parameters)
 
 
-__all__ = ["BUDGETS", "Ada", "Everywhere", "Head", "Pyramid", "Static", "Uniform", "budget_named"]
+__all__ = [
+    "BUDGETS",
+    "AdaKVBudget",
+    "GlobalTopKBudget",
+    "HeadKVBudget",
+    "PyramidKVBudget",
+    "StaticBudget",
+    "UniformBudget",
+    "make_budget_rule",
+]

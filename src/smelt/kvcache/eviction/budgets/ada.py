@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.kvcache.eviction.budget import Budget, best, by_layer, by_prompt, fitted, forced, kept, total
+from smelt.kvcache.eviction.budget import BudgetRule, best, by_layer, by_prompt, fitted, forced, kept, total
 
 
 @dataclass(frozen=True)
-class Ada(Budget):
+class AdaKVBudget(BudgetRule):
     """Each head's best int(n * safeguard) of its n tokens are protected; of the others of a layer, whichever head they
     belong to, the best are kept until the layer keeps n tokens a head."""
 

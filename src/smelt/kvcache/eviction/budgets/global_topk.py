@@ -7,11 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from smelt.kvcache.eviction.budget import Budget, best, by_layer, by_prompt, forced, total
+from smelt.kvcache.eviction.budget import BudgetRule, best, by_layer, by_prompt, forced, total
 
 
 @dataclass(frozen=True)
-class Everywhere(Budget):
+class GlobalTopKBudget(BudgetRule):
     """The lowest scores go, wherever they are; no head is protected. Scores of all layers must have one scale: a layer
     with larger scores takes the budget of the others."""
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.kvcache.eviction.budget import Budget, by_layer, by_prompt, fitted, forced, total
+from smelt.kvcache.eviction.budget import BudgetRule, by_layer, by_prompt, fitted, forced, total
 
 
 @dataclass(frozen=True)
-class Head(Budget):
+class HeadKVBudget(BudgetRule):
     """With n tokens a head on average: a head of importance S (all of them sum to 1) keeps n - n / beta + S * pool,
     where pool = layers * kv_heads * n / beta. What a head cannot hold goes to the others in equal parts.
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.kvcache.eviction.budget import Budget, by_layer, by_prompt, fitted, forced, total
+from smelt.kvcache.eviction.budget import BudgetRule, by_layer, by_prompt, fitted, forced, total
 
 
 @dataclass(frozen=True)
-class Pyramid(Budget):
+class PyramidKVBudget(BudgetRule):
     """With n tokens a head on average, w tokens that are kept in any case and L layers: the last layer's heads keep
     min = n / beta, the first one's max = 2 n - min; where max > tokens - w, max = tokens - w and min = 2 n - max.
     Layer i keeps max - i (max - min) / (L - 1). Where w <= min <= max <= tokens fails, all layers keep n. All are

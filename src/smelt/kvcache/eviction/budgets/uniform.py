@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.kvcache.eviction.budget import Budget, by_layer, by_prompt, fitted, forced, total
+from smelt.kvcache.eviction.budget import BudgetRule, by_layer, by_prompt, fitted, forced, total
 
 
 @dataclass(frozen=True)
-class Uniform(Budget):
+class UniformBudget(BudgetRule):
     """Every head keeps int(tokens * keep)."""
 
     name: ClassVar[str] = "uniform"

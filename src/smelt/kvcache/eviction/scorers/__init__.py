@@ -21,7 +21,7 @@ SCORERS: dict[str, type[Scorer]] = {
 _KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,)}
 
 
-def scorer_named(name: str, /, **parameters: Any) -> Scorer:
+def make_scorer(name: str, /, **parameters: Any) -> Scorer:
     """A scorer from its name; unknown names, unknown parameters and values of the wrong kind are errors."""
     if name not in SCORERS:
         raise ConfigError(f"there is no scorer {name!r}; there are {', '.join(SCORERS)}.")

@@ -8,8 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 from torch.nn import functional
 
-from smelt.kvcache.eviction.attention_inputs import Seen
-from smelt.kvcache.eviction.scorer import Scorer
+from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class KeyDiff(Scorer):
         "Resource-Constrained Environments, NeurIPS 2025 (arXiv 2504.15364)"
     )
 
-    def score(self, seen: Seen) -> Tensor:
+    def score(self, seen: AttentionInputs) -> Tensor:
         directions = functional.normalize(seen.keys.float(), dim=-1)
         anchor = functional.normalize(directions.mean(dim=2, keepdim=True), dim=-1)
         return -(directions * anchor).sum(dim=-1)

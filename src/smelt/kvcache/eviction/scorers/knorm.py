@@ -7,8 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from smelt.kvcache.eviction.attention_inputs import Seen
-from smelt.kvcache.eviction.scorer import Scorer
+from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer
 
 
 @dataclass(frozen=True)
@@ -21,5 +20,5 @@ class Knorm(Scorer):
         "(arXiv 2406.11430)"
     )
 
-    def score(self, seen: Seen) -> Tensor:
+    def score(self, seen: AttentionInputs) -> Tensor:
         return -seen.keys.float().norm(dim=-1)

@@ -8,8 +8,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from smelt.errors import ModelError
-from smelt.kvcache.eviction.attention_inputs import Seen
-from smelt.kvcache.eviction.scorer import Scorer
+from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer
 
 
 @dataclass(frozen=True)
@@ -21,12 +20,12 @@ class KVzip(Scorer):
         "Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, NeurIPS 2025 "
         "(arXiv 2505.23416)"
     )
-    repeats: ClassVar[bool] = True
+    needs_reconstruction: ClassVar[bool] = True
 
-    def score(self, seen: Seen) -> Tensor:
-        if seen.repeated is None:
+    def score(self, seen: AttentionInputs) -> Tensor:
+        if seen.reconstruction is None:
             raise ModelError(
                 "kvzip needs the attention of a second pass that repeats the prompt, which was not made here; "
                 "use another scorer, such as snapkv or expected."
             )
-        return seen.repeated.float()
+        return seen.reconstruction.float()

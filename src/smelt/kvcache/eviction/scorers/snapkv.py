@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from smelt.errors import ConfigError
-from smelt.kvcache.eviction.attention_inputs import Seen
-from smelt.kvcache.eviction.scorer import Scorer
-from smelt.kvcache.eviction.scorers.last_queries import last_logits
+from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer, last_query_logits
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,16 @@ class SnapKV(Scorer):
             if getattr(self, name) not in ("mean", "max"):
                 raise ConfigError(f"snapkv: {name} is {getattr(self, name)!r}; it is mean or max.")
 
-    def score(self, seen: Seen) -> Tensor:
+    def score(self, seen: AttentionInputs) -> Tensor:
         found = seen.keys.new_full(seen.keys.shape[:3], torch.inf, dtype=torch.float32)
-        before = seen.tokens - self.window
+        before = seen.seq_len - self.window
         if before > 0:
             found[..., :before] = self._pooled(self._observed(seen)[..., :before])
         return found
 
-    def _observed(self, seen: Seen) -> Tensor:
+    def _observed(self, seen: AttentionInputs) -> Tensor:
         """[batch, kv_heads, group or 1, tokens]"""
-        logits = last_logits(seen, self.window)
+        logits = last_query_logits(seen, self.window)
         if self.sharing == "max":
             logits = logits.amax(dim=2, keepdim=True)
         return logits.softmax(dim=-1).mean(dim=-2)

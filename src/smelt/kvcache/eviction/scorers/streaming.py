@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.kvcache.eviction.attention_inputs import Seen
-from smelt.kvcache.eviction.scorer import Scorer
+from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer
 
 
 @dataclass(frozen=True)
@@ -21,6 +20,6 @@ class Streaming(Scorer):
         "Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024 (arXiv 2309.17453)"
     )
 
-    def score(self, seen: Seen) -> Tensor:
-        places = torch.arange(seen.tokens, dtype=torch.float32, device=seen.keys.device)
+    def score(self, seen: AttentionInputs) -> Tensor:
+        places = torch.arange(seen.seq_len, dtype=torch.float32, device=seen.keys.device)
         return places.expand(seen.keys.shape[:3])

@@ -7,9 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from smelt.kvcache.eviction.attention_inputs import Seen
-from smelt.kvcache.eviction.scorer import Scorer
-from smelt.kvcache.eviction.scorers.last_queries import last_logits
+from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer, last_query_logits
 
 
 @dataclass(frozen=True)
@@ -19,6 +17,6 @@ class Tova(Scorer):
     name: ClassVar[str] = "tova"
     paper: ClassVar[str] = "Oren et al., Transformers are Multi-State RNNs, EMNLP 2024 (arXiv 2401.06104)"
 
-    def score(self, seen: Seen) -> Tensor:
-        attention = last_logits(seen, 1).softmax(dim=-1).mean(dim=(1, 2))  # [batch, 1, tokens]
+    def score(self, seen: AttentionInputs) -> Tensor:
+        attention = last_query_logits(seen, 1).softmax(dim=-1).mean(dim=(1, 2))  # [batch, 1, tokens]
         return attention.expand(seen.keys.shape[:3])

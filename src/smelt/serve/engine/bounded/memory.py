@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from smelt.kvcache.streaming.size import PotSize
+from smelt.kvcache.streaming.config import BoundedCacheSize
 from smelt.serve.engine.blocks import BlockPool, root_digest
-from smelt.serve.engine.bounded.held import HeldPot
+from smelt.serve.engine.bounded.held import BoundedCacheState
 from smelt.serve.engine.kv_cache_manager import Memory
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.session_cache import CarriedTexts
@@ -23,13 +23,15 @@ class CarriedPot:
 
     tokens: int  # of the text
     pages: list[int]
-    held: HeldPot
+    held: BoundedCacheState
 
 
 class CappedMemory(Memory):
     """`empty` makes what a fresh request knows of its pot."""
 
-    def __init__(self, pool: BlockPool, size: PotSize, empty: Callable[[], HeldPot], *, carry: bool = True) -> None:
+    def __init__(
+        self, pool: BlockPool, size: BoundedCacheSize, empty: Callable[[], BoundedCacheState], *, carry: bool = True
+    ) -> None:
         self.pool, self.size, self.carry = pool, size, carry
         self.texts: CarriedTexts[CarriedPot] = CarriedTexts()
         self.copies = []

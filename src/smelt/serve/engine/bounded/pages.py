@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from smelt.kernels.paged import empty_pages
-from smelt.kvcache.streaming.distiller import Distiller
+from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.models.anatomy import Anatomy
 from smelt.serve.engine.attention import PagedCache, block_bytes
 
@@ -34,7 +34,7 @@ class PotPages:
         return found if held is None else held.keys(found, self.dtype)
 
     def keep(
-        self, rows: Tensor, attention: Mapping[int, Tensor], novel: Tensor, count: int, distiller: Distiller
+        self, rows: Tensor, attention: Mapping[int, Tensor], novel: Tensor, count: int, distiller: InfiniPotCompressor
     ) -> None:
         """Of a full pot each head keeps `count` tokens, moved together: from the attention of the catalyst prompt in
         each layer [kv_heads, tokens], and the numbers of the novel tokens [novel]."""

@@ -16,13 +16,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.kernels.paged import Pages
-from smelt.kvcache.streaming.distiller import Distiller
-from smelt.kvcache.streaming.novelty import surprise
-from smelt.kvcache.streaming.size import PotSize
+from smelt.kvcache.streaming.config import BoundedCacheSize
+from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
+from smelt.kvcache.streaming.novelty import token_novelty
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import Attend, attending, paged
-from smelt.serve.engine.bounded.held import HeldPot
+from smelt.serve.engine.bounded.held import BoundedCacheState
 from smelt.serve.engine.bounded.pages import PotPages
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.runner import Launched, Runner, last_tokens
@@ -34,8 +34,9 @@ class CappedRunner(Runner):
     """The runner's contract, where positions are places in a pot."""
 
     def __init__(
-        self, model: Model, distiller: Distiller, pots: PotSize, *, blocks: int, size: int, most_tokens: int,
-        most_requests: int, compiled: bool = True, adapters: Adapters | None = None, kind: str | None = None,
+        self, model: Model, distiller: InfiniPotCompressor, pots: BoundedCacheSize, *, blocks: int, size: int,
+        most_tokens: int, most_requests: int, compiled: bool = True, adapters: Adapters | None = None,
+        kind: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
             model, blocks=blocks, size=size, most_tokens=most_tokens, most_requests=most_requests, context=pots.cap,
@@ -79,7 +80,7 @@ class CappedRunner(Runner):
             states = self._states(self._attend(pages), ids, positions)
         head: Any = self.network.get_output_embeddings()
         known = torch.ones(count, dtype=torch.bool, device=self.device).index_fill_(0, rows, False)
-        return head(states[rows]), surprise(states[known], self._following(pieces), head)
+        return head(states[rows]), token_novelty(states[known], self._following(pieces), head)
 
     def _states(self, attend: Attend, ids: Tensor, positions: Tensor) -> Tensor:  # [tokens, width]
         with attending(attend):
@@ -146,6 +147,6 @@ def _note(pieces: Sequence[Piece], read: Tensor, given: Tensor) -> None:
         read, given = read[known:], given[int(piece.gives) :]
 
 
-def _pot(request: Request) -> HeldPot:
+def _pot(request: Request) -> BoundedCacheState:
     assert request.pot is not None
     return request.pot

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from smelt.kernels.kv_quant import RowFormat, stored
 from smelt.kernels.paged import LayerPages, empty_pages
-from smelt.kvcache.eviction.clusters import Clusters
+from smelt.kvcache.eviction.clusters import HeadClusters
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class RaggedCache:
     shifts: Tensor  # [slots + 1, clusters], int32: tokens that a cluster holds, less those of the text
     cluster: Tensor  # [layers, kv_heads], int64: of each head
     column: Tensor  # [layers, kv_heads], int64
-    clusters: Clusters
+    clusters: HeadClusters
     staging: range  # pages of the staging area
     format: RowFormat | None = None
 
     @classmethod
     def empty(
-        cls, clusters: Clusters, width: int, *, pages: int, staging: int, size: int, slots: int, most: int,
+        cls, clusters: HeadClusters, width: int, *, pages: int, staging: int, size: int, slots: int, most: int,
         dtype: torch.dtype, device: torch.device, rows: RowFormat | None = None,
     ) -> RaggedCache:  # fmt: skip
         last, held = stored(rows, width, dtype)
@@ -72,6 +72,6 @@ class RaggedCache:
             pages[targets] = pages[sources]
 
 
-def page_bytes(clusters: Clusters, row: int, size: int) -> int:
+def page_bytes(clusters: HeadClusters, row: int, size: int) -> int:
     """What a page takes, keys and values together, where a head's key or value of a token takes `row` bytes."""
     return 2 * clusters.size * size * row

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smelt.kvcache.eviction.attention_inputs import Seen, Turn
+from smelt.kvcache.eviction.scorer import AttentionInputs
+from smelt.kvcache.rope import RotateFn
 from smelt.serve.engine.per_head.cache import RaggedCache
 from smelt.serve.engine.per_head.step import Chunk, RaggedStep
 
@@ -13,7 +14,7 @@ from smelt.serve.engine.per_head.step import Chunk, RaggedStep
 class Judge:
     """`turn` and `back` are the rotation of a network's queries by their positions, and its inverse."""
 
-    def __init__(self, turn: Turn, back: Turn) -> None:
+    def __init__(self, turn: RotateFn, back: RotateFn) -> None:
         self.turn, self.back = turn, back
 
     def __call__(self, step: RaggedStep, layer: int, queries: Tensor, scale: float) -> None:
@@ -37,8 +38,10 @@ class Judge:
     def _scores(self, chunk: Chunk, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
         """[kv_heads, region]"""
         scorer, first = chunk.judged.scorer, chunk.end - chunk.judged.region
-        plain = self.back(queries, chunk.end - chunk.count) if scorer.turns else queries[:, :, :0]
-        seen = Seen(keys, values, plain, lambda x, at: self.turn(x, first + at), scale, turned=queries)
+        plain = self.back(queries, chunk.end - chunk.count) if scorer.needs_unrotated_queries else queries[:, :, :0]
+        seen = AttentionInputs(
+            keys, values, plain, lambda x, at: self.turn(x, first + at), scale, rotated_queries=queries
+        )
         return scorer.scores(seen)[0]
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from smelt.kernels.paged import Pages
-from smelt.kvcache.eviction.observe import rotation_of
-from smelt.kvcache.eviction.retention import Retention
+from smelt.kvcache.eviction.policy import EvictionPolicy
+from smelt.kvcache.rope import rope_functions
 from smelt.models.model import Model
 from smelt.runtime.decoder import Attention
 from smelt.serve.engine.attention import NAME
@@ -31,12 +31,12 @@ if TYPE_CHECKING:  # needs Triton
 class RaggedPages:
     """The pages' contract of a GPU runner, where clusters of heads keep different numbers of tokens."""
 
-    def __init__(self, model: Model, cache: RaggedCache, retention: Retention, context: int, send: Send) -> None:
+    def __init__(self, model: Model, cache: RaggedCache, retention: EvictionPolicy, context: int, send: Send) -> None:
         self.name = f", pages of head clusters{told(None if cache.format is None else cache.format.name)}"
         self.cache, self.retention, self.context = cache, retention, context
         self._send, self._module = send, model.network
         self._module.set_attn_implementation(NAME)
-        self._judge = Judge(*rotation_of(model.network, model.device))
+        self._judge = Judge(*rope_functions(model.network, model.device))
         self._tables = Tables(cache, len(cache.tables) - 1, send)
         self._layers: dict[tuple[int, int], tuple[HeadPages, int]] = {}
 
@@ -98,7 +98,7 @@ class RaggedPages:
         requests = 1 << (requests - 1).bit_length()
         if (layer, requests) not in self._layers:
             cache = self.cache
-            shares, chip = tuple(self.retention.parts[layer].tolist()), processors(cache.keys.device)
+            shares, chip = tuple(self.retention.head_splits[layer].tolist()), processors(cache.keys.device)
             most = max(min(MOST_PARTS, self.context // (2 * KEYS)), 1)
             alike = (splits_for(requests, len(shares), self.context, chip),) * len(shares)
             counts = alike if len(set(shares)) == 1 else parts_of(shares, requests, chip, most)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from smelt.kvcache.eviction.retention import Counts, Kept, Retention
+from smelt.kvcache.eviction.policy import ClusterCounts, EvictionPolicy, RequestRetention
 from smelt.serve.engine.blocks import BlockPool, root_digest
 from smelt.serve.engine.kv_cache_manager import Memory
 from smelt.serve.engine.per_head.holding import Holding
@@ -21,7 +21,7 @@ from smelt.serve.engine.session_cache import Carried, CarriedTexts
 class RaggedMemory(Memory):
     """`width` pages a cluster at most."""
 
-    def __init__(self, pool: BlockPool, retention: Retention, width: int, *, carry: bool = True) -> None:
+    def __init__(self, pool: BlockPool, retention: EvictionPolicy, width: int, *, carry: bool = True) -> None:
         self.pool, self.retention, self.width, self.carry = pool, retention, width, carry
         self.texts: CarriedTexts[Carried] = CarriedTexts()
         self.copies = []
@@ -31,10 +31,10 @@ class RaggedMemory(Memory):
     def needed(self, request: Request, tokens: int) -> int:
         holding = request.holding
         if holding is None:
-            return int(Kept.nothing(self.retention, len(request.tokens) - 1).pages(tokens).sum())
+            return int(RequestRetention.empty(self.retention, len(request.tokens) - 1).num_pages(tokens).sum())
         if tokens <= holding.enough:
             return len(request.blocks)
-        return int(holding.kept.pages(tokens).sum())
+        return int(holding.kept.num_pages(tokens).sum())
 
     def admit(self, request: Request, promised: int) -> bool:
         found = self._found(request)
@@ -52,7 +52,7 @@ class RaggedMemory(Memory):
     def grow(self, request: Request, tokens: int) -> None:
         holding = request.holding
         assert holding is not None
-        wanted = holding.kept.pages(tokens)
+        wanted = holding.kept.num_pages(tokens)
         places = places_between(holding.pages, wanted, self.width)
         taken = self.pool.take(len(places))
         self._hold(taken)
@@ -80,7 +80,7 @@ class RaggedMemory(Memory):
         holding = request.holding
         assert holding is not None
         if request.computed < holding.kept.stop:
-            count = holding.kept.chunk(request.computed, chunk)
+            count = holding.kept.next_chunk(request.computed, chunk)
             return count if count <= budget else 0
         return min(request.planned - request.computed, budget)
 
@@ -119,13 +119,13 @@ class RaggedMemory(Memory):
         """Full pages are shared; one that will be written to again is copied."""
         stop = len(request.tokens) - 1
         if found is None:
-            kept = Kept.nothing(self.retention, stop)
-            return Holding(kept, np.zeros_like(kept.before))
-        full = found.lengths // self.retention.block
+            kept = RequestRetention.empty(self.retention, stop)
+            return Holding(kept, np.zeros_like(kept.carried))
+        full = found.lengths // self.retention.block_size
         places = places_between(np.zeros_like(full), full, self.width)
         own = set(places)
         tails = {place: page for place, page in found.pages.items() if place not in own}
-        return Holding(Kept(self.retention, found.lengths, found.tokens, stop), full, places, tails)
+        return Holding(RequestRetention(self.retention, found.lengths, found.tokens, stop), full, places, tails)
 
     def _carry(self, request: Request, tokens: int) -> None:
         holding = request.holding
@@ -133,7 +133,7 @@ class RaggedMemory(Memory):
         if not self.carry:
             return
         lengths = holding.kept.lengths(tokens)
-        wanted = set(places_between(np.zeros_like(lengths), -(-lengths // self.retention.block), self.width))
+        wanted = set(places_between(np.zeros_like(lengths), -(-lengths // self.retention.block_size), self.width))
         pages = {place: page for place, page in zip(holding.places, request.blocks, strict=True) if place in wanted}
         root = root_digest(request.salt, request.adapter)
         if self.texts.add(root, request.tokens, Carried(tokens, lengths, pages)):
@@ -145,7 +145,7 @@ class RaggedMemory(Memory):
             self._holders[page] += 1
 
 
-def places_between(have: Counts, wanted: Counts, width: int) -> list[int]:
+def places_between(have: ClusterCounts, wanted: ClusterCounts, width: int) -> list[int]:
     """Those of the pages that clusters with `have` need to have `wanted`."""
     more: Any = np.maximum(wanted - have, 0)
     begin = np.repeat(np.arange(len(have)) * width + have, more)
@@ -153,7 +153,7 @@ def places_between(have: Counts, wanted: Counts, width: int) -> list[int]:
     return list((begin + within).tolist())
 
 
-def _enough(kept: Kept, pages: Counts, tokens: int) -> int:
+def _enough(kept: RequestRetention, pages: ClusterCounts, tokens: int) -> int:
     """Tokens that fit into so many pages of each cluster."""
-    room = pages * kept.retention.block - kept.lengths(max(tokens, kept.stop))
+    room = pages * kept.policy.block_size - kept.lengths(max(tokens, kept.stop))
     return max(tokens, kept.stop) + int(room.min())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smelt.kernels.paged import Pages
-from smelt.kvcache.eviction.observe import rotation_of
+from smelt.kvcache.rope import rope_functions
 from smelt.models.model import Model
 from smelt.runtime.cpu import CompiledNetwork, reason_against
 from smelt.serve.engine.adapters import Adapters, uses_adapters
@@ -38,7 +38,7 @@ class RaggedRunner:
         self.ends = end_tokens(model)
         self.cache = cache
         self.network.set_attn_implementation(NAME)
-        self._judge = Judge(*rotation_of(model.network, model.device))
+        self._judge = Judge(*rope_functions(model.network, model.device))
         self.compiled: CompiledNetwork | None = None
         self.kind = None if cache.format is None else cache.format.name
         if compiled and reason_against(model, self.kind) is None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smelt.kvcache.eviction.retention import Judged
+from smelt.kvcache.eviction.policy import EvictionStep
 from smelt.serve.engine.per_head.cache import RaggedCache
 from smelt.serve.engine.per_head.holding import Holding
 from smelt.serve.engine.per_head.memory import places_between
@@ -26,7 +26,7 @@ class Chunk:
     first: int  # of its tokens in the step
     count: int
     end: int  # tokens of the text that are read then
-    judged: Judged
+    judged: EvictionStep
     chosen: Tensor  # [layers, kv_heads], int64: how many each head keeps of the region
     here: Tensor  # [layers, kv_heads, region], int64: rows of the cache in which they lie
     there: Tensor  # [layers, kv_heads, most], int64: rows to which the chosen ones go; see `chunk_of`
@@ -115,7 +115,7 @@ def step_of(cache: RaggedCache, pieces: list[Piece], tokens: Tensor, send: Send)
     for first, piece in zip(bounds.tolist(), pieces, strict=False):
         stop = piece.start + piece.count
         kept = holding_of(piece).kept
-        judged = kept.judged(piece.start, stop) if piece.start < kept.stop else None
+        judged = kept.eviction_step(piece.start, stop) if piece.start < kept.stop else None
         if judged is not None:
             chunks.append(chunk_of(cache, piece, first, judged, send))
     return RaggedStep(
@@ -124,11 +124,11 @@ def step_of(cache: RaggedCache, pieces: list[Piece], tokens: Tensor, send: Send)
     )  # fmt: skip
 
 
-def chunk_of(cache: RaggedCache, piece: Piece, first: int, judged: Judged, send: Send) -> Chunk:
+def chunk_of(cache: RaggedCache, piece: Piece, first: int, judged: EvictionStep, send: Send) -> Chunk:
     """All that does not depend on scores, for all layers at once. A head's best tokens go behind what is locked, the
     best first, then the window; what it does not keep goes behind that, where nobody looks for it."""
-    locked, chosen = (counts[cache.cluster] for counts in send(np.stack([judged.locked, judged.chosen])))
-    most = int(judged.chosen.max())
+    locked, chosen = (counts[cache.cluster] for counts in send(np.stack([judged.locked, judged.retained])))
+    most = int(judged.retained.max())
     rank = torch.arange(most - judged.window, device=locked.device).expand(*locked.shape, -1)
     last = torch.arange(judged.window, device=locked.device).expand(*locked.shape, -1)
     ahead = chosen[..., None] - judged.window

@@ -11,10 +11,13 @@ from transformers import PreTrainedModel
 
 from smelt.errors import ModelError
 
+RotateFn = Callable[
+    [Tensor, int], Tensor
+]  # vectors [..., tokens, width] and the position of the first: turned by rotary
 Renumber = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def renumbering(network: PreTrainedModel) -> Renumber:
+def position_remapper(network: PreTrainedModel) -> Renumber:
     """A function of keys [kv_heads, tokens, width], the positions they have and those they shall have [.., tokens]:
     what the network itself would have computed there. It counts in float32 and rounds once, so that keys of fewer bits
     lose a rounding each time they move; those that stay where they are lose nothing."""
@@ -26,9 +29,9 @@ def renumbering(network: PreTrainedModel) -> Renumber:
         x = keys.float()
         cosine, sine = _angles(rotary, x, old)
         length = cosine.square() + sine.square()  # one, but for models that scale their rotation
-        x = (x * cosine - _quarter_turn(x) * sine) / length
+        x = (x * cosine - _rotate_half(x) * sine) / length
         cosine, sine = _angles(rotary, x, new)
-        x = (x * cosine + _quarter_turn(x) * sine).to(keys.dtype)
+        x = (x * cosine + _rotate_half(x) * sine).to(keys.dtype)
         return torch.where((old == new)[..., None], keys, x)
 
     return renumbered
@@ -41,6 +44,29 @@ def _angles(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     return cosine.float(), sine.float()
 
 
-def _quarter_turn(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     low, high = x.chunk(2, dim=-1)
     return torch.cat((-high, low), dim=-1)
+
+
+def rope_functions(network: PreTrainedModel, device: torch.device) -> tuple[RotateFn, RotateFn]:
+    """By the angle of positions, and back. Networks without rotary positions turn nothing."""
+    rotary: Any = getattr(network.base_model, "rotary_emb", None)
+    if rotary is None:
+        return (lambda x, _: x), (lambda x, _: x)
+
+    def angles(x: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        positions = torch.arange(first, first + x.shape[-2], device=device)[None]
+        cosines, sines = rotary(x.float(), positions)
+        return cosines[0].float(), sines[0].float()  # [tokens, width]
+
+    def turn(x: Tensor, first: int) -> Tensor:
+        cosines, sines = angles(x, first)
+        return (x.float() * cosines + _rotate_half(x.float()) * sines).to(x.dtype)
+
+    def back(x: Tensor, first: int) -> Tensor:
+        cosines, sines = angles(x, first)
+        length = cosines.square() + sines.square()  # one, but for models that scale their rotation
+        return ((x.float() * cosines - _rotate_half(x.float()) * sines) / length).to(x.dtype)
+
+    return turn, back

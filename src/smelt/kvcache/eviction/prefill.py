@@ -7,41 +7,42 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig
 
 from smelt.errors import ModelError
 from smelt.kvcache.eviction.attention import attending
-from smelt.kvcache.eviction.attention_inputs import Seen, Turn
-from smelt.kvcache.eviction.profile import Shape
+from smelt.kvcache.eviction.profile import KVShape
+from smelt.kvcache.eviction.scorer import AttentionInputs
+from smelt.kvcache.rope import rope_functions
 from smelt.models.model import Model
 
 
 @dataclass(frozen=True)
-class Reading:
+class RecordedPrefill:
     """A prompt that was read."""
 
-    seen: list[Seen]  # of each layer
+    layers: list[AttentionInputs]  # of each layer
     logits: Tensor  # [batch, vocabulary]: after its last token
     config: PreTrainedConfig
 
     @property
-    def tokens(self) -> int:
-        return self.seen[0].tokens
+    def seq_len(self) -> int:
+        return self.layers[0].seq_len
 
     def cache(self, times: int = 1) -> DynamicCache:
         """What the network goes on from; of one prompt also several times beside itself."""
         found = DynamicCache(config=self.config)
-        for layer, seen in enumerate(self.seen):
+        for layer, seen in enumerate(self.layers):
             shape = (times * len(seen.keys), *(-1 for _ in seen.keys.shape[1:]))
             found.update(seen.keys.expand(shape), seen.values.expand(shape), layer)
         return found
 
 
 @torch.no_grad()
-def read(model: Model, ids: Tensor) -> Reading:  # [batch, tokens]
+def record_prefill(model: Model, ids: Tensor) -> RecordedPrefill:  # [batch, tokens]
     """All prompts of a batch have the same length."""
     network: Any = model.network
-    check(model)
+    check_evictable(model)
     caught: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def listen(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
@@ -50,18 +51,18 @@ def read(model: Model, ids: Tensor) -> Reading:  # [batch, tokens]
     cache = DynamicCache(config=network.config)
     with attending(network, listen=listen):
         logits = network(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-    turn, back = rotation_of(network, ids.device)
+    turn, back = rope_functions(network, ids.device)
     parts = [part for part in model.anatomy.parts if part.kind == "heads"]
     seen = []
     for part in parts:
         queries, keys, values = caught[part.block]
         holder: Any = part.holder
         scale = float(getattr(holder, "scaling", None) or queries.shape[-1] ** -0.5)
-        seen.append(Seen(keys, values, back(queries, 0), turn, scale))
-    return Reading(seen, logits, network.config)
+        seen.append(AttentionInputs(keys, values, back(queries, 0), turn, scale))
+    return RecordedPrefill(seen, logits, network.config)
 
 
-def check(model: Model) -> None:
+def check_evictable(model: Model) -> None:
     """What cannot be compressed is refused."""
     parts = [part for part in model.anatomy.parts if part.kind == "heads"]
     if model.task != "language" or not model.anatomy.family.causal:
@@ -73,42 +74,14 @@ def check(model: Model) -> None:
         raise ModelError("layers of this model have different numbers of heads, which budgets do not know yet.")
 
 
-def shape_of(model: Model) -> Shape:
+def kv_shape_of(model: Model) -> KVShape:
     """By which a profile knows its model again."""
     parts = [part for part in model.anatomy.parts if part.kind == "heads"]
-    return Shape(model.network.config.model_type, len(parts), parts[0].units, parts[0].head_dim)
-
-
-def rotation_of(network: PreTrainedModel, device: torch.device) -> tuple[Turn, Turn]:
-    """By the angle of positions, and back. Networks without rotary positions turn nothing."""
-    rotary: Any = getattr(network.base_model, "rotary_emb", None)
-    if rotary is None:
-        return (lambda x, _: x), (lambda x, _: x)
-
-    def angles(x: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        positions = torch.arange(first, first + x.shape[-2], device=device)[None]
-        cosines, sines = rotary(x.float(), positions)
-        return cosines[0].float(), sines[0].float()  # [tokens, width]
-
-    def turn(x: Tensor, first: int) -> Tensor:
-        cosines, sines = angles(x, first)
-        return (x.float() * cosines + _halves_exchanged(x.float()) * sines).to(x.dtype)
-
-    def back(x: Tensor, first: int) -> Tensor:
-        cosines, sines = angles(x, first)
-        length = cosines.square() + sines.square()  # one, but for models that scale their rotation
-        return ((x.float() * cosines - _halves_exchanged(x.float()) * sines) / length).to(x.dtype)
-
-    return turn, back
-
-
-def _halves_exchanged(x: Tensor) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((-high, low), dim=-1)
+    return KVShape(model.network.config.model_type, len(parts), parts[0].units, parts[0].head_dim)
 
 
 @torch.no_grad()
-def logits_after(model: Model, reading: Reading, kept: Tensor | None, ids: Tensor) -> Tensor:
+def decode_logits(model: Model, reading: RecordedPrefill, kept: Tensor | None, ids: Tensor) -> Tensor:
     """Of more tokens [batch, new] -> [batch, new, vocabulary], where each head sees what it kept of the prompt. One
     prompt can be gone on from in many ways at once: the batch is that of `kept`."""
     network: Any = model.network

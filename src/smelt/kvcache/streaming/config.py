@@ -1,15 +1,15 @@
-"""How large a pot is, how much of it stays, and where each token of a text is laid. All of it follows from the number
-of the token alone, so that whoever reads the same text cooks at the same places."""
+"""A hard cap: what a server is told about the pots of its requests."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from smelt.errors import ConfigError
+from smelt.kvcache.streaming.infinipot import InfiniPot
 
 
 @dataclass(frozen=True)
-class PotSize:
+class BoundedCacheSize:
     """A pot is filled up to `cap - room`; when one more token comes, it is cooked down to `keep`. `room` is for the
     catalyst prompt, and for what else is laid behind the text and taken away again."""
 
@@ -18,7 +18,7 @@ class PotSize:
     room: int
 
     @classmethod
-    def of(cls, cap: int, keep: int | None, room: int, prompt: int, window: int | None) -> PotSize:
+    def of(cls, cap: int, keep: int | None, room: int, prompt: int, window: int | None) -> BoundedCacheSize:
         """For a catalyst prompt of so many tokens, and a network that was trained for so many. Of the paper's sizes
         only that of the pot is known: that a half is kept is a default of ours."""
         found = cls(cap, cap // 2 if keep is None else keep, room)
@@ -58,3 +58,36 @@ class PotSize:
     def length(self, tokens: int) -> int:
         """How many lie in it when so many have come."""
         return self.place(tokens - 1) + 1 if tokens else 0
+
+
+@dataclass(frozen=True)
+class BoundedCacheConfig:
+    """Each request holds keys and values of at most so many tokens. When they are there, `keep` of them stay (a half
+    unless told), by the rule."""
+
+    tokens: int
+    keep: int | None = None
+    rule: InfiniPot = field(default_factory=InfiniPot)
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ConfigError(f"a cap of {self.tokens} tokens holds nothing; give some hundreds or thousands.")
+        if not self.rule.renumber:
+            raise ConfigError("a text without an end needs positions that are numbered anew; leave `renumber` on.")
+
+    def size(self, prompt: int, window: int | None, block: int) -> BoundedCacheSize:
+        """With a catalyst prompt of so many tokens, on blocks of so many. Room is left for the prompt alone, since
+        answers are cooked down as well. Pots that would be cooked down more often than once a block are refused."""
+        least = 2 * (prompt + block) - 1
+        if self.keep is None and self.tokens < least:
+            raise ConfigError(
+                f"a cap of {self.tokens} tokens is too small: a half stays, the catalyst prompt takes {prompt}, and a "
+                f"block of {block} must fit beside them; give at least {least}."
+            )
+        size = BoundedCacheSize.of(self.tokens, self.keep, prompt, prompt, window)
+        if size.fresh < block:
+            raise ConfigError(
+                f"a cap of {self.tokens} tokens that keeps {size.keep} leaves {size.fresh} beside the catalyst prompt "
+                f"of {prompt}, and a block has {block}; keep at most {size.full - block}, or raise the cap."
+            )
+        return size

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from smelt.kernels import paged
 from smelt.kernels.kv_quant import RowFormat, packed
-from smelt.kvcache.selection.digested import Digested
-from smelt.kvcache.selection.pages import Found, Pages
-from smelt.kvcache.selection.selection import Selection
-from smelt.kvcache.selection.trace import Recorder
+from smelt.kvcache.selection.config import SparseAttentionConfig
+from smelt.kvcache.selection.page_store import GatheredPages, Pages
+from smelt.kvcache.selection.page_summary import PageSummaryTable
+from smelt.kvcache.selection.trace import TraceRecorder
 
 
 @dataclass(frozen=True)
-class Reading:
+class PrefillChunk:
     """New tokens of a prompt, which stand behind one another in the step."""
 
     tokens: slice
@@ -26,7 +26,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Asking:
+class DecodeBatch:
     """Requests with one new token each."""
 
     tokens: Tensor  # [requests]: where these stand in the step
@@ -34,7 +34,7 @@ class Asking:
     tables: Tensor  # [requests, most blocks]
     names: Sequence[str]
 
-    def split(self, counts: Sequence[int], most: int) -> Iterator[Asking]:
+    def split(self, counts: Sequence[int], most: int) -> Iterator[DecodeBatch]:
         """In order, as many at once as have no more than `most` pages of a head together."""
         start, together = 0, 0
         for row, count in enumerate(counts):
@@ -44,34 +44,34 @@ class Asking:
             together += count
         yield self._part(start, len(counts))
 
-    def _part(self, start: int, stop: int) -> Asking:
+    def _part(self, start: int, stop: int) -> DecodeBatch:
         here = slice(start, stop)
-        return Asking(self.tokens[here], self.lengths[here], self.tables[here], self.names[here])
+        return DecodeBatch(self.tokens[here], self.lengths[here], self.tables[here], self.names[here])
 
 
 @dataclass(frozen=True)
-class Layout:
+class SparseBatch:
     """Whose tokens a step has. All tensors are int64; those of `asking` are on the device, the others on the host."""
 
     step: int  # counted from 1
     places: Tensor  # [tokens]: block * size + offset
     filled: Tensor  # blocks whose last token is among them
-    reading: Sequence[Reading] = ()
-    asking: Sequence[Asking] = ()
+    reading: Sequence[PrefillChunk] = ()
+    asking: Sequence[DecodeBatch] = ()
 
 
 @dataclass
-class SelectedAttention:
+class SparsePageAttention:
     """Of one cache. `attend` is called for every layer of a step, in order."""
 
-    selection: Selection
+    selection: SparseAttentionConfig
     pages: Pages
-    digested: Digested
-    recorder: Recorder | None = None
+    digested: PageSummaryTable
+    recorder: TraceRecorder | None = None
     rows: Mapping[int, RowFormat | None] = field(default_factory=dict)  # of layers whose pages hold bytes
 
     def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, layout: Layout, scale: float
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, layout: SparseBatch, scale: float
     ) -> Tensor:  # [tokens, heads, width] -> the same
         """Keys and values are [tokens, kv_heads, width], and are written to their pages first."""
         rows = self.rows.get(layer)
@@ -89,7 +89,7 @@ class SelectedAttention:
             result[asking.tokens] = self._over_chosen(layer, grouped[asking.tokens], asking, layout.step, scale)
         return result.flatten(1, 2)
 
-    def _over_chosen(self, layer: int, queries: Tensor, asking: Asking, step: int, scale: float) -> Tensor:
+    def _over_chosen(self, layer: int, queries: Tensor, asking: DecodeBatch, step: int, scale: float) -> Tensor:
         scores = self.digested.scores(layer, queries, asking.tables)  # [requests, kv_heads, pages]
         chosen = self.selection.choose(scores, asking.lengths)  # [requests, kv_heads, most]
         counts = self.selection.counts(asking.lengths)  # [requests]
@@ -103,7 +103,7 @@ class SelectedAttention:
         return _over_sequences(queries, found, seen, scale, self.rows.get(layer))
 
 
-def _over_whole(queries: Tensor, found: Found, length: int, scale: float, rows: RowFormat | None) -> Tensor:
+def _over_whole(queries: Tensor, found: GatheredPages, length: int, scale: float, rows: RowFormat | None) -> Tensor:
     """New tokens of one request [tokens, kv_heads, group, width], each head of keys a sequence."""
     new, kv_heads = queries.shape[:2]
     flat = queries.transpose(0, 1).flatten(0, 1)  # [kv_heads * tokens, group, width]
@@ -111,7 +111,9 @@ def _over_whole(queries: Tensor, found: Found, length: int, scale: float, rows: 
     return result.unflatten(0, (kv_heads, new)).transpose(0, 1)
 
 
-def _over_sequences(queries: Tensor, found: Found, seen: Tensor, scale: float, rows: RowFormat | None) -> Tensor:
+def _over_sequences(
+    queries: Tensor, found: GatheredPages, seen: Tensor, scale: float, rows: RowFormat | None
+) -> Tensor:
     """One new token a request, [requests, kv_heads, group, width]; each head sees so many tokens of its own choice."""
     requests, kv_heads = queries.shape[:2]
     lengths = seen.repeat_interleave(kv_heads)
@@ -122,7 +124,7 @@ def _over_sequences(queries: Tensor, found: Found, seen: Tensor, scale: float, r
 
 def _attention(
     queries: Tensor,
-    found: Found,
+    found: GatheredPages,
     counts: list[int],
     lengths: Tensor,
     longest: int,

@@ -14,16 +14,22 @@ import torch
 from torch import Tensor
 
 from smelt.kernels.paged import empty_pages
-from smelt.kvcache.selection.digested import Heads
-from smelt.kvcache.selection.page_cache import Residence, Residents
-from smelt.kvcache.selection.pages import Found, one_head, pages_of_layers, put, rows_of
+from smelt.kvcache.selection.page_cache import OffloadConfig, ResidentPages
+from smelt.kvcache.selection.page_store import GatheredPages, one_head, pages_of_layers, put, rows_of
+from smelt.kvcache.selection.page_summary import LayerHeads
 
 
-class HostPages:
+class HostPageStore:
     """All pages on the host; for each layer and head of keys as many slots on the device as the residence says."""
 
     def __init__(
-        self, heads: Heads, blocks: int, size: int, dtype: torch.dtype, device: torch.device, residence: Residence
+        self,
+        heads: LayerHeads,
+        blocks: int,
+        size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        residence: OffloadConfig,
     ) -> None:
         self.most_at_once: int | None = residence.slots
         self._device = device
@@ -35,7 +41,7 @@ class HostPages:
             }
             for _ in range(2)
         )
-        self.residents = {layer: Residents(kv_heads, blocks, residence) for layer, (kv_heads, _) in heads.items()}
+        self.residents = {layer: ResidentPages(kv_heads, blocks, residence) for layer, (kv_heads, _) in heads.items()}
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.recalled_bytes = 0  # copied to the device because they were chosen
         self.staged_bytes = 0  # copied to the device for prompts, which attend to all of their pages
@@ -48,14 +54,14 @@ class HostPages:
     def keys_of(self, layer: int, blocks: Tensor) -> Tensor:
         return self._keys[layer][blocks].to(self._device)
 
-    def whole(self, layer: int, blocks: Tensor) -> Found:
+    def whole(self, layer: int, blocks: Tensor) -> GatheredPages:
         """One layer of one request at a time is staged, for this call alone."""
         keys, values = (pages[layer][blocks].to(self._device) for pages in (self._keys, self._values))
         self.staged_bytes += keys.nbytes + values.nbytes
         rows = rows_of(torch.arange(len(blocks), device=self._device), keys.shape[1])
-        return Found(one_head(keys), one_head(values), rows)
+        return GatheredPages(one_head(keys), one_head(values), rows)
 
-    def chosen(self, layer: int, blocks: Tensor, there: Tensor, step: int) -> Found:
+    def chosen(self, layer: int, blocks: Tensor, there: Tensor, step: int) -> GatheredPages:
         residents, (every, kv_heads) = self.residents[layer], self._keys[layer].shape[:2]
         blocks, there = blocks.cpu(), there.cpu()
         head = torch.arange(kv_heads)[:, None].expand_as(blocks)
@@ -67,7 +73,7 @@ class HostPages:
         rows[there] = (heads * residents.residence.slots + slots)[back]
         recalled[there] = new[back]
         keys, values = self._key_slots[layer].unsqueeze(2), self._value_slots[layer].unsqueeze(2)
-        return Found(keys, values, rows.to(self._device), recalled)
+        return GatheredPages(keys, values, rows.to(self._device), recalled)
 
     def settle(self, step: int) -> None:
         for residents in self.residents.values():
@@ -116,7 +122,9 @@ class HostPages:
         return torch.cuda.stream(self._side)
 
 
-def _host_pages(heads: Heads, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> dict[int, Tensor]:
+def _host_pages(
+    heads: LayerHeads, blocks: int, size: int, dtype: torch.dtype, device: torch.device
+) -> dict[int, Tensor]:
     """Pinned where a device copies from them."""
     if device.type == "cpu":
         return pages_of_layers(heads, blocks, size, dtype, device)

@@ -13,15 +13,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from smelt.errors import ConfigError
-from smelt.kvcache.selection.page_summary import ArkVale, Digest
+from smelt.errors import ConfigError, ModelError
+from smelt.kvcache.selection.page_summary import ArkVale, PageSummary
+from smelt.models.model import Model
 
 
 @dataclass(frozen=True)
-class Selection:
+class SparseAttentionConfig:
     """Each head of keys chooses for itself, at every step of decoding. A prompt attends to all of itself."""
 
-    digest: Digest = field(default_factory=ArkVale)
+    digest: PageSummary = field(default_factory=ArkVale)
     page: int = 32  # tokens; the block of the engine
     budget: int = 4096  # tokens that a head attends to, with those of sink and window
     share: float = 0.0  # of the pages there are: the budget is never less than that
@@ -68,3 +69,15 @@ class Selection:
         best = judged.topk(int(counts.max()), dim=-1).indices  # the best first
         rank = torch.arange(best.shape[-1], device=best.device)
         return torch.where(rank < counts, best, held - 1).sort(-1).values
+
+
+def sparse_attention_heads(model: Model) -> dict[int, tuple[int, int]]:
+    """Heads of keys and their width, for every layer that has attention; what pages cannot be chosen for is refused."""
+    config = model.network.config.get_text_config()
+    if model.task != "language" or not model.anatomy.family.causal:
+        raise ModelError("only language models that read from left to right have pages to choose from.")
+    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
+        raise ModelError("this model has sliding layers, which see the last tokens only; serve it without selection.")
+    parts = [part for part in model.anatomy.parts if part.kind == "heads" and part.units]
+    return {part.block: (part.units, part.head_dim) for part in parts}

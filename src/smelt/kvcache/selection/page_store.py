@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from smelt.kernels.paged import empty_pages
-from smelt.kvcache.selection.digested import Heads
+from smelt.kvcache.selection.page_summary import LayerHeads
 
 
 @dataclass(frozen=True)
-class Found:
+class GatheredPages:
     """Pages that lie on the device, and which of them are meant."""
 
     keys: Tensor  # [pages, tokens, 1, width]
@@ -37,10 +37,10 @@ class Pages(Protocol):
     def keys_of(self, layer: int, blocks: Tensor) -> Tensor:
         """[n, kv_heads, tokens, width] of blocks [n]."""
 
-    def whole(self, layer: int, blocks: Tensor) -> Found:
+    def whole(self, layer: int, blocks: Tensor) -> GatheredPages:
         """All pages of one request; rows [kv_heads, blocks]."""
 
-    def chosen(self, layer: int, blocks: Tensor, there: Tensor, step: int) -> Found:
+    def chosen(self, layer: int, blocks: Tensor, there: Tensor, step: int) -> GatheredPages:
         """Of blocks [requests, kv_heads, pages] those that are `there` (the same shape): rows of that shape."""
 
     def settle(self, step: int) -> None:
@@ -50,10 +50,10 @@ class Pages(Protocol):
         """Only these blocks are still anyone's."""
 
 
-class DevicePages:
+class DevicePageStore:
     """Everything on the device: selection saves reading, not memory."""
 
-    def __init__(self, heads: Heads, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, heads: LayerHeads, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.most_at_once: int | None = None
         self._device = device
         self._keys, self._values = (pages_of_layers(heads, blocks, size, dtype, device) for _ in range(2))
@@ -65,11 +65,11 @@ class DevicePages:
     def keys_of(self, layer: int, blocks: Tensor) -> Tensor:
         return self._keys[layer][blocks.to(self._device)]
 
-    def whole(self, layer: int, blocks: Tensor) -> Found:
+    def whole(self, layer: int, blocks: Tensor) -> GatheredPages:
         kv_heads = self._keys[layer].shape[1]
         return self._found(layer, rows_of(blocks.to(self._device), kv_heads))
 
-    def chosen(self, layer: int, blocks: Tensor, there: Tensor, step: int) -> Found:
+    def chosen(self, layer: int, blocks: Tensor, there: Tensor, step: int) -> GatheredPages:
         kv_heads = self._keys[layer].shape[1]
         head = torch.arange(kv_heads, device=self._device)[:, None]
         return self._found(layer, blocks * kv_heads + head)
@@ -80,12 +80,12 @@ class DevicePages:
     def keep_only(self, blocks: Tensor) -> None:
         """The pool of blocks knows it."""
 
-    def _found(self, layer: int, rows: Tensor) -> Found:
-        return Found(one_head(self._keys[layer]), one_head(self._values[layer]), rows)
+    def _found(self, layer: int, rows: Tensor) -> GatheredPages:
+        return GatheredPages(one_head(self._keys[layer]), one_head(self._values[layer]), rows)
 
 
 def pages_of_layers(
-    heads: Heads, blocks: int, size: int, dtype: torch.dtype, device: torch.device
+    heads: LayerHeads, blocks: int, size: int, dtype: torch.dtype, device: torch.device
 ) -> dict[int, Tensor]:
     """Of each layer, [blocks, kv_heads, size, width]."""
     return {layer: empty_pages((blocks, count, size, width), dtype, device) for layer, (count, width) in heads.items()}
