@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from smelt.report.sharded import render_shard_plan, step_rows, unit_rows
+from smelt.report.sharding import render_shard_plan, step_rows, unit_rows
 from tests.cli.conftest import Smelt
 
 CONFIG = """

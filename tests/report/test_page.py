@@ -48,7 +48,7 @@ class Page(HTMLParser):
 
     def headings(self) -> list[str]:
         return re.findall(
-            "Before and after|Quality|Speed|What was kept|In their own words|Steps|Recipe|Papers", self.text
+            "Before and after|Quality|Speed|What was kept|Sample completions|Steps|Recipe|Papers", self.text
         )
 
 
@@ -136,7 +136,7 @@ PARTS = {
     "speed": ["Before and after", "Speed"],
     "memory": ["Before and after"],
     "kept": ["What was kept"],
-    "samples": ["In their own words"],
+    "samples": ["Sample completions"],
     "steps": ["Steps"],
     "recipe": ["Recipe"],
     "papers": ["Papers"],
@@ -158,7 +158,7 @@ def test_a_verdict_is_made_where_none_is_given(run: dict[str, Any]) -> None:
     assert expected in Page(render(run)).text
     run["size"]["parameters"]["after"] = run["size"]["parameters"]["before"]  # as after quantisation
     run["size"]["block_parameters"]["after"] = run["size"]["block_parameters"]["before"]
-    assert "bytes of weights 538 MB → " in Page(render(run)).text
+    assert "weight bytes 538 MB → " in Page(render(run)).text
 
 
 def warnings_of(run: dict[str, Any], **speed: Any) -> list[str]:
@@ -207,7 +207,7 @@ def test_samples_stand_beside_their_twins() -> None:
 
 def test_flips_may_be_a_count_or_a_share(run: dict[str, Any]) -> None:
     run["quality"]["comparison"]["flips"] = 0.0234
-    assert "answers that flipped2.34 %" in Page(render(run)).text
+    assert "flipped answers2.34 %" in Page(render(run)).text
 
 
 def test_channels_of_a_convolution_network() -> None:

@@ -18,7 +18,7 @@ from smelt.loadtest.series import plain_timelines, series
 from smelt.loadtest.summary import limits_from
 from smelt.measure.machine import machine
 from smelt.progress import bars
-from smelt.report.load import latency_rows, render_load, throughput_rows
+from smelt.report.load_test import latency_rows, render_load, throughput_rows
 from smelt.report.page import write_page
 
 _MOST_KEY = 4096

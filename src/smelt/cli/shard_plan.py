@@ -19,7 +19,7 @@ from smelt.errors import ConfigError
 from smelt.files import check_place
 from smelt.measure.machine import machine
 from smelt.report.page import write_page
-from smelt.report.sharded import HEADINGS, fact_rows, render_shard_plan, step_rows, unit_rows
+from smelt.report.sharding import HEADINGS, fact_rows, render_shard_plan, step_rows, unit_rows
 from smelt.train.fsdp.apply import apply_plan
 from smelt.train.fsdp.facts import ClusterSpec, ModelProfile
 from smelt.train.fsdp.profile import estimate_layers, profile_layers

@@ -1,4 +1,4 @@
-"""The report of a run, drawn from a plain dict: a page for the browser and a table for the terminal."""
+"""Reports from plain dicts: HTML pages and terminal tables. Imports no other package."""
 
 from smelt.report.page import render, write_report
 from smelt.report.terminal import summary_table

@@ -1,4 +1,4 @@
-"""Charts as inline SVG. Positions are percentages, so that a chart fills its place while its text keeps its size."""
+"""Bars, cells and interval plots as inline SVG; positions are percentages, so charts stretch while text does not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _at(fraction: float) -> str:
 
 @dataclass(frozen=True)
 class Bar:
-    """A bar from zero, with a whisker of half the spread to both sides of its end."""
+    """A bar from zero, with a whisker of ± half the spread at its end."""
 
     value: float
     spread: float
@@ -23,7 +23,7 @@ class Bar:
 
 
 def bar(entry: Bar, longest: float) -> Markup:
-    """One bar, drawn on a scale that ends at `longest`."""
+    """Draw one bar on a scale that ends at `longest`."""
     end = entry.value / longest
     low, high = (max(0.0, entry.value + side * entry.spread / 2) / longest for side in (-1, 1))
     whisker = join(
@@ -42,7 +42,7 @@ def bar(entry: Bar, longest: float) -> Markup:
 
 
 def fraction_bar(kept: float, title: str) -> Markup:
-    """A track filled to the fraction that was kept."""
+    """Draw a track filled to the fraction that was kept."""
     return tag(
         "svg",
         tag("title", title),
@@ -55,7 +55,7 @@ def fraction_bar(kept: float, title: str) -> Markup:
 
 
 def cells(kept: set[int], of: int, unit: str) -> Markup:
-    """One cell a unit, in the original order: filled where it was kept, hollow where it was removed."""
+    """Draw one cell per unit in the original order: filled if kept, hollow if removed."""
     drawn = [
         tag(
             "rect",
@@ -88,18 +88,18 @@ class Interval:
 
 
 def interval_plot(interval: Interval, title: str) -> Markup:
-    """The estimate as a dot on its interval, beside the line of no change; ticks below, the better side named above."""
+    """Draw the estimate as a dot on its interval, with the line of no change and the better side labeled."""
     first, last = _padded(interval)
     ticks = ticks_between(first, last)
 
-    def place(value: float) -> str:
+    def position(value: float) -> str:
         return _at((value - first) / (last - first))
 
     left, right = ("← worse", "better →") if interval.higher_is_better else ("← better", "worse →")
     axis = [
         join(
-            tag("line", x1=place(tick), x2=place(tick), y1=62, y2=67, class_="axis"),
-            tag("text", tick_text(tick, ticks), x=place(tick), y=82, text_anchor="middle"),
+            tag("line", x1=position(tick), x2=position(tick), y1=62, y2=67, class_="axis"),
+            tag("text", tick_text(tick, ticks), x=position(tick), y=82, text_anchor="middle"),
         )
         for tick in ticks
     ]
@@ -110,13 +110,13 @@ def interval_plot(interval: Interval, title: str) -> Markup:
         tag("text", right, x="100%", y=12, text_anchor="end"),
         tag("line", x1="0%", x2="100%", y1=62, y2=62, class_="axis"),
         *axis,
-        tag("line", x1=place(interval.reference), x2=place(interval.reference), y1=20, y2=62, class_="reference"),
-        tag("line", x1=place(interval.low), x2=place(interval.high), y1=42, y2=42, class_="interval"),
+        tag("line", x1=position(interval.reference), x2=position(interval.reference), y1=20, y2=62, class_="reference"),
+        tag("line", x1=position(interval.low), x2=position(interval.high), y1=42, y2=42, class_="interval"),
         *(
-            tag("line", x1=place(end), x2=place(end), y1=35, y2=49, class_="interval")
+            tag("line", x1=position(end), x2=position(end), y1=35, y2=49, class_="interval")
             for end in (interval.low, interval.high)
         ),
-        tag("circle", cx=place(interval.value), cy=42, r=6, class_="estimate"),
+        tag("circle", cx=position(interval.value), cy=42, r=6, class_="estimate"),
         width="100%",
         height=88,
         role="img",
@@ -125,14 +125,14 @@ def interval_plot(interval: Interval, title: str) -> Markup:
 
 
 def _padded(interval: Interval) -> tuple[float, float]:
-    """The range of the axis: everything drawn, with room at both sides."""
+    """Return the axis range: everything drawn plus padding."""
     values = (interval.value, interval.low, interval.high, interval.reference)
     width = max(values) - min(values) or abs(interval.reference) or 1.0
     return min(values) - 0.12 * width, max(values) + 0.12 * width
 
 
 def ticks_between(first: float, last: float) -> list[float]:
-    """Three to six round numbers inside the range."""
+    """Return three to six round numbers inside the range."""
     rough = (last - first) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)

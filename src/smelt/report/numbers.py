@@ -1,4 +1,4 @@
-"""Numbers as people read them: 134.5 M, 538 MB, 12.3 GMACs, 61.2 s, +14.8 %."""
+"""Format numbers for people: 134.5 M, 538 MB, 12.3 GMACs, 61.2 s, +14.8 %."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MINUS = "−"
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> tuple[float, str]:
-    """The value in the largest unit that leaves it at 1 or more."""
+    """Scale the value to the largest unit that keeps it at 1 or more."""
     index = 0
     while abs(value) >= 999.95 and index < len(units) - 1:
         value /= 1000
@@ -22,7 +22,7 @@ def _three_digits(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """How many: written out below ten thousand, then 12.3 k, 134.5 M, 7.2 B."""
+    """Format a count: in full below ten thousand, then 12.3 k, 134.5 M, 7.2 B."""
     if abs(value) < 10_000:
         return f"{value:,.0f}"
     scaled, unit = _scaled(value, ("", "k", "M", "B", "T"))
@@ -30,7 +30,7 @@ def count(value: float) -> str:
 
 
 def size(value: float) -> str:
-    """Bytes in decimal units."""
+    """Format bytes in decimal units."""
     scaled, unit = _scaled(value, ("B", "kB", "MB", "GB", "TB"))
     return f"{_three_digits(scaled)} {unit}"
 
@@ -41,7 +41,7 @@ def macs(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration: 350 ms, 61.2 s, 4 min 12 s."""
+    """Format a duration: 350 ms, 61.2 s, 4 min 12 s."""
     if value < 0.9995:
         return f"{value * 1000:.0f} ms"
     if value < 119.95:
@@ -51,13 +51,13 @@ def seconds(value: float) -> str:
 
 
 def milliseconds(value: float, spread: float = 0.0) -> str:
-    """A median and, where there is one, what lies to both of its sides, in the same decimals."""
+    """Format a median with its ± spread, if any, to the same number of decimals."""
     decimals = 0 if value >= 1000 else 1 if value >= 10 else 2 if value >= 1 else 3
     return f"{value:.{decimals}f} ± {spread:.{decimals}f} ms" if spread else f"{value:.{decimals}f} ms"
 
 
 def metric(value: float) -> str:
-    """A quality figure: four decimals below 1 (accuracy), two above (perplexity)."""
+    """Format a quality metric: four decimals below 1 (accuracy), two above (perplexity)."""
     if not math.isfinite(value):
         return "not finite"
     if abs(value) >= 1000:
@@ -66,13 +66,13 @@ def metric(value: float) -> str:
 
 
 def signed(value: float) -> str:
-    """A difference with its sign always written."""
+    """Format a difference, always with its sign."""
     text = metric(abs(value))
     return text if not math.isfinite(value) else f"{MINUS if value < 0 else '+'}{text}"
 
 
 def percent(value: float) -> str:
-    """A relative change of `value` (0.148) as +14.8 %."""
+    """Format a relative change (0.148) as +14.8 %."""
     if not math.isfinite(value):
         return "not finite"
     return f"{MINUS if value < 0 else '+'}{abs(value) * 100:.1f} %"
@@ -83,7 +83,7 @@ def probability(value: float) -> str:
 
 
 def plain(value: object) -> str:
-    """Any fact: whole numbers with separators, others in four digits, text as it is."""
+    """Format any value: integers with separators, floats with four digits, text unchanged."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"

@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML file drawn from a plain dict, with no script and nothing from a network."""
+"""The compression report: one self-contained HTML file from a plain dict, without scripts or network access."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from smelt.report import sections
-from smelt.report.experts import few_tokens
-from smelt.report.figures import figures, verdict
+from smelt.report.layers import precision, undercalibrated_experts
 from smelt.report.markup import Markup, join, tag
-from smelt.report.precision import precision
 from smelt.report.quality import quality
 from smelt.report.speed import speed
 from smelt.report.style import CSS
+from smelt.report.summary import figures, verdict
 
-# Even if a text of the run became markup, the browser would neither run nor fetch anything.
+# Even if a text of the run became markup, the browser would neither execute nor fetch anything.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 def render(run: Mapping[str, Any]) -> str:
-    """The page. `title` and `model` must be there; any other part of the run that is missing is left out."""
+    """Render the page. `title` and `model` are required; any other missing part of the run is left out."""
     return page(
         str(run["title"]),
         _header(run),
@@ -33,7 +32,7 @@ def render(run: Mapping[str, Any]) -> str:
         speed(run),
         sections.kept(run),
         precision(run),
-        few_tokens(run),
+        undercalibrated_experts(run),
         sections.samples(run),
         sections.steps(run),
         sections.recipe(run),
@@ -44,19 +43,19 @@ def render(run: Mapping[str, Any]) -> str:
 
 
 def page(title: str, *content: object) -> str:
-    """A whole page around its content."""
+    """Wrap content in a complete page."""
     body = tag("body", tag("main", *content))
     return "<!doctype html>\n" + tag("html", _head(title), body, lang="en") + "\n"
 
 
 def write_report(run: Mapping[str, Any], path: Path) -> None:
-    """Write the page of a run."""
+    """Render a run and write its page."""
     write_page(render(run), path)
 
 
 def write_page(text: str, path: Path) -> None:
-    """Write a page whole or not at all."""
-    # A lone surrogate in a model's own words is no reason to lose the report.
+    """Write a page atomically."""
+    # A lone surrogate in generated text must not cost the report.
     content = text.encode("utf-8", errors="replace")
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
     try:
@@ -83,10 +82,10 @@ def _head(title: str) -> Markup:
 def _header(run: Mapping[str, Any]) -> Markup:
     source = f"{run['model']} → {run['result']}" if run.get("result") else str(run["model"])
     line = ", ".join(str(part) for part in (source, run.get("created")) if part)
-    said = verdict(run)
+    sentence = verdict(run)
     return tag(
         "header",
         tag("h1", run["title"]),
         tag("div", line, class_="soft"),
-        tag("p", said, class_="verdict") if said else join(),
+        tag("p", sentence, class_="verdict") if sentence else join(),
     )

@@ -1,4 +1,4 @@
-"""The quality section: the paired comparison of both models on the same items, intervals drawn."""
+"""The quality section: the paired comparison of both models on the same items, with intervals."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ from collections.abc import Callable
 
 from smelt.report import numbers
 from smelt.report.charts import Interval, interval_plot
-from smelt.report.elements import note, section, table
-from smelt.report.markup import Markup, tag
-from smelt.report.rows import Run, confidence_words, interval_words
+from smelt.report.markup import Markup, note, section, table, tag
+from smelt.report.rows import Run, confidence_text, interval_text
 
 
 def quality(run: Run) -> Markup | None:
-    """Where the quality was measured, and how the two models compare there."""
+    """Draw where quality was measured and how the two models compare."""
     measured = run.get("quality") or {}
     if not measured:
         return None
     compared = measured.get("comparison") or {}
     facts = _facts(compared)
-    compared_table = table(("paired comparison", "after against before"), facts) if facts else None
+    comparison_table = table(("paired comparison", "after against before"), facts) if facts else None
     plots = _plots(compared, bool(measured.get("higher_is_better", True)))
-    content = tag("div", tag("div", *plots), compared_table, class_="pair") if plots else compared_table
+    content = tag("div", tag("div", *plots), comparison_table, class_="pair") if plots else comparison_table
     return section("Quality", note(_conditions(measured)), content)
 
 
 def _conditions(measured: Run) -> str:
-    told = {key: value for key, value in (measured.get("settings") or {}).items() if value is not None}
-    settings = [f"{key} {numbers.plain(value)}" for key, value in told.items()]
+    settings = {key: value for key, value in (measured.get("settings") or {}).items() if value is not None}
+    facts = [f"{key} {numbers.plain(value)}" for key, value in settings.items()]
     data = f"on {measured['data']}" if measured.get("data") else ""
     measured_on = f"{measured.get('metric', 'quality')} {data}".strip()
-    return ", ".join([measured_on, *settings])
+    return ", ".join([measured_on, *facts])
 
 
 def _plots(compared: Run, higher_is_better: bool) -> list[Markup]:
@@ -43,7 +42,7 @@ def _plots(compared: Run, higher_is_better: bool) -> list[Markup]:
             continue
         interval = Interval(value, low, high, reference, higher_is_better)
         if interval.finite:
-            title = f"{label}, with its {confidence_words(compared)}"
+            title = f"{label}, with its {confidence_text(compared)}"
             drawn += [tag("h3", title), interval_plot(interval, title)]
     return drawn
 
@@ -56,18 +55,18 @@ def _facts(compared: Run) -> list[tuple[str, str]]:
     writers: dict[str, tuple[str, Callable[[float], str]]] = {
         "difference": ("difference", numbers.signed),
         "ratio": ("ratio", lambda value: f"{value:.4f}"),
-        "agreement": ("predicted alike", _share),
+        "agreement": ("same predictions", _share),
         "flips": (
-            "answers that flipped",
+            "flipped answers",
             lambda value: numbers.plain(value) if isinstance(value, int) else _share(value),
         ),
         "mcnemar_p": ("McNemar test, p", numbers.probability),
         "kl": ("KL divergence of logits", lambda value: f"{value:.4g}"),
     }
-    between = confidence_words(compared)
+    between = confidence_text(compared)
     ends = {
-        "difference": (between, interval_words(compared, numbers.signed)),
-        "ratio": (between, interval_words(compared, lambda value: f"{value:.4f}", "ratio_")),
+        "difference": (between, interval_text(compared, numbers.signed)),
+        "ratio": (between, interval_text(compared, lambda value: f"{value:.4f}", "ratio_")),
     }
     facts: list[tuple[str, str]] = []
     for key, (label, write) in writers.items():

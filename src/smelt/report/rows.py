@@ -1,4 +1,4 @@
-"""The rows of the before-and-after table: one list for the page and for the terminal."""
+"""The rows of the before-and-after table, shared by the page and the terminal."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, Literal
 from smelt.report import numbers
 
 Run = Mapping[str, Any]
-Pace = Literal["faster", "slower", "no faster"]
+SpeedVerdict = Literal["faster", "slower", "no change"]
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparisonRow:
     """One quantity before and after, as text."""
 
     label: str
@@ -23,57 +23,57 @@ class Row:
     change: str
 
 
-def before_after(run: Run) -> list[Row]:
-    """Quality, size, memory and speed, as far as the run has them."""
+def before_after(run: Run) -> list[ComparisonRow]:
+    """Build the rows for quality, size, memory and speed that the run has."""
     return [*quality_rows(run), *size_rows(run), *_memory_rows(run), *_speed_rows(run)]
 
 
-def interval_words(source: Run, write: Callable[[float], str], prefix: str = "") -> str:
-    """The ends of an interval that lie in `low` and `high` (or `ratio_low` and `ratio_high`); empty without them."""
+def interval_text(source: Run, write: Callable[[float], str], prefix: str = "") -> str:
+    """Format the interval in `low` and `high` (or `ratio_low` and `ratio_high`); empty without one."""
     low, high = source.get(f"{prefix}low"), source.get(f"{prefix}high")
     return "" if low is None or high is None else f"{write(low)} to {write(high)}"
 
 
-def confidence_words(source: Run) -> str:
+def confidence_text(source: Run) -> str:
     return f"{100 * source.get('confidence', 0.95):g} % interval"
 
 
-def times(ratio: float) -> str:
+def factor(ratio: float) -> str:
     return f"{ratio:.2f}×"
 
 
 def relative_change(before: float, after: float) -> str:
-    """The change in per cent; empty where there is none to speak of (from nothing, or of what is not finite)."""
+    """Format the relative change in percent; empty if it is undefined or not finite."""
     ratio = after / before if before else math.nan
     return numbers.percent(ratio - 1) if math.isfinite(ratio) else ""
 
 
-def speed_up(entry: Run) -> float:
-    """How many times as fast the model is afterwards."""
+def speedup(entry: Run) -> float:
+    """Return the speedup: time before divided by time after."""
     ratio = entry.get("ratio")
     return float(entry["before"]["median_ms"] / entry["after"]["median_ms"] if ratio is None else ratio)
 
 
-def pace(entry: Run) -> Pace:
-    """What a speed entry shows; where the interval of the ratio holds 1, nothing was gained that one could measure."""
+def speed_verdict(entry: Run) -> SpeedVerdict:
+    """Classify a speed entry; an interval of the ratio that contains 1 is no measurable change."""
     low, high = (entry.get(key) for key in ("ratio_low", "ratio_high"))
-    if (speed_up(entry) if low is None else low) > 1:
+    if (speedup(entry) if low is None else low) > 1:
         return "faster"
-    return "slower" if (speed_up(entry) if high is None else high) < 1 else "no faster"
+    return "slower" if (speedup(entry) if high is None else high) < 1 else "no change"
 
 
-def pace_words(entry: Run) -> str:
-    """The pace as a phrase: 1.21× faster, 1.08× slower, no measurable change."""
-    words = {
-        "faster": f"{times(speed_up(entry))} faster",
-        "slower": f"{times(1 / speed_up(entry))} slower",
-        "no faster": "no measurable change",
+def speedup_text(entry: Run) -> str:
+    """Format a speed entry: 1.21× faster, 1.08× slower, no measurable change."""
+    texts = {
+        "faster": f"{factor(speedup(entry))} faster",
+        "slower": f"{factor(1 / speedup(entry))} slower",
+        "no change": "no measurable change",
     }
-    return words[pace(entry)]
+    return texts[speed_verdict(entry)]
 
 
 def quality_change(quality: Run) -> str:
-    """The metric's change, relative where the metric has no upper end (perplexity), and what it is worth."""
+    """Format the change of the metric, relative for unbounded ones (perplexity), and whether it is better or worse."""
     before, after = quality["before"], quality["after"]
     if before == after:
         return "unchanged"
@@ -90,51 +90,55 @@ def _direction(quality: Run) -> str:
     return "better" if better else "worse"
 
 
-def quality_rows(run: Run) -> list[Row]:
+def quality_rows(run: Run) -> list[ComparisonRow]:
     quality = run.get("quality") or {}
     if quality.get("before") is None or quality.get("after") is None:
         return []
     label = str(quality.get("metric", "quality"))
     if quality.get("data"):
         label += f" on {quality['data']}"
-    return [Row(label, numbers.metric(quality["before"]), numbers.metric(quality["after"]), quality_change(quality))]
+    return [
+        ComparisonRow(
+            label, numbers.metric(quality["before"]), numbers.metric(quality["after"]), quality_change(quality)
+        )
+    ]
 
 
-def size_rows(run: Run) -> list[Row]:
+def size_rows(run: Run) -> list[ComparisonRow]:
     size = run.get("size") or {}
-    macs_label = "multiply-adds"
+    macs_label = "MACs"
     if (size.get("macs") or {}).get("tokens"):
         macs_label += f", {size['macs']['tokens']} tokens"
-    kinds: list[tuple[str, str, Callable[[float], str]]] = [
+    columns: list[tuple[str, str, Callable[[float], str]]] = [
         ("parameters", "parameters", numbers.count),
         ("block_parameters", "parameters in blocks", numbers.count),
-        ("bytes", "bytes of weights", numbers.size),
+        ("bytes", "weight bytes", numbers.size),
         ("macs", macs_label, numbers.macs),
     ]
-    return [_row(label, size[key], write) for key, label, write in kinds if size.get(key)]
+    return [_row(label, size[key], write) for key, label, write in columns if size.get(key)]
 
 
-def _memory_rows(run: Run) -> list[Row]:
+def _memory_rows(run: Run) -> list[ComparisonRow]:
     return [_row("peak memory", run["memory"], numbers.size)] if run.get("memory") else []
 
 
-def _row(label: str, pair: Run, write: Callable[[float], str]) -> Row:
+def _row(label: str, pair: Run, write: Callable[[float], str]) -> ComparisonRow:
     before, after = pair["before"], pair["after"]
-    return Row(label, write(before), write(after), relative_change(before, after))
+    return ComparisonRow(label, write(before), write(after), relative_change(before, after))
 
 
-def _speed_rows(run: Run) -> list[Row]:
+def _speed_rows(run: Run) -> list[ComparisonRow]:
     return [
-        Row(speed_label(entry), time_words(entry["before"]), time_words(entry["after"]), pace_words(entry))
+        ComparisonRow(speed_label(entry), time_text(entry["before"]), time_text(entry["after"]), speedup_text(entry))
         for entry in run.get("speed") or []
     ]
 
 
 def speed_label(entry: Run) -> str:
-    """What was timed, and on which device."""
+    """Name what was timed, and the device."""
     return ", ".join(str(entry[key]) for key in ("name", "device") if entry.get(key)) or "latency"
 
 
-def time_words(measured: Run) -> str:
-    """A median with half its interquartile range to both sides."""
+def time_text(measured: Run) -> str:
+    """Format a median ± half the interquartile range."""
     return numbers.milliseconds(measured["median_ms"], (measured.get("spread_ms") or 0.0) / 2)

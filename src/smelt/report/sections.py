@@ -1,4 +1,4 @@
-"""The plain sections of the page. Each takes the run and gives None where the run has nothing for it."""
+"""Simple sections of the page. Each takes the run and returns None if the run has nothing for it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from smelt.report import numbers
-from smelt.report.elements import section, table, warning
-from smelt.report.kept import kept_map
-from smelt.report.markup import Markup, join, tag
+from smelt.report.layers import kept_map
+from smelt.report.markup import Markup, join, section, table, tag, warning
 from smelt.report.rows import Run, before_after
 
 _ARXIV = re.compile(r"arxiv[ :]*(\d{4}\.\d{4,5})", re.IGNORECASE)
@@ -17,7 +16,7 @@ _SIZE_FACTS = {"memory_bytes": "memory", "gpu_memory_bytes": "gpu memory"}
 
 
 def warnings(run: Run) -> Markup | None:
-    """What a reader must not miss."""
+    """List the warnings of the run."""
     texts = run.get("warnings") or []
     return join(*(warning(str(text)) for text in texts)) if texts else None
 
@@ -28,7 +27,7 @@ def comparison_table(run: Run) -> Markup | None:
 
 
 def kept(run: Run) -> Markup | None:
-    """The heat map with its key."""
+    """Draw the heat map of kept units with its legend."""
     blocks = run.get("kept") or []
     if not blocks:
         return None
@@ -37,7 +36,7 @@ def kept(run: Run) -> Markup | None:
 
 
 def steps(run: Run) -> Markup | None:
-    """Time, memory and effect of every step."""
+    """List the time, memory and effect of every step."""
     listed = run.get("steps") or []
     if not listed:
         return None
@@ -65,13 +64,13 @@ def _written(value: float | None, write: Callable[[float], str]) -> str:
 
 
 def samples(run: Run) -> Markup | None:
-    """The same prompt continued by each model, side by side: all first ones, then all second ones."""
-    told: Counter[str] = Counter()
+    """Show each prompt completed by both models, side by side."""
+    seen: Counter[str] = Counter()
     turns: list[tuple[int, Run]] = []
     for sample in run.get("samples") or []:
         who = str(sample.get("who", ""))
-        turns.append((told[who], sample))
-        told[who] += 1
+        turns.append((seen[who], sample))
+        seen[who] += 1
     quotes = [
         tag(
             "blockquote",
@@ -80,7 +79,7 @@ def samples(run: Run) -> Markup | None:
         )
         for _, sample in sorted(turns, key=lambda turn: turn[0])
     ]
-    return section("In their own words", tag("div", *quotes, class_="samples")) if quotes else None
+    return section("Sample completions", tag("div", *quotes, class_="samples")) if quotes else None
 
 
 def recipe(run: Run) -> Markup | None:
@@ -88,7 +87,7 @@ def recipe(run: Run) -> Markup | None:
 
 
 def machine(run: Run) -> Markup | None:
-    """Hardware and versions."""
+    """List hardware and versions."""
     pairs = [
         join(tag("dt", label), tag("dd", words)) for label, words in map(_fact, (run.get("machine") or {}).items())
     ]
@@ -103,15 +102,15 @@ def _fact(item: tuple[str, object]) -> tuple[str, str]:
 
 
 def papers(run: Run) -> Markup | None:
-    """The papers behind the methods; an arXiv number becomes a link."""
+    """List the papers behind the methods; an arXiv number becomes a link."""
     entries = run.get("papers") or []
     items = [tag("li", paper.get("method", ""), ": ", _linked(str(paper.get("citation", "")))) for paper in entries]
     return section("Papers", tag("ul", *items)) if items else None
 
 
 def _linked(citation: str) -> Markup:
-    found = _ARXIV.search(citation)
-    if not found:
+    match = _ARXIV.search(citation)
+    if not match:
         return join(citation)
-    link = tag("a", found.group(0), href=f"https://arxiv.org/abs/{found.group(1)}", rel="noreferrer")
-    return join(citation[: found.start()], link, citation[found.end() :])
+    link = tag("a", match.group(0), href=f"https://arxiv.org/abs/{match.group(1)}", rel="noreferrer")
+    return join(citation[: match.start()], link, citation[match.end() :])

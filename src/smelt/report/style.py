@@ -1,6 +1,6 @@
-"""The page's look: one style sheet, light and dark by what the reader's system prefers, no font from elsewhere.
+"""The style sheet of all pages: light and dark by the system's preference, no external fonts.
 
-Blue and orange are told apart by every kind of colour vision; what they mean is always written or drawn as well.
+Blue and orange are distinguishable with every kind of color vision, and never carry meaning alone.
 """
 
 CSS = """

@@ -8,15 +8,14 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from smelt.report.experts import few_words
+from smelt.report.layers import undercalibrated_sentence
 from smelt.report.rows import before_after
 
 
 def summary_table(run: Mapping[str, Any]) -> Table:
-    """Quality, size and speed before and after, numbers to the right. Texts of the run are shown as they are. Experts
-    that saw few tokens are named below."""
-    few = few_words(run)
-    caption = Text(few) if few else None
+    """Build the table of quality, size and speed before and after, with undercalibrated experts in the caption."""
+    sentence = undercalibrated_sentence(run)
+    caption = Text(sentence) if sentence else None
     table = Table(title=Text(str(run["title"])), title_justify="left", caption=caption, caption_justify="left")
     table.add_column("")
     for heading in ("before", "after", "change"):

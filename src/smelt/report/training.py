@@ -1,4 +1,4 @@
-"""The page of training runs: loss against time and bytes, what was sent, and where the time went; one run or several.
+"""The training page: loss against time and bytes, traffic, and time per phase, for one run or several.
 
 A run is a plain dict with a `name`, the `facts` of its `run.json` and the `lines` of its `run.jsonl`.
 """
@@ -10,21 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from smelt.report import numbers, sections
-from smelt.report.elements import note, section, table, warning
-from smelt.report.figures import figure
-from smelt.report.graphs import Point
-from smelt.report.markup import Markup, join, tag
+from smelt.report.markup import Markup, join, note, section, table, tag, warning
 from smelt.report.page import page
+from smelt.report.plots import Point, Scale, Series, averaged, legend, lines, scale_of, stacked
 from smelt.report.rows import Run
-from smelt.report.series import Scale, Series, key_of, lines, scale_of, stacked, thinned
+from smelt.report.summary import figure
 
 PHASES = ("data", "forward", "backward", "reduce", "optimizer")
-_WIDE = 30.0  # an axis whose ends lie further apart than so many times is logarithmic
-_PLAIN, _DENSE = "none", "dense"  # without a compressor, and as `auto` calls it
+_WIDE = 30.0  # an axis that spans more than this factor is logarithmic
+_PLAIN, _DENSE = "none", "dense"  # no compressor, and the name `auto` gives it
 
 
 def render_training(runs: Sequence[Run]) -> str:
-    """The page; every run must have at least one line."""
+    """Render the page; every run must have at least one line."""
     title = f"Training: {', '.join(str(run['name']) for run in runs)}"
     return page(
         title,
@@ -32,8 +30,8 @@ def render_training(runs: Sequence[Run]) -> str:
         *(warning(text) for run in runs for text in _warnings(run)),
         _figures(runs[0]) if len(runs) == 1 else None,
         section("Loss", _key(runs), tag("div", *_losses(runs), class_="graphs"), _thin_note(runs)),
-        section("What was sent", _key(runs), tag("div", *_sent(runs), class_="graphs"), note(_SENT)),
-        section("Time of a step by phase", _phases(runs), note(_phase_note(runs))),
+        section("Traffic", _key(runs), tag("div", *_sent(runs), class_="graphs"), note(_SENT)),
+        section("Step time by phase", _phases(runs), note(_phase_note(runs))),
         section("Facts", table(["", *(str(run["name"]) for run in runs)], fact_rows(runs))),
         *(_decision(run) for run in runs),
         *(section(f"Configuration of {run['name']}", _settings(run)) for run in runs),
@@ -43,13 +41,13 @@ def render_training(runs: Sequence[Run]) -> str:
 
 
 _SENT = (
-    "Bytes are those that arrive at a worker, mean over workers, when collectives run as rings. Build-up is what was "
-    "sent over what the density asks for; padding is what the gather of indices carries beyond what was chosen."
+    "Bytes are received per rank, averaged over ranks, assuming ring collectives. Build-up is the number of elements "
+    "sent relative to the target density; padding is what the all-gather of indices carries beyond the selection."
 )
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """A run in a few numbers."""
+    """Summarize a run."""
     steps = run["lines"]
     last = steps[-1]
     held_out = [line["evaluation"] for line in steps if line.get("evaluation")]
@@ -59,7 +57,7 @@ def summary(run: Run) -> dict[str, Any]:
         "seconds": last["seconds"],
         "loss": last["loss"],
         "held_out": held_out[-1] if held_out else None,
-        "best_held_out_loss": min((each["loss"] for each in held_out), default=None),
+        "best_held_out_loss": min((evaluation["loss"] for evaluation in held_out), default=None),
         "bytes": last["all_bytes"],
         "bytes_per_step": _mean([line["bytes"] for line in steps]),
         "inside_per_step": _mean([line["inside"] for line in steps]),
@@ -72,34 +70,34 @@ def summary(run: Run) -> dict[str, Any]:
 
 
 def phase_means(steps: Sequence[Run]) -> dict[str, float]:
-    """Seconds of each phase in a step; the first step only warms up, where there are others."""
+    """Average the seconds per phase; the first step is warmup and left out if there are others."""
     counted = steps[1:] or steps
     return {phase: _mean([line["phases"][phase] for line in counted]) for phase in PHASES}
 
 
 def fact_rows(runs: Sequence[Run]) -> list[list[str]]:
-    """A row a fact, a column a run: for the page and for the terminal."""
-    found = [summary(run) for run in runs]
+    """Build one row per fact and one column per run, for the page and the terminal."""
+    summaries = [summary(run) for run in runs]
     rows: list[tuple[str, Callable[[Run], str]]] = [
         ("steps", lambda one: numbers.count(one["steps"])),
         ("seconds", lambda one: numbers.seconds(one["seconds"])),
         ("last loss", lambda one: numbers.metric(one["loss"])),
-        ("held out, at the end", lambda one: _held_out_words(one["held_out"])),
-        ("bytes that arrived at a worker", lambda one: numbers.size(one["bytes"])),
-        ("bytes a step", lambda one: numbers.size(one["bytes_per_step"])),
-        ("density, mean", lambda one: f"{one['density']:.3g}"),
-        ("build-up, mean", lambda one: f"{one['build_up']:.3g}"),
-        ("padding, mean", lambda one: "-" if one["padding"] is None else f"{one['padding']:.3g}"),
+        ("final held-out metrics", lambda one: _evaluation_text(one["held_out"])),
+        ("bytes received per rank", lambda one: numbers.size(one["bytes"])),
+        ("bytes per step", lambda one: numbers.size(one["bytes_per_step"])),
+        ("mean density", lambda one: f"{one['density']:.3g}"),
+        ("mean build-up", lambda one: f"{one['build_up']:.3g}"),
+        ("mean padding", lambda one: "-" if one["padding"] is None else f"{one['padding']:.3g}"),
         ("skipped steps", lambda one: numbers.count(one["skipped"])),
     ]
     first = [
         ["gradients", *(_method(run) for run in runs)],
-        ["workers", *(f"{run['facts']['workers']}, {run['facts']['backend']}" for run in runs)],
+        ["ranks", *(f"{run['facts']['workers']}, {run['facts']['backend']}" for run in runs)],
         ["parameters", *(numbers.count(run["facts"]["parameters"]) for run in runs)],
     ]
-    if any(one["inside_per_step"] for one in found):
-        rows.append(("bytes a step from the same node", lambda one: numbers.size(one["inside_per_step"])))
-    return first + [[label, *(write(one) for one in found)] for label, write in rows]
+    if any(one["inside_per_step"] for one in summaries):
+        rows.append(("intra-node bytes per step", lambda one: numbers.size(one["inside_per_step"])))
+    return first + [[label, *(write(one) for one in summaries)] for label, write in rows]
 
 
 def _what(run: Run) -> str:
@@ -109,42 +107,42 @@ def _what(run: Run) -> str:
 
 
 def _warnings(run: Run) -> list[str]:
-    done, wanted = run["lines"][-1]["step"], run["facts"]["config"]["steps"]
-    name, found = run["name"], []
-    if done < wanted:
-        found.append(f"{name} has done {done:,} of its {wanted:,} steps.")
+    done, total = run["lines"][-1]["step"], run["facts"]["config"]["steps"]
+    name, warnings = run["name"], []
+    if done < total:
+        warnings.append(f"{name} has finished {done:,} of {total:,} steps.")
     if not math.isfinite(run["lines"][-1]["loss"]):
-        found.append(f"The last loss of {name} is not finite.")
-    return found
+        warnings.append(f"The last loss of {name} is not finite.")
+    return warnings
 
 
 def _figures(run: Run) -> Markup:
     one = summary(run)
     drawn = [
         figure("loss", numbers.metric(one["loss"]), f"after {one['steps']:,} steps"),
-        figure("bytes a step", numbers.size(one["bytes_per_step"]), "that arrive at a worker"),
+        figure("bytes per step", numbers.size(one["bytes_per_step"]), "received per rank"),
         figure("density", f"{100 * one['density']:.3g} %", f"build-up {one['build_up']:.3g}"),
-        figure("time", numbers.seconds(one["seconds"]), f"{1000 * sum(one['phases'].values()):.3g} ms a step"),
+        figure("time", numbers.seconds(one["seconds"]), f"{1000 * sum(one['phases'].values()):.3g} ms per step"),
     ]
     if one["held_out"]:
-        drawn.insert(1, figure("held out", numbers.metric(one["held_out"]["loss"]), _held_out_words(one["held_out"])))
+        drawn.insert(1, figure("held out", numbers.metric(one["held_out"]["loss"]), _evaluation_text(one["held_out"])))
     return tag("div", *drawn, class_="figures")
 
 
 def _key(runs: Sequence[Run]) -> Markup | None:
-    return key_of([f"{run['name']} ({_method(run)})" for run in runs]) if len(runs) > 1 else None
+    return legend([f"{run['name']} ({_method(run)})" for run in runs]) if len(runs) > 1 else None
 
 
 def _series(runs: Sequence[Run], x: str, y: Callable[[Run], float | None]) -> list[Series]:
-    found = []
+    series = []
     for run in runs:
         points: list[Point] = []
         for line in run["lines"]:
             value = y(line)
             if value is not None and math.isfinite(value):
                 points.append((line[x], value))
-        found.append(Series(str(run["name"]), thinned(points)[0]))
-    return found
+        series.append(Series(str(run["name"]), averaged(points)[0]))
+    return series
 
 
 def _graph(title: str, series: list[Series], across: str, upright: str, **options: Any) -> Markup | None:
@@ -168,11 +166,13 @@ def _losses(runs: Sequence[Run]) -> list[Markup | None]:
     sends = any(line["all_bytes"] for run in runs for line in run["lines"])
     return [
         _graph("Loss against time", _series(runs, "seconds", lambda line: line["loss"]), "seconds", ""),
-        _graph("Loss against bytes", _series(runs, "all_bytes", lambda line: line["loss"]), "bytes at a worker", "")
+        _graph(
+            "Loss against bytes", _series(runs, "all_bytes", lambda line: line["loss"]), "bytes received per rank", ""
+        )
         if sends
         else None,
         _graph("Held-out loss against time", _series(runs, "seconds", held_out), "seconds", ""),
-        _graph("Held-out loss against bytes", _series(runs, "all_bytes", held_out), "bytes at a worker", "")
+        _graph("Held-out loss against bytes", _series(runs, "all_bytes", held_out), "bytes received per rank", "")
         if sends
         else None,
     ]
@@ -192,8 +192,8 @@ def _sent(runs: Sequence[Run]) -> list[Markup | None]:
 
 
 def _thin_note(runs: Sequence[Run]) -> Markup | None:
-    every = max(thinned([(0.0, 0.0)] * len(run["lines"]))[1] for run in runs)
-    return note(f"A point is the mean of up to {every} steps.") if every > 1 else None
+    stride = max(averaged([(0.0, 0.0)] * len(run["lines"]))[1] for run in runs)
+    return note(f"A point is the mean of up to {stride} steps.") if stride > 1 else None
 
 
 def _phases(runs: Sequence[Run]) -> Markup:
@@ -211,19 +211,19 @@ def _phases(runs: Sequence[Run]) -> Markup:
         [name, *(f"{1000 * phases[phase]:.3f}" for phase in PHASES), f"{1000 * sum(phases.values()):.3f}"]
         for name, phases in means.items()
     ]
-    return join(tag("p", *swatches, class_="soft runs"), *bars, table(("ms a step", *PHASES, "together"), rows))
+    return join(tag("p", *swatches, class_="soft runs"), *bars, table(("ms per step", *PHASES, "total"), rows))
 
 
 def _phase_note(runs: Sequence[Run]) -> str:
-    told = (
-        "Means over all steps but the first, on the first worker. Reduce is choosing, packing and sending, with the "
-        "time that this worker waits for the others; it is taken out of backward."
+    text = (
+        "Means over all steps but the first, on rank 0. Reduce is selecting, encoding and sending, including the wait "
+        "for other ranks; it is not counted in backward."
     )
     if any(_is_plain(run) for run in runs):
-        told += " Plain DDP sends beside backward, so its sending is part of backward."
+        text += " Plain DDP overlaps communication with backward, so it is counted there."
     if any(run["facts"].get("decision") for run in runs):
-        told += " The steps in which auto measured are among those of its run."
-    return told
+        text += " The run with auto includes its measuring steps."
+    return text
 
 
 def _is_plain(run: Run) -> bool:
@@ -232,18 +232,20 @@ def _is_plain(run: Run) -> bool:
 
 
 def _decision(run: Run) -> Markup | None:
-    made = run["facts"].get("decision")
-    if not made:
+    decision = run["facts"].get("decision")
+    if not decision:
         return None
     rows = [
-        [str(vector), each["method"], numbers.size(each["bytes"]), f"{1000 * each['exposed']:.3f}"]
-        for vector, methods in enumerate(made["vectors"])
+        [str(bucket), each["method"], numbers.size(each["bytes"]), f"{1000 * each['exposed']:.3f}"]
+        for bucket, methods in enumerate(decision["vectors"])
         for each in methods
     ]
-    chosen = ", ".join(f"vector {number}: {method}" for number, method in enumerate(made["choices"]))
-    told = note(f"Chosen: {chosen}. Without compression a step waits {1000 * made['uncompressed']['exposed']:.3f} ms.")
-    headings = ("vector", "method", "bytes", "predicted wait, ms")
-    return section(f"What auto measured for {run['name']}", told, table(headings, rows))
+    chosen = ", ".join(f"bucket {number}: {method}" for number, method in enumerate(decision["choices"]))
+    summary_note = note(
+        f"Chosen: {chosen}. Without compression a step waits {1000 * decision['uncompressed']['exposed']:.3f} ms."
+    )
+    headings = ("bucket", "method", "bytes", "predicted exposed communication, ms")
+    return section(f"Measurements of auto for {run['name']}", summary_note, table(headings, rows))
 
 
 def _settings(run: Run) -> Markup:
@@ -252,20 +254,20 @@ def _settings(run: Run) -> Markup:
 
 
 def _flat(values: Run, prefix: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for key, value in values.items():
-        found += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
-    return [(key, value) for key, value in found if value is not None]
+        pairs += _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", value)]
+    return [(key, value) for key, value in pairs if value is not None]
 
 
 def _method(run: Run) -> str:
-    given = dict(run["facts"]["config"]["gradients"])
-    name = given.pop("method")
-    return f"{name}:{','.join(f'{key}={value}' for key, value in given.items())}" if given else str(name)
+    settings = dict(run["facts"]["config"]["gradients"])
+    name = settings.pop("method")
+    return f"{name}:{','.join(f'{key}={value}' for key, value in settings.items())}" if settings else str(name)
 
 
-def _held_out_words(found: Run | None) -> str:
-    return ", ".join(f"{name} {numbers.metric(value)}" for name, value in found.items()) if found else "-"
+def _evaluation_text(metrics: Run | None) -> str:
+    return ", ".join(f"{name} {numbers.metric(value)}" for name, value in metrics.items()) if metrics else "-"
 
 
 def _mean(values: Sequence[float]) -> float:

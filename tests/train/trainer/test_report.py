@@ -11,7 +11,7 @@ import pytest
 
 from smelt.cli.app import call, program
 from smelt.errors import SmeltError
-from smelt.report.series import Scale, scale_of, thinned
+from smelt.report.plots import Scale, scale_of, averaged
 from smelt.report.training import render_training, summary
 from smelt.train.trainer.run_folder import RunFolder
 from tests.train.trainer.runs import language, trained
@@ -71,9 +71,9 @@ def test_several_runs_are_told_apart_and_a_wide_axis_is_logarithmic() -> None:
     page = render_training([run_of(), plain])
     assert "one (exdyna)" in page and "plain (none)" in page
     assert "run0" in page and "run1" in page
-    assert "Plain DDP sends beside backward" in page
+    assert "Plain DDP overlaps communication with backward" in page
     assert ">10 kB<" in page and ">1 MB<" in page
-    assert Scale("", 1, 100, True).place(10) == pytest.approx(0.5)
+    assert Scale("", 1, 100, True).position(10) == pytest.approx(0.5)
     assert scale_of("", [0.0, 0.0]).last > 0
 
 
@@ -81,13 +81,13 @@ def test_a_run_that_is_not_done_says_so_and_one_without_padding_has_no_graph() -
     short = run_of()
     short["lines"] = [line(1, padding=None)]
     page = render_training([short])
-    assert "one has done 1 of its 4 steps" in page
+    assert "one has finished 1 of 4 steps" in page
     assert "<h3>Padding" not in page and "<h3>Density" in page
     assert summary(short)["padding"] is None
 
 
 def test_many_points_are_means() -> None:
-    points, every = thinned([(float(place), float(place % 2)) for place in range(4000)])
+    points, every = averaged([(float(place), float(place % 2)) for place in range(4000)])
     assert (len(points), every) == (400, 10)
     assert all(value == 0.5 for _, value in points)
 
@@ -109,7 +109,7 @@ def test_the_command_reads_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixt
         smelt("train-report", str(tmp_path / "sparse"), str(tmp_path / "auto"), "-o", str(tmp_path / "two.html")) == 0
     )
     both = (tmp_path / "two.html").read_text()
-    assert "What auto measured for auto" in both and "predicted wait, ms" in both
+    assert "Measurements of auto for auto" in both and "predicted exposed communication, ms" in both
     assert RunFolder(tmp_path / "auto").read_metadata()["decision"]["choices"][0] in both
 
 

@@ -1,7 +1,7 @@
-"""The page of a plan for sharded training: each unit's times and both timelines, predicted beside measured.
+"""The FSDP sharding page: times per unit and both timelines, predicted beside measured.
 
 A plan is a plain dict: `name`, `workers`, `units` (name, bytes, reshard), `predicted` and `measured` (seconds, exposed,
-peak, and events as kind, unit, start, end; unit -1 is the root), and what else is told of it.
+peak, and events as kind, unit, start, end; unit -1 is the root), and other facts.
 """
 
 from __future__ import annotations
@@ -10,86 +10,87 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from smelt.report import numbers, sections
-from smelt.report.elements import note, section, table
-from smelt.report.markup import Markup, join, tag
+from smelt.report.markup import Markup, join, note, section, table, tag
 from smelt.report.page import page
 
 KINDS = ("gather", "forward", "backward", "scatter")
 HEADINGS = ["unit", "size", "after forward", *(f"{kind}, ms" for kind in KINDS)]
-_LANES = (("computing", ("forward", "backward")), ("collectives", ("gather", "scatter")))
+_LANES = (("compute", ("forward", "backward")), ("collectives", ("gather", "scatter")))
 _ROOT = -1
 _ROW = 22  # height of a lane
 _NAMES = 96  # width of their names
 
-Plan = Mapping[str, Any]
+PlanRecord = Mapping[str, Any]
 
 
-def render_shard_plan(plan: Plan) -> str:
-    """The page."""
+def render_shard_plan(plan: PlanRecord) -> str:
+    """Render the page."""
     title = f"Sharded training: {plan['name']}"
     return page(
         title,
         tag("header", tag("h1", title), tag("div", _what(plan), class_="soft")),
         section("One step", table(["", "predicted", "measured"], step_rows(plan))),
-        section("Timeline", _key(), *(_timeline(which, plan) for which in ("predicted", "measured")), note(_LANE_NOTE)),
+        section(
+            "Timeline", _legend(), *(_timeline(which, plan) for which in ("predicted", "measured")), note(_LANE_NOTE)
+        ),
         section("Units", table(HEADINGS, unit_rows(plan)), note(_UNIT_NOTE)),
-        section("What was measured before", table(["", "value"], fact_rows(plan))),
+        section("Measured inputs", table(["", "value"], fact_rows(plan))),
         sections.machine(plan),
         tag("footer", "Written by Smelt."),
     )
 
 
-_LANE_NOTE = "The first worker. Both timelines have the same scale; the fastest of three measured steps is drawn."
+_LANE_NOTE = "Rank 0. Both timelines have the same scale; the fastest of three measured steps is drawn."
 _UNIT_NOTE = (
-    "Each number is predicted / measured, of the whole step: a unit that is given back after forward is gathered "
-    "twice. Measured computing waits for a busy machine, which a prediction does not know."
+    "Each number is predicted / measured, over the whole step: a unit that is resharded after forward is gathered "
+    "twice. Measured compute includes contention on the machine, which the prediction does not model."
 )
 
 
-def step_rows(plan: Plan) -> list[list[str]]:
-    """The step in three numbers, for the page and for the terminal."""
+def step_rows(plan: PlanRecord) -> list[list[str]]:
+    """Summarize the step in three rows, for the page and the terminal."""
     both = [plan["predicted"], plan["measured"]]
     peaks = ["not measured" if each["peak"] is None else numbers.size(each["peak"]) for each in both]
     return [
-        ["a step, ms", *(f"{1000 * each['seconds']:.3f}" for each in both)],
-        ["nothing is computed, ms", *(f"{1000 * each['exposed']:.3f}" for each in both)],
-        ["memory of a worker at most", *peaks],
+        ["step time, ms", *(f"{1000 * each['seconds']:.3f}" for each in both)],
+        ["exposed communication, ms", *(f"{1000 * each['exposed']:.3f}" for each in both)],
+        ["peak memory per rank", *peaks],
     ]
 
 
-def unit_rows(plan: Plan) -> list[list[str]]:
-    """A row a unit."""
+def unit_rows(plan: PlanRecord) -> list[list[str]]:
+    """Build one row per unit."""
     rows = []
     for place, unit in _units(plan):
         times = [[1000 * _total(plan[which], kind, place) for which in ("predicted", "measured")] for kind in KINDS]
-        after = "given back" if unit["reshard_after_forward"] else "stays whole"
+        after = "resharded" if unit["reshard_after_forward"] else "stays gathered"
         cells = [f"{one:.3f} / {two:.3f}" for one, two in times]
         rows.append([unit["name"], numbers.size(unit["bytes"]), after, *cells])
     return rows
 
 
-def fact_rows(plan: Plan) -> list[list[str]]:
+def fact_rows(plan: PlanRecord) -> list[list[str]]:
     lines = [(kind, plan["machines"][kind]) for kind in ("gather", "scatter")]
     return [
         *(
             [f"{kind}: {1e6 * line['alpha']:.0f} us and, for every MB,", f"{1e9 * line['beta']:.3f} ms"]
             for kind, line in lines
         ),
-        ["units gathered ahead in forward, in backward", f"{plan['forward_prefetch']}, {plan['backward_prefetch']}"],
-        ["memory that was allowed", "any" if plan["memory"] is None else numbers.size(plan["memory"])],
-        ["collectives run beside computing", "yes" if plan["machines"]["beside"] else "no, FSDP2 waits on a CPU"],
-        ["search", "all plans were tried" if plan["exhaustive"] else "climbed; there may be a better plan"],
+        ["prefetched units in forward, in backward", f"{plan['forward_prefetch']}, {plan['backward_prefetch']}"],
+        ["memory limit", "none" if plan["memory"] is None else numbers.size(plan["memory"])],
+        ["collectives overlap compute", "yes" if plan["machines"]["beside"] else "no, FSDP2 waits on CPU"],
+        ["search", "exhaustive" if plan["exhaustive"] else "hill climbing; there may be a better plan"],
     ]
 
 
-def _what(plan: Plan) -> str:
+def _what(plan: PlanRecord) -> str:
     units = _units(plan)
     size = sum(unit["bytes"] for _, unit in units)
-    return f"{numbers.size(size)} of parameters in {len(units)} units on {plan['workers']} workers"
+    return f"{numbers.size(size)} of parameters in {len(units)} units on {plan['workers']} ranks"
 
 
-def _units(plan: Plan) -> list[tuple[int, Mapping[str, Any]]]:
-    """The root last, if it has anything."""
+def _units(plan: PlanRecord) -> list[tuple[int, Mapping[str, Any]]]:
+    """List the units, with the root last if it has parameters."""
     root = plan["root"]
     return [*enumerate(plan["units"]), *([(_ROOT, {**root, "reshard_after_forward": False})] if root["bytes"] else [])]
 
@@ -98,12 +99,12 @@ def _total(timeline: Mapping[str, Any], kind: str, unit: int) -> float:
     return sum(end - start for what, place, start, end in timeline["events"] if (what, place) == (kind, unit))
 
 
-def _key() -> Markup:
+def _legend() -> Markup:
     entries = [tag("span", tag("span", class_=f"swatch {_class(kind)}"), kind, class_="entry") for kind in KINDS]
     return tag("p", *entries, class_="soft runs")
 
 
-def _timeline(which: str, plan: Plan) -> Markup:
+def _timeline(which: str, plan: PlanRecord) -> Markup:
     longest = max(plan[name]["seconds"] for name in ("predicted", "measured")) or 1.0
     names = dict(_units(plan)) | {_ROOT: {"name": plan["root"]["name"]}}
     lanes = [

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from smelt.report.graphs import Axis, curve, spots, steps
+from smelt.report.plots import Axis, curve, dots, steps
 
 
 def drawn(svg: str) -> list[tuple[float, float]]:
@@ -27,11 +27,11 @@ def test_steps_hold_their_value() -> None:
 
 
 def test_spots_and_marks() -> None:
-    svg = spots("title", [(5.0, 25.0)], Axis("s", 10.0), Axis("ms", 100.0, mark=50.0, mark_name="limit"))
+    svg = dots("title", [(5.0, 25.0)], Axis("s", 10.0), Axis("ms", 100.0, mark=50.0, mark_name="limit"))
     assert 'cx="50.00%"' in svg and 'cy="127.5"' in svg  # a quarter of 170 from below
     assert re.search(r'<line x1="0%" x2="100%" y1="85.0" y2="85.0" class="reference"', svg) and ">limit<" in svg
-    assert "reference" not in spots("title", [(5.0, 25.0)], Axis("s", 10.0), Axis("ms", 100.0, mark=500.0))
-    assert spots("t", [(float(i), 1.0) for i in range(4000)], Axis("s", 4000.0), Axis("", 1.0)).count("<circle") <= 1500
+    assert "reference" not in dots("title", [(5.0, 25.0)], Axis("s", 10.0), Axis("ms", 100.0, mark=500.0))
+    assert dots("t", [(float(i), 1.0) for i in range(4000)], Axis("s", 4000.0), Axis("", 1.0)).count("<circle") <= 1500
 
 
 @pytest.mark.parametrize("top", [0.0, 1e-9, 1e12])

@@ -1,0 +1,247 @@
+"""Plots over two axes as inline SVG: one curve, steps or dots, or several lines with a legend and optional log axes.
+
+The drawing stretches with the page while text and lines keep their size: horizontal positions are percentages.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from smelt.report import numbers
+from smelt.report.charts import tick_text, ticks_between
+from smelt.report.markup import Markup, join, tag
+
+_HEIGHT = 170  # of the plot area; tick labels and the axis name are below it
+_MAX_DOTS = 1500
+_RESOLUTION = 10_000  # of the view box in which lines are drawn
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis from zero to `top`; `mark` is a value drawn as a reference line with its name."""
+
+    name: str
+    top: float
+    mark: float | None = None
+    mark_name: str = ""
+
+    @property
+    def end(self) -> float:
+        return self.top if self.top > 0 else 1.0
+
+    def position(self, value: float) -> float:
+        return min(max(value / self.end, 0.0), 1.0)
+
+
+def curve(title: str, points: Sequence[Point], x: Axis, y: Axis) -> Markup:
+    """Draw a line through the points."""
+    return _graph(title, x, y, _line(points, x, y))
+
+
+def steps(title: str, points: Sequence[Point], x: Axis, y: Axis) -> Markup:
+    """Draw a step function: each value holds until the next point."""
+    corners: list[Point] = []
+    for here, value in points:
+        corners += [(here, corners[-1][1]), (here, value)] if corners else [(here, value)]
+    return _graph(title, x, y, _line(corners, x, y))
+
+
+def dots(title: str, points: Sequence[Point], x: Axis, y: Axis) -> Markup:
+    """Draw a dot per point, subsampled if there are very many."""
+    stride = -(-len(points) // _MAX_DOTS) or 1
+    drawn = [
+        tag("circle", cx=_percent(x.position(one)), cy=f"{_HEIGHT * (1 - y.position(two)):.1f}", r=2.5, class_="spot")
+        for one, two in points[::stride]
+    ]
+    return _graph(title, x, y, join(*drawn))
+
+
+def _line(points: Sequence[Point], x: Axis, y: Axis) -> Markup:
+    places = (f"{_RESOLUTION * x.position(one):.0f},{_RESOLUTION * (1 - y.position(two)):.0f}" for one, two in points)
+    return tag(
+        "svg",
+        tag("polyline", points=" ".join(places), class_="curve"),
+        viewBox=f"0 0 {_RESOLUTION} {_RESOLUTION}",
+        preserveAspectRatio="none",
+        width="100%",
+        height=_HEIGHT,
+    )
+
+
+def _graph(title: str, x: Axis, y: Axis, drawn: Markup) -> Markup:
+    """Draw axes and content; the y labels have a box of their own, whose width does not change with the page."""
+    y_ticks, x_ticks = ticks_between(0, y.end), ticks_between(0, x.end)
+    labels = [
+        tag(
+            "text", tick_text(tick, y_ticks), x="44", y=f"{_HEIGHT * (1 - y.position(tick)) + 4:.1f}", text_anchor="end"
+        )
+        for tick in y_ticks
+    ]
+    lines = [
+        tag("line", x1="0%", x2="100%", y1=f"{height:.1f}", y2=f"{height:.1f}", class_="axis")
+        for height in (_HEIGHT * (1 - y.position(tick)) for tick in y_ticks)
+    ]
+    below = [
+        tag("text", tick_text(tick, x_ticks), x=_percent(x.position(tick)), y=_HEIGHT + 16, text_anchor="middle")
+        for tick in x_ticks
+    ]
+    name = tag("text", x.name, x="100%", y=_HEIGHT + 32, text_anchor="end")
+    box = {"height": _HEIGHT + 38, "role": "img", "class_": "plot"}
+    return tag(
+        "div",
+        tag("h3", f"{title}, {y.name}" if y.name else title),
+        tag("svg", *labels, width=52, height=_HEIGHT + 38, aria_hidden="true", class_="plot"),
+        tag("svg", tag("title", title), *lines, _marks(x, y), drawn, *below, name, width="100%", **box),
+        class_="graph",
+    )
+
+
+def _marks(x: Axis, y: Axis) -> Markup:
+    drawn = []
+    if x.mark is not None and x.mark <= x.end:
+        at = _percent(x.position(x.mark))
+        drawn.append(tag("line", x1=at, x2=at, y1=0, y2=_HEIGHT, class_="reference"))
+        drawn.append(tag("text", x.mark_name, x=at, y=_HEIGHT - 6, dx=4))
+    if y.mark is not None and y.mark <= y.end:
+        at = f"{_HEIGHT * (1 - y.position(y.mark)):.1f}"
+        drawn.append(tag("line", x1="0%", x2="100%", y1=at, y2=at, class_="reference"))
+        drawn.append(tag("text", y.mark_name, x="0%", y=at, dx=4, dy=-4))
+    return join(*drawn)
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.2f}%"
+
+
+STYLES = 6  # distinct colors and dashes before they repeat
+_LINES_HEIGHT = 190
+_MAX_POINTS = 400
+
+
+@dataclass(frozen=True)
+class Series:
+    """Named points in order of x."""
+
+    name: str
+    points: Sequence[Point]
+
+
+@dataclass(frozen=True)
+class Scale:
+    """An axis range, linear or logarithmic, and how its ticks are formatted."""
+
+    name: str
+    first: float
+    last: float
+    logarithmic: bool = False
+    bytes: bool = False
+
+    def position(self, value: float) -> float:
+        if self.logarithmic:
+            low, high, value = (math.log10(max(number, 1e-300)) for number in (self.first, self.last, value))
+        else:
+            low, high = self.first, self.last
+        return min(max((value - low) / (high - low), 0.0), 1.0)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        if self.logarithmic:
+            powers = range(math.ceil(math.log10(self.first)), math.floor(math.log10(self.last)) + 1)
+            return [(10.0**power, self._power(power)) for power in powers]
+        values = ticks_between(self.first, self.last)
+        return [(value, numbers.size(value) if self.bytes and value else tick_text(value, values)) for value in values]
+
+    def _power(self, power: int) -> str:
+        return numbers.size(10.0**power) if self.bytes else f"{10.0**power:g}"
+
+
+def scale_of(
+    name: str, values: Sequence[float], *, zero: bool = False, wide: float = math.inf, bytes: bool = False
+) -> Scale:
+    """Return the scale that holds all values; logarithmic if the largest exceeds `wide` times the smallest."""
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    low, high = min(finite), max(finite)
+    if low > 0 and high / low > wide:
+        return Scale(name, 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high)), True, bytes)
+    low = 0.0 if zero and low >= 0 else low - 0.05 * (high - low)
+    high = high + 0.05 * (high - low)
+    return Scale(name, low, high if high > low else low + (abs(low) or 1.0), False, bytes)
+
+
+def averaged(points: Sequence[Point]) -> tuple[list[Point], int]:
+    """Average consecutive points if there are very many; return them and the group size."""
+    stride = -(-len(points) // _MAX_POINTS) or 1
+    groups = [points[start : start + stride] for start in range(0, len(points), stride)]
+    return [(group[-1][0], sum(value for _, value in group) / len(group)) for group in groups], stride
+
+
+def lines(title: str, series: Sequence[Series], x: Scale, y: Scale) -> Markup:
+    """Draw a line through the points of each series."""
+    drawn = [
+        tag(
+            "polyline",
+            tag("title", each.name),
+            points=_coordinates(each.points, x, y),
+            class_=f"curve run{number % STYLES}",
+        )
+        for number, each in enumerate(series)
+        if each.points
+    ]
+    box = tag(
+        "svg",
+        *drawn,
+        viewBox=f"0 0 {_RESOLUTION} {_RESOLUTION}",
+        preserveAspectRatio="none",
+        width="100%",
+        height=_LINES_HEIGHT,
+    )
+    y_labels = [(_LINES_HEIGHT * (1 - y.position(value)), text) for value, text in y.ticks()]
+    grid = [tag("line", x1="0%", x2="100%", y1=f"{at:.1f}", y2=f"{at:.1f}", class_="axis") for at, _ in y_labels]
+    words = [tag("text", text, x="44", y=f"{at + 4:.1f}", text_anchor="end") for at, text in y_labels]
+    below = [
+        tag("text", text, x=f"{100 * x.position(value):.2f}%", y=_LINES_HEIGHT + 16, text_anchor="middle")
+        for value, text in x.ticks()
+    ]
+    name = tag("text", x.name, x="100%", y=_LINES_HEIGHT + 32, text_anchor="end")
+    size = {"height": _LINES_HEIGHT + 38, "class_": "plot"}
+    return tag(
+        "div",
+        tag("h3", f"{title}, {y.name}" if y.name else title),
+        tag("svg", *words, width=52, aria_hidden="true", **size),
+        tag("svg", tag("title", title), *grid, box, *below, name, width="100%", role="img", **size),
+        class_="graph",
+    )
+
+
+def legend(names: Sequence[str]) -> Markup:
+    """Draw the legend."""
+    entries = [
+        tag(
+            "span",
+            tag("svg", tag("line", x1=0, x2=28, y1=6, y2=6, class_=f"curve run{number % STYLES}"), width=30, height=12),
+            name,
+            class_="entry",
+        )
+        for number, name in enumerate(names)
+    ]
+    return tag("p", *entries, class_="soft runs")
+
+
+def stacked(parts: Sequence[tuple[str, float]], longest: float) -> Markup:
+    """Draw one stacked bar on a scale that ends at `longest`."""
+    drawn, start = [], 0.0
+    for number, (name, value) in enumerate(parts):
+        at, width = 100 * start / longest, 100 * value / longest
+        title = tag("title", f"{name}: {1000 * value:.3g} ms")
+        drawn.append(tag("rect", title, x=f"{at:.2f}%", y=2, width=f"{width:.2f}%", height=18, class_=f"part{number}"))
+        start += value
+    return tag("svg", join(*drawn), width="100%", height=22, role="img")
+
+
+def _coordinates(points: Sequence[Point], x: Scale, y: Scale) -> str:
+    return " ".join(
+        f"{_RESOLUTION * x.position(one):.0f},{_RESOLUTION * (1 - y.position(two)):.0f}" for one, two in points
+    )
