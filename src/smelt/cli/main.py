@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,7 @@ NO_MEMORY = "out of memory; use fewer or shorter samples, or set memory_limit in
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit; `--debug` may appear anywhere among the arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    warnings.showwarning = _show_warning
     if DEBUG in arguments:
         sys.exit(_call([argument for argument in arguments if argument != DEBUG]))
     try:
@@ -70,6 +72,11 @@ def _is_out_of_memory(error: Exception) -> bool:
     return (
         isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
     )
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
+    """Print what concerns users (old names that still work) in one line; Python hides other warnings by default."""
+    print(f"  warning: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
 
 
 def _fail(sentence: str, code: int = 2) -> int:
