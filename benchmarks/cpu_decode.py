@@ -71,7 +71,7 @@ def _model(name: str) -> Model:
     if name != "float32":
         model.network.to(torch.bfloat16)
     if name.startswith("int"):
-        METHODS.build({"method": "rtn", "bits": int(name[3:]), "group": GROUP, "symmetric": True}).apply(
+        METHODS.build({"method": "rtn", "bits": int(name[3:]), "group_size": GROUP, "symmetric": True}).apply(
             model, MethodContext()
         )
     return model

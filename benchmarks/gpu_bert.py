@@ -23,10 +23,10 @@ from smelt.models.model import Model
 
 SAMPLES, LENGTH, BATCH, KEEP = 2048, 128, 32, 0.6
 SETTINGS: dict[str, dict[str, Any]] = {
-    "search, rearrangement": {"finish": "none"},
-    "search, rearrangement, tuning as published": {"finish": "tune", "teacher": "assistant", "published": True},
-    "search, rearrangement, full reconstruction": {"finish": "full"},
-    "the same, widths in multiples of 64": {"finish": "full", "multiple": 64},
+    "search, rearrangement": {"repair": "none"},
+    "search, rearrangement, tuning as published": {"repair": "tune", "teacher": "assistant", "published": True},
+    "search, rearrangement, full reconstruction": {"repair": "full"},
+    "the same, widths in multiples of 64": {"repair": "full", "multiple": 64},
 }
 
 

@@ -45,7 +45,7 @@ def main() -> None:
     context = MethodContext(batches=batches, device=torch.device("cuda"))
     torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
-    facts = METHODS.build({"method": "gptq", "bits": 4, "group": 128}).apply(model, context)
+    facts = METHODS.build({"method": "gptq", "bits": 4, "group_size": 128}).apply(model, context)
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -42,7 +42,9 @@ UNROTATED = "from the network as it is: "  # rows that begin so do not start fro
 def _weights() -> Rows:
     """Weight-only: methods x bits x groups."""
     return {
-        (name, f"{bits} bits {label}"): [{"method": name, "bits": bits, "group": group, "ragged": True}]
+        (name, f"{bits} bits {label}"): [
+            {"method": name, "bits": bits, "group_size": group, "allow_partial_group": True}
+        ]
         for name in ("rtn", "hqq", "awq", "gptq")
         for bits in (8, 4, 3, 2)
         for label, group in GROUPS.items()
@@ -53,7 +55,7 @@ def _learned() -> Rows:
     """The methods that train, shorter than their papers do."""
     return {
         (name, f"{bits} bits {label}"): [
-            {"method": name, "bits": bits, "group": group, "ragged": True, **LEARNED[name]}
+            {"method": name, "bits": bits, "group_size": group, "allow_partial_group": True, **LEARNED[name]}
         ]
         for name in LEARNED
         for bits in (4, 3, 2)
@@ -63,10 +65,10 @@ def _learned() -> Rows:
 
 def _w4a8() -> Rows:
     column = "W4A8"
-    plain = {"bits": 4, "group": -1, "inputs": "int8"}
+    plain = {"bits": 4, "group_size": -1, "input_activations": "int8"}
     rows: dict[str, Steps] = {
         "rtn, int4": [{"method": "rtn", **plain}],
-        "rtn, dint4": [{"method": "rtn", "format": "dint4@float16", "inputs": "int8"}],
+        "rtn, dint4": [{"method": "rtn", "format": "dint4@float16", "input_activations": "int8"}],
         "SmoothQuant, int4": [{"method": "smoothquant", **plain, "symmetric": False}],
         "AWQ, int4": [{"method": "awq", **plain}],
         "AWQ without clipping, int4": [{"method": "awq", "clip": False, **plain}],
@@ -87,14 +89,15 @@ def _w4a4() -> Rows:
     column = "W4A4"
     cast = [("mxfp4", "mxfp4"), ("amxfp4", "amxfp4"), ("nvfp4", "nvfp4"), ("int4, a scale a row", "int4@float16")]
     rows: dict[str, Steps] = {
-        f"cast to {label}": [{"method": "rtn", "format": name, "inputs": name, "ragged": True}] for label, name in cast
+        f"cast to {label}": [{"method": "rtn", "format": name, "input_activations": name, "allow_partial_group": True}]
+        for label, name in cast
     }
-    plain = {"bits": 4, "group": -1, "symmetric": True, "search": True, "inputs": "int4"}
+    plain = {"bits": 4, "group_size": -1, "symmetric": True, "range_search": True, "input_activations": "int4"}
     rows |= {
         f"{UNROTATED}gptq int4, no rotation": [{"method": "gptq", **plain}],
         f"{UNROTATED}QuaRot (gptq)": [{"method": "quarot"}],
         f"{UNROTATED}QuaRot with SpinQuant's settings": [
-            {"method": "quarot", "inputs": "int4-asym", "clip": 1.0, "rotate_heads": False}
+            {"method": "quarot", "input_activations": "int4-asym", "clip": 1.0, "rotate_heads": False}
         ],
         f"{UNROTATED}SpinQuant (gptq)": [{"method": "spinquant"}],
         f"{UNROTATED}SpinQuant, heads mixed": [{"method": "spinquant", "rotate_heads": True}],
@@ -104,9 +107,9 @@ def _w4a4() -> Rows:
 
 def _two_bit() -> Rows:
     bases: dict[str, Steps] = {
-        "rtn g64": [{"method": "rtn", "bits": 2, "group": 64}],
-        "gptq g64": [{"method": "gptq", "bits": 2, "group": 64}],
-        "omniquant g64": [{"method": "omniquant", "bits": 2, "group": 64, **LEARNED["omniquant"]}],
+        "rtn g64": [{"method": "rtn", "bits": 2, "group_size": 64}],
+        "gptq g64": [{"method": "gptq", "bits": 2, "group_size": 64}],
+        "omniquant g64": [{"method": "omniquant", "bits": 2, "group_size": 64, **LEARNED["omniquant"]}],
     }
     repaired = {f"{name} + RILQ": [*steps, REPAIR] for name, steps in bases.items()}
     return {(name, "2 bits"): steps for name, steps in (bases | repaired).items()}
@@ -116,7 +119,7 @@ def _last_block() -> Rows:
     rows = {}
     for bits, group in ((4, -1), (3, 64)):
         for label, last in (("block-wise", False), ("+ LFQ", True)):
-            step = {"method": "flexround", "bits": bits, "group": group, "lfq": last, **LEARNED["flexround"]}
+            step = {"method": "flexround", "bits": bits, "group_size": group, "lfq": last, **LEARNED["flexround"]}
             rows[f"flexround {label}", f"{bits} bits"] = [step]
     return rows
 

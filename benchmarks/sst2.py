@@ -24,13 +24,13 @@ FISHER = {"method": "fisher", "tokens": TOKENS}
 STAGES: dict[str, dict[str, Any]] = {
     "random": {"method": "random", "tokens": TOKENS},
     "magnitude": {"method": "magnitude", "tokens": TOKENS},
-    "Fisher search": {**FISHER, "finish": "none", "rearranged": False},
-    "+ rearrangement": {**FISHER, "finish": "none"},
-    "+ tuning, as published": {**FISHER, "finish": "tune", "teacher": "assistant", "published": True},
-    "+ tuning, ridge solver": {**FISHER, "finish": "tune", "solver": "ridge", "teacher": "assistant"},
-    "search + full reconstruction": {**FISHER, "finish": "full", "rearranged": False},
-    "+ rearrangement + full reconstruction": {**FISHER, "finish": "full"},
-    "the same, fitted to the assistant": {**FISHER, "finish": "full", "teacher": "assistant"},
+    "Fisher search": {**FISHER, "repair": "none", "rearranged": False},
+    "+ rearrangement": {**FISHER, "repair": "none"},
+    "+ tuning, as published": {**FISHER, "repair": "tune", "teacher": "assistant", "published": True},
+    "+ tuning, ridge solver": {**FISHER, "repair": "tune", "solver": "ridge", "teacher": "assistant"},
+    "search + full reconstruction": {**FISHER, "repair": "full", "rearranged": False},
+    "+ rearrangement + full reconstruction": {**FISHER, "repair": "full"},
+    "the same, fitted to the assistant": {**FISHER, "repair": "full", "teacher": "assistant"},
 }
 # What the authors' own code gives on this checkpoint with its seed 0 and 2,048 samples.
 AUTHORS = {

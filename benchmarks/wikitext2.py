@@ -30,12 +30,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "Wanda-sp": {"method": "wanda-sp"},
     "FLAP": {"method": "flap"},
     "Taylor (LLM-Pruner)": {"method": "taylor"},
-    "Fisher search": {"method": "fisher", "finish": "none", "rearranged": False},
-    "+ rearrangement": {"method": "fisher", "finish": "none"},
-    "+ tuning (ridge)": {"method": "fisher", "finish": "tune", "solver": "ridge"},
-    "Fisher search + full reconstruction": {"method": "fisher", "finish": "full", "rearranged": False},
-    "Fisher + rearrangement + full reconstruction": {"method": "fisher", "finish": "full"},
-    "FLAP's choice + full reconstruction": {"method": "flap", "finish": "full"},
+    "Fisher search": {"method": "fisher", "repair": "none", "rearranged": False},
+    "+ rearrangement": {"method": "fisher", "repair": "none"},
+    "+ tuning (ridge)": {"method": "fisher", "repair": "tune", "solver": "ridge"},
+    "Fisher search + full reconstruction": {"method": "fisher", "repair": "full", "rearranged": False},
+    "Fisher + rearrangement + full reconstruction": {"method": "fisher", "repair": "full"},
+    "FLAP's choice + full reconstruction": {"method": "flap", "repair": "full"},
 }
 
 

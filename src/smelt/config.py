@@ -9,7 +9,8 @@ module may or may not postpone its annotations. Field metadata it knows, as `fie
     aliases         mapping of further spellings to values, such as {"auto": None}
     example         shown in the error when a required key is missing
 
-A class with a `from_config(value)` classmethod parses its own value; its `config_schema()` describes it.
+A class with a `from_config(value)` classmethod parses its own value; its `config_schema()` describes it, and its
+`config_class(mapping)` returns the dataclass whose fields a mapping sets.
 """
 
 from __future__ import annotations
@@ -274,6 +275,51 @@ def _metadata(cls: type, name: str) -> dict[str, Any]:
 
 def _fields(cls: type) -> list[Field[Any]]:
     return [field for field in fields(cls) if field.init]
+
+
+# --- migration --------------------------------------------------------------------------------------------------------
+
+
+def migrate_text(text: str, cls: type) -> str:
+    """Rewrite the renamed keys and values in the YAML text of a dataclass; comments and layout stay."""
+    node = yaml.compose(text, _StrictLoader)
+    changes: dict[tuple[int, int], str] = {}
+    if node is not None:
+        _collect_renames(node, cls, changes)
+    for (start, end), new in sorted(changes.items(), reverse=True):
+        text = text[:start] + new + text[end:]
+    return text
+
+
+def _collect_renames(node: yaml.Node, hint: Any, changes: dict[tuple[int, int], str]) -> None:
+    """Note the span of every old key and value below a node, with what replaces it."""
+    for option in _options(hint):
+        origin, arguments = get_origin(option) or option, get_args(option)
+        if isinstance(node, yaml.SequenceNode) and origin in (list, tuple) and arguments:
+            for item in node.value:
+                _collect_renames(item, arguments[0], changes)
+        elif isinstance(node, yaml.MappingNode) and isinstance(origin, type):
+            cls = origin.config_class(_scalars(node)) if hasattr(origin, "config_class") else origin
+            if cls is not None and is_dataclass(cls):
+                _collect_class_renames(node, cls, changes)
+
+
+def _collect_class_renames(node: yaml.MappingNode, cls: type, changes: dict[tuple[int, int], str]) -> None:
+    hints, old_keys = _hints(cls), renamed_keys(cls)
+    for key, value in node.value:
+        name = old_keys.get(key.value, key.value)
+        if name not in hints:
+            continue
+        if name != key.value:
+            changes[key.start_mark.index, key.end_mark.index] = name
+        new_values = _metadata(cls, name).get("renamed_values", {})
+        if isinstance(value, yaml.ScalarNode) and value.value in new_values:
+            changes[value.start_mark.index, value.end_mark.index] = str(new_values[value.value])
+        _collect_renames(value, hints[name], changes)
+
+
+def _scalars(node: yaml.MappingNode) -> dict[str, str]:
+    return {key.value: value.value for key, value in node.value if isinstance(value, yaml.ScalarNode)}
 
 
 # --- JSON Schema ------------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def bert_recipe(place: Place, **step: Any) -> dict[str, Any]:
 @pytest.fixture(scope="session")
 def pruned(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The language model after its recipe, not repaired so that it is worse, as `smelt compress` wrote it."""
-    recipe = Recipe.parse(llama_recipe(place, finish="none", budget={"parameters": 0.7}))
+    recipe = Recipe.parse(llama_recipe(place, repair="none", budget={"parameters": 0.7}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(smelt.compression.recipe.run, "verify", _prove_here)
         return smelt.compress(place / "llama", recipe, tmp_path_factory.mktemp("pruned") / "out", speed=False).folder

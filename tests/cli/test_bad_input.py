@@ -102,7 +102,7 @@ RECIPES = {
     "a wrong type": ("steps: [{method: random, budget: {macs: 0.5}, multiple: 1.5}]", "must be an integer"),
     "a cap past all": ("steps: [{method: random, budget: {macs: 0.5}, cap: 2}]", "between 0 and 1"),
     "a multiple of none": ("steps: [{method: random, budget: {macs: 0.5}, multiple: 0}]", "between 1 and"),
-    "an unknown repair": ("steps: [{method: random, budget: {macs: 0.5}, finish: glue}]", "none, tune, full"),
+    "an unknown repair": ("steps: [{method: random, budget: {macs: 0.5}, repair: glue}]", "none, tune, full"),
     "a seed below zero": ("seed: -1\nsteps: [{method: random, budget: {macs: 0.5}}]", "seed"),
     "samples below zero": ("data: {samples: -4}\nsteps: [{method: random, budget: {macs: 0.5}}]", "samples"),
     "samples past counting": (

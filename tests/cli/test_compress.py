@@ -19,7 +19,7 @@ from tests.character_tokenizer import character_tokenizer
 from tests.cli.conftest import Done, Place, Smelt, bert_recipe, llama_recipe, same_bytes
 
 PRUNING = [name for name, cls in METHODS.items() if issubclass(cls, StructuredPruning)]
-FINISHES = [(name, finish) for name in PRUNING for finish in ("none", "tune", "full")] + [("flap", "bias")]
+REPAIRS = [(name, repair) for name in PRUNING for repair in ("none", "tune", "full")] + [("flap", "bias")]
 QUICK = {"omniquant": {"epochs": 1}, "flexround": {"iterations": 4}, "spinquant": {"steps": 2}}
 QUANTISERS = [name for name, cls in METHODS.items() if issubclass(cls, Quantization)]
 BUDGET = {"parameters": 0.8}
@@ -71,11 +71,11 @@ def test_a_classifier_by_its_recipe_and_then_eval(place: Place, smelt_here: Smel
     assert done.code == 0, done.out
 
 
-@pytest.mark.parametrize(("name", "finish"), FINISHES)
+@pytest.mark.parametrize(("name", "repair"), REPAIRS)
 def test_every_method_with_every_repair(
-    name: str, finish: str, place: Place, smelt_here: Smelt, quick: None, tmp_path: Path
+    name: str, repair: str, place: Place, smelt_here: Smelt, quick: None, tmp_path: Path
 ) -> None:
-    content = llama_recipe(place, method=name, finish=finish, budget=BUDGET)
+    content = llama_recipe(place, method=name, repair=repair, budget=BUDGET)
     done = compress(smelt_here, place, "llama", content, tmp_path / "out")
     assert done.code == 0, done
     assert 0.7 < kept(tmp_path / "out", "block_parameters") <= 0.8
@@ -85,7 +85,7 @@ def test_every_method_with_every_repair(
 @pytest.mark.parametrize("name", QUANTISERS)
 def test_every_quantiser(name: str, place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
     content = llama_recipe(place)
-    content["steps"] = [{"method": name, "bits": 8, "group": -1, **QUICK.get(name, {})}]
+    content["steps"] = [{"method": name, "bits": 8, "group_size": -1, **QUICK.get(name, {})}]
     done = compress(smelt_here, place, "llama", content, tmp_path / "out")
     assert done.code == 0, done
     found = record(tmp_path / "out")
@@ -99,7 +99,7 @@ def test_a_repair_sees_data_even_where_the_scores_need_none(
     place: Place, smelt_here: Smelt, quick: None, tmp_path: Path
 ) -> None:
     """The default data, where none is named; a repair that saw nothing would fit a bias of zero."""
-    content = llama_recipe(place, method="magnitude", finish="full")
+    content = llama_recipe(place, method="magnitude", repair="full")
     del content["data"]["source"]
     assert compress(smelt_here, place, "llama", content, tmp_path / "out").code == 0
     assert load(tmp_path / "out").network.model.layers[0].mlp.down_proj.bias.abs().max() > 0
@@ -107,7 +107,7 @@ def test_a_repair_sees_data_even_where_the_scores_need_none(
 
 @pytest.mark.parametrize("measure", [measure for measure in MEASURES if measure != "latency"])
 def test_a_budget_over_each_measure(measure: str, place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
-    content = bert_recipe(place, budget={measure: 0.75}, finish="none", tokens=128)
+    content = bert_recipe(place, budget={measure: 0.75}, repair="none", seq_len=128)
     done = compress(smelt_here, place, "bert", content, tmp_path / "out")
     assert done.code == 0, done
     if measure == "bytes":  # of one decoded token, with its share of the cache, so weights alone are not it
@@ -123,7 +123,7 @@ def test_a_budget_over_latency(place: Place, smelt_here: Smelt, quick: None, tmp
     )
     transformers.BertForSequenceClassification(config).save_pretrained(place / "wide")
     character_tokenizer(encoder=True).save_pretrained(place / "wide")
-    content = bert_recipe(place, budget={"latency": 0.7}, finish="none", tokens=128)
+    content = bert_recipe(place, budget={"latency": 0.7}, repair="none", seq_len=128)
     content["data"]["samples"] = 8
     done = compress(smelt_here, place, "wide", content, tmp_path / "out")
     assert done.code == 0, done

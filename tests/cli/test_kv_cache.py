@@ -13,7 +13,7 @@ from smelt.models.load import load
 from tests.cli.conftest import Place, Smelt, llama_recipe
 
 STEPS = [
-    {"method": "rtn", "bits": 8, "group": -1},
+    {"method": "rtn", "bits": 8, "group_size": -1},
     {"method": "kv-cache", "format": "int2", "rotate_keys": False},
 ]
 

@@ -18,7 +18,7 @@ def test_a_method_and_its_parameters(place: Place, smelt_here: Smelt, quick: Non
     assert done.code == 0, done.err
     content = json.loads((tmp_path / "out" / "smelt.json").read_text())
     [step] = content["recipe"]["steps"]
-    assert (step["method"], step["bits"], step["group"], step["ragged"]) == ("rtn", 3, 16, True)
+    assert (step["method"], step["bits"], step["group_size"], step["allow_partial_group"]) == ("rtn", 3, 16, True)
     assert {scheme["weight"] for scheme in content["quantized"].values()} == {"int3-asym/16@float16"}
 
 

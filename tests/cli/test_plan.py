@@ -52,7 +52,7 @@ def test_every_method_can_be_planned(name: str, place: Place, smelt_here: Smelt,
     removes = "budget" in {field.name for field in dataclasses.fields(METHODS[name])}
     content = llama_recipe(place, method=name)
     if not removes:
-        content["steps"] = [{"method": name, "group": -1}]
+        content["steps"] = [{"method": name, "group_size": -1}]
     recipe = place.recipe(f"{name}.yaml", content)
     done = smelt_here("plan", place / "llama", "-r", recipe, "--json", str(tmp_path / "r.json"))
     assert done.code == 0

@@ -13,7 +13,7 @@ def test_a_killed_quantisation_ends_with_the_same_bytes(place: Place, forked: Fo
         {
             "data": {"source": place / "text.txt", "samples": 16, "length": 32, "batch": 2},
             "evaluate": {"context": 64, "limit": 1500},
-            "steps": [{"method": "gptq", "group": 16}],
+            "steps": [{"method": "gptq", "group_size": 16}],
         },
     )
     arguments = ["compress", place / "llama", "-r", recipe, "--no-speed", "--resume", "-o"]

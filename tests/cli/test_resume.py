@@ -60,7 +60,7 @@ def test_a_run_killed_at_every_file_it_writes_ends_with_the_same_bytes(
 
 
 def test_two_steps_and_a_kill_between_them(place: Place, forked: Forked, tmp_path: Path) -> None:
-    content = llama_recipe(place, finish="tune")
+    content = llama_recipe(place, repair="tune")
     content["steps"].append({"method": "magnitude", "budget": {"parameters": 0.9}})
     recipe = place.recipe("two.yaml", content)
     arguments = ["compress", place / "llama", "-r", recipe, "--no-speed", "--resume", "-o"]

@@ -18,7 +18,7 @@ from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from tests.mixtures import PLAIN, batches, ids, loaded
 
-SYMMETRIC = {"group": 16, "symmetric": True}
+SYMMETRIC = {"group_size": 16, "symmetric": True}
 
 
 def quantised(name: str, folder: Path, **settings: Any) -> Model:
@@ -43,7 +43,7 @@ def test_symmetric_integers_are_read_by_us_and_by_transformers(name: str, tmp_pa
 @pytest.mark.parametrize(
     ("to", "settings", "message"),
     [
-        ("compressed-tensors", {"group": 16}, "reads experts only in symmetric integers or FP8"),
+        ("compressed-tensors", {"group_size": 16}, "reads experts only in symmetric integers or FP8"),
         ("compressed-tensors", {"method": "smoothquant"}, "inputs that are not rounded"),
         ("compressed-tensors", {"method": "mixed", **SYMMETRIC, "bits": 5.0}, "quantise all layers alike"),
         ("gguf", SYMMETRIC, "networks as GGUF, not mixtral; keep the artifact"),

@@ -107,7 +107,7 @@ def with_factors(build: Callable[[], hf.PreTrainedModel]) -> tuple[Model, Model]
     """A quantised model, and the same one with low-rank factors beside every layer."""
     plain, model = (Model(build()) for _ in range(2))
     for each in (plain, model):
-        RoundToNearest(bits=4, group=16).apply(each, MethodContext())
+        RoundToNearest(bits=4, group_size=16).apply(each, MethodContext())
     for layer in quantized_layers(model.network).values():
         layer.add_factors(torch.randn(RANK, layer.in_features), torch.randn(layer.out_features, RANK))
     return plain, model
@@ -136,7 +136,7 @@ def test_a_plan_counts_the_factors_that_will_be_added(tmp_path: Path, monkeypatc
     monkeypatch.setattr("smelt.compression.recipe.plan.matrix_speed", lambda: 1e10)
     _, model = with_factors(BUILDS["llama"])
     save_artifact(Model(BUILDS["llama"]()), tmp_path)
-    quantiser = RoundToNearest(bits=4, group=16)
+    quantiser = RoundToNearest(bits=4, group_size=16)
     planned = plan(str(tmp_path), Recipe((quantiser, Rilq(rank=RANK))))
     assert planned.block_parameters_after == block_parameters(model.anatomy)
     merged = plan(str(tmp_path), Recipe((quantiser, Rilq(rank=RANK, merge=True))))

@@ -127,7 +127,7 @@ def test_cut_experts_have_widths_of_their_own_and_are_saved_so(name: str, tmp_pa
 @pytest.mark.parametrize("method", ["magnitude", "taylor", "wanda-sp", "flap", "fisher", "random"])
 def test_pruning_methods_take_mixtures(method: str, tmp_path: Path) -> None:
     model = loaded("olmoe", tmp_path, starved=True)
-    settings = {"method": method, "budget": {"parameters": 0.8}, **({"finish": "none"} if method == "fisher" else {})}
+    settings = {"method": method, "budget": {"parameters": 0.8}, **({"repair": "none"} if method == "fisher" else {})}
     facts = METHODS.build(settings).apply(model, MethodContext(batches=labelled()))
     assert facts["parameters_removed"] > 0
     assert all(part.units == 2 for part in model.anatomy.parts if part.fixed)  # normed together, so they stay
@@ -136,7 +136,7 @@ def test_pruning_methods_take_mixtures(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"finish": "full"}, "for a mixture of experts use finish: none"), ({"finish": "tune"}, "for a mixture of")],
+    [({"repair": "full"}, "for a mixture of experts use repair: none"), ({"repair": "tune"}, "for a mixture of")],
 )
 def test_repairs_of_mixtures_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = loaded("mixtral", tmp_path)
@@ -149,7 +149,7 @@ def test_repairs_of_mixtures_are_refused(changes: dict[str, Any], message: str, 
 def test_a_latency_budget_is_refused(tmp_path: Path) -> None:
     model = loaded("mixtral", tmp_path)
     with pytest.raises(ConfigError, match="for a mixture of experts use macs"):
-        METHODS.build({"method": "fisher", "budget": {"latency": 0.8}, "finish": "none"}).apply(
+        METHODS.build({"method": "fisher", "budget": {"latency": 0.8}, "repair": "none"}).apply(
             model, MethodContext(batches=labelled())
         )
 

@@ -90,7 +90,7 @@ def test_what_shares_a_scale_is_not_mixed() -> None:
 def test_surgery_on_packed_layers_is_surgery_on_what_they_decode_to(name: str) -> None:
     """Heads and filters leave; prices, low-rank factors included, are what they free."""
     model = Model(BUILDS[name]())
-    RoundToNearest(bits=8, group=-1).apply(model, MethodContext())
+    RoundToNearest(bits=8, group_size=-1).apply(model, MethodContext())
     plain = BUILDS[name]()
     modules = dict(plain.named_modules())
     with torch.no_grad():

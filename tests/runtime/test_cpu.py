@@ -44,11 +44,11 @@ def pruned() -> Any:
 NETWORKS = {
     **{name: BUILDS[name] for name in ("llama", "llama-tied", "mistral", "qwen2", "qwen3")},
     "pruned": pruned,
-    "int4": lambda: quantised({"method": "rtn", "bits": 4, "group": 16}),
-    "int8": lambda: quantised({"method": "rtn", "bits": 8, "group": -1, "symmetric": True}),
+    "int4": lambda: quantised({"method": "rtn", "bits": 4, "group_size": 16}),
+    "int8": lambda: quantised({"method": "rtn", "bits": 8, "group_size": -1, "symmetric": True}),
     "nf4": lambda: quantised({"method": "rtn", "format": "nf4/16"}),
-    "int4 x int8": lambda: quantised({"method": "rtn", "bits": 4, "group": -1, "inputs": "int8"}),
-    "one scale a matrix": lambda: quantised({"method": "rtn", "bits": 8, "group": 0}),
+    "int4 x int8": lambda: quantised({"method": "rtn", "bits": 4, "group_size": -1, "input_activations": "int8"}),
+    "one scale a matrix": lambda: quantised({"method": "rtn", "bits": 8, "group_size": 0}),
 }
 
 

@@ -85,7 +85,7 @@ def test_the_prefix_cache_is_not_shared_across_adapters(served: tuple[Any, dict[
 def test_over_a_quantised_base(served: tuple[Any, dict[str, Path]]) -> None:
     network, folders = served
     model = Model(network)
-    RoundToNearest(bits=4, group=16).apply(model, MethodContext())
+    RoundToNearest(bits=4, group_size=16).apply(model, MethodContext())
     engine = Engine(model, adapters=folders, **SMALL)
     base = engine.submit(prompts()[0], GREEDY)[0]
     adapted = engine.submit(prompts()[0], GREEDY, adapter="a2")[0]

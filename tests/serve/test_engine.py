@@ -177,7 +177,7 @@ def test_a_pruned_network_with_layers_of_its_own_widths(empty: tuple[str, ...]) 
 
 def test_a_quantised_network() -> None:
     model = Model(BUILDS["llama"]())
-    RoundToNearest(bits=4, group=16).apply(model, MethodContext())
+    RoundToNearest(bits=4, group_size=16).apply(model, MethodContext())
     wanted = [expected(model.network, prompt) for prompt in prompts()]
     assert answers(Engine(model, **SMALL), prompts()) == wanted
 

@@ -54,7 +54,7 @@ def settings_of(bits: float | None, group: int | None, others: list[str] | None)
     if bits is not None:
         settings["bits"] = int(bits) if bits == int(bits) else bits
     if group is not None:
-        settings["group"] = group
+        settings["group_size"] = group
     for other in others or []:
         name, equals, value = other.partition("=")
         if not equals or not name:

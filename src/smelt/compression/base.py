@@ -51,12 +51,12 @@ class CalibrationSize:
     """How much calibration data a step will use, known before any of it is read."""
 
     samples: int
-    length: int
-    batch: int
+    seq_len: int
+    batch_size: int
 
     @property
     def tokens(self) -> int:
-        return self.samples * self.length
+        return self.samples * self.seq_len
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,11 @@ class Method(ABC):
         if not isinstance(value.get("method"), str):
             raise RecipeError(f"`method` of a step must be the name of a method, not {value.get('method')!r:.80}.")
         return METHODS.build(value)
+
+    @classmethod
+    def config_class(cls, settings: Mapping[str, Any]) -> type[Method] | None:
+        """Return the method that a step of a recipe names."""
+        return METHODS.get(str(settings.get("method")))
 
     @classmethod
     def config_schema(cls) -> dict[str, Any]:

@@ -23,9 +23,9 @@ SETTINGS: list[dict[str, Any]] = [
     {"method": "taylor"},
     {"method": "wanda-sp"},
     {"method": "flap"},
-    {"method": "fisher", "finish": "none"},
-    {"method": "fisher", "finish": "tune", "solver": "ridge"},
-    {"method": "fisher", "finish": "full"},
+    {"method": "fisher", "repair": "none"},
+    {"method": "fisher", "repair": "tune", "solver": "ridge"},
+    {"method": "fisher", "repair": "full"},
 ]
 WORKLOAD = Workload(tokens=11, image_size=32)
 
@@ -54,7 +54,7 @@ def test_the_budget_is_met_and_nearly_used(name: str, settings: dict[str, Any]) 
 @pytest.mark.parametrize("measure", ["parameters", "macs"])
 def test_channels_of_convolutions(name: str, method: str, measure: Any) -> None:
     full = block_cost(Model(BUILDS[name]()).anatomy, measure, WORKLOAD)
-    model = run(name, {"method": method, "finish": "none", "budget": {measure: 0.7}})
+    model = run(name, {"method": method, "repair": "none", "budget": {measure: 0.7}})
     assert 0.5 < block_cost(model.anatomy, measure, WORKLOAD) / full <= 0.7
     with torch.no_grad():
         assert torch.isfinite(model.network(**inputs(name)).logits).all()
@@ -68,7 +68,7 @@ def test_other_measures(measure: Any) -> None:
 
 
 def test_latency_is_measured_and_met() -> None:
-    model = run("bert", {"method": "fisher", "budget": {"latency": 0.8}, "finish": "none"})
+    model = run("bert", {"method": "fisher", "budget": {"latency": 0.8}, "repair": "none"})
     assert sum(part.units for part in model.anatomy.parts) < sum(p.units for p in Model(BUILDS["bert"]()).anatomy.parts)
 
 
@@ -81,7 +81,7 @@ def test_widths_are_multiples_inside_the_search() -> None:
 def test_a_decoder_keeps_its_ends_and_half_of_every_layer() -> None:
     model = run("llama", {"method": "fisher", "budget": {"parameters": 0.6}})
     assert all(part.units >= part.original_units / 2 for part in model.anatomy.parts)
-    model = run("llama", {"method": "fisher", "budget": {"parameters": 0.3}, "cap": 1.0})
+    model = run("llama", {"method": "fisher", "budget": {"parameters": 0.3}, "max_sparsity": 1.0})
     assert all(part.units >= 1 for part in model.anatomy.parts if part.block in (0, 1, 2))
 
 
@@ -93,8 +93,8 @@ def test_the_same_seed_gives_the_same_bits(settings: dict[str, Any]) -> None:
 
 def test_published_leaves_the_first_attention_alone() -> None:
     settings = {"method": "fisher", "budget": {"macs": 0.8}, "teacher": "assistant"}
-    plain = run("bert", {**settings, "finish": "none"})
-    tuned = run("bert", {**settings, "finish": "tune", "published": True})
+    plain = run("bert", {**settings, "repair": "none"})
+    tuned = run("bert", {**settings, "repair": "tune", "published": True})
     before, after = (model.anatomy.parts for model in (plain, tuned))
     assert [p.kept for p in before] == [p.kept for p in after]
     assert torch.equal(before[0].output.weight, after[0].output.weight)
@@ -119,12 +119,12 @@ def test_weights_come_back_trainable_and_the_network_unhooked(name: str) -> None
         ({"method": "fisher", "budget": {"macs": 1.5}}, "at most 1"),
         ({"method": "fisher", "budget": {"macs": float("nan")}}, "above 0"),
         ({"method": "fisher", "budget": {"energy": 0.5}}, "limits one of"),
-        ({"method": "fisher", "budget": {"macs": 0.5}, "finish": "magic"}, "must be one of"),
-        ({"method": "fisher", "budget": {"macs": 0.5}, "cap": 2.0}, "between"),
+        ({"method": "fisher", "budget": {"macs": 0.5}, "repair": "magic"}, "must be one of"),
+        ({"method": "fisher", "budget": {"macs": 0.5}, "max_sparsity": 2.0}, "between"),
         ({"method": "fisher", "budget": {"macs": 0.5}, "multiple": "8"}, "must be an integer"),
         ({"method": "fisher", "budget": {"macs": 0.5}, "rearranged": 1}, "must be true or false"),
         ({"method": "fisher"}, "needs `budget`"),
-        ({"method": "flap", "budget": {"macs": 0.5}, "finish": "magic"}, "must be one of"),
+        ({"method": "flap", "budget": {"macs": 0.5}, "repair": "magic"}, "must be one of"),
         ({"method": "random", "budget": {"latency": 0.5}}, "latency"),
         ({"method": "sharks", "budget": {"macs": 0.5}}, "there is no method"),
         ({"method": "fisher", "budget": {"macs": 0.5}, "lazers": 3}, "no parameter"),
@@ -142,8 +142,8 @@ def test_a_budget_below_what_must_stay_is_refused() -> None:
 
 
 def test_repairs_are_refused_for_convolutions() -> None:
-    with pytest.raises(RecipeError, match="finish: none"):
-        run("resnet", {"method": "fisher", "finish": "full", "budget": {"macs": 0.7}})
+    with pytest.raises(RecipeError, match="repair: none"):
+        run("resnet", {"method": "fisher", "repair": "full", "budget": {"macs": 0.7}})
 
 
 def test_all_methods_are_on_the_list_with_their_papers() -> None:
@@ -165,12 +165,12 @@ def test_ordering_on_a_real_language_model(shared: Path) -> None:
     stories = base.network.generate(start, max_new_tokens=200, do_sample=True, pad_token_id=0)
     texts = [base.tokenizer.decode(story, skip_special_tokens=True) for story in stories]
     calibration, evaluation = TextData("stories", tuple(texts[:16])), TextData("more", tuple(texts[16:]))
-    found: dict[str, list[float]] = {"random": [], "search": [], "full": []}
+    found: dict[str, list[float]] = {"random": [], "range_search": [], "full": []}
     for seed in range(3):
         batches = text_batches(calibration, base.tokenizer, samples=24, length=96, batch_size=4, seed=seed)
         for name, settings in {
             "random": {"method": "random"},
-            "search": {"method": "fisher", "finish": "none", "rearranged": False},
+            "search": {"method": "fisher", "repair": "none", "rearranged": False},
             "full": {"method": "fisher"},
         }.items():
             model = load(folder)

@@ -12,7 +12,7 @@ from smelt.compression.base import MethodContext
 from smelt.compression.calibration.least_squares import NormalEquations, unit_equations
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.pruning.reconstruct import reconstruct
-from smelt.compression.pruning.repair import Finisher, cut, cut_and_repair
+from smelt.compression.pruning.repair import RepairSettings, cut, cut_and_repair
 from smelt.compression.pruning.tune import lsmr_solve, ridge_solve, tune_scales
 from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
@@ -107,8 +107,8 @@ def test_a_network_that_loses_nothing_is_left_as_it_is(name: str, kind: str) -> 
     batches = [labelled(name, seed) for seed in range(3)]
     with torch.no_grad():
         before = network(**batches[0]).logits
-    finisher = Finisher(kind, solver="ridge", damping=1e-4)
-    cut_and_repair(Model(network), everything(network), finisher, MethodContext(batches=batches))
+    settings = RepairSettings(kind, solver="ridge", damping=1e-4)
+    cut_and_repair(Model(network), everything(network), settings, MethodContext(batches=batches))
     with torch.no_grad():
         assert (network(**batches[0]).logits - before).abs().max() < 1e-3
 
@@ -126,7 +126,7 @@ def test_repair_brings_the_last_states_closer_than_cutting_alone(name: str, kind
     expected = last_states(BUILDS[name](), batches)
     plain, network = BUILDS[name](), BUILDS[name]()
     cut(plain, half(plain))
-    cut_and_repair(Model(network), half(network), Finisher(kind, solver="ridge"), MethodContext(batches=batches))
+    cut_and_repair(Model(network), half(network), RepairSettings(kind, solver="ridge"), MethodContext(batches=batches))
     assert (last_states(network, batches) - expected).norm() < (last_states(plain, batches) - expected).norm()
 
 
@@ -134,11 +134,11 @@ def test_repair_brings_the_last_states_closer_than_cutting_alone(name: str, kind
 def test_a_killed_repair_goes_on_to_the_same_bits(kind: str, tmp_path: Path) -> None:
     batches = [labelled("llama", seed) for seed in range(3)]
     whole, resumed = BUILDS["llama"](), BUILDS["llama"]()
-    finisher = Finisher(kind, solver="ridge")
-    cut_and_repair(Model(whole), half(whole), finisher, MethodContext(batches=batches, checkpoint=Checkpoint(tmp_path)))
+    settings = RepairSettings(kind, solver="ridge")
+    cut_and_repair(Model(whole), half(whole), settings, MethodContext(batches=batches, checkpoint=Checkpoint(tmp_path)))
     (tmp_path / "block-002.safetensors").unlink()
     cut_and_repair(
-        Model(resumed), half(resumed), finisher, MethodContext(batches=batches, checkpoint=Checkpoint(tmp_path))
+        Model(resumed), half(resumed), settings, MethodContext(batches=batches, checkpoint=Checkpoint(tmp_path))
     )
     for name, tensor in whole.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name]), name
@@ -147,7 +147,7 @@ def test_a_killed_repair_goes_on_to_the_same_bits(kind: str, tmp_path: Path) -> 
 def test_memory_past_the_limit_changes_nothing(tmp_path: Path) -> None:
     batches = [labelled("bert", seed) for seed in range(3)]
     whole, spilled = BUILDS["bert"](), BUILDS["bert"]()
-    cut_and_repair(Model(whole), half(whole), Finisher("full"), MethodContext(batches=batches))
+    cut_and_repair(Model(whole), half(whole), RepairSettings("full"), MethodContext(batches=batches))
     context = MethodContext(batches=batches, memory_limit=1, folder=tmp_path)
-    cut_and_repair(Model(spilled), half(spilled), Finisher("full"), context)
+    cut_and_repair(Model(spilled), half(spilled), RepairSettings("full"), context)
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), spilled.parameters(), strict=True))

@@ -54,7 +54,7 @@ def decibels(x: Tensor, weight: Tensor) -> dict[str, float]:
     scales = {
         "none": torch.ones(x.shape[1]),
         "smooth": smoothing(group, largest, 0.5),
-        "awq": best(Awq(group=-1)),
+        "awq": best(Awq(group_size=-1)),
         "aqas": best(joint),
     }
     power = float(around.truth[0].square().mean())
@@ -116,7 +116,7 @@ def test_both_families_are_tried_and_balanced() -> None:
 
 def run(settings: dict[str, Any]) -> tuple[Model, dict[str, Any]]:
     model = Model(BUILDS["llama"]())
-    facts = METHODS.build({"method": "aqas", "tokens": 30, **settings}).apply(
+    facts = METHODS.build({"method": "aqas", "search_tokens": 30, **settings}).apply(
         model, MethodContext(batches=[inputs("llama")])
     )
     return model, facts
@@ -146,7 +146,7 @@ def test_fewer_weights_vanish_in_dint() -> None:
     ("settings", "scheme"),
     [
         ({"bits": 3}, "dint3@float16"),
-        ({"group": 16, "symmetric": True}, "dint4-sym/16@float16"),
+        ({"group_size": 16, "symmetric": True}, "dint4-sym/16@float16"),
         ({"format": "int4/16"}, "int4/16"),
     ],
 )
@@ -156,7 +156,8 @@ def test_the_format_follows_the_settings(settings: dict[str, Any], scheme: str) 
 
 
 @pytest.mark.parametrize(
-    "settings", [{"rounding": "magic"}, {"tokens": 0}, {"bits": 2}, {"static": True, "inputs": None}]
+    "settings",
+    [{"rounding": "magic"}, {"tokens": 0}, {"bits": 2}, {"static_activations": True, "input_activations": None}],
 )
 def test_impossible_settings_are_one_sentence(settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:

@@ -32,7 +32,9 @@ def batches(name: str) -> list[dict[str, Tensor]]:
 
 def quantised(name: str, **settings: Any) -> tuple[Model, dict[str, Any]]:
     model = Model(BUILDS[name]())
-    facts = METHODS.build({"method": "awq", "group": 16, **settings}).apply(model, MethodContext(batches=batches(name)))
+    facts = METHODS.build({"method": "awq", "group_size": 16, **settings}).apply(
+        model, MethodContext(batches=batches(name))
+    )
     return model, facts
 
 
@@ -52,7 +54,7 @@ def test_no_scale_and_no_clip_is_round_to_nearest(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Awq, "candidates", only_none)
     model, _ = quantised("llama", clip=False, bits=3)
     plain = Model(BUILDS["llama"]())
-    METHODS.build({"method": "rtn", "group": 16, "bits": 3}).apply(plain, MethodContext())
+    METHODS.build({"method": "rtn", "group_size": 16, "bits": 3}).apply(plain, MethodContext())
     one, two = model.network.state_dict(), plain.network.state_dict()
     assert all(torch.equal(one[key], two[key]) for key in two)
 
@@ -68,7 +70,7 @@ def test_the_search_never_loses_to_round_to_nearest(name: str) -> None:
 @torch.no_grad()
 def test_the_error_is_that_of_the_enclosing_module() -> None:
     """Attention for q, k, v; feed-forward for up and gate; the layer for what reads them: found by plain forwards."""
-    method = Awq(group=16, bits=3)
+    method = Awq(group_size=16, bits=3)
     work = first_work("llama", method)
     assert work.stream is not None
     for group in groups_of(work.block):
@@ -92,7 +94,7 @@ def test_the_error_is_that_of_the_enclosing_module() -> None:
 
 @torch.no_grad()
 def test_padding_counts_for_nothing() -> None:
-    work = first_work("bert", Awq(group=16))
+    work = first_work("bert", Awq(group_size=16))
     assert work.stream is not None
     group = groups_of(work.block)[1]
     around = OwnOutput(work.stream, work.block, group, 10_000)
@@ -101,7 +103,7 @@ def test_padding_counts_for_nothing() -> None:
 
 
 def test_trials_leave_no_trace() -> None:
-    method = Awq(group=16, bits=2)
+    method = Awq(group_size=16, bits=2)
     work = first_work("llama", method)
     before = {key: tensor.clone() for key, tensor in work.network.state_dict().items()}
     assert work.stream is not None
@@ -117,7 +119,7 @@ def test_trials_leave_no_trace() -> None:
 @torch.no_grad()
 def test_the_scaled_network_computes_the_same() -> None:
     for name in ("llama", "opt", "gpt2"):
-        method = Awq(group=16, bits=3)
+        method = Awq(group_size=16, bits=3)
         work = first_work(name, method)
         before = work.network(**inputs(name)).logits
         notes = method.scale(work)
@@ -187,7 +189,7 @@ def test_it_beats_round_to_nearest_where_channels_are_loud(rounding: str) -> Non
 
     def error(settings: dict[str, Any]) -> float:
         model = loud()
-        METHODS.build({"bits": 4, "group": -1, **settings}).apply(model, MethodContext(batches=batches("opt")))
+        METHODS.build({"bits": 4, "group_size": -1, **settings}).apply(model, MethodContext(batches=batches("opt")))
         with torch.no_grad():
             true = loud().network(**inputs("opt")).logits
             return float((model.network(**inputs("opt")).logits - true).square().mean())

@@ -23,7 +23,7 @@ from tests.tiny import BUILDS, TRANSFORMERS, inputs
 
 METHODS_HERE = ("rtn", "gptq", "hqq", "awq", "smoothquant", "aqas", "mixed")
 NEED_DATA = tuple(method for method in METHODS_HERE if method not in ("rtn", "hqq"))
-SMALL = {"group": 16}
+SMALL = {"group_size": 16}
 
 
 def batches(name: str, count: int = 3) -> list[dict[str, Tensor]]:
@@ -87,7 +87,7 @@ TAKEN += [(name, method) for name in ("bert", "vit", "gpt2", "opt", "qwen2") for
 
 @pytest.mark.parametrize(("name", "method"), TAKEN)
 def test_every_method_takes_every_family(name: str, method: str) -> None:
-    settings = {"method": method, "group": 16, "bits": 10.0 if method == "mixed" else 8}
+    settings = {"method": method, "group_size": 16, "bits": 10.0 if method == "mixed" else 8}
     model = quantised(name, {**settings, **({"tokens": 30} if method in SEARCHES else {})})
     with torch.no_grad():
         found, true = model.network(**inputs(name)).logits, BUILDS[name]()(**inputs(name)).logits
@@ -100,10 +100,10 @@ def test_every_method_takes_every_family(name: str, method: str) -> None:
     "settings",
     [
         {"method": "gptq", **SMALL},
-        {"method": "gptq", **SMALL, "inputs": "int8", "static": True},
-        {"method": "awq", **SMALL, "rounding": "gptq", "tokens": 30},
+        {"method": "gptq", **SMALL, "input_activations": "int8", "static_activations": True},
+        {"method": "awq", **SMALL, "rounding": "gptq", "search_tokens": 30},
         {"method": "smoothquant"},
-        {"method": "aqas", "tokens": 30},
+        {"method": "aqas", "search_tokens": 30},
         {"method": "mixed", **SMALL, "bits": 5.0},
     ],
     ids=lambda s: "-".join(str(value) for value in s.values()),
@@ -136,7 +136,7 @@ def test_a_memory_limit_gives_the_same_bits(method: str, tmp_path: Path) -> None
 
 
 def test_static_scales_are_those_of_the_largest_input() -> None:
-    model = quantised("llama", {"method": "rtn", **SMALL, "inputs": "int8", "static": True})
+    model = quantised("llama", {"method": "rtn", **SMALL, "input_activations": "int8", "static_activations": True})
     layer = model.network.model.layers[1].mlp.down_proj
     largest = []
     hook = layer.register_forward_pre_hook(lambda _, args: largest.append(float(args[0].abs().max())))
@@ -157,7 +157,13 @@ FORMATS_SAVED = {
 
 @pytest.mark.parametrize(("name", "number_format"), [(n, f) for n, found in FORMATS_SAVED.items() for f in found])
 def test_what_is_saved_is_loaded_to_the_bit(name: str, number_format: str, tmp_path: Path) -> None:
-    settings = {"method": "rtn", "format": number_format, "ragged": True, "inputs": "int8", "static": name == "gpt2"}
+    settings = {
+        "method": "rtn",
+        "format": number_format,
+        "allow_partial_group": True,
+        "input_activations": "int8",
+        "static_activations": name == "gpt2",
+    }
     model = quantised(name, settings)
     save_artifact(model, tmp_path)
     again = load_artifact(tmp_path)
@@ -220,7 +226,10 @@ def test_weights_that_are_no_numbers(method: str, bad: float) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [*({"method": method} for method in NEED_DATA), {"method": "rtn", "inputs": "int8", "static": True}],
+    [
+        *({"method": method} for method in NEED_DATA),
+        {"method": "rtn", "input_activations": "int8", "static_activations": True},
+    ],
     ids=lambda s: s["method"],
 )
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -239,12 +248,12 @@ def test_calibration_activations_that_are_no_numbers(settings: dict[str, Any], b
         ({"bits": 9}, "2 to 8 bits, not 9"),
         ({"bits": 1}, "2 to 8 bits, not 1"),
         ({"bits": "4"}, "must be an integer"),
-        ({"group": -2}, "-1 means a whole row"),
+        ({"group_size": -2}, "-1 means a whole row"),
         ({"format": "int4711"}, "there is no number format"),
-        ({"inputs": "int4711"}, "there is no number format"),
-        ({"static": True}, "give their format"),
-        ({"static": True, "inputs": "int8-asym"}, "no zero point"),
-        ({"static": True, "inputs": "amxfp4"}, "no zero point"),
+        ({"input_activations": "int4711"}, "there is no number format"),
+        ({"static_activations": True}, "give their format"),
+        ({"static_activations": True, "input_activations": "int8-asym"}, "no zero point"),
+        ({"static_activations": True, "input_activations": "amxfp4"}, "no zero point"),
         ({"colour": 1}, "no parameter"),
     ],
 )
@@ -255,9 +264,9 @@ def test_impossible_settings_are_one_sentence(settings: dict[str, Any], message:
 
 
 def test_a_group_that_does_not_divide() -> None:
-    with pytest.raises(RecipeError, match="groups of 40 do not divide; use group 32, 16 or -1"):
-        quantised("llama", {"method": "gptq", "group": 40})
-    model = quantised("llama", {"method": "gptq", "group": 40, "ragged": True})
+    with pytest.raises(RecipeError, match="groups of 40 do not divide; use group_size 32, 16 or -1"):
+        quantised("llama", {"method": "gptq", "group_size": 40})
+    model = quantised("llama", {"method": "gptq", "group_size": 40, "allow_partial_group": True})
     assert model.network.model.layers[0].mlp.down_proj.scale.shape == (32, 2, 1)  # 48 columns
 
 

@@ -87,14 +87,14 @@ def test_low_rank_divisors_are_used_where_they_save() -> None:
 @pytest.fixture(scope="module")
 def at_two_bits() -> float:
     model = character_model()
-    RoundToNearest(bits=2, group=16).apply(model, MethodContext())
+    RoundToNearest(bits=2, group_size=16).apply(model, MethodContext())
     return divergence(model).kl
 
 
 @pytest.mark.parametrize("rank", [None, 4])
 def test_it_beats_rounding_to_nearest(rank: int | None, at_two_bits: float) -> None:
     model = character_model()
-    FlexRound(bits=2, group=16, iterations=50, rate=1e-2, rank=rank).apply(
+    FlexRound(bits=2, group_size=16, iterations=50, lr=1e-2, rank=rank).apply(
         model, MethodContext(batches=character_batches())
     )
     assert divergence(model).kl < 0.4 * at_two_bits
@@ -106,7 +106,7 @@ def test_the_seed_gives_the_bytes(tmp_path: Path) -> None:
     def run(seed: int) -> dict[str, torch.Tensor]:
         model = Model(BUILDS["llama"]())
         batches, checkpoint = [inputs("llama", seed=number) for number in range(4)], Checkpoint(tmp_path / str(seed))
-        FlexRound(bits=3, iterations=6, rate=0.03, rank=2).apply(
+        FlexRound(bits=3, iterations=6, lr=0.03, rank=2).apply(
             model, MethodContext(batches=batches, seed=seed, checkpoint=checkpoint)
         )
         return dict(model.network.state_dict())
@@ -129,7 +129,7 @@ def test_the_rate_falls_to_zero_along_a_cosine(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(torch.optim.Adam, "step", noted)
     model, batches = Model(BUILDS["llama"]()), [inputs("llama")]
-    FlexRound(bits=4, iterations=4, rate=0.01).apply(model, MethodContext(batches=batches))
+    FlexRound(bits=4, iterations=4, lr=0.01).apply(model, MethodContext(batches=batches))
     assert rates[:4] == pytest.approx([0.01, 0.00853553, 0.005, 0.00146447], rel=1e-4) and rates[4] == 0.01
 
 

@@ -192,7 +192,7 @@ def test_in_the_frame_it_rounds_against_the_inputs_of_the_rounded_network(sequen
     model = Model(BUILDS["llama"]())
     batches = [inputs("llama", seed=seed) for seed in range(4)]
     full = {path: module.weight.detach().clone() for path, module in model.network.named_modules() if "proj" in path}
-    settings = {"method": "gptq", "group": 16, "bits": 3, "sequential": sequential}
+    settings = {"method": "gptq", "group_size": 16, "bits": 3, "sequential": sequential}
     METHODS.build(settings).apply(model, MethodContext(batches=batches))
     layers = quantized_layers(model.network)
     moments = {path: SecondMoment() for path in layers}

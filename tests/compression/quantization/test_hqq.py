@@ -59,10 +59,10 @@ def test_groups_far_from_zero_and_groups_of_one_value(middle: float, spread: flo
 
 def test_in_the_frame_it_needs_no_data() -> None:
     model, full = Model(BUILDS["llama"]()), BUILDS["llama"]()
-    facts = METHODS.build({"method": "hqq", "group": 16}).apply(model, MethodContext())
+    facts = METHODS.build({"method": "hqq", "group_size": 16}).apply(model, MethodContext())
     assert facts["layers_quantised"] == len(quantized_layers(model.network)) == 21
     for path, layer in quantized_layers(model.network).items():
-        assert torch.equal(layer.weight, Hqq(group=16).fit(full.get_submodule(path).weight).values())
+        assert torch.equal(layer.weight, Hqq(group_size=16).fit(full.get_submodule(path).weight).values())
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_everything_that_measures_uses_it() -> None:
 
 def test_it_outlives_other_steps_and_can_be_taken_away() -> None:
     model = made(format="int8")
-    RoundToNearest(bits=4, group=16).apply(model, MethodContext())
+    RoundToNearest(bits=4, group_size=16).apply(model, MethodContext())
     assert model.kv == KvFormat("int8", rotate_keys=True)
     facts = KvCache(format="none").apply(model, MethodContext())
     numbers = 3 * 2 * 2 * 8  # layers, key and value, heads, head_dim
@@ -126,7 +126,7 @@ def test_what_cannot_be_is_one_sentence() -> None:
     with pytest.raises(ModelError, match="generate text"):
         KvCache().apply(Model(BUILDS["bert"]()), MethodContext())
     assert METHODS.build({"method": "kv-cache", "clip": 1}).to_json()["clip"] == 1  # a whole number, as YAML has it
-    assert type(KvCache(clip=1).kv.clip) is float
+    assert type(KvCache(clip_ratio=1).kv.clip) is float
 
 
 def test_an_export_says_that_it_is_left_out(tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class HardLabels(LogitLoss):
 def blockwise(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     """The trained language model at three bits without LFQ, and the blocks of its run."""
     model, folder = character_model(), tmp_path_factory.mktemp("blockwise")
-    method = FlexRound(bits=3, group=16, iterations=60, rate=6e-3)
+    method = FlexRound(bits=3, group_size=16, iterations=60, lr=6e-3)
     method.apply(model, MethodContext(batches=character_batches(), checkpoint=Checkpoint(folder)))
     return model, folder
 
@@ -123,7 +123,7 @@ def with_lfq(first_blocks: Path, folder: Path) -> Model:
     for last in folder.glob("block-2.*"):
         last.unlink()
     model = character_model()
-    method = FlexRound(bits=3, group=16, iterations=60, rate=6e-3, lfq=True)
+    method = FlexRound(bits=3, group_size=16, iterations=60, lr=6e-3, lfq=True)
     method.apply(model, MethodContext(batches=character_batches(), checkpoint=Checkpoint(folder)))
     return model
 
@@ -174,7 +174,7 @@ def test_the_student_sees_what_the_quantised_blocks_give(monkeypatch: pytest.Mon
     monkeypatch.setattr(
         LogitLoss, "__call__", lambda self, *args: (seen.append((args[0].detach(), args[1])), plain(self, *args))[1]
     )
-    FlexRound(bits=2, group=16, iterations=1, rate=1e-8, lfq=True).apply(model, MethodContext(batches=[batch]))
+    FlexRound(bits=2, group_size=16, iterations=1, lr=1e-8, lfq=True).apply(model, MethodContext(batches=[batch]))
     (output,) = last_hidden(model, [batch])
     assert torch.equal(seen[0][1], target)
     assert torch.allclose(seen[0][0], output, atol=1e-4) and not torch.allclose(seen[0][0], target, atol=1e-2)
@@ -182,4 +182,6 @@ def test_the_student_sees_what_the_quantised_blocks_give(monkeypatch: pytest.Mon
 
 def test_a_network_without_a_language_head_is_refused() -> None:
     with pytest.raises(ModelError, match="lfq needs a language model"):
-        OmniQuant(bits=4, group=16, lfq=True).apply(Model(BUILDS["bert"]()), MethodContext(batches=[inputs("bert")]))
+        OmniQuant(bits=4, group_size=16, lfq=True).apply(
+            Model(BUILDS["bert"]()), MethodContext(batches=[inputs("bert")])
+        )

@@ -23,7 +23,9 @@ def batches() -> list[dict[str, torch.Tensor]]:
 
 def run(settings: dict[str, Any], model: Model | None = None) -> tuple[Model, dict[str, Any]]:
     model = model or Model(BUILDS["llama"]())
-    facts = METHODS.build({"method": "mixed", "group": 16, **settings}).apply(model, MethodContext(batches=batches()))
+    facts = METHODS.build({"method": "mixed", "group_size": 16, **settings}).apply(
+        model, MethodContext(batches=batches())
+    )
     return model, facts
 
 
@@ -95,7 +97,7 @@ def test_the_error_is_that_of_the_block() -> None:
     """Of one group alone, over the size of what the block gives, found by a plain forward of the network."""
     _, facts = run({"bits": 9.5})
     path = "model.layers.1.mlp.down_proj"
-    number_format = METHODS.build({"method": "mixed", "group": 16}).formats[0]  # type: ignore[attr-defined]
+    number_format = METHODS.build({"method": "mixed", "group_size": 16}).formats[0]  # type: ignore[attr-defined]
     states = []
     for rounded in (False, True):
         network = BUILDS["llama"]()
@@ -120,7 +122,7 @@ def test_it_beats_one_width_for_all_of_the_same_size() -> None:
         other.network.load_state_dict(state)
         with torch.no_grad():
             true = other.network(**inputs("llama")).logits
-            facts = METHODS.build({"group": 16, **settings}).apply(other, MethodContext(batches=batches()))
+            facts = METHODS.build({"group_size": 16, **settings}).apply(other, MethodContext(batches=batches()))
             assert facts["bits_per_weight"] <= 4.5 + 1e-9
             return float((other.network(**inputs("llama")).logits - true).square().mean())
 

@@ -30,7 +30,7 @@ from tests.compression.quantization.test_base import Dying, Killed, same
 from tests.mixtures import BUILDS, CHOSEN, EXPERTS, HIDDEN, INNER, LAYERS, PLAIN, batches, ids, loaded
 
 LOST = "model.layers.1.mlp.experts.3"
-SMALL = {"group": 16}
+SMALL = {"group_size": 16}
 
 
 @torch.no_grad()
@@ -55,9 +55,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "rtn": {}, "hqq": {}, "gptq": {}, "sequential": {"method": "gptq", "sequential": True},
-    "awq": {"tokens": 60}, "aqas": {"tokens": 60}, "smoothquant": {}, "mixed": {"bits": 6.0, "tokens": 60},
-    "quarot": {"inputs": "int8"}, "omniquant": {"epochs": 1},
-    "static": {"method": "gptq", "inputs": "int8", "static": True},
+    "awq": {"search_tokens": 60}, "aqas": {"search_tokens": 60}, "smoothquant": {},
+    "mixed": {"bits": 6.0, "search_tokens": 60},
+    "quarot": {"input_activations": "int8"}, "omniquant": {"epochs": 1},
+    "static": {"method": "gptq", "input_activations": "int8", "static_activations": True},
 }  # fmt: skip
 
 
@@ -183,7 +184,7 @@ def test_of_an_ordinary_layer_it_is_still_an_error(folders: dict[str, Path]) -> 
 
 def test_a_static_scale_is_lent(folders: dict[str, Path]) -> None:
     model = load(folders["olmoe-starved"])
-    METHODS.build({"method": "rtn", **SMALL, "inputs": "int8", "static": True}).apply(
+    METHODS.build({"method": "rtn", **SMALL, "input_activations": "int8", "static_activations": True}).apply(
         model, MethodContext(batches=batches())
     )
     scales = [float(expert.down_proj.input_scale) for expert in model.network.model.layers[1].mlp.experts]
@@ -193,7 +194,7 @@ def test_a_static_scale_is_lent(folders: dict[str, Path]) -> None:
 def test_mixed_does_not_starve_whom_the_data_does(folders: dict[str, Path]) -> None:
     """An expert without tokens does no harm on trial; it gets the bits of its neighbours' errors all the same."""
     block = load(folders["mixtral-starved"]).anatomy.blocks[1]
-    method: Any = METHODS.build({"method": "mixed", **SMALL, "bits": 5.0, "tokens": 60})
+    method: Any = METHODS.build({"method": "mixed", **SMALL, "bits": 5.0, "search_tokens": 60})
     model = load(folders["mixtral-starved"])
     errors = method.sensitivity(model, MethodContext(batches=batches()))
     assert all(error > 0 for row in errors.values() for error in row)
@@ -253,4 +254,4 @@ def test_spinquant_is_refused(folders: dict[str, Path]) -> None:
 
 def test_a_group_that_does_not_divide_is_said_of_the_expert(folders: dict[str, Path]) -> None:
     with pytest.raises(Exception, match=rf"experts\.0\.down_proj has {INNER} inputs, which groups of 32"):
-        METHODS.build({"method": "rtn", "group": 32}).apply(load(folders["olmoe"]), MethodContext())
+        METHODS.build({"method": "rtn", "group_size": 32}).apply(load(folders["olmoe"]), MethodContext())

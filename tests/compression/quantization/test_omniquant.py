@@ -56,7 +56,7 @@ def test_before_training_it_is_rounding_to_nearest_at_0982(number_format: Intege
 def test_zero_epochs_of_the_method_are_that() -> None:
     model = Model(BUILDS["llama"]())
     original = model.network.model.layers[1].mlp.down_proj.weight.clone()
-    OmniQuant(bits=3, group=16, epochs=0).apply(model, MethodContext(batches=[inputs("llama")]))
+    OmniQuant(bits=3, group_size=16, epochs=0).apply(model, MethodContext(batches=[inputs("llama")]))
     assert torch.equal(model.network.model.layers[1].mlp.down_proj.weight, Clipped(original, FORMATS[0])())
 
 
@@ -90,7 +90,7 @@ def test_a_clipped_weight_follows_its_gate() -> None:
 def test_what_is_trained_is_what_runs_afterwards(family: str, rounded: str | None) -> None:
     """The block with fake-quantised weights gives what the same block gives once its layers are packed."""
     model, batch = Model(BUILDS[family]()), inputs(family)
-    method = OmniQuant(bits=3, group=16, epochs=0, inputs=rounded)
+    method = OmniQuant(bits=3, group_size=16, epochs=0, input_activations=rounded)
     stream = open_stream(model.anatomy, [batch])
     block = model.anatomy.blocks[0]
     quantizers = {layer: Clipped(layer.weight, method.integer) for group in groups_of(block) for layer in group.layers}
@@ -117,7 +117,7 @@ def test_padding_counts_for_nothing() -> None:
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     """The trained language model at two bits, and the pieces its run left."""
     model, folder = character_model(), tmp_path_factory.mktemp("omniquant")
-    OmniQuant(bits=2, group=16, epochs=5, rate=0.05).apply(
+    OmniQuant(bits=2, group_size=16, epochs=5, lr=0.05).apply(
         model, MethodContext(batches=character_batches(), checkpoint=Checkpoint(folder))
     )
     return model, folder
@@ -125,7 +125,7 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
 
 def test_it_beats_rounding_to_nearest(fitted: tuple[Model, Path]) -> None:
     nearest = character_model()
-    RoundToNearest(bits=2, group=16).apply(nearest, MethodContext())
+    RoundToNearest(bits=2, group_size=16).apply(nearest, MethodContext())
     assert divergence(fitted[0]).kl < 0.75 * divergence(nearest).kl
 
 
@@ -135,7 +135,7 @@ def test_a_run_that_is_taken_up_gives_the_same_bytes(fitted: tuple[Model, Path],
     for left in (tmp_path / "half").glob("block-2.*"):
         left.unlink()
     model = character_model()
-    OmniQuant(bits=2, group=16, epochs=5, rate=0.05).apply(
+    OmniQuant(bits=2, group_size=16, epochs=5, lr=0.05).apply(
         model, MethodContext(batches=character_batches(), checkpoint=Checkpoint(tmp_path / "half"))
     )
     expected, found = states(fitted[0]), states(model)
@@ -145,7 +145,7 @@ def test_a_run_that_is_taken_up_gives_the_same_bytes(fitted: tuple[Model, Path],
 
 def test_a_network_in_bfloat16_is_trained_in_float32_and_stays_as_it_was() -> None:
     model = Model(BUILDS["llama"]().bfloat16())
-    OmniQuant(bits=4, group=16, epochs=2).apply(model, MethodContext(batches=[inputs("llama")]))
+    OmniQuant(bits=4, group_size=16, epochs=2).apply(model, MethodContext(batches=[inputs("llama")]))
     assert len(quantized_layers(model.network)) == 21
     assert model.network(**inputs("llama")).logits.dtype == torch.bfloat16
 
@@ -162,4 +162,4 @@ def test_a_nan_is_one_sentence() -> None:
         model.network.model.embed_tokens.weight[5] = torch.nan
     batch = {"input_ids": torch.full((1, 8), 5), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
     with pytest.raises(DataError, match="not a finite number"):
-        OmniQuant(bits=4, group=16, epochs=1).apply(model, MethodContext(batches=[batch]))
+        OmniQuant(bits=4, group_size=16, epochs=1).apply(model, MethodContext(batches=[batch]))

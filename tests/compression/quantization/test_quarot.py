@@ -98,7 +98,7 @@ def test_a_transform_of_the_inputs_is_undone_in_the_weight() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_rotation_saves_four_bit_inputs_from_outliers(seed: int) -> None:
     quality = {}
-    settings = {"group": -1, "symmetric": True, "inputs": "int4", "search": True}
+    settings = {"group_size": -1, "symmetric": True, "input_activations": "int4", "range_search": True}
     for step in (
         {"method": "rtn", **settings},
         {"method": "quarot", "rounding": "rtn"},
@@ -198,8 +198,8 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
         ({"rounding": "hqq"}, "gptq, rtn"),
         ({"clip": 0.0}, "between 0.1 and 1"),
         ({"clip": 1.1}, "between 0.1 and 1"),
-        ({"static": True}, "leave static out"),
-        ({"inputs": "int9"}, "no number format"),
+        ({"static_activations": True}, "leave static out"),
+        ({"input_activations": "int9"}, "no number format"),
         ({"damping": -1.0}, "damping"),
     ],
 )

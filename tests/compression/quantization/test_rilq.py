@@ -42,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def quantized(place: str, **settings: Any) -> Model:
     model = character_model(place)
-    RoundToNearest(**{"bits": 2, "group": 16, **settings}).apply(model, MethodContext())
+    RoundToNearest(**{"bits": 2, "group_size": 16, **settings}).apply(model, MethodContext())
     return model
 
 
@@ -276,7 +276,7 @@ class Killing:
 
 def test_a_killed_training_goes_on_to_the_same_bytes(place: str, tmp_path: Path) -> None:
     """Killed between two validations; and a seed gives the same bytes, another one others."""
-    method = Rilq(rank=2, rate=RATE, updates=7, accumulation=1, every=2)
+    method = Rilq(rank=2, lr=RATE, updates=7, accumulation=1, validate_every=2)
 
     def run(seed: int = 0, **context: Any) -> dict[str, Tensor]:
         model = quantized(place)
@@ -294,7 +294,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(place: str, tmp_path: Path)
 def test_the_best_factors_are_kept_and_training_stops(place: str) -> None:
     """At a rate that ruins everything the best is the beginning, and patience ends it."""
     model, plain = quantized(place), quantized(place)
-    method = Rilq(rank=2, rate=1.0, updates=50, accumulation=1, every=1, patience=3)
+    method = Rilq(rank=2, lr=1.0, updates=50, accumulation=1, validate_every=1, patience=3)
     facts = method.apply(model, MethodContext(batches=character_batches(samples=6)))
     assert facts["updates"] == 3 and facts["loss_after"] == facts["loss_before"]
     weights = 3 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 48)
@@ -333,7 +333,7 @@ def test_models_and_teachers_that_do_not_fit_are_refused(place: str, tmp_path: P
     twice = repaired(place, rank=2, updates=0)
     assert "has low-rank factors already" in refusal(Rilq(), twice)
     encoder = Model(BUILDS["bert"]())
-    RoundToNearest(bits=4, group=16).apply(encoder, MethodContext())
+    RoundToNearest(bits=4, group_size=16).apply(encoder, MethodContext())
     assert "needs a language model" in refusal(Rilq(), encoder)
     assert "`merge: true` needs that" in refusal(Rilq(merge=True), quantized(place, format="nf2/16"))
 
@@ -342,7 +342,7 @@ def test_svd_is_refused_where_the_weights_were_changed_before(place: str) -> Non
     model = quantized(place)
     with torch.no_grad():
         model.network.model.layers[1].input_layernorm.weight.mul_(1.01)
-    assert "use `initial: zero`" in refusal(Rilq(initial="svd", updates=0), model)
+    assert "use `initial: zero`" in refusal(Rilq(init="svd", updates=0), model)
 
 
 @pytest.mark.parametrize("settings", [{"rank": 0}, {"initial": "gaussian"}, {"truth": 1.5}, {"patience": 0}])
@@ -354,9 +354,9 @@ def test_impossible_values_are_refused(settings: dict[str, Any]) -> None:
 def test_gpt2_with_its_transposed_layers_is_repaired_too(tmp_path: Path) -> None:
     model = Model(BUILDS["gpt2"](), source=str(tmp_path))
     model.network.save_pretrained(tmp_path)
-    RoundToNearest(bits=2, group=16).apply(model, MethodContext())
+    RoundToNearest(bits=2, group_size=16).apply(model, MethodContext())
     batches = [inputs("gpt2", seed=seed) for seed in range(3)]
-    first = Rilq(rank=4, initial="svd", updates=3, every=1, accumulation=1, rate=1e-2)
+    first = Rilq(rank=4, init="svd", updates=3, validate_every=1, accumulation=1, lr=1e-2)
     facts = first.apply(model, MethodContext(batches=batches))
     assert facts["loss_after"] < facts["loss_before"]
     assert linear_weight(BUILDS["gpt2"]().transformer.h[0].attn.c_attn).shape == (96, 32)

@@ -189,7 +189,7 @@ def test_other_networks_are_refused_with_the_reason() -> None:
     with pytest.raises(ModelError, match="as wide as"):
         rotate(Model(hf.OPTForCausalLM(narrow)))
     packed = Model(BUILDS["llama"]())
-    METHODS.build({"method": "rtn", "group": 16}).apply(packed, MethodContext())
+    METHODS.build({"method": "rtn", "group_size": 16}).apply(packed, MethodContext())
     with pytest.raises(ModelError, match="quantised already"):
         rotate(packed)
     with pytest.raises(RecipeError, match="nothing to do"):

@@ -67,7 +67,7 @@ def test_the_search_narrows_what_has_an_outlier() -> None:
 @pytest.mark.parametrize("search", [False, True])
 def test_in_the_frame_every_layer_is_rounded_on_its_own(search: bool) -> None:
     model, full = Model(BUILDS["gpt2"]()), BUILDS["gpt2"]()
-    METHODS.build({"method": "rtn", "group": 16, "search": search}).apply(model, MethodContext())
+    METHODS.build({"method": "rtn", "group_size": 16, "range_search": search}).apply(model, MethodContext())
     layers = quantized_layers(model.network)
     assert len(layers) == 3 * 4
     for path, layer in layers.items():

@@ -118,14 +118,14 @@ def test_it_helps_where_a_channel_is_loud(rounding: str, static: bool) -> None:
 
     def error(settings: dict[str, Any]) -> float:
         model = loud()
-        METHODS.build({"inputs": "int8", "static": static, **settings}).apply(
+        METHODS.build({"input_activations": "int8", "static_activations": static, **settings}).apply(
             model, MethodContext(batches=batches("llama"))
         )
         with torch.no_grad():
             true = loud().network(**inputs("llama")).logits
             return float((model.network(**inputs("llama")).logits - true).square().mean())
 
-    plain = error({"method": "rtn", "bits": 8, "group": -1, "symmetric": True})
+    plain = error({"method": "rtn", "bits": 8, "group_size": -1, "symmetric": True})
     assert error({"method": "smoothquant", "rounding": rounding}) < plain / 10
 
 

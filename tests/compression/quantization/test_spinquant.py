@@ -187,7 +187,7 @@ def mean_loss(model: Model, method: SpinQuant, turns: dict[str, Tensor], data: l
 def test_twenty_steps_are_better_than_random_and_stay_orthogonal(tmp_path: Path) -> None:
     model = Model(network_with_outliers())
     data = batches(model.network)
-    method = SpinQuant(steps=20, inputs="int3")
+    method = SpinQuant(steps=20, input_activations="int3")
     start = random_rotations(model.anatomy, seed=0)
     assert start.stream is not None
     turns = {"stream": start.stream.float(), **{str(block): turn.float() for block, turn in start.values.items()}}
@@ -209,7 +209,7 @@ def test_rotations_that_are_no_better_are_not_kept(monkeypatch: pytest.MonkeyPat
     context = MethodContext(seed=0, batches=batches(model.network))
     uphill = spinquant.cayley_step
     monkeypatch.setattr(spinquant, "cayley_step", lambda turn, gradient, rate: uphill(turn, -gradient, rate))
-    found = SpinQuant(steps=10, inputs="int3").rotations(model, context)
+    found = SpinQuant(steps=10, input_activations="int3").rotations(model, context)
     start = random_rotations(model.anatomy, seed=0)
     assert found.facts["rotations_learned"] is False
     assert found.facts["loss_learned_rotations"] > found.facts["loss_random_rotations"]
@@ -240,7 +240,7 @@ def test_a_whole_run(rounding: str) -> None:
 
 def test_what_cannot_be_learned_is_refused() -> None:
     with pytest.raises(RecipeError, match="use quarot"):
-        METHODS.build({"method": "spinquant", "inputs": None})
+        METHODS.build({"method": "spinquant", "input_activations": None})
     with pytest.raises(RecipeError, match="steps"):
         METHODS.build({"method": "spinquant", "steps": 0})
     with pytest.raises(ModelError, match="layer norms"):

@@ -34,10 +34,10 @@ def test_it_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_only_where_the_recipe_says_so() -> None:
     anatomy = anatomy_of(BUILDS["llama"]())
-    steps = [{"method": "rtn", "group": -1}]
+    steps = [{"method": "rtn", "group_size": -1}]
     open_one = with_batch(Recipe.parse({"data": {"batch": "auto"}, "steps": steps}), anatomy, CPU)
-    assert open_one.data.batch == batch.LARGEST
-    assert with_batch(Recipe.parse({"data": {"batch": 3}, "steps": steps}), anatomy, CPU).data.batch == 3
+    assert open_one.data.batch_size == batch.LARGEST
+    assert with_batch(Recipe.parse({"data": {"batch": 3}, "steps": steps}), anatomy, CPU).data.batch_size == 3
     with pytest.raises(RecipeError, match="batch"):
         Recipe.parse({"data": {"batch": "all"}, "steps": steps})
 

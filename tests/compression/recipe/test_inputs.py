@@ -119,7 +119,7 @@ def test_which_recipes_need_data() -> None:
         return needs_data(Recipe.parse({"steps": [{"budget": {"parameters": 0.5}, **step}]}))
 
     assert not needed(method="random") and not needed(method="magnitude")
-    assert needed(method="random", finish="full") and needed(method="flap") and needed(method="fisher", finish="none")
+    assert needed(method="random", repair="full") and needed(method="flap") and needed(method="fisher", repair="none")
 
 
 def test_a_fingerprint_tells_batches_apart() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -10,16 +12,23 @@ from smelt.compression.budget import Budget
 from smelt.compression.methods import METHODS
 from smelt.compression.pruning.base import StructuredPruning
 from smelt.compression.pruning.fisher import Fisher
-from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe, bytes_of
+from smelt.compression.recipe.recipe import (
+    CalibrationSettings,
+    EvaluationSettings,
+    Recipe,
+    bytes_of,
+    migrate,
+    recipe_schema,
+)
 from smelt.errors import RecipeError
 
 WRITTEN = """
 seed: 3
-data: {source: a.jsonl, samples: 9, length: 17, batch: 2, text: body, label: class}
-evaluate: {source: b.jsonl, metric: f1, context: 65, limit: null, batch: 5}
+data: {source: a.jsonl, samples: 9, seq_len: 17, batch_size: 2, text: body, label: class}
+evaluate: {source: b.jsonl, metric: f1, context: 65, limit: null, batch_size: 5}
 memory_limit: 2 GB
 steps:
-  - {method: fisher, budget: {macs: 0.6}, finish: tune, rearranged: false}
+  - {method: fisher, budget: {macs: 0.6}, repair: tune, rearranged: false}
   - {method: random, budget: {parameters: 1}}
 """
 
@@ -30,7 +39,7 @@ def test_what_is_written_is_what_is_meant(tmp_path: Path) -> None:
     assert recipe.seed == 3 and recipe.memory_limit == "2 GB"
     assert recipe.data == CalibrationSettings("a.jsonl", 9, 17, 2, text="body", label="class")
     assert recipe.evaluate == EvaluationSettings("b.jsonl", "f1", 65, None, 5)
-    assert recipe.steps[0] == Fisher(budget=Budget("macs", 0.6), finish="tune", rearranged=False)
+    assert recipe.steps[0] == Fisher(budget=Budget("macs", 0.6), repair="tune", rearranged=False)
     assert recipe.steps[1].name == "random"
 
 
@@ -84,3 +93,64 @@ def test_code_in_yaml_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="not valid YAML"):
         Recipe.load(tmp_path / "recipe.yaml")
     assert not (tmp_path / "touched").exists()
+
+
+OLD = """# a recipe of version 0.1
+seed: 3
+data: {source: a.jsonl, samples: 9, length: 17, batch: auto}  # batch: not a key here
+evaluate:
+  batch: 5    # rows
+steps:
+  - method: fisher
+    finish: tune   # repair
+    "cap": 0.5
+    budget: {macs: 0.6}
+  - {method: gptq, group: 64, inputs: int8, bits: 4}
+  - method: rotate
+    stream: true
+"""
+NEW = """# a recipe of version 0.1
+seed: 3
+data: {source: a.jsonl, samples: 9, seq_len: 17, batch_size: auto}  # batch: not a key here
+evaluate:
+  batch_size: 5    # rows
+steps:
+  - method: fisher
+    repair: tune   # repair
+    max_sparsity: 0.5
+    budget: {macs: 0.6}
+  - {method: gptq, group_size: 64, input_activations: int8, bits: 4}
+  - method: rotate
+    residual: true
+"""
+
+
+def test_old_keys_are_rewritten_in_place() -> None:
+    assert migrate(OLD) == NEW
+    assert migrate(NEW) == NEW
+    assert migrate("") == ""
+    assert migrate("steps: [{method: none, group: 3}, 7]\nother: 1") == "steps: [{method: none, group: 3}, 7]\nother: 1"
+    with pytest.raises(RecipeError, match="not valid YAML"):
+        migrate("steps: [")
+
+
+def test_an_old_recipe_is_read_with_one_line_per_old_key(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text(OLD)
+    (tmp_path / "new.yaml").write_text(NEW)
+    with pytest.warns(FutureWarning) as warned:
+        old = Recipe.load(tmp_path / "old.yaml")
+    assert len(warned) == 8 and all("\n" not in str(warning.message) for warning in warned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Recipe.load(tmp_path / "new.yaml") == old
+
+
+def test_the_schema_has_an_alternative_for_every_method() -> None:
+    schema = recipe_schema()
+    json.dumps(schema)
+    steps = schema["properties"]["steps"]["items"]["oneOf"]
+    assert [step["properties"]["method"]["const"] for step in steps] == sorted(METHODS)
+    gptq = next(step for step in steps if step["properties"]["method"]["const"] == "gptq")
+    assert gptq["properties"]["bits"] == {"type": "integer", "default": 4}
+    assert gptq["properties"]["group"]["deprecated"] and not gptq["additionalProperties"]
+    assert schema["properties"]["data"]["properties"]["seq_len"]["default"] == 256

@@ -178,5 +178,5 @@ def _check_floor(left: float, capacity: float) -> None:
     if left < -1e-9 * max(abs(capacity), 1.0):
         raise BudgetError(
             "the budget cannot be met: what must stay (norms, biases, protected units) already costs more; "
-            "allow more, or raise `cap`."
+            "allow more, or raise `max_sparsity`."
         )

@@ -17,7 +17,8 @@ from smelt.compression.allocation.latency_search import choose_under_latency
 from smelt.compression.allocation.unit_search import Candidates, Choice, search, search_threshold, search_uniform
 from smelt.compression.base import CalibrationSize, Method, MethodContext, ResourceEstimate, one_of, within
 from smelt.compression.budget import Budget
-from smelt.compression.pruning.repair import STREAMS, Finisher, cut, cut_and_repair
+from smelt.compression.pruning.repair import STREAMS, RepairSettings, cut, cut_and_repair
+from smelt.config import renamed
 from smelt.errors import BudgetError, ModelError, RecipeError
 from smelt.measure.cost import Measure, Workload, block_cost, block_parameters, cost_of, unit_costs
 from smelt.models.anatomy import Anatomy, Part
@@ -40,28 +41,28 @@ class StructuredPruning(Method):
     """Remove whole heads, filters and channels until a budget is met."""
 
     budget: Budget = field(metadata={"example": "budget: {parameters: 0.8}"})
-    tokens: int | None = None  # sequence length that MACs and latency are counted for; None: the data's mean
-    cap: float | None = None  # largest share a layer may lose; None: all of it in encoders, half in decoders
-    multiple: int = 1  # filters are kept in multiples of this
-    head_multiple: int = 1  # heads (or their groups) are kept in multiples of this
-    finish: str = "none"  # repair: none, tune (a scale a unit), full (the whole output projection)
-    solver: str = "lsmr"  # for tune: lsmr (the paper's) or ridge (scale-free damping)
-    damping: float = 0.1  # of ridge and full, relative to the mean of the Gram's diagonal
-    intercept: bool = True  # of full: fit a bias too
+    seq_len: int | None = renamed("tokens", default=None)  # for MACs and latency; null: the mean of the data
+    max_sparsity: float | None = renamed("cap", default=None)  # per layer; null: 1 in encoders, 0.5 in decoders
+    ffn_multiple: int = renamed("multiple", default=1)  # keep FFN channels in multiples of this
+    head_multiple: int = 1  # keep heads (or KV groups) in multiples of this
+    repair: str = renamed("finish", default="none")  # none, tune (one scale per unit) or full (refit the projection)
+    solver: str = "lsmr"  # of tune: lsmr (as published) or ridge (damping relative to the Gram matrix)
+    damping: float = 0.1  # of ridge and full, relative to the mean of the Gram diagonal
+    intercept: bool = True  # of full: also fit a bias
 
     spread: ClassVar[str] = "global"
-    finishes: ClassVar[tuple[str, ...]] = ("none", "tune", "full")
+    repairs: ClassVar[tuple[str, ...]] = ("none", "tune", "full")
 
     def __post_init__(self) -> None:
-        one_of(self.name, "finish", self.finish, self.finishes)
+        one_of(self.name, "repair", self.repair, self.repairs)
         one_of(self.name, "solver", self.solver, ("lsmr", "ridge"))
-        within(self.name, "multiple", self.multiple, 1, 4096)
+        within(self.name, "ffn_multiple", self.ffn_multiple, 1, 4096)
         within(self.name, "head_multiple", self.head_multiple, 1, 1024)
         within(self.name, "damping", self.damping, 1e-8, 1e3)
-        if self.cap is not None:
-            within(self.name, "cap", self.cap, 0.0, 1.0)
-        if self.tokens is not None:
-            within(self.name, "tokens", self.tokens, 1, 1_000_000)
+        if self.max_sparsity is not None:
+            within(self.name, "max_sparsity", self.max_sparsity, 0.0, 1.0)
+        if self.seq_len is not None:
+            within(self.name, "seq_len", self.seq_len, 1, 1_000_000)
         if self.budget.measure == "latency" and self.spread != "global":
             raise RecipeError(f"{self.name} cannot search under a latency budget; fisher can.")
 
@@ -88,7 +89,7 @@ class StructuredPruning(Method):
         choice = kept_choice(
             context, "choice", lambda: self.refine(anatomy, self.choose(anatomy, scores, context, self.budget), seen)
         )
-        facts = self.repair(model, choice, scores, seen, context)
+        facts = self.prune(model, choice, scores, seen, context)
         removed = before - block_parameters(model.anatomy)
         if removed <= 0 and self.budget.keep < 1:
             raise BudgetError(f"{self.name} removed nothing under the budget {self.budget.to_json()}.")
@@ -96,14 +97,14 @@ class StructuredPruning(Method):
 
     @property
     def uses_data(self) -> bool:
-        return super().uses_data or self.finish != "none"
+        return super().uses_data or self.repair != "none"
 
     def targets(self) -> dict[str, float]:
         return self.budget.to_json()
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         """Of the repair: teacher and student pass through every block; one part's equations live at a time."""
-        if self.finish not in ("tune", "full"):
+        if self.repair not in ("tune", "full"):
             return ResourceEstimate(1.0 if "calibration data" in self.needs else 0.0)
         widest = max(part.output.columns for part in anatomy.parts)
         streams = STREAMS * 4 * size.tokens * anatomy.parts[0].output.rows
@@ -133,7 +134,7 @@ class StructuredPruning(Method):
 
     @property
     def adds_bias(self) -> bool:
-        return self.finish == "full" and self.intercept
+        return self.repair == "full" and self.intercept
 
     def candidates(self, anatomy: Anatomy, scores: Scores, prices: Sequence[float]) -> list[Candidates]:
         """Units as the search sees them, with the floors that protect a network from losing too much in one place."""
@@ -143,18 +144,21 @@ class StructuredPruning(Method):
                 importance=np.asarray(score, dtype=np.float64),
                 price=price,
                 floor=self.floor(anatomy, part),
-                multiple=self.head_multiple if part.kind == "heads" else self.multiple,
+                multiple=self.head_multiple if part.kind == "heads" else self.ffn_multiple,
             )
             for part, score, price in zip(anatomy.parts, scores, prices, strict=True)
         ]
 
     def floor(self, anatomy: Anatomy, part: Part) -> int:
-        """At least so many units stay: what `cap` leaves; one channel; one unit at the ends of a decoder; all of those
-        that belong together."""
+        """Return the minimum number of units to keep.
+
+        That is what `max_sparsity` leaves; at least one channel, and one unit in the first two and the last block of a
+        decoder; all units of a part that cannot be pruned.
+        """
         if part.fixed:
             return part.units
         causal = anatomy.family.causal
-        cap = self.cap if self.cap is not None else (0.5 if causal else 1.0)
+        cap = self.max_sparsity if self.max_sparsity is not None else (0.5 if causal else 1.0)
         least = part.units - int(np.floor(part.units * cap + 1e-9))
         ends = causal and part.block in (0, 1, len(anatomy.blocks) - 1)
         return max(least, 1 if part.kind == "channels" or ends else 0)
@@ -162,19 +166,19 @@ class StructuredPruning(Method):
     def workload(self, anatomy: Anatomy, context: MethodContext) -> Workload:
         size = getattr(anatomy.network.config, "image_size", 224)
         image_size = size if isinstance(size, int) else 224
-        return Workload(tokens=self.tokens or max(1, round(context.mean_tokens)), image_size=image_size)
+        return Workload(tokens=self.seq_len or max(1, round(context.mean_tokens)), image_size=image_size)
 
-    def repair(self, model: Model, choice: Choice, scores: Scores, seen: Any, context: MethodContext) -> dict[str, Any]:
+    def prune(self, model: Model, choice: Choice, scores: Scores, seen: Any, context: MethodContext) -> dict[str, Any]:
         """Cut to the choice and repair what is left."""
-        if self.finish == "none":
+        if self.repair == "none":
             cut(model.network, choice)
             return {}
-        return cut_and_repair(model, choice, self.finisher(model), context)
+        return cut_and_repair(model, choice, self.repair_settings(model), context)
 
-    def finisher(self, model: Model) -> Finisher:
+    def repair_settings(self, model: Model) -> RepairSettings:
         causal = model.anatomy.family.causal
-        return Finisher(
-            kind=self.finish,
+        return RepairSettings(
+            kind=self.repair,
             solver=self.solver,
             damping=self.damping,
             intercept=self.intercept,
@@ -182,14 +186,14 @@ class StructuredPruning(Method):
         )
 
     def _check_repair(self, anatomy: Anatomy) -> None:
-        if self.finish != "none" and any(part.kind == "channels" for part in anatomy.parts):
+        if self.repair != "none" and any(part.kind == "channels" for part in anatomy.parts):
             raise RecipeError(
-                f"finish: {self.finish} is for attention and feed-forward parts; for convolutions use finish: none."
+                f"repair: {self.repair} is for attention and feed-forward parts; for convolutions use repair: none."
             )
-        if self.finish in ("tune", "full") and any(part.mixture is not None for part in anatomy.parts):
+        if self.repair in ("tune", "full") and any(part.mixture is not None for part in anatomy.parts):
             raise RecipeError(
-                f"finish: {self.finish} fits one feed-forward a block to a teacher; for a mixture of experts use "
-                "finish: none."
+                f"repair: {self.repair} fits one feed-forward a block to a teacher; for a mixture of experts use "
+                "repair: none."
             )
 
 

@@ -18,7 +18,7 @@ from smelt.compression.budget import Budget
 from smelt.compression.calibration.gradients import all_mask_gradients, gradient_bytes
 from smelt.compression.pruning.base import Scores, StructuredPruning, kept_choice
 from smelt.compression.pruning.rearrange import rearrange
-from smelt.compression.pruning.repair import Finisher, cut, cut_and_repair
+from smelt.compression.pruning.repair import RepairSettings, cut, cut_and_repair
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
@@ -33,16 +33,16 @@ from smelt.models.model import Model
 class Fisher(StructuredPruning):
     """Search heads and filters by the Fisher information, rearrange them within layers, repair what is left."""
 
-    finish: str = "full"
-    rearranged: bool = True  # re-choose within each layer by the block-diagonal Fisher
-    teacher: str = "dense"  # what the repair is fitted to: dense, or assistant (the same search at sqrt(budget))
-    published: bool = False  # tune with the released code's special cases: see `finisher`
+    repair: str = "full"
+    rearranged: bool = True  # re-select units within each layer by the block-diagonal Fisher
+    teacher: str = "dense"  # the repair fits dense, or assistant (the same search at sqrt(budget))
+    published: bool = False  # repair with the special cases of the released code
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self.name, "teacher", self.teacher, ("dense", "assistant"))
-        if self.published and (self.finish, self.solver, self.teacher) != ("tune", "lsmr", "assistant"):
-            raise RecipeError("fisher as published has finish: tune, solver: lsmr and teacher: assistant.")
+        if self.published and (self.repair, self.solver, self.teacher) != ("tune", "lsmr", "assistant"):
+            raise RecipeError("fisher as published has repair: tune, solver: lsmr and teacher: assistant.")
 
     def observe(self, anatomy: Anatomy, context: MethodContext) -> list[np.ndarray]:
         """Each part's gradients: [mini-batches, units]."""
@@ -53,10 +53,10 @@ class Fisher(StructuredPruning):
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         repair = super().estimate_resources(anatomy, size, memory_limit)
-        memory = gradient_bytes(anatomy, size.batch, size.length)
+        memory = gradient_bytes(anatomy, size.batch_size, size.seq_len)
         checkpointing = memory_limit is not None and memory > memory_limit
         if checkpointing:
-            memory = gradient_bytes(anatomy, size.batch, size.length, checkpointing=True)
+            memory = gradient_bytes(anatomy, size.batch_size, size.seq_len, checkpointing=True)
         return ResourceEstimate(repair.passes + (3.5 if checkpointing else 2.5), max(repair.memory, memory))
 
     def scores(self, anatomy: Anatomy, seen: list[np.ndarray], context: MethodContext) -> Scores:
@@ -67,10 +67,10 @@ class Fisher(StructuredPruning):
             return choice
         return [rearrange(gradients, kept) for gradients, kept in zip(seen, choice, strict=True)]
 
-    def repair(
+    def prune(
         self, model: Model, choice: Choice, scores: Scores, seen: list[np.ndarray], context: MethodContext
     ) -> dict[str, Any]:
-        if self.finish == "none":
+        if self.repair == "none":
             cut(model.network, choice)
             return {}
         assistant = None
@@ -78,15 +78,15 @@ class Fisher(StructuredPruning):
             larger = Budget(self.budget.measure, math.sqrt(self.budget.keep))
             anatomy = model.anatomy
             assistant = kept_choice(context, "assistant", lambda: self.choose(anatomy, scores, context, larger))
-        return cut_and_repair(model, choice, self.finisher(model), context, assistant)
+        return cut_and_repair(model, choice, self.repair_settings(model), context, assistant)
 
-    def finisher(self, model: Model) -> Finisher:
+    def repair_settings(self, model: Model) -> RepairSettings:
         """The released code leaves the first attention alone, fits the last feed-forward of a classifier on its first
         token only, and stops for good at the first solve that fails."""
-        plain = super().finisher(model)
+        plain = super().repair_settings(model)
         if not self.published:
             return plain
-        return Finisher(
+        return RepairSettings(
             kind="tune",
             solver="lsmr",
             published=True,

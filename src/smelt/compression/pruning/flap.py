@@ -32,13 +32,13 @@ from smelt.models.surgery import keep_units, set_output
 class Flap(StructuredPruning):
     """Remove the units that fluctuate least, by one threshold over standardised scores; their mean becomes a bias."""
 
-    finish: str = "bias"  # repair: bias (the mean of what went), none, tune or full
+    repair: str = "bias"  # bias (add the mean output of removed units), none, tune or full
     spread: ClassVar[str] = "threshold"
-    finishes: ClassVar[tuple[str, ...]] = ("bias", "none", "tune", "full")
+    repairs: ClassVar[tuple[str, ...]] = ("bias", "none", "tune", "full")
 
     @property
     def adds_bias(self) -> bool:
-        return self.finish == "bias" or super().adds_bias
+        return self.repair == "bias" or super().adds_bias
 
     def observe(self, anatomy: Anatomy, context: MethodContext) -> list[Moments]:
         if any(part.kind == "channels" for part in anatomy.parts):
@@ -50,11 +50,11 @@ class Flap(StructuredPruning):
     def scores(self, anatomy: Anatomy, seen: list[Moments], context: MethodContext) -> Scores:
         return [_standardised(_fluctuation(part, moments)) for part, moments in zip(anatomy.parts, seen, strict=True)]
 
-    def repair(
+    def prune(
         self, model: Model, choice: Choice, scores: Scores, seen: list[Moments], context: MethodContext
     ) -> dict[str, Any]:
-        if self.finish != "bias":
-            return super().repair(model, choice, scores, seen, context)
+        if self.repair != "bias":
+            return super().prune(model, choice, scores, seen, context)
         for part, kept, moments in zip(model.anatomy.parts, choice, seen, strict=True):
             bias = _mean_of_removed(part, kept, moments)
             if part.output.bias is not None:

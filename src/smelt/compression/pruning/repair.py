@@ -32,7 +32,7 @@ STREAMS = 3  # student, teacher, and the teacher's targets: what shares a memory
 
 
 @dataclass(frozen=True)
-class Finisher:
+class RepairSettings:
     """How the output projections are repaired: `tune` (one scale a unit) or `full` (the whole projection)."""
 
     kind: str
@@ -54,16 +54,16 @@ def cut(network: nn.Module, choice: Choice) -> None:
 def cut_and_repair(
     model: Model,
     choice: Choice,
-    finisher: Finisher,
+    settings: RepairSettings,
     context: MethodContext,
     assistant: Choice | None = None,
 ) -> dict[str, Any]:
     """Cut every block and fit it to the teacher: the dense model, or the larger `assistant` choice."""
     if not context.batches:
-        raise DataError(f"finish: {finisher.kind} needs calibration data, and there is none.")
-    work = _Work(model, choice, finisher, context, assistant)
-    for index in context.watcher.track(range(len(model.anatomy.blocks)), f"repair ({finisher.kind})"):
-        work.finish_block(index)
+        raise DataError(f"repair: {settings.kind} needs calibration data, and there is none.")
+    work = _Work(model, choice, settings, context, assistant)
+    for index in context.watcher.track(range(len(model.anatomy.blocks)), f"repair ({settings.kind})"):
+        work.repair_block(index)
     return {"repaired": work.repaired, "gave_up": work.given_up}
 
 
@@ -74,11 +74,11 @@ class _Work:
         self,
         model: Model,
         choice: Choice,
-        finisher: Finisher,
+        settings: RepairSettings,
         context: MethodContext,
         assistant: Choice | None,
     ) -> None:
-        self.model, self.finisher, self.checkpoint = model, finisher, context.checkpoint
+        self.model, self.settings, self.checkpoint = model, settings, context.checkpoint
         anatomy = model.anatomy
         self.residual = anatomy.residual
         self.kept = {part.name: kept.tolist() for part, kept in zip(anatomy.parts, choice, strict=True)}
@@ -90,7 +90,7 @@ class _Work:
         self.repaired = 0
         self.given_up = False
 
-    def finish_block(self, index: int) -> None:
+    def repair_block(self, index: int) -> None:
         """Cut and repair a block, or take the repair of a killed run; carry both streams through."""
         teacher = Teacher(self._block(index), self.residual, self.teacher_masks)
         for position in range(len(self._block(index).parts)):
@@ -115,12 +115,12 @@ class _Work:
         block = self._block(index)
         for position, part in enumerate(block.parts):
             equations = NormalEquations.zeros(part.output.columns, part.output.rows, part.output.device)
-            rows = _Rows(self.finisher, last=last and position > 0)
+            rows = _Rows(self.settings, last=last and position > 0)
             for batch in range(len(self.student)):
                 target = self._teach(teacher, index, batch) if position == 0 else self.targets[batch]
                 if part.units and not self.given_up:
                     self._collect(block, position, batch, target, equations, rows)
-            left_alone = self.finisher.published and index == 0 and part.kind == "heads"
+            left_alone = self.settings.published and index == 0 and part.kind == "heads"
             if part.units and not self.given_up and not left_alone:
                 self._solve(part, equations)
 
@@ -138,7 +138,7 @@ class _Work:
         inputs, residual = part_inputs(self.student, block, position, batch, self.residual)
         wanted = target.reshape(residual.shape) - residual
         bias = block.parts[position].output.bias
-        fits_bias = self.finisher.kind == "full" and self.finisher.intercept
+        fits_bias = self.settings.kind == "full" and self.settings.intercept
         if bias is not None and not fits_bias:
             wanted = wanted - bias
         chosen = rows.select(self.student.masks[batch], self.student.hidden[batch].shape[:2])
@@ -149,19 +149,19 @@ class _Work:
         equations.add(inputs, wanted)
 
     def _solve(self, part: Part, equations: NormalEquations) -> None:
-        finisher = self.finisher
-        if finisher.kind == "full":
+        settings = self.settings
+        if settings.kind == "full":
             weight, bias = reconstruct(
-                equations, part.output.weight, damping=finisher.damping, intercept=finisher.intercept
+                equations, part.output.weight, damping=settings.damping, intercept=settings.intercept
             )
             set_output(part, weight, bias)
         else:
             scales = tune_scales(
                 equations, part.output.weight, part.width,
-                solver=finisher.solver, damping=finisher.damping, intercept=part.kind == "heads",
+                solver=settings.solver, damping=settings.damping, intercept=part.kind == "heads",
             )  # fmt: skip
             if scales is None:
-                self.given_up = finisher.published
+                self.given_up = settings.published
                 return
             scale_units(part, scales)
         self.repaired += 1
@@ -201,18 +201,18 @@ def part_inputs(stream: Stream, block: Block, position: int, batch: int, residua
 class _Rows:
     """Which tokens count in a fit."""
 
-    finisher: Finisher
+    settings: RepairSettings
     last: bool
 
     def select(self, mask: Tensor | None, shape: Sequence[int]) -> Tensor | None:
         """A flat boolean choice of rows, or None for all of them."""
         batch, tokens = shape
-        if self.last and self.finisher.first_token_at_the_end:
+        if self.last and self.settings.first_token_at_the_end:
             return (torch.arange(batch * tokens) % tokens) == 0
-        if mask is None and not self.finisher.skip_first_token:
+        if mask is None and not self.settings.skip_first_token:
             return None
         chosen = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.cpu().clone()
-        if self.finisher.skip_first_token:
+        if self.settings.skip_first_token:
             chosen[:, 0] = False
         return chosen.flatten()
 

@@ -34,7 +34,7 @@ class Taylor(StructuredPruning):
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         """Gradients as large as the weights, and what one mini-batch keeps for its backward pass."""
         repair = super().estimate_resources(anatomy, size, memory_limit)
-        memory = 2 * 4 * block_parameters(anatomy) + 2 * gradient_bytes(anatomy, size.batch, size.length)
+        memory = 2 * 4 * block_parameters(anatomy) + 2 * gradient_bytes(anatomy, size.batch_size, size.seq_len)
         return ResourceEstimate(repair.passes + 3.5, max(repair.memory, memory))
 
     def observe(self, anatomy: Anatomy, context: MethodContext) -> None:

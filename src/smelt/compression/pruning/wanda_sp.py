@@ -36,16 +36,14 @@ class WandaSp(StructuredPruning):
         """One share for every layer needs no scores yet: `repair` makes them on the pruned stream."""
         return [np.zeros(part.units) for part in anatomy.parts]
 
-    def repair(
-        self, model: Model, choice: Choice, scores: Scores, seen: None, context: MethodContext
-    ) -> dict[str, Any]:
+    def prune(self, model: Model, choice: Choice, scores: Scores, seen: None, context: MethodContext) -> dict[str, Any]:
         counts = [len(kept) for kept in choice]
-        if self.finish == "none":
+        if self.repair == "none":
             self._cut_layer_by_layer(model, counts, context)
             return {}
         dense = self._dense_scores(model.anatomy, context)
         choice = [best(score, count) for score, count in zip(dense, counts, strict=True)]
-        return super().repair(model, choice, scores, seen, context)
+        return super().prune(model, choice, scores, seen, context)
 
     def _cut_layer_by_layer(self, model: Model, counts: list[int], context: MethodContext) -> None:
         """Score each block on the stream of the pruned blocks below it, cut it, carry the stream on."""

@@ -33,9 +33,9 @@ class Aqas(ScaleSearch):
     Give the data's `length` the length of the task's inputs: scales found on long sequences can hurt short ones.
     """
 
-    group: int = -1
-    inputs: str | None = "int8"
-    denormal: bool = True  # dINT; otherwise plain integers
+    group_size: int = -1
+    input_activations: str | None = "int8"
+    denormal: bool = True  # dINT; false: plain integers
     rounding: str = "gptq"
 
     @property
@@ -43,7 +43,7 @@ class Aqas(ScaleSearch):
         if self.format is not None:
             return format_named(self.format)
         kind = DenormalInteger if self.denormal else Integer
-        return kind(self.group, "float16", self.bits, self.symmetric)
+        return kind(self.group_size, "float16", self.bits, self.symmetric)
 
     @property
     def trial_inputs(self) -> Format | None:

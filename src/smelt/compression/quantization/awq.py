@@ -17,7 +17,7 @@ from smelt.compression.quantization.scale_search import STEPS, Candidate, ScaleS
 class Awq(ScaleSearch):
     """Protect the channels with large inputs by a scale, found by trial, and clip each group of weights."""
 
-    clip: bool = True  # narrow the range of each group; never of queries and keys
+    clip: bool = True  # search a clip range per group; never for queries and keys
 
     def candidates(self, group: Group, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
         for step in range(STEPS):

@@ -21,6 +21,7 @@ from smelt.compression.calibration.routes import expert_tokens
 from smelt.compression.calibration.stream import Activations, Stream, advance, open_stream
 from smelt.compression.quantization.experts import few_tokens, lend_largest
 from smelt.compression.quantization.layers import Group, groups_of, observed
+from smelt.config import renamed
 from smelt.errors import DataError, FormatError, ModelError, RecipeError
 from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy, Block
@@ -35,13 +36,13 @@ from smelt.numerics.integer import Integer
 class Quantization(Method):
     """Hold the linear layers of the blocks in few bits."""
 
-    bits: int = 4  # of a weight
-    group: int = 128  # values of a row that share a scale; -1: the whole row
-    symmetric: bool = False  # the grid has its zero in the middle; otherwise a zero point a group
-    format: str | None = None  # a name from `smelt formats`, instead of bits, group and symmetric
-    inputs: str | None = None  # the format that a layer's inputs are rounded to, such as int8 (a scale a token)
-    static: bool = False  # the inputs' scale is fixed by the calibration data; otherwise taken from each input
-    ragged: bool = False  # allow a last group that is shorter than the others
+    bits: int = 4  # per weight
+    group_size: int = renamed("group", default=128)  # weights of a row that share a scale; -1: per-channel
+    symmetric: bool = False  # true: no zero points; false: one zero point per group
+    format: str | None = None  # a name from `smelt formats`; replaces bits, group_size and symmetric
+    input_activations: str | None = renamed("inputs", default=None)  # their format, such as int8; null: float
+    static_activations: bool = renamed("static", default=False)  # fix input scales on the calibration data
+    allow_partial_group: bool = renamed("ragged", default=False)  # the last group may be smaller
 
     def __post_init__(self) -> None:
         try:
@@ -49,31 +50,37 @@ class Quantization(Method):
             self.input_format  # noqa: B018
         except FormatError as error:
             raise RecipeError(f"{self.name}: {error}") from error
-        if self.static and self.inputs is None:
-            raise RecipeError(f"static of {self.name} fixes the scale of inputs: give their format, as `inputs: int8`.")
-        if self.static and self.input_format is not None and not self.input_format.has_one_number:
-            raise RecipeError(f"static of {self.name} fixes one scale and no zero point, which {self.inputs} needs.")
+        if self.static_activations and self.input_activations is None:
+            raise RecipeError(
+                f"static_activations of {self.name} fixes the scale of input activations: give their format, such as "
+                "`input_activations: int8`."
+            )
+        if self.static_activations and self.input_format is not None and not self.input_format.has_one_number:
+            raise RecipeError(
+                f"static_activations of {self.name} fixes one scale and no zero point, which "
+                f"{self.input_activations} needs."
+            )
 
     @property
     def weight_format(self) -> Format:
         if self.format is not None:
             return format_named(self.format)
-        return Integer(self.group, "float16", self.bits, self.symmetric)
+        return Integer(self.group_size, "float16", self.bits, self.symmetric)
 
     @property
     def input_format(self) -> Format | None:
-        if self.inputs is None:
+        if self.input_activations is None:
             return None
-        found = format_named(self.inputs)
-        return replace(found, group=TENSOR) if self.static else found
+        found = format_named(self.input_activations)
+        return replace(found, group=TENSOR) if self.static_activations else found
 
     @property
     def scheme(self) -> Scheme:
-        return Scheme(self.weight_format, self.input_format, self.static)
+        return Scheme(self.weight_format, self.input_format, self.static_activations)
 
     @property
     def uses_data(self) -> bool:
-        return super().uses_data or self.static
+        return super().uses_data or self.static_activations
 
     offloads: ClassVar[bool] = True
     teacher: ClassVar[bool] = False  # the method compares with what the unchanged network gives
@@ -114,12 +121,12 @@ class Quantization(Method):
         size = self.weight_format.group
         for layer in (layer for block in anatomy.blocks for group in groups_of(block) for layer in group.layers):
             columns = layer.weight.shape[1]
-            if size > 0 and columns % size and not self.ragged:
+            if size > 0 and columns % size and not self.allow_partial_group:
                 fitting = [str(g) for g in (256, 128, 64, 32, 16) if columns % g == 0]
                 options = f"{', '.join(fitting)} or -1" if fitting else "-1"
                 raise RecipeError(
-                    f"{layer.path} has {columns} inputs, which groups of {size} do not divide; use group {options}, "
-                    "or `ragged: true` for a shorter last group."
+                    f"{layer.path} has {columns} inputs, which groups of {size} do not divide; use "
+                    f"group_size {options}, or `allow_partial_group: true`."
                 )
 
     def targets(self) -> dict[str, float]:
@@ -215,7 +222,7 @@ class _Run:
             prepared=self.prepared, tokens={} if self.stream is None else expert_tokens(self.stream, block),
         )  # fmt: skip
         self.method.quantize(work)
-        if self.method.static:
+        if self.method.static_activations:
             self._fix_scales(block)
         return work.facts
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from smelt.compression.base import METHODS, within
 from smelt.compression.quantization.learned import LearnedQuantization, Quantizer
 from smelt.compression.quantization.nearest import searched_grid
+from smelt.config import renamed
 from smelt.numerics.format import Grid
 from smelt.numerics.integer import Integer
 
@@ -28,11 +29,11 @@ class FlexRound(LearnedQuantization):
     The papers train on 512 samples of 1024 tokens in batches of two: `samples`, `length`, `batch` in the recipe's data.
     """
 
-    group: int = -1  # values of a row that share a scale; -1: the whole row
-    rate: float = 3e-3  # of Adam, falling to zero along a cosine; the papers' for 7B: 0.0025 at 3 bits, LRQ 0.0009
-    iterations: int = 5000  # updates of each block; 0 rounds to nearest
-    rank: int | None = None  # of the matrix of divisors (LRQ; the paper's is 1024); by default it is a full one
-    search: bool = False  # begin from ranges that minimise each group's |error|^2.4, not from the largest values
+    group_size: int = -1  # weights of a row that share a scale; -1: per-channel
+    lr: float = 3e-3  # of Adam, with cosine decay; the papers use 0.0025 (3 bits, 7B) and 0.0009 (LRQ)
+    iterations: int = 5000  # updates per block; 0: round to nearest
+    rank: int | None = None  # of the divisor matrix (LRQ; 1024 in the paper); null: full rank
+    range_search: bool = renamed("search", default=False)  # start from ranges that minimize |error|^2.4
 
     cosine: ClassVar[bool] = True
 
@@ -46,7 +47,7 @@ class FlexRound(LearnedQuantization):
         rows, columns = weight.shape
         saves = self.rank is not None and self.rank * (rows + columns) < rows * columns
         divisors = LowRank(weight, self.rank, generator) if saves and self.rank else Full(weight)
-        return Divided(weight, self.integer, divisors, self.search)
+        return Divided(weight, self.integer, divisors, self.range_search)
 
     def updates(self, batches: int) -> int:
         return self.iterations

@@ -9,6 +9,7 @@ from smelt.compression.calibration.observe import SecondMoment
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.gptq_rounding import DAMPING, round_group
 from smelt.compression.quantization.layers import Group
+from smelt.config import renamed
 from smelt.numerics.format import Quantized
 
 
@@ -17,10 +18,10 @@ from smelt.numerics.format import Quantized
 class Gptq(Quantization):
     """Round column by column, each error made up for by the columns that follow."""
 
-    damping: float = DAMPING  # of the Hessian's mean diagonal
-    act_order: bool = True  # columns with the largest inputs first, on grids fixed beforehand
-    search: bool = False  # narrow each group's range to what minimises its |error|^2.4
-    sequential: bool = False  # within a block, take the inputs of a layer after those before it were rounded
+    damping: float = DAMPING  # relative to the mean of the Hessian diagonal
+    act_order: bool = True  # quantize columns in order of decreasing Hessian diagonal, with fixed qparams
+    range_search: bool = renamed("search", default=False)  # choose each group's range to minimize |error|^2.4
+    sequential: bool = False  # within a block, calibrate each layer on the quantized layers before it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,5 +37,5 @@ class Gptq(Quantization):
 
     def round(self, group: Group, moment: SecondMoment) -> list[Quantized]:
         return round_group(
-            group, moment, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.search
+            group, moment, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.range_search
         )

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from smelt.compression.base import METHODS, within
 from smelt.compression.quantization.base import BlockWork, Quantization
+from smelt.config import renamed
 from smelt.errors import RecipeError
 from smelt.numerics.format import Grid, Quantized
 from smelt.numerics.integer import Integer
@@ -22,14 +23,14 @@ LARGEST_ZERO = 6e4  # that float16 holds
 class Hqq(Quantization):
     """Move each group's zero point, which need not be whole, to where few large errors buy many small ones."""
 
-    group: int = 64
-    power: float = 0.7  # p of the norm
-    beta: float = 10.0  # how dear it is to spare an error: larger spares more
-    iterations: int = 20  # at most; it stops when the mean error no longer falls
+    group_size: int = 64
+    lp_norm: float = renamed("power", default=0.7)  # p of the l_p norm
+    beta: float = 10.0  # penalty of the proximal step; larger values shrink errors less
+    iterations: int = 20  # at most; stops when the mean error no longer decreases
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self.name, "power", self.power, 0.05, 1.0)
+        within(self.name, "lp_norm", self.lp_norm, 0.05, 1.0)
         within(self.name, "beta", self.beta, 1e-3, 1e6)
         within(self.name, "iterations", self.iterations, 0, 1000)
         if self.symmetric or self.format is not None:
@@ -37,7 +38,7 @@ class Hqq(Quantization):
 
     @property
     def weight_format(self) -> Integer:
-        return Integer(self.group, "float16", self.bits, False, zero_type="float16")
+        return Integer(self.group_size, "float16", self.bits, False, zero_type="float16")
 
     def quantize(self, work: BlockWork) -> None:
         for group in work.groups:
@@ -61,7 +62,7 @@ class Hqq(Quantization):
             if size >= least:
                 break
             best, least = zero, size
-            spared = error.sign() * (error.abs() - error.abs().pow(self.power - 1) / self.beta).relu()
+            spared = error.sign() * (error.abs() - error.abs().pow(self.lp_norm - 1) / self.beta).relu()
             zero = (codes - (grouped - spared) / scale).mean(-1, keepdim=True)
         grid = Grid(scale, number_format.rounded_zero(best))
         codes = number_format.encode(grouped, grid).flatten(-2)[..., : weight.shape[1]]

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from smelt.compression.base import METHODS, Method, MethodContext
+from smelt.config import renamed
 from smelt.errors import FormatError, ModelError, RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.kv_cache import UNPACKED, KvFormat
@@ -22,10 +23,10 @@ class KvCache(Method):
     """Hold the keys and values of a language model in a number format; weights stay as they are."""
 
     offloads: ClassVar[bool] = True
-    format: str = "int4-asym/128@float16"  # of keys and values, a name from `smelt formats`; none: as they are
-    values: str | None = None  # the format of values, where it is another one
-    clip: float = 1.0  # the part of a group's range that its grid covers
-    rotate_keys: bool = True  # rotate keys by a Hadamard matrix before they are rounded, and back as they are read
+    format: str = "int4-asym/128@float16"  # of keys and values: a name from `smelt formats`, or none
+    value_format: str | None = renamed("values", default=None)  # of values, if different from keys
+    clip_ratio: float = renamed("clip", default=1.0)  # fraction of a group's range that its grid covers
+    rotate_keys: bool = True  # Hadamard-rotate keys before quantization, and back when they are read
 
     def __post_init__(self) -> None:
         try:
@@ -35,7 +36,7 @@ class KvCache(Method):
 
     @property
     def kv(self) -> KvFormat:
-        return KvFormat(self.format, self.values, float(self.clip), self.rotate_keys)
+        return KvFormat(self.format, self.value_format, float(self.clip_ratio), self.rotate_keys)
 
     def check(self, anatomy: Anatomy) -> None:
         if not anatomy.family.causal or not anatomy.network.can_generate():

@@ -22,6 +22,7 @@ from smelt.compression.base import CalibrationSize, ResourceEstimate, within
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.layers import Layer
 from smelt.compression.quantization.lfq import LogitLoss
+from smelt.config import renamed
 from smelt.errors import DataError, RecipeError
 from smelt.kernels.linear import Inputs
 from smelt.measure.cost import block_parameters
@@ -74,15 +75,15 @@ class Quantizer(nn.Module):
 class LearnedQuantization(Quantization):
     """Fit the parameters of a quantiser, block by block, by gradients. A batch of the calibration data is an update."""
 
-    rate: float = 1e-2  # of Adam
-    lfq: bool = False  # the last block is fitted to the network's own logits (LFQ), not to its hidden states
+    lr: float = renamed("rate", default=1e-2)  # of Adam
+    lfq: bool = False  # fit the last block to the logits of the source model (LFQ) instead of its hidden states
 
     teacher: ClassVar[bool] = True
     cosine: ClassVar[bool] = False  # the rate falls to zero along a cosine; otherwise it stays
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self.name, "rate", self.rate, 1e-8, 10.0)
+        within(self.name, "lr", self.lr, 1e-8, 10.0)
         found = self.weight_format
         if type(found) is not Integer or found.zero_type != "code":
             raise RecipeError(f"{self.name} learns the grid of plain integers: use bits, group and symmetric instead.")
@@ -109,7 +110,7 @@ class LearnedQuantization(Quantization):
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         """Twice the hidden states (the target's and the inputs'), and a training of one block."""
         plain = super().estimate_resources(anatomy, size, memory_limit)
-        batches = math.ceil(size.samples / size.batch)
+        batches = math.ceil(size.samples / size.batch_size)
         training = COPIES * 4 * block_parameters(anatomy) // len(anatomy.blocks)
         return ResourceEstimate(plain.passes + 1 + 3 * self.updates(batches) / batches, 2 * plain.memory + training)
 
@@ -129,13 +130,13 @@ class LearnedQuantization(Quantization):
         block = FakeQuantized(work.block, quantizers, self.input_format)
         loss_of: Loss = LogitLoss(anatomy_of(work.network), work.targets[0].device) if self._logits(work) else distance
         parameters = [parameter for quantizer in quantizers.values() for parameter in quantizer.parameters()]
-        optimizer = torch.optim.Adam(parameters, lr=self.rate)
+        optimizer = torch.optim.Adam(parameters, lr=self.lr)
         order: list[int] = []
         for update in work.context.watcher.track(range(updates), f"block {work.block.index}"):
             order = order or torch.randperm(len(work.stream), generator=generator).tolist()
             batch = order.pop()
             if self.cosine:
-                optimizer.param_groups[0]["lr"] = self.rate * (1 + math.cos(math.pi * update / updates)) / 2
+                optimizer.param_groups[0]["lr"] = self.lr * (1 + math.cos(math.pi * update / updates)) / 2
             output = work.stream.run(block, work.block.index, batch)
             loss = loss_of(output, work.targets[batch].float(), work.stream.masks[batch])
             if not bool(loss.isfinite()):

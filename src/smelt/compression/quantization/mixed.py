@@ -21,6 +21,7 @@ from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.layers import Group, groups_of
 from smelt.compression.quantization.rounding import ROUNDINGS, rounded
 from smelt.compression.quantization.search_eval import BlockOutput
+from smelt.config import renamed
 from smelt.errors import BudgetError, DataError, RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
@@ -33,29 +34,31 @@ from smelt.numerics.integer import Integer
 class Mixed(Quantization):
     """Give each group of layers the bits that the whole needs most there, under an average of bits a weight."""
 
-    bits: float = 4.0  # type: ignore[assignment]  # a weight on average, scales and zero points included
-    choices: str = "2,3,4,8"  # widths to choose from
+    bits: float = 4.0  # type: ignore[assignment]  # mean per weight, scales and zero points included
+    bit_widths: str = renamed("choices", default="2,3,4,8")  # widths to choose from
     rounding: str = "gptq"  # rtn or gptq
-    tokens: int = 4096  # positions that each trial runs on: whole batches from the first on, at least one
+    search_tokens: int = renamed("tokens", default=4096)  # evaluated per trial, rounded to whole batches
 
     def __post_init__(self) -> None:
         if self.format is not None:
             raise RecipeError("mixed chooses among integers of several widths: give choices, and leave format out.")
-        if not all(choice.strip().isdecimal() for choice in self.choices.split(",")):
-            raise RecipeError(f"choices of mixed are widths with commas between, as 2,3,4,8, not {self.choices!r}.")
+        if not all(choice.strip().isdecimal() for choice in self.bit_widths.split(",")):
+            raise RecipeError(
+                f"bit_widths of mixed are widths with commas between, as 2,3,4,8, not {self.bit_widths!r}."
+            )
         super().__post_init__()
         one_of(self.name, "rounding", self.rounding, ROUNDINGS)
-        within(self.name, "tokens", self.tokens, 1, 2**31)
+        within(self.name, "search_tokens", self.search_tokens, 1, 2**31)
         within(self.name, "bits", self.bits, 1.0, 16.0)
 
     @property
     def widths(self) -> list[int]:
         """The choices, narrow first."""
-        return sorted({int(choice) for choice in self.choices.split(",")})
+        return sorted({int(choice) for choice in self.bit_widths.split(",")})
 
     @property
     def formats(self) -> list[Format]:
-        return [Integer(self.group, "float16", width, self.symmetric) for width in self.widths]
+        return [Integer(self.group_size, "float16", width, self.symmetric) for width in self.widths]
 
     @property
     def weight_format(self) -> Format:
@@ -98,7 +101,7 @@ class Mixed(Quantization):
             with on_device(block.module, context.device), torch.no_grad():
                 groups = groups_of(block)
                 for group in groups:
-                    around = BlockOutput(stream, block, group, self.tokens)
+                    around = BlockOutput(stream, block, group, self.search_tokens)
                     found[group.path] = [self._error(group, around, choice) for choice in self.formats]
                 found |= stand_ins(groups, found)
                 advance(stream, block)
@@ -120,7 +123,7 @@ class Mixed(Quantization):
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         plain = super().estimate_resources(anatomy, size, memory_limit)
-        share = min(1.0, max(self.tokens, size.batch * size.length) / max(size.tokens, 1))
+        share = min(1.0, max(self.search_tokens, size.batch_size * size.seq_len) / max(size.tokens, 1))
         groups = max(len(groups_of(block)) for block in anatomy.blocks)
         return replace(plain, passes=plain.passes + 1 + groups * len(self.formats) * share)
 

@@ -25,7 +25,7 @@ class OmniQuant(LearnedQuantization):
     transformation is not here. Its batches have one sample: `batch: 1` in the recipe's data.
     """
 
-    epochs: int = 20  # passes over the calibration data for each block; 0 clips every range to 0.982 of itself
+    epochs: int = 20  # over the calibration data, per block; 0: clip every range to 0.982
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -18,6 +18,7 @@ from smelt.compression.calibration.gradients import frozen, gradient_bytes
 from smelt.compression.calibration.stream import Activations
 from smelt.compression.quantization.adapters import Adapter, attached, check_mergeable
 from smelt.compression.quantization.vocabulary import summed_in_slices
+from smelt.config import renamed
 from smelt.errors import DataError, ModelError
 from smelt.measure.cost import block_parameters, count_bytes, count_parameters
 from smelt.models.anatomy import Anatomy
@@ -34,28 +35,28 @@ Batch = dict[str, Tensor]
 class Rilq(Method):
     """Make up for the error of a quantised model by low-rank factors on all layers, trained together.
 
-    The step comes after a quantiser. `initial: svd` with no updates is LoftQ's first round. `merge: true` is the
+    The step comes after a quantiser. `init: svd` with no updates is LoftQ's first round. `merge: true` is the
     mechanism of QA-LoRA; that RILQ's merged inference works so is from memory (medium): the paper was not at hand.
     """
 
-    teacher: str | None = None  # the model that was quantised: a name or a place; by default what the run began with
-    rank: int = 64  # of the factors
-    initial: str = "zero"  # the factors add nothing at first; svd: they are the best ones for each layer's own error
-    merge: bool = False  # factors of summed inputs, put into zero points in float16; otherwise they stay beside
-    truth: float = 0.5  # the share of the next token's loss; the rest is the error of the last hidden state
-    rate: float = 1e-4  # of Adam
+    teacher: str | None = None  # the unquantized model, a name or folder; null: the source model of the run
+    rank: int = 64  # of the adapters
+    init: str = renamed("initial", default="zero")  # zero, or svd (the best approximation of each layer's error)
+    merge: bool = False  # merge adapters of pooled inputs into float16 zero points; false: keep them separate
+    gt_loss_weight: float = renamed("truth", default=0.5)  # next-token loss; the rest: hidden-state error
+    lr: float = renamed("rate", default=1e-4)  # of Adam
     updates: int = 1250  # at most
-    accumulation: int = 8  # batches an update; the paper's batches have one sample of 512 tokens
-    every: int = 25  # updates between two validations
-    patience: int = 5  # validations without a better one before the training ends
+    accumulation: int = 8  # batches per update; the paper uses batches of one sample of 512 tokens
+    validate_every: int = renamed("every", default=25)  # updates
+    patience: int = 5  # validations without improvement before training stops
 
     def __post_init__(self) -> None:
-        one_of(self.name, "initial", self.initial, ("zero", "svd"))
+        one_of(self.name, "init", self.init, ("zero", "svd"))
         within(self.name, "rank", self.rank, 1, 65_536)
-        within(self.name, "truth", self.truth, 0.0, 1.0)
-        within(self.name, "rate", self.rate, 1e-8, 1.0)
+        within(self.name, "gt_loss_weight", self.gt_loss_weight, 0.0, 1.0)
+        within(self.name, "lr", self.lr, 1e-8, 1.0)
         within(self.name, "updates", self.updates, 0, 1_000_000)
-        for name in ("accumulation", "every", "patience"):
+        for name in ("accumulation", "validate_every", "patience"):
             within(self.name, name, getattr(self, name), 1, 1_000_000)
 
     def check(self, anatomy: Anatomy) -> None:
@@ -73,8 +74,8 @@ class Rilq(Method):
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         hidden = 4 * size.tokens * anatomy.parts[0].output.rows
         matrices = 4 * block_parameters(anatomy)
-        training = matrices + 4 * 4 * self._factors(anatomy) + gradient_bytes(anatomy, size.batch, size.length)
-        seen = self.updates * self.accumulation * size.batch / size.samples
+        training = matrices + 4 * 4 * self._factors(anatomy) + gradient_bytes(anatomy, size.batch_size, size.seq_len)
+        seen = self.updates * self.accumulation * size.batch_size / size.samples
         kept = hidden if memory_limit is None else min(hidden, memory_limit)
         return ResourceEstimate(passes=1 + 3 * seen, memory=kept + training)
 
@@ -121,7 +122,7 @@ class Rilq(Method):
         for adapter in adapters.values():
             adapter.draw(generator)
         teacher = self._load_teacher(model)
-        if self.initial == "svd":
+        if self.init == "svd":
             _check_untransformed(model, teacher)
             modules = dict(teacher.network.named_modules())
             for path, layer in layers.items():
@@ -159,7 +160,7 @@ class _Training:
         self.judge = list(range(len(context.batches) - held_out, len(context.batches)))
         names = {f"{path}.{name}": p for path, adapter in adapters.items() for name, p in adapter.named_parameters()}
         self.parameters = names
-        self.optimizer = torch.optim.Adam(names.values(), lr=settings.rate)
+        self.optimizer = torch.optim.Adam(names.values(), lr=settings.lr)
         self.best: dict[str, Tensor] = {}
         self.losses: list[float] = []  # of the validations
         self.update = 0
@@ -175,7 +176,7 @@ class _Training:
                 break
             self._step(update)
             self.update = update + 1
-            if self.update % settings.every == 0 or self.update == settings.updates:
+            if self.update % settings.validate_every == 0 or self.update == settings.updates:
                 self._validate()
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -199,7 +200,7 @@ class _Training:
     def _validate(self) -> None:
         loss = sum(float(self.loss(batch)) for batch in self.judge) / len(self.judge)
         if not torch.isfinite(torch.tensor(loss)):
-            raise DataError("the loss of rilq is not a finite number: look for NaN in the data, or lower its rate.")
+            raise DataError("the loss of rilq is not a finite number: look for NaN in the data, or lower its lr.")
         if not self.losses or loss < min(self.losses):
             self.best = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         self.losses.append(loss)
@@ -207,7 +208,7 @@ class _Training:
 
     def loss(self, position: int) -> Tensor:
         """(1 - truth) MSE of the last hidden state + truth CE of the next token, over the real tokens of a batch."""
-        batch, truth = self.context.batches[position], self.settings.truth
+        batch, truth = self.context.batches[position], self.settings.gt_loss_weight
         hidden = last_hidden_state(self.model, batch)  # [batch, tokens, hidden size]
         tokens = batch["input_ids"].to(hidden.device)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).to(hidden.device).bool()
@@ -260,8 +261,8 @@ def _check_untransformed(model: Model, teacher: Model) -> None:
     same = all(p.shape == theirs[name].shape and torch.equal(p, theirs[name].to(p)) for name, p in ours.items())
     if not same or any(layer.scheme.hadamard for layer in quantized_layers(model.network).values()):
         raise ModelError(
-            "`initial: svd` compares weights, and this network was changed otherwise before it was quantised; "
-            "use `initial: zero`."
+            "`init: svd` compares weights, and this network was changed otherwise before it was quantised; "
+            "use `init: zero`."
         )
     if count_parameters(model.network) != count_parameters(teacher.network):
-        raise ModelError("`initial: svd` compares weights, and the teacher has other ones; use `initial: zero`.")
+        raise ModelError("`init: svd` compares weights, and the teacher has other ones; use `init: zero`.")

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from smelt.compression.base import METHODS, Method, MethodContext
 from smelt.compression.quantization.rotation import check_rotatable, random_rotations, rotate_network
+from smelt.config import renamed
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
@@ -21,17 +22,17 @@ class Rotate(Method):
     """Turn the residual stream and the values at random; the function stays, a tied head gets its own weight."""
 
     offloads: ClassVar[bool] = True
-    stream: bool = True  # rotate the residual stream, with the norms folded into the layers that read them
-    values: bool = True  # rotate the values of each head, undone in the attention output
+    residual: bool = renamed("stream", default=True)  # rotate the residual stream; norms are folded into layers
+    values: bool = True  # rotate the values of each head; undone in the attention output
 
     def __post_init__(self) -> None:
-        if not (self.stream or self.values):
-            raise RecipeError("rotate has nothing to do: leave stream or values at true.")
+        if not (self.residual or self.values):
+            raise RecipeError("rotate has nothing to do: leave residual or values at true.")
 
     def check(self, anatomy: Anatomy) -> None:
         check_rotatable(anatomy, self.name)
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
-        rotations = random_rotations(model.anatomy, context.seed, stream=self.stream, values=self.values)
+        rotations = random_rotations(model.anatomy, context.seed, stream=self.residual, values=self.values)
         return rotate_network(model.anatomy, rotations, context.device)

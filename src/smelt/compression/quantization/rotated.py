@@ -20,6 +20,7 @@ from smelt.compression.quantization.gptq_rounding import DAMPING, round_group
 from smelt.compression.quantization.layers import Group
 from smelt.compression.quantization.nearest import nearest
 from smelt.compression.quantization.rotation import Rotations, check_rotatable, rotate_network
+from smelt.config import renamed
 from smelt.errors import RecipeError
 from smelt.kernels.hadamard import hadamard_order, hadamard_transform
 from smelt.measure.cost import count_bytes
@@ -33,23 +34,23 @@ from smelt.numerics.format import Quantized
 class RotatedQuantization(Quantization):
     """Rotate, then round weights and inputs."""
 
-    group: int = -1  # values of a row that share a scale; -1: the whole row
-    symmetric: bool = True  # the grid has its zero in the middle; otherwise a zero point a group
-    inputs: str | None = "int4"  # the format that a layer's inputs are rounded to, a scale a token; null: not at all
-    clip: float = 0.9  # the part of an input's range that its grid covers
+    group_size: int = -1  # weights of a row that share a scale; -1: per-channel
+    symmetric: bool = True  # true: no zero points; false: one zero point per group
+    input_activations: str | None = "int4"  # their format, with one scale per token; null: float
+    input_clip_ratio: float = renamed("clip", default=0.9)  # fraction of an input's range that its grid covers
     rounding: str = "gptq"  # of weights: gptq or rtn
-    search: bool = True  # narrow each row's range to what minimises its |error|^2.4
-    damping: float = DAMPING  # of the Hessian's mean diagonal, for gptq
-    act_order: bool = True  # columns with the largest inputs first, for gptq
-    rotate_filters: bool = True  # a Hadamard transform, as the network runs, of what the feed-forward's output reads
-    rotate_heads: bool = True  # the same of what the attention's output reads: it mixes the heads
+    range_search: bool = renamed("search", default=True)  # choose each row's range to minimize |error|^2.4
+    damping: float = DAMPING  # of gptq, relative to the mean of the Hessian diagonal
+    act_order: bool = True  # of gptq: quantize columns in order of decreasing Hessian diagonal
+    rotate_ffn: bool = renamed("rotate_filters", default=True)  # Hadamard-rotate the FFN down-projection input
+    rotate_heads: bool = True  # Hadamard-rotate the attention output-projection input online, across heads
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self.name, "rounding", self.rounding, ("gptq", "rtn"))
-        within(self.name, "clip", self.clip, 0.1, 1.0)
+        within(self.name, "input_clip_ratio", self.input_clip_ratio, 0.1, 1.0)
         within(self.name, "damping", self.damping, 1e-6, 10.0)
-        if self.static:
+        if self.static_activations:
             raise RecipeError(f"{self.name} takes the scale of inputs from each token: leave static out.")
 
     @abstractmethod
@@ -58,7 +59,7 @@ class RotatedQuantization(Quantization):
 
     @property
     def scheme(self) -> Scheme:
-        return super().scheme if self.inputs is None else replace(super().scheme, clip=self.clip)
+        return super().scheme if self.input_activations is None else replace(super().scheme, clip=self.input_clip_ratio)
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
@@ -96,13 +97,13 @@ class RotatedQuantization(Quantization):
         return self._asked(part) and hadamard_order(part.output.columns) is not None
 
     def _asked(self, part: Part) -> bool:
-        return part.units > 0 and (self.rotate_filters if part.kind == "filters" else self.rotate_heads)
+        return part.units > 0 and (self.rotate_ffn if part.kind == "filters" else self.rotate_heads)
 
     def round(self, group: Group, moment: SecondMoment) -> list[Quantized]:
         if self.rounding == "rtn":
-            return [nearest(layer.weight, self.weight_format, self.search) for layer in group.layers]
+            return [nearest(layer.weight, self.weight_format, self.range_search) for layer in group.layers]
         return round_group(
-            group, moment, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.search
+            group, moment, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.range_search
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from smelt.compression.base import METHODS
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.nearest import nearest
+from smelt.config import renamed
 
 
 @METHODS.register("rtn", paper="Frantar et al., 2023 (range search of their code)")
@@ -14,8 +15,8 @@ from smelt.compression.quantization.nearest import nearest
 class RoundToNearest(Quantization):
     """Round every weight to the nearest value of its group's grid."""
 
-    search: bool = False  # narrow each group's range to what minimises its |error|^2.4
+    range_search: bool = renamed("search", default=False)  # choose each group's range to minimize |error|^2.4
 
     def quantize(self, work: BlockWork) -> None:
         for group in work.groups:
-            work.put(group, [nearest(layer.weight, self.weight_format, self.search) for layer in group.layers])
+            work.put(group, [nearest(layer.weight, self.weight_format, self.range_search) for layer in group.layers])

@@ -22,6 +22,7 @@ from smelt.compression.quantization.layers import Group, Layer, never_reached, o
 from smelt.compression.quantization.rounding import ROUNDINGS, rounded
 from smelt.compression.quantization.scaling import Source, fold, source_of
 from smelt.compression.quantization.search_eval import Change, ModuleOutput, OwnOutput, Surroundings
+from smelt.config import renamed
 from smelt.errors import DataError
 from smelt.models.anatomy import Anatomy
 from smelt.numerics.format import Format, Quantized
@@ -70,14 +71,14 @@ class Found:
 class ScaleSearch(Quantization):
     """Scale input channels by search, then round."""
 
-    rounding: str = "rtn"  # afterwards: rtn or gptq
-    clip: bool = False  # narrow the range of each group of weights after scaling; never of queries and keys
-    tokens: int = 4096  # positions that each trial runs on: whole batches from the first on, at least one
+    rounding: str = "rtn"  # after scaling: rtn or gptq
+    clip: bool = False  # search a clip range per group after scaling; never for queries and keys
+    search_tokens: int = renamed("tokens", default=4096)  # evaluated per trial, rounded to whole batches
 
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self.name, "rounding", self.rounding, ROUNDINGS)
-        within(self.name, "tokens", self.tokens, 1, 2**31)
+        within(self.name, "search_tokens", self.search_tokens, 1, 2**31)
 
     @abstractmethod
     def candidates(self, group: Group, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
@@ -127,7 +128,7 @@ class ScaleSearch(Quantization):
         """Where the error is taken: attention or feed-forward for what writes its units, else the layer itself."""
         assert work.stream is not None
         kind = ModuleOutput if group.writes else OwnOutput
-        return kind(work.stream, work.block, group, self.tokens)
+        return kind(work.stream, work.block, group, self.search_tokens)
 
     def best(self, group: Group, source: Source, around: Surroundings, mean: Tensor, largest: Tensor) -> Found:
         """Try every candidate as it can be folded."""
@@ -158,7 +159,7 @@ class ScaleSearch(Quantization):
         """A pass for the statistics, one for GPTQ, and the trials: four groups, each about a third of a block. Of every
         further expert the inputs are taken once."""
         plain = super().estimate_resources(anatomy, size, memory_limit)
-        share = min(1.0, max(self.tokens, size.batch * size.length) / max(size.tokens, 1))
+        share = min(1.0, max(self.search_tokens, size.batch_size * size.seq_len) / max(size.tokens, 1))
         experts = max(sum(part.mixture is not None for part in block.parts) for block in anatomy.blocks)
         return replace(plain, passes=plain.passes + 1 + (STEPS * 4 / 3 + max(0, experts - 1)) * share)
 

@@ -23,15 +23,15 @@ SMALLEST = 1e-5  # scale
 class SmoothQuant(Quantization):
     """Divide input channels by a closed form of both ranges, the weights take it up; 8-bit weights and inputs.
 
-    Only layers that a norm feeds are smoothed. `static: true` fixes the scale of the inputs beforehand.
+    Only layers that a norm feeds are smoothed. `static_activations: true` fixes the scale of the inputs beforehand.
     """
 
     bits: int = 8
-    group: int = -1
+    group_size: int = -1
     symmetric: bool = True
-    inputs: str | None = "int8"
-    alpha: float = 0.5  # how much of the inputs' range goes into the weights; 0.8 to 0.9 suits Llama-2
-    rounding: str = "rtn"  # afterwards: rtn or gptq
+    input_activations: str | None = "int8"
+    alpha: float = 0.5  # how much of the activation range moves into the weights; 0.8-0.9 suits Llama-2
+    rounding: str = "rtn"  # after smoothing: rtn or gptq
 
     def __post_init__(self) -> None:
         super().__post_init__()

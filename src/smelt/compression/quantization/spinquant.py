@@ -27,6 +27,7 @@ from smelt.compression.calibration.gradients import batch_loss, frozen
 from smelt.compression.quantization.rotated import RotatedQuantization
 from smelt.compression.quantization.rotation import Rotations, has_layer_norms, random_rotations
 from smelt.compression.quantization.straight_through import rounded
+from smelt.config import renamed
 from smelt.errors import ModelError, RecipeError
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.models.anatomy import Anatomy
@@ -42,15 +43,15 @@ class SpinQuant(RotatedQuantization):
     """Learn the rotations of stream and values from the loss under rounded inputs, then round as QuaRot does."""
 
     offloads: ClassVar[bool] = False  # the loss is that of the whole network
-    rotate_heads: bool = False  # a Hadamard transform, as the network runs, of what the attention's output reads
+    rotate_heads: bool = False  # Hadamard-rotate the attention output-projection input online, across heads
     steps: int = 100  # each on one batch of the calibration data
-    rate: float = 1.5  # of learning, falling to zero along a cosine
+    lr: float = renamed("rate", default=1.5)  # of Cayley SGD, with cosine decay
 
     def __post_init__(self) -> None:
         super().__post_init__()
         within(self.name, "steps", self.steps, 1, 100_000)
-        within(self.name, "rate", self.rate, 1e-6, 100.0)
-        if self.inputs is None:
+        within(self.name, "lr", self.lr, 1e-6, 100.0)
+        if self.input_activations is None:
             raise RecipeError("spinquant learns from the rounding of inputs: give their format, or use quarot.")
 
     def check(self, anatomy: Anatomy) -> None:
@@ -66,7 +67,7 @@ class SpinQuant(RotatedQuantization):
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         rounding = super().estimate_resources(anatomy, size, memory_limit)
-        learning = 2 + 3 * self.steps * size.batch / size.samples  # a pass back costs two
+        learning = 2 + 3 * self.steps * size.batch_size / size.samples  # a pass back costs two
         return ResourceEstimate(rounding.passes + learning, rounding.memory)
 
     def rotations(self, model: Model, context: MethodContext) -> Rotations:
@@ -90,7 +91,7 @@ class SpinQuant(RotatedQuantization):
             for step in context.watcher.track(range(self.steps), "rotations"):
                 loss = batch_loss(network, batches[step % len(batches)])
                 gradients = torch.autograd.grad(loss, list(turns.values()))
-                rate = self.rate * (1 + math.cos(math.pi * step / self.steps)) / 2
+                rate = self.lr * (1 + math.cos(math.pi * step / self.steps)) / 2
                 with torch.no_grad():
                     for turn, gradient in zip(turns.values(), gradients, strict=True):
                         turn.copy_(cayley_step(turn, gradient, rate))
@@ -108,7 +109,7 @@ class SpinQuant(RotatedQuantization):
         hooks: list[Any] = []
 
         def round_(x: Tensor) -> Tensor:
-            return rounded(x, number_format, self.clip)
+            return rounded(x, number_format, self.input_clip_ratio)
 
         for part, weight in zip(parts, weights, strict=True):
             part.feeder.weight = nn.Parameter(torch.ones_like(weight), requires_grad=False)

@@ -20,11 +20,11 @@ LARGEST = 64
 
 def with_batch(recipe: Recipe, anatomy: Anatomy, device: torch.device) -> Recipe:
     """The recipe with the number of sequences settled."""
-    if recipe.data.batch is not None:
+    if recipe.data.batch_size is not None:
         return recipe
     gradients = any("gradients" in step.needs for step in recipe.steps)
-    batch = fitting_batch(anatomy, recipe.data.length, gradients=gradients, device=device)
-    return replace(recipe, data=replace(recipe.data, batch=batch))
+    batch = fitting_batch(anatomy, recipe.data.seq_len, gradients=gradients, device=device)
+    return replace(recipe, data=replace(recipe.data, batch_size=batch))
 
 
 def fitting_batch(anatomy: Anatomy, length: int, *, gradients: bool, device: torch.device) -> int:

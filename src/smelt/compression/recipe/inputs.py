@@ -94,19 +94,24 @@ def calibration_batches(
 ) -> list[Batch]:
     """Windows of text of exactly the length asked for, or labelled rows cut to what the model takes."""
     assert model.tokenizer is not None
-    assert settings.batch is not None
-    longest = getattr(model.network.config, "max_position_embeddings", settings.length)
+    assert settings.batch_size is not None
+    longest = getattr(model.network.config, "max_position_embeddings", settings.seq_len)
     if isinstance(data, LabelledData):
         return labelled_batches(
-            data, model.tokenizer, samples=settings.samples, max_length=min(settings.length, longest),
-            batch_size=settings.batch, seed=seed, replace=settings.samples > len(data),
+            data, model.tokenizer, samples=settings.samples, max_length=min(settings.seq_len, longest),
+            batch_size=settings.batch_size, seed=seed, replace=settings.samples > len(data),
         )  # fmt: skip
-    if settings.length > longest:
+    if settings.seq_len > longest:
         raise RecipeError(
-            f"the recipe asks for samples of {settings.length} tokens; this model takes at most {longest}."
+            f"the recipe asks for samples of {settings.seq_len} tokens; this model takes at most {longest}."
         )
     return text_batches(
-        data, model.tokenizer, samples=settings.samples, length=settings.length, batch_size=settings.batch, seed=seed
+        data,
+        model.tokenizer,
+        samples=settings.samples,
+        length=settings.seq_len,
+        batch_size=settings.batch_size,
+        seed=seed,
     )
 
 
@@ -115,7 +120,11 @@ def measure_quality(
 ) -> Quality:
     """The model's quality on the data, by the recipe's settings; on text also with keys and values in another format
     than the one that the model remembers."""
-    options: dict[str, Any] = {"batch_size": settings.batch, "limit": settings.limit, "watcher": watcher or Silent()}
+    options: dict[str, Any] = {
+        "batch_size": settings.batch_size,
+        "limit": settings.limit,
+        "watcher": watcher or Silent(),
+    }
     if isinstance(data, TextData):
         context = min(settings.context, getattr(model.network.config, "max_position_embeddings", settings.context))
         options |= {"context": context, "kv": kv}

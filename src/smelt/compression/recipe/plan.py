@@ -88,8 +88,8 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
     recipe.steps[0].check(anatomy)
     limit = None if recipe.memory_limit is None else bytes_of(recipe.memory_limit)
     data = with_batch(recipe, anatomy, torch.device("cpu")).data
-    assert data.batch is not None
-    size = CalibrationSize(data.samples, data.length, data.batch)
+    assert data.batch_size is not None
+    size = CalibrationSize(data.samples, data.seq_len, data.batch_size)
     rate = EFFICIENCY * matrix_speed()
     steps = tuple(_step_plan(step, anatomy, size, limit, rate) for step in recipe.steps)
     weights = count_bytes(network)

@@ -11,7 +11,7 @@ import yaml
 
 from smelt.compression import methods as methods  # every method must be registered before a recipe is parsed
 from smelt.compression.base import Method
-from smelt.config import parse, read_yaml
+from smelt.config import json_schema, migrate_text, parse, read_yaml, renamed
 from smelt.errors import RecipeError
 
 _MAX_COUNT = 10**9
@@ -19,18 +19,18 @@ _MAX_COUNT = 10**9
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """What the methods are calibrated on: `samples` sequences of `length` tokens (labeled rows: at most that many)."""
+    """What the methods are calibrated on: `samples` sequences of `seq_len` tokens (labeled rows: at most that many)."""
 
     source: str = "default"
     samples: int = 128
-    length: int = 256
-    batch: int | None = field(default=4, metadata={"aliases": {"auto": None}})  # auto: as many as fit in memory
+    seq_len: int = renamed("length", default=256)
+    batch_size: int | None = renamed("batch", default=4, aliases={"auto": None})  # auto: as many as fit in memory
     text: str | None = None
     pair: str | None = None
     label: str | None = None
 
     def __post_init__(self) -> None:
-        _check_counts("data", samples=self.samples, length=self.length, batch=self.batch)
+        _check_counts("data", samples=self.samples, seq_len=self.seq_len, batch_size=self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class EvaluationSettings:
     metric: str | None = None
     context: int = 512
     limit: int | None = 16384  # tokens of text, or rows
-    batch: int = 8
+    batch_size: int = renamed("batch", default=8)
     text: str | None = None
     pair: str | None = None
     label: str | None = None
 
     def __post_init__(self) -> None:
-        _check_counts("evaluate", context=self.context, limit=self.limit, batch=self.batch)
+        _check_counts("evaluate", context=self.context, limit=self.limit, batch_size=self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,19 @@ class Recipe:
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_json(), sort_keys=False)
+
+
+def migrate(text: str) -> str:
+    """Rewrite the old keys of a recipe in YAML to the current ones; comments and layout stay."""
+    try:
+        return migrate_text(text, Recipe)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise RecipeError(f"the recipe is not valid YAML ({' '.join(str(error).split())[:200]}).") from error
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return the JSON Schema of recipes, with one alternative per method, for editors."""
+    return json_schema(Recipe)
 
 
 def _check_counts(where: str, **counts: int | None) -> None:
