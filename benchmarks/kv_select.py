@@ -24,7 +24,7 @@ from kv_tasks import Asked, asked
 from smelt.kvcache.selection.config import SparseAttentionConfig, sparse_attention_heads
 from smelt.kvcache.selection.host_store import HostPageStore
 from smelt.kvcache.selection.page_cache import OffloadConfig, ResidentPages
-from smelt.kvcache.selection.page_summary import PAGE_SUMMARIES, PageSummary, PageSummaryTable, make_page_summary
+from smelt.kvcache.selection.page_summary import PAGE_SUMMARIES, PageSummary, PageSummaryTable
 from smelt.kvcache.selection.sparse_attention import SparsePageAttention
 from smelt.kvcache.selection.trace import Trace, TraceRecorder, trace_metadata
 from smelt.models.load import load
@@ -81,10 +81,12 @@ def _options() -> argparse.Namespace:
 def judged(model: Model, questions: list[Asked], page: int) -> dict[str, dict[str, float]]:
     """For every way: how likely and how right the answers were, what was chosen, and what was copied."""
     reading = Texts(model, questions, page)
-    ways = {_key(name, share): Way(make_page_summary(name), share) for name in PAGE_SUMMARIES for share in SHARES[1:]}
+    ways = {
+        _key(name, share): Way(PAGE_SUMMARIES.build(name), share) for name in PAGE_SUMMARIES for share in SHARES[1:]
+    }
     if questions[0].task == "continuation":
-        ways |= {_key("arkvale", 0.25, steady): Way(make_page_summary("arkvale"), 0.25, steady) for steady in STEADY}
-    ways["all"] = Way(make_page_summary("arkvale"), 1.0)
+        ways |= {_key("arkvale", 0.25, steady): Way(PAGE_SUMMARIES.build("arkvale"), 0.25, steady) for steady in STEADY}
+    ways["all"] = Way(PAGE_SUMMARIES.build("arkvale"), 1.0)
     return {name: reading.answered(way) for name, way in ways.items()}
 
 
@@ -99,10 +101,10 @@ class Texts:
         self.model, self.questions, self.page = model, [_shortened(each) for each in questions], page
         held = max(-(-(len(each.prompt) + len(each.after)) // page) for each in self.questions)
         self.blocks = held * len(self.questions)
-        self.residence = OffloadConfig(slots=self.blocks)
+        self.residence = OffloadConfig(num_slots=self.blocks)
         self.runner = SelectingRunner(
             model, blocks=self.blocks, size=page, most_tokens=CHUNK, most_requests=len(self.questions),
-            context=held * page, selection=Way(make_page_summary("quest"), 1.0).selection(page),
+            context=held * page, selection=Way(PAGE_SUMMARIES.build("quest"), 1.0).selection(page),
             residence=self.residence,
         )  # fmt: skip
         assert isinstance(self.runner.host, HostPageStore)
@@ -145,13 +147,13 @@ class Texts:
         digested = PageSummaryTable(way.digest, heads, self.blocks, self.model.network.dtype, device)
         full = torch.cat([torch.tensor(each.blocks[: len(each.prompt) // self.page]) for each in self.requests])
         for layer in heads:
-            digested.update(layer, full, self.pages.keys_of(layer, full))
-        residence = OffloadConfig(self.residence.slots, way.steady)
+            digested.update(layer, full, self.pages.gather_keys(layer, full))
+        residence = OffloadConfig(self.residence.num_slots, way.steady)
         self.pages.residents = {
             layer: ResidentPages(kv_heads, self.blocks, residence) for layer, (kv_heads, _) in heads.items()
         }
         selection = way.selection(self.page)
-        recorder = TraceRecorder(trace_metadata(self.model, selection, residence))
+        recorder = TraceRecorder(trace_metadata(self.model, selection, residence, {}))
         self.runner.attention = SparsePageAttention(selection, self.pages, digested, recorder)
         return recorder
 

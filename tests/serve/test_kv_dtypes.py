@@ -154,10 +154,10 @@ def answers_without_a_check(engine: Engine, texts: list[list[int]]) -> list[list
     return [each.output for each in requests]
 
 
-@pytest.mark.parametrize("residence", [None, OffloadConfig(slots=24, steady=3, refresh=2)], ids=str)
+@pytest.mark.parametrize("residence", [None, OffloadConfig(num_slots=24, keep_steps=3, refresh_interval=2)], ids=str)
 @pytest.mark.parametrize("kind", NAMES)
 def test_all_pages_chosen_are_plain_pages_in_the_same_format(kind: str, residence: OffloadConfig | None) -> None:
-    network, everything = wide(), SparseAttentionConfig(page=4, budget=96, sink=1, window=1)
+    network, everything = wide(), SparseAttentionConfig(page_size=4, token_budget=96, sink_pages=1, recent_pages=1)
     wanted = answers(engine_of(network, kind), prompts(3))
     assert answers(engine_of(network, kind, select=everything, residence=residence), prompts(3)) == wanted
 

@@ -27,11 +27,13 @@ from tests.serve.test_engine import GREEDY, SMALL, answers, expected, prompts, r
 from tests.tiny import BUILDS
 from tests.trained import sentences, trained_llama
 
-ALL = SparseAttentionConfig(page=4, budget=96, sink=1, window=1)
-FEW = SparseAttentionConfig(page=4, budget=12, sink=1, window=1)
+ALL = SparseAttentionConfig(page_size=4, token_budget=96, sink_pages=1, recent_pages=1)
+FEW = SparseAttentionConfig(page_size=4, token_budget=12, sink_pages=1, recent_pages=1)
 BLOCK_BYTES = 3 * 2 * 4 * 2 * 8 * 4
-TIGHT = OffloadConfig(slots=24, steady=3, refresh=2)  # one request of the longest kind, or a few short ones at once
-PLACES = [None, OffloadConfig(steady=2), TIGHT, OffloadConfig(slots=24, steady=0)]
+TIGHT = OffloadConfig(
+    num_slots=24, keep_steps=3, refresh_interval=2
+)  # one request of the longest kind, or a few short ones at once
+PLACES = [None, OffloadConfig(keep_steps=2), TIGHT, OffloadConfig(num_slots=24, keep_steps=0)]
 
 
 def selecting(
@@ -106,7 +108,7 @@ def test_a_pruned_network_with_layers_of_its_own_widths(empty: tuple[str, ...], 
     assert answers(engine, prompts()) == [expected(network, prompt) for prompt in prompts()]
     assert runner.recorder is not None
     runner.recorder.trace().write(tmp_path / "run.trace")
-    shape = read_trace(tmp_path / "run.trace").shape
+    shape = read_trace(tmp_path / "run.trace").metadata
     assert len(shape.kv_heads) == 3 and (shape.kv_heads[0] == 0) == bool(empty)
 
 
@@ -130,7 +132,7 @@ def test_adapters(tmp_path: Path) -> None:
 def test_few_pages_wherever_they_lie(llama: tuple[PreTrainedModel, list[list[int]]], digest: Quest | ArkVale) -> None:
     """The choice does not depend on what is on the device, nor on who else is in the batch."""
     network, _ = llama
-    selection = SparseAttentionConfig(digest, page=4, budget=12, sink=1, window=1)
+    selection = SparseAttentionConfig(digest, page_size=4, token_budget=12, sink_pages=1, recent_pages=1)
     long = Sampling(max_tokens=24, temperature=0, ignore_end=True)
     found = [answers(selecting(network, selection, place)[0], prompts(4), long) for place in PLACES]
     alone = [answers(selecting(network, selection)[0], [text], long)[0] for text in prompts(4)]
@@ -144,7 +146,7 @@ def test_the_device_holds_no_more_than_its_slots_and_copies_less_when_pages_stay
 ) -> None:
     copied = {}
     for steady in (0, 1, 6):
-        engine, runner = selecting(llama[0], FEW, OffloadConfig(slots=20, steady=steady))
+        engine, runner = selecting(llama[0], FEW, OffloadConfig(num_slots=20, keep_steps=steady))
         for text in prompts():
             engine.submit(text, GREEDY)
         most = 0
@@ -161,7 +163,9 @@ def test_the_device_holds_no_more_than_its_slots_and_copies_less_when_pages_stay
 
 def test_nothing_is_kept_of_requests_that_ended_or_wait(llama: tuple[PreTrainedModel, Any]) -> None:
     """Random aborts, and preemptions: whenever it is asked, only blocks of running requests are on the device."""
-    engine, runner = selecting(llama[0], FEW, OffloadConfig(slots=64, steady=1000), cache_bytes=30 * BLOCK_BYTES)
+    engine, runner = selecting(
+        llama[0], FEW, OffloadConfig(num_slots=64, keep_steps=1000), cache_bytes=30 * BLOCK_BYTES
+    )
     chance, held = random.Random(0), 0
     long = Sampling(max_tokens=30, temperature=0, ignore_end=True)
     requests = [engine.submit(text, long)[0] for text in prompts(12)]
@@ -183,7 +187,10 @@ def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) 
     """A row for every token that was decoded, layer and head; most pages are those of the step before."""
     texts = [prompts()[0] + prompts()[1], prompts()[2]]
     engine, runner = selecting(
-        llama[0], SparseAttentionConfig(page=4, budget=20, sink=1, window=1), OffloadConfig(steady=1), record=True
+        llama[0],
+        SparseAttentionConfig(page_size=4, token_budget=20, sink_pages=1, recent_pages=1),
+        OffloadConfig(keep_steps=1),
+        record=True,
     )
     requests = [engine.submit(text, GREEDY)[0] for text in texts]
     run(engine)
@@ -192,8 +199,8 @@ def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) 
     trace = read_trace(tmp_path / "run.trace")
     rows = list(trace.rows())
     assert len(rows) == 2 * 15 * 3 * 2 and {row.request for row in rows} == {request.id for request in requests}
-    assert trace.shape.page_bytes == 4 * 2 * 8 * 4 and trace.shape.digest_bytes == 2 * 8 * 4
-    assert sum(len(row.recalled) for row in rows) * trace.shape.page_bytes == runner.host.recalled_bytes
+    assert trace.metadata.page_bytes == 4 * 2 * 8 * 4 and trace.metadata.summary_bytes == 2 * 8 * 4
+    assert sum(len(row.recalled) for row in rows) * trace.metadata.page_bytes == runner.host.recalled_bytes
     before: dict[tuple[str, int, int], set[int]] = {}
     shared = []
     for row in rows:
@@ -217,17 +224,17 @@ def test_what_cannot_be_run() -> None:
     with pytest.raises(
         ConfigError, match="up to 24 pages of one request, and the device has 8 slots for it; give more"
     ):
-        selecting(network, ALL, OffloadConfig(slots=8))
+        selecting(network, ALL, OffloadConfig(num_slots=8))
     sliding = BUILDS["mistral"]()
     with pytest.raises(ModelError, match="sliding layers"):
         selecting(sliding, ALL)
 
 
 def test_a_budget_that_grows_needs_slots_for_the_longest_text() -> None:
-    growing = SparseAttentionConfig(page=4, budget=8, share=0.5, sink=1, window=1)
+    growing = SparseAttentionConfig(page_size=4, token_budget=8, budget_ratio=0.5, sink_pages=1, recent_pages=1)
     with pytest.raises(ConfigError, match="up to 12 pages"):
-        selecting(BUILDS["llama"](), growing, OffloadConfig(slots=11))
-    selecting(BUILDS["llama"](), growing, OffloadConfig(slots=12))
+        selecting(BUILDS["llama"](), growing, OffloadConfig(num_slots=11))
+    selecting(BUILDS["llama"](), growing, OffloadConfig(num_slots=12))
 
 
 @pytest.mark.gpu
@@ -256,7 +263,7 @@ def test_an_engine_is_told_what_to_choose() -> None:
             each.step()
     assert [each.output for each in answers[0]] == [each.output for each in answers[1]]
     few = {"page": 4, "budget": 24}
-    host = Engine(Model(BUILDS["llama"]()), context=96, cache_bytes=10**7, select=few, residence={"slots": 64})
+    host = Engine(Model(BUILDS["llama"]()), context=96, cache_bytes=10**7, select=few, residence={"num_slots": 64})
     assert isinstance(host.runner, SelectingRunner) and host.runner.host is not None
     assert [each.runner.path for each in (engine, host)] == [
         "module, pages chosen", "module, pages chosen from the host's memory",

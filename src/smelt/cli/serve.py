@@ -127,7 +127,7 @@ def _selected(what: str, budget: int, keep_host: bool) -> dict[str, Any]:
         raise SmeltError(f"--kv-select {what!r} cannot be chosen; it is pages.")
     if keep_host and not what:
         raise SmeltError("--kv-keep-host is for --kv-select pages.")
-    return {"select": {"budget": budget} if what else None, "residence": {} if keep_host else None}
+    return {"select": {"token_budget": budget} if what else None, "residence": {} if keep_host else None}
 
 
 def _cap(tokens: int | None, kv: Path | None, select: str) -> int | None:

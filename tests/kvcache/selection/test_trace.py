@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,17 +14,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from smelt.errors import DataError, ResourceError
-from smelt.kvcache.selection.trace import Row, Trace, TraceMetadata, TraceRecorder, read_trace
+from smelt.kvcache.selection.trace import Trace, TraceMetadata, TraceRecorder, TraceRow, read_trace
 
-SHAPE = TraceMetadata(
-    model_type="llama", hidden=32, weight_bytes=1000, query_heads=(4, 4), kv_heads=(2, 2), width=8, page=4,
-    page_bytes=256, digest_bytes=64, digest="quest", budget=12, share=0.25, sink=1, window=1, steady=8, refresh=1,
-    slots=9,
+METADATA = TraceMetadata(
+    model_type="llama", hidden_size=32, weight_bytes=1000, query_heads=(4, 4), kv_heads=(2, 2), head_dim=8, page_size=4,
+    page_bytes=256, summary_bytes=64, summary="quest", token_budget=12, budget_ratio=0.25, sink_pages=1, recent_pages=1,
+    keep_steps=8, refresh_interval=1, num_slots=9,
 )  # fmt: skip
 
 
 def recorded() -> Trace:
-    recorder = TraceRecorder(SHAPE)
+    recorder = TraceRecorder(METADATA)
     pages = torch.tensor([[[0, 2, 5], [1, 2, 5]], [[0, 1, 1], [0, 1, 1]]])
     there = torch.tensor([[[True] * 3] * 2, [[True, True, False]] * 2])
     recalled = torch.tensor([[[False, True, False], [False] * 3], [[True, False, False], [False] * 3]])
@@ -33,12 +34,12 @@ def recorded() -> Trace:
 
 
 ROWS = [
-    Row(3, "a", 1, 0, (0, 2, 5), (2,)),
-    Row(3, "a", 1, 1, (1, 2, 5), ()),
-    Row(3, "b", 1, 0, (0, 1), (0,)),
-    Row(3, "b", 1, 1, (0, 1), ()),
-    Row(4, "b", 0, 0, (0, 1), ()),
-    Row(4, "b", 0, 1, (0, 1), ()),
+    TraceRow(3, "a", 1, 0, (0, 2, 5), (2,)),
+    TraceRow(3, "a", 1, 1, (1, 2, 5), ()),
+    TraceRow(3, "b", 1, 0, (0, 1), (0,)),
+    TraceRow(3, "b", 1, 1, (0, 1), ()),
+    TraceRow(4, "b", 0, 0, (0, 1), ()),
+    TraceRow(4, "b", 0, 1, (0, 1), ()),
 ]
 
 
@@ -47,12 +48,26 @@ def test_a_trace_comes_back_as_it_was(tmp_path: Path) -> None:
     assert list(trace.rows()) == ROWS and len(trace) == 6
     trace.write(tmp_path / "folder" / "run.trace")
     again = read_trace(tmp_path / "folder" / "run.trace")
-    assert list(again.rows()) == ROWS and again.shape == SHAPE and again.names == ("a", "b")
+    assert list(again.rows()) == ROWS and again.metadata == METADATA and again.request_ids == ("a", "b")
     assert [file.name for file in (tmp_path / "folder").iterdir()] == ["run.trace"]
 
 
+def test_a_trace_of_version_0_1_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "run.trace"
+    recorded().write(path)
+    shape = {
+        "model_type": "llama", "hidden": 32, "weight_bytes": 1000, "query_heads": [4, 4], "kv_heads": [2, 2],
+        "width": 8, "page": 4, "page_bytes": 256, "digest_bytes": 64, "digest": "quest", "budget": 12, "share": 0.25,
+        "sink": 1, "window": 1, "steady": 8, "refresh": 1, "slots": 9,
+    }  # fmt: skip
+    header = {"format": "smelt-page-trace-1", "shape": json.dumps(shape), "names": json.dumps(["a", "b"])}
+    save_file(load_file(path), path, metadata=header)
+    trace = read_trace(path)
+    assert list(trace.rows()) == ROWS and trace.metadata == METADATA and trace.request_ids == ("a", "b")
+
+
 def test_a_trace_of_nothing(tmp_path: Path) -> None:
-    TraceRecorder(SHAPE).trace().write(tmp_path / "run.trace")
+    TraceRecorder(METADATA).trace().write(tmp_path / "run.trace")
     assert len(read_trace(tmp_path / "run.trace")) == 0
 
 
@@ -93,8 +108,9 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be read"):
         read_trace(path)
     save_file({"steps": torch.zeros(1)}, path)
-    with pytest.raises(DataError, match="no page trace of this version"):
+    with pytest.raises(DataError, match="not a page trace of this version"):
         read_trace(path)
-    dataclasses.replace(recorded(), shape=dataclasses.replace(SHAPE, width="8")).write(path)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="its width is damaged"):
+    damaged = dataclasses.replace(METADATA, head_dim="8")  # type: ignore[arg-type]
+    dataclasses.replace(recorded(), metadata=damaged).write(path)
+    with pytest.raises(DataError, match="its head_dim is damaged"):
         read_trace(path)

@@ -37,7 +37,7 @@ from tests.tiny import BUILDS
             "the cap is 129 tokens, and this model was trained for 128",
         ),
         (
-            {"cap": BoundedCacheConfig(40, rule=RULE), "select": {"budget": 512}},
+            {"cap": BoundedCacheConfig(40, rule=RULE), "select": {"token_budget": 512}},
             ConfigError,
             "leave out the profile, or the choice",
         ),

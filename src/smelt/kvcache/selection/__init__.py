@@ -1,1 +1,1 @@
-"""Page selection without eviction: every page is kept, and each step attends to those that its queries point to."""
+"""Sparse page attention: no page is evicted, and each decode step attends to the pages its queries score highest."""

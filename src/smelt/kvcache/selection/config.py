@@ -1,9 +1,9 @@
-"""Which pages a head attends to in a step: the best by their digests, the first and the last ones.
+"""Sparse page attention settings, and the rule that selects pages: the best by summary, the first and the last ones.
 
-The frame of Quest and ArkVale; PNM-KV (arXiv 2511.00321) takes pages chosen in this way as its starting point. ArkVale
-has two numbers, the tokens that stay on the device and the pages that a step attends to; here the budget is what is
-attended to, and the slots of a residence are what stays. A budget that is fixed in tokens loses accuracy on very long
-texts, so that it may grow with the length.
+The scheme of Quest and ArkVale; PNM-KV (arXiv 2511.00321) starts from pages selected this way. ArkVale has two
+numbers, the tokens resident on the device and the pages attended to per step; here the token budget is what a step
+attends to, and `OffloadConfig.num_slots` is what stays resident. A budget fixed in tokens loses accuracy on very long
+texts, so it can grow with the length.
 """
 
 from __future__ import annotations
@@ -14,70 +14,78 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError, ModelError
-from smelt.kvcache.selection.page_summary import ArkVale, PageSummary
+from smelt.kvcache.selection.page_summary import ArkVale, LayerHeads, PageSummary
 from smelt.models.model import Model
 
 
 @dataclass(frozen=True)
 class SparseAttentionConfig:
-    """Each head of keys chooses for itself, at every step of decoding. A prompt attends to all of itself."""
+    """Page selection per KV head and decode step. Prefill attends to all pages."""
 
-    digest: PageSummary = field(default_factory=ArkVale)
-    page: int = 32  # tokens; the block of the engine
-    budget: int = 4096  # tokens that a head attends to, with those of sink and window
-    share: float = 0.0  # of the pages there are: the budget is never less than that
-    sink: int = 2  # of the first pages, always chosen
-    window: int = 2  # of the last pages, always chosen; one that is not full is among them
+    summary: PageSummary = field(default_factory=ArkVale)
+    page_size: int = 32  # tokens; equal to the engine's block_size
+    token_budget: int = 4096  # tokens each head attends to, sink and recent pages included
+    budget_ratio: float = 0.0  # of the sequence's pages: the budget is never smaller
+    sink_pages: int = 2  # first pages, always selected
+    recent_pages: int = 2  # last pages, always selected, including a partly filled one
 
     def __post_init__(self) -> None:
-        if self.page < 1:
-            raise ConfigError(f"a page of {self.page} tokens cannot be; give at least 1, such as 32.")
-        if self.sink < 0:
-            raise ConfigError(f"sink is {self.sink}; the number of first pages must not be negative.")
-        if self.window < 1:
-            raise ConfigError(f"window is {self.window}; at least the page that is being filled must be attended to.")
-        if not 0 <= self.share <= 1:
-            raise ConfigError(f"share is {self.share:g}; it is a part of the pages between 0 and 1, such as 0.1.")
-        if self.budget < self.page:
-            raise ConfigError(f"a budget of {self.budget} tokens holds no page; a page has {self.page}.")
-        always = (self.sink + self.window) * self.page
-        if always > self.budget:
-            told = f"{self.sink} first and {self.window} last pages are {always} tokens, more than the budget of"
-            raise ConfigError(f"{told} {self.budget}; give a larger budget or fewer of them.")
+        if self.page_size < 1:
+            raise ConfigError(f"a page size of {self.page_size} tokens is not possible; give at least 1, such as 32.")
+        if self.sink_pages < 0:
+            raise ConfigError(f"sink_pages is {self.sink_pages}; it must not be negative.")
+        if self.recent_pages < 1:
+            raise ConfigError(f"recent_pages is {self.recent_pages}; the page being filled must be attended to.")
+        if not 0 <= self.budget_ratio <= 1:
+            raise ConfigError(f"budget_ratio is {self.budget_ratio:g}; it must be between 0 and 1, such as 0.1.")
+        if self.token_budget < self.page_size:
+            raise ConfigError(
+                f"a budget of {self.token_budget} tokens holds no page; a page has {self.page_size} tokens."
+            )
+        always = (self.sink_pages + self.recent_pages) * self.page_size
+        if always > self.token_budget:
+            raise ConfigError(
+                f"{self.sink_pages} sink and {self.recent_pages} recent pages are {always} tokens, more than the "
+                f"budget of {self.token_budget}; give a larger budget or fewer of them."
+            )
 
-    def held(self, lengths: Tensor) -> Tensor:
-        """Pages that so many tokens lie in."""
-        return -(-lengths // self.page)
+    def num_pages(self, seq_lens: Tensor) -> Tensor:
+        """Pages that sequences of these lengths occupy."""
+        return -(-seq_lens // self.page_size)
 
-    def counts(self, lengths: Tensor) -> Tensor:
-        """Pages that a head attends to, for texts of these lengths."""
-        held = self.held(lengths)
-        growing = (self.share * held.double() - 1e-9).ceil().long()  # a hair less: 0.1 * 30 is not above 3
-        return torch.minimum(held, growing.clamp(min=self.budget // self.page))
+    def num_selected_pages(self, seq_lens: Tensor) -> Tensor:
+        """Pages a head attends to in sequences of these lengths."""
+        num_pages = self.num_pages(seq_lens)
+        by_ratio = (self.budget_ratio * num_pages.double() - 1e-9).ceil().long()  # a hair less: 0.1 * 30 is not above 3
+        return torch.minimum(num_pages, by_ratio.clamp(min=self.token_budget // self.page_size))
 
-    def most(self, context: int) -> int:
-        """Pages that a head attends to at most, in texts of up to `context` tokens."""
-        return int(self.counts(torch.tensor([context])))
+    def max_selected_pages(self, max_seq_len: int) -> int:
+        """Most pages a head attends to in sequences of up to `max_seq_len` tokens."""
+        return int(self.num_selected_pages(torch.tensor([max_seq_len])))
 
-    def choose(self, scores: Tensor, lengths: Tensor) -> Tensor:
-        """The pages that each head attends to, in order, from scores [requests, kv_heads, pages] and the lengths
-        [requests]: [requests, kv_heads, most]. Behind the `counts` of a request its last page is repeated."""
-        held, counts = self.held(lengths)[:, None, None], self.counts(lengths)[:, None, None]
+    def select_pages(self, scores: Tensor, seq_lens: Tensor) -> Tensor:
+        """Select each head's pages, in order, from scores [requests, kv_heads, pages] and seq_lens [requests].
+
+        Returns [requests, kv_heads, max_selected]; rows with fewer pages repeat the last page of the sequence."""
+        num_pages = self.num_pages(seq_lens)[:, None, None]
+        num_selected = self.num_selected_pages(seq_lens)[:, None, None]
         page = torch.arange(scores.shape[-1], device=scores.device)
-        always = (page < self.sink) | (page >= held - self.window)
-        judged = scores.masked_fill(always, torch.inf).masked_fill(page >= held, -torch.inf)
-        best = judged.topk(int(counts.max()), dim=-1).indices  # the best first
+        always = (page < self.sink_pages) | (page >= num_pages - self.recent_pages)
+        ranked = scores.masked_fill(always, torch.inf).masked_fill(page >= num_pages, -torch.inf)
+        best = ranked.topk(int(num_selected.max()), dim=-1).indices  # best first
         rank = torch.arange(best.shape[-1], device=best.device)
-        return torch.where(rank < counts, best, held - 1).sort(-1).values
+        return torch.where(rank < num_selected, best, num_pages - 1).sort(-1).values
 
 
-def sparse_attention_heads(model: Model) -> dict[int, tuple[int, int]]:
-    """Heads of keys and their width, for every layer that has attention; what pages cannot be chosen for is refused."""
+def sparse_attention_heads(model: Model) -> LayerHeads:
+    """Return the KV heads and head_dim of every attention layer; refuse models without full attention."""
     config = model.network.config.get_text_config()
     if model.task != "language" or not model.anatomy.family.causal:
-        raise ModelError("only language models that read from left to right have pages to choose from.")
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(config, "sliding_window", None):
-        raise ModelError("this model has sliding layers, which see the last tokens only; serve it without selection.")
+        raise ModelError("sparse page attention needs a causal language model.")
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"} or getattr(config, "sliding_window", None):
+        raise ModelError(
+            "this model has sliding-window layers, which see only the last tokens; serve it without sparse attention."
+        )
     parts = [part for part in model.anatomy.parts if part.kind == "heads" and part.units]
     return {part.block: (part.units, part.head_dim) for part in parts}

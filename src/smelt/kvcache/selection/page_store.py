@@ -1,7 +1,7 @@
-"""Keys and values in pages of one head each: block b of head h is page b * kv_heads + h.
+"""KV cache pages of one head each: block b of head h is page b * kv_heads + h.
 
-So every head of a request is a sequence of its own with its own table, and attention over any choice of pages is plain
-paged attention with one head of keys. This file has the pages that all lie on the device; `host` has the others.
+So every head of a request is a sequence with its own block table, and attention over any selection of pages is plain
+paged attention with one KV head. This file stores all pages on the device; `host_store` offloads them.
 """
 
 from __future__ import annotations
@@ -18,90 +18,95 @@ from smelt.kvcache.selection.page_summary import LayerHeads
 
 @dataclass(frozen=True)
 class GatheredPages:
-    """Pages that lie on the device, and which of them are meant."""
+    """Pages on the device, and the block table of each sequence into them."""
 
-    keys: Tensor  # [pages, tokens, 1, width]
+    keys: Tensor  # [pages, page_size, 1, head_dim]
     values: Tensor
-    rows: Tensor  # [..., pages of a sequence], int64
-    recalled: Tensor | None = None  # the shape of `rows`, on the host: which had to be copied; None: nothing was
+    block_tables: Tensor  # [..., pages per sequence], int64
+    recalled: Tensor | None = None  # shape of `block_tables`, on the host: copied for this call; None: none was
 
 
-class Pages(Protocol):
-    """What attention needs of the place where pages lie."""
+class PageStore(Protocol):
+    """Storage of pages as sparse page attention uses it."""
 
-    most_at_once: int | None  # pages of a head that can be on the device for one call; None: all
+    max_pages_per_call: int | None  # pages per head that fit on the device for one call; None: all
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, places: Tensor) -> None:
-        """New tokens [tokens, kv_heads, width]; places are block * size + offset, on the host."""
+    def write(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+        """Write new tokens [tokens, kv_heads, head_dim] to slots block * page_size + offset (on the host)."""
 
-    def keys_of(self, layer: int, blocks: Tensor) -> Tensor:
-        """[n, kv_heads, tokens, width] of blocks [n]."""
+    def gather_keys(self, layer: int, block_ids: Tensor) -> Tensor:
+        """Keys [n, kv_heads, page_size, head_dim] of blocks [n]."""
 
-    def whole(self, layer: int, blocks: Tensor) -> GatheredPages:
-        """All pages of one request; rows [kv_heads, blocks]."""
+    def gather_all(self, layer: int, block_ids: Tensor) -> GatheredPages:
+        """All pages of one request; block_tables [kv_heads, blocks]."""
 
-    def chosen(self, layer: int, blocks: Tensor, there: Tensor, step: int) -> GatheredPages:
-        """Of blocks [requests, kv_heads, pages] those that are `there` (the same shape): rows of that shape."""
+    def gather_selected(self, layer: int, block_ids: Tensor, mask: Tensor, step: int) -> GatheredPages:
+        """Selected blocks [requests, kv_heads, pages] where `mask` (same shape) is set; block_tables of that shape."""
 
-    def settle(self, step: int) -> None:
-        """A step is done."""
+    def end_step(self, step: int) -> None:
+        """Called after the last layer of a step."""
 
-    def keep_only(self, blocks: Tensor) -> None:
-        """Only these blocks are still anyone's."""
+    def retain_blocks(self, block_ids: Tensor) -> None:
+        """Drop resident pages of all other blocks, which no request uses."""
 
 
 class DevicePageStore:
-    """Everything on the device: selection saves reading, not memory."""
+    """Keep all pages on the device: sparse attention saves memory traffic, not memory."""
 
-    def __init__(self, heads: LayerHeads, blocks: int, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.most_at_once: int | None = None
+    def __init__(
+        self, heads: LayerHeads, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.max_pages_per_call: int | None = None
         self._device = device
-        self._keys, self._values = (pages_of_layers(heads, blocks, size, dtype, device) for _ in range(2))
+        self._keys, self._values = (allocate_layer_pages(heads, num_blocks, page_size, dtype, device) for _ in range(2))
 
-    def write(self, layer: int, keys: Tensor, values: Tensor, places: Tensor) -> None:
-        put(self._keys[layer], keys, places.to(self._device))
-        put(self._values[layer], values, places.to(self._device))
+    def write(self, layer: int, keys: Tensor, values: Tensor, slot_mapping: Tensor) -> None:
+        write_pages(self._keys[layer], keys, slot_mapping.to(self._device))
+        write_pages(self._values[layer], values, slot_mapping.to(self._device))
 
-    def keys_of(self, layer: int, blocks: Tensor) -> Tensor:
-        return self._keys[layer][blocks.to(self._device)]
+    def gather_keys(self, layer: int, block_ids: Tensor) -> Tensor:
+        return self._keys[layer][block_ids.to(self._device)]
 
-    def whole(self, layer: int, blocks: Tensor) -> GatheredPages:
+    def gather_all(self, layer: int, block_ids: Tensor) -> GatheredPages:
         kv_heads = self._keys[layer].shape[1]
-        return self._found(layer, rows_of(blocks.to(self._device), kv_heads))
+        return self._gathered(layer, per_head_tables(block_ids.to(self._device), kv_heads))
 
-    def chosen(self, layer: int, blocks: Tensor, there: Tensor, step: int) -> GatheredPages:
+    def gather_selected(self, layer: int, block_ids: Tensor, mask: Tensor, step: int) -> GatheredPages:
         kv_heads = self._keys[layer].shape[1]
         head = torch.arange(kv_heads, device=self._device)[:, None]
-        return self._found(layer, blocks * kv_heads + head)
+        return self._gathered(layer, block_ids * kv_heads + head)
 
-    def settle(self, step: int) -> None:
-        """Nothing moves."""
+    def end_step(self, step: int) -> None:
+        """Pages never move."""
 
-    def keep_only(self, blocks: Tensor) -> None:
-        """The pool of blocks knows it."""
+    def retain_blocks(self, block_ids: Tensor) -> None:
+        """The block pool tracks this."""
 
-    def _found(self, layer: int, rows: Tensor) -> GatheredPages:
-        return GatheredPages(one_head(self._keys[layer]), one_head(self._values[layer]), rows)
+    def _gathered(self, layer: int, block_tables: Tensor) -> GatheredPages:
+        return GatheredPages(single_head_pages(self._keys[layer]), single_head_pages(self._values[layer]), block_tables)
 
 
-def pages_of_layers(
-    heads: LayerHeads, blocks: int, size: int, dtype: torch.dtype, device: torch.device
+def allocate_layer_pages(
+    heads: LayerHeads, num_blocks: int, page_size: int, dtype: torch.dtype, device: torch.device
 ) -> dict[int, Tensor]:
-    """Of each layer, [blocks, kv_heads, size, width]."""
-    return {layer: empty_pages((blocks, count, size, width), dtype, device) for layer, (count, width) in heads.items()}
+    """Allocate [blocks, kv_heads, page_size, head_dim] per layer."""
+    return {
+        layer: empty_pages((num_blocks, kv_heads, page_size, head_dim), dtype, device)
+        for layer, (kv_heads, head_dim) in heads.items()
+    }
 
 
-def put(pages: Tensor, new: Tensor, places: Tensor) -> None:
-    """New tokens [tokens, kv_heads, width] into pages [blocks, kv_heads, size, width]."""
-    size = pages.shape[2]
-    pages[places // size, :, places % size] = new
+def write_pages(pages: Tensor, new: Tensor, slot_mapping: Tensor) -> None:
+    """Write tokens [tokens, kv_heads, head_dim] into pages [blocks, kv_heads, page_size, head_dim]."""
+    page_size = pages.shape[2]
+    pages[slot_mapping // page_size, :, slot_mapping % page_size] = new
 
 
-def rows_of(blocks: Tensor, kv_heads: int) -> Tensor:
-    """Blocks of a request [blocks] as pages of each head: [kv_heads, blocks]."""
-    return blocks * kv_heads + torch.arange(kv_heads, device=blocks.device)[:, None]
+def per_head_tables(block_ids: Tensor, kv_heads: int) -> Tensor:
+    """Block table of each head, [kv_heads, blocks], from the blocks [blocks] of a request."""
+    return block_ids * kv_heads + torch.arange(kv_heads, device=block_ids.device)[:, None]
 
 
-def one_head(pages: Tensor) -> Tensor:
-    """[blocks, kv_heads, size, width] seen as a cache with one head of keys."""
+def single_head_pages(pages: Tensor) -> Tensor:
+    """View pages [blocks, kv_heads, page_size, head_dim] as a paged KV cache with one head."""
     return pages.flatten(0, 1).unsqueeze(2)

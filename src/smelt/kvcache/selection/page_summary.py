@@ -1,6 +1,6 @@
-"""What is remembered of a page, so that it can be judged without being read: two vectors for each head of keys.
+"""Page summaries: two vectors per page and KV head, from which a page is scored without reading its keys.
 
-Digests are taken of keys as they lie in the cache, after rotary positions, and of full pages only.
+Summaries are computed from cached keys (after RoPE), and from full pages only.
 """
 
 from __future__ import annotations
@@ -13,97 +13,92 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.errors import ConfigError
+from smelt.registry import Registry
+
+LayerHeads = Mapping[int, tuple[int, int]]  # layer -> (kv_heads, head_dim)
 
 
 @dataclass(frozen=True)
 class PageSummary(ABC):
-    """A box around the keys of a page, or around most of them."""
+    """Bounding box of the keys of a page, or of most of them."""
 
     name: ClassVar[str]
     paper: ClassVar[str]
 
     @abstractmethod
     def box(self, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """The high and the low corner, [..., width] each, of the keys [..., tokens, width] of full pages."""
+        """Upper and lower corner, [..., head_dim] each, of the keys [..., tokens, head_dim] of full pages."""
 
 
+PAGE_SUMMARIES: Registry[PageSummary] = Registry("page summary")
+
+
+@PAGE_SUMMARIES.register("quest", paper="Tang et al., Quest, ICML 2024 (arXiv 2406.10774)")
 @dataclass(frozen=True)
 class Quest(PageSummary):
-    """high = max_t k_t, low = min_t k_t: no key of the page lies outside. The paper's pages have 16 tokens [memory]."""
-
-    name: ClassVar[str] = "quest"
-    paper: ClassVar[str] = "Tang et al., Quest, ICML 2024 (arXiv 2406.10774)"
+    """Per-channel maximum and minimum of the keys: no key lies outside. The paper uses pages of 16 tokens."""
 
     def box(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         return keys.amax(-2), keys.amin(-2)
 
 
+@PAGE_SUMMARIES.register("arkvale", paper="Chen et al., ArkVale, NeurIPS 2024")
 @dataclass(frozen=True)
 class ArkVale(PageSummary):
-    """Cuboid-mean: with the centre c = (max_t k_t + min_t k_t) / 2, high and low = c +- mean_t |k_t - c|. One far key
-    does not widen the box much, and so it may lie outside. The paper's pages have 32 tokens."""
+    """Cuboid-mean: with the center c = (max_t k_t + min_t k_t) / 2, the corners are c +- mean_t |k_t - c|.
 
-    name: ClassVar[str] = "arkvale"
-    paper: ClassVar[str] = "Chen et al., ArkVale, NeurIPS 2024"
+    An outlier key hardly widens the box, so it may lie outside. The paper uses pages of 32 tokens."""
 
     def box(self, keys: Tensor) -> tuple[Tensor, Tensor]:
         exact = keys.float()
-        centre = (exact.amax(-2) + exact.amin(-2)) / 2
-        distance = (exact - centre.unsqueeze(-2)).abs().mean(-2)
-        return (centre + distance).to(keys.dtype), (centre - distance).to(keys.dtype)
+        center = (exact.amax(-2) + exact.amin(-2)) / 2
+        distance = (exact - center.unsqueeze(-2)).abs().mean(-2)
+        return (center + distance).to(keys.dtype), (center - distance).to(keys.dtype)
 
 
-PAGE_SUMMARIES: dict[str, type[PageSummary]] = {digest.name: digest for digest in (Quest, ArkVale)}
+def page_scores(queries: Tensor, upper: Tensor, lower: Tensor) -> Tensor:
+    """Upper bound of the logits of a page: sum_d max(q_d upper_d, q_d lower_d), summed over the query group.
 
-
-def make_page_summary(name: str) -> PageSummary:
-    if name not in PAGE_SUMMARIES:
-        raise ConfigError(f"there is no page digest {name!r}; there are {', '.join(PAGE_SUMMARIES)}.")
-    return PAGE_SUMMARIES[name]()
-
-
-def page_scores(queries: Tensor, high: Tensor, low: Tensor) -> Tensor:
-    """sum_d max(q_d high_d, q_d low_d), summed over the queries of a group: what a key in the box could give at most.
-
-    Queries [requests, kv_heads, group, width], corners [requests, pages, kv_heads, width] -> [requests, kv_heads,
-    pages], float32. As high >= low, the larger product has the high corner where q_d > 0 and the low one elsewhere, so
-    that the sum over the group can be taken before the product with a page.
+    Queries [requests, kv_heads, group, head_dim], corners [requests, pages, kv_heads, head_dim] -> [requests,
+    kv_heads, pages], float32. As upper >= lower, the larger product takes the upper corner where q_d > 0 and the lower
+    one elsewhere, so the group can be summed before the product with a page.
     """
     exact = queries.float()
-    positive, negative = exact.clamp(min=0).sum(2), exact.clamp(max=0).sum(2)  # [requests, kv_heads, width]
-    upper = high.float().permute(0, 2, 1, 3) @ positive.unsqueeze(-1)
-    lower = low.float().permute(0, 2, 1, 3) @ negative.unsqueeze(-1)
-    return (upper + lower).squeeze(-1)
-
-
-LayerHeads = Mapping[int, tuple[int, int]]  # layer -> heads of keys, and their width
+    positive, negative = exact.clamp(min=0).sum(2), exact.clamp(max=0).sum(2)  # [requests, kv_heads, head_dim]
+    from_upper = upper.float().permute(0, 2, 1, 3) @ positive.unsqueeze(-1)
+    from_lower = lower.float().permute(0, 2, 1, 3) @ negative.unsqueeze(-1)
+    return (from_upper + from_lower).squeeze(-1)
 
 
 class PageSummaryTable:
-    """High and low corners of each layer's pages, [blocks, kv_heads, width], on the device that judges them."""
+    """Summaries of all pages of a KV cache: corners [blocks, kv_heads, head_dim] per layer, on the compute device.
+
+    Each page is summarized once, when its last token is written. Summaries belong to blocks, not to requests: requests
+    that share pages share summaries, and nothing is freed when a request ends. The summary of a block that is being
+    refilled is stale; only full pages are scored.
+    """
 
     def __init__(
-        self, digest: PageSummary, heads: LayerHeads, blocks: int, dtype: torch.dtype, device: torch.device
+        self, summary: PageSummary, heads: LayerHeads, num_blocks: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.digest = digest
-        self._high, self._low = (
-            {layer: torch.zeros(blocks, *shape, dtype=dtype, device=device) for layer, shape in heads.items()}
+        self.summary = summary
+        self._upper, self._lower = (
+            {layer: torch.zeros(num_blocks, *shape, dtype=dtype, device=device) for layer, shape in heads.items()}
             for _ in range(2)
         )
 
     @property
     def nbytes(self) -> int:
-        return sum(corner.nbytes for corners in (self._high, self._low) for corner in corners.values())
+        return sum(corner.nbytes for corners in (self._upper, self._lower) for corner in corners.values())
 
-    def update(self, layer: int, blocks: Tensor, keys: Tensor) -> None:
-        """These blocks [n] are full now; their keys are [n, kv_heads, tokens, width]."""
-        high, low = self.digest.box(keys)
-        blocks = blocks.to(high.device)
-        self._high[layer].index_copy_(0, blocks, high)
-        self._low[layer].index_copy_(0, blocks, low)
+    def update(self, layer: int, block_ids: Tensor, keys: Tensor) -> None:
+        """Summarize blocks [n] that are full now, from their keys [n, kv_heads, tokens, head_dim]."""
+        upper, lower = self.summary.box(keys)
+        block_ids = block_ids.to(upper.device)
+        self._upper[layer].index_copy_(0, block_ids, upper)
+        self._lower[layer].index_copy_(0, block_ids, lower)
 
-    def scores(self, layer: int, queries: Tensor, tables: Tensor) -> Tensor:
-        """Of queries [requests, kv_heads, group, width] for their pages [requests, pages]: [requests, kv_heads,
-        pages]. What it says about a page that is not full means nothing."""
-        return page_scores(queries, self._high[layer][tables], self._low[layer][tables])
+    def scores(self, layer: int, queries: Tensor, block_tables: Tensor) -> Tensor:
+        """Score the pages [requests, pages] of queries [requests, kv_heads, group, head_dim]: [requests, kv_heads,
+        pages]. Scores of partly filled pages are meaningless."""
+        return page_scores(queries, self._upper[layer][block_tables], self._lower[layer][block_tables])

@@ -1,4 +1,4 @@
-"""A layer's attention in a step with page selection: prompts attend to all of their pages, answers to chosen ones."""
+"""Sparse page attention of one layer: prefill attends to all pages of its request, decode to selected ones."""
 
 from __future__ import annotations
 
@@ -11,135 +11,149 @@ from torch import Tensor
 from smelt.kernels import paged
 from smelt.kernels.kv_quant import RowFormat, packed
 from smelt.kvcache.selection.config import SparseAttentionConfig
-from smelt.kvcache.selection.page_store import GatheredPages, Pages
+from smelt.kvcache.selection.page_store import GatheredPages, PageStore
 from smelt.kvcache.selection.page_summary import PageSummaryTable
 from smelt.kvcache.selection.trace import TraceRecorder
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """New tokens of a prompt, which stand behind one another in the step."""
+    """New tokens of one prompt, contiguous in the batch."""
 
-    tokens: slice
-    length: int  # with those before them
-    blocks: Tensor  # that hold them all, in order
+    token_slice: slice
+    seq_len: int  # including earlier tokens
+    block_ids: Tensor  # [blocks] that hold the sequence, in order
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
     """Requests with one new token each."""
 
-    tokens: Tensor  # [requests]: where these stand in the step
-    lengths: Tensor  # [requests], the new one included
-    tables: Tensor  # [requests, most blocks]
-    names: Sequence[str]
+    token_indices: Tensor  # [requests]: positions in the batch
+    seq_lens: Tensor  # [requests], the new token included
+    block_tables: Tensor  # [requests, max_blocks]
+    request_ids: Sequence[str]
 
-    def split(self, counts: Sequence[int], most: int) -> Iterator[DecodeBatch]:
-        """In order, as many at once as have no more than `most` pages of a head together."""
-        start, together = 0, 0
-        for row, count in enumerate(counts):
-            if together + count > most and together:
-                yield self._part(start, row)
-                start, together = row, 0
-            together += count
-        yield self._part(start, len(counts))
+    def split(self, num_pages: Sequence[int], max_pages: int) -> Iterator[DecodeBatch]:
+        """Split in order into batches of at most `max_pages` pages per head, from the pages each request needs."""
+        start, total = 0, 0
+        for row, count in enumerate(num_pages):
+            if total + count > max_pages and total:
+                yield self._rows(start, row)
+                start, total = row, 0
+            total += count
+        yield self._rows(start, len(num_pages))
 
-    def _part(self, start: int, stop: int) -> DecodeBatch:
-        here = slice(start, stop)
-        return DecodeBatch(self.tokens[here], self.lengths[here], self.tables[here], self.names[here])
+    def _rows(self, start: int, stop: int) -> DecodeBatch:
+        rows = slice(start, stop)
+        return DecodeBatch(
+            self.token_indices[rows], self.seq_lens[rows], self.block_tables[rows], self.request_ids[rows]
+        )
 
 
 @dataclass(frozen=True)
 class SparseBatch:
-    """Whose tokens a step has. All tensors are int64; those of `asking` are on the device, the others on the host."""
+    """Tokens of one step. Tensors are int64; those of `decodes` are on the device, the others on the host."""
 
     step: int  # counted from 1
-    places: Tensor  # [tokens]: block * size + offset
-    filled: Tensor  # blocks whose last token is among them
-    reading: Sequence[PrefillChunk] = ()
-    asking: Sequence[DecodeBatch] = ()
+    slot_mapping: Tensor  # [tokens]: block * page_size + offset
+    filled_blocks: Tensor  # blocks whose last token is in this batch
+    prefills: Sequence[PrefillChunk] = ()
+    decodes: Sequence[DecodeBatch] = ()
 
 
 @dataclass
 class SparsePageAttention:
-    """Of one cache. `attend` is called for every layer of a step, in order."""
+    """Attention over one KV cache. Call `attend` for every layer of a step, in order."""
 
-    selection: SparseAttentionConfig
-    pages: Pages
-    digested: PageSummaryTable
+    config: SparseAttentionConfig
+    page_store: PageStore
+    summaries: PageSummaryTable
     recorder: TraceRecorder | None = None
-    rows: Mapping[int, RowFormat | None] = field(default_factory=dict)  # of layers whose pages hold bytes
+    kv_formats: Mapping[int, RowFormat | None] = field(default_factory=dict)  # layer -> quantized KV format
 
     def attend(
-        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, layout: SparseBatch, scale: float
-    ) -> Tensor:  # [tokens, heads, width] -> the same
-        """Keys and values are [tokens, kv_heads, width], and are written to their pages first."""
-        rows = self.rows.get(layer)
-        queries, new_keys, new_values = packed(rows, queries, keys, values)
-        self.pages.write(layer, new_keys, new_values, layout.places)
-        if len(layout.filled):
-            full = self.pages.keys_of(layer, layout.filled)
-            self.digested.update(layer, layout.filled, full if rows is None else rows.decode(full, queries.dtype))
-        grouped = queries.unflatten(1, (keys.shape[1], -1))  # [tokens, kv_heads, group, width]
-        result = torch.empty_like(grouped)
-        for part in layout.reading:
-            found = self.pages.whole(layer, part.blocks)
-            result[part.tokens] = _over_whole(grouped[part.tokens], found, part.length, scale, rows)
-        for asking in layout.asking:
-            result[asking.tokens] = self._over_chosen(layer, grouped[asking.tokens], asking, layout.step, scale)
-        return result.flatten(1, 2)
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, batch: SparseBatch, scale: float
+    ) -> Tensor:  # [tokens, heads, head_dim] -> same shape
+        """Write keys and values [tokens, kv_heads, head_dim] to their pages, then attend."""
+        kv_format = self.kv_formats.get(layer)
+        queries, new_keys, new_values = packed(kv_format, queries, keys, values)
+        self.page_store.write(layer, new_keys, new_values, batch.slot_mapping)
+        if len(batch.filled_blocks):
+            stored = self.page_store.gather_keys(layer, batch.filled_blocks)
+            full_keys = stored if kv_format is None else kv_format.decode(stored, queries.dtype)
+            self.summaries.update(layer, batch.filled_blocks, full_keys)
+        grouped = queries.unflatten(1, (keys.shape[1], -1))  # [tokens, kv_heads, group, head_dim]
+        output = torch.empty_like(grouped)
+        for chunk in batch.prefills:
+            pages = self.page_store.gather_all(layer, chunk.block_ids)
+            output[chunk.token_slice] = _prefill_attention(
+                grouped[chunk.token_slice], pages, chunk.seq_len, scale, kv_format
+            )
+        for decode in batch.decodes:
+            output[decode.token_indices] = self._decode_attention(
+                layer, grouped[decode.token_indices], decode, batch.step, scale
+            )
+        return output.flatten(1, 2)
 
-    def _over_chosen(self, layer: int, queries: Tensor, asking: DecodeBatch, step: int, scale: float) -> Tensor:
-        scores = self.digested.scores(layer, queries, asking.tables)  # [requests, kv_heads, pages]
-        chosen = self.selection.choose(scores, asking.lengths)  # [requests, kv_heads, most]
-        counts = self.selection.counts(asking.lengths)  # [requests]
-        there = (torch.arange(chosen.shape[-1], device=chosen.device) < counts[:, None, None]).expand_as(chosen)
-        blocks = asking.tables[:, None].expand(-1, chosen.shape[1], -1).gather(2, chosen)
-        found = self.pages.chosen(layer, blocks, there, step)
+    def _decode_attention(self, layer: int, queries: Tensor, batch: DecodeBatch, step: int, scale: float) -> Tensor:
+        scores = self.summaries.scores(layer, queries, batch.block_tables)  # [requests, kv_heads, pages]
+        selected = self.config.select_pages(scores, batch.seq_lens)  # [requests, kv_heads, max_selected]
+        num_selected = self.config.num_selected_pages(batch.seq_lens)  # [requests]
+        rank = torch.arange(selected.shape[-1], device=selected.device)
+        mask = (rank < num_selected[:, None, None]).expand_as(selected)
+        block_ids = batch.block_tables[:, None].expand(-1, selected.shape[1], -1).gather(2, selected)
+        pages = self.page_store.gather_selected(layer, block_ids, mask, step)
         if self.recorder is not None:
-            self.recorder.add(step, layer, asking.names, chosen.cpu(), there.cpu(), found.recalled)
-        last = asking.lengths - (self.selection.held(asking.lengths) - 1) * self.selection.page  # tokens of the last
-        seen = (counts - 1) * self.selection.page + last
-        return _over_sequences(queries, found, seen, scale, self.rows.get(layer))
+            self.recorder.add(step, layer, batch.request_ids, selected.cpu(), mask.cpu(), pages.recalled)
+        page_size = self.config.page_size
+        last_page_tokens = batch.seq_lens - (self.config.num_pages(batch.seq_lens) - 1) * page_size
+        selected_lens = (num_selected - 1) * page_size + last_page_tokens
+        return _selected_attention(queries, pages, selected_lens, scale, self.kv_formats.get(layer))
 
 
-def _over_whole(queries: Tensor, found: GatheredPages, length: int, scale: float, rows: RowFormat | None) -> Tensor:
-    """New tokens of one request [tokens, kv_heads, group, width], each head of keys a sequence."""
-    new, kv_heads = queries.shape[:2]
-    flat = queries.transpose(0, 1).flatten(0, 1)  # [kv_heads * tokens, group, width]
-    result = _attention(flat, found, [new] * kv_heads, torch.full((kv_heads,), length), length, scale, rows)
-    return result.unflatten(0, (kv_heads, new)).transpose(0, 1)
-
-
-def _over_sequences(
-    queries: Tensor, found: GatheredPages, seen: Tensor, scale: float, rows: RowFormat | None
+def _prefill_attention(
+    queries: Tensor, pages: GatheredPages, seq_len: int, scale: float, kv_format: RowFormat | None
 ) -> Tensor:
-    """One new token a request, [requests, kv_heads, group, width]; each head sees so many tokens of its own choice."""
+    """Attend from new tokens of one request [tokens, kv_heads, group, head_dim]; each KV head is a sequence."""
+    new, kv_heads = queries.shape[:2]
+    flat = queries.transpose(0, 1).flatten(0, 1)  # [kv_heads * tokens, group, head_dim]
+    seq_lens = torch.full((kv_heads,), seq_len)
+    output = _paged_attention(flat, pages, [new] * kv_heads, seq_lens, seq_len, scale, kv_format)
+    return output.unflatten(0, (kv_heads, new)).transpose(0, 1)
+
+
+def _selected_attention(
+    queries: Tensor, pages: GatheredPages, selected_lens: Tensor, scale: float, kv_format: RowFormat | None
+) -> Tensor:
+    """Attend from one new token per request [requests, kv_heads, group, head_dim]; each KV head is a sequence of
+    `selected_lens` [requests] tokens."""
     requests, kv_heads = queries.shape[:2]
-    lengths = seen.repeat_interleave(kv_heads)
-    longest = found.rows.shape[-1] * found.keys.shape[1]
-    result = _attention(queries.flatten(0, 1), found, [1] * (requests * kv_heads), lengths, longest, scale, rows)
-    return result.unflatten(0, (requests, kv_heads))
+    seq_lens = selected_lens.repeat_interleave(kv_heads)
+    max_seq_len = pages.block_tables.shape[-1] * pages.keys.shape[1]
+    query_lens = [1] * (requests * kv_heads)
+    output = _paged_attention(queries.flatten(0, 1), pages, query_lens, seq_lens, max_seq_len, scale, kv_format)
+    return output.unflatten(0, (requests, kv_heads))
 
 
-def _attention(
+def _paged_attention(
     queries: Tensor,
-    found: GatheredPages,
-    counts: list[int],
-    lengths: Tensor,
-    longest: int,
+    pages: GatheredPages,
+    query_lens: list[int],
+    seq_lens: Tensor,
+    max_seq_len: int,
     scale: float,
-    rows: RowFormat | None,
-) -> Tensor:  # [tokens, group, width] -> the same
-    """Over a cache with one head of keys."""
+    kv_format: RowFormat | None,
+) -> Tensor:  # [tokens, group, head_dim] -> same shape
+    """Call paged attention on a KV cache with one head."""
     device = queries.device
-    starts = torch.tensor([0, *counts]).cumsum(0)
-    pages = paged.Pages(
+    starts = torch.tensor([0, *query_lens]).cumsum(0)
+    metadata = paged.Pages(
         starts=starts.int().to(device),
-        lengths=lengths.int().to(device),
-        tables=found.rows.flatten(0, -2).int().contiguous(),
+        lengths=seq_lens.int().to(device),
+        tables=pages.block_tables.flatten(0, -2).int().contiguous(),
         places=torch.empty(0, dtype=torch.int64, device=device),
-        longest=longest,
-        counts=counts,
+        longest=max_seq_len,
+        counts=query_lens,
     )
-    return paged.paged_attention(queries.contiguous(), found.keys, found.values, pages, scale, rows=rows)
+    return paged.paged_attention(queries.contiguous(), pages.keys, pages.values, metadata, scale, rows=kv_format)

@@ -106,7 +106,7 @@ class Engine:
             raise ConfigError("heads keep what a profile says, or pages are chosen and nothing is evicted; not both.")
         if self.cap is not None and (kv is not None or choice is not None):
             raise ConfigError("under a cap pots decide what is kept: leave out the profile, or the choice of pages.")
-        block = block if choice is None else choice.page
+        block = block if choice is None else choice.page_size
         kind = kind_for(self.model, kv_type)
         sizes = Sizes(self.context, cache_bytes, block, batch_tokens, batch_requests, chunk, queue, prefix_cache, kind)
         given = (self.model, sizes, self.adapters, [device] * devices, compiled)

@@ -54,11 +54,11 @@ class SelectingRunner(Runner):
         if residence is None:
             pages = DevicePageStore(held, blocks, size, of, self.device)
         else:
-            residence = dataclasses.replace(residence, slots=min(residence.slots, blocks))
+            residence = dataclasses.replace(residence, num_slots=min(residence.num_slots, blocks))
             _check_slots(selection, residence, min(context, blocks * size))
             pages = self.host = HostPageStore(held, blocks, size, of, self.device, residence)
         self.recorder = TraceRecorder(trace_metadata(model, selection, residence, rows)) if record else None
-        digested = PageSummaryTable(selection.digest, heads, blocks, self.dtype, self.device)
+        digested = PageSummaryTable(selection.summary, heads, blocks, self.dtype, self.device)
         self.attention = SparsePageAttention(selection, pages, digested, self.recorder, rows)
         self.steps = 0
         self._known: dict[Request, list[int]] = {}  # requests whose pages may be on the device, and their blocks
@@ -80,7 +80,7 @@ class SelectingRunner(Runner):
         self._known |= {piece.request: piece.request.blocks for piece in step.pieces}
         self._now = self._layout(step.pieces)
         launched = super().launch(step)
-        self.attention.pages.settle(self.steps)
+        self.attention.page_store.end_step(self.steps)
         return launched
 
     def _attend(self, pages: Pages) -> Attend:
@@ -102,7 +102,7 @@ class SelectingRunner(Runner):
             del self._known[request]
         if gone:
             blocks = [block for held in self._known.values() for block in held]
-            self.attention.pages.keep_only(torch.tensor(blocks, dtype=torch.int64))
+            self.attention.page_store.retain_blocks(torch.tensor(blocks, dtype=torch.int64))
 
     def _layout(self, pieces: list[Piece]) -> SparseBatch:
         places, filled, reading, asking = [], [], [], []
@@ -133,21 +133,21 @@ class SelectingRunner(Runner):
         together = DecodeBatch(
             tokens.to(self.device), lengths.to(self.device), tables.to(self.device), [each.id for _, _, each in asking]
         )
-        most = self.attention.pages.most_at_once
+        most = self.attention.page_store.max_pages_per_call
         if most is None:
             yield together
         else:
-            yield from together.split(self.attention.selection.counts(lengths).tolist(), most)
+            yield from together.split(self.attention.config.num_selected_pages(lengths).tolist(), most)
 
 
 def _check_page(selection: SparseAttentionConfig, size: int) -> None:
-    if selection.page != size:
-        told = f"pages of {selection.page} tokens are to be chosen, and the engine's blocks have {size}"
-        raise ConfigError(f"{told}; give the engine blocks of {selection.page}, or the selection pages of {size}.")
+    if selection.page_size != size:
+        told = f"pages of {selection.page_size} tokens are to be chosen, and the engine's blocks have {size}"
+        raise ConfigError(f"{told}; give the engine blocks of {selection.page_size}, or the selection pages of {size}.")
 
 
 def _check_slots(selection: SparseAttentionConfig, residence: OffloadConfig, context: int) -> None:
-    most = selection.most(context)
-    if most > residence.slots:
-        told = f"a head attends to up to {most} pages of one request, and the device has {residence.slots} slots for it"
-        raise ConfigError(f"{told}; give more slots or a smaller budget.")
+    most = selection.max_selected_pages(context)
+    if most > residence.num_slots:
+        told = f"a head attends to up to {most} pages of one request, and the device has {residence.num_slots} slots"
+        raise ConfigError(f"{told} for it; give more slots or a smaller budget.")

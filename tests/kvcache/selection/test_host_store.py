@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def host(**more: int) -> HostPageStore:
-    return HostPageStore(HEADS, BLOCKS, SIZE, torch.float32, CPU, OffloadConfig(**{"slots": 6, **more}))
+    return HostPageStore(HEADS, BLOCKS, SIZE, torch.float32, CPU, OffloadConfig(**{"num_slots": 6, **more}))
 
 
 def fill(pages: HostPageStore | DevicePageStore, seed: int = 0) -> None:
@@ -38,14 +38,17 @@ def asked(chance: random.Random, kv_heads: int, requests: int = 2, most: int = 3
     return torch.tensor(blocks), there
 
 
-@pytest.mark.parametrize(("steady", "refresh"), [(0, 1), (1, 1), (3, 1), (2, 4), (100, 7)])
-def test_resident_and_recalled_are_the_selection(steady: int, refresh: int) -> None:
+@pytest.mark.parametrize(("keep_steps", "refresh_interval"), [(0, 1), (1, 1), (3, 1), (2, 4), (100, 7)])
+def test_resident_and_recalled_are_the_selection(keep_steps: int, refresh_interval: int) -> None:
     """Over many steps with writes between them: whatever is asked for lies on the device as it lies on the host, what
     was not there was copied and counted, and no head has more pages there than slots."""
-    pages, plain = host(steady=steady, refresh=refresh), DevicePageStore(HEADS, BLOCKS, SIZE, torch.float32, CPU)
+    pages, plain = (
+        host(keep_steps=keep_steps, refresh_interval=refresh_interval),
+        DevicePageStore(HEADS, BLOCKS, SIZE, torch.float32, CPU),
+    )
     fill(pages)
     fill(plain)
-    chance, hits = random.Random(steady), 0
+    chance, hits = random.Random(keep_steps), 0
     for step in range(1, 60):
         for layer, (kv_heads, width) in HEADS.items():
             places = torch.tensor(chance.sample(range(BLOCKS * SIZE), 3))
@@ -56,56 +59,59 @@ def test_resident_and_recalled_are_the_selection(steady: int, refresh: int) -> N
             residents, before = pages.residents[layer], pages.recalled_bytes
             head = torch.arange(kv_heads)[:, None].expand_as(blocks)
             resident = residents.slots(head, blocks) >= 0
-            found, wanted = pages.chosen(layer, blocks, there, step), plain.chosen(layer, blocks, there, step)
-            assert torch.equal(found.keys[found.rows[there]], wanted.keys[wanted.rows[there]])
-            assert torch.equal(found.values[found.rows[there]], wanted.values[wanted.rows[there]])
+            found, wanted = (
+                pages.gather_selected(layer, blocks, there, step),
+                plain.gather_selected(layer, blocks, there, step),
+            )
+            assert torch.equal(found.keys[found.block_tables[there]], wanted.keys[wanted.block_tables[there]])
+            assert torch.equal(found.values[found.block_tables[there]], wanted.values[wanted.block_tables[there]])
             assert found.recalled is not None and torch.equal(found.recalled, there & ~resident)
             copied = {tuple(pair) for pair in torch.stack((head, blocks), -1)[found.recalled].tolist()}
             assert pages.recalled_bytes - before == len(copied) * PAGE_BYTES  # one that is shared: once
             assert (residents.block_in >= 0).sum(1).max() <= 6
             hits += int((there & resident).sum())
-        pages.settle(step)
-        if steady == 0:
+        pages.end_step(step)
+        if keep_steps == 0:
             assert all(each.count == 0 for each in pages.residents.values())
-    assert (hits == 0) == (steady == 0)
+    assert (hits == 0) == (keep_steps == 0)
 
 
 def test_pages_stay_for_as_many_steps_as_the_rule_says() -> None:
-    """With steady 2 and a look every 3 steps: at steps 3 and 6 those go that steps 2, 3 and 5, 6 did not choose."""
-    pages = host(steady=2, refresh=3)
+    """With keep_steps 2 and a look every 3 steps: at steps 3 and 6 those go that steps 2, 3 and 5, 6 did not choose."""
+    pages = host(keep_steps=2, refresh_interval=3)
     fill(pages)
     choices = {1: 7, 2: 8, 3: 9, 4: 10, 5: 9, 6: 9}
     there = torch.ones(1, 2, 1, dtype=torch.bool)
     left = {}
     for step, block in choices.items():
-        pages.chosen(0, torch.tensor([[[block], [block]]]), there, step)
-        pages.settle(step)
+        pages.gather_selected(0, torch.tensor([[[block], [block]]]), there, step)
+        pages.end_step(step)
         left[step] = sorted(pages.residents[0].block_in[0][pages.residents[0].block_in[0] >= 0].tolist())
     assert left == {1: [7], 2: [7, 8], 3: [8, 9], 4: [8, 9, 10], 5: [8, 9, 10], 6: [9]}
 
 
 def test_when_slots_run_out_the_page_not_chosen_for_longest_goes() -> None:
-    pages = host(slots=3, steady=100)
+    pages = host(num_slots=3, keep_steps=100)
     there = torch.ones(1, 2, 1, dtype=torch.bool)
     for step, block in enumerate([0, 1, 2, 0, 3], start=1):
-        pages.chosen(0, torch.tensor([[[block], [block]]]), there, step)
+        pages.gather_selected(0, torch.tensor([[[block], [block]]]), there, step)
     residents = pages.residents[0]
     assert sorted(residents.block_in[0].tolist()) == [0, 2, 3] and residents.count == 6
     assert residents.slot_of[0].tolist().count(-1) == BLOCKS - 3
-    again = pages.chosen(0, torch.tensor([[[0, 2, 1], [3, 2, 0]]]), torch.ones(1, 2, 3, dtype=torch.bool), 6)
+    again = pages.gather_selected(0, torch.tensor([[[0, 2, 1], [3, 2, 0]]]), torch.ones(1, 2, 3, dtype=torch.bool), 6)
     assert again.recalled is not None and again.recalled.tolist() == [[[False, False, True], [False] * 3]]
     with pytest.raises(RuntimeError, match="cannot be in its slots"):
-        pages.chosen(0, torch.arange(4).expand(1, 2, 4), torch.ones(1, 2, 4, dtype=torch.bool), 7)
+        pages.gather_selected(0, torch.arange(4).expand(1, 2, 4), torch.ones(1, 2, 4, dtype=torch.bool), 7)
 
 
 def test_only_what_is_still_anyones_stays() -> None:
     pages = host()
     for layer, (kv_heads, _) in HEADS.items():
         blocks = torch.tensor([1, 4, 9]).expand(1, kv_heads, 3)
-        pages.chosen(layer, blocks, torch.ones_like(blocks, dtype=torch.bool), 1)
-    pages.keep_only(torch.tensor([4, 5]))
+        pages.gather_selected(layer, blocks, torch.ones_like(blocks, dtype=torch.bool), 1)
+    pages.retain_blocks(torch.tensor([4, 5]))
     assert [sorted(set(each.block_in.flatten().tolist())) for each in pages.residents.values()] == [[-1, 4]] * 2
-    pages.keep_only(torch.tensor([], dtype=torch.int64))
+    pages.retain_blocks(torch.tensor([], dtype=torch.int64))
     assert all(each.count == 0 and (each.slot_of == -1).all() for each in pages.residents.values())
 
 
@@ -114,14 +120,16 @@ def test_a_prompt_sees_all_of_its_pages_in_order() -> None:
     fill(pages)
     fill(plain)
     blocks = torch.tensor([11, 0, 7])
-    found, wanted = pages.whole(2, blocks), plain.whole(2, blocks)
-    assert torch.equal(found.keys[found.rows], wanted.keys[wanted.rows]) and found.rows.shape == (3, 3)
-    assert torch.equal(found.values[found.rows], wanted.values[wanted.rows])
-    assert torch.equal(pages.keys_of(2, blocks), plain.keys_of(2, blocks))
+    found, wanted = pages.gather_all(2, blocks), plain.gather_all(2, blocks)
+    assert torch.equal(
+        found.keys[found.block_tables], wanted.keys[wanted.block_tables]
+    ) and found.block_tables.shape == (3, 3)
+    assert torch.equal(found.values[found.block_tables], wanted.values[wanted.block_tables])
+    assert torch.equal(pages.gather_keys(2, blocks), plain.gather_keys(2, blocks))
     assert pages.staged_bytes == 3 * 3 * PAGE_BYTES and pages.recalled_bytes == 0
 
 
-@pytest.mark.parametrize("wrong", [{"slots": 0}, {"steady": -1}, {"refresh": 0}], ids=str)
-def test_residences_that_cannot_be(wrong: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match=r"give as many pages|they count steps"):
+@pytest.mark.parametrize("wrong", [{"num_slots": 0}, {"keep_steps": -1}, {"refresh_interval": 0}], ids=str)
+def test_impossible_offload_settings_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"give at least as many pages|they count steps"):
         OffloadConfig(**wrong)

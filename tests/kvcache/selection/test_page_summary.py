@@ -1,4 +1,4 @@
-"""Digests of pages: the formula, what it bounds and what it does not, and that a page is digested once."""
+"""Page summaries: the formula, what it bounds and what it does not, and that a page is summarized once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from smelt.kvcache.selection.page_summary import (
     ArkVale,
     PageSummaryTable,
     Quest,
-    make_page_summary,
     page_scores,
 )
 
@@ -34,8 +33,8 @@ def test_scores_are_the_formula_and_bound_every_product_of_the_page(
     random = torch.Generator().manual_seed(seed)
     keys = torch.randn(2, 5, 3, tokens, width, generator=random)  # [requests, pages, kv_heads, tokens, width]
     queries = torch.randn(2, 3, group, width, generator=random)
-    for digest in (Quest(), ArkVale()):
-        high, low = digest.box(keys)
+    for summary in (Quest(), ArkVale()):
+        high, low = summary.box(keys)
         assert high.shape == (2, 5, 3, width) and (high >= low).all()
         torch.testing.assert_close(page_scores(queries, high, low), plain_scores(queries, high, low))
     high, low = Quest().box(keys)
@@ -47,7 +46,7 @@ def test_scores_are_the_formula_and_bound_every_product_of_the_page(
 def test_the_mean_cuboid_is_not_always_a_bound() -> None:
     """One far key among many near ones is outside of the box."""
     keys = torch.zeros(1, 1, 1, 8, 1)
-    keys[..., 0, :] = 8.0  # centre 4, and all are 4 away from it
+    keys[..., 0, :] = 8.0  # center 4, and all are 4 away from it
     keys[..., 1:, :] = torch.tensor([3.0, 4, 4, 4, 4, 5, 0])[:, None]
     query = torch.ones(1, 1, 1, 1)
     high, low = ArkVale().box(keys)
@@ -58,29 +57,29 @@ def test_the_mean_cuboid_is_not_always_a_bound() -> None:
 
 def test_the_corners_of_a_page_in_a_small_type_are_of_that_type() -> None:
     keys = torch.randn(3, 2, 8, 4).bfloat16()
-    for digest in (Quest(), ArkVale()):
-        assert all(corner.dtype == torch.bfloat16 for corner in digest.box(keys))
+    for summary in (Quest(), ArkVale()):
+        assert all(corner.dtype == torch.bfloat16 for corner in summary.box(keys))
 
 
-def test_pages_are_digested_as_they_fill() -> None:
+def test_pages_are_summarized_as_they_fill() -> None:
     """Each block once: the others keep what they had, and scores follow the table, in any order."""
     heads, device = {0: (2, 4), 3: (1, 4)}, torch.device("cpu")
-    digested = PageSummaryTable(Quest(), heads, blocks=6, dtype=torch.float32, device=device)
-    assert digested.nbytes == 2 * 6 * (2 + 1) * 4 * 4
+    table = PageSummaryTable(Quest(), heads, num_blocks=6, dtype=torch.float32, device=device)
+    assert table.nbytes == 2 * 6 * (2 + 1) * 4 * 4
     keys = torch.randn(6, 2, 5, 4)
     for block in (4, 1, 5):
-        digested.update(0, torch.tensor([block]), keys[block : block + 1])
+        table.update(0, torch.tensor([block]), keys[block : block + 1])
     queries, tables = torch.randn(2, 2, 3, 4), torch.tensor([[5, 1], [1, 4]])
     high, low = Quest().box(keys)
-    before = digested.scores(0, queries, tables)
+    before = table.scores(0, queries, tables)
     torch.testing.assert_close(before, plain_scores(queries, high[tables], low[tables]))
-    digested.update(0, torch.tensor([4]), torch.randn(1, 2, 5, 4))
-    after = digested.scores(0, queries, tables)
+    table.update(0, torch.tensor([4]), torch.randn(1, 2, 5, 4))
+    after = table.scores(0, queries, tables)
     assert torch.equal(before[0], after[0]) and not torch.equal(before[1], after[1])
-    assert not digested.scores(3, torch.randn(1, 1, 1, 4), torch.tensor([[0, 1]])).any()
+    assert not table.scores(3, torch.randn(1, 1, 1, 4), torch.tensor([[0, 1]])).any()
 
 
-def test_digests_have_names() -> None:
-    assert {make_page_summary(name).name for name in PAGE_SUMMARIES} == {"quest", "arkvale"}
-    with pytest.raises(ConfigError, match="no page digest 'max'; there are quest, arkvale"):
-        make_page_summary("max")
+def test_summaries_have_names() -> None:
+    assert {PAGE_SUMMARIES.build(name).name for name in PAGE_SUMMARIES} == {"quest", "arkvale"}
+    with pytest.raises(ConfigError, match="no page summary 'max'; there are arkvale, quest"):
+        PAGE_SUMMARIES.build("max")

@@ -23,12 +23,16 @@ def test_a_choice_against_brute_force(
 ) -> None:
     page = 4
     selection = SparseAttentionConfig(
-        page=page, budget=(sink + window + more) * page, share=share, sink=sink, window=window
+        page_size=page,
+        token_budget=(sink + window + more) * page,
+        budget_ratio=share,
+        sink_pages=sink,
+        recent_pages=window,
     )
     most = max(-(-length // page) for length in lengths)
     scores = torch.randn(len(lengths), 2, most, generator=torch.Generator().manual_seed(seed))
-    counts = selection.counts(torch.tensor(lengths)).tolist()
-    chosen = selection.choose(scores, torch.tensor(lengths))
+    counts = selection.num_selected_pages(torch.tensor(lengths)).tolist()
+    chosen = selection.select_pages(scores, torch.tensor(lengths))
     assert chosen.shape == (len(lengths), 2, max(counts))
     for row, length in enumerate(lengths):
         held = -(-length // page)
@@ -44,27 +48,30 @@ def test_a_choice_against_brute_force(
 
 
 def test_a_budget_may_grow_with_the_length() -> None:
-    fixed, growing = SparseAttentionConfig(budget=128), SparseAttentionConfig(budget=128, share=0.1)
+    fixed, growing = SparseAttentionConfig(token_budget=128), SparseAttentionConfig(token_budget=128, budget_ratio=0.1)
     lengths = torch.tensor([32, 640, 3200, 32000])
-    assert fixed.counts(lengths).tolist() == [1, 4, 4, 4]
-    assert growing.counts(lengths).tolist() == [1, 4, 10, 100]
-    assert growing.most(32000) == 100
+    assert fixed.num_selected_pages(lengths).tolist() == [1, 4, 4, 4]
+    assert growing.num_selected_pages(lengths).tolist() == [1, 4, 10, 100]
+    assert growing.max_selected_pages(32000) == 100
 
 
 def test_pages_that_mean_nothing_are_not_chosen() -> None:
-    """A page that is not full has no digest; whatever stands there, it is the window. Nor is anything behind it."""
+    """A page that is not full has no summary; whatever its score, it is a recent page. Nor are pages behind it."""
     scores = torch.tensor([[[0.0, 5.0, 1.0, -9.0, 99.0, 99.0]]])
-    chosen = SparseAttentionConfig(page=8, budget=24, sink=1, window=1).choose(scores, torch.tensor([8 * 3 + 2]))
+    chosen = SparseAttentionConfig(page_size=8, token_budget=24, sink_pages=1, recent_pages=1).select_pages(
+        scores, torch.tensor([8 * 3 + 2])
+    )
     assert chosen.tolist() == [[[0, 1, 3]]]
 
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"budget": 0}, "budget of 0 tokens holds no page"), ({"budget": -32}, "holds no page"),
-        ({"budget": 96}, "2 first and 2 last pages are 128 tokens, more than the budget of 96"),
-        ({"page": 0}, "page of 0 tokens"), ({"window": 0}, "being filled"), ({"sink": -1}, "not be negative"),
-        ({"share": 1.5}, "between 0 and 1"), ({"share": float("nan")}, "between 0 and 1"),
+        ({"token_budget": 0}, "budget of 0 tokens holds no page"), ({"token_budget": -32}, "holds no page"),
+        ({"token_budget": 96}, "2 sink and 2 recent pages are 128 tokens, more than the budget of 96"),
+        ({"page_size": 0}, "page size of 0 tokens"), ({"recent_pages": 0}, "being filled"),
+        ({"sink_pages": -1}, "not be negative"),
+        ({"budget_ratio": 1.5}, "between 0 and 1"), ({"budget_ratio": float("nan")}, "between 0 and 1"),
     ],
     ids=str,
 )  # fmt: skip

@@ -29,7 +29,7 @@ def selected(selection: SparseAttentionConfig, residence: OffloadConfig | None =
         pages: DevicePageStore | HostPageStore = DevicePageStore(heads, BLOCKS, PAGE, torch.float32, CPU)
     else:
         pages = HostPageStore(heads, BLOCKS, PAGE, torch.float32, CPU, residence)
-    return SparsePageAttention(selection, pages, PageSummaryTable(selection.digest, heads, BLOCKS, torch.float32, CPU))
+    return SparsePageAttention(selection, pages, PageSummaryTable(selection.summary, heads, BLOCKS, torch.float32, CPU))
 
 
 class Texts:
@@ -92,25 +92,27 @@ def pages_by_hand(selection: SparseAttentionConfig, queries: Tensor, keys: Tenso
     """Which tokens each head of keys sees, from the keys themselves. [kv_heads, tokens]"""
     held = -(-len(keys) // PAGE)
     seen = torch.zeros(KV_HEADS, held * PAGE, dtype=torch.bool)
-    always = {page for page in range(held) if page < selection.sink or page >= held - selection.window}
+    always = {page for page in range(held) if page < selection.sink_pages or page >= held - selection.recent_pages}
     for head in range(KV_HEADS):
         scores = {}
         for page in set(range(held)) - always:
-            high, low = selection.digest.box(keys[page * PAGE : (page + 1) * PAGE, head])
+            high, low = selection.summary.box(keys[page * PAGE : (page + 1) * PAGE, head])
             group = queries[head * GROUP : (head + 1) * GROUP]
             scores[page] = float(torch.maximum(group * high, group * low).sum())
         best = sorted(scores, key=lambda page: -scores[page])
-        count = int(selection.counts(torch.tensor([len(keys)])))
+        count = int(selection.num_selected_pages(torch.tensor([len(keys)])))
         for page in {*always, *best[: max(count - len(always), 0)]}:
             seen[head, page * PAGE : (page + 1) * PAGE] = True
     return seen[:, : len(keys)]
 
 
-@pytest.mark.parametrize("residence", [None, OffloadConfig(slots=40), OffloadConfig(slots=40, steady=0)], ids=str)
+@pytest.mark.parametrize(
+    "residence", [None, OffloadConfig(num_slots=40), OffloadConfig(num_slots=40, keep_steps=0)], ids=str
+)
 @pytest.mark.parametrize("digest", [Quest(), ArkVale()], ids=str)
 @pytest.mark.parametrize("kernel", ["reference", "fastest"])
 def test_a_choice_of_pages_hides_the_others(residence: OffloadConfig | None, digest: PageSummary, kernel: str) -> None:
-    selection = SparseAttentionConfig(digest, page=PAGE, budget=4 * PAGE, sink=1, window=1)
+    selection = SparseAttentionConfig(digest, page_size=PAGE, token_budget=4 * PAGE, sink_pages=1, recent_pages=1)
     attention, texts = selected(selection, residence), Texts()
     with using("reference") if kernel == "reference" else nullcontext():
         texts.read(attention, chunk=7)
@@ -123,10 +125,10 @@ def test_a_choice_of_pages_hides_the_others(residence: OffloadConfig | None, dig
         torch.testing.assert_close(found[row : row + 1], wanted, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("residence", [None, OffloadConfig(slots=40)], ids=str)
+@pytest.mark.parametrize("residence", [None, OffloadConfig(num_slots=40)], ids=str)
 def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig | None) -> None:
     """To the bit."""
-    attention, texts = selected(SparseAttentionConfig(page=PAGE, budget=BLOCKS * PAGE), residence), Texts()
+    attention, texts = selected(SparseAttentionConfig(page_size=PAGE, token_budget=BLOCKS * PAGE), residence), Texts()
     texts.read(attention, chunk=16)
     queries, layout = torch.randn(len(LENGTHS), KV_HEADS * GROUP, WIDTH), texts.new()
     found = attention.attend(0, queries, *texts.newest(), layout, SCALE)
@@ -134,9 +136,9 @@ def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig
     for row, length in enumerate(LENGTHS):
         places = texts.places(row, 0, length + 1)
         write_pages(texts.keys[row], texts.values[row], key_pages, value_pages, places)
-    asking, count = layout.asking[0], len(LENGTHS)
+    asking, count = layout.decodes[0], len(LENGTHS)
     pages = Pages(
-        torch.arange(count + 1).int(), asking.lengths.int(), asking.tables.int(), layout.places,
+        torch.arange(count + 1).int(), asking.seq_lens.int(), asking.block_tables.int(), layout.slot_mapping,
         longest=max(LENGTHS) + 1, counts=[1] * count,
     )  # fmt: skip
     assert torch.equal(found, paged_attention(queries, key_pages, value_pages, pages, SCALE))
@@ -144,17 +146,17 @@ def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig
 
 def test_prompts_and_answers_in_one_step() -> None:
     """Rows of a step are told apart, whatever their order."""
-    selection = SparseAttentionConfig(Quest(), page=PAGE, budget=3 * PAGE, sink=1, window=1)
+    selection = SparseAttentionConfig(Quest(), page_size=PAGE, token_budget=3 * PAGE, sink_pages=1, recent_pages=1)
     attention, texts = selected(selection), Texts([30, 11])
     texts.read(attention, chunk=64)
     other = Texts([9])
     free = torch.tensor([block for block in range(BLOCKS) if not any(block in held for held in texts.blocks)])
     other.blocks = [free[:3]]
     new, prompt = texts.new(), other.places(0, 0, 9)
-    asking = new.asking[0]
-    moved = DecodeBatch(torch.tensor([10, 0]), asking.lengths, asking.tables, asking.names)
-    places = torch.cat([new.places[1:], prompt, new.places[:1]])
-    filled = torch.cat([new.filled, other.blocks[0][:2]])
+    asking = new.decodes[0]
+    moved = DecodeBatch(torch.tensor([10, 0]), asking.seq_lens, asking.block_tables, asking.request_ids)
+    places = torch.cat([new.slot_mapping[1:], prompt, new.slot_mapping[:1]])
+    filled = torch.cat([new.filled_blocks, other.blocks[0][:2]])
     layout = SparseBatch(2, places, filled, [PrefillChunk(slice(1, 10), 9, other.blocks[0])], [moved])
     queries = torch.randn(11, KV_HEADS * GROUP, WIDTH)
     keys = torch.cat([texts.keys[1][-1:], other.keys[0][:9], texts.keys[0][-1:]])
@@ -170,7 +172,7 @@ def test_prompts_and_answers_in_one_step() -> None:
 
 def test_requests_that_do_not_fit_together_are_split_in_order() -> None:
     asking = DecodeBatch(torch.arange(5), torch.arange(5) + 1, torch.arange(5)[:, None], list("abcde"))
-    parts = list(asking.split([3, 3, 2, 6, 1], most=6))
-    assert ["".join(part.names) for part in parts] == ["ab", "c", "d", "e"]
-    assert [part.lengths.tolist() for part in parts] == [[1, 2], [3], [4], [5]]
-    assert [len(part.tokens) for part in asking.split([1] * 5, most=6)] == [5]
+    parts = list(asking.split([3, 3, 2, 6, 1], max_pages=6))
+    assert ["".join(part.request_ids) for part in parts] == ["ab", "c", "d", "e"]
+    assert [part.seq_lens.tolist() for part in parts] == [[1, 2], [3], [4], [5]]
+    assert [len(part.token_indices) for part in asking.split([1] * 5, max_pages=6)] == [5]
