@@ -30,7 +30,7 @@ from smelt.measure.clock import stopwatch, time_call
 from smelt.measure.latency import decode_latency, latency
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizedLinear, Scheme, quantized_layers
+from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
 from smelt.numerics.catalogue import format_named
 
 GROUP = 64  # 576 inputs are no multiple of 128
@@ -168,8 +168,8 @@ def _overhead() -> dict[str, float]:
     """Microseconds of a call with next to nothing to compute: what Python and PyTorch take."""
     model = nn.Linear(32, 32, bias=False)
     number_format = format_named("int4/32@float16")
-    quantized = QuantizedLinear.holding(
-        number_format.quantize(model.weight.detach()), Scheme(number_format), bias=None, dtype=torch.float32
+    quantized = QuantizedLinear.from_quantized(
+        number_format.quantize(model.weight.detach()), QuantizationScheme(number_format), bias=None, dtype=torch.float32
     )
     x = torch.randn(1, 1, 32)
     arguments = (x, quantized.codes, quantized.scale, None, None, None, None, None, "int4/32@float16")

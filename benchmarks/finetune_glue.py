@@ -17,13 +17,13 @@ import torch
 from common import shared
 from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
-from smelt.data import Batch, LabelledData, labelled_batches, load_labelled
-from smelt.files import whole_folder
-from smelt.measure.task import task_quality
+from smelt.data import Batch, LabeledData, labeled_batches, load_labeled
+from smelt.files import atomic_folder
+from smelt.measure.task import evaluate_task
 from smelt.models.artifact import save_artifact
 from smelt.models.load import load, resolve
 from smelt.models.model import Model
-from smelt.progress import bars
+from smelt.progress import progress_bars
 
 RATE, DECAY, WARM_UP = 1e-4, 0.01, 0.06
 BATCH, LENGTH = 128, 128
@@ -58,9 +58,9 @@ def main() -> None:
     torch.manual_seed(options.seed)
     model = _with_head(task.outputs, options.device)
     _fine_tune(model, train, options.epochs, options.seed)
-    quality = task_quality(model, dev, metric=task.metric, max_length=LENGTH)
+    quality = evaluate_task(model, dev, metric=task.metric, max_length=LENGTH)
     made = {"task": options.task, "rows": len(train), "epochs": options.epochs, "seed": options.seed}
-    with whole_folder(options.out) as folder:
+    with atomic_folder(options.out) as folder:
         save_artifact(model, folder, {"fine_tuned": made, "quality": quality.to_json()})
     print(f"{quality.metric} on {quality.data}: {quality.value:.4f} ({len(dev)} rows), saved to {options.out}")
 
@@ -76,9 +76,9 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _rows(task: str, split: str) -> LabelledData:
+def _rows(task: str, split: str) -> LabeledData:
     """A split under a name that does not depend on where the files lie."""
-    data = load_labelled(shared() / "data/glue" / task / f"{split}.jsonl.gz")
+    data = load_labeled(shared() / "data/glue" / task / f"{split}.jsonl.gz")
     return replace(data, name=f"glue {task} {split}")
 
 
@@ -92,15 +92,15 @@ def _with_head(outputs: int, device: str) -> Model:
     return Model(network.to(device), base.tokenizer, source="minilm-l6")
 
 
-def _fine_tune(model: Model, train: LabelledData, epochs: int, seed: int) -> None:
+def _fine_tune(model: Model, train: LabeledData, epochs: int, seed: int) -> None:
     network = model.network
     trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=RATE, weight_decay=DECAY)
     steps = epochs * -(-len(train) // BATCH)
     schedule = get_linear_schedule_with_warmup(optimizer, round(WARM_UP * steps), steps)
     network.train()
-    with bars() as watcher:
-        for batch in watcher.track(_batches(model, train, epochs, seed), "fine-tuning", total=steps):
+    with progress_bars() as progress:
+        for batch in progress.track(_batches(model, train, epochs, seed), "fine-tuning", total=steps):
             with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
                 loss = network(**{name: tensor.to(model.device) for name, tensor in batch.items()}).loss
             loss.backward()
@@ -110,10 +110,10 @@ def _fine_tune(model: Model, train: LabelledData, epochs: int, seed: int) -> Non
     network.eval().requires_grad_(True)
 
 
-def _batches(model: Model, train: LabelledData, epochs: int, seed: int) -> Iterator[Batch]:
+def _batches(model: Model, train: LabeledData, epochs: int, seed: int) -> Iterator[Batch]:
     """All rows once an epoch, each time in another order."""
     for epoch in range(epochs):
-        yield from labelled_batches(
+        yield from labeled_batches(
             train, model.tokenizer, samples=None, max_length=LENGTH, batch_size=BATCH, seed=epochs * seed + epoch
         )
 

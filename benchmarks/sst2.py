@@ -13,8 +13,8 @@ from common import KeptGradients, mean, minilm_sst2, shared, table, write
 
 from smelt.compression.base import MethodContext
 from smelt.compression.methods import METHODS
-from smelt.data import LabelledData, labelled_batches, load_labelled
-from smelt.measure.task import task_quality
+from smelt.data import LabeledData, labeled_batches, load_labeled
+from smelt.measure.task import evaluate_task
 
 SEEDS = (0, 1, 2)
 BUDGETS = (0.75, 0.6, 0.5)
@@ -44,9 +44,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     device = parser.parse_args().device
-    train = load_labelled(shared() / "data/glue/sst2/train.jsonl.gz")
-    dev = load_labelled(shared() / "data/glue/sst2/dev.jsonl.gz")
-    dense = task_quality(minilm_sst2(device), dev, max_length=LENGTH).value
+    train = load_labeled(shared() / "data/glue/sst2/train.jsonl.gz")
+    dev = load_labeled(shared() / "data/glue/sst2/dev.jsonl.gz")
+    dense = evaluate_task(minilm_sst2(device), dev, max_length=LENGTH).value
     rows: list[dict[str, Any]] = []
     for seed in SEEDS:
         context = MethodContext(batches=_batches(train, seed), seed=seed, checkpoint=KeptGradients())
@@ -57,21 +57,21 @@ def main() -> None:
         write("sst2", [{"stage": "dense", "accuracy": dense}, *rows], _text(dense, rows, seed + 1))
 
 
-def _batches(train: LabelledData, seed: int) -> list[Any]:
+def _batches(train: LabeledData, seed: int) -> list[Any]:
     tokenizer = minilm_sst2().tokenizer
-    return labelled_batches(
+    return labeled_batches(
         train, tokenizer, samples=SAMPLES, max_length=LENGTH, batch_size=BATCH, seed=seed, replace=True
     )
 
 
 def _run(
-    stage: str, settings: dict[str, Any], keep: float, seed: int, context: MethodContext, dev: LabelledData, device: str
+    stage: str, settings: dict[str, Any], keep: float, seed: int, context: MethodContext, dev: LabeledData, device: str
 ) -> dict[str, Any]:
     model = minilm_sst2(device)
     start = time.perf_counter()
     facts = METHODS.build({**settings, "budget": {"macs": keep}}).apply(model, context)
     seconds = time.perf_counter() - start
-    accuracy = task_quality(model, dev, max_length=LENGTH).value
+    accuracy = evaluate_task(model, dev, max_length=LENGTH).value
     return {"stage": stage, "keep": keep, "seed": seed, "accuracy": accuracy, "seconds": seconds, **facts}
 
 

@@ -16,18 +16,18 @@ from common import KeptGradients, minilm_sst2, shared, table, write
 from sst2 import AUTHORS, BATCH, BUDGETS, LENGTH, SAMPLES, STAGES
 
 from smelt.compression.base import METHODS, MethodContext
-from smelt.data import labelled_batches, load_labelled
-from smelt.measure.task import task_quality
+from smelt.data import labeled_batches, load_labeled
+from smelt.measure.task import evaluate_task
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     device = parser.parse_args().device
-    train = load_labelled(shared() / "data/glue/sst2/train.jsonl.gz")
-    dev = load_labelled(shared() / "data/glue/sst2/dev.jsonl.gz")
+    train = load_labeled(shared() / "data/glue/sst2/train.jsonl.gz")
+    dev = load_labeled(shared() / "data/glue/sst2/dev.jsonl.gz")
     sample = train.take(np.random.RandomState(0).choice(len(train), SAMPLES))
-    batches = labelled_batches(
+    batches = labeled_batches(
         sample, minilm_sst2().tokenizer, samples=None, max_length=LENGTH, batch_size=BATCH, seed=0, shuffle=False
     )
     context = MethodContext(batches=batches, checkpoint=KeptGradients())
@@ -36,7 +36,7 @@ def main() -> None:
         for position, keep in enumerate(BUDGETS):
             model = minilm_sst2(device)
             facts = METHODS.build({**STAGES[stage], "budget": {"macs": keep}}).apply(model, context)
-            accuracy = task_quality(model, dev, max_length=LENGTH).value
+            accuracy = evaluate_task(model, dev, max_length=LENGTH).value
             rows.append(
                 {"stage": stage, "keep": keep, "accuracy": accuracy, "authors": AUTHORS[stage][position], **facts}
             )

@@ -99,7 +99,7 @@ def inputs(name: str, batch: int = 3, length: int = 11, seed: int = 1) -> dict[s
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def labelled(name: str, seed: int = 1) -> dict[str, torch.Tensor]:
+def labeled(name: str, seed: int = 1) -> dict[str, torch.Tensor]:
     """The same batch with labels, for a loss."""
     batch = inputs(name, seed=seed)
     batch["labels"] = batch["input_ids"].clone() if name in DECODERS else torch.tensor([0, 1, 1])

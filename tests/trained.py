@@ -28,7 +28,7 @@ def sentences(count: int, seed: int = 0) -> str:
     )
 
 
-def labelled_rows(count: int) -> list[dict[str, Any]]:
+def labeled_rows(count: int) -> list[dict[str, Any]]:
     generator = np.random.Generator(np.random.PCG64(0))
     rows = []
     for _ in range(count):

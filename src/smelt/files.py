@@ -12,9 +12,9 @@ from pathlib import Path
 from smelt.errors import ResourceError
 
 
-def check_place(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Refuse, before any work, a path that could not be written at its end."""
-    with full_disk_told(path):
+    with explain_disk_errors(path):
         with suppress(FileNotFoundError, NotADirectoryError):
             path.lstat()  # a name too long, or a folder one may not look into
         parent = path.absolute().parent
@@ -26,10 +26,10 @@ def check_place(path: Path) -> None:
             raise PermissionError(errno.EACCES, f"{parent} may not be written to")
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then put it in place in one step."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with full_disk_told(path):
+    with explain_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             write(temporary)
@@ -40,7 +40,7 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 @contextmanager
-def whole_folder(path: Path, inside: Path | None = None) -> Iterator[Path]:
+def atomic_folder(path: Path, inside: Path | None = None) -> Iterator[Path]:
     """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not.
 
     It lies beside `path`, or `inside` a folder on the same disk, where a killed process leaves it for others to remove.
@@ -48,7 +48,7 @@ def whole_folder(path: Path, inside: Path | None = None) -> Iterator[Path]:
     temporary = (inside or path.parent) / f".{path.name}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with full_disk_told(path):
+        with explain_disk_errors(path):
             temporary.mkdir(parents=True)
             yield temporary
             for file in temporary.rglob("*"):
@@ -60,7 +60,7 @@ def whole_folder(path: Path, inside: Path | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def full_disk_told(path: Path) -> Iterator[None]:
+def explain_disk_errors(path: Path) -> Iterator[None]:
     """A disk that fills up, or a place one may not write to, becomes one clear sentence."""
     try:
         yield

@@ -7,28 +7,29 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
 
 Item = TypeVar("Item")
 
 
-class Watcher(Protocol):
+class Progress(Protocol):
     """Sees work go by: `track` wraps what a loop runs over."""
 
     def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]: ...
 
 
-class Silent:
-    """A watcher that shows nothing."""
+class NullProgress:
+    """A progress that shows nothing."""
 
     def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
         yield from items
 
 
-class Bars:
-    """A watcher that draws a bar a loop, nested loops below each other."""
+class ProgressBars:
+    """A progress that draws a bar a loop, nested loops below each other."""
 
-    def __init__(self, progress: Progress):
+    def __init__(self, progress: RichProgress):
         self._progress = progress
 
     def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
@@ -44,11 +45,11 @@ class Bars:
 
 
 @contextmanager
-def bars() -> Iterator[Watcher]:
+def progress_bars() -> Iterator[Progress]:
     """Bars on a terminal, silence elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield Silent()
+        yield NullProgress()
         return
     columns = (
         TextColumn("{task.description}"),
@@ -58,5 +59,5 @@ def bars() -> Iterator[Watcher]:
         TextColumn("left"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield Bars(progress)
+    with RichProgress(*columns, console=console, transient=True) as progress:
+        yield ProgressBars(progress)

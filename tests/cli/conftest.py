@@ -35,7 +35,7 @@ from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.verify import outputs, probe
 from tests.character_tokenizer import character_tokenizer
-from tests.trained import labelled_rows, sentences, trained_bert, trained_llama
+from tests.trained import labeled_rows, sentences, trained_bert, trained_llama
 
 NOT_THE_SAME_EVERY_TIME = ("measurements.json", "report.html")  # they hold times and dates
 
@@ -82,7 +82,7 @@ class Place:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """A language model `llama`, a classifier `bert`, `text.txt`, `rows.jsonl`, and a recipe for each model."""
     made = Place(tmp_path_factory.mktemp("use"))
-    text, rows = sentences(2000), labelled_rows(160)
+    text, rows = sentences(2000), labeled_rows(160)
     (made.folder / "text.txt").write_text(text)
     (made.folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _save(trained_llama(text), character_tokenizer(), made.folder / "llama")

@@ -185,7 +185,7 @@ DATA = {
     "text that is no text": ("text.txt", b"\xff\xfe\x00\x80", "not UTF-8"),
     "a broken line": ("text.jsonl", '{"text": "a"}\n{"text": "b"\n', "line 2"),
     "no column of text": ("text.jsonl", '{"number": 1}\n', "'text'"),
-    "labelled rows": ("text.jsonl", '{"sentence": "a", "label": 1}\n', "language model"),
+    "labeled rows": ("text.jsonl", '{"sentence": "a", "label": 1}\n', "language model"),
     "an unknown kind of file": ("text.xyz", "what is this", ".jsonl"),
 }
 
@@ -211,7 +211,7 @@ ROWS = {
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_labelled_rows(name: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+def test_labeled_rows(name: str, place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
     file, text, columns, words = ROWS[name]
     (tmp_path / file).write_text(text)
     refused_run("bert", bert(place, {"source": str(tmp_path / file), **columns}), words, place, smelt_here, tmp_path)
@@ -226,7 +226,7 @@ def test_labelled_rows(name: str, place: Place, smelt_here: Smelt, tmp_path: Pat
         (["--data", "text.txt", "--device", "meta"], "'meta'"),
         (["--data", "text.txt", "--limit", "1"], "at least two"),
         (["--data", "text.txt", "--against", "nowhere"], "nowhere"),
-        (["--data", "rows.jsonl"], "labelled rows"),
+        (["--data", "rows.jsonl"], "labeled rows"),
         (["--data", "nothing.txt"], "does not exist"),
         (["--data", "text.txt", "--seed", "-1"], "--seed"),
         (["--data", "text.txt", "--seed", str(2**70)], "--seed"),

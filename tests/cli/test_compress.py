@@ -168,7 +168,7 @@ def test_activations_past_the_memory_limit_go_to_disk_and_change_nothing(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["free", "limited"]
 
 
-def test_a_language_model_learns_from_the_text_of_labelled_rows_when_the_column_is_named(
+def test_a_language_model_learns_from_the_text_of_labeled_rows_when_the_column_is_named(
     place: Place, smelt_here: Smelt, quick: None, tmp_path: Path
 ) -> None:
     content = llama_recipe(place)

@@ -115,7 +115,7 @@ class TestBadInput:
 
     def test_a_pruned_model_of_many_widths(self, smelt_here: Smelt, tmp_path: Path) -> None:
         model = Model(network())
-        part = next(part for part in model.anatomy.parts if part.kind == "filters")
+        part = next(part for part in model.anatomy.parts if part.kind == "ffn_channels")
         keep_units(model.network, part, range(part.units - 32))
         model = quantised(model.network, scheme("int4/32@float16"))
         (tmp_path / "pruned").mkdir()

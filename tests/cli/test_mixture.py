@@ -34,7 +34,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_inspect_tells_of_the_experts(mixture: Path, smelt_here: Smelt, tmp_path: Path) -> None:
     done = smelt_here("inspect", str(mixture / "model"), "--tokens", "10", "--json", str(tmp_path / "told.json"))
-    assert done.code == 0 and "4 experts of 48 filters, 2 per token" in done.out
+    assert done.code == 0 and "4 experts of 48 FFN channels, 2 per token" in done.out
     told = json.loads((tmp_path / "told.json").read_text())
     attention = 10 * (2 * 64 * 64 + 2 * 32 * 64) + 2 * 64 * 100 / 2
     assert told["macs"] == 2 * (attention + 10 * 2 * 3 * 64 * 48)
@@ -68,5 +68,5 @@ def test_a_cut_mixture_is_told_of(mixture: Path, smelt_here: Smelt, quick: None,
     )
     assert done.code == 0, done.err
     kept = json.loads((out / "measurements.json").read_text())["kept"]
-    assert [len(row["filters"]) for row in kept] == [4, 4]
-    assert "filters, 2 per token" in smelt_here("inspect", str(out)).out
+    assert [len(row["ffn_channels"]) for row in kept] == [4, 4]
+    assert "FFN channels, 2 per token" in smelt_here("inspect", str(out)).out

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.data import Batch, LabelledData, TextData, labelled_batches, text_batches
+from smelt.data import Batch, LabeledData, TextData, labeled_batches, text_batches
 from smelt.data import batches as batches_module
 from smelt.errors import DataError
 from tests.character_tokenizer import VOCABULARY, character_tokenizer
 
 # Every place is told by what stands there: "0000001\n0000002\n..."
 COUNTED = TextData("counted", tuple(f"{number:06d}" for number in range(2000)))
-LENGTHS = LabelledData("lengths", tuple("x" * n for n in range(1, 21)), None, np.arange(20), False)
+LENGTHS = LabeledData("lengths", tuple("x" * n for n in range(1, 21)), None, np.arange(20), False)
 
 
 def windows(data: TextData, **options: int) -> torch.Tensor:
@@ -92,13 +92,13 @@ def test_pieces_lose_nothing(monkeypatch: pytest.MonkeyPatch, text: str) -> None
     assert "".join(pieces) == text and max(map(len, pieces)) <= 64
 
 
-def labelled(data: LabelledData = LENGTHS, **options: object) -> list[Batch]:
+def labeled(data: LabeledData = LENGTHS, **options: object) -> list[Batch]:
     defaults: dict[str, object] = {"samples": None, "max_length": 32, "batch_size": 8, "seed": 0}
-    return labelled_batches(data, character_tokenizer(encoder=True), **(defaults | options))  # type: ignore[arg-type]
+    return labeled_batches(data, character_tokenizer(encoder=True), **(defaults | options))  # type: ignore[arg-type]
 
 
 def test_padding_goes_to_the_longest_of_each_batch() -> None:
-    parts = labelled(shuffle=False)
+    parts = labeled(shuffle=False)
     assert [tuple(part["input_ids"].shape) for part in parts] == [(8, 10), (8, 18), (4, 22)]
     assert parts[0].keys() == {"input_ids", "attention_mask", "token_type_ids", "labels"}
     for part in parts:
@@ -108,15 +108,15 @@ def test_padding_goes_to_the_longest_of_each_batch() -> None:
 
 
 def test_pairs_are_truncated_and_typed() -> None:
-    pairs = LabelledData("pairs", ("aaaa", "b"), ("cc", "d" * 50), np.array([0.5, 1.0], dtype=np.float32), True)
-    (part,) = labelled(pairs, max_length=20, shuffle=False)
+    pairs = LabeledData("pairs", ("aaaa", "b"), ("cc", "d" * 50), np.array([0.5, 1.0], dtype=np.float32), True)
+    (part,) = labeled(pairs, max_length=20, shuffle=False)
     assert part["input_ids"].shape == (2, 20) and part["labels"].dtype == torch.float32
     assert part["token_type_ids"][0].tolist() == [0] * 6 + [1] * 3 + [0] * 11
 
 
 def test_a_tokenizer_without_padding_lends_its_end() -> None:
     tokenizer = character_tokenizer(padding=False)
-    (part,) = labelled_batches(
+    (part,) = labeled_batches(
         LENGTHS.take([0, 2]), tokenizer, samples=2, max_length=9, batch_size=2, seed=0, shuffle=False
     )
     assert part["input_ids"][0].tolist() == [VOCABULARY["x"], VOCABULARY["[SEP]"], VOCABULARY["[SEP]"]]
@@ -126,7 +126,7 @@ def test_a_tokenizer_without_padding_lends_its_end() -> None:
 
 def test_draws() -> None:
     def drawn(**options: object) -> list[int]:
-        return [int(label) for part in labelled(**options) for label in part["labels"]]
+        return [int(label) for part in labeled(**options) for label in part["labels"]]
 
     assert drawn(shuffle=False, samples=5) == [0, 1, 2, 3, 4]
     assert sorted(drawn()) == list(range(20)) and drawn() != list(range(20))
@@ -138,8 +138,8 @@ def test_draws() -> None:
 
 def test_impossible_draws() -> None:
     with pytest.raises(DataError, match="20 rows, too few for 21 samples"):
-        labelled(samples=21)
+        labeled(samples=21)
     with pytest.raises(DataError, match="lengths is empty"):
-        labelled(LENGTHS.take([]))
+        labeled(LENGTHS.take([]))
     with pytest.raises(DataError, match="Batch size must be at least 1, not 0"):
-        labelled(batch_size=0)
+        labeled(batch_size=0)

@@ -83,4 +83,4 @@ def test_default_is_prose_in_the_stated_shares() -> None:
 def test_default_by_any_loader() -> None:
     assert load_data("default") == load_text("default")
     with pytest.raises(DataError, match="plain text"):
-        load_data("default", kind="labelled")
+        load_data("default", kind="labeled")

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizedLinear, Scheme, replace_module
+from smelt.models.quantized import QuantizationScheme, QuantizedLinear, replace_module
 from smelt.numerics.catalogue import format_named
 from smelt.numerics.format import TENSOR
 
@@ -47,23 +47,27 @@ def _shaken(made: PreTrainedModel, size: float) -> PreTrainedModel:
     return made
 
 
-def scheme(weight: str, inputs: str | None = None, *, static: bool = False, **more: Any) -> Scheme:
+def scheme(weight: str, inputs: str | None = None, *, static: bool = False, **more: Any) -> QuantizationScheme:
     rounded = None if inputs is None else format_named(inputs)
     if rounded is not None and static:
         rounded = replace(rounded, group=TENSOR)
-    return Scheme(format_named(weight), rounded, static, **more)
+    return QuantizationScheme(format_named(weight), rounded, static, **more)
 
 
-def quantised(made: PreTrainedModel, chosen: Scheme | Callable[[str], Scheme | None], source: str = "a model") -> Model:
+def quantised(
+    made: PreTrainedModel,
+    chosen: QuantizationScheme | Callable[[str], QuantizationScheme | None],
+    source: str = "a model",
+) -> Model:
     """Every linear layer of the blocks exchanged for a packed one, by its scheme or by what its path says."""
     for path, module in list(made.named_modules()):
         inside = "layers." in path or "layer." in path
-        own = chosen if isinstance(chosen, Scheme) else chosen(path)
+        own = chosen if isinstance(chosen, QuantizationScheme) else chosen(path)
         if isinstance(module, nn.Linear) and inside and own is not None:
             matrix = own.weight.quantize(module.weight.detach())
-            layer = QuantizedLinear.holding(matrix, own, bias=module.bias, dtype=module.weight.dtype)
+            layer = QuantizedLinear.from_quantized(matrix, own, bias=module.bias, dtype=module.weight.dtype)
             if own.static:
-                layer.fix_input_scale(torch.full((module.in_features,), 3.0))
+                layer.set_static_input_scale(torch.full((module.in_features,), 3.0))
             replace_module(made, path, layer)
     return Model(made, None, source)
 

@@ -19,13 +19,13 @@ from smelt.export.compressed_tensors import layer_tensors
 from smelt.kernels.linear import using
 from smelt.models.load import load, load_config, skeleton
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizedLinear, Scheme, quantized_layers
+from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
 from smelt.numerics.catalogue import format_named
 from smelt.numerics.format import Grid, Quantized
 from tests.export.quantised import encoder, logits, network, quantised, scheme, tokens
 
 # The name, its scheme, and the format that the folder must say.
-SCHEMES: dict[str, tuple[Scheme, str]] = {
+SCHEMES: dict[str, tuple[QuantizationScheme, str]] = {
     "w4": (scheme("int4/32"), "pack-quantized"),
     "w4-asym": (scheme("int4-asym/32@float16"), "pack-quantized"),
     "w3-straddling": (scheme("int3/16@float16"), "pack-quantized"),
@@ -107,7 +107,7 @@ def test_words_by_hand() -> None:
     codes = torch.arange(8, dtype=torch.uint8).expand(8, 8)
     zeros = torch.arange(8).flip(0).float().reshape(8, 1, 1)
     matrix = Quantized(form, codes, Grid(torch.ones(8, 1, 1), zeros))
-    layer = QuantizedLinear.holding(matrix, Scheme(form), bias=None, dtype=torch.float32)
+    layer = QuantizedLinear.from_quantized(matrix, QuantizationScheme(form), bias=None, dtype=torch.float32)
     tensors = layer_tensors(layer, torch.float32)
     assert tensors["weight_packed"].tolist() == [[0x76543210]] * 8
     assert tensors["weight_zero_point"].tolist() == [[0x01234567]]
@@ -126,7 +126,7 @@ def test_words_are_those_of_the_library(bits: int) -> None:
     assert torch.equal(theirs, tensors["weight_zero_point"].contiguous())
 
 
-def mixed(path: str) -> Scheme | None:
+def mixed(path: str) -> QuantizationScheme | None:
     if "o_proj" in path:
         return None
     return scheme("int8") if "down_proj" in path else scheme("int4/32")
@@ -203,7 +203,7 @@ def test_reading_in_another_dtype_keeps_the_codes(tmp_path: Path) -> None:
         (scheme("int8", hadamard=True), "rotates its inputs"),
     ],
 )
-def test_what_the_format_cannot_say_is_refused(chosen: Scheme, words: str, tmp_path: Path) -> None:
+def test_what_the_format_cannot_say_is_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=words):
         export(quantised(network(), chosen), "compressed-tensors", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -212,7 +212,7 @@ def test_what_the_format_cannot_say_is_refused(chosen: Scheme, words: str, tmp_p
 def test_low_rank_factors_are_refused(tmp_path: Path) -> None:
     model = quantised(network(), scheme("int4/32"))
     layer = next(iter(quantized_layers(model.network).values()))
-    layer.add_factors(torch.zeros(2, layer.in_features), torch.zeros(layer.out_features, 2))
+    layer.add_low_rank_factors(torch.zeros(2, layer.in_features), torch.zeros(layer.out_features, 2))
     with pytest.raises(FormatError, match="low-rank factors"):
         export(model, "compressed-tensors", tmp_path / "out")
 
@@ -228,7 +228,7 @@ def test_conv1d_is_refused(tmp_path: Path) -> None:
     chosen = scheme("int8")
     attention = made.transformer.h[0].attn
     matrix = chosen.weight.quantize(attention.c_attn.weight.detach().T.contiguous())
-    attention.c_attn = QuantizedLinear.holding(matrix, chosen, bias=attention.c_attn.bias, dtype=torch.float32)
+    attention.c_attn = QuantizedLinear.from_quantized(matrix, chosen, bias=attention.c_attn.bias, dtype=torch.float32)
     with pytest.raises(FormatError, match="Conv1D"):
         export(Model(made), "compressed-tensors", tmp_path / "out")
 

@@ -17,7 +17,7 @@ from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.gguf import gguf_config, gguf_tensors, read_gguf
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import Scheme, quantized_layers
+from smelt.models.quantized import QuantizationScheme, quantized_layers
 from smelt.models.surgery import keep_units
 from tests.character_tokenizer import character_tokenizer
 from tests.export.byte_tokenizer import byte_level, pieces
@@ -74,7 +74,7 @@ def test_halves_stay_what_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
         (scheme("int8@float16", "int8"), "Q8_0"),
     ],
 )
-def test_codes_are_carried_over_exactly(chosen: Scheme, kind: str, tmp_path: Path) -> None:
+def test_codes_are_carried_over_exactly(chosen: QuantizationScheme, kind: str, tmp_path: Path) -> None:
     model = quantised(network(num_hidden_layers=1), chosen)
     written(model, tmp_path)
     file = tmp_path / "out" / "model.gguf"
@@ -155,7 +155,7 @@ def test_a_type_for_what_is_not_quantised(tmp_path: Path) -> None:
         (scheme("int4/32@float16", hadamard=True), "rotates its inputs"),
     ],
 )
-def test_a_grid_that_no_type_holds_is_refused(chosen: Scheme, words: str, tmp_path: Path) -> None:
+def test_a_grid_that_no_type_holds_is_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=words):
         written(quantised(network(), chosen), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -178,7 +178,7 @@ def test_a_network_that_gguf_cannot_express_is_refused(made: Any, words: str, tm
 
 def test_layers_of_different_widths_are_refused(tmp_path: Path) -> None:
     model = Model(network())
-    part = next(part for part in model.anatomy.parts if part.kind == "filters")
+    part = next(part for part in model.anatomy.parts if part.kind == "ffn_channels")
     keep_units(model.network, part, range(part.units - 8))
     with pytest.raises(FormatError, match="different widths"):
         written(model, tmp_path)

@@ -14,7 +14,7 @@ import smelt.export.onnx
 from smelt.errors import FormatError
 from smelt.export import export
 from smelt.models.model import Model
-from smelt.models.quantized import Scheme
+from smelt.models.quantized import QuantizationScheme
 from smelt.models.surgery import keep_units
 from tests.character_tokenizer import character_tokenizer
 from tests.export.quantised import encoder, logits, network, quantised, scheme
@@ -31,7 +31,7 @@ def needed() -> Any:
 def pruned() -> Model:
     """An encoder whose blocks have different widths."""
     model = Model(encoder(**SMALL), character_tokenizer(encoder=True))
-    heads, filters = (next(p for p in model.anatomy.parts if p.kind == kind) for kind in ("heads", "filters"))
+    heads, filters = (next(p for p in model.anatomy.parts if p.kind == kind) for kind in ("heads", "ffn_channels"))
     keep_units(model.network, heads, [0, 2, 3])
     keep_units(model.network, filters, range(17))
     return model
@@ -105,7 +105,7 @@ def test_eight_bit_layers_keep_their_codes(tmp_path: Path) -> None:
         (scheme("int8", clip=0.9), "clipped inputs"),
     ],
 )
-def test_what_onnx_has_no_words_for_is_refused(chosen: Scheme, words: str, tmp_path: Path) -> None:
+def test_what_onnx_has_no_words_for_is_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
     needed()
     with pytest.raises(FormatError, match=words):
         export(quantised(encoder(**SMALL), chosen), "onnx", tmp_path / "out")

@@ -21,11 +21,11 @@ compiled = pytest.mark.skipif(LIBRARY is None, reason="needs an x86 processor an
 
 PRODUCT = """
 import torch
-from smelt.models.quantized import QuantizedLinear, Scheme
+from smelt.models.quantized import QuantizedLinear, QuantizationScheme
 from smelt.numerics.catalogue import format_named
 number_format = format_named("int4/32@float16")
 matrix = number_format.quantize(torch.randn(32, 64))
-layer = QuantizedLinear.holding(matrix, Scheme(number_format), bias=None, dtype=torch.float32)
+layer = QuantizedLinear.from_quantized(matrix, QuantizationScheme(number_format), bias=None, dtype=torch.float32)
 x = torch.randn(2, 64)
 assert torch.allclose(layer(x), x @ layer.weight.T, atol=1e-4)
 print(layer.path)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from smelt.kernels.cpu import kernels, operator
 from smelt.kernels.cpu.build import load_library
 from smelt.kernels.linear import REFERENCE, Inputs, LinearKernel, Packed, choose, using
-from smelt.models.quantized import QuantizedLinear, Scheme
+from smelt.models.quantized import QuantizationScheme, QuantizedLinear
 from smelt.numerics.catalogue import format_named
 
 FORMATS = (
@@ -273,9 +273,9 @@ def test_gradients_reach_the_inputs() -> None:
 
 def layer(name: str = "int4-asym/32@float16", inputs: Inputs | None = None, bias: bool = True) -> QuantizedLinear:
     number_format = format_named(name)
-    scheme = Scheme(number_format, None if inputs is None else inputs.format)
+    scheme = QuantizationScheme(number_format, None if inputs is None else inputs.format)
     matrix = number_format.quantize(torch.randn(40, 96))
-    return QuantizedLinear.holding(matrix, scheme, bias=torch.randn(40) if bias else None, dtype=torch.float32)
+    return QuantizedLinear.from_quantized(matrix, scheme, bias=torch.randn(40) if bias else None, dtype=torch.float32)
 
 
 @compiled

@@ -119,12 +119,14 @@ def test_inputs_in_single_precision_or_rounded_are_left_to_others() -> None:
 
 @pytest.mark.gpu
 def test_a_layer_takes_the_kernel_compiled_and_captured() -> None:
-    from smelt.models.quantized import QuantizedLinear, Scheme
+    from smelt.models.quantized import QuantizationScheme, QuantizedLinear
 
     for name in ("int4/128@float16", "mxfp4"):
         number_format = format_named(name)
         quantized = number_format.quantize(torch.randn(512, 1024, device="cuda") * 0.1)
-        layer = QuantizedLinear.holding(quantized, Scheme(number_format), bias=None, dtype=torch.bfloat16).cuda()
+        layer = QuantizedLinear.from_quantized(
+            quantized, QuantizationScheme(number_format), bias=None, dtype=torch.bfloat16
+        ).cuda()
         compiled = torch.compile(layer, fullgraph=False)
         for batch in (1, 16, 200):
             x = torch.randn(batch, 1024, device="cuda", dtype=torch.bfloat16)

@@ -28,7 +28,7 @@ from smelt.measure.cost import (
 )
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import save_artifact
-from smelt.models.experts import take_apart
+from smelt.models.experts import split_experts
 from smelt.models.load import skeleton
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
@@ -109,7 +109,7 @@ def with_factors(build: Callable[[], hf.PreTrainedModel]) -> tuple[Model, Model]
     for each in (plain, model):
         RoundToNearest(bits=4, group_size=16).apply(each, MethodContext())
     for layer in quantized_layers(model.network).values():
-        layer.add_factors(torch.randn(RANK, layer.in_features), torch.randn(layer.out_features, RANK))
+        layer.add_low_rank_factors(torch.randn(RANK, layer.in_features), torch.randn(layer.out_features, RANK))
     return plain, model
 
 
@@ -144,7 +144,7 @@ def test_a_plan_counts_the_factors_that_will_be_added(tmp_path: Path, monkeypatc
 
 
 def test_of_a_mixture_the_factors_of_chosen_experts_are_counted() -> None:
-    plain, model = with_factors(lambda: take_apart(fused("mixtral")))
+    plain, model = with_factors(lambda: split_experts(fused("mixtral")))
     expected, tokens = 0.0, 5
     for path, layer in quantized_layers(model.network).items():
         share = CHOSEN / EXPERTS if ".experts." in path else 1

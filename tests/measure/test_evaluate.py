@@ -1,4 +1,4 @@
-"""Labelled tasks against a plain loop, and the choice of the measurement that fits model and data."""
+"""Labeled tasks against a plain loop, and the choice of the measurement that fits model and data."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 import transformers as hf
 from scipy import stats
 
-from smelt.data import Choice, ChoiceData, LabelledData, TextData, load_labelled
+from smelt.data import LabeledData, MultipleChoiceData, MultipleChoiceItem, TextData, load_labeled
 from smelt.errors import DataError
-from smelt.measure.evaluate import evaluate, meets
+from smelt.measure.evaluate import evaluate, meets_threshold
 from smelt.models.model import Model
 from tests.character_tokenizer import character_tokenizer
 from tests.tiny import BUILDS, ENCODER
 
 WORDS = ("hello", "a much longer sentence", "no", "and another one", "x y z", "the end")
-SINGLES = LabelledData("singles", WORDS, None, np.array([0, 1, 1, 0, 1, 0]), False)
-PAIRS = LabelledData("pairs", WORDS, WORDS[::-1], np.array([0.1, 3.5, 2.2, 5.0, 1.0, 4.0], dtype=np.float32), True)
+SINGLES = LabeledData("singles", WORDS, None, np.array([0, 1, 1, 0, 1, 0]), False)
+PAIRS = LabeledData("pairs", WORDS, WORDS[::-1], np.array([0.1, 3.5, 2.2, 5.0, 1.0, 4.0], dtype=np.float32), True)
 
 
 def encoder(cls: type = hf.BertForSequenceClassification, **options: int) -> Model:
@@ -32,14 +32,14 @@ def encoder(cls: type = hf.BertForSequenceClassification, **options: int) -> Mod
 
 
 @torch.no_grad()
-def one_by_one(model: Model, data: LabelledData) -> np.ndarray:
+def one_by_one(model: Model, data: LabeledData) -> np.ndarray:
     assert model.tokenizer is not None
     texts = [(text,) for text in data.first] if data.second is None else zip(data.first, data.second, strict=True)
     return torch.cat([model.network(**model.tokenizer(*text, return_tensors="pt")).logits for text in texts]).numpy()
 
 
 @pytest.mark.parametrize("data", [SINGLES, replace(PAIRS, labels=SINGLES.labels, regression=False)])
-def test_classifier(data: LabelledData) -> None:
+def test_classifier(data: LabeledData) -> None:
     model = encoder(num_labels=3)
     expected = one_by_one(model, data)
     result = evaluate(model, data, batch_size=4)
@@ -106,19 +106,19 @@ def test_limit_takes_the_first() -> None:
 def test_what_does_not_fit() -> None:
     decoder = Model(BUILDS["llama"](), character_tokenizer(), source="tiny-llama")
     classifier, text = encoder(num_labels=2), TextData("text", ("some words",))
-    choices = ChoiceData("choices", (Choice(("a",) * 2, ("b", "c"), 0),))
+    choices = MultipleChoiceData("choices", (MultipleChoiceItem(("a",) * 2, ("b", "c"), 0),))
     cases = [
         (
             decoder,
             SINGLES,
             None,
-            "singles holds labelled rows, but tiny-llama is a model for language: give plain text or",
+            "singles holds labeled rows, but tiny-llama is a model for language: give plain text or",
         ),
         (
             classifier,
             text,
             None,
-            "text holds plain text, but the model is a model for classification: give labelled rows",
+            "text holds plain text, but the model is a model for classification: give labeled rows",
         ),
         (classifier, choices, None, "choices holds multiple-choice rows"),
         (Model(BUILDS["vit"]()), SINGLES, None, "no quality measurement yet for a model of the kind 'images'"),
@@ -143,18 +143,22 @@ def test_what_does_not_fit() -> None:
 
 def test_meets() -> None:
     quality = evaluate(encoder(num_labels=2), SINGLES)
-    assert meets(quality) and meets(quality, minimum=quality.value) and not meets(quality, minimum=quality.value + 1e-9)
-    assert not meets(replace(quality, value=float("nan")), minimum=0)
+    assert (
+        meets_threshold(quality)
+        and meets_threshold(quality, minimum=quality.value)
+        and not meets_threshold(quality, minimum=quality.value + 1e-9)
+    )
+    assert not meets_threshold(replace(quality, value=float("nan")), minimum=0)
     loss = evaluate(Model(BUILDS["llama"](), character_tokenizer()), TextData("text", ("some words",)), context=16)
-    assert meets(loss, maximum=loss.value) and not meets(loss, maximum=loss.value - 1e-9)
+    assert meets_threshold(loss, maximum=loss.value) and not meets_threshold(loss, maximum=loss.value - 1e-9)
     with pytest.raises(DataError, match="give a maximum"):
-        meets(loss, minimum=1)
+        meets_threshold(loss, minimum=1)
     with pytest.raises(DataError, match="give a minimum"):
-        meets(quality, maximum=1)
+        meets_threshold(quality, maximum=1)
 
 
 @pytest.mark.shared
 def test_glue_file_through_a_random_model(shared: Path) -> None:
-    data = load_labelled(shared / "data/glue/sst2/dev.jsonl.gz")
+    data = load_labeled(shared / "data/glue/sst2/dev.jsonl.gz")
     result = evaluate(encoder(num_labels=2), data, limit=64, max_length=48)
     assert 0 <= result.value <= 1 and len(result.items) == 64

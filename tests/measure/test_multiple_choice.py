@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.data import Choice, ChoiceData
+from smelt.data import MultipleChoiceData, MultipleChoiceItem
 from smelt.errors import DataError
 from smelt.measure import multiple_choice as choice_module
-from smelt.measure.multiple_choice import choice_accuracy
+from smelt.measure.multiple_choice import evaluate_multiple_choice
 from smelt.models.model import Model
-from smelt.progress import Silent
+from smelt.progress import NullProgress
 from tests.character_tokenizer import VOCABULARY, character_tokenizer
 from tests.tiny import BUILDS
 
 ITEMS = (
-    Choice(("The sky is",) * 3, ("blue", "a very long answer", "x"), 0),
-    Choice(("Sarah said that she", "Maria said that she"), ("left early.",) * 2, 1),
-    Choice(("Question: 2 + 2?\n",) * 2, ("4", "22"), 0),
-    Choice(("spaced ",) * 2, ("out", "in"), 0),
+    MultipleChoiceItem(("The sky is",) * 3, ("blue", "a very long answer", "x"), 0),
+    MultipleChoiceItem(("Sarah said that she", "Maria said that she"), ("left early.",) * 2, 1),
+    MultipleChoiceItem(("Question: 2 + 2?\n",) * 2, ("4", "22"), 0),
+    MultipleChoiceItem(("spaced ",) * 2, ("out", "in"), 0),
 )
-DATA = ChoiceData("four", ITEMS)
+DATA = MultipleChoiceData("four", ITEMS)
 
 
 def decoder(name: str = "llama", padding: bool = True) -> Model:
@@ -38,20 +38,20 @@ def likelihood(model: Model, context: str, continuation: str) -> tuple[float, in
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-@pytest.mark.parametrize("normalise", ["tokens", "characters", "none"])
-def test_equals_brute_force(name: str, normalise: str) -> None:
+@pytest.mark.parametrize("normalize", ["tokens", "characters", "none"])
+def test_equals_brute_force(name: str, normalize: str) -> None:
     model = decoder(name)
     expected = []
     for item in ITEMS:
         values = []
         for context, continuation in zip(item.contexts, item.continuations, strict=True):
             value, tokens = likelihood(model, context, continuation)
-            values.append(value / {"tokens": tokens, "characters": len(continuation), "none": 1}[normalise])
+            values.append(value / {"tokens": tokens, "characters": len(continuation), "none": 1}[normalize])
         expected.append(int(np.argmax(values)))
-    result = choice_accuracy(model, DATA, normalise=normalise, batch_size=3)
+    result = evaluate_multiple_choice(model, DATA, normalize=normalize, batch_size=3)
     assert result.predictions is not None and result.predictions.tolist() == expected
     assert result.items.tolist() == [float(guess == item.gold) for guess, item in zip(expected, ITEMS, strict=True)]
-    assert result.value == result.items.mean() and result.settings == {"normalise": normalise, "items": 4}
+    assert result.value == result.items.mean() and result.settings == {"normalize": normalize, "items": 4}
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
@@ -62,7 +62,7 @@ def test_batches_without_a_padding_token(batch_size: int) -> None:
         for item in ITEMS
         for context, continuation in zip(item.contexts, item.continuations, strict=True)
     ]
-    found = choice_module._likelihoods(model, options, batch_size, Silent())
+    found = choice_module._likelihoods(model, options, batch_size, NullProgress())
     expected = [
         likelihood(model, c, t)[0] for item in ITEMS for c, t in zip(item.contexts, item.continuations, strict=True)
     ]
@@ -81,15 +81,15 @@ def test_long_contexts_lose_their_beginning() -> None:
 def test_length_matters_as_stated() -> None:
     model = decoder()
     model.network.get_output_embeddings().weight.data.zero_()  # every token as likely as any other
-    data = ChoiceData("lengths", (Choice(("q",) * 2, ("a long one", "b"), 0),))
-    assert choice_accuracy(model, data, normalise="none").predictions == [1]
+    data = MultipleChoiceData("lengths", (MultipleChoiceItem(("q",) * 2, ("a long one", "b"), 0),))
+    assert evaluate_multiple_choice(model, data, normalize="none").predictions == [1]
 
 
 def test_limit_and_refusals() -> None:
-    assert len(choice_accuracy(decoder(), DATA, limit=2).items) == 2
+    assert len(evaluate_multiple_choice(decoder(), DATA, limit=2).items) == 2
     with pytest.raises(DataError, match="no normalisation 'words'"):
-        choice_accuracy(decoder(), DATA, normalise="words")
+        evaluate_multiple_choice(decoder(), DATA, normalize="words")
     with pytest.raises(DataError, match="takes a language model"):
-        choice_accuracy(Model(BUILDS["bert"](), character_tokenizer()), DATA)
+        evaluate_multiple_choice(Model(BUILDS["bert"](), character_tokenizer()), DATA)
     with pytest.raises(DataError, match="Limit must be at least 1"):
-        choice_accuracy(decoder(), DATA, limit=0)
+        evaluate_multiple_choice(decoder(), DATA, limit=0)

@@ -12,22 +12,22 @@ import pytest
 from scipy import stats
 
 from smelt.errors import DataError
+from smelt.measure.eval_result import EvalResult
+from smelt.measure.metrics import METRICS
 from smelt.measure.paired import compare, mcnemar
-from smelt.measure.quality import Quality
-from smelt.measure.scores import SCORES
 
 
-def classified(predictions: np.ndarray, labels: np.ndarray, metric: str = "accuracy", **more: object) -> Quality:
-    value = float(SCORES[metric](predictions, labels))
+def classified(predictions: np.ndarray, labels: np.ndarray, metric: str = "accuracy", **more: object) -> EvalResult:
+    value = float(METRICS[metric](predictions, labels))
     items = (predictions == labels).astype(float)
-    return Quality(metric, value, True, "data", items, predictions=predictions, labels=labels, **more)  # type: ignore[arg-type]
+    return EvalResult(metric, value, True, "data", items, predictions=predictions, labels=labels, **more)  # type: ignore[arg-type]
 
 
-def windowed(items: np.ndarray, weights: np.ndarray) -> Quality:
-    return Quality("perplexity", math.exp(np.average(items, weights=weights)), False, "text", items, weights=weights)
+def windowed(items: np.ndarray, weights: np.ndarray) -> EvalResult:
+    return EvalResult("perplexity", math.exp(np.average(items, weights=weights)), False, "text", items, weights=weights)
 
 
-def simulated(generator: np.random.Generator, items: int) -> tuple[Quality, Quality]:
+def simulated(generator: np.random.Generator, items: int) -> tuple[EvalResult, EvalResult]:
     """Base is right at 80 %; new at 90 % of those and 20 % of the others, in all 76 %: the truth is -4 points."""
     labels = generator.integers(0, 2, items)
     right = generator.random(items) < 0.8
@@ -101,7 +101,7 @@ def test_each_resample_is_the_metric_itself(metric: str) -> None:
     result = compare(classified(new, labels, metric), classified(base, labels, metric), resamples=4000, confidence=0.9)
     drawn = generator.integers(0, 80, (4000, 80))
     values = [
-        float(SCORES[metric](new[row], labels[row]) - SCORES[metric](base[row], labels[row])) for row in drawn[:1500]
+        float(METRICS[metric](new[row], labels[row]) - METRICS[metric](base[row], labels[row])) for row in drawn[:1500]
     ]
     # The same percentiles from a plain loop; the widening for 80 items is a few per cent of the width.
     expected = np.quantile(values, [0.05, 0.95])

@@ -21,7 +21,7 @@ from tests.tiny import BUILDS, TRANSFORMERS, inputs
 
 def pruned(name: str) -> Model:
     network = BUILDS[name]()
-    cut(network, random_masks(network, empty=("heads1", "filters2") if name in TRANSFORMERS else ()))
+    cut(network, random_masks(network, empty=("heads1", "ffn_channels2") if name in TRANSFORMERS else ()))
     return Model(network, source=name)
 
 
@@ -47,7 +47,7 @@ def test_the_same_model_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_an_added_bias_survives(tmp_path: Path) -> None:
     model = pruned("llama")
     part = model.anatomy.parts[0]
-    set_output(part, part.output.weight.clone(), torch.randn(part.output.rows))
+    set_output(part, part.output.weight.clone(), torch.randn(part.output.out_features))
     save_artifact(model, tmp_path)
     again = load_artifact(tmp_path)
     assert torch.equal(again.network(**inputs("llama")).logits, model.network(**inputs("llama")).logits)
@@ -133,7 +133,7 @@ def test_a_forged_shape_is_refused(change: dict[str, object], message: str, tmp_
 def test_a_shape_that_contradicts_the_weights_is_refused(tmp_path: Path) -> None:
     save_artifact(pruned("bert"), tmp_path)
     content = json.loads((tmp_path / "smelt.json").read_text())
-    filters = next(entry for entry in content["shape"] if entry["kind"] == "filters" and entry["units"] > 1)
+    filters = next(entry for entry in content["shape"] if entry["kind"] == "ffn_channels" and entry["units"] > 1)
     filters["units"] -= 1
     (tmp_path / "smelt.json").write_text(json.dumps(content))
     with pytest.raises(ModelError, match="and not"):

@@ -30,7 +30,7 @@ def logits(network: Any, **settings: Any) -> Tensor:
     return found
 
 
-def labelled() -> list[dict[str, Tensor]]:
+def labeled() -> list[dict[str, Tensor]]:
     return [{**batch, "labels": batch["input_ids"]} for batch in batches(padded=True)]
 
 
@@ -59,12 +59,14 @@ def test_a_mixture_by_hand(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_each_expert_is_a_part(name: str, tmp_path: Path) -> None:
     anatomy = loaded(name, tmp_path).anatomy
-    assert [part.kind for part in anatomy.blocks[0].parts] == ["heads"] + ["filters"] * EXPERTS
+    assert [part.kind for part in anatomy.blocks[0].parts] == ["heads"] + ["ffn_channels"] * EXPERTS
     part = anatomy.blocks[1].parts[4]
-    assert (part.path, part.units, part.output.rows) == ("model.layers.1.mlp.experts.3", INNER, HIDDEN)
-    assert all(isinstance(writer.module, torch.nn.Linear) and writer.rows == INNER for writer in part.writers)
-    assert part.mixture is not None and (part.mixture.experts, part.mixture.chosen) == (EXPERTS, CHOSEN)
-    (_, first), (_, second) = anatomy.blocks[0].readers
+    assert (part.path, part.units, part.output.out_features) == ("model.layers.1.mlp.experts.3", INNER, HIDDEN)
+    assert all(
+        isinstance(writer.module, torch.nn.Linear) and writer.out_features == INNER for writer in part.input_projections
+    )
+    assert part.mixture is not None and (part.mixture.num_experts, part.mixture.top_k) == (EXPERTS, CHOSEN)
+    (_, first), (_, second) = anatomy.blocks[0].norm_consumers
     assert len(first) == 3 and len(second) == 1 + 2 * EXPERTS  # the router and the writers of all experts
 
 
@@ -127,8 +129,13 @@ def test_cut_experts_have_widths_of_their_own_and_are_saved_so(name: str, tmp_pa
 @pytest.mark.parametrize("method", ["magnitude", "taylor", "wanda-sp", "flap", "fisher", "random"])
 def test_pruning_methods_take_mixtures(method: str, tmp_path: Path) -> None:
     model = loaded("olmoe", tmp_path, starved=True)
+<<<<<<< HEAD
     settings = {"method": method, "budget": {"parameters": 0.8}, **({"repair": "none"} if method == "fisher" else {})}
     facts = METHODS.build(settings).apply(model, MethodContext(batches=labelled()))
+=======
+    settings = {"method": method, "budget": {"parameters": 0.8}, **({"finish": "none"} if method == "fisher" else {})}
+    facts = METHODS.build(settings).apply(model, MethodContext(batches=labeled()))
+>>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
     assert facts["parameters_removed"] > 0
     assert all(part.units == 2 for part in model.anatomy.parts if part.fixed)  # normed together, so they stay
     assert bool(logits(model.network).isfinite().all())
@@ -149,8 +156,13 @@ def test_repairs_of_mixtures_are_refused(changes: dict[str, Any], message: str, 
 def test_a_latency_budget_is_refused(tmp_path: Path) -> None:
     model = loaded("mixtral", tmp_path)
     with pytest.raises(ConfigError, match="for a mixture of experts use macs"):
+<<<<<<< HEAD
         METHODS.build({"method": "fisher", "budget": {"latency": 0.8}, "repair": "none"}).apply(
             model, MethodContext(batches=labelled())
+=======
+        METHODS.build({"method": "fisher", "budget": {"latency": 0.8}, "finish": "none"}).apply(
+            model, MethodContext(batches=labeled())
+>>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
         )
 
 

@@ -17,13 +17,13 @@ from smelt.cli.app import app_with
 from smelt.compression.recipe.inputs import measure_quality
 from smelt.compression.recipe.recipe import EvaluationSettings
 from smelt.data import TextData
-from smelt.data.labelled import LabelledData
+from smelt.data.labeled import LabeledData
 from smelt.errors import DataError, FormatError, ModelError
 from smelt.measure.divergence import logit_divergence
 from smelt.measure.perplexity import perplexity
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import save_artifact
-from smelt.models.kv_cache import PackedLayer, PackedRows, QuantizedCache
+from smelt.models.kv_cache import PackedLayer, PackedRows, QuantizedKVCache
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units
 from smelt.numerics.catalogue import FORMATS, format_named
@@ -62,11 +62,11 @@ def rows(name: str, **settings: Any) -> PackedRows:
 def test_without_a_format_nothing_changes(name: str) -> None:
     network = BUILDS[name]()
     expected = network(**inputs(name), use_cache=False).logits
-    found = network(**inputs(name), past_key_values=QuantizedCache(network.config, "none")).logits
+    found = network(**inputs(name), past_key_values=QuantizedKVCache(network.config, "none")).logits
     assert torch.equal(found, expected)
     for beams in (1, 3):
         plain = network.generate(**inputs(name), **GREEDY, num_beams=beams)
-        cache = QuantizedCache(network.config, "none")
+        cache = QuantizedKVCache(network.config, "none")
         assert torch.equal(network.generate(**inputs(name), **GREEDY, num_beams=beams, past_key_values=cache), plain)
         assert cache.get_seq_length() == plain.shape[1] - 1
 
@@ -76,8 +76,8 @@ def test_without_a_format_nothing_changes(name: str) -> None:
 def test_token_by_token_is_the_same_as_all_at_once(name: str) -> None:
     network = BUILDS[name]()
     ids = inputs(name)["input_ids"]
-    whole = network(ids, past_key_values=QuantizedCache(network.config, "int4-asym")).logits
-    cache = QuantizedCache(network.config, "int4-asym")
+    whole = network(ids, past_key_values=QuantizedKVCache(network.config, "int4-asym")).logits
+    cache = QuantizedKVCache(network.config, "int4-asym")
     steps = [network(ids[:, :4], past_key_values=cache, use_cache=True).logits]
     for place in range(4, ids.shape[1]):
         steps.append(network(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
@@ -93,7 +93,7 @@ def test_beams_under_rounding_follow_their_own_past() -> None:
     """Eight bits are fine enough for the same beams as without rounding; a cache that is not reordered gives others."""
     network = BUILDS["gpt2"]()
     plain = network.generate(**inputs("gpt2"), **GREEDY, num_beams=4)
-    cache = QuantizedCache(network.config, "int8")
+    cache = QuantizedKVCache(network.config, "int8")
     assert torch.equal(network.generate(**inputs("gpt2"), **GREEDY, num_beams=4, past_key_values=cache), plain)
 
 
@@ -104,7 +104,7 @@ def test_networks_that_lost_an_attention_generate(name: str) -> None:
     keep_units(network, anatomy_of(network).parts[0], [])
     keep_units(network, anatomy_of(network).parts[2], [1])
     for number_format in ("none", "int8", "int4-asym/128@float16"):
-        cache = QuantizedCache(network.config, number_format, rotate_keys=True)
+        cache = QuantizedKVCache(network.config, number_format, rotate_keys=True)
         out = network.generate(**inputs(name), **GREEDY, num_beams=2, past_key_values=cache)
         assert out.shape == (3, 21) and cache.layers[0].rows[0].width == 1
         if number_format == "none":
@@ -117,7 +117,7 @@ def test_it_is_as_small_as_its_bits_say(name: str) -> None:
     config = hf.LlamaConfig(hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1,
                             num_hidden_layers=3, intermediate_size=16, vocab_size=99)  # fmt: skip
     network = hf.LlamaForCausalLM(config).eval()
-    cache = QuantizedCache(config, name)
+    cache = QuantizedKVCache(config, name)
     network(**inputs("llama", batch=2, length=20), past_key_values=cache, use_cache=True)
     numbers = 2 * 3 * 2 * 20 * 64  # keys and values, layers, sequences, tokens, head_dim
     assert cache.nbytes * 8 == numbers * format_named(name).bits_per_value(64)
@@ -150,14 +150,14 @@ def test_every_format_holds_rows_that_come_in_pieces(name: str) -> None:
 
 def test_a_scale_for_the_whole_tensor_becomes_one_for_each_row() -> None:
     config = BUILDS["llama"]().config
-    layer: Any = QuantizedCache(config, "int4/tensor").layers[0]
+    layer: Any = QuantizedKVCache(config, "int4/tensor").layers[0]
     x = torch.randn(1, 2, 5, 8) * torch.tensor([1.0, 100.0]).view(1, 2, 1, 1)
     keys, values = layer.update(x, -x)
     assert torch.equal(keys, format_named("int4").rounded(x)) and torch.equal(values, format_named("int4").rounded(-x))
 
 
 def test_keys_and_values_may_have_formats_of_their_own() -> None:
-    layer: Any = QuantizedCache(BUILDS["llama"]().config, "int8", "int2").layers[1]
+    layer: Any = QuantizedKVCache(BUILDS["llama"]().config, "int8", "int2").layers[1]
     x = torch.randn(1, 2, 5, 8)
     keys, values = layer.update(x, x)
     assert torch.equal(keys, FORMATS["int8"].rounded(x)) and torch.equal(values, FORMATS["int2"].rounded(x))
@@ -193,7 +193,7 @@ def test_a_width_without_a_hadamard_matrix_is_not_rotated() -> None:
 
 
 def filled(name: str = "int4-asym") -> tuple[PackedLayer, Tensor, Tensor]:
-    layer: Any = QuantizedCache(BUILDS["llama"]().config, name).layers[0]
+    layer: Any = QuantizedKVCache(BUILDS["llama"]().config, name).layers[0]
     keys, values = layer.update(torch.randn(3, 2, 6, 8), torch.randn(3, 2, 6, 8))
     return layer, keys, values
 
@@ -229,18 +229,18 @@ def test_what_generation_does_to_a_cache() -> None:
 def test_what_cannot_be_is_refused() -> None:
     config = BUILDS["llama"]().config
     with pytest.raises(FormatError, match="int9"):
-        QuantizedCache(config, "int9")
+        QuantizedKVCache(config, "int9")
     with pytest.raises(FormatError, match="between 0 and 1"):
-        QuantizedCache(config, "int8", clip=0.0)
+        QuantizedKVCache(config, "int8", clip=0.0)
     mixed = hf.LlamaConfig(**DECODER)
     mixed.layer_types = ["full_attention", "linear_attention", "full_attention"]
     with pytest.raises(ModelError, match="linear_attention"):
-        QuantizedCache(mixed, "int8")
+        QuantizedKVCache(mixed, "int8")
     with pytest.raises(FormatError, match="int9"):
         perplexity(trained(), TEXT, context=32, kv="int9")
-    labelled = LabelledData("rows", ("a",), None, torch.tensor([0]).numpy(), False)
+    labeled = LabeledData("rows", ("a",), None, torch.tensor([0]).numpy(), False)
     with pytest.raises(DataError, match="measured on text"):
-        measure_quality(trained(), labelled, EvaluationSettings(), kv="int8")
+        measure_quality(trained(), labeled, EvaluationSettings(), kv="int8")
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_the_packed_network_computes_the_same(kind: str, tied: bool, tmp_path: P
     ids = torch.tensor([[1, 5, 9, 30, 7, 40, 2, 2]])
     with torch.no_grad():
         wanted, found = dense.network(ids).logits, packed.network(ids).logits
-    assert float((found - wanted).abs().max() / wanted.abs().max()) < 2e-5
+    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
     assert count_bytes(packed.network) < (0.5 if kind == "Q8_0" else 0.45) * count_bytes(dense.network)
 
 

@@ -14,7 +14,7 @@ from smelt.errors import ModelError
 from smelt.measure.cost import Workload, block_cost, unit_costs
 from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizedLinear, Scheme, quantized_layers
+from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
 from smelt.models.surgery import keep_units
 from smelt.numerics.catalogue import FORMATS, format_named
 from tests.tiny import BUILDS, inputs
@@ -27,10 +27,13 @@ def layer(name: str, columns: int = 128, rows: int = 24) -> QuantizedLinear:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(rows, columns, generator=generator) * torch.logspace(-1, 1, columns)
     form = format_named(name)
-    made = QuantizedLinear.holding(
-        form.quantize(weight), Scheme(form), bias=torch.randn(rows, generator=generator), dtype=torch.float32
+    made = QuantizedLinear.from_quantized(
+        form.quantize(weight),
+        QuantizationScheme(form),
+        bias=torch.randn(rows, generator=generator),
+        dtype=torch.float32,
     )
-    made.add_factors(torch.randn(3, columns, generator=generator), torch.randn(rows, 3, generator=generator))
+    made.add_low_rank_factors(torch.randn(3, columns, generator=generator), torch.randn(rows, 3, generator=generator))
     return made
 
 
@@ -95,7 +98,7 @@ def test_surgery_on_packed_layers_is_surgery_on_what_they_decode_to(name: str) -
     modules = dict(plain.named_modules())
     with torch.no_grad():
         for path, held in quantized_layers(model.network).items():
-            held.add_factors(torch.randn(2, held.in_features) / 8, torch.randn(held.out_features, 2) / 8)
+            held.add_low_rank_factors(torch.randn(2, held.in_features) / 8, torch.randn(held.out_features, 2) / 8)
             module, matrix = modules[path], whole(held)
             module.weight.copy_(matrix.T if module.weight.shape != matrix.shape or name == "gpt2" else matrix)
     work = Workload(tokens=16)

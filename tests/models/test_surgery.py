@@ -56,7 +56,7 @@ def test_sliced_equals_masked(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-@pytest.mark.parametrize("empty", [("heads0",), ("filters1",), ("heads0", "heads1", "heads2", "filters0")])
+@pytest.mark.parametrize("empty", [("heads0",), ("ffn_channels1",), ("heads0", "heads1", "heads2", "ffn_channels0")])
 @torch.no_grad()
 def test_a_layer_may_lose_everything(name: str, empty: tuple[str, ...]) -> None:
     network = BUILDS[name]()
@@ -68,7 +68,7 @@ def test_a_layer_may_lose_everything(name: str, empty: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-@pytest.mark.parametrize("empty", [(), ("heads0",), ("heads1", "filters1")])
+@pytest.mark.parametrize("empty", [(), ("heads0",), ("heads1", "ffn_channels1")])
 @torch.no_grad()
 def test_generation_with_a_cache_equals_generation_without(name: str, empty: tuple[str, ...]) -> None:
     network = BUILDS[name]()

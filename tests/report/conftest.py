@@ -21,12 +21,12 @@ def _kept() -> list[dict[str, Any]]:
             {
                 "block": block,
                 "heads": {"of": GROUPS, "kept": groups},
-                "filters": {"of": FILTERS, "kept": kept},
+                "ffn_channels": {"of": FILTERS, "kept": kept},
                 "unit": "kv group",
             }
         )
     rows[4]["heads"]["kept"] = []
-    rows[5]["filters"]["kept"] = 0
+    rows[5]["ffn_channels"]["kept"] = 0
     return rows
 
 

@@ -79,7 +79,7 @@ def test_heat_map_has_a_cell_for_every_head_and_fills_the_kept_ones(run: dict[st
         assert [int(index) for style, index, _ in drawn if style == "kept"] == expected["heads"]["kept"]
         assert all(style == said for style, _, said in drawn)
         assert f"{len(expected['heads']['kept'])} / {expected['heads']['of']}" in row
-        share = 100 * expected["filters"]["kept"] / expected["filters"]["of"]
+        share = 100 * expected["ffn_channels"]["kept"] / expected["ffn_channels"]["of"]
         assert f'width="{share:.2f}%" height="12" rx="2" class="kept"' in row
 
 

@@ -23,7 +23,7 @@ from smelt.kvcache.selection.page_cache import OffloadConfig
 from smelt.kvcache.streaming import InfiniPot
 from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
-from smelt.models.kv_cache import KvFormat
+from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
 from smelt.serve.engine.attention import PagedCache, block_bytes
 from smelt.serve.engine.bounded.pages import PotPages
@@ -36,7 +36,11 @@ from tests.serve.test_engine import GREEDY, SMALL, answers, prompts
 from tests.tiny import BUILDS
 from tests.trained import sentences, trained_llama
 
-SAME = {INT8: KvFormat("int8"), FP8: KvFormat("fp8-e4m3"), INT4: KvFormat("int4-asym/row@float16", rotate_keys=True)}
+SAME = {
+    INT8: KVCacheFormat("int8"),
+    FP8: KVCacheFormat("fp8-e4m3"),
+    INT4: KVCacheFormat("int4-asym/row@float16", rotate_keys=True),
+}
 with_program = pytest.mark.skipif(
     (library := load_library()) is None or not can_run(library), reason="no compiled library on this machine"
 )
@@ -58,7 +62,7 @@ def wide() -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
-def by_transformers(network: PreTrainedModel, prompt: list[int], kv: KvFormat, count: int = 16) -> list[int]:
+def by_transformers(network: PreTrainedModel, prompt: list[int], kv: KVCacheFormat, count: int = 16) -> list[int]:
     network = copy.deepcopy(network)
     network.generation_config.eos_token_id = None
     with torch.no_grad():
@@ -87,7 +91,7 @@ def test_tokens_are_those_of_a_cache_in_the_same_format(llama: PreTrainedModel, 
     wanted = [by_transformers(llama, prompt, SAME[kind]) for prompt in prompts(4)]
     assert same(answers(engine, prompts(4)), wanted)
     if kind == INT4 and compiled:  # and not those of a cache in none
-        caches = (SAME[kind], KvFormat())
+        caches = (SAME[kind], KVCacheFormat())
         packed_ones, plain_ones = ([by_transformers(llama, prompt, kv) for prompt in prompts(24)] for kv in caches)
         assert packed_ones != plain_ones
 
@@ -216,13 +220,13 @@ def test_what_a_model_was_made_with_is_what_it_is_served_with(caplog: pytest.Log
         ("int4-asym/128@float16", INT4),
         ("int4-asym/64", INT4),
     ):
-        model.kv = KvFormat(name)
+        model.kv = KVCacheFormat(name)
         assert kind_for(model, None) == wanted and kind_for(model, "model") is None and kind_for(model, INT8) == INT8
     for other in (
-        KvFormat("int4-asym/32"),
-        KvFormat("int8", "int4-asym"),
-        KvFormat("mxfp4"),
-        KvFormat("int8", clip=0.9),
+        KVCacheFormat("int4-asym/32"),
+        KVCacheFormat("int8", "int4-asym"),
+        KVCacheFormat("mxfp4"),
+        KVCacheFormat("int8", clip=0.9),
     ):
         model.kv = other
         with caplog.at_level(logging.WARNING):

@@ -19,10 +19,10 @@ from torch import Tensor, distributed
 from smelt.errors import ModelError
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.models.artifact import save_artifact
-from smelt.models.experts import take_apart
+from smelt.models.experts import split_experts
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizedLinear, Scheme, linear_weight, quantized_layers, replace_module
+from smelt.models.quantized import QuantizationScheme, QuantizedLinear, linear_weight, quantized_layers, replace_module
 from smelt.numerics.catalogue import format_named
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.engine import Engine
@@ -95,30 +95,30 @@ def small_gpt2() -> Model:
     return Model(BUILDS["gpt2"]())
 
 
-def quantised(model: Model, schemes: list[Scheme]) -> Model:
+def quantised(model: Model, schemes: list[QuantizationScheme]) -> Model:
     """Every linear layer of block i in the i-th scheme; factors and fixed scales as the scheme asks for them."""
     for block, scheme in zip(model.anatomy.blocks, schemes, strict=True):
-        layers = {p.path: p.module for part in block.parts for p in (*part.writers, part.output)}
+        layers = {p.path: p.module for part in block.parts for p in (*part.input_projections, part.output)}
         for path, module in layers.items():
             replace_module(model.network, path, _packed(module, scheme))
     return model
 
 
-def _packed(module: Any, scheme: Scheme) -> QuantizedLinear:
+def _packed(module: Any, scheme: QuantizationScheme) -> QuantizedLinear:
     weight = linear_weight(module).detach()
     turned = hadamard_transform(weight) if scheme.hadamard else weight
     matrix = scheme.weight.quantize(turned)
-    layer = QuantizedLinear.holding(matrix, replace(scheme, rank=0), bias=module.bias, dtype=torch.float32)
+    layer = QuantizedLinear.from_quantized(matrix, replace(scheme, rank=0), bias=module.bias, dtype=torch.float32)
     if scheme.static:
-        layer.fix_input_scale(torch.full((weight.shape[1],), 2.0))
+        layer.set_static_input_scale(torch.full((weight.shape[1],), 2.0))
     if scheme.rank:
         out, columns = weight.shape
-        layer.add_factors(torch.randn(scheme.rank, columns) / 8, torch.randn(out, scheme.rank) / 8)
+        layer.add_low_rank_factors(torch.randn(scheme.rank, columns) / 8, torch.randn(out, scheme.rank) / 8)
     return layer
 
 
-def described(weight: str, inputs: str | None = None, **changes: Any) -> Scheme:
-    return Scheme(format_named(weight), format_named(inputs) if inputs else None, **changes)
+def described(weight: str, inputs: str | None = None, **changes: Any) -> QuantizationScheme:
+    return QuantizationScheme(format_named(weight), format_named(inputs) if inputs else None, **changes)
 
 
 PLACES = {  # in one network: weights only, rounded inputs, low-rank factors
@@ -214,7 +214,7 @@ NARROW = [described("int4-asym/8@float16"), described("int8", "int8"), described
     ids=lambda given: given.__name__ if callable(given) else str(given.to_json()),
 )
 def test_ranks_compute_what_the_whole_does(
-    build: Callable[[], Model], scheme: Scheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    build: Callable[[], Model], scheme: QuantizationScheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also a rounding of inputs whose scale takes all of them, with biases, with query, key and value in one, and with
     adapters, which read what is not rounded."""
@@ -235,7 +235,7 @@ def test_what_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="2 heads, too few for 3"):
         shard(Model(BUILDS["llama"]()), 0, 3)
     with pytest.raises(ModelError, match="normed together and cannot be split"):
-        shares(Model(take_apart(fused("olmoe"))), 2)
+        shares(Model(split_experts(fused("olmoe"))), 2)
     cases = [
         (described("int4", hadamard=True), "o_proj cannot be split .*: its inputs are rotated all together; use one"),
         (described("int4", "nvfp4"), "a scale of its inputs in nvfp4 depends on all of them"),

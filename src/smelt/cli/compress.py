@@ -20,8 +20,8 @@ from smelt.cli.recipes import (
 )
 from smelt.compression.recipe.plan import plan
 from smelt.compression.recipe.run import compress
-from smelt.files import check_place
-from smelt.progress import bars
+from smelt.files import check_writable
+from smelt.progress import progress_bars
 from smelt.report.terminal import summary_table
 
 OutOption = Annotated[Path, typer.Option("-o", "--out", help="Output folder; it must not exist yet.")]
@@ -60,13 +60,13 @@ def run(
 ) -> None:
     settings = settings_of(bits, group, parameters)
     read = read_recipe(recipe, method=method, settings=settings, data=data, evaluation=eval_data, seed=seed)
-    check_place(out)
+    check_writable(out)
     if device == "cpu":
         plan(model, read, out).check()
-    with bars() as watcher:
+    with progress_bars() as progress:
         result = compress(
             model, read, out,
-            resume=resume, device=device, offload=offload, speed=speed, samples=prompt, watcher=watcher, say=say,
+            resume=resume, device=device, offload=offload, speed=speed, samples=prompt, progress=progress, say=say,
         )  # fmt: skip
     console.print(summary_table(result.record))
     for sample in result.record.get("samples", []):

@@ -11,11 +11,11 @@ from smelt.compression.recipe.inputs import Data, measure_quality
 from smelt.compression.recipe.recipe import EvaluationSettings
 from smelt.data import TextData, load_data
 from smelt.measure.divergence import logit_divergence
+from smelt.measure.eval_result import EvalResult, meets_threshold
 from smelt.measure.paired import compare
-from smelt.measure.quality import Quality, meets
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.progress import Watcher, bars
+from smelt.progress import Progress, progress_bars
 from smelt.report.numbers import metric as written
 
 DataOption = Annotated[str, typer.Option("--data", help="A file, a hub id, or default.")]
@@ -53,9 +53,9 @@ def run(
 ) -> None:
     settings = EvaluationSettings(data, metric, context, limit, batch, text, pair, label)
     loaded = load_data(data, text=text, pair=pair, label=label)
-    with bars() as watcher:
+    with progress_bars() as progress:
         new = load(model, device=device)
-        quality = measure_quality(new, loaded, settings, watcher, kv)
+        quality = measure_quality(new, loaded, settings, progress, kv)
         kv_format = kv or (str(new.kv) if new.kv else None)
         content: dict[str, Any] = {
             "model": model,
@@ -63,7 +63,7 @@ def run(
             **({"kv": kv_format} if kv_format else {}),
         }
         if against is not None:
-            content |= _against(against, new, quality, loaded, settings, device, seed, watcher, kv)
+            content |= _against(against, new, quality, loaded, settings, device, seed, progress, kv)
     _show(model, quality, against, content)
     failures = _failures(quality, minimum, maximum, content)
     write_json(json_file, {**content, "passed": not failures})
@@ -73,10 +73,10 @@ def run(
         raise typer.Exit(3)
 
 
-def _failures(quality: Quality, minimum: float | None, maximum: float | None, content: dict[str, Any]) -> list[str]:
+def _failures(quality: EvalResult, minimum: float | None, maximum: float | None, content: dict[str, Any]) -> list[str]:
     """List the conditions of the gate that the model does not meet."""
     failures = []
-    if not meets(quality, minimum, maximum):
+    if not meets_threshold(quality, minimum, maximum):
         bound = f"below the minimum {minimum:g}" if minimum is not None else f"above the maximum {maximum:g}"
         failures.append(f"{quality.metric} {written(quality.value)} is {bound}")
     if content.get("comparison", {}).get("verdict") == "worse":
@@ -85,21 +85,21 @@ def _failures(quality: Quality, minimum: float | None, maximum: float | None, co
 
 
 def _against(
-    base_name: str, new: Model, quality: Quality, data: Data, settings: EvaluationSettings, device: str, seed: int,
-    watcher: Watcher, kv: str | None,
+    base_name: str, new: Model, quality: EvalResult, data: Data, settings: EvaluationSettings, device: str, seed: int,
+    progress: Progress, kv: str | None,
 ) -> dict[str, Any]:  # fmt: skip
     base = load(base_name, device=device)
-    base_quality = measure_quality(base, data, settings, watcher)
+    base_quality = measure_quality(base, data, settings, progress)
     comparison = compare(quality, base_quality, seed=seed)
     content = {"against": base_name, "base_quality": base_quality.to_json(), "comparison": comparison.to_json()}
     if isinstance(data, TextData):
         context = quality.settings["context"]
-        divergence = logit_divergence(new, base, data, context=context, limit=16 * context, kv=kv, watcher=watcher)
+        divergence = logit_divergence(new, base, data, context=context, limit=16 * context, kv=kv, progress=progress)
         content["divergence"] = divergence.to_json()
     return content
 
 
-def _show(model: str, quality: Quality, against: str | None, content: dict[str, Any]) -> None:
+def _show(model: str, quality: EvalResult, against: str | None, content: dict[str, Any]) -> None:
     settings = ", ".join(f"{name} {value}" for name, value in quality.settings.items())
     name = f"{model}, KV cache in {content['kv']}" if "kv" in content else model
     rows = [[name, written(quality.value)]]

@@ -17,7 +17,7 @@ from smelt.measure.cost import (
     unit_costs,
 )
 from smelt.models.anatomy import Anatomy, Block, Part, anatomy_of
-from smelt.models.artifact import remembered_kv
+from smelt.models.artifact import read_kv_cache_format
 from smelt.models.load import skeleton
 from smelt.report.numbers import count, macs, size
 
@@ -40,7 +40,7 @@ def run(
         f"blocks {count(content['block_parameters'])} parameters, {macs(content['macs'])} "
         f"for {tokens} tokens (one image for vision models)"
     )
-    kv = remembered_kv(model)
+    kv = read_kv_cache_format(model)
     if kv is not None:
         console.print(f"KV cache in {kv}")
     write_json(json_file, {"model": model, **content, **({"kv": kv.to_json()} if kv else {})})
@@ -63,17 +63,20 @@ def describe(anatomy: Anatomy, tokens: int) -> dict[str, Any]:
     }
 
 
+_UNIT_NAMES = {"ffn_channels": "FFN channels", "channels": "channels"}
+
+
 def _block(block: Block, costs: dict[str, float]) -> dict[str, Any]:
     heads = next((part for part in block.parts if part.kind == "heads"), None)
     others = [part for part in block.parts if part.kind != "heads"]
     attention = "-"
     if heads is not None:
-        attention = f"{heads.units * heads.group} heads of {heads.head_dim}"
-        attention += f" in {heads.units} KV groups" if heads.group > 1 else ""
+        attention = f"{heads.units * heads.heads_per_unit} heads of {heads.head_dim}"
+        attention += f" in {heads.units} KV groups" if heads.heads_per_unit > 1 else ""
     return {
         "block": block.index,
         "attention": attention,
-        "feed_forward": _experts(others) or ", ".join(f"{part.units} {part.kind}" for part in others),
+        "feed_forward": _experts(others) or ", ".join(f"{part.units} {_UNIT_NAMES[part.kind]}" for part in others),
         "parameters": count_parameters(block.module),
         "macs": sum(costs[part.name] for part in block.parts),
     }
@@ -86,4 +89,4 @@ def _experts(parts: list[Part]) -> str:
         return ""
     widths = sorted({part.units for part in parts})
     spread = f"{widths[0]} to {widths[-1]}" if len(widths) > 1 else str(widths[0])
-    return f"{mixture.experts} experts of {spread} filters, {mixture.chosen} per token"
+    return f"{mixture.num_experts} experts of {spread} FFN channels, {mixture.top_k} per token"

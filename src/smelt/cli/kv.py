@@ -17,7 +17,7 @@ from smelt.kvcache.eviction.profile import EvictionProfile, rank_stability
 from smelt.kvcache.eviction.profiling import measure_kept_ratios, sample_prompts
 from smelt.kvcache.eviction.scorers import SCORERS, make_scorer
 from smelt.models.load import load
-from smelt.progress import bars
+from smelt.progress import progress_bars
 
 app = typer.Typer(help="How many keys and values each head of a model needs.", pretty_exceptions_enable=False)
 
@@ -55,9 +55,9 @@ def profile(
     check_evictable(loaded)
     assert loaded.tokenizer is not None
     tokens = loaded.tokenizer(text.joined, verbose=False)["input_ids"]
-    with bars() as watcher:
+    with progress_bars() as progress:
         found = measure_kept_ratios(
-            loaded, sample_prompts(tokens, count, length, seed), wanted, make_budget_rule("ada"), keep, watcher
+            loaded, sample_prompts(tokens, count, length, seed), wanted, make_budget_rule("ada"), keep, progress
         )
     made = EvictionProfile.from_ratios(kv_shape_of(loaded), scorer, keep, found).with_clusters(heads)
     made.save(out)

@@ -11,14 +11,19 @@ import typer
 
 from smelt.cli.output import JsonOption, SeedOption, console, say, table, write_json
 from smelt.errors import SmeltError
-from smelt.files import check_place
+from smelt.files import check_writable
 from smelt.loadtest.generator import LoadTest, Result, load_test
 from smelt.loadtest.prompts import Length
 from smelt.loadtest.series import plain_timelines, series
 from smelt.loadtest.summary import limits_from
 from smelt.measure.machine import machine
+<<<<<<< HEAD
 from smelt.progress import bars
 from smelt.report.load_test import latency_rows, render_load, throughput_rows
+=======
+from smelt.progress import progress_bars
+from smelt.report.load import latency_rows, render_load, throughput_rows
+>>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
 from smelt.report.page import write_page
 
 _MOST_KEY = 4096
@@ -46,14 +51,14 @@ def run(
     seed: SeedOption = 0,
 ) -> None:
     if report is not None:
-        check_place(report)
+        check_writable(report)
     test = LoadTest(
         url, requests, rate, burstiness, max_concurrency, model, chat, Length.parse(input_length),
         Length.parse(output_length), prompts, ignore_eos, temperature, warmups, timeout, _key(api_key_file), seed,
         limits_from(slo or []),
     )  # fmt: skip
-    with bars() as watcher:
-        result = load_test(test, watcher)
+    with progress_bars() as progress:
+        result = load_test(test, progress)
     content: dict[str, Any] = {
         "settings": result.settings,
         "summary": result.summary.to_json(),

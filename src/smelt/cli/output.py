@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from smelt.errors import SmeltError
-from smelt.files import check_place, write_whole
+from smelt.files import check_writable, write_atomically
 
 
 def _json_path(path: Path | None) -> Path | None:
     """Refuse a file that cannot be written before any work starts."""
     if path is not None:
-        check_place(path)
+        check_writable(path)
         if path.is_dir():
             raise SmeltError(f"{path} is a folder; give --json a file to write to.")
     return path
@@ -62,4 +62,4 @@ def table(title: str, headings: list[str], rows: list[list[str]]) -> Table:
 
 def write_json(path: Path | None, content: Any) -> None:
     if path is not None:
-        write_whole(path, lambda temporary: temporary.write_text(json.dumps(content, indent=1) + "\n"))
+        write_atomically(path, lambda temporary: temporary.write_text(json.dumps(content, indent=1) + "\n"))

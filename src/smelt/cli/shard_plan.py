@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from smelt.cli.output import JsonOption, SeedOption, console, say, table, write_json
 from smelt.errors import ConfigError
-from smelt.files import check_place
+from smelt.files import check_writable
 from smelt.measure.machine import machine
 from smelt.report.page import write_page
 from smelt.report.sharding import HEADINGS, fact_rows, render_shard_plan, step_rows, unit_rows
@@ -63,7 +63,7 @@ def run(
             "`torchrun --nproc-per-node 2 -m smelt.cli.main shard-plan CONFIG`."
         )
     if report is not None:
-        check_place(report)
+        check_writable(report)
     device = init_distributed(told.device, told.timeout)
     try:
         workers = Workers()

@@ -9,7 +9,7 @@ import typer
 
 from smelt.cli.output import JsonOption, SeedOption, console, say, table, write_json
 from smelt.errors import DataError, SmeltError
-from smelt.files import check_place
+from smelt.files import check_writable
 from smelt.report.page import write_page
 from smelt.report.training import fact_rows, render_training, summary
 from smelt.train.trainer.run_folder import RunFolder
@@ -27,7 +27,7 @@ def run(
         if len(runs) > 1:
             raise SmeltError("several runs have no folder of their own; say with -o where the page is written.")
         report = runs[0] / "report.html"
-    check_place(report)
+    check_writable(report)
     found = [_read(folder) for folder in runs]
     names = _names(runs)
     for each, name in zip(found, names, strict=True):

@@ -20,7 +20,7 @@ from smelt.compression.checkpoint import Checkpoint
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
-from smelt.progress import Silent, Watcher
+from smelt.progress import NullProgress, Progress
 from smelt.registry import Registry
 
 Batch = dict[str, Tensor]
@@ -32,7 +32,7 @@ class MethodContext:
 
     batches: Sequence[Batch] = ()
     seed: int = 0
-    watcher: Watcher = field(default_factory=Silent)
+    progress: Progress = field(default_factory=NullProgress)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     memory_limit: int | None = None  # bytes of activations kept in memory; None: no limit
     folder: Path | None = None  # activations beyond that limit are written here

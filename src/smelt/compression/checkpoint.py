@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from smelt.errors import SmeltError
-from smelt.files import write_whole
+from smelt.files import write_atomically
 
 
 class Checkpoint:
@@ -43,7 +43,7 @@ class Checkpoint:
         path = self._path(name, "safetensors")
         if path is not None:
             tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-            write_whole(path, lambda temporary: save_file(tensors, temporary))
+            write_atomically(path, lambda temporary: save_file(tensors, temporary))
 
     def load_facts(self, name: str) -> dict[str, Any] | None:
         """The plain data saved under a name, or None."""
@@ -61,7 +61,7 @@ class Checkpoint:
     def save_facts(self, name: str, facts: dict[str, Any]) -> None:
         path = self._path(name, "json")
         if path is not None:
-            write_whole(path, lambda temporary: temporary.write_text(json.dumps(facts, indent=1)))
+            write_atomically(path, lambda temporary: temporary.write_text(json.dumps(facts, indent=1)))
 
     def clear(self) -> None:
         if self.folder is not None and self.folder.exists():

@@ -1,33 +1,40 @@
-"""Data: text, labelled tasks and multiple choice, from files, the hub or the built-in set; and batches of them."""
+"""Data: text, labeled tasks and multiple choice, from files, the hub or the built-in set; and batches of them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from smelt.data.batches import Batch, labelled_batches, text_batches
-from smelt.data.choices import Choice, ChoiceData, choices_from_rows, has_choices, load_choices
+from smelt.data.batches import Batch, labeled_batches, text_batches
 from smelt.data.files import TEXT_SUFFIXES, columns_of, read_rows, suffix_of
 from smelt.data.hub import is_hub, read_hub
-from smelt.data.known import where_is
-from smelt.data.labelled import LabelledData, labelled_from_rows, load_labelled
+from smelt.data.labeled import LabeledData, labeled_from_rows, load_labeled
+from smelt.data.multiple_choice import (
+    MultipleChoiceData,
+    MultipleChoiceItem,
+    choices_from_rows,
+    has_choices,
+    load_choices,
+)
+from smelt.data.named_datasets import resolve_source
 from smelt.data.text import TextData, load_text, text_from_rows
 from smelt.errors import DataError
 
 __all__ = [
     "Batch",
-    "Choice",
-    "ChoiceData",
-    "LabelledData",
+    "LabeledData",
+    "MultipleChoiceData",
+    "MultipleChoiceItem",
     "TextData",
-    "labelled_batches",
+    "labeled_batches",
     "load_choices",
     "load_data",
-    "load_labelled",
+    "load_labeled",
     "load_text",
     "text_batches",
 ]
 
-KINDS = ("text", "labelled", "choices")
+KINDS = ("text", "labeled", "choices")
+_OLD_KINDS = {"labelled": "labeled"}  # the spelling before 0.2
 
 
 def load_data(
@@ -38,9 +45,10 @@ def load_data(
     pair: str | None = None,
     label: str | None = None,
     split: str = "evaluation",
-) -> TextData | LabelledData | ChoiceData:
+) -> TextData | LabeledData | MultipleChoiceData:
     """Data of the kind named, or of the kind its columns show: options and an answer, a label, else text."""
-    source = where_is(source, split)
+    source = resolve_source(source, split)
+    kind = _OLD_KINDS.get(kind or "", kind)
     if kind is not None and kind not in KINDS:
         raise DataError(f"There is no kind of data '{kind}': expected one of {', '.join(KINDS)}.")
     if str(source) == "default" or (suffix_of(Path(source)) in TEXT_SUFFIXES and not is_hub(str(source))):
@@ -51,12 +59,12 @@ def load_data(
     kind = kind or _kind_of(columns_of(rows), label)
     if kind == "choices":
         return choices_from_rows(rows, str(source))
-    if kind == "labelled":
-        return labelled_from_rows(rows, str(source), text=text, pair=pair, label=label or "label")
+    if kind == "labeled":
+        return labeled_from_rows(rows, str(source), text=text, pair=pair, label=label or "label")
     return text_from_rows(rows, str(source), text)
 
 
 def _kind_of(columns: list[str], label: str | None) -> str:
     if label is None and has_choices(columns):
         return "choices"
-    return "labelled" if label is not None or "label" in columns else "text"
+    return "labeled" if label is not None or "label" in columns else "text"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from smelt.data.labelled import LabelledData
+from smelt.data.labeled import LabeledData
 from smelt.data.text import TextData
 from smelt.errors import DataError
 
@@ -40,8 +40,8 @@ def text_batches(
     ]
 
 
-def labelled_batches(
-    data: LabelledData,
+def labeled_batches(
+    data: LabeledData,
     tokenizer: PreTrainedTokenizerBase,
     *,
     samples: int | None,
@@ -137,11 +137,11 @@ def _window_starts(tokens: int, samples: int, length: int, generator: np.random.
     return generator.permutation(starts)
 
 
-def _chosen_items(data: LabelledData, samples: int | None, seed: int, replace: bool, shuffle: bool) -> np.ndarray:
+def _chosen_items(data: LabeledData, samples: int | None, seed: int, replace: bool, shuffle: bool) -> np.ndarray:
     generator = np.random.Generator(np.random.PCG64(seed))
     count = len(data) if samples is None else samples
     if len(data) == 0:
-        raise DataError(f"{data.name} is empty: give at least one labelled row.")
+        raise DataError(f"{data.name} is empty: give at least one labeled row.")
     if replace:
         return generator.integers(0, len(data), count)
     if count > len(data):

@@ -1,4 +1,4 @@
-"""Labelled images from plain files: NumPy archives without pickles, IDX (MNIST and its kin), CIFAR-10's binary form.
+"""Labeled images from plain files: NumPy archives without pickles, IDX (MNIST and its kin), CIFAR-10's binary form.
 
 An archive holds `x_train`, `y_train`, `x_test`, `y_test` as Keras has them, or `images` and `labels` of one part. IDX
 is a folder with `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and the same for `t10k`, each perhaps gzipped.

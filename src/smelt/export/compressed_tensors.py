@@ -21,10 +21,10 @@ from smelt.errors import FormatError
 from smelt.export.format import Export, ExportFormat
 from smelt.models.artifact import distinct_tensors, layer_fields, plain_config, write_json
 from smelt.models.compressed_tensors import FLOATS, INTEGERS, METHOD, MIXED, MXFP4, NVFP4, PACKED
-from smelt.models.experts import take_apart
+from smelt.models.experts import split_experts
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, Scheme, quantized_layers
+from smelt.models.quantized import STATIC_SCALE, QuantizationScheme, QuantizedLinear, quantized_layers
 from smelt.numerics.catalogue import FORMATS, name_of
 from smelt.numerics.elements import E4M3
 from smelt.numerics.format import TENSOR, WHOLE_ROW, Format
@@ -103,7 +103,7 @@ def _check(model: Model, layers: dict[str, QuantizedLinear]) -> None:
             "describes one width for all of them; keep the artifact, or for an encoder export to onnx."
         )
     with torch.device("meta"):
-        plain = take_apart(type(model.network)(model.network.config))  # what stood where the packed layers stand now
+        plain = split_experts(type(model.network)(model.network.config))  # what stood where the packed layers stand now
     for path, layer in layers.items():
         kind, scheme = type(plain.get_submodule(path)).__name__, layer.scheme
         if not isinstance(plain.get_submodule(path), nn.Linear):
@@ -156,7 +156,7 @@ def _quantization_config(groups: list[tuple[Arguments, list[str]]], plain: list[
     }
 
 
-def _group(scheme: Scheme, path: str) -> Arguments:
+def _group(scheme: QuantizationScheme, path: str) -> Arguments:
     """A scheme as the format says it."""
     if scheme.clip != 1.0 and not scheme.static:
         raise FormatError(

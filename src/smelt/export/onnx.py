@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from smelt.errors import FormatError
 from smelt.export.format import Export, ExportFormat
 from smelt.models.artifact import layer_fields, plain_config, write_json
-from smelt.models.jsonfile import one_line
+from smelt.models.json_file import one_line
 from smelt.models.model import Model
 from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, quantized_layers, replace_module
 from smelt.models.verify import probe

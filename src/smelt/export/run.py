@@ -14,7 +14,7 @@ from smelt.export.compressed_tensors import CompressedTensors
 from smelt.export.format import ExportFormat
 from smelt.export.gguf import Gguf
 from smelt.export.onnx import Onnx
-from smelt.files import check_place, full_disk_told, whole_folder, write_whole
+from smelt.files import atomic_folder, check_writable, explain_disk_errors, write_atomically
 from smelt.models.load import load
 from smelt.models.model import Model
 
@@ -29,11 +29,11 @@ def export(model: Model | str | Path, to: str, folder: str | Path, **options: An
     out, chosen = Path(folder), _format(to, options)
     if out.exists():
         raise FormatError(f"{out} exists already; choose another name or remove it.")
-    check_place(out)
+    check_writable(out)
     if not isinstance(model, Model):
         model = load(model)
     alone = chosen.file is not None and out.suffix == Path(chosen.file).suffix
-    with _single_file(out, str(chosen.file)) if alone else whole_folder(out) as temporary:
+    with _single_file(out, str(chosen.file)) if alone else atomic_folder(out) as temporary:
         written = chosen.write(model, temporary)
         chosen.verify(model, temporary)
         files = {
@@ -64,11 +64,11 @@ def _left_out(model: Model) -> list[str]:
 @contextmanager
 def _single_file(out: Path, name: str) -> Iterator[Path]:
     """A temporary folder beside `out`, of which one file becomes `out` when the block ends well."""
-    with full_disk_told(out):
+    with explain_disk_errors(out):
         out.absolute().parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=out.absolute().parent, prefix=f".{out.name}.") as temporary:
             yield Path(temporary)
-            write_whole(out, (Path(temporary) / name).replace)
+            write_atomically(out, (Path(temporary) / name).replace)
 
 
 def _format(to: str, options: dict[str, Any]) -> ExportFormat:

@@ -18,7 +18,7 @@ from smelt.loadtest.prompts import Length, Prompt, prompts_from, random_prompts
 from smelt.loadtest.server import cut_to_tokens, find_model, refusal
 from smelt.loadtest.summary import Summary, summarise
 from smelt.loadtest.timeline import Timeline
-from smelt.progress import Silent, Watcher
+from smelt.progress import NullProgress, Progress
 
 _USUAL = Length(128, 128)
 
@@ -66,19 +66,19 @@ class Result:
     stopped: bool = False  # by Ctrl-C: only what had ended is in it
 
 
-def load_test(test: LoadTest, watcher: Watcher | None = None) -> Result:
+def load_test(test: LoadTest, progress: Progress | None = None) -> Result:
     """Run it. A server that is not there or refuses the first request is an error; later failures are counted."""
-    return asyncio.run(run(test, watcher or Silent()))
+    return asyncio.run(run(test, progress or NullProgress()))
 
 
-async def run(test: LoadTest, watcher: Watcher) -> Result:
+async def run(test: LoadTest, progress: Progress) -> Result:
     address = Address.parse(test.url)
     times = arrivals(test.requests, test.rate, test.burstiness, test.seed)
     model = await find_model(address, test.model, test.key)
     endpoint = Endpoint(address, model, test.chat, test.key, test.ignore_end, test.temperature, test.seconds)
     prompts, unit = await _prompts(test, endpoint)
     await _warm_up(endpoint, prompts[: test.warmups])
-    timelines, stopped = await _send(endpoint, prompts[test.warmups :], times, test.at_once, watcher)
+    timelines, stopped = await _send(endpoint, prompts[test.warmups :], times, test.at_once, progress)
     failed = [line for line in timelines if line.failure]
     if timelines and len(failed) == len(timelines):
         said = f" ({failed[0].detail.rstrip('.')})" if failed[0].detail else ""
@@ -112,7 +112,7 @@ async def _warm_up(endpoint: Endpoint, prompts: Sequence[Prompt]) -> None:
 
 
 async def _send(
-    endpoint: Endpoint, prompts: Sequence[Prompt], times: Sequence[float], at_once: int | None, watcher: Watcher
+    endpoint: Endpoint, prompts: Sequence[Prompt], times: Sequence[float], at_once: int | None, progress: Progress
 ) -> tuple[list[Timeline], bool]:
     """Every prompt at its time; the timelines in the order in which they were due, as far as they ended."""
     begin = time.perf_counter()
@@ -127,7 +127,7 @@ async def _send(
     ]
     stopped = False
     try:
-        for ended in watcher.track(asyncio.as_completed(tasks), "requests", total=len(tasks)):
+        for ended in progress.track(asyncio.as_completed(tasks), "requests", total=len(tasks)):
             await ended
     except asyncio.CancelledError:  # Ctrl-C
         stopped = any(task.done() for task in tasks)

@@ -18,7 +18,7 @@ from torch import nn
 from smelt.models.anatomy import Anatomy, Part, Projection
 from smelt.models.quantized import QuantizedLinear, quantized_layers
 
-Measure = Literal["parameters", "macs", "bytes"]
+CostMetric = Literal["parameters", "macs", "bytes"]
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,25 @@ def block_parameters(anatomy: Anatomy) -> int:
 
 def active_parameters(anatomy: Anatomy) -> float:
     """Parameters inside the blocks that one token passes through: of a mixture, those of the experts chosen for it."""
-    idle = [(1 - part.share) * (part.units * unit_parameters(part) + shared_factors(part)) for part in anatomy.parts]
+    idle = [
+        (1 - part.token_fraction) * (part.units * unit_parameters(part) + shared_factors(part))
+        for part in anatomy.parts
+    ]
     return block_parameters(anatomy) - sum(idle)
 
 
 def unit_parameters(part: Part) -> int:
     """Parameters that leave with one unit."""
     total = 0
-    for writer, span in zip(part.writers, part.spans, strict=True):
-        total += span * (writer.columns * writer.area + _rank(writer) + (writer.bias is not None))
+    for writer, span in zip(part.input_projections, part.rows_per_unit, strict=True):
+        total += span * (writer.in_features * writer.kernel_elements + _rank(writer) + (writer.bias is not None))
     if part.norm is not None:
         total += 2
-    return total + (part.width * (part.output.rows * part.output.area + _rank(part.output)) if part.units else 0)
+    return total + (
+        part.columns_per_unit * (part.output.out_features * part.output.kernel_elements + _rank(part.output))
+        if part.units
+        else 0
+    )
 
 
 def shared_factors(part: Part) -> int:
@@ -71,8 +78,8 @@ def shared_factors(part: Part) -> int:
     the part's outputs."""
     if not part.units:
         return 0
-    writers = {id(writer.module): _rank(writer) * writer.columns for writer in part.writers}
-    return sum(writers.values()) + _rank(part.output) * part.output.rows
+    writers = {id(writer.module): _rank(writer) * writer.in_features for writer in part.input_projections}
+    return sum(writers.values()) + _rank(part.output) * part.output.out_features
 
 
 def _rank(projection: Projection) -> int:
@@ -84,19 +91,19 @@ def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int
     if not part.units:
         return 0.0
     if part.kind == "channels":
-        writer, output = part.writers[0].weight, part.output.weight
+        writer, output = part.input_projections[0].weight, part.output.weight
         return float(writer[0].numel() * positions[0] + output[:, 0].numel() * positions[1])
     tokens = workload.tokens
-    writers = zip(part.writers, part.spans, strict=True)
-    projections = sum(span * (writer.columns + _rank(writer)) for writer, span in writers)
-    projections += part.width * (part.output.rows + _rank(part.output))
-    products = 2 * part.width * tokens * tokens * (0.5 if causal else 1.0) if part.kind == "heads" else 0.0
-    return tokens * part.share * projections + products
+    writers = zip(part.input_projections, part.rows_per_unit, strict=True)
+    projections = sum(span * (writer.in_features + _rank(writer)) for writer, span in writers)
+    projections += part.columns_per_unit * (part.output.out_features + _rank(part.output))
+    products = 2 * part.columns_per_unit * tokens * tokens * (0.5 if causal else 1.0) if part.kind == "heads" else 0.0
+    return tokens * part.token_fraction * projections + products
 
 
 def shared_macs(part: Part, workload: Workload) -> float:
     """MACs of a part for one sequence that no unit takes along."""
-    return workload.tokens * part.share * shared_factors(part)
+    return workload.tokens * part.token_fraction * shared_factors(part)
 
 
 def unit_bytes(part: Part, workload: Workload) -> float:
@@ -106,11 +113,11 @@ def unit_bytes(part: Part, workload: Workload) -> float:
         return 0.0
     size = part.output.weight.element_size()
     cache = 2 * part.head_dim * workload.context * workload.batch * size if part.kind == "heads" else 0
-    read = 1 - (1 - part.share) ** workload.batch
+    read = 1 - (1 - part.token_fraction) ** workload.batch
     return float(read * unit_parameters(part) * size + cache)
 
 
-def unit_costs(anatomy: Anatomy, measure: Measure, workload: Workload) -> list[float]:
+def unit_costs(anatomy: Anatomy, measure: CostMetric, workload: Workload) -> list[float]:
     """The price of one unit of every part."""
     if measure == "parameters":
         return [float(unit_parameters(part)) for part in anatomy.parts]
@@ -120,12 +127,12 @@ def unit_costs(anatomy: Anatomy, measure: Measure, workload: Workload) -> list[f
     return [unit_macs(part, workload, causal, place) for part, place in zip(anatomy.parts, positions, strict=True)]
 
 
-def block_cost(anatomy: Anatomy, measure: Measure, workload: Workload) -> float:
+def block_cost(anatomy: Anatomy, measure: CostMetric, workload: Workload) -> float:
     """What the blocks cost as they are now."""
-    return cost_of(anatomy, [part.units for part in anatomy.parts], measure, workload)
+    return cost_with_units(anatomy, [part.units for part in anatomy.parts], measure, workload)
 
 
-def cost_of(anatomy: Anatomy, counts: Sequence[int], measure: Measure, workload: Workload) -> float:
+def cost_with_units(anatomy: Anatomy, counts: Sequence[int], measure: CostMetric, workload: Workload) -> float:
     """What the blocks would cost with so many units left in each part, norms and biases included."""
     if _has_channels(anatomy):
         return _convolution_cost(anatomy, counts, measure, workload)
@@ -152,12 +159,12 @@ def channel_positions(anatomy: Anatomy, workload: Workload) -> list[tuple[int, i
     if not _has_channels(anatomy):
         return [(1, 1)] * len(anatomy.parts)
     sizes = _output_positions(anatomy, workload)
-    return [(sizes[id(part.writers[0].module)], sizes[id(part.output.module)]) for part in anatomy.parts]
+    return [(sizes[id(part.input_projections[0].module)], sizes[id(part.output.module)]) for part in anatomy.parts]
 
 
-def _convolution_cost(anatomy: Anatomy, counts: Sequence[int], measure: Measure, workload: Workload) -> float:
+def _convolution_cost(anatomy: Anatomy, counts: Sequence[int], measure: CostMetric, workload: Workload) -> float:
     """Neighbouring parts share a convolution, so its cost is a product: prices a unit would count it twice."""
-    outputs = {id(p.writers[0].module): count for p, count in zip(anatomy.parts, counts, strict=True)}
+    outputs = {id(p.input_projections[0].module): count for p, count in zip(anatomy.parts, counts, strict=True)}
     inputs = {id(p.output.module): count for p, count in zip(anatomy.parts, counts, strict=True)}
     positions = _output_positions(anatomy, workload) if measure == "macs" else {}
     total = 0.0 if measure == "macs" else float(block_parameters(anatomy))

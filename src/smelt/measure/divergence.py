@@ -12,10 +12,10 @@ from torch.nn.functional import kl_div, log_softmax
 from smelt.data.batches import check_positive
 from smelt.data.text import TextData
 from smelt.errors import DataError
-from smelt.measure.logits import NewCache, evaluating, logit_rows, slices
+from smelt.measure.logits import NewCache, eval_mode, logit_rows, slices
 from smelt.measure.perplexity import batched_windows, cache_in, check_context, tokens_of, window_inputs, windows_over
 from smelt.models.model import Model
-from smelt.progress import Silent, Watcher
+from smelt.progress import NullProgress, Progress
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def logit_divergence(
     batch_size: int = 1,
     limit: int | None = None,
     kv: str | None = None,
-    watcher: Watcher = Silent(),  # noqa: B008
+    progress: Progress = NullProgress(),  # noqa: B008
 ) -> Divergence:
     """Runs both models over windows that lie side by side and compares their predictions of every scored token.
 
@@ -52,8 +52,8 @@ def logit_divergence(
     groups = list(batched_windows(list(windows_over(len(tokens), context, context)), batch_size))
     totals = torch.zeros(3, dtype=torch.float64)
     caches = (cache_in(new, kv), cache_in(base, None))
-    with evaluating(new.network), evaluating(base.network):
-        for group in watcher.track(groups, "divergence"):
+    with eval_mode(new.network), eval_mode(base.network):
+        for group in progress.track(groups, "divergence"):
             input_ids, scored = window_inputs(tokens, group, base.device)
             totals += _compared((new, base), input_ids, scored, vocabulary, caches)
     kl, agreement, count = totals.tolist()

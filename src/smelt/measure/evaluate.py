@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
-from smelt.data import ChoiceData, LabelledData, TextData
+from smelt.data import LabeledData, MultipleChoiceData, TextData
 from smelt.errors import DataError
-from smelt.measure.multiple_choice import choice_accuracy
+from smelt.measure.eval_result import EvalResult, meets_threshold
+from smelt.measure.multiple_choice import evaluate_multiple_choice
 from smelt.measure.perplexity import perplexity
-from smelt.measure.quality import Quality, meets
-from smelt.measure.task import task_quality
+from smelt.measure.task import evaluate_task
 from smelt.models.model import Model
 
-__all__ = ["Quality", "evaluate", "meets"]
+__all__ = ["EvalResult", "evaluate", "meets_threshold"]
 
-Data = TextData | LabelledData | ChoiceData
+Data = TextData | LabeledData | MultipleChoiceData
 
 _DATA_FOR_TASK = {
-    "language": (TextData, ChoiceData),
-    "classification": (LabelledData,),
-    "embedding": (LabelledData,),
+    "language": (TextData, MultipleChoiceData),
+    "classification": (LabeledData,),
+    "embedding": (LabeledData,),
 }
-_NAMES = {TextData: "plain text", LabelledData: "labelled rows", ChoiceData: "multiple-choice rows"}
+_NAMES = {TextData: "plain text", LabeledData: "labeled rows", MultipleChoiceData: "multiple-choice rows"}
 
 
-def evaluate(model: Model, data: Data, *, metric: str | None = None, **settings: Any) -> Quality:
-    """Perplexity on text, accuracy on multiple choice, the metric on labelled rows. `settings` go on to these."""
+def evaluate(model: Model, data: Data, *, metric: str | None = None, **settings: Any) -> EvalResult:
+    """Perplexity on text, accuracy on multiple choice, the metric on labeled rows. `settings` go on to these."""
     _check_fit(model, data)
-    if isinstance(data, LabelledData):
-        return task_quality(model, data, metric=metric, **settings)
+    if isinstance(data, LabeledData):
+        return evaluate_task(model, data, metric=metric, **settings)
     measured = "perplexity" if isinstance(data, TextData) else "accuracy"
     if metric not in (None, measured):
         raise DataError(f"The metric '{metric}' does not fit {_NAMES[type(data)]}: there it is {measured}.")
     if isinstance(data, TextData):
         return perplexity(model, data, **settings)
-    return choice_accuracy(model, data, **settings)
+    return evaluate_multiple_choice(model, data, **settings)
 
 
 def _check_fit(model: Model, data: Data) -> None:

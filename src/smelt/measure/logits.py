@@ -21,7 +21,7 @@ NewCache = Callable[[], Cache]  # what a pass keeps its keys and values in, wher
 
 
 @contextmanager
-def evaluating(network: PreTrainedModel) -> Iterator[None]:
+def eval_mode(network: PreTrainedModel) -> Iterator[None]:
     """No gradients and no dropout inside; the network's mode is given back after."""
     training = network.training
     network.eval()

@@ -14,15 +14,15 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from smelt.data.batches import check_positive, padded, padding_token
-from smelt.data.choices import ChoiceData
+from smelt.data.multiple_choice import MultipleChoiceData
 from smelt.errors import DataError
-from smelt.measure.logits import evaluating, token_losses
+from smelt.measure.eval_result import EvalResult
+from smelt.measure.logits import eval_mode, token_losses
 from smelt.measure.perplexity import cache_in
-from smelt.measure.quality import Quality
 from smelt.models.model import Model
-from smelt.progress import Silent, Watcher
+from smelt.progress import NullProgress, Progress
 
-NORMALISATIONS = ("tokens", "characters", "none")
+NORMALIZATIONS = ("tokens", "characters", "none")
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,18 @@ class Option:
     characters: int
 
 
-def choice_accuracy(
+def evaluate_multiple_choice(
     model: Model,
-    data: ChoiceData,
+    data: MultipleChoiceData,
     *,
-    normalise: str = "tokens",
+    normalize: str = "tokens",
     batch_size: int = 16,
     limit: int | None = None,
-    watcher: Watcher = Silent(),  # noqa: B008
-) -> Quality:
+    progress: Progress = NullProgress(),  # noqa: B008
+) -> EvalResult:
     """The share of items, of all or the first `limit`, where the right option is the most likely one."""
-    if normalise not in NORMALISATIONS:
-        raise DataError(f"There is no normalisation '{normalise}': expected one of {', '.join(NORMALISATIONS)}.")
+    if normalize not in NORMALIZATIONS:
+        raise DataError(f"There is no normalisation '{normalize}': expected one of {', '.join(NORMALIZATIONS)}.")
     if model.task != "language" or model.tokenizer is None:
         raise DataError(
             f"{model.source or 'This model'} ({model.task}) cannot score options: it takes a language model."
@@ -58,12 +58,12 @@ def choice_accuracy(
         for item in items
         for context, continuation in zip(item.contexts, item.continuations, strict=True)
     ]
-    likelihoods = _likelihoods(model, options, batch_size, watcher) / _lengths(options, normalise)
+    likelihoods = _likelihoods(model, options, batch_size, progress) / _lengths(options, normalize)
     ends = np.cumsum([len(item.contexts) for item in items])
     predictions = np.array([int(part.argmax()) for part in np.split(likelihoods, ends[:-1])])
     labels = np.array([item.gold for item in items])
     correct = (predictions == labels).astype(np.float64)
-    return Quality(
+    return EvalResult(
         metric="accuracy",
         value=float(correct.mean()),
         higher_is_better=True,
@@ -71,7 +71,7 @@ def choice_accuracy(
         items=correct,
         predictions=predictions,
         labels=labels,
-        settings={"normalise": normalise, "items": len(items)},
+        settings={"normalize": normalize, "items": len(items)},
     )
 
 
@@ -87,13 +87,13 @@ def _option(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str,
     return Option(whole[dropped:], max(1, min(shared, len(whole) - 1) - dropped), len(continuation))
 
 
-def _likelihoods(model: Model, options: list[Option], batch_size: int, watcher: Watcher) -> np.ndarray:
+def _likelihoods(model: Model, options: list[Option], batch_size: int, progress: Progress) -> np.ndarray:
     """The log-likelihood of each option. [options]"""
     order = sorted(range(len(options)), key=lambda option: len(options[option].tokens))
     likelihoods = np.zeros(len(options))
     groups = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-    with evaluating(model.network):
-        for group in watcher.track(groups, "multiple choice"):
+    with eval_mode(model.network):
+        for group in progress.track(groups, "multiple choice"):
             likelihoods[group] = _batch_likelihoods(model, [options[index] for index in group])
     return likelihoods
 
@@ -111,9 +111,9 @@ def _batch_likelihoods(model: Model, options: list[Option]) -> list[float]:
     return [-float(part.sum()) for part in losses.split(scored.sum(dim=1).tolist())]
 
 
-def _lengths(options: list[Option], normalise: str) -> np.ndarray:
-    if normalise == "none":
+def _lengths(options: list[Option], normalize: str) -> np.ndarray:
+    if normalize == "none":
         return np.ones(len(options))
-    if normalise == "characters":
+    if normalize == "characters":
         return np.array([option.characters for option in options])
     return np.array([len(option.tokens) - option.scored_from for option in options])

@@ -17,8 +17,8 @@ from scipy import stats
 from scipy.special import log_softmax
 
 from smelt.errors import DataError
-from smelt.measure.quality import Quality
-from smelt.measure.scores import SCORES
+from smelt.measure.eval_result import EvalResult
+from smelt.measure.metrics import METRICS
 
 _WORST = 10
 _COUNTS_AT_ONCE = 2**21
@@ -34,7 +34,7 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class PairedComparison:
     """The new model against the base one. Differences are new minus base; the ratio is for perplexity only."""
 
     metric: str
@@ -76,14 +76,14 @@ class Comparison:
 
 
 def compare(
-    new: Quality, base: Quality, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> Comparison:
+    new: EvalResult, base: EvalResult, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
+) -> PairedComparison:
     """Compares two measurements of the same metric on the same items."""
     _check_pair(new, base, confidence, resamples)
     differences, ratios = _resampled(new, base, resamples, seed)
     gained, lost = _discordant(new, base)
     perplexities = new.metric == "perplexity"
-    return Comparison(
+    return PairedComparison(
         metric=new.metric,
         data=new.data,
         higher_is_better=new.higher_is_better,
@@ -111,7 +111,7 @@ def mcnemar(gained: int, lost: int) -> float:
     return float(min(1.0, 2 * stats.binom.cdf(min(gained, lost), gained + lost, 0.5)))
 
 
-def _check_pair(new: Quality, base: Quality, confidence: float, resamples: int) -> None:
+def _check_pair(new: EvalResult, base: EvalResult, confidence: float, resamples: int) -> None:
     if not 0 < confidence < 1 or resamples < 1:
         raise DataError(
             f"Confidence {confidence} or resamples {resamples} is impossible: expected 0 to 1, and at least 1."
@@ -133,7 +133,7 @@ def _alike(first: np.ndarray | None, second: np.ndarray | None) -> bool:
     return np.array_equal(first, second)
 
 
-def _resampled(new: Quality, base: Quality, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
+def _resampled(new: EvalResult, base: EvalResult, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
     """The difference in each resample, and for perplexity the ratio. [resamples]"""
     differences, ratios = [], []
     for counts in _sample_counts(len(new.items), resamples, seed):
@@ -154,12 +154,12 @@ def _sample_counts(items: int, resamples: int, seed: int) -> Iterator[np.ndarray
         yield np.bincount(drawn.ravel(), minlength=rows * items).reshape(rows, items).astype(np.float64)
 
 
-def _values(quality: Quality, counts: np.ndarray) -> np.ndarray:
+def _values(quality: EvalResult, counts: np.ndarray) -> np.ndarray:
     """The metric in each resample. [resamples]"""
     if quality.metric == "perplexity":
         assert quality.weights is not None
         return np.exp(counts @ (quality.weights * quality.items) / (counts @ quality.weights))
-    return SCORES[quality.metric](quality.predictions, quality.labels, counts)
+    return METRICS[quality.metric](quality.predictions, quality.labels, counts)
 
 
 def _interval(values: np.ndarray, items: int, confidence: float) -> tuple[float, float]:
@@ -172,34 +172,34 @@ def _interval(values: np.ndarray, items: int, confidence: float) -> tuple[float,
     return float(low), float(high)
 
 
-def _is_right(quality: Quality) -> np.ndarray | None:
+def _is_right(quality: EvalResult) -> np.ndarray | None:
     """Which items are right, where a prediction can be right at all. [items]"""
     if quality.predictions is None or quality.labels is None or quality.metric in ("spearman", "pearson"):
         return None
     return quality.predictions == quality.labels
 
 
-def _discordant(new: Quality, base: Quality) -> tuple[int | None, int | None]:
+def _discordant(new: EvalResult, base: EvalResult) -> tuple[int | None, int | None]:
     right, right_before = _is_right(new), _is_right(base)
     if right is None or right_before is None:
         return None, None
     return int((right & ~right_before).sum()), int((right_before & ~right).sum())
 
 
-def _flips(new: Quality, base: Quality) -> float | None:
+def _flips(new: EvalResult, base: EvalResult) -> float | None:
     if _is_right(new) is None or new.predictions is None or base.predictions is None:
         return None
     return float((new.predictions != base.predictions).mean())
 
 
-def _divergence(new: Quality, base: Quality) -> float | None:
+def _divergence(new: EvalResult, base: EvalResult) -> float | None:
     if new.logits is None or base.logits is None or new.logits.shape != base.logits.shape or new.logits.shape[1] < 2:
         return None
     log_new, log_base = (log_softmax(logits.astype(np.float64), axis=1) for logits in (new.logits, base.logits))
     return float((np.exp(log_base) * (log_base - log_new)).sum(axis=1).mean())
 
 
-def _worst(new: Quality, base: Quality) -> tuple[Change, ...]:
+def _worst(new: EvalResult, base: EvalResult) -> tuple[Change, ...]:
     """The items that lost the most, worst first."""
     gain = (new.items - base.items) * (1 if new.higher_is_better else -1)
     order = np.argsort(gain, kind="stable")[:_WORST]

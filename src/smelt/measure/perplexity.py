@@ -19,11 +19,11 @@ from transformers import PreTrainedTokenizerBase
 from smelt.data.batches import check_positive
 from smelt.data.text import TextData
 from smelt.errors import DataError
-from smelt.measure.logits import NewCache, evaluating, token_losses
-from smelt.measure.quality import Quality
-from smelt.models.kv_cache import KvFormat
+from smelt.measure.eval_result import EvalResult
+from smelt.measure.logits import NewCache, eval_mode, token_losses
+from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
-from smelt.progress import Silent, Watcher
+from smelt.progress import NullProgress, Progress
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ def perplexity(
     batch_size: int = 1,
     limit: int | None = None,
     kv: str | None = None,
-    watcher: Watcher = Silent(),  # noqa: B008
-) -> Quality:
+    progress: Progress = NullProgress(),  # noqa: B008
+) -> EvalResult:
     """Perplexity over the text, or over its first `limit` tokens. Without a stride the windows lie side by side.
 
     `kv` is the number format that keys and values are held in; without it, the one that the model remembers."""
@@ -56,12 +56,12 @@ def perplexity(
     tokens = tokens_of(model, data, limit)
     windows = list(windows_over(len(tokens), context, stride))
     losses: list[float] = []
-    with evaluating(model.network):
-        for group in watcher.track(list(batched_windows(windows, batch_size)), "perplexity"):
+    with eval_mode(model.network):
+        for group in progress.track(list(batched_windows(windows, batch_size)), "perplexity"):
             losses.extend(_window_losses(model, tokens, group, cache))
     items = np.array(losses)
     weights = np.array([window.end - window.scored_from for window in windows], dtype=np.float64)
-    return Quality(
+    return EvalResult(
         metric="perplexity",
         value=float(np.exp(np.average(items, weights=weights))),
         higher_is_better=False,
@@ -74,7 +74,7 @@ def perplexity(
 
 def cache_in(model: Model, kv: str | None) -> NewCache | None:
     """What makes a cache in a format, or in the one that the model remembers; None where they are not rounded."""
-    held = model.kv if kv is None else KvFormat(kv)
+    held = model.kv if kv is None else KVCacheFormat(kv)
     if held is None:
         return None
     new = partial(held.cache, model.network.config)

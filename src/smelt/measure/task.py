@@ -1,4 +1,4 @@
-"""Quality on labelled data: classifiers and regressors by their logits, embedding models by the cosine of pairs."""
+"""EvalResult on labeled data: classifiers and regressors by their logits, embedding models by the cosine of pairs."""
 
 from __future__ import annotations
 
@@ -10,41 +10,41 @@ import numpy as np
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from smelt.data.batches import Batch, check_positive, labelled_batches
-from smelt.data.labelled import LabelledData
+from smelt.data.batches import Batch, check_positive, labeled_batches
+from smelt.data.labeled import LabeledData
 from smelt.errors import DataError
-from smelt.measure.logits import evaluating
-from smelt.measure.quality import Quality
-from smelt.measure.scores import CLASS_SCORES, SCORES, ranks
+from smelt.measure.eval_result import EvalResult
+from smelt.measure.logits import eval_mode
+from smelt.measure.metrics import CLASSIFICATION_METRICS, METRICS, ranks
 from smelt.models.model import Model
-from smelt.progress import Silent, Watcher
+from smelt.progress import NullProgress, Progress
 
-Outputs = Callable[[LabelledData, Callable[[Batch], Tensor]], np.ndarray]
+Outputs = Callable[[LabeledData, Callable[[Batch], Tensor]], np.ndarray]
 
 
-def task_quality(
+def evaluate_task(
     model: Model,
-    data: LabelledData,
+    data: LabeledData,
     *,
     metric: str | None = None,
     max_length: int = 128,
     batch_size: int = 32,
     limit: int | None = None,
-    watcher: Watcher = Silent(),  # noqa: B008
-) -> Quality:
+    progress: Progress = NullProgress(),  # noqa: B008
+) -> EvalResult:
     """The metric over all items or the first `limit`. The default is accuracy for classes and Spearman for numbers."""
     check_positive(limit=limit)
     data = data if limit is None else data.take(range(min(limit, len(data))))
     embedding = model.task == "embedding"
     numbers = embedding or data.regression or model.network.config.num_labels == 1
     metric = _checked_metric(metric, numbers)
-    outputs: Outputs = partial(_outputs, model, max_length, batch_size, watcher)
+    outputs: Outputs = partial(_outputs, model, max_length, batch_size, progress)
     logits = None if embedding else outputs(data, lambda batch: model.network(**batch).logits)
     labels = data.labels if numbers else _model_labels(model, data)
     predictions = _closeness(model, data, outputs) if logits is None else _predictions(logits, labels, data, numbers)
-    return Quality(
+    return EvalResult(
         metric=metric,
-        value=float(SCORES[metric](predictions, labels)),
+        value=float(METRICS[metric](predictions, labels)),
         higher_is_better=True,
         data=data.name,
         items=_closeness_in_rank(predictions, labels) if numbers else (predictions == labels).astype(np.float64),
@@ -59,8 +59,8 @@ def _outputs(
     model: Model,
     max_length: int,
     batch_size: int,
-    watcher: Watcher,
-    data: LabelledData,
+    progress: Progress,
+    data: LabeledData,
     compute: Callable[[Batch], Tensor],
 ) -> np.ndarray:
     """What `compute` gives for each item, in the items' order. Runs in order of length, so that little is padded."""
@@ -71,7 +71,7 @@ def _outputs(
     order = sorted(
         range(len(data)), key=lambda item: len(data.first[item]) + len(data.second[item] if data.second else "")
     )
-    batches = labelled_batches(
+    batches = labeled_batches(
         data.take(order),
         model.tokenizer,
         samples=None,
@@ -81,15 +81,15 @@ def _outputs(
         shuffle=False,
     )
     rows = []
-    with evaluating(model.network):
-        for batch in watcher.track(batches, "evaluation"):
+    with eval_mode(model.network):
+        for batch in progress.track(batches, "evaluation"):
             inputs = {name: tensor.to(model.device) for name, tensor in batch.items() if name != "labels"}
             rows.append(compute(inputs).float().cpu().numpy())
     return np.concatenate(rows)[np.argsort(order)]
 
 
 def _checked_metric(metric: str | None, numbers: bool) -> str:
-    allowed = [name for name in SCORES if (name in CLASS_SCORES) != numbers]
+    allowed = [name for name in METRICS if (name in CLASSIFICATION_METRICS) != numbers]
     if metric is None:
         return allowed[0]
     if metric not in allowed:
@@ -98,7 +98,7 @@ def _checked_metric(metric: str | None, numbers: bool) -> str:
     return metric
 
 
-def _model_labels(model: Model, data: LabelledData) -> np.ndarray:
+def _model_labels(model: Model, data: LabeledData) -> np.ndarray:
     """The labels as the model numbers them: by name where both the file and the model have names."""
     numbers = {str(name).lower(): number for name, number in model.network.config.label2id.items()}
     if data.classes is None or not all(name.lower() in numbers for name in data.classes):
@@ -106,7 +106,7 @@ def _model_labels(model: Model, data: LabelledData) -> np.ndarray:
     return np.array([numbers[name.lower()] for name in data.classes], dtype=np.int64)[data.labels]
 
 
-def _predictions(logits: np.ndarray, labels: np.ndarray, data: LabelledData, numbers: bool) -> np.ndarray:
+def _predictions(logits: np.ndarray, labels: np.ndarray, data: LabeledData, numbers: bool) -> np.ndarray:
     outputs = logits.shape[1]
     if numbers:
         if outputs != 1:
@@ -117,7 +117,7 @@ def _predictions(logits: np.ndarray, labels: np.ndarray, data: LabelledData, num
     return logits.argmax(axis=1)
 
 
-def _closeness(model: Model, data: LabelledData, outputs: Outputs) -> np.ndarray:
+def _closeness(model: Model, data: LabeledData, outputs: Outputs) -> np.ndarray:
     """The cosine between the embeddings of each pair. [items]"""
     if data.second is None:
         raise DataError(

@@ -30,7 +30,7 @@ from smelt.models.families import (
 )
 from smelt.models.quantized import QuantizedLinear
 
-Kind = Literal["heads", "filters", "channels"]
+Kind = Literal["heads", "ffn_channels", "channels"]
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Projection:
 
     module: Any  # Linear, Conv1D or Conv2d
     path: str
-    part: int = 0
-    parts: int = 1
+    chunk: int = 0
+    num_chunks: int = 1
 
     @property
     def device(self) -> torch.device:
@@ -55,21 +55,21 @@ class Projection:
         return isinstance(self.module, Conv1D)
 
     @property
-    def rows(self) -> int:
+    def out_features(self) -> int:
         """How many outputs this projection has."""
         if isinstance(self.module, QuantizedLinear):
-            return self.module.out_features // self.parts
-        return int(self.module.weight.shape[1 if self.transposed else 0]) // self.parts
+            return self.module.out_features // self.num_chunks
+        return int(self.module.weight.shape[1 if self.transposed else 0]) // self.num_chunks
 
     @property
-    def columns(self) -> int:
+    def in_features(self) -> int:
         """How many inputs this projection has."""
         if isinstance(self.module, QuantizedLinear):
             return self.module.in_features
         return int(self.module.weight.shape[0 if self.transposed else 1])
 
     @property
-    def area(self) -> int:
+    def kernel_elements(self) -> int:
         """Weights an input and an output have between them: those of a convolution's kernel, else one."""
         return int(self.module.weight[0, 0].numel()) if isinstance(self.module, nn.Conv2d) else 1
 
@@ -77,12 +77,12 @@ class Projection:
     def weight(self) -> Tensor:
         """The weight as [out, in, ...], a view of the module's own storage."""
         weight: Tensor = self.module.weight.T if self.transposed else self.module.weight
-        return weight[self.part * self.rows : (self.part + 1) * self.rows]
+        return weight[self.chunk * self.out_features : (self.chunk + 1) * self.out_features]
 
     @property
     def bias(self) -> Tensor | None:
         bias: Tensor | None = self.module.bias
-        return None if bias is None else bias[self.part * self.rows : (self.part + 1) * self.rows]
+        return None if bias is None else bias[self.chunk * self.out_features : (self.chunk + 1) * self.out_features]
 
 
 @dataclass(frozen=True)
@@ -93,28 +93,33 @@ class Mixture:
     module: Any  # SeparateExperts
     router: Any  # it has a weight [experts, hidden] and reads what the experts read
     router_path: str
-    experts: int
-    chosen: int
+    num_experts: int
+    top_k: int
 
 
 @dataclass(frozen=True)
 class Part:
-    """Units that can leave a block. Unit i owns `spans[j]` rows of writer j and `width` inputs of the output."""
+    """Units that can be removed from a block.
+
+    Unit i owns `rows_per_unit[j]` output rows of input projection j and `columns_per_unit` input columns of `output`.
+    """
 
     kind: Kind
     block: int
     path: str  # of the module that runs the part; with `kind` it names the part
     units: int
     original_units: int
-    writers: tuple[Projection, ...]
-    spans: tuple[int, ...]
+    input_projections: tuple[Projection, ...]
+    rows_per_unit: tuple[int, ...]
     output: Projection
-    width: int
-    holder: Any  # the module that remembers what was kept, and whose sizes change with it
+    columns_per_unit: int
+    owner: Any  # the module that remembers what was kept, and whose sizes change with it
     norm: Any = None  # of a convolution: what follows it
     attention: AttentionPaths | None = None
     head_dim: int = 0
-    feeder: Any = None  # of a pre-norm block: the norm whose output only the writers read (and a mixture's router)
+    pre_norm: Any = (
+        None  # of a pre-norm block: the norm whose output only the input_projections read (and a mixture's router)
+    )
     mixture: Mixture | None = None  # of an expert: what it belongs to
     fixed: bool = False  # the units belong together: none of them can leave
     clipped: bool = False  # the values are clipped on their way to the output: no scale or rotation passes
@@ -126,18 +131,18 @@ class Part:
     @property
     def kept(self) -> tuple[int, ...]:
         """The original indices of the units that are left."""
-        kept: tuple[int, ...] = getattr(self.holder, "smelt_kept_units", tuple(range(self.units)))
+        kept: tuple[int, ...] = getattr(self.owner, "smelt_kept_units", tuple(range(self.units)))
         return kept
 
     @property
-    def group(self) -> int:
+    def heads_per_unit(self) -> int:
         """Query heads a unit has (1 for anything but grouped-query attention)."""
-        return self.width // self.head_dim if self.head_dim else 1
+        return self.columns_per_unit // self.head_dim if self.head_dim else 1
 
     @property
-    def share(self) -> float:
+    def token_fraction(self) -> float:
         """Of all tokens, those that come by: all, or an expert's share where the router spreads them evenly."""
-        return 1.0 if self.mixture is None else self.mixture.chosen / self.mixture.experts
+        return 1.0 if self.mixture is None else self.mixture.top_k / self.mixture.num_experts
 
 
 @dataclass(frozen=True)
@@ -150,13 +155,15 @@ class Block:
     parts: tuple[Part, ...]
 
     @property
-    def readers(self) -> list[tuple[Any, list[Any]]]:
-        """Each norm before parts of the block, and all layers that read it: the parts' writers, a mixture's router."""
+    def norm_consumers(self) -> list[tuple[Any, list[Any]]]:
+        """Each norm before parts of the block, and all layers that read it: the projections, a mixture's router."""
         norms: dict[int, tuple[Any, dict[int, Any]]] = {}
-        for part in (part for part in self.parts if part.feeder is not None):
-            _, layers = norms.setdefault(id(part.feeder), (part.feeder, {}))
+        for part in (part for part in self.parts if part.pre_norm is not None):
+            _, layers = norms.setdefault(id(part.pre_norm), (part.pre_norm, {}))
             routers = [] if part.mixture is None else [part.mixture.router]
-            layers |= {id(layer): layer for layer in (*routers, *(writer.module for writer in part.writers))}
+            layers |= {
+                id(layer): layer for layer in (*routers, *(projection.module for projection in part.input_projections))
+            }
         return [(norm, list(layers.values())) for norm, layers in norms.values()]
 
 
@@ -231,15 +238,15 @@ def _block_modules(backbone: nn.Module, path: str) -> Iterator[tuple[str, nn.Mod
 def _block(family: Family, config: Any, residual: Residual, index: int, path: str, module: nn.Module) -> Block:
     parts: list[Part] = []
     norms = family.norms if residual == "pre" else None
-    feeders = [module.get_submodule(norm) for norm in norms] if norms else [None, None]
+    pre_norms = [module.get_submodule(norm) for norm in norms] if norms else [None, None]
     if family.attention is not None:
         attention = _attention(family.attention, index, path, module)
         clipped = family.attention.clip is not None and getattr(config, family.attention.clip, None) is not None
-        parts.append(replace(attention, feeder=feeders[0], clipped=clipped))
-    if family.experts is not None and _has(module, family.experts.holder):
-        parts.extend(replace(part, feeder=feeders[1]) for part in _experts(family.experts, index, path, module))
+        parts.append(replace(attention, pre_norm=pre_norms[0], clipped=clipped))
+    if family.experts is not None and _has(module, family.experts.owner):
+        parts.extend(replace(part, pre_norm=pre_norms[1]) for part in _experts(family.experts, index, path, module))
     elif family.feed_forward is not None:
-        parts.append(replace(_feed_forward(family.feed_forward, index, path, module), feeder=feeders[1]))
+        parts.append(replace(_feed_forward(family.feed_forward, index, path, module), pre_norm=pre_norms[1]))
     parts.extend(_channels(family, index, path, module))
     return Block(index, path, module, tuple(parts))
 
@@ -249,33 +256,33 @@ def _projection(block: nn.Module, block_path: str, path: str, part: int = 0, par
 
 
 def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -> Part:
-    holder: Any = block.get_submodule(paths.holder)
+    owner: Any = block.get_submodule(paths.owner)
     output = _projection(block, path, paths.output)
-    head_dim = int(getattr(holder, paths.head_dim))
-    if output.columns == 0:
-        original, width = holder.smelt_original_units, holder.smelt_unit_width
+    head_dim = int(getattr(owner, paths.head_dim))
+    if output.in_features == 0:
+        original, width = owner.smelt_original_units, owner.smelt_unit_width
         return Part(
-            "heads", index, f"{path}.{paths.holder}", 0, original, (), (), output, width, holder,
+            "heads", index, f"{path}.{paths.owner}", 0, original, (), (), output, width, owner,
             attention=paths, head_dim=head_dim,
         )  # fmt: skip
     parts = 3 if paths.fused else 1
-    writers = tuple(
+    input_projections = tuple(
         _projection(block, path, name, position if paths.fused else 0, parts)
         for position, name in enumerate((paths.queries, paths.keys, paths.values))
     )
-    units = writers[1].rows // head_dim
-    width = output.columns // units
+    units = input_projections[1].out_features // head_dim
+    width = output.in_features // units
     return Part(
         kind="heads",
         block=index,
-        path=f"{path}.{paths.holder}",
+        path=f"{path}.{paths.owner}",
         units=units,
-        original_units=getattr(holder, "smelt_original_units", units),
-        writers=writers,
-        spans=(width, head_dim, head_dim),
+        original_units=getattr(owner, "smelt_original_units", units),
+        input_projections=input_projections,
+        rows_per_unit=(width, head_dim, head_dim),
         output=output,
-        width=width,
-        holder=holder,
+        columns_per_unit=width,
+        owner=owner,
         attention=paths,
         head_dim=head_dim,
         fixed=paths.joint_norms,
@@ -284,59 +291,61 @@ def _attention(paths: AttentionPaths, index: int, path: str, block: nn.Module) -
 
 def _feed_forward(paths: FeedForwardPaths, index: int, path: str, block: nn.Module) -> Part:
     output = _projection(block, path, paths.output)
-    units, holder = output.columns, output.module
+    units, owner = output.in_features, output.module
     return Part(
-        kind="filters",
+        kind="ffn_channels",
         block=index,
         path=f"{path}.{paths.output.rpartition('.')[0]}".rstrip("."),
         units=units,
-        original_units=getattr(holder, "smelt_original_units", units),
-        writers=tuple(_projection(block, path, name) for name in paths.writers),
-        spans=(1,) * len(paths.writers),
+        original_units=getattr(owner, "smelt_original_units", units),
+        input_projections=tuple(_projection(block, path, name) for name in paths.input_projections),
+        rows_per_unit=(1,) * len(paths.input_projections),
         output=output,
-        width=1,
-        holder=holder,
+        columns_per_unit=1,
+        owner=owner,
     )
 
 
 def _experts(paths: ExpertPaths, index: int, path: str, block: nn.Module) -> Iterator[Part]:
-    module, router = block.get_submodule(paths.holder), block.get_submodule(paths.router)
+    module, router = block.get_submodule(paths.owner), block.get_submodule(paths.router)
     if not isinstance(module, SeparateExperts):
         raise ModelError(
-            f"the experts at {path}.{paths.holder} are fused; load the model with Smelt to have them apart."
+            f"the experts at {path}.{paths.owner} are fused; load the model with Smelt to have them apart."
         )
     mixture = Mixture(
-        path=f"{path}.{paths.holder}", module=module, router=router, router_path=f"{path}.{paths.router}",
-        experts=len(module), chosen=int(getattr(router, paths.chosen)),
+        path=f"{path}.{paths.owner}", module=module, router=router, router_path=f"{path}.{paths.router}",
+        num_experts=len(module), top_k=int(getattr(router, paths.top_k)),
     )  # fmt: skip
     for position in range(len(module)):
-        inside = f"{paths.holder}.{position}"
+        inside = f"{paths.owner}.{position}"
         expert = FeedForwardPaths((f"{inside}.{paths.up}", f"{inside}.{paths.gate}"), f"{inside}.{paths.down}")
         yield replace(_feed_forward(expert, index, path, block), mixture=mixture)
 
 
 def _channels(family: Family, index: int, path: str, block: nn.Module) -> Iterator[Part]:
     for alternative in family.channels:
-        if all(_has(block, name) for paths in alternative for name in (paths.writer, paths.norm, paths.output)):
+        if all(
+            _has(block, name) for paths in alternative for name in (paths.input_projection, paths.norm, paths.output)
+        ):
             for paths in alternative:
                 yield _channel_part(paths, index, path, block)
             return
 
 
 def _channel_part(paths: ChannelPaths, index: int, path: str, block: nn.Module) -> Part:
-    writer, output = _projection(block, path, paths.writer), _projection(block, path, paths.output)
-    holder = writer.module
+    projection, output = _projection(block, path, paths.input_projection), _projection(block, path, paths.output)
+    owner = projection.module
     return Part(
         kind="channels",
         block=index,
-        path=f"{path}.{paths.writer.rpartition('.')[0]}",
-        units=writer.rows,
-        original_units=getattr(holder, "smelt_original_units", writer.rows),
-        writers=(writer,),
-        spans=(1,),
+        path=f"{path}.{paths.input_projection.rpartition('.')[0]}",
+        units=projection.out_features,
+        original_units=getattr(owner, "smelt_original_units", projection.out_features),
+        input_projections=(projection,),
+        rows_per_unit=(1,),
         output=output,
-        width=1,
-        holder=holder,
+        columns_per_unit=1,
+        owner=owner,
         norm=block.get_submodule(paths.norm),
     )
 

@@ -22,17 +22,18 @@ from transformers import PreTrainedModel
 from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.config import config_from, read_generation_config
-from smelt.models.jsonfile import read_object
-from smelt.models.kv_cache import KvFormat
+from smelt.models.json_file import read_object
+from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
 from smelt.models.network import empty_network
-from smelt.models.quantized import FACTORS, lay_out, quantized_layers
+from smelt.models.quantized import FACTORS, prepare_quantized_layers, quantized_layers
 from smelt.models.surgery import restore_shape
 from smelt.models.tokenizer import load_tokenizer
 from smelt.models.weights import TensorHeader, read_headers, read_safetensors
 from smelt.version import __version__
 
-FORMAT = 1
+FORMAT = 2
+_OLD_FORMAT = 1  # its shape calls the part kind "ffn_channels" "filters"
 
 
 def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = None) -> None:
@@ -91,28 +92,47 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
     )
 
 
-def remembered_kv(folder: str | Path) -> KvFormat | None:
+def read_kv_cache_format(folder: str | Path) -> KVCacheFormat | None:
     """The format of keys and values that an artifact was made with; None where there is none, or no artifact."""
     file = Path(folder).expanduser() / "smelt.json"
     return _kv_format(read_object(file), file.parent) if file.is_file() else None
 
 
-def _kv_format(content: dict[str, Any], folder: Path) -> KvFormat | None:
-    return KvFormat.from_json(content["kv"], str(folder / "smelt.json")) if "kv" in content else None
+def _kv_format(content: dict[str, Any], folder: Path) -> KVCacheFormat | None:
+    return KVCacheFormat.from_json(content["kv"], str(folder / "smelt.json")) if "kv" in content else None
 
 
 def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: str = "meta") -> PreTrainedModel:
     """The network of an artifact in its true shape, without its weights."""
     content = content if content is not None else read_object(folder / "smelt.json")
-    if content.get("format") != FORMAT:
-        raise ModelError(f"{folder} was written in format {content.get('format')!r}; this Smelt reads format {FORMAT}.")
+    shape = _current_shape(content, folder)
     values = read_object(folder / "config.json")
     values.pop("per_layer_config", None)
     network = empty_network(config_from(values, str(folder / "config.json")), str(folder), device)
     anatomy = anatomy_of(network)
-    restore_shape(anatomy, checked_shape(anatomy, content.get("shape"), folder))
-    lay_out(network, content.get("quantized", {}), str(folder))
+    restore_shape(anatomy, checked_shape(anatomy, shape, folder))
+    prepare_quantized_layers(network, content.get("quantized", {}), str(folder))
     return network
+
+
+def _current_shape(content: dict[str, Any], folder: Path) -> Any:
+    """Return the `shape` of a smelt.json in today's names, whichever format it was written in."""
+    written, shape = content.get("format"), content.get("shape")
+    if written == FORMAT:
+        return shape
+    if written != _OLD_FORMAT:
+        raise ModelError(
+            f"{folder} was written in format {written!r}; this Smelt reads formats {_OLD_FORMAT} to {FORMAT}."
+        )
+    if not isinstance(shape, list) or not all(isinstance(entry, dict) for entry in shape):
+        return shape
+    return [{**entry, "part": _current_part_name(entry.get("part"))} for entry in shape]
+
+
+def _current_part_name(name: Any) -> Any:
+    if isinstance(name, str) and name.endswith(".filters"):
+        return f"{name.removesuffix('filters')}ffn_channels"
+    return name
 
 
 def checked_shape(anatomy: Anatomy, shape: Any, folder: Path) -> list[dict[str, Any]]:
@@ -161,7 +181,7 @@ def _add_biases(network: nn.Module, held: dict[str, tuple[int, ...]]) -> None:
     for part in anatomy_of(network).parts:
         module = part.output.module
         if module.bias is None and f"{part.output.path}.bias" in held:
-            module.bias = nn.Parameter(torch.empty(part.output.rows, device="meta"))
+            module.bias = nn.Parameter(torch.empty(part.output.out_features, device="meta"))
             module.smelt_added_bias = True
 
 
@@ -212,7 +232,7 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
         sizes: dict[str, Any] = {}
         for part in block.parts:
             if part.kind == "heads":
-                sizes["heads"], sizes["kv_heads"] = part.units * part.group, part.units
+                sizes["heads"], sizes["kv_heads"] = part.units * part.heads_per_unit, part.units
             elif part.mixture is not None:
                 sizes.setdefault("experts", []).append(part.units)
             else:
@@ -243,7 +263,7 @@ def _plain_fields_suffice(anatomy: Anatomy) -> bool:
     if all(part.units == part.original_units for part in heads):
         return True
     config = anatomy.network.config
-    even = all(part.units and config.hidden_size % (part.units * part.group) == 0 for part in heads)
+    even = all(part.units and config.hidden_size % (part.units * part.heads_per_unit) == 0 for part in heads)
     return even and getattr(config, "head_dim", None) is not None
 
 

@@ -23,7 +23,7 @@ from transformers import GenerationConfig
 from smelt.cache import cache_folder
 from smelt.errors import ModelError, ResourceError
 from smelt.models.gguf import gguf_config, gguf_tensors, gguf_tokenizer, read_gguf
-from smelt.models.jsonfile import one_line
+from smelt.models.json_file import one_line
 from smelt.subprocesses import python_command, python_environment
 
 # Part of the folder's name: a new number makes a new folder when the conversion changes.

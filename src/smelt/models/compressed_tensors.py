@@ -20,9 +20,15 @@ from transformers.pytorch_utils import Conv1D
 from smelt.errors import ModelError
 from smelt.models.artifact import check_shapes, parameters_on_meta
 from smelt.models.config import config_from, read_generation_config
-from smelt.models.jsonfile import read_object
+from smelt.models.json_file import read_object
 from smelt.models.network import empty_network
-from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, Scheme, lay_out, quantized_layers
+from smelt.models.quantized import (
+    STATIC_SCALE,
+    QuantizationScheme,
+    QuantizedLinear,
+    prepare_quantized_layers,
+    quantized_layers,
+)
 from smelt.models.weights import TensorHeader, float_dtype, read_headers, read_safetensors
 from smelt.numerics.catalogue import FORMATS
 from smelt.numerics.elements import E4M3
@@ -98,7 +104,7 @@ def _outline(folder: Path, device: str) -> tuple[PreTrainedModel, dict[str, str]
     if not groups:
         raise ModelError(f"{where}: no linear layer is a target of the quantization_config.")
     schemes = {path: _scheme(group, path, headers, where).to_json() for path, group in groups.items()}
-    lay_out(network, schemes, where)
+    prepare_quantized_layers(network, schemes, where)
     return network, {path: str(group["format"]) for path, group in groups.items()}
 
 
@@ -154,7 +160,7 @@ def _matches(path: str, module: nn.Module, names: list[str]) -> bool:
     )
 
 
-def _scheme(group: dict[str, Any], path: str, headers: dict[str, TensorHeader], where: str) -> Scheme:
+def _scheme(group: dict[str, Any], path: str, headers: dict[str, TensorHeader], where: str) -> QuantizationScheme:
     """What a group of the config says of a layer."""
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict) or group.get("output_activations"):
@@ -166,11 +172,11 @@ def _scheme(group: dict[str, Any], path: str, headers: dict[str, TensorHeader], 
     if form is None:
         raise ModelError(f"{where}: {path} has weights quantised as {_told(weights)}, which Smelt does not read.")
     if not inputs:
-        return Scheme(form)
+        return QuantizationScheme(form)
     found = _input_format(inputs) if isinstance(inputs, dict) else None
     if found is None:
         raise ModelError(f"{where}: {path} has inputs quantised as {_told(inputs)}, which Smelt does not read.")
-    return Scheme(form, found, static=inputs.get("dynamic", False) is False)
+    return QuantizationScheme(form, found, static=inputs.get("dynamic", False) is False)
 
 
 def _told(arguments: Any) -> str:

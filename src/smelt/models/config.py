@@ -9,7 +9,7 @@ import transformers
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
 
 from smelt.errors import ModelError
-from smelt.models.jsonfile import one_line, read_object
+from smelt.models.json_file import one_line, read_object
 from smelt.models.quiet import quiet_transformers
 
 # Keys that name code, kernels, files or machines instead of describing the network.

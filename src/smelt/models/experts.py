@@ -55,14 +55,14 @@ class SeparateExperts(nn.ModuleList):
 
 
 @torch.no_grad()
-def take_apart(network: PreTrainedModel) -> PreTrainedModel:
+def split_experts(network: PreTrainedModel) -> PreTrainedModel:
     """Put separate experts where a network of a known family has fused ones; everything else stays as it is."""
     kind = network.config.model_type
     paths = next((family.experts for family in FAMILIES if kind in family.model_types), None)
     if paths is None:
         return network
     for path, module in list(network.named_modules()):
-        if path.endswith(f".{paths.holder}") and not isinstance(module, SeparateExperts):
+        if path.endswith(f".{paths.owner}") and not isinstance(module, SeparateExperts):
             parent, _, name = path.rpartition(".")
             setattr(network.get_submodule(parent), name, _separated(module, paths))
     return network

@@ -16,15 +16,15 @@ Residual = Literal["pre", "post"]
 
 @dataclass(frozen=True)
 class AttentionPaths:
-    """Paths from a block to its attention. `holder` is the module that runs it and may be replaced as a whole."""
+    """Paths from a block to its attention. `owner` is the module that runs it and may be replaced as a whole."""
 
-    holder: str
+    owner: str
     queries: str
     keys: str
     values: str
     output: str
     head_dim: str = "head_dim"
-    # Attributes of the holder that its forward reads and that change with the heads: name -> "heads" or "width".
+    # Attributes of the owner that its forward reads and that change with the heads: name -> "heads" or "width".
     attributes: Mapping[str, str] = field(default_factory=dict)
     # The name of an argument that carries one plane a head (MPNet's shared position bias), sliced to the kept heads.
     head_planes: str | None = None
@@ -41,7 +41,7 @@ class AttentionPaths:
 class FeedForwardPaths:
     """Paths from a block to its feed-forward: what writes the filters (up, perhaps gate), and what reads them."""
 
-    writers: tuple[str, ...]
+    input_projections: tuple[str, ...]
     output: str
 
 
@@ -50,19 +50,19 @@ class ExpertPaths:
     """Paths from a block to its experts and their router; `gate`, `up` and `down` are names inside one expert, those of
     the checkpoints that are about."""
 
-    holder: str
+    owner: str
     router: str
     gate: str
     up: str
     down: str
-    chosen: str = "top_k"  # the router's attribute: how many experts a token is handed to
+    top_k: str = "top_k"  # the router's attribute: how many experts a token is handed to
 
 
 @dataclass(frozen=True)
 class ChannelPaths:
     """A convolution and its norm inside a residual block, and the convolution that reads its channels."""
 
-    writer: str
+    input_projection: str
     norm: str
     output: str
 
@@ -93,16 +93,16 @@ class Family:
 
 
 _LLAMA_ATTENTION = AttentionPaths(
-    holder="self_attn",
+    owner="self_attn",
     queries="self_attn.q_proj",
     keys="self_attn.k_proj",
     values="self_attn.v_proj",
     output="self_attn.o_proj",
 )
-_LLAMA_FEED_FORWARD = FeedForwardPaths(writers=("mlp.up_proj", "mlp.gate_proj"), output="mlp.down_proj")
+_LLAMA_FEED_FORWARD = FeedForwardPaths(input_projections=("mlp.up_proj", "mlp.gate_proj"), output="mlp.down_proj")
 _EXPERTS = ExpertPaths("mlp.experts", "mlp.gate", gate="gate_proj", up="up_proj", down="down_proj")
 _BERT_ATTENTION = AttentionPaths(
-    holder="attention.self",
+    owner="attention.self",
     queries="attention.self.query",
     keys="attention.self.key",
     values="attention.self.value",
@@ -110,8 +110,12 @@ _BERT_ATTENTION = AttentionPaths(
     head_dim="attention_head_size",
     attributes={"num_attention_heads": "heads", "all_head_size": "width"},
 )
-_GROUPED_NAMES = {"heads": "num_attention_heads", "kv_heads": "num_key_value_heads", "filters": "intermediate_size"}
-_PLAIN_NAMES = {"heads": "num_attention_heads", "filters": "intermediate_size"}
+_GROUPED_NAMES = {
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "ffn_channels": "intermediate_size",
+}
+_PLAIN_NAMES = {"heads": "num_attention_heads", "ffn_channels": "intermediate_size"}
 
 _LLAMA = Family(
     name="llama",
@@ -159,7 +163,7 @@ FAMILIES: tuple[Family, ...] = (
         blocks="encoder.layer",
         residual="post",
         attention=_BERT_ATTENTION,
-        feed_forward=FeedForwardPaths(writers=("intermediate.dense",), output="output.dense"),
+        feed_forward=FeedForwardPaths(input_projections=("intermediate.dense",), output="output.dense"),
         config_names=_PLAIN_NAMES,
     ),
     Family(
@@ -168,7 +172,7 @@ FAMILIES: tuple[Family, ...] = (
         blocks="transformer.layer",
         residual="post",
         attention=AttentionPaths(
-            holder="attention",
+            owner="attention",
             queries="attention.q_lin",
             keys="attention.k_lin",
             values="attention.v_lin",
@@ -176,8 +180,8 @@ FAMILIES: tuple[Family, ...] = (
             head_dim="attention_head_size",
             attributes={"n_heads": "heads"},
         ),
-        feed_forward=FeedForwardPaths(writers=("ffn.lin1",), output="ffn.lin2"),
-        config_names={"heads": "n_heads", "filters": "hidden_dim"},
+        feed_forward=FeedForwardPaths(input_projections=("ffn.lin1",), output="ffn.lin2"),
+        config_names={"heads": "n_heads", "ffn_channels": "hidden_dim"},
     ),
     Family(
         name="mpnet",
@@ -186,7 +190,7 @@ FAMILIES: tuple[Family, ...] = (
         residual="post",
         returns_tuple=True,
         attention=AttentionPaths(
-            holder="attention.attn",
+            owner="attention.attn",
             queries="attention.attn.q",
             keys="attention.attn.k",
             values="attention.attn.v",
@@ -195,7 +199,7 @@ FAMILIES: tuple[Family, ...] = (
             attributes={"num_attention_heads": "heads", "all_head_size": "width"},
             head_planes="position_bias",
         ),
-        feed_forward=FeedForwardPaths(writers=("intermediate.dense",), output="output.dense"),
+        feed_forward=FeedForwardPaths(input_projections=("intermediate.dense",), output="output.dense"),
         config_names=_PLAIN_NAMES,
     ),
     Family(
@@ -204,14 +208,14 @@ FAMILIES: tuple[Family, ...] = (
         blocks="layers",
         residual="pre",
         attention=AttentionPaths(
-            holder="attention",
+            owner="attention",
             queries="attention.q_proj",
             keys="attention.k_proj",
             values="attention.v_proj",
             output="attention.o_proj",
             attributes={"num_attention_heads": "heads"},
         ),
-        feed_forward=FeedForwardPaths(writers=("mlp.fc1",), output="mlp.fc2"),
+        feed_forward=FeedForwardPaths(input_projections=("mlp.fc1",), output="mlp.fc2"),
         config_names=_PLAIN_NAMES,
         norms=("layernorm_before", "layernorm_after"),
         final_norm="layernorm",
@@ -223,15 +227,15 @@ FAMILIES: tuple[Family, ...] = (
         residual="pre",
         causal=True,
         attention=AttentionPaths(
-            holder="attn",
+            owner="attn",
             queries="attn.c_attn",
             keys="attn.c_attn",
             values="attn.c_attn",
             output="attn.c_proj",
             attributes={"num_heads": "heads", "split_size": "width"},
         ),
-        feed_forward=FeedForwardPaths(writers=("mlp.c_fc",), output="mlp.c_proj"),
-        config_names={"heads": "n_head", "filters": "n_inner"},
+        feed_forward=FeedForwardPaths(input_projections=("mlp.c_fc",), output="mlp.c_proj"),
+        config_names={"heads": "n_head", "ffn_channels": "n_inner"},
         norms=("ln_1", "ln_2"),
         final_norm="ln_f",
         embeddings=("wte", "wpe"),
@@ -243,15 +247,15 @@ FAMILIES: tuple[Family, ...] = (
         residual="pre",
         causal=True,
         attention=AttentionPaths(
-            holder="self_attn",
+            owner="self_attn",
             queries="self_attn.q_proj",
             keys="self_attn.k_proj",
             values="self_attn.v_proj",
             output="self_attn.out_proj",
             attributes={"num_heads": "heads"},
         ),
-        feed_forward=FeedForwardPaths(writers=("fc1",), output="fc2"),
-        config_names={"heads": "num_attention_heads", "filters": "ffn_dim"},
+        feed_forward=FeedForwardPaths(input_projections=("fc1",), output="fc2"),
+        config_names={"heads": "num_attention_heads", "ffn_channels": "ffn_dim"},
         norms=("self_attn_layer_norm", "final_layer_norm"),
         final_norm="decoder.final_layer_norm",
         embeddings=("decoder.embed_tokens", "decoder.embed_positions"),

@@ -131,7 +131,7 @@ class PackedLayer(DynamicLayer):
             rows.change(make)
 
 
-class QuantizedCache(Cache):
+class QuantizedKVCache(Cache):
     """Give it to a network as `past_key_values`, a new one for each sequence or batch.
 
     `number_format` is a name from `smelt formats` (or `none`), for both keys and values unless `values` says otherwise.
@@ -167,7 +167,7 @@ class QuantizedCache(Cache):
 
 
 @dataclass(frozen=True)
-class KvFormat:
+class KVCacheFormat:
     """What a model remembers of its cache: the names of the formats, and how keys and values are brought into them."""
 
     format: str = UNPACKED
@@ -175,9 +175,9 @@ class KvFormat:
     clip: float = 1.0
     rotate_keys: bool = False
 
-    def cache(self, config: PreTrainedConfig) -> QuantizedCache:
+    def cache(self, config: PreTrainedConfig) -> QuantizedKVCache:
         """A new, empty one."""
-        return QuantizedCache(config, self.format, self.values, clip=self.clip, rotate_keys=self.rotate_keys)
+        return QuantizedKVCache(config, self.format, self.values, clip=self.clip, rotate_keys=self.rotate_keys)
 
     def check(self) -> None:
         """Refuse what no cache can be made of."""
@@ -197,7 +197,7 @@ class KvFormat:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, plain: Any, place: str) -> KvFormat:
+    def from_json(cls, plain: Any, place: str) -> KVCacheFormat:
         """From a file: anything that is not what `to_json` writes is an error."""
         known = {"format": (str,), "values": (str, type(None)), "clip": (float,), "rotate_keys": (bool,)}
         if not isinstance(plain, dict) or any(type(value) not in known.get(key, ()) for key, value in plain.items()):

@@ -21,7 +21,7 @@ from smelt.models.compressed_tensors import (
 )
 from smelt.models.config import read_config, read_generation_config
 from smelt.models.gguf import gguf_config, gguf_shapes, gguf_tensors, gguf_tokenizer, read_gguf
-from smelt.models.jsonfile import one_line
+from smelt.models.json_file import one_line
 from smelt.models.model import Model
 from smelt.models.network import empty_network, fill_network, matching_network
 from smelt.models.packed import packed_network

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from smelt.errors import ModelError
-from smelt.models.jsonfile import read_object
+from smelt.models.json_file import read_object
 from smelt.models.weights import check_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

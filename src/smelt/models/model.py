@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy, anatomy_of
-from smelt.models.kv_cache import KvFormat, QuantizedCache
+from smelt.models.kv_cache import KVCacheFormat, QuantizedKVCache
 
 _TASK_OF_HEAD = {
     "ForCausalLM": "language",
@@ -31,7 +31,7 @@ class Model:
     tokenizer: PreTrainedTokenizerBase | None = None
     source: str = ""
     history: list[dict[str, Any]] = field(default_factory=list)
-    kv: KvFormat | None = None
+    kv: KVCacheFormat | None = None
 
     @property
     def anatomy(self) -> Anatomy:
@@ -51,7 +51,7 @@ class Model:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.network.parameters())
 
-    def new_cache(self) -> QuantizedCache | None:
+    def new_cache(self) -> QuantizedKVCache | None:
         """What a network call is given as `past_key_values`, for one batch; None: the network makes its own."""
         return None if self.kv is None else self.kv.cache(self.network.config)
 

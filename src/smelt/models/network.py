@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from smelt.errors import ModelError
-from smelt.models.experts import take_apart
-from smelt.models.jsonfile import one_line
+from smelt.models.experts import split_experts
+from smelt.models.json_file import one_line
 from smelt.models.quiet import quiet_transformers
 
 _AUTO_CLASS_OF_HEAD = {
@@ -35,7 +35,7 @@ def empty_network(config: PreTrainedConfig, where: str, device: str = "meta") ->
     """The network that the config describes, on the meta device unless told otherwise: shapes without memory."""
     try:
         with torch.device(device), quiet_transformers():
-            return take_apart(_auto_class(config).from_config(config, trust_remote_code=False))
+            return split_experts(_auto_class(config).from_config(config, trust_remote_code=False))
     except Exception as error:  # a foreign constructor fed with foreign values may raise anything
         raise ModelError(
             f"{where} does not describe a network that transformers can build ({one_line(error)})."
@@ -86,7 +86,7 @@ def fill_network(empty: PreTrainedModel, tensors: dict[str, Tensor], dtype: torc
     except Exception as error:  # foreign code on foreign values
         raise ModelError(f"{where} cannot be loaded ({one_line(error)}).") from error
     _check_report(report, where)
-    return take_apart(network)
+    return split_experts(network)
 
 
 def _check_report(report: dict[str, Any], where: str) -> None:

@@ -9,7 +9,7 @@ from smelt.errors import ModelError
 from smelt.models.artifact import parameters_on_meta
 from smelt.models.gguf import GgufFile, gguf_packed, gguf_shapes, gguf_tensors
 from smelt.models.network import empty_network, matching_network
-from smelt.models.quantized import QuantizedLinear, Scheme, replace_module
+from smelt.models.quantized import QuantizationScheme, QuantizedLinear, replace_module
 
 
 def packed_network(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -26,7 +26,7 @@ def packed_network(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype)
     for path in list(packed):
         bias = state.pop(f"{path}.bias", None)
         quantized = packed.pop(path)  # not held twice
-        layer = QuantizedLinear.holding(quantized, Scheme(quantized.format), bias=bias, dtype=dtype)
+        layer = QuantizedLinear.from_quantized(quantized, QuantizationScheme(quantized.format), bias=bias, dtype=dtype)
         replace_module(network, path, layer)
     network.load_state_dict(state, strict=False, assign=True)
     network.tie_weights()

@@ -1,7 +1,7 @@
 """A linear layer whose weight is held in few bits, and how a network's layers are exchanged for such ones.
 
-What stands in a layer's place is described by a `Scheme`, which is plain data: enough to lay out the layer before its
-tensors are read. The product itself is a kernel's; `path` tells which one it takes.
+A `QuantizationScheme` describes such a layer as plain data: enough to allocate the layer before its tensors
+are read. A kernel computes the product; `path` names the one that was chosen.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FACTORS = ("down", "up")
 
 
 @dataclass(frozen=True)
-class Scheme:
+class QuantizationScheme:
     """How one layer computes: the format of its weight, of its inputs, and what is done to the inputs before."""
 
     weight: Format
@@ -52,7 +52,7 @@ class Scheme:
         return plain
 
     @classmethod
-    def from_json(cls, plain: Any, place: str) -> Scheme:
+    def from_json(cls, plain: Any, place: str) -> QuantizationScheme:
         """From a file: anything that is not what `to_json` writes is an error."""
         known = {"weight": str, "inputs": str, "static": bool, "hadamard": bool, "rank": int, "clip": float}
         if not isinstance(plain, dict) or any(type(value) is not known.get(key) for key, value in plain.items()):
@@ -86,7 +86,9 @@ class _Chosen:
 class QuantizedLinear(nn.Module):
     """Stands where a Linear (or GPT-2's Conv1D) stood. Its tensors are buffers: nothing of it is trained."""
 
-    def __init__(self, in_features: int, out_features: int, scheme: Scheme, *, bias: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_features: int, out_features: int, scheme: QuantizationScheme, *, bias: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
         self.down: Tensor
         self.up: Tensor
@@ -104,8 +106,8 @@ class QuantizedLinear(nn.Module):
         self._decoded: Tensor | None = None
 
     @classmethod
-    def holding(
-        cls, quantized: Quantized, scheme: Scheme, *, bias: Tensor | None, dtype: torch.dtype
+    def from_quantized(
+        cls, quantized: Quantized, scheme: QuantizationScheme, *, bias: Tensor | None, dtype: torch.dtype
     ) -> QuantizedLinear:
         """A layer around a matrix that was just quantised. A static scale is fixed later; until then it is dynamic."""
         rows, columns = quantized.codes.shape
@@ -118,13 +120,13 @@ class QuantizedLinear(nn.Module):
             layer.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
         return layer
 
-    def fix_input_scale(self, largest: Tensor) -> None:
+    def set_static_input_scale(self, largest: Tensor) -> None:
         """From the largest magnitude of every input that the calibration data showed."""
         assert self.scheme.inputs is not None
         scale = self.scheme.inputs.fit(largest.reshape(1, 1, -1), shrink=self.scheme.clip).scale
         setattr(self, STATIC_SCALE, scale.float().reshape(1, 1, 1))
 
-    def add_factors(self, down: Tensor, up: Tensor) -> None:
+    def add_low_rank_factors(self, down: Tensor, up: Tensor) -> None:
         """Add the product of two thin matrices, [rank, in] and [out, rank], to the layer."""
         self.scheme = replace(self.scheme, rank=len(down))
         self.register_buffer("down", down)
@@ -143,7 +145,7 @@ class QuantizedLinear(nn.Module):
         """Keep these inputs, in this order. Those that will share a scale must all have had the same one."""
         if self.scheme.hadamard:
             raise ModelError("inputs that are rotated by a Hadamard matrix are rotated all together: none can leave.")
-        form, size = self.scheme.weight, self.columns_together
+        form, size = self.scheme.weight, self.input_group_size
         groups = columns // size  # whose scale each had
         chosen = groups[:: form.size(len(columns))]
         if not torch.equal(chosen.repeat_interleave(form.size(len(columns)))[: len(columns)], groups):
@@ -161,7 +163,7 @@ class QuantizedLinear(nn.Module):
             self.register_buffer(name, held.index_select(dimension, index).contiguous())
 
     @property
-    def columns_together(self) -> int:
+    def input_group_size(self) -> int:
         """Neighbouring weights of a row that share a scale."""
         return self.scheme.weight.size(self.in_features)
 
@@ -235,7 +237,7 @@ class QuantizedLinear(nn.Module):
 
 
 @contextmanager
-def decoded(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def dequantized_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside, the layers hold their matrices in full: for many passes over one block, where memory is there for it."""
     layers = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
     for layer in layers:
@@ -266,7 +268,7 @@ def quantized_layers(network: nn.Module) -> dict[str, QuantizedLinear]:
     return {path: module for path, module in network.named_modules() if isinstance(module, QuantizedLinear)}
 
 
-def lay_out(network: nn.Module, schemes: Any, place: str) -> None:
+def prepare_quantized_layers(network: nn.Module, schemes: Any, place: str) -> None:
     """Exchange the named layers of a freshly built network for quantised ones without tensors."""
     if not isinstance(schemes, dict):
         raise ModelError(f"{place}: the list of quantised layers is broken.")
@@ -275,7 +277,7 @@ def lay_out(network: nn.Module, schemes: Any, place: str) -> None:
         if path not in plain:
             raise ModelError(f"{place}: {path} is not a linear layer of this network.")
         rows, columns = linear_weight(plain[path]).shape
-        scheme = Scheme.from_json(description, place)
+        scheme = QuantizationScheme.from_json(description, place)
         dtype = plain[path].weight.dtype
         bias = plain[path].bias is not None
         replace_module(network, path, QuantizedLinear(columns, rows, scheme, bias=bias, dtype=dtype))

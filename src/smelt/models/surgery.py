@@ -48,9 +48,9 @@ def keep_units(network: nn.Module, part: Part, keep: Sequence[int]) -> None:
     if part.fixed:
         raise ModelError(f"the {part.kind} of {part.path} are normed together, so that none of them can be removed.")
     index = torch.as_tensor(list(keep), dtype=torch.long, device=part.output.device)
-    for module, rows in rows_of_writers(part, index):
+    for module, rows in rows_to_keep(part, index):
         _keep_rows(module, rows)
-    _keep_columns(part.output, spread(index, part.width))
+    _keep_columns(part.output, expand_units(index, part.columns_per_unit))
     if part.norm is not None:
         _keep_norm(part.norm, index)
     _remember(part, keep)
@@ -62,7 +62,7 @@ def keep_units(network: nn.Module, part: Part, keep: Sequence[int]) -> None:
 
 def scale_units(part: Part, scale: Tensor) -> None:
     """Fold one factor a unit into the projection that reads it."""
-    factor = scale.to(part.output.weight).repeat_interleave(part.width)
+    factor = scale.to(part.output.weight).repeat_interleave(part.columns_per_unit)
     with torch.no_grad():
         part.output.weight.mul_(factor.view(1, -1, *[1] * (part.output.weight.dim() - 2)))
 
@@ -89,21 +89,21 @@ def restore_shape(anatomy: Anatomy, shape: Sequence[dict[str, Any]]) -> None:
         if part.units != entry["units"]:
             keep_units(anatomy.network, part, entry.get("kept", range(entry["units"])))
         elif entry["units"] != entry["of"]:  # built at this width already: only the memory of what it was is missing
-            part.holder.smelt_kept_units = tuple(entry.get("kept", range(entry["units"])))
-            part.holder.smelt_original_units = entry["of"]
+            part.owner.smelt_kept_units = tuple(entry.get("kept", range(entry["units"])))
+            part.owner.smelt_original_units = entry["of"]
 
 
-def spread(index: Tensor, width: int) -> Tensor:
+def expand_units(index: Tensor, width: int) -> Tensor:
     """Unit positions -> positions of the rows they own: [units] -> [units * width]."""
     return (index[:, None] * width + torch.arange(width, device=index.device)).flatten()
 
 
-def rows_of_writers(part: Part, index: Tensor) -> list[tuple[nn.Module, Tensor]]:
+def rows_to_keep(part: Part, index: Tensor) -> list[tuple[nn.Module, Tensor]]:
     """For each writing module once, the rows to keep; a fused module keeps the same units in each of its parts."""
     rows: dict[int, tuple[nn.Module, list[Tensor]]] = {}
-    for writer, span in zip(part.writers, part.spans, strict=True):
-        offset = writer.part * writer.rows
-        rows.setdefault(id(writer.module), (writer.module, []))[1].append(offset + spread(index, span))
+    for projection, span in zip(part.input_projections, part.rows_per_unit, strict=True):
+        offset = projection.chunk * projection.out_features
+        rows.setdefault(id(projection.module), (projection.module, []))[1].append(offset + expand_units(index, span))
     return [(module, torch.cat(pieces)) for module, pieces in rows.values()]
 
 
@@ -149,23 +149,23 @@ def _keep_norm(norm: Any, index: Tensor) -> None:
 def _remember(part: Part, keep: Sequence[int]) -> None:
     """The original indices of what is left, on the module itself, so that a second surgery still knows them."""
     kept = part.kept
-    part.holder.smelt_kept_units = tuple(kept[i] for i in keep)
-    part.holder.smelt_original_units = part.original_units
+    part.owner.smelt_kept_units = tuple(kept[i] for i in keep)
+    part.owner.smelt_original_units = part.original_units
 
 
 def _settle_attention(network: nn.Module, part: Part, units: int) -> None:
     """What else in an attention module depends on how many heads it has."""
-    paths, holder = part.attention, part.holder
+    paths, owner = part.attention, part.owner
     assert paths is not None
     if units == 0:
         _replace_attention(network, part)
         return
-    sizes = {"heads": units * part.group, "width": units * part.width}
+    sizes = {"heads": units * part.heads_per_unit, "width": units * part.columns_per_unit}
     for name, meaning in paths.attributes.items():
-        setattr(holder, name, sizes[meaning])
-    if paths.head_planes is not None and not hasattr(holder, "smelt_slices_planes"):
-        holder.smelt_slices_planes = True
-        holder.register_forward_pre_hook(_PlaneSlicer(paths.head_planes), with_kwargs=True)
+        setattr(owner, name, sizes[meaning])
+    if paths.head_planes is not None and not hasattr(owner, "smelt_slices_planes"):
+        owner.smelt_slices_planes = True
+        owner.register_forward_pre_hook(_PlaneSlicer(paths.head_planes), with_kwargs=True)
 
 
 class _PlaneSlicer:
@@ -185,18 +185,18 @@ class _PlaneSlicer:
 
 
 def _replace_attention(network: nn.Module, part: Part) -> None:
-    paths, holder = part.attention, part.holder
+    paths, owner = part.attention, part.owner
     assert paths is not None
     inside = part.output.path.startswith(part.path + ".")
     name = part.output.path[len(part.path) + 1 :] if inside else None
     output = _empty_linear(part.output) if inside else None
     if not inside:
         _replace_empty_output(network, part.output)
-    nothing: Any = NoAttention(name, output, getattr(holder, "layer_idx", None))
+    nothing: Any = NoAttention(name, output, getattr(owner, "layer_idx", None))
     setattr(nothing, paths.head_dim, part.head_dim)
     nothing.smelt_kept_units, nothing.smelt_original_units = (), part.original_units
-    nothing.smelt_unit_width = part.width
-    nothing.train(holder.training)
+    nothing.smelt_unit_width = part.columns_per_unit
+    nothing.train(owner.training)
     _replace(network, part.path, nothing)
 
 
@@ -211,7 +211,9 @@ def _empty_linear(output: Projection) -> nn.Module:
         module: nn.Module = output.module
         return module
     old = output.module
-    linear: Any = nn.utils.skip_init(nn.Linear, 0, output.rows, device=old.weight.device, dtype=old.weight.dtype)
+    linear: Any = nn.utils.skip_init(
+        nn.Linear, 0, output.out_features, device=old.weight.device, dtype=old.weight.dtype
+    )
     linear.bias = old.bias
     linear.weight.requires_grad_(old.weight.requires_grad)
     for name in ("smelt_kept_units", "smelt_original_units"):

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 
 from smelt.errors import ModelError
 from smelt.models.config import read_config
-from smelt.models.jsonfile import one_line, read_object
+from smelt.models.json_file import one_line, read_object
 from smelt.models.quiet import quiet_transformers
 
 TOKENIZER_FILES = [

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from smelt.errors import ModelError
-from smelt.models.jsonfile import one_line, parse_object, read_object
+from smelt.models.json_file import one_line, parse_object, read_object
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

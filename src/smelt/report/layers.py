@@ -11,10 +11,13 @@ from smelt.report.charts import cells, fraction_bar
 from smelt.report.markup import Markup, note, section, table, tag
 from smelt.report.rows import Run
 
+# The headings of channels; "filters" is what reports of format 1 call the FFN channels.
+_CHANNELS = {"ffn_channels": "FFN channels", "filters": "FFN channels", "channels": "channels"}
+
 
 def kept_map(blocks: Sequence[Mapping[str, Any]]) -> Markup:
     """Draw the heat map of kept units: heads as cells, channels as filled bars, one row per block."""
-    headings = [name for name in ("heads", "filters", "channels") if any(block.get(name) for block in blocks)]
+    headings = [name for name in ("heads", *_CHANNELS) if any(block.get(name) for block in blocks)]
     head = tag(
         "div",
         tag("span", "block"),
@@ -29,7 +32,7 @@ def kept_map(blocks: Sequence[Mapping[str, Any]]) -> Markup:
 
 def _heading(name: str, blocks: Sequence[Mapping[str, Any]]) -> str:
     unit = next((str(block["unit"]) for block in blocks if block.get("unit")), "head")
-    return f"{unit}s" if name == "heads" else name
+    return f"{unit}s" if name == "heads" else _CHANNELS[name]
 
 
 def _row(block: Mapping[str, Any], headings: Sequence[str]) -> Markup:
@@ -51,7 +54,7 @@ def _part(name: str, block: Mapping[str, Any]) -> list[Markup]:
 def _bar(name: str, part: Mapping[str, Any]) -> Markup:
     kept, of = _number(part), part["of"]
     share = kept / of if of else 0.0
-    return fraction_bar(share, f"{kept:,} of {of:,} {name} kept ({100 * share:.0f} %)")
+    return fraction_bar(share, f"{kept:,} of {of:,} {_CHANNELS[name]} kept ({100 * share:.0f} %)")
 
 
 def _number(part: Mapping[str, Any]) -> int:

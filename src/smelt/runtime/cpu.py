@@ -51,11 +51,11 @@ def reason_against(model: Model, kind: str | None = None) -> str | None:
     if (reason := decoder.reason_against(model)) is not None:
         return reason
     for part in model.anatomy.parts:
-        if part.kind == "heads" and (part.head_dim > compiled.MOST_WIDTH or part.group > compiled.MOST_GROUP):
+        if part.kind == "heads" and (part.head_dim > compiled.MOST_WIDTH or part.heads_per_unit > compiled.MOST_GROUP):
             return "its heads are too wide"
         if part.kind == "heads" and kind is not None and not has_lanes(RowFormat.of(kind, part.head_dim)):
             return "its heads are too narrow for this format of keys and values"
-        for projection in (*part.writers, part.output):
+        for projection in (*part.input_projections, part.output):
             if not _multiplies(projection.module):
                 return f"{projection.path} is of a kind that has no compiled product"
     head = model.network.get_output_embeddings()

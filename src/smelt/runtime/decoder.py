@@ -102,12 +102,12 @@ def decoder_of(model: Model, context: int) -> Decoder:
 
 
 def _part(network: Any, block: Block, part: Part) -> Attention | FeedForward:
-    modules, output = [writer.module for writer in part.writers], part.output.module
-    norm = Norm.of(part.feeder)
-    if part.kind == "filters":
+    modules, output = [writer.module for writer in part.input_projections], part.output.module
+    norm = Norm.of(part.pre_norm)
+    if part.kind == "ffn_channels":
         up, gate = modules
         return FeedForward(norm, gate, up, output, part.units)
-    holder: Any = part.holder
+    holder: Any = part.owner
     head_norms = [
         None if (found := getattr(holder, name, None)) is None else Norm.of(found) for name in ("q_norm", "k_norm")
     ]
@@ -116,7 +116,7 @@ def _part(network: Any, block: Block, part: Part) -> Attention | FeedForward:
         norm=norm,
         writers=(modules[0], modules[1], modules[2]),
         output=output,
-        heads=part.units * part.group,
+        heads=part.units * part.heads_per_unit,
         kv_heads=part.units,
         width=part.head_dim,
         scale=float(holder.scaling),

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from smelt.errors import ModelError, RequestError
-from smelt.models.jsonfile import one_line
+from smelt.models.json_file import one_line
 from smelt.serve.engine.detokenizer import TextStream
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling import Sampling

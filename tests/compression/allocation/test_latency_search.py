@@ -27,11 +27,11 @@ def parts(seed: int, layers: int, heads: int = 6, filters: int = 16, floor: int 
     return [
         Candidates(kind, generator.exponential(size=units) * generator.exponential(), 0.0, floor)
         for _ in range(layers)
-        for kind, units in (("heads", heads), ("filters", filters))
+        for kind, units in (("heads", heads), ("ffn_channels", filters))
     ]
 
 
-TABLES = Tables(table("heads", staircase(6, 2, 1.0, 0.5)), table("filters", staircase(16, 4, 1.5, 0.25)))
+TABLES = Tables(table("heads", staircase(6, 2, 1.0, 0.5)), table("ffn_channels", staircase(16, 4, 1.5, 0.25)))
 
 
 @pytest.mark.parametrize("keep", [0.9, 0.6, 0.4, 0.2])
@@ -51,7 +51,7 @@ def test_the_table_is_respected_and_dropping_layers_never_hurts(seed: int, keep:
 
 
 def test_a_flat_table_makes_units_free() -> None:
-    flat = Tables(table("heads", [1.0] * 6), table("filters", [2.0] * 16))
+    flat = Tables(table("heads", [1.0] * 6), table("ffn_channels", [2.0] * 16))
     candidates = parts(0, layers=4)
     choice = search_latency(candidates, flat, 0.7)
     assert all(len(kept) in (0, len(c.importance)) for kept, c in zip(choice, candidates, strict=True))
@@ -61,7 +61,7 @@ def test_a_flat_table_makes_units_free() -> None:
 def test_a_wobbly_table_is_met_although_the_line_is_not_the_table() -> None:
     wobble = np.random.default_rng(0).normal(scale=0.3, size=16)
     seconds = np.maximum(0.5, np.array(staircase(16, 4, 1.5, 0.25)) + wobble)
-    tables = Tables(TABLES.heads, table("filters", seconds.tolist()))
+    tables = Tables(TABLES.heads, table("ffn_channels", seconds.tolist()))
     candidates = parts(3, layers=6)
     full = tables.seconds(candidates, [np.arange(len(c.importance)) for c in candidates])
     assert tables.seconds(candidates, search_latency(candidates, tables, 0.5)) <= 0.5 * full

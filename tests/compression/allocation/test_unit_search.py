@@ -38,15 +38,15 @@ def brute_force(parts: list[Candidates], capacity: float) -> float:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[Candidates], float]:
-    prices = {"heads": draw(st.integers(3, 40)), "filters": draw(st.integers(1, 6))}
+    prices = {"heads": draw(st.integers(3, 40)), "ffn_channels": draw(st.integers(1, 6))}
     multiple = draw(st.sampled_from([1, 1, 2]))
     parts = []
     for _ in range(draw(st.integers(1, 3))):
-        for kind in ("heads", "filters"):
+        for kind in ("heads", "ffn_channels"):
             units = draw(st.integers(1, 2)) * 2
             values = draw(st.lists(st.floats(0, 100), min_size=units, max_size=units))
             floor = draw(st.integers(0, 1)) if kind == "heads" else 0
-            step = multiple if kind == "filters" else 1
+            step = multiple if kind == "ffn_channels" else 1
             parts.append(Candidates(kind, np.array(values), float(prices[kind]), floor, step))
     full = sum(part.price * len(part.importance) for part in parts)
     return parts, full * draw(st.floats(0.05, 1.0))
@@ -74,7 +74,7 @@ def random_parts(seed: int, layers: int = 4) -> list[Candidates]:
     return [
         Candidates(kind, generator.exponential(size=units), price)
         for _ in range(layers)
-        for kind, units, price in (("heads", 8, 100.0), ("filters", 64, 7.0))
+        for kind, units, price in (("heads", 8, 100.0), ("ffn_channels", 64, 7.0))
     ]
 
 

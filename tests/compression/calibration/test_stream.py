@@ -13,8 +13,8 @@ from smelt.compression.calibration.masks import masked, unit_masks
 from smelt.compression.calibration.stream import Activations, advance, open_stream
 from smelt.compression.checkpoint import Checkpoint
 from smelt.models.anatomy import anatomy_of
-from smelt.progress import Silent
-from tests.tiny import BUILDS, labelled
+from smelt.progress import NullProgress
+from tests.tiny import BUILDS, labeled
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -22,7 +22,7 @@ from tests.tiny import BUILDS, labelled
 def test_walking_the_blocks_gives_what_the_network_gives(name: str) -> None:
     network = BUILDS[name]()
     anatomy = anatomy_of(network)
-    batches = [labelled(name, seed) for seed in range(2)]
+    batches = [labeled(name, seed) for seed in range(2)]
     outputs: dict[str, torch.Tensor] = {}
     stream = open_stream(anatomy, batches)
     for block in anatomy.blocks:
@@ -38,7 +38,7 @@ def test_walking_the_blocks_gives_what_the_network_gives(name: str) -> None:
 @pytest.mark.parametrize("name", BUILDS)
 def test_mask_gradients_are_finite_differences(name: str) -> None:
     network = BUILDS[name]().double()
-    batch = {k: v.double() if v.is_floating_point() else v for k, v in labelled(name).items()}
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in labeled(name).items()}
     anatomy = anatomy_of(network)
     gradients = mask_gradients(anatomy, batch).double()
     again = mask_gradients(anatomy, batch, checkpointing=True).double()
@@ -61,12 +61,12 @@ def test_mask_gradients_are_finite_differences(name: str) -> None:
 
 def test_finished_gradients_are_taken_from_the_checkpoint(tmp_path: Path) -> None:
     network = BUILDS["llama"]()
-    batches = [labelled("llama", seed) for seed in range(10)]
+    batches = [labeled("llama", seed) for seed in range(10)]
     checkpoint = Checkpoint(tmp_path)
-    whole = all_mask_gradients(anatomy_of(network), batches, Silent(), checkpoint)
+    whole = all_mask_gradients(anatomy_of(network), batches, NullProgress(), checkpoint)
     (tmp_path / "gradients-00008.safetensors").unlink()
     checkpoint.save("gradients-00000", {"gradients": torch.from_numpy(whole[:8]) * 2})
-    resumed = all_mask_gradients(anatomy_of(network), batches, Silent(), checkpoint)
+    resumed = all_mask_gradients(anatomy_of(network), batches, NullProgress(), checkpoint)
     assert np.array_equal(resumed[:8], whole[:8] * 2) and np.array_equal(resumed[8:], whole[8:])
 
 

@@ -15,7 +15,7 @@ from smelt.errors import BudgetError, RecipeError
 from smelt.measure.cost import Workload, block_cost
 from smelt.models.load import load
 from smelt.models.model import Model
-from tests.tiny import BUILDS, TRANSFORMERS, inputs, labelled
+from tests.tiny import BUILDS, TRANSFORMERS, inputs, labeled
 
 SETTINGS: list[dict[str, Any]] = [
     {"method": "random"},
@@ -33,7 +33,7 @@ WORKLOAD = Workload(tokens=11, image_size=32)
 def run(name: str, settings: dict[str, Any], batches: int = 4, seed: int = 0) -> Model:
     model = Model(BUILDS[name]())
     model.network.config.image_size = 32
-    context = MethodContext(batches=[labelled(name, i) for i in range(batches)], seed=seed)
+    context = MethodContext(batches=[labeled(name, i) for i in range(batches)], seed=seed)
     METHODS.build({"tokens": 11, **settings}).apply(model, context)
     return model
 

@@ -16,7 +16,7 @@ from smelt.compression.pruning.repair import RepairSettings, cut, cut_and_repair
 from smelt.compression.pruning.tune import lsmr_solve, ridge_solve, tune_scales
 from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
-from tests.tiny import BUILDS, TRANSFORMERS, labelled
+from tests.tiny import BUILDS, TRANSFORMERS, labeled
 
 
 def problem(units: int = 5, width: int = 3, outputs: int = 7, rows: int = 200) -> tuple[torch.Tensor, ...]:
@@ -104,7 +104,7 @@ def half(network: torch.nn.Module) -> list[np.ndarray]:
 def test_a_network_that_loses_nothing_is_left_as_it_is(name: str, kind: str) -> None:
     """Student and teacher agree, so the fit must find the weights that are there: any wrong residual shows."""
     network = BUILDS[name]()
-    batches = [labelled(name, seed) for seed in range(3)]
+    batches = [labeled(name, seed) for seed in range(3)]
     with torch.no_grad():
         before = network(**batches[0]).logits
     settings = RepairSettings(kind, solver="ridge", damping=1e-4)
@@ -122,7 +122,7 @@ def last_states(network: torch.nn.Module, batches: list[dict[str, torch.Tensor]]
 @pytest.mark.parametrize("name", TRANSFORMERS)
 @pytest.mark.parametrize("kind", ["tune", "full"])
 def test_repair_brings_the_last_states_closer_than_cutting_alone(name: str, kind: str) -> None:
-    batches = [labelled(name, seed) for seed in range(8)]
+    batches = [labeled(name, seed) for seed in range(8)]
     expected = last_states(BUILDS[name](), batches)
     plain, network = BUILDS[name](), BUILDS[name]()
     cut(plain, half(plain))
@@ -132,7 +132,7 @@ def test_repair_brings_the_last_states_closer_than_cutting_alone(name: str, kind
 
 @pytest.mark.parametrize("kind", ["tune", "full"])
 def test_a_killed_repair_goes_on_to_the_same_bits(kind: str, tmp_path: Path) -> None:
-    batches = [labelled("llama", seed) for seed in range(3)]
+    batches = [labeled("llama", seed) for seed in range(3)]
     whole, resumed = BUILDS["llama"](), BUILDS["llama"]()
     settings = RepairSettings(kind, solver="ridge")
     cut_and_repair(Model(whole), half(whole), settings, MethodContext(batches=batches, checkpoint=Checkpoint(tmp_path)))
@@ -145,7 +145,7 @@ def test_a_killed_repair_goes_on_to_the_same_bits(kind: str, tmp_path: Path) -> 
 
 
 def test_memory_past_the_limit_changes_nothing(tmp_path: Path) -> None:
-    batches = [labelled("bert", seed) for seed in range(3)]
+    batches = [labeled("bert", seed) for seed in range(3)]
     whole, spilled = BUILDS["bert"](), BUILDS["bert"]()
     cut_and_repair(Model(whole), half(whole), RepairSettings("full"), MethodContext(batches=batches))
     context = MethodContext(batches=batches, memory_limit=1, folder=tmp_path)

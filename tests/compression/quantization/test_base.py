@@ -18,7 +18,7 @@ from smelt.errors import DataError, ModelError, RecipeError, SmeltError
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
-from smelt.progress import Silent
+from smelt.progress import NullProgress
 from tests.tiny import BUILDS, TRANSFORMERS, inputs
 
 METHODS_HERE = ("rtn", "gptq", "hqq", "awq", "smoothquant", "aqas", "mixed")
@@ -45,7 +45,7 @@ class Killed(Exception):
     pass
 
 
-class Dying(Silent):
+class Dying(NullProgress):
     """Ends the run when a block is about to be begun."""
 
     def __init__(self, after: int) -> None:
@@ -112,7 +112,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(settings: dict[str, Any], tmp_pat
     after = 2
     whole = quantised("llama", settings)
     with pytest.raises(Killed):
-        quantised("llama", settings, checkpoint=Checkpoint(tmp_path), watcher=Dying(after))
+        quantised("llama", settings, checkpoint=Checkpoint(tmp_path), progress=Dying(after))
     assert len(list(tmp_path.glob("block-*.json"))) == after
     resumed = quantised("llama", settings, checkpoint=Checkpoint(tmp_path))
     assert same(whole, resumed)

@@ -14,7 +14,7 @@ from smelt.compression.quantization.nearest import nearest
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import RecipeError
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizedLinear, Scheme
+from smelt.models.quantized import QuantizationScheme, QuantizedLinear
 from smelt.numerics.format import TENSOR
 from smelt.numerics.integer import Integer
 from tests.tiny import BUILDS, inputs
@@ -58,7 +58,9 @@ def test_the_packed_layer_is_the_trained_weight_bit_for_bit(number_format: Integ
         (quantizer() * torch.randn(24, 48)).sum().backward()
         optimizer.step()
     trained = quantizer().detach()
-    layer = QuantizedLinear.holding(quantizer.result(), Scheme(number_format), bias=None, dtype=torch.float32)
+    layer = QuantizedLinear.from_quantized(
+        quantizer.result(), QuantizationScheme(number_format), bias=None, dtype=torch.float32
+    )
     assert not torch.equal(trained, before)
     assert torch.equal(layer.weight, trained)
 

@@ -13,14 +13,14 @@ from torch import Tensor
 from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.quantization.kv_cache import KvCache
 from smelt.compression.quantization.rtn import RoundToNearest
-from smelt.data import Choice, ChoiceData
+from smelt.data import MultipleChoiceData, MultipleChoiceItem
 from smelt.errors import ModelError, RecipeError
 from smelt.export import export
 from smelt.measure.divergence import logit_divergence
-from smelt.measure.multiple_choice import choice_accuracy
+from smelt.measure.multiple_choice import evaluate_multiple_choice
 from smelt.measure.perplexity import perplexity
-from smelt.models.artifact import load_artifact, remembered_kv, save_artifact
-from smelt.models.kv_cache import KvFormat, QuantizedCache
+from smelt.models.artifact import load_artifact, read_kv_cache_format, save_artifact
+from smelt.models.kv_cache import KVCacheFormat, QuantizedKVCache
 from smelt.models.model import Model
 from smelt.models.verify import outputs, probe
 from tests.character_tokenizer import character_tokenizer
@@ -59,7 +59,7 @@ def test_reloaded_it_generates_with_the_same_logits(step: dict[str, Any], tmp_pa
     model = made(**step)
     save_artifact(model, tmp_path)
     loaded = load_artifact(tmp_path)
-    assert loaded.kv == model.kv == remembered_kv(tmp_path) is not None
+    assert loaded.kv == model.kv == read_kv_cache_format(tmp_path) is not None
     expected, plain = generated(model), generated(Model(model.network))
     assert all(torch.equal(a, b) for a, b in zip(generated(loaded), expected, strict=True))
     assert not torch.equal(expected[0], plain[0])
@@ -69,16 +69,18 @@ def test_reloaded_it_generates_with_the_same_logits(step: dict[str, Any], tmp_pa
 
 def test_generation_and_choices_are_given_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = made(format="int2"), []
-    update = QuantizedCache.update
+    update = QuantizedKVCache.update
 
-    def noted(self: QuantizedCache, *args: Any) -> Any:
+    def noted(self: QuantizedKVCache, *args: Any) -> Any:
         seen.append(self)
         return update(self, *args)
 
-    monkeypatch.setattr(QuantizedCache, "update", noted)
+    monkeypatch.setattr(QuantizedKVCache, "update", noted)
     model.generate("The cat", max_new_tokens=3)
     assert len({id(cache) for cache in seen}) == 1 and len(seen) == 3 * 3  # layers, tokens
-    choice_accuracy(model, ChoiceData("one", (Choice(("The cat",) * 2, ("sat", "is a long way off"), 0),)))
+    evaluate_multiple_choice(
+        model, MultipleChoiceData("one", (MultipleChoiceItem(("The cat",) * 2, ("sat", "is a long way off"), 0),))
+    )
     assert len(seen) == 3 * 3 + 3  # both options in a batch
 
 
@@ -97,8 +99,13 @@ def test_everything_that_measures_uses_it() -> None:
 
 def test_it_outlives_other_steps_and_can_be_taken_away() -> None:
     model = made(format="int8")
+<<<<<<< HEAD
     RoundToNearest(bits=4, group_size=16).apply(model, MethodContext())
     assert model.kv == KvFormat("int8", rotate_keys=True)
+=======
+    RoundToNearest(bits=4, group=16).apply(model, MethodContext())
+    assert model.kv == KVCacheFormat("int8", rotate_keys=True)
+>>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
     facts = KvCache(format="none").apply(model, MethodContext())
     numbers = 3 * 2 * 2 * 8  # layers, key and value, heads, head_dim
     assert facts == {"cache_bits_a_token_before": 3 * 2 * 2 * (8 * 8 + 32), "cache_bits_a_token_after": 32 * numbers}
@@ -109,7 +116,11 @@ def test_folders_without_the_field_and_with_a_broken_one(tmp_path: Path) -> None
     save_artifact(Model(BUILDS["llama"]()), tmp_path)
     content = json.loads((tmp_path / "smelt.json").read_text())
     assert "kv" not in content
-    assert load_artifact(tmp_path).kv is None and remembered_kv(tmp_path) is None and remembered_kv("no/such") is None
+    assert (
+        load_artifact(tmp_path).kv is None
+        and read_kv_cache_format(tmp_path) is None
+        and read_kv_cache_format("no/such") is None
+    )
     for broken in ("int8", {"format": "int9"}, {"format": 8}, {"bits": 8}, {"format": "int8", "clip": 2.0}, None):
         (tmp_path / "smelt.json").write_text(json.dumps({**content, "kv": broken}))
         with pytest.raises(ModelError, match=r"smelt\.json: (this is not the description|there is no|a cache's range)"):

@@ -101,7 +101,9 @@ def test_an_expert_sees_the_real_tokens_that_chose_it(folders: dict[str, Path]) 
     """The Hessian of each expert, with padding, against what the router says."""
     model, data = load(folders["olmoe"]), batches(padded=True)
     stream, block = open_stream(model.anatomy, data), model.anatomy.blocks[0]
-    seen: dict[nn.Module, SecondMoment] = {p.writers[0].module: SecondMoment() for p in block.parts if p.mixture}
+    seen: dict[nn.Module, SecondMoment] = {
+        p.input_projections[0].module: SecondMoment() for p in block.parts if p.mixture
+    }
     rows: list[tuple[Tensor, Tensor]] = []
     hook = block.module.mlp.gate.register_forward_hook(lambda _, args, output: rows.append((args[0], output[2])))
     observe(stream, block, seen)
@@ -156,7 +158,7 @@ def test_gptq_beats_rounding_to_nearest(name: str, folders: dict[str, Path]) -> 
 @torch.no_grad()
 def _layer_errors(stream: Any, block: Any, model: Model) -> Iterator[Tensor]:
     inputs: dict[nn.Module, list[Tensor]] = {}
-    projections = [p for part in block.parts if part.mixture for p in (*part.writers, part.output)]
+    projections = [p for part in block.parts if part.mixture for p in (*part.input_projections, part.output)]
     observe(stream, block, {p.module: inputs.setdefault(p.module, []).append for p in projections})
     for projection in projections:
         x = torch.cat(inputs[projection.module])
@@ -211,7 +213,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     whole, killed, resumed = (load(folders["qwen3-moe-starved"]) for _ in range(3))
     facts = method.apply(whole, MethodContext(batches=data))
     with pytest.raises(Killed):
-        method.apply(killed, MethodContext(batches=data, checkpoint=Checkpoint(tmp_path), watcher=Dying(1)))
+        method.apply(killed, MethodContext(batches=data, checkpoint=Checkpoint(tmp_path), progress=Dying(1)))
     again = method.apply(resumed, MethodContext(batches=data, checkpoint=Checkpoint(tmp_path)))
     assert same(whole, resumed) and again["few_tokens"] == facts["few_tokens"]
 

@@ -22,7 +22,7 @@ from smelt.kernels.linear import Inputs
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
-from smelt.models.quantized import Scheme, quantized_layers
+from smelt.models.quantized import QuantizationScheme, quantized_layers
 from smelt.numerics.catalogue import FORMATS
 from smelt.numerics.error import signal_to_noise
 from smelt.numerics.integer import Integer
@@ -136,8 +136,8 @@ def test_a_scheme_with_clipping_and_rotation_is_remembered(tmp_path: Path) -> No
     assert scheme.to_json() == {
         "weight": "int4@float16", "inputs": "int4", "static": False, "hadamard": True, "clip": 0.9,
     }  # fmt: skip
-    assert Scheme.from_json(scheme.to_json(), "here") == scheme
-    assert "clip" not in Scheme(INT4, INT4).to_json()
+    assert QuantizationScheme.from_json(scheme.to_json(), "here") == scheme
+    assert "clip" not in QuantizationScheme(INT4, INT4).to_json()
     save_artifact(model, tmp_path)
     again = load_artifact(tmp_path)
     assert torch.equal(logits(again.network), logits(model.network))
@@ -149,7 +149,7 @@ def test_a_scheme_with_clipping_and_rotation_is_remembered(tmp_path: Path) -> No
 @pytest.mark.parametrize("clip", [0.0, -1.0, 1.5, math.nan, "0.9", True])
 def test_an_impossible_clip_in_a_file_is_refused(clip: object) -> None:
     with pytest.raises(ModelError, match="here"):
-        Scheme.from_json({"weight": "int4", "inputs": "int4", "clip": clip}, "here")
+        QuantizationScheme.from_json({"weight": "int4", "inputs": "int4", "clip": clip}, "here")
 
 
 def test_a_width_without_a_hadamard_matrix_is_left_alone_and_told() -> None:

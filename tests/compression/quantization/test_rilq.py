@@ -23,7 +23,7 @@ from smelt.kernels.linear import using
 from smelt.measure.perplexity import perplexity
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizedLinear, Scheme, linear_weight, quantized_layers
+from smelt.models.quantized import QuantizationScheme, QuantizedLinear, linear_weight, quantized_layers
 from smelt.numerics.catalogue import format_named
 from smelt.numerics.integer import Integer
 from tests.tiny import BUILDS, inputs
@@ -153,8 +153,8 @@ FORMATS = [
 def test_merged_zero_points_are_the_factors(number_format: Integer) -> None:
     """(code - z') s = (code - z) s + BA, as far as a zero point in float16 tells; inputs of no group are mixed up."""
     weight = torch.randn(24, 48) / 8
-    layer = QuantizedLinear.holding(
-        number_format.quantize(weight), Scheme(number_format), bias=torch.randn(24), dtype=torch.float32
+    layer = QuantizedLinear.from_quantized(
+        number_format.quantize(weight), QuantizationScheme(number_format), bias=torch.randn(24), dtype=torch.float32
     )
     adapter = Adapter(layer, 2, pooled=True)
     with torch.no_grad():
@@ -216,9 +216,9 @@ def test_what_was_trained_is_what_is_stored(place: str) -> None:
 def test_a_layer_computes_as_it_was_trained(rounded: str | None, hadamard: bool) -> None:
     """Factors read the rotated inputs before these are rounded; gradients pass the rounding."""
     number_format = Integer(16, "float16", 4, False)
-    scheme = Scheme(number_format, format_named(rounded) if rounded else None, hadamard=hadamard)
+    scheme = QuantizationScheme(number_format, format_named(rounded) if rounded else None, hadamard=hadamard)
     matrix = number_format.quantize(torch.randn(24, 32))
-    layer = QuantizedLinear.holding(matrix, scheme, bias=torch.randn(24), dtype=torch.float32)
+    layer = QuantizedLinear.from_quantized(matrix, scheme, bias=torch.randn(24), dtype=torch.float32)
     adapter, x = Adapter(layer, 3, pooled=False), torch.randn(5, 32, requires_grad=True)
     with torch.no_grad():
         adapter.down.normal_()
@@ -237,8 +237,8 @@ def test_a_layer_computes_as_it_was_trained(rounded: str | None, hadamard: bool)
 @pytest.mark.parametrize("pooled", [False, True])
 def test_svd_factors_are_the_best_ones(pooled: bool) -> None:
     error = torch.randn(12, 32)
-    layer = QuantizedLinear.holding(
-        Integer(8, "float16", 2, False).quantize(error), Scheme(Integer(8, "float16", 2, False)), bias=None,
+    layer = QuantizedLinear.from_quantized(
+        Integer(8, "float16", 2, False).quantize(error), QuantizationScheme(Integer(8, "float16", 2, False)), bias=None,
         dtype=torch.float32,
     )  # fmt: skip
 
@@ -262,7 +262,7 @@ class Killed(Exception):
 
 
 class Killing:
-    """A watcher under which a training ends at an update, as a killed process does."""
+    """A progress under which a training ends at an update, as a killed process does."""
 
     def __init__(self, update: int) -> None:
         self.update = update
@@ -285,7 +285,7 @@ def test_a_killed_training_goes_on_to_the_same_bytes(place: str, tmp_path: Path)
 
     whole, other = run(), run(seed=1)
     with pytest.raises(Killed):
-        run(checkpoint=Checkpoint(tmp_path), watcher=Killing(5))
+        run(checkpoint=Checkpoint(tmp_path), progress=Killing(5))
     resumed = run(checkpoint=Checkpoint(tmp_path))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     assert not all(torch.equal(whole[name], other[name]) for name in whole)

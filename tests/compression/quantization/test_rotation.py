@@ -83,7 +83,7 @@ def test_the_function_stays_the_same(name: str) -> None:
     untouched = [table.weight.clone() for table in model.anatomy.embeddings]  # type: ignore[operator]
     facts = rotate(model)
     assert (logits(model) - before).abs().max() < 1e-10
-    norms = [part.feeder for part in model.anatomy.parts] + [model.anatomy.final_norm]
+    norms = [part.pre_norm for part in model.anatomy.parts] + [model.anatomy.final_norm]
     assert all(bool((norm.weight == 1).all()) for norm in norms)
     for table, old in zip(model.anatomy.embeddings, untouched, strict=True):
         assert not torch.allclose(table.weight, old, atol=0.01)  # type: ignore[arg-type]
@@ -98,7 +98,7 @@ def test_a_pruned_network_with_added_biases_stays_the_same(name: str) -> None:
     model = exact_model(name)
     cut(model.network, random_masks(model.network, empty=("heads1", "filters2")))
     for part in model.anatomy.parts:
-        set_output(part, part.output.weight.clone(), 0.1 * torch.randn(part.output.rows))
+        set_output(part, part.output.weight.clone(), 0.1 * torch.randn(part.output.out_features))
     before = logits(model)
     rotate(model)
     assert (logits(model) - before).abs().max() < 1e-10

@@ -75,12 +75,17 @@ def test_a_norm_without_weights_takes_no_scale() -> None:
 def test_folding_after_heads_were_removed() -> None:
     import smelt.compression.pruning  # noqa: F401  (puts the methods on the list)
     from smelt.compression.base import MethodContext
-    from tests.tiny import labelled
+    from tests.tiny import labeled
 
     for name in ("llama", "gpt2", "bert"):
         model = Model(BUILDS[name]())
+<<<<<<< HEAD
         context = MethodContext(batches=[labelled(name)])
         METHODS.build({"method": "magnitude", "budget": {"macs": 0.6}, "repair": "none", "tokens": 11}).apply(
+=======
+        context = MethodContext(batches=[labeled(name)])
+        METHODS.build({"method": "magnitude", "budget": {"macs": 0.6}, "finish": "none", "tokens": 11}).apply(
+>>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
             model, context
         )
         network = model.network.double()

@@ -149,7 +149,7 @@ def really_rounded(anatomy: Anatomy, method: SpinQuant) -> Iterator[None]:
 
     hooks = []
     for part in anatomy.parts:
-        for module in {id(writer.module): writer.module for writer in part.writers}.values():
+        for module in {id(writer.module): writer.module for writer in part.input_projections}.values():
             hooks.append(module.register_forward_pre_hook(plain))
         hooks.append(part.output.module.register_forward_pre_hook(turned if method.rotates(part) else plain))
     yield

@@ -19,7 +19,7 @@ from smelt.compression.recipe.inputs import (
     split,
 )
 from smelt.compression.recipe.recipe import Recipe
-from smelt.data import LabelledData, TextData
+from smelt.data import LabeledData, TextData
 from smelt.errors import DataError
 from smelt.models.model import Model
 from tests.character_tokenizer import character_tokenizer
@@ -47,11 +47,11 @@ def language_model() -> Model:
     return Model(BUILDS["llama"](), character_tokenizer())
 
 
-def test_labelled_rows_are_either_seen_or_held_out(tmp_path: Path) -> None:
+def test_labeled_rows_are_either_seen_or_held_out(tmp_path: Path) -> None:
     made = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 25))
     data = calibration_data(made, classifier())
     seen, held_out = split(made, data)
-    assert isinstance(seen, LabelledData) and isinstance(held_out, LabelledData)
+    assert isinstance(seen, LabeledData) and isinstance(held_out, LabeledData)
     assert (len(seen), len(held_out)) == (40, 10)
     assert set(seen.first) | set(held_out.first) == {f"row {i}" for i in range(50)}
     assert not set(seen.first) & set(held_out.first)
@@ -77,9 +77,9 @@ def test_other_data_to_evaluate_on_leaves_all_rows_to_calibration(tmp_path: Path
     other = rows(tmp_path / "other.jsonl", [1, 0])
     made = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 5), evaluate={"source": str(other)})
     seen, held_out = split(made, calibration_data(made, classifier()))
-    assert isinstance(seen, LabelledData) and len(seen) == 10 and held_out is None
+    assert isinstance(seen, LabeledData) and len(seen) == 10 and held_out is None
     evaluation = evaluation_data(made, held_out, classifier())
-    assert isinstance(evaluation, LabelledData) and evaluation.name == str(other)
+    assert isinstance(evaluation, LabeledData) and evaluation.name == str(other)
 
 
 def test_what_cannot_be_measured_is_not_measured(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_rows_longer_than_the_model_takes_are_cut(tmp_path: Path) -> None:
     config = transformers.BertConfig(**ENCODER, max_position_embeddings=10)
     model = Model(transformers.BertForSequenceClassification(config), character_tokenizer(encoder=True))
     made = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 4))
-    long = LabelledData("long", ("a" * 50,) * 8, None, np.array([0, 1] * 4), False)
+    long = LabeledData("long", ("a" * 50,) * 8, None, np.array([0, 1] * 4), False)
     (batch, *_) = calibration_batches(made.data, long, model, seed=0)
     assert batch["input_ids"].shape == (3, 10)
 

@@ -12,7 +12,7 @@ import torch
 
 from smelt.compression.checkpoint import Checkpoint
 from smelt.errors import ResourceError, SmeltError
-from smelt.files import check_place, full_disk_told, whole_folder, write_whole
+from smelt.files import atomic_folder, check_writable, explain_disk_errors, write_atomically
 
 
 def names(folder: Path) -> list[str]:
@@ -21,14 +21,14 @@ def names(folder: Path) -> list[str]:
 
 def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
     file = tmp_path / "deep" / "file"
-    write_whole(file, lambda temporary: temporary.write_text("old"))
+    write_atomically(file, lambda temporary: temporary.write_text("old"))
 
     def fail(temporary: Path) -> None:
         temporary.write_text("half of the n")
         raise ValueError
 
     with pytest.raises(ValueError):
-        write_whole(file, fail)
+        write_atomically(file, fail)
     assert file.read_text() == "old" and names(file.parent) == ["file"]
 
 
@@ -36,11 +36,11 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
 def test_a_folder_appears_when_it_is_complete(inside: bool, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     place = tmp_path / "work" if inside else None
-    with whole_folder(tmp_path / "out", place) as temporary:
+    with atomic_folder(tmp_path / "out", place) as temporary:
         (temporary / "file").write_text("content")
         assert temporary.parent == (place or tmp_path) and not (tmp_path / "out").exists()
     assert (tmp_path / "out" / "file").read_text() == "content"
-    with pytest.raises(KeyboardInterrupt), whole_folder(tmp_path / "other", place) as temporary:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "other", place) as temporary:
         (temporary / "file").write_text("content")
         raise KeyboardInterrupt
     assert names(tmp_path) == ["out", "work"] and names(tmp_path / "work") == []
@@ -57,23 +57,23 @@ def test_a_folder_appears_when_it_is_complete(inside: bool, tmp_path: Path) -> N
     ],
 )
 def test_what_the_system_says_becomes_a_sentence(error: Exception, words: str) -> None:
-    with pytest.raises(ResourceError, match=words), full_disk_told(Path("result")):
+    with pytest.raises(ResourceError, match=words), explain_disk_errors(Path("result")):
         raise error
 
 
 @pytest.mark.parametrize("error", [ValueError("anything"), SmeltError("a sentence already")])
 def test_other_errors_stay_what_they_are(error: Exception) -> None:
-    with pytest.raises(type(error), match=str(error)), full_disk_told(Path("result")):
+    with pytest.raises(type(error), match=str(error)), explain_disk_errors(Path("result")):
         raise error
 
 
 def test_places(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    check_place(tmp_path / "new" / "deep" / "out")
-    check_place(tmp_path / "file")
+    check_writable(tmp_path / "new" / "deep" / "out")
+    check_writable(tmp_path / "file")
     for bad in (tmp_path / "file" / "out", tmp_path / "file" / "deep" / "out", tmp_path / ("x" * 300)):
         with pytest.raises(ResourceError, match="could not be written"):
-            check_place(bad)
+            check_writable(bad)
     assert names(tmp_path) == ["file"]
 
 
@@ -81,7 +81,7 @@ def test_places(tmp_path: Path) -> None:
 def test_a_folder_one_may_not_write_to(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ResourceError, match="may not be written to"):
-        check_place(tmp_path / "out")
+        check_writable(tmp_path / "out")
 
 
 class TestCheckpoint:

@@ -19,7 +19,7 @@ from smelt.kvcache.eviction.scorers.snapkv import SnapKV
 from smelt.kvcache.rope import position_remapper
 from smelt.kvcache.streaming import InfiniPot, TextStream
 from smelt.kvcache.streaming.novelty import NoveltyTracker, token_novelty
-from smelt.models.kv_cache import KvFormat
+from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
 from tests.kvcache.streaming.test_pot import everything, same
 from tests.serve.test_detokenizer import byte_tokenizer
@@ -356,7 +356,7 @@ def test_unfit_models_are_refused() -> None:
     for name, sentence in (("mistral", "sliding"), ("gpt2", "no rotary positions"), ("bert", "only language models")):
         with pytest.raises(ModelError, match=sentence):
             stream_of(name)
-    model = Model(BUILDS["llama"](), kv=KvFormat("int8"))
+    model = Model(BUILDS["llama"](), kv=KVCacheFormat("int8"))
     with pytest.raises(ModelError, match="keeps keys and values as int8"):
         TextStream(model, CAP, rule=InfiniPot(prompt=PROMPT))
     with pytest.raises(ModelError, match="no tokenizer"):

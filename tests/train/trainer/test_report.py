@@ -11,7 +11,7 @@ import pytest
 
 from smelt.cli.app import call, program
 from smelt.errors import SmeltError
-from smelt.report.plots import Scale, scale_of, averaged
+from smelt.report.plots import Scale, averaged, scale_of
 from smelt.report.training import render_training, summary
 from smelt.train.trainer.run_folder import RunFolder
 from tests.train.trainer.runs import language, trained

@@ -55,17 +55,18 @@ def measure_tables(anatomy: Anatomy, workload: Workload, seed: int = 0, seconds:
     device = Device(weight.device.type, seed=seed)
     dtype = str(weight.dtype).removeprefix("torch.")
     heads = _widest(anatomy, "heads")
-    filters = _widest(anatomy, "filters")
+    filters = _widest(anatomy, "ffn_channels")
 
     def attention(units: int) -> Attention:
         return Attention(
-            hidden=heads.output.rows, heads=units * heads.group, kv_heads=units, head_dim=heads.head_dim,
-            tokens=workload.tokens, batch=workload.batch, causal=anatomy.family.causal, dtype=dtype,
+            hidden=heads.output.out_features, heads=units * heads.heads_per_unit, kv_heads=units,
+            head_dim=heads.head_dim, tokens=workload.tokens, batch=workload.batch, causal=anatomy.family.causal,
+            dtype=dtype,
         )  # fmt: skip
 
     def feed_forward(units: int) -> FeedForward:
         return FeedForward(
-            hidden=filters.output.rows, filters=units, gated=len(filters.writers) > 1,
+            hidden=filters.output.out_features, filters=units, gated=len(filters.input_projections) > 1,
             tokens=workload.tokens, batch=workload.batch, dtype=dtype,
         )  # fmt: skip
 
@@ -125,7 +126,7 @@ def _free(part: Candidates, line: PiecewiseFit) -> int:
 def _search_on_line(
     parts: Sequence[Candidates], heads_line: PiecewiseFit, filters_line: PiecewiseFit, budget: float
 ) -> Choice | None:
-    heads, filters = _layers(parts, "heads", heads_line), _layers(parts, "filters", filters_line)
+    heads, filters = _layers(parts, "heads", heads_line), _layers(parts, "ffn_channels", filters_line)
     best: Choice | None = None
     best_value = -np.inf
     for heads_dropped in range(_most_dropped(parts, heads) + 1):

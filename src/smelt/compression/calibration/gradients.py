@@ -19,7 +19,7 @@ from smelt.compression.calibration.masks import masked, unit_masks
 from smelt.compression.checkpoint import Checkpoint
 from smelt.errors import DataError
 from smelt.models.anatomy import Anatomy
-from smelt.progress import Watcher
+from smelt.progress import Progress
 
 Batch = dict[str, Tensor]
 HIDDEN_COPIES, UNIT_COPIES, LOGIT_COPIES = 7, 4, 4  # float32 tensors of each width that live at the peak of a backward
@@ -45,8 +45,10 @@ def gradient_bytes(anatomy: Anatomy, batch: int, length: int, *, checkpointing: 
 
     Weights are frozen, so a projection keeps nothing of its input; norms, activations, masks and attention do.
     """
-    widths = [round(sum(part.share * part.output.columns for part in block.parts)) for block in anatomy.blocks]
-    hidden = anatomy.parts[0].output.rows
+    widths = [
+        round(sum(part.token_fraction * part.output.in_features for part in block.parts)) for block in anatomy.blocks
+    ]
+    hidden = anatomy.parts[0].output.out_features
     numbers = [HIDDEN_COPIES * hidden + UNIT_COPIES * width for width in widths]
     kept = sum(numbers) if not checkpointing else max(numbers) + hidden * len(numbers)
     vocabulary = getattr(anatomy.network.config, "vocab_size", 0) if anatomy.family.causal else 0
@@ -105,7 +107,7 @@ def _rerun(forward: Any) -> Any:
 def all_mask_gradients(
     anatomy: Anatomy,
     batches: Sequence[Batch],
-    watcher: Watcher,
+    progress: Progress,
     checkpoint: Checkpoint,
     memory_limit: int | None = None,
 ) -> np.ndarray:
@@ -118,7 +120,7 @@ def all_mask_gradients(
     largest = max(next(iter(batch.values())).shape[:2] for batch in batches)
     checkpointing = memory_limit is not None and gradient_bytes(anatomy, *largest) > memory_limit
     rows: list[np.ndarray] = []
-    for start in watcher.track(range(0, len(batches), BATCHES_A_PIECE), "gradients of the masks"):
+    for start in progress.track(range(0, len(batches), BATCHES_A_PIECE), "gradients of the masks"):
         name = f"gradients-{start:05d}"
         done = checkpoint.load(name)
         if done is None:

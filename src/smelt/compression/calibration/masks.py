@@ -37,8 +37,8 @@ def masked(anatomy: Anatomy, masks: Sequence[Tensor]) -> Iterator[None]:
 def apply_mask(part: Part, mask: Tensor, activations: Tensor) -> Tensor:
     """Scale each unit's share of the activations that the part's output projection reads."""
     factor = mask.to(activations.dtype)
-    if part.width > 1:
-        factor = factor.repeat_interleave(part.width)
+    if part.columns_per_unit > 1:
+        factor = factor.repeat_interleave(part.columns_per_unit)
     if part.kind == "channels":  # [batch, channels, height, width]
         factor = factor.view(1, -1, 1, 1)
     return activations * factor

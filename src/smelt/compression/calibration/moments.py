@@ -32,7 +32,7 @@ def block_moments(stream: Stream, block: Block, *, carry: bool = False) -> list[
     Those of an expert are over the tokens that reach it, and zero where none does.
     """
     device = next(block.module.parameters()).device
-    sums = [torch.zeros(2, part.output.columns, dtype=torch.float64, device=device) for part in block.parts]
+    sums = [torch.zeros(2, part.output.in_features, dtype=torch.float64, device=device) for part in block.parts]
     rows = torch.zeros(len(block.parts), dtype=torch.long, device=device)
     for batch in range(len(stream)):
         seen: list[dict[str, Tensor]] = [{} for _ in block.parts]

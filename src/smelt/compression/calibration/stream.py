@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compression.calibration.device import moved
-from smelt.files import full_disk_told
+from smelt.files import explain_disk_errors
 from smelt.models.anatomy import Anatomy, Block
 
 Batch = dict[str, Tensor]
@@ -60,7 +60,7 @@ class Activations:
         if self._files is None:
             self._files = tempfile.TemporaryDirectory(prefix="activations-", dir=self._folder)
         raw, path = _raw(tensor), Path(self._files.name) / f"{batch}.raw"
-        with full_disk_told(path):  # written and not mapped: a full disk under a mapped file would end the process
+        with explain_disk_errors(path):  # written and not mapped: a full disk under a mapped file would end the process
             path.write_bytes(raw.tobytes())
         self._filed[batch] = _Filed(path, raw.shape, tensor.dtype, tensor.device)
 

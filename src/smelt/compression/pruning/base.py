@@ -20,7 +20,7 @@ from smelt.compression.budget import Budget
 from smelt.compression.pruning.repair import STREAMS, RepairSettings, cut, cut_and_repair
 from smelt.config import renamed
 from smelt.errors import BudgetError, ModelError, RecipeError
-from smelt.measure.cost import Measure, Workload, block_cost, block_parameters, cost_of, unit_costs
+from smelt.measure.cost import CostMetric, Workload, block_cost, block_parameters, cost_with_units, unit_costs
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
@@ -106,8 +106,8 @@ class StructuredPruning(Method):
         """Of the repair: teacher and student pass through every block; one part's equations live at a time."""
         if self.repair not in ("tune", "full"):
             return ResourceEstimate(1.0 if "calibration data" in self.needs else 0.0)
-        widest = max(part.output.columns for part in anatomy.parts)
-        streams = STREAMS * 4 * size.tokens * anatomy.parts[0].output.rows
+        widest = max(part.output.in_features for part in anatomy.parts)
+        streams = STREAMS * 4 * size.tokens * anatomy.parts[0].output.out_features
         held = streams if memory_limit is None else min(streams, memory_limit)
         return ResourceEstimate(passes=3.5, memory=held + MATRICES * 8 * widest * widest)
 
@@ -130,7 +130,7 @@ class StructuredPruning(Method):
             return 0.0
         outputs = [part.output for part in anatomy.parts if part.output.bias is None]
         size = outputs[0].weight.element_size() if outputs and measure == "bytes" else 1
-        return float(size * sum(output.rows for output in outputs))
+        return float(size * sum(output.out_features for output in outputs))
 
     @property
     def adds_bias(self) -> bool:
@@ -201,16 +201,21 @@ Rule = Callable[[Sequence[Candidates], float], Choice]
 
 
 def fitting_choice(
-    anatomy: Anatomy, candidates: Sequence[Candidates], rule: Rule, allowed: float, measure: Measure, workload: Workload
+    anatomy: Anatomy,
+    candidates: Sequence[Candidates],
+    rule: Rule,
+    allowed: float,
+    measure: CostMetric,
+    workload: Workload,
 ) -> Choice:
     """The largest choice by a rule whose true cost is allowed. Prices a unit are exact but for convolutions, which
     neighbouring parts share: there the rule's own budget is narrowed until the truth fits."""
     everything = [part.units for part in anatomy.parts]
     units = sum(part.price * len(part.importance) for part in candidates)
-    fixed = cost_of(anatomy, everything, measure, workload) - units
+    fixed = cost_with_units(anatomy, everything, measure, workload) - units
 
     def true_cost(choice: Choice) -> float:
-        return cost_of(anatomy, [len(kept) for kept in choice], measure, workload)
+        return cost_with_units(anatomy, [len(kept) for kept in choice], measure, workload)
 
     if all(part.kind != "channels" for part in anatomy.parts):
         return rule(candidates, allowed - fixed)

@@ -47,7 +47,7 @@ class Fisher(StructuredPruning):
     def observe(self, anatomy: Anatomy, context: MethodContext) -> list[np.ndarray]:
         """Each part's gradients: [mini-batches, units]."""
         gradients = all_mask_gradients(
-            anatomy, context.batches, context.watcher, context.checkpoint, context.memory_limit
+            anatomy, context.batches, context.progress, context.checkpoint, context.memory_limit
         )
         return np.split(gradients, np.cumsum([part.units for part in anatomy.parts])[:-1], axis=1)
 

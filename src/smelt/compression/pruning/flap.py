@@ -44,7 +44,7 @@ class Flap(StructuredPruning):
         if any(part.kind == "channels" for part in anatomy.parts):
             raise RecipeError("flap is for attention and feed-forward parts; for convolutions use fisher or magnitude.")
         stream = open_stream(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
-        blocks = context.watcher.track(anatomy.blocks, "flap")
+        blocks = context.progress.track(anatomy.blocks, "flap")
         return [moments for block in blocks for moments in block_moments(stream, block, carry=True)]
 
     def scores(self, anatomy: Anatomy, seen: list[Moments], context: MethodContext) -> Scores:
@@ -68,7 +68,7 @@ def _fluctuation(part: Part, moments: Moments) -> np.ndarray:
     columns = moments.variance * part.output.weight.detach().double().square().sum(0)
     if part.kind == "heads":
         columns = columns.square()
-    fluctuation: np.ndarray = columns.view(part.units, part.width).mean(1).cpu().numpy()
+    fluctuation: np.ndarray = columns.view(part.units, part.columns_per_unit).mean(1).cpu().numpy()
     return fluctuation
 
 
@@ -81,5 +81,5 @@ def _mean_of_removed(part: Part, kept: np.ndarray, moments: Moments) -> torch.Te
     """What the removed units gave on average: W (mean(x) o (1 - m))."""
     removed = torch.ones(part.units, dtype=torch.float64, device=moments.mean.device)
     removed[torch.from_numpy(kept)] = 0
-    mean = moments.mean * removed.repeat_interleave(part.width)
+    mean = moments.mean * removed.repeat_interleave(part.columns_per_unit)
     return part.output.weight.detach().double() @ mean

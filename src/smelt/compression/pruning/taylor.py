@@ -41,19 +41,19 @@ class Taylor(StructuredPruning):
         """Leave the gradient of the mean loss over all batches in the weights that belong to units."""
         if not context.batches:
             raise DataError("taylor needs calibration data, and there is none.")
-        weights = [p.module.weight for part in anatomy.parts for p in (*part.writers, part.output)]
+        weights = [p.module.weight for part in anatomy.parts for p in (*part.input_projections, part.output)]
         with frozen(anatomy.network):
             _clear(weights)
             for weight in weights:
                 weight.requires_grad_(True)
-            for batch in context.watcher.track(context.batches, "gradients of the weights"):
+            for batch in context.progress.track(context.batches, "gradients of the weights"):
                 (batch_loss(anatomy.network, batch) / len(context.batches)).backward()
             for weight in weights:
                 weight.requires_grad_(False)
 
     def scores(self, anatomy: Anatomy, seen: None, context: MethodContext) -> Scores:
         scores = [sum_by_unit(part, _first_order) for part in anatomy.parts]
-        _clear([p.module.weight for part in anatomy.parts for p in (*part.writers, part.output)])
+        _clear([p.module.weight for part in anatomy.parts for p in (*part.input_projections, part.output)])
         return scores
 
 
@@ -63,7 +63,7 @@ def _first_order(projection: Projection) -> torch.Tensor:
         gradient = torch.zeros_like(projection.module.weight)
     product: torch.Tensor = (projection.module.weight.detach() * gradient).abs().double()
     product = product.T if projection.transposed else product
-    return product[projection.part * projection.rows : (projection.part + 1) * projection.rows]
+    return product[projection.chunk * projection.out_features : (projection.chunk + 1) * projection.out_features]
 
 
 def _clear(weights: list[nn.Parameter]) -> None:

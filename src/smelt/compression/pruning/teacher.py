@@ -32,7 +32,7 @@ class Teacher:
         self.module = copy.deepcopy(block.module)
         self.parts, self.residual = block.parts, residual
         self.outputs = [self.module.get_submodule(part.output.path[inside:]) for part in block.parts]
-        writers = block.parts[-1].writers
+        writers = block.parts[-1].input_projections
         self.last_writer = self.module.get_submodule(writers[0].path[inside:]) if writers else None
         self.masks = None if masks is None else [masks[part.name] for part in block.parts]
 

@@ -49,7 +49,7 @@ class WandaSp(StructuredPruning):
         """Score each block on the stream of the pruned blocks below it, cut it, carry the stream on."""
         stream = open_stream(model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
         left = iter(counts)
-        for block in context.watcher.track(model.anatomy.blocks, "wanda-sp"):
+        for block in context.progress.track(model.anatomy.blocks, "wanda-sp"):
             found = block_moments(stream, block)
             kept = [best(unit_scores(p, m), next(left)).tolist() for p, m in zip(block.parts, found, strict=True)]
             for part, keep in zip(block.parts, kept, strict=True):
@@ -70,7 +70,7 @@ def unit_scores(part: Part, moments: Moments) -> np.ndarray:
     if weight.dim() > 2:  # a convolution's column is a kernel
         weight = weight.abs().sum(tuple(range(2, weight.dim())))
     columns = weight.abs().mean(0) * moments.square.sqrt()
-    scores: np.ndarray = columns.view(part.units, part.width).sum(1).cpu().numpy()
+    scores: np.ndarray = columns.view(part.units, part.columns_per_unit).sum(1).cpu().numpy()
     return scores
 
 

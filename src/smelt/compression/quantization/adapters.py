@@ -71,7 +71,7 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def stored_beside(self, layer: QuantizedLinear, dtype: torch.dtype) -> QuantizedLinear:
         """The layer with the factors added."""
-        layer.add_factors(self.down.detach().to(dtype, copy=True), self.scaled_up.to(dtype))
+        layer.add_low_rank_factors(self.down.detach().to(dtype, copy=True), self.scaled_up.to(dtype))
         return layer
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class Adapter(nn.Module):
             raise ModelError(f"the zero points of {path} cannot hold its factors; use `merge: false`.")
         scheme = replace(layer.scheme, weight=number_format)
         moved = Quantized(number_format, held.codes, Grid(held.grid.scale, zero))
-        new = QuantizedLinear.holding(moved, scheme, bias=layer.bias, dtype=dtype)
+        new = QuantizedLinear.from_quantized(moved, scheme, bias=layer.bias, dtype=dtype)
         if scheme.static:
             setattr(new, STATIC_SCALE, getattr(layer, STATIC_SCALE))
         return new

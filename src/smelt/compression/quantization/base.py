@@ -26,7 +26,14 @@ from smelt.errors import DataError, FormatError, ModelError, RecipeError
 from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy, Block
 from smelt.models.model import Model
-from smelt.models.quantized import QuantizedLinear, Scheme, decoded, lay_out, quantized_layers, replace_module
+from smelt.models.quantized import (
+    QuantizationScheme,
+    QuantizedLinear,
+    dequantized_weights,
+    prepare_quantized_layers,
+    quantized_layers,
+    replace_module,
+)
 from smelt.numerics.catalogue import format_named, name_of
 from smelt.numerics.format import TENSOR, Format, Quantized
 from smelt.numerics.integer import Integer
@@ -75,8 +82,13 @@ class Quantization(Method):
         return replace(found, group=TENSOR) if self.static_activations else found
 
     @property
+<<<<<<< HEAD
     def scheme(self) -> Scheme:
         return Scheme(self.weight_format, self.input_format, self.static_activations)
+=======
+    def scheme(self) -> QuantizationScheme:
+        return QuantizationScheme(self.weight_format, self.input_format, self.static)
+>>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
 
     @property
     def uses_data(self) -> bool:
@@ -100,7 +112,7 @@ class Quantization(Method):
         _check_weights(model.anatomy)
         prepared = self.prepare(model, context)
         run = _Run(self, model, context, prepared)
-        for block in context.watcher.track(model.anatomy.blocks, self.name):
+        for block in context.progress.track(model.anatomy.blocks, self.name):
             run.block(block)
         self.conclude(model, context)
         return {**run.facts(), **self.report(prepared)}
@@ -135,9 +147,9 @@ class Quantization(Method):
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         if not self.uses_data:
             return ResourceEstimate()
-        rows = 4 * size.tokens * anatomy.parts[0].output.rows
+        rows = 4 * size.tokens * anatomy.parts[0].output.out_features
         held = rows if memory_limit is None else min(rows, memory_limit)
-        widest = max(part.output.columns for part in anatomy.parts)
+        widest = max(part.output.in_features for part in anatomy.parts)
         # Those of a block live at once, which with many experts is more than what the widest alone needs.
         hessians = max(sum(group.columns**2 for group in groups_of(block)) for block in anatomy.blocks)
         return ResourceEstimate(passes=2.0, memory=held + 4 * max(5 * widest**2, hessians + 2 * widest**2))
@@ -151,7 +163,7 @@ class BlockWork:
     stream: Stream | None
     context: MethodContext
     network: nn.Module
-    scheme: Scheme
+    scheme: QuantizationScheme
     facts: dict[str, dict[str, Any]]
     targets: Activations | None = None  # what the block gave before any change to the network, a tensor a batch
     last: bool = False  # no block follows
@@ -175,7 +187,7 @@ class BlockWork:
                 raise ModelError(f"{layer.path} holds values that {name_of(matrix.format)} has no scale for.")
             scheme = replace(self.scheme, weight=matrix.format, **changes)
             error = _relative_error(layer.weight, matrix)
-            new = QuantizedLinear.holding(matrix, scheme, bias=layer.module.bias, dtype=layer.weight.dtype)
+            new = QuantizedLinear.from_quantized(matrix, scheme, bias=layer.module.bias, dtype=layer.weight.dtype)
             replace_module(self.network, layer.path, new)
             reached = {"tokens": self.tokens[group.part.path]} if group.part.path in self.tokens else {}
             self.facts[layer.path] = {"scheme": scheme.to_json(), "relative_error": error, **reached}
@@ -212,7 +224,7 @@ class _Run:
                 self._restore(block, facts, checkpoint.load(name) or {})
             self.layers |= facts
             if self.stream is not None and block.index < self.last:
-                with decoded(block.module, self.stream.hidden[0].dtype):
+                with dequantized_weights(block.module, self.stream.hidden[0].dtype):
                     advance(self.stream, block)
 
     def _quantize(self, block: Block) -> dict[str, dict[str, Any]]:
@@ -231,15 +243,17 @@ class _Run:
         assert self.stream is not None
         layers = {f"{block.path}.{name}": layer for name, layer in quantized_layers(block.module).items()}
         seen: dict[nn.Module, Largest] = {layer: Largest() for layer in layers.values()}
-        with decoded(block.module, self.stream.hidden[0].dtype):
+        with dequantized_weights(block.module, self.stream.hidden[0].dtype):
             observe(self.stream, block, seen)
         lend_largest(block, {path: seen[layer] for path, layer in layers.items()})
         for path, layer in layers.items():
-            layer.fix_input_scale(observed(path, seen[layer].values))
+            layer.set_static_input_scale(observed(path, seen[layer].values))
 
     def _restore(self, block: Block, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         device = next(block.module.parameters()).device
-        lay_out(self.network, {path: fact["scheme"] for path, fact in facts.items()}, "the unfinished run")
+        prepare_quantized_layers(
+            self.network, {path: fact["scheme"] for path, fact in facts.items()}, "the unfinished run"
+        )
         block.module.load_state_dict({name: t.to(device) for name, t in tensors.items()}, assign=True)
 
     def facts(self) -> dict[str, Any]:

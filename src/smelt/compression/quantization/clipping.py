@@ -30,7 +30,7 @@ def clipped_projections(group: Group) -> tuple[Projection, ...]:
     """All but queries and keys, whose product is too easily harmed."""
     if not group.writes:
         return (group.part.output,)
-    return group.part.writers[2:] if group.part.kind == "heads" else group.part.writers
+    return group.part.input_projections[2:] if group.part.kind == "heads" else group.part.input_projections
 
 
 class Sample:

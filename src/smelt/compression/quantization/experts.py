@@ -27,7 +27,7 @@ def few_tokens(layers: Mapping[str, Mapping[str, Any]], network: nn.Module) -> l
 def lend_largest(block: Block, seen: Mapping[str, Largest]) -> None:
     """An expert that no token reached takes the largest input that the others of its block saw at that place."""
     experts = [part for part in block.parts if part.mixture is not None and part.units]
-    for same in zip(*((*part.writers, part.output) for part in experts), strict=True):
+    for same in zip(*((*part.input_projections, part.output) for part in experts), strict=True):
         places = [seen[projection.path] for projection in same]
         known = [place.values.amax(0, keepdim=True) for place in places if place.values is not None]
         for place in places:

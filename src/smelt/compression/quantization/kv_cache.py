@@ -13,7 +13,7 @@ from smelt.compression.base import METHODS, Method, MethodContext
 from smelt.config import renamed
 from smelt.errors import FormatError, ModelError, RecipeError
 from smelt.models.anatomy import Anatomy
-from smelt.models.kv_cache import UNPACKED, KvFormat
+from smelt.models.kv_cache import UNPACKED, KVCacheFormat
 from smelt.models.model import Model
 
 
@@ -35,8 +35,13 @@ class KvCache(Method):
             raise RecipeError(f"{self.name}: {error}") from error
 
     @property
+<<<<<<< HEAD
     def kv(self) -> KvFormat:
         return KvFormat(self.format, self.value_format, float(self.clip_ratio), self.rotate_keys)
+=======
+    def kv(self) -> KVCacheFormat:
+        return KVCacheFormat(self.format, self.values, float(self.clip), self.rotate_keys)
+>>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
 
     def check(self, anatomy: Anatomy) -> None:
         if not anatomy.family.causal or not anatomy.network.can_generate():
@@ -45,7 +50,7 @@ class KvCache(Method):
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
-        before = model.kv or KvFormat()
+        before = model.kv or KVCacheFormat()
         model.kv = None if str(self.kv) == UNPACKED else self.kv
         return {
             f"cache_bits_a_token_{when}": sum(

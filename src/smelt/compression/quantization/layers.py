@@ -73,7 +73,7 @@ def groups_of(block: Block) -> list[Group]:
     for part in block.parts:
         if not part.units:
             continue
-        writers = {projection.path: projection.module for projection in part.writers}
+        writers = {projection.path: projection.module for projection in part.input_projections}
         found.append(Group(part, True, tuple(Layer(module, path) for path, module in writers.items())))
         found.append(Group(part, False, (Layer(part.output.module, part.output.path),)))
     return found

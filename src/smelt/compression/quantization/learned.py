@@ -132,7 +132,7 @@ class LearnedQuantization(Quantization):
         parameters = [parameter for quantizer in quantizers.values() for parameter in quantizer.parameters()]
         optimizer = torch.optim.Adam(parameters, lr=self.lr)
         order: list[int] = []
-        for update in work.context.watcher.track(range(updates), f"block {work.block.index}"):
+        for update in work.context.progress.track(range(updates), f"block {work.block.index}"):
             order = order or torch.randperm(len(work.stream), generator=generator).tolist()
             batch = order.pop()
             if self.cosine:

@@ -31,7 +31,7 @@ class LogitLoss:
     def check(anatomy: Anatomy) -> None:
         """Refuse a network whose logits do not come from the last block by a norm and a plain head."""
         head = anatomy.network.get_output_embeddings() if anatomy.family.causal else None
-        hidden = anatomy.parts[-1].output.rows
+        hidden = anatomy.parts[-1].output.out_features
         if not isinstance(head, nn.Linear) or head.in_features != hidden:
             raise ModelError(
                 "lfq needs a language model whose head reads the last block; leave `lfq` out for this one."

@@ -97,7 +97,7 @@ class Mixed(Quantization):
             model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder, device=context.device
         )
         found: dict[str, list[float]] = {}
-        for block in context.watcher.track(model.anatomy.blocks, f"{self.name}: sensitivity"):
+        for block in context.progress.track(model.anatomy.blocks, f"{self.name}: sensitivity"):
             with on_device(block.module, context.device), torch.no_grad():
                 groups = groups_of(block)
                 for group in groups:

@@ -72,7 +72,7 @@ class Rilq(Method):
                 check_mergeable(layer, path)
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
-        hidden = 4 * size.tokens * anatomy.parts[0].output.rows
+        hidden = 4 * size.tokens * anatomy.parts[0].output.out_features
         matrices = 4 * block_parameters(anatomy)
         training = matrices + 4 * 4 * self._factors(anatomy) + gradient_bytes(anatomy, size.batch_size, size.seq_len)
         seen = self.updates * self.accumulation * size.batch_size / size.samples
@@ -84,8 +84,8 @@ class Rilq(Method):
 
     def _factors(self, anatomy: Anatomy) -> int:
         """Numbers of all factors, where every layer of the blocks has them and their inputs are not summed."""
-        used = (projection for part in anatomy.parts for projection in (*part.writers, part.output))
-        sizes = {each.path: (each.rows * each.parts, each.columns) for each in used}
+        used = (projection for part in anatomy.parts for projection in (*part.input_projections, part.output))
+        sizes = {each.path: (each.out_features * each.num_chunks, each.in_features) for each in used}
         return sum(min(self.rank, *size) * sum(size) for size in sizes.values())
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class Rilq(Method):
                 adapters[path].approximate(linear_weight(modules[path]).float() - layer.weight)
         states = Activations(context.memory_limit, context.folder)
         with torch.no_grad(), frozen(teacher.network):
-            for position, batch in enumerate(context.watcher.track(context.batches, "the teacher")):
+            for position, batch in enumerate(context.progress.track(context.batches, "the teacher")):
                 states[position] = last_hidden_state(teacher, batch).cpu()
         return states
 
@@ -171,7 +171,7 @@ class _Training:
         if not self.losses:
             self._validate()
         settings = self.settings
-        for update in self.context.watcher.track(range(self.update, settings.updates), "training the factors"):
+        for update in self.context.progress.track(range(self.update, settings.updates), "training the factors"):
             if self._exhausted:
                 break
             self._step(update)

@@ -26,7 +26,7 @@ from smelt.kernels.hadamard import hadamard_order, hadamard_transform
 from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.model import Model
-from smelt.models.quantized import Scheme
+from smelt.models.quantized import QuantizationScheme
 from smelt.numerics.format import Quantized
 
 
@@ -58,8 +58,13 @@ class RotatedQuantization(Quantization):
         """The matrices that are merged into the weights."""
 
     @property
+<<<<<<< HEAD
     def scheme(self) -> Scheme:
         return super().scheme if self.input_activations is None else replace(super().scheme, clip=self.input_clip_ratio)
+=======
+    def scheme(self) -> QuantizationScheme:
+        return super().scheme if self.inputs is None else replace(super().scheme, clip=self.clip)
+>>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
@@ -76,7 +81,7 @@ class RotatedQuantization(Quantization):
             **rotated,
             **rotations.facts,
             "layers_rotating_their_inputs": sum(self.rotates(part) for part in asked),
-            "widths_without_hadamard": sorted({part.output.columns for part in asked if not self.rotates(part)}),
+            "widths_without_hadamard": sorted({part.output.in_features for part in asked if not self.rotates(part)}),
         }
 
     def report(self, prepared: dict[str, Any]) -> dict[str, Any]:
@@ -94,10 +99,14 @@ class RotatedQuantization(Quantization):
 
     def rotates(self, part: Part) -> bool:
         """Whether what the part's output reads is transformed as the network runs; some widths have no such matrix."""
-        return self._asked(part) and hadamard_order(part.output.columns) is not None
+        return self._asked(part) and hadamard_order(part.output.in_features) is not None
 
     def _asked(self, part: Part) -> bool:
-        return part.units > 0 and (self.rotate_ffn if part.kind == "filters" else self.rotate_heads)
+<<<<<<< HEAD
+        return part.units > 0 and (self.rotate_ffn if part.kind == "ffn_channels" else self.rotate_heads)
+=======
+        return part.units > 0 and (self.rotate_filters if part.kind == "ffn_channels" else self.rotate_heads)
+>>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
 
     def round(self, group: Group, moment: SecondMoment) -> list[Quantized]:
         if self.rounding == "rtn":

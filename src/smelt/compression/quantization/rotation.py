@@ -46,7 +46,7 @@ def check_rotatable(anatomy: Anatomy, name: str) -> None:
     head = anatomy.network.get_output_embeddings()
     if not isinstance(head, nn.Linear) or anatomy.final_norm is None or not anatomy.embeddings:
         raise ModelError(f"{name} rotates language models with a linear head, and this network is none.")
-    hidden = anatomy.parts[0].output.rows
+    hidden = anatomy.parts[0].output.out_features
     if {table.shape[1] for table in (*_tables(anatomy), head.weight)} != {hidden}:
         raise ModelError(f"{name} needs embeddings as wide as the residual stream ({hidden}); here they are projected.")
 
@@ -63,7 +63,7 @@ def has_layer_norms(anatomy: Anatomy) -> bool:
 def random_rotations(anatomy: Anatomy, seed: int, *, stream: bool = True, values: bool = True) -> Rotations:
     """A random rotation of the stream, and one of the values of every block that has an attention."""
     generator = torch.Generator().manual_seed(seed)
-    hidden = anatomy.parts[0].output.rows
+    hidden = anatomy.parts[0].output.out_features
     turned = random_rotation(hidden, generator, keeps_mean=has_layer_norms(anatomy)) if stream else None
     heads = [part for part in anatomy.parts if part.kind == "heads" and part.units and not part.clipped]
     matrices = {part.block: random_rotation(part.head_dim, generator) for part in heads} if values else {}
@@ -141,7 +141,7 @@ def _rotate_block(block: Block, rotations: Rotations) -> None:
     device = block.parts[0].output.device
     if rotations.stream is not None:
         turn = rotations.stream.to(device)
-        for norm, readers in block.readers:
+        for norm, readers in block.norm_consumers:
             _fold_norm(norm, readers, turn)
             for reader in readers:
                 weight = linear_weight(reader)
@@ -174,7 +174,7 @@ def _fold_norm(norm: Any, readers: list[Any], turn: Tensor) -> None:
 
 def _rotate_values(part: Part, turn: Tensor) -> None:
     """Every head's values by one matrix, undone where the attention output reads them."""
-    values, output = part.writers[2], part.output.weight
+    values, output = part.input_projections[2], part.output.weight
     for tensor in (values.weight, values.bias):  # [units * head_dim, ...]
         if tensor is not None:
             rows = tensor.unflatten(0, (part.units, part.head_dim)).transpose(0, 1)
@@ -198,7 +198,7 @@ def _rotate_head(anatomy: Anatomy, turn: Tensor) -> None:
 
 def _check_norms(anatomy: Anatomy) -> None:
     """A bias that no reader can take needs a weight to be divided by."""
-    pairs = [pair for block in anatomy.blocks for pair in block.readers]
+    pairs = [pair for block in anatomy.blocks for pair in block.norm_consumers]
     for norm, readers in [*pairs, (anatomy.final_norm, [anatomy.network.get_output_embeddings()])]:
         bias = getattr(norm, "bias", None)
         if bias is None or all(reader.bias is not None for reader in readers):

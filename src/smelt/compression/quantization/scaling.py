@@ -73,13 +73,13 @@ class Values(Rows):
 
     def fitting(self, scale: Tensor) -> Tensor:
         """With grouped queries several heads read the same values: they share the mean of their scales."""
-        return self._by_head(scale).mean(1, keepdim=True).expand(-1, self.part.group, -1).flatten()
+        return self._by_head(scale).mean(1, keepdim=True).expand(-1, self.part.heads_per_unit, -1).flatten()
 
     def divide(self, scale: Tensor) -> None:
         super().divide(self._by_head(scale)[:, 0].flatten())
 
     def _by_head(self, scale: Tensor) -> Tensor:  # [columns] -> [key/value heads, query heads that share one, head_dim]
-        return scale.reshape(self.part.units, self.part.group, self.part.head_dim)
+        return scale.reshape(self.part.units, self.part.heads_per_unit, self.part.head_dim)
 
 
 def source_of(block: Block, group: Group) -> Source | None:
@@ -87,11 +87,13 @@ def source_of(block: Block, group: Group) -> Source | None:
     part = group.part
     if group.writes:  # of a post-norm block the residual reads the norm as well: no feeder
         alone = part.mixture is None or group.router is not None  # one expert shares the norm with the others
-        return Norm(part.feeder) if alone and getattr(part.feeder, "weight", None) is not None else None
+        return Norm(part.pre_norm) if alone and getattr(part.pre_norm, "weight", None) is not None else None
     if part.kind == "heads":
-        return None if part.clipped else Values(part.writers[2], part)
-    gated = len(part.writers) == 2
-    return Up(part.writers[0]) if gated or any(isinstance(m, nn.ReLU) for m in block.module.modules()) else None
+        return None if part.clipped else Values(part.input_projections[2], part)
+    gated = len(part.input_projections) == 2
+    return (
+        Up(part.input_projections[0]) if gated or any(isinstance(m, nn.ReLU) for m in block.module.modules()) else None
+    )
 
 
 @torch.no_grad()

@@ -113,7 +113,7 @@ class ModuleOutput(Surroundings):
     def __init__(self, stream: Stream, block: Block, group: Group, tokens: int) -> None:
         self.stream, self.block, self.group = stream, block, group
         self.batches = some_batches(stream, tokens)
-        before = [part.holder for part in block.parts if part.kind == "heads" and part is not group.part]
+        before = [part.owner for part in block.parts if part.kind == "heads" and part is not group.part]
         self.holder: nn.Module | None = before[0] if before else None
         self.held: list[Any] = []
         with _recording(self.holder, self.held):

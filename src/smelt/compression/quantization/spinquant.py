@@ -88,7 +88,7 @@ class SpinQuant(RotatedQuantization):
         turns = {name: matrix.to(model.device, torch.float32).requires_grad_() for name, matrix in named.items()}
         with frozen(network), self.rounding_inputs(model.anatomy, turns):
             before, first = _mean_loss(network, batches), {name: turn.detach().clone() for name, turn in turns.items()}
-            for step in context.watcher.track(range(self.steps), "rotations"):
+            for step in context.progress.track(range(self.steps), "rotations"):
                 loss = batch_loss(network, batches[step % len(batches)])
                 gradients = torch.autograd.grad(loss, list(turns.values()))
                 rate = self.lr * (1 + math.cos(math.pi * step / self.steps)) / 2
@@ -105,15 +105,15 @@ class SpinQuant(RotatedQuantization):
         number_format = self.input_format
         assert number_format is not None
         parts = [part for part in anatomy.parts if part.units]
-        weights = [part.feeder.weight for part in parts]
+        weights = [part.pre_norm.weight for part in parts]
         hooks: list[Any] = []
 
         def round_(x: Tensor) -> Tensor:
             return rounded(x, number_format, self.input_clip_ratio)
 
         for part, weight in zip(parts, weights, strict=True):
-            part.feeder.weight = nn.Parameter(torch.ones_like(weight), requires_grad=False)
-            hooks.append(part.feeder.register_forward_hook(_after_norm(turns["stream"], weight.detach(), round_)))
+            part.pre_norm.weight = nn.Parameter(torch.ones_like(weight), requires_grad=False)
+            hooks.append(part.pre_norm.register_forward_hook(_after_norm(turns["stream"], weight.detach(), round_)))
             turn = turns[str(part.block)] if part.kind == "heads" else None
             before = _before_output(turn, self.rotates(part), round_)
             hooks.append(part.output.module.register_forward_pre_hook(before))
@@ -123,7 +123,7 @@ class SpinQuant(RotatedQuantization):
             for hook in hooks:
                 hook.remove()
             for part, weight in zip(parts, weights, strict=True):
-                part.feeder.weight = weight
+                part.pre_norm.weight = weight
 
 
 @torch.no_grad()

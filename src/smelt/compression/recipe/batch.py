@@ -29,8 +29,10 @@ def with_batch(recipe: Recipe, anatomy: Anatomy, device: torch.device) -> Recipe
 
 def fitting_batch(anatomy: Anatomy, length: int, *, gradients: bool, device: torch.device) -> int:
     """The largest power of two whose activations take at most an eighth of the device's memory."""
-    width = anatomy.parts[0].output.rows
-    wide = [round(sum(part.share * part.output.columns for part in block.parts)) for block in anatomy.blocks]
+    width = anatomy.parts[0].output.out_features
+    wide = [
+        round(sum(part.token_fraction * part.output.in_features for part in block.parts)) for block in anatomy.blocks
+    ]
     block = 8 * width + 3 * max(wide)
     values = block * (len(anatomy.blocks) if gradients else 1)
     sequences = total_memory(device) // SHARE // (4 * values * length)

@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 from smelt.compression.recipe.recipe import CalibrationSettings, EvaluationSettings, Recipe
-from smelt.data import Batch, ChoiceData, LabelledData, TextData, labelled_batches, load_data, text_batches
+from smelt.data import Batch, LabeledData, MultipleChoiceData, TextData, labeled_batches, load_data, text_batches
 from smelt.errors import DataError, RecipeError
+from smelt.measure.eval_result import EvalResult
 from smelt.measure.evaluate import evaluate
-from smelt.measure.quality import Quality
 from smelt.models.model import Model
-from smelt.progress import Silent, Watcher
+from smelt.progress import NullProgress, Progress
 
-Data = TextData | LabelledData | ChoiceData
+Data = TextData | LabeledData | MultipleChoiceData
 HELD_OUT = 0.2  # of the calibration data, where no other data was named to evaluate on
 
 
@@ -26,23 +26,23 @@ def needs_data(recipe: Recipe) -> bool:
     return any(step.uses_data for step in recipe.steps) or recipe.data.source != "default"
 
 
-def calibration_data(recipe: Recipe, model: Model) -> TextData | LabelledData:
+def calibration_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
     """All of the data that calibration may draw from, once it is sure that this model can take it."""
     settings = recipe.data
     if model.tokenizer is None:
         raise DataError("this model has no tokenizer, so text cannot be given to it; use a method that needs no data.")
     data = _read(settings, model, "calibration")
-    if isinstance(data, ChoiceData):
+    if isinstance(data, MultipleChoiceData):
         raise DataError(f"{settings.source} holds multiple-choice rows, which calibration cannot use; give text.")
     _check_kind(model, data, settings.source)
     _check_loss(recipe, model)
-    if isinstance(data, LabelledData) and model.task == "classification":
+    if isinstance(data, LabeledData) and model.task == "classification":
         return _fitting_labels(model, data)
     return data
 
 
 def _read(settings: CalibrationSettings | EvaluationSettings, model: Model, part: str) -> Data:
-    """What the settings name. A language model reads the text column of labelled rows as text when that is named."""
+    """What the settings name. A language model reads the text column of labeled rows as text when that is named."""
     kind = "text" if model.task == "language" and settings.text is not None and settings.label is None else None
     return load_data(
         settings.source or "default",
@@ -54,11 +54,11 @@ def _read(settings: CalibrationSettings | EvaluationSettings, model: Model, part
     )
 
 
-def split(recipe: Recipe, data: TextData | LabelledData) -> tuple[TextData | LabelledData, Data | None]:
+def split(recipe: Recipe, data: TextData | LabeledData) -> tuple[TextData | LabeledData, Data | None]:
     """What calibration sees, and what is held out when nothing else was named to evaluate on."""
     if recipe.evaluate.source is not None or recipe.data.source == "default":
         return data, None
-    if isinstance(data, LabelledData):
+    if isinstance(data, LabeledData):
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(data))
         held = max(1, int(len(data) * HELD_OUT))
         if held >= len(data):
@@ -84,22 +84,31 @@ def evaluation_data(recipe: Recipe, held_out: Data | None, model: Model) -> Data
 
 def _measurable(model: Model, data: Data) -> bool:
     """Whether there is a measurement of this kind of model on this kind of data."""
-    if isinstance(data, LabelledData):
+    if isinstance(data, LabeledData):
         return model.task == "classification" or (model.task == "embedding" and data.second is not None)
     return model.task == "language"
 
 
 def calibration_batches(
-    settings: CalibrationSettings, data: TextData | LabelledData, model: Model, seed: int
+    settings: CalibrationSettings, data: TextData | LabeledData, model: Model, seed: int
 ) -> list[Batch]:
-    """Windows of text of exactly the length asked for, or labelled rows cut to what the model takes."""
+    """Windows of text of exactly the length asked for, or labeled rows cut to what the model takes."""
     assert model.tokenizer is not None
+<<<<<<< HEAD
     assert settings.batch_size is not None
     longest = getattr(model.network.config, "max_position_embeddings", settings.seq_len)
     if isinstance(data, LabelledData):
         return labelled_batches(
             data, model.tokenizer, samples=settings.samples, max_length=min(settings.seq_len, longest),
             batch_size=settings.batch_size, seed=seed, replace=settings.samples > len(data),
+=======
+    assert settings.batch is not None
+    longest = getattr(model.network.config, "max_position_embeddings", settings.length)
+    if isinstance(data, LabeledData):
+        return labeled_batches(
+            data, model.tokenizer, samples=settings.samples, max_length=min(settings.length, longest),
+            batch_size=settings.batch, seed=seed, replace=settings.samples > len(data),
+>>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
         )  # fmt: skip
     if settings.seq_len > longest:
         raise RecipeError(
@@ -116,14 +125,20 @@ def calibration_batches(
 
 
 def measure_quality(
-    model: Model, data: Data, settings: EvaluationSettings, watcher: Watcher | None = None, kv: str | None = None
-) -> Quality:
+    model: Model, data: Data, settings: EvaluationSettings, progress: Progress | None = None, kv: str | None = None
+) -> EvalResult:
     """The model's quality on the data, by the recipe's settings; on text also with keys and values in another format
     than the one that the model remembers."""
     options: dict[str, Any] = {
+<<<<<<< HEAD
         "batch_size": settings.batch_size,
         "limit": settings.limit,
         "watcher": watcher or Silent(),
+=======
+        "batch_size": settings.batch,
+        "limit": settings.limit,
+        "progress": progress or NullProgress(),
+>>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
     }
     if isinstance(data, TextData):
         context = min(settings.context, getattr(model.network.config, "max_position_embeddings", settings.context))
@@ -143,16 +158,16 @@ def fingerprint(batches: Sequence[Batch]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _check_kind(model: Model, data: TextData | LabelledData, source: str) -> None:
-    if model.task == "language" and isinstance(data, LabelledData):
-        raise DataError(f"{source} holds labelled rows, but this is a language model: name the text column to use it.")
+def _check_kind(model: Model, data: TextData | LabeledData, source: str) -> None:
+    if model.task == "language" and isinstance(data, LabeledData):
+        raise DataError(f"{source} holds labeled rows, but this is a language model: name the text column to use it.")
     if model.task == "classification" and isinstance(data, TextData):
         raise DataError(
             f"{source} has no labels, but this is a classifier: give a file with a label column, or name it."
         )
 
 
-def _fitting_labels(model: Model, data: LabelledData) -> LabelledData:
+def _fitting_labels(model: Model, data: LabeledData) -> LabeledData:
     """The data with labels as the model's loss takes them: classes it knows, or numbers where it has one output."""
     classes = model.network.config.num_labels
     if classes == 1:

@@ -18,7 +18,7 @@ from smelt.compression.recipe.batch import with_batch
 from smelt.compression.recipe.inputs import needs_data
 from smelt.compression.recipe.recipe import Recipe, bytes_of
 from smelt.errors import ResourceError
-from smelt.files import full_disk_told
+from smelt.files import explain_disk_errors
 from smelt.measure.cost import (
     Workload,
     active_parameters,
@@ -97,7 +97,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
     before = block_parameters(anatomy)
     passed = count_parameters(network) - before + active_parameters(anatomy)
     evaluation = 3 * 2 * passed * (recipe.evaluate.limit or 300_000) / rate
-    with full_disk_told(Path(folder)):
+    with explain_disk_errors(Path(folder)):
         free = free_disk(folder)
     return Plan(
         model=source,

@@ -12,10 +12,10 @@ from smelt.compression.recipe.recipe import Recipe
 from smelt.data import TextData
 from smelt.measure.cost import Workload, block_macs, block_parameters, count_bytes, count_parameters
 from smelt.measure.divergence import logit_divergence
+from smelt.measure.eval_result import EvalResult
 from smelt.measure.latency import LatencyComparison, compare_decode, compare_latency
 from smelt.measure.machine import machine
-from smelt.measure.paired import Comparison, compare
-from smelt.measure.quality import Quality
+from smelt.measure.paired import PairedComparison, compare
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.catalogue import name_of
@@ -29,7 +29,7 @@ class Before:
     """What was measured before any change."""
 
     size: dict[str, float]
-    quality: Quality | None
+    quality: EvalResult | None
     sentences: list[str]
 
 
@@ -38,7 +38,7 @@ class After:
     """What was measured of the result, and against what it came from."""
 
     size: dict[str, float]
-    quality: Quality | None
+    quality: EvalResult | None
     comparison: dict[str, Any] | None
     speed: list[dict[str, Any]]
     sentences: list[str]
@@ -61,7 +61,7 @@ def size_of(model: Model, recipe: Recipe) -> dict[str, float]:
 
 
 def after_record(
-    model: Model, base: Model | None, before: Before, quality: Quality | None, data: Data | None,
+    model: Model, base: Model | None, before: Before, quality: EvalResult | None, data: Data | None,
     recipe: Recipe, speed: bool, prompts: list[str],
 ) -> After:  # fmt: skip
     comparison = None
@@ -82,7 +82,7 @@ def after_record(
     return After(size_of(model, recipe), quality, comparison, timings, [model.generate(prompt) for prompt in prompts])
 
 
-def compared(comparison: Comparison) -> dict[str, Any]:
+def compared(comparison: PairedComparison) -> dict[str, Any]:
     """A paired comparison under the names the report uses."""
     low, high = comparison.interval
     ratio_low, ratio_high = comparison.ratio_interval or (None, None)
@@ -204,11 +204,11 @@ def kept(model: Model) -> list[dict[str, Any]]:
         for part in block.parts:
             if part.kind == "heads":
                 row["heads"] = {"of": part.original_units, "kept": list(part.kept)}
-                row["unit"] = "kv group" if part.group > 1 else "head"
+                row["unit"] = "kv group" if part.heads_per_unit > 1 else "head"
             elif part.mixture is not None:
-                row.setdefault("filters", []).append({"of": part.original_units, "kept": part.units})
-            elif part.kind == "filters":
-                row["filters"] = {"of": part.original_units, "kept": part.units}
+                row.setdefault("ffn_channels", []).append({"of": part.original_units, "kept": part.units})
+            elif part.kind == "ffn_channels":
+                row["ffn_channels"] = {"of": part.original_units, "kept": part.units}
             else:
                 row.setdefault("channels", []).append({"of": part.original_units, "kept": part.units})
         rows.append(row)

@@ -36,14 +36,14 @@ from smelt.compression.recipe.recipe import Recipe, bytes_of
 from smelt.compression.recipe.record import Before, after_record, run_record, size_of
 from smelt.data import Batch
 from smelt.errors import BudgetError, ConfigError, DataError, RecipeError, SmeltError
-from smelt.files import check_place, whole_folder
+from smelt.files import atomic_folder, check_writable
+from smelt.measure.eval_result import EvalResult
 from smelt.measure.memory import PeakMemory
-from smelt.measure.quality import Quality
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.verify import verify
-from smelt.progress import Silent, Watcher
+from smelt.progress import NullProgress, Progress
 from smelt.report.page import write_report
 from smelt.version import __version__
 
@@ -69,13 +69,13 @@ def compress(
     offload: bool = False,
     speed: bool = True,
     samples: list[str] | None = None,
-    watcher: Watcher | None = None,
+    progress: Progress | None = None,
     say: Say = lambda _: None,
 ) -> Result:
     """Make the smaller model and prove it. `samples` are prompts to continue before and after. With `offload` the model
     stays in host memory and its blocks come to the device one at a time."""
     folder = Path(folder)
-    run = _Run(source, recipe, folder, device, offload, watcher or Silent(), say)
+    run = _Run(source, recipe, folder, device, offload, progress or NullProgress(), say)
     found = run.look(resume)
     model, batches, evaluation = run.inputs()
     sentences = [model.generate(prompt) for prompt in samples or []]
@@ -92,14 +92,14 @@ def compress(
 
 class _Run:
     def __init__(
-        self, source: str, recipe: Recipe, folder: Path, device: str, offload: bool, watcher: Watcher, say: Say
+        self, source: str, recipe: Recipe, folder: Path, device: str, offload: bool, progress: Progress, say: Say
     ) -> None:
         self.source, self.recipe, self.folder, self.device = source, recipe, folder, device
         self.home = "cpu" if offload else device  # where the model lies
         whole = [step.name for step in recipe.steps if not step.offloads]
         if offload and whole:
             raise RecipeError(f"{whole[0]} needs the whole model in one place; leave --offload out.")
-        self.watcher, self.say = watcher, say
+        self.progress, self.say = progress, say
         self.work = folder.with_name(folder.name + ".partial")
         self.checkpoint = Checkpoint(self.work)
         self.record: dict[str, Any] = {}
@@ -107,8 +107,8 @@ class _Run:
 
     def look(self, resume: bool) -> dict[str, Any] | None:
         """The mark of a killed run to go on with, if there is one; what stands in the way is refused."""
-        check_place(self.folder)
-        check_place(self.work / "run.json")
+        check_writable(self.folder)
+        check_writable(self.work / "run.json")
         if os.path.lexists(self.folder):
             raise SmeltError(f"{self.folder} exists already; choose another folder or remove it.")
         found = self.checkpoint.load_facts("run")
@@ -182,7 +182,7 @@ class _Run:
         context = MethodContext(
             batches=batches,
             seed=self.recipe.seed,
-            watcher=self.watcher,
+            progress=self.progress,
             checkpoint=self.checkpoint.inside(f"{name}-work"),
             memory_limit=None if self.recipe.memory_limit is None else bytes_of(self.recipe.memory_limit),
             folder=self.work,
@@ -207,7 +207,7 @@ class _Run:
             "facts": facts,
         }
         if not (self.work / name).exists():
-            with whole_folder(self.work / name) as temporary:
+            with atomic_folder(self.work / name) as temporary:
                 save_artifact(model, temporary)
         self.checkpoint.save_facts(name, record)
         context.checkpoint.clear()
@@ -227,7 +227,7 @@ class _Run:
         self.record = run_record(self.source, self.folder.name, self.recipe, before, after, steps, self.model, prompts)
         self.say("saving, and reloading in a clean process")
         del base
-        with whole_folder(self.folder, inside=self.work) as temporary:
+        with atomic_folder(self.folder, inside=self.work) as temporary:
             save_artifact(self.model, temporary, {"recipe": self.recipe.to_json(), **after.unvarying})
             verify(self.model, temporary)
             (temporary / "measurements.json").write_text(json.dumps(self.record, indent=1) + "\n")
@@ -235,13 +235,13 @@ class _Run:
         self.model.source = str(self.folder)
         shutil.rmtree(self.work, ignore_errors=True)
 
-    def _kept_quality(self, name: str, model: Model, data: Data) -> Quality:
+    def _kept_quality(self, name: str, model: Model, data: Data) -> EvalResult:
         """Measure, or take the measurement of the killed run."""
         kept, facts = self.checkpoint.load(f"quality-{name}"), self.checkpoint.load_facts(f"quality-{name}")
         if kept is not None and facts is not None:
             arrays = {key: tensor.numpy() for key, tensor in kept.items()}
-            return Quality(**{**facts, **arrays})
-        quality = measure_quality(model, data, self.recipe.evaluate, self.watcher)
+            return EvalResult(**{**facts, **arrays})
+        quality = measure_quality(model, data, self.recipe.evaluate, self.progress)
         arrays = {key: value for key, value in vars(quality).items() if isinstance(value, np.ndarray)}
         plain = {key: value for key, value in vars(quality).items() if key not in arrays and value is not None}
         self.checkpoint.save(f"quality-{name}", {key: torch.from_numpy(value) for key, value in arrays.items()})

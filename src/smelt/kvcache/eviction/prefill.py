@@ -56,7 +56,7 @@ def record_prefill(model: Model, ids: Tensor) -> RecordedPrefill:  # [batch, tok
     seen = []
     for part in parts:
         queries, keys, values = caught[part.block]
-        holder: Any = part.holder
+        holder: Any = part.owner
         scale = float(getattr(holder, "scaling", None) or queries.shape[-1] ** -0.5)
         seen.append(AttentionInputs(keys, values, back(queries, 0), turn, scale))
     return RecordedPrefill(seen, logits, network.config)

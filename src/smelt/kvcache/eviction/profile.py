@@ -20,10 +20,10 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from smelt.errors import ConfigError, DataError, ModelError
-from smelt.files import write_whole
+from smelt.files import write_atomically
 from smelt.kvcache.eviction.budget import check_keep
 from smelt.kvcache.eviction.clusters import HeadClusters, cluster_heads, splits_per_cluster
-from smelt.models.jsonfile import read_object
+from smelt.models.json_file import read_object
 
 Table = tuple[tuple[float, ...], ...]  # [layers, kv_heads]
 Parameter = bool | int | float | str
@@ -133,7 +133,7 @@ class EvictionProfile:
     def save(self, path: Path) -> None:
         """Write the profile atomically as JSON."""
         content = json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1, allow_nan=False)
-        write_whole(path, lambda temporary: temporary.write_text(content + "\n", encoding="utf-8"))
+        write_atomically(path, lambda temporary: temporary.write_text(content + "\n", encoding="utf-8"))
 
     @classmethod
     def load(cls, path: Path) -> EvictionProfile:

@@ -15,7 +15,7 @@ from smelt.kvcache.eviction.profile import retained_ratios
 from smelt.kvcache.eviction.reconstruction import record_reconstruction
 from smelt.kvcache.eviction.scorer import Scorer
 from smelt.models.model import Model
-from smelt.progress import Silent, Watcher
+from smelt.progress import NullProgress, Progress
 
 REPEAT = "\nRepeat the previous context exactly.\n"  # what a scorer that repeats the prompt asks with
 
@@ -54,12 +54,12 @@ def measure_kept_ratios(
     scorer: Scorer,
     rule: BudgetRule,
     keep: float,
-    watcher: Watcher | None = None,
+    progress: Progress | None = None,
 ) -> Tensor:
     """The share that each head keeps of what may go, [samples, layers, kv_heads]."""
     check_keep(keep)
     found = []
-    for prompt in (watcher or Silent()).track(prompts, "prompts"):
+    for prompt in (progress or NullProgress()).track(prompts, "prompts"):
         _check_room(model, len(prompt), scorer, keep)
         reading = prefill_for(model, prompt, scorer)
         counts = rule.counts(score_layers(reading, scorer), keep)[:, 0]

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from smelt.errors import DataError
-from smelt.files import write_whole
+from smelt.files import write_atomically
 from smelt.kernels.kv_quant import RowFormat, stored
 from smelt.kvcache.selection.config import SparseAttentionConfig
 from smelt.kvcache.selection.page_cache import OffloadConfig
@@ -106,7 +106,7 @@ class Trace:
         metadata = json.dumps(dataclasses.asdict(self.metadata))
         header = {"format": FORMAT, "metadata": metadata, "request_ids": json.dumps(self.request_ids)}
         tensors = {name: getattr(self, name) for name in _DTYPES}
-        write_whole(path, lambda temporary: save_file(tensors, temporary, metadata=header))
+        write_atomically(path, lambda temporary: save_file(tensors, temporary, metadata=header))
 
 
 class TraceRecorder:
@@ -160,7 +160,9 @@ def trace_metadata(
         model_type=model.network.config.model_type,
         hidden_size=model.network.config.get_text_config().hidden_size,
         weight_bytes=sum(parameter.nbytes for parameter in model.network.parameters()),
-        query_heads=tuple(parts[layer].units * parts[layer].group if layer in parts else 0 for layer in layers),
+        query_heads=tuple(
+            parts[layer].units * parts[layer].heads_per_unit if layer in parts else 0 for layer in layers
+        ),
         kv_heads=tuple(parts[layer].units if layer in parts else 0 for layer in layers),
         head_dim=head_dim,
         page_size=config.page_size,

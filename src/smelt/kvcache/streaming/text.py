@@ -50,7 +50,7 @@ class TextStream:
         self._size = BoundedCacheSize.of(cap, keep, room, len(self._prompt), window)
         self.keep, self.room = self._size.keep, self._size.room
         parts = [part for part in model.anatomy.parts if part.kind == "heads"]
-        self._scales = {part.block: _scale(part.holder, part.head_dim) for part in parts}
+        self._scales = {part.block: _scale(part.owner, part.head_dim) for part in parts}
         self.pot = BoundedCache(cap, model.network.config)
         self._ledger = NoveltyTracker(cap, model.device)
         self._last = torch.zeros(0, 0)  # [1, width]: the hidden state that foresees the next token

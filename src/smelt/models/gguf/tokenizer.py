@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from smelt.errors import ModelError
 from smelt.models.gguf.reader import GgufFile
-from smelt.models.jsonfile import one_line
+from smelt.models.json_file import one_line
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 _LONGEST_PIECE = 256  # characters; SentencePiece makes pieces of at most a few dozen

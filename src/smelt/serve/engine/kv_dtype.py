@@ -6,7 +6,7 @@ import logging
 
 from smelt.errors import ConfigError
 from smelt.kernels.kv_quant import FP8, INT4, INT8, NAMES
-from smelt.models.kv_cache import KvFormat
+from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
 from smelt.numerics.catalogue import format_named
 from smelt.numerics.format import WHOLE_ROW
@@ -38,7 +38,7 @@ def told(kind: str | None) -> str:
     return "" if kind is None else f", keys and values in {kind}"
 
 
-def _same(kv: KvFormat, width: int) -> str | None:
+def _same(kv: KVCacheFormat, width: int) -> str | None:
     """Of the rows that hold the same: one scale a head, and nothing clipped."""
     if kv.values not in (None, kv.format) or kv.clip != 1:
         return None

@@ -17,7 +17,7 @@ from smelt.errors import ModelError
 from smelt.models.anatomy import Part
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
-from smelt.models.surgery import keep_units, rows_of_writers, spread
+from smelt.models.surgery import expand_units, keep_units, rows_to_keep
 from smelt.numerics.catalogue import name_of
 from smelt.numerics.format import finite
 from smelt.numerics.scaled import TensorScaled, Ternary
@@ -41,7 +41,7 @@ def _cuts(part: Part, ranks: int) -> list[int]:
         if against is not None:
             raise ModelError(f"{part.output.path} cannot be split over several devices: {against}; use one device.")
         together = _inputs_together(part.output.module)
-        step = math.lcm(together, part.width) // part.width
+        step = math.lcm(together, part.columns_per_unit) // part.columns_per_unit
     pieces = [(2 * part.units * each + ranks * step) // (2 * ranks * step) for each in range(ranks)]  # the nearest
     cuts = [*(step * piece for piece in pieces), part.units]
     if any(high <= low for low, high in pairwise(cuts)):
@@ -66,7 +66,7 @@ def _reason_against(layer: QuantizedLinear) -> str | None:
 
 def _inputs_together(layer: QuantizedLinear) -> int:
     """Neighbouring inputs that must lie on one device."""
-    weights = layer.columns_together if layer.columns_together < layer.in_features else 1
+    weights = layer.input_group_size if layer.input_group_size < layer.in_features else 1
     if layer.inputs is None or layer.inputs.scale is not None or _rounds_together(layer):
         return weights
     return math.lcm(weights, layer.inputs.format.size(layer.in_features))
@@ -87,9 +87,9 @@ def shard(model: Model, rank: int, ranks: int, adapters: Adapters | None = None)
             _round_together(output)
         units = torch.arange(cuts[rank], cuts[rank + 1])
         if adapters is not None:
-            for module, rows in rows_of_writers(part, units):
+            for module, rows in rows_to_keep(part, units):
                 adapters.keep_rows(module, rows)
-            adapters.keep_columns(output, spread(units, part.width))
+            adapters.keep_columns(output, expand_units(units, part.columns_per_unit))
         keep_units(model.network, part, units.tolist())
     for part in model.anatomy.parts:
         output = part.output.module

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from smelt.errors import ConfigError, DataError, ResourceError, SmeltError
-from smelt.files import check_place, write_whole
+from smelt.files import check_writable, write_atomically
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import Compressed
 from smelt.train.gradients.reducer import Reducer
@@ -46,10 +46,10 @@ def write(compression: Compressed, folder: Path) -> None:
         for position, reducer in enumerate(compression.reducers)
         for key, tensor in reducer.tensors().items()
     }
-    write_whole(folder / _file(compression.workers.rank), lambda path: save_file(tensors, path))
+    write_atomically(folder / _file(compression.workers.rank), lambda path: save_file(tensors, path))
     if compression.workers.rank == 0:
         text = json.dumps(_facts(compression), indent=1)
-        write_whole(folder / FACTS, lambda path: path.write_text(text))
+        write_atomically(folder / FACTS, lambda path: path.write_text(text))
 
 
 def load(compression: Compressed, folder: Path, *, resplit: bool = False) -> None:
@@ -164,7 +164,7 @@ def _read_tensors(path: Path, compression: Compressed) -> list[dict[str, Tensor]
 
 
 def _refuse_existing(folder: Path) -> None:
-    check_place(folder)
+    check_writable(folder)
     if folder.exists():
         raise ConfigError(f"{folder} is there already; give every checkpoint a name of its own, such as step-1000.")
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from smelt.errors import ConfigError, DataError
-from smelt.files import full_disk_told, write_whole
+from smelt.files import explain_disk_errors, write_atomically
 from smelt.train.gradients import state
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import Compression
@@ -68,7 +68,7 @@ def resume_hint(folder: Path) -> str:
 
 def clear_unfinished(folder: Path) -> None:
     """Make the folder, or remove what a process that was killed in the middle of its writing left in it."""
-    with full_disk_told(folder):
+    with explain_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     for left in folder.glob(".step-*"):
         shutil.rmtree(left, ignore_errors=True)
@@ -87,7 +87,7 @@ def save(parts: TrainState, folder: Path, keep: int, workers: Workers) -> None:
         workers, lambda: _write(parts, partial, lead), f"another worker could not write its part of {place}."
     )
     if lead:
-        with full_disk_told(place):
+        with explain_disk_errors(place):
             partial.rename(place)
             _forget_old(folder, keep)
     _wait(workers)
@@ -109,7 +109,7 @@ def _write(parts: TrainState, folder: Path, lead: bool) -> None:
     _write_tensors(folder / MODEL, _weights(parts.network))
     _write_tensors(folder / OPTIMIZER, _memories(parts))
     position = {**asdict(parts.position), "scaler": None if parts.scaler is None else parts.scaler.state_dict()}
-    write_whole(folder / POSITION, lambda path: path.write_text(json.dumps(position, indent=1)))
+    write_atomically(folder / POSITION, lambda path: path.write_text(json.dumps(position, indent=1)))
 
 
 def _read(parts: TrainState, place: Path, resplit: bool, workers: int) -> None:
@@ -158,7 +158,7 @@ def _copy_all(found: dict[str, Tensor], into: dict[str, Tensor], path: Path) -> 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_whole(path, lambda temporary: save_file(plain, temporary))
+    write_atomically(path, lambda temporary: save_file(plain, temporary))
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:

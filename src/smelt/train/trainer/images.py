@@ -36,7 +36,7 @@ class Images:
 
 
 def images_task(config: TrainConfig) -> TrainingTask:
-    """An image classifier, new or known, on labelled images."""
+    """An image classifier, new or known, on labeled images."""
     train, held_out = _parts(config)
     channels, classes = train.pixels.shape[1], max(train.classes, held_out.classes)
     if isinstance(config.model, str):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, PreTrain
 
 from smelt.data import TextData, load_text
 from smelt.data.hub import is_hub
-from smelt.data.known import KNOWN, where_is
+from smelt.data.named_datasets import KNOWN, resolve_source
 from smelt.errors import DataError, ModelError
 from smelt.models.load import resolve
 from smelt.models.tokenizer import tokenizer_of
@@ -76,7 +76,7 @@ def _windows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocabulary
 
 
 def _cut(source: str, split: str, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Windows:
-    found = load_text(where_is(source, split), column=config.data.text, split=split)
+    found = load_text(resolve_source(source, split), column=config.data.text, split=split)
     tokens = _tokens(found, tokenizer)
     if len(tokens) < config.data.length:
         raise DataError(f"{source} has {len(tokens):,} tokens, too few for one sequence of {config.data.length:,}.")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from smelt.errors import ConfigError, DataError
-from smelt.files import check_place, full_disk_told, write_whole
+from smelt.files import check_writable, explain_disk_errors, write_atomically
 from smelt.train.trainer.config import TrainConfig
 
 FACTS, LINES, CHECKPOINTS, MODEL = "run.json", "run.jsonl", "checkpoints", "model"
@@ -32,7 +32,7 @@ class RunFolder:
 
     def require_free(self, resume: bool) -> None:
         """Refuse to write over a run, or into a folder of something else."""
-        check_place(self.path / FACTS)
+        check_writable(self.path / FACTS)
         if self.exists() and not resume:
             raise ConfigError(f"{self.path} holds a run already; give --resume to go on with it, or another --out.")
         if self.path.is_dir() and not self.exists() and any(self.path.iterdir()):
@@ -52,7 +52,7 @@ class RunFolder:
 
     def write_metadata(self, facts: dict[str, Any]) -> None:
         text = json.dumps({"format": FORMAT, **facts}, indent=1) + "\n"
-        write_whole(self.path / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
+        write_atomically(self.path / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
 
     def read_log(self) -> list[dict[str, Any]]:
         """Of a line that was being written when its process died nothing is kept."""
@@ -77,10 +77,10 @@ class RunFolder:
     def truncate_log(self, last: int) -> None:
         """Those of steps up to `last`."""
         kept = [json.dumps(line) + "\n" for line in self.read_log() if line["step"] <= last]
-        write_whole(self.path / LINES, lambda path: path.write_text("".join(kept), encoding="utf-8"))
+        write_atomically(self.path / LINES, lambda path: path.write_text("".join(kept), encoding="utf-8"))
 
     def append_log(self, line: dict[str, Any]) -> None:
-        with full_disk_told(self.path / LINES), (self.path / LINES).open("a", encoding="utf-8") as file:
+        with explain_disk_errors(self.path / LINES), (self.path / LINES).open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from smelt.errors import ModelError
 from smelt.models.config import config_from
-from smelt.models.jsonfile import one_line
+from smelt.models.json_file import one_line
 from smelt.models.load import load
 from smelt.models.quantized import QuantizedLinear
 from smelt.models.quiet import quiet_transformers

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from smelt.errors import DataError
-from smelt.files import whole_folder
+from smelt.files import atomic_folder
 from smelt.measure.machine import machine
 from smelt.train.gradients import state
 from smelt.train.gradients.comm import Workers
@@ -226,7 +226,7 @@ class Trainer:
             print(format_log_entry(line, self.config.steps), file=sys.stderr, flush=True)
 
     def _save_model(self) -> None:
-        with whole_folder(self.folder.model) as temporary:
+        with atomic_folder(self.folder.model) as temporary:
             self.task.save(temporary)
             shutil.rmtree(self.folder.model, ignore_errors=True)  # of a run that was shorter
 

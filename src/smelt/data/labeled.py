@@ -1,4 +1,4 @@
-"""Labelled tasks: single sentences or pairs with a class or a number each, as in GLUE."""
+"""Labeled tasks: single sentences or pairs with a class or a number each, as in GLUE."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _KNOWN_COLUMNS = (("sentence1", "sentence2"), ("question", "sentence"), ("senten
 
 
 @dataclass(frozen=True, eq=False)
-class LabelledData:
+class LabeledData:
     """Items with a label each. `classes` names them in label order where the file held words and not numbers."""
 
     name: str
@@ -31,30 +31,30 @@ class LabelledData:
     def __len__(self) -> int:
         return len(self.first)
 
-    def take(self, indices: Sequence[int] | np.ndarray) -> LabelledData:
+    def take(self, indices: Sequence[int] | np.ndarray) -> LabeledData:
         """The items at these places, in this order."""
         first = tuple(self.first[index] for index in indices)
         second = None if self.second is None else tuple(self.second[index] for index in indices)
         return replace(self, first=first, second=second, labels=self.labels[np.asarray(indices, dtype=np.int64)])
 
 
-def load_labelled(
+def load_labeled(
     source: str | Path,
     *,
     text: str | None = None,
     pair: str | None = None,
     label: str = "label",
     split: str = "evaluation",
-) -> LabelledData:
-    """Labelled items from a table. Without names the GLUE ones are taken: sentence, sentence1 + sentence2, or text."""
+) -> LabeledData:
+    """Labeled items from a table. Without names the GLUE ones are taken: sentence, sentence1 + sentence2, or text."""
     rows = read_hub(str(source), split) if is_hub(str(source)) else read_rows(Path(source))
-    return labelled_from_rows(rows, str(source), text=text, pair=pair, label=label)
+    return labeled_from_rows(rows, str(source), text=text, pair=pair, label=label)
 
 
-def labelled_from_rows(
+def labeled_from_rows(
     rows: list[Row], source: str, *, text: str | None = None, pair: str | None = None, label: str = "label"
-) -> LabelledData:
-    """Labelled items from rows that were read already."""
+) -> LabeledData:
+    """Labeled items from rows that were read already."""
     if text is None and pair is None:
         text, pair = _guessed_columns(columns_of(rows), source)
     elif text is None:
@@ -63,7 +63,7 @@ def labelled_from_rows(
     labels, classes = _as_labels(values, f"{source}, column '{label}'")
     first = text_column(rows, text, source)
     second = None if pair is None else text_column(rows, pair, source)
-    return LabelledData(source, first, second, labels, labels.dtype == np.float32, classes)
+    return LabeledData(source, first, second, labels, labels.dtype == np.float32, classes)
 
 
 def _guessed_columns(columns: list[str], source: str) -> tuple[str, str | None]:
@@ -90,7 +90,7 @@ def _as_labels(values: list[Any], where: str) -> tuple[np.ndarray, tuple[str, ..
     if (numbers != np.round(numbers)).any():
         return numbers.astype(np.float32), None
     if numbers.min() < 0:
-        raise DataError(f"{where} has negative labels, which mark unlabelled rows: give a labelled split.")
+        raise DataError(f"{where} has negative labels, which mark unlabeled rows: give a labeled split.")
     return numbers.astype(np.int64), None
 
 

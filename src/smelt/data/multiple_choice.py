@@ -12,7 +12,7 @@ from smelt.errors import DataError
 
 
 @dataclass(frozen=True)
-class Choice:
+class MultipleChoiceItem:
     """One item: option i is `continuations[i]` after `contexts[i]`; `gold` is the index of the right one."""
 
     contexts: tuple[str, ...]
@@ -21,17 +21,17 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class ChoiceData:
+class MultipleChoiceData:
     """Items in order. `name` says where they come from."""
 
     name: str
-    items: tuple[Choice, ...]
+    items: tuple[MultipleChoiceItem, ...]
 
     def __len__(self) -> int:
         return len(self.items)
 
 
-def load_choices(source: str | Path, *, split: str = "evaluation") -> ChoiceData:
+def load_choices(source: str | Path, *, split: str = "evaluation") -> MultipleChoiceData:
     """Multiple-choice items from a table in one of three forms, told by the columns.
 
     `query`, `choices`, `gold`; `question`, `choices`, `answer` (MMLU); or `context_options`, `continuation`, `gold`
@@ -46,7 +46,7 @@ def has_choices(columns: list[str]) -> bool:
     return any(set(form) <= set(columns) for form in _FORMS)
 
 
-def choices_from_rows(rows: list[Row], source: str) -> ChoiceData:
+def choices_from_rows(rows: list[Row], source: str) -> MultipleChoiceData:
     """Multiple-choice items from rows that were read already."""
     columns = columns_of(rows)
     form = next((form for form in _FORMS if set(form) <= set(columns)), None)
@@ -55,7 +55,9 @@ def choices_from_rows(rows: list[Row], source: str) -> ChoiceData:
         raise DataError(
             f"{source} is no multiple choice: expected the columns {expected}; it has {', '.join(columns)}."
         )
-    return ChoiceData(source, tuple(_item(row, form, f"{source} row {n}") for n, row in enumerate(rows, start=1)))
+    return MultipleChoiceData(
+        source, tuple(_item(row, form, f"{source} row {n}") for n, row in enumerate(rows, start=1))
+    )
 
 
 _FORMS = (
@@ -65,7 +67,7 @@ _FORMS = (
 )
 
 
-def _item(row: Row, form: tuple[str, str, str], where: str) -> Choice:
+def _item(row: Row, form: tuple[str, str, str], where: str) -> MultipleChoiceItem:
     given, scored, gold = (row.get(name) for name in form)
     options = max(len(value) if isinstance(value, list) else 0 for value in (given, scored))
     if options < 2:
@@ -74,7 +76,9 @@ def _item(row: Row, form: tuple[str, str, str], where: str) -> Choice:
         raise DataError(
             f"{where} has {gold!r} in column '{form[2]}': expected the index of an option, 0 to {options - 1}."
         )
-    return Choice(_as_texts(given, options, form[0], where), _as_texts(scored, options, form[1], where), gold)
+    return MultipleChoiceItem(
+        _as_texts(given, options, form[0], where), _as_texts(scored, options, form[1], where), gold
+    )
 
 
 def _as_texts(value: Any, options: int, column: str, where: str) -> tuple[str, ...]:

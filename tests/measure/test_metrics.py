@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from smelt.measure.scores import SCORES, accuracy, f1, matthews, pearson, ranks, spearman
+from smelt.measure.metrics import METRICS, accuracy, f1, matthews, pearson, ranks, spearman
 
 
 def test_by_hand() -> None:
@@ -53,14 +53,14 @@ def test_one_sided_answers() -> None:
     assert f1(np.zeros(4), np.zeros(4)) == 0
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", METRICS)
 def test_counts_are_repetitions(name: str) -> None:
     generator = np.random.default_rng(1)
     labels, predictions = generator.integers(0, 3, (2, 30))
     counts = generator.multinomial(30, np.full(30, 1 / 30), size=20).astype(float)
     counts[0] = (labels != 0) & (predictions != 0)  # a sample that lacks a class altogether
-    together = SCORES[name](predictions, labels, counts)
+    together = METRICS[name](predictions, labels, counts)
     for row, value in zip(counts.astype(int), together, strict=True):
         assert value == pytest.approx(
-            float(SCORES[name](np.repeat(predictions, row), np.repeat(labels, row))), abs=1e-12
+            float(METRICS[name](np.repeat(predictions, row), np.repeat(labels, row))), abs=1e-12
         )

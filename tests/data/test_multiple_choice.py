@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from smelt.data import ChoiceData, load_choices, load_data
+from smelt.data import MultipleChoiceData, load_choices, load_data
 from smelt.errors import DataError
 
 
@@ -54,4 +54,4 @@ def test_every_shared_set_loads_by_its_columns(shared: Path) -> None:
     sizes = {"copa": 100, "winogrande": 1267, "mmlu_dev": 285, "openbook_qa": 500}
     for name, size in sizes.items():
         data = load_data(shared / f"data/zeroshot/{name}.jsonl.gz")
-        assert isinstance(data, ChoiceData) and len(data) == size
+        assert isinstance(data, MultipleChoiceData) and len(data) == size

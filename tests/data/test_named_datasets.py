@@ -7,26 +7,26 @@ from pathlib import Path
 import pytest
 
 from smelt.data import load_data
-from smelt.data.known import where_is
+from smelt.data.named_datasets import resolve_source
 
 
 def test_a_local_copy_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMELT_DATA", str(tmp_path))
     folder = tmp_path / "wikitext2"
     folder.mkdir()
-    assert where_is("wikitext2", "evaluation") == "hub:Salesforce/wikitext:wikitext-2-raw-v1@test"
-    assert where_is("wikitext2", "calibration") == "hub:Salesforce/wikitext:wikitext-2-raw-v1@train"
+    assert resolve_source("wikitext2", "evaluation") == "hub:Salesforce/wikitext:wikitext-2-raw-v1@test"
+    assert resolve_source("wikitext2", "calibration") == "hub:Salesforce/wikitext:wikitext-2-raw-v1@train"
     for name in ("test.txt.gz", "test.raw.txt.gz", "train.txt.gz"):
         (folder / name).touch()
-    assert where_is("wikitext2", "evaluation") == folder / "test.raw.txt.gz"
-    assert where_is("wikitext2", "calibration") == folder / "train.txt.gz"
+    assert resolve_source("wikitext2", "evaluation") == folder / "test.raw.txt.gz"
+    assert resolve_source("wikitext2", "calibration") == folder / "train.txt.gz"
 
 
 def test_what_is_no_short_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert where_is("text.txt", "evaluation") == "text.txt"
+    assert resolve_source("text.txt", "evaluation") == "text.txt"
     Path("wikitext2").mkdir()
-    assert where_is("wikitext2", "evaluation") == "wikitext2"
+    assert resolve_source("wikitext2", "evaluation") == "wikitext2"
 
 
 @pytest.mark.shared

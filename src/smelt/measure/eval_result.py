@@ -1,4 +1,4 @@
-"""Quality: what a measurement of a model on data gave, with the score of every item so that two can be compared."""
+"""EvalResult: what a measurement of a model on data gave, with the score of every item so that two can be compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smelt.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)
-class Quality:
+class EvalResult:
     """One metric on one set of data.
 
     `items` holds a score an item, better in the same direction as the metric: 1 or 0 for right or wrong, the mean
@@ -42,7 +42,7 @@ class Quality:
         }
 
 
-def meets(quality: Quality, minimum: float | None = None, maximum: float | None = None) -> bool:
+def meets_threshold(quality: EvalResult, minimum: float | None = None, maximum: float | None = None) -> bool:
     """Whether the value is at least the minimum (metrics where more is better) or at most the maximum (perplexity)."""
     if minimum is not None and not quality.higher_is_better:
         raise DataError(f"A minimum makes no sense for {quality.metric}, where less is better: give a maximum.")

@@ -67,14 +67,14 @@ def ranks(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return (np.cumsum(sizes, axis=-1) - (sizes - 1) / 2)[..., group]
 
 
-SCORES: dict[str, Score] = {
+METRICS: dict[str, Score] = {
     "accuracy": accuracy,
     "f1": f1,
     "matthews": matthews,
     "spearman": spearman,
     "pearson": pearson,
 }
-CLASS_SCORES = ("accuracy", "f1", "matthews")
+CLASSIFICATION_METRICS = ("accuracy", "f1", "matthews")
 
 
 def _counts(labels: np.ndarray, counts: np.ndarray | None) -> np.ndarray:

@@ -29,7 +29,7 @@ KNOWN = {
 }
 
 
-def where_is(source: str | Path, split: str) -> str | Path:
+def resolve_source(source: str | Path, split: str) -> str | Path:
     """The source that a short name stands for; anything else is returned as it is."""
     known = KNOWN.get(str(source))
     if known is None or Path(source).exists():
