@@ -78,7 +78,7 @@ def test_inspect(model: str, place: Place, smelt_here: Smelt, tmp_path: Path) ->
     assert found["block_parameters"] == sum(row["parameters"] for row in found["blocks"])
     assert found["macs"] == pytest.approx(sum(row["macs"] for row in found["blocks"]))
     assert len(found["blocks"]) == 3 and "48 FFN channels" in done.out
-    assert ("4 heads of 8 in 2 kv groups" if model == "llama" else "4 heads of 8") in done.out
+    assert ("4 heads of 8 in 2 KV groups" if model == "llama" else "4 heads of 8") in done.out
 
 
 def test_inspect_counts_macs_for_the_tokens_asked_for(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
