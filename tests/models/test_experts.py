@@ -129,13 +129,8 @@ def test_cut_experts_have_widths_of_their_own_and_are_saved_so(name: str, tmp_pa
 @pytest.mark.parametrize("method", ["magnitude", "taylor", "wanda-sp", "flap", "fisher", "random"])
 def test_pruning_methods_take_mixtures(method: str, tmp_path: Path) -> None:
     model = loaded("olmoe", tmp_path, starved=True)
-<<<<<<< HEAD
     settings = {"method": method, "budget": {"parameters": 0.8}, **({"repair": "none"} if method == "fisher" else {})}
-    facts = METHODS.build(settings).apply(model, MethodContext(batches=labelled()))
-=======
-    settings = {"method": method, "budget": {"parameters": 0.8}, **({"finish": "none"} if method == "fisher" else {})}
     facts = METHODS.build(settings).apply(model, MethodContext(batches=labeled()))
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
     assert facts["parameters_removed"] > 0
     assert all(part.units == 2 for part in model.anatomy.parts if part.fixed)  # normed together, so they stay
     assert bool(logits(model.network).isfinite().all())
@@ -156,13 +151,8 @@ def test_repairs_of_mixtures_are_refused(changes: dict[str, Any], message: str, 
 def test_a_latency_budget_is_refused(tmp_path: Path) -> None:
     model = loaded("mixtral", tmp_path)
     with pytest.raises(ConfigError, match="for a mixture of experts use macs"):
-<<<<<<< HEAD
         METHODS.build({"method": "fisher", "budget": {"latency": 0.8}, "repair": "none"}).apply(
-            model, MethodContext(batches=labelled())
-=======
-        METHODS.build({"method": "fisher", "budget": {"latency": 0.8}, "finish": "none"}).apply(
             model, MethodContext(batches=labeled())
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
         )
 
 

@@ -17,13 +17,8 @@ from smelt.loadtest.prompts import Length
 from smelt.loadtest.series import plain_timelines, series
 from smelt.loadtest.summary import limits_from
 from smelt.measure.machine import machine
-<<<<<<< HEAD
-from smelt.progress import bars
-from smelt.report.load_test import latency_rows, render_load, throughput_rows
-=======
 from smelt.progress import progress_bars
-from smelt.report.load import latency_rows, render_load, throughput_rows
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
+from smelt.report.load_test import latency_rows, render_load, throughput_rows
 from smelt.report.page import write_page
 
 _MOST_KEY = 4096

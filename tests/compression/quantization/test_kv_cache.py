@@ -99,13 +99,8 @@ def test_everything_that_measures_uses_it() -> None:
 
 def test_it_outlives_other_steps_and_can_be_taken_away() -> None:
     model = made(format="int8")
-<<<<<<< HEAD
     RoundToNearest(bits=4, group_size=16).apply(model, MethodContext())
-    assert model.kv == KvFormat("int8", rotate_keys=True)
-=======
-    RoundToNearest(bits=4, group=16).apply(model, MethodContext())
     assert model.kv == KVCacheFormat("int8", rotate_keys=True)
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
     facts = KvCache(format="none").apply(model, MethodContext())
     numbers = 3 * 2 * 2 * 8  # layers, key and value, heads, head_dim
     assert facts == {"cache_bits_a_token_before": 3 * 2 * 2 * (8 * 8 + 32), "cache_bits_a_token_after": 32 * numbers}

@@ -79,13 +79,8 @@ def test_folding_after_heads_were_removed() -> None:
 
     for name in ("llama", "gpt2", "bert"):
         model = Model(BUILDS[name]())
-<<<<<<< HEAD
-        context = MethodContext(batches=[labelled(name)])
-        METHODS.build({"method": "magnitude", "budget": {"macs": 0.6}, "repair": "none", "tokens": 11}).apply(
-=======
         context = MethodContext(batches=[labeled(name)])
-        METHODS.build({"method": "magnitude", "budget": {"macs": 0.6}, "finish": "none", "tokens": 11}).apply(
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
+        METHODS.build({"method": "magnitude", "budget": {"macs": 0.6}, "repair": "none", "tokens": 11}).apply(
             model, context
         )
         network = model.network.double()

@@ -60,17 +60,10 @@ def cut_and_repair(
 ) -> dict[str, Any]:
     """Cut every block and fit it to the teacher: the dense model, or the larger `assistant` choice."""
     if not context.batches:
-<<<<<<< HEAD
         raise DataError(f"repair: {settings.kind} needs calibration data, and there is none.")
     work = _Work(model, choice, settings, context, assistant)
-    for index in context.watcher.track(range(len(model.anatomy.blocks)), f"repair ({settings.kind})"):
+    for index in context.progress.track(range(len(model.anatomy.blocks)), f"repair ({settings.kind})"):
         work.repair_block(index)
-=======
-        raise DataError(f"finish: {finisher.kind} needs calibration data, and there is none.")
-    work = _Work(model, choice, finisher, context, assistant)
-    for index in context.progress.track(range(len(model.anatomy.blocks)), f"repair ({finisher.kind})"):
-        work.finish_block(index)
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
     return {"repaired": work.repaired, "gave_up": work.given_up}
 
 
@@ -121,13 +114,8 @@ class _Work:
         last = index == len(self.model.anatomy.blocks) - 1
         block = self._block(index)
         for position, part in enumerate(block.parts):
-<<<<<<< HEAD
-            equations = NormalEquations.zeros(part.output.columns, part.output.rows, part.output.device)
-            rows = _Rows(self.settings, last=last and position > 0)
-=======
             equations = NormalEquations.zeros(part.output.in_features, part.output.out_features, part.output.device)
-            rows = _Rows(self.finisher, last=last and position > 0)
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
+            rows = _Rows(self.settings, last=last and position > 0)
             for batch in range(len(self.student)):
                 target = self._teach(teacher, index, batch) if position == 0 else self.targets[batch]
                 if part.units and not self.given_up:
@@ -169,13 +157,8 @@ class _Work:
             set_output(part, weight, bias)
         else:
             scales = tune_scales(
-<<<<<<< HEAD
-                equations, part.output.weight, part.width,
-                solver=settings.solver, damping=settings.damping, intercept=part.kind == "heads",
-=======
                 equations, part.output.weight, part.columns_per_unit,
-                solver=finisher.solver, damping=finisher.damping, intercept=part.kind == "heads",
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
+                solver=settings.solver, damping=settings.damping, intercept=part.kind == "heads",
             )  # fmt: skip
             if scales is None:
                 self.given_up = settings.published

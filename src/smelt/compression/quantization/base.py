@@ -82,13 +82,8 @@ class Quantization(Method):
         return replace(found, group=TENSOR) if self.static_activations else found
 
     @property
-<<<<<<< HEAD
-    def scheme(self) -> Scheme:
-        return Scheme(self.weight_format, self.input_format, self.static_activations)
-=======
     def scheme(self) -> QuantizationScheme:
-        return QuantizationScheme(self.weight_format, self.input_format, self.static)
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
+        return QuantizationScheme(self.weight_format, self.input_format, self.static_activations)
 
     @property
     def uses_data(self) -> bool:

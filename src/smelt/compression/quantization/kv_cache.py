@@ -35,13 +35,8 @@ class KvCache(Method):
             raise RecipeError(f"{self.name}: {error}") from error
 
     @property
-<<<<<<< HEAD
-    def kv(self) -> KvFormat:
-        return KvFormat(self.format, self.value_format, float(self.clip_ratio), self.rotate_keys)
-=======
     def kv(self) -> KVCacheFormat:
-        return KVCacheFormat(self.format, self.values, float(self.clip), self.rotate_keys)
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
+        return KVCacheFormat(self.format, self.value_format, float(self.clip_ratio), self.rotate_keys)
 
     def check(self, anatomy: Anatomy) -> None:
         if not anatomy.family.causal or not anatomy.network.can_generate():

@@ -58,13 +58,8 @@ class RotatedQuantization(Quantization):
         """The matrices that are merged into the weights."""
 
     @property
-<<<<<<< HEAD
-    def scheme(self) -> Scheme:
-        return super().scheme if self.input_activations is None else replace(super().scheme, clip=self.input_clip_ratio)
-=======
     def scheme(self) -> QuantizationScheme:
-        return super().scheme if self.inputs is None else replace(super().scheme, clip=self.clip)
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
+        return super().scheme if self.input_activations is None else replace(super().scheme, clip=self.input_clip_ratio)
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
@@ -102,11 +97,7 @@ class RotatedQuantization(Quantization):
         return self._asked(part) and hadamard_order(part.output.in_features) is not None
 
     def _asked(self, part: Part) -> bool:
-<<<<<<< HEAD
         return part.units > 0 and (self.rotate_ffn if part.kind == "ffn_channels" else self.rotate_heads)
-=======
-        return part.units > 0 and (self.rotate_filters if part.kind == "ffn_channels" else self.rotate_heads)
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
 
     def round(self, group: Group, moment: SecondMoment) -> list[Quantized]:
         if self.rounding == "rtn":

@@ -94,21 +94,12 @@ def calibration_batches(
 ) -> list[Batch]:
     """Windows of text of exactly the length asked for, or labeled rows cut to what the model takes."""
     assert model.tokenizer is not None
-<<<<<<< HEAD
     assert settings.batch_size is not None
     longest = getattr(model.network.config, "max_position_embeddings", settings.seq_len)
-    if isinstance(data, LabelledData):
-        return labelled_batches(
-            data, model.tokenizer, samples=settings.samples, max_length=min(settings.seq_len, longest),
-            batch_size=settings.batch_size, seed=seed, replace=settings.samples > len(data),
-=======
-    assert settings.batch is not None
-    longest = getattr(model.network.config, "max_position_embeddings", settings.length)
     if isinstance(data, LabeledData):
         return labeled_batches(
-            data, model.tokenizer, samples=settings.samples, max_length=min(settings.length, longest),
-            batch_size=settings.batch, seed=seed, replace=settings.samples > len(data),
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
+            data, model.tokenizer, samples=settings.samples, max_length=min(settings.seq_len, longest),
+            batch_size=settings.batch_size, seed=seed, replace=settings.samples > len(data),
         )  # fmt: skip
     if settings.seq_len > longest:
         raise RecipeError(
@@ -130,15 +121,9 @@ def measure_quality(
     """The model's quality on the data, by the recipe's settings; on text also with keys and values in another format
     than the one that the model remembers."""
     options: dict[str, Any] = {
-<<<<<<< HEAD
         "batch_size": settings.batch_size,
         "limit": settings.limit,
-        "watcher": watcher or Silent(),
-=======
-        "batch_size": settings.batch,
-        "limit": settings.limit,
         "progress": progress or NullProgress(),
->>>>>>> 76360d3 (models: name parts, schemes, metrics and progress in the field's terms)
     }
     if isinstance(data, TextData):
         context = min(settings.context, getattr(model.network.config, "max_position_embeddings", settings.context))
