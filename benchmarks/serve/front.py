@@ -36,7 +36,7 @@ def main() -> None:
     starts = [seconds_until_ready("smollm2-135m") for _ in range(options.starts)]
     rows: list[dict[str, Any]] = [{"what": "start", "seconds": starts}]
     with tempfile.TemporaryDirectory() as folder:
-        server = start(write_model(Path(folder) / "tiny"), Path(folder), "--cache-gib", "0.1")
+        server = start(write_model(Path(folder) / "tiny"), Path(folder), "--kv-cache-gib", "0.1")
         try:
             asyncio.run(streamed(server, 16))  # warms up
             rows += [{"what": "streams", **asyncio.run(streamed(server, streams))} for streams in STREAMS]

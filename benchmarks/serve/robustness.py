@@ -30,7 +30,9 @@ PARTS = 10  # memory is read after each
 
 def measured(requests: int, at_once: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        server = start(write_model(Path(folder) / "tiny"), Path(folder), "--cache-gib", "0.02", "--reader", "5")
+        server = start(
+            write_model(Path(folder) / "tiny"), Path(folder), "--kv-cache-gib", "0.02", "--client-timeout", "5"
+        )
         try:
             asyncio.run(visits(server.url, range(10**6, 10**6 + WARM_UP), at_once))
             server.wait_until_idle(60)

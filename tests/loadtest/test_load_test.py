@@ -119,13 +119,24 @@ def test_the_command(smelt_here: Smelt, tmp_path: Path) -> None:  # noqa: F811
     key.write_text("secret\n")
     files = ["-o", str(tmp_path / "r.html"), "--json", str(tmp_path / "r.json")]
     with SseServer(first=0.02, gap=0.002, key="secret", fails=lambda number: "429" if number == 3 else "") as server:
-        options = ["--rate", "50", "--requests", "12", "--input", "3:6", "--output", "4", "--seed", "1"]
+        options = [
+            "--request-rate",
+            "50",
+            "--num-requests",
+            "12",
+            "--input-len",
+            "3:6",
+            "--output-len",
+            "4",
+            "--seed",
+            "1",
+        ]
         limits = ["--slo", "ttft=500", "--slo", "tpot=50", "--api-key-file", str(key)]
         done = smelt_here("load-test", server.url, *options, *limits, *files)
         assert done.code == 0, done.err
         smelt_here("load-test", server.url).refused("wants a key")
         smelt_here("load-test", server.url, "--slo", "speed=3").refused("is no limit")
-        smelt_here("load-test", server.url, "--input", "x").refused("is no length")
+        smelt_here("load-test", server.url, "--input-len", "x").refused("is no length")
     smelt_here("load-test", "ftp://localhost").refused("is no address of a server")
     smelt_here("load-test", "http://127.0.0.1:1").refused("does not answer")
     assert (
@@ -140,7 +151,18 @@ def test_the_command(smelt_here: Smelt, tmp_path: Path) -> None:  # noqa: F811
 
 def test_control_c_reports_what_had_ended(tmp_path: Path) -> None:
     with SseServer(first=0.02, gap=0.001) as server:
-        arguments = ["load-test", server.url, "--rate", "20", "--requests", "400", "--input", "3", "--output", "4"]
+        arguments = [
+            "load-test",
+            server.url,
+            "--request-rate",
+            "20",
+            "--num-requests",
+            "400",
+            "--input-len",
+            "3",
+            "--output-len",
+            "4",
+        ]
         command = [sys.executable, "-m", "smelt.cli.main", *arguments, "--json", str(tmp_path / "r.json")]
         process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         while len(server.bodies) < 10:

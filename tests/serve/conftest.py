@@ -23,7 +23,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """On loopback without a key."""
-    found = start(model_folder, tmp_path_factory.mktemp("server"), "--cache-gib", "0.02", "--reader", "1")
+    found = start(model_folder, tmp_path_factory.mktemp("server"), "--kv-cache-gib", "0.02", "--client-timeout", "1")
     yield found
     found.wait_until_idle()
     assert found.end(signal.SIGINT) == 0, found.log.read_text()
@@ -34,7 +34,7 @@ def keyed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """On every address, with two keys, with little room, and without a second chance for its engine."""
     folder = tmp_path_factory.mktemp("keyed")
     (folder / "keys").write_text("# two keys\n" + "\n".join(KEYS) + "\n")
-    options = ("--queue", "0", "--batch-requests", "2", "--cache-gib", "0.01", "--restarts", "0")
+    options = ("--max-queued", "0", "--max-num-seqs", "2", "--kv-cache-gib", "0.01", "--max-restarts", "0")
     found = start(model_folder, folder, "--api-key-file", str(folder / "keys"), *options, host="0.0.0.0")
     yield found
     worker = found.get("/state", headers={"x-api-key": KEYS[0]}).json()["worker"]

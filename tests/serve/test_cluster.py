@@ -31,7 +31,18 @@ from tests.serve.test_lifecycle import Reader
 pytest.importorskip("ray", reason="needs Ray, which is large: pip install 'smelt[cluster]'")
 psutil = pytest.importorskip("psutil")
 
-OPTIONS = ("--replicas", "2", "--replica-cpus", "1", "--cache-gib", "0.02", "--grace", "5", "--batch-requests", "1")
+OPTIONS = (
+    "--replicas",
+    "2",
+    "--replica-cpus",
+    "1",
+    "--kv-cache-gib",
+    "0.02",
+    "--shutdown-timeout",
+    "5",
+    "--max-num-seqs",
+    "1",
+)
 LONG = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True, "n": 5}  # one at a time: seconds
 
 
@@ -249,7 +260,7 @@ def test_a_cluster_that_runs_already_is_used_and_left_as_it_was(
     address, told = head
     for name, value in told.items():
         monkeypatch.setenv(name, value)
-    found = start(model_folder, tmp_path, *OPTIONS, "--cluster", address)
+    found = start(model_folder, tmp_path, *OPTIONS, "--ray-address", address)
     try:
         assert found.complete("hello", max_tokens=4)["usage"]["completion_tokens"] == 4
         replicas = [psutil.Process(each["process"]) for each in found.state()["replicas"].values()]
@@ -269,7 +280,7 @@ def test_what_goes_wrong_in_a_replica_is_one_sentence(
     address, told = head
     command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model_folder), "--port", "0", *OPTIONS]
     found = subprocess.run(
-        [*command, "--cluster", address, "--adapter", f"poet={tmp_path}"],
+        [*command, "--ray-address", address, "--lora-modules", f"poet={tmp_path}"],
         capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **told},
     )  # fmt: skip
     assert found.returncode == 2 and "Traceback" not in found.stderr, found.stderr

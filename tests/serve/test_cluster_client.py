@@ -25,8 +25,8 @@ from smelt.serve.cluster.placement import Placement, placed
 from smelt.serve.cluster.ray_serve import RayServe, _sentence
 from smelt.serve.cluster.supervisor import ClusterSupervisor
 from smelt.serve.engine.sampling import Sampling
-from smelt.serve.server.settings import Limits
-from smelt.serve.worker.client import TokenEvent, WorkerDied
+from smelt.serve.server.settings import ServerLimits
+from smelt.serve.worker.client import TokenEvent, WorkerDiedError
 
 STATE = {"running": 1, "waiting": 0, "blocks": 8, "blocks_used": 2, "steps": 5, "computed_tokens": 9}
 DIED = {"died": True}
@@ -91,7 +91,7 @@ class Handle:
 
 def client_of(handle: Handle, seen: list[dict[str, int]] | None = None) -> ClusterClient:
     observe = None if seen is None else lambda state: seen.append(dict(state))
-    client = ClusterClient("none", RayServe(Placement(2)), silence_seconds=9, observe=observe)
+    client = ClusterClient("none", RayServe(Placement(2)), step_timeout=9, observe=observe)
     client._handle, client.facts = handle, {"blocks": 8}
     client._see(told("a"))
     return client
@@ -125,7 +125,7 @@ def test_a_prompt_without_a_token_goes_to_another_replica() -> None:
 def test_what_was_begun_is_not_begun_again(end: Any) -> None:
     async def main() -> None:
         handle = Handle([told("a", token(7)), end], [told("b", token(7, "stop"))])
-        with pytest.raises(WorkerDied, match="send it again"):
+        with pytest.raises(WorkerDiedError, match="send it again"):
             await all_of(client_of(handle))
         assert len(handle.calls) == 1
 
@@ -137,7 +137,7 @@ def test_some_prompts_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def main() -> None:
         handle = Handle(*[[DIED]] * ATTEMPTS, [told("a", token(7, "stop"))])
-        with pytest.raises(WorkerDied):
+        with pytest.raises(WorkerDiedError):
             await all_of(client_of(handle))
         assert len(handle.calls) == ATTEMPTS
         with pytest.raises(RequestError, match="too long"):
@@ -198,7 +198,7 @@ def test_counts_never_fall_and_gauges_are_of_those_that_live(monkeypatch: pytest
         handle.fault = RuntimeError("no replica")
         assert sorted(await client.look()) == ["a", "b"] and not client.alive
         assert (seen[-1]["steps"], seen[-1]["running"], seen[-1]["blocks"]) == (77, 0, 0)
-        with pytest.raises(WorkerDied):
+        with pytest.raises(WorkerDiedError):
             client.stream([[1, 2]], Sampling())
 
     run(main)
@@ -218,7 +218,7 @@ def test_a_message_that_was_overtaken_does_not_turn_the_counts_back() -> None:
 def test_replicas_that_die_too_often_are_given_up() -> None:
     async def main() -> None:
         handle = Handle()
-        supervisor = ClusterSupervisor(client_of(handle), Limits(restarts=1), replicas=2)
+        supervisor = ClusterSupervisor(client_of(handle), ServerLimits(max_restarts=1), replicas=2)
         assert supervisor.trouble == ""
         for name in ("a", "b"):
             supervisor._lost(name)

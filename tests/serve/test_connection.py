@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from smelt.serve.server.connection import Connection
-from smelt.serve.server.settings import Limits
+from smelt.serve.server.settings import ServerLimits
 
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter, list[str]], Awaitable[None]]
@@ -44,7 +44,7 @@ def talked(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", *
             writer.transport.abort()
             await asyncio.sleep(0.05)
 
-    monkeypatch.setattr(Connection, "limits", Limits(**limits))
+    monkeypatch.setattr(Connection, "limits", ServerLimits(**limits))
     asyncio.run(main())
     return seen
 
@@ -61,7 +61,7 @@ def test_who_does_not_finish_the_head_is_dropped(monkeypatch: pytest.MonkeyPatch
             pass
 
     started = time.monotonic()
-    assert talked(monkeypatch, talk, head_seconds=0.3) == []
+    assert talked(monkeypatch, talk, header_timeout=0.3) == []
     assert time.monotonic() - started > 0.3
 
 
@@ -71,7 +71,7 @@ def test_who_does_not_read_is_dropped_and_the_application_knows(monkeypatch: pyt
         while "gone" not in seen:
             await asyncio.sleep(0.02)
 
-    assert talked(monkeypatch, talk, b"x" * (1 << 20), reader_seconds=0.3) == ["request", "gone"]
+    assert talked(monkeypatch, talk, b"x" * (1 << 20), client_timeout=0.3) == ["request", "gone"]
 
 
 def test_who_reads_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_who_reads_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
             await asyncio.sleep(0.05)
 
     started = time.monotonic()
-    assert talked(monkeypatch, talk, b"x" * (1 << 17), reader_seconds=2)[0] == "request"
+    assert talked(monkeypatch, talk, b"x" * (1 << 17), client_timeout=2)[0] == "request"
     assert time.monotonic() - started > 2, "it was read so fast that nothing was tested"
 
 
@@ -99,5 +99,5 @@ def test_too_many_connections_and_broken_requests(monkeypatch: pytest.MonkeyPatc
         found = await reader.read(-1)
         assert found.startswith(b"HTTP/1.1 400") and b'"type": "invalid_request_error"' in found
 
-    assert talked(monkeypatch, nothing, connections=0) == []
+    assert talked(monkeypatch, nothing, max_connections=0) == []
     assert talked(monkeypatch, broken) == []

@@ -18,7 +18,7 @@ from smelt.errors import ModelError
 from smelt.serve.encoder import Encoder, _positions
 from smelt.serve.server.app import create_app
 from smelt.serve.server.service import Service
-from smelt.serve.server.settings import Settings
+from smelt.serve.server.settings import ServerSettings
 from smelt.serve.worker.client import EngineClient
 from tests.character_tokenizer import character_tokenizer
 from tests.serve.pretending import pretending
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ask(folder: Path) -> Iterator[Any]:
     """A service that found out by itself what its model is, asked without a socket between."""
     runner = asyncio.Runner()
-    service = Service(Settings(str(folder)))
+    service = Service(ServerSettings(str(folder)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             EngineClient, "command", pretending(f"send(kind='other', folder={str(folder)!r}, task='embedding')")
@@ -106,4 +106,4 @@ def test_positions_and_models_that_are_neither(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no tokenizer"):
         Encoder(str(tmp_path))
     with pytest.raises(ModelError, match="is for images"):
-        asyncio.run(Service(Settings(str(tmp_path)))._start_encoder(str(tmp_path), "images"))
+        asyncio.run(Service(ServerSettings(str(tmp_path)))._start_encoder(str(tmp_path), "images"))

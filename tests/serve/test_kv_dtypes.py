@@ -240,8 +240,8 @@ def test_what_is_refused() -> None:
         engine_of(BUILDS["llama"](), "int3")
     with pytest.raises(ModelError, match="on several devices yet"):
         engine_of(BUILDS["llama"](), INT8, devices=2)
-    arguments = ["serve", "smollm2-135m", "--kv-type", "int3"]
-    with pytest.raises(SmeltError, match="--kv-type 'int3' is unknown; there is model, int8, fp8, int4"):
+    arguments = ["serve", "smollm2-135m", "--kv-cache-dtype", "int3"]
+    with pytest.raises(SmeltError, match="--kv-cache-dtype 'int3' is unknown; choose one of model, int8, fp8, int4"):
         call(program(arguments), arguments)
 
 

@@ -52,7 +52,18 @@ class Reader(threading.Thread):
 def test_a_killed_engine_is_started_again_and_a_stopped_server_finishes_what_it_can(tmp_path: Path) -> None:
     """One server for both, since starting one takes seconds."""
     model = write_model(tmp_path / NAME, CONTEXT)
-    server = start(model, tmp_path, "--restarts", "1", "--grace", "5", "--cache-gib", "0.2", "--context", str(CONTEXT))
+    server = start(
+        model,
+        tmp_path,
+        "--max-restarts",
+        "1",
+        "--shutdown-timeout",
+        "5",
+        "--kv-cache-gib",
+        "0.2",
+        "--max-model-len",
+        str(CONTEXT),
+    )
     try:
         _killed(server)
         _stopped(server)

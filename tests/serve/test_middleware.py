@@ -19,7 +19,7 @@ from smelt.errors import SmeltError
 from smelt.serve.server import auth
 from smelt.serve.server.auth import check_binding, is_loopback, known_key, read_keys
 from smelt.serve.server.middleware import Guard
-from smelt.serve.server.settings import Limits, Settings
+from smelt.serve.server.settings import ServerLimits, ServerSettings
 from tests.serve.conftest import KEYS
 from tests.serve.served import Server
 
@@ -161,7 +161,7 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
         assert [one for one, _ in seen] == keys and all(len(other) == 32 for _, other in seen)
 
 
-def guarded(settings: Settings, messages: list[dict[str, Any]], headers: list[tuple[bytes, bytes]]) -> int:
+def guarded(settings: ServerSettings, messages: list[dict[str, Any]], headers: list[tuple[bytes, bytes]]) -> int:
     """The status that the guard answers with, or 200 where the application is reached."""
     statuses: list[int] = []
 
@@ -187,7 +187,7 @@ def guarded(settings: Settings, messages: list[dict[str, Any]], headers: list[tu
 
 
 def test_a_body_is_counted_as_it_comes_and_must_come_in_time() -> None:
-    settings = Settings("x", limits=Limits(body_bytes=100, body_seconds=0.05))
+    settings = ServerSettings("x", limits=ServerLimits(max_body_bytes=100, body_timeout=0.05))
     host = [(b"host", b"localhost")]
     part: dict[str, Any] = {"type": "http.request", "body": b"x" * 60, "more_body": True}
     last = {**part, "body": b"x" * 40, "more_body": False}
@@ -196,7 +196,10 @@ def test_a_body_is_counted_as_it_comes_and_must_come_in_time() -> None:
     assert guarded(settings, [last], [*host, (b"content-length", b"101")]) == 413
     assert guarded(settings, [part], host) == 408
     assert guarded(settings, [part, {"type": "http.disconnect"}], host) == 0
-    assert guarded(Settings("x", limits=Limits(header_bytes=50)), [last], [*host, (b"x", b"y" * 50)]) == 431
+    assert (
+        guarded(ServerSettings("x", limits=ServerLimits(max_header_bytes=50)), [last], [*host, (b"x", b"y" * 50)])
+        == 431
+    )
 
 
 def test_what_fails_inside_is_told_without_a_word_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
@@ -218,6 +221,6 @@ def test_what_fails_inside_is_told_without_a_word_of_the_request(caplog: pytest.
         "query_string": b"",
         "method": "GET",
     }
-    asyncio.run(Guard(app, Settings("x"))({**scope, "path": "/"}, receive, send))
+    asyncio.run(Guard(app, ServerSettings("x"))({**scope, "path": "/"}, receive, send))
     assert sent[0]["status"] == 500 and b"secret" not in sent[1]["body"]
     assert "secret" not in caplog.text

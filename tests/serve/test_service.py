@@ -15,7 +15,7 @@ import pytest
 from smelt.serve.server import generation, stream
 from smelt.serve.server.app import create_app
 from smelt.serve.server.service import Service
-from smelt.serve.server.settings import Limits, Settings
+from smelt.serve.server.settings import ServerLimits, ServerSettings
 from smelt.serve.server.tokenization import Texts, _Decoder
 from smelt.serve.worker.client import EngineClient
 from tests.character_tokenizer import character_tokenizer
@@ -32,7 +32,7 @@ def answered(model_folder: Path, path: str, body: dict[str, Any]) -> httpx.Respo
     """What a service that serves nothing else says."""
 
     async def main() -> httpx.Response:
-        service = Service(Settings(str(model_folder)))
+        service = Service(ServerSettings(str(model_folder)))
         await service.start()
         transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
@@ -49,7 +49,7 @@ def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     ping_soon(monkeypatch)
 
     async def main() -> list[httpx.Response]:
-        service = Service(Settings(str(model_folder), limits=Limits(request_seconds=0.35)))
+        service = Service(ServerSettings(str(model_folder), limits=ServerLimits(request_timeout=0.35)))
         await service.start()
         transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:

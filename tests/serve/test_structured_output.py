@@ -99,7 +99,7 @@ def test_wrong_forms_are_refused_before_anything_is_sent(server: Server, wrong: 
 
 def test_adapters_are_models(model_folder: Path, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", language_model(), 1, rank=8)
-    server = start(model_folder, tmp_path, "--cache-gib", "0.02", "--adapter", f"poet={folder}")
+    server = start(model_folder, tmp_path, "--kv-cache-gib", "0.02", "--lora-modules", f"poet={folder}")
     try:
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
             assert [model.id for model in client.models.list()] == [NAME, "poet"]

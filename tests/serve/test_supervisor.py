@@ -13,10 +13,10 @@ import pytest
 from smelt.errors import SmeltError
 from smelt.serve.engine.sampling import Sampling
 from smelt.serve.server.metrics import Meters
-from smelt.serve.server.settings import Limits
+from smelt.serve.server.settings import ServerLimits
 from smelt.serve.server.supervisor import Supervisor
 from smelt.serve.worker import loop
-from smelt.serve.worker.client import EngineClient, OtherModel, WorkerDied
+from smelt.serve.worker.client import EngineClient, OtherModelError, WorkerDiedError
 from smelt.serve.worker.pipe import pipe_pair
 from tests.serve.pretending import pretending
 from tests.serve.served import PATIENCE
@@ -27,7 +27,7 @@ LISTENS = "ready()\nwhile True: pipe.receive()"
 def supervised(script: str, **limits: float) -> Supervisor:
     client = EngineClient("nothing")
     client.command = pretending(script)  # type: ignore[assignment]
-    found = Supervisor(client, Limits(**limits))  # type: ignore[arg-type]
+    found = Supervisor(client, ServerLimits(**limits))  # type: ignore[arg-type]
     found.meters = Meters("x", 64)
     return found
 
@@ -46,7 +46,7 @@ async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> Non
     ("script", "kind", "told"),
     [
         ("send(kind='failed', sentence='no such model.')", SmeltError, "no such model"),
-        ("send(kind='other', folder='x', task='images')", OtherModel, "for images"),
+        ("send(kind='other', folder='x', task='images')", OtherModelError, "for images"),
         ("sys.exit(3)", SmeltError, "ended while it was starting"),
     ],
 )
@@ -67,7 +67,7 @@ def test_the_true_process_says_why_it_cannot_start(monkeypatch: pytest.MonkeyPat
 
 def test_one_that_dies_again_and_again_is_given_up() -> None:
     async def main() -> None:
-        found = supervised("ready()", restarts=2)
+        found = supervised("ready()", max_restarts=2)
         await found.start()
         async with asyncio.timeout(PATIENCE):
             await found.watch()
@@ -79,7 +79,7 @@ def test_one_that_dies_again_and_again_is_given_up() -> None:
 
 def test_deaths_long_ago_do_not_count() -> None:
     async def main() -> None:
-        found = supervised(LISTENS, restarts=1, restart_window=0.0)
+        found = supervised(LISTENS, max_restarts=1, restart_window=0.0)
         await found.start()
         watching = asyncio.create_task(found.watch())
         for restarts in (1, 2, 3):
@@ -95,7 +95,7 @@ def test_one_that_stands_still_is_noticed_and_replaced_and_blocks_nobody() -> No
     """Not even with more submitted than its pipe holds."""
 
     async def main() -> None:
-        found = supervised(LISTENS, silence_seconds=0.6)
+        found = supervised(LISTENS, step_timeout=0.6)
         await found.start()
         client = found.client
         assert client.process is not None and found.trouble == ""
@@ -108,7 +108,7 @@ def test_one_that_stands_still_is_noticed_and_replaced_and_blocks_nobody() -> No
         await until(lambda: "no step was finished for 0.6 seconds" in found.trouble)
         watching = asyncio.create_task(found.watch())
         for stream in streams:
-            with pytest.raises(WorkerDied):
+            with pytest.raises(WorkerDiedError):
                 async with asyncio.timeout(PATIENCE):
                     await stream.next()
         await until(lambda: not found.trouble)

@@ -14,7 +14,7 @@ from smelt.errors import RequestError, SmeltError
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling import Sampling
-from smelt.serve.worker.client import EngineClient, Stream, TokenEvent, WorkerDied
+from smelt.serve.worker.client import EngineClient, Stream, TokenEvent, WorkerDiedError
 from smelt.serve.worker.loop import Loop
 from smelt.serve.worker.pipe import Pipe, pipe_pair
 from tests.serve.served import PATIENCE, language_model
@@ -108,7 +108,7 @@ def test_a_process_and_its_client(model_folder: Path) -> None:
         await client.stop(PATIENCE)
         assert client.process is not None and client.process.returncode == 0, "it was not killed"
         await until(client.lost.is_set)
-        with pytest.raises(WorkerDied):
+        with pytest.raises(WorkerDiedError):
             client.stream(PROMPTS, GREEDY)
 
     asyncio.run(main())

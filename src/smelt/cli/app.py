@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -34,6 +35,53 @@ COMMANDS = {
 }
 # Commands whose name is not a valid module name.
 _MODULES = {"eval": "evaluate", "load-test": "load_test", "shard-plan": "shard_plan", "train-report": "train_report"}
+
+# Per command: flags of the previous version and their names now. They work for one version, with a warning.
+RENAMED_FLAGS: dict[str, dict[str, str]] = {
+    "chat": {"--context": "--max-model-len"},
+    "load-test": {
+        "--rate": "--request-rate",
+        "--requests": "--num-requests",
+        "--input": "--input-len",
+        "--output": "--output-len",
+        "--warmups": "--num-warmups",
+    },
+    "serve": {
+        "--name": "--served-model-name",
+        "--context": "--max-model-len",
+        "--cache-gib": "--kv-cache-gib",
+        "--batch-requests": "--max-num-seqs",
+        "--batch-tokens": "--max-num-batched-tokens",
+        "--prefix-cache": "--enable-prefix-caching",
+        "--no-prefix-cache": "--no-enable-prefix-caching",
+        "--kv": "--kv-profile",
+        "--kv-keep-host": "--kv-offload",
+        "--kv-cap": "--kv-token-cap",
+        "--kv-type": "--kv-cache-dtype",
+        "--queue": "--max-queued",
+        "--grace": "--shutdown-timeout",
+        "--silence": "--step-timeout",
+        "--reader": "--client-timeout",
+        "--adapter": "--lora-modules",
+        "--devices": "--tensor-parallel-size",
+        "--cluster": "--ray-address",
+        "--restarts": "--max-restarts",
+    },
+}
+
+
+def with_new_flags(arguments: list[str]) -> list[str]:
+    """Rewrite flags that were renamed, with a warning for each."""
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    renamed = RENAMED_FLAGS.get(command, {})
+    rewritten = []
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        if flag in renamed:
+            print(f"smelt: {flag} is now {renamed[flag]}; the old name will be removed.", file=sys.stderr)
+            flag = renamed[flag]
+        rewritten.append(flag + equals + value)
+    return rewritten
 
 
 def app_with(*names: str) -> typer.Typer:

@@ -25,13 +25,13 @@ def run(
     system: Annotated[str, typer.Option(help="What the model is told before all else.")] = "",
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0: always the most likely token.")] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 512,
-    context: Annotated[int | None, typer.Option(min=16, help="Tokens of the whole conversation.")] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=16, help="Maximum tokens of the conversation.")] = None,
     device: DeviceOption = "cpu",
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
     sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    talk = Conversation(Engine(model, device=device, context=context, batch_requests=2), sampling, system)
+    talk = Conversation(Engine(model, device=device, context=max_model_len, batch_requests=2), sampling, system)
     if sys.stdin.isatty():
         import readline  # noqa: F401  lets `input` keep a history and edit its line
 

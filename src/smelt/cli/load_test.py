@@ -26,19 +26,23 @@ _MOST_KEY = 4096
 
 def run(
     url: Annotated[str, typer.Argument(metavar="URL", help="A server, such as http://localhost:8000.")],
-    rate: Annotated[float, typer.Option(help="Requests a second on average; inf: all at once.")] = math.inf,
-    requests: Annotated[int, typer.Option(min=1, max=1_000_000, help="How many are sent.")] = 100,
+    rate: Annotated[
+        float, typer.Option("--request-rate", help="Mean requests per second; inf: all at once.")
+    ] = math.inf,
+    requests: Annotated[int, typer.Option("--num-requests", min=1, max=1_000_000, help="Requests to send.")] = 100,
     burstiness: Annotated[float, typer.Option(help="1: Poisson; less: in bursts; more: evenly.")] = 1.0,
     max_concurrency: Annotated[int | None, typer.Option(min=1, help="At once, at most; others wait here.")] = None,
     model: Annotated[str | None, typer.Option(help="By default the first one that the server lists.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions, not /v1/completions.")] = False,
-    input_length: Annotated[str, typer.Option("--input", metavar="N|A:B", help="Tokens of a random prompt.")] = "128",
-    output_length: Annotated[str, typer.Option("--output", metavar="N|A:B", help="Tokens of an answer.")] = "128",
+    input_length: Annotated[
+        str, typer.Option("--input-len", metavar="N|A:B", help="Tokens of a random prompt.")
+    ] = "128",
+    output_length: Annotated[str, typer.Option("--output-len", metavar="N|A:B", help="Tokens of an answer.")] = "128",
     prompts: Annotated[Path | None, typer.Option(help="JSONL with `prompt` or `messages` a row.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Answers get their full length.")] = True,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0: the most likely token.")] = 0.0,
     slo: Annotated[list[str] | None, typer.Option(metavar="NAME=MS", help="ttft, tpot or e2el of good ones.")] = None,
-    warmups: Annotated[int, typer.Option(min=0, max=1000, help="Requests before the run.")] = 1,
+    warmups: Annotated[int, typer.Option("--num-warmups", min=0, max=1000, help="Requests before the run.")] = 1,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a request may take.")] = 600.0,
     api_key_file: Annotated[Path | None, typer.Option(help="A file that holds the server's key.")] = None,
     report: Annotated[Path | None, typer.Option("-o", "--report", help="Also write a page with plots.")] = None,

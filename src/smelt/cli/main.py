@@ -47,8 +47,9 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _call(arguments: list[str]) -> int:
     with _exit_on_interrupt():
-        from smelt.cli.app import call, program
+        from smelt.cli.app import call, program, with_new_flags
 
+        arguments = with_new_flags(arguments)
         command = program(arguments)
     return call(command, arguments)
 

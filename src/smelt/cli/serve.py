@@ -9,150 +9,195 @@ from typing import Annotated, Any
 import typer
 
 from smelt.cli.output import DeviceOption, ModelArgument, say
-from smelt.errors import SmeltError
+from smelt.errors import ConfigError, SmeltError
 
 KeyOption = Annotated[
-    Path | None, typer.Option("--api-key-file", metavar="F", help="API keys, one a line; then every route needs one.")
-]
-NameOption = Annotated[str, typer.Option(help="What clients call the model; by default the last part of MODEL.")]
-ContextOption = Annotated[int | None, typer.Option(min=2, help="Tokens of prompt and answer together, at most.")]
-CacheOption = Annotated[
-    float | None, typer.Option("--cache-gib", min=0.0001, help="Memory for keys and values, in GiB.")
-]
-RequestsOption = Annotated[int, typer.Option("--batch-requests", min=1, max=4096, help="Answers computed at once.")]
-TokensOption = Annotated[int, typer.Option("--batch-tokens", min=1, help="Tokens computed in a step, at most.")]
-ReplicasOption = Annotated[
-    int, typer.Option(min=1, max=1024, help="Engines, each with a copy of the model; by Ray Serve (smelt[cluster]).")
-]
-ClusterOption = Annotated[
-    str, typer.Option(metavar="ADDRESS", help="Of a Ray cluster that runs; without it replicas are on this machine.")
-]
-ReplicaCpusOption = Annotated[
-    float | None, typer.Option(min=0.1, help="Cores of each replica; by default its share of this machine.")
-]
-PrefixOption = Annotated[bool, typer.Option("--prefix-cache/--no-prefix-cache", help="Keep what prompts begin with.")]
-
-
-KvOption = Annotated[
     Path | None,
-    typer.Option("--kv", metavar="F", help="A profile by `smelt kv profile`: heads keep as many tokens as it says."),
+    typer.Option("--api-key-file", metavar="FILE", help="API keys, one per line; then every route requires one."),
+]
+NameOption = Annotated[
+    str, typer.Option("--served-model-name", help="Model name in the API; by default the last part of MODEL.")
+]
+ContextOption = Annotated[
+    int | None, typer.Option("--max-model-len", min=2, help="Maximum tokens of prompt and answer together.")
+]
+CacheOption = Annotated[float | None, typer.Option("--kv-cache-gib", min=0.0001, help="Memory of the KV cache in GiB.")]
+SequencesOption = Annotated[
+    int, typer.Option("--max-num-seqs", min=1, max=4096, help="Maximum sequences in one batch.")
+]
+TokensOption = Annotated[
+    int, typer.Option("--max-num-batched-tokens", min=1, help="Maximum tokens computed in one step.")
+]
+PrefixOption = Annotated[
+    bool,
+    typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse the KV cache of shared prefixes."),
+]
+ProfileOption = Annotated[
+    Path | None,
+    typer.Option("--kv-profile", metavar="FILE", help="Per-head KV cache budgets written by `smelt kv profile`."),
 ]
 SelectOption = Annotated[
-    str, typer.Option("--kv-select", metavar="pages", help="Evict nothing; a token attends to the pages it points to.")
+    str, typer.Option("--kv-select", metavar="pages", help="Sparse page attention: evict nothing, attend to few pages.")
 ]
 BudgetOption = Annotated[
-    int, typer.Option("--kv-budget", min=1, metavar="TOKENS", help="With --kv-select: what a token attends to.")
+    int, typer.Option("--kv-budget", min=1, metavar="TOKENS", help="With --kv-select: tokens that a token attends to.")
+]
+OffloadOption = Annotated[
+    bool, typer.Option("--kv-offload", help="With --kv-select: keep pages in host memory and fetch the important ones.")
 ]
 CapOption = Annotated[
     int | None,
-    typer.Option("--kv-cap", metavar="TOKENS", help="What a request holds, at most; longer texts are distilled."),
+    typer.Option(
+        "--kv-token-cap", metavar="TOKENS", help="Maximum tokens a request caches; longer texts are compressed."
+    ),
 ]
-TypeOption = Annotated[
+DtypeOption = Annotated[
     str | None,
-    typer.Option("--kv-type", metavar="TYPE", help="Of keys and values: model, int8, fp8 or int4; by default as made."),
+    typer.Option(
+        "--kv-cache-dtype", metavar="DTYPE", help="model, int8, fp8 or int4; by default as the artifact says."
+    ),
 ]
-HostOption = Annotated[
-    bool,
-    typer.Option("--kv-keep-host", help="With --kv-select: pages in the host's memory, the important ones fetched."),
+QueueOption = Annotated[
+    int, typer.Option("--max-queued", min=0, help="Maximum waiting answers; more are refused with status 429.")
 ]
-AdapterOption = Annotated[
+ShutdownOption = Annotated[
+    float, typer.Option("--shutdown-timeout", min=0, help="Seconds that running requests get to finish on shutdown.")
+]
+StepOption = Annotated[
+    float, typer.Option("--step-timeout", min=0.5, help="Seconds without a finished step before the engine is killed.")
+]
+ClientOption = Annotated[
+    float, typer.Option("--client-timeout", min=0.5, help="Seconds after which a client that reads nothing is dropped.")
+]
+LoraOption = Annotated[
     list[str] | None,
-    typer.Option("--adapter", metavar="NAME=FOLDER", help="A LoRA adapter that clients may name; may be repeated."),
+    typer.Option("--lora-modules", metavar="NAME=FOLDER", help="A LoRA adapter served as NAME; may be repeated."),
+]
+ParallelOption = Annotated[
+    int, typer.Option("--tensor-parallel-size", min=1, max=64, help="Devices that the model is sharded over.")
+]
+ReplicasOption = Annotated[
+    int,
+    typer.Option(min=1, max=1024, help="Engines with a copy of the model each, run by Ray Serve (smelt\\[cluster])."),
+]
+ClusterOption = Annotated[
+    str, typer.Option("--ray-address", metavar="ADDRESS", help="A running Ray cluster; by default this machine only.")
+]
+ReplicaCpusOption = Annotated[
+    float | None, typer.Option(min=0.1, help="Cores per replica; by default an equal share of this machine.")
+]
+RestartsOption = Annotated[
+    int, typer.Option("--max-restarts", min=0, help="Engine restarts within ten minutes before the server exits.")
 ]
 
 
 def run(
     model: ModelArgument,
-    host: Annotated[str, typer.Option(help="Where to listen; other than this machine only with keys.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on; any but loopback requires API keys.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
     api_key_file: KeyOption = None,
     name: NameOption = "",
     device: DeviceOption = "cpu",
-    context: ContextOption = None,
-    cache: CacheOption = None,
-    batch_requests: RequestsOption = 256,
-    batch_tokens: TokensOption = 2048,
-    prefix_cache: PrefixOption = True,
-    kv: KvOption = None,
+    max_model_len: ContextOption = None,
+    kv_cache_gib: CacheOption = None,
+    max_num_seqs: SequencesOption = 256,
+    max_num_batched_tokens: TokensOption = 2048,
+    prefix_caching: PrefixOption = True,
+    kv_profile: ProfileOption = None,
     kv_select: SelectOption = "",
     kv_budget: BudgetOption = 4096,
-    kv_keep_host: HostOption = False,
-    kv_cap: CapOption = None,
-    kv_type: TypeOption = None,
-    queue: Annotated[int, typer.Option(min=0, help="Answers that may wait; more are told to come later.")] = 512,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds to finish what runs when stopped.")] = 30.0,
-    silence: Annotated[float, typer.Option(min=0.5, help="Seconds without a step before the engine is dead.")] = 300.0,
-    reader: Annotated[float, typer.Option(min=0.5, help="Seconds after which who does not read is dropped.")] = 30.0,
-    adapter: AdapterOption = None,
-    devices: Annotated[int, typer.Option(min=1, max=64, help="Over which the model is split.")] = 1,
+    kv_offload: OffloadOption = False,
+    kv_token_cap: CapOption = None,
+    kv_cache_dtype: DtypeOption = None,
+    max_queued: QueueOption = 512,
+    shutdown_timeout: ShutdownOption = 30.0,
+    step_timeout: StepOption = 300.0,
+    client_timeout: ClientOption = 30.0,
+    lora_modules: LoraOption = None,
+    tensor_parallel_size: ParallelOption = 1,
     replicas: ReplicasOption = 1,
-    cluster: ClusterOption = "",
+    ray_address: ClusterOption = "",
     replica_cpus: ReplicaCpusOption = None,
-    restarts: Annotated[int, typer.Option(min=0, help="Of the engine in ten minutes, before giving up.")] = 3,
+    max_restarts: RestartsOption = 3,
 ) -> None:
     try:
         from smelt.serve.server.auth import check_binding, read_keys
         from smelt.serve.server.server import serve
-        from smelt.serve.server.settings import Limits, Settings
+        from smelt.serve.server.settings import ServerLimits, ServerSettings
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("smelt"):
             raise
         raise SmeltError(f"the server needs {error.name}; `pip install 'smelt[serve]'`.") from error
     keys = read_keys(api_key_file) if api_key_file is not None else frozenset()
     check_binding(host, keys)
+    token_cap = _token_cap(kv_token_cap, kv_profile, kv_select)
     engine = {
-        "context": context, "cache_bytes": None if cache is None else int(cache * 2**30),
-        "batch_requests": batch_requests, "batch_tokens": batch_tokens, "prefix_cache": prefix_cache,
-        "devices": devices, "kv": None if kv is None else str(kv),
-        **_selected(kv_select, kv_budget, kv_keep_host), "cap": _cap(kv_cap, kv, kv_select), "kv_type": _type(kv_type),
+        "context": max_model_len, "cache_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+        "batch_requests": max_num_seqs, "batch_tokens": max_num_batched_tokens, "prefix_cache": prefix_caching,
+        "devices": tensor_parallel_size, "kv": _profile(kv_profile), **_selection(kv_select, kv_budget, kv_offload),
+        "cap": token_cap, "kv_type": _dtype(kv_cache_dtype),
     }  # fmt: skip
-    limits = Limits(queue=queue, grace_seconds=grace, silence_seconds=silence, reader_seconds=reader, restarts=restarts)
-    say(f"loading {model}")
-    settings = Settings(model, name, host, port, keys, device, engine, _adapters(adapter or []), limits, replicas)
-    if replicas > 1 or cluster:
+    limits = ServerLimits(
+        max_queued=max_queued, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout,
+        client_timeout=client_timeout, max_restarts=max_restarts,
+    )  # fmt: skip
+    settings = ServerSettings(
+        model, name, host, port, keys, device, engine, _adapters(lora_modules or []), limits, replicas
+    )
+    if replicas > 1 or ray_address:
         from smelt.serve.cluster.placement import placed
         from smelt.serve.cluster.supervisor import supervised
 
-        placement = placed(replicas, cluster, replica_cpus, device, devices)
+        placement = placed(replicas, ray_address, replica_cpus, device, tensor_parallel_size)
+        say(f"loading {model}")
         code = serve(settings, partial(supervised, placement))
     else:
+        say(f"loading {model}")
         code = serve(settings)
     if code:
         raise typer.Exit(code)
 
 
-def _selected(what: str, budget: int, keep_host: bool) -> dict[str, Any]:
-    """Options of the engine."""
-    if what not in ("", "pages"):
-        raise SmeltError(f"--kv-select {what!r} cannot be chosen; it is pages.")
-    if keep_host and not what:
-        raise SmeltError("--kv-keep-host is for --kv-select pages.")
-    return {"select": {"token_budget": budget} if what else None, "residence": {} if keep_host else None}
+def _profile(path: Path | None) -> str | None:
+    """Refuse a missing file before the model is loaded."""
+    if path is not None and not path.is_file():
+        raise ConfigError(f"--kv-profile {path} is not a file; `smelt kv profile` writes one.")
+    return None if path is None else str(path)
 
 
-def _cap(tokens: int | None, kv: Path | None, select: str) -> int | None:
-    """Refused before a model is loaded, where that is possible."""
-    if tokens is not None and (kv is not None or select):
-        other = "--kv" if kv is not None else "--kv-select"
-        raise SmeltError(f"--kv-cap and {other} are two ways to hold keys and values; give one of them.")
+def _selection(select: str, budget: int, offload: bool) -> dict[str, Any]:
+    """Return the engine options of sparse page attention."""
+    if select not in ("", "pages"):
+        raise ConfigError(f"--kv-select {select!r} is unknown; the only choice is pages.")
+    if offload and not select:
+        raise ConfigError("--kv-offload requires --kv-select pages.")
+    return {"select": {"token_budget": budget} if select else None, "residence": {} if offload else None}
+
+
+def _token_cap(tokens: int | None, profile: Path | None, select: str) -> int | None:
+    if tokens is not None and (profile is not None or select):
+        other = "--kv-profile" if profile is not None else "--kv-select"
+        raise ConfigError(f"--kv-token-cap and {other} cannot be combined; choose one of them.")
     if tokens is not None and tokens < 1:
-        raise SmeltError(f"--kv-cap {tokens} holds nothing; it is a number of tokens, some hundreds or thousands.")
+        raise ConfigError(f"--kv-token-cap must be a positive number of tokens, not {tokens}; try some thousands.")
     return tokens
 
 
-def _type(kind: str | None) -> str | None:
+def _dtype(name: str | None) -> str | None:
     from smelt.serve.engine.kv_dtype import KINDS
 
-    if kind is not None and kind not in KINDS:
-        raise SmeltError(f"--kv-type {kind!r} is unknown; there is {', '.join(KINDS)}.")
-    return kind
+    if name is not None and name not in KINDS:
+        raise ConfigError(f"--kv-cache-dtype {name!r} is unknown; choose one of {', '.join(KINDS)}.")
+    return name
 
 
-def _adapters(given: list[str]) -> dict[str, str]:
-    found = {}
-    for each in given:
-        name, equals, folder = each.partition("=")
-        if not name or not equals or not folder or name in found:
-            raise SmeltError(f"--adapter {each!r} is not NAME=FOLDER, or its name is taken.")
-        found[name] = folder
-    return found
+def _adapters(modules: list[str]) -> dict[str, str]:
+    folders: dict[str, str] = {}
+    for module in modules:
+        name, equals, folder = module.partition("=")
+        if not name or not equals or not folder:
+            raise ConfigError(f"--lora-modules {module!r} is not NAME=FOLDER.")
+        if name in folders:
+            raise ConfigError(f"--lora-modules names {name!r} twice; give each adapter its own name.")
+        folders[name] = folder
+    return folders

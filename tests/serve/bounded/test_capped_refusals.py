@@ -84,10 +84,10 @@ def test_positions_must_be_numbered_anew() -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        (["--kv-cap", "0"], "--kv-cap 0 holds nothing; it is a number of tokens"),
-        (["--kv-cap", "-7"], "--kv-cap -7 holds nothing"),
-        (["--kv-cap", "512", "--kv", "some.json"], "--kv-cap and --kv are two ways to hold keys and values"),
-        (["--kv-cap", "512", "--kv-select", "pages"], "--kv-cap and --kv-select are two ways"),
+        (["--kv-token-cap", "0"], "--kv-token-cap must be a positive number of tokens, not 0"),
+        (["--kv-token-cap", "-7"], "--kv-token-cap must be a positive number of tokens, not -7"),
+        (["--kv-token-cap", "512", "--kv-profile", "some.json"], "--kv-token-cap and --kv-profile cannot be combined"),
+        (["--kv-token-cap", "512", "--kv-select", "pages"], "--kv-token-cap and --kv-select cannot be combined"),
     ],
     ids=str,
 )
@@ -98,7 +98,7 @@ def test_the_command_line_refuses_at_once(options: list[str], sentence: str) -> 
 
 
 def test_a_cap_that_is_too_small_for_the_model_is_one_sentence(model_folder: Path) -> None:
-    command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model_folder), "--kv-cap", "100"]
+    command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model_folder), "--kv-token-cap", "100"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     said = " ".join(ended.stderr.split())
     assert ended.returncode == 2 and "Traceback" not in said

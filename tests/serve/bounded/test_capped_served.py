@@ -1,4 +1,4 @@
-"""`smelt serve MODEL --kv-cap N` over HTTP: texts longer than the model's context, and memory that does not grow."""
+"""`smelt serve MODEL --kv-token-cap N` over HTTP: texts longer than the model's context, in constant memory."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TEXT = "once upon a time there was a cache that forgot what nobody looked at. " 
 @pytest.fixture(scope="module")
 def small(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("capped")
-    options = ("--batch-requests", "4", "--batch-tokens", "64", "--context", str(CONTEXT_GIVEN))
-    found = start(model_folder, folder, "--kv-cap", str(CAP), *options)
+    options = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", str(CONTEXT_GIVEN))
+    found = start(model_folder, folder, "--kv-token-cap", str(CAP), *options)
     yield found
     found.wait_until_idle()
     assert found.end() == 0, found.log.read_text()

@@ -1,4 +1,4 @@
-"""`smelt serve MODEL --kv PROFILE`: the same API, and a conversation's next turn computes only what is new."""
+"""`smelt serve MODEL --kv-profile PROFILE`: the same API, and a conversation's next turn computes only what is new."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def written(folder: Path, layers: int = 3) -> Path:
 
 
 def test_a_conversation_over_http(model_folder: Path, tmp_path: Path) -> None:
-    options = ("--kv", str(written(tmp_path)), "--kv-type", "int8", "--cache-gib", "0.02")
+    options = ("--kv-profile", str(written(tmp_path)), "--kv-cache-dtype", "int8", "--kv-cache-gib", "0.02")
     server = start(model_folder, tmp_path, *options)
     try:
         assert server.get("/state").json()["path"].endswith("pages of head clusters, keys and values in int8")
@@ -44,7 +44,7 @@ def test_a_profile_of_another_model_is_one_sentence(model_folder: Path, tmp_path
         "smelt.cli.main",
         "serve",
         str(model_folder),
-        "--kv",
+        "--kv-profile",
         str(written(tmp_path, layers=4)),
     ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -18,7 +18,7 @@ from typing import Any
 from smelt.errors import ModelError, RequestError
 from smelt.serve.cluster.ray_serve import RayServe
 from smelt.serve.cluster.replica import Replica
-from smelt.serve.worker.client import EngineClient, Message, Observer, TokenEvent, WorkerDied
+from smelt.serve.worker.client import EngineClient, Message, Observer, TokenEvent, WorkerDiedError
 
 log = logging.getLogger("smelt.serve")
 ATTEMPTS = 4  # times that a prompt is given to a replica before it counts as lost
@@ -147,7 +147,7 @@ class ClusterClient(EngineClient):
             if begun:
                 break
             await asyncio.sleep(PAUSE_SECONDS)
-        self._give(name, WorkerDied("the replica's engine ended; the request is lost, send it again."))
+        self._give(name, WorkerDiedError("the replica's engine ended; the request is lost, send it again."))
 
     def _hear(self, name: str, told: Message) -> None:
         clock = self._clocks[told["replica"]]

@@ -17,7 +17,7 @@ from typing import Any
 
 from smelt.errors import RequestError
 from smelt.serve.engine.sampling import Sampling
-from smelt.serve.worker.client import EngineClient, Stream, WorkerDied
+from smelt.serve.worker.client import EngineClient, Stream, WorkerDiedError
 
 FAREWELL = 0.2  # seconds in which those who wait are told, before the actor ends
 
@@ -44,7 +44,7 @@ class Replica:
                 [asked["prompt"]], Sampling.from_json(asked["sampling"]), priority=asked["priority"],
                 salt=bytes.fromhex(asked["salt"]), adapter=asked["adapter"],
             )  # fmt: skip
-        except WorkerDied:
+        except WorkerDiedError:
             yield json.dumps({"died": True})
             return
         self._streams[asked["name"]] = stream
@@ -54,7 +54,7 @@ class Replica:
                 await asyncio.sleep(len(self._streams) / self._rate)  # the next message holds all that comes meanwhile
         except RequestError as error:
             yield json.dumps({"refused": str(error)})
-        except WorkerDied:
+        except WorkerDiedError:
             yield json.dumps({"died": True})
         finally:
             self._streams.pop(asked["name"], None)
@@ -74,9 +74,9 @@ class Replica:
     async def check_health(self) -> None:
         """Asked by Ray, which replaces a replica that raises."""
         if not self._client.alive:
-            raise WorkerDied("the engine's process is not running.")
+            raise WorkerDiedError("the engine's process is not running.")
         if self._client.silent_seconds > self._silence:
-            raise WorkerDied(f"no step was finished for {self._silence:g} seconds.")
+            raise WorkerDiedError(f"no step was finished for {self._silence:g} seconds.")
 
     def _seen(self) -> dict[str, Any]:
         return {"replica": _name(), "now": time.monotonic(), "state": self._client.state}

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from typing import Any
 
 from smelt.serve.cluster.client import ClusterClient
 from smelt.serve.cluster.ray_serve import Placement, RayServe
-from smelt.serve.server.settings import Limits, Settings
+from smelt.serve.server.settings import ServerLimits, ServerSettings
 from smelt.serve.server.supervisor import TICK, Supervisor
 from smelt.serve.worker.client import Observer
 
@@ -20,9 +21,9 @@ class ClusterSupervisor(Supervisor):
 
     client: ClusterClient
 
-    def __init__(self, client: ClusterClient, limits: Limits, replicas: int) -> None:
+    def __init__(self, client: ClusterClient, limits: ServerLimits, replicas: int) -> None:
         super().__init__(client, limits)
-        self._allowed = limits.restarts * replicas
+        self._allowed = limits.max_restarts * replicas
 
     @property
     def trouble(self) -> str:
@@ -49,11 +50,11 @@ class ClusterSupervisor(Supervisor):
 
 
 def supervised(
-    placement: Placement, settings: Settings, observe: Observer, options: dict[str, object]
+    placement: Placement, settings: ServerSettings, observe: Observer, options: dict[str, Any]
 ) -> ClusterSupervisor:
     """What the service is given in the place of an engine of its own."""
     client = ClusterClient(
-        settings.model, RayServe(placement), silence_seconds=settings.limits.silence_seconds, observe=observe,
+        settings.model, RayServe(placement), step_timeout=settings.limits.step_timeout, observe=observe,
         device=settings.device, **options,
     )  # fmt: skip
     return ClusterSupervisor(client, settings.limits, placement.replicas)

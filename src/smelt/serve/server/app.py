@@ -11,7 +11,7 @@ from smelt.serve.server import chat, completions, embeddings, operate, tokens
 from smelt.serve.server.errors import ApiError, on_api_error, on_http_error, on_wrong_shape
 from smelt.serve.server.middleware import Guard
 from smelt.serve.server.service import Service
-from smelt.serve.worker.client import WorkerDied
+from smelt.serve.worker.client import WorkerDiedError
 from smelt.version import __version__
 
 
@@ -22,7 +22,7 @@ def create_app(service: Service) -> ASGIApp:
     for module in (completions, chat, embeddings, tokens, operate):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, on_api_error)
-    app.add_exception_handler(WorkerDied, on_api_error)
+    app.add_exception_handler(WorkerDiedError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(RequestValidationError, on_wrong_shape)
     return Guard(app, service.settings)

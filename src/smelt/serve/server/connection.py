@@ -13,7 +13,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.settings import Limits
+from smelt.serve.server.settings import ServerLimits
 
 _TCP_INFO_ACKED = 120  # where Linux' struct tcp_info has tcpi_bytes_acked
 
@@ -22,7 +22,7 @@ class Connection(H11Protocol):
     """A client that does not finish the head of a request, or does not read its answer, is let go; its request is
     then aborted like that of any client that leaves."""
 
-    limits = Limits()
+    limits = ServerLimits()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -30,7 +30,7 @@ class Connection(H11Protocol):
         self._idle_since, self._progress_at = now, now
         self._unacked, self._acked = 0, 0
         self._watch: asyncio.TimerHandle | None = None
-        if len(self.connections) > self.limits.connections:
+        if len(self.connections) > self.limits.max_connections:
             transport.abort()
         else:
             self._look_again()
@@ -50,7 +50,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _look_again(self) -> None:
-        soon = min(self.limits.head_seconds, self.limits.reader_seconds) / 4
+        soon = min(self.limits.header_timeout, self.limits.client_timeout) / 4
         self._watch = self.loop.call_later(soon, self._look)
 
     def _look(self) -> None:
@@ -62,7 +62,7 @@ class Connection(H11Protocol):
         if unacked == 0 or unacked < self._unacked or acked > self._acked:
             self._progress_at = now
         self._unacked, self._acked = unacked, acked
-        if now - self._idle_since > self.limits.head_seconds or now - self._progress_at > self.limits.reader_seconds:
+        if now - self._idle_since > self.limits.header_timeout or now - self._progress_at > self.limits.client_timeout:
             self.transport.abort()
         else:
             self._look_again()

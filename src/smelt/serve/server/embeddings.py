@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from smelt.serve.server.errors import ApiError, ClientGone
+from smelt.serve.server.errors import ApiError, ClientGoneError
 from smelt.serve.server.schemas import EmbeddingRequest
 from smelt.serve.server.service import Service
 
@@ -61,12 +61,12 @@ async def _inputs(service: Service, body: EmbeddingRequest) -> list[list[int]]:
 
 
 async def _unless_gone(request: Request, work: Any) -> list[list[float]]:
-    """What comes of it, or ClientGone as soon as the client is."""
+    """What comes of it, or ClientGoneError as soon as the client is."""
     task, gone = asyncio.ensure_future(work), asyncio.create_task(_gone(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ClientGone
+            raise ClientGoneError
         found: list[list[float]] = task.result()
         return found
     finally:

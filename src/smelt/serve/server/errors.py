@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from smelt.errors import RequestError
-from smelt.serve.worker.client import WorkerDied
+from smelt.serve.worker.client import WorkerDiedError
 
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
@@ -37,7 +37,7 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-class ClientGone(Exception):
+class ClientGoneError(Exception):
     """Nobody is there any longer to be told anything."""
 
 
@@ -47,7 +47,7 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, RequestError):
         return ApiError(400, str(error))
-    if isinstance(error, WorkerDied):
+    if isinstance(error, WorkerDiedError):
         return ApiError(500, str(error), code="engine_died")
     return ApiError(500, "the server failed at this request; it is a bug of ours.", code="internal_error")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from smelt.errors import RequestError
 from smelt.serve.engine.sampling import Sampling
-from smelt.serve.server.errors import ApiError, ClientGone
+from smelt.serve.server.errors import ApiError, ClientGoneError
 from smelt.serve.server.schemas import Generation as Asked
 from smelt.serve.server.service import Service
 from smelt.serve.server.structured import form_of
-from smelt.serve.worker.client import Stream, TokenEvent, WorkerDied
+from smelt.serve.worker.client import Stream, TokenEvent, WorkerDiedError
 
 PING_SECONDS = 15.0  # of silence, after which a streaming client is told that we are still here
 
@@ -128,9 +128,10 @@ class Generation:
         self._stream: Stream | None = None
 
     def start(self) -> None:
-        if len(self.answers) > self.service.limits.answers:
-            told = f"prompts times n is {len(self.answers):,}; at most {self.service.limits.answers:,} fit a request."
-            raise ApiError(400, told, param="n")
+        limit = self.service.limits.max_sequences
+        if len(self.answers) > limit:
+            message = f"prompts times n is {len(self.answers):,}; a request may ask for at most {limit:,} answers."
+            raise ApiError(400, message, param="n")
         for prompt in self.prompts:
             self.service.check_prompt(prompt, self.sampling)
         admission, meters = self.service.admission, self.service.meters
@@ -139,7 +140,7 @@ class Generation:
             self._stream = self.service.client.stream(
                 self.prompts, self.sampling, priority=self.priority, salt=self.salt, adapter=self.adapter
             )
-        except WorkerDied:
+        except WorkerDiedError:
             admission.give_back(len(self.answers))
             told = "the engine is being started again; try again soon."
             raise ApiError(503, told, code="engine_down", headers={"retry-after": "5"}) from None
@@ -153,11 +154,11 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """What is new, each time that something is; nothing after a long silence."""
         assert self._stream is not None
-        latest = self.arrival + self.service.limits.request_seconds
+        latest = self.arrival + self.service.limits.request_timeout
         while any(not answer.reason for answer in self.answers):
             left = latest - time.monotonic()
             if left <= 0:
-                raise ApiError(504, f"the request took longer than {self.service.limits.request_seconds:g} seconds.")
+                raise ApiError(504, f"the request took longer than {self.service.limits.request_timeout:g} seconds.")
             events = await self._stream.next(min(PING_SECONDS, left))
             new: dict[int, list[TokenEvent]] = {}
             for event in events:
@@ -172,7 +173,7 @@ class Generation:
     def leave(self) -> None:
         """The client has gone."""
         if self._stream is not None:
-            self._stream.give(ClientGone())
+            self._stream.give(ClientGoneError())
 
     def close(self, reason: str = "abort") -> None:
         """Give everything back; whatever had not ended is aborted."""

@@ -10,8 +10,8 @@ from contextlib import suppress
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from smelt.serve.server.auth import host_allowed, is_loopback, known_key, origin_allowed
-from smelt.serve.server.errors import ApiError, ClientGone, as_api_error
-from smelt.serve.server.settings import Settings
+from smelt.serve.server.errors import ApiError, ClientGoneError, as_api_error
+from smelt.serve.server.settings import ServerSettings
 
 log = logging.getLogger("smelt.serve")
 _CLOSE = {"connection": "close"}
@@ -21,7 +21,7 @@ DRAINED, DRAIN_SECONDS = 8, 1.0  # how much more than allowed is read of a body 
 class Guard:
     """Around the whole application. There is no route that it lets through unseen."""
 
-    def __init__(self, app: ASGIApp, settings: Settings) -> None:
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app, self.keys, self.limits = app, settings.keys, settings.limits
         self.local = is_loopback(settings.host)
 
@@ -39,7 +39,7 @@ class Guard:
             self._check(scope)
             body = await self._body(scope, receive)
             await self.app(scope, _replayed(body, receive), noticed)
-        except ClientGone:
+        except ClientGoneError:
             return
         except Exception as error:
             if not isinstance(error, ApiError):
@@ -51,8 +51,10 @@ class Guard:
     def _check(self, scope: Scope) -> None:
         headers = scope["headers"]
         size = sum(len(name) + len(value) + 4 for name, value in headers)
-        if size + len(scope["raw_path"]) + len(scope["query_string"]) > self.limits.header_bytes:
-            raise ApiError(431, f"the head of a request may have {self.limits.header_bytes:,} bytes.", headers=_CLOSE)
+        if size + len(scope["raw_path"]) + len(scope["query_string"]) > self.limits.max_header_bytes:
+            raise ApiError(
+                431, f"the head of a request may have {self.limits.max_header_bytes:,} bytes.", headers=_CLOSE
+            )
         if self.local and not host_allowed(headers):
             raise ApiError(403, "this server answers only to names of this machine, such as localhost.")
         if not origin_allowed(headers):
@@ -69,7 +71,7 @@ class Guard:
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
         """All of it, counted as it comes: what a header says about its length is only a hint."""
-        most = self.limits.body_bytes
+        most = self.limits.max_body_bytes
         too_large = ApiError(413, f"the body of a request may have {most:,} bytes.", headers=_CLOSE)
         told = dict(scope["headers"]).get(b"content-length", b"")
         if told.isdigit() and (len(told) > 18 or int(told) > most):
@@ -77,11 +79,11 @@ class Guard:
             raise too_large
         body = bytearray()
         try:
-            async with asyncio.timeout(self.limits.body_seconds):
+            async with asyncio.timeout(self.limits.body_timeout):
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGone
+                        raise ClientGoneError
                     body += message.get("body", b"")
                     if len(body) > most:
                         await _drain(receive, DRAINED * most)

@@ -19,13 +19,13 @@ from smelt.serve.server.auth import check_binding
 from smelt.serve.server.connection import Connection
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.service import Service, Supervise, own_process
-from smelt.serve.server.settings import Settings
+from smelt.serve.server.settings import ServerSettings
 
 log = logging.getLogger("smelt.serve")
 KEEP_ALIVE = 5  # seconds that an idle connection stays open
 
 
-def serve(settings: Settings, supervise: Supervise = own_process) -> int:
+def serve(settings: ServerSettings, supervise: Supervise = own_process) -> int:
     """Serve until a signal comes; the exit code: 0, or 1 when the engine died too often."""
     check_binding(settings.host, settings.keys)
     _say_what_happens()
@@ -35,7 +35,7 @@ def serve(settings: Settings, supervise: Supervise = own_process) -> int:
 
 
 class _Running:
-    def __init__(self, settings: Settings, listener: socket.socket, supervise: Supervise) -> None:
+    def __init__(self, settings: ServerSettings, listener: socket.socket, supervise: Supervise) -> None:
         self.settings, self.listener = settings, listener
         self.stopping = asyncio.Event()
         self.service = Service(settings, supervise)
@@ -69,7 +69,8 @@ class _Running:
         config = uvicorn.Config(
             create_app(service), http=Connection, ws="none", lifespan="off", loop="asyncio", log_config=None,
             access_log=False, server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE,
-            h11_max_incomplete_event_size=limits.header_bytes, timeout_graceful_shutdown=int(limits.grace_seconds) + 3,
+            h11_max_incomplete_event_size=limits.max_header_bytes,
+            timeout_graceful_shutdown=int(limits.shutdown_timeout) + 3,
         )  # fmt: skip
         self.server = _Uvicorn(config)
         tasks = [asyncio.create_task(self._remember())]
@@ -94,10 +95,10 @@ class _Running:
         self.stopping.set()
         if self.server is None:
             return
-        log.warning("stopping; requests have %g seconds to finish", self.settings.limits.grace_seconds)
+        log.warning("stopping; requests have %g seconds to finish", self.settings.limits.shutdown_timeout)
         self.service.admission.close()
         self.server.should_exit = True
-        asyncio.get_running_loop().call_later(self.settings.limits.grace_seconds, self._cancel)
+        asyncio.get_running_loop().call_later(self.settings.limits.shutdown_timeout, self._cancel)
 
     def _cancel(self) -> None:
         if self.service.supervisor is not None:

@@ -13,19 +13,19 @@ from smelt.serve.engine.sampling import Sampling
 from smelt.serve.server.admission import Admission
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.metrics import Meters
-from smelt.serve.server.settings import Settings
+from smelt.serve.server.settings import ServerSettings
 from smelt.serve.server.supervisor import Supervisor
 from smelt.serve.server.tokenization import Texts
-from smelt.serve.worker.client import EngineClient, Observer, OtherModel
+from smelt.serve.worker.client import EngineClient, Observer, OtherModelError
 
 if TYPE_CHECKING:
     from smelt.serve.encoder import Encoder
 
 RUNNING = 256  # answers that the engine computes at once, unless told otherwise
-Supervise = Callable[[Settings, Observer, dict[str, Any]], Supervisor]  # given the options of the engine
+Supervise = Callable[[ServerSettings, Observer, dict[str, Any]], Supervisor]  # given the options of the engine
 
 
-def own_process(settings: Settings, observe: Observer, options: dict[str, Any]) -> Supervisor:
+def own_process(settings: ServerSettings, observe: Observer, options: dict[str, Any]) -> Supervisor:
     """One engine, in a process beside the server."""
     client = EngineClient(settings.model, observe=observe, device=settings.device, **options)
     return Supervisor(client, settings.limits)
@@ -34,7 +34,7 @@ def own_process(settings: Settings, observe: Observer, options: dict[str, Any]) 
 class Service:
     """One model that is served: a language model by an engine in its own process, or an encoder in a thread."""
 
-    def __init__(self, settings: Settings, supervise: Supervise = own_process) -> None:
+    def __init__(self, settings: ServerSettings, supervise: Supervise = own_process) -> None:
         self.settings, self.limits, self._supervise = settings, settings.limits, supervise
         self.name = settings.name or Path(settings.model).name
         self.created = int(time.time())
@@ -56,7 +56,7 @@ class Service:
             await asyncio.sleep(0)  # the process is started here
             tokenizer_of = await asyncio.to_thread(_tokenizers)
             await loading
-        except OtherModel as other:
+        except OtherModelError as other:
             await self._start_encoder(other.folder, other.task)
             return
         except BaseException:
@@ -89,7 +89,7 @@ class Service:
     @property
     def _room(self) -> int:
         """Answers that may be under way or wait."""
-        return self._running * self.settings.replicas + self.limits.queue
+        return self._running * self.settings.replicas + self.limits.max_queued
 
     def _settle(self, tokenizer: Any, longest: int) -> None:
         self.meters = Meters(self.name, self.context)

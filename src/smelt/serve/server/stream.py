@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from smelt.serve.server.errors import ClientGone, as_api_error
+from smelt.serve.server.errors import ClientGoneError, as_api_error
 from smelt.serve.server.generation import PING_SECONDS, Delta, Generation
-from smelt.serve.worker.client import WorkerDied
+from smelt.serve.worker.client import WorkerDiedError
 
 PING = b": still here\n\n"
 DONE = b"data: [DONE]\n\n"
@@ -45,10 +45,10 @@ class EventStream(Response):
                 async for content in events:
                     await send({"type": "http.response.body", "body": content, "more_body": True})
             await send({"type": "http.response.body", "body": DONE})
-        except ClientGone:
+        except ClientGoneError:
             pass
         except Exception as error:
-            reason = "error" if isinstance(error, WorkerDied) else "abort"
+            reason = "error" if isinstance(error, WorkerDiedError) else "abort"
             content = event(as_api_error(error).body) + DONE
             await send({"type": "http.response.body", "body": content})
         finally:
@@ -73,7 +73,7 @@ async def collected(request: Request, generation: Generation) -> list[Delta]:
             async for deltas in found:
                 for delta in deltas:
                     whole[delta.index].extend(delta)
-    except WorkerDied:
+    except WorkerDiedError:
         reason = "error"
         raise
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 
 from smelt.errors import SmeltError
 from smelt.serve.server.metrics import Meters
-from smelt.serve.server.settings import Limits
+from smelt.serve.server.settings import ServerLimits
 from smelt.serve.worker.client import EngineClient
 
 log = logging.getLogger("smelt.serve")
@@ -20,7 +20,7 @@ TICK = 0.25  # seconds between two looks at the process
 class Supervisor:
     """One engine process at a time. `facts` stay known while it is started again."""
 
-    def __init__(self, client: EngineClient, limits: Limits) -> None:
+    def __init__(self, client: EngineClient, limits: ServerLimits) -> None:
         self.client, self.limits = client, limits
         self.facts: dict[str, Any] = {}
         self.meters: Meters | None = None
@@ -36,8 +36,8 @@ class Supervisor:
         """Why nothing is generated; empty when all is well."""
         if not self.client.alive:
             return "the engine's process is not running."
-        if self.client.silent_seconds > self.limits.silence_seconds:
-            return f"requests wait, and no step was finished for {self.limits.silence_seconds:g} seconds."
+        if self.client.silent_seconds > self.limits.step_timeout:
+            return f"requests wait, and no step was finished for {self.limits.step_timeout:g} seconds."
         return ""
 
     async def watch(self) -> None:
@@ -46,8 +46,8 @@ class Supervisor:
             try:
                 await asyncio.wait_for(self.client.lost.wait(), TICK)
             except TimeoutError:
-                if self.client.silent_seconds > self.limits.silence_seconds + TICK:
-                    log.error("the engine finished no step for %g seconds; killing it", self.limits.silence_seconds)
+                if self.client.silent_seconds > self.limits.step_timeout + TICK:
+                    log.error("the engine finished no step for %g seconds; killing it", self.limits.step_timeout)
                     self.client.kill()
                 continue
             if self.meters is not None:
@@ -58,12 +58,14 @@ class Supervisor:
         now = time.monotonic()
         while self._restarts and now - self._restarts[0] > self.limits.restart_window:
             self._restarts.popleft()
-        if len(self._restarts) >= self.limits.restarts:
+        if len(self._restarts) >= self.limits.max_restarts:
             log.error("the engine's process died once more after %d restarts; giving up", len(self._restarts))
             self.given_up.set()
             return
         self._restarts.append(now)
-        log.error("the engine's process died; starting it again (%d of %d)", len(self._restarts), self.limits.restarts)
+        log.error(
+            "the engine's process died; starting it again (%d of %d)", len(self._restarts), self.limits.max_restarts
+        )
         if self.meters is not None:
             self.meters.restarts.add()
         try:

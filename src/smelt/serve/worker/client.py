@@ -7,9 +7,7 @@ engine, not even for one that has stopped reading.
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,15 +18,16 @@ from typing import Any
 from smelt.errors import RequestError, SmeltError
 from smelt.serve.engine.sampling import Sampling
 from smelt.serve.worker.pipe import Message, Pipe, pipe_pair
+from smelt.subprocesses import python_command, python_environment
 
 Observer = Callable[[dict[str, int]], None]
 
 
-class WorkerDied(SmeltError):
+class WorkerDiedError(SmeltError):
     """The engine's process is gone; requests that were under way are lost."""
 
 
-class OtherModel(SmeltError):
+class OtherModelError(SmeltError):
     """The model is no language model."""
 
     def __init__(self, folder: str, task: str) -> None:
@@ -69,7 +68,7 @@ class Stream:
             else:
                 event = self._queue.get_nowait()
             if isinstance(event, Exception):
-                self._open.clear() if isinstance(event, WorkerDied) else self.close()
+                self._open.clear() if isinstance(event, WorkerDiedError) else self.close()
                 raise event
             if event.answer in self._open:
                 found.append(event)
@@ -95,7 +94,7 @@ class Stream:
 class EngineClient:
     """One engine process. Made and used on one event loop. `observe` is told every state that the engine sends."""
 
-    command = (sys.executable, "-m", "smelt.serve.worker.loop")  # followed by the number of its end of the pipe
+    command = tuple(python_command("-m", "smelt.serve.worker.loop"))  # followed by the number of its end of the pipe
 
     def __init__(self, source: str, *, observe: Observer | None = None, **options: Any) -> None:
         self.source, self.options, self._observe = source, options, observe
@@ -128,7 +127,7 @@ class EngineClient:
         self._pipe, theirs = pipe_pair()
         with theirs:
             command = [*self.command, str(theirs.fileno())]
-            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env={**os.environ})
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=python_environment())
         self._outgoing.put({"model": self.source, **self.options})
         threading.Thread(target=self._read, args=(loop, self._pipe), daemon=True).start()
         threading.Thread(target=_write, args=(self._pipe, self._outgoing), daemon=True).start()
@@ -140,7 +139,7 @@ class EngineClient:
     ) -> Stream:  # fmt: skip
         """Submit prompts: their answers' events."""
         if not self.alive:
-            raise WorkerDied("the engine is not running.")
+            raise WorkerDiedError("the engine is not running.")
         if not self._streams:
             self._moved = time.monotonic()
         names = [str(self._names + place) for place in range(len(prompts))]
@@ -209,7 +208,7 @@ class EngineClient:
             self.facts = message
             self._settle(None)
         elif kind == "other":
-            self._settle(OtherModel(message["folder"], message["task"]))
+            self._settle(OtherModelError(message["folder"], message["task"]))
         elif kind == "failed":
             self._settle(SmeltError(message["sentence"]))
         elif kind == "refused":
@@ -233,7 +232,7 @@ class EngineClient:
         self.facts = {}
         self.state = {**self.state, "running": 0, "waiting": 0, "blocks_used": 0}
         self._settle(SmeltError("the engine's process ended while it was starting."))
-        self.fail(WorkerDied("the engine's process ended; the request is lost, send it again."))
+        self.fail(WorkerDiedError("the engine's process ended; the request is lost, send it again."))
         self._streams.clear()
         self.lost.set()
 
