@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,17 +15,20 @@ from smelt.serve.server.service import Service
 from smelt.serve.server.settings import ServerSettings
 from smelt.serve.worker.client import EngineClient
 from tests.cli.conftest import Smelt, smelt_here  # noqa: F401
+from tests.serve.served import PATIENCE
 
 
 @pytest.mark.parametrize("command", RENAMED_FLAGS)
-def test_old_flags_are_rewritten_with_a_warning(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_old_flags_are_rewritten_with_a_warning(command: str) -> None:
     for old, new in RENAMED_FLAGS[command].items():
-        assert with_new_flags([command, "x", old, "7"]) == [command, "x", new, "7"]
-        assert with_new_flags(["--debug", command, f"{old}=7"]) == ["--debug", command, f"{new}=7"]
-        warnings = capsys.readouterr().err.splitlines()
-        assert len(warnings) == 2 and f"{old} is now {new};" in warnings[0]
-        assert with_new_flags(["inspect", old, new]) == ["inspect", old, new]
-        assert with_new_flags([command, new, "7"]) == [command, new, "7"] and not capsys.readouterr().err
+        with pytest.warns(UserWarning, match=f"{old} is now {new};"):
+            assert with_new_flags([command, "x", old, "7"]) == [command, "x", new, "7"]
+        with pytest.warns(UserWarning, match=f"{old} is now {new};"):
+            assert with_new_flags(["--debug", command, f"{old}=7"]) == ["--debug", command, f"{new}=7"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert with_new_flags(["inspect", old, new]) == ["inspect", old, new]
+            assert with_new_flags([command, new, "7"]) == [command, new, "7"]
 
 
 @pytest.mark.parametrize("command", ["serve", "chat", "load-test"])
@@ -73,7 +77,7 @@ def test_the_engine_imports_nothing_from_the_working_directory(tmp_path: Path, m
         client = EngineClient("/there/is/nothing")
         with pytest.raises(Exception, match="no model at /there/is/nothing"):
             await client.start()
-        await client.stop()
+        await client.stop(PATIENCE)
         assert client.process is not None and client.process.returncode == 2
 
     asyncio.run(main())

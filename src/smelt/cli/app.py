@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import warnings
 from importlib import import_module
 from typing import Any
 
@@ -78,7 +78,7 @@ def with_new_flags(arguments: list[str]) -> list[str]:
     for argument in arguments:
         flag, equals, value = argument.partition("=")
         if flag in renamed:
-            print(f"smelt: {flag} is now {renamed[flag]}; the old name will be removed.", file=sys.stderr)
+            warnings.warn(f"{flag} is now {renamed[flag]}; the old name will be removed.", UserWarning, stacklevel=2)
             flag = renamed[flag]
         rewritten.append(flag + equals + value)
     return rewritten
