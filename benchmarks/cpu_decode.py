@@ -25,13 +25,13 @@ from torch.nn import functional as F
 
 from smelt.compression.base import MethodContext
 from smelt.compression.methods import METHODS
-from smelt.kernels.linear import Inputs, Packed, choose
+from smelt.kernels.linear import ActivationQuant, PackedMatrix, select_kernel
 from smelt.measure.clock import stopwatch, time_call
 from smelt.measure.latency import decode_latency, latency
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
-from smelt.numerics.catalogue import format_named
+from smelt.numerics.catalog import get_format
 
 GROUP = 64  # 576 inputs are no multiple of 128
 SHAPES = ((576, 576), (192, 576), (1536, 576), (576, 1536), (2048, 2048), (8192, 2048))
@@ -127,7 +127,7 @@ def _products(rows: int, columns: int) -> list[dict[str, Any]]:
         copies = [weight.to(dtype, copy=True) for _ in range(_copies(weight.numel() * dtype.itemsize))]
         sets[str(dtype).removeprefix("torch.")] = [lambda x, w=w: F.linear(x, w) for w in copies]
     for name in (f"int8/{GROUP}@float16", f"int4/{GROUP}@float16"):
-        for inputs in (None, Inputs(format_named("int8"))):
+        for inputs in (None, ActivationQuant(get_format("int8"))):
             label = name.partition("/")[0] + ("" if inputs is None else " x int8")
             sets[label] = _packed_products(name, weight, inputs)
     return [_timed(rows, columns, tokens, sets) for tokens in TOKENS]
@@ -151,13 +151,13 @@ def _copies(size: int) -> int:
     return min(READINGS, max(2, ROTATED // size))
 
 
-def _packed_products(name: str, weight: Tensor, inputs: Inputs | None) -> list[Product]:
-    number_format = format_named(name)
-    tensors = number_format.quantize(weight).packed()
+def _packed_products(name: str, weight: Tensor, inputs: ActivationQuant | None) -> list[Product]:
+    number_format = get_format(name)
+    tensors = number_format.quantize(weight).pack()
     made: list[Product] = []
     for _ in range(_copies(tensors["codes"].numel())):
-        packed = Packed(number_format, *weight.shape, {key: tensor.clone() for key, tensor in tensors.items()})
-        kernel = choose(packed, inputs, torch.bfloat16)
+        packed = PackedMatrix(number_format, *weight.shape, {key: tensor.clone() for key, tensor in tensors.items()})
+        kernel = select_kernel(packed, inputs, torch.bfloat16)
         assert kernel.name.startswith("cpu-"), kernel.name
         prepared = kernel.prepare(packed, inputs)
         made.append(lambda x, k=kernel, p=packed, r=prepared: k.run(x, p, inputs, None, r))
@@ -167,7 +167,7 @@ def _packed_products(name: str, weight: Tensor, inputs: Inputs | None) -> list[P
 def _overhead() -> dict[str, float]:
     """Microseconds of a call with next to nothing to compute: what Python and PyTorch take."""
     model = nn.Linear(32, 32, bias=False)
-    number_format = format_named("int4/32@float16")
+    number_format = get_format("int4/32@float16")
     quantized = QuantizedLinear.from_quantized(
         number_format.quantize(model.weight.detach()), QuantizationScheme(number_format), bias=None, dtype=torch.float32
     )

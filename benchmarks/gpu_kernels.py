@@ -21,8 +21,8 @@ from torch.nn import functional as F
 from smelt.kernels.gpu import launch
 from smelt.kernels.gpu.gptq import gptq_block
 from smelt.kernels.gpu.matrix import Matrix, describe
-from smelt.kernels.linear import Inputs, Packed, choose
-from smelt.numerics import Quantized, format_named
+from smelt.kernels.linear import ActivationQuant, PackedMatrix, select_kernel
+from smelt.numerics import QuantizedTensor, get_format
 
 SEED, REPEATS, AT_LEAST = 0, 20, 600e6  # bytes of matrices that the calls of a graph go through
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336)]  # rows, columns
@@ -57,10 +57,10 @@ def microseconds(calls: list[Callable[[], Any]]) -> float:
     return 1e6 * graph_seconds(calls, REPEATS)
 
 
-def packed(name: str, rows: int, columns: int) -> tuple[Packed, Quantized]:
-    number_format = format_named(name)
+def packed(name: str, rows: int, columns: int) -> tuple[PackedMatrix, QuantizedTensor]:
+    number_format = get_format(name)
     quantized = number_format.quantize(torch.randn(rows, columns, device="cuda") * 0.05)
-    return Packed(number_format, rows, columns, quantized.packed()), quantized
+    return PackedMatrix(number_format, rows, columns, quantized.pack()), quantized
 
 
 def copies(tensors: list[Tensor]) -> list[list[Tensor]]:
@@ -86,7 +86,7 @@ def decoding(shape: tuple[int, int], copy: float) -> list[Row]:
     for name, batches in DECODING.items():
         example, _ = packed(name, rows, columns)
         names = list(example.tensors)
-        held = [Packed(example.format, rows, columns, dict(zip(names, part, strict=True)))
+        held = [PackedMatrix(example.format, rows, columns, dict(zip(names, part, strict=True)))
                 for part in copies(list(example.tensors.values()))]  # fmt: skip
         size = sum(tensor.numel() * tensor.element_size() for tensor in example.tensors.values())
         for batch in batches:
@@ -96,12 +96,12 @@ def decoding(shape: tuple[int, int], copy: float) -> list[Row]:
     for name, inputs in EIGHT.items():
         example, _ = packed(name, rows, columns)
         names = list(example.tensors)
-        held = [Packed(example.format, rows, columns, dict(zip(names, part, strict=True)))
+        held = [PackedMatrix(example.format, rows, columns, dict(zip(names, part, strict=True)))
                 for part in copies(list(example.tensors.values()))]  # fmt: skip
         size = sum(tensor.numel() * tensor.element_size() for tensor in example.tensors.values())
         for batch in (1, 16):
             calls = linear_calls(
-                held, Inputs(format_named(inputs)), vectors(batch, columns, len(held)), "triton-eight-bit"
+                held, ActivationQuant(get_format(inputs)), vectors(batch, columns, len(held)), "triton-eight-bit"
             )
             path = launch.eight_bit_path(batch, describe(example))
             row = decoding_row(
@@ -124,12 +124,12 @@ def decoding_row(
 
 
 def linear_calls(
-    held: list[Packed], inputs: Inputs | None, xs: list[Tensor], expected: str
+    held: list[PackedMatrix], inputs: ActivationQuant | None, xs: list[Tensor], expected: str
 ) -> list[Callable[[], Tensor]]:
     """As a layer calls: chosen from the list of kernels, which must be the expected one."""
     calls = []
     for matrix, x in zip(held, xs, strict=True):
-        kernel = choose(matrix, inputs, x.dtype)
+        kernel = select_kernel(matrix, inputs, x.dtype)
         assert kernel.name == expected, f"{matrix.format} took {kernel.name}"
         prepared = kernel.prepare(matrix, inputs)
         calls.append(lambda x=x, m=matrix, k=kernel, p=prepared: k.run(x, m, inputs, None, p))
@@ -199,7 +199,7 @@ def cube() -> list[Row]:
         path = launch.eight_bit_path(size, matrices[0])
         add(name, [lambda r=r, m=m: int8_product(r, m) for r, m in zip(rounded, matrices, strict=True)],
             f"product with scales ({path})")  # fmt: skip
-        add(name, linear_calls(held, Inputs(format_named(inputs)), xs, "triton-eight-bit"), "with rounding of x")
+        add(name, linear_calls(held, ActivationQuant(get_format(inputs)), xs, "triton-eight-bit"), "with rounding of x")
     held = [packed("fp8-e4m3", size, size)[0] for _ in range(count)]
     eighths = [launch.round_rows(x, torch.float8_e4m3fn, 448.0, "float32") for x in xs]
     calls = []
@@ -212,7 +212,11 @@ def cube() -> list[Row]:
             )
         )
     add("torch._scaled_mm, row-wise", calls, "product with scales")
-    add("fp8-e4m3", linear_calls(held, Inputs(format_named("fp8-e4m3")), xs, "triton-eight-bit"), "with rounding of x")
+    add(
+        "fp8-e4m3",
+        linear_calls(held, ActivationQuant(get_format("fp8-e4m3")), xs, "triton-eight-bit"),
+        "with rounding of x",
+    )
     return found
 
 
@@ -228,7 +232,7 @@ def errors() -> list[Row]:
         matrix, quantized = packed(name, 1000, 1088)
         for batch in (1, 5, 100):
             x = torch.randn(batch, 1088, device="cuda", dtype=torch.bfloat16)
-            wanted = x.double() @ quantized.values().double().T
+            wanted = x.double() @ quantized.dequantize().double().T
             y = linear_calls([matrix], None, [x], "triton-weight-only")[0]()
             error = float((y.double() - wanted).norm() / wanted.norm())
             rounding = float((wanted.bfloat16().double() - wanted).norm() / wanted.norm())
@@ -237,10 +241,10 @@ def errors() -> list[Row]:
                           "of_rounding_alone": rounding})  # fmt: skip
     for name, inputs in {**EIGHT, "int4-asym/128": "int8", "dint4/128": "int8", "fp8-e4m3": "fp8-e4m3"}.items():
         matrix, quantized = packed(name, 1008, 1088)
-        rule = Inputs(format_named(inputs))
+        rule = ActivationQuant(get_format(inputs))
         for batch in (1, 100, 1500):
             x = torch.randn(batch, 1088, device="cuda", dtype=torch.bfloat16)
-            wanted = rule.rounded(x.float()).double() @ quantized.values().double().T
+            wanted = rule.fake_quantize(x.float()).double() @ quantized.dequantize().double().T
             y = linear_calls([matrix], rule, [x], "triton-eight-bit")[0]()
             error = float((y.double() - wanted).norm() / wanted.norm())
             rounding = float((wanted.bfloat16().double() - wanted).norm() / wanted.norm())
@@ -259,7 +263,7 @@ def gptq() -> list[Row]:
     factor = torch.triu(torch.randn(128, 128, device="cuda") * 0.1) + torch.eye(128, device="cuda")
     for rows in (4096, 14336):
         weight, scale = torch.randn(rows, 128, device="cuda"), torch.rand(rows, 128, device="cuda") * 0.1 + 0.2
-        time = microseconds([lambda w=weight, s=scale: gptq_block(w, factor, s, None, 15, middle=8.0)] * 8)
+        time = microseconds([lambda w=weight, s=scale: gptq_block(w, factor, s, None, 15, default_zero=8.0)] * 8)
         found.append({"kind": "gptq", "rows": rows, "microseconds": time})
         print(found[-1], flush=True)
     return found

@@ -24,7 +24,7 @@ import torch
 from common import copy_bandwidth, graph_seconds, table, write
 from torch import Tensor
 
-from smelt.kernels.threshold_select import add_and_compact, compact_path
+from smelt.kernels.threshold_select import add_and_select, select_backend
 
 SEED, SLOTS = 0, 2.0
 SIZES = {"cuda": [25_000_000, 1_000_000_000], "cpu": [25_000_000]}
@@ -132,9 +132,9 @@ def _plain(residual: Tensor, gradient: Tensor, threshold: float) -> Tensor:
 def _check(pair: tuple[Tensor, Tensor], threshold: float, slots: int) -> None:
     """The fast path is taken, and gives the bits of the plain one."""
     residual, gradient = pair
-    assert compact_path(residual) != "reference", "there is no kernel for this device"
+    assert select_backend(residual) != "reference", "there is no kernel for this device"
     fast, plain = residual.clone(), residual.clone()
-    found = add_and_compact(fast, gradient, threshold, 0, len(fast), slots)
+    found = add_and_select(fast, gradient, threshold, 0, len(fast), slots)
     wanted = _plain(plain, gradient, threshold)
     count = len(wanted)
     assert torch.equal(fast, plain), "other sums"
@@ -145,7 +145,7 @@ def _check(pair: tuple[Tensor, Tensor], threshold: float, slots: int) -> None:
 
 def _ours(pairs: list[tuple[Tensor, Tensor]], threshold: float, slots: int, device: str) -> float:
     def call(residual: Tensor, gradient: Tensor) -> Tensor:
-        return add_and_compact(residual, gradient, threshold, 0, len(residual), slots)
+        return add_and_select(residual, gradient, threshold, 0, len(residual), slots)
 
     if device == "cpu":
         return seconds(lambda: call(*pairs[0]), device, 25)
@@ -156,7 +156,7 @@ def _shared(pairs: list[tuple[Tensor, Tensor]], threshold: float, slots: int) ->
     """Everything is added, and the fourth of eight ranges compacted."""
     size = len(pairs[0][0])
     start, stop = 3 * size // 8, 4 * size // 8
-    return graph_seconds([lambda r=r, g=g: add_and_compact(r, g, threshold, start, stop, slots) for r, g in pairs])
+    return graph_seconds([lambda r=r, g=g: add_and_select(r, g, threshold, start, stop, slots) for r, g in pairs])
 
 
 def _tuned(pairs: list[tuple[Tensor, Tensor]], threshold: float, slots: int) -> list[tuple[str, float]]:
@@ -167,7 +167,7 @@ def _tuned(pairs: list[tuple[Tensor, Tensor]], threshold: float, slots: int) -> 
     found = []
     for tiles, words in ways:
         calls = [
-            lambda r=r, g=g, t=tiles, w=words: kernel.add_and_compact(
+            lambda r=r, g=g, t=tiles, w=words: kernel.add_and_select(
                 r, g, threshold, 0, len(r), slots, tiles=t, words=w
             )
             for r, g in pairs

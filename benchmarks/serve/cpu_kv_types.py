@@ -19,8 +19,8 @@ from common import table, write
 from cpu_kv import MODEL, SEED, profile_of, words_of
 from long_prompts import answered, headings_of_runs, row_of_run
 
-from smelt.kernels.kv_quant import INT8, NAMES
-from smelt.kernels.paged import Pages
+from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.kv_quant import INT8, KV_QUANT_DTYPES
 from smelt.kvcache.eviction.profiling import sample_prompts
 from smelt.models.load import load
 from smelt.models.model import Model
@@ -28,7 +28,7 @@ from smelt.serve.engine.attention import NAME, PagedCache, attending, block_byte
 from smelt.serve.engine.engine import Engine
 
 LENGTH, BLOCK, KEEP = 1024, 16, 0.25
-KINDS = (None, *NAMES)
+KINDS = (None, *KV_QUANT_DTYPES)
 
 
 def main() -> None:
@@ -62,7 +62,7 @@ def perplexity(model: Model, texts: list[list[int]], kind: str | None) -> float:
     cache = PagedCache.empty(model.anatomy, blocks, BLOCK, model.network.dtype, model.device, kind)
     model.network.set_attn_implementation(NAME)
     places = torch.arange(LENGTH)
-    pages = Pages(
+    pages = AttentionMetadata(
         torch.tensor([0, LENGTH], dtype=torch.int32), torch.tensor([LENGTH], dtype=torch.int32),
         torch.arange(blocks, dtype=torch.int32)[None], places, LENGTH, [LENGTH],
     )  # fmt: skip

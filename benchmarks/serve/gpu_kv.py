@@ -21,7 +21,7 @@ from common import compiling, copy_bandwidth, table, write
 from gpu_engine import COMMON, SEED, random_network
 from long_prompts import answered, headings_of_runs, row_of_run
 
-from smelt.kernels.kv_quant import NAMES
+from smelt.kernels.kv_quant import KV_QUANT_DTYPES
 from smelt.kvcache.eviction.budget import check_keep
 from smelt.kvcache.eviction.profile import EvictionProfile, KVShape
 from smelt.models.model import Model
@@ -83,7 +83,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--cache-gb", type=float, default=64.0)
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--engines", nargs="*", help="only these")
-    parser.add_argument("--kv-types", nargs="+", choices=NAMES, default=[], help="keys and values also in these")
+    parser.add_argument(
+        "--kv-types", nargs="+", choices=KV_QUANT_DTYPES, default=[], help="keys and values also in these"
+    )
     parser.add_argument("--name", default="serve_gpu_kv", help="of the results; another run under another name")
     return parser.parse_args()
 

@@ -16,11 +16,11 @@ import torch
 from common import copy_bandwidth, graph_seconds, table, write
 from gpu_engine import COMMON
 
-from smelt.kernels.gpu.arch import processors
-from smelt.kernels.gpu.paged import Tokens, paged_decode, splits_for
-from smelt.kernels.gpu.pages import HeadPages
-from smelt.kernels.gpu.rope import Rotation
-from smelt.kernels.kv_quant import NAMES, RowFormat, stored
+from smelt.kernels.gpu.arch import num_sms
+from smelt.kernels.gpu.paged import DecodeMetadata, num_splits, paged_decode
+from smelt.kernels.gpu.pages import ClusteredHeadPages
+from smelt.kernels.gpu.rope import RotaryParams
+from smelt.kernels.kv_quant import KV_QUANT_DTYPES, KVQuantFormat, row_layout
 from smelt.kvcache.eviction.clusters import splits_per_cluster
 from smelt.serve.engine.per_head.parts import parts_of, work_of
 
@@ -32,7 +32,9 @@ COLUMNS, SIZE = 4, 16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", type=int, default=32768)
-    parser.add_argument("--kv-types", nargs="+", choices=NAMES, default=[], help="keys and values also in these")
+    parser.add_argument(
+        "--kv-types", nargs="+", choices=KV_QUANT_DTYPES, default=[], help="keys and values also in these"
+    )
     options = parser.parse_args()
     bandwidth = copy_bandwidth()
     rows = splitting(options.prompt, bandwidth, options.kv_types)
@@ -53,8 +55,8 @@ def splitting(length: int, bandwidth: float, kinds: Sequence[str]) -> list[dict[
 
 
 def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[str, Any]]:
-    heads, chip = COMMON["num_attention_heads"], processors(torch.device("cuda"))
-    rotation = Rotation(*(torch.randn(length + 1, WIDTH, device="cuda") for _ in range(2)))
+    heads, chip = COMMON["num_attention_heads"], num_sms(torch.device("cuda"))
+    rotation = RotaryParams(*(torch.randn(length + 1, WIDTH, device="cuda") for _ in range(2)))
     kept = (torch.tensor(budgets) * length).long()
     blocks = int(kept.max()) // SIZE + 1
     tables = torch.randperm(requests * KV_HEADS * blocks, device="cuda").view(requests, KV_HEADS, blocks).int()
@@ -66,19 +68,19 @@ def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[
     mixed = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
     arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), length, device="cuda")
-    tokens = Tokens(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
+    tokens = DecodeMetadata(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
     shares = tuple(splits_per_cluster(torch.tensor(budgets)).tolist())
-    alike = (splits_for(requests, KV_HEADS, length, chip),) * KV_HEADS
+    alike = (num_splits(requests, KV_HEADS, length, chip),) * KV_HEADS
     ways = {"as the table says": alike if len(set(shares)) == 1 else parts_of(shares, requests, chip)}
     ways |= {f"{count} for every head": (count,) * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}
     rows = []
     for way, parts in ways.items():
         work = torch.tensor(work_of(shares, parts), dtype=torch.int32, device="cuda")
-        own = HeadPages(tables, shifts, every, every % COLUMNS, COLUMNS, work)
+        own = ClusteredHeadPages(tables, shifts, every, every % COLUMNS, COLUMNS, work)
         most = 1 << (max(parts) - 1).bit_length()
 
-        def call(own: HeadPages = own, most: int = most) -> Any:
-            return paged_decode(mixed, keys, values, tokens, rotation, 0.1, pages=own, splits=most)
+        def call(own: ClusteredHeadPages = own, most: int = most) -> Any:
+            return paged_decode(mixed, keys, values, tokens, rotation, 0.1, head_pages=own, splits=most)
 
         rows.append({"way": way, "parts": parts, "us": graph_seconds([call] * 4) * 1e6})
     return [{"tokens": length, "bytes": 4 * WIDTH * int(kept.sum()) * requests, **row} for row in rows]
@@ -86,20 +88,22 @@ def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[
 
 def _plain(length: int, requests: int, kind: str | None) -> dict[str, Any]:
     """The same with plain pages, in the network's own numbers or in rows of few bits; bytes as they are stored."""
-    form = None if kind is None else RowFormat.of(kind, WIDTH)
-    last, dtype = stored(form, WIDTH, torch.bfloat16)
+    form = None if kind is None else KVQuantFormat.for_head_dim(kind, WIDTH)
+    last, dtype = row_layout(form, WIDTH, torch.bfloat16)
     blocks = length // SIZE + 1
     numbers = torch.randn(SIZE, KV_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
-    block = numbers if form is None else form.encode(numbers)  # one for all: what is in them does not decide about time
+    block = (
+        numbers if form is None else form.quantize(numbers)
+    )  # one for all: what is in them does not decide about time
     pages = [block.expand(requests * blocks, -1, -1, -1).contiguous() for _ in range(2)]
     tables = torch.randperm(requests * blocks, device="cuda").view(requests, -1).int()
     arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
     lengths = torch.full((requests,), length, device="cuda")
-    tokens = Tokens(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
+    tokens = DecodeMetadata(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
     heads = COMMON["num_attention_heads"]
     mixed = torch.randn(requests, (heads + 2 * KV_HEADS) * WIDTH, device="cuda", dtype=torch.bfloat16)
-    rotation = Rotation(*(torch.randn(length + 1, WIDTH, device="cuda") for _ in range(2)))
-    seconds = graph_seconds([lambda: paged_decode(mixed, *pages, tokens, rotation, 0.1, rows=form)] * 4)
+    rotation = RotaryParams(*(torch.randn(length + 1, WIDTH, device="cuda") for _ in range(2)))
+    seconds = graph_seconds([lambda: paged_decode(mixed, *pages, tokens, rotation, 0.1, kv_quant=form)] * 4)
     octets = 2 * last * dtype.itemsize * KV_HEADS * length * requests
     way = "plain pages" if kind is None else f"plain pages, {kind}"
     return {"tokens": length, "bytes": octets, "way": way, "parts": [], "us": seconds * 1e6}

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
+from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.gpu import paged, vector
-from smelt.kernels.gpu.arch import processors
-from smelt.kernels.gpu.rope import Rotation
-from smelt.kernels.paged import Pages
+from smelt.kernels.gpu.arch import num_sms
+from smelt.kernels.gpu.rope import RotaryParams
 
 SEED, SIZE = 0, 16
 ROTATED = 400 * 2**20  # bytes of matrices or pages that are taken in turn
@@ -72,7 +72,7 @@ def vectors(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
         def ours(matrix: Tensor, tiles: Any = None, kind: str = kind, given: Any = (x, norm, y)) -> Tensor:
             x, norm, y = given
             around = {"norm": norm, "epsilon": 1e-5} if kind != "add" else {"added": y}
-            return vector.product(x, matrix, gated=kind == "gate", tiles=tiles, **around)
+            return vector.fused_gemv(x, matrix, gated=kind == "gate", tiles=tiles, **around)
 
         _check(ours(matrices[0].clone()), x, norm, matrices[0], kind, y)
         count = height // (2 if kind == "gate" else 1)
@@ -114,22 +114,22 @@ def decoding(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
 
 def _decoding(shape: str, requests: int, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
     width = WIDTHS[shape][2]
-    rotation = Rotation(torch.randn(LENGTH, width, device="cuda"), torch.randn(LENGTH, width, device="cuda"))
+    rotation = RotaryParams(torch.randn(LENGTH, width, device="cuda"), torch.randn(LENGTH, width, device="cuda"))
     pages, tables = _pages(shape, requests)
     lengths = torch.full((requests,), LENGTH, device="cuda")
     arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")
-    tokens = paged.Tokens(torch.arange(requests, device="cuda"), lengths, tables, arrived, 1024)
+    tokens = paged.DecodeMetadata(torch.arange(requests, device="cuda"), lengths, tables, arrived, 1024)
     mixed = _random(requests, (HEADS + 2 * KV_HEADS) * width)
-    chip = processors(mixed.device)
-    mine = paged.splits_for(requests, KV_HEADS, tokens.longest, chip)
-    ways = [(paged.decode_tiles(requests * KV_HEADS * mine, mine, tokens.longest, chip), mine)]
+    chip = num_sms(mixed.device)
+    mine = paged.num_splits(requests, KV_HEADS, tokens.max_seq_len, chip)
+    ways = [(paged.decode_config(requests * KV_HEADS * mine, mine, tokens.max_seq_len, chip), mine)]
     if tune:
         ways += [(tiles, mine) for tiles in DECODE_TILES if tiles != ways[0][0]]
         ways += [(ways[0][0], parts) for parts in {max(1, mine // 2), mine * 2} if parts != mine]
     rows = []
     for tiles, parts in ways:
         calls = [
-            lambda p=page, t=tiles, s=parts: paged.paged_decode(mixed, *p, tokens, rotation, 0.1, splits=s, tiles=t)
+            lambda p=page, t=tiles, s=parts: paged.paged_decode(mixed, *p, tokens, rotation, 0.1, splits=s, config=t)
             for page in pages
         ]
         time = graph_seconds(calls * (1 if len(calls) > 4 else 8))
@@ -153,11 +153,11 @@ def _prefilling(shape: str, work: str, count: int, new: int, length: int, tune: 
     pages = [_random(count * blocks, SIZE, KV_HEADS, width) for _ in range(2)]
     starts = torch.arange(0, count * new + 1, new, device="cuda", dtype=torch.int32)
     lengths = torch.full((count,), length, device="cuda", dtype=torch.int32)
-    batch = Pages(starts, lengths, tables, starts.long(), length, [new] * count)
+    batch = AttentionMetadata(starts, lengths, tables, starts.long(), length, [new] * count)
     queries = _random(count * new, HEADS, width)
-    mine = paged.prefill_tiles(batch, width)
+    mine = paged.prefill_config(batch, width)
     for tiles in PREFILL_TILES if tune else [mine]:
-        cut = paged.QueryTiles.of(batch.counts, queries.device, tiles)
+        cut = paged.QueryTiles.of(batch.query_lens, queries.device, tiles)
         time = graph_seconds([lambda c=cut: paged.paged_prefill(queries, *pages, batch, 0.1, tiles=c)] * 4)
         rows.append(_row(shape, work, f"tiles {tiles}", tiles == mine, time, None))
     dense = [

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from smelt.cli import formats
-from smelt.numerics import FORMATS, format_named
+from smelt.numerics import FORMATS, get_format
 from tests.cli.conftest import Smelt
 
 PAGE = Path(__file__).parents[2] / "docs" / "formats.md"
@@ -31,8 +31,8 @@ def test_help(smelt_here: Smelt) -> None:
 def test_every_format_with_its_bits_and_error(found: dict[str, dict[str, Any]]) -> None:
     assert list(found) == list(FORMATS)
     for name, row in found.items():
-        assert row["bits"] == format_named(name).bits
-        assert row["bits_per_value"] == format_named(name).bits_per_value(4096, 4096)
+        assert row["bits"] == get_format(name).bits
+        assert row["bits_per_value"] == get_format(name).bits_per_value(4096, 4096)
     assert {name: found[name]["bits_per_value"] for name in ("mxfp4", "amxfp4", "nf4")} == {
         "mxfp4": 4.25, "amxfp4": 4.5, "nf4": 4.5,
     }  # fmt: skip

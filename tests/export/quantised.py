@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear, replace_module
-from smelt.numerics.catalogue import format_named
-from smelt.numerics.format import TENSOR
+from smelt.numerics.catalog import get_format
+from smelt.numerics.format import PER_TENSOR
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -48,10 +48,10 @@ def _shaken(made: PreTrainedModel, size: float) -> PreTrainedModel:
 
 
 def scheme(weight: str, inputs: str | None = None, *, static: bool = False, **more: Any) -> QuantizationScheme:
-    rounded = None if inputs is None else format_named(inputs)
+    rounded = None if inputs is None else get_format(inputs)
     if rounded is not None and static:
-        rounded = replace(rounded, group=TENSOR)
-    return QuantizationScheme(format_named(weight), rounded, static, **more)
+        rounded = replace(rounded, group_size=PER_TENSOR)
+    return QuantizationScheme(get_format(weight), rounded, static, **more)
 
 
 def quantised(

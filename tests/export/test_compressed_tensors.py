@@ -16,12 +16,12 @@ from torch import Tensor
 from smelt.errors import FormatError, ModelError
 from smelt.export import export
 from smelt.export.compressed_tensors import layer_tensors
-from smelt.kernels.linear import using
+from smelt.kernels.linear import use_backend
 from smelt.models.load import load, load_config, skeleton
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
-from smelt.numerics.catalogue import format_named
-from smelt.numerics.format import Grid, Quantized
+from smelt.numerics.catalog import get_format
+from smelt.numerics.format import QuantizedTensor, QuantParams
 from tests.export.quantised import encoder, logits, network, quantised, scheme, tokens
 
 # The name, its scheme, and the format that the folder must say.
@@ -72,7 +72,7 @@ def test_our_reader_gives_the_same_layers_and_logits(name: str, tmp_path: Path) 
     assert result["tensors"] == {storage: 7}
     read = load(tmp_path / "out")
     assert len(quantized_layers(read.network)) == 7
-    with using("reference"):
+    with use_backend("reference"):
         assert torch.equal(logits(read.network), logits(model.network))
 
 
@@ -84,7 +84,7 @@ def test_transformers_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     export(model, "compressed-tensors", tmp_path / "out")
     theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == dtype
-    with using("reference"):
+    with use_backend("reference"):
         torch.testing.assert_close(logits(theirs), logits(model.network), atol=1e-5, rtol=0)
 
 
@@ -95,7 +95,7 @@ def test_transformers_rounds_scales_to_the_type_of_the_model_and_nothing_more(tm
     result = export(model, "compressed-tensors", tmp_path / "out")
     assert any("bfloat16" in note for note in result["notes"])
     theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    with using("reference"):
+    with use_backend("reference"):
         far = (logits(theirs) - logits(model.network)).abs().max()
         effect = (logits(network(dtype=torch.bfloat16)) - logits(model.network)).abs().max()
     assert far < effect / 8
@@ -103,10 +103,10 @@ def test_transformers_rounds_scales_to_the_type_of_the_model_and_nothing_more(tm
 
 def test_words_by_hand() -> None:
     """Codes 0 to 7 of four bits are the word 0x76543210; zero points lie down the columns."""
-    form = format_named("int4-asym")
+    form = get_format("int4-asym")
     codes = torch.arange(8, dtype=torch.uint8).expand(8, 8)
     zeros = torch.arange(8).flip(0).float().reshape(8, 1, 1)
-    matrix = Quantized(form, codes, Grid(torch.ones(8, 1, 1), zeros))
+    matrix = QuantizedTensor(form, codes, QuantParams(torch.ones(8, 1, 1), zeros))
     layer = QuantizedLinear.from_quantized(matrix, QuantizationScheme(form), bias=None, dtype=torch.float32)
     tensors = layer_tensors(layer, torch.float32)
     assert tensors["weight_packed"].tolist() == [[0x76543210]] * 8
@@ -138,11 +138,11 @@ def test_mixed_schemes_are_groups_that_name_their_layers(tmp_path: Path) -> None
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert sorted(len(group["targets"]) for group in said["config_groups"].values()) == [2, 10]
     assert said["ignore"] == ["model.layers.0.self_attn.o_proj", "model.layers.1.self_attn.o_proj", "lm_head"]
-    with using("reference"):
+    with use_backend("reference"):
         assert torch.equal(logits(load(tmp_path / "out").network), logits(model.network))
     pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smelt[compressed-tensors]")
     theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    with using("reference"):
+    with use_backend("reference"):
         torch.testing.assert_close(logits(theirs), logits(model.network), atol=1e-5, rtol=0)
 
 
@@ -151,7 +151,7 @@ def test_two_storages_are_mixed_precision(tmp_path: Path) -> None:
     export(model, "compressed-tensors", tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert said["format"] == "mixed-precision"
-    with using("reference"):
+    with use_backend("reference"):
         assert torch.equal(logits(load(tmp_path / "out").network), logits(model.network))
 
 
@@ -160,7 +160,7 @@ def test_an_encoder_with_biases_and_its_head(tmp_path: Path) -> None:
     export(model, "compressed-tensors", tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert said["ignore"] == ["bert.pooler.dense", "classifier"]
-    with using("reference"):
+    with use_backend("reference"):
         assert torch.equal(logits(load(tmp_path / "out").network), logits(model.network))
 
 
@@ -310,5 +310,5 @@ def test_patterns_and_presets_of_others_are_read(tmp_path: Path) -> None:
         said["config_groups"]["group_0"]["targets"] = ["re:.*(gate|up|down)_proj$"]
 
     edited(tmp_path / "out", patterns)
-    with using("reference"):
+    with use_backend("reference"):
         assert torch.equal(logits(load(tmp_path / "out").network, tokens()), logits(model.network))

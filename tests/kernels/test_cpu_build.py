@@ -22,8 +22,8 @@ compiled = pytest.mark.skipif(LIBRARY is None, reason="needs an x86 processor an
 PRODUCT = """
 import torch
 from smelt.models.quantized import QuantizedLinear, QuantizationScheme
-from smelt.numerics.catalogue import format_named
-number_format = format_named("int4/32@float16")
+from smelt.numerics.catalog import get_format
+number_format = get_format("int4/32@float16")
 matrix = number_format.quantize(torch.randn(32, 64))
 layer = QuantizedLinear.from_quantized(matrix, QuantizationScheme(number_format), bias=None, dtype=torch.float32)
 x = torch.randn(2, 64)

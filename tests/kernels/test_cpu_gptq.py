@@ -13,9 +13,9 @@ from torch import Tensor
 from smelt.compression.quantization import gptq_rounding as feedback
 from smelt.compression.quantization.gptq_rounding import _round_columns, gptq
 from smelt.kernels.cpu.gptq_rounding import gptq_block, library
-from smelt.kernels.gptq_rounding import CPU, block_path, block_rounding
-from smelt.kernels.linear import using
-from smelt.numerics import Grid
+from smelt.kernels.gptq_rounding import CPU, gptq_block_backend, gptq_block_kernel
+from smelt.kernels.linear import use_backend
+from smelt.numerics import QuantParams
 from smelt.numerics.integer import Integer
 
 LIBRARY = library()
@@ -35,7 +35,7 @@ def two_threads() -> Iterator[None]:
 
 def format_of(kind: str, bits: int = 4, group: int = -1) -> Integer:
     zero_type: Any = "float16" if kind == "fractions" else "code"
-    return Integer(group, "float32", bits, symmetric=kind == "symmetric", zero_type=zero_type)
+    return Integer(group, "float32", bits, symmetric=kind == "symmetric", zero_dtype=zero_type)
 
 
 def block_of(kind: str, rows: int, columns: int, bits: int = 4) -> Block:
@@ -50,13 +50,14 @@ def block_of(kind: str, rows: int, columns: int, bits: int = 4) -> Block:
 
 def fast(kind: str, block: Block, bits: int = 4) -> tuple[Tensor, Tensor]:
     middle, fraction = float(1 << (bits - 1)), kind == "fractions"
-    return gptq_block(*block, (1 << bits) - 1, middle=middle, fraction=fraction)
+    return gptq_block(*block, (1 << bits) - 1, default_zero=middle, fractional_zero=fraction)
 
 
 def plain(kind: str, block: Block, bits: int = 4) -> tuple[Tensor, Tensor]:
     weight, factor, scale, zero = block
     grids = (
-        Grid(scale[:, i, None, None], None if zero is None else zero[:, i, None, None]) for i in range(weight.shape[1])
+        QuantParams(scale[:, i, None, None], None if zero is None else zero[:, i, None, None])
+        for i in range(weight.shape[1])
     )
     return _round_columns(weight.clone(), factor, grids, format_of(kind, bits))
 
@@ -164,7 +165,7 @@ def test_the_whole_method_with_the_kernel_and_without(kind: str, act_order: bool
     weight, hessian = problem(21, 288)
     run: Callable[[], Any] = partial(gptq, weight, hessian, format_of(kind, 3, group), act_order=act_order)
     found = run()
-    with using("reference"):
+    with use_backend("reference"):
         wanted = run()
     assert torch.equal(found.codes, wanted.codes)
     assert found.grid.tensors().keys() == wanted.grid.tensors().keys()
@@ -178,20 +179,20 @@ def test_the_compiled_loop_is_taken(monkeypatch: pytest.MonkeyPatch, act_order: 
         raise AssertionError("the plain loop was taken")
 
     monkeypatch.setattr(feedback, "_round_columns", never)
-    assert block_path(HERE) == CPU
+    assert gptq_block_backend(HERE) == CPU
     gptq(*problem(8, 64), format_of("zeros", group=16), act_order=act_order)
-    with using("reference"), pytest.raises(AssertionError, match="the plain loop was taken"):
+    with use_backend("reference"), pytest.raises(AssertionError, match="the plain loop was taken"):
         gptq(*problem(8, 64), format_of("zeros", group=16), act_order=act_order)
 
 
 def test_the_reference_can_be_asked_for() -> None:
-    with using("reference"):
-        assert block_path(HERE) == "reference"
-        assert block_rounding(HERE) is None
+    with use_backend("reference"):
+        assert gptq_block_backend(HERE) == "reference"
+        assert gptq_block_kernel(HERE) is None
 
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMELT_COMPILE", "0")
     monkeypatch.setattr("smelt.kernels.cpu.gptq_rounding.library", library.__wrapped__)
-    assert block_path(HERE) == "reference"
-    assert block_rounding(HERE) is None
+    assert gptq_block_backend(HERE) == "reference"
+    assert gptq_block_kernel(HERE) is None

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 
 from smelt.kernels.cpu import kernels, operator
 from smelt.kernels.cpu.build import load_library
-from smelt.kernels.linear import REFERENCE, Inputs, LinearKernel, Packed, choose, using
+from smelt.kernels.linear import REFERENCE, ActivationQuant, LinearKernel, PackedMatrix, select_kernel, use_backend
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear
-from smelt.numerics.catalogue import format_named
+from smelt.numerics.catalog import get_format
 
 FORMATS = (
     *("int8", "int8/64@float16", "int8-asym/32@float16", "int8-float-zero/128@float16", "int8/tensor", "int8/48"),
@@ -36,44 +36,46 @@ TOKENS = (1, 2, 3, 4, 5, 33, 97)
 # The largest error in units of sum |x| |w|: of float32 sums; and of a weight and an output rounded to bfloat16.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.1 * 2.0**-8}
 INPUTS = {
-    "int8": Inputs(format_named("int8")),
-    "int4": Inputs(format_named("int4")),
-    "clipped": Inputs(format_named("int8-wide"), clip=0.5),
-    "fixed": Inputs(format_named("int8/tensor"), torch.full((1, 1, 1), 0.02)),
+    "int8": ActivationQuant(get_format("int8")),
+    "int4": ActivationQuant(get_format("int4")),
+    "clipped": ActivationQuant(get_format("int8-wide"), clip_ratio=0.5),
+    "fixed": ActivationQuant(get_format("int8/tensor"), torch.full((1, 1, 1), 0.02)),
 }
 
 LIBRARY = load_library()
 compiled = pytest.mark.skipif(LIBRARY is None, reason="needs an x86 processor and a C++ compiler")
 
 
-def packed(name: str, rows: int, columns: int, scale: float = 0.05) -> Packed:
-    number_format = format_named(name)
+def packed(name: str, rows: int, columns: int, scale: float = 0.05) -> PackedMatrix:
+    number_format = get_format(name)
     quantized = number_format.quantize(torch.randn(rows, columns) * scale)
-    return Packed(number_format, rows, columns, {key: t.contiguous() for key, t in quantized.packed().items()})
+    return PackedMatrix(number_format, rows, columns, {key: t.contiguous() for key, t in quantized.pack().items()})
 
 
 def product(
-    kernel: LinearKernel, x: Tensor, matrix: Packed, inputs: Inputs | None, bias: Tensor | None = None
+    kernel: LinearKernel, x: Tensor, matrix: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None = None
 ) -> Tensor:
-    assert kernel.takes(matrix, inputs, x.dtype)
+    assert kernel.supports(matrix, inputs, x.dtype)
     return kernel.run(x, matrix, inputs, bias, kernel.prepare(matrix, inputs))
 
 
-def error(x: Tensor, y: Tensor, matrix: Packed, inputs: Inputs | None, bias: Tensor | None = None) -> float:
+def error(
+    x: Tensor, y: Tensor, matrix: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None = None
+) -> float:
     """The largest difference from float64, in units of sum |x| |w| + |b|."""
-    exact = x.double() if inputs is None else inputs.rounded(x.float()).double()
-    weight = matrix.quantized().values().double()
+    exact = x.double() if inputs is None else inputs.fake_quantize(x.float()).double()
+    weight = matrix.unpack().dequantize().double()
     added = torch.zeros(matrix.rows, dtype=torch.float64) if bias is None else bias.double()
     size = exact.abs() @ weight.abs().T + added.abs() + 1e-30
     return float(((y.double() - F.linear(exact, weight, added)).abs() / size).max())
 
 
-def check(kernel: LinearKernel, name: str, inputs: Inputs | None) -> None:
+def check(kernel: LinearKernel, name: str, inputs: ActivationQuant | None) -> None:
     for position, (rows, columns) in enumerate(SHAPES):
         matrix = packed(name, rows, columns)
         for dtype, tolerance in TOLERANCE.items():
-            if not kernel.takes(matrix, inputs, dtype):
-                assert isinstance(kernel, kernels.IntegerInputs)
+            if not kernel.supports(matrix, inputs, dtype):
+                assert isinstance(kernel, kernels.Int8Linear)
                 continue
             bias = torch.randn(rows).to(dtype) if position % 2 else None
             for tokens in TOKENS:
@@ -97,25 +99,25 @@ def threads(count: int) -> Iterator[None]:
 @compiled
 @pytest.mark.parametrize("name", FORMATS)
 def test_inputs_as_they_are(name: str) -> None:
-    check(kernels.FloatInputs(LIBRARY), name, None)
+    check(kernels.FloatLinear(LIBRARY), name, None)
 
 
 @compiled
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("name", INTEGERS)
 def test_inputs_as_whole_numbers(name: str, inputs: str) -> None:
-    check(kernels.IntegerInputs(LIBRARY), name, INPUTS[inputs])
+    check(kernels.Int8Linear(LIBRARY), name, INPUTS[inputs])
 
 
 @compiled
 def test_inputs_that_are_rounded_elsewhere() -> None:
     for inputs in (
-        Inputs(format_named("int8-asym")),
-        Inputs(format_named("mxfp8-e4m3")),
-        Inputs(format_named("int4/32")),
+        ActivationQuant(get_format("int8-asym")),
+        ActivationQuant(get_format("mxfp8-e4m3")),
+        ActivationQuant(get_format("int4/32")),
     ):
         matrix = packed("int4-asym/32@float16", 40, 96)
-        kernel = choose(matrix, inputs, torch.float32)
+        kernel = select_kernel(matrix, inputs, torch.float32)
         assert kernel.name == "cpu-float"
         x = torch.randn(3, 96)
         assert error(x, product(kernel, x, matrix, inputs), matrix, inputs) < 1e-6
@@ -128,10 +130,10 @@ def test_processors_that_can_do_less(machine: str) -> None:
     library = load_library(machine)
     assert library is not None
     try:
-        kernel = kernels.FloatInputs(library)
+        kernel = kernels.FloatLinear(library)
         for name in ("int8-asym/32@float16", "int4/64@float16", "int3-asym", "dint4/64@float16", "amxfp4", "nvfp4"):
             check(kernel, name, None)
-        assert not kernels.IntegerInputs(library).takes(packed("int8", 8, 64), INPUTS["int8"], torch.float32)
+        assert not kernels.Int8Linear(library).supports(packed("int8", 8, 64), INPUTS["int8"], torch.float32)
     finally:
         operator.use(LIBRARY)
 
@@ -139,7 +141,7 @@ def test_processors_that_can_do_less(machine: str) -> None:
 @compiled
 def test_any_shape_of_x() -> None:
     matrix, bias = packed("int4-asym/64@float16", 48, 128), torch.randn(48)
-    kernel = choose(matrix, None, torch.float32)
+    kernel = select_kernel(matrix, None, torch.float32)
     x = torch.randn(2, 3, 128)
     flat = product(kernel, x.flatten(0, 1), matrix, None, bias)
     assert torch.equal(product(kernel, x, matrix, None, bias), flat.unflatten(0, (2, 3)))
@@ -150,7 +152,7 @@ def test_any_shape_of_x() -> None:
     assert product(kernel, x[..., 0, :], matrix, None).shape == (2, 48)
     assert product(kernel, x[0, 0], matrix, None).shape == (48,)
     for inputs in (None, INPUTS["int8"]):
-        kernel = choose(matrix, inputs, torch.float32)
+        kernel = select_kernel(matrix, inputs, torch.float32)
         assert product(kernel, x[:, :0], matrix, inputs, bias).shape == (2, 0, 48)
 
 
@@ -160,7 +162,7 @@ def test_any_shape_of_x() -> None:
 def test_threads_do_not_change_a_bit(name: str, inputs: str | None) -> None:
     matrix = packed(name, 1000, 576)  # no multiple of any block
     told = INPUTS[inputs] if inputs else None
-    kernel = choose(matrix, told, torch.float32)
+    kernel = select_kernel(matrix, told, torch.float32)
     for tokens in (1, 3, 16):
         x = torch.randn(tokens, 576)
         with threads(1):
@@ -173,7 +175,7 @@ def test_threads_do_not_change_a_bit(name: str, inputs: str | None) -> None:
 @compiled
 def test_a_token_does_not_feel_its_few_neighbours() -> None:
     matrix = packed("int4-asym/64@float16", 100, 192)
-    kernel, x = choose(matrix, None, torch.float32), torch.randn(4, 192)
+    kernel, x = select_kernel(matrix, None, torch.float32), torch.randn(4, 192)
     for count in (2, 3, 4):
         assert torch.equal(product(kernel, x[:count], matrix, None)[0], product(kernel, x[:1], matrix, None)[0])
 
@@ -187,11 +189,13 @@ def test_extreme_scales(tokens: int) -> None:
                 matrix = packed(name, 20, 96)
                 matrix.tensors["scale"][3, 1] = value
                 x = torch.randn(tokens, 96)
-                y = product(choose(matrix, inputs, torch.float32), x, matrix, inputs)
+                y = product(select_kernel(matrix, inputs, torch.float32), x, matrix, inputs)
                 if math.isnan(value):
                     assert bool(y[:, 3].isnan().all())
                     y, matrix.tensors["scale"][3, 1] = torch.where(y.isnan(), 0, y), 0.0
-                    y[:, 3] = F.linear(x if inputs is None else inputs.rounded(x), matrix.quantized().values())[:, 3]
+                    y[:, 3] = F.linear(x if inputs is None else inputs.fake_quantize(x), matrix.unpack().dequantize())[
+                        :, 3
+                    ]
                 assert error(x, y, matrix, inputs) < 1e-6, (name, value)
 
 
@@ -204,17 +208,17 @@ def test_extreme_inputs(tokens: int) -> None:
         x = torch.full((tokens, 64), value)
         x[:, 5] *= -0.5
         for inputs in (None, INPUTS["int8"]):
-            y = product(choose(matrix, inputs, torch.float32), x, matrix, inputs)
+            y = product(select_kernel(matrix, inputs, torch.float32), x, matrix, inputs)
             expected = REFERENCE.run(x, matrix, inputs, None, None)
             assert torch.allclose(y, expected, rtol=1e-4, atol=1e-37), value
     x = torch.randn(tokens, 64)
     x[0, 3], x[0, 4] = math.inf, -math.inf
     inputs = INPUTS["int8"]
-    y = product(choose(matrix, inputs, torch.float32), x, matrix, inputs)
+    y = product(select_kernel(matrix, inputs, torch.float32), x, matrix, inputs)
     assert error(x, y, matrix, inputs) < 1e-6
     x[0, 3], x[0, 4] = math.nan, 0.0
     for told in (None, inputs):
-        y = product(choose(matrix, told, torch.float32), x, matrix, told)
+        y = product(select_kernel(matrix, told, torch.float32), x, matrix, told)
         assert bool(y[0].isnan().all())
         assert not bool(y[1:].isnan().any())
 
@@ -234,7 +238,7 @@ def test_a_bias_is_not_remembered() -> None:
 def test_inputs_of_another_width_are_refused() -> None:
     matrix = packed("int4/32@float16", 24, 64)
     with pytest.raises(ValueError, match="63 columns"):
-        product(choose(matrix, None, torch.float32), torch.randn(3, 63), matrix, None)
+        product(select_kernel(matrix, None, torch.float32), torch.randn(3, 63), matrix, None)
 
 
 @compiled
@@ -242,18 +246,18 @@ def test_a_grid_in_other_types_is_left_to_the_reference() -> None:
     """As after `network.to(torch.bfloat16)`, which takes a quantised layer's grid along."""
     matrix = packed("nvfp4", 24, 64)
     matrix.tensors["tensor"] = matrix.tensors["tensor"].bfloat16()
-    assert choose(matrix, None, torch.float32).name == "reference"
+    assert select_kernel(matrix, None, torch.float32).name == "reference"
     matrix = packed("int4/32@float16", 24, 64)
     matrix.tensors["scale"] = matrix.tensors["scale"].bfloat16()
     x = torch.randn(3, 64)
-    assert error(x, product(choose(matrix, None, torch.float32), x, matrix, None), matrix, None) < 1e-6
+    assert error(x, product(select_kernel(matrix, None, torch.float32), x, matrix, None), matrix, None) < 1e-6
 
 
 @compiled
 def test_dense_products_between_ours_stay_right() -> None:
     """The matrix units are shared with PyTorch's own kernels."""
     matrix, x = packed("int4/32@float16", 96, 64), torch.randn(40, 64).bfloat16()
-    kernel, weight = choose(matrix, None, torch.bfloat16), torch.randn(96, 64).bfloat16()
+    kernel, weight = select_kernel(matrix, None, torch.bfloat16), torch.randn(96, 64).bfloat16()
     ours, dense = product(kernel, x, matrix, None), F.linear(x, weight)
     for _ in range(3):
         assert torch.equal(product(kernel, x, matrix, None), ours)
@@ -264,15 +268,17 @@ def test_dense_products_between_ours_stay_right() -> None:
 def test_gradients_reach_the_inputs() -> None:
     matrix = packed("int4/32@float16", 24, 64)
     x = torch.randn(3, 64, requires_grad=True)
-    product(choose(matrix, None, torch.float32), x, matrix, None).square().sum().backward()
-    weight = matrix.quantized().values()
+    product(select_kernel(matrix, None, torch.float32), x, matrix, None).square().sum().backward()
+    weight = matrix.unpack().dequantize()
     expected = 2 * (x.detach() @ weight.T) @ weight
     assert x.grad is not None
     assert torch.allclose(x.grad, expected, atol=1e-5)
 
 
-def layer(name: str = "int4-asym/32@float16", inputs: Inputs | None = None, bias: bool = True) -> QuantizedLinear:
-    number_format = format_named(name)
+def layer(
+    name: str = "int4-asym/32@float16", inputs: ActivationQuant | None = None, bias: bool = True
+) -> QuantizedLinear:
+    number_format = get_format(name)
     scheme = QuantizationScheme(number_format, None if inputs is None else inputs.format)
     matrix = number_format.quantize(torch.randn(40, 96))
     return QuantizedLinear.from_quantized(matrix, scheme, bias=torch.randn(40) if bias else None, dtype=torch.float32)
@@ -285,12 +291,12 @@ def test_a_layer_tells_its_path() -> None:
     for module, path in ((plain, "cpu-float"), (rounded, "cpu-integer")):
         y = module(x)
         assert module.path == path
-        with using("reference"):
+        with use_backend("reference"):
             assert torch.allclose(module(x), y, atol=1e-4)
             assert module.path == "reference"
         assert torch.equal(module(x), y)
         assert module.path == path
-    with pytest.raises(LookupError, match="cpu-integer"), using("cpu-integer"):
+    with pytest.raises(LookupError, match="cpu-integer"), use_backend("cpu-integer"):
         plain(x)
 
 
@@ -300,7 +306,7 @@ def test_a_layer_sees_its_tensors_change() -> None:
     module(x)
     for change in (lambda: module.codes.random_(0, 256), lambda: setattr(module, "scale", module.scale * 2)):
         change()
-        with using("reference"):
+        with use_backend("reference"):
             expected = module(x)
         assert torch.allclose(module(x), expected, atol=1e-4)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.cpu import program as compiled
 from smelt.kernels.cpu.build import load_library
 from smelt.kernels.cpu.program import Program, can_run
-from smelt.kernels.paged import Pages
 
 LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None or not can_run(LIBRARY), reason="no compiled library on this machine")
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(LIBRARY is None or not can_run(LIBRARY), reason=
 
 def run(program: Program, tokens: int) -> None:
     nothing = torch.zeros(1, dtype=torch.int32)
-    pages = Pages(nothing, nothing[:0], nothing[:0, None], torch.zeros(tokens, dtype=torch.int64))
+    pages = AttentionMetadata(nothing, nothing[:0], nothing[:0, None], torch.zeros(tokens, dtype=torch.int64))
     ids = torch.arange(tokens)
     program.run(ids, ids, torch.zeros(0, dtype=torch.int64), pages)
 

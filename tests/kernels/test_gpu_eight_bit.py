@@ -9,11 +9,11 @@ from tests.kernels.gpu_machine import DEVICE, HALF, TOLERANCE, distance  # isort
 from smelt.kernels.gpu import launch
 from smelt.kernels.gpu.linear import EightBit
 from smelt.kernels.gpu.matrix import describe
-from smelt.kernels.linear import Inputs, Packed
-from smelt.numerics import format_named
+from smelt.kernels.linear import ActivationQuant, PackedMatrix
+from smelt.numerics import get_format
 
 KERNEL = EightBit()
-INT8 = format_named("int8")
+INT8 = get_format("int8")
 NAMES = ["int8/row", "int8-asym/row", "int8/32", "int4/row", "int4-asym/row", "int4-asym/64", "dint4", "dint4-sym/64"]
 
 
@@ -23,25 +23,25 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, "gemm_tiles", lambda batch, matrix, integer: (16, 16, 4, 1))
 
 
-def packed(name: str, rows: int, columns: int) -> Packed:
-    number_format = format_named(name)
+def packed(name: str, rows: int, columns: int) -> PackedMatrix:
+    number_format = get_format(name)
     quantized = number_format.quantize(torch.randn(rows, columns, device=DEVICE) * 0.1)
-    return Packed(number_format, rows, columns, quantized.packed())
+    return PackedMatrix(number_format, rows, columns, quantized.pack())
 
 
-def expected(x: torch.Tensor, matrix: Packed, inputs: Inputs) -> torch.Tensor:
-    return inputs.rounded(x.float()).double() @ matrix.quantized().values().double().T
+def expected(x: torch.Tensor, matrix: PackedMatrix, inputs: ActivationQuant) -> torch.Tensor:
+    return inputs.fake_quantize(x.float()).double() @ matrix.unpack().dequantize().double().T
 
 
 @pytest.mark.parametrize("path", ["gemm", "expand"])
 @pytest.mark.parametrize("name", NAMES)
 def test_agrees_with_the_rounded_inputs(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    matrix, inputs = packed(name, 11, 128), Inputs(INT8)
+    matrix, inputs = packed(name, 11, 128), ActivationQuant(INT8)
     if path == "expand":
         monkeypatch.setattr(launch, "INT8_BATCH", 0)
         if matrix.format.bits == 8:
             pytest.skip("8-bit codes are never written out")
-    assert KERNEL.takes(matrix, inputs, HALF)
+    assert KERNEL.supports(matrix, inputs, HALF)
     assert launch.eight_bit_path(6, describe(matrix)) == path
     x = torch.randn(2, 3, 128, device=DEVICE, dtype=HALF)
     bias = torch.randn(11, device=DEVICE, dtype=HALF)
@@ -53,10 +53,10 @@ def test_inputs_are_rounded_exactly_as_the_format_says() -> None:
     x = torch.randn(6, 100, device=DEVICE, dtype=HALF)
     x[1, 3], x[2, 4], x[2, 5], x[3] = float("nan"), float("inf"), float("-inf"), 0
     names = ["int8", "int8@float16"] + ["int8@bfloat16"] * (DEVICE == "cuda")  # the interpreter cuts bits off
-    for number_format in map(format_named, names):
-        codes, scales = launch.round_rows(x, torch.int8, 127.0, number_format.scale)
+    for number_format in map(get_format, names):
+        codes, scales = launch.round_rows(x, torch.int8, 127.0, number_format.scale_dtype)
         # on the CPU: on a GPU, PyTorch divides by a number as it multiplies with its inverse
-        found, wanted = (codes * scales[:, None]).cpu(), number_format.rounded(x.cpu().float())
+        found, wanted = (codes * scales[:, None]).cpu(), number_format.fake_quantize(x.cpu().float())
         assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
         assert found.isnan().any(-1).tolist() == [False, True, False, False, False, False]
 
@@ -64,14 +64,17 @@ def test_inputs_are_rounded_exactly_as_the_format_says() -> None:
 def test_rows_longer_than_a_tile_are_rounded_the_same() -> None:
     x = torch.randn(1, 20000, device=DEVICE, dtype=HALF)
     codes, scales = launch.round_rows(x, torch.int8, 127.0, "float32")
-    assert torch.equal((codes * scales[:, None]).cpu(), INT8.rounded(x.cpu().float()))
+    assert torch.equal((codes * scales[:, None]).cpu(), INT8.fake_quantize(x.cpu().float()))
 
 
 def test_a_clipped_range_and_a_fixed_scale() -> None:
     matrix = packed("int8/row", 16, 64)
     x = torch.randn(3, 64, device=DEVICE, dtype=HALF)
-    for inputs in (Inputs(INT8, clip=0.7), Inputs(INT8, scale=torch.full((1, 1, 1), 0.013, device=DEVICE))):
-        assert KERNEL.takes(matrix, inputs, HALF)
+    for inputs in (
+        ActivationQuant(INT8, clip_ratio=0.7),
+        ActivationQuant(INT8, scale=torch.full((1, 1, 1), 0.013, device=DEVICE)),
+    ):
+        assert KERNEL.supports(matrix, inputs, HALF)
         found = KERNEL.run(x, matrix, inputs, None, KERNEL.prepare(matrix, inputs))
         assert distance(found, expected(x, matrix, inputs)) < TOLERANCE[HALF]
 
@@ -79,24 +82,24 @@ def test_a_clipped_range_and_a_fixed_scale() -> None:
 def test_formats_that_the_kernel_cannot_multiply_are_left_to_others() -> None:
     matrix = packed("int4/row", 16, 64)
     for name in ("int8-asym", "int8/32", "int4", "mxfp8-e4m3", "int8@e4m3"):
-        assert not KERNEL.takes(matrix, Inputs(format_named(name)), HALF)
+        assert not KERNEL.supports(matrix, ActivationQuant(get_format(name)), HALF)
     for name in ("int4/32", "int3/row", "int4-float-zero", "dint8", "mxfp4"):  # 32: half of what an int8 product takes
-        assert not KERNEL.takes(packed(name, 16, 64), Inputs(INT8), HALF)
+        assert not KERNEL.supports(packed(name, 16, 64), ActivationQuant(INT8), HALF)
 
 
 def test_no_vectors_give_no_results() -> None:
-    matrix, inputs = packed("int8/row", 16, 64), Inputs(INT8)
+    matrix, inputs = packed("int8/row", 16, 64), ActivationQuant(INT8)
     empty = torch.empty(0, 64, device=DEVICE, dtype=HALF)
     assert KERNEL.run(empty, matrix, inputs, None, KERNEL.prepare(matrix, inputs)).shape == (0, 16)
 
 
 @pytest.mark.gpu
 def test_e4m3_goes_through_pytorchs_own_product() -> None:
-    number_format = format_named("fp8-e4m3")
-    inputs = Inputs(number_format)
+    number_format = get_format("fp8-e4m3")
+    inputs = ActivationQuant(number_format)
     for rows, columns in ((512, 1024), (48, 80)):
         matrix = packed("fp8-e4m3", rows, columns)
-        assert KERNEL.takes(matrix, inputs, torch.bfloat16)
+        assert KERNEL.supports(matrix, inputs, torch.bfloat16)
         assert launch.eight_bit_path(16, describe(matrix)) == "scaled_mm"
         for batch in (1, 16, 300):
             x = torch.randn(batch, columns, device="cuda", dtype=torch.bfloat16)
@@ -107,7 +110,7 @@ def test_e4m3_goes_through_pytorchs_own_product() -> None:
 @pytest.mark.gpu
 def test_large_products_captured_in_a_graph() -> None:
     for name in ("int8/row", "int4/row", "dint4"):
-        matrix, inputs = packed(name, 1000, 1088), Inputs(INT8)
+        matrix, inputs = packed(name, 1000, 1088), ActivationQuant(INT8)
         prepared = KERNEL.prepare(matrix, inputs)
         for batch in (16, 500, 1500):
             x = torch.randn(batch, 1088, device="cuda", dtype=torch.bfloat16)

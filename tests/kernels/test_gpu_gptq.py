@@ -8,19 +8,21 @@ from torch import Tensor
 
 from tests.kernels.gpu_machine import DEVICE  # isort: skip  (chooses the interpreter)
 from smelt.kernels.gpu.gptq import gptq_block
-from smelt.numerics import Grid
+from smelt.numerics import QuantParams
 from smelt.numerics.integer import Integer
 
 
-def column_by_column(weight: Tensor, factor: Tensor, grid: Grid, number_format: Integer) -> tuple[Tensor, Tensor]:
+def column_by_column(
+    weight: Tensor, factor: Tensor, grid: QuantParams, number_format: Integer
+) -> tuple[Tensor, Tensor]:
     """As `smelt.compression.quantization` rounds a block: grid [rows, columns, 1]."""
     part = weight.clone()
     codes, errors = torch.empty(part.shape, dtype=torch.uint8, device=part.device), torch.empty_like(part)
     for column in range(part.shape[1]):
-        here = Grid(**{name: tensor[:, column : column + 1] for name, tensor in grid.tensors().items()})
+        here = QuantParams(**{name: tensor[:, column : column + 1] for name, tensor in grid.tensors().items()})
         values = part[:, column, None, None]
-        code = number_format.encode(values, here)
-        error = (values - number_format.decode(code, here))[:, 0] / factor[column, column]
+        code = number_format.quantize_groups(values, here)
+        error = (values - number_format.dequantize_groups(code, here))[:, 0] / factor[column, column]
         part[:, column + 1 :] -= error * factor[column, column + 1 :]
         codes[:, column], errors[:, column] = code[:, 0, 0], error[:, 0]
     return codes, errors
@@ -30,7 +32,7 @@ def column_by_column(weight: Tensor, factor: Tensor, grid: Grid, number_format: 
 @pytest.mark.parametrize(("rows", "columns"), [(11, 20), (3, 32)])
 def test_bit_for_bit(kind: str, rows: int, columns: int) -> None:
     zero_type = "float16" if kind == "fractions" else "code"
-    number_format = Integer(width=4, symmetric=kind == "symmetric", zero_type=zero_type)  # type: ignore[arg-type]
+    number_format = Integer(bits=4, symmetric=kind == "symmetric", zero_dtype=zero_type)  # type: ignore[arg-type]
     weight = torch.randn(rows, columns, device=DEVICE)
     weight[0, 0] = 1e9  # saturates
     factor = torch.triu(torch.randn(columns, columns, device=DEVICE) * 0.1)
@@ -40,9 +42,9 @@ def test_bit_for_bit(kind: str, rows: int, columns: int) -> None:
     if kind != "symmetric":
         zero = torch.rand(rows, columns, device=DEVICE) * 15
         zero = zero.half().float() if kind == "fractions" else zero.round()
-    grid = Grid(scale[..., None], None if zero is None else zero[..., None])
+    grid = QuantParams(scale[..., None], None if zero is None else zero[..., None])
     before = weight.clone()
-    codes, errors = gptq_block(weight, factor, scale, zero, 15, middle=8.0, fraction=kind == "fractions")
+    codes, errors = gptq_block(weight, factor, scale, zero, 15, default_zero=8.0, fractional_zero=kind == "fractions")
     wanted_codes, wanted_errors = column_by_column(weight, factor, grid, number_format)
     assert torch.equal(codes, wanted_codes)
     assert torch.equal(errors, wanted_errors)
@@ -52,7 +54,7 @@ def test_bit_for_bit(kind: str, rows: int, columns: int) -> None:
 def test_a_block_inside_larger_tensors() -> None:
     whole, factor = torch.randn(8, 64, device=DEVICE), torch.eye(64, device=DEVICE)
     scale = torch.full((8, 64), 0.1, device=DEVICE)
-    codes, errors = gptq_block(whole[:, 16:32], factor[16:32, 16:32], scale[:, 16:32], None, 255, middle=128.0)
+    codes, errors = gptq_block(whole[:, 16:32], factor[16:32, 16:32], scale[:, 16:32], None, 255, default_zero=128.0)
     assert torch.equal(codes, ((whole[:, 16:32] / 0.1).round() + 128).clamp(0, 255).to(torch.uint8))
     assert errors.abs().max() <= 0.0501
 

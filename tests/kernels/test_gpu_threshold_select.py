@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.kernels.gpu_machine import DEVICE, HALF  # isort: skip  (chooses the interpreter)
 from smelt.kernels import threshold_select as dispatch
 from smelt.kernels.gpu import threshold_select as kernel
-from smelt.kernels.linear import using
+from smelt.kernels.linear import use_backend
 
 TILES = 256, 4  # small ones, so that short vectors have many
 WORDS = 256  # that a program turns into indices: 32 tiles
@@ -37,7 +37,7 @@ def plain(values: Tensor, threshold: float, start: int, stop: int) -> Tensor:
 def test_bit_for_bit(elements: int, start: int, stop: int, dtype: torch.dtype) -> None:
     residual, gradient = torch.randn(elements, device=DEVICE), torch.randn(elements, device=DEVICE).to(dtype)
     wanted = residual + gradient
-    found = kernel.add_and_compact(residual, gradient, 1.5, start, stop, tiles=TILES, words=WORDS)
+    found = kernel.add_and_select(residual, gradient, 1.5, start, stop, tiles=TILES, words=WORDS)
     assert torch.equal(residual, wanted)
     assert torch.equal(found, plain(wanted, 1.5, start, stop))
 
@@ -47,7 +47,7 @@ def test_bit_for_bit(elements: int, start: int, stop: int, dtype: torch.dtype) -
 def test_slots_hold_the_first_and_say_which_are_empty(threshold: float, slots: int) -> None:
     residual, gradient = torch.randn(3001, device=DEVICE), torch.zeros(3001, device=DEVICE)
     residual[7], residual[2900] = torch.inf, 0.1  # as close to the threshold as a number can be
-    found = kernel.add_and_compact(residual, gradient, threshold, 5, 2999, slots, tiles=TILES, words=WORDS)
+    found = kernel.add_and_select(residual, gradient, threshold, 5, 2999, slots, tiles=TILES, words=WORDS)
     matches = plain(residual, threshold, 5, 2999).tolist()
     assert found.tolist() == [*matches, *[3001] * slots][:slots]
 
@@ -56,7 +56,7 @@ def test_without_a_gradient_values_are_only_read() -> None:
     values = torch.randn(2000, device=DEVICE)
     values[300:500] = torch.nan
     before = values.clone()
-    found = kernel.add_and_compact(values, None, 1.0, 700, 1900, tiles=TILES, words=WORDS)
+    found = kernel.add_and_select(values, None, 1.0, 700, 1900, tiles=TILES, words=WORDS)
     assert torch.equal(values.nan_to_num(), before.nan_to_num())
     assert torch.equal(found, plain(before, 1.0, 700, 1900))
 
@@ -65,7 +65,7 @@ def test_a_tile_with_many_matches_among_tiles_without() -> None:
     values = torch.zeros(40 * 256, device=DEVICE)
     values[5 * 256 : 6 * 256] = 1.0
     values[-1] = 1.0
-    found = kernel.add_and_compact(values, None, 1.0, 0, len(values), tiles=TILES, words=WORDS)
+    found = kernel.add_and_select(values, None, 1.0, 0, len(values), tiles=TILES, words=WORDS)
     assert found.tolist() == [*range(5 * 256, 6 * 256), 40 * 256 - 1]
 
 
@@ -73,7 +73,7 @@ def test_a_view_that_begins_anywhere() -> None:
     room, gradient = torch.randn(1003, device=DEVICE), torch.randn(1003, device=DEVICE)
     wanted = room.clone()
     wanted[3:1000] += gradient[1:998]
-    found = kernel.add_and_compact(room[3:1000], gradient[1:998], 1.0, 0, 997, tiles=TILES, words=WORDS)
+    found = kernel.add_and_select(room[3:1000], gradient[1:998], 1.0, 0, 997, tiles=TILES, words=WORDS)
     assert torch.equal(room, wanted)
     assert torch.equal(found, plain(wanted[3:1000], 1.0, 0, 997))
 
@@ -81,7 +81,7 @@ def test_a_view_that_begins_anywhere() -> None:
 def test_the_tiles_that_are_taken() -> None:
     residual, gradient = torch.randn(9000, device=DEVICE), torch.randn(9000, device=DEVICE)
     wanted = residual + gradient
-    found = kernel.add_and_compact(residual, gradient, 3.0, 0, 9000, 200)
+    found = kernel.add_and_select(residual, gradient, 3.0, 0, 9000, 200)
     matches = plain(wanted, 3.0, 0, 9000).tolist()
     assert torch.equal(residual, wanted)
     assert found.tolist() == [*matches, *[9000] * 200][:200]
@@ -90,14 +90,14 @@ def test_the_tiles_that_are_taken() -> None:
 @pytest.mark.gpu
 def test_a_gpu_takes_the_kernel_and_waits_for_nothing() -> None:
     residual, gradient = torch.randn(100_000, device="cuda"), torch.randn(100_000, device="cuda")
-    assert dispatch.compact_path(residual) == dispatch.GPU
-    with using("reference"):
-        assert dispatch.compact_path(residual) == "reference"
-        wanted = dispatch.add_and_compact(residual.clone(), gradient, 3.0, 10, 90_000, 5000)
-    dispatch.add_and_compact(residual.clone(), gradient, 3.0, 10, 90_000, 5000)  # compiled
+    assert dispatch.select_backend(residual) == dispatch.GPU
+    with use_backend("reference"):
+        assert dispatch.select_backend(residual) == "reference"
+        wanted = dispatch.add_and_select(residual.clone(), gradient, 3.0, 10, 90_000, 5000)
+    dispatch.add_and_select(residual.clone(), gradient, 3.0, 10, 90_000, 5000)  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = dispatch.add_and_compact(residual, gradient, 3.0, 10, 90_000, 5000)
+        found = dispatch.add_and_select(residual, gradient, 3.0, 10, 90_000, 5000)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(found, wanted)
@@ -109,5 +109,5 @@ def test_more_elements_than_32_bits_have_bytes() -> None:
     values = torch.zeros(elements, device="cuda")
     places = torch.tensor([0, 2**29 + 1, 2**30 - 1, 2**30, elements - 1], device="cuda")
     values[places] = 1.0
-    found = dispatch.add_and_compact(values, torch.zeros_like(values), 0.5, 1, elements, 7)
+    found = dispatch.add_and_select(values, torch.zeros_like(values), 0.5, 1, elements, 7)
     assert found.tolist() == [*places[1:].tolist(), *[elements] * 3]

@@ -9,8 +9,8 @@ from tests.kernels.gpu_machine import DEVICE, HALF, TOLERANCE, distance  # isort
 from smelt.kernels.gpu import launch
 from smelt.kernels.gpu.linear import WeightOnly
 from smelt.kernels.gpu.matrix import describe
-from smelt.kernels.linear import REFERENCE, Packed
-from smelt.numerics import Quantized, format_named
+from smelt.kernels.linear import REFERENCE, PackedMatrix
+from smelt.numerics import QuantizedTensor, get_format
 
 KERNEL = WeightOnly()
 WORDS = (
@@ -32,10 +32,10 @@ def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(launch, "gemm_tiles", lambda batch, matrix, integer: (16, 16, 4, 1))
 
 
-def packed(name: str, rows: int, columns: int) -> tuple[Packed, Quantized]:
-    number_format = format_named(name)
+def packed(name: str, rows: int, columns: int) -> tuple[PackedMatrix, QuantizedTensor]:
+    number_format = get_format(name)
     quantized = number_format.quantize(torch.randn(rows, columns, device=DEVICE) * 0.1)
-    return Packed(number_format, rows, columns, quantized.packed()), quantized
+    return PackedMatrix(number_format, rows, columns, quantized.pack()), quantized
 
 
 def check(name: str, batch: int, rows: int, columns: int, path: str) -> None:
@@ -44,7 +44,7 @@ def check(name: str, batch: int, rows: int, columns: int, path: str) -> None:
     x = torch.randn(batch, columns, device=DEVICE, dtype=HALF)
     found = KERNEL.run(x, matrix, None, None, KERNEL.prepare(matrix, None))
     assert found.dtype == HALF
-    assert distance(found, x.double() @ quantized.values().double().T) < TOLERANCE[HALF]
+    assert distance(found, x.double() @ quantized.dequantize().double().T) < TOLERANCE[HALF]
 
 
 @pytest.mark.parametrize("name", WORDS + OTHERS)
@@ -60,7 +60,7 @@ def test_several_vectors(name: str) -> None:
 @pytest.mark.parametrize("name", ["int4/32", "int3/32", "dint4", "nf4", "mxfp6-e3m2", "ternary", "amxfp4", "fp8-e4m3"])
 def test_the_whole_matrix_is_what_the_codes_stand_for(name: str) -> None:
     matrix, quantized = packed(name, 5, 70)
-    assert torch.equal(launch.expand(describe(matrix), torch.float32), quantized.values())
+    assert torch.equal(launch.expand(describe(matrix), torch.float32), quantized.dequantize())
 
 
 @pytest.mark.parametrize(("name", "columns"), [("int4/32", 70), ("mxfp4", 33), ("int3/row", 50), ("nf4", 64)])
@@ -72,7 +72,7 @@ def test_the_sum_may_be_cut_into_parts() -> None:
     matrix, quantized = packed("int4-asym/32", 20, 160)
     x, bias = torch.randn(3, 160, device=DEVICE, dtype=HALF), torch.randn(20, device=DEVICE, dtype=HALF)
     found = launch.gemm(x, describe(matrix), bias, None, HALF, tiles=(16, 16, 4, 1), split=3)
-    assert distance(found, x.double() @ quantized.values().double().T + bias.double()) < TOLERANCE[HALF]
+    assert distance(found, x.double() @ quantized.dequantize().double().T + bias.double()) < TOLERANCE[HALF]
 
 
 def test_inputs_of_any_shape_and_stride_with_a_bias() -> None:
@@ -82,7 +82,7 @@ def test_inputs_of_any_shape_and_stride_with_a_bias() -> None:
     for x in (wide.transpose(1, 2), wide[:, :, :1].transpose(1, 2), torch.randn(64, device=DEVICE, dtype=HALF)):
         found = KERNEL.run(x, matrix, None, bias, KERNEL.prepare(matrix, None))
         assert found.shape == (*x.shape[:-1], 5)
-        assert distance(found, x.double() @ quantized.values().double().T + bias.double()) < TOLERANCE[HALF]
+        assert distance(found, x.double() @ quantized.dequantize().double().T + bias.double()) < TOLERANCE[HALF]
 
 
 def test_no_vectors_give_no_results() -> None:
@@ -93,10 +93,10 @@ def test_no_vectors_give_no_results() -> None:
 
 def test_a_broken_group_makes_its_rows_nan_and_no_others() -> None:
     for name in ("int4/32@float16", "mxfp4"):
-        number_format = format_named(name)
+        number_format = get_format(name)
         weight = torch.randn(6, 64, device=DEVICE)
         weight[2, 40] = float("nan")
-        matrix = Packed(number_format, 6, 64, number_format.quantize(weight).packed())
+        matrix = PackedMatrix(number_format, 6, 64, number_format.quantize(weight).pack())
         for batch in (1, 3):
             x = torch.randn(batch, 64, device=DEVICE, dtype=HALF)
             found = KERNEL.run(x, matrix, None, None, KERNEL.prepare(matrix, None))
@@ -108,13 +108,13 @@ def test_large_and_small_inputs_keep_their_precision() -> None:
     for factor in (1e-3, 1e3):
         x = (torch.randn(1, 64, device=DEVICE) * factor).to(HALF)
         found = KERNEL.run(x, matrix, None, None, KERNEL.prepare(matrix, None))
-        assert distance(found, x.double() @ quantized.values().double().T) < TOLERANCE[HALF]
+        assert distance(found, x.double() @ quantized.dequantize().double().T) < TOLERANCE[HALF]
 
 
 def test_inputs_in_single_precision_or_rounded_are_left_to_others() -> None:
     matrix, _ = packed("int4/32", 8, 64)
-    assert KERNEL.takes(matrix, None, HALF)
-    assert not KERNEL.takes(matrix, None, torch.float32)
+    assert KERNEL.supports(matrix, None, HALF)
+    assert not KERNEL.supports(matrix, None, torch.float32)
 
 
 @pytest.mark.gpu
@@ -122,7 +122,7 @@ def test_a_layer_takes_the_kernel_compiled_and_captured() -> None:
     from smelt.models.quantized import QuantizationScheme, QuantizedLinear
 
     for name in ("int4/128@float16", "mxfp4"):
-        number_format = format_named(name)
+        number_format = get_format(name)
         quantized = number_format.quantize(torch.randn(512, 1024, device="cuda") * 0.1)
         layer = QuantizedLinear.from_quantized(
             quantized, QuantizationScheme(number_format), bias=None, dtype=torch.bfloat16
@@ -130,7 +130,7 @@ def test_a_layer_takes_the_kernel_compiled_and_captured() -> None:
         compiled = torch.compile(layer, fullgraph=False)
         for batch in (1, 16, 200):
             x = torch.randn(batch, 1024, device="cuda", dtype=torch.bfloat16)
-            expected = x.double() @ quantized.values().double().T
+            expected = x.double() @ quantized.dequantize().double().T
             assert distance(layer(x), expected) < TOLERANCE[torch.bfloat16]
             assert layer.path == KERNEL.name
             assert torch.equal(compiled(x), layer(x))
@@ -140,4 +140,4 @@ def test_a_layer_takes_the_kernel_compiled_and_captured() -> None:
             x.copy_(torch.randn_like(x))
             found.fill_(float("nan"))
             graph.replay()
-            assert distance(found, x.double() @ quantized.values().double().T) < TOLERANCE[torch.bfloat16]
+            assert distance(found, x.double() @ quantized.dequantize().double().T) < TOLERANCE[torch.bfloat16]

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smelt.kernels.paged import Pages, paged_reference, write_pages
+from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.paged import paged_attention_reference, store_kv
 
 
 def oracle(
@@ -61,7 +62,7 @@ def test_random_page_tables(seed: int, size: int, heads: tuple[int, int], width:
 
     for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):  # what was there before
         old = torch.arange(length - count)
-        write_pages(keys[row][: length - count], values[row][: length - count], *pages, places(row, old))
+        store_kv(keys[row][: length - count], values[row][: length - count], *pages, places(row, old))
     new = torch.cat(
         [
             places(row, torch.arange(length - count, length))
@@ -69,20 +70,20 @@ def test_random_page_tables(seed: int, size: int, heads: tuple[int, int], width:
         ]
     )
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-    batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32), tables, new, max(lengths), counts)
+    batch = AttentionMetadata(starts, torch.tensor(lengths, dtype=torch.int32), tables, new, max(lengths), counts)
     fresh_keys, fresh_values = (
         torch.cat([each[-count:] for each, count in zip(side, counts, strict=True)]) for side in (keys, values)
     )
-    write_pages(fresh_keys, fresh_values, *pages, new)
+    store_kv(fresh_keys, fresh_values, *pages, new)
     queries = torch.randn(sum(counts), heads[0], width, generator=chance)
-    found = paged_reference(queries, *pages, batch, 0.3, window)
+    found = paged_attention_reference(queries, *pages, batch, 0.3, window)
     wanted = oracle(queries, keys, values, counts, 0.3, window)
     assert torch.allclose(found.double(), wanted, atol=1e-5)
 
 
 def test_a_place_of_minus_one_is_written_nowhere() -> None:
     pages = [torch.zeros(2, 4, 1, 3) for _ in range(2)]
-    write_pages(torch.ones(2, 1, 3), torch.ones(2, 1, 3), *pages, torch.tensor([5, -1]))
+    store_kv(torch.ones(2, 1, 3), torch.ones(2, 1, 3), *pages, torch.tensor([5, -1]))
     assert pages[0].sum() == 3 and bool((pages[0].flatten(0, 1)[5] == 1).all())
 
 
@@ -90,9 +91,9 @@ def test_a_place_of_minus_one_is_written_nowhere() -> None:
 def test_one_page_of_everything_is_plain_attention(window: int | None) -> None:
     torch.manual_seed(0)
     keys, values, queries = torch.randn(7, 2, 8), torch.randn(7, 2, 8), torch.randn(7, 4, 8)
-    pages = Pages(
+    pages = AttentionMetadata(
         torch.tensor([0, 7], dtype=torch.int32), torch.tensor([7], dtype=torch.int32),
         torch.tensor([[0]], dtype=torch.int32), torch.arange(7), 7, [7],
     )  # fmt: skip
-    found = paged_reference(queries, keys[None], values[None], pages, 8**-0.5, window)
+    found = paged_attention_reference(queries, keys[None], values[None], pages, 8**-0.5, window)
     assert torch.allclose(found.double(), oracle(queries, [keys], [values], [7], 8**-0.5, window), atol=1e-5)

@@ -26,7 +26,7 @@ from smelt.models.artifact import save_artifact
 from smelt.models.kv_cache import PackedLayer, PackedRows, QuantizedKVCache
 from smelt.models.model import Model
 from smelt.models.surgery import keep_units
-from smelt.numerics.catalogue import FORMATS, format_named
+from smelt.numerics.catalog import FORMATS, get_format
 from smelt.numerics.error import signal_to_noise
 from tests.character_tokenizer import character_tokenizer
 from tests.tiny import BUILDS, DECODER, DECODERS, inputs
@@ -54,7 +54,7 @@ def trained() -> Model:
 
 
 def rows(name: str, **settings: Any) -> PackedRows:
-    return PackedRows(format_named(name), settings.get("clip", 1.0), settings.get("rotate", False))
+    return PackedRows(get_format(name), settings.get("clip", 1.0), settings.get("rotate", False))
 
 
 @pytest.mark.parametrize("name", DECODERS)
@@ -120,7 +120,7 @@ def test_it_is_as_small_as_its_bits_say(name: str) -> None:
     cache = QuantizedKVCache(config, name)
     network(**inputs("llama", batch=2, length=20), past_key_values=cache, use_cache=True)
     numbers = 2 * 3 * 2 * 20 * 64  # keys and values, layers, sequences, tokens, head_dim
-    assert cache.nbytes * 8 == numbers * format_named(name).bits_per_value(64)
+    assert cache.nbytes * 8 == numbers * get_format(name).bits_per_value(64)
 
 
 def test_a_trained_model_hardly_notices_eight_bits() -> None:
@@ -143,8 +143,8 @@ def test_every_format_holds_rows_that_come_in_pieces(name: str) -> None:
         held.append(piece)
     assert held.tokens == 7 and held.values().shape == x.shape
     number_format = FORMATS[name]
-    if number_format.whole(x) is None:  # a row does not depend on those around it
-        assert torch.equal(held.values(), number_format.rounded(x))
+    if number_format.tensor_amax(x) is None:  # a row does not depend on those around it
+        assert torch.equal(held.values(), number_format.fake_quantize(x))
     assert signal_to_noise(x, held.values()) > 1.5
 
 
@@ -153,14 +153,16 @@ def test_a_scale_for_the_whole_tensor_becomes_one_for_each_row() -> None:
     layer: Any = QuantizedKVCache(config, "int4/tensor").layers[0]
     x = torch.randn(1, 2, 5, 8) * torch.tensor([1.0, 100.0]).view(1, 2, 1, 1)
     keys, values = layer.update(x, -x)
-    assert torch.equal(keys, format_named("int4").rounded(x)) and torch.equal(values, format_named("int4").rounded(-x))
+    assert torch.equal(keys, get_format("int4").fake_quantize(x)) and torch.equal(
+        values, get_format("int4").fake_quantize(-x)
+    )
 
 
 def test_keys_and_values_may_have_formats_of_their_own() -> None:
     layer: Any = QuantizedKVCache(BUILDS["llama"]().config, "int8", "int2").layers[1]
     x = torch.randn(1, 2, 5, 8)
     keys, values = layer.update(x, x)
-    assert torch.equal(keys, FORMATS["int8"].rounded(x)) and torch.equal(values, FORMATS["int2"].rounded(x))
+    assert torch.equal(keys, FORMATS["int8"].fake_quantize(x)) and torch.equal(values, FORMATS["int2"].fake_quantize(x))
 
 
 def test_types_are_kept_and_clipping_narrows() -> None:
@@ -189,7 +191,7 @@ def test_a_width_without_a_hadamard_matrix_is_not_rotated() -> None:
     x = torch.randn(1, 1, 4, 58)
     held = rows("int8", rotate=True)
     held.append(x)
-    assert torch.equal(held.values(), FORMATS["int8"].rounded(x))
+    assert torch.equal(held.values(), FORMATS["int8"].fake_quantize(x))
 
 
 def filled(name: str = "int4-asym") -> tuple[PackedLayer, Tensor, Tensor]:

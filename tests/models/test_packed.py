@@ -27,7 +27,7 @@ from smelt.models.gguf.blocks import FORMATS
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, quantized_layers
-from smelt.numerics.catalogue import name_of
+from smelt.numerics.catalog import format_name
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling import Sampling
 from tests.models.gguf_files import Gguf, Tensor, matrix
@@ -92,10 +92,10 @@ def test_decoded_weights_are_the_files(kind: str, flat: bool, tmp_path: Path) ->
     file = read_gguf(llama_file(tmp_path / "m.gguf", kind, flat=flat))
     config = gguf_config(file)
     dense, packed = gguf_tensors(file, config), gguf_packed(file, config)
-    assert len(packed) == 15 and {name_of(quantized.format) for quantized in packed.values()} == {OURS[kind]}
+    assert len(packed) == 15 and {format_name(quantized.format) for quantized in packed.values()} == {OURS[kind]}
     for path, quantized in packed.items():
-        wanted, found = dense[f"{path}.weight"], quantized.values()
-        stored = type(quantized).unpacked(quantized.format, quantized.packed(), wanted.shape[1]).values()
+        wanted, found = dense[f"{path}.weight"], quantized.dequantize()
+        stored = type(quantized).from_packed(quantized.format, quantized.pack(), wanted.shape[1]).dequantize()
         assert torch.equal(found, stored) and bool(found.isfinite().all())
         if kind in EXACT:
             assert torch.equal(found, wanted), path
@@ -223,7 +223,7 @@ def bundled() -> Path:
 def test_the_bundled_model_in_its_own_bits(bundled: Path) -> None:
     dense, packed = load("smollm2-135m"), load("smollm2-135m", packed=True)
     layers = quantized_layers(packed.network)
-    assert {name_of(layer.scheme.weight) for layer in layers.values()} == {OURS["Q4_1"], OURS["Q8_0"]}
+    assert {format_name(layer.scheme.weight) for layer in layers.values()} == {OURS["Q4_1"], OURS["Q8_0"]}
     for path in ("model.layers.0.self_attn.q_proj", "model.layers.29.self_attn.k_proj", "model.layers.9.mlp.down_proj"):
         wanted = dense.network.get_submodule(path).weight.detach()
         assert float((layers[path].weight - wanted).abs().max() / wanted.abs().max()) < 1e-6

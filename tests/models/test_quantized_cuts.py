@@ -16,7 +16,7 @@ from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
 from smelt.models.surgery import keep_units
-from smelt.numerics.catalogue import FORMATS, format_named
+from smelt.numerics.catalog import FORMATS, get_format
 from tests.tiny import BUILDS, inputs
 
 OTHERS = ["int3-asym/32@float16", "int5/16", "mxfp6-e2m3/8", "int4/tensor", "nvfp4/32", "int8/256"]
@@ -26,7 +26,7 @@ NAMES = sorted({*FORMATS, *OTHERS})
 def layer(name: str, columns: int = 128, rows: int = 24) -> QuantizedLinear:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(rows, columns, generator=generator) * torch.logspace(-1, 1, columns)
-    form = format_named(name)
+    form = get_format(name)
     made = QuantizedLinear.from_quantized(
         form.quantize(weight),
         QuantizationScheme(form),
@@ -57,7 +57,7 @@ def test_rows_are_free(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_columns_leave_in_groups(name: str) -> None:
     """In any order of the groups, and where a row has one scale, any columns at all."""
-    held, size = layer(name), format_named(name).size(128)
+    held, size = layer(name), get_format(name).effective_group_size(128)
     columns = torch.tensor([100, 7, 1]) if size == 128 else torch.cat((torch.arange(64, 128), torch.arange(size)))
     weight, down, x = held.weight, held.down, torch.randn(2, len(columns))
     held.keep_columns(columns)

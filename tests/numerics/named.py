@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smelt.numerics import FORMATS, Format, Grid
+from smelt.numerics import FORMATS, Format, QuantParams
 from smelt.numerics.integer import DenormalInteger
 
 VARIANTS = (
@@ -17,10 +17,10 @@ VARIANTS = (
 NAMES = [*FORMATS, *VARIANTS]
 
 
-def every_value(number_format: Format, grid: Grid) -> Tensor:  # [..., groups, codes]
+def every_value(number_format: Format, grid: QuantParams) -> Tensor:  # [..., groups, codes]
     """What each code stands for in each group; NaN for codes that are not used."""
     codes = torch.arange(1 << number_format.bits, dtype=torch.uint8)
-    values = number_format.decode(codes.expand(*grid.scale.shape[:-1], -1), grid)
+    values = number_format.dequantize_groups(codes.expand(*grid.scale.shape[:-1], -1), grid)
     if isinstance(number_format, DenormalInteger) and number_format.symmetric:
         values[..., -3] = torch.nan  # the code that is left over
     return values

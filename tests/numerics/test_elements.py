@@ -8,14 +8,24 @@ import pickle
 import pytest
 import torch
 
-from smelt.numerics.elements import E2M1, E2M3, E3M2, E4M3, E5M2, TERNARY, Elements, integers, normal_floats
+from smelt.numerics.elements import E2M1, E2M3, E3M2, E4M3, E5M2, TERNARY, ElementType, mx_integers, normal_floats
 
-ALL = [E2M1, E2M3, E3M2, E4M3, E5M2, TERNARY, integers(4), integers(8), *(normal_floats(bits) for bits in (2, 3, 4))]
+ALL = [
+    E2M1,
+    E2M3,
+    E3M2,
+    E4M3,
+    E5M2,
+    TERNARY,
+    mx_integers(4),
+    mx_integers(8),
+    *(normal_floats(bits) for bits in (2, 3, 4)),
+]
 TORCH = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 IDS = [elements.name for elements in ALL]
 
 
-def finite_values(elements: Elements) -> list[float]:
+def finite_values(elements: ElementType) -> list[float]:
     return [value for value in elements.values if not math.isnan(value)]
 
 
@@ -33,28 +43,28 @@ def test_values_of_e2m3() -> None:
 def test_values_of_e3m2() -> None:
     """Subnormals in sixteenths; then four values in each of the seven binades from 1/4 to 28."""
     magnitudes = [k / 16 for k in range(4)] + [2.0**e * (1 + k / 4) for e in range(-2, 5) for k in range(4)]
-    assert E3M2.values == (*magnitudes, *(-value for value in magnitudes)) and E3M2.largest == 28
+    assert E3M2.values == (*magnitudes, *(-value for value in magnitudes)) and E3M2.max_value == 28
 
 
 @pytest.mark.parametrize(("elements", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)], ids=["e4m3", "e5m2"])
-def test_values_of_fp8_are_those_of_torch(elements: Elements, largest: float) -> None:
+def test_values_of_fp8_are_those_of_torch(elements: ElementType, largest: float) -> None:
     theirs = torch.arange(256, dtype=torch.uint8).view(TORCH[elements.name]).float()
     ours = torch.tensor(elements.values)
     assert torch.equal(ours.isnan(), ~theirs.isfinite())
     assert torch.equal(ours[theirs.isfinite()], theirs[theirs.isfinite()])
-    assert elements.largest == largest and elements.smallest == -largest
+    assert elements.max_value == largest and elements.min_value == -largest
     assert int(ours.isnan().sum()) == (2 if elements is E4M3 else 8)
 
 
 @pytest.mark.parametrize("elements", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_rounding_to_fp8_is_that_of_torch(elements: Elements) -> None:
+def test_rounding_to_fp8_is_that_of_torch(elements: ElementType) -> None:
     """Every magnitude from far below the subnormals to far above the largest, every tie and the numbers next to it."""
     values = torch.tensor(sorted(set(finite_values(elements))))
     ties = (values[1:] + values[:-1]) / 2
     around = [torch.nextafter(ties, torch.full_like(ties, end)) for end in (-math.inf, math.inf)]
     wide = torch.randn(200_000) * torch.exp2(torch.randint(-24, 20, (200_000,)).float())
     x = torch.cat([wide, ties, *around, values, torch.tensor([1e30, -1e30, math.inf, -math.inf])])
-    theirs = x.clamp(elements.smallest, elements.largest).to(TORCH[elements.name]).float()
+    theirs = x.clamp(elements.min_value, elements.max_value).to(TORCH[elements.name]).float()
     assert torch.equal(elements.decode(elements.encode(x)), theirs)
 
 
@@ -66,9 +76,9 @@ def test_ties_of_e2m1_go_to_the_even_code(x: float, expected: float) -> None:
 
 
 def test_values_of_mx_integers() -> None:
-    assert integers(4).values[1:] == tuple(k / 4 for k in range(-7, 8))
-    assert integers(8).values[1:] == tuple(k / 64 for k in range(-127, 128))
-    assert math.isnan(integers(4).values[0]) and math.isnan(integers(8).values[0])
+    assert mx_integers(4).values[1:] == tuple(k / 4 for k in range(-7, 8))
+    assert mx_integers(8).values[1:] == tuple(k / 64 for k in range(-127, 128))
+    assert math.isnan(mx_integers(4).values[0]) and math.isnan(mx_integers(8).values[0])
 
 
 def test_values_of_normal_floats() -> None:
@@ -83,31 +93,31 @@ def test_values_of_normal_floats() -> None:
 
 
 @pytest.mark.parametrize("elements", ALL, ids=IDS)
-def test_a_code_is_that_of_the_nearest_value(elements: Elements) -> None:
+def test_a_code_is_that_of_the_nearest_value(elements: ElementType) -> None:
     """Against all values, in float64; also just beside each middle, where the nearer one must be told apart."""
     values = torch.tensor(sorted(set(finite_values(elements))), dtype=torch.float64).float().double()
     middles = ((values[1:] + values[:-1]) / 2).float()
     beside = [torch.nextafter(middles, torch.full_like(middles, end)) for end in (-math.inf, math.inf)]
-    x = torch.cat([2 * elements.largest * torch.rand(5000) - elements.largest, middles, *beside])
+    x = torch.cat([2 * elements.max_value * torch.rand(5000) - elements.max_value, middles, *beside])
     error = (elements.decode(elements.encode(x)).double() - x.double()).abs()
     assert torch.equal(error, (x.double()[:, None] - values).abs().amin(1))
 
 
 @pytest.mark.parametrize("elements", ALL, ids=IDS)
-def test_values_stay_and_unused_codes_are_never_given(elements: Elements) -> None:
+def test_values_stay_and_unused_codes_are_never_given(elements: ElementType) -> None:
     values = torch.tensor(finite_values(elements))
     extremes = torch.tensor([math.inf, -math.inf, 3e38, -3e38, 1e-45, -1e-45, 0.0, -0.0])
     codes = elements.encode(torch.cat([values, extremes]))
     assert torch.equal(elements.decode(codes[: len(values)]), values)
-    assert elements.decode(codes)[len(values) :].tolist() == [elements.largest, elements.smallest] * 2 + [0.0] * 4
+    assert elements.decode(codes)[len(values) :].tolist() == [elements.max_value, elements.min_value] * 2 + [0.0] * 4
 
 
 @pytest.mark.parametrize("elements", ALL, ids=IDS)
-def test_stochastic_rounding_is_unbiased_and_lands_on_neighbours(elements: Elements) -> None:
+def test_stochastic_rounding_is_unbiased_and_lands_on_neighbours(elements: ElementType) -> None:
     generator = torch.Generator().manual_seed(3)
     values = torch.tensor(sorted(set(finite_values(elements))))
     draws = 4000
-    x = elements.smallest + (elements.largest - elements.smallest) * torch.rand(64)
+    x = elements.min_value + (elements.max_value - elements.min_value) * torch.rand(64)
     rounded = elements.decode(elements.encode_stochastic(x.expand(draws, -1), generator))
     above = torch.bucketize(x, values).clamp(1, len(values) - 1)
     low, high = values[above - 1], values[above]
@@ -131,7 +141,7 @@ def test_an_element_type_is_known_by_its_name() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_tables_do_not_depend_on_the_default_type(dtype: torch.dtype) -> None:
     made = normal_floats(4)
-    fresh = Elements("fresh" + str(dtype), 4, made.values)  # with no tables made before
+    fresh = ElementType("fresh" + str(dtype), 4, made.values)  # with no tables made before
     x = 2 * torch.rand(100_000) - 1
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

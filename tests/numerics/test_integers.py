@@ -6,24 +6,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from smelt.numerics import Format, Grid, format_named
+from smelt.numerics import Format, QuantParams, get_format
 from smelt.numerics.integer import DenormalInteger
 from tests.numerics.named import every_value
 
 
-def fitted(number_format: Format, x: Tensor) -> tuple[Tensor, Grid]:
-    grouped = number_format.groups(x)
-    return grouped, number_format.fit(grouped)
+def fitted(number_format: Format, x: Tensor) -> tuple[Tensor, QuantParams]:
+    grouped = number_format.split_groups(x)
+    return grouped, number_format.compute_qparams(grouped)
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("kind", ["", "-asym", "-float-zero", "-float32-zero"])
 @pytest.mark.parametrize("group", ["16", "row", "tensor"])
 def test_the_error_is_at_most_half_a_step(bits: int, kind: str, group: str) -> None:
-    number_format = format_named(f"int{bits}{kind}/{group}")
+    number_format = get_format(f"int{bits}{kind}/{group}")
     for x in (torch.randn(8, 64), torch.rand(8, 64) + 0.5, -torch.rand(8, 64), torch.randn(8, 64).pow(3)):
         grouped, grid = fitted(number_format, x)
-        error = number_format.decode(number_format.encode(grouped, grid), grid) - grouped
+        error = number_format.dequantize_groups(number_format.quantize_groups(grouped, grid), grid) - grouped
         assert bool((error.abs() <= grid.scale * (0.5 + 1e-4)).all())
 
 
@@ -33,12 +33,12 @@ def test_ranges(bits: int) -> None:
     x = torch.randn(4, 64)
     largest, (low, high) = x.abs().amax(1), x.aminmax(dim=1)
     top = 2 ** (bits - 1)
-    scales = {kind: fitted(format_named(f"int{bits}{kind}"), x)[1].scale.flatten() for kind in ("", "-wide", "-asym")}
+    scales = {kind: fitted(get_format(f"int{bits}{kind}"), x)[1].scale.flatten() for kind in ("", "-wide", "-asym")}
     torch.testing.assert_close(scales[""], largest / (top - 1))
     torch.testing.assert_close(scales["-wide"], largest / (top - 0.5))
     torch.testing.assert_close(scales["-asym"], (high - low) / (2 * top - 1))
-    _, grid = fitted(format_named(f"int{bits}"), torch.tensor([[top - 1.0]]))
-    assert every_value(format_named(f"int{bits}"), grid).flatten().tolist() == list(range(-top, top))
+    _, grid = fitted(get_format(f"int{bits}"), torch.tensor([[top - 1.0]]))
+    assert every_value(get_format(f"int{bits}"), grid).flatten().tolist() == list(range(-top, top))
 
 
 def test_the_asymmetric_rule_by_hand() -> None:
@@ -47,64 +47,67 @@ def test_the_asymmetric_rule_by_hand() -> None:
     low, high = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
     step = (high - low) / 15
     zero = (-low / step).round()
-    quantized = format_named("int4-asym").quantize(x)
+    quantized = get_format("int4-asym").quantize(x)
     assert torch.equal(quantized.codes.float(), ((x / step).round() + zero).clamp(0, 15))
-    assert quantized.grid.zero is not None and torch.equal(quantized.grid.zero[..., 0], zero)
-    assert quantized.packed()["zero"].dtype == torch.uint8
+    assert quantized.qparams.zero is not None and torch.equal(quantized.qparams.zero[..., 0], zero)
+    assert quantized.pack()["zero"].dtype == torch.uint8
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("name", ["int4-asym", "dint4", "int4-float-zero", "int4-float32-zero"])
 def test_zero_is_exact_where_values_have_one_sign(sign: int, name: str) -> None:
     x = sign * (5 + torch.rand(1, 64))
-    _, grid = fitted(format_named(name), x)
+    _, grid = fitted(get_format(name), x)
     assert grid.zero is not None and float(grid.zero) in (0.0, 13.0 if name == "dint4" else 15.0)
     zeros = torch.zeros(1, 1, 4)
-    assert torch.equal(format_named(name).decode(format_named(name).encode(zeros, grid), grid), zeros)
+    assert torch.equal(get_format(name).dequantize_groups(get_format(name).quantize_groups(zeros, grid), grid), zeros)
 
 
 @pytest.mark.parametrize("name", ["int4-asym", "dint4"])
 def test_the_zero_point_of_a_nan_is_a_byte(name: str) -> None:
     """What NaN is as a byte differs from machine to machine."""
-    grid = format_named(name).quantize(torch.tensor([[1.0, torch.nan]])).grid
+    grid = get_format(name).quantize(torch.tensor([[1.0, torch.nan]])).qparams
     assert grid.zero is not None and float(grid.zero) == 0.0
 
 
 def test_ties_of_integers_go_to_even() -> None:
     x = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 7.0]])
-    assert format_named("int4").rounded(x).tolist() == [[0, 2, 2, 0, -2, -2, 7]]
+    assert get_format("int4").fake_quantize(x).tolist() == [[0, 2, 2, 0, -2, -2, 7]]
 
 
 def test_a_fractional_zero_point_is_kept() -> None:
     """As HQQ leaves it: stored in float16, added before rounding."""
-    number_format = format_named("int4-float-zero")
-    grid = Grid(torch.full((1, 1, 1), 0.5), torch.full((1, 1, 1), 3.25))
-    assert number_format.encode(torch.tensor([[[0.0, 0.25, 0.2]]]), grid).tolist() == [[[3, 4, 4]]]
-    assert number_format.decode(torch.tensor([[[3, 4]]], dtype=torch.uint8), grid).tolist() == [[[-0.125, 0.375]]]
-    stored = number_format.store(grid)
-    assert stored["zero"].dtype == torch.float16 and torch.equal(number_format.read(stored).zero, grid.zero)  # type: ignore[arg-type]
+    number_format = get_format("int4-float-zero")
+    grid = QuantParams(torch.full((1, 1, 1), 0.5), torch.full((1, 1, 1), 3.25))
+    assert number_format.quantize_groups(torch.tensor([[[0.0, 0.25, 0.2]]]), grid).tolist() == [[[3, 4, 4]]]
+    assert number_format.dequantize_groups(torch.tensor([[[3, 4]]], dtype=torch.uint8), grid).tolist() == [
+        [[-0.125, 0.375]]
+    ]
+    stored = number_format.store_qparams(grid)
+    assert stored["zero"].dtype == torch.float16 and torch.equal(number_format.load_qparams(stored).zero, grid.zero)  # type: ignore[arg-type]
 
 
 def test_the_codes_of_dint4() -> None:
     """Codes 0 to 13 are whole steps around the zero point; 14 and 15 are plus and minus half a step."""
-    grid = Grid(torch.ones(1, 1, 1), torch.full((1, 1, 1), 5.0))
-    values = every_value(format_named("dint4"), grid).flatten().tolist()
+    grid = QuantParams(torch.ones(1, 1, 1), torch.full((1, 1, 1), 5.0))
+    values = every_value(get_format("dint4"), grid).flatten().tolist()
     assert values == [*range(-5, 9), 0.5, -0.5]
 
 
 @pytest.mark.parametrize(("bits", "top"), [(3, 2), (4, 6), (8, 126)])
 def test_the_codes_of_symmetric_dint(bits: int, top: int) -> None:
-    number_format = format_named(f"dint{bits}-sym")
+    number_format = get_format(f"dint{bits}-sym")
     grouped, grid = fitted(number_format, torch.linspace(-top, top, 40 * top + 1)[None])
     assert float(grid.scale) == 1.0
-    found = number_format.decode(number_format.encode(grouped, grid), grid).unique().tolist()
+    found = number_format.dequantize_groups(number_format.quantize_groups(grouped, grid), grid).unique().tolist()
     assert found == sorted([*range(-top, top + 1), 0.5, -0.5])
 
 
 def test_the_thresholds_of_dint() -> None:
     x = torch.tensor([[0.24, 0.25, 0.74, 0.75, -0.24, -0.25, -0.74, -0.75, 13.0]])
-    assert format_named("dint4-sym").decode(
-        format_named("dint4-sym").encode(x[None], Grid(torch.ones(1, 1, 1))), Grid(torch.ones(1, 1, 1))
+    assert get_format("dint4-sym").dequantize_groups(
+        get_format("dint4-sym").quantize_groups(x[None], QuantParams(torch.ones(1, 1, 1))),
+        QuantParams(torch.ones(1, 1, 1)),
     ).flatten().tolist() == [0, 0.5, 0.5, 1, 0, -0.5, -0.5, -1, 6]
 
 
@@ -112,26 +115,28 @@ def test_the_thresholds_of_dint() -> None:
 def test_what_lies_beyond_the_grid_of_dint_goes_to_its_end(zero: float) -> None:
     """Error feedback moves weights out of the range that their grid was fitted to. With no whole step on a side of
     zero the half step is the end there."""
-    number_format = format_named("dint4")
-    grid = Grid(torch.ones(1, 1, 1), torch.full((1, 1, 1), zero))
+    number_format = get_format("dint4")
+    grid = QuantParams(torch.ones(1, 1, 1), torch.full((1, 1, 1), zero))
     x = torch.tensor([[[-40.0, -0.8, 0.8, 40.0]]])
     choices = every_value(number_format, grid).flatten()
     expected = choices[(x.flatten()[:, None] - choices).abs().argmin(1)]
-    assert torch.equal(number_format.decode(number_format.encode(x, grid), grid).flatten(), expected)
+    assert torch.equal(
+        number_format.dequantize_groups(number_format.quantize_groups(x, grid), grid).flatten(), expected
+    )
 
 
 @pytest.mark.parametrize("name", ["dint4", "dint4-sym", "dint3", "dint6"])
 def test_dint_in_whole_numbers_equals_the_float_path(name: str) -> None:
     """A row's int8 table, `2 (code - z)` and plus and minus one, times int8 inputs in int32, times half the scale."""
-    number_format = format_named(name)
+    number_format = get_format(name)
     assert isinstance(number_format, DenormalInteger)
     weight, inputs = number_format.quantize(torch.randn(24, 64).pow(3)), torch.randint(-127, 128, (10, 64))
     codes = torch.arange(1 << number_format.bits, dtype=torch.uint8)
-    table = number_format.doubled(codes.expand(24, 1, -1), weight.grid)[:, 0]  # [rows, codes]
+    table = number_format.doubled(codes.expand(24, 1, -1), weight.qparams)[:, 0]  # [rows, codes]
     assert torch.equal(table, table.to(torch.int8).float())
     whole = table.to(torch.int8).gather(1, weight.codes.long())
     product = inputs.int() @ whole.int().T
-    half = weight.grid.scale[..., 0] / 2
-    assert torch.equal(weight.values(), whole.float() * half)
-    by_floats = inputs.double() @ (weight.values().double() / half.double()).T
+    half = weight.qparams.scale[..., 0] / 2
+    assert torch.equal(weight.dequantize(), whole.float() * half)
+    by_floats = inputs.double() @ (weight.dequantize().double() / half.double()).T
     assert torch.equal(product.double(), by_floats.round()) and float((by_floats - product).abs().max()) < 1e-3

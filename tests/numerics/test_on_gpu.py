@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from smelt.numerics import Quantized, format_named
+from smelt.numerics import QuantizedTensor, get_format
 from smelt.numerics.scaled import Ternary
 from tests.numerics.named import NAMES
 
@@ -16,27 +16,27 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_same_as_on_the_cpu(name: str) -> None:
-    number_format = format_named(name)
+    number_format = get_format(name)
     x = torch.randn(9, 77).pow(3)
     x[2, 3], x[4, 5], x[6] = math.inf, math.nan, 0.0
     here, there = number_format.quantize(x), number_format.quantize(x.cuda())
-    again = Quantized.unpacked(number_format, there.packed(), 77)
+    again = QuantizedTensor.from_packed(number_format, there.pack(), 77)
     if isinstance(number_format, Ternary):  # a mean depends on the order of its sum
-        torch.testing.assert_close(there.values().cpu(), here.values(), equal_nan=True)
+        torch.testing.assert_close(there.dequantize().cpu(), here.dequantize(), equal_nan=True)
     else:
         assert torch.equal(there.codes.cpu(), here.codes)
-        assert torch.equal(there.values().cpu().nan_to_num(nan=1e9), here.values().nan_to_num(nan=1e9))
-    assert torch.equal(again.values().nan_to_num(nan=1e9), there.values().nan_to_num(nan=1e9))
+        assert torch.equal(there.dequantize().cpu().nan_to_num(nan=1e9), here.dequantize().nan_to_num(nan=1e9))
+    assert torch.equal(again.dequantize().nan_to_num(nan=1e9), there.dequantize().nan_to_num(nan=1e9))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_can_be_captured_in_a_graph(name: str) -> None:
     """Nothing in it waits for the device, once its tables are there."""
-    number_format, x = format_named(name), torch.randn(4, 64, device="cuda")
-    expected = number_format.rounded(x)
+    number_format, x = get_format(name), torch.randn(4, 64, device="cuda")
+    expected = number_format.fake_quantize(x)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        rounded = number_format.rounded(x)
+        rounded = number_format.fake_quantize(x)
     graph.replay()
     assert torch.equal(rounded, expected)

@@ -11,8 +11,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smelt.numerics import format_named
-from smelt.numerics.scales import POWERS, ROUNDED, STORED_BITS, ScaleType, read_scale, round_scale, store_scale
+from smelt.numerics import get_format
+from smelt.numerics.scales import (
+    FLOAT_SCALES,
+    POWER_OF_TWO_SCALES,
+    STORED_BITS,
+    ScaleDtype,
+    load_scale,
+    round_scale,
+    store_scale,
+)
 
 TOP = {"mxfp4": 2, "mxfp6-e2m3": 2, "mxfp6-e3m2": 4, "mxfp8-e4m3": 8, "mxfp8-e5m2": 15, "mxint8": 0, "mxint4": 0}
 POSITIVE = st.floats(2.0**-149, torch.finfo(torch.float32).max, width=32)
@@ -27,8 +35,10 @@ def floor_log2(value: float) -> int:
 
 
 def scale_of(name: str, largest: float) -> float:
-    number_format = format_named(name)
-    return float(number_format.fit(number_format.groups(torch.tensor([[largest, -largest / 2]]))).scale)
+    number_format = get_format(name)
+    return float(
+        number_format.compute_qparams(number_format.split_groups(torch.tensor([[largest, -largest / 2]]))).scale
+    )
 
 
 @pytest.mark.parametrize("name", TOP)
@@ -66,25 +76,25 @@ def test_the_largest_power_is_not_passed() -> None:
 
 def test_every_byte_of_e8m0() -> None:
     stored = torch.arange(256, dtype=torch.uint8)
-    scale = read_scale(stored, "e8m0")
+    scale = load_scale(stored, "e8m0")
     assert scale[:-1].tolist() == [2.0 ** (byte - 127) for byte in range(255)] and math.isnan(float(scale[-1]))
     assert torch.equal(store_scale(scale, "e8m0"), stored)
 
 
-@pytest.mark.parametrize("kind", ROUNDED)
-def test_a_rounded_scale_is_stored_without_loss(kind: ScaleType) -> None:
+@pytest.mark.parametrize("kind", FLOAT_SCALES)
+def test_a_rounded_scale_is_stored_without_loss(kind: ScaleDtype) -> None:
     exact = torch.cat([torch.exp2(120 * torch.randn(2000)), torch.tensor([0.0, 1e-45, 3.4e38, math.inf, math.nan])])
     rounded = round_scale(exact, kind)
     stored = store_scale(rounded, kind)
     assert stored.element_size() * 8 == STORED_BITS[kind]
-    assert torch.equal(read_scale(stored, kind).nan_to_num(nan=-1), rounded.nan_to_num(nan=-1))
+    assert torch.equal(load_scale(stored, kind).nan_to_num(nan=-1), rounded.nan_to_num(nan=-1))
     assert torch.equal(rounded.isnan(), exact.isnan()) and bool(
         (rounded[:-1] > 0).all() & rounded[:-1].isfinite().all()
     )
 
 
-@pytest.mark.parametrize("kind", ROUNDED)
-def test_a_scale_is_rounded_to_the_nearest(kind: ScaleType) -> None:
+@pytest.mark.parametrize("kind", FLOAT_SCALES)
+def test_a_scale_is_rounded_to_the_nearest(kind: ScaleDtype) -> None:
     exact = 0.1 + torch.rand(2000)
     bits = {"float32": 23, "float16": 10, "bfloat16": 7, "e4m3": 3, "e5m2": 2}[kind]
     step = torch.exp2(torch.floor(torch.log2(exact)) - bits)
@@ -92,36 +102,36 @@ def test_a_scale_is_rounded_to_the_nearest(kind: ScaleType) -> None:
 
 
 def test_every_type_of_scale_is_either_rounded_or_a_power() -> None:
-    assert set(ROUNDED) | set(POWERS) == set(get_args(ScaleType)) == set(STORED_BITS)
+    assert set(FLOAT_SCALES) | set(POWER_OF_TWO_SCALES) == set(get_args(ScaleDtype)) == set(STORED_BITS)
 
 
 def test_the_two_levels_of_nvfp4() -> None:
     """By hand from the rule: G = 448 * 6 / amax of the tensor; a group's scale is E4M3(G * its amax / 6)."""
     x = torch.randn(8, 64) * torch.logspace(-3, 2, 8)[:, None]
-    number_format = format_named("nvfp4")
-    grid = number_format.quantize(x).grid
+    number_format = get_format("nvfp4")
+    grid = number_format.quantize(x).qparams
     assert grid.tensor is not None and grid.tensor.shape == (1, 1, 1) and grid.scale.shape == (8, 4, 1)
     whole = 448 * 6 / x.abs().max()
     assert torch.equal(grid.tensor.flatten(), whole.reshape(1))
     by_hand = (x.reshape(8, 4, 16).abs().amax(-1, keepdim=True) * whole / 6).to(torch.float8_e4m3fn).float()
     assert torch.equal(grid.scale, by_hand.clamp(min=2.0**-9)) and float(grid.scale.max()) == 448
-    stored = number_format.store(grid)
+    stored = number_format.store_qparams(grid)
     assert (stored["scale"].dtype, stored["tensor"].dtype) == (torch.float8_e4m3fn, torch.float32)
-    values = number_format.quantize(x).values().reshape(8, 4, 16) / (grid.scale / whole)
+    values = number_format.quantize(x).dequantize().reshape(8, 4, 16) / (grid.scale / whole)
     assert set(values.abs().round(decimals=4).unique().tolist()) <= {0, 0.5, 1, 1.5, 2, 3, 4, 6}
 
 
 def test_nvfp4_of_tiny_values() -> None:
     """The tensor's number stays finite, and the values stay what they are."""
     x = torch.randn(4, 32) * 1e-37
-    quantized = format_named("nvfp4").quantize(x)
-    assert quantized.grid.tensor is not None and bool(quantized.grid.tensor.isfinite().all())
-    assert float((quantized.values() - x).abs().max()) < 0.2 * float(x.abs().max())
+    quantized = get_format("nvfp4").quantize(x)
+    assert quantized.qparams.tensor is not None and bool(quantized.qparams.tensor.isfinite().all())
+    assert float((quantized.dequantize() - x).abs().max()) < 0.2 * float(x.abs().max())
 
 
-@pytest.mark.parametrize("kind", ROUNDED)
+@pytest.mark.parametrize("kind", FLOAT_SCALES)
 @pytest.mark.parametrize("slope", [1e-9, 1.0, 1e9])
-def test_gradients_pass_a_rounded_scale_whole(kind: ScaleType, slope: float) -> None:
+def test_gradients_pass_a_rounded_scale_whole(kind: ScaleDtype, slope: float) -> None:
     """A conversion to float16 would round its gradient too: 1e9 would be infinite, 1e-9 nothing."""
     scale = torch.tensor([0.37, 1.93], requires_grad=True)
     (round_scale(scale, kind) * slope).sum().backward()

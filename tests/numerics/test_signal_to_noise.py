@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smelt.kernels.hadamard import hadamard_transform
-from smelt.numerics import format_named
+from smelt.numerics import get_format
 from smelt.numerics.error import signal_to_noise, underflow_share
 
 COUNT, ROW = 1 << 21, 4096
@@ -64,12 +64,12 @@ def test_the_table_of_the_amxfp4_card(name: str, column: int, drawn: dict[str, T
     deviation 0.5 to 8, those of 128 keys and 2 fit all nine figures; the next best miss one by 0.4 dB. They vary so
     much that twice the card's sample is taken."""
     x = drawn[list(DRAWS)[column]]
-    assert signal_to_noise(x, format_named(name).rounded(x)) == pytest.approx(CARD[name][column], abs=0.05)
+    assert signal_to_noise(x, get_format(name).fake_quantize(x)) == pytest.approx(CARD[name][column], abs=0.05)
 
 
 def test_two_powers_of_two_lose_to_one_fp8_scale(drawn: dict[str, Tensor]) -> None:
     x = drawn["normal"]
-    assert signal_to_noise(x, format_named("amxfp4@e8m0").rounded(x)) == pytest.approx(18.59, abs=0.05)
+    assert signal_to_noise(x, get_format("amxfp4@e8m0").fake_quantize(x)) == pytest.approx(18.59, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -78,13 +78,13 @@ def test_two_powers_of_two_lose_to_one_fp8_scale(drawn: dict[str, Tensor]) -> No
 )
 def test_dint_on_rows(draw: str, integer: float, denormal: float, drawn: dict[str, Tensor]) -> None:
     x = drawn[draw]
-    assert signal_to_noise(x, format_named("int4-asym").rounded(x)) == pytest.approx(integer, abs=0.05)
-    assert signal_to_noise(x, format_named("dint4").rounded(x)) == pytest.approx(denormal, abs=0.05)
+    assert signal_to_noise(x, get_format("int4-asym").fake_quantize(x)) == pytest.approx(integer, abs=0.05)
+    assert signal_to_noise(x, get_format("dint4").fake_quantize(x)) == pytest.approx(denormal, abs=0.05)
 
 
 def test_dint_does_not_win_on_small_groups_of_normal_values(drawn: dict[str, Tensor]) -> None:
     x = drawn["normal"]
-    assert signal_to_noise(x, format_named("dint4/128").rounded(x)) == pytest.approx(19.90, abs=0.05)
+    assert signal_to_noise(x, get_format("dint4/128").fake_quantize(x)) == pytest.approx(19.90, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_dint_does_not_win_on_small_groups_of_normal_values(drawn: dict[str, Ten
 )
 def test_underflow(draw: str, name: str, lost: float, share: float | None, drawn: dict[str, Tensor]) -> None:
     x = drawn[draw]
-    found = underflow_share(x, format_named(name).rounded(x))
+    found = underflow_share(x, get_format(name).fake_quantize(x))
     assert found[0] == pytest.approx(lost, abs=0.001)
     assert share is None or found[1] == pytest.approx(share, abs=0.001)
 
@@ -112,13 +112,13 @@ def test_underflow_counts_only_what_was_not_zero() -> None:
 @pytest.mark.parametrize(("group", "expected"), [("32", 21.85), ("128", 19.95), ("row", 17.09)])
 def test_round_to_nearest(group: str, expected: float, drawn: dict[str, Tensor]) -> None:
     x = drawn["normal"]
-    assert signal_to_noise(x, format_named(f"int4-asym/{group}").rounded(x)) == pytest.approx(expected, abs=0.05)
+    assert signal_to_noise(x, get_format(f"int4-asym/{group}").fake_quantize(x)) == pytest.approx(expected, abs=0.05)
 
 
 @pytest.mark.parametrize(("draw", "expected"), [("normal", 20.73), ("laplace", 19.69), ("student-5", 19.60)])
 def test_normal_float(draw: str, expected: float, drawn: dict[str, Tensor]) -> None:
     x = drawn[draw]
-    assert signal_to_noise(x, format_named("nf4").rounded(x)) == pytest.approx(expected, abs=0.05)
+    assert signal_to_noise(x, get_format("nf4").fake_quantize(x)) == pytest.approx(expected, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_rotation_helps_coarse_scales_and_hurts_fine_ones(name: str, before: flo
         x = draw.standard_normal((128, 1024))
         x[:, draw.choice(1024, 8, replace=False)] *= 40
         plain = torch.from_numpy(x).float()
-        pair = [signal_to_noise(t, format_named(name).rounded(t)) for t in (plain, hadamard_transform(plain))]
+        pair = [signal_to_noise(t, get_format(name).fake_quantize(t)) for t in (plain, hadamard_transform(plain))]
         found.append(pair)
     means = np.mean(found, axis=0)
     assert means == pytest.approx([before, after], abs=0.3)

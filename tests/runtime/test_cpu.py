@@ -12,9 +12,10 @@ from torch import Tensor
 
 from smelt.compression.base import MethodContext
 from smelt.compression.methods import METHODS
+from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.cpu.build import load_library
 from smelt.kernels.cpu.program import can_run
-from smelt.kernels.paged import CPU, Pages, attention_path, paged_attention, paged_reference
+from smelt.kernels.paged import CPU, attention_backend, paged_attention, paged_attention_reference
 from smelt.models.model import Model
 from smelt.runtime.cpu import reason_against
 from smelt.serve.engine.request import Request
@@ -150,17 +151,19 @@ def test_attention(
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
     pages = [torch.randn(sum(rows) + 2, size, kv_heads, width).to(pages_dtype) for _ in range(2)]
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
-    batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32), tables, starts.long(), max(lengths), counts)
+    batch = AttentionMetadata(
+        starts, torch.tensor(lengths, dtype=torch.int32), tables, starts.long(), max(lengths), counts
+    )
     queries = torch.randn(sum(counts), heads, width).to(dtype)
-    assert attention_path(queries, pages[0]) == CPU
+    assert attention_backend(queries, pages[0]) == CPU
     found = paged_attention(queries, pages[0], pages[1], batch, width**-0.5, window)
-    wanted = paged_reference(queries.float(), pages[0].float(), pages[1].float(), batch, width**-0.5, window)
+    wanted = paged_attention_reference(queries.float(), pages[0].float(), pages[1].float(), batch, width**-0.5, window)
     assert torch.allclose(found.float(), wanted, atol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_attention_with_scores_that_would_overflow() -> None:
     pages = [torch.full((1, 4, 1, 16), 100.0), torch.arange(64.0).reshape(1, 4, 1, 16)]
-    batch = Pages(
+    batch = AttentionMetadata(
         torch.tensor([0, 1], dtype=torch.int32), torch.tensor([4], dtype=torch.int32),
         torch.tensor([[0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64), 4, [1],
     )  # fmt: skip

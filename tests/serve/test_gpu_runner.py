@@ -13,12 +13,13 @@ import torch
 
 from tests.kernels.gpu_machine import DEVICE, HALF, distance  # isort: skip  (before anything imports Triton)
 
-from smelt.kernels.gpu.fused_ops import add_norm, embed, gate, most_likely
-from smelt.kernels.gpu.paged import Tokens, paged_decode, paged_prefill, splits_for
-from smelt.kernels.gpu.rope import Rotation, rotate_write
-from smelt.kernels.gpu.vector import product
-from smelt.kernels.kv_quant import INT4, INT8, NAMES, WORD, RowFormat, packed, stored
-from smelt.kernels.paged import Pages, paged_reference
+from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.gpu.fused_ops import add_rms_norm, argmax_tokens, embed, silu_and_mul
+from smelt.kernels.gpu.paged import DecodeMetadata, num_splits, paged_decode, paged_prefill
+from smelt.kernels.gpu.rope import RotaryParams, rope_and_store_kv
+from smelt.kernels.gpu.vector import fused_gemv
+from smelt.kernels.kv_quant import INT4, INT8, KV_QUANT_DTYPES, QPARAM_BYTES, KVQuantFormat, quantize_qkv, row_layout
+from smelt.kernels.paged import paged_attention_reference
 from smelt.models.model import Model
 from smelt.serve.engine import factory as assembly
 from smelt.serve.engine.engine import Engine
@@ -92,7 +93,7 @@ def test_what_needs_the_tokens_so_far_waits_for_them() -> None:
     assert mine.output == alone[0] and all(len(each.output) == 16 for each in others)
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_greedy_tokens_in_few_bits_are_those_of_the_module(kind: str) -> None:
     engine, network = engine_of("llama", kv_type=kind)
     plain = Engine(Model(network), **SMALL, kv_type=kind, compiled=False)
@@ -104,25 +105,27 @@ def test_greedy_tokens_in_few_bits_are_those_of_the_module(kind: str) -> None:
     assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= 2  # but for a near tie
 
 
-def random_pages(blocks: int, size: int, kv_heads: int, width: int, rows: RowFormat | None) -> list[torch.Tensor]:
+def random_pages(blocks: int, size: int, kv_heads: int, width: int, rows: KVQuantFormat | None) -> list[torch.Tensor]:
     pages = [torch.randn(blocks, size, kv_heads, width) for _ in range(2)]
-    return [(page if rows is None else rows.encode(page)).to(DEVICE) for page in pages]
+    return [(page if rows is None else rows.quantize(page)).to(DEVICE) for page in pages]
 
 
-def alike(found: torch.Tensor, wanted: torch.Tensor, rows: RowFormat | None) -> bool:
+def alike(found: torch.Tensor, wanted: torch.Tensor, rows: KVQuantFormat | None) -> bool:
     """Pages. Of bytes all but a few: a code may fall to the other side of a half. A scale may have another last bit."""
     if rows is None:
         return torch.allclose(found, wanted, atol=1e-5)
-    near = torch.allclose(rows.decode(found), rows.decode(wanted), rtol=0.13, atol=0.6 if rows.name == INT4 else 0.05)
+    near = torch.allclose(
+        rows.dequantize(found), rows.dequantize(wanted), rtol=0.13, atol=0.6 if rows.name == INT4 else 0.05
+    )
     if rows.name != INT4:
-        scales = [page[..., -WORD:].contiguous().view(torch.float32) for page in (found, wanted)]
+        scales = [page[..., -QPARAM_BYTES:].contiguous().view(torch.float32) for page in (found, wanted)]
         near &= torch.allclose(*scales, rtol=1e-6)
-        found, wanted = found[..., :-WORD], wanted[..., :-WORD]
+        found, wanted = found[..., :-QPARAM_BYTES], wanted[..., :-QPARAM_BYTES]
     return near and int((found != wanted).sum()) <= 2
 
 
 PLAIN = [(splits, window, normed, None, 24) for splits in (1, 4) for window in (None, 70) for normed in (False, True)]
-FEW_BITS = [each for kind in NAMES for each in ((1, None, True, kind, 24), (4, 70, False, kind, 32))]
+FEW_BITS = [each for kind in KV_QUANT_DTYPES for each in ((1, None, True, kind, 24), (4, 70, False, kind, 32))]
 
 
 @pytest.mark.parametrize(("splits", "window", "normed", "kind", "width"), [*PLAIN, *FEW_BITS])
@@ -132,7 +135,7 @@ def test_attention_of_single_tokens(
     """New keys are turned, written and seen; the same as turning and writing first, then the reference."""
     torch.manual_seed(0)
     lengths, size, heads, kv_heads = [300, 1, 64, 0], 16, 9, 3
-    rows = None if kind is None else RowFormat.of(kind, width)
+    rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)
     pages = random_pages(100, size, kv_heads, width, rows)
     tables = torch.randperm(100)[:80].view(4, 20).int().to(DEVICE)
     slots = torch.tensor([2, 0, 3, 1], device=DEVICE)
@@ -140,16 +143,16 @@ def test_attention_of_single_tokens(
     places = tables[slots, last // size].long() * size + last % size
     places[3] = -1
     arrived = torch.zeros(4 * kv_heads, dtype=torch.int32, device=DEVICE)
-    tokens = Tokens(slots, torch.tensor(lengths, device=DEVICE), tables, arrived, 300)
+    tokens = DecodeMetadata(slots, torch.tensor(lengths, device=DEVICE), tables, arrived, 300)
     norms = (torch.rand(width, device=DEVICE), torch.rand(width, device=DEVICE)) if normed else None
-    rotation = Rotation(torch.randn(300, width, device=DEVICE), torch.randn(300, width, device=DEVICE), norms, 1e-6)
+    rotation = RotaryParams(torch.randn(300, width, device=DEVICE), torch.randn(300, width, device=DEVICE), norms, 1e-6)
     mixed = torch.randn(4, (heads + 2 * kv_heads) * width, device=DEVICE)
     others = [page.clone() for page in pages]
-    queries = rotate_write(mixed, last, places, rotation, *others, rows=rows)
+    queries = rope_and_store_kv(mixed, last, places, rotation, *others, kv_quant=rows)
     starts = torch.arange(4, dtype=torch.int32, device=DEVICE)
-    batch = Pages(starts, tokens.lengths[:3].int(), tables[slots[:3]], places, 300, [1, 1, 1])
-    found = paged_decode(mixed, *pages, tokens, rotation, 0.2, window, splits=splits, rows=rows)
-    wanted = paged_reference(queries[:3], *pages, batch, 0.2, window, rows)
+    batch = AttentionMetadata(starts, tokens.seq_lens[:3].int(), tables[slots[:3]], places, 300, [1, 1, 1])
+    found = paged_decode(mixed, *pages, tokens, rotation, 0.2, window, splits=splits, kv_quant=rows)
+    wanted = paged_attention_reference(queries[:3], *pages, batch, 0.2, window, rows)
     assert torch.allclose(found[:3], wanted.flatten(1), atol=1e-4)
     assert bool((found[3] == 0).all())  # a row that only fills the batch
     assert all(alike(page, other, rows) for page, other in zip(pages, others, strict=True))
@@ -163,18 +166,18 @@ def test_products_of_one_vector(around: str) -> None:
     there = [each.to(DEVICE) for each in (x, matrix, bias, norm)]
     normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm
     if around == "plain":
-        found, wanted = product(there[0], there[1], there[2]), x @ matrix.T + bias
+        found, wanted = fused_gemv(there[0], there[1], there[2]), x @ matrix.T + bias
     elif around == "normed":
-        found = product(there[0], there[1], there[2], norm=there[3], epsilon=1e-5)
+        found = fused_gemv(there[0], there[1], there[2], norm=there[3], epsilon=1e-5)
         wanted = normal @ matrix.T + bias
     elif around == "gated":
-        found = product(there[0], there[1], norm=there[3], epsilon=1e-5, gated=True, tiles=(4, 64, 4))
+        found = fused_gemv(there[0], there[1], norm=there[3], epsilon=1e-5, gated=True, tiles=(4, 64, 4))
         gates, through = (normal @ matrix.T).chunk(2, dim=-1)
         wanted = torch.nn.functional.silu(gates) * through
     else:
         hidden = torch.randn(1, 50)
         wanted, moved = hidden + x @ matrix.T, hidden.to(DEVICE)
-        found = product(there[0], there[1], added=moved)
+        found = fused_gemv(there[0], there[1], added=moved)
         assert found is moved
     assert torch.allclose(found.cpu(), wanted, rtol=1e-4, atol=1e-4)
 
@@ -187,62 +190,72 @@ def test_tokens_that_only_the_device_knows_are_embedded() -> None:
 
 @pytest.mark.parametrize(
     ("window", "kind", "width"),
-    [(None, None, 16), (20, None, 16), (150, None, 16), *[(20, kind, 24) for kind in NAMES], (None, INT4, 16)],
+    [
+        (None, None, 16),
+        (20, None, 16),
+        (150, None, 16),
+        *[(20, kind, 24) for kind in KV_QUANT_DTYPES],
+        (None, INT4, 16),
+    ],
 )
 def test_attention_of_many_queries(window: int | None, kind: str | None, width: int) -> None:
     torch.manual_seed(1)
     lengths, counts, size = [330, 5, 70], [100, 5, 1], 8
-    rows = None if kind is None else RowFormat.of(kind, width)
+    rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)
     pages = random_pages(60, size, 2, width, rows)
     tables = torch.stack([torch.randperm(60)[:42] for _ in lengths]).int().to(DEVICE)
     starts = torch.tensor([0, 100, 105, 106], dtype=torch.int32, device=DEVICE)
-    batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), tables, starts.long(), 330, counts)
+    batch = AttentionMetadata(
+        starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), tables, starts.long(), 330, counts
+    )
     queries = torch.randn(106, 4, width, device=DEVICE)
-    found = paged_prefill(queries, *pages, batch, 0.25, window, rows=rows)
-    assert torch.allclose(found, paged_reference(queries, *pages, batch, 0.25, window, rows), atol=1e-5)
+    found = paged_prefill(queries, *pages, batch, 0.25, window, kv_quant=rows)
+    assert torch.allclose(found, paged_attention_reference(queries, *pages, batch, 0.25, window, rows), atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 @pytest.mark.parametrize("width", [64, 128])
 def test_rows_of_few_bits_in_half_precision(kind: str, width: int) -> None:
     """One token and many meet codes that were made numbers several at a time."""
     torch.manual_seed(7)
-    rows, size, length = RowFormat.of(kind, width), 16, 200
+    rows, size, length = KVQuantFormat.for_head_dim(kind, width), 16, 200
     pages = random_pages(40, size, 2, width, rows)
     tables = torch.randperm(40, device=DEVICE)[:26].view(2, 13).int()
     lengths, ends = [length, length - 60], torch.tensor([length, length - 60], device=DEVICE)
-    rotation = Rotation(torch.ones(length, width, device=DEVICE), torch.zeros(length, width, device=DEVICE))
+    rotation = RotaryParams(torch.ones(length, width, device=DEVICE), torch.zeros(length, width, device=DEVICE))
     arrived = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-    tokens = Tokens(torch.arange(2, device=DEVICE), ends, tables, arrived, length)
+    tokens = DecodeMetadata(torch.arange(2, device=DEVICE), ends, tables, arrived, length)
     mixed = torch.randn(2, 12 * width, device=DEVICE, dtype=HALF)
     queries = mixed.view(2, 12, width)[:, :8].float()
     bounds = torch.arange(3, dtype=torch.int32, device=DEVICE)
-    batch = Pages(bounds, ends.int(), tables, ends, length, [1, 1])
+    batch = AttentionMetadata(bounds, ends.int(), tables, ends, length, [1, 1])
     for splits in (1, 4):
-        found = paged_decode(mixed, *pages, tokens, rotation, width**-0.5, splits=splits, rows=rows)
-        wanted = paged_reference(rows.turned(queries), *pages, batch, width**-0.5, rows=rows)
+        found = paged_decode(mixed, *pages, tokens, rotation, width**-0.5, splits=splits, kv_quant=rows)
+        wanted = paged_attention_reference(rows.rotate(queries), *pages, batch, width**-0.5, kv_quant=rows)
         assert distance(found, wanted.flatten(1)) < 0.01
     asking = torch.randn(sum(lengths), 8, width, device=DEVICE, dtype=HALF)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
-    batch = Pages(starts, ends.int(), tables, starts.long(), length, lengths)
-    found = paged_prefill(asking, *pages, batch, width**-0.5, rows=rows)
-    assert distance(found, paged_reference(asking.float(), *pages, batch, width**-0.5, rows=rows)) < 0.01
+    batch = AttentionMetadata(starts, ends.int(), tables, starts.long(), length, lengths)
+    found = paged_prefill(asking, *pages, batch, width**-0.5, kv_quant=rows)
+    assert distance(found, paged_attention_reference(asking.float(), *pages, batch, width**-0.5, kv_quant=rows)) < 0.01
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_small_weights_are_not_lost_in_half_precision(kind: str) -> None:
     """One key takes nearly all of the attention; what the many others give is still there."""
     torch.manual_seed(6)
-    rows, length = RowFormat.of(kind, 16), 640
+    rows, length = KVQuantFormat.for_head_dim(kind, 16), 640
     keys, values = 0.1 * torch.randn(80, 8, 1, 16), 1e-3 + 1e-4 * torch.rand(80, 8, 1, 16)
     keys[3, 0], values[3, 0] = 1.0, 0.0
-    pages = [rows.encode(rows.turned(keys)).to(DEVICE), rows.encode(values).to(DEVICE)]
+    pages = [rows.quantize(rows.rotate(keys)).to(DEVICE), rows.quantize(values).to(DEVICE)]
     bounds = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
     tables = torch.arange(80, dtype=torch.int32, device=DEVICE)[None]
-    batch = Pages(bounds, torch.tensor([length], dtype=torch.int32, device=DEVICE), tables, bounds.long(), length, [1])
-    queries = rows.turned(torch.full((1, 1, 16), 1.0)).half().to(DEVICE)
-    found = paged_prefill(queries, *pages, batch, 0.5, rows=rows)
-    wanted = paged_reference(queries.float(), *pages, batch, 0.5, rows=rows)
+    batch = AttentionMetadata(
+        bounds, torch.tensor([length], dtype=torch.int32, device=DEVICE), tables, bounds.long(), length, [1]
+    )
+    queries = rows.rotate(torch.full((1, 1, 16), 1.0)).half().to(DEVICE)
+    found = paged_prefill(queries, *pages, batch, 0.5, kv_quant=rows)
+    wanted = paged_attention_reference(queries.float(), *pages, batch, 0.5, kv_quant=rows)
     assert distance(found, wanted) < 0.02
 
 
@@ -252,10 +265,10 @@ def test_small_operations() -> None:
     total = hidden + given
     wanted = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight
     moved = hidden.to(DEVICE)
-    assert torch.allclose(add_norm(moved, given.to(DEVICE), weight.to(DEVICE), 1e-5).cpu(), wanted, atol=1e-5)
+    assert torch.allclose(add_rms_norm(moved, given.to(DEVICE), weight.to(DEVICE), 1e-5).cpu(), wanted, atol=1e-5)
     assert torch.allclose(moved.cpu(), total)
     both = torch.randn(3, 72)
-    found = gate(both.to(DEVICE)).cpu()
+    found = silu_and_mul(both.to(DEVICE)).cpu()
     assert torch.allclose(found, torch.nn.functional.silu(both[:, :36]) * both[:, 36:], atol=1e-5)
 
 
@@ -264,27 +277,33 @@ def test_the_most_likely_token_is_the_first_of_equals() -> None:
     logits = torch.randn(3, 9000, device=DEVICE)
     logits[0, [17, 5000]], logits[1, [8999, 4095]], logits[2, 4096] = 9.0, 9.0, 9.0
     last, slots = torch.zeros(4, dtype=torch.int64, device=DEVICE), torch.tensor([3, 0, 2], device=DEVICE)
-    assert most_likely(logits, slots, last).tolist() == [17, 4095, 4096]
+    assert argmax_tokens(logits, slots, last).tolist() == [17, 4095, 4096]
     assert last.tolist() == [4095, 0, 4096, 17]
 
 
 @pytest.mark.parametrize(
     ("normed", "kind", "width"),
-    [(False, None, 12), (True, None, 12), *[(True, kind, 12) for kind in NAMES], (False, INT8, 6), (False, INT4, 16)],
+    [
+        (False, None, 12),
+        (True, None, 12),
+        *[(True, kind, 12) for kind in KV_QUANT_DTYPES],
+        (False, INT8, 6),
+        (False, INT4, 16),
+    ],
 )
 @pytest.mark.parametrize("together", [1, 2, 8])
 def test_rotation_and_writing(
     normed: bool, kind: str | None, width: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("smelt.kernels.gpu.rope.MANY", 1)
-    monkeypatch.setattr("smelt.kernels.gpu.rope.TOGETHER", together)
+    monkeypatch.setattr("smelt.kernels.gpu.rope.MANY_TOKENS", 1)
+    monkeypatch.setattr("smelt.kernels.gpu.rope.HEADS_PER_PROGRAM", together)
     torch.manual_seed(3)
     heads, kv_heads, tokens = 4, 2, 5
-    rows = None if kind is None else RowFormat.of(kind, width)
+    rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)
     mixed = torch.randn(tokens, (heads + 2 * kv_heads) * width)
     cosines, sines = torch.randn(9, width), torch.randn(9, width)
     positions, places = torch.tensor([0, 8, 3, 3, 1]), torch.tensor([7, 0, 11, -1, 4])
-    last, dtype = stored(rows, width, torch.float32)
+    last, dtype = row_layout(rows, width, torch.float32)
     pages = [torch.zeros(3, 4, kv_heads, last, dtype=dtype, device=DEVICE) for _ in range(2)]
     weights = (torch.rand(width), torch.rand(width)) if normed else None
     each = mixed.unflatten(1, (-1, width)).clone()
@@ -296,9 +315,9 @@ def test_rotation_and_writing(
         each[:, place : place + count] = part * cosines[positions][:, None] + half * sines[positions][:, None]
     moved = mixed.to(DEVICE)
     there = None if weights is None else (weights[0].to(DEVICE), weights[1].to(DEVICE))
-    rotation = Rotation(cosines.to(DEVICE), sines.to(DEVICE), there, 1e-6)
-    queries = rotate_write(moved, positions.to(DEVICE), places.to(DEVICE), rotation, *pages, rows=rows)
-    asking, keys, values = packed(rows, *each.split((heads, kv_heads, kv_heads), dim=1))
+    rotation = RotaryParams(cosines.to(DEVICE), sines.to(DEVICE), there, 1e-6)
+    queries = rope_and_store_kv(moved, positions.to(DEVICE), places.to(DEVICE), rotation, *pages, kv_quant=rows)
+    asking, keys, values = quantize_qkv(rows, *each.split((heads, kv_heads, kv_heads), dim=1))
     assert torch.allclose(queries.cpu(), asking, atol=1e-5)
     real = places >= 0
     for page, wanted in ((pages[0], keys), (pages[1], values)):
@@ -308,6 +327,6 @@ def test_rotation_and_writing(
 
 
 def test_splits_keep_the_processors_busy_and_no_more() -> None:
-    assert splits_for(1, 8, 8192, 132) == 32
-    assert splits_for(256, 8, 8192, 132) == 1
-    assert splits_for(1, 8, 100, 132) == 1
+    assert num_splits(1, 8, 8192, 132) == 32
+    assert num_splits(256, 8, 8192, 132) == 1
+    assert num_splits(1, 8, 100, 132) == 1

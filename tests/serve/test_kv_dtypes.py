@@ -14,10 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from smelt.cli.app import call, program
 from smelt.errors import ConfigError, ModelError, SmeltError
 from smelt.kernels import paged
+from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.cpu.build import load_library
 from smelt.kernels.cpu.program import can_run
-from smelt.kernels.kv_quant import FP8, INT4, INT8, NAMES, RowFormat, packed
-from smelt.kernels.paged import Pages, paged_attention, paged_reference, write_pages
+from smelt.kernels.kv_quant import FP8, INT4, INT8, KV_QUANT_DTYPES, KVQuantFormat, quantize_qkv
+from smelt.kernels.paged import paged_attention, paged_attention_reference, store_kv
 from smelt.kvcache.selection.config import SparseAttentionConfig
 from smelt.kvcache.selection.page_cache import OffloadConfig
 from smelt.kvcache.streaming import InfiniPot
@@ -85,7 +86,7 @@ def same(found: list[list[int]], wanted: list[list[int]]) -> bool:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_tokens_are_those_of_a_cache_in_the_same_format(llama: PreTrainedModel, kind: str, compiled: bool) -> None:
     engine = engine_of(llama, kind, compiled=compiled)
     wanted = [by_transformers(llama, prompt, SAME[kind]) for prompt in prompts(4)]
@@ -97,7 +98,7 @@ def test_tokens_are_those_of_a_cache_in_the_same_format(llama: PreTrainedModel, 
 
 
 @with_program
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_the_program_gives_what_the_module_gives(kind: str) -> None:
     network = wide()
     engine, plain = engine_of(network, kind), engine_of(network, kind, compiled=False)
@@ -113,24 +114,24 @@ def test_narrow_heads_have_no_program_in_four_bits(llama: PreTrainedModel) -> No
 
 @with_program
 @pytest.mark.parametrize("width", [24, 32, 64, 128])
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 @pytest.mark.parametrize("window", [None, 30])
 def test_compiled_attention_over_rows(kind: str, width: int, window: int | None) -> None:
     torch.manual_seed(3)
-    rows = RowFormat(kind, width)
+    rows = KVQuantFormat(kind, width)
     lengths, counts, size = [290, 5, 70], [100, 5, 1], 8
-    pages = [rows.encode(torch.randn(60, size, 2, width)) for _ in range(2)]
+    pages = [rows.quantize(torch.randn(60, size, 2, width)) for _ in range(2)]
     tables = torch.stack([torch.randperm(60)[:37] for _ in lengths]).int()
     starts = torch.tensor([0, 100, 105, 106], dtype=torch.int32)
-    batch = Pages(starts, torch.tensor(lengths, dtype=torch.int32), tables, starts.long(), 290, counts)
+    batch = AttentionMetadata(starts, torch.tensor(lengths, dtype=torch.int32), tables, starts.long(), 290, counts)
     queries = torch.randn(106, 6, width)
-    assert paged.attention_path(queries, pages[0], rows) == paged.CPU
+    assert paged.attention_backend(queries, pages[0], rows) == paged.CPU
     found = paged_attention(queries, *pages, batch, 0.2, window, rows)
-    assert torch.allclose(found, paged_reference(queries, *pages, batch, 0.2, window, rows), atol=1e-5)
+    assert torch.allclose(found, paged_attention_reference(queries, *pages, batch, 0.2, window, rows), atol=1e-5)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_heads_that_keep_everything_are_plain_pages_in_the_same_format(kind: str, compiled: bool) -> None:
     network = wide()
     wanted = answers(engine_of(network, kind, compiled=False), prompts())
@@ -138,7 +139,7 @@ def test_heads_that_keep_everything_are_plain_pages_in_the_same_format(kind: str
     assert answers(engine, prompts()) == wanted
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_heads_that_keep_little(llama: PreTrainedModel, kind: str) -> None:
     """The scorer sees keys that were rounded, and chooses nearly what it would choose from the others."""
     texts = [each * 3 for each in prompts(4, seed=5)]
@@ -159,14 +160,14 @@ def answers_without_a_check(engine: Engine, texts: list[list[int]]) -> list[list
 
 
 @pytest.mark.parametrize("residence", [None, OffloadConfig(num_slots=24, keep_steps=3, refresh_interval=2)], ids=str)
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_all_pages_chosen_are_plain_pages_in_the_same_format(kind: str, residence: OffloadConfig | None) -> None:
     network, everything = wide(), SparseAttentionConfig(page_size=4, token_budget=96, sink_pages=1, recent_pages=1)
     wanted = answers(engine_of(network, kind), prompts(3))
     assert answers(engine_of(network, kind, select=everything, residence=residence), prompts(3)) == wanted
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_a_text_that_fits_under_a_cap_is_plain_in_the_same_format(kind: str) -> None:
     network = wide()
     wanted = answers(engine_of(network, kind, compiled=False), prompts())
@@ -176,7 +177,7 @@ def test_a_text_that_fits_under_a_cap_is_plain_in_the_same_format(kind: str) -> 
     assert answers(engine, prompts()) == wanted
 
 
-@pytest.mark.parametrize("kind", NAMES)
+@pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_a_pot_is_cooked_down_as_a_plain_one(kind: str) -> None:
     """The same tokens stay, their keys turned to their new places before they are rounded again."""
     torch.manual_seed(5)
@@ -190,8 +191,8 @@ def test_a_pot_is_cooked_down_as_a_plain_one(kind: str) -> None:
         cache = PagedCache.empty(model.anatomy, 12, 4, torch.float32, torch.device("cpu"), each)
         pages = PotPages(cache, 12, torch.float32)
         for layer, form in cache.rows.items():
-            _, new_keys, new_values = packed(form, keys[layer], keys[layer], values[layer])
-            write_pages(new_keys, new_values, cache.keys[layer], cache.values[layer], rows)
+            _, new_keys, new_values = quantize_qkv(form, keys[layer], keys[layer], values[layer])
+            store_kv(new_keys, new_values, cache.keys[layer], cache.values[layer], rows)
         pages.number(rows, torch.arange(40))
         pages.keep(rows, attention, torch.arange(0, 40, 3), 14, distiller)
         found.append(([pages.keys(layer, rows[:14]) for layer in range(3)], pages.numbers.flatten(0, 1)[rows[:14]]))
@@ -203,7 +204,7 @@ def test_a_pot_is_cooked_down_as_a_plain_one(kind: str) -> None:
 
 def test_more_tokens_fit(llama: PreTrainedModel) -> None:
     anatomy = Model(wide()).anatomy
-    each = {kind: block_bytes(anatomy, 4, torch.float32, kind) for kind in (None, *NAMES)}
+    each = {kind: block_bytes(anatomy, 4, torch.float32, kind) for kind in (None, *KV_QUANT_DTYPES)}
     assert each[None] == 3 * 2 * 4 * 2 * 64 * 4
     assert each[INT8] == each[FP8] == each[None] * 68 // 256 and each[INT4] == each[None] * 36 // 256
     memory = {"cache_bytes": each[None] * 10, "context": 128}

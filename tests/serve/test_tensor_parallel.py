@@ -23,7 +23,7 @@ from smelt.models.experts import split_experts
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear, linear_weight, quantized_layers, replace_module
-from smelt.numerics.catalogue import format_named
+from smelt.numerics.catalog import get_format
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.shard import shard, shares
@@ -118,7 +118,7 @@ def _packed(module: Any, scheme: QuantizationScheme) -> QuantizedLinear:
 
 
 def described(weight: str, inputs: str | None = None, **changes: Any) -> QuantizationScheme:
-    return QuantizationScheme(format_named(weight), format_named(inputs) if inputs else None, **changes)
+    return QuantizationScheme(get_format(weight), get_format(inputs) if inputs else None, **changes)
 
 
 PLACES = {  # in one network: weights only, rounded inputs, low-rank factors

@@ -10,17 +10,17 @@ import torch
 
 from smelt.errors import ResourceError
 from smelt.targets.device import Device, _block, _RandomPool
-from smelt.targets.operators import Attention, FeedForward, Operator
+from smelt.targets.operators import AttentionOp, FeedForwardOp, Operator
 
 OPERATORS: list[Operator] = [
-    Attention(hidden=24, heads=3, kv_heads=3, head_dim=8, tokens=5, batch=2),
-    Attention(hidden=20, heads=6, kv_heads=2, head_dim=5, tokens=7, causal=True),
-    FeedForward(hidden=24, filters=17, gated=False, tokens=5, batch=2),
-    FeedForward(hidden=20, filters=1, gated=True, tokens=3),
+    AttentionOp(hidden=24, heads=3, kv_heads=3, head_dim=8, tokens=5, batch=2),
+    AttentionOp(hidden=20, heads=6, kv_heads=2, head_dim=5, tokens=7, causal=True),
+    FeedForwardOp(hidden=24, ffn_channels=17, gated=False, tokens=5, batch=2),
+    FeedForwardOp(hidden=20, ffn_channels=1, gated=True, tokens=3),
 ]
 
 
-def attention_by_hand(operator: Attention, pool: _RandomPool) -> torch.Tensor:
+def attention_by_hand(operator: AttentionOp, pool: _RandomPool) -> torch.Tensor:
     hidden, dim, group = operator.hidden, operator.head_dim, operator.heads // operator.kv_heads
     states = pool.take(operator.batch, operator.tokens, hidden)
     query = pool.take(operator.heads, dim, hidden)
@@ -37,7 +37,7 @@ def attention_by_hand(operator: Attention, pool: _RandomPool) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("operator", OPERATORS[:2])
-def test_attention_block_is_attention(operator: Attention) -> None:
+def test_attention_block_is_attention(operator: AttentionOp) -> None:
     pool = _RandomPool("cpu", seed=0)
     pool.start(operator)
     result = _block(operator, pool)()
@@ -71,8 +71,8 @@ def test_every_operator_takes_time(operator: Operator) -> None:
 
 
 def test_no_units_take_no_time() -> None:
-    assert Device("cpu").latency(FeedForward(hidden=8, filters=0, gated=False, tokens=4)) == 0.0
-    assert Device("cpu").latency(Attention(hidden=8, heads=0, kv_heads=0, head_dim=4, tokens=4)) == 0.0
+    assert Device("cpu").latency(FeedForwardOp(hidden=8, ffn_channels=0, gated=False, tokens=4)) == 0.0
+    assert Device("cpu").latency(AttentionOp(hidden=8, heads=0, kv_heads=0, head_dim=4, tokens=4)) == 0.0
 
 
 @pytest.fixture
@@ -88,7 +88,9 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_more_filters_take_longer_in_every_dtype(dtype: str) -> None:
     device = Device("cpu", repeats=5)
-    few, many = (FeedForward(hidden=256, filters=count, gated=True, tokens=64, dtype=dtype) for count in (32, 4096))
+    few, many = (
+        FeedForwardOp(hidden=256, ffn_channels=count, gated=True, tokens=64, dtype=dtype) for count in (32, 4096)
+    )
     assert min(device.latency(many) for _ in range(3)) > 3 * min(device.latency(few) for _ in range(6))
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from smelt.errors import DataError
 from smelt.targets.device import Device
-from smelt.targets.operators import Attention, FeedForward, Operator
-from smelt.targets.table import LatencyTable, fit, measure_table, sample_widths, table_key
+from smelt.targets.operators import AttentionOp, FeedForwardOp, Operator
+from smelt.targets.table import LatencyTable, fit_piecewise, measure_table, sample_widths, table_key
 
 
 class Imagined:
@@ -27,16 +27,16 @@ class Imagined:
         self.asked: list[int] = []
 
     def latency(self, operator: Operator) -> float:
-        assert isinstance(operator, FeedForward)
-        self.asked.append(operator.filters)
-        return self.formula(operator.filters, len(self.asked))
+        assert isinstance(operator, FeedForwardOp)
+        self.asked.append(operator.ffn_channels)
+        return self.formula(operator.ffn_channels, len(self.asked))
 
     def fits(self, size: int) -> bool:
         return True
 
 
-def filters(count: int) -> FeedForward:
-    return FeedForward(hidden=8, filters=count, gated=False, tokens=4, batch=2)
+def filters(count: int) -> FeedForwardOp:
+    return FeedForwardOp(hidden=8, ffn_channels=count, gated=False, tokens=4, batch=2)
 
 
 def table_of(latencies: list[float] | np.ndarray) -> LatencyTable:
@@ -91,8 +91,8 @@ def test_time_is_bounded_even_in_the_first_round() -> None:
 
 
 def test_a_real_device_gives_a_table() -> None:
-    def heads(count: int) -> Attention:
-        return Attention(hidden=64, heads=count, kv_heads=count, head_dim=16, tokens=32)
+    def heads(count: int) -> AttentionOp:
+        return AttentionOp(hidden=64, heads=count, kv_heads=count, head_dim=16, tokens=32)
 
     table = measure_table(Device("cpu"), heads, sample_widths(4), seconds=2.0)
     assert table.seconds.shape == (5,) and (table.seconds[1:] > 0).all()
@@ -100,7 +100,7 @@ def test_a_real_device_gives_a_table() -> None:
 
 
 def test_json_gives_the_same_table_back(tmp_path: Path) -> None:
-    attention = Attention(hidden=64, heads=8, kv_heads=2, head_dim=16, tokens=32, causal=True, dtype="bfloat16")
+    attention = AttentionOp(hidden=64, heads=8, kv_heads=2, head_dim=16, tokens=32, causal=True, dtype="bfloat16")
     for table in (table_of([0.1, 0.30000000000000004]), LatencyTable("gpu", attention, (1, 2), (1e-5, 2e-5))):
         assert LatencyTable.from_json(table.to_json()) == table
         table.save(tmp_path / "table.json")
@@ -151,16 +151,16 @@ def test_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_fit_of_the_exact_shape_is_exact() -> None:
-    line = fit(table_of([1.0] * 4 + [1 + 0.25 * k for k in range(1, 9)]))
+    line = fit_piecewise(table_of([1.0] * 4 + [1 + 0.25 * k for k in range(1, 9)]))
     assert (line.threshold, line.constant, line.slope, line.error) == (4, 1.0, 0.25, 0.0)
     assert [line.seconds(units) for units in (0, 1, 4, 5, 12)] == [0.0, 1.0, 1.0, 1.25, 3.0]
 
 
 def test_fit_never_slopes_down_and_takes_flat_tables() -> None:
-    assert fit(table_of([3.0, 2.0, 1.0])).slope == 0.0
-    flat = fit(table_of([2.0] * 6))
+    assert fit_piecewise(table_of([3.0, 2.0, 1.0])).slope == 0.0
+    flat = fit_piecewise(table_of([2.0] * 6))
     assert (flat.constant, flat.slope, flat.error) == (2.0, 0.0, 0.0)
-    single = fit(table_of([0.5]))
+    single = fit_piecewise(table_of([0.5]))
     assert (single.threshold, single.constant, single.slope) == (1, 0.5, 0.0)
 
 
@@ -168,7 +168,7 @@ def test_fit_never_slopes_down_and_takes_flat_tables() -> None:
 def test_fit_beats_every_other_choice(seed: int) -> None:
     random = np.random.default_rng(seed)
     latencies = np.cumsum(random.random(12)) + 2
-    line = fit(table_of(latencies))
+    line = fit_piecewise(table_of(latencies))
 
     def error(threshold: int, slope: float) -> float:
         constant = latencies[:threshold].mean()
@@ -183,5 +183,5 @@ def test_fit_beats_every_other_choice(seed: int) -> None:
 def test_fit_of_a_wide_table_is_fast() -> None:
     table = table_of(np.random.default_rng(0).random(3072) + np.arange(3072) / 1000)
     start = time.perf_counter()
-    fit(table)
+    fit_piecewise(table)
     assert time.perf_counter() - start < 1.0

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smelt.kernels.threshold_select import add_and_compact, compact
+from smelt.kernels.threshold_select import add_and_select, threshold_select
 from smelt.train.gradients import bits, indices, values
 
 
@@ -56,17 +56,17 @@ def test_compaction_is_what_a_loop_finds(one: int, other: int, threshold: float,
     expected = residual + gradient
     places = [place for place in range(start, stop) if abs(expected[place]) >= threshold]
     copy = residual.clone()
-    assert add_and_compact(copy, gradient, threshold, start, stop).tolist() == places
+    assert add_and_select(copy, gradient, threshold, start, stop).tolist() == places
     assert torch.equal(copy, expected)
     filled = [*places, *[30] * slots][:slots]
-    assert add_and_compact(residual, gradient, threshold, start, stop, slots).tolist() == filled
+    assert add_and_select(residual, gradient, threshold, start, stop, slots).tolist() == filled
 
 
 def test_compaction_of_many_chunks() -> None:
     """Also with a last chunk that is no multiple of eight, and with all or nothing selected."""
     residual = torch.zeros(200_001)
     gradient = torch.randn(200_001)
-    found = add_and_compact(residual, gradient, 2.0, 7, 190_000)
+    found = add_and_select(residual, gradient, 2.0, 7, 190_000)
     assert torch.equal(found, torch.nonzero(gradient[7:190_000].abs() >= 2.0).flatten() + 7)
-    assert torch.equal(compact(residual, 0.0, 3, 150_000), torch.arange(3, 150_000))
-    assert not len(compact(residual, 100.0, 3, 150_000))
+    assert torch.equal(threshold_select(residual, 0.0, 3, 150_000), torch.arange(3, 150_000))
+    assert not len(threshold_select(residual, 100.0, 3, 150_000))

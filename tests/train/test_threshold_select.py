@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smelt.kernels import threshold_select as kernels
 from smelt.kernels.cpu import threshold_select as compiled
-from smelt.kernels.linear import using
+from smelt.kernels.linear import use_backend
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import SAGE, ExDyna, HardThreshold, MiCRO, SIDCo
@@ -46,7 +46,7 @@ def test_compiled_bit_for_bit(
     gradient[::17] = 0.0
     residual[50], gradient[50], residual[90] = torch.inf, 1.0, torch.nan
     wanted = residual + gradient if add else residual.clone()
-    found = compiled.add_and_compact(residual, gradient if add else None, threshold, start, stop, slots)
+    found = compiled.add_and_select(residual, gradient if add else None, threshold, start, stop, slots)
     matches = plain(wanted, threshold, start, stop).tolist()
     assert found.tolist() == (matches if slots is None else [*matches, *[200] * slots][:slots])
     assert torch.equal(residual.nan_to_num(), wanted.nan_to_num())
@@ -61,7 +61,7 @@ def test_several_threads_find_the_same_in_the_same_order(start: int, stop: int, 
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        found = compiled.add_and_compact(residual, gradient, threshold, start, stop)
+        found = compiled.add_and_select(residual, gradient, threshold, start, stop)
     finally:
         torch.set_num_threads(before)
     assert torch.equal(residual, wanted)
@@ -94,7 +94,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, room: Any) -> list[int]:
 @pytest.mark.parametrize("slots", [None, 3.0])
 def test_the_frame_takes_the_compiled_pass(kind: Any, slots: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     compressor = kind(density=0.02, agreement="union") if kind is SAGE else kind(density=0.02)
-    with using("reference"):
+    with use_backend("reference"):
         expected, left = trained(compressor, Settings(slots=slots))
     calls = counted(monkeypatch, compiled)
     results, residual = trained(compressor, Settings(slots=slots))
@@ -120,6 +120,6 @@ def test_the_frame_takes_the_pass_of_a_gpu(kind: Any, monkeypatch: pytest.Monkey
 def test_without_a_compiler_the_plain_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "library", lambda: None)
     values = torch.randn(100)
-    assert kernels.compact_path(values) == "reference"
-    assert torch.equal(kernels.compact(values, 1.0, 3, 90), plain(values, 1.0, 3, 90))
-    assert kernels.compact_path(values.double()) == "reference"
+    assert kernels.select_backend(values) == "reference"
+    assert torch.equal(kernels.threshold_select(values, 1.0, 3, 90), plain(values, 1.0, 3, 90))
+    assert kernels.select_backend(values.double()) == "reference"

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from smelt.cli.output import JsonOption, SeedOption, console, table, write_json
-from smelt.numerics import FORMATS, Format, format_named
+from smelt.numerics import FORMATS, Format, get_format
 from smelt.numerics.error import signal_to_noise
-from smelt.numerics.format import TENSOR, WHOLE_ROW
+from smelt.numerics.format import PER_ROW, PER_TENSOR
 from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled, SignedScales
-from smelt.numerics.scales import POWERS, ROUNDED
+from smelt.numerics.scales import FLOAT_SCALES, POWER_OF_TWO_SCALES
 
 ROWS, COLUMNS = 48, 4096  # shape of the normal sample; bits are counted for a square matrix with this many columns
 SHOWN = ("", "-asym", "-wide", "-sym")  # suffixes of the 4-bit integers shown; the other widths have their own table
@@ -33,15 +33,17 @@ def run(json_file: JsonOption = None, seed: SeedOption = 0) -> None:
 
 def describe(name: str, x: Tensor) -> dict[str, Any]:
     """Describe a format, with its signal-to-noise ratio on a sample [rows, columns]."""
-    number_format = format_named(name)
+    number_format = get_format(name)
     return {
         "name": name,
         "bits": number_format.bits,
         "bits_per_value": number_format.bits_per_value(COLUMNS, COLUMNS),
         "grid": grid_words(number_format),
-        "scale": f"2 {number_format.scale}" if isinstance(number_format, SignedScales) else number_format.scale,
-        "group": {WHOLE_ROW: "row", TENSOR: "tensor"}.get(number_format.group, number_format.group),
-        "signal_to_noise": signal_to_noise(x, number_format.rounded(x)),
+        "scale": f"2 {number_format.scale_dtype}"
+        if isinstance(number_format, SignedScales)
+        else number_format.scale_dtype,
+        "group": {PER_ROW: "row", PER_TENSOR: "tensor"}.get(number_format.group_size, number_format.group_size),
+        "signal_to_noise": signal_to_noise(x, number_format.fake_quantize(x)),
     }
 
 
@@ -54,7 +56,7 @@ def grid_words(number_format: Format) -> str:
     if elements.name == "e2m1":
         return "±0 .5 1 1.5 2 3 4 6"
     if re.fullmatch(r"e\dm\d", elements.name):
-        return f"{elements.name.upper()}, to ±{elements.largest:g}"
+        return f"{elements.name.upper()}, to ±{elements.max_value:g}"
     if elements.name.startswith("nf"):
         return f"{len(elements.values)} normal quantiles"
     if elements.name.startswith("int"):
@@ -65,12 +67,12 @@ def grid_words(number_format: Format) -> str:
 
 def _integer_words(number_format: Integer) -> str:
     if isinstance(number_format, DenormalInteger):
-        half = number_format.steps // 2
-        return f"-{half} .. {half}, ±½" if number_format.symmetric else f"0 .. {number_format.steps} - zero, ±½"
+        half = number_format.num_steps // 2
+        return f"-{half} .. {half}, ±½" if number_format.symmetric else f"0 .. {number_format.num_steps} - zero, ±½"
     if number_format.symmetric:
-        half = number_format.top // 2
+        half = number_format.qmax // 2
         return f"-{half + 1} .. {half}"
-    return f"0 .. {number_format.top} - zero"
+    return f"0 .. {number_format.qmax} - zero"
 
 
 def _show_formats(descriptions: dict[str, dict[str, Any]]) -> None:
@@ -126,6 +128,7 @@ def _show_notes(example: dict[str, Any]) -> None:
         "A name may be followed by `/` and the group (a number, `row`, `tensor`), then `@` and the scale's type: "
         f"{example['name']} takes {example['bits_per_value']:.2f} bits and has "
         f"{example['signal_to_noise']:.1f} dB.\n"
-        f"Scale types: {', '.join(ROUNDED)}; {', '.join(POWERS)} are powers of two, not for integers and ternary; "
+        f"Scale types: {', '.join(FLOAT_SCALES)}; {', '.join(POWER_OF_TWO_SCALES)} are powers of two, "
+        "not for integers and ternary; "
         "nvfp4 has e4m3 only."
     )

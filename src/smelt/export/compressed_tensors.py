@@ -25,9 +25,9 @@ from smelt.models.experts import split_experts
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.models.quantized import STATIC_SCALE, QuantizationScheme, QuantizedLinear, quantized_layers
-from smelt.numerics.catalogue import FORMATS, name_of
+from smelt.numerics.catalog import FORMATS, format_name
 from smelt.numerics.elements import E4M3
-from smelt.numerics.format import TENSOR, WHOLE_ROW, Format
+from smelt.numerics.format import PER_ROW, PER_TENSOR, Format
 from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.packing import pack, unpack
 from smelt.numerics.scaled import Scaled
@@ -121,7 +121,7 @@ def _check(model: Model, layers: dict[str, QuantizedLinear]) -> None:
 
 
 def _check_groups(layer: QuantizedLinear, path: str) -> None:
-    size = layer.scheme.weight.group
+    size = layer.scheme.weight.group_size
     if size > 0 and layer.in_features % size:
         raise FormatError(
             f"the last group of {path} is shorter than the others, and compressed-tensors needs groups that divide its "
@@ -167,8 +167,8 @@ def _group(scheme: QuantizationScheme, path: str) -> Arguments:
     inputs = None if scheme.inputs is None else _input_arguments(scheme.inputs, scheme.static, path)
     if inputs is not None and (inputs["type"], inputs["num_bits"] == 8) != (weights["type"], storage != MXFP4):
         raise FormatError(
-            f"{path} has {name_of(scheme.weight)} weights and {name_of(scheme.inputs)} inputs, a pair that no reader "  # type: ignore[arg-type]
-            "of compressed-tensors runs; use inputs of the same kind as the weights."
+            f"{path} has {format_name(scheme.weight)} weights and {format_name(scheme.inputs)} inputs, a pair that no "  # type: ignore[arg-type]
+            "reader of compressed-tensors runs; use inputs of the same kind as the weights."
         )
     return {"weights": weights, "input_activations": inputs, "output_activations": None, "format": storage}
 
@@ -176,19 +176,19 @@ def _group(scheme: QuantizationScheme, path: str) -> Arguments:
 def _weight_arguments(form: Format, rounds_inputs: bool, path: str) -> tuple[str, Arguments]:
     """How a weight is stored, and its arguments."""
     shared: Arguments = {"symmetric": True, "dynamic": False}
-    groups = {"strategy": "group", "group_size": form.group} if form.group > 0 else {"strategy": "channel"}
-    if type(form) is Integer and form.zero_type == "code":
+    groups = {"strategy": "group", "group_size": form.group_size} if form.group_size > 0 else {"strategy": "channel"}
+    if type(form) is Integer and form.zero_dtype == "code":
         shared["symmetric"] = form.symmetric
-        return INTEGERS if rounds_inputs else PACKED, {"num_bits": form.width, "type": "int", **shared, **groups}
-    if type(form) is Scaled and form.elements == E4M3 and form.group in (WHOLE_ROW, TENSOR):
-        strategy = "tensor" if form.group == TENSOR else "channel"
+        return INTEGERS if rounds_inputs else PACKED, {"num_bits": form.bits, "type": "int", **shared, **groups}
+    if type(form) is Scaled and form.elements == E4M3 and form.group_size in (PER_ROW, PER_TENSOR):
+        strategy = "tensor" if form.group_size == PER_TENSOR else "channel"
         return FLOATS, {"num_bits": 8, "type": "float", **shared, "strategy": strategy}
     if form in _MX:
         return MXFP4, {"num_bits": 4, "type": "float", **shared, **groups, "scale_dtype": "torch.uint8"}
     if form == FORMATS["nvfp4"] and not rounds_inputs:
-        groups = {"strategy": "tensor_group", "group_size": form.group}
+        groups = {"strategy": "tensor_group", "group_size": form.group_size}
         return NVFP4, {"num_bits": 4, "type": "float", **shared, **groups, "scale_dtype": "torch.float8_e4m3fn"}
-    raise FormatError(f"{path} is in {name_of(form)}, {_why_not(form)}.")
+    raise FormatError(f"{path} is in {format_name(form)}, {_why_not(form)}.")
 
 
 def _why_not(form: Format) -> str:
@@ -208,16 +208,16 @@ def _why_not(form: Format) -> str:
 def _input_arguments(form: Format, static: bool, path: str) -> Arguments:
     """The arguments of inputs: one fixed scale, or one taken from each token or block."""
     dynamic: Arguments = {"symmetric": True, "dynamic": not static}
-    strategy = {WHOLE_ROW: "token", TENSOR: "tensor"}.get(form.group, "group")
+    strategy = {PER_ROW: "token", PER_TENSOR: "tensor"}.get(form.group_size, "group")
     if form in _MX and not static:
-        blocks = {"strategy": "group", "group_size": form.group, "scale_dtype": "torch.uint8"}
+        blocks = {"strategy": "group", "group_size": form.group_size, "scale_dtype": "torch.uint8"}
         return {"num_bits": 4, "type": "float", **dynamic, **blocks}
-    if type(form) is Integer and form.width == 8 and form.symmetric and strategy != "group":
+    if type(form) is Integer and form.bits == 8 and form.symmetric and strategy != "group":
         return {"num_bits": 8, "type": "int", **dynamic, "strategy": strategy}
     if type(form) is Scaled and form.elements == E4M3 and strategy != "group":
         return {"num_bits": 8, "type": "float", **dynamic, "strategy": strategy}
     raise FormatError(
-        f"{path} rounds its inputs to {name_of(form)}, for which compressed-tensors has no scheme here; use int8, "
+        f"{path} rounds its inputs to {format_name(form)}, for which compressed-tensors has no scheme here; use int8, "
         "fp8-e4m3 or mxfp4 inputs, or quantise the weights only."
     )
 
@@ -250,7 +250,7 @@ def layer_tensors(layer: QuantizedLinear, dtype: torch.dtype) -> dict[str, Tenso
         return tensors
     scale = _in_type(stored["scale"].squeeze(-1), dtype)  # [rows, groups]
     if storage == FLOATS:
-        scale = scale.reshape(1) if form.group == TENSOR else scale
+        scale = scale.reshape(1) if form.group_size == PER_TENSOR else scale
         return {**tensors, "weight": stored["codes"].view(torch.float8_e4m3fn), "weight_scale": scale}
     # A scale of a whole tensor is written once for every row: the same values, and every reader has that.
     tensors["weight_scale"] = scale.expand(layer.out_features, -1)

@@ -16,8 +16,8 @@ from smelt.errors import FormatError
 from smelt.export.gguf_blocks import BLOCK, Levels, lay_q4_0, lay_q4_1, lay_q5_0, lay_q8_0
 from smelt.models.gguf.blocks import Bytes, Floats
 from smelt.models.quantized import QuantizedLinear
-from smelt.numerics.catalogue import name_of
-from smelt.numerics.format import Quantized
+from smelt.numerics.catalog import format_name
+from smelt.numerics.format import QuantizedTensor
 from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled, Ternary
 
@@ -47,8 +47,8 @@ def exact_blocks(path: str, layer: QuantizedLinear) -> Blocks:
     """The blocks that hold a layer's very weights, or FormatError with what stands against it."""
     form = layer.scheme.weight
     stored = {name: tensor.cpu() for name, tensor in layer.packed.tensors.items()}
-    quantized = Quantized.unpacked(form, stored, layer.in_features)
-    size = form.size(layer.in_features)
+    quantized = QuantizedTensor.from_packed(form, stored, layer.in_features)
+    size = form.effective_group_size(layer.in_features)
     if size % BLOCK or layer.in_features % size:
         raise FormatError(
             f"{path} has groups of {size}, and a block of GGUF has {BLOCK} weights; quantise with groups of "
@@ -61,7 +61,7 @@ def exact_blocks(path: str, layer: QuantizedLinear) -> Blocks:
     if not torch.equal(per_block.half().float(), per_block):
         raise FormatError(
             f"the scales of {path} are not float16 numbers, which is what GGUF holds; quantise with scales in float16 "
-            f"(format {name_of(form).partition('@')[0]}@float16)."
+            f"(format {format_name(form).partition('@')[0]}@float16)."
         )
     lowest, highest = int(levels.min()), int(levels.max())
     shifted = _with_minimum(quantized, per_block, size)
@@ -76,12 +76,12 @@ def exact_blocks(path: str, layer: QuantizedLinear) -> Blocks:
 def has_fractions(layer: QuantizedLinear) -> bool:
     """Whether its zero points are those of a GGUF file's minima."""
     form = layer.scheme.weight
-    return type(form) is Integer and form.zero_type == "float32"
+    return type(form) is Integer and form.zero_dtype == "float32"
 
 
-def _from_minimum(path: str, quantized: Quantized, size: int) -> Blocks:
+def _from_minimum(path: str, quantized: QuantizedTensor, size: int) -> Blocks:
     """Codes of a GGUF file back to Q4_1: the zero point is that of a minimum in float16."""
-    scale, zero = quantized.grid.scale, quantized.grid.zero
+    scale, zero = quantized.qparams.scale, quantized.qparams.zero
     assert zero is not None
     minimum = (-zero * scale).half().float()
     if (
@@ -89,25 +89,27 @@ def _from_minimum(path: str, quantized: Quantized, size: int) -> Blocks:
         or not torch.equal(scale.half().float(), scale)
         or not torch.equal(-minimum / scale, zero)
     ):
-        raise FormatError(f"{path} is in {name_of(quantized.format)}, and Q4_1 holds four bits with minima in float16.")
+        raise FormatError(
+            f"{path} is in {format_name(quantized.format)}, and Q4_1 holds four bits with minima in float16."
+        )
     step, minimum = (tensor.squeeze(-1).repeat_interleave(size // BLOCK, dim=1) for tensor in (scale, minimum))
     return Blocks("Q4_1", quantized.codes.to(torch.int16).numpy(), step.numpy(), minimum.numpy())
 
 
-def _levels(path: str, quantized: Quantized) -> tuple[Tensor, Tensor]:
+def _levels(path: str, quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
     """Whole levels [rows, columns] and the step between them [rows or 1, groups]."""
-    form, grid = quantized.format, quantized.grid
-    columns, size = quantized.codes.shape[-1], quantized.format.size(quantized.codes.shape[-1])
+    form, grid = quantized.format, quantized.qparams
+    columns, size = quantized.codes.shape[-1], quantized.format.effective_group_size(quantized.codes.shape[-1])
     codes = quantized.codes.unflatten(-1, (-1, size))
     if isinstance(form, DenormalInteger):
         levels, step = form.doubled(codes, grid), grid.scale / 2
-    elif isinstance(form, Integer) and form.zero_type == "code":
-        levels, step = codes.float() - form.zero_of(grid), grid.scale
+    elif isinstance(form, Integer) and form.zero_dtype == "code":
+        levels, step = codes.float() - form.zero_point(grid), grid.scale
     elif type(form) in (Scaled, Ternary) and (parts := _parts(form)):  # type: ignore[arg-type]
         levels, step = form.elements.decode(codes) * parts, grid.scale / parts  # type: ignore[attr-defined]
     else:
         raise FormatError(
-            f"{path} is in {name_of(form)}, whose values are not whole multiples of a float16; GGUF takes int2 to "
+            f"{path} is in {format_name(form)}, whose values are not whole multiples of a float16; GGUF takes int2 to "
             "int8, dint, ternary and mxfp4 as they are, or export the unquantised model with --type."
         )
     return levels.flatten(-2)[..., :columns], step.squeeze(-1)
@@ -121,10 +123,10 @@ def _parts(form: Scaled) -> int:
     return parts if float(values.abs().max()) * parts <= 127 else 0
 
 
-def _with_minimum(quantized: Quantized, per_block: Tensor, size: int) -> Blocks | None:
+def _with_minimum(quantized: QuantizedTensor, per_block: Tensor, size: int) -> Blocks | None:
     """As Q4_1, where codes of at most four bits have zero points whose minimum is exactly a float16."""
-    form, grid = quantized.format, quantized.grid
-    if type(form) is not Integer or form.symmetric or form.width > 4 or grid.zero is None:
+    form, grid = quantized.format, quantized.qparams
+    if type(form) is not Integer or form.symmetric or form.bits > 4 or grid.zero is None:
         return None
     zero = grid.zero.squeeze(-1).expand(per_block.shape[0], -1).repeat_interleave(size // BLOCK, dim=1)
     minimum = -zero * per_block

@@ -30,8 +30,8 @@ from smelt.models.json_file import one_line
 from smelt.models.model import Model
 from smelt.models.quantized import STATIC_SCALE, QuantizedLinear, quantized_layers, replace_module
 from smelt.models.verify import probe
-from smelt.numerics.catalogue import name_of
-from smelt.numerics.format import TENSOR, WHOLE_ROW
+from smelt.numerics.catalog import format_name
+from smelt.numerics.format import PER_ROW, PER_TENSOR
 from smelt.numerics.integer import Integer
 
 PACKAGES = ("onnx", "onnxscript", "onnxruntime")
@@ -121,22 +121,22 @@ class _IntegerLayer(nn.Module):
     def __init__(self, layer: QuantizedLinear, path: str) -> None:
         super().__init__()
         form, scheme = layer.scheme.weight, layer.scheme
-        whole = form.group in (WHOLE_ROW, TENSOR)
-        if type(form) is not Integer or form.width != 8 or form.zero_type != "code" or not whole:
+        whole = form.group_size in (PER_ROW, PER_TENSOR)
+        if type(form) is not Integer or form.bits != 8 or form.zero_dtype != "code" or not whole:
             raise FormatError(
-                f"{path} is in {name_of(form)}, and ONNX's DequantizeLinear takes eight-bit integers with a scale a "
-                "row here; quantise to int8 with group -1, or export the unquantised model."
+                f"{path} is in {format_name(form)}, and ONNX's DequantizeLinear takes eight-bit integers with a scale "
+                "a row here; quantise to int8 with group -1, or export the unquantised model."
             )
         if scheme.hadamard or scheme.rank or scheme.clip != 1:
             raise FormatError(
                 f"{path} has an online rotation, low-rank factors or clipped inputs, which this export does not write."
             )
         inputs = scheme.inputs
-        fixed = type(inputs) is Integer and inputs.width == 8 and inputs.symmetric and scheme.static
+        fixed = type(inputs) is Integer and inputs.bits == 8 and inputs.symmetric and scheme.static
         if inputs is not None and not fixed:
             raise FormatError(
-                f"{path} rounds its inputs to {name_of(inputs)} with a scale for each of them, and ONNX has only fixed "
-                "scales; quantise with `inputs: int8` and `static: true`, or the weights only."
+                f"{path} rounds its inputs to {format_name(inputs)} with a scale for each of them, and ONNX has only "
+                "fixed scales; quantise with `inputs: int8` and `static: true`, or the weights only."
             )
         stored = layer.packed.tensors
         rows = layer.out_features

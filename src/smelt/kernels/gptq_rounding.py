@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from smelt.kernels.linear import REFERENCE, asked_for
+from smelt.kernels.linear import REFERENCE, forced_backend
 
 CPU, GPU = "cpu-compiled", "gpu-triton"
 
 
-def block_path(device: torch.device) -> str:
+def gptq_block_backend(device: torch.device) -> str:
     """The name of what rounds blocks on a device: one of the kernels, or the reference, which `using` can ask for."""
-    if asked_for() == REFERENCE.name:
+    if forced_backend() == REFERENCE.name:
         return REFERENCE.name
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         return GPU
@@ -26,9 +26,9 @@ def block_path(device: torch.device) -> str:
     return REFERENCE.name
 
 
-def block_rounding(device: torch.device) -> Callable[..., Any] | None:
+def gptq_block_kernel(device: torch.device) -> Callable[..., Any] | None:
     """The kernel for a device; None: the plain loop in `quantize.feedback`."""
-    path = block_path(device)
+    path = gptq_block_backend(device)
     if path == GPU:
         from smelt.kernels.gpu.gptq import gptq_block
 

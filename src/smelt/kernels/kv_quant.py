@@ -22,57 +22,57 @@ from torch import Tensor
 from smelt.kernels.hadamard import hadamard_transform
 
 INT8, FP8, INT4 = "int8", "fp8", "int4"
-NAMES = (INT8, FP8, INT4)
-WORD = 4  # bytes
+KV_QUANT_DTYPES = (INT8, FP8, INT4)
+QPARAM_BYTES = 4  # bytes
 LARGEST = {INT8: 127.0, FP8: 448.0, INT4: 15.0}
 
 
 @dataclass(frozen=True)
-class RowFormat:
+class KVQuantFormat:
     """Of vectors of `width` numbers."""
 
     name: str
-    width: int
-    turns: bool = False  # keys and queries, by a Hadamard matrix
+    head_dim: int
+    hadamard: bool = False  # keys and queries, by a Hadamard matrix
 
     dtype: ClassVar[torch.dtype] = torch.uint8
 
     def __post_init__(self) -> None:
-        if self.name not in NAMES:
-            raise ValueError(f"keys and values cannot be held in {self.name!r}; there is {', '.join(NAMES)}.")
+        if self.name not in KV_QUANT_DTYPES:
+            raise ValueError(f"keys and values cannot be held in {self.name!r}; there is {', '.join(KV_QUANT_DTYPES)}.")
 
     @classmethod
-    def of(cls, name: str, width: int) -> RowFormat:
+    def for_head_dim(cls, name: str, head_dim: int) -> KVQuantFormat:
         """As they are served: eight bits need no turning, and widths that are no power of two have none."""
-        return cls(name, width, turns=name == INT4 and width & (width - 1) == 0)
+        return cls(name, head_dim, hadamard=name == INT4 and head_dim & (head_dim - 1) == 0)
 
     @property
-    def half(self) -> int:
+    def half_dim(self) -> int:
         """Of a row padded to a power of two: what lies beside each other in a byte of int4."""
-        return 1 << max(self.width - 1, 1).bit_length() - 1
+        return 1 << max(self.head_dim - 1, 1).bit_length() - 1
 
     @property
-    def codes(self) -> int:
+    def code_bytes(self) -> int:
         """Bytes of a row's codes."""
-        return self.half if self.name == INT4 else self.width
+        return self.half_dim if self.name == INT4 else self.head_dim
 
     @property
-    def bytes(self) -> int:
+    def row_bytes(self) -> int:
         """Of a row; a multiple of the word's."""
-        return -(-self.codes // WORD) * WORD + WORD
+        return -(-self.code_bytes // QPARAM_BYTES) * QPARAM_BYTES + QPARAM_BYTES
 
-    def turned(self, x: Tensor) -> Tensor:
+    def rotate(self, x: Tensor) -> Tensor:
         """Queries or keys [..., width], as they meet each other."""
-        return hadamard_transform(x) if self.turns else x
+        return hadamard_transform(x) if self.hadamard else x
 
-    def back(self, x: Tensor) -> Tensor:
-        return hadamard_transform(x, inverse=True) if self.turns else x
+    def unrotate(self, x: Tensor) -> Tensor:
+        return hadamard_transform(x, inverse=True) if self.hadamard else x
 
-    def keys(self, rows: Tensor, dtype: torch.dtype) -> Tensor:  # [..., bytes] -> [..., width]
+    def dequantize_keys(self, rows: Tensor, dtype: torch.dtype) -> Tensor:  # [..., bytes] -> [..., width]
         """As the network gave them, turned by their positions alone."""
-        return self.back(self.decode(rows, dtype))
+        return self.unrotate(self.dequantize(rows, dtype))
 
-    def encode(self, x: Tensor) -> Tensor:  # [..., width] -> [..., bytes], uint8
+    def quantize(self, x: Tensor) -> Tensor:  # [..., width] -> [..., bytes], uint8
         """Vectors as they are to be read, keys already turned."""
         x = x.float()
         if self.name == INT4:
@@ -81,7 +81,7 @@ class RowFormat:
             scale = (x.abs().amax(dim=-1, keepdim=True) / LARGEST[self.name]).clamp(min=1e-30)
             codes = (x / scale).round().to(torch.int8) if self.name == INT8 else (x / scale).to(torch.float8_e4m3fn)
             codes, word = codes.view(torch.uint8), scale
-        gap = codes.new_zeros(*codes.shape[:-1], self.bytes - WORD - self.codes)
+        gap = codes.new_zeros(*codes.shape[:-1], self.row_bytes - QPARAM_BYTES - self.code_bytes)
         return torch.cat((codes, gap, word.contiguous().view(torch.uint8)), dim=-1)
 
     def _four_bits(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -90,28 +90,30 @@ class RowFormat:
         scale = ((high - low) / 15).clamp(min=1e-7).half()
         zero = (-low / scale.float()).round().clamp(0, 15)
         codes = ((x / scale.float()).round() + zero).clamp(0, 15).to(torch.uint8)
-        codes = torch.nn.functional.pad(codes, (0, 2 * self.half - self.width))
+        codes = torch.nn.functional.pad(codes, (0, 2 * self.half_dim - self.head_dim))
         word = torch.cat((scale.view(torch.int16), zero.to(torch.int16)), dim=-1)
-        return codes[..., : self.half] | codes[..., self.half :] << 4, word
+        return codes[..., : self.half_dim] | codes[..., self.half_dim :] << 4, word
 
-    def decode(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:  # [..., bytes] -> [..., width]
+    def dequantize(self, rows: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:  # [..., bytes] -> [..., width]
         """What `encode` was given, as nearly as it is held."""
-        codes, word = rows[..., : self.codes].contiguous(), rows[..., -WORD:].contiguous()
+        codes, word = rows[..., : self.code_bytes].contiguous(), rows[..., -QPARAM_BYTES:].contiguous()
         if self.name == INT4:
             scale, zero = word.view(torch.float16)[..., :1].float(), word.view(torch.int16)[..., 1:].float()
-            both = torch.cat((codes & 15, codes >> 4), dim=-1)[..., : self.width]
+            both = torch.cat((codes & 15, codes >> 4), dim=-1)[..., : self.head_dim]
             return ((both.float() - zero) * scale).to(dtype)
         numbers = codes.view(torch.int8 if self.name == INT8 else torch.float8_e4m3fn)
         return (numbers.float() * word.view(torch.float32)).to(dtype)
 
 
-def packed(rows: RowFormat | None, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_qkv(
+    kv_quant: KVQuantFormat | None, queries: Tensor, keys: Tensor, values: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """As pages in this format have them: queries to ask with, rows of keys and values to write."""
-    if rows is None:
+    if kv_quant is None:
         return queries, keys, values
-    return rows.turned(queries), rows.encode(rows.turned(keys)), rows.encode(values)
+    return kv_quant.rotate(queries), kv_quant.quantize(kv_quant.rotate(keys)), kv_quant.quantize(values)
 
 
-def stored(rows: RowFormat | None, width: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
+def row_layout(kv_quant: KVQuantFormat | None, head_dim: int, dtype: torch.dtype) -> tuple[int, torch.dtype]:
     """The last axis of pages, and their type, for heads of `width` numbers of a network of this type."""
-    return (width, dtype) if rows is None else (rows.bytes, rows.dtype)
+    return (head_dim, dtype) if kv_quant is None else (kv_quant.row_bytes, kv_quant.dtype)

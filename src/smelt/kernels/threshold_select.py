@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smelt.kernels.linear import REFERENCE, asked_for
+from smelt.kernels.linear import REFERENCE, forced_backend
 
 CPU, GPU = "cpu-compiled", "gpu-triton"
 _CHUNK = 1 << 16  # elements; on a CPU the temporaries of one chunk stay in the cache
 
 
-def compact_path(values: Tensor) -> str:
+def select_backend(values: Tensor) -> str:
     """What compacts such a vector: a kernel, or the reference, which `using` can ask for."""
-    if asked_for() == REFERENCE.name or values.dtype != torch.float32 or not values.is_contiguous():
+    if forced_backend() == REFERENCE.name or values.dtype != torch.float32 or not values.is_contiguous():
         return REFERENCE.name
     if values.is_cuda and importlib.util.find_spec("triton") is not None:
         return GPU
@@ -32,8 +32,8 @@ def compact_path(values: Tensor) -> str:
     return REFERENCE.name
 
 
-def add_and_compact(
-    residual: Tensor, gradient: Tensor, threshold: float, start: int, stop: int, slots: int | None = None
+def add_and_select(
+    residual: Tensor, gradient: Tensor, threshold: float, start: int, stop: int, capacity: int | None = None
 ) -> Tensor:
     """residual += gradient, in place and everywhere; then where |residual| >= threshold inside [start, stop).
 
@@ -43,24 +43,24 @@ def add_and_compact(
     """
     kernel = _kernel(residual)
     if kernel is not None:
-        found: Tensor = kernel.add_and_compact(residual, gradient.contiguous(), threshold, start, stop, slots)
+        found: Tensor = kernel.add_and_compact(residual, gradient.contiguous(), threshold, start, stop, capacity)
         return found
     residual.add_(gradient)
-    return compact_reference(residual, threshold, start, stop, slots)
+    return threshold_select_reference(residual, threshold, start, stop, capacity)
 
 
-def compact(values: Tensor, threshold: float, start: int, stop: int, slots: int | None = None) -> Tensor:
+def threshold_select(values: Tensor, threshold: float, start: int, stop: int, capacity: int | None = None) -> Tensor:
     """Where |values| >= threshold inside [start, stop): the second half of the pass, for thresholds known later."""
     kernel = _kernel(values)
     if kernel is not None:
-        found: Tensor = kernel.add_and_compact(values, None, threshold, start, stop, slots)
+        found: Tensor = kernel.add_and_compact(values, None, threshold, start, stop, capacity)
         return found
-    return compact_reference(values, threshold, start, stop, slots)
+    return threshold_select_reference(values, threshold, start, stop, capacity)
 
 
 def _kernel(values: Tensor) -> Any:
     """The room of the fast twin; None: the reference."""
-    path = compact_path(values)
+    path = select_backend(values)
     if path == GPU:
         from smelt.kernels.gpu import threshold_select as gpu
 
@@ -72,11 +72,13 @@ def _kernel(values: Tensor) -> Any:
     return None
 
 
-def compact_reference(values: Tensor, threshold: float, start: int, stop: int, slots: int | None = None) -> Tensor:
+def threshold_select_reference(
+    values: Tensor, threshold: float, start: int, stop: int, capacity: int | None = None
+) -> Tensor:
     """The same by PyTorch's own operations."""
-    if slots is not None:
+    if capacity is not None:
         mask = values[start:stop].abs() >= threshold
-        return torch.nonzero_static(mask, size=slots, fill_value=len(values) - start).flatten() + start
+        return torch.nonzero_static(mask, size=capacity, fill_value=len(values) - start).flatten() + start
     step = _CHUNK if values.device.type == "cpu" else max(stop - start, 1)
     found = [_where(values[at : min(at + step, stop)].abs() >= threshold).add_(at) for at in range(start, stop, step)]
     return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=values.device)

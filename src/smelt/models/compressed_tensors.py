@@ -30,19 +30,19 @@ from smelt.models.quantized import (
     quantized_layers,
 )
 from smelt.models.weights import TensorHeader, float_dtype, read_headers, read_safetensors
-from smelt.numerics.catalogue import FORMATS
+from smelt.numerics.catalog import FORMATS
 from smelt.numerics.elements import E4M3
-from smelt.numerics.format import TENSOR, WHOLE_ROW, Format
+from smelt.numerics.format import PER_ROW, PER_TENSOR, Format
 from smelt.numerics.integer import Integer
 from smelt.numerics.packing import pack, packed_columns, unpack
 from smelt.numerics.scaled import Scaled
-from smelt.numerics.scales import ScaleType
+from smelt.numerics.scales import ScaleDtype
 
 METHOD = "compressed-tensors"
 PACKED, INTEGERS, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 MIXED = "mixed-precision"
-_SCALES: dict[str, ScaleType] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_SCALES: dict[str, ScaleDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _LONGEST_PATTERN = 200
 _MOST_REPEATS = 4  # in a pattern: more could take for ever on a name that does not match
 
@@ -197,13 +197,13 @@ def _weight_format(weights: dict[str, Any], storage: Any, scale: str) -> Format 
         return FORMATS["nvfp4"]
     if (kind, bits, strategy, size, storage) == ("float", 4, "group", 32, MXFP4) and symmetric is True:
         return FORMATS["mxfp4"]
-    group = {"tensor": TENSOR, "channel": WHOLE_ROW, "group": size}.get(strategy)
-    if type(group) is not int or group < WHOLE_ROW or scale not in _SCALES or type(symmetric) is not bool:
+    group = {"tensor": PER_TENSOR, "channel": PER_ROW, "group": size}.get(strategy)
+    if type(group) is not int or group < PER_ROW or scale not in _SCALES or type(symmetric) is not bool:
         return None
-    if kind == "float" and bits == 8 and storage == FLOATS and group in (TENSOR, WHOLE_ROW) and symmetric:
+    if kind == "float" and bits == 8 and storage == FLOATS and group in (PER_TENSOR, PER_ROW) and symmetric:
         return Scaled(group, _SCALES[scale], E4M3)
     if kind == "int" and type(bits) is int and 2 <= bits <= 8 and storage in (PACKED, INTEGERS):
-        if group == TENSOR and not symmetric:
+        if group == PER_TENSOR and not symmetric:
             return None
         return Integer(group, _SCALES[scale], bits, symmetric)
     return None
@@ -218,20 +218,20 @@ def _input_format(inputs: dict[str, Any]) -> Format | None:
         return None
     if (kind, bits, strategy, inputs.get("group_size"), dynamic) == ("float", 4, "group", 32, True):
         return FORMATS["mxfp4-up"]
-    group = {"token": WHOLE_ROW, "tensor": TENSOR}.get(strategy or "tensor")
-    if group is None or (group == WHOLE_ROW and not dynamic) or bits != 8:
+    group = {"token": PER_ROW, "tensor": PER_TENSOR}.get(strategy or "tensor")
+    if group is None or (group == PER_ROW and not dynamic) or bits != 8:
         return None
     if kind == "int":
-        return Integer(group, width=8, wide=dynamic)
+        return Integer(group, bits=8, full_range=dynamic)
     return Scaled(group, elements=E4M3) if kind == "float" else None
 
 
 def _expected(layer: QuantizedLinear, storage: str) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
     """The tensors of a layer in the file: their shapes, and the number types they may have."""
     rows, columns, form = layer.out_features, layer.in_features, layer.scheme.weight
-    groups, zeros = -(-columns // form.size(columns)), _holds_zeros(form)
+    groups, zeros = -(-columns // form.effective_group_size(columns)), _holds_zeros(form)
     floats = tuple(_SCALES)
-    scale = (1,) if form.group == TENSOR else (rows, groups)
+    scale = (1,) if form.group_size == PER_TENSOR else (rows, groups)
     tensors: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {"weight_scale": (scale, floats)}
     if storage == PACKED:
         tensors["weight_packed"] = ((rows, -(-columns * form.bits // 32)), ("I32",))
@@ -261,8 +261,8 @@ def _holds_zeros(form: Format) -> bool:
 def _check_layer(
     path: str, layer: QuantizedLinear, storage: str, headers: dict[str, TensorHeader], folder: Path
 ) -> None:
-    if layer.scheme.weight.group > 0 and layer.in_features % layer.scheme.weight.group:
-        raise ModelError(f"{folder}: groups of {layer.scheme.weight.group} do not divide the inputs of {path}.")
+    if layer.scheme.weight.group_size > 0 and layer.in_features % layer.scheme.weight.group_size:
+        raise ModelError(f"{folder}: groups of {layer.scheme.weight.group_size} do not divide the inputs of {path}.")
     for name, (shape, dtypes) in _expected(layer, storage).items():
         held = headers.get(f"{path}.{name}")
         if held is None:
@@ -276,7 +276,9 @@ def _ours(layer: QuantizedLinear, storage: str, found: dict[str, Tensor], place:
     """The tensors of our layer from those of the file."""
     form, rows, columns = layer.scheme.weight, layer.out_features, layer.in_features
     middle = 1 << (form.bits - 1)
-    scale = found["weight_scale"].reshape(-1, 1, 1) if form.group == TENSOR else found["weight_scale"][..., None]
+    scale = (
+        found["weight_scale"].reshape(-1, 1, 1) if form.group_size == PER_TENSOR else found["weight_scale"][..., None]
+    )
     ours = {"scale": scale.contiguous()}
     if storage == PACKED:
         if found["weight_shape"].tolist() != [rows, columns]:

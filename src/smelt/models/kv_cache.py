@@ -18,8 +18,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from smelt.errors import FormatError, ModelError
 from smelt.kernels.hadamard import hadamard_order, hadamard_transform
-from smelt.numerics.catalogue import format_named
-from smelt.numerics.format import TENSOR, WHOLE_ROW, Format, Quantized
+from smelt.numerics.catalog import get_format
+from smelt.numerics.format import PER_ROW, PER_TENSOR, Format, QuantizedTensor
 
 UNPACKED = "none"  # the name of no format: as the network gives them
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -45,19 +45,19 @@ class PackedRows:
         if self.format is None:
             return {"values": x}
         x = hadamard_transform(x) if self._rotates else x
-        grouped = self.format.groups(x)
-        grid = self.format.fit(grouped, shrink=self.clip, whole=self.format.whole(x))
-        codes = self.format.encode(grouped, grid).flatten(-2)[..., : self.width]
+        grouped = self.format.split_groups(x)
+        grid = self.format.compute_qparams(grouped, clip_ratio=self.clip, tensor_amax=self.format.tensor_amax(x))
+        codes = self.format.quantize_groups(grouped, grid).flatten(-2)[..., : self.width]
         rows = (*x.shape[:3], 1, 1)
         return {  # what a whole tensor shares is noted with every row, since the next tokens come with their own
             name: tensor.expand(rows) if name == "tensor" else tensor
-            for name, tensor in Quantized(self.format, codes, grid).packed().items()
+            for name, tensor in QuantizedTensor(self.format, codes, grid).pack().items()
         }
 
     def values(self) -> Tensor:  # [batch, heads, tokens, width]
         if self.format is None:
             return self.tensors["values"]
-        x = Quantized.unpacked(self.format, self.tensors, self.width).values()
+        x = QuantizedTensor.from_packed(self.format, self.tensors, self.width).dequantize()
         return (hadamard_transform(x, inverse=True) if self._rotates else x).to(self.dtype)
 
     @property
@@ -219,5 +219,5 @@ def _row_format(given: str | Format) -> Format | None:
     """A scale for a whole tensor becomes one for each row, since there is no whole tensor yet."""
     if given == UNPACKED:
         return None
-    found = format_named(given) if isinstance(given, str) else given
-    return replace(found, group=WHOLE_ROW) if found.group == TENSOR else found
+    found = get_format(given) if isinstance(given, str) else given
+    return replace(found, group_size=PER_ROW) if found.group_size == PER_TENSOR else found

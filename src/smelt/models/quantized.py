@@ -18,9 +18,9 @@ from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import FormatError, ModelError
 from smelt.kernels.hadamard import hadamard_transform
-from smelt.kernels.linear import Inputs, LinearKernel, Packed, asked_for, choose
-from smelt.numerics.catalogue import format_named, name_of
-from smelt.numerics.format import TENSOR, Format, Quantized, packed_shapes
+from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix, forced_backend, select_kernel
+from smelt.numerics.catalog import format_name, get_format
+from smelt.numerics.format import PER_TENSOR, Format, QuantizedTensor, packed_shapes
 from smelt.numerics.packing import pack, unpack
 
 STATIC_SCALE = "input_scale"
@@ -40,9 +40,9 @@ class QuantizationScheme:
     clip: float = 1.0  # the part of an input's range that its grid covers; what lies outside is clipped
 
     def to_json(self) -> dict[str, Any]:
-        plain: dict[str, Any] = {"weight": name_of(self.weight)}
+        plain: dict[str, Any] = {"weight": format_name(self.weight)}
         if self.inputs is not None:
-            plain |= {"inputs": name_of(self.inputs), "static": self.static}
+            plain |= {"inputs": format_name(self.inputs), "static": self.static}
         if self.hadamard:
             plain["hadamard"] = True
         if self.rank:
@@ -58,11 +58,11 @@ class QuantizationScheme:
         if not isinstance(plain, dict) or any(type(value) is not known.get(key) for key, value in plain.items()):
             raise ModelError(f"{place}: this is not the description of a quantised layer: {plain!r}.")
         try:
-            weight, inputs = format_named(plain.get("weight", "")), plain.get("inputs")
-            scheme = cls(weight, None if inputs is None else format_named(inputs), plain.get("static", False))
+            weight, inputs = get_format(plain.get("weight", "")), plain.get("inputs")
+            scheme = cls(weight, None if inputs is None else get_format(inputs), plain.get("static", False))
         except FormatError as error:
             raise ModelError(f"{place}: {error}") from error
-        if scheme.static and (scheme.inputs is None or not scheme.inputs.has_one_number):
+        if scheme.static and (scheme.inputs is None or not scheme.inputs.has_scale_only):
             raise ModelError(f"{place}: a fixed scale cannot be that of inputs in the format {inputs!r}.")
         rank, clip = plain.get("rank", 0), plain.get("clip", 1.0)
         if not 0 <= rank <= 65536:
@@ -78,8 +78,8 @@ class _Chosen:
 
     key: tuple[Any, ...]
     kernel: LinearKernel
-    packed: Packed
-    inputs: Inputs | None
+    packed: PackedMatrix
+    inputs: ActivationQuant | None
     prepared: Any
 
 
@@ -107,12 +107,12 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def from_quantized(
-        cls, quantized: Quantized, scheme: QuantizationScheme, *, bias: Tensor | None, dtype: torch.dtype
+        cls, quantized: QuantizedTensor, scheme: QuantizationScheme, *, bias: Tensor | None, dtype: torch.dtype
     ) -> QuantizedLinear:
         """A layer around a matrix that was just quantised. A static scale is fixed later; until then it is dynamic."""
         rows, columns = quantized.codes.shape
         layer = cls(columns, rows, scheme, bias=bias is not None, dtype=dtype)
-        for name, tensor in quantized.packed().items():
+        for name, tensor in quantized.pack().items():
             setattr(layer, name, tensor.contiguous())
         if scheme.static:
             setattr(layer, STATIC_SCALE, None)
@@ -123,7 +123,7 @@ class QuantizedLinear(nn.Module):
     def set_static_input_scale(self, largest: Tensor) -> None:
         """From the largest magnitude of every input that the calibration data showed."""
         assert self.scheme.inputs is not None
-        scale = self.scheme.inputs.fit(largest.reshape(1, 1, -1), shrink=self.scheme.clip).scale
+        scale = self.scheme.inputs.compute_qparams(largest.reshape(1, 1, -1), clip_ratio=self.scheme.clip).scale
         setattr(self, STATIC_SCALE, scale.float().reshape(1, 1, 1))
 
     def add_low_rank_factors(self, down: Tensor, up: Tensor) -> None:
@@ -134,7 +134,7 @@ class QuantizedLinear(nn.Module):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep these outputs, in this order, and delete all others: rows are packed one by one."""
-        shared = set(GRID) if self.scheme.weight.group == TENSOR else {"tensor"}
+        shared = set(GRID) if self.scheme.weight.group_size == PER_TENSOR else {"tensor"}
         for name in {"codes", *GRID, "up"} - shared:
             self._keep(name, 0, rows)
         if self.bias is not None:
@@ -147,8 +147,8 @@ class QuantizedLinear(nn.Module):
             raise ModelError("inputs that are rotated by a Hadamard matrix are rotated all together: none can leave.")
         form, size = self.scheme.weight, self.input_group_size
         groups = columns // size  # whose scale each had
-        chosen = groups[:: form.size(len(columns))]
-        if not torch.equal(chosen.repeat_interleave(form.size(len(columns)))[: len(columns)], groups):
+        chosen = groups[:: form.effective_group_size(len(columns))]
+        if not torch.equal(chosen.repeat_interleave(form.effective_group_size(len(columns)))[: len(columns)], groups):
             raise ModelError(f"{size} inputs of a layer share a scale: they stay or leave together.")
         codes = unpack(self.packed.tensors["codes"], form.bits, self.in_features).index_select(1, columns)
         self.register_buffer("codes", pack(codes, form.bits))
@@ -165,7 +165,7 @@ class QuantizedLinear(nn.Module):
     @property
     def input_group_size(self) -> int:
         """Neighbouring weights of a row that share a scale."""
-        return self.scheme.weight.size(self.in_features)
+        return self.scheme.weight.effective_group_size(self.in_features)
 
     @property
     def parameter_count(self) -> int:
@@ -181,20 +181,20 @@ class QuantizedLinear(nn.Module):
         return self.scheme.weight.bits_per_value(self.in_features, self.out_features) + 8 * kind.itemsize * factors
 
     @property
-    def packed(self) -> Packed:
+    def packed(self) -> PackedMatrix:
         tensors = {name: getattr(self, name) for name in ("codes", *GRID) if hasattr(self, name)}
-        return Packed(self.scheme.weight, self.out_features, self.in_features, tensors)
+        return PackedMatrix(self.scheme.weight, self.out_features, self.in_features, tensors)
 
     @property
-    def inputs(self) -> Inputs | None:
+    def inputs(self) -> ActivationQuant | None:
         if self.scheme.inputs is None or self.round_inputs is not None:
             return None
-        return Inputs(self.scheme.inputs, getattr(self, STATIC_SCALE, None), self.scheme.clip)
+        return ActivationQuant(self.scheme.inputs, getattr(self, STATIC_SCALE, None), self.scheme.clip)
 
     @property
     def weight(self) -> Tensor:
         """The matrix that the codes stand for, [out, in]: decoded anew at each call."""
-        return self.packed.quantized().values()
+        return self.packed.unpack().dequantize()
 
     @property
     def path(self) -> str:
@@ -206,7 +206,7 @@ class QuantizedLinear(nn.Module):
             x = hadamard_transform(x)
         taken = x if self.round_inputs is None else self.round_inputs(x)
         if self._decoded is not None:
-            y = F.linear(taken if self.inputs is None else self.inputs.rounded(taken), self._decoded, self.bias)
+            y = F.linear(taken if self.inputs is None else self.inputs.fake_quantize(taken), self._decoded, self.bias)
         else:
             chosen = self._choice(x.dtype)
             if torch.compiler.is_compiling():  # in a graph all must be reached from the module
@@ -221,10 +221,10 @@ class QuantizedLinear(nn.Module):
     @torch.compiler.assume_constant_result
     def _choice(self, dtype: torch.dtype) -> _Chosen:
         """Made once for a type and a set of tensors, or when a test or benchmark asks for another kernel."""
-        key = (dtype, asked_for(), *map(id, self._buffers.values()))
+        key = (dtype, forced_backend(), *map(id, self._buffers.values()))
         if self._chosen is None or self._chosen.key != key:
             packed, inputs = self.packed, self.inputs
-            kernel = choose(packed, inputs, dtype)
+            kernel = select_kernel(packed, inputs, dtype)
             self._chosen = _Chosen(key, kernel, packed, inputs, kernel.prepare(packed, inputs))
         return self._chosen
 

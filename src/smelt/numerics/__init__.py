@@ -1,6 +1,6 @@
 """Number formats as pure functions: what a code stands for, what a group shares, and how both lie in memory."""
 
-from smelt.numerics.catalogue import FORMATS, format_named, name_of
-from smelt.numerics.format import Format, Grid, Quantized
+from smelt.numerics.catalog import FORMATS, format_name, get_format
+from smelt.numerics.format import Format, QuantizedTensor, QuantParams
 
-__all__ = ["FORMATS", "Format", "Grid", "Quantized", "format_named", "name_of"]
+__all__ = ["FORMATS", "Format", "QuantParams", "QuantizedTensor", "format_name", "get_format"]

@@ -19,7 +19,7 @@ NAN = float("nan")
 
 
 @dataclass(frozen=True)
-class Elements:
+class ElementType:
     """A table of at most 256 values, one for each code. Its name stands for it: NaN in a table equals nothing."""
 
     name: str
@@ -27,12 +27,12 @@ class Elements:
     values: tuple[float, ...] = field(compare=False)
 
     @cached_property
-    def largest(self) -> float:
+    def max_value(self) -> float:
         """The largest positive value: what a scale maps the largest element of a group to."""
         return max(value for value in self.values if not math.isnan(value))
 
     @cached_property
-    def smallest(self) -> float:
+    def min_value(self) -> float:
         return min(value for value in self.values if not math.isnan(value))
 
     def encode(self, x: Tensor) -> Tensor:  # any shape -> uint8 of that shape
@@ -46,7 +46,7 @@ class Elements:
     def encode_stochastic(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """One of the two neighbouring values at random, the nearer the likelier, so that the mean is the input."""
         levels, codes = _levels(self, x.device)
-        x = x.float().clamp(self.smallest, self.largest).contiguous()
+        x = x.float().clamp(self.min_value, self.max_value).contiguous()
         low = (torch.bucketize(x, levels, right=True) - 1).clamp(0, len(levels) - 2)
         share = (x - levels[low]) / (levels[low + 1] - levels[low])
         draw = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
@@ -54,12 +54,12 @@ class Elements:
 
 
 @lru_cache(maxsize=256)
-def _values(elements: Elements, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _values(elements: ElementType, device: torch.device, dtype: torch.dtype) -> Tensor:
     return torch.tensor(elements.values, device=device, dtype=dtype)
 
 
 @lru_cache(maxsize=256)
-def _levels(elements: Elements, device: torch.device) -> tuple[Tensor, Tensor]:
+def _levels(elements: ElementType, device: torch.device) -> tuple[Tensor, Tensor]:
     """The values in ascending order, and the code of each. Of two zeros the positive one is used."""
     found: dict[float, int] = {}
     for code, value in enumerate(elements.values):
@@ -71,7 +71,7 @@ def _levels(elements: Elements, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 @lru_cache(maxsize=256)
-def _search_tables(elements: Elements, device: torch.device) -> tuple[Tensor, Tensor]:
+def _search_tables(elements: ElementType, device: torch.device) -> tuple[Tensor, Tensor]:
     """Boundaries such that x >= boundary takes the upper level: the first number in float32 that is nearer to it. A
     tie goes to the even code: where that is the lower one, the boundary is the next number above the middle."""
     levels, codes = _levels(elements, torch.device("cpu"))
@@ -83,7 +83,7 @@ def _search_tables(elements: Elements, device: torch.device) -> tuple[Tensor, Te
     return torch.where(below, above, boundary).to(device), codes.to(device)
 
 
-def minifloat(name: str, exponent: int, mantissa: int, bias: int, special: str = "none") -> Elements:
+def minifloat(name: str, exponent: int, mantissa: int, bias: int, special: str = "none") -> ElementType:
     """A small IEEE-like float. `special`: none (every code is finite), nan (all ones is NaN), ieee (inf and NaN)."""
     top = (1 << exponent) - 1
     values = []
@@ -95,18 +95,18 @@ def minifloat(name: str, exponent: int, mantissa: int, bias: int, special: str =
             values.append(fraction * 2.0 ** (1 - bias - mantissa))
         else:
             values.append((1 + fraction / (1 << mantissa)) * 2.0 ** (power - bias))
-    return Elements(name, 1 + exponent + mantissa, tuple(values) + tuple(-value for value in values))
+    return ElementType(name, 1 + exponent + mantissa, tuple(values) + tuple(-value for value in values))
 
 
-def integers(bits: int) -> Elements:
+def mx_integers(bits: int) -> ElementType:
     """Whole numbers with all but two bits behind the point, as in MXINT8. Codes ascend with values; the lowest value
     is left out, so that the range is symmetric."""
     half = 1 << (bits - 1)
     values = [2.0 ** (2 - bits) * (code - half) for code in range(2 * half)]
-    return Elements(f"int{bits}", bits, (NAN, *values[1:]))
+    return ElementType(f"int{bits}", bits, (NAN, *values[1:]))
 
 
-def normal_floats(bits: int) -> Elements:
+def normal_floats(bits: int) -> ElementType:
     """Quantiles of the normal distribution with an exact zero, scaled to [-1, 1] (Dettmers et al., 2023)."""
     offset, half = 0.9677083, 1 << (bits - 1)
 
@@ -115,7 +115,7 @@ def normal_floats(bits: int) -> Elements:
 
     positive, negative = quantiles(half), [-value for value in quantiles(half - 1)]
     largest = max(positive)
-    return Elements(f"nf{bits}", bits, tuple(sorted(value / largest for value in [*positive, 0.0, *negative])))
+    return ElementType(f"nf{bits}", bits, tuple(sorted(value / largest for value in [*positive, 0.0, *negative])))
 
 
 E2M1 = minifloat("e2m1", 2, 1, 1)
@@ -123,4 +123,4 @@ E2M3 = minifloat("e2m3", 2, 3, 1)
 E3M2 = minifloat("e3m2", 3, 2, 3)
 E4M3 = minifloat("e4m3", 4, 3, 7, special="nan")
 E5M2 = minifloat("e5m2", 5, 2, 15, special="ieee")
-TERNARY = Elements("ternary", 2, (-1.0, 0.0, 1.0, NAN))
+TERNARY = ElementType("ternary", 2, (-1.0, 0.0, 1.0, NAN))

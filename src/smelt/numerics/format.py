@@ -19,13 +19,13 @@ from torch.nn import functional as F
 
 from smelt.errors import FormatError
 from smelt.numerics.packing import pack, packed_columns, unpack
-from smelt.numerics.scales import ROUNDED, STORED_BITS, ScaleType, read_scale, store_scale
+from smelt.numerics.scales import FLOAT_SCALES, STORED_BITS, ScaleDtype, load_scale, store_scale
 
-WHOLE_ROW, TENSOR = -1, 0
+PER_ROW, PER_TENSOR = -1, 0
 
 
 @dataclass(frozen=True)
-class Grid:
+class QuantParams:
     """What a group shares: [..., groups, 1] each, in float32, already rounded as it will be stored."""
 
     scale: Tensor
@@ -41,10 +41,10 @@ class Grid:
 class Format(ABC):
     """How values are written in few bits. Subclasses are frozen dataclasses: two equal ones are the same format."""
 
-    group: int = WHOLE_ROW
-    scale: ScaleType = "float32"
+    group_size: int = PER_ROW
+    scale_dtype: ScaleDtype = "float32"
 
-    scale_types: ClassVar[tuple[ScaleType, ...]] = ROUNDED
+    scale_dtypes: ClassVar[tuple[ScaleDtype, ...]] = FLOAT_SCALES
 
     @property
     @abstractmethod
@@ -52,147 +52,153 @@ class Format(ABC):
         """Of a code."""
 
     @abstractmethod
-    def fit(self, x: Tensor, *, shrink: Tensor | float = 1.0, whole: Tensor | None = None) -> Grid:
+    def compute_qparams(
+        self, x: Tensor, *, clip_ratio: Tensor | float = 1.0, tensor_amax: Tensor | None = None
+    ) -> QuantParams:
         """The grid of groups [..., groups, size]; `shrink` narrows its range; `whole` is the tensor's own maximum."""
 
     @abstractmethod
-    def encode(self, x: Tensor, grid: Grid) -> Tensor:
+    def quantize_groups(self, x: Tensor, qparams: QuantParams) -> Tensor:
         """The codes, uint8, of groups [..., groups, size]."""
 
     @abstractmethod
-    def encode_stochastic(self, x: Tensor, grid: Grid, generator: torch.Generator | None = None) -> Tensor:
+    def quantize_groups_stochastic(
+        self, x: Tensor, qparams: QuantParams, generator: torch.Generator | None = None
+    ) -> Tensor:
         """As `encode`, but up or down at random, the nearer the likelier: the mean of what is read back is x."""
 
     @abstractmethod
-    def decode(self, codes: Tensor, grid: Grid) -> Tensor:
+    def dequantize_groups(self, codes: Tensor, qparams: QuantParams) -> Tensor:
         """The values of codes, in float32."""
 
-    def groups(self, x: Tensor) -> Tensor:  # [..., columns] -> [..., groups, size]
+    def split_groups(self, x: Tensor) -> Tensor:  # [..., columns] -> [..., groups, size]
         """Cut rows into groups."""
-        size = self.size(x.shape[-1])
+        size = self.effective_group_size(x.shape[-1])
         return F.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
 
-    def size(self, columns: int) -> int:
+    def effective_group_size(self, columns: int) -> int:
         """Values that share a scale within a row."""
-        return max(columns, 1) if self.group in (WHOLE_ROW, TENSOR) else min(self.group, max(columns, 1))
+        return max(columns, 1) if self.group_size in (PER_ROW, PER_TENSOR) else min(self.group_size, max(columns, 1))
 
-    def whole(self, x: Tensor) -> Tensor | None:
+    def tensor_amax(self, x: Tensor) -> Tensor | None:
         """What the grid of every group must know of the tensor, if anything."""
         return None
 
-    def quantize(self, x: Tensor, *, stochastic: torch.Generator | None = None) -> Quantized:
+    def quantize(self, x: Tensor, *, generator: torch.Generator | None = None) -> QuantizedTensor:
         """Write a tensor [..., columns] in this format: to nearest, or at random where a generator is given."""
-        grouped = self.groups(x)
-        grid = self.fit(grouped, whole=self.whole(x))
-        if stochastic is None:
-            codes = self.encode(grouped, grid)
+        grouped = self.split_groups(x)
+        grid = self.compute_qparams(grouped, tensor_amax=self.tensor_amax(x))
+        if generator is None:
+            codes = self.quantize_groups(grouped, grid)
         else:
-            codes = self.encode_stochastic(grouped, grid, stochastic)
-        return Quantized(self, codes.flatten(-2)[..., : x.shape[-1]], grid)
+            codes = self.quantize_groups_stochastic(grouped, grid, generator)
+        return QuantizedTensor(self, codes.flatten(-2)[..., : x.shape[-1]], grid)
 
-    def rounded(self, x: Tensor) -> Tensor:
+    def fake_quantize(self, x: Tensor) -> Tensor:
         """What is read back of a tensor written in this format: the same shape and dtype."""
         limit = min(torch.finfo(kind).max for kind in (x.dtype, torch.float32))  # may be rounded up past it
-        return self.quantize(x).values().clamp(-limit, limit).to(x.dtype)
+        return self.quantize(x).dequantize().clamp(-limit, limit).to(x.dtype)
 
     def bits_per_value(self, columns: int, rows: int = 1) -> float:
         """Of all that is stored, for a tensor of that many rows and columns."""
-        groups = 1 if self.group == TENSOR else rows * math.ceil(columns / self.size(columns))
+        groups = 1 if self.group_size == PER_TENSOR else rows * math.ceil(columns / self.effective_group_size(columns))
         codes = 8 * rows * packed_columns(columns, self.bits)
-        return (codes + self.grid_bits * groups + self.tensor_bits) / (rows * columns)
+        return (codes + self.qparams_bits * groups + self.tensor_bits) / (rows * columns)
 
     @property
-    def grid_bits(self) -> int:
+    def qparams_bits(self) -> int:
         """Of what a group shares."""
-        return STORED_BITS[self.scale]
+        return STORED_BITS[self.scale_dtype]
 
     @property
     def tensor_bits(self) -> int:
         """Of what all groups share."""
         return 0
 
-    def store(self, grid: Grid) -> dict[str, Tensor]:
+    def store_qparams(self, qparams: QuantParams) -> dict[str, Tensor]:
         """The grid as it lies on disk and in memory."""
-        return {name: self._store(name, tensor) for name, tensor in grid.tensors().items()}
+        return {name: self._store(name, tensor) for name, tensor in qparams.tensors().items()}
 
-    def read(self, stored: dict[str, Tensor]) -> Grid:
+    def load_qparams(self, stored: dict[str, Tensor]) -> QuantParams:
         """The inverse of `store`."""
-        return Grid(**{name: self._read(name, tensor) for name, tensor in stored.items()})
+        return QuantParams(**{name: self._read(name, tensor) for name, tensor in stored.items()})
 
     def _store(self, name: str, tensor: Tensor) -> Tensor:
         if name == "tensor":
             return tensor
-        return tensor.to(torch.uint8) if name == "zero" else store_scale(tensor, self.scale)
+        return tensor.to(torch.uint8) if name == "zero" else store_scale(tensor, self.scale_dtype)
 
     def _read(self, name: str, stored: Tensor) -> Tensor:
-        return stored.float() if name in ("tensor", "zero") else read_scale(stored, self.scale)
+        return stored.float() if name in ("tensor", "zero") else load_scale(stored, self.scale_dtype)
 
     @property
-    def has_one_number(self) -> bool:
+    def has_scale_only(self) -> bool:
         """Whether a group shares a scale and nothing else, so that it can be fixed beforehand."""
-        return set(self.fit(torch.zeros(1, 1, 1)).tensors()) == {"scale"}
+        return set(self.compute_qparams(torch.zeros(1, 1, 1)).tensors()) == {"scale"}
 
-    def with_group(self, group: int) -> Format:
-        return replace(self, group=group)
+    def with_group_size(self, group_size: int) -> Format:
+        return replace(self, group_size=group_size)
 
     def check(self) -> None:
-        if self.group < WHOLE_ROW:
-            raise FormatError(f"a group has at least one value, not {self.group}; -1 means a whole row.")
-        if self.scale not in self.scale_types:
-            raise FormatError(f"this format has its scales in {', '.join(self.scale_types)}, not in {self.scale}.")
+        if self.group_size < PER_ROW:
+            raise FormatError(f"a group has at least one value, not {self.group_size}; -1 means a whole row.")
+        if self.scale_dtype not in self.scale_dtypes:
+            raise FormatError(
+                f"this format has its scales in {', '.join(self.scale_dtypes)}, not in {self.scale_dtype}."
+            )
 
     def __post_init__(self) -> None:
         self.check()
 
 
 @dataclass(frozen=True)
-class Quantized:
+class QuantizedTensor:
     """A tensor written in a format."""
 
     format: Format
     codes: Tensor  # uint8 [..., columns]
-    grid: Grid
+    qparams: QuantParams
 
-    def values(self) -> Tensor:
+    def dequantize(self) -> Tensor:
         """What is read back, in float32."""
-        columns, size = self.codes.shape[-1], self.format.size(self.codes.shape[-1])
+        columns, size = self.codes.shape[-1], self.format.effective_group_size(self.codes.shape[-1])
         grouped = F.pad(self.codes, (0, -columns % size)).unflatten(-1, (-1, size))
-        return self.format.decode(grouped, self.grid).flatten(-2)[..., :columns]
+        return self.format.dequantize_groups(grouped, self.qparams).flatten(-2)[..., :columns]
 
-    def packed(self) -> dict[str, Tensor]:
+    def pack(self) -> dict[str, Tensor]:
         """Codes and grid as they lie on disk and in memory."""
-        return {"codes": pack(self.codes, self.format.bits), **self.format.store(self.grid)}
+        return {"codes": pack(self.codes, self.format.bits), **self.format.store_qparams(self.qparams)}
 
     @classmethod
-    def unpacked(cls, number_format: Format, stored: dict[str, Tensor], columns: int) -> Quantized:
+    def from_packed(cls, number_format: Format, stored: dict[str, Tensor], columns: int) -> QuantizedTensor:
         """The inverse of `packed`."""
         codes = unpack(stored["codes"], number_format.bits, columns)
-        return cls(number_format, codes, number_format.read({k: v for k, v in stored.items() if k != "codes"}))
+        return cls(number_format, codes, number_format.load_qparams({k: v for k, v in stored.items() if k != "codes"}))
 
 
 def packed_shapes(number_format: Format, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shape and type of each tensor that a packed matrix consists of, known before there is one."""
-    example = number_format.quantize(torch.zeros(1, columns, device="cpu")).packed()
+    example = number_format.quantize(torch.zeros(1, columns, device="cpu")).pack()
     shapes = {}
     for name, tensor in example.items():
-        whole = number_format.group == TENSOR or name == "tensor"
+        whole = number_format.group_size == PER_TENSOR or name == "tensor"
         shape = tuple(tensor.shape) if whole and name != "codes" else (rows, *tensor.shape[1:])
         shapes[name] = (shape, tensor.dtype)
     assert shapes["codes"][0] == (rows, packed_columns(columns, number_format.bits))
     return shapes
 
 
-def finite(x: Tensor) -> Tensor:
+def drop_infinities(x: Tensor) -> Tensor:
     """Infinities count for nothing when a range is taken; NaN stays, and makes the range NaN."""
     return x.masked_fill(x.isinf(), 0.0)
 
 
-def magnitude(x: Tensor, number_format: Format) -> Tensor:
+def group_amax(x: Tensor, number_format: Format) -> Tensor:
     """The largest magnitude of each group, or of all of them where the tensor shares one scale."""
-    sizes = finite(x).abs().amax(-1, keepdim=True)
-    return largest_of_all(sizes) if number_format.group == TENSOR else sizes
+    sizes = drop_infinities(x).abs().amax(-1, keepdim=True)
+    return global_amax(sizes) if number_format.group_size == PER_TENSOR else sizes
 
 
-def largest_of_all(sizes: Tensor) -> Tensor:
+def global_amax(sizes: Tensor) -> Tensor:
     """One number, none below zero, as a group of its own: zero where there are no sizes at all."""
     return F.pad(sizes.flatten(), (0, 1)).amax().reshape([1] * sizes.dim())

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from smelt.errors import FormatError
-from smelt.numerics.format import TENSOR, Format, Grid, finite, largest_of_all, magnitude
-from smelt.numerics.scales import over, round_scale
+from smelt.numerics.format import PER_TENSOR, Format, QuantParams, drop_infinities, global_amax, group_amax
+from smelt.numerics.scales import exact_divide, round_scale
 
-ZeroType = Literal["code", "float16", "float32"]
-_ZERO_BITS: dict[ZeroType, int] = {"code": 8, "float16": 16, "float32": 32}
+ZeroDtype = Literal["code", "float16", "float32"]
+_ZERO_BITS: dict[ZeroDtype, int] = {"code": 8, "float16": 16, "float32": 32}
 
 
 @dataclass(frozen=True)
@@ -24,85 +24,87 @@ class Integer(Format):
     largest value may lose half a step. Otherwise scale = amax / (2^(b-1) - 1).
     """
 
-    width: int = 4
+    bits: int = 4
     symmetric: bool = True
-    wide: bool = False
-    zero_type: ZeroType = "code"  # whole, as a code; or a fraction, stored in float16 or float32
+    full_range: bool = False
+    zero_dtype: ZeroDtype = "code"  # whole, as a code; or a fraction, stored in float16 or float32
 
     @property
-    def bits(self) -> int:
-        return self.width
-
-    @property
-    def top(self) -> int:
+    def qmax(self) -> int:
         """The largest code."""
-        return (1 << self.width) - 1
+        return (1 << self.bits) - 1
 
     def check(self) -> None:
         super().check()
-        if not 2 <= self.width <= 8:
-            raise FormatError(f"integers have 2 to 8 bits, not {self.width}.")
-        if self.symmetric and self.zero_type != "code":
+        if not 2 <= self.bits <= 8:
+            raise FormatError(f"integers have 2 to 8 bits, not {self.bits}.")
+        if self.symmetric and self.zero_dtype != "code":
             raise FormatError("symmetric integers store no zero point, so it has no type.")
-        if self.wide and not self.symmetric:
+        if self.full_range and not self.symmetric:
             raise FormatError("wide is a way to place a symmetric range; leave it out with zero points.")
 
-    def fit(self, x: Tensor, *, shrink: Tensor | float = 1.0, whole: Tensor | None = None) -> Grid:
+    def compute_qparams(
+        self, x: Tensor, *, clip_ratio: Tensor | float = 1.0, tensor_amax: Tensor | None = None
+    ) -> QuantParams:
         if self.symmetric:
-            span = self.top / 2 if self.wide else self.top // 2
-            largest = magnitude(x, self)
-            scale = torch.where(largest == 0, 1.0, over(largest * shrink, span))
-            return Grid(round_scale(scale, self.scale))
-        low, high = extent(x, self)
-        return self.grid_between(low * shrink, high * shrink)
+            span = self.qmax / 2 if self.full_range else self.qmax // 2
+            largest = group_amax(x, self)
+            scale = torch.where(largest == 0, 1.0, exact_divide(largest * clip_ratio, span))
+            return QuantParams(round_scale(scale, self.scale_dtype))
+        low, high = group_min_max(x, self)
+        return self.qparams_from_range(low * clip_ratio, high * clip_ratio)
 
-    def grid_between(self, low: Tensor, high: Tensor) -> Grid:
+    def qparams_from_range(self, low: Tensor, high: Tensor) -> QuantParams:
         """The asymmetric grid from `low` (at most 0) to `high` (at least 0)."""
-        scale = torch.where(high == low, 1.0, over(high - low, self.steps))
-        scale = round_scale(scale, self.scale)
-        zero = (-low / scale).round().clamp(0, self.steps)
-        return Grid(scale, zero.nan_to_num(nan=0.0))  # the scale says NaN; a byte cannot
+        scale = torch.where(high == low, 1.0, exact_divide(high - low, self.num_steps))
+        scale = round_scale(scale, self.scale_dtype)
+        zero = (-low / scale).round().clamp(0, self.num_steps)
+        return QuantParams(scale, zero.nan_to_num(nan=0.0))  # the scale says NaN; a byte cannot
 
     @property
-    def steps(self) -> int:
+    def num_steps(self) -> int:
         """Between the smallest value and the largest."""
-        return self.top
+        return self.qmax
 
-    def rounded_scale(self, scale: Tensor) -> Tensor:
+    def round_scale(self, scale: Tensor) -> Tensor:
         """As it will be stored."""
-        return round_scale(scale, self.scale)
+        return round_scale(scale, self.scale_dtype)
 
-    def rounded_zero(self, zero: Tensor) -> Tensor:
+    def round_zero(self, zero: Tensor) -> Tensor:
         """As it will be stored."""
-        if self.zero_type == "code":
-            return zero.round().clamp(0, self.top)
-        return zero.half().float() if self.zero_type == "float16" else zero.float()
+        if self.zero_dtype == "code":
+            return zero.round().clamp(0, self.qmax)
+        return zero.half().float() if self.zero_dtype == "float16" else zero.float()
 
     @property
-    def grid_bits(self) -> int:
-        return super().grid_bits + (0 if self.symmetric else _ZERO_BITS[self.zero_type])
+    def qparams_bits(self) -> int:
+        return super().qparams_bits + (0 if self.symmetric else _ZERO_BITS[self.zero_dtype])
 
     def _store(self, name: str, tensor: Tensor) -> Tensor:
-        if name != "zero" or self.zero_type == "code":
+        if name != "zero" or self.zero_dtype == "code":
             return super()._store(name, tensor)
-        return tensor.half() if self.zero_type == "float16" else tensor.float()
+        return tensor.half() if self.zero_dtype == "float16" else tensor.float()
 
-    def encode(self, x: Tensor, grid: Grid) -> Tensor:
-        zero = self.zero_of(grid)
-        steps = x / grid.scale
-        codes = steps.round() + zero if self.zero_type == "code" else (steps + zero).round()
-        return codes.nan_to_num(nan=0.0).clamp(0, self.top).to(torch.uint8)
+    def quantize_groups(self, x: Tensor, qparams: QuantParams) -> Tensor:
+        zero = self.zero_point(qparams)
+        steps = x / qparams.scale
+        codes = steps.round() + zero if self.zero_dtype == "code" else (steps + zero).round()
+        return codes.nan_to_num(nan=0.0).clamp(0, self.qmax).to(torch.uint8)
 
-    def encode_stochastic(self, x: Tensor, grid: Grid, generator: torch.Generator | None = None) -> Tensor:
-        steps = x / grid.scale + (self.zero_of(grid) if self.zero_type != "code" else 0.0)
-        codes = up_or_down(steps, 1.0, generator) + (self.zero_of(grid) if self.zero_type == "code" else 0.0)
-        return codes.nan_to_num(nan=0.0).clamp(0, self.top).to(torch.uint8)
+    def quantize_groups_stochastic(
+        self, x: Tensor, qparams: QuantParams, generator: torch.Generator | None = None
+    ) -> Tensor:
+        steps = x / qparams.scale + (self.zero_point(qparams) if self.zero_dtype != "code" else 0.0)
+        codes = stochastic_round(steps, 1.0, generator) + (
+            self.zero_point(qparams) if self.zero_dtype == "code" else 0.0
+        )
+        return codes.nan_to_num(nan=0.0).clamp(0, self.qmax).to(torch.uint8)
 
-    def decode(self, codes: Tensor, grid: Grid) -> Tensor:
-        return (codes.float() - self.zero_of(grid)) * grid.scale
+    def dequantize_groups(self, codes: Tensor, qparams: QuantParams) -> Tensor:
+        return (codes.float() - self.zero_point(qparams)) * qparams.scale
 
-    def zero_of(self, grid: Grid) -> Tensor | float:
-        return float(self.top // 2 + 1) if grid.zero is None else grid.zero
+    def zero_point(self, qparams: QuantParams) -> Tensor | float:
+        return float(self.qmax // 2 + 1) if qparams.zero is None else qparams.zero
 
 
 @dataclass(frozen=True)
@@ -113,70 +115,79 @@ class DenormalInteger(Integer):
     """
 
     symmetric: bool = False
-    wide: ClassVar[bool] = False  # type: ignore[misc]
+    full_range: ClassVar[bool] = False  # type: ignore[misc]
 
     @property
-    def steps(self) -> int:
-        return self.top - 2
+    def num_steps(self) -> int:
+        return self.qmax - 2
 
     def check(self) -> None:
         super().check()
-        if self.width < 3:
+        if self.bits < 3:
             raise FormatError("dint has 3 to 8 bits: two codes are spent near zero.")
-        if self.zero_type != "code":
+        if self.zero_dtype != "code":
             raise FormatError("the zero point of dint is a code.")
 
-    def fit(self, x: Tensor, *, shrink: Tensor | float = 1.0, whole: Tensor | None = None) -> Grid:
+    def compute_qparams(
+        self, x: Tensor, *, clip_ratio: Tensor | float = 1.0, tensor_amax: Tensor | None = None
+    ) -> QuantParams:
         if not self.symmetric:
-            low, high = extent(x, self)
-            return self.grid_between(low * shrink, high * shrink)
-        largest = magnitude(x, self)
-        return Grid(round_scale(torch.where(largest == 0, 1.0, over(largest * shrink, self.steps // 2)), self.scale))
+            low, high = group_min_max(x, self)
+            return self.qparams_from_range(low * clip_ratio, high * clip_ratio)
+        largest = group_amax(x, self)
+        return QuantParams(
+            round_scale(
+                torch.where(largest == 0, 1.0, exact_divide(largest * clip_ratio, self.num_steps // 2)),
+                self.scale_dtype,
+            )
+        )
 
-    def encode(self, x: Tensor, grid: Grid) -> Tensor:
-        return self._nearest(x / grid.scale, grid)
+    def quantize_groups(self, x: Tensor, qparams: QuantParams) -> Tensor:
+        return self._nearest(x / qparams.scale, qparams)
 
-    def encode_stochastic(self, x: Tensor, grid: Grid, generator: torch.Generator | None = None) -> Tensor:
-        steps = x / grid.scale
+    def quantize_groups_stochastic(
+        self, x: Tensor, qparams: QuantParams, generator: torch.Generator | None = None
+    ) -> Tensor:
+        steps = x / qparams.scale
         grain = torch.where(steps.abs() < 1, 0.5, 1.0)
-        return self._nearest(up_or_down(steps, grain, generator), grid)
+        return self._nearest(stochastic_round(steps, grain, generator), qparams)
 
-    def _nearest(self, steps: Tensor, grid: Grid) -> Tensor:
+    def _nearest(self, steps: Tensor, grid: QuantParams) -> Tensor:
         """Where there is no whole step on a side of zero, the half step is the end of the grid on that side."""
-        zero = self.zero_of(grid)
+        zero = self.zero_point(grid)
         codes = (steps.round() + zero).nan_to_num(nan=0.0).clamp(0, self._last)
-        codes = torch.where((steps >= 0.25) & ((steps < 0.75) | (zero >= self._last)), self.top - 1, codes)
-        codes = torch.where((steps <= -0.25) & ((steps > -0.75) | (zero <= 0)), self.top, codes)
+        codes = torch.where((steps >= 0.25) & ((steps < 0.75) | (zero >= self._last)), self.qmax - 1, codes)
+        codes = torch.where((steps <= -0.25) & ((steps > -0.75) | (zero <= 0)), self.qmax, codes)
         return codes.to(torch.uint8)
 
-    def decode(self, codes: Tensor, grid: Grid) -> Tensor:
-        return self.doubled(codes, grid) * (grid.scale / 2)
+    def dequantize_groups(self, codes: Tensor, qparams: QuantParams) -> Tensor:
+        return self.doubled(codes, qparams) * (qparams.scale / 2)
 
-    def doubled(self, codes: Tensor, grid: Grid) -> Tensor:
+    def doubled(self, codes: Tensor, qparams: QuantParams) -> Tensor:
         """Whole numbers, twice the value in steps: what an int8 product takes, with half the scale."""
-        plain = 2 * (codes.float() - self.zero_of(grid))
-        return torch.where(codes == self.top - 1, 1.0, torch.where(codes == self.top, -1.0, plain))
+        plain = 2 * (codes.float() - self.zero_point(qparams))
+        return torch.where(codes == self.qmax - 1, 1.0, torch.where(codes == self.qmax, -1.0, plain))
 
-    def zero_of(self, grid: Grid) -> Tensor | float:
-        return float(self.steps // 2) if grid.zero is None else grid.zero
+    def zero_point(self, qparams: QuantParams) -> Tensor | float:
+        return float(self.num_steps // 2) if qparams.zero is None else qparams.zero
 
     @property
     def _last(self) -> int:
         """The largest ordinary code: a symmetric grid has as many steps below zero as above."""
-        return 2 * (self.steps // 2) if self.symmetric else self.steps
+        return 2 * (self.num_steps // 2) if self.symmetric else self.num_steps
 
 
-def up_or_down(steps: Tensor, grain: Tensor | float, generator: torch.Generator | None) -> Tensor:
+def stochastic_round(steps: Tensor, grain: Tensor | float, generator: torch.Generator | None) -> Tensor:
     """One of the two neighbouring multiples of the grain at random, the nearer the likelier."""
     low = (steps / grain).floor() * grain
     draw = torch.rand(steps.shape, generator=generator, device=steps.device, dtype=torch.float32)
     return torch.where(draw < (steps - low) / grain, low + grain, low)
 
 
-def extent(x: Tensor, number_format: Format) -> tuple[Tensor, Tensor]:
+def group_min_max(x: Tensor, number_format: Format) -> tuple[Tensor, Tensor]:
     """Smallest and largest value of each group; zero always lies between them, so that it is exact."""
-    kept = finite(x)
+    kept = drop_infinities(x)
     low, high = kept.amin(-1, keepdim=True).clamp(max=0), kept.amax(-1, keepdim=True).clamp(min=0)
-    if number_format.group == TENSOR:
-        return -largest_of_all(-low), largest_of_all(high)
+    if number_format.group_size == PER_TENSOR:
+        return -global_amax(-low), global_amax(high)
     return low, high

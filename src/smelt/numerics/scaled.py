@@ -9,49 +9,60 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from smelt.numerics.elements import E2M1, TERNARY, Elements
-from smelt.numerics.format import TENSOR, Format, Grid, finite, largest_of_all, magnitude
-from smelt.numerics.scales import POWERS, ROUNDED, ScaleType, over, power_of_two, round_scale
+from smelt.numerics.elements import E2M1, TERNARY, ElementType
+from smelt.numerics.format import PER_TENSOR, Format, QuantParams, drop_infinities, global_amax, group_amax
+from smelt.numerics.scales import (
+    FLOAT_SCALES,
+    POWER_OF_TWO_SCALES,
+    ScaleDtype,
+    exact_divide,
+    power_of_two_scale,
+    round_scale,
+)
 
 
 @dataclass(frozen=True)
 class Scaled(Format):
     """Every group has one scale, chosen so that its largest magnitude meets the largest element."""
 
-    elements: Elements = E2M1
+    elements: ElementType = E2M1
 
-    scale_types: ClassVar[tuple[ScaleType, ...]] = ROUNDED + POWERS
+    scale_dtypes: ClassVar[tuple[ScaleDtype, ...]] = FLOAT_SCALES + POWER_OF_TWO_SCALES
 
     @property
     def bits(self) -> int:
         return self.elements.bits
 
-    def fit(self, x: Tensor, *, shrink: Tensor | float = 1.0, whole: Tensor | None = None) -> Grid:
-        return Grid(self.scale_for(magnitude(x, self) * shrink))
+    def compute_qparams(
+        self, x: Tensor, *, clip_ratio: Tensor | float = 1.0, tensor_amax: Tensor | None = None
+    ) -> QuantParams:
+        return QuantParams(self.scale_for(group_amax(x, self) * clip_ratio))
 
-    def scale_for(self, largest: Tensor) -> Tensor:
-        if self.scale in POWERS:
-            scale = power_of_two(largest, self.scale, math.floor(math.log2(self.elements.largest)))
+    def scale_for(self, amax: Tensor) -> Tensor:
+        if self.scale_dtype in POWER_OF_TWO_SCALES:
+            scale = power_of_two_scale(amax, self.scale_dtype, math.floor(math.log2(self.elements.max_value)))
         else:
-            scale = round_scale(over(largest, self.elements.largest), self.scale)
-        return torch.where(largest == 0, 1.0, scale)
+            scale = round_scale(exact_divide(amax, self.elements.max_value), self.scale_dtype)
+        return torch.where(amax == 0, 1.0, scale)
 
-    def scale_of(self, x: Tensor, grid: Grid) -> Tensor:
+    def scale_of(self, x: Tensor, qparams: QuantParams) -> Tensor:
         """By what each value is divided. The values may be true or rounded ones: only their signs can matter."""
-        return grid.scale
+        return qparams.scale
 
-    def encode(self, x: Tensor, grid: Grid) -> Tensor:
-        return self.elements.encode(self._scaled(x, grid))
+    def quantize_groups(self, x: Tensor, qparams: QuantParams) -> Tensor:
+        return self.elements.encode(self._scaled(x, qparams))
 
-    def encode_stochastic(self, x: Tensor, grid: Grid, generator: torch.Generator | None = None) -> Tensor:
-        return self.elements.encode_stochastic(self._scaled(x, grid), generator)
+    def quantize_groups_stochastic(
+        self, x: Tensor, qparams: QuantParams, generator: torch.Generator | None = None
+    ) -> Tensor:
+        return self.elements.encode_stochastic(self._scaled(x, qparams), generator)
 
-    def _scaled(self, x: Tensor, grid: Grid) -> Tensor:
+    def _scaled(self, x: Tensor, grid: QuantParams) -> Tensor:
         return (x / self.scale_of(x, grid)).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)
 
-    def decode(self, codes: Tensor, grid: Grid) -> Tensor:
+    def dequantize_groups(self, codes: Tensor, qparams: QuantParams) -> Tensor:
         values = self.elements.decode(codes)
-        return values * self.scale_of(values, grid)
+        return values * self.scale_of(values, qparams)
 
 
 @dataclass(frozen=True)
@@ -59,45 +70,51 @@ class SignedScales(Scaled):
     """AMXFP4: positive and negative elements of a group have a scale each; the element's own sign tells which."""
 
     @property
-    def grid_bits(self) -> int:
-        return 2 * super().grid_bits
+    def qparams_bits(self) -> int:
+        return 2 * super().qparams_bits
 
-    def fit(self, x: Tensor, *, shrink: Tensor | float = 1.0, whole: Tensor | None = None) -> Grid:
-        positive = self.scale_for(magnitude(x.clamp(min=0), self) * shrink)
-        return Grid(positive, negative=self.scale_for(magnitude(x.clamp(max=0), self) * shrink))
+    def compute_qparams(
+        self, x: Tensor, *, clip_ratio: Tensor | float = 1.0, tensor_amax: Tensor | None = None
+    ) -> QuantParams:
+        positive = self.scale_for(group_amax(x.clamp(min=0), self) * clip_ratio)
+        return QuantParams(positive, negative=self.scale_for(group_amax(x.clamp(max=0), self) * clip_ratio))
 
-    def scale_of(self, x: Tensor, grid: Grid) -> Tensor:
-        assert grid.negative is not None
-        return torch.where(x > 0, grid.scale, grid.negative)
+    def scale_of(self, x: Tensor, qparams: QuantParams) -> Tensor:
+        assert qparams.negative is not None
+        return torch.where(x > 0, qparams.scale, qparams.negative)
 
 
 @dataclass(frozen=True)
 class TensorScaled(Scaled):
     """NVFP4: the scales of the groups are themselves scaled, by one number, to use the whole range of E4M3."""
 
-    group: int = 16
-    scale: ScaleType = "e4m3"
+    group_size: int = 16
+    scale_dtype: ScaleDtype = "e4m3"
 
-    scale_types: ClassVar[tuple[ScaleType, ...]] = ("e4m3",)
+    scale_dtypes: ClassVar[tuple[ScaleDtype, ...]] = ("e4m3",)
 
     @property
     def tensor_bits(self) -> int:
         return 32
 
-    def whole(self, x: Tensor) -> Tensor:
+    def tensor_amax(self, x: Tensor) -> Tensor:
         """The largest magnitude. A NaN is its group's concern, and must not reach the others through this number."""
-        return largest_of_all(finite(x.float()).nan_to_num(nan=0.0).abs())
+        return global_amax(drop_infinities(x.float()).nan_to_num(nan=0.0).abs())
 
-    def fit(self, x: Tensor, *, shrink: Tensor | float = 1.0, whole: Tensor | None = None) -> Grid:
-        largest = self.whole(x) if whole is None else whole
-        reach = 448.0 * self.elements.largest
+    def compute_qparams(
+        self, x: Tensor, *, clip_ratio: Tensor | float = 1.0, tensor_amax: Tensor | None = None
+    ) -> QuantParams:
+        largest = self.tensor_amax(x) if tensor_amax is None else tensor_amax
+        reach = 448.0 * self.elements.max_value
         tensor = round_scale(torch.where(largest == 0, 1.0, reach / largest), "float32").reshape([1] * x.dim())
-        stored = round_scale(over(magnitude(x, self) * shrink * tensor, self.elements.largest), self.scale)
-        return Grid(stored, tensor=tensor)
+        stored = round_scale(
+            exact_divide(group_amax(x, self) * clip_ratio * tensor, self.elements.max_value), self.scale_dtype
+        )
+        return QuantParams(stored, tensor=tensor)
 
-    def scale_of(self, x: Tensor, grid: Grid) -> Tensor:
-        assert grid.tensor is not None
-        return grid.scale / grid.tensor
+    def scale_of(self, x: Tensor, qparams: QuantParams) -> Tensor:
+        assert qparams.tensor is not None
+        return qparams.scale / qparams.tensor
 
 
 @dataclass(frozen=True)
@@ -108,14 +125,16 @@ class Ternary(Scaled):
     ternary already stay what they are.
     """
 
-    elements: Elements = TERNARY
+    elements: ElementType = TERNARY
 
-    scale_types: ClassVar[tuple[ScaleType, ...]] = ROUNDED
+    scale_dtypes: ClassVar[tuple[ScaleDtype, ...]] = FLOAT_SCALES
 
-    def fit(self, x: Tensor, *, shrink: Tensor | float = 1.0, whole: Tensor | None = None) -> Grid:
-        kept = finite(x).abs()
+    def compute_qparams(
+        self, x: Tensor, *, clip_ratio: Tensor | float = 1.0, tensor_amax: Tensor | None = None
+    ) -> QuantParams:
+        kept = drop_infinities(x).abs()
         total, held = kept.sum(-1, keepdim=True), (kept > 0).sum(-1, keepdim=True)
-        if self.group == TENSOR:
+        if self.group_size == PER_TENSOR:
             total, held = (part.sum().reshape([1] * x.dim()) for part in (total, held))
         mean = total / held.clamp(min=1)
-        return Grid(torch.where(mean == 0, 1.0, round_scale(mean * shrink, self.scale)))
+        return QuantParams(torch.where(mean == 0, 1.0, round_scale(mean * clip_ratio, self.scale_dtype)))

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from smelt.numerics.gradient import straight_through
 
-ScaleType = Literal["float32", "float16", "bfloat16", "e8m0", "e8m0-up", "e4m3", "e5m2"]
-ROUNDED: tuple[ScaleType, ...] = ("float32", "float16", "bfloat16", "e4m3", "e5m2")  # any number, to the nearest
-POWERS: tuple[ScaleType, ...] = ("e8m0", "e8m0-up")  # powers of two
+ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0", "e8m0-up", "e4m3", "e5m2"]
+FLOAT_SCALES: tuple[ScaleDtype, ...] = ("float32", "float16", "bfloat16", "e4m3", "e5m2")  # any number, to the nearest
+POWER_OF_TWO_SCALES: tuple[ScaleDtype, ...] = ("e8m0", "e8m0-up")  # powers of two
 STORED_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "e8m0": 8, "e8m0-up": 8, "e4m3": 8, "e5m2": 8}
 _TORCH = {
     "float32": torch.float32,
@@ -30,12 +30,12 @@ _LARGEST = {"float32": 3.4e38, "float16": 65504.0, "bfloat16": 3.38e38, "e4m3": 
 BIAS, NAN_BYTE = 127, 255  # of E8M0
 
 
-def over(x: Tensor, number: float) -> Tensor:
+def exact_divide(x: Tensor, number: float) -> Tensor:
     """x / number, the same on every device: on a GPU PyTorch would multiply with the reciprocal of a plain number."""
     return x / x.new_full((), number)
 
 
-def round_scale(scale: Tensor, kind: ScaleType) -> Tensor:
+def round_scale(scale: Tensor, kind: ScaleDtype) -> Tensor:
     """Scales (not powers of two) as they will be read back, in float32. Gradients pass as if nothing was rounded: those
     of the conversion itself would be rounded to the same type, and overflow in it."""
     bounded = scale.float().clamp(max=_LARGEST[kind])
@@ -43,27 +43,27 @@ def round_scale(scale: Tensor, kind: ScaleType) -> Tensor:
     return straight_through(bounded, stored) if scale.requires_grad else stored
 
 
-def power_of_two(largest: Tensor, kind: ScaleType, top_exponent: int) -> Tensor:
+def power_of_two_scale(largest: Tensor, kind: ScaleDtype, top_exponent: int) -> Tensor:
     """The OCP rule: 2^(floor(log2 amax) - exponent of the element type's largest value). `e8m0-up` takes the next
     power where the mantissa is 1.75 or more, which would otherwise saturate."""
     mantissa, exponent = torch.frexp(largest.float())  # mantissa in [0.5, 1)
     if kind == "e8m0-up":
         exponent = exponent + (mantissa >= 0.875).int()
     stored = (exponent - 1 - top_exponent + BIAS).clamp(0, 2 * BIAS)
-    return read_scale(stored.masked_fill(largest.isnan(), NAN_BYTE), kind)
+    return load_scale(stored.masked_fill(largest.isnan(), NAN_BYTE), kind)
 
 
-def store_scale(scale: Tensor, kind: ScaleType) -> Tensor:
+def store_scale(scale: Tensor, kind: ScaleDtype) -> Tensor:
     """As it lies on disk and in memory; E8M0 is a byte that holds the exponent."""
-    if kind not in POWERS:
+    if kind not in POWER_OF_TWO_SCALES:
         return scale.to(_TORCH[kind])
     _, exponent = torch.frexp(scale)
     return torch.where(scale.isnan(), NAN_BYTE, exponent - 1 + BIAS).to(torch.uint8)
 
 
-def read_scale(stored: Tensor, kind: ScaleType) -> Tensor:
+def load_scale(stored: Tensor, kind: ScaleDtype) -> Tensor:
     """The inverse of `store_scale`, in float32."""
-    return _powers_of_two(stored.device)[stored.int()] if kind in POWERS else stored.float()
+    return _powers_of_two(stored.device)[stored.int()] if kind in POWER_OF_TWO_SCALES else stored.float()
 
 
 @lru_cache(maxsize=16)

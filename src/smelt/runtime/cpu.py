@@ -8,14 +8,15 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from smelt.kernels.attention_metadata import AttentionMetadata, LayerKVPages
 from smelt.kernels.cpu import program as compiled
 from smelt.kernels.cpu.build import load_library
-from smelt.kernels.cpu.kernels import FloatInputs, IntegerInputs
-from smelt.kernels.cpu.plan import make_plan
+from smelt.kernels.cpu.kernels import FloatLinear, Int8Linear
+from smelt.kernels.cpu.plan import make_linear_plan
 from smelt.kernels.cpu.program import Program
-from smelt.kernels.kv_quant import RowFormat
-from smelt.kernels.linear import choose
-from smelt.kernels.paged import LayerPages, Pages, has_lanes
+from smelt.kernels.kv_quant import KVQuantFormat
+from smelt.kernels.linear import select_kernel
+from smelt.kernels.paged import has_lanes
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
 from smelt.runtime import decoder
@@ -25,7 +26,7 @@ from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, decoder
 class Layers(Protocol):
     """A cache, layer by layer."""
 
-    def layer(self, index: int) -> LayerPages: ...
+    def layer(self, index: int) -> LayerKVPages: ...
 
 
 class CompiledNetwork:
@@ -38,7 +39,9 @@ class CompiledNetwork:
         writer = _Writer(decoder_of(model, context), cache, most_tokens, most_wanted, kind)
         self._program, self._logits = writer.written()
 
-    def logits(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> Tensor:  # [rows, vocabulary]
+    def logits(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, pages: AttentionMetadata
+    ) -> Tensor:  # [rows, vocabulary]
         self._program.run(ids, positions, rows, pages)
         return self._logits[: len(rows)]
 
@@ -51,9 +54,11 @@ def reason_against(model: Model, kind: str | None = None) -> str | None:
     if (reason := decoder.reason_against(model)) is not None:
         return reason
     for part in model.anatomy.parts:
-        if part.kind == "heads" and (part.head_dim > compiled.MOST_WIDTH or part.heads_per_unit > compiled.MOST_GROUP):
+        if part.kind == "heads" and (
+            part.head_dim > compiled.MAX_HEAD_DIM or part.heads_per_unit > compiled.MAX_QUERIES_PER_KV_HEAD
+        ):
             return "its heads are too wide"
-        if part.kind == "heads" and kind is not None and not has_lanes(RowFormat.of(kind, part.head_dim)):
+        if part.kind == "heads" and kind is not None and not has_lanes(KVQuantFormat.for_head_dim(kind, part.head_dim)):
             return "its heads are too narrow for this format of keys and values"
         for projection in (*part.input_projections, part.output):
             if not _multiplies(projection.module):
@@ -66,8 +71,8 @@ def _multiplies(layer: nn.Module) -> bool:
     """Whether the library has the product, and rounds the inputs itself where they are rounded."""
     if not isinstance(layer, QuantizedLinear):
         return type(layer) is nn.Linear
-    kernel = choose(layer.packed, layer.inputs, torch.float32)
-    wanted = FloatInputs if layer.inputs is None else IntegerInputs
+    kernel = select_kernel(layer.packed, layer.inputs, torch.float32)
+    wanted = FloatLinear if layer.inputs is None else Int8Linear
     return isinstance(kernel, wanted) and not layer.scheme.hadamard and not layer.scheme.rank
 
 
@@ -101,9 +106,9 @@ class _Writer:
         picked = torch.empty(self.most_wanted, width)
         normed = torch.empty(self.most_wanted, width, dtype=self._head_type())
         self.program.add(compiled.PICK, x=hidden, y=picked, width=width)
-        self._norm(self.decoder.norm, picked, None, normed, count=compiled.FOR_WANTED)
+        self._norm(self.decoder.norm, picked, None, normed, count=compiled.LOGITS_TOKENS_ONLY)
         logits = torch.empty(self.most_wanted, rows_of(self.decoder.head))
-        self._product(self.decoder.head, normed, logits, count=compiled.FOR_WANTED)
+        self._product(self.decoder.head, normed, logits, count=compiled.LOGITS_TOKENS_ONLY)
         return logits
 
     def _head_type(self) -> torch.dtype:
@@ -130,7 +135,7 @@ class _Writer:
                 self.program.add(compiled.HEAD_NORM, **place, **weight, width=part.width)
             turn = {"weight": self.decoder.cosines, "other": self.decoder.sines}
             self.program.add(compiled.ROTATE, **place, **turn, width=part.width)
-            if pages.rows is not None and pages.rows.turns:
+            if pages.kv_quant is not None and pages.kv_quant.hadamard:
                 self.program.add(compiled.HADAMARD, **place, width=part.width)
         mixed = self._buffer("mixed", part.heads * part.width)
         attention = self.program.attention(
@@ -171,9 +176,9 @@ class _Writer:
             self.program.dense(layer.weight.detach(), bias, x, y, count)  # type: ignore[operator]
             return
         packed = layer.packed
-        plan = make_plan(packed.format, packed.rows, packed.columns, packed.tensors, layer.inputs, x.dtype)
+        plan = make_linear_plan(packed.format, packed.rows, packed.columns, packed.tensors, layer.inputs, x.dtype)
         if bias is not None:
-            plan.bias, plan.bias_type = bias.data_ptr(), compiled.NUMBERS[bias.dtype]
+            plan.bias, plan.bias_type = bias.data_ptr(), compiled.DTYPE_CODES[bias.dtype]
         self.program.packed(plan, x, y, count)
 
     def _buffer(self, name: str, width: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from smelt.models.anatomy import Block, Part
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
-from smelt.numerics.format import TENSOR
+from smelt.numerics.format import PER_TENSOR
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # RMS norms before, rotary halves, silu gates, nothing else
 ROTATIONS = ("default", "linear", "llama3", "yarn")  # that do not change with the length
@@ -150,7 +150,12 @@ def stacked(layers: Sequence[nn.Module]) -> nn.Module | None:
 def _stacked_packed(layers: list[QuantizedLinear]) -> QuantizedLinear | None:
     first = layers[0]
     same = all(layer.scheme == first.scheme and layer.bias is None for layer in layers)
-    if not same or first.scheme.static or first.scheme.weight.group == TENSOR or "tensor" in first.packed.tensors:
+    if (
+        not same
+        or first.scheme.static
+        or first.scheme.weight.group_size == PER_TENSOR
+        or "tensor" in first.packed.tensors
+    ):
         return None
     rows = [layer.out_features for layer in layers]
     whole = QuantizedLinear(first.in_features, sum(rows), first.scheme, bias=False, dtype=torch.float32)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.kernels.gpu.fused_ops import add_norm, gate
-from smelt.kernels.gpu.rope import Rotation
-from smelt.kernels.gpu.vector import product
+from smelt.kernels.gpu.fused_ops import add_rms_norm, silu_and_mul
+from smelt.kernels.gpu.rope import RotaryParams
+from smelt.kernels.gpu.vector import fused_gemv
 from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, stacked
 
 # Queries, keys and values of all heads [tokens, heads * width], not yet turned -> [tokens, heads * width]
@@ -43,16 +43,16 @@ class FusedNetwork:
             else:
                 inner = attend(first.normed(hidden, given, part.norm), part)
             given = second.added(inner, hidden)
-        return hidden if given is None else add_norm(hidden, given, None, 0.0)
+        return hidden if given is None else add_rms_norm(hidden, given, None, 0.0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head.normed(hidden, None, self.decoder.norm)
 
-    def rotation(self, part: Attention) -> Rotation:
+    def rotation(self, part: Attention) -> RotaryParams:
         norms, epsilon = None, 0.0
         if part.query_norm is not None and part.key_norm is not None:
             norms, epsilon = (part.query_norm.weight, part.key_norm.weight), part.query_norm.epsilon
-        return Rotation(self.decoder.cosines, self.decoder.sines, norms, epsilon)
+        return RotaryParams(self.decoder.cosines, self.decoder.sines, norms, epsilon)
 
 
 class _Product:
@@ -67,13 +67,13 @@ class _Product:
         """Of the norm of hidden + given, a sum that takes hidden's place."""
         if self.plain and len(hidden) == 1:
             return self._one(_sum(hidden, given), norm=norm.weight, epsilon=norm.epsilon)
-        return self(add_norm(hidden, given, norm.weight, norm.epsilon))
+        return self(add_rms_norm(hidden, given, norm.weight, norm.epsilon))
 
     def gated(self, hidden: Tensor, given: Tensor | None, norm: Norm) -> Tensor:
         """The same; the first half of its rows gates the second."""
         if self.plain and len(hidden) == 1 and self.layers[0].bias is None:
             return self._one(_sum(hidden, given), norm=norm.weight, epsilon=norm.epsilon, gated=True)
-        return gate(self(add_norm(hidden, given, norm.weight, norm.epsilon)))
+        return silu_and_mul(self(add_rms_norm(hidden, given, norm.weight, norm.epsilon)))
 
     def added(self, x: Tensor, hidden: Tensor) -> Tensor | None:
         """What is still to be added to hidden; None where it has been."""
@@ -88,8 +88,8 @@ class _Product:
 
     def _one(self, x: Tensor, **around: Any) -> Tensor:
         layer: Any = self.layers[0]
-        return product(x, layer.weight, layer.bias, **around)
+        return fused_gemv(x, layer.weight, layer.bias, **around)
 
 
 def _sum(hidden: Tensor, given: Tensor | None) -> Tensor:
-    return hidden if given is None else add_norm(hidden, given, None, 0.0)
+    return hidden if given is None else add_rms_norm(hidden, given, None, 0.0)

@@ -15,7 +15,7 @@ from smelt.errors import ResourceError
 from smelt.measure.clock import time_call
 from smelt.measure.machine import cpu_model, gpu_model
 from smelt.measure.memory import available_memory
-from smelt.targets.operators import Attention, FeedForward, Operator
+from smelt.targets.operators import AttentionOp, FeedForwardOp, Operator
 
 _ALIGNMENT = 64  # numbers; a tensor that starts in the middle of a cache line is slower than a trained one would be
 _MOST_TENSORS = 7  # of a block: input, weights, LayerNorm
@@ -107,10 +107,10 @@ class _RandomPool:
 
 
 def _block(operator: Operator, pool: _RandomPool) -> Callable[[], Tensor]:
-    return _attention(operator, pool) if isinstance(operator, Attention) else _feed_forward(operator, pool)
+    return _attention(operator, pool) if isinstance(operator, AttentionOp) else _feed_forward(operator, pool)
 
 
-def _attention(operator: Attention, pool: _RandomPool) -> Callable[[], Tensor]:
+def _attention(operator: AttentionOp, pool: _RandomPool) -> Callable[[], Tensor]:
     """Projections, scores, softmax, context, output projection, residual, LayerNorm."""
     hidden, inner, shared = operator.hidden, operator.heads * operator.head_dim, operator.kv_heads * operator.head_dim
     states = pool.take(operator.batch, operator.tokens, hidden)  # [batch, tokens, hidden]
@@ -135,9 +135,9 @@ def _attention(operator: Attention, pool: _RandomPool) -> Callable[[], Tensor]:
     return block
 
 
-def _feed_forward(operator: FeedForward, pool: _RandomPool) -> Callable[[], Tensor]:
+def _feed_forward(operator: FeedForwardOp, pool: _RandomPool) -> Callable[[], Tensor]:
     """Linear, GELU (or SiLU with a gate), linear, residual, LayerNorm."""
-    hidden, filters = operator.hidden, operator.filters
+    hidden, filters = operator.hidden, operator.ffn_channels
     states = pool.take(operator.batch, operator.tokens, hidden)  # [batch, tokens, hidden]
     up, down = pool.take(filters, hidden), pool.take(hidden, filters)
     gate = pool.take(filters, hidden) if operator.gated else None

@@ -13,7 +13,7 @@ def _check_dtype(dtype: str) -> None:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionOp:
     """Attention over `tokens` positions; with `kv_heads` below `heads`, query heads share keys and values."""
 
     hidden: int
@@ -48,11 +48,11 @@ class Attention:
 
 
 @dataclass(frozen=True)
-class FeedForward:
+class FeedForwardOp:
     """Two linear maps with an activation between; `gated` adds the third map that multiplies the activation."""
 
     hidden: int
-    filters: int
+    ffn_channels: int
     gated: bool
     tokens: int
     batch: int = 1
@@ -60,12 +60,12 @@ class FeedForward:
 
     def __post_init__(self) -> None:
         _check_dtype(self.dtype)
-        if min(self.hidden, self.tokens, self.batch) < 1 or self.filters < 0:
+        if min(self.hidden, self.tokens, self.batch) < 1 or self.ffn_channels < 0:
             raise ValueError(f"sizes must be positive (only filters may be 0): {self}")
 
     def parameters(self) -> int:
         """Weights of the two or three linear maps."""
-        return (3 if self.gated else 2) * self.filters * self.hidden
+        return (3 if self.gated else 2) * self.ffn_channels * self.hidden
 
     def macs(self) -> int:
         """Multiply-adds of the linear maps."""
@@ -76,4 +76,4 @@ class FeedForward:
         return self.parameters() * BYTES_OF_DTYPE[self.dtype]
 
 
-Operator = Attention | FeedForward
+Operator = AttentionOp | FeedForwardOp

@@ -21,11 +21,14 @@ import numpy as np
 
 from smelt.errors import DataError
 from smelt.targets.device import Target
-from smelt.targets.operators import Attention, FeedForward, Operator
+from smelt.targets.operators import AttentionOp, FeedForwardOp, Operator
 
 _FORMAT = 1
 _LARGEST_WIDTH = 1_000_000  # a table read from a file may not make us allocate without end
-_KINDS: dict[str, type[Attention] | type[FeedForward]] = {"attention": Attention, "feed-forward": FeedForward}
+_KINDS: dict[str, type[AttentionOp] | type[FeedForwardOp]] = {"attention": AttentionOp, "feed-forward": FeedForwardOp}
+
+
+_RENAMED_FIELDS = {"filters": "ffn_channels"}  # of tables written before version 0.2
 
 
 @dataclass(frozen=True)
@@ -162,7 +165,7 @@ def _is_list_of(kind: type, values: Any) -> bool:
 
 def _operator(content: Any) -> Operator:
     operator_class = _KINDS[content["kind"]]
-    sizes = {name: value for name, value in content.items() if name != "kind"}
+    sizes = {_RENAMED_FIELDS.get(name, name): value for name, value in content.items() if name != "kind"}
     expected = {field.name: field.type for field in fields(operator_class)}
     if {name: type(value).__name__ for name, value in sizes.items()} != expected:
         raise ValueError("its operator has a wrong field")
@@ -182,7 +185,7 @@ class PiecewiseFit:
         return 0.0 if units == 0 else self.constant + self.slope * max(0, units - self.threshold)
 
 
-def fit(table: LatencyTable) -> PiecewiseFit:
+def fit_piecewise(table: LatencyTable) -> PiecewiseFit:
     """The piecewise line of least squared error over all thresholds."""
     latencies = table.seconds[1:]
     return min((_fit_at(latencies, threshold) for threshold in range(1, len(latencies) + 1)), key=lambda one: one.error)

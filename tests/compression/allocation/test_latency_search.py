@@ -8,13 +8,13 @@ import pytest
 from smelt.compression.allocation.latency_search import Tables, search_latency
 from smelt.compression.allocation.unit_search import Candidates, kept_importance
 from smelt.errors import BudgetError
-from smelt.targets.operators import Attention, FeedForward
+from smelt.targets.operators import AttentionOp, FeedForwardOp
 from smelt.targets.table import LatencyTable
 
 
 def table(kind: str, seconds: list[float]) -> LatencyTable:
     units = len(seconds)
-    operator = Attention(64, units, units, 8, 16) if kind == "heads" else FeedForward(64, units, False, 16)
+    operator = AttentionOp(64, units, units, 8, 16) if kind == "heads" else FeedForwardOp(64, units, False, 16)
     return LatencyTable("test", operator, tuple(range(1, units + 1)), tuple(seconds))
 
 

@@ -96,7 +96,7 @@ def test_the_inputs_are_rounded_after_they_were_divided() -> None:
     group, around = layer_group(weight), Alone(x, weight)
     scale = torch.rand(512) + 0.5
     method = Aqas()
-    product = method.input_format.rounded(x / scale) @ method.weight_format.rounded(weight * scale).T  # type: ignore[union-attr]
+    product = method.input_format.fake_quantize(x / scale) @ method.weight_format.fake_quantize(weight * scale).T  # type: ignore[union-attr]
     expected = float((product - x @ weight.T).square().mean())
     assert method.trial_error(group, around, scale) == pytest.approx(expected, rel=1e-4)
 

@@ -22,7 +22,7 @@ from smelt.errors import RecipeError
 from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
-from smelt.numerics import Format, format_named
+from smelt.numerics import Format, get_format
 from tests.tiny import BUILDS, inputs
 
 
@@ -76,7 +76,7 @@ def test_the_error_is_that_of_the_enclosing_module() -> None:
     for group in groups_of(work.block):
         kind = ModuleOutput if group.writes else OwnOutput
         around = kind(work.stream, work.block, group, 10_000)
-        weights = [method.weight_format.rounded(layer.weight) for layer in group.layers]
+        weights = [method.weight_format.fake_quantize(layer.weight) for layer in group.layers]
         other: Any = copy.deepcopy(work.network)
         for layer, weight in zip(group.layers, weights, strict=True):
             other.get_submodule(layer.path).weight.copy_(weight)
@@ -141,7 +141,7 @@ def exhaustive_clip(weight: Tensor, x: Tensor, number_format: Format, size: int)
             errors = []
             for shrink in SHRINKS:
                 limit = part.abs().max() * shrink
-                rounded = number_format.rounded(part.clamp(-limit, limit)[None])[0]
+                rounded = number_format.fake_quantize(part.clamp(-limit, limit)[None])[0]
                 errors.append(float((inputs_here @ (rounded - part)).square().sum()))
             limit = part.abs().max() * SHRINKS[min(range(len(errors)), key=errors.__getitem__)]
             best[row, start : start + size] = part.clamp(-limit, limit)
@@ -150,11 +150,11 @@ def exhaustive_clip(weight: Tensor, x: Tensor, number_format: Format, size: int)
 
 @pytest.mark.parametrize("name", ["int3-asym/16", "int3/16", "int2-asym/40"])
 def test_the_clip_is_the_best_of_all_tried(name: str) -> None:
-    number_format = format_named(name)
+    number_format = get_format(name)
     weight, x = torch.distributions.StudentT(3.0).sample((70, 40)), torch.randn(50, 40)
     found = weight.clone()
     clip_(found, x, number_format)
-    assert torch.allclose(found, exhaustive_clip(weight, x, number_format, number_format.group))
+    assert torch.allclose(found, exhaustive_clip(weight, x, number_format, number_format.group_size))
     assert not torch.equal(found, weight)
 
 

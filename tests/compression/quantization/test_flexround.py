@@ -15,7 +15,7 @@ from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import RecipeError
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear
-from smelt.numerics.format import TENSOR
+from smelt.numerics.format import PER_TENSOR
 from smelt.numerics.integer import Integer
 from tests.tiny import BUILDS, inputs
 from tests.trained import character_batches, character_model, divergence
@@ -23,7 +23,7 @@ from tests.trained import character_batches, character_model, divergence
 FORMATS = [
     Integer(16, "float16", 3, False),
     Integer(-1, "float16", 4, True),
-    Integer(TENSOR, "float16", 4, False),
+    Integer(PER_TENSOR, "float16", 4, False),
     Integer(20, "float16", 2, False),  # the last group is shorter
 ]
 
@@ -44,7 +44,9 @@ def divided(matrix: torch.Tensor, number_format: Integer, rank: int | None, sear
 @pytest.mark.parametrize("number_format", FORMATS, ids=str)
 def test_before_training_it_is_rounding_to_nearest(number_format: Integer, search: bool, rank: int | None) -> None:
     matrix = weights()
-    assert torch.equal(divided(matrix, number_format, rank, search)(), nearest(matrix, number_format, search).values())
+    assert torch.equal(
+        divided(matrix, number_format, rank, search)(), nearest(matrix, number_format, search).dequantize()
+    )
 
 
 @pytest.mark.parametrize("rank", [None, 3])

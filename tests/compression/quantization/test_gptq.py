@@ -14,7 +14,7 @@ from smelt.errors import DataError, ModelError
 from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
-from smelt.numerics import FORMATS, Quantized
+from smelt.numerics import FORMATS, QuantizedTensor, get_format
 from smelt.numerics.error import signal_to_noise
 from smelt.numerics.integer import Integer
 from tests.tiny import BUILDS, inputs
@@ -52,9 +52,9 @@ def layer_group(*weights: Tensor) -> Group:
 
 def test_uncorrelated_inputs_gain_nothing() -> None:
     x, weight = torch.randn(8192, 256), torch.randn(256, 256)
-    plain = quality(x, weight, ROW4.rounded(weight))
+    plain = quality(x, weight, ROW4.fake_quantize(weight))
     for act_order in (False, True):
-        found = quality(x, weight, gptq(weight, hessian(x), ROW4, act_order=act_order).values())
+        found = quality(x, weight, gptq(weight, hessian(x), ROW4, act_order=act_order).dequantize())
         assert abs(found - plain) < 0.2
 
 
@@ -63,9 +63,9 @@ def test_common_directions_gain_what_the_card_says(number_format: Integer, publi
     x, weight = correlated(), torch.randn(256, 256)
     h = hessian(x)
     found = (
-        quality(x, weight, number_format.rounded(weight)),
-        quality(x, weight, gptq(weight, h, number_format, act_order=False).values()),
-        quality(x, weight, gptq(weight, h, number_format, act_order=True).values()),
+        quality(x, weight, number_format.fake_quantize(weight)),
+        quality(x, weight, gptq(weight, h, number_format, act_order=False).dequantize()),
+        quality(x, weight, gptq(weight, h, number_format, act_order=True).dequantize()),
     )
     assert found == pytest.approx(published, abs=1.5)  # the card does not say how strong its directions were
     assert found[0] + 10 < found[1] < found[2] - 1
@@ -78,9 +78,9 @@ def test_blocks_of_columns_change_nothing(group: int, act_order: bool) -> None:
     x, weight = correlated(1024, 192), torch.randn(24, 192)
     number_format = Integer(group, "float32", 3, symmetric=False)
     one, other = (gptq(weight, hessian(x), number_format, act_order=act_order, block=b) for b in (64, 192))
-    assert torch.allclose(one.grid.scale, other.grid.scale, rtol=1e-5)
+    assert torch.allclose(one.qparams.scale, other.qparams.scale, rtol=1e-5)
     assert (one.codes == other.codes).float().mean() > 0.99  # a tie may fall either way
-    assert quality(x, weight, one.values()) == pytest.approx(quality(x, weight, other.values()), abs=0.1)
+    assert quality(x, weight, one.dequantize()) == pytest.approx(quality(x, weight, other.dequantize()), abs=0.1)
 
 
 def test_a_grid_is_fitted_to_the_weights_as_they_are_when_it_is_reached() -> None:
@@ -88,27 +88,27 @@ def test_a_grid_is_fitted_to_the_weights_as_they_are_when_it_is_reached() -> Non
     number_format = Integer(32, "float32", 2, symmetric=False)
     found = gptq(weight, hessian(x), number_format, act_order=False)
     beforehand = number_format.quantize(weight)
-    assert torch.equal(found.grid.scale[:, 0], beforehand.grid.scale[:, 0])
-    assert not torch.equal(found.grid.scale[:, 1:], beforehand.grid.scale[:, 1:])
+    assert torch.equal(found.qparams.scale[:, 0], beforehand.qparams.scale[:, 0])
+    assert not torch.equal(found.qparams.scale[:, 1:], beforehand.qparams.scale[:, 1:])
     ordered = gptq(weight, hessian(x), number_format, act_order=True)
-    assert torch.equal(ordered.grid.scale, beforehand.grid.scale)
+    assert torch.equal(ordered.qparams.scale, beforehand.qparams.scale)
 
 
 def test_it_is_the_formula() -> None:
     """Column by column with a full inverse Hessian, updated by elimination, in float64."""
     x, weight = correlated(512, 24), torch.randn(5, 24)
     number_format = Integer(-1, "float32", 3, symmetric=False)
-    grid = number_format.quantize(weight).grid
+    grid = number_format.quantize(weight).qparams
     h = hessian(x).double()
     inverse = torch.linalg.inv(h + 0.01 * h.diagonal().mean() * torch.eye(24, dtype=torch.float64))
     left, expected = weight.double(), torch.zeros(5, 24, dtype=torch.float64)
     for column in range(24):
-        code = number_format.encode(left[:, column, None, None].float(), grid)
-        expected[:, column] = number_format.decode(code, grid)[:, 0, 0].double()
+        code = number_format.quantize_groups(left[:, column, None, None].float(), grid)
+        expected[:, column] = number_format.dequantize_groups(code, grid)[:, 0, 0].double()
         error = (left[:, column] - expected[:, column]) / inverse[column, column]
         left = left - error[:, None] * inverse[column]
         inverse = inverse - torch.outer(inverse[:, column], inverse[column]) / inverse[column, column]
-    assert torch.allclose(gptq(weight, hessian(x), number_format, act_order=False).values().double(), expected)
+    assert torch.allclose(gptq(weight, hessian(x), number_format, act_order=False).dequantize().double(), expected)
 
 
 @pytest.mark.parametrize(("name", "act_order"), [(name, position % 2 == 0) for position, name in enumerate(FORMATS)])
@@ -116,21 +116,21 @@ def test_every_format_gains(name: str, act_order: bool) -> None:
     x, weight = correlated(512, 128), torch.randn(16, 128)
     found = gptq(weight, hessian(x), FORMATS[name], act_order=act_order)
     assert found.codes.shape == weight.shape
-    again = Quantized.unpacked(FORMATS[name], found.packed(), 128)
-    assert torch.equal(again.values(), found.values())
-    assert quality(x, weight, found.values()) > quality(x, weight, FORMATS[name].rounded(weight)) + 3
+    again = QuantizedTensor.from_packed(FORMATS[name], found.pack(), 128)
+    assert torch.equal(again.dequantize(), found.dequantize())
+    assert quality(x, weight, found.dequantize()) > quality(x, weight, FORMATS[name].fake_quantize(weight)) + 3
 
 
 def test_the_search_for_ranges_helps_where_two_bits_meet_long_tails() -> None:
     x, weight = torch.randn(2048, 128), torch.distributions.StudentT(3.0).sample((64, 128))
     plain, searched = (gptq(weight, hessian(x), ROW2, search=search) for search in (False, True))
-    assert quality(x, weight, searched.values()) > quality(x, weight, plain.values()) + 1
+    assert quality(x, weight, searched.dequantize()) > quality(x, weight, plain.dequantize()) + 1
 
 
 def test_columns_without_inputs_are_zero_and_the_rest_is_as_without_them() -> None:
     x, weight = correlated(512, 64), torch.randn(8, 64)
     x[:, 60:] = 0
-    found = gptq(weight, hessian(x), ROW4).values()
+    found = gptq(weight, hessian(x), ROW4).dequantize()
     assert torch.equal(found[:, 60:], torch.zeros(8, 4))
     assert quality(x, weight, found) > 25
 
@@ -139,27 +139,26 @@ def test_columns_without_inputs_are_zero_and_the_rest_is_as_without_them() -> No
 def test_fewer_inputs_than_columns(rows: int) -> None:
     x, weight = torch.randn(rows, 64), torch.randn(8, 64)
     found = gptq(weight, hessian(x), ROW4)
-    assert bool(found.values().isfinite().all())
-    assert quality(x, weight, found.values()) > quality(x, weight, ROW4.rounded(weight))
+    assert bool(found.dequantize().isfinite().all())
+    assert quality(x, weight, found.dequantize()) > quality(x, weight, ROW4.fake_quantize(weight))
 
 
 def test_a_hessian_that_is_not_positive_is_damped_until_it_is() -> None:
     h = torch.eye(32)
     h[0, 1] = h[1, 0] = 1.05  # an eigenvalue of -0.05
-    assert bool(gptq(torch.randn(4, 32), h, ROW4).values().isfinite().all())
+    assert bool(gptq(torch.randn(4, 32), h, ROW4).dequantize().isfinite().all())
 
 
 @pytest.mark.parametrize("name", ["int4-asym/16", "int3", "dint4", "mxfp4", "amxfp4", "nf4"])
 def test_stacked_layers_come_out_as_separate_ones(name: str) -> None:
-    from smelt.numerics import format_named
 
     x, weights = correlated(512, 64), [torch.randn(rows, 64) for rows in (24, 8, 8)]
     moment = SecondMoment()
     moment(x)
-    for layer, weight in zip(round_group(layer_group(*weights), moment, format_named(name)), weights, strict=True):
-        alone = gptq(weight, hessian(x), format_named(name))
+    for layer, weight in zip(round_group(layer_group(*weights), moment, get_format(name)), weights, strict=True):
+        alone = gptq(weight, hessian(x), get_format(name))
         assert torch.equal(layer.codes, alone.codes)
-        assert all(torch.equal(t, alone.grid.tensors()[k]) for k, t in layer.grid.tensors().items())
+        assert all(torch.equal(t, alone.qparams.tensors()[k]) for k, t in layer.qparams.tensors().items())
 
 
 def test_one_scale_a_tensor_is_one_a_layer() -> None:
@@ -167,7 +166,7 @@ def test_one_scale_a_tensor_is_one_a_layer() -> None:
     moment = SecondMoment()
     moment(correlated(512, 64))
     one, other = round_group(layer_group(*weights), moment, Integer(0, "float32", 8))
-    assert float(other.grid.scale) > 5 * float(one.grid.scale)
+    assert float(other.qparams.scale) > 5 * float(one.qparams.scale)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -210,5 +209,5 @@ def test_in_the_frame_it_rounds_against_the_inputs_of_the_rounded_network(sequen
         reads_rounded = sequential or (group.writes and group.part.kind == "heads")
         for layer in group.layers:
             expected = gptq(full[layer.path], moments[layer.path].matrix, number_format)  # type: ignore[arg-type]
-            same = (layers[layer.path].packed.quantized().codes == expected.codes).float().mean()
+            same = (layers[layer.path].packed.unpack().codes == expected.codes).float().mean()
             assert same > 0.99 if reads_rounded else same < 1

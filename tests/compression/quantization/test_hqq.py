@@ -11,7 +11,7 @@ from smelt.compression.quantization.hqq import Hqq
 from smelt.errors import RecipeError
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
-from smelt.numerics import Quantized
+from smelt.numerics import QuantizedTensor
 from tests.tiny import BUILDS
 
 
@@ -19,7 +19,7 @@ def heavy_tails() -> Tensor:
     return 0.02 * torch.distributions.StudentT(5.0).sample((1024, 1024))
 
 
-def start(weight: Tensor, bits: int) -> Quantized:
+def start(weight: Tensor, bits: int) -> QuantizedTensor:
     """Nothing moved yet."""
     return Hqq(bits=bits, iterations=0).fit(weight)
 
@@ -28,7 +28,7 @@ def start(weight: Tensor, bits: int) -> Quantized:
 def test_the_mean_error_falls_as_the_card_says(bits: int, before: float, after: float) -> None:
     """The card's draw is not known; with heavy tails another one differs by a percent or two."""
     weight = heavy_tails()
-    found = [float((q.values() - weight).abs().mean()) for q in (start(weight, bits), Hqq(bits=bits).fit(weight))]
+    found = [float((q.dequantize() - weight).abs().mean()) for q in (start(weight, bits), Hqq(bits=bits).fit(weight))]
     assert found == pytest.approx([before, after], rel=0.03)
     assert found[1] / found[0] == pytest.approx(after / before, rel=0.01)
 
@@ -36,7 +36,7 @@ def test_the_mean_error_falls_as_the_card_says(bits: int, before: float, after: 
 def test_the_squared_error_falls_as_the_card_says() -> None:
     weight = heavy_tails()
     squares = [
-        float((found.values() - weight).square().mean()) for found in (start(weight, 2), Hqq(bits=2).fit(weight))
+        float((found.dequantize() - weight).square().mean()) for found in (start(weight, 2), Hqq(bits=2).fit(weight))
     ]
     assert squares == pytest.approx([2.11e-4, 1.76e-4], rel=0.04)
 
@@ -44,16 +44,16 @@ def test_the_squared_error_falls_as_the_card_says() -> None:
 def test_zero_points_are_fractions_and_the_scale_is_never_changed() -> None:
     weight = heavy_tails()[:16]
     found = Hqq().fit(weight)
-    assert found.grid.zero is not None
-    assert float((found.grid.zero - found.grid.zero.round()).abs().mean()) > 0.1
-    assert torch.equal(found.grid.scale, start(weight, 4).grid.scale)
+    assert found.qparams.zero is not None
+    assert float((found.qparams.zero - found.qparams.zero.round()).abs().mean()) > 0.1
+    assert torch.equal(found.qparams.scale, start(weight, 4).qparams.scale)
 
 
 @pytest.mark.parametrize(("middle", "spread"), [(0.0, 0.0), (0.7, 0.0), (-3.0, 1e-6), (100.0, 1e-3), (-4e4, 1.0)])
 def test_groups_far_from_zero_and_groups_of_one_value(middle: float, spread: float) -> None:
     """A zero point far outside of the codes must stay within float16."""
     weight = middle + spread * torch.randn(4, 64)
-    found = Hqq().fit(weight).values()
+    found = Hqq().fit(weight).dequantize()
     assert torch.allclose(found, weight, rtol=2e-3, atol=1e-6)
 
 
@@ -62,7 +62,7 @@ def test_in_the_frame_it_needs_no_data() -> None:
     facts = METHODS.build({"method": "hqq", "group_size": 16}).apply(model, MethodContext())
     assert facts["layers_quantised"] == len(quantized_layers(model.network)) == 21
     for path, layer in quantized_layers(model.network).items():
-        assert torch.equal(layer.weight, Hqq(group_size=16).fit(full.get_submodule(path).weight).values())
+        assert torch.equal(layer.weight, Hqq(group_size=16).fit(full.get_submodule(path).weight).dequantize())
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import DataError, RecipeError
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
-from smelt.numerics.format import TENSOR
+from smelt.numerics.format import PER_TENSOR
 from smelt.numerics.integer import Integer
 from tests.tiny import BUILDS, TRANSFORMERS, inputs
 from tests.trained import character_batches, character_model, divergence
@@ -26,9 +26,9 @@ from tests.trained import character_batches, character_model, divergence
 FORMATS = [
     Integer(16, "float16", 3, False),
     Integer(-1, "float16", 4, True),
-    Integer(TENSOR, "float16", 4, False),
+    Integer(PER_TENSOR, "float16", 4, False),
     Integer(20, "float16", 2, False),  # the last group is shorter
-    Integer(16, "float32", 4, True, wide=True),
+    Integer(16, "float32", 4, True, full_range=True),
 ]
 
 
@@ -46,9 +46,9 @@ def states(model: Model) -> dict[str, torch.Tensor]:
 def test_before_training_it_is_rounding_to_nearest_at_0982(number_format: Integer) -> None:
     matrix = weights()
     start = torch.sigmoid(torch.tensor(4.0))
-    grouped = number_format.groups(matrix)
-    grid = number_format.fit(grouped, shrink=start)
-    expected = number_format.decode(number_format.encode(grouped, grid), grid).flatten(-2)[:, :48]
+    grouped = number_format.split_groups(matrix)
+    grid = number_format.compute_qparams(grouped, clip_ratio=start)
+    expected = number_format.dequantize_groups(number_format.quantize_groups(grouped, grid), grid).flatten(-2)[:, :48]
     assert abs(float(start) - 0.982) < 1e-4
     assert torch.equal(Clipped(matrix, number_format)(), expected)
 

@@ -18,12 +18,12 @@ from smelt.compression.quantization.layers import groups_of
 from smelt.compression.quantization.rotated import rotate_inputs
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.kernels.hadamard import hadamard_transform
-from smelt.kernels.linear import Inputs
+from smelt.kernels.linear import ActivationQuant
 from smelt.models.anatomy import anatomy_of
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, quantized_layers
-from smelt.numerics.catalogue import FORMATS
+from smelt.numerics.catalog import FORMATS
 from smelt.numerics.error import signal_to_noise
 from smelt.numerics.integer import Integer
 from tests.tiny import BUILDS, inputs
@@ -117,16 +117,18 @@ def test_rotation_saves_four_bit_inputs_from_outliers(seed: int) -> None:
 def test_clipped_inputs_lie_on_a_grid_of_the_narrower_range(name: str) -> None:
     number_format = FORMATS[name]
     x = torch.randn(6, 64)
-    assert torch.equal(Inputs(number_format, clip=1.0).rounded(x), number_format.rounded(x))
-    clipped = Inputs(number_format, clip=0.5).rounded(x)
-    assert clipped.shape == x.shape and not torch.equal(clipped, number_format.rounded(x))
+    assert torch.equal(ActivationQuant(number_format, clip_ratio=1.0).fake_quantize(x), number_format.fake_quantize(x))
+    clipped = ActivationQuant(number_format, clip_ratio=0.5).fake_quantize(x)
+    assert clipped.shape == x.shape and not torch.equal(clipped, number_format.fake_quantize(x))
     assert (clipped.abs().amax(-1) < 0.8 * x.abs().amax(-1)).all()  # scales are rounded too, hence not 0.5
 
 
 def test_clipping_is_by_the_token() -> None:
     x = torch.tensor([[0.1, 0.2, -1.0, 0.9], [10.0, 1.0, 2.0, -3.0]])
     steps = 0.9 * x.abs().amax(-1, keepdim=True) / 7
-    assert torch.allclose(Inputs(INT4, clip=0.9).rounded(x), (x / steps).round().clamp(-8, 7) * steps)
+    assert torch.allclose(
+        ActivationQuant(INT4, clip_ratio=0.9).fake_quantize(x), (x / steps).round().clamp(-8, 7) * steps
+    )
 
 
 def test_a_scheme_with_clipping_and_rotation_is_remembered(tmp_path: Path) -> None:

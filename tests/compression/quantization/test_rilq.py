@@ -19,12 +19,12 @@ from smelt.compression.quantization.rilq import Rilq, last_hidden_state
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.kernels.hadamard import hadamard_matrix
-from smelt.kernels.linear import using
+from smelt.kernels.linear import use_backend
 from smelt.measure.perplexity import perplexity
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear, linear_weight, quantized_layers
-from smelt.numerics.catalogue import format_named
+from smelt.numerics.catalog import get_format
 from smelt.numerics.integer import Integer
 from tests.tiny import BUILDS, inputs
 from tests.trained import HELD_OUT, character_batches, character_model
@@ -145,7 +145,7 @@ FORMATS = [
     Integer(16, "float16", 2, False),
     Integer(-1, "float16", 3, True),
     Integer(20, "float16", 4, False),
-    Integer(16, "float32", 2, False, zero_type="float16"),
+    Integer(16, "float32", 2, False, zero_dtype="float16"),
 ]
 
 
@@ -162,9 +162,9 @@ def test_merged_zero_points_are_the_factors(number_format: Integer) -> None:
         adapter.up.normal_(std=0.01)
     x = torch.randn(5, 48)
     merged = adapter.merged_into(layer, "layer", torch.float32)
-    size = number_format.size(48)
+    size = number_format.effective_group_size(48)
     added = (adapter.scaled_up @ adapter.down).repeat_interleave(size, 1)[:, :48]
-    zero, scale = merged.packed.quantized().grid.zero, merged.packed.quantized().grid.scale
+    zero, scale = merged.packed.unpack().qparams.zero, merged.packed.unpack().qparams.scale
     assert zero is not None
     allowed = (zero.abs().clamp(min=2**-14) * 2**-11 * scale).repeat_interleave(size, 1)[..., 0][:, :48] + 1e-6
     assert bool(((merged.weight - (layer.weight + added)).abs() <= allowed).all())
@@ -179,7 +179,9 @@ def test_a_merged_model_is_better_and_as_small(place: str, tmp_path: Path) -> No
     assert quality(model) < quality(plain) - 0.02
     layers = quantized_layers(model.network)
     assert {layer.scheme.rank for layer in layers.values()} == {0}
-    assert {layer.scheme.weight for layer in layers.values()} == {Integer(16, "float16", 2, False, zero_type="float16")}
+    assert {layer.scheme.weight for layer in layers.values()} == {
+        Integer(16, "float16", 2, False, zero_dtype="float16")
+    }
     save_artifact(model, tmp_path)
     assert torch.equal(logits(load_artifact(tmp_path)), logits(model))
 
@@ -216,7 +218,7 @@ def test_what_was_trained_is_what_is_stored(place: str) -> None:
 def test_a_layer_computes_as_it_was_trained(rounded: str | None, hadamard: bool) -> None:
     """Factors read the rotated inputs before these are rounded; gradients pass the rounding."""
     number_format = Integer(16, "float16", 4, False)
-    scheme = QuantizationScheme(number_format, format_named(rounded) if rounded else None, hadamard=hadamard)
+    scheme = QuantizationScheme(number_format, get_format(rounded) if rounded else None, hadamard=hadamard)
     matrix = number_format.quantize(torch.randn(24, 32))
     layer = QuantizedLinear.from_quantized(matrix, scheme, bias=torch.randn(24), dtype=torch.float32)
     adapter, x = Adapter(layer, 3, pooled=False), torch.randn(5, 32, requires_grad=True)
@@ -230,7 +232,7 @@ def test_a_layer_computes_as_it_was_trained(rounded: str | None, hadamard: bool)
     weight = hadamard_matrix(32, torch.float32) @ weight if hadamard else weight
     assert torch.allclose(gradient, weight.expand(5, -1), atol=1e-4)
     adapter.stored_beside(layer, torch.float32)
-    with torch.no_grad(), using("reference"):
+    with torch.no_grad(), use_backend("reference"):
         assert torch.allclose(layer(x), trained, atol=1e-5)
 
 

@@ -26,7 +26,7 @@ from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model
 from smelt.models.surgery import set_output
 from smelt.models.verify import verify
-from smelt.numerics.catalogue import FORMATS
+from smelt.numerics.catalog import FORMATS
 from smelt.numerics.error import signal_to_noise
 from tests.models.test_surgery import cut, random_masks
 from tests.tiny import BUILDS, inputs
@@ -165,7 +165,7 @@ def test_rotation_helps_coarse_scales_and_hurts_fine_blocks() -> None:
     turned = hadamard_transform(x)
     figures = {"int4": (11.0, 19.0), "mxfp4": (16.1, 19.0), "nvfp4": (22.6, 20.1), "amxfp4": (21.3, 19.8)}
     for name, (plain, rotated) in figures.items():
-        rounded = FORMATS[name].rounded
+        rounded = FORMATS[name].fake_quantize
         assert signal_to_noise(x, rounded(x)) == pytest.approx(plain, abs=0.8), name
         assert signal_to_noise(turned, rounded(turned)) == pytest.approx(rotated, abs=0.8), name
 

@@ -11,7 +11,7 @@ from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.quantization.nearest import POWER, nearest, searched_grid
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
-from smelt.numerics import FORMATS, format_named
+from smelt.numerics import FORMATS, get_format
 from smelt.numerics.error import signal_to_noise
 from smelt.numerics.integer import Integer
 from tests.tiny import BUILDS
@@ -28,31 +28,31 @@ def test_no_error_is_beyond_half_a_step(
     weight = size * (torch.randn(6, 32, generator=torch.Generator().manual_seed(seed)) + shift)
     number_format = Integer(group, "float32", bits, symmetric)
     found = nearest(weight, number_format)
-    steps = found.grid.scale.expand(-1, -1, number_format.size(32)).flatten(-2)[..., :32]
-    assert bool(((found.values() - weight).abs() <= steps * 0.5001).all())
+    steps = found.qparams.scale.expand(-1, -1, number_format.effective_group_size(32)).flatten(-2)[..., :32]
+    assert bool(((found.dequantize() - weight).abs() <= steps * 0.5001).all())
 
 
 @pytest.mark.parametrize(("group", "decibel"), [(32, 21.85), (128, 19.95), (4096, 17.09)])
 def test_the_figures_of_the_card(group: int, decibel: float) -> None:
     weight = torch.randn(256, 4096)
     found = nearest(weight, Integer(group, "float32", 4, symmetric=False))
-    assert signal_to_noise(weight, found.values()) == pytest.approx(decibel, abs=0.05)
+    assert signal_to_noise(weight, found.dequantize()) == pytest.approx(decibel, abs=0.05)
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "int4/tensor", "int4-asym/tensor", "int3-asym/7"])
 def test_the_search_for_a_range_never_loses(name: str) -> None:
-    number_format = format_named(name)
+    number_format = get_format(name)
     weight = torch.distributions.StudentT(4.0).sample((12, 96))
-    grouped = number_format.groups(weight)
+    grouped = number_format.split_groups(weight)
 
     def errors(values: torch.Tensor) -> torch.Tensor:
-        powers = number_format.groups(values - weight).abs().pow(POWER).sum(-1)
+        powers = number_format.split_groups(values - weight).abs().pow(POWER).sum(-1)
         return powers.sum() if "tensor" in name else powers
 
     plain, searched = nearest(weight, number_format), nearest(weight, number_format, search=True)
-    assert bool((errors(searched.values()) <= errors(plain.values())).all())
-    grid = searched_grid(grouped, number_format, number_format.whole(weight))
-    assert all(torch.equal(tensor, searched.grid.tensors()[key]) for key, tensor in grid.tensors().items())
+    assert bool((errors(searched.dequantize()) <= errors(plain.dequantize())).all())
+    grid = searched_grid(grouped, number_format, number_format.tensor_amax(weight))
+    assert all(torch.equal(tensor, searched.qparams.tensors()[key]) for key, tensor in grid.tensors().items())
 
 
 def test_the_search_narrows_what_has_an_outlier() -> None:
@@ -60,8 +60,8 @@ def test_the_search_narrows_what_has_an_outlier() -> None:
     weight[:, 0] = 6.0
     number_format = Integer(-1, "float32", 2, symmetric=True)
     plain, searched = nearest(weight, number_format), nearest(weight, number_format, search=True)
-    assert bool((searched.grid.scale < 0.8 * plain.grid.scale).all())
-    assert signal_to_noise(weight, searched.values()) > signal_to_noise(weight, plain.values()) + 1
+    assert bool((searched.qparams.scale < 0.8 * plain.qparams.scale).all())
+    assert signal_to_noise(weight, searched.dequantize()) > signal_to_noise(weight, plain.dequantize()) + 1
 
 
 @pytest.mark.parametrize("search", [False, True])
@@ -72,5 +72,5 @@ def test_in_the_frame_every_layer_is_rounded_on_its_own(search: bool) -> None:
     assert len(layers) == 3 * 4
     for path, layer in layers.items():
         weight = full.get_submodule(path).weight.T
-        expected = nearest(weight, Integer(16, "float16", 4, symmetric=False), search).values()
+        expected = nearest(weight, Integer(16, "float16", 4, symmetric=False), search).dequantize()
         assert torch.equal(layer.weight, expected)

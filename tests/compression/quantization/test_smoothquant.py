@@ -40,10 +40,10 @@ def test_one_loud_channel_as_on_the_card() -> None:
     true, quiet = x @ weight.T, torch.arange(512) != 100
 
     def output(scale: Tensor) -> float:
-        return signal_to_noise(true, INT8.rounded(x / scale) @ INT8.rounded(weight * scale).T)
+        return signal_to_noise(true, INT8.fake_quantize(x / scale) @ INT8.fake_quantize(weight * scale).T)
 
     def ordinary(scale: Tensor) -> float:
-        return signal_to_noise(x[:, quiet], (INT8.rounded(x / scale) * scale)[:, quiet])
+        return signal_to_noise(x[:, quiet], (INT8.fake_quantize(x / scale) * scale)[:, quiet])
 
     none, smooth = torch.ones(512), smoothing(layer_group(weight), x.abs().amax(0), 0.5)
     assert (output(none), output(smooth)) == pytest.approx((26.0, 43.1), abs=0.5)

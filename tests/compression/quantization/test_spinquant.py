@@ -22,11 +22,11 @@ from smelt.compression.quantization.spinquant import SpinQuant, cayley_step, nea
 from smelt.compression.quantization.straight_through import rounded
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.kernels.hadamard import hadamard_transform
-from smelt.kernels.linear import Inputs
+from smelt.kernels.linear import ActivationQuant
 from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
-from smelt.numerics.catalogue import FORMATS, format_named
+from smelt.numerics.catalog import FORMATS, get_format
 from tests.tiny import BUILDS, inputs
 
 
@@ -109,10 +109,10 @@ def test_the_nearest_orthogonal_matrix() -> None:
 @pytest.mark.parametrize("name", ["int4", "int4-asym/16", "int8", "mxfp4", "nvfp4", "amxfp4", "nf4/20", "dint4"])
 @pytest.mark.parametrize("clip", [1.0, 0.7])
 def test_rounding_gives_the_format_s_values(name: str, clip: float) -> None:
-    number_format = format_named(name)
+    number_format = get_format(name)
     x = torch.randn(5, 48, requires_grad=True)
     values = rounded(x, number_format, clip)
-    assert torch.allclose(values, Inputs(number_format, clip=clip).rounded(x.detach()), rtol=1e-6)
+    assert torch.allclose(values, ActivationQuant(number_format, clip_ratio=clip).fake_quantize(x.detach()), rtol=1e-6)
     # Twice the input is twice the output, so along the input itself the slope is the output (scales of powers of two
     # have no slope, and those in eight bits move by steps).
     weight = torch.randn_like(values)
@@ -139,13 +139,13 @@ def test_rounding_keeps_the_dtype() -> None:
 @contextmanager
 def really_rounded(anatomy: Anatomy, method: SpinQuant) -> Iterator[None]:
     """The inputs of every linear layer of a rotated network are rounded, as packed layers do it."""
-    given = Inputs(FORMATS[str(method.inputs)], clip=method.clip)
+    given = ActivationQuant(FORMATS[str(method.inputs)], clip_ratio=method.clip)
 
     def plain(_: Any, args: tuple[Tensor, ...]) -> Tensor:
-        return given.rounded(args[0])
+        return given.fake_quantize(args[0])
 
     def turned(_: Any, args: tuple[Tensor, ...]) -> Tensor:
-        return hadamard_transform(given.rounded(hadamard_transform(args[0])), inverse=True)
+        return hadamard_transform(given.fake_quantize(hadamard_transform(args[0])), inverse=True)
 
     hooks = []
     for part in anatomy.parts:

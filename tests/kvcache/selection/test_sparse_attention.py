@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smelt.kernels.linear import using
-from smelt.kernels.paged import Pages, paged_attention, write_pages
+from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.linear import use_backend
+from smelt.kernels.paged import paged_attention, store_kv
 from smelt.kvcache.selection.config import SparseAttentionConfig
 from smelt.kvcache.selection.host_store import HostPageStore
 from smelt.kvcache.selection.page_cache import OffloadConfig
@@ -114,7 +115,7 @@ def pages_by_hand(selection: SparseAttentionConfig, queries: Tensor, keys: Tenso
 def test_a_choice_of_pages_hides_the_others(residence: OffloadConfig | None, digest: PageSummary, kernel: str) -> None:
     selection = SparseAttentionConfig(digest, page_size=PAGE, token_budget=4 * PAGE, sink_pages=1, recent_pages=1)
     attention, texts = selected(selection, residence), Texts()
-    with using("reference") if kernel == "reference" else nullcontext():
+    with use_backend("reference") if kernel == "reference" else nullcontext():
         texts.read(attention, chunk=7)
         queries = torch.randn(len(LENGTHS), KV_HEADS * GROUP, WIDTH)
         found = attention.attend(0, queries, *texts.newest(), texts.new(), SCALE)
@@ -135,11 +136,11 @@ def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig
     key_pages, value_pages = torch.zeros(2, BLOCKS, PAGE, KV_HEADS, WIDTH)
     for row, length in enumerate(LENGTHS):
         places = texts.places(row, 0, length + 1)
-        write_pages(texts.keys[row], texts.values[row], key_pages, value_pages, places)
+        store_kv(texts.keys[row], texts.values[row], key_pages, value_pages, places)
     asking, count = layout.decodes[0], len(LENGTHS)
-    pages = Pages(
+    pages = AttentionMetadata(
         torch.arange(count + 1).int(), asking.seq_lens.int(), asking.block_tables.int(), layout.slot_mapping,
-        longest=max(LENGTHS) + 1, counts=[1] * count,
+        max_seq_len=max(LENGTHS) + 1, query_lens=[1] * count,
     )  # fmt: skip
     assert torch.equal(found, paged_attention(queries, key_pages, value_pages, pages, SCALE))
 

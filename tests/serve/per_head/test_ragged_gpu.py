@@ -11,11 +11,12 @@ import torch
 
 from tests.kernels.gpu_machine import DEVICE  # isort: skip  (before anything imports Triton)
 
-from smelt.kernels.gpu.paged import Tokens, paged_decode
-from smelt.kernels.gpu.pages import HeadPages
-from smelt.kernels.gpu.rope import Rotation, rotate_write
-from smelt.kernels.kv_quant import INT4, INT8, RowFormat
-from smelt.kernels.paged import Pages, paged_reference
+from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
+from smelt.kernels.gpu.pages import ClusteredHeadPages
+from smelt.kernels.gpu.rope import RotaryParams, rope_and_store_kv
+from smelt.kernels.kv_quant import INT4, INT8, KVQuantFormat
+from smelt.kernels.paged import paged_attention_reference
 from smelt.kvcache.eviction.scorer import AttentionInputs, last_query_logits
 from smelt.kvcache.eviction.scorers import make_scorer
 from smelt.models.model import Model
@@ -96,13 +97,13 @@ def test_heads_of_different_lengths_in_one_call(
     parts: list[int], kind: str | None, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three heads in three clusters, at different columns, against a loop over heads."""
-    monkeypatch.setattr("smelt.kernels.gpu.rope.MANY", many)
+    monkeypatch.setattr("smelt.kernels.gpu.rope.MANY_TOKENS", many)
     torch.manual_seed(0)
     size, heads, kv_heads, width, columns, clusters = 16, 6, 3, 24, 4, 5
-    rows = None if kind is None else RowFormat.of(kind, width)
+    rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)
     keys, values = (torch.randn(160 * columns, size, 1, width, device=DEVICE) for _ in range(2))
     if rows is not None:
-        keys, values = rows.encode(keys), rows.encode(values)
+        keys, values = rows.quantize(keys), rows.quantize(values)
     tables = torch.randperm(160)[:150].view(3, clusters, 10).int().to(DEVICE)
     texts = torch.tensor([150, 40, 0], device=DEVICE)
     slots = torch.tensor([2, 0, 1], device=DEVICE)
@@ -111,29 +112,33 @@ def test_heads_of_different_lengths_in_one_call(
     shifts[0] = torch.tensor([0, -39, -10, -20, -7])
     cluster, column = torch.tensor([3, 1, 4], device=DEVICE), torch.tensor([2, 0, 3], device=DEVICE)
     work = [(head, part, count) for head, count in enumerate(parts) for part in range(count)]
-    own = HeadPages(tables, shifts, cluster, column, columns, torch.tensor(work, dtype=torch.int32, device=DEVICE))
-    rotation = Rotation(torch.randn(150, width, device=DEVICE), torch.randn(150, width, device=DEVICE))
+    own = ClusteredHeadPages(
+        tables, shifts, cluster, column, columns, torch.tensor(work, dtype=torch.int32, device=DEVICE)
+    )
+    rotation = RotaryParams(torch.randn(150, width, device=DEVICE), torch.randn(150, width, device=DEVICE))
     mixed = torch.randn(3, (heads + 2 * kv_heads) * width, device=DEVICE)
     others = [keys.clone(), values.clone()]
-    queries = rotate_write(
+    queries = rope_and_store_kv(
         mixed, (texts - 1).clamp(min=0), torch.where(texts > 0, slots, -1), rotation, *others, own, rows
     )
     arrived = torch.zeros(3 * kv_heads, dtype=torch.int32, device=DEVICE)
-    tokens = Tokens(slots, texts, tables, arrived, 150)
+    tokens = DecodeMetadata(slots, texts, tables, arrived, 150)
     most = 1 << (max(parts) - 1).bit_length()
-    found = paged_decode(mixed, keys, values, tokens, rotation, 0.2, pages=own, splits=most, rows=rows)
+    found = paged_decode(mixed, keys, values, tokens, rotation, 0.2, head_pages=own, splits=most, kv_quant=rows)
     found = found.view(3, heads, width)
     for request in range(2):
         for head in range(kv_heads):
             slot, which = int(slots[request]), int(cluster[head])
             length = int(texts[request] + shifts[slot, which])
             table = (tables[slot, which] * columns + column[head]).int()[None]
-            one = Pages(
+            one = AttentionMetadata(
                 torch.tensor([0, 1], dtype=torch.int32), torch.tensor([length], dtype=torch.int32), table, table,
                 length, [1],
             )  # fmt: skip
             mine = slice(2 * head, 2 * head + 2)
-            wanted = paged_reference(queries[request : request + 1, mine], keys, values, one, 0.2, rows=rows)
+            wanted = paged_attention_reference(
+                queries[request : request + 1, mine], keys, values, one, 0.2, kv_quant=rows
+            )
             assert torch.allclose(found[request, mine], wanted[0], atol=1e-4), (request, head)
     assert bool((found[2] == 0).all()) and not bool(arrived.any())
     assert torch.allclose(keys.float(), others[0].float(), atol=1e-6 if rows is None else 1)

@@ -17,8 +17,8 @@ from smelt.errors import BudgetError, RecipeError
 from smelt.measure.cost import Workload
 from smelt.models.anatomy import Anatomy, Part
 from smelt.targets.device import Device
-from smelt.targets.operators import Attention, FeedForward
-from smelt.targets.table import LatencyTable, PiecewiseFit, fit, measure_table, sample_widths
+from smelt.targets.operators import AttentionOp, FeedForwardOp
+from smelt.targets.table import LatencyTable, PiecewiseFit, fit_piecewise, measure_table, sample_widths
 
 TIGHTENINGS = 40
 
@@ -57,16 +57,16 @@ def measure_tables(anatomy: Anatomy, workload: Workload, seed: int = 0, seconds:
     heads = _widest(anatomy, "heads")
     filters = _widest(anatomy, "ffn_channels")
 
-    def attention(units: int) -> Attention:
-        return Attention(
+    def attention(units: int) -> AttentionOp:
+        return AttentionOp(
             hidden=heads.output.out_features, heads=units * heads.heads_per_unit, kv_heads=units,
             head_dim=heads.head_dim, tokens=workload.tokens, batch=workload.batch, causal=anatomy.family.causal,
             dtype=dtype,
         )  # fmt: skip
 
-    def feed_forward(units: int) -> FeedForward:
-        return FeedForward(
-            hidden=filters.output.out_features, filters=units, gated=len(filters.input_projections) > 1,
+    def feed_forward(units: int) -> FeedForwardOp:
+        return FeedForwardOp(
+            hidden=filters.output.out_features, ffn_channels=units, gated=len(filters.input_projections) > 1,
             tokens=workload.tokens, batch=workload.batch, dtype=dtype,
         )  # fmt: skip
 
@@ -86,7 +86,7 @@ def search_latency(parts: Sequence[Candidates], tables: Tables, keep: float) -> 
     allowed = keep * tables.seconds(parts, whole)
     budget = allowed
     for _ in range(TIGHTENINGS):
-        choice = _search_on_line(parts, fit(tables.heads), fit(tables.filters), budget)
+        choice = _search_on_line(parts, fit_piecewise(tables.heads), fit_piecewise(tables.filters), budget)
         if choice is None:
             break
         spent = tables.seconds(parts, choice)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from smelt.errors import ModelError
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.models.quantized import STATIC_SCALE, QuantizedLinear
-from smelt.numerics.format import TENSOR, Grid, Quantized
+from smelt.numerics.format import PER_TENSOR, QuantizedTensor, QuantParams
 from smelt.numerics.gradient import straight_through
 from smelt.numerics.integer import Integer
 
@@ -31,7 +31,9 @@ class Adapter(nn.Module):
 
     def __init__(self, layer: QuantizedLinear, rank: int, pooled: bool) -> None:
         super().__init__()
-        self.size = layer.scheme.weight.size(layer.in_features) if pooled else 1  # inputs that are summed
+        self.size = (
+            layer.scheme.weight.effective_group_size(layer.in_features) if pooled else 1
+        )  # inputs that are summed
         inputs = math.ceil(layer.in_features / self.size)
         self.rank = min(rank, inputs, layer.out_features)
         device = layer.packed.device
@@ -77,15 +79,15 @@ class Adapter(nn.Module):
     @torch.no_grad()
     def merged_into(self, layer: QuantizedLinear, path: str, dtype: torch.dtype) -> QuantizedLinear:
         """A layer of the same codes whose zero points, in float16, hold the pooled factors."""
-        held = layer.packed.quantized()
+        held = layer.packed.unpack()
         assert isinstance(held.format, Integer)
-        number_format = replace(held.format, symmetric=False, wide=False, zero_type="float16")
+        number_format = replace(held.format, symmetric=False, full_range=False, zero_dtype="float16")
         added = (self.scaled_up @ self.down)[..., None]  # [out, groups, 1]
-        zero = number_format.rounded_zero(held.format.zero_of(held.grid) - added / held.grid.scale)
+        zero = number_format.round_zero(held.format.zero_point(held.qparams) - added / held.qparams.scale)
         if not bool(zero.isfinite().all()):
             raise ModelError(f"the zero points of {path} cannot hold its factors; use `merge: false`.")
         scheme = replace(layer.scheme, weight=number_format)
-        moved = Quantized(number_format, held.codes, Grid(held.grid.scale, zero))
+        moved = QuantizedTensor(number_format, held.codes, QuantParams(held.qparams.scale, zero))
         new = QuantizedLinear.from_quantized(moved, scheme, bias=layer.bias, dtype=dtype)
         if scheme.static:
             setattr(new, STATIC_SCALE, getattr(layer, STATIC_SCALE))
@@ -95,7 +97,7 @@ class Adapter(nn.Module):
 def check_mergeable(layer: QuantizedLinear, path: str) -> None:
     """Only uniform grids with a scale of their own a row have zero points that factors can move."""
     found = layer.scheme.weight
-    if type(found) is not Integer or found.group == TENSOR:
+    if type(found) is not Integer or found.group_size == PER_TENSOR:
         raise ModelError(f"{path} is not held in integers with a scale a row or group; `merge: true` needs that.")
 
 
@@ -117,7 +119,7 @@ def _with_adapter(layer: QuantizedLinear, adapter: Adapter, weight: Tensor) -> C
     def forward(x: Tensor) -> Tensor:
         if layer.scheme.hadamard:
             x = hadamard_transform(x)
-        rounded = x if layer.inputs is None else straight_through(x, layer.inputs.rounded(x.detach()))
+        rounded = x if layer.inputs is None else straight_through(x, layer.inputs.fake_quantize(x.detach()))
         return F.linear(rounded, weight, layer.bias) + adapter(rounded if adapter.pooled else x)
 
     return forward

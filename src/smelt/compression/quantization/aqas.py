@@ -19,9 +19,9 @@ from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.quantization.layers import Group, Layer
 from smelt.compression.quantization.scale_search import STEPS, Candidate, ScaleSearch, balanced, power_family
 from smelt.models.model import Model
-from smelt.numerics.catalogue import format_named
+from smelt.numerics.catalog import get_format
 from smelt.numerics.error import underflow_share
-from smelt.numerics.format import Format, Quantized
+from smelt.numerics.format import Format, QuantizedTensor
 from smelt.numerics.integer import DenormalInteger, Integer
 
 
@@ -41,7 +41,7 @@ class Aqas(ScaleSearch):
     @property
     def weight_format(self) -> Format:
         if self.format is not None:
-            return format_named(self.format)
+            return get_format(self.format)
         kind = DenormalInteger if self.denormal else Integer
         return kind(self.group_size, "float16", self.bits, self.symmetric)
 
@@ -58,9 +58,9 @@ class Aqas(ScaleSearch):
             scale = largest.pow(exponent) / weights.pow(1 - exponent)
             yield Candidate("smooth", exponent, balanced(scale.clamp(min=1e-5)))
 
-    def note(self, layer: Layer, matrix: Quantized) -> dict[str, Any]:
+    def note(self, layer: Layer, matrix: QuantizedTensor) -> dict[str, Any]:
         """The share of weights that were rounded to zero, and of the error that is theirs; the rest is rounding's."""
-        vanished, underflow = underflow_share(layer.weight.detach(), matrix.values())
+        vanished, underflow = underflow_share(layer.weight.detach(), matrix.dequantize())
         return {"vanished": vanished, "error_share": {"underflow": underflow, "rounding": 1 - underflow}}
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:

@@ -34,8 +34,8 @@ from smelt.models.quantized import (
     quantized_layers,
     replace_module,
 )
-from smelt.numerics.catalogue import format_named, name_of
-from smelt.numerics.format import TENSOR, Format, Quantized
+from smelt.numerics.catalog import format_name, get_format
+from smelt.numerics.format import PER_TENSOR, Format, QuantizedTensor
 from smelt.numerics.integer import Integer
 
 
@@ -62,7 +62,7 @@ class Quantization(Method):
                 f"static_activations of {self.name} fixes the scale of input activations: give their format, such as "
                 "`input_activations: int8`."
             )
-        if self.static_activations and self.input_format is not None and not self.input_format.has_one_number:
+        if self.static_activations and self.input_format is not None and not self.input_format.has_scale_only:
             raise RecipeError(
                 f"static_activations of {self.name} fixes one scale and no zero point, which "
                 f"{self.input_activations} needs."
@@ -71,15 +71,15 @@ class Quantization(Method):
     @property
     def weight_format(self) -> Format:
         if self.format is not None:
-            return format_named(self.format)
+            return get_format(self.format)
         return Integer(self.group_size, "float16", self.bits, self.symmetric)
 
     @property
     def input_format(self) -> Format | None:
         if self.input_activations is None:
             return None
-        found = format_named(self.input_activations)
-        return replace(found, group=TENSOR) if self.static_activations else found
+        found = get_format(self.input_activations)
+        return replace(found, group_size=PER_TENSOR) if self.static_activations else found
 
     @property
     def scheme(self) -> QuantizationScheme:
@@ -125,7 +125,7 @@ class Quantization(Method):
             raise ModelError(f"{self.name} quantises linear layers; this network is made of convolutions.")
         if quantized_layers(anatomy.network):
             raise ModelError("this model is quantised already; quantise the model it was made from.")
-        size = self.weight_format.group
+        size = self.weight_format.group_size
         for layer in (layer for block in anatomy.blocks for group in groups_of(block) for layer in group.layers):
             columns = layer.weight.shape[1]
             if size > 0 and columns % size and not self.allow_partial_group:
@@ -175,11 +175,11 @@ class BlockWork:
         seen = {group.entrance: observer for group, observer in observers}
         observe(self.stream, self.block, seen, last=observers[-1][0].entrance)
 
-    def put(self, group: Group, quantized: Sequence[Quantized], **changes: Any) -> None:
+    def put(self, group: Group, quantized: Sequence[QuantizedTensor], **changes: Any) -> None:
         """Exchange the layers of a group for packed ones; `changes` alter the scheme for this group."""
         for layer, matrix in zip(group.layers, quantized, strict=True):
-            if not all(bool(tensor.isfinite().all()) for tensor in matrix.grid.tensors().values()):
-                raise ModelError(f"{layer.path} holds values that {name_of(matrix.format)} has no scale for.")
+            if not all(bool(tensor.isfinite().all()) for tensor in matrix.qparams.tensors().values()):
+                raise ModelError(f"{layer.path} holds values that {format_name(matrix.format)} has no scale for.")
             scheme = replace(self.scheme, weight=matrix.format, **changes)
             error = _relative_error(layer.weight, matrix)
             new = QuantizedLinear.from_quantized(matrix, scheme, bias=layer.module.bias, dtype=layer.weight.dtype)
@@ -279,7 +279,7 @@ def _check_weights(anatomy: Anatomy) -> None:
             raise ModelError(f"{layer.path} holds NaN or infinity; it cannot be quantised.")
 
 
-def _relative_error(weight: Tensor, matrix: Quantized) -> float:
+def _relative_error(weight: Tensor, matrix: QuantizedTensor) -> float:
     """Squared error of the weights over their squared size."""
     true = weight.detach().float()
-    return float((matrix.values() - true).square().sum() / true.square().sum().clamp(min=1e-30))
+    return float((matrix.dequantize() - true).square().sum() / true.square().sum().clamp(min=1e-30))

@@ -50,17 +50,17 @@ class Sample:
 @torch.no_grad()
 def clip_(weight: Tensor, x: Tensor, number_format: Format) -> None:
     """Clip each group of a matrix [out, in] to the range that, rounded, changes its share of the output least."""
-    inputs = number_format.groups(x).transpose(0, 1)  # [groups, tokens, size]
-    whole = number_format.whole(weight)
+    inputs = number_format.split_groups(x).transpose(0, 1)  # [groups, tokens, size]
+    whole = number_format.tensor_amax(weight)
     for start in range(0, len(weight), ROWS):
         rows = weight[start : start + ROWS]
-        grouped = number_format.groups(rows.detach())  # [rows, groups, size]
+        grouped = number_format.split_groups(rows.detach())  # [rows, groups, size]
         limits = grouped.abs().amax(-1, keepdim=True)
         best, least = limits, torch.full_like(limits, torch.inf)
         for shrink in SHRINKS:
             trial = grouped.clamp(-limits * shrink, limits * shrink)
-            grid = number_format.fit(trial, whole=whole)
-            wrong = number_format.decode(number_format.encode(trial, grid), grid) - grouped
+            grid = number_format.compute_qparams(trial, tensor_amax=whole)
+            wrong = number_format.dequantize_groups(number_format.quantize_groups(trial, grid), grid) - grouped
             error = torch.bmm(inputs, wrong.permute(1, 2, 0)).square().sum(1).T[..., None]  # [rows, groups, 1]
             best, least = torch.where(error < least, limits * shrink, best), torch.minimum(error, least)
         rows.copy_(grouped.clamp(-best, best).flatten(-2)[:, : weight.shape[1]])

@@ -13,7 +13,7 @@ from smelt.compression.base import METHODS, within
 from smelt.compression.quantization.learned import LearnedQuantization, Quantizer
 from smelt.compression.quantization.nearest import searched_grid
 from smelt.config import renamed
-from smelt.numerics.format import Grid
+from smelt.numerics.format import QuantParams
 from smelt.numerics.integer import Integer
 
 
@@ -95,12 +95,12 @@ class Divided(Quantizer):
         self.divisors = divisors
         self.row = nn.Parameter(torch.zeros(len(weight), 1, device=weight.device))
 
-    def grid(self) -> Grid:
-        return Grid(self.format.rounded_scale(self.step.exp()), self.zero)
+    def grid(self) -> QuantParams:
+        return QuantParams(self.format.round_scale(self.step.exp()), self.zero)
 
     def divisor(self, scale: Tensor) -> Tensor:
-        return scale * self.format.groups(self.divisors() + self.row).exp()
+        return scale * self.format.split_groups(self.divisors() + self.row).exp()
 
 
-def _widest(grouped: Tensor, number_format: Integer) -> Grid:
-    return number_format.fit(grouped)
+def _widest(grouped: Tensor, number_format: Integer) -> QuantParams:
+    return number_format.compute_qparams(grouped)

@@ -10,7 +10,7 @@ from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.gptq_rounding import DAMPING, round_group
 from smelt.compression.quantization.layers import Group
 from smelt.config import renamed
-from smelt.numerics.format import Quantized
+from smelt.numerics.format import QuantizedTensor
 
 
 @METHODS.register("gptq", paper="Frantar et al., 2023 (arXiv 2210.17323)", needs=("calibration data",))
@@ -35,7 +35,7 @@ class Gptq(Quantization):
             for group, moment in seen:
                 work.put(group, self.round(group, moment))
 
-    def round(self, group: Group, moment: SecondMoment) -> list[Quantized]:
+    def round(self, group: Group, moment: SecondMoment) -> list[QuantizedTensor]:
         return round_group(
             group, moment, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.range_search
         )

@@ -13,8 +13,8 @@ from smelt.compression.calibration.observe import SecondMoment
 from smelt.compression.quantization.layers import Group, never_reached, observed
 from smelt.compression.quantization.nearest import nearest, searched_grid
 from smelt.errors import DataError
-from smelt.kernels.gptq_rounding import block_rounding
-from smelt.numerics.format import TENSOR, Format, Grid, Quantized
+from smelt.kernels.gptq_rounding import gptq_block_kernel
+from smelt.numerics.format import PER_TENSOR, Format, QuantizedTensor, QuantParams
 from smelt.numerics.integer import Integer
 
 COLUMNS = 128  # that are rounded before the rest of the matrix is updated
@@ -24,7 +24,7 @@ DAMPING = 0.01  # of the Hessian's mean diagonal
 def round_group(
     group: Group, moment: SecondMoment, number_format: Format, *, damping: float = DAMPING, act_order: bool = True,
     search: bool = False,
-) -> list[Quantized]:  # fmt: skip
+) -> list[QuantizedTensor]:  # fmt: skip
     """Layers that share an input share its Hessian: their rows are rounded together, as rows never mix. An expert that
     no token reached has none, and is rounded to nearest."""
     if never_reached(group, moment.matrix):
@@ -33,15 +33,15 @@ def round_group(
     rounded = partial(
         gptq, hessian=hessian, number_format=number_format, damping=damping, act_order=act_order, search=search
     )
-    if number_format.group == TENSOR:
+    if number_format.group_size == PER_TENSOR:
         return [rounded(layer.weight.detach()) for layer in group.layers]
     whole = rounded(group.stacked())
     grids = {
         name: [tensor.clone() for _ in group.layers] if name == "tensor" else group.split(tensor)
-        for name, tensor in whole.grid.tensors().items()
+        for name, tensor in whole.qparams.tensors().items()
     }
     return [
-        Quantized(number_format, codes, Grid(**{name: parts[index] for name, parts in grids.items()}))
+        QuantizedTensor(number_format, codes, QuantParams(**{name: parts[index] for name, parts in grids.items()}))
         for index, codes in enumerate(group.split(whole.codes))
     ]
 
@@ -50,7 +50,7 @@ def round_group(
 def gptq(
     weight: Tensor, hessian: Tensor, number_format: Format, *, damping: float = DAMPING, act_order: bool = True,
     search: bool = False, block: int = COLUMNS,
-) -> Quantized:  # fmt: skip
+) -> QuantizedTensor:  # fmt: skip
     """Round a matrix [out, in] against the Hessian [in, in] of its inputs."""
     weight, hessian = weight.float().clone(), hessian.clone()
     columns = weight.shape[1]
@@ -76,22 +76,22 @@ def gptq(
         weight[:, stop:].addmm_(torch.cat(errors, 1), factor[start:stop, stop:], alpha=-1)
     if order is not None:
         codes = codes[:, torch.argsort(order)]
-    return Quantized(number_format, codes, grids.whole())
+    return QuantizedTensor(number_format, codes, grids.whole())
 
 
 Rounding = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # weights, factor, first and last column
 
 
 def _round_columns(
-    part: Tensor, inner: Tensor, grids: Iterable[Grid], number_format: Format
+    part: Tensor, inner: Tensor, grids: Iterable[QuantParams], number_format: Format
 ) -> tuple[Tensor, Tensor]:  # [rows, columns] each
     """One column after the other: its codes, and its errors over the diagonal, which the next columns take up."""
     codes, errors = torch.empty_like(part, dtype=torch.uint8), torch.empty_like(part)
     for column, grid in enumerate(grids):
         values = part[:, column, None, None]
-        code = number_format.encode(values, grid)
+        code = number_format.quantize_groups(values, grid)
         codes[:, column] = code[:, 0, 0]
-        error = (values - number_format.decode(code, grid))[:, 0] / inner[column, column]
+        error = (values - number_format.dequantize_groups(code, grid))[:, 0] / inner[column, column]
         part[:, column + 1 :] -= error * inner[column, column + 1 :]
         errors[:, column] = error[:, 0]
     return codes, errors
@@ -99,7 +99,7 @@ def _round_columns(
 
 def _rounding(number_format: Format, grids: _Grids, order: Tensor | None, weight: Tensor) -> Rounding:
     """What rounds the columns from a first to a last: a kernel where it knows the format, otherwise the plain loop."""
-    kernel = block_rounding(weight.device)
+    kernel = gptq_block_kernel(weight.device)
     if kernel is not None and type(number_format) is Integer:
         return _kernel_rounding(kernel, number_format, grids, order, weight)
     places = range(weight.shape[1]) if order is None else order.tolist()
@@ -124,8 +124,8 @@ def _kernel_rounding(
         else:
             found = {name: t[:, 0].expand(rows, last - first) for name, t in grids.of(first, weight).tensors().items()}
         return kernel(
-            part, inner, found["scale"], found.get("zero"), number_format.top,
-            middle=float(number_format.top // 2 + 1), fraction=number_format.zero_type != "code",
+            part, inner, found["scale"], found.get("zero"), number_format.qmax,
+            middle=float(number_format.qmax // 2 + 1), fraction=number_format.zero_dtype != "code",
         )  # fmt: skip
 
     return fast
@@ -162,31 +162,31 @@ class _Grids:
 
     def __init__(self, number_format: Format, weight: Tensor, search: bool, static: bool) -> None:
         self.format, self.search = number_format, search
-        self.tensor_maximum = number_format.whole(weight)
-        self.size = number_format.size(weight.shape[1])
-        self.fixed = static or number_format.group <= 0
-        self.grids: list[Grid] = []
+        self.tensor_maximum = number_format.tensor_amax(weight)
+        self.size = number_format.effective_group_size(weight.shape[1])
+        self.fixed = static or number_format.group_size <= 0
+        self.grids: list[QuantParams] = []
         if self.fixed:
-            whole = self._fit(number_format.groups(weight))
+            whole = self._fit(number_format.split_groups(weight))
             self.grids = [_group(whole, index) for index in range(-(-weight.shape[1] // self.size))]
 
-    def _fit(self, grouped: Tensor) -> Grid:
+    def _fit(self, grouped: Tensor) -> QuantParams:
         if self.search:
             return searched_grid(grouped, self.format, self.tensor_maximum)
-        return self.format.fit(grouped, whole=self.tensor_maximum)
+        return self.format.compute_qparams(grouped, tensor_amax=self.tensor_maximum)
 
-    def of(self, column: int, weight: Tensor) -> Grid:
+    def of(self, column: int, weight: Tensor) -> QuantParams:
         index = column // self.size
         if index == len(self.grids):
             members = weight[:, index * self.size : (index + 1) * self.size]
             self.grids.append(self._fit(members[:, None]))
         return self.grids[index]
 
-    def whole(self) -> Grid:
+    def whole(self) -> QuantParams:
         first = self.grids[0]
-        if self.format.group == TENSOR:
+        if self.format.group_size == PER_TENSOR:
             return first
-        return Grid(
+        return QuantParams(
             **{
                 name: tensor if name == "tensor" else torch.cat([getattr(grid, name) for grid in self.grids], dim=-2)
                 for name, tensor in first.tensors().items()
@@ -194,9 +194,9 @@ class _Grids:
         )
 
 
-def _group(grid: Grid, index: int) -> Grid:
+def _group(grid: QuantParams, index: int) -> QuantParams:
     """One group's part of a grid [rows, groups, 1]."""
-    return Grid(
+    return QuantParams(
         **{
             name: tensor if name == "tensor" or tensor.shape[-2] == 1 else tensor[..., index : index + 1, :]
             for name, tensor in grid.tensors().items()

@@ -11,7 +11,7 @@ from smelt.compression.base import METHODS, within
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.config import renamed
 from smelt.errors import RecipeError
-from smelt.numerics.format import Grid, Quantized
+from smelt.numerics.format import QuantizedTensor, QuantParams
 from smelt.numerics.integer import Integer
 
 LARGEST_INVERSE = 2e4  # of a scale
@@ -38,25 +38,25 @@ class Hqq(Quantization):
 
     @property
     def weight_format(self) -> Integer:
-        return Integer(self.group_size, "float16", self.bits, False, zero_type="float16")
+        return Integer(self.group_size, "float16", self.bits, False, zero_dtype="float16")
 
     def quantize(self, work: BlockWork) -> None:
         for group in work.groups:
             work.put(group, [self.fit(layer.weight) for layer in group.layers])
 
     @torch.no_grad()
-    def fit(self, weight: Tensor) -> Quantized:
+    def fit(self, weight: Tensor) -> QuantizedTensor:
         """Half-quadratic splitting: `spared` carries the sparse part of the error, the zero point is a plain mean."""
         number_format = self.weight_format
-        grouped = number_format.groups(weight)
+        grouped = number_format.split_groups(weight)
         low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
-        inverse = torch.where(high == low, 1.0, (number_format.top / (high - low)).clamp(max=LARGEST_INVERSE))
+        inverse = torch.where(high == low, 1.0, (number_format.qmax / (high - low)).clamp(max=LARGEST_INVERSE))
         inverse = torch.minimum(inverse, LARGEST_ZERO / low.abs())
-        scale = number_format.rounded_scale(1 / inverse)
+        scale = number_format.round_scale(1 / inverse)
         zero = -low / scale
         best, least = zero, torch.inf
         for _ in range(self.iterations):
-            codes = (grouped / scale + zero).round().clamp(0, number_format.top)
+            codes = (grouped / scale + zero).round().clamp(0, number_format.qmax)
             error = grouped - (codes - zero) * scale
             size = float(error.abs().mean())
             if size >= least:
@@ -64,6 +64,6 @@ class Hqq(Quantization):
             best, least = zero, size
             spared = error.sign() * (error.abs() - error.abs().pow(self.lp_norm - 1) / self.beta).relu()
             zero = (codes - (grouped - spared) / scale).mean(-1, keepdim=True)
-        grid = Grid(scale, number_format.rounded_zero(best))
-        codes = number_format.encode(grouped, grid).flatten(-2)[..., : weight.shape[1]]
-        return Quantized(number_format, codes, grid)
+        grid = QuantParams(scale, number_format.round_zero(best))
+        codes = number_format.quantize_groups(grouped, grid).flatten(-2)[..., : weight.shape[1]]
+        return QuantizedTensor(number_format, codes, grid)

@@ -24,10 +24,10 @@ from smelt.compression.quantization.layers import Layer
 from smelt.compression.quantization.lfq import LogitLoss
 from smelt.config import renamed
 from smelt.errors import DataError, RecipeError
-from smelt.kernels.linear import Inputs
+from smelt.kernels.linear import ActivationQuant
 from smelt.measure.cost import block_parameters
 from smelt.models.anatomy import Anatomy, Block, anatomy_of
-from smelt.numerics.format import Format, Grid, Quantized
+from smelt.numerics.format import Format, QuantizedTensor, QuantParams
 from smelt.numerics.gradient import straight_through
 from smelt.numerics.integer import Integer
 
@@ -43,32 +43,34 @@ class Quantizer(nn.Module):
     def __init__(self, weight: Tensor, number_format: Integer) -> None:
         super().__init__()
         self.format, self.columns = number_format, weight.shape[1]
-        self.register_buffer("grouped", number_format.groups(weight.detach()))  # [rows, groups, size]
+        self.register_buffer("grouped", number_format.split_groups(weight.detach()))  # [rows, groups, size]
 
     @abstractmethod
-    def grid(self) -> Grid:
+    def grid(self) -> QuantParams:
         """The grid as it will be stored, through which gradients pass."""
 
     def divisor(self, scale: Tensor) -> Tensor:
         """What the weights are divided by before they are rounded."""
         return scale
 
-    def codes(self, grid: Grid) -> Tensor:
+    def codes(self, grid: QuantParams) -> Tensor:
         """Whole numbers in float32, through which gradients pass where nothing is clipped."""
         steps = self.grouped / self.divisor(grid.scale)
-        return (straight_through(steps, steps.round()) + self.format.zero_of(grid)).clamp(0, self.format.top)
+        return (straight_through(steps, steps.round()) + self.format.zero_point(grid)).clamp(0, self.format.qmax)
 
     def forward(self) -> Tensor:  # [rows, columns]
         grid = self.grid()
-        values = (self.codes(grid) - self.format.zero_of(grid)) * grid.scale
+        values = (self.codes(grid) - self.format.zero_point(grid)) * grid.scale
         return values.flatten(-2)[:, : self.columns]
 
     @torch.no_grad()
-    def result(self) -> Quantized:
+    def result(self) -> QuantizedTensor:
         """The matrix as the layer will hold it."""
         grid = self.grid()
         codes = self.codes(grid).nan_to_num(nan=0.0).to(torch.uint8).flatten(-2)[:, : self.columns]
-        return Quantized(self.format, codes, Grid(**{name: t.detach() for name, t in grid.tensors().items()}))
+        return QuantizedTensor(
+            self.format, codes, QuantParams(**{name: t.detach() for name, t in grid.tensors().items()})
+        )
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class LearnedQuantization(Quantization):
         super().__post_init__()
         within(self.name, "lr", self.lr, 1e-8, 10.0)
         found = self.weight_format
-        if type(found) is not Integer or found.zero_type != "code":
+        if type(found) is not Integer or found.zero_dtype != "code":
             raise RecipeError(f"{self.name} learns the grid of plain integers: use bits, group and symmetric instead.")
 
     @abstractmethod
@@ -167,7 +169,7 @@ class FakeQuantized(nn.Module):
         names = {layer: f"{layer.path[len(block.path) + 1 :]}.weight" for layer in quantizers}
         self.block = block.module
         self.quantizers = [(names[layer], layer, quantizer) for layer, quantizer in quantizers.items()]
-        self.inputs = None if inputs is None else Inputs(inputs)
+        self.inputs = None if inputs is None else ActivationQuant(inputs)
         tensors = {**dict(self.block.named_parameters()), **dict(self.block.named_buffers())}
         self.fixed = {name: in_float32(t.detach()) for name, t in tensors.items() if name not in names.values()}
 
@@ -183,12 +185,12 @@ class FakeQuantized(nn.Module):
 
 
 @contextmanager
-def rounded_inputs(modules: list[nn.Module], inputs: Inputs | None) -> Iterator[None]:
+def rounded_inputs(modules: list[nn.Module], inputs: ActivationQuant | None) -> Iterator[None]:
     """Inside, the modules see their inputs rounded, and gradients pass."""
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         assert inputs is not None
-        return (straight_through(args[0], inputs.rounded(args[0].detach())), *args[1:])
+        return (straight_through(args[0], inputs.fake_quantize(args[0].detach())), *args[1:])
 
     hooks = [] if inputs is None else [module.register_forward_pre_hook(before) for module in modules]
     try:

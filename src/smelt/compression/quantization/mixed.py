@@ -108,7 +108,9 @@ class Mixed(Quantization):
         return found
 
     def _error(self, group: Group, around: BlockOutput, number_format: Format) -> float:
-        error = around.error([number_format.rounded(layer.weight.float()) for layer in group.layers]) / around.size
+        error = (
+            around.error([number_format.fake_quantize(layer.weight.float()) for layer in group.layers]) / around.size
+        )
         if not error < float("inf"):
             raise DataError(f"the block of {group.path} gives NaN or infinity on the calibration data.")
         return error

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from smelt.compression.base import METHODS, within
 from smelt.compression.quantization.learned import LearnedQuantization, Quantizer
-from smelt.numerics.format import Grid
+from smelt.numerics.format import QuantParams
 from smelt.numerics.gradient import straight_through
-from smelt.numerics.integer import Integer, extent
+from smelt.numerics.integer import Integer, group_min_max
 
 START = 4.0  # of a gate: the range begins at sigmoid(4) = 0.982 of itself
 
@@ -46,19 +46,19 @@ class Clipped(Quantizer):
 
     def __init__(self, weight: Tensor, number_format: Integer) -> None:
         super().__init__(weight, number_format)
-        low, high = extent(self.grouped, number_format)  # [rows, groups, 1] each
+        low, high = group_min_max(self.grouped, number_format)  # [rows, groups, 1] each
         self.register_buffer("low", low)
         self.register_buffer("high", high)
         self.low_gate = nn.Parameter(torch.full_like(low, START))
         self.high_gate = nn.Parameter(torch.full_like(high, START))
 
-    def grid(self) -> Grid:
+    def grid(self) -> QuantParams:
         low, high = self.low * self.low_gate.sigmoid(), self.high * self.high_gate.sigmoid()
         number_format = self.format
         if number_format.symmetric:
-            span = number_format.top / 2 if number_format.wide else number_format.top // 2
+            span = number_format.qmax / 2 if number_format.full_range else number_format.qmax // 2
             largest = torch.maximum(high, -low)
-            return Grid(number_format.rounded_scale(torch.where(largest == 0, 1.0, largest / span)))
-        scale = number_format.rounded_scale(torch.where(high == low, 1.0, (high - low) / number_format.steps))
+            return QuantParams(number_format.round_scale(torch.where(largest == 0, 1.0, largest / span)))
+        scale = number_format.round_scale(torch.where(high == low, 1.0, (high - low) / number_format.num_steps))
         zero = -low / scale
-        return Grid(scale, straight_through(zero, zero.round()).clamp(0, number_format.top))
+        return QuantParams(scale, straight_through(zero, zero.round()).clamp(0, number_format.qmax))

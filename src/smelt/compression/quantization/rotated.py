@@ -27,7 +27,7 @@ from smelt.measure.cost import count_bytes
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme
-from smelt.numerics.format import Quantized
+from smelt.numerics.format import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class RotatedQuantization(Quantization):
     def _asked(self, part: Part) -> bool:
         return part.units > 0 and (self.rotate_ffn if part.kind == "ffn_channels" else self.rotate_heads)
 
-    def round(self, group: Group, moment: SecondMoment) -> list[Quantized]:
+    def round(self, group: Group, moment: SecondMoment) -> list[QuantizedTensor]:
         if self.rounding == "rtn":
             return [nearest(layer.weight, self.weight_format, self.range_search) for layer in group.layers]
         return round_group(

@@ -9,14 +9,14 @@ from smelt.compression.quantization.base import BlockWork
 from smelt.compression.quantization.gptq_rounding import round_group
 from smelt.compression.quantization.layers import Group
 from smelt.compression.quantization.nearest import nearest
-from smelt.numerics.format import Format, Quantized
+from smelt.numerics.format import Format, QuantizedTensor
 
 ROUNDINGS = ("rtn", "gptq")
 
 
 def rounded(
     work: BlockWork, rounding: str, format_of: Callable[[Group], Format]
-) -> Iterator[tuple[Group, list[Quantized]]]:
+) -> Iterator[tuple[Group, list[QuantizedTensor]]]:
     """Every group of a block with its matrices, rounded. The inputs are those of the block as it is now."""
     groups = work.groups
     moments = [SecondMoment() for _ in groups]

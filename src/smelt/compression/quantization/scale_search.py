@@ -25,7 +25,7 @@ from smelt.compression.quantization.search_eval import Change, ModuleOutput, Own
 from smelt.config import renamed
 from smelt.errors import DataError
 from smelt.models.anatomy import Anatomy
-from smelt.numerics.format import Format, Quantized
+from smelt.numerics.format import Format, QuantizedTensor
 
 STEPS = 20  # exponents 0, 1/20, ..., 19/20
 NO_SOURCE = "nothing that writes these inputs takes a scale exactly"
@@ -99,7 +99,7 @@ class ScaleSearch(Quantization):
             for layer, part in zip(group.layers, parts, strict=True):
                 work.facts[layer.path] |= {"scaling": notes[layer.path], **part}
 
-    def note(self, layer: Layer, matrix: Quantized) -> dict[str, Any]:
+    def note(self, layer: Layer, matrix: QuantizedTensor) -> dict[str, Any]:
         """What else is told of a rounded layer."""
         return {}
 
@@ -146,14 +146,14 @@ class ScaleSearch(Quantization):
 
     def trial_error(self, group: Group, around: Surroundings, scale: Tensor) -> float:
         """Of the rounded product `Q(x / s) Q(W s)^T`, at the output of what is around the group."""
-        weights = [self.weight_format.rounded(layer.weight.float() * scale) / scale for layer in group.layers]
+        weights = [self.weight_format.fake_quantize(layer.weight.float() * scale) / scale for layer in group.layers]
         return around.error(weights, self._rounding_of_inputs(scale))
 
     def _rounding_of_inputs(self, scale: Tensor) -> Change | None:
         number_format = self.trial_inputs
         if number_format is None:
             return None
-        return lambda x: (number_format.rounded(x.float() / scale) * scale).to(x.dtype)
+        return lambda x: (number_format.fake_quantize(x.float() / scale) * scale).to(x.dtype)
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         """A pass for the statistics, one for GPTQ, and the trials: four groups, each about a third of a block. Of every

@@ -11,18 +11,18 @@ import math
 import torch
 from torch import Tensor
 
-from smelt.numerics.format import Format, Grid
+from smelt.numerics.format import Format, QuantParams
 
 
 def rounded(x: Tensor, number_format: Format, clip: float = 1.0) -> Tensor:  # [..., columns] -> [..., columns]
     """The values that a tensor written in a format is read back as, in the dtype of x. The grid is taken from x itself
     and covers `clip` of its range; the gradient is one inside it and zero outside, apart from that of the scale."""
-    grouped = number_format.groups(x)
-    grid = number_format.fit(grouped, shrink=clip, whole=number_format.whole(x.detach()))
+    grouped = number_format.split_groups(x)
+    grid = number_format.compute_qparams(grouped, clip_ratio=clip, tensor_amax=number_format.tensor_amax(x.detach()))
     with torch.no_grad():
-        fixed = Grid(**{name: tensor.detach() for name, tensor in grid.tensors().items()})
+        fixed = QuantParams(**{name: tensor.detach() for name, tensor in grid.tensors().items()})
         values, low, high = (
-            number_format.decode(number_format.encode(each, fixed), fixed)
+            number_format.dequantize_groups(number_format.quantize_groups(each, fixed), fixed)
             for each in (grouped, grouped.new_full((1,), -math.inf), grouped.new_full((1,), math.inf))
         )
         error, inside = values - grouped, (grouped >= low) & (grouped <= high)

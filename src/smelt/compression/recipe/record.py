@@ -18,7 +18,7 @@ from smelt.measure.machine import machine
 from smelt.measure.paired import PairedComparison, compare
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, quantized_layers
-from smelt.numerics.catalogue import name_of
+from smelt.numerics.catalog import format_name
 
 TIMED_TOKENS = 128
 DECODED_TOKENS = 24
@@ -188,7 +188,7 @@ def precision(model: Model, layers: dict[str, dict[str, Any]]) -> list[dict[str,
 
 def _precision(held: list[QuantizedLinear], layers: list[dict[str, Any]]) -> dict[str, Any]:
     """Of one layer, or of the layers that several experts have at one place: means."""
-    formats = dict.fromkeys(name_of(layer.scheme.weight) for layer in held)
+    formats = dict.fromkeys(format_name(layer.scheme.weight) for layer in held)
     return {
         "bits": round(sum(layer.bits_per_weight for layer in held) / len(held), 2),
         "format": ", ".join(formats),

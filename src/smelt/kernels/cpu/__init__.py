@@ -6,10 +6,10 @@ from __future__ import annotations
 def register_kernels() -> None:
     """Put the kernels where they are chosen from; without a compiler or on another processor there are none."""
     from smelt.kernels.cpu.build import load_library
-    from smelt.kernels.cpu.kernels import FloatInputs, IntegerInputs
+    from smelt.kernels.cpu.kernels import FloatLinear, Int8Linear
     from smelt.kernels.linear import register
 
     library = load_library()
     if library is not None:
-        register(IntegerInputs(library))
-        register(FloatInputs(library))
+        register(Int8Linear(library))
+        register(FloatLinear(library))

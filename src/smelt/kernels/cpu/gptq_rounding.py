@@ -52,8 +52,8 @@ def _declared(made: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def gptq_block(
-    weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor | None, top: int, *, middle: float = 0.0,
-    fraction: bool = False,
+    weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor | None, qmax: int, *, default_zero: float = 0.0,
+    fractional_zero: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Round the columns of `weight` [rows, columns] in order; the block itself is left as it was.
 
@@ -64,7 +64,7 @@ def gptq_block(
     factor = factor if factor.stride(1) == 1 else factor.contiguous()
     task = Feedback(
         Matrix.of(weight), Matrix.of(scale), Matrix.of(zero), factor.data_ptr(), factor.stride(0), codes.data_ptr(),
-        errors.data_ptr(), rows, columns, top, middle, fraction,
+        errors.data_ptr(), rows, columns, qmax, default_zero, fractional_zero,
     )  # fmt: skip
     library().smelt_feedback(ctypes.addressof(task), threads_for(rows * columns * columns))
     return codes, errors

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.kernels.cpu import operator
-from smelt.kernels.cpu.plan import FLOAT_TYPES, Plan, known, make_plan, rounds_here
-from smelt.kernels.linear import REFERENCE, Inputs, LinearKernel, Packed
+from smelt.kernels.cpu.plan import FLOAT_TYPES, LinearPlan, make_linear_plan, supports_format, supports_inputs
+from smelt.kernels.linear import REFERENCE, ActivationQuant, LinearKernel, PackedMatrix
 
 
 @dataclass
@@ -20,40 +20,42 @@ class Prepared:
     """The tasks of a matrix, one for each type of x. They point into the tensors of the packed matrix."""
 
     tasks: dict[torch.dtype, operator.Task]
-    packed: Packed
+    packed: PackedMatrix
     kind: str  # of the product, as the operator is told
 
 
-class FloatInputs(LinearKernel):
+class FloatLinear(LinearKernel):
     """Weights become float32 values in registers. Inputs of any other kind are rounded before."""
 
     name = "cpu-float"
     integers = False
 
     def __init__(self, library: Any) -> None:
-        if library.smelt_plan_size() != ctypes.sizeof(Plan):
+        if library.smelt_plan_size() != ctypes.sizeof(LinearPlan):
             raise OSError("the compiled library has another layout of plans")
         self.library = library
         operator.use(library)
 
-    def takes(self, packed: Packed, inputs: Inputs | None, dtype: torch.dtype) -> bool:
+    def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
         whole = all(tensor.is_contiguous() for tensor in packed.tensors.values())
         there = packed.device.type == "cpu" and packed.rows > 0 and packed.columns > 0
-        return there and whole and dtype in FLOAT_TYPES and known(packed.format, packed.tensors)
+        return there and whole and dtype in FLOAT_TYPES and supports_format(packed.format, packed.tensors)
 
-    def prepare(self, packed: Packed, inputs: Inputs | None) -> Prepared:
+    def prepare(self, packed: PackedMatrix, inputs: ActivationQuant | None) -> Prepared:
         told = inputs if self.integers else None
         tasks = {}
         for dtype in FLOAT_TYPES:
-            plan = make_plan(packed.format, packed.rows, packed.columns, packed.tensors, told, dtype)
+            plan = make_linear_plan(packed.format, packed.rows, packed.columns, packed.tensors, told, dtype)
             tasks[dtype] = operator.Task(self.library, plan)
         return Prepared(tasks, packed, operator.kind(packed.format, told))
 
-    def run(self, x: Tensor, packed: Packed, inputs: Inputs | None, bias: Tensor | None, prepared: Prepared) -> Tensor:
+    def run(
+        self, x: Tensor, packed: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None, prepared: Prepared
+    ) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             return self._dense(x, packed, inputs, bias, prepared)
         if inputs is not None and not self.integers:
-            x = inputs.rounded(x)
+            x = inputs.fake_quantize(x)
         if torch.compiler.is_compiling():
             tensors = [packed.tensors.get(name) for name in ("codes", "scale", "zero", "negative", "tensor")]
             scale = None if inputs is None or not self.integers else inputs.scale
@@ -61,23 +63,23 @@ class FloatInputs(LinearKernel):
         return operator.run(self.library, prepared.tasks[x.dtype], x, bias)
 
     def _dense(
-        self, x: Tensor, packed: Packed, inputs: Inputs | None, bias: Tensor | None, prepared: Prepared
+        self, x: Tensor, packed: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None, prepared: Prepared
     ) -> Tensor:
         """A product that gradients pass through."""
         if torch.compiler.is_compiling():
             return REFERENCE.run(x, packed, inputs, bias, None)
         weight = operator.decoded(self.library, prepared.tasks[x.dtype], 0, packed.rows, x.dtype)
-        return F.linear(x if inputs is None else inputs.rounded(x), weight, bias)
+        return F.linear(x if inputs is None else inputs.fake_quantize(x), weight, bias)
 
 
-class IntegerInputs(FloatInputs):
+class Int8Linear(FloatLinear):
     """Inputs become int8 (or fewer bits), and whole numbers are multiplied."""
 
     name = "cpu-integer"
     integers = True
 
-    def takes(self, packed: Packed, inputs: Inputs | None, dtype: torch.dtype) -> bool:
-        if not super().takes(packed, inputs, dtype) or not rounds_here(inputs):
+    def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
+        if not super().supports(packed, inputs, dtype) or not supports_inputs(inputs):
             return False
-        plan = make_plan(packed.format, packed.rows, packed.columns, packed.tensors, inputs, dtype)
+        plan = make_linear_plan(packed.format, packed.rows, packed.columns, packed.tensors, inputs, dtype)
         return bool(self.library.smelt_has_integers(ctypes.addressof(plan)))

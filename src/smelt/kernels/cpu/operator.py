@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smelt.kernels.cpu.plan import AS_THEY_ARE, NUMBERS, Plan, make_plan
-from smelt.kernels.linear import Inputs
-from smelt.numerics.catalogue import format_named, name_of
+from smelt.kernels.cpu.plan import DTYPE_CODES, FLOAT_INPUTS, LinearPlan, make_linear_plan
+from smelt.kernels.linear import ActivationQuant
+from smelt.numerics.catalog import format_name, get_format
 from smelt.numerics.format import Format
 
 FEW, FEW_ROUNDED = 4, 1  # tokens up to which a row of the matrix is multiplied with each of them as it is read
@@ -43,19 +43,19 @@ class Task:
 
     __slots__ = ("address", "biased", "columns", "dense_from", "few", "plan", "rows")
 
-    def __init__(self, library: Any, plan: Plan) -> None:
+    def __init__(self, library: Any, plan: LinearPlan) -> None:
         self.plan, self.address = plan, ctypes.addressof(plan)
         self.rows, self.columns = plan.rows, plan.columns
         self.few, self.dense_from = FEW, DENSE
         self.biased = False
-        if plan.inputs != AS_THEY_ARE:
+        if plan.inputs != FLOAT_INPUTS:
             self.few, self.dense_from = FEW_ROUNDED, NEVER
         elif library.smelt_has_many(self.address):
             self.dense_from = NEVER
 
     def set_bias(self, bias: Tensor | None) -> None:
         if bias is not None:
-            self.plan.bias, self.plan.bias_type, self.biased = bias.data_ptr(), NUMBERS[bias.dtype], True
+            self.plan.bias, self.plan.bias_type, self.biased = bias.data_ptr(), DTYPE_CODES[bias.dtype], True
         elif self.biased:
             self.plan.bias, self.plan.bias_type, self.biased = None, 0, False
 
@@ -102,15 +102,19 @@ def threads_for(work: int) -> int:
     return 1 if work < 1 << 16 else torch.get_num_threads()
 
 
-def kind(weight: Format, inputs: Inputs | None) -> str:
+def kind(weight: Format, inputs: ActivationQuant | None) -> str:
     """The formats of a product in one word, as a graph can hold it."""
-    return name_of(weight) if inputs is None else f"{name_of(weight)} {name_of(inputs.format)} {inputs.clip}"
+    return (
+        format_name(weight)
+        if inputs is None
+        else f"{format_name(weight)} {format_name(inputs.format)} {inputs.clip_ratio}"
+    )
 
 
-def _read_kind(kind: str, x_scale: Tensor | None) -> tuple[Format, Inputs | None]:
+def _read_kind(kind: str, x_scale: Tensor | None) -> tuple[Format, ActivationQuant | None]:
     weight, *inputs = kind.split()
-    told = Inputs(format_named(inputs[0]), x_scale, float(inputs[1])) if inputs else None
-    return format_named(weight), told
+    told = ActivationQuant(get_format(inputs[0]), x_scale, float(inputs[1])) if inputs else None
+    return get_format(weight), told
 
 
 @torch.library.impl(_definitions, "cpu_linear", "CPU")
@@ -127,7 +131,7 @@ def _linear(
         tensors = {"codes": codes, "scale": scale, "zero": zero, "negative": negative, "tensor": divisor}
         there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
         weight, told = _read_kind(kind, x_scale)
-        plan = make_plan(weight, len(codes), x.shape[-1], there, told, x.dtype)
+        plan = make_linear_plan(weight, len(codes), x.shape[-1], there, told, x.dtype)
         task = _tasks[key] = Task(_library, plan)
     return run(_library, task, x, bias)
 

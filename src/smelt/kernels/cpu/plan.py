@@ -8,17 +8,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from smelt.kernels.linear import Inputs
-from smelt.numerics.format import TENSOR, WHOLE_ROW, Format
+from smelt.kernels.linear import ActivationQuant
+from smelt.numerics.format import PER_ROW, PER_TENSOR, Format
 from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled, SignedScales, TensorScaled, Ternary
-from smelt.numerics.scales import read_scale
+from smelt.numerics.scales import load_scale
 
 UNIFORM, TABLE, TWO_SCALES, DENORMAL = range(4)  # how a code becomes a value
-NUMBERS = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 BYTES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 BYTE = 4
-AS_THEY_ARE, SCALE_A_TOKEN, FIXED_SCALE = range(3)  # what is done to inputs
+FLOAT_INPUTS, PER_TOKEN_SCALE, FIXED_SCALE = range(3)  # what is done to inputs
 FLOAT_TYPES = (torch.float32, torch.bfloat16)
 _VALUES: dict[type[Format], int] = {
     Integer: UNIFORM,
@@ -30,7 +30,7 @@ _VALUES: dict[type[Format], int] = {
 }
 
 
-class Plan(ctypes.Structure):
+class LinearPlan(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("rows", "columns", "group", "groups", "scale_stride")),
         *((name, ctypes.c_int32) for name in ("bits", "values", "scale_type", "zero_type", "bias_type", "x_type")),
@@ -41,7 +41,7 @@ class Plan(ctypes.Structure):
     ]
 
 
-def known(number_format: Format, tensors: dict[str, Tensor]) -> bool:
+def supports_format(number_format: Format, tensors: dict[str, Tensor]) -> bool:
     """Whether the compiled code reads such codes, and the grid in the types it has."""
     if type(number_format) not in _VALUES:
         return False
@@ -50,30 +50,35 @@ def known(number_format: Format, tensors: dict[str, Tensor]) -> bool:
         types.get("negative", types["scale"]) == types["scale"] and types.get("tensor", torch.float32) == torch.float32
     )
     zero = types.get("zero", torch.uint8)
-    return same and types["scale"] in (*NUMBERS, *BYTES) and zero in (*NUMBERS, torch.uint8)
+    return same and types["scale"] in (*DTYPE_CODES, *BYTES) and zero in (*DTYPE_CODES, torch.uint8)
 
 
-def rounds_here(inputs: Inputs | None) -> bool:
+def supports_inputs(inputs: ActivationQuant | None) -> bool:
     """Whether the inputs are whole numbers around zero with a scale a token, or one that was fixed."""
     if inputs is None or type(inputs.format) is not Integer or not inputs.format.symmetric:
         return False
     if inputs.scale is None:
-        return inputs.format.group == WHOLE_ROW and inputs.format.scale == "float32"
+        return inputs.format.group_size == PER_ROW and inputs.format.scale_dtype == "float32"
     scale = inputs.scale
     return scale.numel() == 1 and scale.dtype == torch.float32 and scale.device.type == "cpu"
 
 
-def make_plan(
-    number_format: Format, rows: int, columns: int, tensors: dict[str, Tensor], inputs: Inputs | None, x: torch.dtype
-) -> Plan:
+def make_linear_plan(
+    number_format: Format,
+    rows: int,
+    columns: int,
+    tensors: dict[str, Tensor],
+    inputs: ActivationQuant | None,
+    x: torch.dtype,
+) -> LinearPlan:
     """Points into the tensors, which must outlive it. `inputs` only where `rounds_here`."""
-    scale, zero, size = tensors["scale"], tensors.get("zero"), number_format.size(columns)
-    plan = Plan(rows=rows, columns=columns, group=size, groups=-(-columns // size), bits=number_format.bits)
-    plan.scale_stride = 0 if number_format.group == TENSOR else plan.groups
-    plan.values, plan.x_type = _VALUES[type(number_format)], NUMBERS[x]
-    plan.scale_type = BYTE if scale.dtype in BYTES else NUMBERS[scale.dtype]
+    scale, zero, size = tensors["scale"], tensors.get("zero"), number_format.effective_group_size(columns)
+    plan = LinearPlan(rows=rows, columns=columns, group=size, groups=-(-columns // size), bits=number_format.bits)
+    plan.scale_stride = 0 if number_format.group_size == PER_TENSOR else plan.groups
+    plan.values, plan.x_type = _VALUES[type(number_format)], DTYPE_CODES[x]
+    plan.scale_type = BYTE if scale.dtype in BYTES else DTYPE_CODES[scale.dtype]
     if zero is not None:
-        plan.zero_type = BYTE if zero.dtype == torch.uint8 else NUMBERS[zero.dtype]
+        plan.zero_type = BYTE if zero.dtype == torch.uint8 else DTYPE_CODES[zero.dtype]
     if isinstance(number_format, Integer):
         plan.centre = _centre(number_format)
     if isinstance(number_format, Scaled):
@@ -89,21 +94,21 @@ def make_plan(
     return plan
 
 
-def _tell_inputs(plan: Plan, inputs: Inputs) -> None:
+def _tell_inputs(plan: LinearPlan, inputs: ActivationQuant) -> None:
     found = inputs.format
     assert isinstance(found, Integer)
-    plan.inputs = SCALE_A_TOKEN if inputs.scale is None else FIXED_SCALE
-    plan.span = found.top / 2 if found.wide else found.top // 2
-    plan.lowest, plan.highest = -(found.top // 2 + 1), found.top // 2
-    plan.clip = inputs.clip
+    plan.inputs = PER_TOKEN_SCALE if inputs.scale is None else FIXED_SCALE
+    plan.span = found.qmax / 2 if found.full_range else found.qmax // 2
+    plan.lowest, plan.highest = -(found.qmax // 2 + 1), found.qmax // 2
+    plan.clip = inputs.clip_ratio
     plan.x_scale = None if inputs.scale is None else inputs.scale.data_ptr()
 
 
 def _centre(number_format: Integer) -> float:
     """The code of zero without a zero point; a uniform code is counted from the middle even where there is one."""
     if isinstance(number_format, DenormalInteger):
-        return float(number_format.steps // 2)
-    return float(1 << (number_format.width - 1))
+        return float(number_format.num_steps // 2)
+    return float(1 << (number_format.bits - 1))
 
 
 @lru_cache(maxsize=256)
@@ -116,7 +121,7 @@ def _table(number_format: Scaled) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _scale_table(number_format: Format, dtype: torch.dtype) -> Tensor:
-    return _kept(read_scale(torch.arange(256, dtype=torch.uint8).view(dtype), number_format.scale))
+    return _kept(load_scale(torch.arange(256, dtype=torch.uint8).view(dtype), number_format.scale_dtype))
 
 
 _TABLES: list[Tensor] = []

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from smelt.kernels.attention_metadata import AttentionMetadata, LayerKVPages
 from smelt.kernels.cpu.operator import FEW, FEW_ROUNDED
-from smelt.kernels.cpu.plan import AS_THEY_ARE, NUMBERS, Plan
-from smelt.kernels.kv_quant import FP8, INT4, INT8, RowFormat
-from smelt.kernels.paged import LayerPages, Pages
+from smelt.kernels.cpu.plan import DTYPE_CODES, FLOAT_INPUTS, LinearPlan
+from smelt.kernels.kv_quant import FP8, INT4, INT8, KVQuantFormat
 
 EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, HADAMARD, WRITE, ATTEND, GATE, PICK = range(11)
 ROWS = {INT8: 16, FP8: 17, INT4: 18}  # types of pages whose rows are bytes
-FOR_WANTED = -1  # in `count`: the operation runs on the tokens whose logits are wanted
-MOST_WIDTH, MOST_GROUP = 256, 16  # numbers a head has; queries that share a key
+LOGITS_TOKENS_ONLY = -1  # in `count`: the operation runs on the tokens whose logits are wanted
+MAX_HEAD_DIM, MAX_QUERIES_PER_KV_HEAD = 256, 16  # numbers a head has; queries that share a key
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
@@ -54,7 +54,7 @@ class _Step(ctypes.Structure):
     ]
 
 
-class Dense(ctypes.Structure):
+class DenseMatrix(ctypes.Structure):
     _fields_ = [
         ("rows", _long),
         ("columns", _long),
@@ -64,7 +64,7 @@ class Dense(ctypes.Structure):
     ]
 
 
-class Attention(ctypes.Structure):
+class AttentionStruct(ctypes.Structure):
     _fields_ = [
         *((name, _long) for name in ("heads", "kv_heads", "width", "size", "query_stride", "window")),
         ("scale", _float),
@@ -79,7 +79,7 @@ class Attention(ctypes.Structure):
 def can_run(library: Any) -> bool:
     """Whether the library has programs on this machine, laid out as they are here."""
     sizes = [library.smelt_program_sizes(which) for which in range(4)]
-    return sizes == [ctypes.sizeof(kind) for kind in (Operation, _Step, Dense, Attention)]
+    return sizes == [ctypes.sizeof(kind) for kind in (Operation, _Step, DenseMatrix, AttentionStruct)]
 
 
 class Program:
@@ -99,44 +99,46 @@ class Program:
         """Something that operations point into."""
         self._kept.append(thing)
 
-    def packed(self, plan: Plan, x: Tensor, y: Tensor, count: int = 0) -> None:
+    def packed(self, plan: LinearPlan, x: Tensor, y: Tensor, count: int = 0) -> None:
         """y = x times a packed matrix."""
-        few = FEW if plan.inputs == AS_THEY_ARE else FEW_ROUNDED
+        few = FEW if plan.inputs == FLOAT_INPUTS else FEW_ROUNDED
         self.add(PACKED, detail=plan, x=x, y=y, width=few, count=count)
 
     def dense(self, weight: Tensor, bias: Tensor | None, x: Tensor, y: Tensor, count: int = 0) -> None:
-        matrix = Dense(
+        matrix = DenseMatrix(
             rows=weight.shape[0], columns=weight.shape[1],
-            weight=self._plain(weight), weight_type=NUMBERS[weight.dtype],
-            bias_type=0 if bias is None else NUMBERS[bias.dtype], bias=None if bias is None else self._plain(bias),
-            x_type=NUMBERS[x.dtype], y_type=NUMBERS[y.dtype],
+            weight=self._plain(weight), weight_type=DTYPE_CODES[weight.dtype],
+            bias_type=0 if bias is None else DTYPE_CODES[bias.dtype], bias=None if bias is None else self._plain(bias),
+            x_type=DTYPE_CODES[x.dtype], y_type=DTYPE_CODES[y.dtype],
         )  # fmt: skip
         self.add(DENSE, detail=matrix, x=x, y=y, count=count)
 
     def attention(
-        self, queries: Tensor, stride: int, pages: LayerPages, results: Tensor, *, heads: int, scale: float,
+        self, queries: Tensor, stride: int, pages: LayerKVPages, results: Tensor, *, heads: int, scale: float,
         window: int | None,
-    ) -> Attention:  # fmt: skip
+    ) -> AttentionStruct:  # fmt: skip
         """The detail of an attention; also of what writes to its pages."""
         _, size, _, width = pages.keys.shape
-        own: dict[str, Any] = _page_type(pages.keys, pages.rows)
-        if pages.cluster is not None and pages.column is not None:
-            own |= {"cluster": self._plain(pages.cluster), "column": self._plain(pages.column)}
-            own |= {"columns": pages.columns}
-        return Attention(
-            heads=heads, kv_heads=pages.kv_heads, width=width if pages.rows is None else pages.rows.width, size=size,
-            query_stride=stride, window=window or 0, scale=scale, type=NUMBERS[queries.dtype],
+        own: dict[str, Any] = _page_type(pages.keys, pages.kv_quant)
+        if pages.head_cluster is not None and pages.head_column is not None:
+            own |= {"cluster": self._plain(pages.head_cluster), "column": self._plain(pages.head_column)}
+            own |= {"columns": pages.heads_per_page}
+        return AttentionStruct(
+            heads=heads, kv_heads=pages.num_kv_heads,
+            width=width if pages.kv_quant is None else pages.kv_quant.head_dim, size=size,
+            query_stride=stride, window=window or 0, scale=scale, type=DTYPE_CODES[queries.dtype],
             queries=self._plain(queries), key_pages=self._plain(pages.keys), value_pages=self._plain(pages.values),
             results=self._plain(results), **own,
         )  # fmt: skip
 
-    def run(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> None:
+    def run(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: AttentionMetadata) -> None:
         """One step: all tokens of it, and the rows whose logits are wanted."""
         if self._array is None or len(self._array) != len(self._operations):
             self._array = (Operation * len(self._operations))(*self._operations)
         step = _Step(
             tokens=ids.numel(), wanted=rows.numel(), ids=ids.data_ptr(), positions=positions.data_ptr(),
-            places=pages.places.data_ptr(), rows=rows.data_ptr(), pages=_told(pages), threads=torch.get_num_threads(),
+            places=pages.slot_mapping.data_ptr(), rows=rows.data_ptr(), pages=_told(pages),
+            threads=torch.get_num_threads(),
         )  # fmt: skip
         self.library.smelt_run(ctypes.addressof(self._array), len(self._array), ctypes.addressof(step))
 
@@ -147,43 +149,43 @@ class Program:
         if isinstance(value, ctypes.Structure):
             self._kept.append(value)
             return ctypes.addressof(value)
-        return NUMBERS[value] if isinstance(value, torch.dtype) else value
+        return DTYPE_CODES[value] if isinstance(value, torch.dtype) else value
 
 
 def attention(
-    library: Any, queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float,
-    window: int | None = None, rows: RowFormat | None = None,
+    library: Any, queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: AttentionMetadata, scale: float,
+    window: int | None = None, rows: KVQuantFormat | None = None,
 ) -> Tensor:  # fmt: skip
     """`smelt.kernels.paged.paged_reference`, compiled."""
     tokens, heads, width = queries.shape
     queries = queries.contiguous()
     results = torch.empty_like(queries)
-    detail = Attention(
+    detail = AttentionStruct(
         heads=heads, kv_heads=key_pages.shape[2], width=width, size=key_pages.shape[1], query_stride=heads * width,
-        window=window or 0, scale=scale, type=NUMBERS[queries.dtype], queries=queries.data_ptr(),
+        window=window or 0, scale=scale, type=DTYPE_CODES[queries.dtype], queries=queries.data_ptr(),
         key_pages=key_pages.data_ptr(), value_pages=value_pages.data_ptr(), results=results.data_ptr(),
         **_page_type(key_pages, rows),
     )  # fmt: skip
-    threads = torch.get_num_threads() if tokens * heads * pages.longest > 1 << 12 else 1
+    threads = torch.get_num_threads() if tokens * heads * pages.max_seq_len > 1 << 12 else 1
     told = _told(pages)
     library.smelt_attend(ctypes.addressof(detail), ctypes.addressof(told), threads)
     return results
 
 
-def _page_type(pages: Tensor, rows: RowFormat | None) -> dict[str, int]:
+def _page_type(pages: Tensor, rows: KVQuantFormat | None) -> dict[str, int]:
     if rows is None:
-        return {"page_type": NUMBERS[pages.dtype]}
-    return {"page_type": ROWS[rows.name], "half": rows.half, "row_bytes": rows.bytes}
+        return {"page_type": DTYPE_CODES[pages.dtype]}
+    return {"page_type": ROWS[rows.name], "half": rows.half_dim, "row_bytes": rows.row_bytes}
 
 
-def _told(pages: Pages) -> _Pages:
+def _told(pages: AttentionMetadata) -> _Pages:
     own = {}
-    if pages.slots is not None and pages.shifts is not None:
+    if pages.request_slots is not None and pages.seq_len_offsets is not None:
         own = {
-            "slots": pages.slots.data_ptr(), "shifts": pages.shifts.data_ptr(),
-            "cluster_stride": pages.tables.stride(1), "shift_stride": pages.shifts.stride(0),
+            "slots": pages.request_slots.data_ptr(), "shifts": pages.seq_len_offsets.data_ptr(),
+            "cluster_stride": pages.block_tables.stride(1), "shift_stride": pages.seq_len_offsets.stride(0),
         }  # fmt: skip
     return _Pages(
-        requests=len(pages.lengths), starts=pages.starts.data_ptr(), lengths=pages.lengths.data_ptr(),
-        tables=pages.tables.data_ptr(), table_stride=pages.tables.stride(0), **own,
+        requests=len(pages.seq_lens), starts=pages.cu_seqlens_q.data_ptr(), lengths=pages.seq_lens.data_ptr(),
+        tables=pages.block_tables.data_ptr(), table_stride=pages.block_tables.stride(0), **own,
     )  # fmt: skip

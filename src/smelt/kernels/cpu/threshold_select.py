@@ -37,8 +37,8 @@ def _declared(made: ctypes.CDLL) -> ctypes.CDLL:
     return made
 
 
-def add_and_compact(
-    values: Tensor, gradient: Tensor | None, threshold: float, start: int, stop: int, slots: int | None = None
+def add_and_select(
+    values: Tensor, gradient: Tensor | None, threshold: float, start: int, stop: int, capacity: int | None = None
 ) -> Tensor:
     """The contract of `smelt.kernels.gpu.threshold_select.add_and_compact`."""
     gradient = None if gradient is None else gradient.float().contiguous()
@@ -47,8 +47,8 @@ def add_and_compact(
     task = Compact(values.data_ptr(), address, elements, start, stop, found.data_ptr(), threshold)
     count = library().smelt_compact(ctypes.addressof(task), threads_for(elements))
     indices = found[:count].long().add_(start)
-    if slots is None:
+    if capacity is None:
         return indices
-    result = torch.full((slots,), elements)
-    result[:count] = indices[:slots]
+    result = torch.full((capacity,), elements)
+    result[:count] = indices[:capacity]
     return result

@@ -16,12 +16,12 @@ PTX = not isinstance(_nothing, InterpretedFunction)  # instructions written out 
 PDL = PTX and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)  # begin before the last ends
 
 # Arguments that are read a number at a time and may begin anywhere: nothing is gained by a kernel for each alignment.
-INDICES = [
+UNALIGNED_ARGS = [
     "tables", "shifts", "cluster", "column", "work", "slots", "lengths", "starts", "tile_request", "tile_first",
     "positions", "places", "known",
 ]  # fmt: skip
 
 
-def processors(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
     """Multiprocessors of a device; under the interpreter there is none, and some number will do."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

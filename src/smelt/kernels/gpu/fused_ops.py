@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smelt.kernels.gpu.arch import INDICES
+from smelt.kernels.gpu.arch import UNALIGNED_ARGS
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def add_norm_kernel(  # type: ignore[no-untyped-def]
         tl.store(result + token * width + lane, found.to(result.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGS)
 def embed_kernel(known, slots, last, embeddings, result, width, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The row of a token: the one that is given, or where it is negative the last one of its slot."""
     at, lane = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -65,7 +65,7 @@ def largest_part_kernel(logits, values, tokens, vocabulary, TILE: tl.constexpr):
     tl.store(tokens + row * tl.num_programs(1) + part, part * TILE + place)
 
 
-@triton.jit(do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGS)
 def largest_kernel(values, tokens, slots, last, result, parts, PARTS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Of all parts, which is also the last token of the row's slot."""
     row, part = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS)
@@ -76,7 +76,7 @@ def largest_kernel(values, tokens, slots, last, result, parts, PARTS: tl.constex
     tl.store(last + tl.load(slots + row), token)
 
 
-def most_likely(logits: Tensor, slots: Tensor, last: Tensor) -> Tensor:
+def argmax_tokens(logits: Tensor, slots: Tensor, last: Tensor) -> Tensor:
     """Tokens [rows] of logits [rows, vocabulary], which also become the last ones of their slots."""
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, 4096)
@@ -97,7 +97,7 @@ def embed(known: Tensor, slots: Tensor, last: Tensor, embeddings: Tensor) -> Ten
     return result
 
 
-def add_norm(hidden: Tensor, given: Tensor | None, weight: Tensor | None, epsilon: float) -> Tensor:
+def add_rms_norm(hidden: Tensor, given: Tensor | None, weight: Tensor | None, epsilon: float) -> Tensor:
     """Add to the hidden states [tokens, width], in place, and give their norm (nothing new without a weight)."""
     tokens, width = hidden.shape
     result = hidden if weight is None else torch.empty_like(hidden)
@@ -109,7 +109,7 @@ def add_norm(hidden: Tensor, given: Tensor | None, weight: Tensor | None, epsilo
     return result
 
 
-def gate(both: Tensor) -> Tensor:
+def silu_and_mul(both: Tensor) -> Tensor:
     """[tokens, 2 * width] -> [tokens, width]"""
     tokens, width = both.shape[0], both.shape[1] // 2
     result = torch.empty(tokens, width, dtype=both.dtype, device=both.device)

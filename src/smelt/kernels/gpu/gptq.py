@@ -52,8 +52,8 @@ def gptq_kernel(  # type: ignore[no-untyped-def]
 
 
 def gptq_block(
-    weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor | None, top: int, *, middle: float = 0.0,
-    fraction: bool = False,
+    weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor | None, qmax: int, *, default_zero: float = 0.0,
+    fractional_zero: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Round the columns of `weight` [rows, columns] in order, at most 256 of them; the block itself is left as it was.
     The tensors may be any views.
@@ -72,7 +72,8 @@ def gptq_block(
         tile = 8
         gptq_kernel[(triton.cdiv(rows, tile),)](
             weight, factor, scale, zero, codes, errors, rows, columns, weight.stride(0), factor.stride(0),
-            scale.stride(0), 0 if zero is None else zero.stride(0), float(top), MIDDLE=middle, FRACTION=fraction,
-            ROWS=tile, COLUMNS=max(triton.next_power_of_2(columns), 16), num_warps=2, enable_fp_fusion=False,
+            scale.stride(0), 0 if zero is None else zero.stride(0), float(qmax), MIDDLE=default_zero,
+            FRACTION=fractional_zero, ROWS=tile, COLUMNS=max(triton.next_power_of_2(columns), 16), num_warps=2,
+            enable_fp_fusion=False,
         )  # fmt: skip
     return codes, errors

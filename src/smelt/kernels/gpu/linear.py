@@ -11,9 +11,9 @@ from smelt.kernels.gpu import launch
 from smelt.kernels.gpu.arch import PTX
 from smelt.kernels.gpu.matrix import Matrix, describe
 from smelt.kernels.gpu.operators import eight_bit, weight_only
-from smelt.kernels.linear import Inputs, LinearKernel, Packed, register
+from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix, register
 from smelt.numerics.elements import E4M3
-from smelt.numerics.format import WHOLE_ROW
+from smelt.numerics.format import PER_ROW
 from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled, SignedScales, Ternary
 
@@ -26,14 +26,16 @@ class WeightOnly(LinearKernel):
 
     name = "triton-weight-only"
 
-    def takes(self, packed: Packed, inputs: Inputs | None, dtype: torch.dtype) -> bool:
+    def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
         known = isinstance(packed.format, Integer | Scaled)
         return known and inputs is None and dtype in HALF and runs_on(packed.device)
 
-    def prepare(self, packed: Packed, inputs: Inputs | None) -> Matrix:
+    def prepare(self, packed: PackedMatrix, inputs: ActivationQuant | None) -> Matrix:
         return describe(packed)
 
-    def run(self, x: Tensor, packed: Packed, inputs: Inputs | None, bias: Tensor | None, prepared: Any) -> Tensor:
+    def run(
+        self, x: Tensor, packed: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None, prepared: Any
+    ) -> Tensor:
         y = weight_only(x.reshape(-1, packed.columns), bias, *prepared.arguments())
         return y.reshape(*x.shape[:-1], packed.rows)
 
@@ -43,21 +45,23 @@ class EightBit(LinearKernel):
 
     name = "triton-eight-bit"
 
-    def takes(self, packed: Packed, inputs: Inputs | None, dtype: torch.dtype) -> bool:
+    def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
         if inputs is None or dtype not in HALF or not runs_on(packed.device) or not _rows_of(inputs):
             return False
         if isinstance(inputs.format, Integer):
             return _integers(packed) and launch.tile_of(describe(packed), 32) is not None
         return dtype == torch.bfloat16 and _floats(packed)
 
-    def prepare(self, packed: Packed, inputs: Inputs | None) -> Matrix:
+    def prepare(self, packed: PackedMatrix, inputs: ActivationQuant | None) -> Matrix:
         return describe(packed)
 
-    def run(self, x: Tensor, packed: Packed, inputs: Inputs | None, bias: Tensor | None, prepared: Any) -> Tensor:
+    def run(
+        self, x: Tensor, packed: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None, prepared: Any
+    ) -> Tensor:
         assert inputs is not None
         span = _span(inputs)
         y = eight_bit(
-            x.reshape(-1, packed.columns), bias, inputs.scale, inputs.clip, span, inputs.format.scale,
+            x.reshape(-1, packed.columns), bias, inputs.scale, inputs.clip_ratio, span, inputs.format.scale_dtype,
             *prepared.arguments(),
         )  # fmt: skip
         return y.reshape(*x.shape[:-1], packed.rows)
@@ -68,37 +72,37 @@ def runs_on(device: torch.device) -> bool:
     return device.type == ("cuda" if PTX else "cpu")
 
 
-def _rows_of(inputs: Inputs) -> bool:
+def _rows_of(inputs: ActivationQuant) -> bool:
     """Symmetric 8-bit integers or E4M3 with one scale a row, or one that was fixed beforehand."""
     number_format = inputs.format
     if inputs.scale is not None and inputs.scale.numel() != 1:
         return False
-    if number_format.scale not in FLOATS or (number_format.group != WHOLE_ROW and inputs.scale is None):
+    if number_format.scale_dtype not in FLOATS or (number_format.group_size != PER_ROW and inputs.scale is None):
         return False
     if type(number_format) is Integer:
-        return number_format.width == 8 and number_format.symmetric
+        return number_format.bits == 8 and number_format.symmetric
     return type(number_format) is Scaled and number_format.elements == E4M3
 
 
-def _span(inputs: Inputs) -> float:
+def _span(inputs: ActivationQuant) -> float:
     """What the largest magnitude of a row becomes."""
     if isinstance(inputs.format, Integer):
-        return inputs.format.top / 2 if inputs.format.wide else inputs.format.top // 2
-    return E4M3.largest
+        return inputs.format.qmax / 2 if inputs.format.full_range else inputs.format.qmax // 2
+    return E4M3.max_value
 
 
-def _integers(packed: Packed) -> bool:
+def _integers(packed: PackedMatrix) -> bool:
     number_format = packed.format
     if isinstance(number_format, DenormalInteger):
-        return number_format.width == 4 and number_format.zero_type == "code"
-    return isinstance(number_format, Integer) and number_format.width in (4, 8) and number_format.zero_type == "code"
+        return number_format.bits == 4 and number_format.zero_dtype == "code"
+    return isinstance(number_format, Integer) and number_format.bits in (4, 8) and number_format.zero_dtype == "code"
 
 
-def _floats(packed: Packed) -> bool:
+def _floats(packed: PackedMatrix) -> bool:
     """A matrix that PyTorch's own product of E4M3 takes."""
     number_format = packed.format
     plain = isinstance(number_format, Scaled) and not isinstance(number_format, SignedScales | Ternary)
-    one_scale = packed.tensors["scale"].shape[-2] == 1 and number_format.scale in FLOATS
+    one_scale = packed.tensors["scale"].shape[-2] == 1 and number_format.scale_dtype in FLOATS
     whole = packed.rows % 16 == 0 and packed.columns % 16 == 0
     return plain and one_scale and whole and getattr(number_format, "elements", None) == E4M3
 

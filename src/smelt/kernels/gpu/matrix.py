@@ -7,9 +7,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from smelt.kernels.linear import Packed
-from smelt.numerics.elements import E2M1, Elements
-from smelt.numerics.format import TENSOR, Format
+from smelt.kernels.linear import PackedMatrix
+from smelt.numerics.elements import E2M1, ElementType
+from smelt.numerics.format import PER_TENSOR, Format
 from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled
 
@@ -55,7 +55,7 @@ class Matrix:
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
-def describe(packed: Packed) -> Matrix:
+def describe(packed: PackedMatrix) -> Matrix:
     """Any format can be described; which kernel can read it is the kernels' matter."""
     number_format, tensors = packed.format, packed.tensors
     element, middle, table = _element(number_format, packed.device)
@@ -70,24 +70,24 @@ def describe(packed: Packed) -> Matrix:
         columns=packed.columns,
         bits=number_format.bits,
         element=element,
-        scale_kind=_SCALES.get(number_format.scale, "float"),
-        group=0 if one_group or number_format.group == TENSOR else number_format.group,
+        scale_kind=_SCALES.get(number_format.scale_dtype, "float"),
+        group=0 if one_group or number_format.group_size == PER_TENSOR else number_format.group_size,
         middle=middle,
     )
 
 
 def _element(number_format: Format, device: torch.device) -> tuple[str, int, Tensor | None]:
     if isinstance(number_format, DenormalInteger):
-        return "dint", number_format.steps // 2, None
+        return "dint", number_format.num_steps // 2, None
     if isinstance(number_format, Integer):
-        return "int", number_format.top // 2 + 1, None
+        return "int", number_format.qmax // 2 + 1, None
     assert isinstance(number_format, Scaled)
     if number_format.elements == E2M1:
         return "e2m1", 0, None
     return "table", 0, _table(number_format.elements, device)
 
 
-def _table(elements: Elements, device: torch.device) -> Tensor:
+def _table(elements: ElementType, device: torch.device) -> Tensor:
     return torch.tensor(elements.values, device=device)
 
 

@@ -17,15 +17,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from smelt.kernels.gpu.arch import INDICES, PDL, processors
-from smelt.kernels.gpu.pages import HeadPages, columns_of, head_pages, key_rows, pointers, strides
-from smelt.kernels.gpu.rope import Rotation, turned
+from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.gpu.arch import PDL, UNALIGNED_ARGS, num_sms
+from smelt.kernels.gpu.pages import ClusteredHeadPages, columns_of, head_pages, key_rows, pointers, strides
+from smelt.kernels.gpu.rope import RotaryParams, turned
 from smelt.kernels.gpu.rows import as_read, as_written, constants, lift, load_rows, met, width_of, write_row
-from smelt.kernels.kv_quant import RowFormat
-from smelt.kernels.paged import Pages
+from smelt.kernels.kv_quant import KVQuantFormat
 
 LOG2_E = 1.4426950408889634
-KEYS = 64  # that are taken at once when decoding
+BLOCK_N = 64  # that are taken at once when decoding
 PREFILL_TILES = 64, 64, 4, 2  # queries of a program, keys that are taken at once, warps, stages
 LONG_TILES = 128, 128, 8, 2  # where many queries of a request meet many keys
 LONG_NARROW_TILES = 128, 64, 8, 3  # the same with heads of up to 64
@@ -88,7 +88,7 @@ def take_tile(  # type: ignore[no-untyped-def]
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGS)
 def decode_kernel(  # type: ignore[no-untyped-def]
     mixed, cosines, sines, query_norm, key_norm, key_pages, value_pages, tables, shifts, cluster, column, work, slots,
     lengths, results, partial, statistics, arrived, scale, window, epsilon, stride, table_stride, cluster_stride,
@@ -226,7 +226,7 @@ def take_range(  # type: ignore[no-untyped-def]
     return largest, total, mixed
 
 
-@triton.jit(do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGS)
 def prefill_kernel(  # type: ignore[no-untyped-def]
     queries, key_pages, value_pages, tables, shifts, cluster, column, slots, lengths, starts, tile_request, tile_first,
     results, scale, window, query_stride, table_stride, cluster_stride, shift_stride, kv_heads, width, group,
@@ -283,100 +283,104 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
 EVERYTHING = 2**30  # a window that hides nothing
 
 
-def splits_for(requests: int, kv_heads: int, longest: int, processors: int) -> int:
+def num_splits(requests: int, kv_heads: int, max_seq_len: int, num_sms: int) -> int:
     """Into how many parts keys are split, a power of two: as many as keep the processors busy, and no shorter than a
     few tiles each."""
-    most = min(WAVES * processors // max(requests * kv_heads, 1), longest // (2 * KEYS))
+    most = min(WAVES * num_sms // max(requests * kv_heads, 1), max_seq_len // (2 * BLOCK_N))
     return 1 << max(most, 1).bit_length() - 1
 
 
-def decode_tiles(programs: int, splits: int, longest: int, processors: int) -> tuple[int, int, int]:
+def decode_config(programs: int, splits: int, max_seq_len: int, num_sms: int) -> tuple[int, int, int]:
     """Keys that are taken at once, warps, stages: small programs where there are many, larger ones where there are few,
     and more so where each has many keys."""
-    if splits == 1 or programs > 3 * processors:
-        return KEYS, 2, 3
-    return (2 * KEYS, 4, 2) if longest // splits >= 8 * KEYS else (KEYS, 4, 3)
+    if splits == 1 or programs > 3 * num_sms:
+        return BLOCK_N, 2, 3
+    return (2 * BLOCK_N, 4, 2) if max_seq_len // splits >= 8 * BLOCK_N else (BLOCK_N, 4, 3)
 
 
-def prefill_tiles(pages: Pages, width: int, rows: RowFormat | None = None) -> tuple[int, int, int, int]:
-    if pages.longest < 2048 or max(pages.counts) < 512:
+def prefill_config(
+    metadata: AttentionMetadata, head_dim: int, kv_quant: KVQuantFormat | None = None
+) -> tuple[int, int, int, int]:
+    if metadata.max_seq_len < 2048 or max(metadata.query_lens) < 512:
         return PREFILL_TILES
-    if rows is not None:
+    if kv_quant is not None:
         return LONG_CODE_TILES
-    return LONG_NARROW_TILES if width <= 64 else LONG_TILES
+    return LONG_NARROW_TILES if head_dim <= 64 else LONG_TILES
 
 
 @dataclass(frozen=True)
-class Tokens:
+class DecodeMetadata:
     """One new token of each request of a batch. A length of 0 only fills the batch."""
 
     slots: Tensor  # [requests], int64: its row of the tables
-    lengths: Tensor  # [requests], int64: tokens of the text, the new one included
-    tables: Tensor  # [slots, most blocks], int32, or [slots, clusters, most blocks]
-    arrived: Tensor  # [at least requests * kv heads], int32: zeros, before and after every call
-    longest: int  # of the lengths, at most
+    seq_lens: Tensor  # [requests], int64: tokens of the text, the new one included
+    block_tables: Tensor  # [slots, most blocks], int32, or [slots, clusters, most blocks]
+    split_counters: Tensor  # [at least requests * kv heads], int32: zeros, before and after every call
+    max_seq_len: int  # of the lengths, at most
 
 
 def paged_decode(
-    mixed: Tensor, key_pages: Tensor, value_pages: Tensor, tokens: Tokens, rotation: Rotation, scale: float,
-    window: int | None = None, *, pages: HeadPages | None = None, splits: int | None = None,
-    tiles: tuple[int, int, int] | None = None, rows: RowFormat | None = None,
+    qkv: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: DecodeMetadata, rotary: RotaryParams, scale: float,
+    window: int | None = None, *, head_pages: ClusteredHeadPages | None = None, splits: int | None = None,
+    config: tuple[int, int, int] | None = None, kv_quant: KVQuantFormat | None = None,
 ) -> Tensor:  # fmt: skip
     """Queries, keys and values of new tokens [requests, (heads + 2 * kv heads) * width], not yet turned; the keys and
     values also go to their pages. -> [requests, heads * width]. `tiles`: keys that are taken at once, warps, stages.
     With `pages` the cache is [blocks * columns, size, 1, width], and `splits` the most parts that its work has."""
-    requests = len(mixed)
+    requests = len(qkv)
     _, size, kv_heads, last = key_pages.shape
-    width = width_of(rows, last)
-    if pages is not None:
-        kv_heads = len(pages.cluster)
-    heads = mixed.shape[1] // width - 2 * kv_heads
+    width = width_of(kv_quant, last)
+    if head_pages is not None:
+        kv_heads = len(head_pages.head_cluster)
+    heads = qkv.shape[1] // width - 2 * kv_heads
     group, padded = heads // kv_heads, max(triton.next_power_of_2(width), 16)
-    chip, about = processors(mixed.device), triton.next_power_of_2(requests)  # so that few kernels are compiled
+    chip, about = num_sms(qkv.device), triton.next_power_of_2(requests)  # so that few kernels are compiled
     if splits is None:
-        splits = splits_for(about, kv_heads, tokens.longest, chip)
-    work = tokens.slots if pages is None or pages.work is None else pages.work
-    grid = (requests, kv_heads, splits) if pages is None else (requests, len(work), 1)
-    tile_keys, warps, stages = tiles or decode_tiles(about * math.prod(grid[1:]), splits, tokens.longest, chip)
-    results = torch.empty(requests, heads * width, dtype=mixed.dtype, device=mixed.device)
+        splits = num_splits(about, kv_heads, metadata.max_seq_len, chip)
+    work = metadata.slots if head_pages is None or head_pages.split_work is None else head_pages.split_work
+    grid = (requests, kv_heads, splits) if head_pages is None else (requests, len(work), 1)
+    tile_keys, warps, stages = config or decode_config(about * math.prod(grid[1:]), splits, metadata.max_seq_len, chip)
+    results = torch.empty(requests, heads * width, dtype=qkv.dtype, device=qkv.device)
     partial = statistics = results
     if splits > 1:
-        partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=mixed.device)
-        statistics = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=mixed.device)
-    query_norm, key_norm = rotation.norms or (rotation.cosines, rotation.cosines)
+        partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=qkv.device)
+        statistics = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=qkv.device)
+    query_norm, key_norm = rotary.qk_norms or (rotary.cos, rotary.cos)
     decode_kernel[grid](
-        mixed, rotation.cosines, rotation.sines, query_norm, key_norm, key_pages, value_pages, tokens.tables,
-        *pointers(pages, tokens.tables), work, tokens.slots, tokens.lengths, results, partial, statistics,
-        tokens.arrived, scale * LOG2_E, window or EVERYTHING, rotation.epsilon, mixed.stride(0),
-        *strides(pages, tokens.tables), kv_heads, width, SIZE=size, GROUP=group,
+        qkv, rotary.cos, rotary.sin, query_norm, key_norm, key_pages, value_pages, metadata.block_tables,
+        *pointers(head_pages, metadata.block_tables), work, metadata.slots, metadata.seq_lens, results, partial,
+        statistics, metadata.split_counters, scale * LOG2_E, window or EVERYTHING, rotary.eps, qkv.stride(0),
+        *strides(head_pages, metadata.block_tables), kv_heads, width, SIZE=size, GROUP=group,
         ROWS=max(triton.next_power_of_2(group), 16), WIDTH=padded, HALF=width // 2, KEYS=tile_keys, SPLITS=splits,
-        NORM=rotation.norms is not None, PDL=PDL, COLUMNS=columns_of(pages), **constants(rows), num_warps=warps,
-        num_stages=stages, launch_pdl=PDL,
+        NORM=rotary.qk_norms is not None, PDL=PDL, COLUMNS=columns_of(head_pages), **constants(kv_quant),
+        num_warps=warps, num_stages=stages, launch_pdl=PDL,
     )  # fmt: skip
     return results
 
 
 def paged_prefill(
-    queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: Pages, scale: float, window: int | None = None, *,
-    tiles: QueryTiles | None = None, heads_own: HeadPages | None = None, slots: Tensor | None = None,
-    rows: RowFormat | None = None,
+    queries: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: AttentionMetadata, scale: float,
+    window: int | None = None, *, tiles: QueryTiles | None = None, head_pages: ClusteredHeadPages | None = None,
+    slots: Tensor | None = None,
+    kv_quant: KVQuantFormat | None = None,
 ) -> Tensor:  # fmt: skip
     """Many query tokens: [tokens, heads, width] -> the same. `tiles` are those of the pages, where they are known. With
     `heads_own` the tables are those of all slots, and `slots` [requests] says whose each request's are. With a row
     format that turns, queries come turned."""
     tokens, heads, width = queries.shape
     _, size, kv_heads, _ = key_pages.shape
-    if heads_own is not None:
-        kv_heads = len(heads_own.cluster)
-    tiles = tiles or QueryTiles.of(pages.counts, queries.device, prefill_tiles(pages, width, rows))
+    if head_pages is not None:
+        kv_heads = len(head_pages.head_cluster)
+    tiles = tiles or QueryTiles.of(metadata.query_lens, queries.device, prefill_config(metadata, width, kv_quant))
     results = torch.empty(tokens, heads, width, dtype=queries.dtype, device=queries.device)
-    told = {name: value for name, value in constants(rows).items() if name != "TURNS"}
-    prefill_kernel[(len(tiles.requests), heads)](
-        queries, key_pages, value_pages, pages.tables, *pointers(heads_own, pages.tables),
-        pages.starts if slots is None else slots, pages.lengths, pages.starts, tiles.requests, tiles.first, results,
-        scale * LOG2_E, window or EVERYTHING, queries.stride(0), *strides(heads_own, pages.tables), kv_heads, width,
-        heads // kv_heads, SIZE=size, ROWS=tiles.rows, WIDTH=max(triton.next_power_of_2(width), 16), KEYS=tiles.keys,
-        COLUMNS=columns_of(heads_own), WINDOWED=window is not None, **told, num_warps=tiles.warps,
+    told = {name: value for name, value in constants(kv_quant).items() if name != "TURNS"}
+    prefill_kernel[(len(tiles.request_ids), heads)](
+        queries, key_pages, value_pages, metadata.block_tables, *pointers(head_pages, metadata.block_tables),
+        metadata.cu_seqlens_q if slots is None else slots, metadata.seq_lens, metadata.cu_seqlens_q, tiles.request_ids,
+        tiles.first_tokens, results, scale * LOG2_E, window or EVERYTHING, queries.stride(0),
+        *strides(head_pages, metadata.block_tables), kv_heads, width, heads // kv_heads, SIZE=size, ROWS=tiles.block_m,
+        WIDTH=max(triton.next_power_of_2(width), 16), KEYS=tiles.block_n, COLUMNS=columns_of(head_pages),
+        WINDOWED=window is not None, **told, num_warps=tiles.warps,
         num_stages=tiles.stages,
     )  # fmt: skip
     return results
@@ -386,16 +390,16 @@ def paged_prefill(
 class QueryTiles:
     """Which request each tile of queries belongs to, and its first token there; the same for all layers."""
 
-    requests: Tensor  # [tiles], int32
-    first: Tensor
-    rows: int  # query tokens of a tile
-    keys: int  # that are taken at once
+    request_ids: Tensor  # [tiles], int32
+    first_tokens: Tensor
+    block_m: int  # query tokens of a tile
+    block_n: int  # that are taken at once
     warps: int
     stages: int
 
     @classmethod
-    def of(cls, counts: Sequence[int], device: torch.device, tiles: tuple[int, int, int, int]) -> QueryTiles:
-        pairs = [(request, first) for request, count in enumerate(counts) for first in range(0, count, tiles[0])]
+    def of(cls, query_lens: Sequence[int], device: torch.device, config: tuple[int, int, int, int]) -> QueryTiles:
+        pairs = [(request, first) for request, count in enumerate(query_lens) for first in range(0, count, config[0])]
         both = torch.tensor(pairs, dtype=torch.int32).T.contiguous()
         both = both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both.to(device)
-        return cls(both[0], both[1], *tiles)
+        return cls(both[0], both[1], *config)

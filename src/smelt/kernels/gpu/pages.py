@@ -40,27 +40,31 @@ def key_rows(table, positions, there, block_rows, token_rows, first_row, SIZE: t
 
 
 @dataclass(frozen=True)
-class HeadPages:
+class ClusteredHeadPages:
     """Whose pages are whose in a layer, where clusters of heads have pages of their own."""
 
-    tables: Tensor  # [slots, clusters, most blocks], int32
-    shifts: Tensor  # [slots, clusters], int32: tokens that a cluster holds, less those of the text
-    cluster: Tensor  # [kv heads], int64
-    column: Tensor  # [kv heads], int64
-    columns: int  # heads of a page
-    work: Tensor | None = None  # [programs, 3], int32: head, part of its keys, parts of that head; to decode
+    block_tables: Tensor  # [slots, clusters, most blocks], int32
+    seq_len_offsets: Tensor  # [slots, clusters], int32: tokens that a cluster holds, less those of the text
+    head_cluster: Tensor  # [kv heads], int64
+    head_column: Tensor  # [kv heads], int64
+    heads_per_page: int  # heads of a page
+    split_work: Tensor | None = None  # [programs, 3], int32: head, part of its keys, parts of that head; to decode
 
 
-def columns_of(pages: HeadPages | None) -> int:
+def columns_of(pages: ClusteredHeadPages | None) -> int:
     """0: pages of a layer."""
-    return 0 if pages is None else pages.columns
+    return 0 if pages is None else pages.heads_per_page
 
 
-def pointers(pages: HeadPages | None, tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pointers(pages: ClusteredHeadPages | None, tables: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Shifts, clusters and columns; something that is not read where there are none."""
-    return (tables, tables, tables) if pages is None else (pages.shifts, pages.cluster, pages.column)
+    return (tables, tables, tables) if pages is None else (pages.seq_len_offsets, pages.head_cluster, pages.head_column)
 
 
-def strides(pages: HeadPages | None, tables: Tensor) -> tuple[int, int, int]:
+def strides(pages: ClusteredHeadPages | None, tables: Tensor) -> tuple[int, int, int]:
     """Of a slot in the tables, of a cluster in there, of a slot in the shifts."""
-    return (tables.stride(0), 0, 0) if pages is None else (tables.stride(0), tables.stride(1), pages.shifts.stride(0))
+    return (
+        (tables.stride(0), 0, 0)
+        if pages is None
+        else (tables.stride(0), tables.stride(1), pages.seq_len_offsets.stride(0))
+    )

@@ -9,13 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from smelt.kernels.gpu.arch import INDICES
-from smelt.kernels.gpu.pages import HeadPages, columns_of, head_pages, key_rows, pointers, strides
+from smelt.kernels.gpu.arch import UNALIGNED_ARGS
+from smelt.kernels.gpu.pages import ClusteredHeadPages, columns_of, head_pages, key_rows, pointers, strides
 from smelt.kernels.gpu.rows import NUMBERS, constants, met, width_of, write_row
-from smelt.kernels.kv_quant import RowFormat
+from smelt.kernels.kv_quant import KVQuantFormat
 
-MANY = 256  # tokens from which there are more programs than run at once, so that each takes several heads
-TOGETHER = 8  # heads, a power of two
+MANY_TOKENS = 256  # tokens from which there are more programs than run at once, so that each takes several heads
+HEADS_PER_PROGRAM = 8  # heads, a power of two
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def write_heads(  # type: ignore[no-untyped-def]
         write_row(pages, row, one, there, tl.arange(0, WIDTH), width, FORMAT, ROW, HALF_ROW)
 
 
-@triton.jit(do_not_specialize_on_alignment=INDICES)
+@triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGS)
 def rotate_write_kernel(  # type: ignore[no-untyped-def]
     mixed, positions, places, cosines, sines, query_norm, key_norm, queries, key_pages, value_pages, tables, shifts,
     cluster, column, stride, table_stride, cluster_stride, shift_stride, heads, kv_heads, epsilon, width,
@@ -99,37 +99,37 @@ def rotate_write_kernel(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True)
-class Rotation:
+class RotaryParams:
     """The cosines and sines of every position [positions, head size], and the weights of the norms of heads."""
 
-    cosines: Tensor
-    sines: Tensor
-    norms: tuple[Tensor, Tensor] | None = None  # of queries, of keys
-    epsilon: float = 0.0
+    cos: Tensor
+    sin: Tensor
+    qk_norms: tuple[Tensor, Tensor] | None = None  # of queries, of keys
+    eps: float = 0.0
 
 
-def rotate_write(
-    mixed: Tensor, positions: Tensor, places: Tensor, rotation: Rotation, key_pages: Tensor, value_pages: Tensor,
-    heads_own: HeadPages | None = None, rows: RowFormat | None = None,
+def rope_and_store_kv(
+    qkv: Tensor, positions: Tensor, slot_mapping: Tensor, rotary: RotaryParams, key_pages: Tensor, value_pages: Tensor,
+    head_pages: ClusteredHeadPages | None = None, kv_quant: KVQuantFormat | None = None,
 ) -> Tensor:  # fmt: skip
     """Of new tokens [tokens, (heads + 2 * kv heads) * width]: keys and values go to their pages [blocks, size, kv
     heads, width], none for a place of -1. -> queries [tokens, heads, width], turned as the keys of a row format are.
     With `heads_own` a place is a slot."""
     size, kv_heads, last = key_pages.shape[1:]
-    width = width_of(rows, last)
-    if heads_own is not None:
-        kv_heads = len(heads_own.cluster)
-    tables = places if heads_own is None else heads_own.tables
-    tokens, heads = len(mixed), mixed.shape[1] // width - 2 * kv_heads
-    queries = torch.empty(tokens, heads, width, dtype=mixed.dtype, device=mixed.device)
-    query_norm, key_norm = rotation.norms or (rotation.cosines, rotation.cosines)
-    together = TOGETHER if tokens >= MANY else 1
-    kept = together if rows is None else 1
+    width = width_of(kv_quant, last)
+    if head_pages is not None:
+        kv_heads = len(head_pages.head_cluster)
+    tables = slot_mapping if head_pages is None else head_pages.block_tables
+    tokens, heads = len(qkv), qkv.shape[1] // width - 2 * kv_heads
+    queries = torch.empty(tokens, heads, width, dtype=qkv.dtype, device=qkv.device)
+    query_norm, key_norm = rotary.qk_norms or (rotary.cos, rotary.cos)
+    together = HEADS_PER_PROGRAM if tokens >= MANY_TOKENS else 1
+    kept = together if kv_quant is None else 1
     rotate_write_kernel[(tokens, triton.cdiv(heads, together) + 2 * triton.cdiv(kv_heads, kept))](
-        mixed, positions, places, rotation.cosines, rotation.sines, query_norm, key_norm, queries, key_pages,
-        value_pages, tables, *pointers(heads_own, tables), mixed.stride(0), *strides(heads_own, tables), heads,
-        kv_heads, rotation.epsilon, width, WIDTH=triton.next_power_of_2(width), HALF=width // 2,
-        NORM=rotation.norms is not None, SIZE=size, COLUMNS=columns_of(heads_own), **constants(rows),
+        qkv, positions, slot_mapping, rotary.cos, rotary.sin, query_norm, key_norm, queries, key_pages,
+        value_pages, tables, *pointers(head_pages, tables), qkv.stride(0), *strides(head_pages, tables), heads,
+        kv_heads, rotary.eps, width, WIDTH=triton.next_power_of_2(width), HALF=width // 2,
+        NORM=rotary.qk_norms is not None, SIZE=size, COLUMNS=columns_of(head_pages), **constants(kv_quant),
         TOGETHER=together, KEPT=kept, num_warps=1,
     )  # fmt: skip
     return queries

@@ -13,24 +13,24 @@ import triton.language as tl
 
 from smelt.kernels import kv_quant as row_format
 from smelt.kernels.gpu.codes import e4m3_codes, e4m3_numbers, e4m3_values, half_values, int8_values
-from smelt.kernels.kv_quant import RowFormat
+from smelt.kernels.kv_quant import KVQuantFormat
 
 NUMBERS, INT8, FP8, INT4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 FORMATS = {row_format.INT8: 1, row_format.FP8: 2, row_format.INT4: 3}
 WHOLE = tl.constexpr(12582912.0)  # 1.5 * 2^23: numbers of its size have nothing behind the point
 
 
-def constants(rows: RowFormat | None) -> dict[str, int]:
+def constants(rows: KVQuantFormat | None) -> dict[str, int]:
     """What a kernel is told."""
     if rows is None:
         return {"FORMAT": 0, "ROW": 0, "HALF_ROW": 1, "TURNS": 0}
-    turns = rows.width.bit_length() - 1 if rows.turns else 0
-    return {"FORMAT": FORMATS[rows.name], "ROW": rows.bytes, "HALF_ROW": rows.half, "TURNS": turns}
+    turns = rows.head_dim.bit_length() - 1 if rows.hadamard else 0
+    return {"FORMAT": FORMATS[rows.name], "ROW": rows.row_bytes, "HALF_ROW": rows.half_dim, "TURNS": turns}
 
 
-def width_of(rows: RowFormat | None, last: int) -> int:
+def width_of(rows: KVQuantFormat | None, last: int) -> int:
     """Numbers of a head, in pages whose last axis is this long."""
-    return last if rows is None else rows.width
+    return last if rows is None else rows.head_dim
 
 
 @triton.jit

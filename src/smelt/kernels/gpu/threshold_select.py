@@ -92,8 +92,8 @@ def words_for(length: int) -> int:
     return 2048 if length <= 1 << 21 else 8192
 
 
-def add_and_compact(
-    values: Tensor, gradient: Tensor | None, threshold: float, start: int, stop: int, slots: int | None = None, *,
+def add_and_select(
+    values: Tensor, gradient: Tensor | None, threshold: float, start: int, stop: int, capacity: int | None = None, *,
     tiles: tuple[int, int] | None = None, words: int | None = None,
 ) -> Tensor:  # fmt: skip
     """values [elements] float32 += gradient of any floating type, both contiguous; without a gradient they are only
@@ -116,12 +116,12 @@ def add_and_compact(
                 values, gradient, bits, sums, elements, low, first, start, stop, threshold, WHOLE=whole, TILE=tile,
                 BITS=BITS, WORDS=words, num_warps=warps,
             )  # fmt: skip
-    if slots is None:
-        slots = int(sums.sum())
-    result = torch.empty(slots, dtype=torch.int64, device=device)
-    if slots:
+    if capacity is None:
+        capacity = int(sums.sum())
+    result = torch.empty(capacity, dtype=torch.int64, device=device)
+    if capacity:
         place_kernel[(groups,)](
-            bits, sums, result, first * tile, length, groups, slots, elements, BITS=BITS, WORDS=words, SUMS=SUMS,
+            bits, sums, result, first * tile, length, groups, capacity, elements, BITS=BITS, WORDS=words, SUMS=SUMS,
             num_warps=8,
         )  # fmt: skip
     return result

@@ -67,7 +67,7 @@ def vector_kernel(  # type: ignore[no-untyped-def]
     tl.store(y + row, found.to(y.dtype.element_ty), mask=held)
 
 
-def product(
+def fused_gemv(
     x: Tensor, matrix: Tensor, bias: Tensor | None = None, *, norm: Tensor | None = None, epsilon: float = 0.0,
     gated: bool = False, added: Tensor | None = None, tiles: tuple[int, int, int] | None = None,
 ) -> Tensor:  # fmt: skip

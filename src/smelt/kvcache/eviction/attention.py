@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
-from smelt.kernels.paged import visible
+from smelt.kernels.paged import causal_mask
 
 NAME = "smelt-kept"
 Listen = Callable[[int, Tensor, Tensor, Tensor], None]  # layer; queries, keys, values as attention gets them
@@ -57,7 +57,7 @@ def _attention(
     if _moment.listen is not None:
         _moment.listen(layer, query, key, value)
     new, tokens = query.shape[2], key.shape[2]
-    mask = visible(new, tokens, options.get("sliding_window"), query.device)  # [new, tokens]
+    mask = causal_mask(new, tokens, options.get("sliding_window"), query.device)  # [new, tokens]
     if _moment.kept is not None:
         kept = F.pad(_moment.kept[layer], (0, tokens - _moment.kept.shape[-1]), value=True)
         seen = kept.repeat_interleave(query.shape[1] // key.shape[1], dim=1)

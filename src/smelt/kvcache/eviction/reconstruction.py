@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from smelt.kernels.paged import visible
+from smelt.kernels.paged import causal_mask
 from smelt.kvcache.eviction.attention import attending
 from smelt.kvcache.eviction.prefill import RecordedPrefill
 from smelt.models.model import Model
@@ -55,6 +55,6 @@ def _most_attention(
     chosen = torch.cat((keys[:, :, :first], keys[:, :, begin:end], keys[:, :, tokens:]), dim=2)
     grouped = queries.unflatten(1, (keys.shape[1], -1))  # [batch, kv_heads, group, new, width]
     products = (grouped @ chosen[:, :, None].transpose(-1, -2)).float() * scale
-    own = visible(new, new, None, queries.device)
+    own = causal_mask(new, new, None, queries.device)
     products[..., first + end - begin :].masked_fill_(~own, -torch.inf)
     return products.softmax(-1)[..., first : first + end - begin].amax((2, 3))

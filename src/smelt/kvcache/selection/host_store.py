@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from smelt.kernels.paged import empty_pages
+from smelt.kernels.paged import allocate_kv_pages
 from smelt.kvcache.selection.page_cache import OffloadConfig, ResidentPages
 from smelt.kvcache.selection.page_store import (
     GatheredPages,
@@ -41,7 +41,7 @@ class HostPageStore:
         self._keys, self._values = (_host_pages(heads, num_blocks, page_size, dtype, device) for _ in range(2))
         self._key_slots, self._value_slots = (
             {
-                layer: empty_pages((kv_heads * config.num_slots, page_size, head_dim), dtype, device)
+                layer: allocate_kv_pages((kv_heads * config.num_slots, page_size, head_dim), dtype, device)
                 for layer, (kv_heads, head_dim) in heads.items()
             }
             for _ in range(2)

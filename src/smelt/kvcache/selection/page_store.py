@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from smelt.kernels.paged import empty_pages
+from smelt.kernels.paged import allocate_kv_pages
 from smelt.kvcache.selection.page_summary import LayerHeads
 
 
@@ -91,7 +91,7 @@ def allocate_layer_pages(
 ) -> dict[int, Tensor]:
     """Allocate [blocks, kv_heads, page_size, head_dim] per layer."""
     return {
-        layer: empty_pages((num_blocks, kv_heads, page_size, head_dim), dtype, device)
+        layer: allocate_kv_pages((num_blocks, kv_heads, page_size, head_dim), dtype, device)
         for layer, (kv_heads, head_dim) in heads.items()
     }
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from smelt.kernels import paged
-from smelt.kernels.kv_quant import RowFormat, packed
+from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.kv_quant import KVQuantFormat, quantize_qkv
 from smelt.kvcache.selection.config import SparseAttentionConfig
 from smelt.kvcache.selection.page_store import GatheredPages, PageStore
 from smelt.kvcache.selection.page_summary import PageSummaryTable
@@ -70,18 +71,18 @@ class SparsePageAttention:
     page_store: PageStore
     summaries: PageSummaryTable
     recorder: TraceRecorder | None = None
-    kv_formats: Mapping[int, RowFormat | None] = field(default_factory=dict)  # layer -> quantized KV format
+    kv_formats: Mapping[int, KVQuantFormat | None] = field(default_factory=dict)  # layer -> quantized KV format
 
     def attend(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, batch: SparseBatch, scale: float
     ) -> Tensor:  # [tokens, heads, head_dim] -> same shape
         """Write keys and values [tokens, kv_heads, head_dim] to their pages, then attend."""
         kv_format = self.kv_formats.get(layer)
-        queries, new_keys, new_values = packed(kv_format, queries, keys, values)
+        queries, new_keys, new_values = quantize_qkv(kv_format, queries, keys, values)
         self.page_store.write(layer, new_keys, new_values, batch.slot_mapping)
         if len(batch.filled_blocks):
-            stored = self.page_store.gather_keys(layer, batch.filled_blocks)
-            full_keys = stored if kv_format is None else kv_format.decode(stored, queries.dtype)
+            row_layout = self.page_store.gather_keys(layer, batch.filled_blocks)
+            full_keys = row_layout if kv_format is None else kv_format.dequantize(row_layout, queries.dtype)
             self.summaries.update(layer, batch.filled_blocks, full_keys)
         grouped = queries.unflatten(1, (keys.shape[1], -1))  # [tokens, kv_heads, group, head_dim]
         output = torch.empty_like(grouped)
@@ -113,7 +114,7 @@ class SparsePageAttention:
 
 
 def _prefill_attention(
-    queries: Tensor, pages: GatheredPages, seq_len: int, scale: float, kv_format: RowFormat | None
+    queries: Tensor, pages: GatheredPages, seq_len: int, scale: float, kv_format: KVQuantFormat | None
 ) -> Tensor:
     """Attend from new tokens of one request [tokens, kv_heads, group, head_dim]; each KV head is a sequence."""
     new, kv_heads = queries.shape[:2]
@@ -124,7 +125,7 @@ def _prefill_attention(
 
 
 def _selected_attention(
-    queries: Tensor, pages: GatheredPages, selected_lens: Tensor, scale: float, kv_format: RowFormat | None
+    queries: Tensor, pages: GatheredPages, selected_lens: Tensor, scale: float, kv_format: KVQuantFormat | None
 ) -> Tensor:
     """Attend from one new token per request [requests, kv_heads, group, head_dim]; each KV head is a sequence of
     `selected_lens` [requests] tokens."""
@@ -143,17 +144,17 @@ def _paged_attention(
     seq_lens: Tensor,
     max_seq_len: int,
     scale: float,
-    kv_format: RowFormat | None,
+    kv_format: KVQuantFormat | None,
 ) -> Tensor:  # [tokens, group, head_dim] -> same shape
     """Call paged attention on a KV cache with one head."""
     device = queries.device
     starts = torch.tensor([0, *query_lens]).cumsum(0)
-    metadata = paged.Pages(
-        starts=starts.int().to(device),
-        lengths=seq_lens.int().to(device),
-        tables=pages.block_tables.flatten(0, -2).int().contiguous(),
-        places=torch.empty(0, dtype=torch.int64, device=device),
-        longest=max_seq_len,
-        counts=query_lens,
+    metadata = AttentionMetadata(
+        cu_seqlens_q=starts.int().to(device),
+        seq_lens=seq_lens.int().to(device),
+        block_tables=pages.block_tables.flatten(0, -2).int().contiguous(),
+        slot_mapping=torch.empty(0, dtype=torch.int64, device=device),
+        max_seq_len=max_seq_len,
+        query_lens=query_lens,
     )
-    return paged.paged_attention(queries.contiguous(), pages.keys, pages.values, metadata, scale, rows=kv_format)
+    return paged.paged_attention(queries.contiguous(), pages.keys, pages.values, metadata, scale, kv_quant=kv_format)

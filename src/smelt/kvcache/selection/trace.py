@@ -21,7 +21,6 @@ from torch import Tensor
 
 from smelt.errors import DataError
 from smelt.files import write_atomically
-from smelt.kernels.kv_quant import RowFormat, stored
 from smelt.kvcache.selection.config import SparseAttentionConfig
 from smelt.kvcache.selection.page_cache import OffloadConfig
 from smelt.models.model import Model
@@ -148,14 +147,14 @@ def trace_metadata(
     model: Model,
     config: SparseAttentionConfig,
     offload: OffloadConfig | None,
-    kv_formats: Mapping[int, RowFormat | None],
+    kv_formats: Mapping[int, KVQuantFormat | None],
 ) -> TraceMetadata:
     """Describe a model and its sparse attention; `kv_formats` is the quantized KV format of each layer."""
     parts = {part.block: part for part in model.anatomy.parts if part.kind == "heads" and part.units}
     layers = range(len(model.anatomy.blocks))
     head_dim = max((part.head_dim for part in parts.values()), default=0)
     dtype = model.network.dtype
-    row_size, row_dtype = stored(next(iter(kv_formats.values()), None), head_dim, dtype)
+    row_size, row_dtype = row_layout(next(iter(kv_formats.values()), None), head_dim, dtype)
     return TraceMetadata(
         model_type=model.network.config.model_type,
         hidden_size=model.network.config.get_text_config().hidden_size,

@@ -14,14 +14,14 @@ from transformers import PreTrainedConfig
 from smelt.models.gguf.blocks import Levels
 from smelt.models.gguf.llama import gguf_names, in_order
 from smelt.models.gguf.reader import GgufFile
-from smelt.numerics.format import Grid, Quantized
+from smelt.numerics.format import QuantizedTensor, QuantParams
 from smelt.numerics.integer import Integer
 
 TABLE, HEAD = "model.embed_tokens", "lm_head"
 _PLAIN_BLOCK = 32  # weights; in such blocks the scale is a float16, in larger ones a product
 
 
-def gguf_packed(file: GgufFile, config: PreTrainedConfig) -> dict[str, Quantized]:
+def gguf_packed(file: GgufFile, config: PreTrainedConfig) -> dict[str, QuantizedTensor]:
     """By the path of its layer, each matrix that is held in few bits. The table of embeddings stays out of it, since
     single rows are read of it; where it is also the head, the head is one of them."""
     sources = {name.removesuffix(".weight"): source for source, name in gguf_names(file) if name.endswith(".weight")}
@@ -32,7 +32,7 @@ def gguf_packed(file: GgufFile, config: PreTrainedConfig) -> dict[str, Quantized
     return {path: _quantized(file, source, f"{path}.weight", config) for path, source in few.items()}
 
 
-def _quantized(file: GgufFile, source: str, name: str, config: PreTrainedConfig) -> Quantized:
+def _quantized(file: GgufFile, source: str, name: str, config: PreTrainedConfig) -> QuantizedTensor:
     entry = file.entries[source]
     levels = entry.format.read(file.bytes(source).reshape(-1, entry.format.bytes))
     assert isinstance(levels, Levels)
@@ -43,11 +43,11 @@ def _quantized(file: GgufFile, source: str, name: str, config: PreTrainedConfig)
     size, width = levels.codes.shape[-1], entry.format.bits
     if levels.minimum is None:
         form = Integer(size, kept, width)  # type: ignore[arg-type]
-        return Quantized(form, torch.from_numpy(codes), Grid(torch.from_numpy(scale)))
+        return QuantizedTensor(form, torch.from_numpy(codes), QuantParams(torch.from_numpy(scale)))
     minimum = in_order(levels.minimum.reshape(rows, -1, 1), name, file, config)
     flat = scale == 0  # all weights of the group are its minimum, whatever their codes
     scale = np.where(flat, np.float32(1), scale)
     codes = np.where(np.repeat(flat[..., 0], size, axis=1), np.uint8(0), codes)
     zero = -minimum / scale
-    form = Integer(size, kept, width, symmetric=False, zero_type="float32")  # type: ignore[arg-type]
-    return Quantized(form, torch.from_numpy(codes), Grid(torch.from_numpy(scale), torch.from_numpy(zero)))
+    form = Integer(size, kept, width, symmetric=False, zero_dtype="float32")  # type: ignore[arg-type]
+    return QuantizedTensor(form, torch.from_numpy(codes), QuantParams(torch.from_numpy(scale), torch.from_numpy(zero)))

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from smelt.errors import ModelError
-from smelt.kernels.kv_quant import RowFormat, packed, stored
-from smelt.kernels.paged import LayerPages, Pages, empty_pages, paged_attention, write_pages
+from smelt.kernels.attention_metadata import AttentionMetadata, LayerKVPages
+from smelt.kernels.kv_quant import KVQuantFormat, quantize_qkv, row_layout
+from smelt.kernels.paged import allocate_kv_pages, paged_attention, store_kv
 from smelt.models.anatomy import Anatomy
 
 NAME = "smelt-paged"
@@ -35,7 +36,7 @@ class PagedCache:
     keys: dict[int, Tensor]  # layer -> pages
     values: dict[int, Tensor]
     size: int  # tokens a block
-    rows: dict[int, RowFormat | None]
+    rows: dict[int, KVQuantFormat | None]
 
     @classmethod
     def empty(
@@ -48,18 +49,18 @@ class PagedCache:
         def pages() -> dict[int, Tensor]:
             found = {}
             for layer, (heads, width) in shapes.items():
-                last, held = stored(rows[layer], width, dtype)
-                found[layer] = empty_pages((blocks, size, heads, last), held, device)
+                last, held = row_layout(rows[layer], width, dtype)
+                found[layer] = allocate_kv_pages((blocks, size, heads, last), held, device)
             return found
 
         return cls(pages(), pages(), size, rows)
 
-    def layer(self, index: int) -> LayerPages:
-        return LayerPages(self.keys[index], self.values[index], self.keys[index].shape[2], rows=self.rows[index])
+    def layer(self, index: int) -> LayerKVPages:
+        return LayerKVPages(self.keys[index], self.values[index], self.keys[index].shape[2], kv_quant=self.rows[index])
 
 
-def rows_of(kind: str | None, width: int) -> RowFormat | None:
-    return None if kind is None else RowFormat.of(kind, width)
+def rows_of(kind: str | None, width: int) -> KVQuantFormat | None:
+    return None if kind is None else KVQuantFormat.for_head_dim(kind, width)
 
 
 def block_bytes(anatomy: Anatomy, size: int, dtype: torch.dtype, kind: str | None = None) -> int:
@@ -69,7 +70,7 @@ def block_bytes(anatomy: Anatomy, size: int, dtype: torch.dtype, kind: str | Non
 
 def row_bytes(width: int, dtype: torch.dtype, kind: str | None) -> int:
     """What a head's key or value of a token takes."""
-    last, held = stored(rows_of(kind, width), width, dtype)
+    last, held = row_layout(rows_of(kind, width), width, dtype)
     return last * held.itemsize
 
 
@@ -81,13 +82,13 @@ def _layers(anatomy: Anatomy) -> dict[int, tuple[int, int]]:
     return {part.block: (part.units, part.head_dim) for part in parts}
 
 
-def paged(cache: PagedCache, pages: Pages) -> Attend:
+def paged(cache: PagedCache, pages: AttentionMetadata) -> Attend:
     """Attention that reads and writes this cache."""
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
         key_pages, value_pages, rows = cache.keys[layer], cache.values[layer], cache.rows[layer]
-        queries, keys, values = packed(rows, queries, keys, values)
-        write_pages(keys, values, key_pages, value_pages, pages.places)
+        queries, keys, values = quantize_qkv(rows, queries, keys, values)
+        store_kv(keys, values, key_pages, value_pages, pages.slot_mapping)
         return paged_attention(queries, key_pages, value_pages, pages, scale, window, rows)
 
     return attend

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smelt.kernels.paged import Pages
+from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.models.model import Model
 from smelt.runtime.decoder import Attention
 from smelt.serve.engine.attention import NAME, PagedCache, paged
@@ -88,37 +88,37 @@ class PlainPages:
             self._tables.view(-1)[both[0]] = both[1].int()
 
     def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
-        from smelt.kernels.gpu.paged import Tokens, paged_decode
+        from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
 
-        tokens = Tokens(slots, lengths, self._tables, network.arrived, self.context)
+        tokens = DecodeMetadata(slots, lengths, self._tables, network.arrived, self.context)
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
             keys, values, *_, form = self.cache.layer(part.index)
             turning = network.rotation(part)
-            return paged_decode(mixed, keys, values, tokens, turning, part.scale, part.window, rows=form)
+            return paged_decode(mixed, keys, values, tokens, turning, part.scale, part.window, kv_quant=form)
 
         return attend
 
     def mixed(self, pieces: list[Piece], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed:
-        from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_tiles
-        from smelt.kernels.gpu.rope import rotate_write
+        from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_config
+        from smelt.kernels.gpu.rope import rope_and_store_kv
 
         counts = [piece.count for piece in pieces]
         lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)
         bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         rows = self._send(np.array([piece.request.slot for piece in pieces], dtype=np.int64))
         places = self._tables[slots, positions // self.size].long() * self.size + positions % self.size
-        pages = Pages(
-            starts=self._send(bounds), lengths=self._send(lengths), tables=self._tables[rows], places=places,
-            longest=int(lengths.max()), counts=counts,
+        pages = AttentionMetadata(
+            cu_seqlens_q=self._send(bounds), seq_lens=self._send(lengths), block_tables=self._tables[rows],
+            slot_mapping=places, max_seq_len=int(lengths.max()), query_lens=counts,
         )  # fmt: skip
         first = self.cache.layer(min(self.cache.keys))
-        tiles = QueryTiles.of(counts, slots.device, prefill_tiles(pages, first.keys.shape[-1], first.rows))
+        tiles = QueryTiles.of(counts, slots.device, prefill_config(pages, first.keys.shape[-1], first.kv_quant))
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
             keys, values, *_, form = self.cache.layer(part.index)
-            queries = rotate_write(mixed, positions, places, network.rotation(part), keys, values, rows=form)
-            found = paged_prefill(queries, keys, values, pages, part.scale, part.window, tiles=tiles, rows=form)
+            queries = rope_and_store_kv(mixed, positions, places, network.rotation(part), keys, values, kv_quant=form)
+            found = paged_prefill(queries, keys, values, pages, part.scale, part.window, tiles=tiles, kv_quant=form)
             return found.flatten(1)
 
         def logits(ids: Tensor, wanted: Tensor) -> Tensor:

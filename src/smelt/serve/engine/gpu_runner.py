@@ -145,13 +145,13 @@ class GpuRunner:
 
     def _decoding(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         """All of a decoding step on the device: tokens [size] and logits."""
-        from smelt.kernels.gpu.fused_ops import embed, most_likely
+        from smelt.kernels.gpu.fused_ops import argmax_tokens, embed
 
         slots, lengths, known = inputs
         attend = self.pages.decoding(slots, lengths, self.network)
         hidden = self.network.hidden(embed(known, slots, self._last, self.network.decoder.table), attend)
         logits = self.network.logits(hidden)
-        return most_likely(logits, slots, self._last), logits
+        return argmax_tokens(logits, slots, self._last), logits
 
     def _mixed(self, pieces: list[Piece], giving: list[Request], adapted: bool) -> Drawn | None:
         """Prompts, or prompts behind single tokens; and whatever has adapters, which runs as it is."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 
 from smelt.errors import ConfigError
-from smelt.kernels.kv_quant import FP8, INT4, INT8, NAMES
+from smelt.kernels.kv_quant import FP8, INT4, INT8, KV_QUANT_DTYPES
 from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
-from smelt.numerics.catalogue import format_named
-from smelt.numerics.format import WHOLE_ROW
+from smelt.numerics.catalog import get_format
+from smelt.numerics.format import PER_ROW
 
 OWN = "model"  # the network's own numbers
-KINDS = (OWN, *NAMES)
+KINDS = (OWN, *KV_QUANT_DTYPES)
 SAME = {"int8": INT8, "fp8-e4m3": FP8, "int4-asym": INT4}  # names of `smelt formats` that rows of pages are held in
 log = logging.getLogger("smelt.engine")
 
@@ -42,6 +42,6 @@ def _same(kv: KVCacheFormat, width: int) -> str | None:
     """Of the rows that hold the same: one scale a head, and nothing clipped."""
     if kv.values not in (None, kv.format) or kv.clip != 1:
         return None
-    group = format_named(kv.format).group
-    whole = group == WHOLE_ROW or group >= width
+    group = get_format(kv.format).group_size
+    whole = group == PER_ROW or group >= width
     return SAME.get(kv.format.partition("/")[0].partition("@")[0]) if whole else None

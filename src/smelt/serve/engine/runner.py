@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from smelt.kernels.paged import Pages
+from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.models.model import Model
 from smelt.runtime.cpu import CompiledNetwork, reason_against
 from smelt.serve.engine.adapters import Adapters, uses_adapters
@@ -85,12 +85,14 @@ class Runner:
             logits = self._logits(ids, positions, rows, pages)
         return Launched(step, giving, draw(logits, giving, self.ends) if giving else None)
 
-    def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> Tensor:  # [rows, vocabulary]
+    def _logits(
+        self, ids: Tensor, positions: Tensor, rows: Tensor, pages: AttentionMetadata
+    ) -> Tensor:  # [rows, vocabulary]
         if self.compiled is not None:
             return self.compiled.logits(ids, positions, rows, pages)
         return module_logits(self.network, self._attend(pages), ids, positions, rows)
 
-    def _attend(self, pages: Pages) -> Attend:
+    def _attend(self, pages: AttentionMetadata) -> Attend:
         return paged(self.cache, pages)
 
     def _fill(self, pieces: list[Piece]) -> int:
@@ -121,20 +123,20 @@ class Runner:
             self._tables[request.slot, count : len(request.blocks)] = request.blocks[count:]
             self._written[request.slot] = (request.blocks, len(request.blocks))
 
-    def _pages(self, pieces: list[Piece], count: int) -> Pages:
+    def _pages(self, pieces: list[Piece], count: int) -> AttentionMetadata:
         lengths = np.array([self._place(piece) + piece.count for piece in pieces], dtype=np.int32)
         counts = [piece.count for piece in pieces]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         rows = [piece.request.slot for piece in pieces]
         longest = int(lengths.max())
         tables = self._tables[rows, : -(-longest // self.size)]
-        return Pages(
-            starts=self._on_device(starts),
-            lengths=self._on_device(lengths),
-            tables=self._on_device(tables),
-            places=self._on_device(self._places[:count]),
-            longest=longest,
-            counts=counts,
+        return AttentionMetadata(
+            cu_seqlens_q=self._on_device(starts),
+            seq_lens=self._on_device(lengths),
+            block_tables=self._on_device(tables),
+            slot_mapping=self._on_device(self._places[:count]),
+            max_seq_len=longest,
+            query_lens=counts,
         )
 
     def _on_device(self, values: np.ndarray[Any, Any]) -> Tensor:

@@ -18,8 +18,8 @@ from smelt.models.anatomy import Part
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
 from smelt.models.surgery import expand_units, keep_units, rows_to_keep
-from smelt.numerics.catalogue import name_of
-from smelt.numerics.format import finite
+from smelt.numerics.catalog import format_name
+from smelt.numerics.format import drop_infinities
 from smelt.numerics.scaled import TensorScaled, Ternary
 from smelt.serve.engine.adapters import Adapters
 
@@ -60,7 +60,7 @@ def _reason_against(layer: QuantizedLinear) -> str | None:
         return None
     form = layer.inputs.format
     if isinstance(form, TensorScaled | Ternary):
-        return f"a scale of its inputs in {name_of(form)} depends on all of them"
+        return f"a scale of its inputs in {format_name(form)} depends on all of them"
     return None
 
 
@@ -69,13 +69,17 @@ def _inputs_together(layer: QuantizedLinear) -> int:
     weights = layer.input_group_size if layer.input_group_size < layer.in_features else 1
     if layer.inputs is None or layer.inputs.scale is not None or _rounds_together(layer):
         return weights
-    return math.lcm(weights, layer.inputs.format.size(layer.in_features))
+    return math.lcm(weights, layer.inputs.format.effective_group_size(layer.in_features))
 
 
 def _rounds_together(layer: QuantizedLinear) -> bool:
     """All inputs of a token share a scale that is taken from them."""
     inputs = layer.inputs
-    return inputs is not None and inputs.scale is None and inputs.format.size(layer.in_features) == layer.in_features
+    return (
+        inputs is not None
+        and inputs.scale is None
+        and inputs.format.effective_group_size(layer.in_features) == layer.in_features
+    )
 
 
 def shard(model: Model, rank: int, ranks: int, adapters: Adapters | None = None) -> None:
@@ -102,14 +106,16 @@ def _round_together(layer: QuantizedLinear) -> None:
     """Let the scale of a token's inputs be that of the inputs on all ranks, not of those that are here."""
     inputs = layer.inputs
     assert inputs is not None
-    form, clip = inputs.format, inputs.clip
+    form, clip = inputs.format, inputs.clip_ratio
 
     def rounded(x: Tensor) -> Tensor:
-        kept = finite(x.float())
+        kept = drop_infinities(x.float())
         ends = torch.stack((kept.amax(-1), -kept.amin(-1)))  # [2, ...]
         distributed.all_reduce(ends, distributed.ReduceOp.MAX)
-        grid = form.fit(torch.stack((ends[0], -ends[1]), -1)[..., None, :], shrink=clip)  # of [..., 1, 2]
-        values = form.decode(form.encode(form.groups(x), grid), grid)
+        grid = form.compute_qparams(
+            torch.stack((ends[0], -ends[1]), -1)[..., None, :], clip_ratio=clip
+        )  # of [..., 1, 2]
+        values = form.dequantize_groups(form.quantize_groups(form.split_groups(x), grid), grid)
         return values.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
     layer.round_inputs = rounded

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.kernels.kv_quant import RowFormat, stored
-from smelt.kernels.paged import Pages
+from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.kv_quant import KVQuantFormat, row_layout
 from smelt.kvcache.selection.config import SparseAttentionConfig, sparse_attention_heads
 from smelt.kvcache.selection.host_store import HostPageStore
 from smelt.kvcache.selection.page_cache import OffloadConfig
@@ -49,8 +49,10 @@ class SelectingRunner(Runner):
         self.host: HostPageStore | None = None
         self.kind = kind
         pages: DevicePageStore | HostPageStore
-        held = {layer: (count, stored(rows[layer], width, self.dtype)[0]) for layer, (count, width) in heads.items()}
-        of = self.dtype if kind is None else RowFormat.dtype
+        held = {
+            layer: (count, row_layout(rows[layer], width, self.dtype)[0]) for layer, (count, width) in heads.items()
+        }
+        of = self.dtype if kind is None else KVQuantFormat.dtype
         if residence is None:
             pages = DevicePageStore(held, blocks, size, of, self.device)
         else:
@@ -83,7 +85,7 @@ class SelectingRunner(Runner):
         self.attention.page_store.end_step(self.steps)
         return launched
 
-    def _attend(self, pages: Pages) -> Attend:
+    def _attend(self, pages: AttentionMetadata) -> Attend:
         """Over pages that are chosen, wherever the plain ones would be."""
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, _: int | None) -> Tensor:

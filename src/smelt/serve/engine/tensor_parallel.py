@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, distributed
 
-from smelt.kernels.paged import Pages
+from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
@@ -63,11 +63,11 @@ class ParallelRunner(Runner):
         self._numbers = self._shared_adapters.numbers(step.pieces).to(self.device)
         return super().launch(step)
 
-    def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: Pages) -> Tensor:
+    def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: AttentionMetadata) -> Tensor:
         gone = next((other for other in self._others if other.poll() is not None), None)
         if gone is not None:
             raise RuntimeError(f"a process that held a part of the model ended with {gone.returncode}")
-        paging = [pages.starts, pages.lengths, pages.tables.flatten(), pages.places]
+        paging = [pages.cu_seqlens_q, pages.seq_lens, pages.block_tables.flatten(), pages.slot_mapping]
         _tell([ids, positions, rows, *paging, self._numbers], self.device)
         with self._shared_adapters.applied_by(self._numbers):
             return super()._logits(ids, positions, rows, pages)
@@ -141,7 +141,7 @@ def follow(source: str, folders: dict[str, str], sizes: Sizes, rank: int, ranks:
     while (told := _told(device)) is not None:
         ids, positions, rows, starts, lengths, tables, places, numbers = told
         counts = (starts[1:] - starts[:-1]).tolist()
-        pages = Pages(
+        pages = AttentionMetadata(
             starts.int(), lengths.int(), tables.int().view(len(lengths), -1), places, int(lengths.max()), counts
         )
         with adapters.applied_by(numbers):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.kernels.threshold_select import add_and_compact, compact
+from smelt.kernels.threshold_select import add_and_select, threshold_select
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.gradient_views import Given, Pieces, flat_of
 from smelt.train.gradients.layout import Layout
@@ -61,9 +61,9 @@ class Step:
     def above(self, threshold: float, start: int, stop: int) -> Tensor:
         """Where what may be sent reaches the threshold inside [start, stop), ascending; added in the same pass."""
         if self.added or isinstance(self.given, Pieces):
-            return compact(self.add(), threshold, start, stop, self.slots)
+            return threshold_select(self.add(), threshold, start, stop, self.slots)
         self.added = True
-        return add_and_compact(self.memory, self.given, threshold, start, stop, self.slots)
+        return add_and_select(self.memory, self.given, threshold, start, stop, self.slots)
 
     def generator(self, seed: int, own: bool) -> torch.Generator:
         """Random numbers that depend on the seed, the step and, if `own`, the worker; nothing needs to be saved."""

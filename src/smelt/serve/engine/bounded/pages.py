@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from smelt.kernels.paged import empty_pages
+from smelt.kernels.paged import allocate_kv_pages
 from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.models.anatomy import Anatomy
 from smelt.serve.engine.attention import PagedCache, block_bytes
@@ -22,7 +22,7 @@ class PotPages:
         self.dtype = dtype
         first = next(iter(cache.keys.values()))
         shape = (blocks, cache.size, len(cache.keys), first.shape[2])
-        self.numbers = empty_pages(shape, torch.int32, first.device)  # [blocks, size, layers, kv heads]
+        self.numbers = allocate_kv_pages(shape, torch.int32, first.device)  # [blocks, size, layers, kv heads]
 
     def number(self, rows: Tensor, numbers: Tensor) -> None:
         """Tokens with these numbers [tokens] are laid there, for all heads."""
@@ -31,7 +31,7 @@ class PotPages:
 
     def keys(self, layer: int, rows: Tensor) -> Tensor:  # [kv_heads, tokens, width]
         found, held = self.cache.keys[layer].flatten(0, 1)[rows].transpose(0, 1), self.cache.rows[layer]
-        return found if held is None else held.keys(found, self.dtype)
+        return found if held is None else held.dequantize_keys(found, self.dtype)
 
     def keep(
         self, rows: Tensor, attention: Mapping[int, Tensor], novel: Tensor, count: int, distiller: InfiniPotCompressor
@@ -45,7 +45,7 @@ class PotPages:
             places = distiller.places(attention[layer], mine, novel, count)  # [kv_heads, count]
             keys = distiller.turned(_picked(self.keys(layer, rows), places), places)
             if (form := self.cache.rows[layer]) is not None:
-                keys = form.encode(form.turned(keys))
+                keys = form.quantize(form.rotate(keys))
             values = _picked(self.cache.values[layer].flatten(0, 1)[rows].transpose(0, 1), places)
             for cache, kept in ((self.cache.keys[layer], keys), (self.cache.values[layer], values)):
                 cache.flatten(0, 1).index_copy_(0, rows[:count], kept.transpose(0, 1).contiguous())

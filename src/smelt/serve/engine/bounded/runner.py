@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from smelt.kernels.paged import Pages
+from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kvcache.streaming.config import BoundedCacheSize
 from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.kvcache.streaming.novelty import token_novelty
@@ -57,7 +57,7 @@ class CappedRunner(Runner):
                 self._cook_down(piece.request)
         count = self._fill(step.pieces)
         pages = self._pages(step.pieces, count)
-        self.pages.number(pages.places, self._numbers(step.pieces))
+        self.pages.number(pages.slot_mapping, self._numbers(step.pieces))
         giving = [piece.request for piece in step.pieces if piece.gives]
         logits, read = self._read(step.pieces, pages, count)
         drawn = draw(logits, giving, self.ends) if giving else None
@@ -68,7 +68,7 @@ class CappedRunner(Runner):
     def _place(self, piece: Piece) -> int:
         return self.pots.place(piece.start)
 
-    def _read(self, pieces: list[Piece], pages: Pages, count: int) -> tuple[Tensor, Tensor]:
+    def _read(self, pieces: list[Piece], pages: AttentionMetadata, count: int) -> tuple[Tensor, Tensor]:
         """Logits [giving, vocabulary], and how novel the tokens are that follow those of this step and are known, one
         piece behind the other."""
         ids, positions = (self._on_device(buffer[:count]) for buffer in (self._ids, self._positions))
@@ -110,7 +110,7 @@ class CappedRunner(Runner):
         self.pages.keep(rows[:full], attention, novel, keep, self.distiller)
         self.cooked += 1
 
-    def _behind(self, request: Request, places: Tensor) -> Pages:
+    def _behind(self, request: Request, places: Tensor) -> AttentionMetadata:
         """The catalyst prompt behind a full pot, at these places."""
         new, length = len(places), self.pots.full + len(places)
 
@@ -118,7 +118,7 @@ class CappedRunner(Runner):
             return torch.tensor(values, dtype=torch.int32, device=self.device)
 
         table = self._on_device(self._tables[[request.slot], : -(-length // self.size)])
-        return Pages(sent([0, new]), sent([length]), table, places, length, [new])
+        return AttentionMetadata(sent([0, new]), sent([length]), table, places, length, [new])
 
     def _numbers(self, pieces: Sequence[Piece]) -> Tensor:  # [tokens]
         return torch.cat([torch.arange(piece.start, piece.start + piece.count) for piece in pieces]).to(self.device)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from smelt.kernels.kv_quant import packed
-from smelt.kernels.paged import Pages, paged_attention
+from smelt.kernels.attention_metadata import AttentionMetadata
+from smelt.kernels.kv_quant import quantize_qkv
+from smelt.kernels.paged import paged_attention
 from smelt.serve.engine.attention import Attend
 from smelt.serve.engine.per_head.compress import Judge
 from smelt.serve.engine.per_head.step import RaggedStep
@@ -31,17 +32,17 @@ def attend(step: RaggedStep, layer: int, queries: Tensor, scale: float) -> Tenso
     tables = cache.tables[step.piece_slots][:, heads, :most] * cache.columns + columns[:, None].int()
     lengths = step.lengths[:, None] + cache.shifts[step.piece_slots][:, heads]  # [pieces, kv_heads]
     begins = torch.arange(len(heads), device=queries.device, dtype=torch.int32)[:, None] * tokens + step.bounds[:-1]
-    pages = Pages(
-        starts=torch.cat((begins.flatten(), step.bounds[-1:] * len(heads))),
-        lengths=lengths.T.flatten().int(),
-        tables=tables.transpose(0, 1).flatten(0, 1).int().contiguous(),
-        places=step.positions,
-        longest=step.longest,
-        counts=step.counts * len(heads),
+    pages = AttentionMetadata(
+        cu_seqlens_q=torch.cat((begins.flatten(), step.bounds[-1:] * len(heads))),
+        seq_lens=lengths.T.flatten().int(),
+        block_tables=tables.transpose(0, 1).flatten(0, 1).int().contiguous(),
+        slot_mapping=step.positions,
+        max_seq_len=step.longest,
+        query_lens=step.counts * len(heads),
     )
     grouped = queries.unflatten(1, (len(heads), -1))  # [tokens, kv_heads, group, width]
     flat = grouped.transpose(0, 1).flatten(0, 1)
-    found = paged_attention(flat, cache.keys, cache.values, pages, scale, rows=cache.format)
+    found = paged_attention(flat, cache.keys, cache.values, pages, scale, kv_quant=cache.format)
     return found.unflatten(0, (len(heads), tokens)).transpose(0, 1).flatten(1, 2)
 
 
@@ -49,7 +50,7 @@ def ragged(step: RaggedStep, judge: Judge) -> Attend:
     """Attention that reads and writes pages of clusters; chunks are compressed when it has seen them."""
 
     def whole(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, _: int | None) -> Tensor:
-        asking, new_keys, new_values = packed(step.cache.format, queries, keys, values)
+        asking, new_keys, new_values = quantize_qkv(step.cache.format, queries, keys, values)
         write(step, layer, new_keys, new_values)
         found = attend(step, layer, asking, scale)
         judge(step, layer, queries, scale)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smelt.kernels.kv_quant import RowFormat, stored
-from smelt.kernels.paged import LayerPages, empty_pages
+from smelt.kernels.attention_metadata import LayerKVPages
+from smelt.kernels.kv_quant import KVQuantFormat, row_layout
+from smelt.kernels.paged import allocate_kv_pages
 from smelt.kvcache.eviction.clusters import HeadClusters
 
 
@@ -29,18 +30,18 @@ class RaggedCache:
     column: Tensor  # [layers, kv_heads], int64
     clusters: HeadClusters
     staging: range  # pages of the staging area
-    format: RowFormat | None = None
+    format: KVQuantFormat | None = None
 
     @classmethod
     def empty(
         cls, clusters: HeadClusters, width: int, *, pages: int, staging: int, size: int, slots: int, most: int,
-        dtype: torch.dtype, device: torch.device, rows: RowFormat | None = None,
+        dtype: torch.dtype, device: torch.device, rows: KVQuantFormat | None = None,
     ) -> RaggedCache:  # fmt: skip
-        last, held = stored(rows, width, dtype)
+        last, held = row_layout(rows, width, dtype)
         shape = ((pages + staging) * clusters.size, size, 1, last)
         count = len(clusters.members)
         return cls(
-            empty_pages(shape, held, device), empty_pages(shape, held, device),
+            allocate_kv_pages(shape, held, device), allocate_kv_pages(shape, held, device),
             torch.zeros(slots + 1, count, most, dtype=torch.int32, device=device),
             torch.zeros(slots + 1, count, dtype=torch.int32, device=device),
             clusters.cluster.to(device), clusters.column.to(device), clusters, range(pages, pages + staging), rows,
@@ -56,9 +57,9 @@ class RaggedCache:
         """Tokens of a page."""
         return self.keys.shape[1]
 
-    def layer(self, index: int) -> LayerPages:
+    def layer(self, index: int) -> LayerKVPages:
         cluster, column = self.cluster[index], self.column[index]
-        return LayerPages(self.keys, self.values, len(cluster), cluster, column, self.columns, self.format)
+        return LayerKVPages(self.keys, self.values, len(cluster), cluster, column, self.columns, self.format)
 
     def rows(self, slots: Tensor, clusters: Tensor, columns: Tensor, places: Tensor) -> Tensor:
         """Of the cache seen as [rows, width]: where the tokens at these places of their heads lie. All of one shape."""

@@ -29,7 +29,10 @@ class Judge:
         old = [each.index_select(0, here.flatten()) for each in pages]  # rows, [kv_heads * region, ...]
         keys, values = (each.view(1, *here.shape, each.shape[-1]) for each in old)
         if cache.format is not None:
-            keys, values = cache.format.keys(keys, queries.dtype), cache.format.decode(values, queries.dtype)
+            keys, values = (
+                cache.format.dequantize_keys(keys, queries.dtype),
+                cache.format.dequantize(values, queries.dtype),
+            )
         scores = self._scores(chunk, queries, keys, values, scale)
         chosen = _chosen(scores, there.shape[1], chunk.judged.window)
         for each, mine in zip(pages, old, strict=True):

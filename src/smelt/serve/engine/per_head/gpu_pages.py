@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from smelt.kernels.paged import Pages
+from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kvcache.eviction.policy import EvictionPolicy
 from smelt.kvcache.rope import rope_functions
 from smelt.models.model import Model
@@ -24,7 +24,7 @@ from smelt.serve.engine.runner import module_logits
 from smelt.serve.engine.scheduler import Piece, Step
 
 if TYPE_CHECKING:  # needs Triton
-    from smelt.kernels.gpu.pages import HeadPages
+    from smelt.kernels.gpu.pages import ClusteredHeadPages
     from smelt.runtime.gpu import Attend, FusedNetwork
 
 
@@ -38,7 +38,7 @@ class RaggedPages:
         self._module.set_attn_implementation(NAME)
         self._judge = Judge(*rope_functions(model.network, model.device))
         self._tables = Tables(cache, len(cache.tables) - 1, send)
-        self._layers: dict[tuple[int, int], tuple[HeadPages, int]] = {}
+        self._layers: dict[tuple[int, int], tuple[ClusteredHeadPages, int]] = {}
 
     def single(self, piece: Piece) -> bool:
         return piece.count == 1 and piece.start >= holding_of(piece).kept.stop
@@ -50,37 +50,39 @@ class RaggedPages:
         self._tables.after(step)
 
     def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
-        from smelt.kernels.gpu.paged import Tokens, paged_decode
+        from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
 
-        tokens = Tokens(slots, lengths, self.cache.tables, network.arrived, self.context)
+        tokens = DecodeMetadata(slots, lengths, self.cache.tables, network.arrived, self.context)
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
             pages, parts = self._layer(part.index, len(slots))
             return paged_decode(
-                mixed, self.cache.keys, self.cache.values, tokens, network.rotation(part), part.scale, pages=pages,
-                splits=parts, rows=self.cache.format,
+                mixed, self.cache.keys, self.cache.values, tokens, network.rotation(part), part.scale, head_pages=pages,
+                splits=parts, kv_quant=self.cache.format,
             )  # fmt: skip
 
         return attend
 
     def mixed(self, pieces: list[Piece], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed:
-        from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_tiles
-        from smelt.kernels.gpu.rope import rotate_write
+        from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_config
+        from smelt.kernels.gpu.rope import rope_and_store_kv
 
         step = step_of(self.cache, pieces, torch.stack((slots, positions)), self._send)
         cache, form = self.cache, self.cache.format
-        pages = Pages(step.bounds, step.lengths, cache.tables, positions, step.longest, step.counts)
-        tiles = QueryTiles.of(step.counts, slots.device, prefill_tiles(pages, cache.keys.shape[-1], form))
+        pages = AttentionMetadata(step.bounds, step.lengths, cache.tables, positions, step.longest, step.counts)
+        tiles = QueryTiles.of(step.counts, slots.device, prefill_config(pages, cache.keys.shape[-1], form))
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
             own, _ = self._layer(part.index, len(pieces))
-            queries = rotate_write(mixed, positions, slots, network.rotation(part), cache.keys, cache.values, own, form)
+            queries = rope_and_store_kv(
+                mixed, positions, slots, network.rotation(part), cache.keys, cache.values, own, form
+            )
             found = paged_prefill(
-                queries, cache.keys, cache.values, pages, part.scale, tiles=tiles, heads_own=own,
-                slots=step.piece_slots, rows=form,
+                queries, cache.keys, cache.values, pages, part.scale, tiles=tiles, head_pages=own,
+                slots=step.piece_slots, kv_quant=form,
             )  # fmt: skip
             # The judge decodes keys, which turns them back by the Hadamard matrix: its queries are to be as those are.
-            self._judge(step, part.index, queries if form is None else form.back(queries), part.scale)
+            self._judge(step, part.index, queries if form is None else form.unrotate(queries), part.scale)
             return found.flatten(1)
 
         def logits(ids: Tensor, wanted: Tensor) -> Tensor:
@@ -88,21 +90,21 @@ class RaggedPages:
 
         return Mixed(attend, logits)
 
-    def _layer(self, layer: int, requests: int) -> tuple[HeadPages, int]:
+    def _layer(self, layer: int, requests: int) -> tuple[ClusteredHeadPages, int]:
         """Whose pages are whose in a layer, and into how many parts a head's keys are split at most; made for the next
         power of two of requests, so that few are made."""
-        from smelt.kernels.gpu.arch import processors
-        from smelt.kernels.gpu.paged import KEYS, splits_for
-        from smelt.kernels.gpu.pages import HeadPages
+        from smelt.kernels.gpu.arch import num_sms
+        from smelt.kernels.gpu.paged import BLOCK_N, num_splits
+        from smelt.kernels.gpu.pages import ClusteredHeadPages
 
         requests = 1 << (requests - 1).bit_length()
         if (layer, requests) not in self._layers:
             cache = self.cache
-            shares, chip = tuple(self.retention.head_splits[layer].tolist()), processors(cache.keys.device)
-            most = max(min(MOST_PARTS, self.context // (2 * KEYS)), 1)
-            alike = (splits_for(requests, len(shares), self.context, chip),) * len(shares)
+            shares, chip = tuple(self.retention.head_splits[layer].tolist()), num_sms(cache.keys.device)
+            most = max(min(MOST_PARTS, self.context // (2 * BLOCK_N)), 1)
+            alike = (num_splits(requests, len(shares), self.context, chip),) * len(shares)
             counts = alike if len(set(shares)) == 1 else parts_of(shares, requests, chip, most)
-            own = HeadPages(
+            own = ClusteredHeadPages(
                 cache.tables, cache.shifts, cache.cluster[layer], cache.column[layer], cache.columns,
                 torch.tensor(work_of(shares, counts), dtype=torch.int32, device=cache.keys.device),
             )  # fmt: skip

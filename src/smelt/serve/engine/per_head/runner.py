@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smelt.kernels.paged import Pages
+from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kvcache.rope import rope_functions
 from smelt.models.model import Model
 from smelt.runtime.cpu import CompiledNetwork, reason_against
@@ -82,8 +82,8 @@ class RaggedRunner:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 
-def _pages(step: RaggedStep) -> Pages:
-    return Pages(
+def _pages(step: RaggedStep) -> AttentionMetadata:
+    return AttentionMetadata(
         step.bounds, step.lengths, step.cache.tables, step.positions, step.longest, step.counts, step.piece_slots,
         step.cache.shifts,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from smelt.kernels.threshold_select import compact
+from smelt.kernels.threshold_select import threshold_select
 from smelt.train.gradients.compressor import Chosen, Independent, State, Step, first_threshold, require_positive
 from smelt.train.gradients.layout import Layout
 
@@ -52,7 +52,7 @@ class SAGE(Independent):
         if not step.state["mean"].isnan():
             step.state["threshold"] = step.state["threshold"] * self._factor(step, float(mean))
         step.state["mean"] = mean
-        return Chosen(compact(memory, float(step.state["threshold"]), 0, elements, step.slots))
+        return Chosen(threshold_select(memory, float(step.state["threshold"]), 0, elements, step.slots))
 
     def _factor(self, step: Step, mean: float) -> float:
         before = float(step.state["mean"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.kernels.threshold_select import compact
+from smelt.kernels.threshold_select import threshold_select
 from smelt.train.gradients.compressor import Chosen, Independent, State, Step
 from smelt.train.gradients.layout import Layout
 
@@ -47,7 +47,7 @@ class SIDCo(Independent):
     def choose(self, step: Step) -> Chosen:
         memory = step.add()
         threshold = self.threshold(memory, int(step.state["stages"]))
-        found = compact(memory, threshold, 0, len(memory), step.slots)
+        found = threshold_select(memory, threshold, 0, len(memory), step.slots)
         self._control(step, int((found < len(memory)).sum()))
         return Chosen(found)
 

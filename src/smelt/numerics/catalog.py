@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 from smelt.errors import FormatError
-from smelt.numerics.elements import E2M1, E2M3, E3M2, E4M3, E5M2, integers, normal_floats
-from smelt.numerics.format import TENSOR, WHOLE_ROW, Format
+from smelt.numerics.elements import E2M1, E2M3, E3M2, E4M3, E5M2, mx_integers, normal_floats
+from smelt.numerics.format import PER_ROW, PER_TENSOR, Format
 from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled, SignedScales, TensorScaled, Ternary
 
 MX = 32  # values in a block of the OCP formats
 FORMATS: dict[str, Format] = {
-    **{f"int{bits}": Integer(width=bits) for bits in range(2, 9)},
-    **{f"int{bits}-asym": Integer(width=bits, symmetric=False) for bits in range(2, 9)},
-    **{f"int{bits}-float-zero": Integer(width=bits, symmetric=False, zero_type="float16") for bits in range(2, 9)},
-    **{f"int{bits}-float32-zero": Integer(width=bits, symmetric=False, zero_type="float32") for bits in range(2, 9)},
-    **{f"int{bits}-wide": Integer(width=bits, wide=True) for bits in range(2, 9)},
-    **{f"dint{bits}": DenormalInteger(width=bits) for bits in range(3, 9)},
-    **{f"dint{bits}-sym": DenormalInteger(width=bits, symmetric=True) for bits in range(3, 9)},
+    **{f"int{bits}": Integer(bits=bits) for bits in range(2, 9)},
+    **{f"int{bits}-asym": Integer(bits=bits, symmetric=False) for bits in range(2, 9)},
+    **{f"int{bits}-float-zero": Integer(bits=bits, symmetric=False, zero_dtype="float16") for bits in range(2, 9)},
+    **{f"int{bits}-float32-zero": Integer(bits=bits, symmetric=False, zero_dtype="float32") for bits in range(2, 9)},
+    **{f"int{bits}-wide": Integer(bits=bits, full_range=True) for bits in range(2, 9)},
+    **{f"dint{bits}": DenormalInteger(bits=bits) for bits in range(3, 9)},
+    **{f"dint{bits}-sym": DenormalInteger(bits=bits, symmetric=True) for bits in range(3, 9)},
     "fp8-e4m3": Scaled(elements=E4M3),
     "fp8-e5m2": Scaled(elements=E5M2),
     "fp4": Scaled(elements=E2M1),
@@ -32,8 +32,8 @@ FORMATS: dict[str, Format] = {
     "mxfp6-e3m2": Scaled(MX, "e8m0", E3M2),
     "mxfp8-e4m3": Scaled(MX, "e8m0", E4M3),
     "mxfp8-e5m2": Scaled(MX, "e8m0", E5M2),
-    "mxint8": Scaled(MX, "e8m0", integers(8)),
-    "mxint4": Scaled(MX, "e8m0", integers(4)),
+    "mxint8": Scaled(MX, "e8m0", mx_integers(8)),
+    "mxint4": Scaled(MX, "e8m0", mx_integers(4)),
     "nvfp4": TensorScaled(elements=E2M1),
     "amxfp4": SignedScales(MX, "e5m2", E2M1),
     "nf4": Scaled(64, "float32", normal_floats(4)),
@@ -41,10 +41,10 @@ FORMATS: dict[str, Format] = {
     "nf2": Scaled(64, "float32", normal_floats(2)),
     "ternary": Ternary(),
 }
-_GROUPS = {"row": WHOLE_ROW, "tensor": TENSOR}
+_GROUPS = {"row": PER_ROW, "tensor": PER_TENSOR}
 
 
-def format_named(name: str) -> Format:
+def get_format(name: str) -> Format:
     """The format a name stands for."""
     rest, at, scale = name.partition("@")
     base, slash, group = rest.partition("/")
@@ -54,29 +54,29 @@ def format_named(name: str) -> Format:
     if slash:
         if group not in _GROUPS and not (group.isdecimal() and int(group) > 0):
             raise FormatError(f"the group in {name!r} is a number, `row` or `tensor`.")
-        found = replace(found, group=_GROUPS[group] if group in _GROUPS else int(group))
+        found = replace(found, group_size=_GROUPS[group] if group in _GROUPS else int(group))
     if at:
-        if scale not in found.scale_types:
-            raise FormatError(f"the scale type in {name!r} is one of {', '.join(found.scale_types)}.")
-        found = replace(found, scale=scale)
+        if scale not in found.scale_dtypes:
+            raise FormatError(f"the scale type in {name!r} is one of {', '.join(found.scale_dtypes)}.")
+        found = replace(found, scale_dtype=scale)
     return found
 
 
-def name_of(number_format: Format) -> str:
-    """The canonical name: `format_named` gives the same format back."""
+def format_name(number_format: Format) -> str:
+    """The canonical name: `get_format` gives the same format back."""
     for base, found in FORMATS.items():
         if found == number_format:
             return base
     for base, found in FORMATS.items():
         if _kind(found) == _kind(number_format):
             words = {value: word for word, value in _GROUPS.items()}
-            group = words.get(number_format.group, str(number_format.group))
-            scale = f"@{number_format.scale}" if number_format.scale != found.scale else ""
-            return base + (f"/{group}" if number_format.group != found.group else "") + scale
+            group = words.get(number_format.group_size, str(number_format.group_size))
+            scale = f"@{number_format.scale_dtype}" if number_format.scale_dtype != found.scale_dtype else ""
+            return base + (f"/{group}" if number_format.group_size != found.group_size else "") + scale
     raise FormatError(f"this format has no name: {number_format!r}.")
 
 
 def _kind(number_format: Format) -> tuple[object, ...]:
     """All of a format but its group and the type of its scales."""
-    others = (f.name for f in fields(number_format) if f.name not in ("group", "scale"))
+    others = (f.name for f in fields(number_format) if f.name not in ("group_size", "scale_dtype"))
     return type(number_format), *(getattr(number_format, name) for name in others)
