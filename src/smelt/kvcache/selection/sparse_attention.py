@@ -81,8 +81,8 @@ class SparsePageAttention:
         queries, new_keys, new_values = quantize_qkv(kv_format, queries, keys, values)
         self.page_store.write(layer, new_keys, new_values, batch.slot_mapping)
         if len(batch.filled_blocks):
-            row_layout = self.page_store.gather_keys(layer, batch.filled_blocks)
-            full_keys = row_layout if kv_format is None else kv_format.dequantize(row_layout, queries.dtype)
+            stored = self.page_store.gather_keys(layer, batch.filled_blocks)
+            full_keys = stored if kv_format is None else kv_format.dequantize(stored, queries.dtype)
             self.summaries.update(layer, batch.filled_blocks, full_keys)
         grouped = queries.unflatten(1, (keys.shape[1], -1))  # [tokens, kv_heads, group, head_dim]
         output = torch.empty_like(grouped)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from smelt.errors import DataError
 from smelt.files import write_atomically
+from smelt.kernels.kv_quant import KVQuantFormat, row_layout
 from smelt.kvcache.selection.config import SparseAttentionConfig
 from smelt.kvcache.selection.page_cache import OffloadConfig
 from smelt.models.model import Model
