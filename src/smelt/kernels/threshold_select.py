@@ -43,7 +43,7 @@ def add_and_select(
     """
     kernel = _kernel(residual)
     if kernel is not None:
-        found: Tensor = kernel.add_and_compact(residual, gradient.contiguous(), threshold, start, stop, capacity)
+        found: Tensor = kernel.add_and_select(residual, gradient.contiguous(), threshold, start, stop, capacity)
         return found
     residual.add_(gradient)
     return threshold_select_reference(residual, threshold, start, stop, capacity)
@@ -53,7 +53,7 @@ def threshold_select(values: Tensor, threshold: float, start: int, stop: int, ca
     """Where |values| >= threshold inside [start, stop): the second half of the pass, for thresholds known later."""
     kernel = _kernel(values)
     if kernel is not None:
-        found: Tensor = kernel.add_and_compact(values, None, threshold, start, stop, capacity)
+        found: Tensor = kernel.add_and_select(values, None, threshold, start, stop, capacity)
         return found
     return threshold_select_reference(values, threshold, start, stop, capacity)
 

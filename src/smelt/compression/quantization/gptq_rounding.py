@@ -125,7 +125,7 @@ def _kernel_rounding(
             found = {name: t[:, 0].expand(rows, last - first) for name, t in grids.of(first, weight).tensors().items()}
         return kernel(
             part, inner, found["scale"], found.get("zero"), number_format.qmax,
-            middle=float(number_format.qmax // 2 + 1), fraction=number_format.zero_dtype != "code",
+            default_zero=float(number_format.qmax // 2 + 1), fractional_zero=number_format.zero_dtype != "code",
         )  # fmt: skip
 
     return fast
