@@ -29,10 +29,10 @@ from smelt.kvcache.selection.sparse_attention import SparsePageAttention
 from smelt.kvcache.selection.trace import Trace, TraceRecorder, trace_metadata
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.serve.engine.request import Request, State
-from smelt.serve.engine.sampling import Sampling
-from smelt.serve.engine.scheduler import Piece, Step
-from smelt.serve.engine.sparse_runner import SelectingRunner
+from smelt.serve.engine.request import Request, RequestStatus
+from smelt.serve.engine.sampling_params import SamplingParams
+from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
+from smelt.serve.engine.sparse_runner import SparseRunner
 
 SINK, WINDOW = 2, 2
 SHARES = (1.0, 0.5, 0.25, 0.125)
@@ -102,16 +102,21 @@ class Texts:
         held = max(-(-(len(each.prompt) + len(each.after)) // page) for each in self.questions)
         self.blocks = held * len(self.questions)
         self.residence = OffloadConfig(num_slots=self.blocks)
-        self.runner = SelectingRunner(
-            model, blocks=self.blocks, size=page, most_tokens=CHUNK, most_requests=len(self.questions),
-            context=held * page, selection=Way(PAGE_SUMMARIES.build("quest"), 1.0).selection(page),
-            residence=self.residence,
-        )  # fmt: skip
+        self.runner = SparseRunner(
+            model,
+            num_blocks=self.blocks,
+            block_size=page,
+            max_num_batched_tokens=CHUNK,
+            max_num_seqs=len(self.questions),
+            max_model_len=held * page,
+            selection=Way(PAGE_SUMMARIES.build("quest"), 1.0).selection(page),
+            kv_offload=self.residence,
+        )
         assert isinstance(self.runner.host, HostPageStore)
         self.pages = self.runner.host
         self.requests = [
             Request(
-                str(number), each.prompt, Sampling(), limit=held * page, state=State.RUNNING, slot=number,
+                str(number), each.prompt, SamplingParams(), limit=held * page, state=RequestStatus.RUNNING, slot=number,
                 tokens=each.prompt + each.after, blocks=list(range(number * held, (number + 1) * held)),
             )
             for number, each in enumerate(self.questions)
@@ -119,7 +124,7 @@ class Texts:
         for request in self.requests:
             for start in range(0, len(request.prompt), CHUNK):
                 count = min(CHUNK, len(request.prompt) - start)
-                self.runner.launch(Step([Piece(request, start, count, False)]))
+                self.runner.launch(ScheduledBatch([ScheduledChunk(request, start, count, False)]))
 
     def answered(self, way: Way) -> dict[str, float]:
         recorder = self._begin(way)
@@ -164,9 +169,9 @@ class Texts:
         for number in here:
             request = self.requests[number]
             at = len(request.prompt) + step
-            request.sampling = Sampling(temperature=0, logprobs=1, bias={request.tokens[at + 1]: 100.0})
-            pieces.append(Piece(request, at, 1, True))
-        drawn = self.runner.launch(Step(pieces)).drawn
+            request.sampling = SamplingParams(temperature=0, logprobs=1, logit_bias={request.tokens[at + 1]: 100.0})
+            pieces.append(ScheduledChunk(request, at, 1, True))
+        drawn = self.runner.launch(ScheduledBatch(pieces)).drawn
         assert drawn is not None
         found = []
         for row, piece in enumerate(pieces):

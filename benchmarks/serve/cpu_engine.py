@@ -25,7 +25,7 @@ from smelt.data.default import default_documents
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 
 PROMPT, ANSWER, STREAMS = 64, 128, (1, 16)
 
@@ -79,19 +79,19 @@ def _peer(name: str, interpreter: str, options: argparse.Namespace, asked: dict[
 
 def _ours(source: str, batches: list[list[list[int]]], kind: torch.dtype) -> list[dict[str, Any]]:
     model = load(source, packed=True, dtype=kind)
-    engine = Engine(model, context=1024, batch_requests=max(STREAMS), prefix_cache=False)
-    assert engine.runner.path == "cpu-program", engine.runner.path
+    engine = Engine(model, max_model_len=1024, max_num_seqs=max(STREAMS), prefix_cache=False)
+    assert engine.runner.backend == "cpu-program", engine.runner.backend
     rows = []
     for batch in batches:
         _generate(engine, batch, 4)
         seconds, decoding = _generate(engine, batch, ANSWER)
         who = f"Smelt, inputs in {str(kind).removeprefix('torch.')}"
-        rows.append(_row(who, len(batch), seconds, decoding=decoding, path=engine.runner.path))
+        rows.append(_row(who, len(batch), seconds, decoding=decoding, path=engine.runner.backend))
     return rows
 
 
 def _generate(engine: Engine, batch: list[list[int]], answer: int) -> tuple[float, float]:
-    sampling = Sampling(max_tokens=answer, temperature=0, ignore_end=True)
+    sampling = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
     start = time.perf_counter()
     requests = [engine.submit(prompt, sampling)[0] for prompt in batch]
     while any(not request.output for request in requests):

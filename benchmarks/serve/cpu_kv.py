@@ -24,7 +24,7 @@ from smelt.kvcache.eviction.scorers import make_scorer
 from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 
 MODEL, SCORER, SEED = "smollm2-135m", "keydiff", 0
 
@@ -40,10 +40,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name, kv in (("plain pages", None), (f"head clusters, keep {options.keep:.0%}", made)):
         engine = Engine(
-            MODEL, context=4096, batch_requests=options.requests, batch_tokens=1024, kv=kv,
-            cache_bytes=int(options.cache_gb * 1e9),
+            MODEL, max_model_len=4096, max_num_seqs=options.requests, max_num_batched_tokens=1024, kv_profile=kv,
+            kv_cache_bytes=int(options.cache_gb * 1e9),
         )  # fmt: skip
-        rows.append({"engine": name, "path": engine.runner.path, **answered(engine, texts, options.answer)})
+        rows.append({"engine": name, "path": engine.runner.backend, **answered(engine, texts, options.answer)})
         rows[-1] |= second_turn(engine, texts[:4])
         print(rows[-1], flush=True)
         write("serve_cpu_kv", rows, _text(rows, options, profiling))
@@ -66,7 +66,7 @@ def profile_of(model: Model, words: list[int], keep: float) -> EvictionProfile:
 
 def second_turn(engine: Engine, texts: list[list[int]]) -> dict[str, Any]:
     """Of a conversation each, one after the other: what is read again, and the time to the first token."""
-    sampling = Sampling(max_tokens=8, temperature=0, ignore_end=True)
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     cached, seconds = 0, 0.0
     for text in texts:
         first = engine.submit(text, sampling)[0]
@@ -77,7 +77,7 @@ def second_turn(engine: Engine, texts: list[list[int]]) -> dict[str, Any]:
         while not second.output:
             engine.step()
         seconds += time.perf_counter() - begin
-        cached += second.cached
+        cached += second.num_cached_tokens
         while engine.busy:
             engine.step()
     return {"second_turn_cached": cached / sum(map(len, texts)), "second_turn_ms": seconds / len(texts) * 1e3}

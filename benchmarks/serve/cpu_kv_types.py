@@ -28,7 +28,7 @@ from smelt.serve.engine.attention import NAME, PagedCache, attending, block_byte
 from smelt.serve.engine.engine import Engine
 
 LENGTH, BLOCK, KEEP = 1024, 16, 0.25
-KINDS = (None, *KV_QUANT_DTYPES)
+KV_CACHE_DTYPES = (None, *KV_QUANT_DTYPES)
 
 
 def main() -> None:
@@ -38,18 +38,23 @@ def main() -> None:
     profile = profile_of(model, words["calibration"], KEEP)
     rows: list[dict[str, Any]] = []
     texts = sample_prompts(words["evaluation"] * 4, options.texts, LENGTH, SEED)
-    for kind in KINDS:
+    for kind in KV_CACHE_DTYPES:
         rows.append({"measure": "perplexity", "type": kind or "model", "perplexity": perplexity(model, texts, kind)})
         rows[-1]["bytes"] = block_bytes(model.anatomy, 1, model.network.dtype, kind)
         print(rows[-1], flush=True)
     long = sample_prompts(words["evaluation"] * 4, options.requests, options.prompt, SEED)
-    for kv, kind in (*((None, kind) for kind in KINDS), (profile, None), (profile, INT8)):
+    for kv, kind in (*((None, kind) for kind in KV_CACHE_DTYPES), (profile, None), (profile, INT8)):
         name = f"{'plain pages' if kv is None else f'head clusters, keep {KEEP:.0%}'}, {kind or 'model'}"
         engine = Engine(
-            MODEL, context=4096, batch_requests=options.requests, batch_tokens=1024, kv=kv, kv_type=kind,
-            cache_bytes=int(options.cache_gb * 1e9),
-        )  # fmt: skip
-        assert engine.runner.path.startswith("cpu-program"), engine.runner.path
+            MODEL,
+            max_model_len=4096,
+            max_num_seqs=options.requests,
+            max_num_batched_tokens=1024,
+            kv_profile=kv,
+            kv_cache_dtype=kind,
+            kv_cache_bytes=int(options.cache_gb * 1e9),
+        )
+        assert engine.runner.backend.startswith("cpu-program"), engine.runner.backend
         rows.append({"measure": "run", "engine": name, **answered(engine, long, options.answer)})
         print(rows[-1], flush=True)
         write("serve_cpu_kv_types", rows, _text(rows, options))

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 
 SEED, PROMPT, ANSWER, CONTEXT = 0, 256, 256, 1024
 SHAPES: dict[str, dict[str, Any]] = {
@@ -90,16 +90,16 @@ def ours(network: Any, shape: str, bandwidth: float) -> list[dict[str, Any]]:
     if shape == "8b":  # of the table of embeddings a token reads one row
         weights -= network.get_input_embeddings().weight.nbytes
     engine = Engine(
-        Model(network), context=CONTEXT, batch_requests=256, batch_tokens=8192, cache_bytes=40 * 10**9,
+        Model(network), max_model_len=CONTEXT, max_num_seqs=256, max_num_batched_tokens=8192, kv_cache_bytes=40 * 10**9,
         prefix_cache=False,
     )  # fmt: skip
-    assert engine.runner.path == "gpu-program with graphs", engine.runner.path
+    assert engine.runner.backend == "gpu-program with graphs", engine.runner.backend
     rows = []
     for streams in STREAMS[shape]:
         generate(engine, streams)  # captures, compiles
         seconds, decoding = generate(engine, streams)
         row: dict[str, Any] = {
-            "shape": shape, "who": "engine", "path": engine.runner.path, "streams": streams,
+            "shape": shape, "who": "engine", "path": engine.runner.backend, "streams": streams,
             "tokens_per_second": streams * ANSWER / seconds, "decode_ms": decoding * 1e3,
             "captured": sorted(engine.runner._captured),
         }  # fmt: skip
@@ -113,7 +113,7 @@ def ours(network: Any, shape: str, bandwidth: float) -> list[dict[str, Any]]:
 
 def generate(engine: Engine, streams: int) -> tuple[float, float]:
     """Seconds for everything, and the median of a decoding step."""
-    sampling = Sampling(max_tokens=ANSWER, temperature=0, ignore_end=True)
+    sampling = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
     torch.cuda.synchronize()
     start = time.perf_counter()
     requests = [engine.submit(prompt, sampling)[0] for prompt in prompts(streams)]
@@ -129,7 +129,7 @@ def generate(engine: Engine, streams: int) -> tuple[float, float]:
 
 def traced(engine: Engine, streams: int) -> tuple[float, dict[str, float]]:
     """Of 40 decoding steps in the middle of a run: one minus the time in kernels, and the kernels that take most."""
-    sampling = Sampling(max_tokens=ANSWER, temperature=0, ignore_end=True)
+    sampling = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
     for prompt in prompts(streams):
         engine.submit(prompt, sampling)
     for _ in range(40):

@@ -38,19 +38,19 @@ def main() -> None:
     network = random_network("8b")
     network.config.max_position_embeddings = options.prompt + max(options.answers) + 8
     engines: dict[str, dict[str, Any]] = {
-        "head clusters, keep 25 %": {"kv": profile(0.25)},
+        "head clusters, keep 25 %": {"kv_profile": profile(0.25)},
         "plain pages": {},
-        "head clusters, keep 100 %": {"kv": profile(1.0)},
+        "head clusters, keep 100 %": {"kv_profile": profile(1.0)},
     }
     for kind in options.kv_types:
-        engines[f"plain pages, {kind}"] = {"kv_type": kind}
-        engines[f"head clusters, keep 25 %, {kind}"] = {"kv": profile(0.25), "kv_type": kind}
+        engines[f"plain pages, {kind}"] = {"kv_cache_dtype": kind}
+        engines[f"head clusters, keep 25 %, {kind}"] = {"kv_profile": profile(0.25), "kv_cache_dtype": kind}
     few = max(2, options.requests // 16)
     for name in engines if options.engines is None else options.engines:
         engine = _engine(network, options, engines[name])
-        assert engine.runner.path == _path(engines[name]), engine.runner.path
+        assert engine.runner.backend == _path(engines[name]), engine.runner.backend
         begin = time.perf_counter()
-        engine.prepare()
+        engine.warmup()
         preparing = time.perf_counter() - begin
         everything = [] if name == "head clusters, keep 100 %" else options.answers
         for requests, answer in ((few, options.short), *((options.requests, answer) for answer in everything)):
@@ -106,8 +106,8 @@ def profile(keep: float) -> EvictionProfile:
 
 def _engine(network: Any, options: argparse.Namespace, more: dict[str, Any]) -> Engine:
     return Engine(
-        Model(network), context=options.prompt + max(options.answers) + 8, batch_requests=max(options.requests, 96),
-        batch_tokens=options.chunk, cache_bytes=int(options.cache_gb * 1e9), prefix_cache=False, **more,
+        Model(network), max_model_len=options.prompt + max(options.answers) + 8, max_num_seqs=max(options.requests, 96),
+        max_num_batched_tokens=options.chunk, kv_cache_bytes=int(options.cache_gb * 1e9), prefix_cache=False, **more,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from smelt.serve.engine.attention import block_bytes
 from smelt.serve.engine.bounded.pages import pot_block_bytes
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 
 MODEL, STEP, CHUNK = "smollm2-135m", 1000, 250
 
@@ -31,21 +31,21 @@ def main() -> None:
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for name, cap in ((f"a cap of {options.cap}", options.cap), ("plain pages", None)):
-        engine = Engine(MODEL, cap=cap, batch_requests=1, chunk=CHUNK)
-        rows.append({"engine": name, "path": engine.runner.path, **measured(engine, options.tokens, options.answer)})
+        engine = Engine(MODEL, kv_token_cap=cap, max_num_seqs=1, prefill_chunk_size=CHUNK)
+        rows.append({"engine": name, "path": engine.runner.backend, **measured(engine, options.tokens, options.answer)})
         write("serve_kv_cap", rows, _text(rows, options))
 
 
 def measured(engine: Engine, tokens: int, answer: int) -> dict[str, Any]:
     """Over each thousand tokens of the prompt, and over the answer."""
-    tokens = min(tokens, engine.context - answer)
-    sampling = Sampling(max_tokens=answer, temperature=0, ignore_end=True)
+    tokens = min(tokens, engine.max_model_len - answer)
+    sampling = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
     request = engine.submit(_words(engine, tokens), sampling)[0]
     steps, stretch = [], Stretch(engine)
     while engine.busy:
         engine.step()
         stretch.see(request)
-        if len(request.output) <= 1 and request.computed >= min((len(steps) + 1) * STEP, tokens):
+        if len(request.output) <= 1 and request.num_computed_tokens >= min((len(steps) + 1) * STEP, tokens):
             steps.append(stretch.end())
             print(steps[-1], flush=True)
     said = stretch.end()
@@ -57,13 +57,13 @@ class Stretch:
 
     def __init__(self, engine: Engine) -> None:
         anatomy, dtype, size = engine.model.anatomy, engine.model.network.dtype, engine.pool.size
-        self._block = (block_bytes if engine.cap is None else pot_block_bytes)(anatomy, size, dtype)
+        self._block = (block_bytes if engine.kv_token_cap is None else pot_block_bytes)(anatomy, size, dtype)
         self._seen = 0
         self._begin()
 
     def see(self, request: Request) -> None:
         self._bytes = max(self._bytes, len(request.blocks) * self._block)
-        self._seen = request.computed
+        self._seen = request.num_computed_tokens
 
     def end(self) -> dict[str, float]:
         """And begin another."""

@@ -7,20 +7,20 @@ import time
 from typing import Any
 
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 
 
 def answered(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, Any]:
     """Everything from the first prompt to the last token; and the steps in which all that run only decode."""
-    sampling = Sampling(max_tokens=answer, temperature=0, ignore_end=True)
+    sampling = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
     start = last = time.perf_counter()
     requests = [engine.submit(text, sampling)[0] for text in texts]
     residents, decoding, mixing, prefilled = 0, [], [], 0.0
     while engine.busy:
         engine.step()
         now = time.perf_counter()
-        reading = any(each.computed < len(each.prompt) for each in engine.scheduler.running)
-        ready = sum(each.computed >= len(each.prompt) for each in engine.scheduler.running)
+        reading = any(each.num_computed_tokens < len(each.prompt) for each in engine.scheduler.running)
+        ready = sum(each.num_computed_tokens >= len(each.prompt) for each in engine.scheduler.running)
         residents = max(residents, ready)
         if reading:
             prefilled = now - start

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +16,16 @@ if TYPE_CHECKING:
     from smelt.measure.paired import compare
     from smelt.models.load import load
     from smelt.models.model import Model
-    from smelt.serve.engine.async_engine import LiveEngine
+    from smelt.serve.engine.async_engine import AsyncEngine
     from smelt.serve.engine.engine import Engine
-    from smelt.serve.engine.sampling import Sampling
+    from smelt.serve.engine.sampling_params import SamplingParams
 
 __all__ = [
+    "AsyncEngine",
     "Engine",
-    "LiveEngine",
     "Model",
     "Recipe",
-    "Sampling",
+    "SamplingParams",
     "__version__",
     "compare",
     "compress",
@@ -34,11 +35,11 @@ __all__ = [
 ]
 
 _HOMES = {
+    "AsyncEngine": "smelt.serve.engine.async_engine",
     "Engine": "smelt.serve.engine.engine",
-    "LiveEngine": "smelt.serve.engine.async_engine",
     "Model": "smelt.models.model",
     "Recipe": "smelt.compression.recipe.recipe",
-    "Sampling": "smelt.serve.engine.sampling",
+    "SamplingParams": "smelt.serve.engine.sampling_params",
     "compare": "smelt.measure.paired",
     "compress": "smelt.compression.recipe.run",
     "evaluate": "smelt.measure.evaluate",
@@ -46,11 +47,16 @@ _HOMES = {
     "plan": "smelt.compression.recipe.plan",
 }
 
+_RENAMED = {"LiveEngine": "AsyncEngine", "Sampling": "SamplingParams"}  # accepted for one version
+
 
 if not TYPE_CHECKING:  # a type checker should see the names above and no others
 
     def __getattr__(name: str) -> Any:
         """A public name from the file it lives in, when it is first asked for: `import smelt` alone loads no torch."""
+        if name in _RENAMED:
+            warnings.warn(f"smelt.{name} is now smelt.{_RENAMED[name]}.", FutureWarning, stacklevel=2)
+            name = _RENAMED[name]
         if name not in _HOMES:
             raise AttributeError(f"module 'smelt' has no attribute {name!r}")
         value = globals()[name] = getattr(import_module(_HOMES[name]), name)

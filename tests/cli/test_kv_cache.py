@@ -53,7 +53,7 @@ def test_it_is_said_once(
 
     for model, said in ((str(small), 1), (place / "llama", 0)):
         caplog.clear()
-        smelt.Engine(model, context=32, cache_bytes=10**6)
+        smelt.Engine(model, max_model_len=32, kv_cache_bytes=10**6)
         told = [record.message for record in caplog.records if "keys and values" in record.message]
         assert len(told) == said and all(
             "in int2, which no page holds; they are in the model's own" in each for each in told

@@ -29,7 +29,7 @@ from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, quantized_layers
 from smelt.numerics.catalog import format_name
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from tests.models.gguf_files import Gguf, Tensor, matrix
 from tests.tiny import BUILDS
 from tests.trained import sentences, trained_llama
@@ -41,7 +41,7 @@ OURS = {
     "Q4_1": "int4-float32-zero/32@float16", "Q5_1": "int5-float32-zero/32@float16",
     "Q4_K": "int4-float32-zero/32", "Q5_K": "int5-float32-zero/32",
 }  # fmt: skip
-GREEDY = Sampling(max_tokens=32, temperature=0, ignore_end=True)
+GREEDY = SamplingParams(max_tokens=32, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 9, 30, 7], [40, 8], [66, 20, 20, 3, 4, 5, 6]]
 _SCALES = {  # where the float16 numbers of a block are, so that random ones are finite
     "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2),
@@ -233,7 +233,7 @@ def test_the_bundled_model_in_its_own_bits(bundled: Path) -> None:
     prompts = ["The capital of France is", "Once upon a time"]
     assert packed.tokenizer is not None
     answers = [
-        [answer.tokens for answer in Engine(model, context=256, batch_requests=2).generate(prompts, GREEDY)]
+        [answer.tokens for answer in Engine(model, max_model_len=256, max_num_seqs=2).generate(prompts, GREEDY)]
         for model in (dense, packed)
     ]
     assert answers[0] == answers[1] and all(len(answer) == 32 for answer in answers[0])

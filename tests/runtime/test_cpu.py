@@ -19,15 +19,21 @@ from smelt.kernels.paged import CPU, attention_backend, paged_attention, paged_a
 from smelt.models.model import Model
 from smelt.runtime.cpu import reason_against
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.runner import Runner, last_tokens
-from smelt.serve.engine.sampling import Sampling
-from smelt.serve.engine.scheduler import Piece
+from smelt.serve.engine.runner import ModelRunner, last_tokens
+from smelt.serve.engine.sampling_params import SamplingParams
+from smelt.serve.engine.scheduler import ScheduledChunk
 from tests.models.test_surgery import cut, random_masks
 from tests.tiny import BUILDS
 
 LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None or not can_run(LIBRARY), reason="no compiled library on this machine")
-SIZES: dict[str, Any] = {"blocks": 40, "size": 4, "most_tokens": 64, "most_requests": 4, "context": 96}
+SIZES: dict[str, Any] = {
+    "num_blocks": 40,
+    "block_size": 4,
+    "max_num_batched_tokens": 64,
+    "max_num_seqs": 4,
+    "max_model_len": 96,
+}
 
 
 def quantised(settings: dict[str, Any]) -> Any:
@@ -55,9 +61,9 @@ NETWORKS = {
 
 def logits(network: Any, compiled: bool, texts: list[list[int]]) -> Tensor:
     """Of the last token of every text, after all of them were computed at once, in two chunks each."""
-    runner = Runner(Model(copy.deepcopy(network)), **SIZES, compiled=compiled)
-    assert runner.path == ("cpu-program" if compiled else "module")
-    requests = [Request(str(slot), text, Sampling(), 96, slot=slot) for slot, text in enumerate(texts)]
+    runner = ModelRunner(Model(copy.deepcopy(network)), **SIZES, compiled=compiled)
+    assert runner.backend == ("cpu-program" if compiled else "module")
+    requests = [Request(str(slot), text, SamplingParams(), 96, slot=slot) for slot, text in enumerate(texts)]
     for slot, request in enumerate(requests):
         request.blocks = list(range(slot * 10 + 9, slot * 10 - 1, -1))
     found = None
@@ -68,7 +74,7 @@ def logits(network: Any, compiled: bool, texts: list[list[int]]) -> Tensor:
                 half = len(request.tokens) // 2
                 start, stop = ((0, half), (half, len(request.tokens)))[part]
                 if stop > start:
-                    pieces.append(Piece(request, start, stop - start, part == 1))
+                    pieces.append(ScheduledChunk(request, start, stop - start, part == 1))
             if not pieces:
                 continue
             count = runner._fill(pieces)
@@ -117,7 +123,7 @@ def test_neighbours_change_no_bit() -> None:
 def test_others_run_as_they_are_and_it_is_told_why(build: Any, reason: str) -> None:
     network = build()
     assert reason in (reason_against(Model(network)) or "")
-    assert Runner(Model(network), **SIZES).path == "module"
+    assert ModelRunner(Model(network), **SIZES).backend == "module"
 
 
 @pytest.mark.parametrize("empty", [("heads0",), ("filters1",)])

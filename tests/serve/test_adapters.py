@@ -78,7 +78,7 @@ def test_the_prefix_cache_is_not_shared_across_adapters(served: tuple[Any, dict[
     for name in ("a0", "a0", "a1", None, None):
         request = engine.submit(text, GREEDY, adapter=name)[0]
         run(engine)
-        cached.append(request.cached > 0)
+        cached.append(request.num_cached_tokens > 0)
     assert cached == [False, True, False, False, True]
 
 

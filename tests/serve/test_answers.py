@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.sampler import draw
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from tests.serve.served import NAME, Server, language_model, pieces, tokenizer
 
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -91,13 +90,13 @@ def is_tie(body: dict[str, Any], sample: int, first: list[int], second: list[int
         return False
     prompt = tokenizer()(body["prompt"])["input_ids"]
     names = ("temperature", "top_p", "repetition_penalty", "frequency_penalty", "min_tokens")
-    sampling = Sampling(**{name: body[name] for name in names if name in body})
+    sampling = SamplingParams(**{name: body[name] for name in names if name in body})
     tokens = prompt + first[:place]
     request = Request("tie", prompt, sampling, limit=2**30, seed=body["seed"] + sample, tokens=tokens)
     with torch.no_grad():
         logits = network()(torch.tensor([tokens])).logits[0, -1]
     rows = logits + ROUNDING * (2 * torch.rand(256, len(logits)) - 1)
-    return {first[place], second[place]} <= set(draw(rows, [request] * len(rows), (256,)).tokens.tolist())
+    return {first[place], second[place]} <= set(sample(rows, [request] * len(rows), (256,)).tokens.tolist())
 
 
 @FEW

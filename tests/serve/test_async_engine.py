@@ -13,7 +13,7 @@ import pytest
 import smelt
 from smelt.errors import RequestError
 from smelt.models.model import Model
-from smelt.serve.engine.async_engine import LiveEngine
+from smelt.serve.engine.async_engine import AsyncEngine
 from smelt.serve.engine.request import Request
 from tests.character_tokenizer import character_tokenizer
 from tests.serve.test_engine import SMALL
@@ -21,20 +21,20 @@ from tests.trained import sentences, trained_llama
 
 
 @pytest.fixture
-def live() -> Iterator[LiveEngine]:
+def live() -> Iterator[AsyncEngine]:
     model = Model(copy.deepcopy(trained_llama(sentences(400))), character_tokenizer())
-    with smelt.LiveEngine(smelt.Engine(model, **SMALL)) as found:
+    with smelt.AsyncEngine(smelt.Engine(model, **SMALL)) as found:
         yield found
 
 
-async def whole(live: LiveEngine, prompt: str, **settings: Any) -> tuple[str, str, int]:
+async def whole(live: AsyncEngine, prompt: str, **settings: Any) -> tuple[str, str, int]:
     text, reason, pieces = "", "", 0
-    async for piece in live.stream(prompt, smelt.Sampling(max_tokens=20, temperature=0, **settings)):
+    async for piece in live.stream(prompt, smelt.SamplingParams(max_tokens=20, temperature=0, **settings)):
         text, reason, pieces = text + piece.text, piece.reason or reason, pieces + 1
     return text, reason, pieces
 
 
-def test_streams_give_what_generate_gives(live: LiveEngine) -> None:
+def test_streams_give_what_generate_gives(live: AsyncEngine) -> None:
     prompts = ["the cat ", "a bird", "the child sees the d"]
 
     async def all_at_once() -> list[tuple[str, str, int]]:
@@ -42,20 +42,20 @@ def test_streams_give_what_generate_gives(live: LiveEngine) -> None:
 
     found = asyncio.run(all_at_once())
     live.close()
-    wanted = live.engine.generate(prompts, smelt.Sampling(max_tokens=20, temperature=0))
+    wanted = live.engine.generate(prompts, smelt.SamplingParams(max_tokens=20, temperature=0))
     assert [(text, reason) for text, reason, _ in found] == [(each.text, each.reason) for each in wanted]
     assert all(pieces > 5 for _, _, pieces in found)
 
 
-def test_a_stop_text_ends_a_stream_and_frees_its_blocks(live: LiveEngine) -> None:
+def test_a_stop_text_ends_a_stream_and_frees_its_blocks(live: AsyncEngine) -> None:
     text, reason, _ = asyncio.run(whole(live, "the cat ", stop=("t h e",)))
     assert reason == "stop" and "t h e" not in text
     assert _free(live)
 
 
-def test_leaving_early_frees_its_blocks(live: LiveEngine) -> None:
+def test_leaving_early_frees_its_blocks(live: AsyncEngine) -> None:
     async def leave() -> list[Request]:
-        stream = live.stream("the cat ", smelt.Sampling(max_tokens=80, n=2, ignore_end=True))
+        stream = live.stream("the cat ", smelt.SamplingParams(max_tokens=80, n=2, ignore_eos=True))
         async for _ in stream:
             break
         requests = list(live._listeners)
@@ -67,7 +67,7 @@ def test_leaving_early_frees_its_blocks(live: LiveEngine) -> None:
     assert [request.reason for request in requests] == ["abort", "abort"]  # not by coming to their end
 
 
-def test_a_refused_request_is_an_error_for_its_caller_alone(live: LiveEngine) -> None:
+def test_a_refused_request_is_an_error_for_its_caller_alone(live: AsyncEngine) -> None:
     async def both() -> list[Any]:
         return await asyncio.gather(whole(live, "x" * 200), whole(live, "the cat "), return_exceptions=True)
 
@@ -75,7 +75,7 @@ def test_a_refused_request_is_an_error_for_its_caller_alone(live: LiveEngine) ->
     assert isinstance(refused, RequestError) and answered[1] == "length"
 
 
-def _free(live: LiveEngine) -> bool:
+def _free(live: AsyncEngine) -> bool:
     """Soon, as the thread runs on its own."""
     for _ in range(500):
         if not live.engine.busy and live.engine.pool.free == live.engine.pool.blocks:

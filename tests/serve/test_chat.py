@@ -24,7 +24,7 @@ from smelt.errors import ModelError, RequestError
 from smelt.models.model import Model
 from smelt.serve.chat import Conversation
 from smelt.serve.engine.engine import Engine, Event
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from tests.character_tokenizer import character_tokenizer
 from tests.cli.conftest import Done, Smelt, smelt_here  # noqa: F401
 from tests.trained import sentences, trained_llama
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def talk(folder: Path) -> Conversation:
-    return Conversation(Engine(str(folder), block=4), Sampling(max_tokens=12, temperature=0), "be kind.")
+    return Conversation(Engine(str(folder), block_size=4), SamplingParams(max_tokens=12, temperature=0), "be kind.")
 
 
 def test_the_second_turn_computes_only_what_is_new(talk: Conversation) -> None:
@@ -63,7 +63,9 @@ def test_the_second_turn_computes_only_what_is_new(talk: Conversation) -> None:
 def test_answers_are_those_of_the_engine(talk: Conversation) -> None:
     pieces = list(talk.answer("the cat"))
     prompt = "s: be kind.\nu: the cat\na: "
-    (wanted,) = Engine(talk.engine.model, prefix_cache=False).generate([prompt], Sampling(max_tokens=12, temperature=0))
+    (wanted,) = Engine(talk.engine.model, prefix_cache=False).generate(
+        [prompt], SamplingParams(max_tokens=12, temperature=0)
+    )
     assert "".join(pieces) == wanted.text and len(pieces) > 1
 
 
@@ -114,7 +116,7 @@ def test_control_c_ends_an_answer_between_two_steps(talk: Conversation, monkeypa
 
 def test_the_seed_of_each_turn(folder: Path) -> None:
     def said(seed: int) -> list[str]:
-        talk = Conversation(Engine(str(folder)), Sampling(max_tokens=12, temperature=1.0, seed=seed))
+        talk = Conversation(Engine(str(folder)), SamplingParams(max_tokens=12, temperature=1.0, seed=seed))
         return ["".join(talk.answer("the")), "".join(talk.answer("the"))]
 
     assert said(1) == said(1) != said(2)
@@ -123,7 +125,7 @@ def test_the_seed_of_each_turn(folder: Path) -> None:
 def test_a_model_without_a_template() -> None:
     model = Model(copy.deepcopy(trained_llama(sentences(400))), character_tokenizer(), source="tiny")
     with pytest.raises(ModelError, match="tiny has no chat template"):
-        Conversation(Engine(model), Sampling())
+        Conversation(Engine(model), SamplingParams())
 
 
 def test_a_template_that_refuses(talk: Conversation) -> None:

@@ -24,7 +24,7 @@ from smelt.serve.cluster.client import ATTEMPTS, MISSED_SECONDS, ClusterClient
 from smelt.serve.cluster.placement import Placement, placed
 from smelt.serve.cluster.ray_serve import RayServe, _sentence
 from smelt.serve.cluster.supervisor import ClusterSupervisor
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.server.settings import ServerLimits
 from smelt.serve.worker.client import TokenEvent, WorkerDiedError
 
@@ -102,7 +102,7 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 async def all_of(client: ClusterClient, n: int = 1) -> list[TokenEvent]:
-    stream = client.stream([[1, 2]], Sampling(n=n))
+    stream = client.stream([[1, 2]], SamplingParams(n=n))
     found: list[TokenEvent] = []
     try:
         while events := await stream.next():
@@ -162,7 +162,7 @@ def test_who_leaves_cancels_and_one_sample_of_several_is_told_at_the_next_look()
     async def main() -> None:
         handle = Handle([told("a", token(7), token(8, answer=1)), None])
         client = client_of(handle)
-        stream = client.stream([[1, 2]], Sampling(n=2))
+        stream = client.stream([[1, 2]], SamplingParams(n=2))
         assert len(await stream.next()) == 2
         stream.end(1)
         handle.there = [told("a")]
@@ -199,7 +199,7 @@ def test_counts_never_fall_and_gauges_are_of_those_that_live(monkeypatch: pytest
         assert sorted(await client.look()) == ["a", "b"] and not client.alive
         assert (seen[-1]["steps"], seen[-1]["running"], seen[-1]["blocks"]) == (77, 0, 0)
         with pytest.raises(WorkerDiedError):
-            client.stream([[1, 2]], Sampling())
+            client.stream([[1, 2]], SamplingParams())
 
     run(main)
 

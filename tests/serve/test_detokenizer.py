@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from smelt.serve.engine.detokenizer import TextStream
+from smelt.serve.engine.detokenizer import Detokenizer
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -55,7 +55,7 @@ TEXT = st.text(alphabet="ab .é語🙂\n", max_size=30)
 
 def streamed(tokens: list[int], seed: int, stop: tuple[str, ...] = (), prompt: list[int] | None = None) -> list[str]:
     chance = random.Random(seed)
-    stream, pieces, at = TextStream(TOKENIZER, prompt or [], stop), [], 0
+    stream, pieces, at = Detokenizer(TOKENIZER, prompt or [], stop), [], 0
     while at < len(tokens):
         count = chance.randrange(1, 4)
         pieces.append(stream.push(tokens[at : at + count]))
@@ -86,14 +86,14 @@ def test_nothing_of_a_stop_text_is_shown(text: str, stop: list[str], seed: int) 
 
 
 def test_one_token_at_a_time_stops_at_the_first_stop_text() -> None:
-    stream = TextStream(TOKENIZER, [], ("###", "##b"))
+    stream = Detokenizer(TOKENIZER, [], ("###", "##b"))
     pieces = [stream.push([token]) for token in TOKENIZER("a##c##bd###")["input_ids"]]
     assert "".join(pieces) == "a##c" and stream.stopped == "##b"
     assert stream.push(TOKENIZER("more")["input_ids"]) == "" and stream.finish() == ""
 
 
 def test_what_may_become_a_stop_text_waits() -> None:
-    stream = TextStream(TOKENIZER, [], ("<end>",))
+    stream = Detokenizer(TOKENIZER, [], ("<end>",))
     assert [stream.push(TOKENIZER(part)["input_ids"]) for part in ("hello <e", "n", "tity> <en")] == [
         "hello ",
         "",
@@ -104,7 +104,7 @@ def test_what_may_become_a_stop_text_waits() -> None:
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
 def test_an_answer_that_ends_inside_a_character_shows_what_there_is(cut: int) -> None:
-    stream = TextStream(TOKENIZER, [], ())
+    stream = Detokenizer(TOKENIZER, [], ())
     assert stream.push(TOKENIZER("ok🙂")["input_ids"][: 2 + cut]) in ("", "ok")
     assert stream.finish().endswith("\ufffd")
 
@@ -115,7 +115,7 @@ BYTES = st.lists(st.sampled_from([*range(256), *[0x80, 0xE2, 0x82, 0xAC, 0xF0, 0
 @settings(max_examples=500, deadline=None)
 @given(BYTES, st.integers(0, 99), st.integers(1, 30))
 def test_bytes_that_are_no_text_do_not_wait_for_the_end(tokens: list[int], seed: int, most: int) -> None:
-    chance, stream, shown, at = random.Random(seed), TextStream(TOKENIZER, []), "", 0
+    chance, stream, shown, at = random.Random(seed), Detokenizer(TOKENIZER, []), "", 0
     while at < len(tokens):
         count = chance.randrange(1, most + 1)
         shown += stream.push(tokens[at : at + count])
@@ -129,7 +129,7 @@ def test_bytes_that_are_no_text_do_not_wait_for_the_end(tokens: list[int], seed:
 @given(TEXT, TEXT, st.integers(0, 99), st.integers(1, 12))
 def test_characters_of_single_bytes_are_whole(text: str, before: str, seed: int, most: int) -> None:
     tokens, chance = list(text.encode()), random.Random(seed)
-    stream, pieces = TextStream(FALLBACK, list(before.encode())), []
+    stream, pieces = Detokenizer(FALLBACK, list(before.encode())), []
     while tokens:
         count = chance.randrange(1, most + 1)
         pieces.append(stream.push(tokens[:count]))
@@ -145,7 +145,7 @@ def test_tokens_may_hold_parts_of_two_characters(text: str, seed: int, most: int
         count = chance.randrange(1, 4)
         tokens.append(left[:count])
         left = left[count:]
-    stream, pieces, at = TextStream(Spelled(tokens), []), [], 0  # type: ignore[arg-type]
+    stream, pieces, at = Detokenizer(Spelled(tokens), []), [], 0  # type: ignore[arg-type]
     while at < len(tokens):
         count = min(chance.randrange(1, most + 1), len(tokens) - at)
         pieces.append(stream.push(range(at, at + count)))
@@ -156,17 +156,17 @@ def test_tokens_may_hold_parts_of_two_characters(text: str, seed: int, most: int
 @pytest.mark.parametrize("token", [b"a", b"\x80", b"\xf0"])
 def test_a_long_text_is_not_read_from_its_beginning(token: bytes) -> None:
     tokenizer = Spelled([token])
-    stream = TextStream(tokenizer, [])  # type: ignore[arg-type]
+    stream = Detokenizer(tokenizer, [])  # type: ignore[arg-type]
     assert len("".join(stream.push([0]) for _ in range(500))) >= 496
     assert tokenizer.longest <= 16
 
 
 def test_a_space_is_shown_behind_a_token_that_is_not() -> None:
-    stream = TextStream(word_tokenizer(), [])
+    stream = Detokenizer(word_tokenizer(), [])
     assert [stream.push([token]) for token in (1, 0, 2, 0, 0, 1)] == ["one", "", " two", "", "", " one"]
 
 
 def test_bytes_without_a_character_are_shown_while_they_come() -> None:
-    stream = TextStream(FALLBACK, [])
+    stream = Detokenizer(FALLBACK, [])
     shown = [stream.push([0x80]) for _ in range(40)]
     assert "".join(shown) == "\ufffd" * 37 and stream.finish() == "\ufffd" * 3

@@ -11,20 +11,21 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+import smelt
 from smelt.compression.base import MethodContext
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import ModelError, RequestError
 from smelt.models.model import Model
-from smelt.serve.engine.engine import Answer, Engine
-from smelt.serve.engine.request import Request, State
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.engine import Engine, RequestOutput
+from smelt.serve.engine.request import Request, RequestStatus
+from smelt.serve.engine.sampling_params import SamplingParams
 from tests.character_tokenizer import character_tokenizer
 from tests.models.test_surgery import cut, random_masks
 from tests.tiny import BUILDS, DECODERS
 from tests.trained import sentences, trained_llama
 
-GREEDY = Sampling(max_tokens=16, temperature=0, ignore_end=True)
-SMALL: dict[str, Any] = {"block": 4, "context": 96, "cache_bytes": 10**7}
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+SMALL: dict[str, Any] = {"block_size": 4, "max_model_len": 96, "kv_cache_bytes": 10**7}
 
 
 def prompts(count: int = 6, seed: int = 0) -> list[list[int]]:
@@ -45,7 +46,7 @@ def expected(network: PreTrainedModel, prompt: list[int], count: int = 16) -> li
     return list(found[0, len(prompt) :].tolist())
 
 
-def answers(engine: Engine, texts: list[list[int]], sampling: Sampling = GREEDY) -> list[list[int]]:
+def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
     requests = [engine.submit(text, sampling)[0] for text in texts]
     run(engine)
     return [each.output for each in requests]
@@ -81,7 +82,11 @@ def test_no_setting_changes_a_token(
 ) -> None:
     network, wanted = llama
     engine = Engine(
-        Model(copy.deepcopy(network)), prefix_cache=prefix_cache, chunk=chunk, batch_tokens=batch_tokens, **SMALL
+        Model(copy.deepcopy(network)),
+        prefix_cache=prefix_cache,
+        prefill_chunk_size=chunk,
+        max_num_batched_tokens=batch_tokens,
+        **SMALL,
     )
     assert answers(engine, prompts()) == wanted
     assert answers(engine, prompts()) == wanted  # now from the prefix cache, where there is one
@@ -90,16 +95,16 @@ def test_no_setting_changes_a_token(
 @pytest.mark.parametrize("requests", [1, 2, 6])
 def test_any_batch(llama: tuple[PreTrainedModel, list[list[int]]], requests: int) -> None:
     network, wanted = llama
-    assert answers(Engine(Model(copy.deepcopy(network)), batch_requests=requests, **SMALL), prompts()) == wanted
+    assert answers(Engine(Model(copy.deepcopy(network)), max_num_seqs=requests, **SMALL), prompts()) == wanted
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_seeded_request_is_reproducible_in_any_batch(llama: tuple[PreTrainedModel, Any], compiled: bool) -> None:
     """The tokens are equal; the log-probabilities agree up to rounding, which depends on the shapes of the products."""
-    sampling = Sampling(max_tokens=16, temperature=0.8, seed=11, logprobs=2, ignore_end=True)
+    sampling = SamplingParams(max_tokens=16, temperature=0.8, seed=11, logprobs=2, ignore_eos=True)
     prompt, *others = prompts()
 
-    def answer(before: int = 0, after: int = 0, repeats: int = 1, **options: Any) -> Answer:
+    def answer(before: int = 0, after: int = 0, repeats: int = 1, **options: Any) -> RequestOutput:
         model = Model(copy.deepcopy(llama[0]), tokenizer=character_tokenizer())
         engine = Engine(model, compiled=compiled, **SMALL, **options)
         for _ in range(repeats):
@@ -109,7 +114,7 @@ def test_a_seeded_request_is_reproducible_in_any_batch(llama: tuple[PreTrainedMo
     alone = answer()
     for result in (
         answer(), answer(after=1), answer(after=5), answer(before=3), answer(before=1, after=3), answer(repeats=2),
-        answer(chunk=1), answer(chunk=7, after=2),
+        answer(prefill_chunk_size=1), answer(prefill_chunk_size=7, after=2),
     ):  # fmt: skip
         assert result.tokens == alone.tokens
         for actual, expected_ in zip(result.logprobs, alone.logprobs, strict=True):
@@ -122,18 +127,18 @@ def test_what_is_tried_beforehand_leaves_no_trace(llama: tuple[PreTrainedModel, 
     steps, before = [], engine.state()
     launch = engine.runner.launch
     engine.runner.launch = lambda step: (steps.append(step.tokens), launch(step))[1]  # type: ignore[method-assign]
-    engine.prepare()
+    engine.warmup()
     assert not steps  # a processor has nothing to compile
-    engine.prepare([50, 7, 1000])
+    engine.warmup([50, 7, 1000])
     assert sum(steps) >= 50 + 7 + 3 * 3 and engine.state() == before and not engine.busy
     request = engine.submit([0] * 40, GREEDY)[0]
     run(engine)
-    assert request.cached == 0  # the same tokens, but nobody's to find
+    assert request.num_cached_tokens == 0  # the same tokens, but nobody's to find
 
 
 def test_no_more_is_tried_than_may_wait(llama: tuple[PreTrainedModel, Any]) -> None:
-    engine = Engine(Model(copy.deepcopy(llama[0])), queue=2, **SMALL)
-    engine.prepare([20] * 5)
+    engine = Engine(Model(copy.deepcopy(llama[0])), max_queued=2, **SMALL)
+    engine.warmup([20] * 5)
     assert not engine.busy
 
 
@@ -142,7 +147,11 @@ def test_preemption_loses_nothing(llama: tuple[PreTrainedModel, list[list[int]]]
     network, wanted = llama
     bytes_of_block = 3 * 2 * 4 * 2 * 8 * 4
     engine = Engine(
-        Model(copy.deepcopy(network)), block=4, context=96, cache_bytes=22 * bytes_of_block, prefix_cache=prefix_cache
+        Model(copy.deepcopy(network)),
+        block_size=4,
+        max_model_len=96,
+        kv_cache_bytes=22 * bytes_of_block,
+        prefix_cache=prefix_cache,
     )
     requests = [engine.submit(prompt, GREEDY)[0] for prompt in prompts()]
     run(engine)
@@ -157,10 +166,14 @@ def test_a_request_that_comes_back_to_its_row_has_its_new_blocks(
     """With three rows a preempted request gets the row again that lists the blocks it had before."""
     network, texts = llama[0], prompts(6, seed)
     engine = Engine(
-        Model(copy.deepcopy(network)), block=4, context=96, cache_bytes=22 * 3 * 2 * 4 * 2 * 8 * 4, prefix_cache=False,
-        batch_requests=3,
-    )  # fmt: skip
-    long = Sampling(max_tokens=30, temperature=0, ignore_end=True)
+        Model(copy.deepcopy(network)),
+        block_size=4,
+        max_model_len=96,
+        kv_cache_bytes=22 * 3 * 2 * 4 * 2 * 8 * 4,
+        prefix_cache=False,
+        max_num_seqs=3,
+    )
+    long = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     requests = [engine.submit(text, long)[0] for text in texts]
     run(engine)
     assert sum(each.preemptions for each in requests) > 0
@@ -196,23 +209,23 @@ def engine_of(network: PreTrainedModel, **more: Any) -> Engine:
 
 def test_a_seed_gives_the_same_tokens_at_any_place_in_any_batch(llama: tuple[PreTrainedModel, Any]) -> None:
     network, _ = llama
-    text, drawn = prompts()[0], Sampling(max_tokens=16, seed=7, temperature=1.3, top_p=0.95, ignore_end=True)
+    text, drawn = prompts()[0], SamplingParams(max_tokens=16, seed=7, temperature=1.3, top_p=0.95, ignore_eos=True)
     alone = answers(engine_of(network), [text], drawn)[0]
-    engine = engine_of(network, chunk=3)
-    others = [engine.submit(prompt, Sampling(max_tokens=9, temperature=0.9))[0] for prompt in prompts()]
+    engine = engine_of(network, prefill_chunk_size=3)
+    others = [engine.submit(prompt, SamplingParams(max_tokens=9, temperature=0.9))[0] for prompt in prompts()]
     mine = engine.submit(text, drawn)[0]
     run(engine)
     assert mine.output == alone and all(len(each.output) for each in others)
-    assert answers(engine_of(network), [text], Sampling(max_tokens=16, seed=8, temperature=1.3, ignore_end=True)) != [
-        alone
-    ]
+    assert answers(
+        engine_of(network), [text], SamplingParams(max_tokens=16, seed=8, temperature=1.3, ignore_eos=True)
+    ) != [alone]
 
 
 def test_samples_of_one_prompt_differ_and_share_its_blocks(llama: tuple[PreTrainedModel, Any]) -> None:
     network, _ = llama
     engine = engine_of(network, prefix_cache=False)
     text = prompts()[0]
-    requests = engine.submit(text, Sampling(max_tokens=12, temperature=2.0, n=4, seed=3, ignore_end=True))
+    requests = engine.submit(text, SamplingParams(max_tokens=12, temperature=2.0, n=4, seed=3, ignore_eos=True))
     computed = 0
     while engine.busy:
         step = engine.scheduler.schedule()
@@ -226,7 +239,7 @@ def test_samples_of_one_prompt_differ_and_share_its_blocks(llama: tuple[PreTrain
 def test_generate_with_texts_and_a_stop_text(llama: tuple[PreTrainedModel, Any]) -> None:
     network, _ = llama
     plain, stopped = (
-        engine_of(network).generate(["the cat "], Sampling(max_tokens=40, temperature=0, stop=stop))[0]
+        engine_of(network).generate(["the cat "], SamplingParams(max_tokens=40, temperature=0, stop=stop))[0]
         for stop in ((), ("t h e",))
     )
     assert plain.reason == "length" and len(plain.tokens) == 40 and "t h e" in plain.text
@@ -240,14 +253,14 @@ def test_an_aborted_request_frees_its_blocks(llama: tuple[PreTrainedModel, Any])
         engine.step()
     engine.abort(gone)
     run(engine)
-    assert gone.state is State.ENDED and gone.reason == "abort" and len(gone.output) < 16
+    assert gone.state is RequestStatus.FINISHED and gone.reason == "abort" and len(gone.output) < 16
     assert kept.output == llama[1][1]
 
 
 def test_logprobs_are_those_of_the_network(llama: tuple[PreTrainedModel, Any]) -> None:
     network, _ = llama
     text = prompts()[0]
-    answer = engine_of(network).generate([text], Sampling(max_tokens=5, temperature=0, logprobs=3))[0]
+    answer = engine_of(network).generate([text], SamplingParams(max_tokens=5, temperature=0, logprobs=3))[0]
     with torch.no_grad():
         logits = network(torch.tensor([[*text, *answer.tokens]])).logits[0, len(text) - 1 : -1]
     wanted = logits.log_softmax(-1)
@@ -266,16 +279,16 @@ def test_end_tokens_and_stop_tokens_and_a_least_number(llama: tuple[PreTrainedMo
     engine = engine_of(network)
 
     def only(**more: Any) -> Request:
-        request = engine.submit(text, Sampling(max_tokens=16, temperature=0, ignore_end=True, **more))[0]
+        request = engine.submit(text, SamplingParams(max_tokens=16, temperature=0, ignore_eos=True, **more))[0]
         run(engine)
         return request
 
-    found = only(stop_ids=(stop,))
+    found = only(stop_token_ids=(stop,))
     assert found.output == answer[: first + 1] and found.reason == "stop"
-    later = only(stop_ids=(stop,), min_tokens=first + 2)
+    later = only(stop_token_ids=(stop,), min_tokens=first + 2)
     assert stop not in later.output[: first + 1]
-    engine.runner.ends = (stop,)
-    ended = engine.submit(text, Sampling(max_tokens=16, temperature=0))[0]
+    engine.runner.eos_token_ids = (stop,)
+    ended = engine.submit(text, SamplingParams(max_tokens=16, temperature=0))[0]
     run(engine)
     assert ended.output == answer[: first + 1] and ended.reason == "stop"
 
@@ -295,20 +308,26 @@ def test_bad_prompts(llama: tuple[PreTrainedModel, Any], prompt: list[int], told
     "wrong",
     [
         {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0.0}, {"top_p": 1.5}, {"n": 0}, {"n": 10**6},
-        {"max_tokens": 0}, {"logprobs": 21}, {"stop": ("",)}, {"stop": ("a",) * 17}, {"bias": {-1: 1.0}},
-        {"bias": {1: float("inf")}}, {"seed": 2**64}, {"top_k": -1}, {"presence_penalty": 3.0}, {"n": True},
+        {"max_tokens": 0}, {"logprobs": 21}, {"stop": ("",)}, {"stop": ("a",) * 17}, {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: float("inf")}}, {"seed": 2**64}, {"top_k": -1}, {"presence_penalty": 3.0}, {"n": True},
     ],
     ids=str,
 )  # fmt: skip
 def test_bad_settings(wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
-        Sampling(**wrong)
+        SamplingParams(**wrong)
 
 
 def test_what_cannot_be_served() -> None:
     with pytest.raises(ModelError, match="no language model"):
         Engine(Model(BUILDS["bert"]()))
     with pytest.raises(RequestError, match="hold no block"):
-        Engine(Model(BUILDS["llama"]()), cache_bytes=10)
+        Engine(Model(BUILDS["llama"]()), kv_cache_bytes=10)
     with pytest.raises(RequestError, match="positions"):
-        Engine(Model(BUILDS["llama"]()), context=1000)
+        Engine(Model(BUILDS["llama"]()), max_model_len=1000)
+
+
+@pytest.mark.parametrize(("old", "new"), [("LiveEngine", "AsyncEngine"), ("Sampling", "SamplingParams")])
+def test_old_public_names_work_for_one_version(old: str, new: str) -> None:
+    with pytest.warns(FutureWarning, match=f"smelt.{old} is now smelt.{new}"):
+        assert getattr(smelt, old) is getattr(smelt, new)

@@ -24,7 +24,7 @@ from smelt.models.model import Model
 from smelt.serve.engine import factory as assembly
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.runners import gpu_runner, runner_for
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from tests.serve.test_engine import GREEDY, SMALL, answers, expected, prompts
 from tests.tiny import BUILDS
 
@@ -33,9 +33,13 @@ from tests.tiny import BUILDS
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there is no CUDA device."""
 
-    def chosen(model: Model, compiled: bool, adapters: Any, devices: Any, *, most_tokens: int, **sizes: Any) -> Any:
+    def chosen(
+        model: Model, compiled: bool, adapters: Any, devices: Any, *, max_num_batched_tokens: int, **sizes: Any
+    ) -> Any:
         if not compiled:
-            return runner_for(model, compiled, adapters, devices, most_tokens=most_tokens, **sizes)
+            return runner_for(
+                model, compiled, adapters, devices, max_num_batched_tokens=max_num_batched_tokens, **sizes
+            )
         return gpu_runner(model, adapters, **sizes)
 
     monkeypatch.setattr(assembly, "runner_for", chosen)
@@ -48,9 +52,9 @@ def engine_of(name: str, **more: Any) -> tuple[Engine, Any]:
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
-    engine, network = engine_of(name, chunk=9)
-    texts, few = prompts(4), Sampling(max_tokens=6, temperature=0, ignore_end=True)
-    assert engine.runner.ahead == 1
+    engine, network = engine_of(name, prefill_chunk_size=9)
+    texts, few = prompts(4), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    assert engine.runner.max_inflight_steps == 1
     assert answers(engine, texts, few) == [expected(network, text, 6) for text in texts]
 
 
@@ -58,8 +62,8 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
 def test_a_prepared_engine_captures_and_compiles_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
-    engine, network = engine_of("llama", batch_requests=12)
-    engine.prepare()
+    engine, network = engine_of("llama", max_num_seqs=12)
+    engine.warmup()
     captured = set(engine.runner._captured)  # type: ignore[attr-defined]
     assert captured == {1, 2, 4, 8, 16} and engine.state()["steps"] == 0
     texts, compiled = prompts(12), []
@@ -69,8 +73,8 @@ def test_a_prepared_engine_captures_and_compiles_nothing_more(monkeypatch: pytes
 
 
 def test_preemption_and_the_prefix_cache() -> None:
-    engine, network = engine_of("llama", cache_bytes=18 * 3 * 2 * 4 * 2 * 8 * 4)
-    texts, few = prompts(3), Sampling(max_tokens=10, temperature=0, ignore_end=True)
+    engine, network = engine_of("llama", kv_cache_bytes=18 * 3 * 2 * 4 * 2 * 8 * 4)
+    texts, few = prompts(3), SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
     requests = [engine.submit(text, few)[0] for text in texts]
     while engine.busy:
         engine.step()
@@ -80,10 +84,10 @@ def test_preemption_and_the_prefix_cache() -> None:
 
 def test_what_needs_the_tokens_so_far_waits_for_them() -> None:
     plain = engine_of("llama")[0]
-    asked = Sampling(max_tokens=8, temperature=0, repetition_penalty=5.0, ignore_end=True)
+    asked = SamplingParams(max_tokens=8, temperature=0, repetition_penalty=5.0, ignore_eos=True)
     found = answers(plain, prompts(2), asked)
     assert all(len(set(each)) == 8 for each in found)  # nothing comes twice
-    drawn = Sampling(max_tokens=6, temperature=1.5, seed=3, ignore_end=True)
+    drawn = SamplingParams(max_tokens=6, temperature=1.5, seed=3, ignore_eos=True)
     alone = answers(engine_of("llama")[0], prompts(1), drawn)
     engine = engine_of("llama")[0]
     others = [engine.submit(text, GREEDY)[0] for text in prompts(3)[1:]]
@@ -95,11 +99,11 @@ def test_what_needs_the_tokens_so_far_waits_for_them() -> None:
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_greedy_tokens_in_few_bits_are_those_of_the_module(kind: str) -> None:
-    engine, network = engine_of("llama", kv_type=kind)
-    plain = Engine(Model(network), **SMALL, kv_type=kind, compiled=False)
+    engine, network = engine_of("llama", kv_cache_dtype=kind)
+    plain = Engine(Model(network), **SMALL, kv_cache_dtype=kind, compiled=False)
     texts = [each[-5:] for each in prompts(3)]
-    few = Sampling(max_tokens=3, temperature=0, ignore_end=True)
-    assert engine.runner.path.startswith("gpu-program") and plain.runner.path.startswith("module")
+    few = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    assert engine.runner.backend.startswith("gpu-program") and plain.runner.backend.startswith("module")
     found, wanted = answers(engine, texts, few), answers(plain, texts, few)
     assert [each[:2] for each in found] == [each[:2] for each in wanted]
     assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= 2  # but for a near tie

@@ -27,11 +27,11 @@ from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
 from smelt.serve.engine.attention import PagedCache, block_bytes
-from smelt.serve.engine.bounded.pages import PotPages
+from smelt.serve.engine.bounded.pages import BoundedCachePages
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.kv_dtype import kind_for
-from smelt.serve.engine.per_head.memory import RaggedMemory
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.kv_dtype import resolve_kv_cache_dtype
+from smelt.serve.engine.per_head.memory import PerHeadCacheManager
+from smelt.serve.engine.sampling_params import SamplingParams
 from tests.serve.per_head.test_ragged_engine import retention
 from tests.serve.test_engine import GREEDY, SMALL, answers, prompts
 from tests.tiny import BUILDS
@@ -75,7 +75,7 @@ def by_transformers(network: PreTrainedModel, prompt: list[int], kv: KVCacheForm
 
 
 def engine_of(network: PreTrainedModel, kind: str | None, **more: Any) -> Engine:
-    return Engine(Model(copy.deepcopy(network)), **{**SMALL, "kv_type": kind, **more})
+    return Engine(Model(copy.deepcopy(network)), **{**SMALL, "kv_cache_dtype": kind, **more})
 
 
 def same(found: list[list[int]], wanted: list[list[int]]) -> bool:
@@ -102,14 +102,16 @@ def test_tokens_are_those_of_a_cache_in_the_same_format(llama: PreTrainedModel, 
 def test_the_program_gives_what_the_module_gives(kind: str) -> None:
     network = wide()
     engine, plain = engine_of(network, kind), engine_of(network, kind, compiled=False)
-    assert engine.runner.path == f"cpu-program, keys and values in {kind}" and plain.runner.path.startswith("module")
+    assert engine.runner.backend == f"cpu-program, keys and values in {kind}" and plain.runner.backend.startswith(
+        "module"
+    )
     assert answers(engine, prompts()) == answers(plain, prompts())
 
 
 @with_program
 def test_narrow_heads_have_no_program_in_four_bits(llama: PreTrainedModel) -> None:
-    assert engine_of(llama, INT4).runner.path.startswith("module")
-    assert engine_of(llama, INT8).runner.path.startswith("cpu-program")
+    assert engine_of(llama, INT4).runner.backend.startswith("module")
+    assert engine_of(llama, INT8).runner.backend.startswith("cpu-program")
 
 
 @with_program
@@ -135,7 +137,7 @@ def test_compiled_attention_over_rows(kind: str, width: int, window: int | None)
 def test_heads_that_keep_everything_are_plain_pages_in_the_same_format(kind: str, compiled: bool) -> None:
     network = wide()
     wanted = answers(engine_of(network, kind, compiled=False), prompts())
-    engine = engine_of(network, kind, compiled=compiled, kv=retention(1.0, 3, 1), prefix_cache=False)
+    engine = engine_of(network, kind, compiled=compiled, kv_profile=retention(1.0, 3, 1), prefix_cache=False)
     assert answers(engine, prompts()) == wanted
 
 
@@ -143,12 +145,12 @@ def test_heads_that_keep_everything_are_plain_pages_in_the_same_format(kind: str
 def test_heads_that_keep_little(llama: PreTrainedModel, kind: str) -> None:
     """The scorer sees keys that were rounded, and chooses nearly what it would choose from the others."""
     texts = [each * 3 for each in prompts(4, seed=5)]
-    wanted = answers(engine_of(llama, None, kv=retention(0.4), prefix_cache=False), texts)
-    engine = engine_of(llama, kind, kv=retention(0.4))
+    wanted = answers(engine_of(llama, None, kv_profile=retention(0.4), prefix_cache=False), texts)
+    engine = engine_of(llama, kind, kv_profile=retention(0.4))
     found = answers_without_a_check(engine, texts)
     assert sum(a[:4] == b[:4] for a, b in zip(found, wanted, strict=True)) >= (2 if kind == INT4 else 3)
-    assert isinstance(engine.scheduler.memory, RaggedMemory)
-    engine.scheduler.memory.forget()
+    assert isinstance(engine.scheduler.cache_manager, PerHeadCacheManager)
+    engine.scheduler.cache_manager.forget()
     assert engine.pool.free == engine.pool.blocks
 
 
@@ -164,7 +166,7 @@ def answers_without_a_check(engine: Engine, texts: list[list[int]]) -> list[list
 def test_all_pages_chosen_are_plain_pages_in_the_same_format(kind: str, residence: OffloadConfig | None) -> None:
     network, everything = wide(), SparseAttentionConfig(page_size=4, token_budget=96, sink_pages=1, recent_pages=1)
     wanted = answers(engine_of(network, kind), prompts(3))
-    assert answers(engine_of(network, kind, select=everything, residence=residence), prompts(3)) == wanted
+    assert answers(engine_of(network, kind, page_selection=everything, kv_offload=residence), prompts(3)) == wanted
 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
@@ -172,7 +174,11 @@ def test_a_text_that_fits_under_a_cap_is_plain_in_the_same_format(kind: str) -> 
     network = wide()
     wanted = answers(engine_of(network, kind, compiled=False), prompts())
     engine = engine_of(
-        network, kind, cap=BoundedCacheConfig(100, 40, InfiniPot(prompt=(5, 6, 7))), context=None, prefix_cache=False
+        network,
+        kind,
+        kv_token_cap=BoundedCacheConfig(100, 40, InfiniPot(prompt=(5, 6, 7))),
+        max_model_len=None,
+        prefix_cache=False,
     )
     assert answers(engine, prompts()) == wanted
 
@@ -189,7 +195,7 @@ def test_a_pot_is_cooked_down_as_a_plain_one(kind: str) -> None:
     found = []
     for each in (None, kind):
         cache = PagedCache.empty(model.anatomy, 12, 4, torch.float32, torch.device("cpu"), each)
-        pages = PotPages(cache, 12, torch.float32)
+        pages = BoundedCachePages(cache, 12, torch.float32)
         for layer, form in cache.rows.items():
             _, new_keys, new_values = quantize_qkv(form, keys[layer], keys[layer], values[layer])
             store_kv(new_keys, new_values, cache.keys[layer], cache.values[layer], rows)
@@ -207,14 +213,14 @@ def test_more_tokens_fit(llama: PreTrainedModel) -> None:
     each = {kind: block_bytes(anatomy, 4, torch.float32, kind) for kind in (None, *KV_QUANT_DTYPES)}
     assert each[None] == 3 * 2 * 4 * 2 * 64 * 4
     assert each[INT8] == each[FP8] == each[None] * 68 // 256 and each[INT4] == each[None] * 36 // 256
-    memory = {"cache_bytes": each[None] * 10, "context": 128}
+    memory = {"kv_cache_bytes": each[None] * 10, "max_model_len": 128}
     assert engine_of(wide(), None, **memory).pool.blocks == 10
     assert engine_of(wide(), INT8, **memory).pool.blocks == 37 and engine_of(wide(), INT4, **memory).pool.blocks == 71
 
 
 def test_what_a_model_was_made_with_is_what_it_is_served_with(caplog: pytest.LogCaptureFixture) -> None:
     model = Model(wide())
-    assert kind_for(model, None) is None and kind_for(model, "model") is None
+    assert resolve_kv_cache_dtype(model, None) is None and resolve_kv_cache_dtype(model, "model") is None
     for name, wanted in (
         ("int8", INT8),
         ("fp8-e4m3/row", FP8),
@@ -222,7 +228,11 @@ def test_what_a_model_was_made_with_is_what_it_is_served_with(caplog: pytest.Log
         ("int4-asym/64", INT4),
     ):
         model.kv = KVCacheFormat(name)
-        assert kind_for(model, None) == wanted and kind_for(model, "model") is None and kind_for(model, INT8) == INT8
+        assert (
+            resolve_kv_cache_dtype(model, None) == wanted
+            and resolve_kv_cache_dtype(model, "model") is None
+            and resolve_kv_cache_dtype(model, INT8) == INT8
+        )
     for other in (
         KVCacheFormat("int4-asym/32"),
         KVCacheFormat("int8", "int4-asym"),
@@ -231,7 +241,7 @@ def test_what_a_model_was_made_with_is_what_it_is_served_with(caplog: pytest.Log
     ):
         model.kv = other
         with caplog.at_level(logging.WARNING):
-            assert kind_for(model, None) is None
+            assert resolve_kv_cache_dtype(model, None) is None
         assert "no page holds" in caplog.text
         caplog.clear()
 
@@ -240,7 +250,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(ConfigError, match="'int3'; there is model, int8, fp8, int4"):
         engine_of(BUILDS["llama"](), "int3")
     with pytest.raises(ModelError, match="on several devices yet"):
-        engine_of(BUILDS["llama"](), INT8, devices=2)
+        engine_of(BUILDS["llama"](), INT8, tensor_parallel_size=2)
     arguments = ["serve", "smollm2-135m", "--kv-cache-dtype", "int3"]
     with pytest.raises(SmeltError, match="--kv-cache-dtype 'int3' is unknown; choose one of model, int8, fp8, int4"):
         call(program(arguments), arguments)
@@ -248,7 +258,7 @@ def test_what_is_refused() -> None:
 
 def test_prefixes_are_shared_as_ever(llama: PreTrainedModel) -> None:
     engine = engine_of(llama, INT8)
-    few = Sampling(max_tokens=4, temperature=0, ignore_end=True)
+    few = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     text = (prompts(1, seed=2)[0] * 3)[:70]
     first, second = (answers(engine, [text], few)[0] for _ in range(2))
     assert first == second and engine.state()["cached_tokens"] > 0

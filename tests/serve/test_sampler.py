@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.sampler import draw
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampler import sample
+from smelt.serve.engine.sampling_params import SamplingParams
 
 WORDS = 12
 
 
 def request(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed: int = 0, **more: Any) -> Request:
-    return Request("a", list(prompt), Sampling(**more), 10**6, seed=seed, tokens=[*prompt, *output])
+    return Request("a", list(prompt), SamplingParams(**more), 10**6, seed=seed, tokens=[*prompt, *output])
 
 
 def token(logits: Tensor, asked: Request, ends: tuple[int, ...] = ()) -> int:
-    return int(draw(logits[None], [asked], ends).tokens[0])
+    return int(sample(logits[None], [asked], ends).tokens[0])
 
 
-def allowed(logits: list[float], sampling: Sampling) -> dict[int, float]:
+def allowed(logits: list[float], sampling: SamplingParams) -> dict[int, float]:
     """The tokens that may be drawn and how likely each is, by hand."""
     largest = max(logits)
     weights = [math.exp((value - largest) / sampling.temperature) for value in logits]
@@ -56,7 +56,7 @@ def test_frequencies(asked: dict[str, Any]) -> None:
     torch.manual_seed(0)
     logits, draws = torch.randn(WORDS) * 2, 6000
     rows = [request(seed=seed, **asked) for seed in range(draws)]
-    counts = Counter(draw(logits.expand(draws, -1), rows).tokens.tolist())
+    counts = Counter(sample(logits.expand(draws, -1), rows).tokens.tolist())
     wanted = allowed(logits.tolist(), rows[0].sampling)
     assert set(counts) <= set(wanted)
     for place, share in wanted.items():
@@ -81,7 +81,7 @@ def test_nothing_outside_is_ever_drawn(
     # At the very edge of top-p or min-p, float32 and float64 may differ; the token is then as good as allowed.
     near = {place for place in range(len(values)) if any(abs(values[place] - values[other]) < 1e-4 for other in inside)}
     wide = allowed(
-        values, Sampling(temperature=temperature, top_k=top_k, top_p=min(1, top_p + 1e-4), min_p=min_p * 0.999)
+        values, SamplingParams(temperature=temperature, top_k=top_k, top_p=min(1, top_p + 1e-4), min_p=min_p * 0.999)
     )
     assert found in inside or found in near or found in wide
 
@@ -90,7 +90,7 @@ def test_greedy_rows_stand_beside_drawn_ones() -> None:
     torch.manual_seed(1)
     logits = torch.randn(3, WORDS)
     rows = [request(temperature=0), request(seed=5), request(temperature=0)]
-    found = draw(logits, rows).tokens.tolist()
+    found = sample(logits, rows).tokens.tolist()
     assert found[0] == int(logits[0].argmax()) and found[2] == int(logits[2].argmax())
     assert found[1] == token(logits[1], rows[1])
 
@@ -106,7 +106,7 @@ def test_place_in_the_answer_and_seed_decide_alone() -> None:
 def test_bias_and_penalties() -> None:
     logits = torch.tensor([3.0, 2.9, -1.0, 0.0])
     assert token(logits, request(temperature=0)) == 0
-    assert token(logits, request(temperature=0, bias={3: 5.0, 999: 1.0})) == 3
+    assert token(logits, request(temperature=0, logit_bias={3: 5.0, 999: 1.0})) == 3
     assert token(logits, request(temperature=0, presence_penalty=0.5, output=(0,))) == 1
     assert token(logits, request(temperature=0, presence_penalty=0.5)) == 0  # the prompt does not count
     assert token(logits, request(temperature=0, frequency_penalty=0.06, output=(0,))) == 0
@@ -119,13 +119,13 @@ def test_bias_and_penalties() -> None:
 def test_ends_are_banned_before_the_least_number() -> None:
     logits = torch.tensor([3.0, 2.0, 1.0])
     assert token(logits, request(temperature=0, min_tokens=1), ends=(0,)) == 1
-    assert token(logits, request(temperature=0, min_tokens=1, stop_ids=(1,)), ends=(0,)) == 2
+    assert token(logits, request(temperature=0, min_tokens=1, stop_token_ids=(1,)), ends=(0,)) == 2
     assert token(logits, request(temperature=0, min_tokens=1, output=(2,)), ends=(0,)) == 0
 
 
 def test_logprobs_are_of_the_logits_before_any_change() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0]])
-    drawn = draw(logits, [request(temperature=0, logprobs=2, bias={0: 50.0})])
+    drawn = sample(logits, [request(temperature=0, logprobs=2, logit_bias={0: 50.0})])
     found = drawn.logprobs(0, 2)
     assert int(drawn.tokens[0]) == 0
     assert found.own == pytest.approx(float(logits[0].log_softmax(-1)[0]))

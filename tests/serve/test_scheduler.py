@@ -11,34 +11,34 @@ from hypothesis import strategies as st
 
 from smelt.errors import RequestError
 from smelt.serve.engine.blocks import BlockPool, chained, root_digest
-from smelt.serve.engine.kv_cache_manager import PlainMemory
-from smelt.serve.engine.request import Request, State
-from smelt.serve.engine.sampling import Sampling
-from smelt.serve.engine.scheduler import Scheduler, Step
+from smelt.serve.engine.kv_cache_manager import PagedCacheManager
+from smelt.serve.engine.request import Request, RequestStatus
+from smelt.serve.engine.sampling_params import SamplingParams
+from smelt.serve.engine.scheduler import ScheduledBatch, Scheduler
 
 
 def request(name: int, prompt: list[int], answer: int, **more: object) -> Request:
-    return Request(f"{name}", prompt, Sampling(temperature=0), len(prompt) + answer, **more)  # type: ignore[arg-type]
+    return Request(f"{name}", prompt, SamplingParams(temperature=0), len(prompt) + answer, **more)  # type: ignore[arg-type]
 
 
 def check(scheduler: Scheduler) -> None:
     """What must hold after every step."""
-    pool = scheduler.memory.pool
+    pool = scheduler.cache_manager.pool
     held = Counter(block for each in scheduler.running for block in each.blocks)
     assert {block: count for block, count in enumerate(pool.references) if count} == dict(held)
     assert pool.free + len(held) == pool.blocks
     for each in scheduler.running:
-        assert each.state is State.RUNNING and len(each.blocks) >= pool.needed(each.computed)
+        assert each.state is RequestStatus.RUNNING and len(each.blocks) >= pool.needed(each.num_computed_tokens)
         assert len(set(each.blocks)) == len(each.blocks)
     for each in scheduler.waiting:
-        assert each.state is State.WAITING and not each.blocks and each.slot == -1
+        assert each.state is RequestStatus.WAITING and not each.blocks and each.slot == -1
     slots = [each.slot for each in scheduler.running]
-    assert len(set(slots)) == len(slots) and all(0 <= slot < scheduler.most_requests for slot in slots)
+    assert len(set(slots)) == len(slots) and all(0 <= slot < scheduler.max_num_seqs for slot in slots)
     shared = [block for block, count in held.items() if count > 1]
     for block in shared:  # only blocks that are full are held twice
         for each in scheduler.running:
             if block in each.blocks:
-                assert (each.blocks.index(block) + 1) * pool.size <= each.computed
+                assert (each.blocks.index(block) + 1) * pool.size <= each.num_computed_tokens
 
 
 class Clerk:
@@ -46,28 +46,28 @@ class Clerk:
 
     def __init__(self, scheduler: Scheduler, ahead: int) -> None:
         self.scheduler, self.ahead = scheduler, ahead
-        self.under_way: list[Step] = []
+        self.num_inflight: list[ScheduledBatch] = []
         self.contents: dict[int, tuple[int, ...]] = {}  # block -> the tokens that lie in it
         self.steps = 0
 
     def turn(self) -> bool:
         step = self.scheduler.schedule()
         check(self.scheduler)
-        assert step.tokens <= self.scheduler.most_tokens
-        self.under_way.append(step)
-        if len(self.under_way) > self.ahead or not step.pieces:
-            self.read(self.under_way.pop(0))
+        assert step.tokens <= self.scheduler.max_num_batched_tokens
+        self.num_inflight.append(step)
+        if len(self.num_inflight) > self.ahead or not step.pieces:
+            self.read(self.num_inflight.pop(0))
         check(self.scheduler)
         self.steps += 1
-        return bool(self.scheduler.running or self.scheduler.waiting or self.under_way)
+        return bool(self.scheduler.running or self.scheduler.waiting or self.num_inflight)
 
-    def read(self, step: Step) -> None:
+    def read(self, step: ScheduledBatch) -> None:
         for piece in step.pieces:
             here = piece.request
-            if not piece.gives:
-                self.scheduler.computed(here)
-            elif here.state is not State.ENDED:
-                self.scheduler.received(here, sum(here.tokens) * 31 % 97)
+            if not piece.samples_token:
+                self.scheduler.on_computed(here)
+            elif here.state is not RequestStatus.FINISHED:
+                self.scheduler.on_token(here, sum(here.tokens) * 31 % 97)
                 if len(here.tokens) >= here.limit:
                     self.scheduler.end(here, "length")
 
@@ -77,18 +77,30 @@ class Clerk:
     seed=st.integers(0, 2**32),
     blocks=st.integers(8, 40),
     size=st.sampled_from([1, 2, 4, 16]),
-    most_tokens=st.integers(1, 40),
-    most_requests=st.integers(1, 6),
-    chunk=st.sampled_from([None, 1, 3, 8]),
+    max_num_batched_tokens=st.integers(1, 40),
+    max_num_seqs=st.integers(1, 6),
+    prefill_chunk_size=st.sampled_from([None, 1, 3, 8]),
     prefix=st.booleans(),
     ahead=st.integers(0, 2),
 )
 def test_random_work(
-    seed: int, blocks: int, size: int, most_tokens: int, most_requests: int, chunk: int | None, prefix: bool, ahead: int
+    seed: int,
+    blocks: int,
+    size: int,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    prefill_chunk_size: int | None,
+    prefix: bool,
+    ahead: int,
 ) -> None:
     chance = random.Random(seed)
     pool = BlockPool(blocks, size, prefix_cache=prefix)
-    scheduler = Scheduler(PlainMemory(pool), most_tokens=most_tokens, most_requests=most_requests, chunk=chunk)
+    scheduler = Scheduler(
+        PagedCacheManager(pool),
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        prefill_chunk_size=prefill_chunk_size,
+    )
     clerk, requests = Clerk(scheduler, ahead), []
     beginning = [chance.randrange(5) for _ in range(20)]
     for turn in range(4000):
@@ -105,7 +117,7 @@ def test_random_work(
             check(scheduler)
         if not clerk.turn() and turn >= 40:
             break
-    assert all(each.state is State.ENDED for each in requests)
+    assert all(each.state is RequestStatus.FINISHED for each in requests)
     assert pool.free == blocks and not any(pool.references)
     for each in requests:
         expected = list(each.prompt)
@@ -116,11 +128,11 @@ def test_random_work(
             assert len(each.tokens) == each.limit
 
 
-def steps_of(scheduler: Scheduler) -> list[Step]:
+def steps_of(scheduler: Scheduler) -> list[ScheduledBatch]:
     found, clerk = [], Clerk(scheduler, 0)
     plan = scheduler.schedule
 
-    def noted() -> Step:
+    def noted() -> ScheduledBatch:
         found.append(plan())
         return found[-1]
 
@@ -133,7 +145,7 @@ def steps_of(scheduler: Scheduler) -> list[Step]:
 def test_first_come_first_served() -> None:
     """Who came earlier never has computed fewer steps than who came later, while both are there (Orca's invariant)."""
     pool = BlockPool(1000, 4)
-    scheduler = Scheduler(PlainMemory(pool), most_tokens=12, most_requests=3, chunk=8)
+    scheduler = Scheduler(PagedCacheManager(pool), max_num_batched_tokens=12, max_num_seqs=3, prefill_chunk_size=8)
     requests = [request(place, [place] * (place * 7 % 20 + 1), 10) for place in range(12)]
     for each in requests:
         scheduler.add(each)
@@ -147,7 +159,7 @@ def test_first_come_first_served() -> None:
 
 def test_a_large_request_is_not_overtaken() -> None:
     pool = BlockPool(10, 4, prefix_cache=False)
-    scheduler = Scheduler(PlainMemory(pool), most_tokens=64, most_requests=8, watermark=0)
+    scheduler = Scheduler(PagedCacheManager(pool), max_num_batched_tokens=64, max_num_seqs=8, watermark=0)
     holder, large, small = request(0, [1] * 20, 12), request(1, [2] * 32, 4), request(2, [3], 2)
     for each in (holder, large, small):
         scheduler.add(each)
@@ -156,7 +168,9 @@ def test_a_large_request_is_not_overtaken() -> None:
 
 
 def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
-    scheduler = Scheduler(PlainMemory(BlockPool(8, 4, prefix_cache=False)), most_tokens=64, most_requests=1)
+    scheduler = Scheduler(
+        PagedCacheManager(BlockPool(8, 4, prefix_cache=False)), max_num_batched_tokens=64, max_num_seqs=1
+    )
     late = request(1, [2] * 4, 4, priority=-1)
     scheduler.add(request(0, [1] * 4, 4))
     scheduler.add(late)
@@ -165,7 +179,7 @@ def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
 
 def test_preemption_takes_the_last_and_keeps_its_tokens() -> None:
     scheduler = Scheduler(
-        PlainMemory(BlockPool(4, 2, prefix_cache=False)), most_tokens=64, most_requests=4, watermark=0
+        PagedCacheManager(BlockPool(4, 2, prefix_cache=False)), max_num_batched_tokens=64, max_num_seqs=4, watermark=0
     )
     first, second = request(0, [1, 2, 3], 5), request(1, [4, 5, 6], 5)
     for each in (first, second):
@@ -178,18 +192,22 @@ def test_preemption_takes_the_last_and_keeps_its_tokens() -> None:
 def test_who_read_a_long_prompt_is_promised_room_for_the_answer() -> None:
     """Of two prompts of 32 blocks and answers of 3 in 68 blocks one waits, so that neither is read twice; two short
     prompts, which cost little to read again, run at once and one is preempted."""
-    scheduler = Scheduler(PlainMemory(BlockPool(68, 2, prefix_cache=False)), most_tokens=256, most_requests=4)
+    scheduler = Scheduler(
+        PagedCacheManager(BlockPool(68, 2, prefix_cache=False)), max_num_batched_tokens=256, max_num_seqs=4
+    )
     long = [request(name, [name] * 64, 6) for name in range(2)]
     for each in long:
         scheduler.add(each)
     steps = steps_of(scheduler)
     assert [each.preemptions for each in long] == [0, 0] and max(len(step.pieces) for step in steps) == 1
-    enough = Scheduler(PlainMemory(BlockPool(71, 2, prefix_cache=False)), most_tokens=256, most_requests=4)
+    enough = Scheduler(
+        PagedCacheManager(BlockPool(71, 2, prefix_cache=False)), max_num_batched_tokens=256, max_num_seqs=4
+    )
     for name in range(2):
         enough.add(request(name, [name] * 64, 6))
     assert len(enough.schedule().pieces) == 2  # 32 and 3 of each, and one to spare
     scheduler = Scheduler(
-        PlainMemory(BlockPool(12, 2, prefix_cache=False)), most_tokens=64, most_requests=4, watermark=0
+        PagedCacheManager(BlockPool(12, 2, prefix_cache=False)), max_num_batched_tokens=64, max_num_seqs=4, watermark=0
     )
     short = [request(name, [name] * 6, 12) for name in range(2)]
     for each in short:
@@ -198,38 +216,38 @@ def test_who_read_a_long_prompt_is_promised_room_for_the_answer() -> None:
 
 
 def test_chunks_of_a_prompt_beside_decoding() -> None:
-    scheduler = Scheduler(PlainMemory(BlockPool(100, 4)), most_tokens=5, most_requests=4)
+    scheduler = Scheduler(PagedCacheManager(BlockPool(100, 4)), max_num_batched_tokens=5, max_num_seqs=4)
     scheduler.add(request(0, [1, 2], 6))
     steps = [scheduler.schedule()]
     Clerk(scheduler, 0).read(steps[0])
     scheduler.add(request(1, list(range(11)), 2))
     step = scheduler.schedule()
-    assert [(piece.start, piece.count, piece.gives) for piece in step.pieces] == [(2, 1, True), (0, 4, False)]
+    assert [(piece.start, piece.count, piece.samples_token) for piece in step.pieces] == [(2, 1, True), (0, 4, False)]
 
 
 def test_the_prefix_is_found_but_never_all_of_a_prompt() -> None:
     pool = BlockPool(100, 4)
-    scheduler = Scheduler(PlainMemory(pool))
+    scheduler = Scheduler(PagedCacheManager(pool))
     first, again, longer = request(0, list(range(8)), 3), request(1, list(range(8)), 3), request(2, list(range(12)), 3)
     other = request(3, list(range(12)), 3, salt=b"another key")
     for each in (first, again, longer, other):
         scheduler.add(each)
         steps_of(scheduler)
-    assert [each.cached for each in (first, again, longer, other)] == [0, 4, 8, 0]
+    assert [each.num_cached_tokens for each in (first, again, longer, other)] == [0, 4, 8, 0]
 
 
 def test_the_cache_can_be_switched_off() -> None:
-    scheduler = Scheduler(PlainMemory(BlockPool(100, 4, prefix_cache=False)))
+    scheduler = Scheduler(PagedCacheManager(BlockPool(100, 4, prefix_cache=False)))
     for place in range(2):
         each = request(place, list(range(20)), 2)
         scheduler.add(each)
         steps_of(scheduler)
-        assert each.cached == 0
+        assert each.num_cached_tokens == 0
 
 
 def test_samples_share_the_blocks_of_their_prompt_without_a_prefix_cache() -> None:
     pool = BlockPool(100, 4, prefix_cache=False)
-    scheduler = Scheduler(PlainMemory(pool))
+    scheduler = Scheduler(PagedCacheManager(pool))
     parent = request(0, list(range(10)), 4)
     child = request(1, list(range(10)), 4, parent=parent)
     for each in (parent, child):
@@ -271,7 +289,7 @@ def test_digests_depend_on_all_before_and_on_salt_and_adapter() -> None:
 
 
 def test_a_full_queue_and_a_prompt_larger_than_the_cache_are_refused() -> None:
-    scheduler = Scheduler(PlainMemory(BlockPool(4, 4)), most_waiting=1)
+    scheduler = Scheduler(PagedCacheManager(BlockPool(4, 4)), max_queued=1)
     with pytest.raises(RequestError, match="longer than the cache"):
         scheduler.add(request(0, [1] * 16, 1))
     scheduler.add(request(0, [1], 1))
@@ -280,7 +298,7 @@ def test_a_full_queue_and_a_prompt_larger_than_the_cache_are_refused() -> None:
 
 
 def test_a_request_never_outgrows_the_cache() -> None:
-    scheduler = Scheduler(PlainMemory(BlockPool(4, 4)))
+    scheduler = Scheduler(PagedCacheManager(BlockPool(4, 4)))
     only = request(0, [1] * 10, 1000)
     scheduler.add(only)
     steps_of(scheduler)

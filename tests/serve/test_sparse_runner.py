@@ -19,8 +19,8 @@ from smelt.kvcache.selection.page_summary import ArkVale, Quest
 from smelt.kvcache.selection.trace import read_trace
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.sampling import Sampling
-from smelt.serve.engine.sparse_runner import SelectingRunner
+from smelt.serve.engine.sampling_params import SamplingParams
+from smelt.serve.engine.sparse_runner import SparseRunner
 from tests.models.test_surgery import cut, random_masks
 from tests.serve.test_adapters import merged, write_adapter
 from tests.serve.test_engine import GREEDY, SMALL, answers, expected, prompts, run
@@ -39,13 +39,20 @@ PLACES = [None, OffloadConfig(keep_steps=2), TIGHT, OffloadConfig(num_slots=24, 
 def selecting(
     network: PreTrainedModel, selection: SparseAttentionConfig, residence: OffloadConfig | None = None,
     record: bool = False, device: str = "cpu", **more: Any,
-) -> tuple[Engine, SelectingRunner]:  # fmt: skip
+) -> tuple[Engine, SparseRunner]:  # fmt: skip
     engine = Engine(Model(copy.deepcopy(network).to(device)), **{**SMALL, **more})
-    runner = SelectingRunner(
-        engine.model, blocks=engine.pool.blocks, size=engine.pool.size, most_tokens=engine.scheduler.most_tokens,
-        most_requests=engine.scheduler.most_requests, context=engine.context, adapters=engine.adapters,
-        selection=selection, residence=residence, record=record,
-    )  # fmt: skip
+    runner = SparseRunner(
+        engine.model,
+        num_blocks=engine.pool.blocks,
+        block_size=engine.pool.size,
+        max_num_batched_tokens=engine.scheduler.max_num_batched_tokens,
+        max_num_seqs=engine.scheduler.max_num_seqs,
+        max_model_len=engine.max_model_len,
+        adapters=engine.adapters,
+        selection=selection,
+        kv_offload=residence,
+        record=record,
+    )
     engine.runner = runner
     return engine, runner
 
@@ -58,7 +65,9 @@ def llama() -> tuple[PreTrainedModel, list[list[int]]]:
 
 
 @pytest.mark.parametrize("residence", PLACES, ids=str)
-@pytest.mark.parametrize("more", [{}, {"chunk": 5}, {"batch_tokens": 7}, {"prefix_cache": False}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"prefill_chunk_size": 5}, {"max_num_batched_tokens": 7}, {"prefix_cache": False}], ids=str
+)
 def test_with_all_pages_it_is_the_plain_engine(
     llama: tuple[PreTrainedModel, list[list[int]]], residence: OffloadConfig | None, more: dict[str, Any]
 ) -> None:
@@ -82,9 +91,9 @@ def test_after_preemption_too(
     prefix_cache: bool,
 ) -> None:
     network, _ = llama
-    texts, long = prompts(6, 3), Sampling(max_tokens=30, temperature=0, ignore_end=True)
+    texts, long = prompts(6, 3), SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     engine, runner = selecting(
-        network, ALL, residence, cache_bytes=24 * BLOCK_BYTES, prefix_cache=prefix_cache, batch_requests=3
+        network, ALL, residence, kv_cache_bytes=24 * BLOCK_BYTES, prefix_cache=prefix_cache, max_num_seqs=3
     )
     requests = [engine.submit(text, long)[0] for text in texts]
     run(engine)
@@ -133,11 +142,13 @@ def test_few_pages_wherever_they_lie(llama: tuple[PreTrainedModel, list[list[int
     """The choice does not depend on what is on the device, nor on who else is in the batch."""
     network, _ = llama
     selection = SparseAttentionConfig(digest, page_size=4, token_budget=12, sink_pages=1, recent_pages=1)
-    long = Sampling(max_tokens=24, temperature=0, ignore_end=True)
+    long = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
     found = [answers(selecting(network, selection, place)[0], prompts(4), long) for place in PLACES]
     alone = [answers(selecting(network, selection)[0], [text], long)[0] for text in prompts(4)]
     assert all(each == alone for each in found)
-    assert answers(selecting(network, selection, chunk=1)[0], prompts(4), long) == alone  # a prompt sees all of itself
+    assert (
+        answers(selecting(network, selection, prefill_chunk_size=1)[0], prompts(4), long) == alone
+    )  # a prompt sees all of itself
     assert alone != answers(Engine(Model(copy.deepcopy(network)), **SMALL), prompts(4), long)  # pages were left out
 
 
@@ -164,10 +175,10 @@ def test_the_device_holds_no_more_than_its_slots_and_copies_less_when_pages_stay
 def test_nothing_is_kept_of_requests_that_ended_or_wait(llama: tuple[PreTrainedModel, Any]) -> None:
     """Random aborts, and preemptions: whenever it is asked, only blocks of running requests are on the device."""
     engine, runner = selecting(
-        llama[0], FEW, OffloadConfig(num_slots=64, keep_steps=1000), cache_bytes=30 * BLOCK_BYTES
+        llama[0], FEW, OffloadConfig(num_slots=64, keep_steps=1000), kv_cache_bytes=30 * BLOCK_BYTES
     )
     chance, held = random.Random(0), 0
-    long = Sampling(max_tokens=30, temperature=0, ignore_end=True)
+    long = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     requests = [engine.submit(text, long)[0] for text in prompts(12)]
     while engine.busy:
         engine.step()
@@ -252,23 +263,31 @@ def test_on_a_gpu(llama: tuple[PreTrainedModel, list[list[int]]], residence: Off
 
 def test_an_engine_is_told_what_to_choose() -> None:
     """By fields, as they come from another process; blocks are the pages that are chosen."""
-    engine = Engine(Model(BUILDS["llama"]()), context=96, cache_bytes=10**7, select={"page": 4, "budget": 96})
-    assert engine.pool.size == 4 and isinstance(engine.runner, SelectingRunner) and engine.runner.host is None
-    plain = Engine(Model(BUILDS["llama"]()), block=4, context=96, cache_bytes=10**7)
+    engine = Engine(
+        Model(BUILDS["llama"]()), max_model_len=96, kv_cache_bytes=10**7, page_selection={"page": 4, "budget": 96}
+    )
+    assert engine.pool.size == 4 and isinstance(engine.runner, SparseRunner) and engine.runner.host is None
+    plain = Engine(Model(BUILDS["llama"]()), block_size=4, max_model_len=96, kv_cache_bytes=10**7)
     texts = [[5, 6, 7, 8] * 9, [9, 10, 11]]
-    sampling = Sampling(max_tokens=8, temperature=0, ignore_end=True)
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     answers = [[engine.submit(text, sampling)[0] for text in texts] for engine in (engine, plain)]
     for each in (engine, plain):
         while each.busy:
             each.step()
     assert [each.output for each in answers[0]] == [each.output for each in answers[1]]
     few = {"page": 4, "budget": 24}
-    host = Engine(Model(BUILDS["llama"]()), context=96, cache_bytes=10**7, select=few, residence={"num_slots": 64})
-    assert isinstance(host.runner, SelectingRunner) and host.runner.host is not None
-    assert [each.runner.path for each in (engine, host)] == [
+    host = Engine(
+        Model(BUILDS["llama"]()),
+        max_model_len=96,
+        kv_cache_bytes=10**7,
+        page_selection=few,
+        kv_offload={"num_slots": 64},
+    )
+    assert isinstance(host.runner, SparseRunner) and host.runner.host is not None
+    assert [each.runner.backend for each in (engine, host)] == [
         "module, pages chosen", "module, pages chosen from the host's memory",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="not both"):
-        Engine(Model(BUILDS["llama"]()), select=few, kv="profile.json")
+        Engine(Model(BUILDS["llama"]()), page_selection=few, kv_profile="profile.json")
     with pytest.raises(ModelError, match="several devices"):
-        Engine(Model(BUILDS["llama"]()), select=few, devices=2)
+        Engine(Model(BUILDS["llama"]()), page_selection=few, tensor_parallel_size=2)

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from smelt.errors import RequestError
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.sampling import Form, Sampling
+from smelt.serve.engine.sampling_params import SamplingParams, StructuredOutputParams
 from tests.serve.test_detokenizer import byte_tokenizer
 from tests.tiny import DECODER
 
@@ -38,11 +38,11 @@ def engine() -> Engine:
     tokenizer.add_special_tokens({"eos_token": "<end>"})
     torch.manual_seed(0)
     config = LlamaConfig(**{**DECODER, "vocab_size": 300, "max_position_embeddings": 512}, eos_token_id=256)
-    return Engine(Model(LlamaForCausalLM(config).eval(), tokenizer), block=8, cache_bytes=10**7)
+    return Engine(Model(LlamaForCausalLM(config).eval(), tokenizer), block_size=8, kv_cache_bytes=10**7)
 
 
-def answer(engine: Engine, form: Form, **more: Any) -> list[str]:
-    sampling = Sampling(**{"max_tokens": 300, "seed": 1, **more}, form=form)
+def answer(engine: Engine, form: StructuredOutputParams, **more: Any) -> list[str]:
+    sampling = SamplingParams(**{"max_tokens": 300, "seed": 1, **more}, structured_output=form)
     found = engine.generate(["write: "], sampling)
     assert all(each.reason == "stop" for each in found), [each.text for each in found]
     return [each.text for each in found]
@@ -50,7 +50,7 @@ def answer(engine: Engine, form: Form, **more: Any) -> list[str]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
 def test_a_schema(engine: Engine, temperature: float) -> None:
-    for text in answer(engine, Form("schema", json.dumps(SCHEMA)), temperature=temperature, n=3):
+    for text in answer(engine, StructuredOutputParams("schema", json.dumps(SCHEMA)), temperature=temperature, n=3):
         found = json.loads(text)
         assert list(found) == ["name", "age", "tags"] and 0 <= found["age"] <= 130 and len(found["name"]) <= 8
         assert set(found["tags"]) <= {"red", "green"} and len(found["tags"]) <= 2
@@ -58,17 +58,22 @@ def test_a_schema(engine: Engine, temperature: float) -> None:
 
 def test_a_regular_expression(engine: Engine) -> None:
     pattern = r"[a-f]{3}-[0-9]+(é|ü)"
-    texts = answer(engine, Form("regex", pattern), n=4, temperature=2.0)
+    texts = answer(engine, StructuredOutputParams("regex", pattern), n=4, temperature=2.0)
     assert all(re.fullmatch(pattern, text) for text in texts) and len(set(texts)) > 1
 
 
 def test_a_grammar(engine: Engine) -> None:
     lark = 'start: "yes" | "no" | start_more\nstart_more: "maybe" (" maybe")*'
-    assert all(re.fullmatch("yes|no|maybe( maybe)*", text) for text in answer(engine, Form("grammar", lark), n=4))
+    assert all(
+        re.fullmatch("yes|no|maybe( maybe)*", text)
+        for text in answer(engine, StructuredOutputParams("grammar", lark), n=4)
+    )
 
 
 def test_any_object(engine: Engine) -> None:
-    request = engine.submit([5, 6], Sampling(max_tokens=60, seed=2, form=Form("json")))[0]
+    request = engine.submit(
+        [5, 6], SamplingParams(max_tokens=60, seed=2, structured_output=StructuredOutputParams("json"))
+    )[0]
     while engine.busy:
         engine.step()
     assert engine.model.tokenizer is not None
@@ -79,9 +84,11 @@ def test_any_object(engine: Engine) -> None:
 
 
 def test_beside_answers_without_a_form_and_after_preemption(engine: Engine) -> None:
-    free = engine.submit([7, 8, 9], Sampling(max_tokens=30, temperature=0, ignore_end=True))[0]
-    alone = engine.submit([7, 8, 9], Sampling(max_tokens=30, temperature=0, ignore_end=True))[0]
-    formed = engine.submit([7, 8, 9], Sampling(max_tokens=50, seed=4, form=Form("regex", "[xyz]{20}")))[0]
+    free = engine.submit([7, 8, 9], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))[0]
+    alone = engine.submit([7, 8, 9], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))[0]
+    formed = engine.submit(
+        [7, 8, 9], SamplingParams(max_tokens=50, seed=4, structured_output=StructuredOutputParams("regex", "[xyz]{20}"))
+    )[0]
     preempted = False
     while engine.busy:
         engine.step()
@@ -90,7 +97,7 @@ def test_beside_answers_without_a_form_and_after_preemption(engine: Engine) -> N
             step = engine.scheduler.schedule()  # as if blocks had run out
             engine.scheduler._preempt(formed, step)
             engine._read(engine.runner.launch(type(step)([p for p in step.pieces if p.request is not formed])))
-            formed.under_way = 0
+            formed.num_inflight = 0
     assert preempted and free.output == alone.output and formed.preemptions == 1
     assert engine.model.tokenizer is not None
     assert re.fullmatch("[xyz]{20}", engine.model.tokenizer.decode(formed.output, skip_special_tokens=True))
@@ -111,24 +118,26 @@ def test_beside_answers_without_a_form_and_after_preemption(engine: Engine) -> N
 )
 def test_forms_that_cannot_be(engine: Engine, form: tuple[str, str], told: str) -> None:
     with pytest.raises(RequestError, match=told) as caught:
-        engine.submit([5], Sampling(form=Form(*form)))
+        engine.submit([5], SamplingParams(structured_output=StructuredOutputParams(*form)))
     assert "\n" not in str(caught.value) and not engine.busy
 
 
 @pytest.mark.parametrize(
     "form",
     [
-        Form("regex", "((a{1,500}){1,500}){1,500}"),
-        Form("regex", "(a|aa|aaa)*(b|bb|ab)*" * 200),
-        Form("schema", json.dumps({"anyOf": [{"type": "array", "minItems": 9999, "maxItems": 10**6}] * 50})),
-        Form("schema", '{"type": "array", "items": ' * 500 + "{}" + "}" * 500),
+        StructuredOutputParams("regex", "((a{1,500}){1,500}){1,500}"),
+        StructuredOutputParams("regex", "(a|aa|aaa)*(b|bb|ab)*" * 200),
+        StructuredOutputParams(
+            "schema", json.dumps({"anyOf": [{"type": "array", "minItems": 9999, "maxItems": 10**6}] * 50})
+        ),
+        StructuredOutputParams("schema", '{"type": "array", "items": ' * 500 + "{}" + "}" * 500),
     ],
     ids=["nested counts", "ambiguous", "large arrays", "deep"],
 )
-def test_forms_that_would_take_for_ever_do_not(engine: Engine, form: Form) -> None:
+def test_forms_that_would_take_for_ever_do_not(engine: Engine, form: StructuredOutputParams) -> None:
     start = time.perf_counter()
     with contextlib.suppress(RequestError):
-        engine.submit([5], Sampling(max_tokens=3, form=form))
+        engine.submit([5], SamplingParams(max_tokens=3, structured_output=form))
     while engine.busy:
         engine.step()
     assert time.perf_counter() - start < 10
@@ -137,5 +146,11 @@ def test_forms_that_would_take_for_ever_do_not(engine: Engine, form: Form) -> No
 def test_a_sampling_survives_json() -> None:
     from dataclasses import asdict
 
-    sampling = Sampling(stop=("a",), stop_ids=(3,), bias={4: 1.5}, form=Form("regex", "a+"), seed=3)
-    assert Sampling.from_json(json.loads(json.dumps(asdict(sampling)))) == sampling
+    sampling = SamplingParams(
+        stop=("a",),
+        stop_token_ids=(3,),
+        logit_bias={4: 1.5},
+        structured_output=StructuredOutputParams("regex", "a+"),
+        seed=3,
+    )
+    assert SamplingParams.from_json(json.loads(json.dumps(asdict(sampling)))) == sampling

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from smelt.errors import SmeltError
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.server.metrics import Meters
 from smelt.serve.server.settings import ServerLimits
 from smelt.serve.server.supervisor import Supervisor
@@ -103,7 +103,9 @@ def test_one_that_stands_still_is_noticed_and_replaced_and_blocks_nobody() -> No
         os.kill(first, signal.SIGSTOP)
         await asyncio.sleep(0.8)
         assert found.trouble == ""  # nobody waits for it
-        streams = [client.stream([[9] * 2000] * 8, Sampling()) for _ in range(40)]  # would wait for ever, if it waited
+        streams = [
+            client.stream([[9] * 2000] * 8, SamplingParams()) for _ in range(40)
+        ]  # would wait for ever, if it waited
         assert client.alive
         await until(lambda: "no step was finished for 0.6 seconds" in found.trouble)
         watching = asyncio.create_task(found.watch())

@@ -44,10 +44,10 @@ def saved(model: Model, folder: Path) -> str:
 @contextmanager
 def split(folder: str, **options: Any) -> Iterator[tuple[Engine, Any]]:
     """An engine over two processes; the other one is gone afterwards."""
-    engine = Engine(folder, devices=2, **SMALL, **options)
+    engine = Engine(folder, tensor_parallel_size=2, **SMALL, **options)
     runner: Any = engine.runner
     try:
-        assert runner.path == "module on 2 devices"
+        assert runner.backend == "module on 2 devices"
         yield engine, runner
     finally:
         runner._others[0].kill()
@@ -253,4 +253,4 @@ def test_what_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
         "smelt.serve.engine.tensor_parallel._start_others", lambda *_: pytest.fail("a process was started")
     )
     with pytest.raises(ModelError, match=sentence):
-        Engine(model, devices=2, **SMALL)
+        Engine(model, tensor_parallel_size=2, **SMALL)

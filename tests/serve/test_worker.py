@@ -13,14 +13,14 @@ import pytest
 from smelt.errors import RequestError, SmeltError
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.worker.client import EngineClient, Stream, TokenEvent, WorkerDiedError
 from smelt.serve.worker.loop import Loop
 from smelt.serve.worker.pipe import Pipe, pipe_pair
 from tests.serve.served import PATIENCE, language_model
 
-GREEDY = Sampling(max_tokens=12, temperature=0, ignore_end=True)
-LONG = Sampling(max_tokens=1500, temperature=0, ignore_end=True)
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 9, 77, 30], [101] * 40, [3]]
 
 
@@ -41,7 +41,7 @@ async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> Non
 
 
 async def answers(client: EngineClient) -> None:
-    engine = Engine(Model(language_model()), cache_bytes=10**7)
+    engine = Engine(Model(language_model()), kv_cache_bytes=10**7)
     requests = [engine.submit(prompt, GREEDY)[0] for prompt in PROMPTS]
     while engine.busy:
         engine.step()
@@ -56,7 +56,7 @@ async def answers(client: EngineClient) -> None:
 
 async def samples(client: EngineClient) -> None:
     """One of several samples is ended early; the others go on."""
-    stream = client.stream([PROMPTS[0]], Sampling(max_tokens=1500, n=3, seed=1, ignore_end=True))
+    stream = client.stream([PROMPTS[0]], SamplingParams(max_tokens=1500, n=3, seed=1, ignore_eos=True))
     counts = [0, 0, 0]
     try:
         while found := await stream.next():
@@ -101,7 +101,7 @@ def test_a_process_and_its_client(model_folder: Path) -> None:
     parts: list[Callable[[EngineClient], Awaitable[None]]] = [answers, samples, leaving, refusal, waiting]
 
     async def main() -> None:
-        client = EngineClient(str(model_folder), cache_bytes=10**7)
+        client = EngineClient(str(model_folder), kv_cache_bytes=10**7)
         await client.start()
         for part in parts:
             await part(client)
@@ -118,6 +118,6 @@ def test_the_engine_is_given_the_model_by_its_name(model_folder: Path, monkeypat
     """Not by the folder that the name stands for: that of a bundled model holds floats, its name means few bits."""
     monkeypatch.setenv("HOME", str(model_folder.parent))
     ours, theirs = pipe_pair()
-    ours.send({"model": f"~/{model_folder.name}", "cache_bytes": 10**6})
+    ours.send({"model": f"~/{model_folder.name}", "kv_cache_bytes": 10**6})
     loop = Loop(Pipe(theirs.detach()))
     assert loop.engine.model.source == f"~/{model_folder.name}" and loop.folder == str(model_folder)

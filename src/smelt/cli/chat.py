@@ -15,7 +15,7 @@ from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, SeedOption
 from smelt.errors import RequestError
 from smelt.serve.chat import Conversation
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 
 HELP = "Ctrl-C stops an answer, Ctrl-D ends; /reset forgets what was said, /system TEXT tells the model what it is."
 
@@ -30,8 +30,8 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    sampling = Sampling(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    talk = Conversation(Engine(model, device=device, context=max_model_len, batch_requests=2), sampling, system)
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    talk = Conversation(Engine(model, device=device, max_model_len=max_model_len, max_num_seqs=2), sampling, system)
     if sys.stdin.isatty():
         import readline  # noqa: F401  lets `input` keep a history and edit its line
 
@@ -109,7 +109,7 @@ def answer(talk: Conversation, line: str, control: ControlC) -> None:
     try:
         gone = talk.trim(line)
         if gone:
-            say(f"the context of {talk.engine.context:,} tokens is full: the oldest {gone} messages are forgotten.")
+            say(f"the context of {talk.engine.max_model_len:,} tokens is full: the oldest {gone} messages are dropped.")
         for piece in talk.answer(line, lambda: control.pressed):
             print(harmless(piece), end="", flush=True)
         print()

@@ -132,10 +132,11 @@ def run(
     check_binding(host, keys)
     token_cap = _token_cap(kv_token_cap, kv_profile, kv_select)
     engine = {
-        "context": max_model_len, "cache_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
-        "batch_requests": max_num_seqs, "batch_tokens": max_num_batched_tokens, "prefix_cache": prefix_caching,
-        "devices": tensor_parallel_size, "kv": _profile(kv_profile), **_selection(kv_select, kv_budget, kv_offload),
-        "cap": token_cap, "kv_type": _dtype(kv_cache_dtype),
+        "max_model_len": max_model_len, "kv_cache_bytes": None if kv_cache_gib is None else int(kv_cache_gib * 2**30),
+        "max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens, "prefix_cache": prefix_caching,
+        "tensor_parallel_size": tensor_parallel_size, "kv_profile": _profile(kv_profile),
+        **_selection(kv_select, kv_budget, kv_offload), "kv_token_cap": token_cap,
+        "kv_cache_dtype": _dtype(kv_cache_dtype),
     }  # fmt: skip
     limits = ServerLimits(
         max_queued=max_queued, shutdown_timeout=shutdown_timeout, step_timeout=step_timeout,
@@ -171,7 +172,7 @@ def _selection(select: str, budget: int, offload: bool) -> dict[str, Any]:
         raise ConfigError(f"--kv-select {select!r} is unknown; the only choice is pages.")
     if offload and not select:
         raise ConfigError("--kv-offload requires --kv-select pages.")
-    return {"select": {"token_budget": budget} if select else None, "residence": {} if offload else None}
+    return {"page_selection": {"token_budget": budget} if select else None, "kv_offload": {} if offload else None}
 
 
 def _token_cap(tokens: int | None, profile: Path | None, select: str) -> int | None:
@@ -184,10 +185,10 @@ def _token_cap(tokens: int | None, profile: Path | None, select: str) -> int | N
 
 
 def _dtype(name: str | None) -> str | None:
-    from smelt.serve.engine.kv_dtype import KINDS
+    from smelt.serve.engine.kv_dtype import KV_CACHE_DTYPES
 
-    if name is not None and name not in KINDS:
-        raise ConfigError(f"--kv-cache-dtype {name!r} is unknown; choose one of {', '.join(KINDS)}.")
+    if name is not None and name not in KV_CACHE_DTYPES:
+        raise ConfigError(f"--kv-cache-dtype {name!r} is unknown; choose one of {', '.join(KV_CACHE_DTYPES)}.")
     return name
 
 

@@ -34,9 +34,11 @@ class CompiledNetwork:
 
     name = "cpu-program"
 
-    def __init__(self, model: Model, cache: Layers, most_tokens: int, most_wanted: int, context: int) -> None:
+    def __init__(
+        self, model: Model, cache: Layers, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
+    ) -> None:
         kind = torch.bfloat16 if model.network.dtype == torch.bfloat16 else torch.float32
-        writer = _Writer(decoder_of(model, context), cache, most_tokens, most_wanted, kind)
+        writer = _Writer(decoder_of(model, max_model_len), cache, max_num_batched_tokens, max_num_seqs, kind)
         self._program, self._logits = writer.written()
 
     def logits(
@@ -79,16 +81,18 @@ def _multiplies(layer: nn.Module) -> bool:
 class _Writer:
     """Writes the operations of a network, with buffers for the largest step."""
 
-    def __init__(self, network: Decoder, cache: Layers, most_tokens: int, most_wanted: int, kind: torch.dtype) -> None:
+    def __init__(
+        self, network: Decoder, cache: Layers, max_num_batched_tokens: int, max_num_seqs: int, kind: torch.dtype
+    ) -> None:
         self.decoder, self.cache = network, cache
-        self.most_tokens, self.most_wanted, self.type = most_tokens, most_wanted, kind
+        self.max_num_batched_tokens, self.max_num_seqs, self.type = max_num_batched_tokens, max_num_seqs, kind
         self.program = Program(load_library())
         self._buffers: dict[str, Tensor] = {}
 
     def written(self) -> tuple[Program, Tensor]:
         """The program, and where its logits are."""
         table, width = self.decoder.table, self.decoder.width
-        hidden = torch.empty(self.most_tokens, width)
+        hidden = torch.empty(self.max_num_batched_tokens, width)
         self.program.add(compiled.EMBED, weight=table, weight_type=table.dtype, y=hidden, width=width)
         given: Tensor | None = None  # by the part before, not added yet
         for part in self.decoder.parts:
@@ -103,11 +107,11 @@ class _Writer:
     def _head(self, hidden: Tensor) -> Tensor:
         """The logits of the tokens for which they are wanted, in float32."""
         width = hidden.shape[1]
-        picked = torch.empty(self.most_wanted, width)
-        normed = torch.empty(self.most_wanted, width, dtype=self._head_type())
+        picked = torch.empty(self.max_num_seqs, width)
+        normed = torch.empty(self.max_num_seqs, width, dtype=self._head_type())
         self.program.add(compiled.PICK, x=hidden, y=picked, width=width)
         self._norm(self.decoder.norm, picked, None, normed, count=compiled.LOGITS_TOKENS_ONLY)
-        logits = torch.empty(self.most_wanted, rows_of(self.decoder.head))
+        logits = torch.empty(self.max_num_seqs, rows_of(self.decoder.head))
         self._product(self.decoder.head, normed, logits, count=compiled.LOGITS_TOKENS_ONLY)
         return logits
 
@@ -185,5 +189,5 @@ class _Writer:
         """A buffer by name: layers use it one after the other. [most tokens, width]"""
         key = f"{name} {width}"
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(self.most_tokens, width, dtype=self.type)
+            self._buffers[key] = torch.empty(self.max_num_batched_tokens, width, dtype=self.type)
         return self._buffers[key]

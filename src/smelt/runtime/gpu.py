@@ -24,10 +24,10 @@ Attend = Callable[[Tensor, Attention], Tensor]
 class FusedNetwork:
     """Hidden states and logits from embedded tokens; what attention is comes from outside."""
 
-    def __init__(self, network: Decoder, most_requests: int) -> None:
+    def __init__(self, network: Decoder, max_num_seqs: int) -> None:
         self.decoder = network
         heads = max(part.kv_heads for part in network.parts if isinstance(part, Attention))
-        self.arrived = torch.zeros(most_requests * heads, dtype=torch.int32, device=network.table.device)
+        self.arrived = torch.zeros(max_num_seqs * heads, dtype=torch.int32, device=network.table.device)
         self._first = [
             _Product(part.writers if isinstance(part, Attention) else (part.gate, part.up)) for part in network.parts
         ]

@@ -9,9 +9,9 @@ from typing import Any
 
 from smelt.errors import ModelError, RequestError
 from smelt.models.json_file import one_line
-from smelt.serve.engine.detokenizer import TextStream
+from smelt.serve.engine.detokenizer import Detokenizer
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 
 Message = dict[str, str]
 
@@ -33,7 +33,7 @@ class Turn:
 class Conversation:
     """Messages and answers. The engine's prefix cache keeps what was said, so that a turn computes what is new."""
 
-    def __init__(self, engine: Engine, sampling: Sampling, system: str = "") -> None:
+    def __init__(self, engine: Engine, sampling: SamplingParams, system: str = "") -> None:
         tokenizer, source = engine.model.tokenizer, engine.model.source or "this model"
         if tokenizer is None or not tokenizer.chat_template:
             raise ModelError(
@@ -59,7 +59,7 @@ class Conversation:
         except Exception:
             self.messages.pop()
             raise
-        stream, said, begin = TextStream(self.tokenizer, prompt), "", time.perf_counter()
+        stream, said, begin = Detokenizer(self.tokenizer, prompt), "", time.perf_counter()
         try:
             while not request.reason:
                 if stopped():
@@ -79,7 +79,13 @@ class Conversation:
                 self.engine.step()
             self.messages.append({"role": "assistant", "content": said})
             self.turns.append(
-                Turn(len(prompt), request.cached, len(request.output), time.perf_counter() - begin, request.reason)
+                Turn(
+                    len(prompt),
+                    request.num_cached_tokens,
+                    len(request.output),
+                    time.perf_counter() - begin,
+                    request.reason,
+                )
             )
 
     def trim(self, text: str) -> int:
@@ -87,8 +93,8 @@ class Conversation:
         gone = 0
         self.messages.append({"role": "user", "content": text})
         try:
-            room = min(self.sampling.max_tokens or self.engine.context, self.engine.context // 2)
-            while len(self.messages) > 1 and len(self.prompt()) + room > self.engine.context:
+            room = min(self.sampling.max_tokens or self.engine.max_model_len, self.engine.max_model_len // 2)
+            while len(self.messages) > 1 and len(self.prompt()) + room > self.engine.max_model_len:
                 count = 2 if len(self.messages) > 2 else 1  # a question goes with its answer
                 del self.messages[:count]
                 gone += count
@@ -109,8 +115,8 @@ class Conversation:
             ) from error
         return list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
-    def _sampling(self) -> Sampling:
+    def _sampling(self) -> SamplingParams:
         """A seed for each turn, and the tokenizer's end of text beside the model's."""
         end = self.tokenizer.eos_token_id
         seed = None if self.sampling.seed is None else self.sampling.seed + len(self.turns)
-        return replace(self.sampling, seed=seed, stop_ids=() if end is None else (end,))
+        return replace(self.sampling, seed=seed, stop_token_ids=() if end is None else (end,))

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from smelt.kvcache.streaming import InfiniPot, TextStream
 from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.models.model import Model
-from smelt.serve.engine.bounded.memory import CappedMemory
-from smelt.serve.engine.bounded.runner import CappedRunner
+from smelt.serve.engine.bounded.memory import BoundedCacheManager
+from smelt.serve.engine.bounded.runner import BoundedRunner
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.runner import Launched
-from smelt.serve.engine.sampling import Sampling
-from smelt.serve.engine.scheduler import Step
+from smelt.serve.engine.runner import InflightBatch
+from smelt.serve.engine.sampling_params import SamplingParams
+from smelt.serve.engine.scheduler import ScheduledBatch
 from tests.serve.test_adapters import merged, write_adapter
 from tests.serve.test_engine import expected
 from tests.tiny import BUILDS
@@ -32,15 +32,15 @@ RULE = InfiniPot(prompt=PROMPT)
 CAP, KEEP, BLOCK = 42, 14, 4
 FULL, MOST = CAP - len(PROMPT), -(-CAP // BLOCK)  # tokens of a full pot, and its pages
 BLOCK_BYTES = 3 * 2 * BLOCK * (2 * 8 * 4 + 4)  # keys, values and numbers
-GREEDY = Sampling(max_tokens=16, temperature=0, ignore_end=True)
-LONG = Sampling(max_tokens=70, temperature=0, ignore_end=True)
+GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
 
 
 def capped(network: PreTrainedModel | None = None, **more: Any) -> Engine:
     """With room for 8 pots, unless told."""
-    given = {"block": BLOCK, "cache_bytes": 8 * MOST * BLOCK_BYTES, **more}
+    given = {"block_size": BLOCK, "kv_cache_bytes": 8 * MOST * BLOCK_BYTES, **more}
     model = Model(copy.deepcopy(network) if network is not None else BUILDS["llama"]())
-    return Engine(model, **{"cap": BoundedCacheConfig(CAP, KEEP, RULE), **given})
+    return Engine(model, **{"kv_token_cap": BoundedCacheConfig(CAP, KEEP, RULE), **given})
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,13 @@ def llama() -> PreTrainedModel:
     return copy.deepcopy(trained_llama(sentences(400)))
 
 
-def memory_of(engine: Engine) -> CappedMemory:
-    assert isinstance(engine.scheduler.memory, CappedMemory)
-    return engine.scheduler.memory
+def memory_of(engine: Engine) -> BoundedCacheManager:
+    assert isinstance(engine.scheduler.cache_manager, BoundedCacheManager)
+    return engine.scheduler.cache_manager
 
 
-def runner_of(engine: Engine) -> CappedRunner:
-    assert isinstance(engine.runner, CappedRunner)
+def runner_of(engine: Engine) -> BoundedRunner:
+    assert isinstance(engine.runner, BoundedRunner)
     return engine.runner
 
 
@@ -90,7 +90,7 @@ def check(engine: Engine) -> None:
         assert request.pot is None and not request.blocks
 
 
-def answers(engine: Engine, texts: list[list[int]], sampling: Sampling = GREEDY) -> list[list[int]]:
+def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
     requests = [engine.submit(text, sampling)[0] for text in texts]
     run(engine)
     return [each.output for each in requests]
@@ -111,13 +111,15 @@ def test_a_text_that_fits_is_answered_as_by_the_plain_engine(name: str, compiled
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_logits_that_fit_are_those_of_the_plain_engine(llama: PreTrainedModel, compiled: bool) -> None:
-    asked, text = Sampling(max_tokens=8, temperature=0, ignore_end=True, logprobs=20), words(FULL - 8, 3)
-    plain = Engine(Model(copy.deepcopy(llama)), block=BLOCK, context=96, cache_bytes=10**7, compiled=compiled)
+    asked, text = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=20), words(FULL - 8, 3)
+    plain = Engine(
+        Model(copy.deepcopy(llama)), block_size=BLOCK, max_model_len=96, kv_cache_bytes=10**7, compiled=compiled
+    )
     found = [logprobs(engine, text, asked) for engine in (plain, capped(llama, compiled=compiled))]
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
 
 
-def logprobs(engine: Engine, text: list[int], sampling: Sampling) -> torch.Tensor:
+def logprobs(engine: Engine, text: list[int], sampling: SamplingParams) -> torch.Tensor:
     engine.submit(text, sampling)
     found = []
     while engine.busy:
@@ -129,7 +131,9 @@ def logprobs(engine: Engine, text: list[int], sampling: Sampling) -> torch.Tenso
 
 def test_a_network_in_a_small_type() -> None:
     network, texts = BUILDS["llama"]().to(torch.bfloat16), texts_of([1, 5, FULL - 16, 12])
-    plain = Engine(Model(copy.deepcopy(network)), block=BLOCK, context=96, cache_bytes=10**7, compiled=False)
+    plain = Engine(
+        Model(copy.deepcopy(network)), block_size=BLOCK, max_model_len=96, kv_cache_bytes=10**7, compiled=False
+    )
     wanted = [plain.submit(text, GREEDY)[0] for text in texts]
     while plain.busy:
         plain.step()
@@ -147,7 +151,7 @@ def streamed(network: PreTrainedModel) -> TextStream:
 
 def held(engine: Engine, request: Request, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Of a running request: numbers [kv_heads, length], keys and values [kv_heads, length, width]."""
-    runner, length = runner_of(engine), memory_of(engine).size.length(request.computed)
+    runner, length = runner_of(engine), memory_of(engine).size.length(request.num_computed_tokens)
     rows = torch.tensor([request.blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(length)])
     numbers = runner.pages.numbers.flatten(0, 1)[rows, layer].T.long()
     keys, values = (
@@ -159,14 +163,14 @@ def held(engine: Engine, request: Request, layer: int) -> tuple[torch.Tensor, to
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_long_text_lies_in_its_pages_as_in_a_streams_pot(llama: PreTrainedModel, compiled: bool) -> None:
     """Over prompt and answer, after every step: the same tokens of every head, keys, values, and what is novel."""
-    engine, stream = capped(llama, compiled=compiled, chunk=9), streamed(llama)
+    engine, stream = capped(llama, compiled=compiled, prefill_chunk_size=9), streamed(llama)
     request = engine.submit(words(150), LONG)[0]
     while engine.busy:
         engine.step()
         if not request.blocks:
             break
-        stream.push(request.tokens[stream.seen : request.computed])
-        assert stream.length == memory_of(engine).size.length(request.computed)
+        stream.push(request.tokens[stream.seen : request.num_computed_tokens])
+        assert stream.length == memory_of(engine).size.length(request.num_computed_tokens)
         assert request.pot is not None and request.pot.ledger.length == stream._ledger.length
         for mine, theirs in (
             (request.pot.ledger.numbers, stream._ledger.numbers),
@@ -188,7 +192,9 @@ def test_the_answer_is_the_streams(llama: PreTrainedModel) -> None:
         stream, text = streamed(llama), words(length, 4)
         stream.push(text)
         free = CAP - stream.length
-        found = answers(capped(llama), [text], Sampling(max_tokens=min(free, 20), temperature=0, ignore_end=True))[0]
+        found = answers(
+            capped(llama), [text], SamplingParams(max_tokens=min(free, 20), temperature=0, ignore_eos=True)
+        )[0]
         fits = FULL - stream.length + 1  # before the engine cooks down what it says itself
         stream.model.network.generation_config.eos_token_id = None
         assert stream.answer([], len(found))[:fits].tolist() == found[:fits]
@@ -198,7 +204,7 @@ def test_the_answer_is_the_streams(llama: PreTrainedModel) -> None:
 
 
 def test_a_conversation_many_times_the_cap_stays_within_it() -> None:
-    engine = capped(batch_requests=2)
+    engine = capped(max_num_seqs=2)
     text: list[int] = words(10)
     longest = 0
     for turn in range(12):
@@ -236,12 +242,12 @@ def test_a_short_request_reserves_what_it_has() -> None:
 
 def test_what_nobody_asked_to_end_ends() -> None:
     engine = capped()
-    assert engine.longest == engine.context == 2**30
-    request = engine.submit(words(100), Sampling(max_tokens=None, temperature=0, ignore_end=True))[0]
+    assert engine.max_request_tokens == engine.max_model_len == 2**30
+    request = engine.submit(words(100), SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))[0]
     run(engine)
     assert len(request.output) == CAP and request.reason == "length"
-    limited = capped(context=110)
-    request = limited.submit(words(100), Sampling(max_tokens=None, temperature=0, ignore_end=True))[0]
+    limited = capped(max_model_len=110)
+    request = limited.submit(words(100), SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))[0]
     run(limited)
     assert len(request.tokens) == 110
 
@@ -256,7 +262,14 @@ def alone(llama: PreTrainedModel) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     "more",
-    [{}, {"compiled": False}, {"batch_requests": 3}, {"batch_tokens": 11}, {"chunk": 5}, {"prefix_cache": False}],
+    [
+        {},
+        {"compiled": False},
+        {"max_num_seqs": 3},
+        {"max_num_batched_tokens": 11},
+        {"prefill_chunk_size": 5},
+        {"prefix_cache": False},
+    ],
     ids=str,
 )
 def test_a_batch_changes_no_answer(llama: PreTrainedModel, alone: list[list[int]], more: dict[str, Any]) -> None:
@@ -271,7 +284,7 @@ def test_a_prompt_is_cut_the_same_way_whoever_else_is_there() -> None:
         found: dict[int, list[tuple[int, int]]] = {}
         launch = runner_of(engine).launch
 
-        def noted(step: Step) -> Launched:
+        def noted(step: ScheduledBatch) -> InflightBatch:
             for piece in step.pieces:
                 found.setdefault(len(piece.request.prompt), []).append((piece.start, piece.count))
             return launch(step)
@@ -281,13 +294,13 @@ def test_a_prompt_is_cut_the_same_way_whoever_else_is_there() -> None:
         return found
 
     texts = texts_of(LENGTHS)
-    together = cut(capped(chunk=9, batch_requests=4), texts)
-    assert together == {len(text): cut(capped(chunk=9), [text])[len(text)] for text in texts}
+    together = cut(capped(prefill_chunk_size=9, max_num_seqs=4), texts)
+    assert together == {len(text): cut(capped(prefill_chunk_size=9), [text])[len(text)] for text in texts}
 
 
 def test_answers_after_preemption(llama: PreTrainedModel, alone: list[list[int]]) -> None:
     """A pot that was cooked down often, also while it was answered, is lost, and made anew."""
-    engine = capped(llama, cache_bytes=(MOST + 4) * BLOCK_BYTES)
+    engine = capped(llama, kv_cache_bytes=(MOST + 4) * BLOCK_BYTES)
     texts = texts_of(LENGTHS)
     long = engine.submit(texts[0], LONG, priority=1)[0]
     while len(long.output) < 40:
@@ -301,12 +314,12 @@ def test_answers_after_preemption(llama: PreTrainedModel, alone: list[list[int]]
 def test_random_work_ends_and_leaks_nothing(llama: PreTrainedModel) -> None:
     """Requests come, leave and go on from each other at random."""
     chance = random.Random(1)
-    engine, ended, came = capped(llama, cache_bytes=(3 * MOST + 1) * BLOCK_BYTES, batch_tokens=16), [], []
+    engine, ended, came = capped(llama, kv_cache_bytes=(3 * MOST + 1) * BLOCK_BYTES, max_num_batched_tokens=16), [], []
     for turn in range(400):
         if turn < 250 and chance.random() < 0.12:
             before = chance.choice(ended).tokens if ended and chance.random() < 0.5 else []
             text = [*before[: chance.randrange(len(before) + 1)], *words(chance.randrange(1, 80), turn)]
-            asked = Sampling(max_tokens=chance.randrange(1, 40), temperature=0, n=chance.randrange(1, 3))
+            asked = SamplingParams(max_tokens=chance.randrange(1, 40), temperature=0, n=chance.randrange(1, 3))
             came += engine.submit(text, asked)
         if engine.scheduler.running and chance.random() < 0.05:
             engine.abort(chance.choice(engine.scheduler.running))
@@ -352,7 +365,7 @@ def test_the_next_turn_goes_on_from_the_pot(llama: PreTrainedModel, length: int)
     text = [*first.tokens, *words(60, 1)]
     again = [engine.submit(text, LONG)[0] for _ in range(2)]  # both of the same turn
     run(engine)
-    assert [each.cached for each in again] == [length + 15] * 2
+    assert [each.num_cached_tokens for each in again] == [length + 15] * 2
     assert [each.output for each in again] == [answers(other, [text], LONG)[0]] * 2
 
 
@@ -365,11 +378,11 @@ def test_only_who_may_goes_on_from_a_pot(llama: PreTrainedModel) -> None:
     found = [engine.submit([*first.tokens, 7], GREEDY, salt=salt)[0] for salt in (b"b", b"a")]
     found.append(engine.submit(changed, GREEDY, salt=b"a")[0])
     run(engine)
-    assert [each.cached for each in found] == [0, 65, 0]
+    assert [each.num_cached_tokens for each in found] == [0, 65, 0]
 
 
 def test_pots_are_given_up_when_memory_is_wanted(llama: PreTrainedModel) -> None:
-    engine = capped(llama, cache_bytes=2 * MOST * BLOCK_BYTES)
+    engine = capped(llama, kv_cache_bytes=2 * MOST * BLOCK_BYTES)
     for seed in range(5):
         engine.submit(words(100, seed), GREEDY)
         while engine.busy:

@@ -22,38 +22,38 @@ from tests.tiny import BUILDS
 @pytest.mark.parametrize(
     ("options", "kind", "sentence"),
     [
-        ({"cap": 0}, ConfigError, "a cap of 0 tokens holds nothing"),
-        ({"cap": -5}, ConfigError, "a cap of -5 tokens holds nothing"),
+        ({"kv_token_cap": 0}, ConfigError, "a cap of 0 tokens holds nothing"),
+        ({"kv_token_cap": -5}, ConfigError, "a cap of -5 tokens holds nothing"),
         (
-            {"cap": BoundedCacheConfig(12, rule=RULE)},
+            {"kv_token_cap": BoundedCacheConfig(12, rule=RULE)},
             ConfigError,
             r"12 tokens is too small.*takes 3, and a block of 4.*at least 13",
         ),
-        ({"cap": BoundedCacheConfig(40, 35, RULE)}, ConfigError, r"keeps 35 leaves 2 .* keep at most 33"),
-        ({"cap": BoundedCacheConfig(40, 40, RULE)}, ConfigError, "cannot keep 40 and read more"),
+        ({"kv_token_cap": BoundedCacheConfig(40, 35, RULE)}, ConfigError, r"keeps 35 leaves 2 .* keep at most 33"),
+        ({"kv_token_cap": BoundedCacheConfig(40, 40, RULE)}, ConfigError, "cannot keep 40 and read more"),
         (
-            {"cap": BoundedCacheConfig(129, rule=RULE)},
+            {"kv_token_cap": BoundedCacheConfig(129, rule=RULE)},
             ConfigError,
             "the cap is 129 tokens, and this model was trained for 128",
         ),
         (
-            {"cap": BoundedCacheConfig(40, rule=RULE), "select": {"token_budget": 512}},
+            {"kv_token_cap": BoundedCacheConfig(40, rule=RULE), "page_selection": {"token_budget": 512}},
             ConfigError,
             "leave out the profile, or the choice",
         ),
         (
-            {"cap": BoundedCacheConfig(40, rule=RULE), "kv": "none.json"},
+            {"kv_token_cap": BoundedCacheConfig(40, rule=RULE), "kv_profile": "none.json"},
             ConfigError,
             "leave out the profile, or the choice",
         ),
         (
-            {"cap": BoundedCacheConfig(40, rule=RULE), "devices": 2},
+            {"kv_token_cap": BoundedCacheConfig(40, rule=RULE), "tensor_parallel_size": 2},
             ModelError,
             "not kept on several devices yet: use one",
         ),
-        ({"cap": BoundedCacheConfig(40, rule=RULE), "context": 1}, RequestError, "give at least 2"),
+        ({"kv_token_cap": BoundedCacheConfig(40, rule=RULE), "max_model_len": 1}, RequestError, "give at least 2"),
         (
-            {"cap": BoundedCacheConfig(40, rule=RULE), "cache_bytes": 9 * BLOCK_BYTES},
+            {"kv_token_cap": BoundedCacheConfig(40, rule=RULE), "kv_cache_bytes": 9 * BLOCK_BYTES},
             ResourceError,
             r"holds 36 tokens, and the cap is 40, which takes .* bytes; give more memory, or a smaller cap",
         ),
@@ -62,18 +62,18 @@ from tests.tiny import BUILDS
 )
 def test_impossible_caps(options: dict[str, Any], kind: type[SmeltError], sentence: str) -> None:
     with pytest.raises(kind, match=sentence):
-        Engine(Model(BUILDS["llama"]()), block=BLOCK, **options)
+        Engine(Model(BUILDS["llama"]()), block_size=BLOCK, **options)
 
 
 def test_the_least_cap_is_one_that_works() -> None:
-    engine = Engine(Model(BUILDS["llama"]()), block=BLOCK, cap=BoundedCacheConfig(13, rule=RULE))
+    engine = Engine(Model(BUILDS["llama"]()), block_size=BLOCK, kv_token_cap=BoundedCacheConfig(13, rule=RULE))
     assert len(answers(engine, [words(60)])[0]) == 16
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("mistral", "sliding layers"), ("gpt2", "no rotary positions")])
 def test_models_whose_pots_cannot_be_cooked_down(name: str, sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
-        Engine(Model(BUILDS[name]()), block=BLOCK, cap=BoundedCacheConfig(40, rule=RULE))
+        Engine(Model(BUILDS[name]()), block_size=BLOCK, kv_token_cap=BoundedCacheConfig(40, rule=RULE))
 
 
 def test_positions_must_be_numbered_anew() -> None:

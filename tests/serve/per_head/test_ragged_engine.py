@@ -21,16 +21,16 @@ from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer
 from smelt.kvcache.eviction.scorers import make_scorer
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.per_head.memory import RaggedMemory
-from smelt.serve.engine.per_head.step import RaggedStep
+from smelt.serve.engine.per_head.memory import PerHeadCacheManager
+from smelt.serve.engine.per_head.step import PerHeadBatch
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.engine.session_cache import Carried, CarriedTexts
 from tests.tiny import BUILDS
 
 LAYERS, HEADS, BLOCK = 3, 2, 4
-GREEDY = Sampling(max_tokens=12, temperature=0, ignore_end=True)
-SMALL: dict[str, Any] = {"block": BLOCK, "context": 120, "cache_bytes": 10**7}
+GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+SMALL: dict[str, Any] = {"block_size": BLOCK, "max_model_len": 120, "kv_cache_bytes": 10**7}
 
 
 def shuffled(size: int, seed: int) -> HeadClusters:
@@ -62,12 +62,12 @@ def prompts(count: int, seed: int = 0, most: int = 80) -> list[list[int]]:
 
 def run(engine: Engine) -> None:
     """To the end, with all that must hold after every step."""
-    memory = engine.scheduler.memory
+    memory = engine.scheduler.cache_manager
     while engine.busy:
         engine.step()
         check(engine)
     assert engine.state()["blocks_used"] == 0
-    if isinstance(memory, RaggedMemory):
+    if isinstance(memory, PerHeadCacheManager):
         memory.forget()
     assert engine.pool.free == engine.pool.blocks
 
@@ -79,24 +79,24 @@ def check(engine: Engine) -> None:
     for request in engine.scheduler.running:
         if request.holding is not None:
             assert len(request.blocks) == len(set(request.holding.places)) == len(request.holding.places)
-            assert len(request.blocks) >= int(request.holding.kept.num_pages(request.computed).sum())
-    if isinstance(engine.scheduler.memory, RaggedMemory):
+            assert len(request.blocks) >= int(request.holding.kept.num_pages(request.num_computed_tokens).sum())
+    if isinstance(engine.scheduler.cache_manager, PerHeadCacheManager):
         own = {page for request in engine.scheduler.running for page in request.blocks}
         state = engine.state()
         assert state["blocks_used"] == len(own)
         assert state["blocks_used"] + state["blocks_carried"] + pool.free == pool.blocks
 
 
-def answers(engine: Engine, texts: list[list[int]], sampling: Sampling = GREEDY) -> list[list[int]]:
+def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
     requests = [engine.submit(text, sampling)[0] for text in texts]
     run(engine)
     return [each.output for each in requests]
 
 
 def test_nothing_is_carried_of_what_was_tried_beforehand() -> None:
-    engine = Engine(model_of("llama"), **SMALL, kv=retention(0.3))
+    engine = Engine(model_of("llama"), **SMALL, kv_profile=retention(0.3))
     before = engine.state()
-    engine.prepare([60, 9])
+    engine.warmup([60, 9])
     assert engine.state() == before and engine.pool.free == engine.pool.blocks
 
 
@@ -109,20 +109,20 @@ def test_everything_kept_is_the_plain_cache(family: str) -> None:
     for size in (1, 2, LAYERS * heads):
         whole = cluster_heads(torch.rand(LAYERS, heads), size)
         every = EvictionPolicy(whole, (1.0,) * len(whole.members), make_scorer("keydiff", sink=2, window=4), BLOCK)
-        assert answers(Engine(model, kv=every, batch_tokens=16, **SMALL), texts) == plain
+        assert answers(Engine(model, kv_profile=every, max_num_batched_tokens=16, **SMALL), texts) == plain
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_logits_with_everything_kept_under_any_map_of_heads(size: int) -> None:
     text = words(90, seed=3)
-    asked = Sampling(max_tokens=4, temperature=0, ignore_end=True, logprobs=20)
+    asked = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=20)
     plain = logprobs(Engine(model_of("llama"), **SMALL), text, asked)
     for seed in range(3):
-        engine = Engine(model_of("llama"), kv=retention(1.0, size, seed), batch_tokens=16, **SMALL)
+        engine = Engine(model_of("llama"), kv_profile=retention(1.0, size, seed), max_num_batched_tokens=16, **SMALL)
         torch.testing.assert_close(logprobs(engine, text, asked), plain, atol=1e-5, rtol=0)
 
 
-def logprobs(engine: Engine, text: list[int], sampling: Sampling) -> torch.Tensor:
+def logprobs(engine: Engine, text: list[int], sampling: SamplingParams) -> torch.Tensor:
     engine.submit(text, sampling)
     found = []
     while engine.busy:
@@ -135,7 +135,7 @@ def logprobs(engine: Engine, text: list[int], sampling: Sampling) -> torch.Tenso
 def test_pages_are_what_the_budgets_say() -> None:
     """To the page: what a request holds, and the ideal of its heads."""
     wanted = retention([0.5, 0.25, 0.1])
-    engine = Engine(model_of("llama"), kv=wanted, batch_tokens=32, **SMALL)
+    engine = Engine(model_of("llama"), kv_profile=wanted, max_num_batched_tokens=32, **SMALL)
     text = words(103, seed=1)
     request = engine.submit(text, GREEDY)[0]
     engine.step()
@@ -159,8 +159,8 @@ def test_a_prompt_in_one_chunk_is_compressed_as_the_reference_says(name: str) ->
     assert each.min() < each.max() < len(prompt), "nothing would be compressed, or all alike"
     scores = torch.stack([scorer.scores(seen) for seen in found.layers])
     reference = decode_logits(model, found, kept(scores, each[:, None]), torch.tensor([[last]]))[0, -1]
-    asked = Sampling(max_tokens=1, temperature=0, ignore_end=True, logprobs=20)
-    own = logprobs(Engine(model, kv=wanted, batch_tokens=256, **SMALL), text, asked)
+    asked = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
+    own = logprobs(Engine(model, kv_profile=wanted, max_num_batched_tokens=256, **SMALL), text, asked)
     torch.testing.assert_close(own[0], reference.log_softmax(-1).topk(20).values.sort().values, atol=2e-5, rtol=0)
 
 
@@ -194,15 +194,15 @@ def test_a_prompt_in_two_chunks_is_compressed_as_the_reference_says() -> None:
         model.network.config,
     )  # fmt: skip
     reference = decode_logits(model, after, whole, torch.tensor([[last]]))[0, -1].log_softmax(-1)
-    asked = Sampling(max_tokens=1, temperature=0, ignore_end=True, logprobs=20)
-    found = logprobs(Engine(model, kv=wanted, batch_tokens=60, **SMALL), [*prompt, last], asked)
+    asked = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
+    found = logprobs(Engine(model, kv_profile=wanted, max_num_batched_tokens=60, **SMALL), [*prompt, last], asked)
     torch.testing.assert_close(found[0], reference.topk(20).values.sort().values, atol=2e-5, rtol=0)
 
 
 def test_turn_after_turn_with_everything_kept_is_the_plain_cache() -> None:
     """What the next turn writes goes to pages of its own: two that go on from one text do not disturb each other."""
     engines = [
-        Engine(model_of("llama"), kv=retention(1.0), batch_tokens=24, **SMALL),
+        Engine(model_of("llama"), kv_profile=retention(1.0), max_num_batched_tokens=24, **SMALL),
         Engine(model_of("llama"), **SMALL),
     ]
     answered = []
@@ -221,35 +221,37 @@ def test_turn_after_turn_with_everything_kept_is_the_plain_cache() -> None:
 
 def test_the_program_gives_the_tokens_of_the_module() -> None:
     texts = prompts(5, seed=12)
-    settings = {"kv": retention([0.5, 0.2, 0.0]), "batch_tokens": 24, **SMALL}
+    settings = {"kv_profile": retention([0.5, 0.2, 0.0]), "max_num_batched_tokens": 24, **SMALL}
     fast, plain = Engine(model_of("qwen3"), **settings), Engine(model_of("qwen3"), compiled=False, **settings)
-    if not fast.runner.path.startswith("cpu-program"):
+    if not fast.runner.backend.startswith("cpu-program"):
         pytest.skip("there is no compiled library on this machine")
-    assert plain.runner.path == "module, pages of head clusters"
+    assert plain.runner.backend == "module, pages of head clusters"
     assert answers(fast, texts) == answers(plain, texts)
 
 
 def test_what_is_kept_does_not_depend_on_who_else_is_there() -> None:
     texts = prompts(7, seed=2)
-    settings = {"kv": retention([0.5, 0.2, 0.0]), "batch_tokens": 24, **SMALL}
+    settings = {"kv_profile": retention([0.5, 0.2, 0.0]), "max_num_batched_tokens": 24, **SMALL}
     alone = [answers(Engine(model_of("llama"), **settings), [text])[0] for text in texts]
     assert answers(Engine(model_of("llama"), **settings), texts) == alone
-    few = answers(Engine(model_of("llama"), batch_requests=3, **settings), texts)
+    few = answers(Engine(model_of("llama"), max_num_seqs=3, **settings), texts)
     assert few == alone
 
 
 def test_a_tight_cache_preempts_and_answers_everyone() -> None:
     texts = prompts(6, seed=4)
-    tight = {**SMALL, "cache_bytes": 80_000}
-    engine = Engine(model_of("llama"), kv=retention([0.5, 0.2, 0.0]), batch_tokens=24, batch_requests=6, **tight)
-    long = Sampling(max_tokens=40, temperature=0, ignore_end=True)
+    tight = {**SMALL, "kv_cache_bytes": 80_000}
+    engine = Engine(
+        model_of("llama"), kv_profile=retention([0.5, 0.2, 0.0]), max_num_batched_tokens=24, max_num_seqs=6, **tight
+    )
+    long = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     found = answers(engine, texts, long)
     assert engine.state()["preemptions"] > 0, "the cache is not tight enough to see anything"
     assert all(len(answer) == min(40, 120 - len(text)) for answer, text in zip(found, texts, strict=True))
 
 
 def test_pages_are_reserved_once_and_grow_only_with_what_is_written() -> None:
-    engine = Engine(model_of("llama"), kv=retention([1.0, 0.1, 0.0]), batch_tokens=24, **SMALL)
+    engine = Engine(model_of("llama"), kv_profile=retention([1.0, 0.1, 0.0]), max_num_batched_tokens=24, **SMALL)
     text = words(99, seed=8)
     request = engine.submit(text, GREEDY)[0]
     seen = []
@@ -257,7 +259,7 @@ def test_pages_are_reserved_once_and_grow_only_with_what_is_written() -> None:
         engine.step()
         check(engine)
         if request.holding is not None:
-            seen.append((request.computed, len(request.blocks)))
+            seen.append((request.num_computed_tokens, len(request.blocks)))
     stop = len(text) - 1
     reserved = {pages for computed, pages in seen if computed <= stop}
     assert len(reserved) == 1, "a prompt's pages change while it is read"
@@ -269,7 +271,7 @@ def test_pages_are_reserved_once_and_grow_only_with_what_is_written() -> None:
 
 def test_a_conversation_goes_on_from_what_is_left_of_it() -> None:
     """The second turn computes only what is new, and gives what the same engine gives that read turn after turn."""
-    settings: dict[str, Any] = {"kv": retention([0.6, 0.3, 0.0]), "batch_tokens": 24, **SMALL}
+    settings: dict[str, Any] = {"kv_profile": retention([0.6, 0.3, 0.0]), "max_num_batched_tokens": 24, **SMALL}
     first, more = words(70, seed=9), [11, 12, 13]
     engine = Engine(model_of("llama"), **settings)
     one = engine.submit(first, GREEDY)[0]
@@ -281,7 +283,7 @@ def test_a_conversation_goes_on_from_what_is_left_of_it() -> None:
     while engine.busy:
         engine.step()
         check(engine)
-    assert two.cached == len(first) + len(one.output) - 1
+    assert two.num_cached_tokens == len(first) + len(one.output) - 1
     assert two.output == twin.output
     other = Engine(model_of("llama"), **settings)
     again = other.submit(first, GREEDY)[0]
@@ -296,7 +298,7 @@ def test_a_conversation_goes_on_from_what_is_left_of_it() -> None:
 
 
 def test_another_salt_finds_nothing() -> None:
-    engine = Engine(model_of("llama"), kv=retention(0.5), **SMALL)
+    engine = Engine(model_of("llama"), kv_profile=retention(0.5), **SMALL)
     text = words(80, seed=9)
     engine.submit(text, GREEDY, salt=b"a")
     while engine.busy:
@@ -305,19 +307,19 @@ def test_another_salt_finds_nothing() -> None:
     same = engine.submit([*text, 5], GREEDY, salt=b"a")[0]
     while engine.busy:
         engine.step()
-    assert (other.cached, same.cached) == (0, len(text) - 1)
+    assert (other.num_cached_tokens, same.num_cached_tokens) == (0, len(text) - 1)
 
 
 def test_samples_of_one_prompt_share_what_is_left_of_it() -> None:
-    engine = Engine(model_of("llama"), kv=retention(0.5), batch_tokens=24, **SMALL)
+    engine = Engine(model_of("llama"), kv_profile=retention(0.5), max_num_batched_tokens=24, **SMALL)
     text = words(80, seed=9)
-    requests = engine.submit(text, Sampling(n=4, max_tokens=8, temperature=1.0, seed=3, ignore_end=True))
+    requests = engine.submit(text, SamplingParams(n=4, max_tokens=8, temperature=1.0, seed=3, ignore_eos=True))
     while engine.busy:
         engine.step()
         check(engine)
-    assert [each.cached for each in requests] == [0, *[len(text) - 1] * 3]
-    alone = Engine(model_of("llama"), kv=retention(0.5), batch_tokens=24, **SMALL)
-    last = alone.submit(text, Sampling(max_tokens=8, temperature=1.0, seed=6, ignore_end=True))[0]
+    assert [each.num_cached_tokens for each in requests] == [0, *[len(text) - 1] * 3]
+    alone = Engine(model_of("llama"), kv_profile=retention(0.5), max_num_batched_tokens=24, **SMALL)
+    last = alone.submit(text, SamplingParams(max_tokens=8, temperature=1.0, seed=6, ignore_eos=True))[0]
     run(alone)
     assert requests[3].output == last.output
 
@@ -325,8 +327,10 @@ def test_samples_of_one_prompt_share_what_is_left_of_it() -> None:
 def test_nothing_leaks_over_500_conversations() -> None:
     """Random turns, ends and disconnects on a cache that must forget; in the end every page is free."""
     chance = random.Random(0)
-    tight = {**SMALL, "cache_bytes": 120_000}
-    engine = Engine(model_of("llama"), kv=retention([0.5, 0.2, 0.0]), batch_tokens=24, batch_requests=8, **tight)
+    tight = {**SMALL, "kv_cache_bytes": 120_000}
+    engine = Engine(
+        model_of("llama"), kv_profile=retention([0.5, 0.2, 0.0]), max_num_batched_tokens=24, max_num_seqs=8, **tight
+    )
     texts: dict[int, list[int]] = {}
     running: dict[int, Request] = {}
     begun = left = 0
@@ -335,7 +339,7 @@ def test_nothing_leaks_over_500_conversations() -> None:
             texts[begun] = [chance.randrange(3, 99) for _ in range(chance.randrange(1, 60))]
             begun += 1
         for who in [who for who in texts if who not in running][:4]:
-            sampling = Sampling(max_tokens=chance.randrange(1, 10), temperature=0, ignore_end=True)
+            sampling = SamplingParams(max_tokens=chance.randrange(1, 10), temperature=0, ignore_eos=True)
             running[who] = engine.submit(texts[who], sampling, salt=bytes([who % 3]))[0]
         if chance.random() < 0.15:
             engine.abort(running[chance.choice(list(running))])
@@ -372,10 +376,10 @@ def test_chunks_are_about_equally_long_and_what_they_keep_adds_up() -> None:
 
 def test_what_a_chunk_moves_has_a_place_of_its_own() -> None:
     wanted = retention([0.5, 0.2, 0.0])
-    engine = Engine(model_of("llama"), kv=wanted, batch_tokens=24, **SMALL)
+    engine = Engine(model_of("llama"), kv_profile=wanted, max_num_batched_tokens=24, **SMALL)
     seen = []
 
-    def watched(judge: Any, step: RaggedStep, layer: int, *rest: Any) -> None:
+    def watched(judge: Any, step: PerHeadBatch, layer: int, *rest: Any) -> None:
         seen.extend(row.tolist() for chunk in step.chunks for row in chunk.there[layer])
         judge(step, layer, *rest)
 

@@ -24,17 +24,17 @@ from smelt.serve.engine import factory as assembly
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.per_head.parts import AT_ONCE, OVERHEAD, parts_of, work_of
 from smelt.serve.engine.runners import ragged_gpu_runner
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from tests.serve.per_head.test_ragged_engine import SMALL, check, prompts, retention, run, words
 from tests.tiny import BUILDS
 
-FEW = Sampling(max_tokens=3, temperature=0, ignore_end=True)
+FEW = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 
 
 def engine_of(monkeypatch: pytest.MonkeyPatch, name: str, **more: Any) -> Engine:
     """On the fused path, also where there is no CUDA device."""
 
-    def chosen(model: Model, _: bool, adapters: Any, *parts: Any, most_tokens: int, **sizes: Any) -> Any:
+    def chosen(model: Model, _: bool, adapters: Any, *parts: Any, max_num_batched_tokens: int, **sizes: Any) -> Any:
         return ragged_gpu_runner(model, adapters, *parts, **sizes)
 
     with monkeypatch.context() as patch:
@@ -56,10 +56,14 @@ def test_the_tokens_of_the_module(
     monkeypatch: pytest.MonkeyPatch, name: str, shares: list[float], kind: str | None
 ) -> None:
     scorer = None if kind is None else make_scorer("snapkv", window=4)  # whose queries are to be as its keys
-    settings: dict[str, Any] = {"kv": retention(shares, scorer=scorer), "batch_tokens": 24, "kv_type": kind}
+    settings: dict[str, Any] = {
+        "kv_profile": retention(shares, scorer=scorer),
+        "max_num_batched_tokens": 24,
+        "kv_cache_dtype": kind,
+    }
     texts = prompts(3, seed=1, most=60) if kind is None else [words(28, seed=4)]
     fused = engine_of(monkeypatch, name, **settings)
-    assert fused.runner.path.startswith("gpu-program, pages of head clusters")
+    assert fused.runner.backend.startswith("gpu-program, pages of head clusters")
     plain = Engine(Model(BUILDS[name]()), **SMALL, **settings)
     found = [[engine.submit(text, FEW)[0] for text in texts] for engine in (fused, plain)]
     run(fused)
@@ -72,7 +76,7 @@ def test_the_tokens_of_the_module(
 
 
 def test_a_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings: dict[str, Any] = {"kv": retention([0.6, 0.3, 0.0]), "batch_tokens": 24}
+    settings: dict[str, Any] = {"kv_profile": retention([0.6, 0.3, 0.0]), "max_num_batched_tokens": 24}
     engines = [engine_of(monkeypatch, "llama", **settings), Engine(Model(BUILDS["llama"]()), **SMALL, **settings)]
     outputs = []
     for engine in engines:

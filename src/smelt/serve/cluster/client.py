@@ -61,7 +61,7 @@ class ClusterClient(EngineClient):
             "rate": MESSAGE_RATE / self._serve.placement.replicas,
             "local": self._serve.local,
         }
-        self._handle = await self._serve.start(Replica, arguments, self.options["queue"])
+        self._handle = await self._serve.start(Replica, arguments, self.options["max_queued"])
         while len(self._facts) < self._serve.placement.replicas:
             await self.look()
         every = list(self._facts.values())

@@ -16,7 +16,7 @@ from dataclasses import astuple
 from typing import Any
 
 from smelt.errors import RequestError
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.worker.client import EngineClient, Stream, WorkerDiedError
 
 FAREWELL = 0.2  # seconds in which those who wait are told, before the actor ends
@@ -41,7 +41,7 @@ class Replica:
         asked = json.loads(message)
         try:
             stream = self._client.stream(
-                [asked["prompt"]], Sampling.from_json(asked["sampling"]), priority=asked["priority"],
+                [asked["prompt"]], SamplingParams.from_json(asked["sampling"]), priority=asked["priority"],
                 salt=bytes.fromhex(asked["salt"]), adapter=asked["adapter"],
             )  # fmt: skip
         except WorkerDiedError:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from smelt.errors import ModelError, RequestError
 from smelt.models.lora import Factors, read_lora
 from smelt.models.model import Model
-from smelt.serve.engine.scheduler import Piece
+from smelt.serve.engine.scheduler import ScheduledChunk
 
 
 class Adapters:
@@ -47,13 +47,13 @@ class Adapters:
             raise RequestError(f"there is no adapter {name!r}; there are {', '.join(self._factors) or 'none'}.")
 
     @contextmanager
-    def applied(self, pieces: Sequence[Piece], device: torch.device) -> Iterator[None]:
+    def applied(self, pieces: Sequence[ScheduledChunk], device: torch.device) -> Iterator[None]:
         """Inside, the tokens of a step get what their adapters add."""
         places = _places_by_adapter(pieces).items()
         with self._at({name: torch.tensor(found, device=device) for name, found in places}):
             yield
 
-    def numbers(self, pieces: Sequence[Piece]) -> Tensor:
+    def numbers(self, pieces: Sequence[ScheduledChunk]) -> Tensor:
         """The number of each token's adapter, counted from one; zero: none. Nothing, where there are none at all."""
         numbers = {name: number for number, name in enumerate(self._factors, 1)}
         found = [numbers.get(piece.request.adapter or "", 0) for piece in pieces for _ in range(piece.count)]
@@ -106,11 +106,11 @@ class Adapters:
         return add
 
 
-def uses_adapters(pieces: Sequence[Piece]) -> bool:
+def uses_adapters(pieces: Sequence[ScheduledChunk]) -> bool:
     return any(piece.request.adapter is not None for piece in pieces)
 
 
-def _places_by_adapter(pieces: Sequence[Piece]) -> dict[str, list[int]]:
+def _places_by_adapter(pieces: Sequence[ScheduledChunk]) -> dict[str, list[int]]:
     """Where the tokens of each adapter stand in a step."""
     found: dict[str, list[int]] = {}
     at = 0

@@ -10,14 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from smelt.errors import ModelError
-from smelt.serve.engine.detokenizer import TextStream
+from smelt.serve.engine.detokenizer import Detokenizer
 from smelt.serve.engine.engine import Engine, Event
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
-class TextPiece:
+class TextDelta:
     """Some text of one answer; the last piece of an answer has a reason."""
 
     text: str
@@ -25,8 +25,8 @@ class TextPiece:
     reason: str = ""
 
 
-class LiveEngine:
-    """`async for piece in live.stream("Once upon a time", Sampling(max_tokens=64))`. Used with `with`, or closed."""
+class AsyncEngine:
+    """An engine in a thread: `async for delta in engine.stream("Once", SamplingParams(max_tokens=64))`. Close it."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -35,7 +35,7 @@ class LiveEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def __enter__(self) -> LiveEngine:
+    def __enter__(self) -> AsyncEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -46,10 +46,10 @@ class LiveEngine:
         self._thread.join()
 
     async def stream(
-        self, prompt: str | Sequence[int], sampling: Sampling | None = None, *, adapter: str | None = None
-    ) -> AsyncIterator[TextPiece]:
+        self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, adapter: str | None = None
+    ) -> AsyncIterator[TextDelta]:
         """The pieces of all samples as they come. Leaving early frees what the request held."""
-        tokenizer, sampling = self.engine.model.tokenizer, sampling or Sampling()
+        tokenizer, sampling = self.engine.model.tokenizer, sampling or SamplingParams()
         if tokenizer is None:
             raise ModelError("this model has no tokenizer: text cannot be made with it.")
         tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
@@ -61,7 +61,7 @@ class LiveEngine:
 
         requests: list[Request] = []
         self._orders.put(lambda: self._submit(tokens, sampling, adapter, requests, listen))
-        texts = [TextStream(tokenizer, tokens, sampling.stop) for _ in range(sampling.n)]
+        texts = [Detokenizer(tokenizer, tokens, sampling.stop) for _ in range(sampling.n)]
         left = set(range(sampling.n))
         try:
             while left:
@@ -80,7 +80,7 @@ class LiveEngine:
             self._orders.put(lambda: self._drop(requests))
 
     def _submit(
-        self, tokens: list[int], sampling: Sampling, adapter: str | None, requests: list[Request],
+        self, tokens: list[int], sampling: SamplingParams, adapter: str | None, requests: list[Request],
         listen: Callable[[Event | Exception], None],
     ) -> None:  # fmt: skip
         try:
@@ -107,8 +107,8 @@ class LiveEngine:
                     listen(event)
 
 
-def _piece(text: TextStream, event: Event, sample: int) -> TextPiece:
+def _piece(text: Detokenizer, event: Event, sample: int) -> TextDelta:
     found = text.push([] if event.token is None else [event.token])
     if text.stopped is not None:
-        return TextPiece(found, sample, "stop")
-    return TextPiece(found + text.finish(), sample, event.reason) if event.reason else TextPiece(found, sample)
+        return TextDelta(found, sample, "stop")
+    return TextDelta(found + text.finish(), sample, event.reason) if event.reason else TextDelta(found, sample)

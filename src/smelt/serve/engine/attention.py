@@ -30,7 +30,7 @@ _moment = local()
 
 @dataclass(frozen=True)
 class PagedCache:
-    """Keys and values of each layer, [blocks, block size, kv heads, head size], or bytes of rows in the layer's format.
+    """KV cache of each layer, [num_blocks, block_size, kv_heads, head_dim], or bytes of rows in the layer's format.
     Layers that lost heads hold less."""
 
     keys: dict[int, Tensor]  # layer -> pages
@@ -40,7 +40,13 @@ class PagedCache:
 
     @classmethod
     def empty(
-        cls, anatomy: Anatomy, blocks: int, size: int, dtype: torch.dtype, device: torch.device, kind: str | None = None
+        cls,
+        anatomy: Anatomy,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: str | None = None,
     ) -> PagedCache:
         """`kind`: the name of a row format, or None for the network's own numbers."""
         shapes = _layers(anatomy)
@@ -50,10 +56,10 @@ class PagedCache:
             found = {}
             for layer, (heads, width) in shapes.items():
                 last, held = row_layout(rows[layer], width, dtype)
-                found[layer] = allocate_kv_pages((blocks, size, heads, last), held, device)
+                found[layer] = allocate_kv_pages((num_blocks, block_size, heads, last), held, device)
             return found
 
-        return cls(pages(), pages(), size, rows)
+        return cls(pages(), pages(), block_size, rows)
 
     def layer(self, index: int) -> LayerKVPages:
         return LayerKVPages(self.keys[index], self.values[index], self.keys[index].shape[2], kv_quant=self.rows[index])
@@ -63,9 +69,9 @@ def rows_of(kind: str | None, width: int) -> KVQuantFormat | None:
     return None if kind is None else KVQuantFormat.for_head_dim(kind, width)
 
 
-def block_bytes(anatomy: Anatomy, size: int, dtype: torch.dtype, kind: str | None = None) -> int:
+def block_bytes(anatomy: Anatomy, block_size: int, dtype: torch.dtype, kind: str | None = None) -> int:
     """What one block takes in all layers, keys and values together."""
-    return sum(2 * size * heads * row_bytes(width, dtype, kind) for heads, width in _layers(anatomy).values())
+    return sum(2 * block_size * heads * row_bytes(width, dtype, kind) for heads, width in _layers(anatomy).values())
 
 
 def row_bytes(width: int, dtype: torch.dtype, kind: str | None) -> int:
@@ -75,7 +81,7 @@ def row_bytes(width: int, dtype: torch.dtype, kind: str | None) -> int:
 
 
 def _layers(anatomy: Anatomy) -> dict[int, tuple[int, int]]:
-    """Key/value heads and their size, for every layer that has attention."""
+    """Key/value heads and their block_size, for every layer that has attention."""
     parts = [part for part in anatomy.parts if part.kind == "heads" and part.units]
     if not anatomy.family.causal:
         raise ModelError("only language models that read from left to right can be served.")
@@ -107,7 +113,7 @@ def attending(attend: Attend) -> Iterator[None]:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: [1, heads, tokens, head size] each; gives [1, tokens, heads, head size]."""
+    """As transformers calls it: [1, heads, tokens, head block_size] each; gives [1, tokens, heads, head block_size]."""
     if options.get("softcap") is not None or options.get("s_aux") is not None:
         raise ModelError("this family's attention has caps or sinks, which the paged cache does not know.")
     layer: Any = module.layer_idx

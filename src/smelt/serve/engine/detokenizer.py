@@ -20,7 +20,7 @@ SPELLED = 3  # tokens at most that spell the beginning of a character: it has fo
 WINDOW = 6  # tokens before the new ones that are decoded with them, at least
 
 
-class TextStream:
+class Detokenizer:
     """The text of one answer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:

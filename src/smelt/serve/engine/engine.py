@@ -20,15 +20,15 @@ from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.blocks import BlockPool
-from smelt.serve.engine.detokenizer import TextStream
+from smelt.serve.engine.detokenizer import Detokenizer
 from smelt.serve.engine.factory import Sizes, capped_parts, plain_parts, ragged_parts, retention_of, selecting_parts
-from smelt.serve.engine.kv_dtype import kind_for
-from smelt.serve.engine.request import Request, State
-from smelt.serve.engine.runner import Launched
+from smelt.serve.engine.kv_dtype import resolve_kv_cache_dtype
+from smelt.serve.engine.request import Request, RequestStatus
+from smelt.serve.engine.runner import InflightBatch
 from smelt.serve.engine.sampler import Logprobs
-from smelt.serve.engine.sampling import Sampling
-from smelt.serve.engine.scheduler import Step
-from smelt.serve.engine.structured_output import Forms
+from smelt.serve.engine.sampling_params import SamplingParams
+from smelt.serve.engine.scheduler import ScheduledBatch
+from smelt.serve.engine.structured_output import GrammarCompiler
 
 if TYPE_CHECKING:
     from smelt.kvcache.streaming.text import TextStream as StreamedText
@@ -48,7 +48,7 @@ class Event(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
+class RequestOutput:
     """What a prompt was answered with."""
 
     prompt: str
@@ -68,98 +68,116 @@ class Engine:
         model: Model | str,
         *,
         device: str = "cpu",
-        context: int | None = None,  # tokens of prompt and answer together; by default the model's own, at most 8192
-        cache_bytes: int | None = None,  # of keys and values
-        block: int = 16,  # tokens that lie together in the cache
-        batch_tokens: int = 2048,  # computed in a step, at most
-        batch_requests: int = 256,
-        chunk: int | None = None,  # of a prompt in a step, at most
-        queue: int = 4096,
+        max_model_len: int
+        | None = None,  # tokens of prompt and answer together; by default the model's own, at most 8192
+        kv_cache_bytes: int | None = None,  # of keys and values
+        block_size: int = 16,  # tokens that lie together in the cache
+        max_num_batched_tokens: int = 2048,  # computed in a step, at most
+        max_num_seqs: int = 256,
+        prefill_chunk_size: int | None = None,  # of a prompt in a step, at most
+        max_queued: int = 4096,
         prefix_cache: bool = True,
         adapters: Mapping[str, str | Path] | None = None,  # low-rank ones by name: folders in PEFT's format
-        devices: int = 1,  # that the model is split over
+        tensor_parallel_size: int = 1,  # that the model is split over
         compiled: bool = True,  # where the network can be; otherwise, or when False, it runs as it is
-        kv: EvictionPolicy
+        kv_profile: EvictionPolicy
         | EvictionProfile
         | str
         | Path
         | None = None,  # heads keep so many tokens: `smelt kv profile`
-        select: SparseAttentionConfig
+        page_selection: SparseAttentionConfig
         | Mapping[str, Any]
         | None = None,  # nothing is evicted: pages that a token attends to
-        residence: OffloadConfig | Mapping[str, Any] | None = None,  # with `select`: pages in the host's memory
-        cap: BoundedCacheConfig
+        kv_offload: OffloadConfig | Mapping[str, Any] | None = None,  # with `select`: pages in the host's memory
+        kv_token_cap: BoundedCacheConfig
         | int
         | None = None,  # tokens that a request holds, however long its text; the rest is distilled
-        kv_type: str | None = None,  # int8, fp8, int4 or model: what keys and values are held in
+        kv_cache_dtype: str | None = None,  # int8, fp8, int4 or model: what keys and values are held in
     ) -> None:
-        home = "cpu" if devices > 1 else device  # a model that is split comes to its devices in parts
-        self.model = load(model, device=home, packed=devices == 1) if isinstance(model, str) else model
+        home = "cpu" if tensor_parallel_size > 1 else device  # a model that is split comes to its devices in parts
+        self.model = load(model, device=home, packed=tensor_parallel_size == 1) if isinstance(model, str) else model
         if self.model.task != "language":
             raise ModelError(f"{self.model.source or 'this model'} is no language model: it cannot generate.")
-        self.cap = BoundedCacheConfig(cap) if isinstance(cap, int) else cap
-        self.context = _context(self.model, context) if self.cap is None else _endless(context)
-        self.vocabulary: int = self.model.network.config.get_text_config().vocab_size
+        self.kv_token_cap = BoundedCacheConfig(kv_token_cap) if isinstance(kv_token_cap, int) else kv_token_cap
+        self.max_model_len = (
+            _context(self.model, max_model_len) if self.kv_token_cap is None else _endless(max_model_len)
+        )
+        self.vocab_size: int = self.model.network.config.get_text_config().vocab_size
         self.adapters = Adapters(self.model, adapters or {})
-        choice = _made(SparseAttentionConfig, select)
-        if kv is not None and choice is not None:
+        choice = _made(SparseAttentionConfig, page_selection)
+        if kv_profile is not None and choice is not None:
             raise ConfigError("heads keep what a profile says, or pages are chosen and nothing is evicted; not both.")
-        if self.cap is not None and (kv is not None or choice is not None):
+        if self.kv_token_cap is not None and (kv_profile is not None or choice is not None):
             raise ConfigError("under a cap pots decide what is kept: leave out the profile, or the choice of pages.")
-        block = block if choice is None else choice.page_size
-        kind = kind_for(self.model, kv_type)
-        sizes = Sizes(self.context, cache_bytes, block, batch_tokens, batch_requests, chunk, queue, prefix_cache, kind)
-        given = (self.model, sizes, self.adapters, [device] * devices, compiled)
-        if self.cap is not None:
-            self.scheduler, self.runner = capped_parts(*given, self.cap)
+        block_size = block_size if choice is None else choice.page_size
+        kind = resolve_kv_cache_dtype(self.model, kv_cache_dtype)
+        sizes = Sizes(
+            self.max_model_len,
+            kv_cache_bytes,
+            block_size,
+            max_num_batched_tokens,
+            max_num_seqs,
+            prefill_chunk_size,
+            max_queued,
+            prefix_cache,
+            kind,
+        )
+        given = (self.model, sizes, self.adapters, [device] * tensor_parallel_size, compiled)
+        if self.kv_token_cap is not None:
+            self.scheduler, self.runner = capped_parts(*given, self.kv_token_cap)
         elif choice is not None:
-            self.scheduler, self.runner = selecting_parts(*given, choice, _made(OffloadConfig, residence))
-        elif kv is None:
+            self.scheduler, self.runner = selecting_parts(*given, choice, _made(OffloadConfig, kv_offload))
+        elif kv_profile is None:
             self.scheduler, self.runner = plain_parts(*given)
         else:
-            self.scheduler, self.runner = ragged_parts(*given, retention_of(self.model, kv, block))
-        self.forms = Forms(self.model.tokenizer, self.vocabulary, self.runner.ends)
-        self._launched: deque[Launched] = deque()
+            self.scheduler, self.runner = ragged_parts(*given, retention_of(self.model, kv_profile, block_size))
+        self.grammar_compiler = GrammarCompiler(self.model.tokenizer, self.vocab_size, self.runner.eos_token_ids)
+        self._launched: deque[InflightBatch] = deque()
         self._names = 0
         self._counts = dict.fromkeys(
             ("steps", "computed_tokens", "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens"), 0
         )
 
-    def prepare(self, lengths: Sequence[int] | None = None) -> None:
+    def warmup(self, lengths: Sequence[int] | None = None) -> None:
         """What is compiled and captured on first use, before anybody waits for it: a step of every size, and prompts of
         these lengths; by default those that a GPU needs, and on a processor none."""
-        self.runner.prepare()
+        self.runner.warmup()
         counts = dict(self._counts)
-        for together in self._tried() if lengths is None else [lengths]:
-            self._try(together)
-        self.scheduler.memory.forget()
+        for together in self._warmup_lengths() if lengths is None else [lengths]:
+            self._run_warmup(together)
+        self.scheduler.cache_manager.forget()
         self._counts = counts
 
-    def _tried(self) -> list[list[int]]:
+    def _warmup_lengths(self) -> list[list[int]]:
         """Lengths of prompts that take every way through the kernels of a GPU: a short one by itself; then a long one,
         one of a chunk, and where the context is short as many as fill a step."""
         if self.model.device.type != "cuda":
             return []
-        chunk, long = self.scheduler.chunk, min(2 * self.scheduler.chunk + 7, max(self.longest - TRIED, 1))
-        return [[24], [chunk, *[long] * -(-self.scheduler.most_tokens // long)]]
+        chunk, long = (
+            self.scheduler.prefill_chunk_size,
+            min(2 * self.scheduler.prefill_chunk_size + 7, max(self.max_request_tokens - TRIED, 1)),
+        )
+        return [[24], [chunk, *[long] * -(-self.scheduler.max_num_batched_tokens // long)]]
 
-    def _try(self, lengths: Sequence[int]) -> None:
+    def _run_warmup(self, lengths: Sequence[int]) -> None:
         """As many of them at once as may wait."""
-        most = self.longest - TRIED
-        sampling = Sampling(max_tokens=TRIED, temperature=0, ignore_end=True)
-        for length in lengths[: self.scheduler.most_waiting if most > 0 else 0]:
+        most = self.max_request_tokens - TRIED
+        sampling = SamplingParams(max_tokens=TRIED, temperature=0, ignore_eos=True)
+        for length in lengths[: self.scheduler.max_queued if most > 0 else 0]:
             self.submit([0] * min(length, most), sampling, salt=secrets.token_bytes(16))  # nobody is to find these
         while self.busy:
             self.step()
 
     def submit(
-        self, prompt: Sequence[int], sampling: Sampling, *, name: str = "", priority: int = 0, salt: bytes = b"",
+        self, prompt: Sequence[int], sampling: SamplingParams, *, name: str = "", priority: int = 0, salt: bytes = b"",
         adapter: str | None = None,
     ) -> list[Request]:  # fmt: skip
         """Queue a prompt; as many requests as samples were asked for, which share its blocks."""
         self.adapters.check(adapter)
-        _check_prompt(prompt, self.context, self.vocabulary)
-        matcher = None if sampling.form is None else self.forms.matcher(sampling.form)
+        _check_prompt(prompt, self.max_model_len, self.vocab_size)
+        matcher = (
+            None if sampling.structured_output is None else self.grammar_compiler.matcher(sampling.structured_output)
+        )
         seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
         most = self._most(len(prompt), sampling.max_tokens)
         self._names += 1
@@ -167,7 +185,7 @@ class Engine:
         for sample in range(sampling.n):
             request = Request(
                 id=f"{name or self._names}-{sample}", prompt=list(prompt), sampling=sampling,
-                limit=min(most, self.context), seed=seed + sample, priority=priority, salt=salt, adapter=adapter,
+                limit=min(most, self.max_model_len), seed=seed + sample, priority=priority, salt=salt, adapter=adapter,
                 parent=requests[0] if requests else None, matcher=None if matcher is None else matcher.copy(),
             )  # fmt: skip
             try:
@@ -183,17 +201,17 @@ class Engine:
         """Tokens of prompt and answer. Who asks for no number gets what the context holds; under a cap, where it may
         have no end, an answer as long as the cap."""
         if asked is None:
-            return self.context if self.cap is None else prompt + self.cap.tokens
+            return self.max_model_len if self.kv_token_cap is None else prompt + self.kv_token_cap.tokens
         return prompt + asked
 
     @property
-    def longest(self) -> int:
+    def max_request_tokens(self) -> int:
         """Tokens of prompt and answer that a request could have."""
-        return self.scheduler.memory.holds(self.context)
+        return self.scheduler.cache_manager.holds(self.max_model_len)
 
     @property
     def pool(self) -> BlockPool:
-        return self.scheduler.memory.pool
+        return self.scheduler.cache_manager.pool
 
     def abort(self, request: Request) -> None:
         """Its blocks are free at the next step."""
@@ -215,7 +233,7 @@ class Engine:
         return {
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),
-            **self.scheduler.memory.state(),
+            **self.scheduler.cache_manager.state(),
             **self._counts,
         }
 
@@ -227,7 +245,7 @@ class Engine:
         self._count(step)
         if step.pieces:
             self._launched.append(self.runner.launch(step))
-        if len(self._launched) > (self.runner.ahead if step.pieces else 0):
+        if len(self._launched) > (self.runner.max_inflight_steps if step.pieces else 0):
             return self._read(self._launched.popleft())
         return []
 
@@ -235,7 +253,7 @@ class Engine:
         """Whether the next step may only be planned when the tokens under way are known."""
         return any(request.sampling.needs_history for request in self.scheduler.running)
 
-    def _count(self, step: Step) -> None:
+    def _count(self, step: ScheduledBatch) -> None:
         self._counts["steps"] += 1
         self._counts["computed_tokens"] += step.tokens
         self._counts["preemptions"] += len(step.preempted)
@@ -244,20 +262,20 @@ class Engine:
                 piece.request.admitted_at = self._counts["steps"]
                 piece.request.started = time.monotonic()
                 self._counts["prompt_tokens"] += len(piece.request.prompt)
-                self._counts["cached_tokens"] += piece.request.cached
+                self._counts["cached_tokens"] += piece.request.num_cached_tokens
 
-    def _read(self, launched: Launched) -> list[Event]:
+    def _read(self, launched: InflightBatch) -> list[Event]:
         for piece in launched.step.pieces:
-            if not piece.gives:
-                self.scheduler.computed(piece.request)
+            if not piece.samples_token:
+                self.scheduler.on_computed(piece.request)
         drawn = launched.drawn
         if drawn is None:
             return []
         events = []
         for row, (request, token) in enumerate(zip(launched.giving, launched.tokens(), strict=True)):
-            if request.state is State.ENDED:  # aborted while the step ran
+            if request.state is RequestStatus.FINISHED:  # aborted while the step ran
                 continue
-            self.scheduler.received(request, token)
+            self.scheduler.on_token(request, token)
             if request.matcher is not None:
                 request.matcher.take(token)
             asked = request.sampling.logprobs
@@ -272,7 +290,7 @@ class Engine:
     def _reason(self, request: Request, token: int) -> str:
         """Why a request ends with this token, if it does."""
         sampling, count = request.sampling, len(request.tokens) - len(request.prompt)
-        ends = token in sampling.stop_ids or (token in self.runner.ends and not sampling.ignore_end)
+        ends = token in sampling.stop_token_ids or (token in self.runner.eos_token_ids and not sampling.ignore_eos)
         if ends and count >= sampling.min_tokens:
             return "stop"
         if request.matcher is not None and request.matcher.ended:
@@ -280,11 +298,11 @@ class Engine:
         return "length" if len(request.tokens) >= request.limit else ""
 
     def generate(
-        self, prompts: Sequence[str] | Sequence[Sequence[int]], sampling: Sampling | None = None, *,
+        self, prompts: Sequence[str] | Sequence[Sequence[int]], sampling: SamplingParams | None = None, *,
         adapter: str | None = None,
-    ) -> list[Answer]:  # fmt: skip
-        """Answer every prompt (texts, or lists of tokens), as many times as `n` of the sampling says."""
-        sampling = sampling or Sampling()
+    ) -> list[RequestOutput]:  # fmt: skip
+        """RequestOutput every prompt (texts, or lists of tokens), as many times as `n` of the sampling says."""
+        sampling = sampling or SamplingParams()
         tokenizer = self.model.tokenizer
         if tokenizer is None:
             raise ModelError("this model has no tokenizer: text cannot be made with it.")
@@ -292,7 +310,7 @@ class Engine:
         for prompt in prompts:
             tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
             for request in self.submit(tokens, sampling, adapter=adapter):
-                answers[request] = _Answering(prompt, TextStream(tokenizer, tokens, sampling.stop))
+                answers[request] = _Answering(prompt, Detokenizer(tokenizer, tokens, sampling.stop))
         while self.busy:
             for event in self.step():
                 answering = answers[event.request]
@@ -307,7 +325,7 @@ class _Answering:
     """An answer that is coming."""
 
     prompt: str | Sequence[int]
-    stream: TextStream
+    stream: Detokenizer
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[Logprobs] = field(default_factory=list)
@@ -321,20 +339,22 @@ class _Answering:
         if event.reason:
             self.text += self.stream.finish()
 
-    def answer(self, request: Request) -> Answer:
+    def answer(self, request: Request) -> RequestOutput:
         reason = "stop" if self.stream.stopped is not None else request.reason
         prompt = self.prompt if isinstance(self.prompt, str) else ""
-        return Answer(prompt, self.text, self.tokens, reason, len(request.prompt), request.cached, self.logprobs)
+        return RequestOutput(
+            prompt, self.text, self.tokens, reason, len(request.prompt), request.num_cached_tokens, self.logprobs
+        )
 
 
-def _check_prompt(prompt: Sequence[int], context: int, vocabulary: int) -> None:
+def _check_prompt(prompt: Sequence[int], max_model_len: int, vocab_size: int) -> None:
     if not prompt:
         raise RequestError("the prompt is empty; give at least one token.")
-    if len(prompt) >= context:
-        raise RequestError(f"the prompt has {len(prompt):,} tokens; with an answer it must fit into {context:,}.")
-    wrong = next((token for token in prompt if not 0 <= token < vocabulary), None)
+    if len(prompt) >= max_model_len:
+        raise RequestError(f"the prompt has {len(prompt):,} tokens; with an answer it must fit into {max_model_len:,}.")
+    wrong = next((token for token in prompt if not 0 <= token < vocab_size), None)
     if wrong is not None:
-        raise RequestError(f"there is no token {wrong}; the model has {vocabulary:,}.")
+        raise RequestError(f"there is no token {wrong}; the model has {vocab_size:,}.")
 
 
 def _made(kind: type[Kind], given: Kind | Mapping[str, Any] | None) -> Kind | None:

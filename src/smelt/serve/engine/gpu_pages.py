@@ -16,7 +16,7 @@ from smelt.runtime.decoder import Attention
 from smelt.serve.engine.attention import NAME, PagedCache, paged
 from smelt.serve.engine.kv_dtype import told
 from smelt.serve.engine.runner import module_logits
-from smelt.serve.engine.scheduler import Piece, Step
+from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 if TYPE_CHECKING:  # needs Triton
     from smelt.runtime.gpu import Attend, FusedNetwork
@@ -39,38 +39,47 @@ class GpuPages(Protocol):
 
     name: str  # in the path
 
-    def single(self, piece: Piece) -> bool:
+    def single(self, piece: ScheduledChunk) -> bool:
         """Whether a piece is a token by itself, with nothing to be done when it is computed."""
 
-    def before(self, step: Step) -> None:
+    def before(self, step: ScheduledBatch) -> None:
         """What changed since the last step."""
 
     def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
         """Attention of one token for each request; nothing in it may depend on the step, so that it can be captured."""
 
-    def mixed(self, pieces: list[Piece], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed: ...
+    def mixed(self, pieces: list[ScheduledChunk], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed: ...
 
-    def after(self, step: Step) -> None:
+    def after(self, step: ScheduledBatch) -> None:
         """What the step changed."""
 
 
-class PlainPages:
+class PagedGpuPages:
     """Pages of a layer hold all its heads, and every token."""
 
     def __init__(
-        self, model: Model, blocks: int, size: int, most_requests: int, context: int, kind: str | None, send: Send
+        self,
+        model: Model,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        kind: str | None,
+        send: Send,
     ) -> None:
         self.name = told(kind)
-        self.size, self.context, self._send, self._module = size, context, send, model.network
-        self.cache = PagedCache.empty(model.anatomy, blocks, size, model.network.dtype, model.device, kind)
+        self.block_size, self.max_model_len, self._send, self._module = block_size, max_model_len, send, model.network
+        self.cache = PagedCache.empty(model.anatomy, num_blocks, block_size, model.network.dtype, model.device, kind)
         model.network.set_attn_implementation(NAME)
-        self._tables = torch.zeros(most_requests + 1, -(-context // size), dtype=torch.int32, device=model.device)
-        self._written: list[tuple[list[int], int]] = [([], 0)] * most_requests  # blocks of a row, and how many of them
+        self._tables = torch.zeros(
+            max_num_seqs + 1, -(-max_model_len // block_size), dtype=torch.int32, device=model.device
+        )
+        self._written: list[tuple[list[int], int]] = [([], 0)] * max_num_seqs  # blocks of a row, and how many of them
 
-    def single(self, piece: Piece) -> bool:
+    def single(self, piece: ScheduledChunk) -> bool:
         return piece.count == 1
 
-    def before(self, step: Step) -> None:
+    def before(self, step: ScheduledBatch) -> None:
         """Blocks that requests were given since their last step, in one copy for all."""
         places, blocks = [], []
         width = self._tables.shape[1]
@@ -90,7 +99,7 @@ class PlainPages:
     def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
         from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
 
-        tokens = DecodeMetadata(slots, lengths, self._tables, network.arrived, self.context)
+        tokens = DecodeMetadata(slots, lengths, self._tables, network.arrived, self.max_model_len)
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
             keys, values, *_, form = self.cache.layer(part.index)
@@ -99,7 +108,7 @@ class PlainPages:
 
         return attend
 
-    def mixed(self, pieces: list[Piece], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed:
+    def mixed(self, pieces: list[ScheduledChunk], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed:
         from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_config
         from smelt.kernels.gpu.rope import rope_and_store_kv
 
@@ -107,7 +116,9 @@ class PlainPages:
         lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)
         bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         rows = self._send(np.array([piece.request.slot for piece in pieces], dtype=np.int64))
-        places = self._tables[slots, positions // self.size].long() * self.size + positions % self.size
+        places = (
+            self._tables[slots, positions // self.block_size].long() * self.block_size + positions % self.block_size
+        )
         pages = AttentionMetadata(
             cu_seqlens_q=self._send(bounds), seq_lens=self._send(lengths), block_tables=self._tables[rows],
             slot_mapping=places, max_seq_len=int(lengths.max()), query_lens=counts,
@@ -126,5 +137,5 @@ class PlainPages:
 
         return Mixed(attend, logits)
 
-    def after(self, step: Step) -> None:
+    def after(self, step: ScheduledBatch) -> None:
         """Nothing: every token stays where it is."""

@@ -19,9 +19,9 @@ from smelt.runtime.decoder import decoder_of
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.gpu_pages import GpuPages, Send
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.runner import Launched, end_tokens, last_tokens
-from smelt.serve.engine.sampler import Drawn, draw
-from smelt.serve.engine.scheduler import Piece, Step
+from smelt.serve.engine.runner import InflightBatch, end_tokens, last_tokens
+from smelt.serve.engine.sampler import SamplerOutput, sample
+from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 if TYPE_CHECKING:
     from smelt.runtime.gpu import Attend
@@ -42,14 +42,14 @@ class _Graph:
 
 
 @dataclass(frozen=True)
-class Fetched(Launched):
+class GpuInflightBatch(InflightBatch):
     """Its tokens are copied here as soon as they are there, beside the steps launched after it."""
 
     host: Tensor
     done: Any
 
     @classmethod
-    def of(cls, step: Step, giving: list[Request], drawn: Drawn) -> Fetched:
+    def of(cls, step: ScheduledBatch, giving: list[Request], drawn: SamplerOutput) -> GpuInflightBatch:
         host = torch.empty(len(giving), dtype=torch.int64, pin_memory=True)
         host.copy_(drawn.tokens, non_blocking=True)
         done = torch.cuda.Event()
@@ -65,62 +65,62 @@ class GpuRunner:
     """The runner's contract, on a device. Without CUDA (under Triton's interpreter) there are no graphs."""
 
     name = "gpu-program"
-    ahead = 1
+    max_inflight_steps = 1
 
     def __init__(
-        self, model: Model, pages: PagesFor, *, most_requests: int, context: int, graphs: bool = True,
+        self, model: Model, pages: PagesFor, *, max_num_seqs: int, max_model_len: int, graphs: bool = True,
         adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
         from smelt.runtime.gpu import FusedNetwork
 
-        self.device, self.most_requests, self.adapters = model.device, most_requests, adapters
-        self.ends = end_tokens(model)
+        self.device, self.max_num_seqs, self.adapters = model.device, max_num_seqs, adapters
+        self.eos_token_ids = end_tokens(model)
         self.pages = pages(self._sent)
-        self.network = FusedNetwork(decoder_of(model, context), SIZES[-1])
+        self.network = FusedNetwork(decoder_of(model, max_model_len), SIZES[-1])
         self.graphs = graphs and model.device.type == "cuda"
-        self._last = torch.zeros(most_requests + 1, dtype=torch.int64, device=self.device)
+        self._last = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self._captured: dict[int, _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.graphs else None  # graphs run one after the other
 
     @property
-    def path(self) -> str:
+    def backend(self) -> str:
         return f"{self.name}{self.pages.name}{' with graphs' if self.graphs else ''}"
 
     @torch.inference_mode()
-    def prepare(self) -> None:
+    def warmup(self) -> None:
         """Captures every batch size that may come; the largest first, whose memory serves the others too."""
         if self.graphs:
-            largest = next(size for size in SIZES if size >= min(self.most_requests, SIZES[-1]))
+            largest = next(size for size in SIZES if size >= min(self.max_num_seqs, SIZES[-1]))
             for size in reversed([size for size in SIZES if size <= largest]):
                 self._graph(size)
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: ScheduledBatch) -> InflightBatch:
         step.pieces.sort(key=lambda piece: not self.pages.single(piece))
         self.pages.before(step)
-        giving = [piece.request for piece in step.pieces if piece.gives]
+        giving = [piece.request for piece in step.pieces if piece.samples_token]
         adapted = self.adapters is not None and uses_adapters(step.pieces)
         if len(giving) == len(step.pieces) == step.tokens <= SIZES[-1] and not adapted:
-            drawn: Drawn | None = self._decode(step.pieces)
+            drawn: SamplerOutput | None = self._decode(step.pieces)
         else:
             drawn = self._mixed(step.pieces, giving, adapted)
         self.pages.after(step)
         if drawn is None or self.device.type != "cuda":
-            return Launched(step, giving, drawn)
-        return Fetched.of(step, giving, drawn)
+            return InflightBatch(step, giving, drawn)
+        return GpuInflightBatch.of(step, giving, drawn)
 
-    def _decode(self, pieces: list[Piece]) -> Drawn:
+    def _decode(self, pieces: list[ScheduledChunk]) -> SamplerOutput:
         """One token for each request: a graph, padded up to a size that was captured."""
         count = len(pieces)
         inputs = np.empty((3, next(size for size in SIZES if size >= count)), dtype=np.int64)
-        inputs[:, count:] = [[self.most_requests], [0], [0]]
+        inputs[:, count:] = [[self.max_num_seqs], [0], [0]]
         inputs[:, :count] = np.array([_row(piece.request, piece.start) for piece in pieces]).T
         sent = self._sent(inputs)
         tokens, logits = self._replayed(sent) if self.graphs else self._decoding(sent)
         requests = [piece.request for piece in pieces]
         if all(request.sampling.plain for request in requests):
-            return Drawn(tokens[:count].clone())
-        drawn = draw(logits[:count], requests, self.ends)
+            return SamplerOutput(tokens[:count].clone())
+        drawn = sample(logits[:count], requests, self.eos_token_ids)
         self._last[sent[0, :count]] = drawn.tokens
         return drawn
 
@@ -133,7 +133,7 @@ class GpuRunner:
     def _graph(self, size: int) -> _Graph:
         if size not in self._captured:
             inputs = torch.zeros(3, size, dtype=torch.int64, device=self.device)
-            inputs[0] = self.most_requests
+            inputs[0] = self.max_num_seqs
             for _ in range(2):  # what is compiled or chosen on first use must not be captured
                 self._decoding(inputs)
             torch.cuda.synchronize()
@@ -153,7 +153,7 @@ class GpuRunner:
         logits = self.network.logits(hidden)
         return argmax_tokens(logits, slots, self._last), logits
 
-    def _mixed(self, pieces: list[Piece], giving: list[Request], adapted: bool) -> Drawn | None:
+    def _mixed(self, pieces: list[ScheduledChunk], giving: list[Request], adapted: bool) -> SamplerOutput | None:
         """Prompts, or prompts behind single tokens; and whatever has adapters, which runs as it is."""
         known, slots, positions = self._sent(_tokens_of(pieces))
         wanted = self._sent(np.array(last_tokens(pieces), dtype=np.int64))
@@ -166,11 +166,11 @@ class GpuRunner:
             logits = self._fused(known, slots, self._attend(pieces, slots, positions), wanted)
         if not giving:
             return None
-        drawn = draw(logits, giving, self.ends)
+        drawn = sample(logits, giving, self.eos_token_ids)
         self._last[slots[wanted]] = drawn.tokens
         return drawn
 
-    def _attend(self, pieces: list[Piece], slots: Tensor, positions: Tensor) -> Attend:
+    def _attend(self, pieces: list[ScheduledChunk], slots: Tensor, positions: Tensor) -> Attend:
         """Single tokens by the kernel that decodes, which reads keys once for all heads of a group."""
         count = min(sum(self.pages.single(piece) for piece in pieces), SIZES[-1])
         if not count:
@@ -199,7 +199,7 @@ def _row(request: Request, at: int) -> tuple[int, int, int]:
     return request.slot, at + 1, request.tokens[at] if at < len(request.tokens) else UNKNOWN
 
 
-def _tokens_of(pieces: list[Piece]) -> np.ndarray[Any, Any]:
+def _tokens_of(pieces: list[ScheduledChunk]) -> np.ndarray[Any, Any]:
     """Of every token of a step: itself where it is known, its request's slot, its position. [3, tokens]"""
     found = np.empty((3, sum(piece.count for piece in pieces)), dtype=np.int64)
     at = 0

@@ -9,10 +9,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from smelt.serve.engine.blocks import BlockPool, chained, root_digest
-from smelt.serve.engine.request import Request, State
+from smelt.serve.engine.request import Request, RequestStatus
 
 
-class Memory(ABC):
+class KVCacheManager(ABC):
     """Blocks of one pool for requests that wait, run and end."""
 
     pool: BlockPool
@@ -40,7 +40,7 @@ class Memory(ABC):
 
     def count(self, request: Request, budget: int, chunk: int) -> int:
         """How many tokens of a request the next step computes; 0 where there is no room for what must be whole."""
-        return min(request.planned - request.computed, budget, chunk)
+        return min(request.num_expected_tokens - request.num_computed_tokens, budget, chunk)
 
     def leave(self, request: Request, reason: str) -> None:
         """Give its blocks back; `reason` is that of its end, empty when it was preempted."""
@@ -59,16 +59,16 @@ class Memory(ABC):
             low, high = (middle, high) if self.needed(request, middle) <= self.pool.blocks else (low, middle - 1)
         return low
 
-    def holds(self, context: int) -> int:
+    def holds(self, max_model_len: int) -> int:
         """Tokens of the longest text that a request could have, where a context has so many."""
-        return min(context, self.pool.blocks * self.pool.size)
+        return min(max_model_len, self.pool.blocks * self.pool.size)
 
     def state(self) -> dict[str, int]:
         """Numbers for an operator."""
         return {"blocks": self.pool.blocks, "blocks_used": self.pool.blocks - self.pool.free}
 
 
-class PlainMemory(Memory):
+class PagedCacheManager(KVCacheManager):
     """A block holds the same tokens for all layers and heads."""
 
     def __init__(self, pool: BlockPool) -> None:
@@ -79,11 +79,11 @@ class PlainMemory(Memory):
 
     def admit(self, request: Request, promised: int) -> bool:
         found = self._shared(request)
-        wanted = self.pool.needed(request.planned) - len(found) + self.pool.free_among(found)
+        wanted = self.pool.needed(request.num_expected_tokens) - len(found) + self.pool.free_among(found)
         if wanted + promised > self.pool.free:
             return False
         self.pool.share(found)
-        request.blocks, request.computed = list(found), len(found) * self.pool.size
+        request.blocks, request.num_computed_tokens = list(found), len(found) * self.pool.size
         request.registered = len(found)
         return True
 
@@ -92,9 +92,9 @@ class PlainMemory(Memory):
 
     def settle(self, request: Request) -> None:
         """Blocks that are full now can be found by others."""
-        if not self.pool.prefix_cache or request.state is not State.RUNNING:
+        if not self.pool.prefix_cache or request.state is not RequestStatus.RUNNING:
             return
-        full = min(request.computed, len(request.tokens)) // self.pool.size
+        full = min(request.num_computed_tokens, len(request.tokens)) // self.pool.size
         if full > request.registered:
             digests = self._chain(request)
             for place in range(request.registered, full):
@@ -113,7 +113,7 @@ class PlainMemory(Memory):
         whole = (len(request.tokens) - 1) // self.pool.size
         found = self.pool.find(self._chain(request)[:whole])
         parent = request.parent
-        if parent is not None and parent.state is State.RUNNING and len(found) < whole:
+        if parent is not None and parent.state is RequestStatus.RUNNING and len(found) < whole:
             found = parent.blocks[:whole]
         return found
 

@@ -12,17 +12,17 @@ from smelt.numerics.catalog import get_format
 from smelt.numerics.format import PER_ROW
 
 OWN = "model"  # the network's own numbers
-KINDS = (OWN, *KV_QUANT_DTYPES)
+KV_CACHE_DTYPES = (OWN, *KV_QUANT_DTYPES)
 SAME = {"int8": INT8, "fp8-e4m3": FP8, "int4-asym": INT4}  # names of `smelt formats` that rows of pages are held in
 log = logging.getLogger("smelt.engine")
 
 
-def kind_for(model: Model, asked: str | None) -> str | None:
+def resolve_kv_cache_dtype(model: Model, asked: str | None) -> str | None:
     """What was asked for; else, of a model that was made with its cache in few bits, what comes nearest to that. None:
     the network's own."""
     if asked is not None:
-        if asked not in KINDS:
-            raise ConfigError(f"keys and values cannot be held in {asked!r}; there is {', '.join(KINDS)}.")
+        if asked not in KV_CACHE_DTYPES:
+            raise ConfigError(f"keys and values cannot be held in {asked!r}; there is {', '.join(KV_CACHE_DTYPES)}.")
         return None if asked == OWN else asked
     if model.kv is None:
         return None

@@ -20,70 +20,79 @@ from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import NAME, Attend, PagedCache, attending, paged
 from smelt.serve.engine.kv_dtype import told
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.sampler import Drawn, draw
-from smelt.serve.engine.scheduler import Piece, Step
+from smelt.serve.engine.sampler import SamplerOutput, sample
+from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 
 @dataclass(frozen=True)
-class Launched:
+class InflightBatch:
     """A step under way, and whose tokens it gives."""
 
-    step: Step
+    step: ScheduledBatch
     giving: list[Request]
-    drawn: Drawn | None
+    drawn: SamplerOutput | None
 
     def tokens(self) -> list[int]:
         """One for each of `giving`; waits until they are there."""
         return [] if self.drawn is None else list(self.drawn.tokens.tolist())
 
 
-class Runner:
+class ModelRunner:
     """Runs the network as it is, its attention on a paged cache; on a processor, as a program where there is one."""
 
-    ahead = 0  # steps that are launched before the one before them is read
+    max_inflight_steps = 0  # steps that are launched before the one before them is read
 
     def __init__(
-        self, model: Model, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int,
-        compiled: bool = True, adapters: Adapters | None = None, kind: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        compiled: bool = True,
+        adapters: Adapters | None = None,
+        kind: str | None = None,
+    ) -> None:
         """`kind`: of the pages' rows, see `PagedCache`."""
-        self.network, self.size, self.adapters, self.kind = model.network, size, adapters, kind
+        self.network, self.block_size, self.adapters, self.kind = model.network, block_size, adapters, kind
         self.device, self.dtype = model.device, model.network.dtype
-        self.ends = end_tokens(model)
-        self.cache = PagedCache.empty(model.anatomy, blocks, size, self.dtype, self.device, kind)
+        self.eos_token_ids = end_tokens(model)
+        self.cache = PagedCache.empty(model.anatomy, num_blocks, block_size, self.dtype, self.device, kind)
         self.network.set_attn_implementation(NAME)
         self.compiled: CompiledNetwork | None = None
         if compiled and reason_against(model, kind) is None:
-            self.compiled = CompiledNetwork(model, self.cache, most_tokens, most_requests, context)
-        self._tables = np.zeros((most_requests, -(-context // size)), dtype=np.int32)
-        self._written: list[tuple[list[int], int]] = [([], 0)] * most_requests  # blocks of a row, and how many of them
-        self._ids = np.zeros(most_tokens, dtype=np.int64)
-        self._positions = np.zeros(most_tokens, dtype=np.int64)
-        self._places = np.zeros(most_tokens, dtype=np.int64)
+            self.compiled = CompiledNetwork(model, self.cache, max_num_batched_tokens, max_num_seqs, max_model_len)
+        self._tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
+        self._written: list[tuple[list[int], int]] = [([], 0)] * max_num_seqs  # blocks of a row, and how many of them
+        self._ids = np.zeros(max_num_batched_tokens, dtype=np.int64)
+        self._positions = np.zeros(max_num_batched_tokens, dtype=np.int64)
+        self._places = np.zeros(max_num_batched_tokens, dtype=np.int64)
 
     @property
-    def path(self) -> str:
+    def backend(self) -> str:
         """What computes a step."""
         return f"{'module' if self.compiled is None else self.compiled.name}{told(self.kind)}"
 
-    def prepare(self) -> None:
+    def warmup(self) -> None:
         """Nothing is left for the first use."""
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: ScheduledBatch) -> InflightBatch:
         count = self._fill(step.pieces)
         ids, positions = (self._on_device(buffer[:count]) for buffer in (self._ids, self._positions))
         rows, pages = (
             torch.tensor(last_tokens(step.pieces), dtype=torch.int64, device=self.device),
             self._pages(step.pieces, count),
         )
-        giving = [piece.request for piece in step.pieces if piece.gives]
+        giving = [piece.request for piece in step.pieces if piece.samples_token]
         if self.adapters is not None and uses_adapters(step.pieces):
             with self.adapters.applied(step.pieces, self.device):
                 logits = module_logits(self.network, self._attend(pages), ids, positions, rows)
         else:
             logits = self._logits(ids, positions, rows, pages)
-        return Launched(step, giving, draw(logits, giving, self.ends) if giving else None)
+        return InflightBatch(step, giving, sample(logits, giving, self.eos_token_ids) if giving else None)
 
     def _logits(
         self, ids: Tensor, positions: Tensor, rows: Tensor, pages: AttentionMetadata
@@ -95,7 +104,7 @@ class Runner:
     def _attend(self, pages: AttentionMetadata) -> Attend:
         return paged(self.cache, pages)
 
-    def _fill(self, pieces: list[Piece]) -> int:
+    def _fill(self, pieces: list[ScheduledChunk]) -> int:
         """Tokens, positions and places of a step, one piece behind the other."""
         at = 0
         for piece in pieces:
@@ -104,14 +113,14 @@ class Runner:
             self._write_table(request)
             place = self._place(piece)
             positions = np.arange(place, place + piece.count)
-            blocks = self._tables[request.slot, positions // self.size]
+            blocks = self._tables[request.slot, positions // self.block_size]
             self._ids[here] = request.tokens[start:stop]
             self._positions[here] = positions
-            self._places[here] = blocks.astype(np.int64) * self.size + positions % self.size
+            self._places[here] = blocks.astype(np.int64) * self.block_size + positions % self.block_size
             at += piece.count
         return at
 
-    def _place(self, piece: Piece) -> int:
+    def _place(self, piece: ScheduledChunk) -> int:
         """Where the first token of a piece lies among those of its request, and so its position."""
         return piece.start
 
@@ -123,13 +132,13 @@ class Runner:
             self._tables[request.slot, count : len(request.blocks)] = request.blocks[count:]
             self._written[request.slot] = (request.blocks, len(request.blocks))
 
-    def _pages(self, pieces: list[Piece], count: int) -> AttentionMetadata:
+    def _pages(self, pieces: list[ScheduledChunk], count: int) -> AttentionMetadata:
         lengths = np.array([self._place(piece) + piece.count for piece in pieces], dtype=np.int32)
         counts = [piece.count for piece in pieces]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         rows = [piece.request.slot for piece in pieces]
         longest = int(lengths.max())
-        tables = self._tables[rows, : -(-longest // self.size)]
+        tables = self._tables[rows, : -(-longest // self.block_size)]
         return AttentionMetadata(
             cu_seqlens_q=self._on_device(starts),
             seq_lens=self._on_device(lengths),
@@ -153,12 +162,12 @@ def module_logits(
     return logits
 
 
-def last_tokens(pieces: list[Piece]) -> list[int]:
+def last_tokens(pieces: list[ScheduledChunk]) -> list[int]:
     """Where the tokens stand whose logits are wanted, in a step with all pieces behind one another."""
     places, at = [], 0
     for piece in pieces:
         at += piece.count
-        if piece.gives:
+        if piece.samples_token:
             places.append(at - 1)
     return places
 

@@ -24,7 +24,7 @@ class Logprobs:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class SamplerOutput:
     """What a step gave, a row a request."""
 
     tokens: Tensor  # [rows], int64
@@ -39,7 +39,7 @@ class Drawn:
 
 
 @torch.no_grad()
-def draw(logits: Tensor, requests: list[Request], ends: tuple[int, ...] = ()) -> Drawn:
+def sample(logits: Tensor, requests: list[Request], ends: tuple[int, ...] = ()) -> SamplerOutput:
     """One token for every row of the logits [rows, vocabulary]. `ends` are the model's own ends of text."""
     raw = logits.float()
     changed = raw
@@ -57,13 +57,13 @@ def draw(logits: Tensor, requests: list[Request], ends: tuple[int, ...] = ()) ->
 def _changes(request: Request) -> bool:
     sampling = request.sampling
     formed = request.matcher is not None
-    return formed or sampling.penalised or bool(sampling.bias) or len(request.output) < sampling.min_tokens
+    return formed or sampling.penalized or bool(sampling.logit_bias) or len(request.output) < sampling.min_tokens
 
 
 def _change(logits: Tensor, request: Request, ends: tuple[int, ...]) -> None:
     """Biases, penalties, ends that may not come yet, and what the form forbids, in place. [vocabulary]"""
     sampling, device = request.sampling, logits.device
-    known = {token: value for token, value in sampling.bias.items() if token < len(logits)}
+    known = {token: value for token, value in sampling.logit_bias.items() if token < len(logits)}
     if known:
         logits[torch.tensor(list(known), device=device)] += torch.tensor(list(known.values()), device=device)
     if sampling.repetition_penalty != 1:
@@ -76,7 +76,7 @@ def _change(logits: Tensor, request: Request, ends: tuple[int, ...]) -> None:
         used, counts = torch.tensor(request.output, device=device).unique(return_counts=True)
         logits[used] -= sampling.presence_penalty + sampling.frequency_penalty * counts
     if len(request.output) < sampling.min_tokens:
-        banned = [token for token in (*ends, *sampling.stop_ids) if token < len(logits)]
+        banned = [token for token in (*ends, *sampling.stop_token_ids) if token < len(logits)]
         logits[torch.tensor(banned, device=device, dtype=torch.int64)] = -torch.inf
     if request.matcher is not None:
         logits[~request.matcher.allowed().to(device)] = -torch.inf
@@ -108,16 +108,16 @@ def _sampled(logits: Tensor, requests: list[Request]) -> Tensor:
 
 def _uniform(request: Request) -> float:
     """Between 0 and 1, from the seed and the place in the answer."""
-    place = request.planned - len(request.prompt)
+    place = request.num_expected_tokens - len(request.prompt)
     digest = hashlib.blake2b(f"{request.seed} {place}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "big") >> 11) / 2**53
 
 
-def _with_logprobs(raw: Tensor, tokens: Tensor, requests: list[Request]) -> Drawn:
+def _with_logprobs(raw: Tensor, tokens: Tensor, requests: list[Request]) -> SamplerOutput:
     asked = [request.sampling.logprobs for request in requests if request.sampling.logprobs is not None]
     if not asked:
-        return Drawn(tokens)
+        return SamplerOutput(tokens)
     logprobs = raw.log_softmax(-1)
     own = logprobs.gather(-1, tokens[:, None])[:, 0]
     top_values, top_tokens = logprobs.topk(min(max(asked), raw.shape[-1]), dim=-1)
-    return Drawn(tokens, own, top_values, top_tokens)
+    return SamplerOutput(tokens, own, top_values, top_tokens)

@@ -14,27 +14,27 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from smelt.errors import RequestError
-from smelt.serve.engine.kv_cache_manager import Memory
-from smelt.serve.engine.request import Request, State
+from smelt.serve.engine.kv_cache_manager import KVCacheManager
+from smelt.serve.engine.request import Request, RequestStatus
 
 ANSWERED = 8  # a prompt that is so many times as long as its answer is not read twice
 
 
 @dataclass(slots=True)  # not frozen: one is made for every token
-class Piece:
+class ScheduledChunk:
     """Tokens `start` to `start + count` of a request. The last of all its tokens gives the next one."""
 
     request: Request
     start: int
     count: int
-    gives: bool
+    samples_token: bool
 
 
 @dataclass
-class Step:
+class ScheduledBatch:
     """What is computed at once."""
 
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[ScheduledChunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks that are copied before: from, to
 
@@ -44,25 +44,37 @@ class Step:
 
 
 class Scheduler:
-    """`most_tokens` are computed in a step, of at most `most_requests`, of each at most `chunk`."""
+    """Schedules at most `max_num_batched_tokens` of `max_num_seqs` requests, `prefill_chunk_size` of each."""
 
     def __init__(
-        self, memory: Memory, *, most_tokens: int = 2048, most_requests: int = 256, chunk: int | None = None,
-        most_waiting: int = 4096, watermark: float = 0.01,
-    ) -> None:  # fmt: skip
-        self.memory, self.most_tokens, self.most_requests = memory, most_tokens, most_requests
-        self.chunk = chunk or most_tokens
-        self.most_waiting = most_waiting
-        self.spare = int(watermark * memory.pool.blocks)  # blocks kept free when a request is admitted beside others
+        self,
+        cache_manager: KVCacheManager,
+        *,
+        max_num_batched_tokens: int = 2048,
+        max_num_seqs: int = 256,
+        prefill_chunk_size: int | None = None,
+        max_queued: int = 4096,
+        watermark: float = 0.01,
+    ) -> None:
+        self.cache_manager, self.max_num_batched_tokens, self.max_num_seqs = (
+            cache_manager,
+            max_num_batched_tokens,
+            max_num_seqs,
+        )
+        self.prefill_chunk_size = prefill_chunk_size or max_num_batched_tokens
+        self.max_queued = max_queued
+        self.spare = int(
+            watermark * cache_manager.pool.blocks
+        )  # blocks kept free when a request is admitted beside others
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        self._slots = deque(range(most_requests))
+        self._slots = deque(range(max_num_seqs))
         self._arrivals = 0
 
     def add(self, request: Request) -> None:
-        if len(self.waiting) >= self.most_waiting:
-            raise RequestError(f"{self.most_waiting:,} requests are waiting already; try again later.")
-        longest = self.memory.longest(request)
+        if len(self.waiting) >= self.max_queued:
+            raise RequestError(f"{self.max_queued:,} requests are waiting already; try again later.")
+        longest = self.cache_manager.longest(request)
         if len(request.prompt) + 1 > longest:
             raise RequestError(
                 f"a prompt of {len(request.prompt):,} tokens is longer than the cache's {longest - 1:,}."
@@ -75,118 +87,132 @@ class Scheduler:
     def end(self, request: Request, reason: str) -> None:
         """Finish or abort a request. Its blocks are free at once: a step under way was launched before any that could
         write to them."""
-        if request.state is State.ENDED:
+        if request.state is RequestStatus.FINISHED:
             return
-        if request.state is State.WAITING:
+        if request.state is RequestStatus.WAITING:
             self.waiting.remove(request)
         else:
             self._leave(request, reason)
-        request.state, request.reason = State.ENDED, reason
+        request.state, request.reason = RequestStatus.FINISHED, reason
 
-    def schedule(self) -> Step:
+    def schedule(self) -> ScheduledBatch:
         """The next step. Everything in it counts as computed from now on."""
-        step = Step()
-        budget = self._go_on(step)
+        step = ScheduledBatch()
+        budget = self._schedule_running(step)
         if not step.preempted:
             self._admit(step, budget)
         for piece in step.pieces:
-            piece.request.computed += piece.count
-            piece.request.under_way += piece.gives
-        step.copies, self.memory.copies = self.memory.copies, []
+            piece.request.num_computed_tokens += piece.count
+            piece.request.num_inflight += piece.samples_token
+        step.copies, self.cache_manager.copies = self.cache_manager.copies, []
         return step
 
-    def received(self, request: Request, token: int) -> None:
+    def on_token(self, request: Request, token: int) -> None:
         """A step gave this token."""
-        request.under_way -= 1
+        request.num_inflight -= 1
         request.tokens.append(token)
-        self.memory.settle(request)
+        self.cache_manager.settle(request)
 
-    def computed(self, request: Request) -> None:
+    def on_computed(self, request: Request) -> None:
         """A step that gave no token is done."""
-        self.memory.settle(request)
+        self.cache_manager.settle(request)
 
-    def _go_on(self, step: Step) -> int:
-        budget, place = self.most_tokens, 0
+    def _schedule_running(self, step: ScheduledBatch) -> int:
+        budget, place = self.max_num_batched_tokens, 0
         while place < len(self.running) and budget:
             request = self.running[place]
-            planned, computed = request.planned, request.computed
-            count = self.memory.count(request, budget, self.chunk)
-            ends = planned >= request.limit and request.under_way > 0  # the token under way is its last
+            planned, computed = request.num_expected_tokens, request.num_computed_tokens
+            count = self.cache_manager.count(request, budget, self.prefill_chunk_size)
+            ends = planned >= request.limit and request.num_inflight > 0  # the token under way is its last
             if count and not ends:
                 if not self._make_room(request, count, step):
                     break
-                step.pieces.append(Piece(request, computed, count, computed + count == planned))
+                step.pieces.append(ScheduledChunk(request, computed, count, computed + count == planned))
                 budget -= count
             place += 1
         return budget
 
-    def _make_room(self, request: Request, count: int, step: Step) -> bool:
+    def _make_room(self, request: Request, count: int, step: ScheduledBatch) -> bool:
         """Blocks for so many more tokens, if need be at the cost of those that came last; False: at its own."""
-        wanted = self.memory.needed(request, request.computed + count) - len(request.blocks)
+        wanted = self.cache_manager.needed(request, request.num_computed_tokens + count) - len(request.blocks)
         if wanted <= 0:
             return True
-        while not self.memory.fits(wanted):
+        while not self.cache_manager.fits(wanted):
             victim = self.running[-1]  # nobody before it in this step: they are in order
             self._preempt(victim, step)
             if victim is request:
                 return False
-        self.memory.grow(request, request.computed + count)
+        self.cache_manager.grow(request, request.num_computed_tokens + count)
         return True
 
-    def _preempt(self, request: Request, step: Step) -> None:
+    def _preempt(self, request: Request, step: ScheduledBatch) -> None:
         self._leave(request, "")
-        request.computed = 0
+        request.num_computed_tokens = 0
         request.preemptions += 1
         step.preempted.append(request)
         self._wait(request)
 
-    def _admit(self, step: Step, budget: int) -> None:
-        while self.waiting and budget and len(self.running) < self.most_requests:
+    def _admit(self, step: ScheduledBatch, budget: int) -> None:
+        while self.waiting and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if request.under_way or not self._ready(request):  # its last token is not known yet
+            if request.num_inflight or not self._ready(request):  # its last token is not known yet
                 break
-            if not self.memory.admit(request, self._promised(request)):
+            if not self.cache_manager.admit(request, self._reserved_blocks(request)):
                 break
-            count = self.memory.count(request, budget, self.chunk)
+            count = self.cache_manager.count(request, budget, self.prefill_chunk_size)
             if not count:  # only whole chunks, and this one comes with the next step
-                self.memory.leave(request, "")
-                request.computed = 0
+                self.cache_manager.leave(request, "")
+                request.num_computed_tokens = 0
                 break
             self.waiting.pop(0)
             request.parent = None
             if not request.preemptions:
-                request.cached = request.computed
-            self.memory.grow(request, request.computed + count)
-            request.slot, request.state = self._slots.popleft(), State.RUNNING
+                request.num_cached_tokens = request.num_computed_tokens
+            self.cache_manager.grow(request, request.num_computed_tokens + count)
+            request.slot, request.state = self._slots.popleft(), RequestStatus.RUNNING
             insort(self.running, request, key=lambda running: running.order)
-            step.pieces.append(Piece(request, request.computed, count, request.computed + count == request.planned))
+            step.pieces.append(
+                ScheduledChunk(
+                    request,
+                    request.num_computed_tokens,
+                    count,
+                    request.num_computed_tokens + count == request.num_expected_tokens,
+                )
+            )
             budget -= count
 
     def _ready(self, request: Request) -> bool:
         """A sibling waits for the prompt that it shares."""
         parent = request.parent
-        return parent is None or parent.state is State.ENDED or parent.computed >= len(parent.prompt)
+        return (
+            parent is None or parent.state is RequestStatus.FINISHED or parent.num_computed_tokens >= len(parent.prompt)
+        )
 
-    def _promised(self, request: Request) -> int:
+    def _reserved_blocks(self, request: Request) -> int:
         """Blocks beside those for the tokens that a request has now: what running ones were admitted with and have not
         taken yet, what it will be promised itself, and some to spare; nothing where it is alone."""
         if not self.running:
             return 0
-        needed = self.memory.needed
-        open_ = sum(needed(running, _foreseen(running)) - len(running.blocks) for running in self.running)
-        return open_ + needed(request, _foreseen(request)) - needed(request, request.planned) + self.spare
+        needed = self.cache_manager.needed
+        open_ = sum(needed(running, _expected_length(running)) - len(running.blocks) for running in self.running)
+        return (
+            open_
+            + needed(request, _expected_length(request))
+            - needed(request, request.num_expected_tokens)
+            + self.spare
+        )
 
     def _leave(self, request: Request, reason: str) -> None:
         self.running.remove(request)
-        self.memory.leave(request, reason)
+        self.cache_manager.leave(request, reason)
         self._slots.append(request.slot)
         request.slot = -1
 
     def _wait(self, request: Request) -> None:
-        request.state = State.WAITING
+        request.state = RequestStatus.WAITING
         insort(self.waiting, request, key=lambda waiting: waiting.order)
 
 
-def _foreseen(request: Request) -> int:
+def _expected_length(request: Request) -> int:
     """Tokens that a request is promised room for: with an answer up to a share of what it would have to read again."""
-    return max(request.planned, min(request.limit, len(request.prompt) + len(request.prompt) // ANSWERED))
+    return max(request.num_expected_tokens, min(request.limit, len(request.prompt) + len(request.prompt) // ANSWERED))

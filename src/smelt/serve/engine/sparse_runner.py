@@ -26,26 +26,43 @@ from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import Attend, rows_of
 from smelt.serve.engine.kv_dtype import told
-from smelt.serve.engine.request import Request, State
-from smelt.serve.engine.runner import Launched, Runner
-from smelt.serve.engine.scheduler import Piece, Step
+from smelt.serve.engine.request import Request, RequestStatus
+from smelt.serve.engine.runner import InflightBatch, ModelRunner
+from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 
-class SelectingRunner(Runner):
+class SparseRunner(ModelRunner):
     """Runs the network as it is. No program knows selection, so that `compiled` changes nothing."""
 
     def __init__(
-        self, model: Model, *, blocks: int, size: int, most_tokens: int, most_requests: int, context: int,
-        selection: SparseAttentionConfig, residence: OffloadConfig | None = None, record: bool = False,
-        compiled: bool = True, adapters: Adapters | None = None, kind: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        model: Model,
+        *,
+        num_blocks: int,
+        block_size: int,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        selection: SparseAttentionConfig,
+        kv_offload: OffloadConfig | None = None,
+        record: bool = False,
+        compiled: bool = True,
+        adapters: Adapters | None = None,
+        kind: str | None = None,
+    ) -> None:
         heads = sparse_attention_heads(model)
         rows = {layer: rows_of(kind, width) for layer, (_, width) in heads.items()}
-        _check_page(selection, size)
+        _check_page(selection, block_size)
         super().__init__(  # its pages are ours, and not of this cache: one block is the least it has
-            model, blocks=1, size=size, most_tokens=most_tokens, most_requests=most_requests, context=context,
-            compiled=False, adapters=adapters,
-        )  # fmt: skip
+            model,
+            num_blocks=1,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=max_model_len,
+            compiled=False,
+            adapters=adapters,
+        )
         self.host: HostPageStore | None = None
         self.kind = kind
         pages: DevicePageStore | HostPageStore
@@ -53,20 +70,20 @@ class SelectingRunner(Runner):
             layer: (count, row_layout(rows[layer], width, self.dtype)[0]) for layer, (count, width) in heads.items()
         }
         of = self.dtype if kind is None else KVQuantFormat.dtype
-        if residence is None:
-            pages = DevicePageStore(held, blocks, size, of, self.device)
+        if kv_offload is None:
+            pages = DevicePageStore(held, num_blocks, block_size, of, self.device)
         else:
-            residence = dataclasses.replace(residence, num_slots=min(residence.num_slots, blocks))
-            _check_slots(selection, residence, min(context, blocks * size))
-            pages = self.host = HostPageStore(held, blocks, size, of, self.device, residence)
-        self.recorder = TraceRecorder(trace_metadata(model, selection, residence, rows)) if record else None
-        digested = PageSummaryTable(selection.summary, heads, blocks, self.dtype, self.device)
+            kv_offload = dataclasses.replace(kv_offload, num_slots=min(kv_offload.num_slots, num_blocks))
+            _check_slots(selection, kv_offload, min(max_model_len, num_blocks * block_size))
+            pages = self.host = HostPageStore(held, num_blocks, block_size, of, self.device, kv_offload)
+        self.recorder = TraceRecorder(trace_metadata(model, selection, kv_offload, rows)) if record else None
+        digested = PageSummaryTable(selection.summary, heads, num_blocks, self.dtype, self.device)
         self.attention = SparsePageAttention(selection, pages, digested, self.recorder, rows)
         self.steps = 0
         self._known: dict[Request, list[int]] = {}  # requests whose pages may be on the device, and their blocks
 
     @property
-    def path(self) -> str:
+    def backend(self) -> str:
         where = "" if self.host is None else " from the host's memory"
         return f"module, pages chosen{where}{told(self.kind)}"
 
@@ -76,7 +93,7 @@ class SelectingRunner(Runner):
         self._forget()
         return 0 if self.host is None else sum(each.count for each in self.host.residents.values())
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: ScheduledBatch) -> InflightBatch:
         self.steps += 1
         self._forget()
         self._known |= {piece.request: piece.request.blocks for piece in step.pieces}
@@ -98,7 +115,7 @@ class SelectingRunner(Runner):
         gone = [
             request
             for request, blocks in self._known.items()
-            if request.state is not State.RUNNING or request.blocks is not blocks
+            if request.state is not RequestStatus.RUNNING or request.blocks is not blocks
         ]
         for request in gone:
             del self._known[request]
@@ -106,19 +123,19 @@ class SelectingRunner(Runner):
             blocks = [block for held in self._known.values() for block in held]
             self.attention.page_store.retain_blocks(torch.tensor(blocks, dtype=torch.int64))
 
-    def _layout(self, pieces: list[Piece]) -> SparseBatch:
+    def _layout(self, pieces: list[ScheduledChunk]) -> SparseBatch:
         places, filled, reading, asking = [], [], [], []
         at = 0
         for piece in pieces:
             blocks = torch.tensor(piece.request.blocks)
             stop = piece.start + piece.count
             positions = torch.arange(piece.start, stop)
-            places.append(blocks[positions // self.size] * self.size + positions % self.size)
-            filled.append(blocks[piece.start // self.size : stop // self.size])
+            places.append(blocks[positions // self.block_size] * self.block_size + positions % self.block_size)
+            filled.append(blocks[piece.start // self.block_size : stop // self.block_size])
             if piece.count == 1 and piece.start >= len(piece.request.prompt):
                 asking.append((at, stop, piece.request))
             else:
-                reading.append(PrefillChunk(slice(at, at + piece.count), stop, blocks[: -(-stop // self.size)]))
+                reading.append(PrefillChunk(slice(at, at + piece.count), stop, blocks[: -(-stop // self.block_size)]))
             at += piece.count
         return SparseBatch(self.steps, torch.cat(places), torch.cat(filled), reading, list(self._waves(asking)))
 
@@ -127,9 +144,9 @@ class SelectingRunner(Runner):
         if not asking:
             return
         lengths = torch.tensor([length for _, length, _ in asking])
-        tables = torch.zeros(len(asking), -(-int(lengths.max()) // self.size), dtype=torch.int64)
+        tables = torch.zeros(len(asking), -(-int(lengths.max()) // self.block_size), dtype=torch.int64)
         for row, (_, length, request) in enumerate(asking):
-            held = -(-length // self.size)
+            held = -(-length // self.block_size)
             tables[row, :held] = torch.tensor(request.blocks[:held])
         tokens = torch.tensor([token for token, _, _ in asking])
         together = DecodeBatch(
@@ -142,14 +159,16 @@ class SelectingRunner(Runner):
             yield from together.split(self.attention.config.num_selected_pages(lengths).tolist(), most)
 
 
-def _check_page(selection: SparseAttentionConfig, size: int) -> None:
-    if selection.page_size != size:
-        told = f"pages of {selection.page_size} tokens are to be chosen, and the engine's blocks have {size}"
-        raise ConfigError(f"{told}; give the engine blocks of {selection.page_size}, or the selection pages of {size}.")
+def _check_page(selection: SparseAttentionConfig, block_size: int) -> None:
+    if selection.page_size != block_size:
+        told = f"pages of {selection.page_size} tokens are to be chosen, and the engine's blocks have {block_size}"
+        raise ConfigError(
+            f"{told}; give the engine blocks of {selection.page_size}, or the selection pages of {block_size}."
+        )
 
 
-def _check_slots(selection: SparseAttentionConfig, residence: OffloadConfig, context: int) -> None:
-    most = selection.max_selected_pages(context)
-    if most > residence.num_slots:
-        told = f"a head attends to up to {most} pages of one request, and the device has {residence.num_slots} slots"
+def _check_slots(selection: SparseAttentionConfig, kv_offload: OffloadConfig, max_model_len: int) -> None:
+    most = selection.max_selected_pages(max_model_len)
+    if most > kv_offload.num_slots:
+        told = f"a head attends to up to {most} pages of one request, and the device has {kv_offload.num_slots} slots"
         raise ConfigError(f"{told} for it; give more slots or a smaller budget.")

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from smelt.errors import ModelError, RequestError
-from smelt.serve.engine.sampling import Form
+from smelt.serve.engine.sampling_params import StructuredOutputParams
 
 if TYPE_CHECKING:  # a server imports this file before it has the time to import torch
     from torch import Tensor
@@ -28,20 +28,20 @@ LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 INSTALL = "answers in a form need llguidance: pip install 'smelt[serve]'."
 
 
-class Forms:
+class GrammarCompiler:
     """Makes matchers for one tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocabulary: int, ends: tuple[int, ...]) -> None:
-        self._hf_tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, ends
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, ends: tuple[int, ...]) -> None:
+        self._hf_tokenizer, self._vocabulary, self._ends = tokenizer, vocab_size, ends
 
-    def matcher(self, form: Form) -> Matcher:
+    def matcher(self, form: StructuredOutputParams) -> GrammarMatcher:
         """At the beginning of an answer. A form that cannot be is one sentence."""
         llguidance = _library()
         limits = llguidance.LLParserLimits(**LIMITS)
         inner = llguidance.LLMatcher(self._tokenizer, _grammar(form), log_level=0, limits=limits)
         if inner.is_error():
             raise RequestError(f"this {form.kind} cannot be followed: {_first_line(inner.get_error())}")
-        return Matcher(inner, self._vocabulary)
+        return GrammarMatcher(inner, self._vocabulary)
 
     @cached_property
     def _tokenizer(self) -> Any:
@@ -55,7 +55,7 @@ class Forms:
             raise ModelError(f"answers in a form need a fast tokenizer ({_first_line(str(error))}).") from error
 
 
-def check_form(form: Form) -> None:
+def check_structured_output(form: StructuredOutputParams) -> None:
     """Refuse what cannot be followed, without any tokenizer and before anything is queued."""
     llguidance = _library()
     told = llguidance.LLMatcher.validate_grammar(_grammar(form), limits=llguidance.LLParserLimits(**LIMITS))
@@ -71,14 +71,14 @@ def _library() -> Any:
     return llguidance
 
 
-class Matcher:
+class GrammarMatcher:
     """What may come next in one answer."""
 
-    def __init__(self, inner: Any, vocabulary: int) -> None:
-        self._inner, self._vocabulary = inner, vocabulary
+    def __init__(self, inner: Any, vocab_size: int) -> None:
+        self._inner, self._vocabulary = inner, vocab_size
 
-    def copy(self) -> Matcher:
-        return Matcher(self._inner.deep_copy(), self._vocabulary)
+    def copy(self) -> GrammarMatcher:
+        return GrammarMatcher(self._inner.deep_copy(), self._vocabulary)
 
     def allowed(self) -> Tensor:  # [vocabulary], bool
         import numpy as np
@@ -97,7 +97,7 @@ class Matcher:
         return bool(self._inner.is_stopped() or self._inner.is_error())
 
 
-def _grammar(form: Form) -> str:
+def _grammar(form: StructuredOutputParams) -> str:
     from llguidance import LLMatcher
 
     if form.kind == "regex":

@@ -22,8 +22,8 @@ from smelt.models.load import load
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import NAME, PagedCache, paged
-from smelt.serve.engine.runner import Launched, Runner, module_logits
-from smelt.serve.engine.scheduler import Step
+from smelt.serve.engine.runner import InflightBatch, ModelRunner, module_logits
+from smelt.serve.engine.scheduler import ScheduledBatch
 from smelt.serve.engine.shard import shard, shares
 
 PATIENCE = 300  # seconds that a rank waits for the others
@@ -34,14 +34,14 @@ TENSORS = 8  # that a step is told by
 class Sizes:
     """Of a runner, as all ranks must have them."""
 
-    blocks: int
-    size: int
-    most_tokens: int
-    most_requests: int
-    context: int
+    num_blocks: int
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
 
 
-class ParallelRunner(Runner):
+class TensorParallelRunner(ModelRunner):
     """The first rank's: what it computes, the others compute with it."""
 
     def __init__(self, model: Model, sizes: Sizes, ranks: int, kind: str, adapters: Adapters) -> None:
@@ -56,10 +56,10 @@ class ParallelRunner(Runner):
         self._numbers = torch.zeros(0, dtype=torch.int64)  # of the adapters of a step's tokens
 
     @property
-    def path(self) -> str:
+    def backend(self) -> str:
         return f"module on {self.ranks} devices"
 
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: ScheduledBatch) -> InflightBatch:
         self._numbers = self._shared_adapters.numbers(step.pieces).to(self.device)
         return super().launch(step)
 
@@ -136,7 +136,7 @@ def follow(source: str, folders: dict[str, str], sizes: Sizes, rank: int, ranks:
     shard(model, rank, ranks, adapters)
     model.network.to(device)
     adapters.to(device)
-    cache = PagedCache.empty(model.anatomy, sizes.blocks, sizes.size, model.network.dtype, device)
+    cache = PagedCache.empty(model.anatomy, sizes.num_blocks, sizes.block_size, model.network.dtype, device)
     model.network.set_attn_implementation(NAME)
     while (told := _told(device)) is not None:
         ids, positions, rows, starts, lengths, tables, places, numbers = told

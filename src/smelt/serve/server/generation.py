@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from smelt.errors import RequestError
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.server.errors import ApiError, ClientGoneError
 from smelt.serve.server.schemas import Generation as Asked
 from smelt.serve.server.service import Service
-from smelt.serve.server.structured import form_of
+from smelt.serve.server.structured import structured_output_of
 from smelt.serve.worker.client import Stream, TokenEvent, WorkerDiedError
 
 PING_SECONDS = 15.0  # of silence, after which a streaming client is told that we are still here
@@ -48,7 +48,9 @@ class Delta:
 class Answer:
     """One answer on its way: its text so far, and its times."""
 
-    def __init__(self, index: int, prompt: list[int], service: Service, sampling: Sampling, keep_stop: bool) -> None:
+    def __init__(
+        self, index: int, prompt: list[int], service: Service, sampling: SamplingParams, keep_stop: bool
+    ) -> None:
         self.index, self.meters, self.keep_stop = index, service.meters, keep_stop
         self.text = service.texts.stream(prompt, sampling.stop)
         self.count, self.cached, self.reason = 0, 0, ""
@@ -111,7 +113,7 @@ class Generation:
     """One request under way. `start` refuses what cannot be served; afterwards it must be closed."""
 
     def __init__(
-        self, service: Service, prompts: list[list[int]], asked: Asked, sampling: Sampling, key: bytes
+        self, service: Service, prompts: list[list[int]], asked: Asked, sampling: SamplingParams, key: bytes
     ) -> None:
         self.service, self.prompts, self.sampling = service, prompts, sampling
         self.arrival = time.monotonic()
@@ -197,7 +199,7 @@ class Generation:
         }  # fmt: skip
 
 
-def sampling_of(body: Asked, *, max_tokens: int | None, logprobs: int | None, vocabulary: int) -> Sampling:
+def sampling_of(body: Asked, *, max_tokens: int | None, logprobs: int | None, vocabulary: int) -> SamplingParams:
     """What the engine is asked for. What was not said is OpenAI's default."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
@@ -211,13 +213,17 @@ def sampling_of(body: Asked, *, max_tokens: int | None, logprobs: int | None, vo
         "min_tokens": body.min_tokens, "temperature": body.temperature, "top_p": body.top_p, "min_p": body.min_p,
         "top_k": max(body.top_k or 0, 0), "presence_penalty": body.presence_penalty,
         "frequency_penalty": body.frequency_penalty, "repetition_penalty": body.repetition_penalty, "seed": body.seed,
-        "n": body.n, "ignore_end": body.ignore_eos,
+        "n": body.n, "ignore_eos": body.ignore_eos,
     }  # fmt: skip
     try:
-        return Sampling(
-            max_tokens=max_tokens, logprobs=logprobs, stop=tuple(dict.fromkeys(stop)),
-            stop_ids=tuple(body.stop_token_ids or ()), bias=bias, form=form_of(body),
+        return SamplingParams(
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            stop=tuple(dict.fromkeys(stop)),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            logit_bias=bias,
+            structured_output=structured_output_of(body),
             **{name: value for name, value in chosen.items() if value is not None},
-        )  # fmt: skip
+        )
     except RequestError as error:
         raise ApiError(400, str(error)) from error

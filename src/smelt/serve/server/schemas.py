@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from smelt.serve.engine.sampling import MOST_BIASES, MOST_LOGPROBS, MOST_SAMPLES, MOST_STOPS
+from smelt.serve.engine.sampling_params import MOST_BIASES, MOST_LOGPROBS, MOST_SAMPLES, MOST_STOPS
 
 MOST_PROMPTS = 256
 MOST_MESSAGES = 2048

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smelt.errors import ModelError
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.server.admission import Admission
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.metrics import Meters
@@ -47,7 +47,7 @@ class Service:
 
     async def start(self) -> None:
         """Load everything. The engine's process starts first, so that both processes import at the same time."""
-        options = {**self.settings.engine, "batch_requests": self._running, "queue": self._room}
+        options = {**self.settings.engine, "max_num_seqs": self._running, "max_queued": self._room}
         options["adapters"] = dict(self.settings.adapters)
         supervisor = self._supervise(self.settings, self._observe, options)
         client = supervisor.client
@@ -84,7 +84,7 @@ class Service:
     @property
     def _running(self) -> int:
         """Answers that an engine computes at once."""
-        return int(self.settings.engine.get("batch_requests") or RUNNING)
+        return int(self.settings.engine.get("max_num_seqs") or RUNNING)
 
     @property
     def _room(self) -> int:
@@ -127,7 +127,7 @@ class Service:
             told = f"this server has no model of that name; it serves {', '.join(self.names)}."
             raise ApiError(404, told, param="model", code="model_not_found")
 
-    def check_prompt(self, prompt: Sequence[int], sampling: Sampling) -> None:
+    def check_prompt(self, prompt: Sequence[int], sampling: SamplingParams) -> None:
         if not prompt:
             raise ApiError(400, "the prompt is empty; give at least one token.", param="prompt")
         wanted = len(prompt) + (sampling.max_tokens or 1)

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from smelt.errors import SmeltError
-from smelt.serve.engine.sampling import Form
-from smelt.serve.engine.structured_output import check_form
+from smelt.serve.engine.sampling_params import StructuredOutputParams
+from smelt.serve.engine.structured_output import check_structured_output
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.schemas import Generation, extras
 
@@ -15,14 +15,14 @@ _KINDS = {"json": "schema", "regex": "regex", "choice": "choice", "grammar": "gr
 MOST_CHOICES = 256
 
 
-def form_of(body: Generation) -> Form | None:
+def structured_output_of(body: Generation) -> StructuredOutputParams | None:
     """None where any text will do."""
     given = extras(body)
     try:
         formats = [_response_format(given.get("response_format")), _structured(given.get("structured_outputs"))]
         for form in formats:
             if form is not None:
-                check_form(form)
+                check_structured_output(form)
     except SmeltError as error:
         raise ApiError(400, str(error), param="response_format") from error
     wanted = [form for form in formats if form is not None]
@@ -31,24 +31,24 @@ def form_of(body: Generation) -> Form | None:
     return wanted[0] if wanted else None
 
 
-def _response_format(asked: Any) -> Form | None:
+def _response_format(asked: Any) -> StructuredOutputParams | None:
     if asked is None:
         return None
     kind = asked.get("type") if isinstance(asked, dict) else None
     if kind == "text":
         return None
     if kind == "json_object":
-        return Form("json")
+        return StructuredOutputParams("json")
     if kind == "json_schema":
         described = asked.get("json_schema")
         schema = described.get("schema") if isinstance(described, dict) else None
         if not isinstance(schema, dict):
             raise _wrong("response_format", "json_schema needs an object `schema`")
-        return Form("schema", json.dumps(schema))
+        return StructuredOutputParams("schema", json.dumps(schema))
     raise _wrong("response_format", "its type must be text, json_object or json_schema")
 
 
-def _structured(asked: Any) -> Form | None:
+def _structured(asked: Any) -> StructuredOutputParams | None:
     if asked is None:
         return None
     given = {key: value for key, value in asked.items() if value is not None} if isinstance(asked, dict) else {}
@@ -61,14 +61,14 @@ def _structured(asked: Any) -> Form | None:
         value = value if isinstance(value, str) else json.dumps(value)
     if not isinstance(value, str):
         raise _wrong("structured_outputs", f"{name} must be a text")
-    return Form(_KINDS[name], value)
+    return StructuredOutputParams(_KINDS[name], value)
 
 
-def _choice(value: Any) -> Form:
+def _choice(value: Any) -> StructuredOutputParams:
     texts = isinstance(value, list) and 0 < len(value) <= MOST_CHOICES and all(isinstance(each, str) for each in value)
     if not texts or not all(value):
         raise _wrong("structured_outputs", f"choice must be a list of 1 to {MOST_CHOICES} texts")
-    return Form("grammar", "start: " + " | ".join(json.dumps(each) for each in value))
+    return StructuredOutputParams("grammar", "start: " + " | ".join(json.dumps(each) for each in value))
 
 
 def _wrong(param: str, told: str) -> ApiError:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from smelt.serve.engine.detokenizer import UNFINISHED, TextStream
+from smelt.serve.engine.detokenizer import UNFINISHED, Detokenizer
 from smelt.serve.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Texts:
     async def decode(self, tokens: Sequence[int]) -> str:
         return await self._run(len(tokens), lambda: str(self.tokenizer.decode(list(tokens))))
 
-    def stream(self, prompt: Sequence[int], stop: Sequence[str]) -> TextStream:
-        return TextStream(self._decoder, prompt, stop)
+    def stream(self, prompt: Sequence[int], stop: Sequence[str]) -> Detokenizer:
+        return Detokenizer(self._decoder, prompt, stop)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from smelt.errors import RequestError, SmeltError
-from smelt.serve.engine.sampling import Sampling
+from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.worker.pipe import Message, Pipe, pipe_pair
 from smelt.subprocesses import python_command, python_environment
 
@@ -134,7 +134,7 @@ class EngineClient:
         await self._ready
 
     def stream(
-        self, prompts: Sequence[list[int]], sampling: Sampling, *, priority: int = 0, salt: bytes = b"",
+        self, prompts: Sequence[list[int]], sampling: SamplingParams, *, priority: int = 0, salt: bytes = b"",
         adapter: str | None = None,
     ) -> Stream:  # fmt: skip
         """Submit prompts: their answers' events."""

@@ -32,7 +32,7 @@ class Loop:
             pipe.send({"kind": "other", "folder": self.folder, "task": task})
             raise EOFError
         self.engine = Engine(**options)  # by the name that was given: a bundled model is served in its own bits
-        self.engine.prepare()
+        self.engine.warmup()
         self.requests: dict[str, list[Any]] = {}  # of each name, the requests that have not ended
         pipe.send({"kind": "ready", **self._facts()})
 
@@ -61,13 +61,13 @@ class Loop:
             self.pipe.send({"kind": "state", **self._state()})
 
     def _submit(self, message: Message) -> None:
-        from smelt.serve.engine.sampling import Sampling
+        from smelt.serve.engine.sampling_params import SamplingParams
 
         name = message["name"]
         try:
             self.requests[name] = self.engine.submit(
                 message["prompt"],
-                Sampling.from_json(message["sampling"]),
+                SamplingParams.from_json(message["sampling"]),
                 name=name,
                 priority=message.get("priority", 0),
                 salt=bytes.fromhex(message.get("salt", "")),
@@ -89,11 +89,11 @@ class Loop:
         engine = self.engine
         return {
             "folder": self.folder,
-            "context": engine.context,
-            "longest": engine.longest,
-            "vocabulary": engine.vocabulary,
-            "ends": list(engine.runner.ends),
-            "path": engine.runner.path,
+            "context": engine.max_model_len,
+            "longest": engine.max_request_tokens,
+            "vocabulary": engine.vocab_size,
+            "ends": list(engine.runner.eos_token_ids),
+            "path": engine.runner.backend,
             "blocks": engine.pool.blocks,
             "block": engine.pool.size,
             **self._state(),
@@ -107,7 +107,7 @@ def _plain(event: Any) -> list[Any]:
     """[request, token, logprobs, reason, tokens found in the cache, when it was first computed]"""
     logprobs = None if event.logprobs is None else [event.logprobs.own, event.logprobs.top]
     request = event.request
-    return [request.id, event.token, logprobs, event.reason, request.cached, round(request.started, 6)]
+    return [request.id, event.token, logprobs, event.reason, request.num_cached_tokens, round(request.started, 6)]
 
 
 def main() -> None:

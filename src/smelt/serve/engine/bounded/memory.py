@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from smelt.kvcache.streaming.config import BoundedCacheSize
 from smelt.serve.engine.blocks import BlockPool, root_digest
 from smelt.serve.engine.bounded.held import BoundedCacheState
-from smelt.serve.engine.kv_cache_manager import Memory
+from smelt.serve.engine.kv_cache_manager import KVCacheManager
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.session_cache import CarriedTexts
 
@@ -26,7 +26,7 @@ class CarriedPot:
     held: BoundedCacheState
 
 
-class CappedMemory(Memory):
+class BoundedCacheManager(KVCacheManager):
     """`empty` makes what a fresh request knows of its pot."""
 
     def __init__(
@@ -44,10 +44,10 @@ class CappedMemory(Memory):
 
     def admit(self, request: Request, promised: int) -> bool:
         found = self._found(request)
-        if not self.fits(self.needed(request, request.planned) + promised):
+        if not self.fits(self.needed(request, request.num_expected_tokens) + promised):
             return False
         request.pot = self._empty() if found is None else found.held.begun(self.size.cap, found.pages)
-        request.blocks, request.computed = [], 0 if found is None else found.tokens - 1
+        request.blocks, request.num_computed_tokens = [], 0 if found is None else found.tokens - 1
         return True
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -62,7 +62,11 @@ class CappedMemory(Memory):
 
     def count(self, request: Request, budget: int, chunk: int) -> int:
         """Up to where the pot is full. Chunks are whole, so that what is kept does not depend on who else is there."""
-        count = min(request.planned - request.computed, chunk, self.size.ahead(request.computed))
+        count = min(
+            request.num_expected_tokens - request.num_computed_tokens,
+            chunk,
+            self.size.ahead(request.num_computed_tokens),
+        )
         return count if count <= budget else 0
 
     def fits(self, blocks: int) -> bool:
@@ -73,13 +77,13 @@ class CappedMemory(Memory):
         return True
 
     def leave(self, request: Request, reason: str) -> None:
-        if self.carry and reason in ("stop", "length") and request.computed == len(request.tokens) - 1:
+        if self.carry and reason in ("stop", "length") and request.num_computed_tokens == len(request.tokens) - 1:
             self._carry(request)
         super().leave(request, reason)
         request.pot = None
 
-    def holds(self, context: int) -> int:
-        return context
+    def holds(self, max_model_len: int) -> int:
+        return max_model_len
 
     def forget(self) -> None:
         """Give back everything that is only carried."""
@@ -95,7 +99,7 @@ class CappedMemory(Memory):
 
     def _carry(self, request: Request) -> None:
         """Its pages go over to the text, as far as the pot is filled."""
-        held, count = request.pot, self.pool.needed(self.size.length(request.computed))
+        held, count = request.pot, self.pool.needed(self.size.length(request.num_computed_tokens))
         assert held is not None
         carried = CarriedPot(len(request.tokens), request.blocks[:count], held.at_rest())
         if self.texts.add(root_digest(request.salt, request.adapter), request.tokens, carried):

@@ -14,7 +14,7 @@ from smelt.models.anatomy import Anatomy
 from smelt.serve.engine.attention import PagedCache, block_bytes
 
 
-class PotPages:
+class BoundedCachePages:
     """`rows` are places in the pages, block * size + offset, [tokens], int64: those of one pot, in order."""
 
     def __init__(self, cache: PagedCache, blocks: int, dtype: torch.dtype) -> None:

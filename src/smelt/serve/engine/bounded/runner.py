@@ -23,34 +23,41 @@ from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import Attend, attending, paged
 from smelt.serve.engine.bounded.held import BoundedCacheState
-from smelt.serve.engine.bounded.pages import PotPages
+from smelt.serve.engine.bounded.pages import BoundedCachePages
 from smelt.serve.engine.request import Request
-from smelt.serve.engine.runner import Launched, Runner, last_tokens
-from smelt.serve.engine.sampler import draw
-from smelt.serve.engine.scheduler import Piece, Step
+from smelt.serve.engine.runner import InflightBatch, ModelRunner, last_tokens
+from smelt.serve.engine.sampler import sample
+from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 
-class CappedRunner(Runner):
+class BoundedRunner(ModelRunner):
     """The runner's contract, where positions are places in a pot."""
 
     def __init__(
-        self, model: Model, distiller: InfiniPotCompressor, pots: BoundedCacheSize, *, blocks: int, size: int,
-        most_tokens: int, most_requests: int, compiled: bool = True, adapters: Adapters | None = None,
+        self, model: Model, distiller: InfiniPotCompressor, pots: BoundedCacheSize, *, num_blocks: int, block_size: int,
+        max_num_batched_tokens: int, max_num_seqs: int, compiled: bool = True, adapters: Adapters | None = None,
         kind: str | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            model, blocks=blocks, size=size, most_tokens=most_tokens, most_requests=most_requests, context=pots.cap,
-            compiled=compiled, adapters=adapters, kind=kind,
-        )  # fmt: skip
-        self.pots, self.pages, self.distiller = pots, PotPages(self.cache, blocks, self.dtype), distiller
+            model,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            max_model_len=pots.cap,
+            compiled=compiled,
+            adapters=adapters,
+            kind=kind,
+        )
+        self.pots, self.pages, self.distiller = pots, BoundedCachePages(self.cache, num_blocks, self.dtype), distiller
         self.cooked = 0  # pots that were cooked down, so far
 
     @property
-    def path(self) -> str:
-        return f"{super().path}, pots of {self.pots.cap} tokens"
+    def backend(self) -> str:
+        return f"{super().backend}, pots of {self.pots.cap} tokens"
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: ScheduledBatch) -> InflightBatch:
         self.pages.copy(step.copies)
         for piece in step.pieces:
             if self.pots.cooks(piece.start):
@@ -58,17 +65,17 @@ class CappedRunner(Runner):
         count = self._fill(step.pieces)
         pages = self._pages(step.pieces, count)
         self.pages.number(pages.slot_mapping, self._numbers(step.pieces))
-        giving = [piece.request for piece in step.pieces if piece.gives]
+        giving = [piece.request for piece in step.pieces if piece.samples_token]
         logits, read = self._read(step.pieces, pages, count)
-        drawn = draw(logits, giving, self.ends) if giving else None
+        drawn = sample(logits, giving, self.eos_token_ids) if giving else None
         given = read[:0] if drawn is None else F.cross_entropy(logits.float(), drawn.tokens, reduction="none")
         _note(step.pieces, read, given)
-        return Launched(step, giving, drawn)
+        return InflightBatch(step, giving, drawn)
 
-    def _place(self, piece: Piece) -> int:
+    def _place(self, piece: ScheduledChunk) -> int:
         return self.pots.place(piece.start)
 
-    def _read(self, pieces: list[Piece], pages: AttentionMetadata, count: int) -> tuple[Tensor, Tensor]:
+    def _read(self, pieces: list[ScheduledChunk], pages: AttentionMetadata, count: int) -> tuple[Tensor, Tensor]:
         """Logits [giving, vocabulary], and how novel the tokens are that follow those of this step and are known, one
         piece behind the other."""
         ids, positions = (self._on_device(buffer[:count]) for buffer in (self._ids, self._positions))
@@ -93,7 +100,7 @@ class CappedRunner(Runner):
         self._write_table(request)
         every = torch.arange(full + len(prompt))
         table = torch.from_numpy(self._tables[request.slot])
-        rows = (table[every // self.size].long() * self.size + every % self.size).to(self.device)
+        rows = (table[every // self.block_size].long() * self.block_size + every % self.block_size).to(self.device)
         attention: dict[int, Tensor] = {}
         plain = paged(self.cache, self._behind(request, rows[full:]))
 
@@ -103,7 +110,7 @@ class CappedRunner(Runner):
             attention[layer] = self.distiller.attention(queries.transpose(0, 1)[None], held, scale)
             return found
 
-        with self._adapters([Piece(request, full, len(prompt), False)]):
+        with self._adapters([ScheduledChunk(request, full, len(prompt), False)]):
             self._states(attend, prompt, every[full:].to(self.device))
         keep = self.pots.keep
         novel = _pot(request).ledger.keep(self.distiller.rule.novel(keep))
@@ -117,34 +124,34 @@ class CappedRunner(Runner):
         def sent(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.device)
 
-        table = self._on_device(self._tables[[request.slot], : -(-length // self.size)])
+        table = self._on_device(self._tables[[request.slot], : -(-length // self.block_size)])
         return AttentionMetadata(sent([0, new]), sent([length]), table, places, length, [new])
 
-    def _numbers(self, pieces: Sequence[Piece]) -> Tensor:  # [tokens]
+    def _numbers(self, pieces: Sequence[ScheduledChunk]) -> Tensor:  # [tokens]
         return torch.cat([torch.arange(piece.start, piece.start + piece.count) for piece in pieces]).to(self.device)
 
-    def _following(self, pieces: Sequence[Piece]) -> Tensor:
+    def _following(self, pieces: Sequence[ScheduledChunk]) -> Tensor:
         """The tokens that are known to come after those of a step: a piece that gives ends with the last one."""
         found: list[int] = []
         for piece in pieces:
             found += piece.request.tokens[piece.start + 1 : piece.start + piece.count + 1]
         return torch.tensor(found, dtype=torch.int64, device=self.device)
 
-    def _adapted(self, pieces: Sequence[Piece]) -> bool:
+    def _adapted(self, pieces: Sequence[ScheduledChunk]) -> bool:
         return self.adapters is not None and uses_adapters(pieces)
 
-    def _adapters(self, pieces: Sequence[Piece]) -> AbstractContextManager[None]:
+    def _adapters(self, pieces: Sequence[ScheduledChunk]) -> AbstractContextManager[None]:
         if self.adapters is None or not uses_adapters(pieces):
             return nullcontext()
         return self.adapters.applied(pieces, self.device)
 
 
-def _note(pieces: Sequence[Piece], read: Tensor, given: Tensor) -> None:
+def _note(pieces: Sequence[ScheduledChunk], read: Tensor, given: Tensor) -> None:
     """How novel tokens are: `read` of those that were known, `given` of those that were drawn, both in order."""
     for piece in pieces:
-        known = piece.count - piece.gives
-        _pot(piece.request).take(piece.start, torch.cat((read[:known], given[: piece.gives])))
-        read, given = read[known:], given[int(piece.gives) :]
+        known = piece.count - piece.samples_token
+        _pot(piece.request).take(piece.start, torch.cat((read[:known], given[: piece.samples_token])))
+        read, given = read[known:], given[int(piece.samples_token) :]
 
 
 def _pot(request: Request) -> BoundedCacheState:

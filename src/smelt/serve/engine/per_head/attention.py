@@ -10,10 +10,10 @@ from smelt.kernels.kv_quant import quantize_qkv
 from smelt.kernels.paged import paged_attention
 from smelt.serve.engine.attention import Attend
 from smelt.serve.engine.per_head.compress import Judge
-from smelt.serve.engine.per_head.step import RaggedStep
+from smelt.serve.engine.per_head.step import PerHeadBatch
 
 
-def write(step: RaggedStep, layer: int, keys: Tensor, values: Tensor) -> None:
+def write(step: PerHeadBatch, layer: int, keys: Tensor, values: Tensor) -> None:
     """Rows of keys and values [tokens, kv_heads, ...] of new tokens, behind what each head holds."""
     cache = step.cache
     heads = cache.cluster[layer]
@@ -25,7 +25,9 @@ def write(step: RaggedStep, layer: int, keys: Tensor, values: Tensor) -> None:
     cache.values.view(-1, keys.shape[-1]).index_copy_(0, rows, values.flatten(0, 1))
 
 
-def attend(step: RaggedStep, layer: int, queries: Tensor, scale: float) -> Tensor:  # [tokens, heads, width] -> the same
+def attend(
+    step: PerHeadBatch, layer: int, queries: Tensor, scale: float
+) -> Tensor:  # [tokens, heads, width] -> the same
     cache, tokens = step.cache, len(queries)
     heads, columns = cache.cluster[layer], cache.column[layer]
     most = -(-step.longest // cache.size)
@@ -46,7 +48,7 @@ def attend(step: RaggedStep, layer: int, queries: Tensor, scale: float) -> Tenso
     return found.unflatten(0, (len(heads), tokens)).transpose(0, 1).flatten(1, 2)
 
 
-def ragged(step: RaggedStep, judge: Judge) -> Attend:
+def ragged(step: PerHeadBatch, judge: Judge) -> Attend:
     """Attention that reads and writes pages of clusters; chunks are compressed when it has seen them."""
 
     def whole(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, _: int | None) -> Tensor:

@@ -19,7 +19,7 @@ from smelt.kvcache.eviction.clusters import HeadClusters
 
 
 @dataclass(frozen=True)
-class RaggedCache:
+class PerHeadCache:
     """Where the tokens of every request, cluster and head lie. The last row of tables and shifts is for padding."""
 
     keys: Tensor  # [pages * columns, size, 1, width], or bytes of rows in place of the width
@@ -36,7 +36,7 @@ class RaggedCache:
     def empty(
         cls, clusters: HeadClusters, width: int, *, pages: int, staging: int, size: int, slots: int, most: int,
         dtype: torch.dtype, device: torch.device, rows: KVQuantFormat | None = None,
-    ) -> RaggedCache:  # fmt: skip
+    ) -> PerHeadCache:  # fmt: skip
         last, held = row_layout(rows, width, dtype)
         shape = ((pages + staging) * clusters.size, size, 1, last)
         count = len(clusters.members)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from smelt.kvcache.eviction.scorer import AttentionInputs
 from smelt.kvcache.rope import RotateFn
-from smelt.serve.engine.per_head.cache import RaggedCache
-from smelt.serve.engine.per_head.step import Chunk, RaggedStep
+from smelt.serve.engine.per_head.cache import PerHeadCache
+from smelt.serve.engine.per_head.step import Chunk, PerHeadBatch
 
 
 class Judge:
@@ -17,13 +17,13 @@ class Judge:
     def __init__(self, turn: RotateFn, back: RotateFn) -> None:
         self.turn, self.back = turn, back
 
-    def __call__(self, step: RaggedStep, layer: int, queries: Tensor, scale: float) -> None:
+    def __call__(self, step: PerHeadBatch, layer: int, queries: Tensor, scale: float) -> None:
         """Queries are those of the whole step, [tokens, heads, width], turned."""
         for chunk in step.chunks:
             mine = queries[chunk.first : chunk.first + chunk.count]
             self._compress(step.cache, layer, chunk, mine.transpose(0, 1)[None], scale)
 
-    def _compress(self, cache: RaggedCache, layer: int, chunk: Chunk, queries: Tensor, scale: float) -> None:
+    def _compress(self, cache: PerHeadCache, layer: int, chunk: Chunk, queries: Tensor, scale: float) -> None:
         here, there = chunk.here[layer], chunk.there[layer]
         pages = [each.view(-1, each.shape[-1]) for each in (cache.keys, cache.values)]
         old = [each.index_select(0, here.flatten()) for each in pages]  # rows, [kv_heads * region, ...]

@@ -16,43 +16,45 @@ from smelt.serve.engine.attention import NAME
 from smelt.serve.engine.gpu_pages import Mixed, Send
 from smelt.serve.engine.kv_dtype import told
 from smelt.serve.engine.per_head.attention import ragged
-from smelt.serve.engine.per_head.cache import RaggedCache
+from smelt.serve.engine.per_head.cache import PerHeadCache
 from smelt.serve.engine.per_head.compress import Judge
 from smelt.serve.engine.per_head.parts import MOST_PARTS, parts_of, work_of
 from smelt.serve.engine.per_head.step import Tables, holding_of, step_of
 from smelt.serve.engine.runner import module_logits
-from smelt.serve.engine.scheduler import Piece, Step
+from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 if TYPE_CHECKING:  # needs Triton
     from smelt.kernels.gpu.pages import ClusteredHeadPages
     from smelt.runtime.gpu import Attend, FusedNetwork
 
 
-class RaggedPages:
+class PerHeadGpuPages:
     """The pages' contract of a GPU runner, where clusters of heads keep different numbers of tokens."""
 
-    def __init__(self, model: Model, cache: RaggedCache, retention: EvictionPolicy, context: int, send: Send) -> None:
+    def __init__(
+        self, model: Model, cache: PerHeadCache, retention: EvictionPolicy, max_model_len: int, send: Send
+    ) -> None:
         self.name = f", pages of head clusters{told(None if cache.format is None else cache.format.name)}"
-        self.cache, self.retention, self.context = cache, retention, context
+        self.cache, self.retention, self.max_model_len = cache, retention, max_model_len
         self._send, self._module = send, model.network
         self._module.set_attn_implementation(NAME)
         self._judge = Judge(*rope_functions(model.network, model.device))
         self._tables = Tables(cache, len(cache.tables) - 1, send)
         self._layers: dict[tuple[int, int], tuple[ClusteredHeadPages, int]] = {}
 
-    def single(self, piece: Piece) -> bool:
+    def single(self, piece: ScheduledChunk) -> bool:
         return piece.count == 1 and piece.start >= holding_of(piece).kept.stop
 
-    def before(self, step: Step) -> None:
+    def before(self, step: ScheduledBatch) -> None:
         self._tables.before(step)
 
-    def after(self, step: Step) -> None:
+    def after(self, step: ScheduledBatch) -> None:
         self._tables.after(step)
 
     def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
         from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
 
-        tokens = DecodeMetadata(slots, lengths, self.cache.tables, network.arrived, self.context)
+        tokens = DecodeMetadata(slots, lengths, self.cache.tables, network.arrived, self.max_model_len)
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
             pages, parts = self._layer(part.index, len(slots))
@@ -63,7 +65,7 @@ class RaggedPages:
 
         return attend
 
-    def mixed(self, pieces: list[Piece], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed:
+    def mixed(self, pieces: list[ScheduledChunk], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed:
         from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_config
         from smelt.kernels.gpu.rope import rope_and_store_kv
 
@@ -101,8 +103,8 @@ class RaggedPages:
         if (layer, requests) not in self._layers:
             cache = self.cache
             shares, chip = tuple(self.retention.head_splits[layer].tolist()), num_sms(cache.keys.device)
-            most = max(min(MOST_PARTS, self.context // (2 * BLOCK_N)), 1)
-            alike = (num_splits(requests, len(shares), self.context, chip),) * len(shares)
+            most = max(min(MOST_PARTS, self.max_model_len // (2 * BLOCK_N)), 1)
+            alike = (num_splits(requests, len(shares), self.max_model_len, chip),) * len(shares)
             counts = alike if len(set(shares)) == 1 else parts_of(shares, requests, chip, most)
             own = ClusteredHeadPages(
                 cache.tables, cache.shifts, cache.cluster[layer], cache.column[layer], cache.columns,

@@ -8,7 +8,7 @@ from smelt.kvcache.eviction.policy import ClusterCounts, RequestRetention
 
 
 @dataclass(eq=False)
-class Holding:
+class PerHeadCacheState:
     """`places` are those of the request's blocks in its table, in the same order: cluster * width + page."""
 
     kept: RequestRetention

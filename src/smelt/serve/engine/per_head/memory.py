@@ -12,13 +12,13 @@ import numpy as np
 
 from smelt.kvcache.eviction.policy import ClusterCounts, EvictionPolicy, RequestRetention
 from smelt.serve.engine.blocks import BlockPool, root_digest
-from smelt.serve.engine.kv_cache_manager import Memory
-from smelt.serve.engine.per_head.holding import Holding
-from smelt.serve.engine.request import Request, State
+from smelt.serve.engine.kv_cache_manager import KVCacheManager
+from smelt.serve.engine.per_head.holding import PerHeadCacheState
+from smelt.serve.engine.request import Request, RequestStatus
 from smelt.serve.engine.session_cache import Carried, CarriedTexts
 
 
-class RaggedMemory(Memory):
+class PerHeadCacheManager(KVCacheManager):
     """`width` pages a cluster at most."""
 
     def __init__(self, pool: BlockPool, retention: EvictionPolicy, width: int, *, carry: bool = True) -> None:
@@ -42,11 +42,11 @@ class RaggedMemory(Memory):
         shared = [] if found is None else [found.pages[place] for place in holding.places]
         self.pool.share(shared)
         self._hold(shared)
-        request.holding, request.blocks, request.computed = holding, shared, holding.kept.start
-        if self.fits(self.needed(request, request.planned) - len(shared) + promised):
+        request.holding, request.blocks, request.num_computed_tokens = holding, shared, holding.kept.start
+        if self.fits(self.needed(request, request.num_expected_tokens) - len(shared) + promised):
             return True
         self.leave(request, "")
-        request.computed = 0
+        request.num_computed_tokens = 0
         return False
 
     def grow(self, request: Request, tokens: int) -> None:
@@ -69,9 +69,9 @@ class RaggedMemory(Memory):
     def settle(self, request: Request) -> None:
         """A prompt that was read whole can be gone on from, by this conversation or another."""
         holding = request.holding
-        if request.state is not State.RUNNING or holding is None or request.registered:
+        if request.state is not RequestStatus.RUNNING or holding is None or request.registered:
             return
-        if request.computed >= holding.kept.stop > holding.kept.start:
+        if request.num_computed_tokens >= holding.kept.stop > holding.kept.start:
             self._carry(request, holding.kept.stop)
             request.registered = 1
 
@@ -79,10 +79,10 @@ class RaggedMemory(Memory):
         """Chunks are whole, so that what is kept does not depend on who else is there."""
         holding = request.holding
         assert holding is not None
-        if request.computed < holding.kept.stop:
-            count = holding.kept.next_chunk(request.computed, chunk)
+        if request.num_computed_tokens < holding.kept.stop:
+            count = holding.kept.next_chunk(request.num_computed_tokens, chunk)
             return count if count <= budget else 0
-        return min(request.planned - request.computed, budget)
+        return min(request.num_expected_tokens - request.num_computed_tokens, budget)
 
     def fits(self, blocks: int) -> bool:
         if blocks > self.pool.blocks - self._used:
@@ -93,7 +93,7 @@ class RaggedMemory(Memory):
 
     def leave(self, request: Request, reason: str) -> None:
         holding = request.holding
-        known = min(request.computed, len(request.tokens) - 1)
+        known = min(request.num_computed_tokens, len(request.tokens) - 1)
         if holding is not None and reason in ("stop", "length") and known > holding.kept.stop:
             self._carry(request, known)
         for page in request.blocks:
@@ -115,17 +115,19 @@ class RaggedMemory(Memory):
         """What there is of a request's text already."""
         return self.texts.find(root_digest(request.salt, request.adapter), request.tokens) if self.carry else None
 
-    def _begun(self, request: Request, found: Carried | None) -> Holding:
+    def _begun(self, request: Request, found: Carried | None) -> PerHeadCacheState:
         """Full pages are shared; one that will be written to again is copied."""
         stop = len(request.tokens) - 1
         if found is None:
             kept = RequestRetention.empty(self.retention, stop)
-            return Holding(kept, np.zeros_like(kept.carried))
+            return PerHeadCacheState(kept, np.zeros_like(kept.carried))
         full = found.lengths // self.retention.block_size
         places = places_between(np.zeros_like(full), full, self.width)
         own = set(places)
         tails = {place: page for place, page in found.pages.items() if place not in own}
-        return Holding(RequestRetention(self.retention, found.lengths, found.tokens, stop), full, places, tails)
+        return PerHeadCacheState(
+            RequestRetention(self.retention, found.lengths, found.tokens, stop), full, places, tails
+        )
 
     def _carry(self, request: Request, tokens: int) -> None:
         holding = request.holding

@@ -17,53 +17,53 @@ from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import NAME
 from smelt.serve.engine.kv_dtype import told
 from smelt.serve.engine.per_head.attention import ragged
-from smelt.serve.engine.per_head.cache import RaggedCache
+from smelt.serve.engine.per_head.cache import PerHeadCache
 from smelt.serve.engine.per_head.compress import Judge
-from smelt.serve.engine.per_head.step import RaggedStep, Tables, step_of
-from smelt.serve.engine.runner import Launched, end_tokens, last_tokens, module_logits
-from smelt.serve.engine.sampler import draw
-from smelt.serve.engine.scheduler import Piece, Step
+from smelt.serve.engine.per_head.step import PerHeadBatch, Tables, step_of
+from smelt.serve.engine.runner import InflightBatch, end_tokens, last_tokens, module_logits
+from smelt.serve.engine.sampler import sample
+from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 
-class RaggedRunner:
+class PerHeadRunner:
     """The runner's contract, where clusters of heads keep different numbers of tokens."""
 
-    ahead = 0
+    max_inflight_steps = 0
 
     def __init__(
-        self, model: Model, cache: RaggedCache, *, most_tokens: int, most_requests: int, context: int,
+        self, model: Model, cache: PerHeadCache, *, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int,
         compiled: bool = True, adapters: Adapters | None = None,
     ) -> None:  # fmt: skip
         self.network, self.device, self.adapters = model.network, model.device, adapters
-        self.ends = end_tokens(model)
+        self.eos_token_ids = end_tokens(model)
         self.cache = cache
         self.network.set_attn_implementation(NAME)
         self._judge = Judge(*rope_functions(model.network, model.device))
         self.compiled: CompiledNetwork | None = None
         self.kind = None if cache.format is None else cache.format.name
         if compiled and reason_against(model, self.kind) is None:
-            self.compiled = CompiledNetwork(model, cache, most_tokens, most_requests, context)
-        self._tables = Tables(self.cache, most_requests, self._sent)
+            self.compiled = CompiledNetwork(model, cache, max_num_batched_tokens, max_num_seqs, max_model_len)
+        self._tables = Tables(self.cache, max_num_seqs, self._sent)
 
     @property
-    def path(self) -> str:
+    def backend(self) -> str:
         """What computes a step in which nothing is compressed; chunks of prompts run through the module."""
         way = "module" if self.compiled is None else self.compiled.name
         return f"{way}, pages of head clusters{told(self.kind)}"
 
-    def prepare(self) -> None:
+    def warmup(self) -> None:
         """Nothing is left for the first use."""
 
     @torch.inference_mode()
-    def launch(self, step: Step) -> Launched:
+    def launch(self, step: ScheduledBatch) -> InflightBatch:
         self._tables.before(step)
         ids, tokens = self._tokens(step.pieces)
         logits = self._logits(ids, step_of(self.cache, step.pieces, tokens, self._sent), step.pieces)
         self._tables.after(step)
-        giving = [piece.request for piece in step.pieces if piece.gives]
-        return Launched(step, giving, draw(logits, giving, self.ends) if giving else None)
+        giving = [piece.request for piece in step.pieces if piece.samples_token]
+        return InflightBatch(step, giving, sample(logits, giving, self.eos_token_ids) if giving else None)
 
-    def _logits(self, ids: Tensor, step: RaggedStep, pieces: list[Piece]) -> Tensor:  # [giving, vocabulary]
+    def _logits(self, ids: Tensor, step: PerHeadBatch, pieces: list[ScheduledChunk]) -> Tensor:  # [giving, vocabulary]
         adapted = self.adapters is not None and uses_adapters(pieces)
         rows = self._sent(np.array(last_tokens(pieces), dtype=np.int64))
         if self.compiled is not None and not step.chunks and not adapted:
@@ -71,7 +71,7 @@ class RaggedRunner:
         with self.adapters.applied(pieces, self.device) if adapted else nullcontext():  # type: ignore[union-attr]
             return module_logits(self.network, ragged(step, self._judge), ids, step.positions, rows)
 
-    def _tokens(self, pieces: list[Piece]) -> tuple[Tensor, Tensor]:
+    def _tokens(self, pieces: list[ScheduledChunk]) -> tuple[Tensor, Tensor]:
         """Ids [tokens], and slots and positions [2, tokens]."""
         ids = np.concatenate([piece.request.tokens[piece.start : piece.start + piece.count] for piece in pieces])
         slots = np.repeat([piece.request.slot for piece in pieces], [piece.count for piece in pieces])
@@ -82,7 +82,7 @@ class RaggedRunner:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
 
 
-def _pages(step: RaggedStep) -> AttentionMetadata:
+def _pages(step: PerHeadBatch) -> AttentionMetadata:
     return AttentionMetadata(
         step.bounds, step.lengths, step.cache.tables, step.positions, step.longest, step.counts, step.piece_slots,
         step.cache.shifts,

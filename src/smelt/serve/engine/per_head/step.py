@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from smelt.kvcache.eviction.policy import EvictionStep
-from smelt.serve.engine.per_head.cache import RaggedCache
-from smelt.serve.engine.per_head.holding import Holding
+from smelt.serve.engine.per_head.cache import PerHeadCache
+from smelt.serve.engine.per_head.holding import PerHeadCacheState
 from smelt.serve.engine.per_head.memory import places_between
-from smelt.serve.engine.scheduler import Piece, Step
+from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 Send = Callable[[np.ndarray[Any, Any]], Tensor]  # to the device
 
@@ -33,10 +33,10 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class RaggedStep:
+class PerHeadBatch:
     """Tokens of all pieces behind one another."""
 
-    cache: RaggedCache
+    cache: PerHeadCache
     slots: Tensor  # [tokens], int64: whose
     positions: Tensor  # [tokens], int64: in the text
     piece_slots: Tensor  # [pieces], int64
@@ -50,21 +50,21 @@ class RaggedStep:
 class Tables:
     """The host's side of the tables: what was written of each slot, and the staging area of a step."""
 
-    def __init__(self, cache: RaggedCache, slots: int, send: Send) -> None:
+    def __init__(self, cache: PerHeadCache, slots: int, send: Send) -> None:
         self.cache, self._send = cache, send
         self._written: list[tuple[list[int], int]] = [([], 0)] * slots  # blocks of a slot, and how many of them
 
-    def before(self, step: Step) -> None:
+    def before(self, step: ScheduledBatch) -> None:
         if step.copies:
             sources, targets = self._send(np.array(step.copies, dtype=np.int64).T)
             self.cache.copy(sources, targets)
         self._write(step.pieces)
         self._shift(step.pieces, after=False)
 
-    def after(self, step: Step) -> None:
+    def after(self, step: ScheduledBatch) -> None:
         self._shift(step.pieces, after=True)
 
-    def _write(self, pieces: list[Piece]) -> None:
+    def _write(self, pieces: list[ScheduledChunk]) -> None:
         """Pages that requests were given since their last step, and pages that a chunk borrows, in one copy."""
         places: list[int] = []
         pages: list[int] = []
@@ -88,7 +88,7 @@ class Tables:
             both = self._send(np.array([places, pages], dtype=np.int64))
             self.cache.tables.view(-1)[both[0]] = both[1].int()
 
-    def _shift(self, pieces: list[Piece], *, after: bool) -> None:
+    def _shift(self, pieces: list[ScheduledChunk], *, after: bool) -> None:
         """How far clusters lag behind the text: before a chunk is read, or after."""
         chunks = [piece for piece in pieces if piece.start < holding_of(piece).kept.stop]
         fresh = chunks if after else [piece for piece in pieces if piece.start == holding_of(piece).kept.start]
@@ -99,13 +99,13 @@ class Tables:
         slots = self._send(np.array([piece.request.slot for piece in fresh], dtype=np.int64))
         self.cache.shifts[slots] = self._send(shifts).int()
 
-    def _staged(self, piece: Piece, holding: Holding) -> list[int]:
+    def _staged(self, piece: ScheduledChunk, holding: PerHeadCacheState) -> list[int]:
         """Places behind a request's own pages that the chunk needs until it is judged."""
         raw = holding.kept.lengths(piece.start) + piece.count
         return places_between(holding.pages, -(-raw // self.cache.size), self.cache.tables.shape[2])
 
 
-def step_of(cache: RaggedCache, pieces: list[Piece], tokens: Tensor, send: Send) -> RaggedStep:
+def step_of(cache: PerHeadCache, pieces: list[ScheduledChunk], tokens: Tensor, send: Send) -> PerHeadBatch:
     """`tokens` are slots and positions of all tokens, [2, tokens], on the device."""
     counts = [piece.count for piece in pieces]
     bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -118,13 +118,13 @@ def step_of(cache: RaggedCache, pieces: list[Piece], tokens: Tensor, send: Send)
         judged = kept.eviction_step(piece.start, stop) if piece.start < kept.stop else None
         if judged is not None:
             chunks.append(chunk_of(cache, piece, first, judged, send))
-    return RaggedStep(
+    return PerHeadBatch(
         cache, tokens[0], tokens[1], send(np.array([piece.request.slot for piece in pieces], dtype=np.int64)),
         send(bounds), send(lengths), counts, longest, chunks,
     )  # fmt: skip
 
 
-def chunk_of(cache: RaggedCache, piece: Piece, first: int, judged: EvictionStep, send: Send) -> Chunk:
+def chunk_of(cache: PerHeadCache, piece: ScheduledChunk, first: int, judged: EvictionStep, send: Send) -> Chunk:
     """All that does not depend on scores, for all layers at once. A head's best tokens go behind what is locked, the
     best first, then the window; what it does not keep goes behind that, where nobody looks for it."""
     locked, chosen = (counts[cache.cluster] for counts in send(np.stack([judged.locked, judged.retained])))
@@ -145,7 +145,7 @@ def chunk_of(cache: RaggedCache, piece: Piece, first: int, judged: EvictionStep,
     )  # fmt: skip
 
 
-def holding_of(piece: Piece) -> Holding:
+def holding_of(piece: ScheduledChunk) -> PerHeadCacheState:
     holding = piece.request.holding
     assert holding is not None
     return holding

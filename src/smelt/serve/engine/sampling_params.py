@@ -19,7 +19,7 @@ LONGEST_FORM = 65_536  # characters
 
 
 @dataclass(frozen=True)
-class Form:
+class StructuredOutputParams:
     """What an answer must look like: `json` (any object), `schema` (a JSON schema), `regex` or `grammar` (Lark's)."""
 
     kind: str
@@ -32,7 +32,7 @@ class Form:
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """Checked when it is made. Temperature 0 takes the most likely token; the same seed draws the same tokens at any
     place in any batch."""
 
@@ -47,12 +47,12 @@ class Sampling:
     repetition_penalty: float = 1.0  # divides the logits of tokens in prompt and output where positive, else multiplies
     seed: int | None = None  # None: drawn by the engine
     stop: tuple[str, ...] = ()  # texts that end the request; they are not part of the answer
-    stop_ids: tuple[int, ...] = ()  # tokens that do
-    ignore_end: bool = False  # the model's own end of text does not
+    stop_token_ids: tuple[int, ...] = ()  # tokens that do
+    ignore_eos: bool = False  # the model's own end of text does not
     logprobs: int | None = None  # of the token drawn, and of so many of the most likely ones
     n: int = 1  # answers to the same prompt
-    bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
-    form: Form | None = None  # that the answer must have
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
+    structured_output: StructuredOutputParams | None = None  # that the answer must have
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -67,8 +67,8 @@ class Sampling:
         _within("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _within("n", self.n, 1, MOST_SAMPLES)
         _within("the number of stop texts", len(self.stop), 0, MOST_STOPS)
-        _within("the number of stop tokens", len(self.stop_ids), 0, MOST_STOPS)
-        _within("the number of biases", len(self.bias), 0, MOST_BIASES)
+        _within("the number of stop tokens", len(self.stop_token_ids), 0, MOST_STOPS)
+        _within("the number of biases", len(self.logit_bias), 0, MOST_BIASES)
         if self.seed is not None:
             _within("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
@@ -77,21 +77,21 @@ class Sampling:
             raise RequestError("top_p must be above 0; for the most likely token ask for temperature 0.")
         if any(not text for text in self.stop):
             raise RequestError("an empty stop text would end every request at once; leave it out.")
-        for token in self.stop_ids:
+        for token in self.stop_token_ids:
             _within("a stop token", token, 0, 2**31)
-        for token, value in self.bias.items():
+        for token, value in self.logit_bias.items():
             _within("a token of the bias", token, 0, 2**31)
             _within("a bias", value, -100, 100)
 
     @classmethod
-    def from_json(cls, plain: Mapping[str, Any]) -> Sampling:
+    def from_json(cls, plain: Mapping[str, Any]) -> SamplingParams:
         """From what `dataclasses.asdict` makes of it, after a journey as JSON."""
-        form = plain.get("form")
+        form = plain.get("structured_output")
         kept = {
             "stop": tuple(plain.get("stop", ())),
-            "stop_ids": tuple(plain.get("stop_ids", ())),
-            "bias": {int(token): value for token, value in plain.get("bias", {}).items()},
-            "form": None if form is None else Form(**form),
+            "stop_token_ids": tuple(plain.get("stop_token_ids", ())),
+            "logit_bias": {int(token): value for token, value in plain.get("logit_bias", {}).items()},
+            "structured_output": None if form is None else StructuredOutputParams(**form),
         }
         return cls(**{**plain, **kept})
 
@@ -100,19 +100,19 @@ class Sampling:
         return self.temperature == 0
 
     @cached_property
-    def penalised(self) -> bool:
+    def penalized(self) -> bool:
         """Whether the logits depend on what was generated so far."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @cached_property
     def needs_history(self) -> bool:
         """Whether all tokens so far must be known here before the next one is drawn."""
-        return self.penalised or self.min_tokens > 0 or self.form is not None
+        return self.penalized or self.min_tokens > 0 or self.structured_output is not None
 
     @cached_property
     def plain(self) -> bool:
         """The most likely token, and nothing else is asked."""
-        return self.greedy and not self.needs_history and not self.bias and self.logprobs is None
+        return self.greedy and not self.needs_history and not self.logit_bias and self.logprobs is None
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
