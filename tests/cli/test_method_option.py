@@ -14,7 +14,7 @@ def compress(smelt_here: Smelt, place: Place, out: Path, *more: str) -> Done:
 
 
 def test_a_method_and_its_parameters(place: Place, smelt_here: Smelt, quick: None, tmp_path: Path) -> None:
-    done = compress(smelt_here, place, tmp_path / "out", "--method", "rtn", "--bits", "3", "--group", "16")
+    done = compress(smelt_here, place, tmp_path / "out", "--method", "rtn", "--bits", "3", "--group-size", "16")
     assert done.code == 0, done.err
     content = json.loads((tmp_path / "out" / "smelt.json").read_text())
     [step] = content["recipe"]["steps"]

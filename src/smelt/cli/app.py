@@ -40,7 +40,10 @@ _MODULES = {"eval": "evaluate", "load-test": "load_test", "shard-plan": "shard_p
 
 # Per command: flags of the previous version and their names now. They work for one version, with a warning.
 RENAMED_FLAGS: dict[str, dict[str, str]] = {
+    "bench": {"--batch": "--batch-size", "--length": "--seq-len"},
     "chat": {"--context": "--max-model-len"},
+    "compress": {"--group": "--group-size"},
+    "eval": {"--batch": "--batch-size", "--kv": "--kv-cache-dtype"},
     "load-test": {
         "--rate": "--request-rate",
         "--requests": "--num-requests",
@@ -48,6 +51,7 @@ RENAMED_FLAGS: dict[str, dict[str, str]] = {
         "--output": "--output-len",
         "--warmups": "--num-warmups",
     },
+    "plan": {"--group": "--group-size"},
     "serve": {
         "--name": "--served-model-name",
         "--context": "--max-model-len",

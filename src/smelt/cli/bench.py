@@ -22,8 +22,8 @@ AgainstOption = Annotated[
 def run(
     model: ModelArgument,
     against: AgainstOption = None,
-    batch: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
-    length: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 128,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 1,
+    seq_len: Annotated[int, typer.Option(min=1, help="Tokens per sequence.")] = 128,
     repeats: Annotated[int, typer.Option(min=3, help="Number of timed calls.")] = 20,
     device: DeviceOption = "cpu",
     json_file: JsonOption = None,
@@ -31,9 +31,9 @@ def run(
 ) -> None:
     with PeakMemory() as memory:
         loaded = load(model, device=device)
-        timings = {"forward": latency(loaded, batch=batch, length=length, repeats=repeats, seed=seed)}
+        timings = {"forward": latency(loaded, batch=batch_size, length=seq_len, repeats=repeats, seed=seed)}
         if loaded.task == "language":
-            timings["decode a token"] = decode_latency(loaded, prompt=length, batch=batch, seed=seed)
+            timings["decode a token"] = decode_latency(loaded, prompt=seq_len, batch=batch_size, seed=seed)
     content: dict[str, Any] = {
         "model": model,
         "latency": {name: asdict(timing) for name, timing in timings.items()},
@@ -46,7 +46,7 @@ def run(
     console.print(f"peak memory {size(peak)} ({device}, weights and activations)")
     if against is not None:
         comparison = compare_latency(
-            loaded, load(against, device=device), batch=batch, length=length, repeats=repeats, seed=seed
+            loaded, load(against, device=device), batch=batch_size, length=seq_len, repeats=repeats, seed=seed
         )
         content |= {"against": against, "comparison": asdict(comparison)}
         verdict = "faster" if comparison.ratio >= 1 else "slower (the ratio is below 1)"

@@ -10,7 +10,7 @@ import typer
 from smelt.cli.output import DeviceOption, JsonOption, ModelArgument, console, say, write_json
 from smelt.cli.recipes import (
     BitsOption,
-    GroupOption,
+    GroupSizeOption,
     MethodOption,
     RecipeOption,
     SeedOverride,
@@ -46,7 +46,7 @@ def run(
     recipe: RecipeOption = None,
     method: MethodOption = None,
     bits: BitsOption = None,
-    group: GroupOption = None,
+    group_size: GroupSizeOption = None,
     parameters: SetOption = None,
     data: DataOption = None,
     eval_data: EvalOption = None,
@@ -58,7 +58,7 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOverride = None,
 ) -> None:
-    settings = settings_of(bits, group, parameters)
+    settings = settings_of(bits, group_size, parameters)
     read = read_recipe(recipe, method=method, settings=settings, data=data, evaluation=eval_data, seed=seed)
     check_writable(out)
     if device == "cpu":

@@ -26,7 +26,7 @@ AgainstOption = Annotated[
 MinOption = Annotated[float | None, typer.Option("--min", help="Exit with 3 if the value is below this.")]
 MaxOption = Annotated[float | None, typer.Option("--max", help="Exit with 3 if the value is above this.")]
 KvOption = Annotated[
-    str | None, typer.Option("--kv", help="Evaluate MODEL with this KV cache format; none: unquantized.")
+    str | None, typer.Option("--kv-cache-dtype", help="Evaluate MODEL with this KV cache format; none: unquantized.")
 ]
 LimitOption = Annotated[
     int | None, typer.Option("--limit", min=1, help="Use at most this many tokens of text, or rows.")
@@ -46,12 +46,12 @@ def run(
     context: Annotated[int, typer.Option(min=2, help="Tokens per window, for perplexity.")] = 1024,
     limit: LimitOption = None,
     kv: KvOption = None,
-    batch: Annotated[int, typer.Option(min=1)] = 8,
+    batch_size: Annotated[int, typer.Option(min=1, help="Batch size.")] = 8,
     device: DeviceOption = "cpu",
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    settings = EvaluationSettings(data, metric, context, limit, batch, text, pair, label)
+    settings = EvaluationSettings(data, metric, context, limit, batch_size, text, pair, label)
     loaded = load_data(data, text=text, pair=pair, label=label)
     with progress_bars() as progress:
         new = load(model, device=device)

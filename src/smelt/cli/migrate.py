@@ -22,9 +22,7 @@ CheckOption = Annotated[bool, typer.Option("--check", help="Write nothing; exit 
 def run(file: FileArgument, out: OutOption = None, check: CheckOption = False) -> None:
     content = read_yaml(file, "recipe or configuration")
     if not isinstance(content, dict) or not {"steps", "model"} & content.keys():
-        raise ConfigError(
-            f"{file} is neither a recipe (with `steps`) nor a training configuration (with a `model`)."
-        )
+        raise ConfigError(f"{file} is neither a recipe (with `steps`) nor a training configuration (with a `model`).")
     text = file.read_text(encoding="utf-8")
     if isinstance(content.get("steps"), list):
         migrated = migrate_text(text, Recipe)

@@ -10,7 +10,7 @@ import typer
 from smelt.cli.output import JsonOption, ModelArgument, console, table, write_json
 from smelt.cli.recipes import (
     BitsOption,
-    GroupOption,
+    GroupSizeOption,
     MethodOption,
     RecipeOption,
     SeedOverride,
@@ -30,7 +30,7 @@ def run(
     recipe: RecipeOption = None,
     method: MethodOption = None,
     bits: BitsOption = None,
-    group: GroupOption = None,
+    group_size: GroupSizeOption = None,
     parameters: SetOption = None,
     out: OutOption = Path("smelted"),
     data: str | None = None,
@@ -39,7 +39,7 @@ def run(
 ) -> None:
     made = make_plan(
         model,
-        read_recipe(recipe, method=method, settings=settings_of(bits, group, parameters), data=data, seed=seed),
+        read_recipe(recipe, method=method, settings=settings_of(bits, group_size, parameters), data=data, seed=seed),
         out,
     )
     show(made)

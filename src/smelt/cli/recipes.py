@@ -15,9 +15,7 @@ from smelt.errors import RecipeError
 RecipeOption = Annotated[Path | None, typer.Option("-r", "--recipe", help="Recipe, a YAML file.")]
 MethodOption = Annotated[str | None, typer.Option("--method", help="Apply one method instead of a recipe.")]
 BitsOption = Annotated[float | None, typer.Option("--bits", help="With --method: bits per weight.")]
-GroupOption = Annotated[
-    int | None, typer.Option("--group", help="With --method: weights that share a scale (group size).")
-]
+GroupSizeOption = Annotated[int | None, typer.Option("--group-size", help="With --method: weights that share a scale.")]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", help="With --method: any parameter, as name=value; may be repeated.")
 ]
@@ -48,13 +46,13 @@ def read_recipe(
     return recipe if seed is None else replace(recipe, seed=seed)
 
 
-def settings_of(bits: float | None, group: int | None, others: list[str] | None) -> dict[str, Any]:
+def settings_of(bits: float | None, group_size: int | None, others: list[str] | None) -> dict[str, Any]:
     """Collect the method parameters given on the command line; values are parsed as YAML, like in a recipe."""
     settings: dict[str, Any] = {}
     if bits is not None:
         settings["bits"] = int(bits) if bits == int(bits) else bits
-    if group is not None:
-        settings["group_size"] = group
+    if group_size is not None:
+        settings["group_size"] = group_size
     for other in others or []:
         name, equals, value = other.partition("=")
         if not equals or not name:
