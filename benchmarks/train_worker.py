@@ -25,7 +25,7 @@ import transformers
 
 from smelt.config import parse
 from smelt.errors import SmeltError
-from smelt.train.trainer.clock import PHASES
+from smelt.train.timing import PHASES
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.distributed import init_distributed
 from smelt.train.trainer.run_folder import RunFolder
@@ -43,14 +43,14 @@ class StoppingTrainer(Trainer):
 
     stop_at: float | None = None
 
-    def _step(self) -> dict[str, Any]:
+    def train_step(self) -> dict[str, Any]:
         before = process_time()
-        line = super()._step()
+        line = super().train_step()
         return {**line, "processor": process_time() - before}
 
-    def _log(self, line: dict[str, Any], last: bool) -> None:
-        super()._log(line, last)
-        if self.stop_at is not None and "evaluation" in line and line["evaluation"]["loss"] <= self.stop_at:
+    def log(self, entry: dict[str, Any], is_last: bool) -> None:
+        super().log(entry, is_last)
+        if self.stop_at is not None and "evaluation" in entry and entry["evaluation"]["loss"] <= self.stop_at:
             raise Reached
 
 
@@ -89,9 +89,11 @@ def run_cell(cell: dict[str, Any], out: Path, device: torch.device, bandwidth: f
     distributed.barrier()
     start, error = perf_counter(), None
     try:
-        loop = StoppingTrainer(parse(TrainConfig, cell["config"], "the cell"), out, device, resume=False, resplit=False)
-        loop.stop_at = cell["stop_at"]
-        loop.run()
+        trainer = StoppingTrainer(
+            parse(TrainConfig, cell["config"], "the cell"), out, device, resume=False, resplit=False
+        )
+        trainer.stop_at = cell["stop_at"]
+        trainer.train()
     except Reached:
         pass
     except SmeltError as refused:  # the same on every worker: such as a loss that is not finite
@@ -109,14 +111,19 @@ def summary(folder: RunFolder) -> dict[str, Any]:
     for line in lines:
         spent += sum(line["phases"].values())  # without evaluations
         if "evaluation" in line:
-            point = {"step": line["step"], "bytes": line["all_bytes"], "seconds": spent, "training_loss": line["loss"]}
+            point = {
+                "step": line["step"],
+                "bytes": line["total_bytes"],
+                "seconds": spent,
+                "training_loss": line["loss"],
+            }
             curve.append(point | line["evaluation"])
     settled = lines[len(lines) // 2 :]
     steps = [sum(line["phases"].values()) for line in settled]
     phases = {name: _quantile([line["phases"][name] for line in settled], 0.5) for name in PHASES}
     return {
         "parameters": facts["parameters"],
-        "workers": facts["workers"],
+        "workers": facts["world_size"],
         "steps": len(lines),
         "curve": curve,
         "bytes_a_step": _mean([line["bytes"] for line in settled]),

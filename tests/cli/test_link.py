@@ -18,10 +18,13 @@ def test_under_torchrun_it_measures_and_writes_what_it_shows(tmp_path: Path) -> 
     call = [*start, "-m", "smelt.cli.main", "link", *options, "--json", str(tmp_path / "link.json")]
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Link of 2 workers, gloo") == 1  # only the first worker speaks
+    assert done.stdout.count("Link of 2 ranks, gloo") == 1  # only the first worker speaks
     found = json.loads((tmp_path / "link.json").read_text())
     assert (found["parameters"], found["density"], found["backward_ms"]) == (100_000, 0.01, 2)
-    assert all(line["alpha"] >= 0 for line in found["link"]["lines"].values()) and len(found["link"]["lines"]) == 4
+    assert (
+        all(line["alpha"] >= 0 for line in found["link"]["collectives"].values())
+        and len(found["link"]["collectives"]) == 4
+    )
     methods = {each["method"]: each for each in found["methods"]}
     assert list(methods) == ["ddp", "ddp, bf16 hook", "bf16", "micro"]
     assert methods["ddp"]["bytes"] == 400_000 and methods["micro"]["bytes"] < 20_000
@@ -34,10 +37,10 @@ def test_methods_are_tried_between_nodes(tmp_path: Path) -> None:
     call = [*start, "-m", "smelt.cli.main", "link", *options, "--json", str(tmp_path / "link.json")]
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("Link of 2 nodes of 2 workers, gloo") == 1
+    assert done.stdout.count("Link of 2 nodes of 2 ranks, gloo") == 1
     found = json.loads((tmp_path / "link.json").read_text())
     methods = {each["method"]: each for each in found["methods"]}
-    assert (found["node"], found["link"]["workers"], methods["ddp"]["bytes"]) == (2, 2, 600_000)
+    assert (found["node_size"], found["link"]["world_size"], methods["ddp"]["bytes"]) == (2, 2, 600_000)
     assert methods["bf16"]["bytes"] == 100_004  # half of a share to the one who adds, half back, and a mark
 
 

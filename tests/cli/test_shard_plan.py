@@ -35,17 +35,17 @@ def test_under_torchrun_it_plans_shards_and_measures(tmp_path: Path) -> None:
     call = [*start, "-m", "smelt.cli.main", "shard-plan", str(written(tmp_path)), *options]
     done = subprocess.run(call, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("tiny on 2 workers: predicted / measured") == 1  # only the first worker speaks
+    assert done.stdout.count("tiny on 2 ranks: predicted / measured") == 1  # only the first worker speaks
     found = json.loads((tmp_path / "plan.json").read_text())
     assert [name for unit in found["units"] for name in unit["layers"]] == [
         *(f"model.layers.{number}" for number in range(3)),
         "model.norm",
     ]
-    assert found["root"]["bytes"] > 0 and found["machines"]["kept"] == 2.0  # tied; plain SGD keeps no state
-    assert found["predicted"]["peak"] <= found["memory"] == 2e6 and found["measured"]["peak"] is None
+    assert found["root"]["bytes"] > 0 and found["cluster"]["state_factor"] == 2.0  # tied; plain SGD keeps no state
+    assert found["predicted"]["peak_memory"] <= found["memory"] == 2e6 and found["measured"]["peak_memory"] is None
     for which in ("predicted", "measured"):
         kinds = [kind for kind, *_ in found[which]["events"]]
-        assert kinds.count("scatter") == len(found["units"]) + 1 and found[which]["exposed"] > 0
+        assert kinds.count("reduce-scatter") == len(found["units"]) + 1 and found[which]["exposed_seconds"] > 0
     page = (tmp_path / "plan.html").read_text()
     assert page.count("<rect") == sum(len(found[which]["events"]) for which in ("predicted", "measured"))
 
@@ -64,14 +64,25 @@ def test_what_cannot_be_planned_is_one_sentence(
 
 
 def plan_of(name: str) -> dict[str, Any]:
-    events = [["gather", 0, 0.0, 1.0], ["forward", 0, 1.0, 2.0], ["backward", 0, 2.0, 3.0], ["scatter", 0, 3.0, 4.0]]
-    timeline = {"seconds": 4.0, "exposed": 2.0, "peak": 3e6, "events": events}
-    again = {**timeline, "peak": None, "events": [*events, ["gather", 0, 2.0, 2.5], ["forward", -1, 2.0, 2.0]]}
+    events = [
+        ["all-gather", 0, 0.0, 1.0],
+        ["forward", 0, 1.0, 2.0],
+        ["backward", 0, 2.0, 3.0],
+        ["reduce-scatter", 0, 3.0, 4.0],
+    ]
+    timeline = {"seconds": 4.0, "exposed_seconds": 2.0, "peak_memory": 3e6, "events": events}
+    again = {
+        **timeline,
+        "peak_memory": None,
+        "events": [*events, ["all-gather", 0, 2.0, 2.5], ["forward", -1, 2.0, 2.0]],
+    }
     line = {"alpha": 0.001, "beta": 2e-9}
     return {
-        "name": name, "workers": 2, "memory": None, "forward_ahead": 1, "backward_ahead": 1, "whole_search": False,
-        "units": [{"name": "all", "bytes": 1000, "reshard": True}], "root": {"name": "the rest", "bytes": 0},
-        "predicted": timeline, "measured": again, "machines": {"gather": line, "scatter": line, "beside": True},
+        "name": name, "world_size": 2, "memory": None, "forward_prefetch": 1, "backward_prefetch": 1,
+        "exhaustive": False,
+        "units": [{"name": "all", "bytes": 1000, "reshard_after_forward": True}], "root": {"name": "root", "bytes": 0},
+        "predicted": timeline, "measured": again,
+        "cluster": {"all_gather": line, "reduce_scatter": line, "overlap": True},
     }  # fmt: skip
 
 

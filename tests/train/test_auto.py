@@ -101,14 +101,14 @@ def test_a_slow_link_is_compressed_for_and_a_resumed_run_goes_on_exactly() -> No
     for _ in range(3):  # what else the machine does at the moment is in the times too
         with tempfile.TemporaryDirectory() as folder:
             first, second = run(2, on_a_slow_link, folder)
-        dense, _, micro = (first["decision"]["vectors"][0][place] for place in (0, 2, 1))
+        dense, _, micro = (first["decision"]["buckets"][0][place] for place in (0, 2, 1))
         if micro["exposed"] < dense["exposed"] / 2:
             break
     assert first["decision"] == second["decision"]
     assert first["decision"]["choices"] == ["micro"]
     assert first["decision"]["exposed"] == micro["exposed"] < dense["exposed"] / 2
     assert first["bytes"][0] == dense["bytes"] and first["bytes"][1] < 0.05 * dense["bytes"]
-    assert "vector 0: micro" in first["info"] and "without compression" in first["info"] and not first["warnings"]
+    assert "bucket 0: micro" in first["info"] and "without compression" in first["info"] and not first["warnings"]
     assert not second["info"]  # one worker speaks for all
     assert first["steps"] == (LOOK + 3, LOOK + 5)
     assert (first["weights"] == second["weights"]).all() and (first["weights"] == first["resumed"]).all()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from smelt.train.gradients.autotune.cost_model import CostPrediction
-from smelt.train.gradients.autotune.decision import MIN_SPEEDUP, choose_methods
+from smelt.train.gradients.autotune.cost_model import MIN_SPEEDUP, CostPrediction, choose_methods
 
 
 def waits(*seconds: float) -> list[CostPrediction]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from smelt.errors import ConfigError
-from smelt.train.gradients.autotune.link import Link, fit, measure_link
+from smelt.train.gradients.autotune.link import Link, fit_alpha_beta, measure_link
 from smelt.train.gradients.autotune.timed_comm import COLLECTIVES
 from smelt.train.gradients.comm import Workers
 from tests.train.parallel import run
@@ -17,7 +17,7 @@ from tests.train.slow_link import ALPHA, BANDWIDTH, slow_down
 
 def test_a_line_is_found_again() -> None:
     sizes = [1_000, 30_000, 1_000_000, 16_000_000]
-    alpha, beta = fit(sizes, [1e-4 + 2e-9 * size for size in sizes])
+    alpha, beta = fit_alpha_beta(sizes, [1e-4 + 2e-9 * size for size in sizes])
     assert alpha == pytest.approx(1e-4) and beta == pytest.approx(2e-9)
 
 
@@ -26,7 +26,7 @@ def test_an_error_of_the_largest_message_does_not_spoil_alpha() -> None:
     sizes = [1_000, 30_000, 1_000_000, 16_000_000]
     seconds = [1e-4 + 2e-9 * size for size in sizes]
     seconds[-1] *= 1.3
-    alpha, _ = fit(sizes, seconds)
+    alpha, _ = fit_alpha_beta(sizes, seconds)
     assert alpha == pytest.approx(1e-4, rel=0.1)
 
 
@@ -34,7 +34,7 @@ def test_an_error_of_the_largest_message_does_not_spoil_alpha() -> None:
     ("seconds", "alpha", "beta"), [([3e-3, 2e-3, 1e-3], 0.00135, 0.0), ([1e-6, 1e-3, 9e-3], 0.0, 1.5e-9)]
 )
 def test_neither_part_falls_below_zero(seconds: list[float], alpha: float, beta: float) -> None:
-    found = fit([1_000, 1_000_000, 4_000_000], seconds)
+    found = fit_alpha_beta([1_000, 1_000_000, 4_000_000], seconds)
     assert found == (pytest.approx(alpha, rel=0.02), pytest.approx(beta, rel=0.5)) and min(found) == 0
 
 
@@ -56,7 +56,7 @@ def test_the_speed_of_a_known_link_is_measured() -> None:
             break
     assert links[0] == links[1]
     assert json.loads(json.dumps(links[0]))["backend"] == "gloo"
-    assert set(links[0]["collectives"]) == set(COLLECTIVES) and links[0]["workers"] == 2
+    assert set(links[0]["collectives"]) == set(COLLECTIVES) and links[0]["world_size"] == 2
     for name, line in links[0]["collectives"].items():
         assert near(line), (name, line)
         assert len(line["sizes"]) >= 3 and line["seconds"][0] < line["seconds"][-1]

@@ -9,13 +9,13 @@ import torch
 
 from smelt.train.gradients.autotune.cost_model import (
     CostPrediction,
+    choose_methods,
     format_table,
-    gains,
     predict_compressor,
     predict_ddp,
+    speedups,
     table_rows,
 )
-from smelt.train.gradients.autotune.decision import choose_methods
 from smelt.train.gradients.autotune.dry_run import (
     _STEPS,
     DryRunResult,
@@ -55,8 +55,8 @@ def test_backward_hides_all_of_ddp_but_its_last_bucket_and_nothing_of_a_compress
     assert open_ended.exposed == pytest.approx(4 * one)
     assert predict_ddp(elements, link, 0.01).exposed == pytest.approx(4 * one - 0.01)
     assert predict_ddp(elements, link, 100.0).exposed == pytest.approx(one)
-    assert predict_ddp(elements, link, width=2).bytes * 2 == open_ended.bytes
-    assert predict_compressor(DryRunResult("micro", 10, 10, 2, 0.5, 0.25), handling=0.125).exposed == 0.875
+    assert predict_ddp(elements, link, bytes_per_value=2).bytes * 2 == open_ended.bytes
+    assert predict_compressor(DryRunResult("micro", 10, 10, 2, 0.5, 0.25), copy_seconds=0.125).exposed == 0.875
 
 
 def test_each_vector_has_its_cheapest_method_unless_the_whole_does_not_pay() -> None:
@@ -68,7 +68,7 @@ def test_each_vector_has_its_cheapest_method_unless_the_whole_does_not_pay() -> 
 
 def test_the_table_holds_the_arithmetic() -> None:
     found = [wait("ddp", 0.5), CostPrediction("micro", 2_000_000, 4, 0.125, 0.025, 0.15)]
-    assert gains(found, found[0]) == pytest.approx([1.0, 2.0])
+    assert speedups(found, found[0]) == pytest.approx([1.0, 2.0])
     assert table_rows(found, found[0])[1] == ["micro", "2.000", "4", "125.000", "25.000", "150.000", "250.000", "2.00x"]
     assert len({len(line) for line in format_table(found, found[0]).splitlines()}) == 1
 
@@ -108,7 +108,7 @@ def test_what_is_far_slower_is_not_looked_at_twice(monkeypatch: pytest.MonkeyPat
     layout, link = synthetic_layout(20_000), link_of(ALPHA, BANDWIDTH)
     gradient = synthetic_gradient(layout, Workers(), torch.device("cpu"))
     dry_run_compressor(TopK(density=0.01), gradient, layout, Workers(), link)
-    dry_run_compressor(TopK(density=0.01), gradient, layout, Workers(), link, enough=0.0)
+    dry_run_compressor(TopK(density=0.01), gradient, layout, Workers(), link, best_seconds=0.0)
     assert sizes == [1024, *[20_000] * _STEPS, 1024, 20_000]
 
 
@@ -120,7 +120,7 @@ def test_bytes_are_those_of_the_frame_and_all_workers_agree() -> None:
         assert tried.bytes == pytest.approx(larger, abs=4), tried.method  # a broadcast counts at its source too
         assert tried.communication == pytest.approx(tried.calls * ALPHA + tried.bytes / BANDWIDTH, rel=0.01)
         # PowerSGD's collectives are not timed but taken from the link, and this one is slower than the real one
-        assert tried.computing > 0 or tried.method == "powersgd"
+        assert tried.compute > 0 or tried.method == "powersgd"
     by_method = {tried.method: tried for tried, _ in first}
     assert by_method["dense"].bytes == 80_000 + 4 and by_method["bf16"].bytes == 40_000 + 4
     assert by_method["topk"].bytes > 1.5 * by_method["cltk"].bytes  # the workers choose different elements

@@ -1,4 +1,4 @@
-"""`smelt link`: how fast the workers talk, and what each gradient compressor would gain for a model of a given size."""
+"""`smelt link`: measure the link between ranks, and predict what each gradient compressor gains on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 from torch.nn import functional
 
 from smelt.cli.output import DeviceOption, JsonOption, SeedOption, console, say, table, write_json
-from smelt.errors import ConfigError, DataError, ResourceError
+from smelt.errors import ConfigError
 from smelt.report.numbers import count
 from smelt.train.gradients.autotune.auto import build_candidate
 from smelt.train.gradients.autotune.cost_model import (
@@ -29,26 +29,29 @@ from smelt.train.gradients.autotune.dry_run import (
     synthetic_layout,
 )
 from smelt.train.gradients.autotune.link import Link, measure_link
-from smelt.train.gradients.autotune.timed_comm import max_over_ranks, synchronized_time
+from smelt.train.gradients.autotune.timed_comm import max_over_ranks
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compressors import COMPRESSORS, SAGE, HardThreshold
 from smelt.train.gradients.hierarchy import Nodes
+from smelt.train.timing import synchronized_time
+from smelt.train.trainer.distributed import init_distributed
 
-_MOST = 2**31 - 1  # elements of a flat vector
-_UNSETTLED = (HardThreshold.name, SAGE.name)  # begin at thresholds that must fit the model; tried only when asked for
+_MAX_ELEMENTS = 2**31 - 1  # of a flat bucket
+_NEED_TUNING = (HardThreshold.name, SAGE.name)  # their first threshold must fit the model; tried only on request
+_TIMEOUT = 1800.0  # seconds
 
 ParametersOption = Annotated[float, typer.Option("--parameters", help="Parameters of the model, such as 25e6.")]
-DensityOption = Annotated[float, typer.Option("--density", help="The share of gradients that sparsifiers send.")]
+DensityOption = Annotated[float, typer.Option("--density", help="The fraction of gradients that sparsifiers send.")]
 BackwardOption = Annotated[
     float,
-    typer.Option("--backward-ms", min=0, help="How long backward takes; plain DDP hides its communication behind it."),
+    typer.Option("--backward-ms", min=0, help="Duration of backward, which plain DDP overlaps with communication."),
 ]
 NodeOption = Annotated[
     int | None,
-    typer.Option("--node-size", min=2, help="Workers of a node: dense inside it, methods are tried between nodes."),
+    typer.Option("--node-size", min=2, help="Ranks per node: dense inside, compressors are tried between nodes."),
 ]
 MethodsOption = Annotated[
-    str | None, typer.Option("--methods", help="Only these, with commas between them: bf16,exdyna,powersgd.")
+    str | None, typer.Option("--methods", help="Only these methods, separated by commas: bf16,exdyna,powersgd.")
 ]
 
 
@@ -62,107 +65,97 @@ def run(
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    if not 1 <= parameters <= _MOST:
-        raise ConfigError(f"--parameters is {parameters:g}; it must lie between 1 and {_MOST:,}.")
+    if not 1 <= parameters <= _MAX_ELEMENTS:
+        raise ConfigError(f"--parameters is {parameters:g}; it must lie between 1 and {_MAX_ELEMENTS:,}.")
     names = ["bf16", *COMPRESSORS] if methods is None else [name.strip() for name in methods.split(",")]
-    compressors = [build_candidate(name, density) for name in names if methods is not None or name not in _UNSETTLED]
-    place = _join(device)
+    compressors = [build_candidate(name, density) for name in names if methods is not None or name not in _NEED_TUNING]
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise ConfigError(
+            "smelt link measures between ranks; start it with `torchrun --nproc-per-node 2 -m smelt.cli.main link`."
+        )
+    local_device = init_distributed("cuda" if device.startswith("cuda") else "cpu", _TIMEOUT)
     try:
         workers = Workers()
         nodes = None if node is None else Nodes.of(workers, node)
-        link = measure_link(workers, place)
+        link = measure_link(workers, local_device)
         layout = synthetic_layout(int(parameters))
-        gradient = synthetic_gradient(layout, workers, place, seed)
-        plain = predict_ddp(layout.size, link, backward_ms / 1000)
-        rounding = max_over_ranks([_rounding(gradient)], workers, place)[0]
-        half = predict_ddp(layout.size, link, backward_ms / 1000, 2, rounding, "ddp, bf16 hook")
-        found, handling, between = [plain, half], 0.0, workers
+        gradient = synthetic_gradient(layout, workers, local_device, seed)
+        ddp = predict_ddp(layout.size, link, backward_ms / 1000)
+        cast_seconds = max_over_ranks([_cast_seconds(gradient)], workers, local_device)[0]
+        ddp_bf16 = predict_ddp(layout.size, link, backward_ms / 1000, 2, cast_seconds, "ddp, bf16 hook")
+        predictions, copy_seconds, between = [ddp, ddp_bf16], 0.0, workers
         if nodes is not None:
-            gradient, handling = _inside(gradient, nodes)
+            gradient, copy_seconds = _reduce_within_node(gradient, nodes)
             layout, between = nodes.share(layout), nodes.peers
-            link = measure_link(between, place)
+            link = measure_link(between, local_device)
         for compressor in compressors:
             if not workers.rank:
                 say(f"trying {method_label(compressor)}")
-            made = predict_compressor(dry_run_compressor(compressor, gradient, layout, between, link), handling)
-            found.append(agree_on_prediction(made, workers, place))
+            result = dry_run_compressor(compressor, gradient, layout, between, link)
+            predictions.append(agree_on_prediction(predict_compressor(result, copy_seconds), workers, local_device))
         if not workers.rank:
-            show(link, found, int(parameters), node)
-            write_json(json_file, _content(link, found, int(parameters), density, backward_ms, node))
+            show(link, predictions, int(parameters), node)
+            write_json(json_file, _content(link, predictions, int(parameters), density, backward_ms, node))
     finally:
         distributed.destroy_process_group()
 
 
-def show(link: Link, found: list[CostPrediction], parameters: int, node: int | None) -> None:
+def show(link: Link, predictions: list[CostPrediction], parameters: int, node: int | None) -> None:
     rows = [
         [
             name,
-            f"{1e6 * line.alpha:.1f}",
-            f"{line.bandwidth / 1e6:.1f}",
-            f"{100 * line.spread:.0f}",
-            f"{line.sizes[0]:,} to {line.sizes[-1]:,}",
+            f"{1e6 * fit.alpha:.1f}",
+            f"{fit.bandwidth / 1e6:.1f}",
+            f"{100 * fit.spread:.0f}",
+            f"{fit.sizes[0]:,} to {fit.sizes[-1]:,}",
         ]
-        for name, line in link.collectives.items()
+        for name, fit in link.collectives.items()
     ]
-    title = f"Link of {link.workers} {'workers' if node is None else f'nodes of {node} workers'}, {link.backend}"
+    ranks = "ranks" if node is None else f"nodes of {node} ranks"
+    title = f"Link of {link.world_size} {ranks}, {link.backend}"
     console.print(table(title, ["collective", "alpha, us", "MB/s", "spread, %", "bytes"], rows))
+    title = f"Gradients of one step, {count(parameters)} parameters, ms"
+    ddp = predictions[0]
+    console.print(table(title, TABLE_COLUMNS, table_rows(predictions, ddp)))
+    best = min(predictions, key=lambda prediction: prediction.exposed)
+    gain = ddp.exposed / max(best.exposed, 1e-9)
     console.print(
-        table(f"A step's gradients, {count(parameters)} parameters, ms", TABLE_COLUMNS, table_rows(found, found[0]))
-    )
-    best = min(found, key=lambda each: each.exposed)
-    gain = found[0].exposed / max(best.exposed, 1e-9)
-    console.print(
-        f"Shortest wait: {best.method}, {gain:.2f}x against plain DDP. Only time is compared, not the loss."
-        if best is not found[0]
-        else "No method pays here: plain DDP has the shortest wait."
+        f"Least exposed time: {best.method}, {gain:.2f}x against plain DDP. Only time is compared, not the loss."
+        if best is not ddp
+        else "No method pays here: plain DDP has the least exposed time."
     )
 
 
-def _inside(gradient: torch.Tensor, nodes: Nodes) -> tuple[torch.Tensor, float]:
-    """This worker's share of its node's mean, and the seconds that a step spends inside the node."""
-    whole = functional.pad(gradient, (0, -len(gradient) % nodes.inside.size))
-    nodes.gather(nodes.reduce(whole))  # opens connections
+def _reduce_within_node(gradient: torch.Tensor, nodes: Nodes) -> tuple[torch.Tensor, float]:
+    """Return this rank's share of its node's mean, and the seconds that a step spends inside the node."""
+    padded = functional.pad(gradient, (0, -len(gradient) % nodes.inside.size))
+    nodes.gather(nodes.reduce(padded))  # opens connections
     start = synchronized_time(gradient.device)
-    share = nodes.reduce(whole)
+    share = nodes.reduce(padded)
     nodes.gather(share)
     return share, synchronized_time(gradient.device) - start
 
 
-def _rounding(gradient: torch.Tensor) -> float:
-    """Seconds to 16 bits and back."""
+def _cast_seconds(gradient: torch.Tensor) -> float:
+    """Measure the cast to bfloat16 and back."""
     start = synchronized_time(gradient.device)
     gradient.to(torch.bfloat16).float()
     return synchronized_time(gradient.device) - start
 
 
 def _content(
-    link: Link, found: list[CostPrediction], parameters: int, density: float, backward_ms: float, node: int | None
+    link: Link,
+    predictions: list[CostPrediction],
+    parameters: int,
+    density: float,
+    backward_ms: float,
+    node: int | None,
 ) -> dict[str, Any]:
     return {
         "parameters": parameters,
         "density": density,
         "backward_ms": backward_ms,
-        "node": node,
+        "node_size": node,
         "link": link.to_json(),
-        "methods": [each.to_json() for each in found],
+        "methods": [prediction.to_json() for prediction in predictions],
     }
-
-
-def _join(device: str) -> torch.device:
-    """Meet the workers that torchrun has started."""
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise ConfigError(
-            "smelt link measures between workers; start it with `torchrun --nproc-per-node 2 -m smelt.cli.main link`."
-        )
-    cuda = device.startswith("cuda")
-    if cuda and not torch.cuda.is_available():
-        raise ResourceError("there is no GPU here; leave --device at cpu.")
-    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
-    if cuda:
-        torch.cuda.set_device(place)
-    try:
-        # What workers agree on lies in the CPU's memory, whatever the device.
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    except (ValueError, RuntimeError) as error:
-        raise DataError(f"the workers could not find each other ({error}); start them with torchrun.") from error
-    return place

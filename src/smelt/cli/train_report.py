@@ -1,4 +1,4 @@
-"""`smelt train-report`: training runs as a page with plots, one or several side by side."""
+"""`smelt train-report`: one or several training runs as a page with plots."""
 
 from __future__ import annotations
 
@@ -16,37 +16,36 @@ from smelt.train.trainer.run_folder import RunFolder
 
 
 def run(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders that `python -m smelt.train` wrote.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders written by `python -m smelt.train`.")],
     report: Annotated[
-        Path | None, typer.Option("-o", "--report", help="The page; by default RUN/report.html of a single run.")
+        Path | None,
+        typer.Option("-o", "--report", help="The page to write (default: RUN/report.html of a single run)."),
     ] = None,
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
     if report is None:
         if len(runs) > 1:
-            raise SmeltError("several runs have no folder of their own; say with -o where the page is written.")
+            raise SmeltError("several runs have no common folder; give -o with the page to write.")
         report = runs[0] / "report.html"
     check_writable(report)
-    found = [_read(folder) for folder in runs]
-    names = _names(runs)
-    for each, name in zip(found, names, strict=True):
-        each["name"] = name
-    console.print(table("Training", ["", *names], fact_rows(found)))
-    write_page(render_training(found), report)
-    write_json(json_file, {each["name"]: summary(each) for each in found})
+    names = _unique_names(runs)
+    contents = [{**_read(folder), "name": name} for folder, name in zip(runs, names, strict=True)]
+    console.print(table("Training", ["", *names], fact_rows(contents)))
+    write_page(render_training(contents), report)
+    write_json(json_file, {content["name"]: summary(content) for content in contents})
     say(f"{report} is written.")
 
 
 def _read(path: Path) -> dict[str, Any]:
     folder = RunFolder(path)
-    facts, lines = folder.read_metadata(), folder.read_log()
-    if not lines:
-        raise DataError(f"{path} has no step in its log yet; come back when the run has done some.")
-    return {"facts": facts, "lines": lines}
+    metadata, log = folder.read_metadata(), folder.read_log()
+    if not log:
+        raise DataError(f"{path} has no step in its log yet; try again when the run has done some.")
+    return {"metadata": metadata, "log": log}
 
 
-def _names(runs: list[Path]) -> list[str]:
-    """The folders' own names, or whole paths where those are the same."""
-    short = [folder.resolve().name for folder in runs]
-    return short if len(set(short)) == len(short) else [str(folder) for folder in runs]
+def _unique_names(runs: list[Path]) -> list[str]:
+    """Return the folders' names, or their paths where names repeat."""
+    names = [folder.resolve().name for folder in runs]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in runs]

@@ -1,7 +1,7 @@
 """The FSDP sharding page: times per unit and both timelines, predicted beside measured.
 
-A plan is a plain dict: `name`, `workers`, `units` (name, bytes, reshard), `predicted` and `measured` (seconds, exposed,
-peak, and events as kind, unit, start, end; unit -1 is the root), and other facts.
+A plan is a plain dict: `name`, `world_size`, `units` (name, bytes, reshard_after_forward), `predicted` and
+`measured` (seconds, exposed_seconds, peak_memory, and events as kind, unit, start, end; unit -1 is the root), and other facts.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from smelt.report import numbers, sections
 from smelt.report.markup import Markup, join, note, section, table, tag
 from smelt.report.page import page
 
-KINDS = ("gather", "forward", "backward", "scatter")
+KINDS = ("all-gather", "forward", "backward", "reduce-scatter")
 HEADINGS = ["unit", "size", "after forward", *(f"{kind}, ms" for kind in KINDS)]
-_LANES = (("compute", ("forward", "backward")), ("collectives", ("gather", "scatter")))
+_LANES = (("compute", ("forward", "backward")), ("collectives", ("all-gather", "reduce-scatter")))
 _ROOT = -1
 _ROW = 22  # height of a lane
 _NAMES = 96  # width of their names
@@ -50,10 +50,10 @@ _UNIT_NOTE = (
 def step_rows(plan: PlanRecord) -> list[list[str]]:
     """Summarize the step in three rows, for the page and the terminal."""
     both = [plan["predicted"], plan["measured"]]
-    peaks = ["not measured" if each["peak"] is None else numbers.size(each["peak"]) for each in both]
+    peaks = ["not measured" if each["peak_memory"] is None else numbers.size(each["peak_memory"]) for each in both]
     return [
         ["step time, ms", *(f"{1000 * each['seconds']:.3f}" for each in both)],
-        ["exposed communication, ms", *(f"{1000 * each['exposed']:.3f}" for each in both)],
+        ["exposed communication, ms", *(f"{1000 * each['exposed_seconds']:.3f}" for each in both)],
         ["peak memory per rank", *peaks],
     ]
 
@@ -70,7 +70,7 @@ def unit_rows(plan: PlanRecord) -> list[list[str]]:
 
 
 def fact_rows(plan: PlanRecord) -> list[list[str]]:
-    lines = [(kind, plan["machines"][kind]) for kind in ("gather", "scatter")]
+    lines = [(kind, plan["cluster"][kind.replace("-", "_")]) for kind in ("all-gather", "reduce-scatter")]
     return [
         *(
             [f"{kind}: {1e6 * line['alpha']:.0f} us and, for every MB,", f"{1e9 * line['beta']:.3f} ms"]
@@ -78,7 +78,7 @@ def fact_rows(plan: PlanRecord) -> list[list[str]]:
         ),
         ["prefetched units in forward, in backward", f"{plan['forward_prefetch']}, {plan['backward_prefetch']}"],
         ["memory limit", "none" if plan["memory"] is None else numbers.size(plan["memory"])],
-        ["collectives overlap compute", "yes" if plan["machines"]["beside"] else "no, FSDP2 waits on CPU"],
+        ["collectives overlap compute", "yes" if plan["cluster"]["overlap"] else "no, FSDP2 waits on CPU"],
         ["search", "exhaustive" if plan["exhaustive"] else "hill climbing; there may be a better plan"],
     ]
 
@@ -86,7 +86,7 @@ def fact_rows(plan: PlanRecord) -> list[list[str]]:
 def _what(plan: PlanRecord) -> str:
     units = _units(plan)
     size = sum(unit["bytes"] for _, unit in units)
-    return f"{numbers.size(size)} of parameters in {len(units)} units on {plan['workers']} ranks"
+    return f"{numbers.size(size)} of parameters in {len(units)} units on {plan['world_size']} ranks"
 
 
 def _units(plan: PlanRecord) -> list[tuple[int, Mapping[str, Any]]]:

@@ -1,6 +1,6 @@
 """The training page: loss against time and bytes, traffic, and time per phase, for one run or several.
 
-A run is a plain dict with a `name`, the `facts` of its `run.json` and the `lines` of its `run.jsonl`.
+A run is a plain dict with a `name`, the `metadata` of its `run.json` and the `log` of its `run.jsonl`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def render_training(runs: Sequence[Run]) -> str:
         section("Facts", table(["", *(str(run["name"]) for run in runs)], fact_rows(runs))),
         *(_decision(run) for run in runs),
         *(section(f"Configuration of {run['name']}", _settings(run)) for run in runs),
-        sections.machine(runs[0]["facts"]),
+        sections.machine(runs[0]["metadata"]),
         tag("footer", "Written by Smelt."),
     )
 
@@ -48,7 +48,7 @@ _SENT = (
 
 def summary(run: Run) -> dict[str, Any]:
     """Summarize a run."""
-    steps = run["lines"]
+    steps = run["log"]
     last = steps[-1]
     held_out = [line["evaluation"] for line in steps if line.get("evaluation")]
     padding = [line["padding"] for line in steps if line.get("padding") is not None]
@@ -58,9 +58,9 @@ def summary(run: Run) -> dict[str, Any]:
         "loss": last["loss"],
         "held_out": held_out[-1] if held_out else None,
         "best_held_out_loss": min((evaluation["loss"] for evaluation in held_out), default=None),
-        "bytes": last["all_bytes"],
+        "bytes": last["total_bytes"],
         "bytes_per_step": _mean([line["bytes"] for line in steps]),
-        "inside_per_step": _mean([line["inside"] for line in steps]),
+        "intra_node_bytes_per_step": _mean([line["intra_node_bytes"] for line in steps]),
         "density": _mean([line["density"] for line in steps]),
         "build_up": _mean([line["build_up"] for line in steps]),
         "padding": _mean(padding) if padding else None,
@@ -92,26 +92,26 @@ def fact_rows(runs: Sequence[Run]) -> list[list[str]]:
     ]
     first = [
         ["gradients", *(_method(run) for run in runs)],
-        ["ranks", *(f"{run['facts']['workers']}, {run['facts']['backend']}" for run in runs)],
-        ["parameters", *(numbers.count(run["facts"]["parameters"]) for run in runs)],
+        ["ranks", *(f"{run['metadata']['world_size']}, {run['metadata']['backend']}" for run in runs)],
+        ["parameters", *(numbers.count(run["metadata"]["parameters"]) for run in runs)],
     ]
-    if any(one["inside_per_step"] for one in summaries):
-        rows.append(("intra-node bytes per step", lambda one: numbers.size(one["inside_per_step"])))
+    if any(one["intra_node_bytes_per_step"] for one in summaries):
+        rows.append(("intra-node bytes per step", lambda one: numbers.size(one["intra_node_bytes_per_step"])))
     return first + [[label, *(write(one) for one in summaries)] for label, write in rows]
 
 
 def _what(run: Run) -> str:
-    facts = run["facts"]
+    facts = run["metadata"]
     config = facts["config"]
     return f"{facts['model_type']}, {numbers.count(facts['parameters'])} parameters, on {config['data']['train']}"
 
 
 def _warnings(run: Run) -> list[str]:
-    done, total = run["lines"][-1]["step"], run["facts"]["config"]["steps"]
+    done, total = run["log"][-1]["step"], run["metadata"]["config"]["steps"]
     name, warnings = run["name"], []
     if done < total:
         warnings.append(f"{name} has finished {done:,} of {total:,} steps.")
-    if not math.isfinite(run["lines"][-1]["loss"]):
+    if not math.isfinite(run["log"][-1]["loss"]):
         warnings.append(f"The last loss of {name} is not finite.")
     return warnings
 
@@ -137,7 +137,7 @@ def _series(runs: Sequence[Run], x: str, y: Callable[[Run], float | None]) -> li
     series = []
     for run in runs:
         points: list[Point] = []
-        for line in run["lines"]:
+        for line in run["log"]:
             value = y(line)
             if value is not None and math.isfinite(value):
                 points.append((line[x], value))
@@ -163,16 +163,16 @@ def _losses(runs: Sequence[Run]) -> list[Markup | None]:
     def held_out(line: Run) -> float | None:
         return (line.get("evaluation") or {}).get("loss")
 
-    sends = any(line["all_bytes"] for run in runs for line in run["lines"])
+    sends = any(line["total_bytes"] for run in runs for line in run["log"])
     return [
         _graph("Loss against time", _series(runs, "seconds", lambda line: line["loss"]), "seconds", ""),
         _graph(
-            "Loss against bytes", _series(runs, "all_bytes", lambda line: line["loss"]), "bytes received per rank", ""
+            "Loss against bytes", _series(runs, "total_bytes", lambda line: line["loss"]), "bytes received per rank", ""
         )
         if sends
         else None,
         _graph("Held-out loss against time", _series(runs, "seconds", held_out), "seconds", ""),
-        _graph("Held-out loss against bytes", _series(runs, "all_bytes", held_out), "bytes received per rank", "")
+        _graph("Held-out loss against bytes", _series(runs, "total_bytes", held_out), "bytes received per rank", "")
         if sends
         else None,
     ]
@@ -192,12 +192,12 @@ def _sent(runs: Sequence[Run]) -> list[Markup | None]:
 
 
 def _thin_note(runs: Sequence[Run]) -> Markup | None:
-    stride = max(averaged([(0.0, 0.0)] * len(run["lines"]))[1] for run in runs)
+    stride = max(averaged([(0.0, 0.0)] * len(run["log"]))[1] for run in runs)
     return note(f"A point is the mean of up to {stride} steps.") if stride > 1 else None
 
 
 def _phases(runs: Sequence[Run]) -> Markup:
-    means = {str(run["name"]): phase_means(run["lines"]) for run in runs}
+    means = {str(run["name"]): phase_means(run["log"]) for run in runs}
     longest = max(sum(phases.values()) for phases in means.values()) or 1.0
     swatches = [
         tag("span", tag("span", class_=f"swatch part{number}"), phase, class_="entry")
@@ -221,23 +221,25 @@ def _phase_note(runs: Sequence[Run]) -> str:
     )
     if any(_is_plain(run) for run in runs):
         text += " Plain DDP overlaps communication with backward, so it is counted there."
-    if any(run["facts"].get("decision") for run in runs):
+    if any(run["metadata"].get("decision") for run in runs):
         text += " The run with auto includes its measuring steps."
     return text
 
 
 def _is_plain(run: Run) -> bool:
-    choices = (run["facts"].get("decision") or {}).get("choices")
-    return run["facts"]["config"]["gradients"]["method"] == _PLAIN or (choices is not None and set(choices) == {_DENSE})
+    choices = (run["metadata"].get("decision") or {}).get("choices")
+    return run["metadata"]["config"]["gradients"]["method"] == _PLAIN or (
+        choices is not None and set(choices) == {_DENSE}
+    )
 
 
 def _decision(run: Run) -> Markup | None:
-    decision = run["facts"].get("decision")
+    decision = run["metadata"].get("decision")
     if not decision:
         return None
     rows = [
         [str(bucket), each["method"], numbers.size(each["bytes"]), f"{1000 * each['exposed']:.3f}"]
-        for bucket, methods in enumerate(decision["vectors"])
+        for bucket, methods in enumerate(decision["buckets"])
         for each in methods
     ]
     chosen = ", ".join(f"bucket {number}: {method}" for number, method in enumerate(decision["choices"]))
@@ -249,7 +251,7 @@ def _decision(run: Run) -> Markup | None:
 
 
 def _settings(run: Run) -> Markup:
-    pairs = _flat(run["facts"]["config"])
+    pairs = _flat(run["metadata"]["config"])
     return tag("dl", *(join(tag("dt", key), tag("dd", numbers.plain(value))) for key, value in pairs))
 
 
@@ -261,7 +263,7 @@ def _flat(values: Run, prefix: str = "") -> list[tuple[str, Any]]:
 
 
 def _method(run: Run) -> str:
-    settings = dict(run["facts"]["config"]["gradients"])
+    settings = dict(run["metadata"]["config"]["gradients"])
     name = settings.pop("method")
     return f"{name}:{','.join(f'{key}={value}' for key, value in settings.items())}" if settings else str(name)
 

@@ -1,8 +1,8 @@
-"""Training with little communication: gradient compressors, the frame they stand in, and where it hooks.
+"""Training with little communication: gradient compression for DDP, FSDP2, pipelines and plain loops.
 
-`compress_gradients` for DistributedDataParallel, `compress_replicas` for sharded replicas (FSDP2), `compress_stage` for
-pipeline stages, `CompressedStep` for everything else; `smelt.train.gradients.state` keeps what was not sent yet in a
-checkpoint.
+`compress_gradients` for DistributedDataParallel, `compress_replicas` between replicas of a sharded model (FSDP2),
+`compress_stage` for pipeline stages, `CompressedStep` for everything else; `smelt.train.gradients.state` saves
+residuals in a checkpoint.
 """
 
 from smelt.train.gradients.autotune.auto import Auto

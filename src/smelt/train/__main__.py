@@ -1,4 +1,4 @@
-"""`python -m smelt.train CONFIG.yaml`: a training run, in every worker that torchrun has started."""
+"""`python -m smelt.train CONFIG.yaml`: a training run, in every process that torchrun starts."""
 
 from smelt.train.trainer.entrypoint import main
 

@@ -1,7 +1,7 @@
-"""`python -m smelt.train.on_ray CONFIG.yaml --workers 4`: the same run, its workers started by Ray Train.
+"""`python -m smelt.train.on_ray CONFIG.yaml --workers 4`: the same run, its ranks started by Ray Train.
 
-Ray starts the workers, on one machine or many, joins them into torch's process group and starts them again when one has
-died; the loop is that of torchrun. The Ray that is started here leaves neither process nor file.
+Ray starts the workers, on one machine or many, joins them into torch's process group and restarts them when one has
+died; the trainer is that of torchrun. A Ray that is started here leaves neither process nor file behind.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +28,42 @@ from smelt.ray_start import join_cluster, set_before, start_alone, take_signals_
 from smelt.train.trainer import checkpoint
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.distributed import LostWorkerError, backend_for, print_error
-from smelt.train.trainer.entrypoint import BEFORE, build_parser, end, exit_code_of, run_folder_path, work
+from smelt.train.trainer.entrypoint import (
+    ResumeHint,
+    build_parser,
+    exit_code_of,
+    exit_process,
+    run_folder_path,
+    run_worker,
+)
 from smelt.train.trainer.run_folder import RunFolder, format_log_entry
 
-_ALWAYS = {"RAY_TRAIN_METRICS_ENABLED": "0"}
-_HERE = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # of machines that a cloud takes back
-_LOOK_SECONDS = 5.0  # between two words about a run
+_RAY_ENV = {"RAY_TRAIN_METRICS_ENABLED": "0"}
+_LOCAL_RAY_ENV = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}  # for machines that a cloud takes back
+_POLL_SECONDS = 5.0  # between two looks at a run's log
 
 
-def main(words: list[str] | None = None) -> None:
-    given = _arguments_of(words)
-    out = run_folder_path(given.config, given.out)
-    options = {key: value for key, value in vars(given).items() if key not in ("config", "debug")}
+@dataclass(frozen=True)
+class _WorkerArgs:
+    """What Ray sends to each worker."""
+
+    config: TrainConfig
+    out: Path
+    gpu: bool
+    resplit: bool
+    working_dir: Path
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = _parse_args(argv)
+    out = run_folder_path(args.config, args.out)
+    options = {key: value for key, value in vars(args).items() if key not in ("config", "debug")}
     try:
-        code = exit_code_of(lambda: _run(given.config, options), given.debug)
-    except (KeyboardInterrupt, SystemExit) as stop:  # the latter is what Ray makes of SIGTERM
-        print_error(f"stopped; {_way_out(out)}")
+        code = exit_code_of(lambda: _run(args.config, options), args.debug)
+    except (KeyboardInterrupt, SystemExit) as stop:  # Ray turns SIGTERM into the latter
+        print_error(f"stopped; {_resume_hint(out)}")
         code = 128 + (signal.SIGINT if isinstance(stop, KeyboardInterrupt) else signal.SIGTERM)
-    end(code)
+    exit_process(code)
 
 
 def run(
@@ -59,18 +78,18 @@ def run(
     restarts: int = 0,
     address: str | None = None,
 ) -> Path:
-    """Train to the last step on Ray; the folder of the run, which all workers must see.
+    """Train to the last step on Ray, and return the folder of the run, which all workers must see.
 
-    A Ray that this process has joined already is used as it is; else one is started here, or joined at `address`.
+    A Ray that this process has joined already is used; else one is started here, or joined at `address`.
     """
-    told = TrainConfig.load(config, gradients)
-    _require(told, workers, restarts, gpu)
+    train_config = TrainConfig.load(config, gradients)
+    _check_options(train_config, workers, restarts, gpu)
     folder = RunFolder(run_folder_path(config, out).absolute())
-    folder.check_usable(told, resume)
-    task = {"config": told, "out": folder.path, "gpu": gpu, "resplit": resplit, "place": Path.cwd()}
-    with _ray(address):
-        _require_room(workers, gpu)
-        _fit(task, workers, restarts)
+    folder.check_usable(train_config, resume)
+    worker_args = _WorkerArgs(train_config, folder.path, gpu, resplit, Path.cwd())
+    with _ray_session(address):
+        _check_resources(workers, gpu)
+        _fit(worker_args, workers, restarts)
     return folder.path
 
 
@@ -78,31 +97,33 @@ def _run(config: Path, options: dict[str, Any]) -> None:
     run(config, **options)
 
 
-def _arguments_of(words: list[str] | None) -> argparse.Namespace:
+def _parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = build_parser("python -m smelt.train.on_ray", "Train a model; Ray Train starts the workers.")
-    parser.add_argument("--workers", type=int, required=True, help="how many; each has a processor, or a GPU")
-    parser.add_argument("--gpu", action="store_true", help="a GPU for each worker")
-    parser.add_argument("--restarts", type=int, default=0, help="how often to go on by itself when a worker has died")
-    parser.add_argument("--address", help="a Ray cluster that runs: auto, or HOST:PORT; without it one is started here")
-    return parser.parse_args(words)
+    parser.add_argument("--workers", type=int, required=True, help="number of workers; each gets a CPU, or a GPU")
+    parser.add_argument("--gpu", action="store_true", help="give each worker a GPU")
+    parser.add_argument("--restarts", type=int, default=0, help="how often to resume when a worker has died")
+    parser.add_argument("--address", help="a running Ray cluster: auto, or HOST:PORT (default: start one here)")
+    return parser.parse_args(argv)
 
 
-def _require(config: TrainConfig, workers: int, restarts: int, gpu: bool) -> None:
+def _check_options(config: TrainConfig, workers: int, restarts: int, gpu: bool) -> None:
     if workers < 1:
         raise ConfigError(f"workers is {workers}; it must be at least 1.")
     if restarts < 0:
         raise ConfigError(f"restarts is {restarts}; it must not be negative.")
     if config.device == "cuda" and not gpu:
-        raise ConfigError("device is cuda, and Ray gives workers a GPU only if told: give --gpu, or set device to cpu.")
+        raise ConfigError(
+            "device is cuda, and Ray gives workers a GPU only with --gpu: give --gpu, or set device to cpu."
+        )
     if config.device == "cpu" and gpu:
         raise ConfigError("device is cpu and --gpu was given; leave one of them out.")
 
 
 @contextmanager
-def _ray(address: str | None) -> Iterator[None]:
-    """Ray, for as long as it is needed; one that was there before stays."""
-    os.environ.update(_ALWAYS if address else {**_ALWAYS, **_HERE})
-    set_before(alone=address is None and not _joined())
+def _ray_session(address: str | None) -> Iterator[None]:
+    """Provide Ray; one that was there before is left running."""
+    os.environ.update(_RAY_ENV if address else {**_RAY_ENV, **_LOCAL_RAY_ENV})
+    set_before(alone=address is None and not _is_joined())
     try:
         import ray.train.torch
     except ImportError as error:
@@ -119,8 +140,8 @@ def _ray(address: str | None) -> Iterator[None]:
             ray.shutdown()
 
 
-def _joined() -> bool:
-    """Whether this process has a Ray already."""
+def _is_joined() -> bool:
+    """Return whether this process is connected to a Ray already."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
@@ -134,113 +155,116 @@ def _connect(address: str | None, folder: str) -> None:
         take_signals_back()
 
 
-def _require_room(workers: int, gpu: bool) -> None:
+def _check_resources(workers: int, gpu: bool) -> None:
     import ray
 
-    there = ray.cluster_resources()
-    for kind, wanted in (("CPU", True), ("GPU", gpu)):
-        if wanted and workers > there.get(kind, 0):
+    available = ray.cluster_resources()
+    for resource in ("CPU", "GPU") if gpu else ("CPU",):
+        if workers > available.get(resource, 0):
             raise ResourceError(
-                f"{workers} workers with a {kind} each were asked for; Ray has {there.get(kind, 0):g} of them. Ask for "
+                f"{workers} workers need one {resource} each; Ray has {available.get(resource, 0):g} of them. Ask for "
                 "fewer workers, or give --address of a larger cluster."
             )
 
 
-def _fit(task: dict[str, Any], workers: int, restarts: int) -> None:
-    """Ray Train keeps files of its own beside the folder of the run: there all machines see them."""
+def _fit(args: _WorkerArgs, workers: int, restarts: int) -> None:
+    """Train; Ray Train keeps its own files beside the folder of the run, where all machines see them."""
     from ray import train
     from ray.train.torch import TorchConfig, TorchTrainer
 
-    config, out = task["config"], task["out"]
-    own = out.with_name(f".{out.name}.ray")
+    ray_folder = args.out.with_name(f".{args.out.name}.ray")
     trainer = TorchTrainer(
-        _work,
-        train_loop_config=task,
-        torch_config=TorchConfig(backend=backend_for(task["gpu"]), timeout_s=config.timeout),
-        scaling_config=train.ScalingConfig(num_workers=workers, use_gpu=task["gpu"]),
+        _train_on_worker,
+        train_loop_config={"args": args},
+        torch_config=TorchConfig(backend=backend_for(args.gpu), timeout_s=args.config.timeout),
+        scaling_config=train.ScalingConfig(num_workers=workers, use_gpu=args.gpu),
         run_config=train.RunConfig(
             name="run",
-            storage_path=str(own),
+            storage_path=str(ray_folder),
             failure_config=train.FailureConfig(max_failures=restarts),
-            callbacks=[_refusals_end_it()],
+            callbacks=[_stop_on_refusal()],
             logging_config=train.LoggingConfig(log_level="CRITICAL"),
         ),
     )
-    thread = ThreadPoolExecutor(1, thread_name_prefix="ray")  # of its own, else Ray takes Ctrl-C for itself
+    thread = ThreadPoolExecutor(1, thread_name_prefix="ray")  # in the main thread Ray would take over Ctrl-C
     try:
-        _followed(thread.submit(trainer.fit), RunFolder(out), config.steps)
+        _print_progress(thread.submit(trainer.fit), RunFolder(args.out), args.config.steps)
     except train.TrainingFailedError as error:
-        raise _told(error, out) from error
+        raise _cause_of(error, args.out) from error
     finally:
         thread.shutdown(wait=False)
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(ray_folder, ignore_errors=True)
 
 
-def _followed(end: Future[Any], folder: RunFolder, steps: int) -> None:
-    """Wait, and print_error how far the run has come: what workers print stays in Ray's logs, among much of its own."""
-    told = folder.last_log_entry()
-    while not end.done():
-        wait([end], timeout=_LOOK_SECONDS)
-        last = folder.last_log_entry()
-        if last is not None and last != told:
-            print(format_log_entry(last, steps), file=sys.stderr, flush=True)
-        told = last
-    end.result()
+def _print_progress(result: Future[Any], folder: RunFolder, steps: int) -> None:
+    """Wait, and print progress from the run's log: what workers print goes to Ray's logs."""
+    printed = folder.last_log_entry()
+    while not result.done():
+        wait([result], timeout=_POLL_SECONDS)
+        entry = folder.last_log_entry()
+        if entry is not None and entry != printed:
+            print(format_log_entry(entry, steps), file=sys.stderr, flush=True)
+        printed = entry
+    result.result()
 
 
-def _work(task: dict[str, Any]) -> None:
-    """In a worker, whose process group Ray has made; the folder was looked at before the first start, so go on."""
+def _train_on_worker(loop_config: dict[str, _WorkerArgs]) -> None:
+    """Train in a worker whose process group Ray has made; resume, as the folder was checked before the first start."""
+    args = loop_config["args"]
     with suppress(OSError):  # another machine may lack it, and paths need not be relative
-        os.chdir(task["place"])
-    meet = _device if task["gpu"] else lambda: torch.device("cpu")
-    work(task["config"], task["out"], meet, [lambda: BEFORE], resume=True, resplit=task["resplit"])
+        os.chdir(args.working_dir)
+    init = _ray_device if args.gpu else lambda: torch.device("cpu")
+    run_worker(args.config, args.out, init, ResumeHint(), resume=True, resplit=args.resplit)
 
 
-def _device() -> torch.device:
+def _ray_device() -> torch.device:
     from ray.train.torch import get_device
 
     device: torch.device = get_device()
     return device
 
 
-def _refusals_end_it() -> Any:
-    """Another start helps when a worker is gone, not when the run was refused."""
+def _stop_on_refusal() -> Any:
+    """Return a callback that ends the run when it was refused: a restart only helps when a worker is gone."""
     from ray.train import UserCallback
 
-    class Refusals(UserCallback):
+    class StopOnRefusal(UserCallback):
         def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
             refusal = _refusal(worker_exceptions.values())
             if refusal is not None:
                 raise refusal
 
-    return Refusals()
+    return StopOnRefusal()
 
 
 def _refusal(failures: Iterable[Exception]) -> SmeltError | None:
-    """What a worker was refused for; rather the cause than that another one has had it."""
-    found = [each for each in failures if isinstance(each, SmeltError) and not isinstance(each, LostWorkerError)]
-    return min(found, key=lambda each: "another worker" in str(each), default=None)
+    """Return why the run was refused; prefer the cause to messages that another rank had it."""
+    refusals = [error for error in failures if isinstance(error, SmeltError) and not isinstance(error, LostWorkerError)]
+    return min(refusals, key=lambda error: "another rank" in str(error), default=None)
 
 
-def _told(error: Exception, out: Path) -> Exception:
-    """The sentence in what Ray says, or the error that is a bug."""
+def _cause_of(error: Exception, out: Path) -> Exception:
+    """Return the Smelt error inside a Ray error, or the exception that is a bug."""
     failures = getattr(error, "worker_failures", None)
-    if failures is None:  # of Ray's controller, which is also who was told of refusals
+    if failures is None:  # an error of Ray's controller, which also gets the refusals
         failure = getattr(error, "controller_failure", error)
-        said = " ".join(f"{type(failure).__name__}: {failure}".split())[:300]
-        unknown = ResourceError(f"Ray could not start the workers, or keep them ({said}); {_way_out(out)}")
+        lines = str(failure).strip().splitlines() or [""]
+        reason = f"{type(failure).__name__}: {lines[0]}"
+        unknown = ResourceError(
+            f"Ray could not start the workers, or keep them running ({reason}); {_resume_hint(out)}"
+        )
         return _refusal([failure]) or unknown
     for failure in failures.values():
         if not isinstance(failure, SmeltError) and type(failure).__module__.partition(".")[0] != "ray":
             return failure if isinstance(failure, Exception) else error
-    return _refusal(failures.values()) or ResourceError(f"a worker has ended or does not answer; {_way_out(out)}")
+    return _refusal(failures.values()) or ResourceError(f"a worker has ended or does not answer; {_resume_hint(out)}")
 
 
-def _way_out(out: Path) -> str:
+def _resume_hint(out: Path) -> str:
     return checkpoint.resume_hint(RunFolder(out).checkpoints)
 
 
 if __name__ == "__main__":
-    from smelt.train.on_ray import main as started  # Ray sends functions by the name of their module
+    from smelt.train.on_ray import main as imported_main  # Ray sends functions by the name of their module
 
-    started()
+    imported_main()

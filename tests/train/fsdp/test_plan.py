@@ -9,10 +9,9 @@ from itertools import combinations, product
 import pytest
 
 from smelt.errors import ConfigError, ResourceError
-from smelt.train.fsdp.facts import AlphaBeta, ClusterSpec, LayerProfile, ModelProfile
-from smelt.train.fsdp.plan import ShardingPlan, ShardUnit
-from smelt.train.fsdp.search import all_plans, number_of_plans, search_plan
-from smelt.train.fsdp.timeline import REST, predict_timeline
+from smelt.train.fsdp.plan import AlphaBeta, ClusterSpec, LayerProfile, ModelProfile, ShardingPlan, ShardUnit
+from smelt.train.fsdp.search import all_plans, count_plans, search_plan
+from smelt.train.fsdp.timeline import ROOT, predict_timeline
 
 MB = 1_000_000
 
@@ -42,7 +41,7 @@ def random_model(seed: int, layers: int) -> ModelProfile:
             )
             for n in range(layers)
         ),
-        LayerProfile("rest", draw.randint(0, 1) * MB, draw.uniform(0, 1), draw.uniform(0, 1)),
+        LayerProfile("root", draw.randint(0, 1) * MB, draw.uniform(0, 1), draw.uniform(0, 1)),
     )
 
 
@@ -51,9 +50,13 @@ def test_what_computing_hides_is_not_exposed() -> None:
     the last layer for backward, unless it stays whole after forward."""
     last_kept = ShardingPlan((*one_each(5).units[:-1], ShardUnit(4, 5, False)))
     for seconds in (1e-6, 0.5, 0.99):
-        assert predict_timeline(model_of(5), one_each(5), machines_of(seconds)).exposed == pytest.approx(3 * seconds)
-        assert predict_timeline(model_of(5), last_kept, machines_of(seconds)).exposed == pytest.approx(2 * seconds)
-    assert predict_timeline(model_of(5), one_each(5), machines_of(0.0)).exposed == 0.0
+        assert predict_timeline(model_of(5), one_each(5), machines_of(seconds)).exposed_seconds == pytest.approx(
+            3 * seconds
+        )
+        assert predict_timeline(model_of(5), last_kept, machines_of(seconds)).exposed_seconds == pytest.approx(
+            2 * seconds
+        )
+    assert predict_timeline(model_of(5), one_each(5), machines_of(0.0)).exposed_seconds == 0.0
 
 
 def test_what_nothing_hides_is_the_sum() -> None:
@@ -65,30 +68,32 @@ def test_what_nothing_hides_is_the_sum() -> None:
     )
     together = ShardingPlan((ShardUnit(0, 4, True),))
     assert predict_timeline(idle, together, machines_of(1.0, alpha=1.0)).seconds == pytest.approx(3 * 5)
-    waiting = predict_timeline(model_of(4), one_each(4), machines_of(1.0, beside=False))
-    assert waiting.seconds == pytest.approx(12 + 4 * 3) and waiting.exposed == pytest.approx(12)
+    waiting = predict_timeline(model_of(4), one_each(4), machines_of(1.0, overlap=False))
+    assert waiting.seconds == pytest.approx(12 + 4 * 3) and waiting.exposed_seconds == pytest.approx(12)
 
 
 def test_a_scatter_holds_computing_up_until_the_one_before_is_done() -> None:
     """Backward 1 s, scatter 3 s: at the end of each backward but the first one scatter is waited for."""
     slow = ClusterSpec(2, AlphaBeta(0, 0), AlphaBeta(0, 6 / MB), 1e12)
     found = predict_timeline(model_of(3, forward=0.0, backward=1.0), one_each(3, reshard_after_forward=False), slow)
-    starts = {kind: [each.start for each in found.events if each.kind == kind] for kind in ("backward", "scatter")}
-    assert starts == {"backward": [0.0, 1.0, 4.0], "scatter": [1.0, 4.0, 7.0]}
+    starts = {
+        kind: [each.start for each in found.events if each.kind == kind] for kind in ("backward", "reduce-scatter")
+    }
+    assert starts == {"backward": [0.0, 1.0, 4.0], "reduce-scatter": [1.0, 4.0, 7.0]}
     assert found.seconds == 10.0
 
 
 def test_the_order_is_that_of_fsdp() -> None:
     """The next gather is issued before the scatter of what is computed; the root comes first and last."""
-    model = replace(model_of(2), rest=LayerProfile("rest", MB, 0.0, 0.0))
+    model = replace(model_of(2), root=LayerProfile("root", MB, 0.0, 0.0))
     order = predict_timeline(model, one_each(2), machines_of(0.1)).order
     assert order == [
-        ("gather", REST), ("gather", 0), ("gather", 1), ("forward", 0), ("forward", 1),
-        ("gather", 1), ("gather", 0), ("backward", 1), ("scatter", 1), ("backward", 0), ("scatter", 0),
-        ("scatter", REST),
+        ("all-gather", ROOT), ("all-gather", 0), ("all-gather", 1), ("forward", 0), ("forward", 1),
+        ("all-gather", 1), ("all-gather", 0), ("backward", 1), ("reduce-scatter", 1), ("backward", 0),
+        ("reduce-scatter", 0), ("reduce-scatter", ROOT),
     ]  # fmt: skip
     late = predict_timeline(model_of(2), one_each(2, reshard_after_forward=False, forward=0), machines_of(0.1)).order
-    assert late[:4] == [("gather", 0), ("forward", 0), ("gather", 1), ("forward", 1)]
+    assert late[:4] == [("all-gather", 0), ("forward", 0), ("all-gather", 1), ("forward", 1)]
 
 
 def test_memory_is_counted_by_hand() -> None:
@@ -96,14 +101,14 @@ def test_memory_is_counted_by_hand() -> None:
     free = machines_of(0.0)
     shards = 4.0 * 2 * MB / 2
     assert (
-        predict_timeline(model_of(2), one_each(2, forward=0), free).peak == shards + 3 * MB
+        predict_timeline(model_of(2), one_each(2, forward=0), free).peak_memory == shards + 3 * MB
     )  # whole and in a buffer; ahead
     kept = predict_timeline(model_of(2), one_each(2, reshard_after_forward=False, forward=0), free)
-    assert kept.peak == shards + 3 * MB  # both whole, and a buffer or a gradient
+    assert kept.peak_memory == shards + 3 * MB  # both whole, and a buffer or a gradient
     far = predict_timeline(model_of(3), one_each(3, forward=2), free)
-    assert far.peak == 1.5 * shards + 4 * MB  # the first whole and in a buffer, two more in theirs
+    assert far.peak_memory == 1.5 * shards + 4 * MB  # the first whole and in a buffer, two more in theirs
     busy = ModelProfile(tuple(replace(layer, activations=10 * MB) for layer in model_of(2).layers))
-    assert predict_timeline(busy, one_each(2, forward=0), free).peak == shards + 23 * MB
+    assert predict_timeline(busy, one_each(2, forward=0), free).peak_memory == shards + 23 * MB
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -120,24 +125,24 @@ def test_brute_force_finds_nothing_better(seed: int, tight: bool) -> None:
                 timelines += [
                     predict_timeline(model, ShardingPlan(units, f, b), machines) for f in (0, 1, 2) for b in (1, 2)
                 ]
-    assert len(timelines) == number_of_plans(4) == len(set(all_plans(4)))
-    peaks = sorted(each.peak or 0 for each in timelines)
+    assert len(timelines) == count_plans(4) == len(set(all_plans(4)))
+    peaks = sorted(each.peak_memory or 0 for each in timelines)
     memory = peaks[len(peaks) // 10] if tight else peaks[-1]
-    best = min(each.seconds for each in timelines if (each.peak or 0) <= memory)
+    best = min(each.seconds for each in timelines if (each.peak_memory or 0) <= memory)
     found = search_plan(model, replace(machines, memory=memory))
     assert found.exhaustive and found.timeline.seconds == pytest.approx(best, abs=1e-11)
-    assert found.timeline.peak is not None and found.timeline.peak <= memory
-    climbed = search_plan(model, replace(machines, memory=memory), most=0)
+    assert found.timeline.peak_memory is not None and found.timeline.peak_memory <= memory
+    climbed = search_plan(model, replace(machines, memory=memory), max_exhaustive=0)
     assert not climbed.exhaustive and climbed.timeline.seconds <= 1.05 * best
-    assert climbed.timeline.peak is not None and climbed.timeline.peak <= memory
+    assert climbed.timeline.peak_memory is not None and climbed.timeline.peak_memory <= memory
 
 
 def test_the_last_layer_stays_whole_and_memory_decides_about_the_others() -> None:
     model, machines = model_of(5, forward=0.2, backward=0.4), machines_of(0.5)
     roomy = search_plan(model, machines)
     assert not any(unit.reshard_after_forward for unit in roomy.plan.units)  # nothing is gathered twice
-    assert roomy.timeline.peak is not None
-    tight = search_plan(model, replace(machines, memory=roomy.timeline.peak - 2 * MB))
+    assert roomy.timeline.peak_memory is not None
+    tight = search_plan(model, replace(machines, memory=roomy.timeline.peak_memory - 2 * MB))
     assert not tight.plan.units[-1].reshard_after_forward
     assert roomy.timeline.seconds < tight.timeline.seconds
 
@@ -152,11 +157,11 @@ def test_a_large_model_is_planned_within_its_memory() -> None:
     model, machines = random_model(9, 40), machines_of(0.5, alpha=0.01)
     usual = predict_timeline(model, one_each(40), machines)
     roomy = search_plan(model, machines)
-    assert roomy.timeline.peak is not None and usual.peak is not None
-    assert roomy.timeline.seconds < 0.9 * usual.seconds and roomy.timeline.peak > 1.2 * usual.peak
-    memory = (usual.peak + roomy.timeline.peak) / 2
+    assert roomy.timeline.peak_memory is not None and usual.peak_memory is not None
+    assert roomy.timeline.seconds < 0.9 * usual.seconds and roomy.timeline.peak_memory > 1.2 * usual.peak_memory
+    memory = (usual.peak_memory + roomy.timeline.peak_memory) / 2
     tight = search_plan(model, replace(machines, memory=memory))
-    assert tight.timeline.peak is not None and tight.timeline.peak <= memory
+    assert tight.timeline.peak_memory is not None and tight.timeline.peak_memory <= memory
     assert roomy.timeline.seconds < tight.timeline.seconds < usual.seconds
 
 

@@ -14,14 +14,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from smelt.errors import ConfigError
-from smelt.train.fsdp.apply import apply_plan
-from smelt.train.fsdp.facts import ClusterSpec, ModelProfile
-from smelt.train.fsdp.plan import ShardingPlan, ShardUnit
-from smelt.train.fsdp.profile import estimate_layers, profile_layers
+from smelt.train.fsdp.parallelize import apply_plan
+from smelt.train.fsdp.plan import ClusterSpec, ModelProfile, ShardingPlan, ShardUnit
+from smelt.train.fsdp.profile import estimate_layers, measure_collectives, profile_layers
 from smelt.train.fsdp.search import search_plan
-from smelt.train.fsdp.timeline import COMPUTING, REST, Timeline, predict_timeline
+from smelt.train.fsdp.timeline import COMPUTE, ROOT, Timeline, predict_timeline
 from smelt.train.fsdp.trace import measure_timeline
-from smelt.train.fsdp.wire import measure_collectives
 from smelt.train.gradients.comm import Workers
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import rank
@@ -107,14 +105,14 @@ def followed(plan: ShardingPlan, scaled: bool) -> tuple[Any, Timeline, Timeline]
     network = Network(scaled=scaled)
     model = known(network)
     gather, scatter = measure_collectives(Workers(), CPU)
-    predicted = predict_timeline(model, plan, ClusterSpec(2, gather, scatter, 1e12, beside=False))
+    predicted = predict_timeline(model, plan, ClusterSpec(2, gather, scatter, 1e12, overlap=False))
     apply_plan(plan, model, network, init_device_mesh("cpu", (2,)))
     return parameters, predicted, measure_timeline(plan, model, network, Work(network), CPU)
 
 
 def events(timeline: Timeline) -> list[tuple[str, int]]:
     """Without what the root computes, and the scatters that end backward as a set: the root's may come first."""
-    order = [each for each in timeline.order if each[0] not in COMPUTING or each[1] != REST]
+    order = [each for each in timeline.order if each[0] not in COMPUTE or each[1] != ROOT]
     return [*order[:-2], *sorted(order[-2:])]
 
 
@@ -124,9 +122,9 @@ def test_every_plan_trains_as_plain_sharding_and_goes_in_the_order_that_was_pred
         for parameters, predicted, real in run(2, followed, plan, name != "together"):
             assert abs(parameters - plain).max() < 1e-6, name
             assert events(real) == events(predicted), name
-            assert (("scatter", REST) in real.order) == (name != "together"), name
+            assert (("reduce-scatter", ROOT) in real.order) == (name != "together"), name
             assert all(event.end >= event.start >= 0 for event in real.events), name
-            assert real.peak is None and 0 < real.computing < real.seconds and real.exposed > 0
+            assert real.peak_memory is None and 0 < real.compute_seconds < real.seconds and real.exposed_seconds > 0
 
 
 def planned() -> tuple[dict[str, Any], ShardingPlan]:
@@ -135,7 +133,7 @@ def planned() -> tuple[dict[str, Any], ShardingPlan]:
     model = known(network)
     workers = Workers()
     gather, scatter = measure_collectives(workers, CPU)
-    machines = ClusterSpec(workers.size, gather, scatter, 1e9, beside=False)
+    machines = ClusterSpec(workers.size, gather, scatter, 1e9, overlap=False)
     found = search_plan(model, machines)
     return model.to_json(), found.plan
 
@@ -146,7 +144,7 @@ def test_the_layers_are_found_measured_and_the_same_on_all_workers() -> None:
     model, plan = first
     assert [layer["name"] for layer in model["layers"]] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert [layer["bytes"] for layer in model["layers"]] == [3840, 12640, 12640, 12640, 3840]
-    assert model["rest"]["bytes"] == 96
+    assert model["root"]["bytes"] == 96
     assert all(layer["forward"] > 0 and layer["backward"] > 0 for layer in model["layers"])
     tanh = 8 * 6 * 64 * 4
     assert tanh <= model["layers"][1]["activations"] <= 4 * tanh
@@ -166,7 +164,7 @@ def test_operations_over_speed_are_times_and_tied_layers_stay_with_the_root() ->
     products = 2 * 8 * 6 * 24 * 64 * 2  # two matrices, forward
     assert model["layers"][1]["forward"] == pytest.approx(products / 1e6)
     assert model["layers"][1]["backward"] == pytest.approx(2 * products / 1e6)
-    assert model["rest"]["bytes"] == 3840 + 96 and model["rest"]["forward"] > 0
+    assert model["root"]["bytes"] == 3840 + 96 and model["root"]["forward"] > 0
 
 
 def refused(what: str) -> None:

@@ -99,7 +99,7 @@ def write_config(path: Path, content: dict[str, Any]) -> Path:
 def through(content: dict[str, Any], out: Path, resume: bool = False, resplit: bool = False) -> None:
     """What one worker does; where there is a GPU all workers share it."""
     device = torch.device("cuda", 0) if content["device"] == "cuda" else torch.device("cpu")
-    Trainer(config_of(content), out, device, resume=resume, resplit=resplit).run()
+    Trainer(config_of(content), out, device, resume=resume, resplit=resplit).train()
 
 
 def trained(workers: int, content: dict[str, Any], out: Path, **options: bool) -> list[dict[str, Any]]:

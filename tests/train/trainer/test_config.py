@@ -16,9 +16,9 @@ from smelt.train.gradients.compressors import DGC, ExDyna
 from smelt.train.gradients.dense import Dense
 from smelt.train.trainer import config
 from smelt.train.trainer.config import ScheduleConfig, TrainConfig
+from smelt.train.trainer.dataloader import ShuffledSampler, batch_start
 from smelt.train.trainer.gradient_sync import build_compressor, normalize_gradients
 from smelt.train.trainer.optimizer import lr_at
-from smelt.train.trainer.order import ShuffledSampler, batch_start
 from tests.train.trainer.runs import config_of, write_config
 
 ROOT = Path(__file__).parents[3]
@@ -43,7 +43,7 @@ MODEL = {"model": "a-model"}
         ({"gradients": "exdyna:density=0"}, "density is 0; it is the share of gradients that is sent"),
         ({"gradients": "exdyna:density=2"}, "density is 2; it is the share of gradients that is sent"),
         ({"gradients": {"method": "exdyna", "density": "2e0"}}, "density is 2"),
-        ({"gradients": "exdina"}, "there is no way 'exdina' to send gradients; did you mean 'exdyna'?"),
+        ({"gradients": "exdina"}, "there is no gradient method 'exdina'; did you mean 'exdyna'?"),
         ({"gradients": "exdyna:density"}, "'density' has no value"),
         ({"gradients": "exdyna:dense=1"}, "has no parameter 'dense'"),
         ({"gradients": "none:density=1"}, "none has no parameter 'density'"),
@@ -69,7 +69,7 @@ def test_a_file_is_read_and_the_command_line_wins(tmp_path: Path) -> None:
     assert read.precision == "off"
     assert config_of(read.to_json()) == read
     assert TrainConfig.load(path, "topk:density=1e-2").gradients == {"method": "topk", "density": 0.01}
-    with pytest.raises(ConfigError, match="does not say which `model` is trained"):
+    with pytest.raises(ConfigError, match="does not say which `model` to train"):
         TrainConfig.load(write_config(path, {"steps": 3}))
     path.write_text("model: [")
     with pytest.raises(ConfigError, match="not valid YAML"):
@@ -105,7 +105,7 @@ def test_workers_share_out_every_sample_once_an_epoch() -> None:
             for part in range(accumulate):
                 for rank in range(workers):
                     first = batch_start(start, part, batch, workers, rank)
-                    found += ShuffledSampler(24, 7).places(first, batch).tolist()
+                    found += ShuffledSampler(24, 7).indices(first, batch).tolist()
             start += workers * batch * accumulate
         return found, start
 
@@ -114,7 +114,7 @@ def test_workers_share_out_every_sample_once_an_epoch() -> None:
     assert sorted(first + rest) == list(range(24))
     again, _ = seen(position, 2, 2, 3, 2)
     assert sorted(again) == list(range(24)) and again != first + rest
-    assert not np.array_equal(ShuffledSampler(24, 7).places(0, 24), ShuffledSampler(24, 8).places(0, 24))
+    assert not np.array_equal(ShuffledSampler(24, 7).indices(0, 24), ShuffledSampler(24, 8).indices(0, 24))
 
 
 def test_the_page_has_every_key_and_no_other() -> None:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import smelt
 from smelt.errors import DataError, ResourceError
-from smelt.train.on_ray import _told
+from smelt.train.on_ray import _cause_of
 from smelt.train.trainer.distributed import LostWorkerError
 from smelt.train.trainer.run_folder import RunFolder
 from tests.train.trainer.runs import language, trained, write_config
@@ -106,7 +106,7 @@ def test_two_workers_of_ray_give_the_weights_of_two_of_torchrun_to_the_bit(tmp_p
     trained(2, content, tmp_path / "plain")
     assert losses(tmp_path / "on-ray") == losses(tmp_path / "plain")
     assert weights(tmp_path / "on-ray") == weights(tmp_path / "plain")
-    assert RunFolder(tmp_path / "on-ray").read_metadata()["workers"] == 2
+    assert RunFolder(tmp_path / "on-ray").read_metadata()["world_size"] == 2
     assert "step 6 of 6: loss" in said and "Traceback" not in said
 
     assert len(environments) == 2
@@ -147,7 +147,7 @@ def test_without_restarts_a_killed_worker_ends_the_run_with_a_sentence(tmp_path:
     code, _, said = ended(run)
     sentences = [line for line in said.splitlines() if line.startswith("smelt: ")]
     assert code == 2 and len(sentences) == 1, said
-    assert sentences[0].startswith("smelt: a worker has ended or does not answer; --resume goes on from step-")
+    assert sentences[0].startswith("smelt: a worker has ended or does not answer; --resume continues from step-")
     assert "Traceback" not in said and "this is a bug" not in said
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert alive == []
@@ -168,12 +168,12 @@ def test_what_a_worker_refuses_is_one_sentence_and_not_tried_again(tmp_path: Pat
     ("failures", "kind", "sentence"),
     [
         (
-            [LostWorkerError("x"), ResourceError("another worker could not."), DataError("a cause.")],
+            [LostWorkerError("x"), ResourceError("another rank could not."), DataError("a cause.")],
             DataError,
             "a cause.",
         ),
-        ([LostWorkerError("another worker")], ResourceError, "a worker has ended or does not answer; --resume goes on"),
-        ([LostWorkerError("another worker"), KeyError("mine")], KeyError, "mine"),
+        ([LostWorkerError("another rank")], ResourceError, "a worker has ended or does not answer; --resume continues"),
+        ([LostWorkerError("another rank"), KeyError("mine")], KeyError, "mine"),
     ],
 )
 def test_of_several_errors_the_cause_is_told(
@@ -181,7 +181,7 @@ def test_of_several_errors_the_cause_is_told(
 ) -> None:
     from ray.train import WorkerGroupError
 
-    told = _told(WorkerGroupError("all of them", dict(enumerate(failures))), tmp_path)
+    told = _cause_of(WorkerGroupError("all of them", dict(enumerate(failures))), tmp_path)
     assert type(told) is kind and sentence in str(told)
 
 
@@ -189,7 +189,7 @@ def test_more_workers_than_processors_are_refused_with_their_number(tmp_path: Pa
     config = write_config(tmp_path / "small.yaml", language(tmp_path))
     code, output, said = ended(start(config, workers=1000))
     assert (code, output) == (2, "")
-    assert said.startswith("smelt: 1000 workers with a CPU each were asked for; Ray has ")
+    assert said.startswith("smelt: 1000 workers need one CPU each; Ray has ")
     assert said.count("\n") == 1 and "Ask for fewer workers" in said
     assert not (tmp_path / "runs").exists()
     assert leftovers(tmp_path) == []
@@ -201,7 +201,8 @@ def test_reports_home_are_off_before_ray_starts_or_is_joined(address: str | None
     code = (
         "import os; from smelt.train import on_ray\n"
         "on_ray._connect = lambda *_: print(os.environ['RAY_USAGE_STATS_ENABLED'])\n"
-        f"with on_ray._ray({address!r}): from ray._common.usage.usage_lib import usage_stats_enabled as enabled\n"
+        f"with on_ray._ray_session({address!r}):\n"
+        "    from ray._common.usage.usage_lib import usage_stats_enabled as enabled\n"
         "print(enabled())"
     )
     mine = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}

@@ -20,16 +20,16 @@ from tests.train.trainer.runs import language, trained
 def line(step: int, **changes: Any) -> dict[str, Any]:
     phases = {"data": 0.001, "forward": 0.002, "backward": 0.003, "reduce": 0.004, "optimizer": 0.005}
     return {
-        "step": step, "seconds": 0.5 * step, "samples": 8 * step, "loss": 4.0 / step, "rate": 0.1, "norm": 1.0,
-        "skipped": False, "bytes": 1000.0, "all_bytes": 1000.0 * step, "inside": 0.0, "density": 0.011, "build_up": 1.1,
-        "padding": 0.25, "phases": phases, **changes,
+        "step": step, "seconds": 0.5 * step, "samples": 8 * step, "loss": 4.0 / step, "lr": 0.1, "grad_norm": 1.0,
+        "skipped": False, "bytes": 1000.0, "total_bytes": 1000.0 * step, "intra_node_bytes": 0.0, "density": 0.011,
+        "build_up": 1.1, "padding": 0.25, "phases": phases, **changes,
     }  # fmt: skip
 
 
 def facts(method: str = "exdyna") -> dict[str, Any]:
     return {
         "config": {"steps": 4, "gradients": {"method": method}, "data": {"train": "default"}},
-        "workers": 2, "backend": "gloo", "parameters": 1234, "model_type": "llama", "decision": None,
+        "world_size": 2, "backend": "gloo", "parameters": 1234, "model_type": "llama", "decision": None,
         "machine": {"cpu": "<b>a processor</b>"},
     }  # fmt: skip
 
@@ -37,7 +37,7 @@ def facts(method: str = "exdyna") -> dict[str, Any]:
 def run_of(name: str = "one", **changes: Any) -> dict[str, Any]:
     lines = [line(step) for step in (1, 2, 3, 4)]
     lines[-1]["evaluation"] = {"loss": 1.25, "perplexity": 3.49}
-    return {"name": name, "facts": facts(), "lines": lines, **changes}
+    return {"name": name, "metadata": facts(), "log": lines, **changes}
 
 
 def curves(page: str) -> list[list[tuple[int, int]]]:
@@ -66,8 +66,8 @@ def test_curves_go_through_the_points_of_the_log() -> None:
 
 
 def test_several_runs_are_told_apart_and_a_wide_axis_is_logarithmic() -> None:
-    plain = run_of("plain", facts=facts("none"))
-    plain["lines"] = [line(step, bytes=1e6, all_bytes=1e6 * step, padding=None) for step in (1, 2, 3, 4)]
+    plain = run_of("plain", metadata=facts("none"))
+    plain["log"] = [line(step, bytes=1e6, total_bytes=1e6 * step, padding=None) for step in (1, 2, 3, 4)]
     page = render_training([run_of(), plain])
     assert "one (exdyna)" in page and "plain (none)" in page
     assert "run0" in page and "run1" in page
@@ -79,7 +79,7 @@ def test_several_runs_are_told_apart_and_a_wide_axis_is_logarithmic() -> None:
 
 def test_a_run_that_is_not_done_says_so_and_one_without_padding_has_no_graph() -> None:
     short = run_of()
-    short["lines"] = [line(1, padding=None)]
+    short["log"] = [line(1, padding=None)]
     page = render_training([short])
     assert "one has finished 1 of 4 steps" in page
     assert "<h3>Padding" not in page and "<h3>Density" in page
@@ -103,7 +103,7 @@ def test_the_command_reads_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixt
     page = (tmp_path / "sparse" / "report.html").read_text()
     lines = RunFolder(tmp_path / "sparse").read_log()
     found = json.loads((tmp_path / "summary.json").read_text())["sparse"]
-    assert (found["steps"], found["loss"], found["bytes"]) == (6, lines[-1]["loss"], lines[-1]["all_bytes"])
+    assert (found["steps"], found["loss"], found["bytes"]) == (6, lines[-1]["loss"], lines[-1]["total_bytes"])
     assert f"{lines[-1]['loss']:.2f}" in page and f"{lines[-1]['loss']:.2f}" in capsys.readouterr().out
     assert (
         smelt("train-report", str(tmp_path / "sparse"), str(tmp_path / "auto"), "-o", str(tmp_path / "two.html")) == 0
@@ -113,7 +113,9 @@ def test_the_command_reads_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert RunFolder(tmp_path / "auto").read_metadata()["decision"]["choices"][0] in both
 
 
-@pytest.mark.parametrize(("lines", "words"), [(None, "run.json is not there"), ("", "no step"), ("{}\n", "no step of")])
+@pytest.mark.parametrize(
+    ("lines", "words"), [(None, "run.json does not exist"), ("", "no step"), ("{}\n", "no step of")]
+)
 def test_what_is_no_run_is_refused(lines: str | None, words: str, tmp_path: Path) -> None:
     if lines is not None:
         RunFolder(tmp_path).write_metadata(facts())
@@ -129,5 +131,5 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
 
 
 def test_several_runs_need_a_place(tmp_path: Path) -> None:
-    with pytest.raises(SmeltError, match="say with -o where"):
+    with pytest.raises(SmeltError, match="give -o with the page"):
         smelt("train-report", str(tmp_path), str(tmp_path))

@@ -92,8 +92,8 @@ def test_the_loss_falls_and_the_log_says_what_was_sent(tmp_path: Path) -> None:
         assert 0 < line["bytes"] < 0.6 * 4 * facts["parameters"]
         assert all(seconds >= 0 for seconds in line["phases"].values()) and line["phases"]["reduce"] > 0
         assert sum(line["phases"].values()) <= line["seconds"]
-    assert lines[-1]["all_bytes"] == pytest.approx(sum(line["bytes"] for line in lines))
-    assert "/" not in json.dumps(facts["machine"]["cpu"]) and facts["workers"] == 2
+    assert lines[-1]["total_bytes"] == pytest.approx(sum(line["bytes"] for line in lines))
+    assert "/" not in json.dumps(facts["machine"]["cpu"]) and facts["world_size"] == 2
     assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir()) == [
         "step-36",
         "step-39",
@@ -110,7 +110,7 @@ def test_the_loss_falls_and_the_log_says_what_was_sent(tmp_path: Path) -> None:
 def test_nodes_send_inside_and_between_and_go_on_to_the_bit(tmp_path: Path) -> None:
     content = language(tmp_path, exchange={"node": 2}, checkpoint={"every": 2}, steps=4)
     whole = trained(4, content, tmp_path / "run")
-    assert all(line["inside"] > 0 and line["bytes"] > 0 for line in whole)
+    assert all(line["intra_node_bytes"] > 0 and line["bytes"] > 0 for line in whole)
     kept = everything(tmp_path / "run" / "checkpoints" / "step-4")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
     trained(4, content, tmp_path / "run", resume=True)
@@ -141,7 +141,7 @@ def test_another_number_of_workers_is_refused_and_resplit_goes_on(tmp_path: Path
     trained(2, content, tmp_path / "run")
     longer = {**content, "steps": 6}
     (error,) = refused(1, longer, tmp_path / "run", resume=True)
-    assert "was written by 2 workers and there are 1; start as many, or give --resplit" in error
+    assert "was written by 2 ranks and there are 1; start as many, or give --resplit" in error
     lines = trained(1, longer, tmp_path / "run", resume=True, resplit=True)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert [line["samples"] for line in lines] == [8, 16, 24, 28, 32, 36]
@@ -161,9 +161,9 @@ def test_a_run_is_not_written_over_nor_gone_on_with_otherwise(tmp_path: Path) ->
     trained(1, content, tmp_path / "run")
     before = everything(tmp_path / "run")
     (error,) = refused(1, content, tmp_path / "run")
-    assert "holds a run already; give --resume to go on with it, or another --out" in error
+    assert "holds a run already; give --resume to continue it, or another --out" in error
     (error,) = refused(1, {**content, "seed": 1}, tmp_path / "run", resume=True)
-    assert "was begun with seed = 0, and now it is 1" in error
+    assert "was started with seed = 0, and now it is 1" in error
     (error,) = refused(1, content, tmp_path)
     assert "is not empty and holds no run" in error
     assert everything(tmp_path / "run") == before

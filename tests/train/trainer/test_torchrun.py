@@ -53,8 +53,8 @@ def test_a_killed_worker_ends_the_run_with_a_sentence_and_resume_goes_on(tmp_pat
     assert run.returncode != 0
     sentences = [line for line in said.splitlines() if line.startswith("smelt: ")]
     assert len(sentences) == 1, said  # the other worker's, and no traceback of it
-    assert "another worker has ended or does not answer" in sentences[0]
-    assert "--resume goes on from step-" in sentences[0]
+    assert "another rank has ended or does not answer" in sentences[0]
+    assert "--resume continues from step-" in sentences[0]
     assert "this is a bug" not in said
 
     before = {line["step"]: line["loss"] for line in folder.read_log()}
@@ -76,7 +76,7 @@ def test_alone_it_is_one_worker_and_every_end_is_a_code_and_at_most_a_sentence(t
     assert code == 0 and "step 2 of 2: loss" in said
     assert RunFolder(tmp_path / "run").read_metadata()["config"]["gradients"] == {"method": "auto"}
     ((code, said),) = commanded(1, words, tmp_path)
-    assert (code, said.count("\n")) == (2, 1) and "smelt: " in said and "give --resume to go on" in said
+    assert (code, said.count("\n")) == (2, 1) and "smelt: " in said and "give --resume to continue" in said
     wrong = write_config(tmp_path / "wrong.yaml", {"modle": "x", "model": "y"})
     ((code, said),) = commanded(1, [str(wrong), "--out", str(tmp_path / "wrong")], tmp_path)
     assert code == 2 and not (tmp_path / "wrong").exists()

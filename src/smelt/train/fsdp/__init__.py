@@ -1,1 +1,1 @@
-"""Scheduling of sharded data parallel (FSDP2): a plan from sizes, times, link and memory, and how it turns out."""
+"""Plan FSDP2 sharding from layer costs, link speed and memory; predict and measure the timeline of a step."""

@@ -107,8 +107,7 @@ class AutoReplicas(AutoCompression):
                 return
             if not self._seen or name in self._seen:  # a step begins; the one before may have left units out
                 self._seen.clear()
-                self._tried.clear()
-                self._clock.begin()
+                self.begin_step()
             self._seen.add(name)
             vector.put(name, reduced.view(1, -1))
             self.reduce_vector(vector)

@@ -1,1 +1,1 @@
-"""The training loop: from a YAML file to a run folder with its log, its checkpoints and the trained model."""
+"""The trainer: from a YAML file to a run folder with its log, checkpoints and the trained model."""

@@ -1,10 +1,10 @@
-"""All that a run needs to go on to the bit: `checkpoints/step-N/`, whole or absent, the newest few kept.
+"""Checkpoints that resume bit for bit: `checkpoints/step-N/`, complete or absent, the newest few kept.
 
-Weights and the optimiser's state are safetensors of the first worker, as all workers hold the same; what each worker
-has not sent yet is a file of its own (`smelt.train.gradients.state`); the rest is JSON.
-torch.distributed.checkpoint is not used: it writes its metadata as a pickle, which runs code when it is read.
+Rank 0 writes weights and optimizer state as safetensors, as all ranks hold the same; each rank writes its residuals
+to a file of its own (`smelt.train.gradients.state`); the rest is JSON. torch.distributed.checkpoint is not used: it
+writes its metadata as a pickle, which runs code when it is loaded.
 
-Nothing random is stored: random numbers are drawn anew in every pass from the seed, the sample and the worker.
+No RNG state is stored: every forward pass seeds its random numbers from the run's seed and the position of its samples.
 """
 
 from __future__ import annotations
@@ -27,174 +27,191 @@ from smelt.train.gradients import state
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import Compression
 
-MODEL, OPTIMIZER, GRADIENTS, POSITION = "model.safetensors", "optimizer.safetensors", "gradients", "position.json"
+MODEL, OPTIMIZER, GRADIENTS, PROGRESS = "model.safetensors", "optimizer.safetensors", "gradients", "position.json"
 _NAME = re.compile(r"step-(\d+)")
+_RENAMED = {"workers": "world_size"}  # keys of position.json written by 0.1
 
 
 @dataclass
 class TrainProgress:
     """How far a run has come."""
 
-    step: int = 0  # that were done
-    samples: int = 0  # that all workers together have seen
-    seconds: float = 0.0  # of training, over all processes that had a part in it
-    bytes: float = 0.0  # that arrived at a worker, mean over workers
-    skipped: int = 0  # steps that the gradient scaler left out
-    workers: int = 1
+    step: int = 0  # steps done
+    samples: int = 0  # seen by all ranks together
+    seconds: float = 0.0  # of training, over all restarts
+    bytes: float = 0.0  # that arrived at a rank, mean over ranks
+    skipped: int = 0  # steps that the gradient scaler skipped
+    world_size: int = 1
     scaler: dict[str, Any] | None = None
 
 
 @dataclass
 class TrainState:
-    """What a checkpoint is made of."""
+    """What a checkpoint contains."""
 
     network: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
     compression: Compression | None
-    position: TrainProgress
+    progress: TrainProgress
 
 
-def newest(folder: Path) -> Path | None:
-    return max(_all(folder), key=_step, default=None)
+def latest(folder: Path) -> Path | None:
+    """Return the newest checkpoint below a folder."""
+    return max(_list(folder), key=_step, default=None)
 
 
 def resume_hint(folder: Path) -> str:
-    """What a user can do after a run has stopped whose checkpoints lie in `folder`."""
-    place = newest(folder)
-    where = "from the start, as there is no checkpoint yet" if place is None else f"from {place.name}"
-    return f"--resume goes on {where}."
+    """Return the end of a sentence: how to continue a stopped run with checkpoints in `folder`."""
+    checkpoint = latest(folder)
+    start = "from the start, as there is no checkpoint yet" if checkpoint is None else f"from {checkpoint.name}"
+    return f"--resume continues {start}."
 
 
-def clear_unfinished(folder: Path) -> None:
-    """Make the folder, or remove what a process that was killed in the middle of its writing left in it."""
+def prepare_folder(folder: Path) -> None:
+    """Create the folder, and remove incomplete checkpoints that a killed process left."""
     with explain_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".step-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for incomplete in folder.glob(".step-*"):
+        shutil.rmtree(incomplete, ignore_errors=True)
 
 
-def save(parts: TrainState, folder: Path, keep: int, workers: Workers) -> None:
-    """Write step-N below `folder`, which all workers see; they go on when it has its name."""
-    place = folder / f"step-{parts.position.step}"
-    partial = folder / f".{place.name}.partial"
-    lead = workers.rank == 0
-    if lead:
+def save(train_state: TrainState, folder: Path, keep: int, workers: Workers) -> None:
+    """Write step-N below `folder`, which all ranks must see; returns when it is complete."""
+    target = folder / f"step-{train_state.progress.step}"
+    partial = folder / f".{target.name}.partial"
+    is_main = workers.rank == 0
+    if is_main:
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(place, ignore_errors=True)
-    _wait(workers)
+        shutil.rmtree(target, ignore_errors=True)
+    _barrier(workers)
     state.together(
-        workers, lambda: _write(parts, partial, lead), f"another worker could not write its part of {place}."
+        workers,
+        lambda: _write(train_state, partial, is_main),
+        f"another rank could not write its part of {target}.",
     )
-    if lead:
-        with explain_disk_errors(place):
-            partial.rename(place)
-            _forget_old(folder, keep)
-    _wait(workers)
+    if is_main:
+        with explain_disk_errors(target):
+            partial.rename(target)
+            _remove_old(folder, keep)
+    _barrier(workers)
 
 
-def load(parts: TrainState, place: Path, workers: Workers, *, resplit: bool) -> None:
-    """Go on from a checkpoint; `resplit` allows another number of workers."""
-    state.together(workers, lambda: _read(parts, place, resplit, workers.size), "another worker could not read it.")
-    if parts.compression is not None:
-        state.load(parts.compression, place / GRADIENTS, resplit=resplit)
-    parts.position.workers = workers.size
+def load(train_state: TrainState, checkpoint: Path, workers: Workers, *, resplit: bool) -> None:
+    """Restore a run from a checkpoint; `resplit` allows another world size."""
+    state.together(
+        workers,
+        lambda: _read(train_state, checkpoint, resplit, workers.size),
+        f"another rank could not read {checkpoint}.",
+    )
+    if train_state.compression is not None:
+        state.load(train_state.compression, checkpoint / GRADIENTS, resplit=resplit)
+    train_state.progress.world_size = workers.size
 
 
-def _write(parts: TrainState, folder: Path, lead: bool) -> None:
-    if parts.compression is not None:
-        state.write(parts.compression, folder / GRADIENTS)
-    if not lead:
+def _write(train_state: TrainState, folder: Path, is_main: bool) -> None:
+    if train_state.compression is not None:
+        state.write(train_state.compression, folder / GRADIENTS)
+    if not is_main:
         return
-    _write_tensors(folder / MODEL, _weights(parts.network))
-    _write_tensors(folder / OPTIMIZER, _memories(parts))
-    position = {**asdict(parts.position), "scaler": None if parts.scaler is None else parts.scaler.state_dict()}
-    write_atomically(folder / POSITION, lambda path: path.write_text(json.dumps(position, indent=1)))
+    _write_tensors(folder / MODEL, _model_tensors(train_state.network))
+    _write_tensors(folder / OPTIMIZER, _optimizer_tensors(train_state))
+    scaler = None if train_state.scaler is None else train_state.scaler.state_dict()
+    progress = {**asdict(train_state.progress), "scaler": scaler}
+    write_atomically(folder / PROGRESS, lambda path: path.write_text(json.dumps(progress, indent=1)))
 
 
-def _read(parts: TrainState, place: Path, resplit: bool, workers: int) -> None:
-    found = _position(place)
-    if found.workers != workers and not resplit:
+def _read(train_state: TrainState, checkpoint: Path, resplit: bool, world_size: int) -> None:
+    progress = _read_progress(checkpoint)
+    if progress.world_size != world_size and not resplit:
         raise ConfigError(
-            f"{place} was written by {found.workers} workers and there are {workers}; start as many, or give "
-            "--resplit to share out what they had not sent."
+            f"{checkpoint} was written by {progress.world_size} ranks and there are {world_size}; start as many, or "
+            "give --resplit to redistribute the gradients that they had not sent."
         )
-    _copy_all(_read_tensors(place / MODEL), _weights(parts.network), place / MODEL)
-    memories = _read_tensors(place / OPTIMIZER)
-    named = dict(parts.network.named_parameters())
-    for key, tensor in memories.items():
-        name, _, kind = key.rpartition("/")
-        if name not in named:
-            raise DataError(f"{place / OPTIMIZER} has {name}, which the model has not; give the folder of this run.")
-        on_host = kind == "step" and not parts.optimizer.defaults["fused"]  # where PyTorch counts steps
-        parts.optimizer.state[named[name]][kind] = tensor if on_host else tensor.to(named[name].device)
-    if parts.scaler is not None and found.scaler is not None:
-        parts.scaler.load_state_dict(found.scaler)
-    for key, value in asdict(found).items():
-        setattr(parts.position, key, value)
+    _copy_tensors(_read_tensors(checkpoint / MODEL), _model_tensors(train_state.network), checkpoint / MODEL)
+    optimizer_tensors = _read_tensors(checkpoint / OPTIMIZER)
+    parameters = dict(train_state.network.named_parameters())
+    for key, tensor in optimizer_tensors.items():
+        name, _, buffer = key.rpartition("/")
+        if name not in parameters:
+            raise DataError(
+                f"{checkpoint / OPTIMIZER} has {name}, which the model does not have; give the folder of this run."
+            )
+        on_host = buffer == "step" and not train_state.optimizer.defaults["fused"]  # where PyTorch counts steps
+        parameter = parameters[name]
+        train_state.optimizer.state[parameter][buffer] = tensor if on_host else tensor.to(parameter.device)
+    if train_state.scaler is not None and progress.scaler is not None:
+        train_state.scaler.load_state_dict(progress.scaler)
+    for key, value in asdict(progress).items():
+        setattr(train_state.progress, key, value)
 
 
-def _weights(network: nn.Module) -> dict[str, Tensor]:
-    """Parameters, what is tied once, and buffers that are kept."""
-    kept = network.state_dict()
-    buffers = {name: buffer for name, buffer in network.named_buffers() if name in kept}
+def _model_tensors(network: nn.Module) -> dict[str, Tensor]:
+    """Return parameters, tied ones once, and persistent buffers."""
+    persistent = network.state_dict()
+    buffers = {name: buffer for name, buffer in network.named_buffers() if name in persistent}
     return {**{name: parameter.detach() for name, parameter in network.named_parameters()}, **buffers}
 
 
-def _memories(parts: TrainState) -> dict[str, Tensor]:
-    """What the optimiser remembers of each parameter."""
-    named = ((name, parts.optimizer.state.get(parameter, {})) for name, parameter in parts.network.named_parameters())
+def _optimizer_tensors(train_state: TrainState) -> dict[str, Tensor]:
+    """Return the optimizer's state, keyed by parameter name and buffer."""
+    optimizer_state = train_state.optimizer.state
     return {
-        f"{name}/{kind}": value for name, memory in named for kind, value in memory.items() if isinstance(value, Tensor)
+        f"{name}/{buffer}": value
+        for name, parameter in train_state.network.named_parameters()
+        for buffer, value in optimizer_state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
     }
 
 
-def _copy_all(found: dict[str, Tensor], into: dict[str, Tensor], path: Path) -> None:
-    for name, tensor in into.items():
-        if name not in found or found[name].shape != tensor.shape:
-            raise DataError(f"{path} lacks {name} in the shape of this model; give the folder of this run.")
-        tensor.copy_(found[name])
+def _copy_tensors(source: dict[str, Tensor], target: dict[str, Tensor], path: Path) -> None:
+    for name, tensor in target.items():
+        if name not in source or source[name].shape != tensor.shape:
+            raise DataError(f"{path} has no {name} in the shape of this model; give the folder of this run.")
+        tensor.copy_(source[name])
 
 
 def _write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, lambda temporary: save_file(plain, temporary))
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_atomically(path, lambda temporary: save_file(on_cpu, temporary))
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         return dict(load_file(path))
     except (OSError, SafetensorError) as error:
-        raise _broken(path, error) from error
+        raise _unreadable(path, error) from error
 
 
-def _position(place: Path) -> TrainProgress:
+def _read_progress(checkpoint: Path) -> TrainProgress:
+    path = checkpoint / PROGRESS
     try:
-        return TrainProgress(**json.loads((place / POSITION).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise _broken(place / POSITION, error) from error
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return TrainProgress(**{_RENAMED.get(key, key): value for key, value in content.items()})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise _unreadable(path, error) from error
 
 
-def _broken(path: Path, error: Exception) -> DataError:
-    return DataError(f"{path} cannot be read ({error}); remove {path.parent} to go on from the checkpoint before it.")
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"{path} cannot be read ({error}); remove {path.parent} to resume from the checkpoint before it.")
 
 
-def _forget_old(folder: Path, keep: int) -> None:
-    for old in sorted(_all(folder), key=_step)[:-keep]:
-        leaving = folder / f".{old.name}.old"  # so that a half-removed folder has no checkpoint's name
-        old.rename(leaving)
-        shutil.rmtree(leaving)
+def _remove_old(folder: Path, keep: int) -> None:
+    for old in sorted(_list(folder), key=_step)[:-keep]:
+        doomed = folder / f".{old.name}.old"  # so that a half-removed folder does not look like a checkpoint
+        old.rename(doomed)
+        shutil.rmtree(doomed)
 
 
-def _all(folder: Path) -> list[Path]:
-    return [each for each in folder.iterdir() if _NAME.fullmatch(each.name)] if folder.is_dir() else []
+def _list(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
 
 
-def _step(place: Path) -> int:
-    found = _NAME.fullmatch(place.name)
-    assert found is not None
-    return int(found[1])
+def _step(checkpoint: Path) -> int:
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1])
 
 
-def _wait(workers: Workers) -> None:
+def _barrier(workers: Workers) -> None:
     workers.gather(torch.zeros(1), "agreement")

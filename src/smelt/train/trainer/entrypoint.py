@@ -1,4 +1,4 @@
-"""The command of a training run: its arguments, and how a worker ends: one sentence and a code, never a hang."""
+"""The command of a training run: its arguments, and how a rank ends: one sentence and an exit code, never a hang."""
 
 from __future__ import annotations
 
@@ -19,79 +19,88 @@ from smelt.errors import SmeltError
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.distributed import exit_on_signal, init_distributed, print_error, report_lost_workers
 
-BEFORE = "it had not begun, so start it again."
+NOT_STARTED = "training had not begun, so start it again."
+
+
+class ResumeHint:
+    """How to continue after a stop: a sentence that follows how far the run has come."""
+
+    def __init__(self) -> None:
+        self.current: Callable[[], str] = lambda: NOT_STARTED
+
+    def __call__(self) -> str:
+        return self.current()
 
 
 def build_parser(program: str, description: str) -> argparse.ArgumentParser:
-    """What a run can be told, however its workers are started."""
+    """Build the parser of the options that do not depend on how ranks are started."""
     parser = argparse.ArgumentParser(prog=program, description=description)
     parser.add_argument("config", type=Path, help="a YAML file, see docs/training.md")
     parser.add_argument(
-        "--gradients", help="none, auto, bf16 or a compressor: exdyna:density=0.001; in place of what the file says"
+        "--gradients", help="none, auto, bf16 or a compressor such as exdyna:density=0.001; overrides the file"
     )
-    parser.add_argument("--out", type=Path, help="the folder of the run; runs/NAME of the file unless told otherwise")
-    parser.add_argument("--resume", action="store_true", help="go on with the run in that folder, if there is one")
-    parser.add_argument("--resplit", action="store_true", help="go on with another number of workers")
-    parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    parser.add_argument("--out", type=Path, help="the folder of the run (default: runs/NAME of the file)")
+    parser.add_argument("--resume", action="store_true", help="continue the run in that folder, if there is one")
+    parser.add_argument("--resplit", action="store_true", help="continue with another number of ranks")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     return parser
 
 
-def main(words: list[str] | None = None) -> None:
-    given = build_parser("python -m smelt.train", "Train a model; start it with torchrun.").parse_args(words)
-    end(exit_code_of(lambda: train(given), given.debug))
+def main(argv: list[str] | None = None) -> None:
+    args = build_parser("python -m smelt.train", "Train a model; start it with torchrun.").parse_args(argv)
+    exit_process(exit_code_of(lambda: train(args), args.debug))
 
 
-def train(given: argparse.Namespace) -> None:
-    """The whole run, in a worker that torchrun has started."""
-    config = TrainConfig.load(given.config, given.gradients)
-    resume_hint = [lambda: BEFORE]
-    exit_on_signal(lambda: resume_hint[0]())
-    out = run_folder_path(given.config, given.out)
-    work(
+def train(args: argparse.Namespace) -> None:
+    """Run the training in a process that torchrun has started."""
+    config = TrainConfig.load(args.config, args.gradients)
+    resume_hint = ResumeHint()
+    exit_on_signal(resume_hint)
+    run_worker(
         config,
-        out,
+        run_folder_path(args.config, args.out),
         lambda: init_distributed(config.device, config.timeout),
         resume_hint,
-        resume=given.resume,
-        resplit=given.resplit,
+        resume=args.resume,
+        resplit=args.resplit,
     )
     distributed.destroy_process_group()
 
 
 def run_folder_path(config: Path, out: Path | None) -> Path:
-    """Of the run, unless it was told."""
+    """Return the folder of a run: `out`, or runs/NAME."""
     return out or Path("runs") / config.stem
 
 
-def work(
+def run_worker(
     config: TrainConfig,
     out: Path,
-    meet: Callable[[], torch.device],
-    resume_hint: list[Callable[[], str]],
+    init: Callable[[], torch.device],
+    resume_hint: ResumeHint,
     *,
     resume: bool,
     resplit: bool,
 ) -> None:
-    """What a worker does: it meets the others and goes through the loop; `resume_hint` follows how far it has come."""
+    """Join the other ranks by `init`, and train."""
     warnings.filterwarnings("ignore", "Grad strides do not match")  # of 1x1 convolutions in DDP: nobody can act on it
-    import transformers  # slow, as what follows: a wrong configuration is told before
+    import transformers  # slow, as is what follows: a wrong configuration is reported before
 
     from smelt.train.trainer.trainer import Trainer
 
-    device = meet()
+    device = init()
     transformers.logging.set_verbosity_error()
-    with report_lost_workers(lambda: resume_hint[0]()):
+    with report_lost_workers(resume_hint):
         if distributed.get_rank() == 0:
             logging.basicConfig(format="  %(message)s")
             logging.getLogger("smelt.train").setLevel(logging.INFO)
-        loop = Trainer(config, out, device, resume=resume, resplit=resplit)
-        resume_hint[0] = loop.resume_hint
-        loop.run()
+        trainer = Trainer(config, out, device, resume=resume, resplit=resplit)
+        resume_hint.current = trainer.resume_hint
+        trainer.train()
         distributed.barrier()  # nobody ends before the model is saved
 
 
 def exit_code_of(run: Callable[[], None], debug: bool) -> int:
-    """How a run ends: with 0, or with a sentence and 2, or 1 where it is our fault."""
+    """Run, and return 0, or after printing an error 2, or 1 if it is a bug."""
     try:
         run()
         return 0
@@ -106,7 +115,7 @@ def exit_code_of(run: Callable[[], None], debug: bool) -> int:
         return 1
 
 
-def end(code: int) -> NoReturn:
-    """At once: threads of a backend that wait for lost workers must not keep the process."""
+def exit_process(code: int) -> NoReturn:
+    """End at once: threads of a backend that wait for lost ranks must not keep the process alive."""
     sys.stderr.flush()
     os._exit(code)

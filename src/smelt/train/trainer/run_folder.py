@@ -1,6 +1,6 @@
-"""The folder of a run: `run.json` (what was run, and where), `run.jsonl` (a line a step), checkpoints, the model.
+"""The folder of a run: `run.json` (metadata), `run.jsonl` (one line per step), checkpoints and the trained model.
 
-The log is written line by line. A run that goes on from a checkpoint first drops the lines of later steps.
+The log is written line by line. A resumed run first drops the lines after its checkpoint.
 """
 
 from __future__ import annotations
@@ -14,13 +14,21 @@ from smelt.errors import ConfigError, DataError
 from smelt.files import check_writable, explain_disk_errors, write_atomically
 from smelt.train.trainer.config import TrainConfig
 
-FACTS, LINES, CHECKPOINTS, MODEL = "run.json", "run.jsonl", "checkpoints", "model"
+METADATA, LOG, CHECKPOINTS, MODEL = "run.json", "run.jsonl", "checkpoints", "model"
 FORMAT = 1
-_TAIL = 1 << 16  # bytes; a line has less than a thousand
+_TAIL_BYTES = 1 << 16  # a line has less than a thousand
+_RENAMED_LOG_KEYS = {  # of runs written by 0.1
+    "rate": "lr",
+    "norm": "grad_norm",
+    "all_bytes": "total_bytes",
+    "inside": "intra_node_bytes",
+}
+_RENAMED_METADATA_KEYS = {"workers": "world_size"}
+_RENAMED_DECISION_KEYS = {"vectors": "buckets", "rest": "other_seconds"}
 
 
 class RunFolder:
-    """Written by the first worker only; read by all."""
+    """Written by rank 0 only; read by all."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -28,83 +36,87 @@ class RunFolder:
         self.model = path / MODEL
 
     def exists(self) -> bool:
-        return (self.path / FACTS).is_file()
-
-    def require_free(self, resume: bool) -> None:
-        """Refuse to write over a run, or into a folder of something else."""
-        check_writable(self.path / FACTS)
-        if self.exists() and not resume:
-            raise ConfigError(f"{self.path} holds a run already; give --resume to go on with it, or another --out.")
-        if self.path.is_dir() and not self.exists() and any(self.path.iterdir()):
-            raise ConfigError(f"{self.path} is not empty and holds no run; give another --out.")
+        """Return whether the folder holds a run."""
+        return (self.path / METADATA).is_file()
 
     def check_usable(self, config: TrainConfig, resume: bool) -> None:
-        """Free, or with a run that was begun as this one."""
-        self.require_free(resume)
+        """Refuse to overwrite a run, to write among other files, or to resume with another configuration."""
+        check_writable(self.path / METADATA)
         if self.exists():
-            config.require_same(self.read_metadata().get("config"), self.path)
+            if not resume:
+                raise ConfigError(f"{self.path} holds a run already; give --resume to continue it, or another --out.")
+            config.check_same_run(self.read_metadata().get("config"), self.path)
+        elif self.path.is_dir() and any(self.path.iterdir()):
+            raise ConfigError(f"{self.path} is not empty and holds no run; give another --out.")
 
     def read_metadata(self) -> dict[str, Any]:
-        found = _read_json(self.path / FACTS)
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
-            raise DataError(f"{self.path / FACTS} is of no run that this version can read.")
-        return found
+        metadata = _read_json(self.path / METADATA)
+        if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+            raise DataError(f"{self.path / METADATA} does not describe a run that this version can read.")
+        metadata = _rename_keys(metadata, _RENAMED_METADATA_KEYS)
+        if isinstance(metadata.get("decision"), dict):
+            metadata["decision"] = _rename_keys(metadata["decision"], _RENAMED_DECISION_KEYS)
+        return metadata
 
-    def write_metadata(self, facts: dict[str, Any]) -> None:
-        text = json.dumps({"format": FORMAT, **facts}, indent=1) + "\n"
-        write_atomically(self.path / FACTS, lambda path: path.write_text(text, encoding="utf-8"))
+    def write_metadata(self, metadata: dict[str, Any]) -> None:
+        text = json.dumps({"format": FORMAT, **metadata}, indent=1) + "\n"
+        write_atomically(self.path / METADATA, lambda path: path.write_text(text, encoding="utf-8"))
 
     def read_log(self) -> list[dict[str, Any]]:
-        """Of a line that was being written when its process died nothing is kept."""
+        """Return the entries of all steps; a line that was cut off when its process died is dropped."""
         try:
-            text = (self.path / LINES).read_text(encoding="utf-8")
+            text = (self.path / LOG).read_text(encoding="utf-8")
         except FileNotFoundError:
             return []
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{self.path / LINES} cannot be read ({error}).") from error
-        return [_parsed(line, self.path / LINES) for line in text.split("\n")[:-1]]
+            raise DataError(f"{self.path / LOG} cannot be read ({error}).") from error
+        return [_parse_entry(line, self.path / LOG) for line in text.split("\n")[:-1]]
 
     def last_log_entry(self) -> dict[str, Any] | None:
-        """The newest that is whole, without reading the others; None while there is none."""
+        """Return the newest complete entry without reading the others; None if there is none."""
         try:
-            with (self.path / LINES).open("rb") as file:
-                file.seek(max(0, file.seek(0, SEEK_END) - _TAIL))
-                whole = file.read().split(b"\n")[:-1]
+            with (self.path / LOG).open("rb") as file:
+                file.seek(max(0, file.seek(0, SEEK_END) - _TAIL_BYTES))
+                complete = file.read().split(b"\n")[:-1]
         except FileNotFoundError:
             return None
-        return _parsed(whole[-1].decode("utf-8"), self.path / LINES) if whole else None
+        return _parse_entry(complete[-1].decode("utf-8"), self.path / LOG) if complete else None
 
-    def truncate_log(self, last: int) -> None:
-        """Those of steps up to `last`."""
-        kept = [json.dumps(line) + "\n" for line in self.read_log() if line["step"] <= last]
-        write_atomically(self.path / LINES, lambda path: path.write_text("".join(kept), encoding="utf-8"))
+    def truncate_log(self, last_step: int) -> None:
+        """Keep the entries of steps up to `last_step`."""
+        lines = [json.dumps(entry) + "\n" for entry in self.read_log() if entry["step"] <= last_step]
+        write_atomically(self.path / LOG, lambda path: path.write_text("".join(lines), encoding="utf-8"))
 
-    def append_log(self, line: dict[str, Any]) -> None:
-        with explain_disk_errors(self.path / LINES), (self.path / LINES).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def format_log_entry(line: dict[str, Any], steps: int) -> str:
-    """A line of the log for people."""
-    told = f"  step {line['step']:,} of {steps:,}: loss {line['loss']:.4f}, {line['bytes'] / 1e6:.3g} MB a step"
-    measured = ", ".join(f"{name} {value:.4g}" for name, value in line.get("evaluation", {}).items())
-    return f"{told}, {line['seconds']:.1f} s" + (f"; held out: {measured}" if measured else "")
+    def append_log(self, entry: dict[str, Any]) -> None:
+        with explain_disk_errors(self.path / LOG), (self.path / LOG).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
 
 
-def _parsed(line: str, path: Path) -> dict[str, Any]:
+def format_log_entry(entry: dict[str, Any], steps: int) -> str:
+    """Format an entry of the log for the terminal."""
+    progress = f"  step {entry['step']:,} of {steps:,}: loss {entry['loss']:.4f}, {entry['bytes'] / 1e6:.3g} MB/step"
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in entry.get("evaluation", {}).items())
+    return f"{progress}, {entry['seconds']:.1f} s" + (f"; held out: {metrics}" if metrics else "")
+
+
+def _parse_entry(line: str, path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        entry = json.loads(line)
     except ValueError as error:
-        raise DataError(f"{path} has a line that is no JSON ({error}).") from error
-    if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+        raise DataError(f"{path} has a line that is not JSON ({error}).") from error
+    if not isinstance(entry, dict) or not isinstance(entry.get("step"), int):
         raise DataError(f"{path} has a line that is no step of a run.")
-    return found
+    return _rename_keys(entry, _RENAMED_LOG_KEYS)
+
+
+def _rename_keys(content: dict[str, Any], renamed: dict[str, str]) -> dict[str, Any]:
+    return {renamed.get(key, key): value for key, value in content.items()}
 
 
 def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise DataError(f"{path} is not there; give the folder of a training run.") from None
+        raise DataError(f"{path} does not exist; give the folder of a training run.") from None
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}).") from error

@@ -1,9 +1,9 @@
-"""The loop: samples, forward, backward with the gradients on their way, the optimiser, and a line in the log.
+"""The training loop: batches, forward, backward with gradient synchronization, optimizer step, log, checkpoints.
 
-Clipping comes after reduction, on the gradient that the optimiser sees. What a compressor holds back has then been
-clipped by nobody, and what it sends holds many steps at once, so its norm is larger than a plain gradient's: a limit
-that suits plain training cuts more. What is cut off is lost, as in plain training; it does not return to the memory,
-since it counts as sent. DGC's own `clip` limits each worker's gradient before it is remembered.
+Clipping comes after reduction, on the gradient that the optimizer sees. A compressor's residual is not clipped, and
+what it sends has accumulated over many steps, so its norm is larger than a plain gradient's: a limit that suits plain
+training clips more. What is clipped is lost, as in plain training; it does not return to the residual, since it counts
+as sent. DGC's own `clip` limits each rank's gradient before it is accumulated.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import json
 import math
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as distributed
 from torch import Tensor
@@ -27,215 +29,243 @@ from smelt.files import atomic_folder
 from smelt.measure.machine import machine
 from smelt.train.gradients import state
 from smelt.train.gradients.comm import Workers
+from smelt.train.timing import PhaseTimer
 from smelt.train.trainer import checkpoint
 from smelt.train.trainer.checkpoint import TrainProgress, TrainState
-from smelt.train.trainer.clock import PhaseTimer
 from smelt.train.trainer.config import TrainConfig
-from smelt.train.trainer.evaluate import evaluate
+from smelt.train.trainer.dataloader import ShuffledSampler, batch_start
 from smelt.train.trainer.gradient_sync import GradientSync, build_compressor
-from smelt.train.trainer.images import images_task
-from smelt.train.trainer.language import language_task
 from smelt.train.trainer.optimizer import autocast, build_optimizer, grad_scaler_for, lr_at, set_lr
-from smelt.train.trainer.order import ShuffledSampler, batch_start
 from smelt.train.trainer.run_folder import RunFolder, format_log_entry
-from smelt.train.trainer.task import TrainingTask
+from smelt.train.trainer.tasks import TrainingTask, build_task
 
-_SMALLEST_SCALE = 1e-4  # of the loss: a scaler that fell below it skips every step
-_SECONDS_BETWEEN_WORDS = 5.0
+_MIN_LOSS_SCALE = 1e-4  # a scaler that fell below it skips every step
+_PRINT_INTERVAL = 5.0  # seconds
 
 
 class Trainer:
-    """One run, in one worker."""
+    """One training run on one rank."""
 
     def __init__(self, config: TrainConfig, out: Path, device: torch.device, *, resume: bool, resplit: bool) -> None:
         self.config, self.device, self.workers = config, device, Workers()
         self.folder = RunFolder(out)
-        refused = f"{out} is refused on another worker."
-        state.together(self.workers, lambda: self.folder.check_usable(config, resume), refused)
-        self.task = self._together(lambda: _task(config))
+        self._on_all_ranks(lambda: self.folder.check_usable(config, resume), f"{out} is refused on another rank.")
+        self.task = self._on_all_ranks(lambda: build_task(config), "another rank could not load model or data.")
         self.task.network.to(device).train()
-        self.clock = PhaseTimer(device)
+        self.timer = PhaseTimer(device)
         self.scaler = grad_scaler_for(config.precision, device)
         self.optimizer = build_optimizer(self.task.network, config.optimizer, scaled=self.scaler is not None)
-        self.workers.require_equal(json.dumps([config.to_json(), self.task.facts]), "configuration and data")
-        on = [device.index] if device.type == "cuda" else None
-        self.model = DistributedDataParallel(self.task.network, device_ids=on, gradient_as_bucket_view=True)
-        self.gradients = GradientSync(
+        self.workers.require_equal(json.dumps([config.to_json(), self.task.metadata]), "configuration and data")
+        device_ids = [device.index] if device.type == "cuda" else None
+        self.model = DistributedDataParallel(self.task.network, device_ids=device_ids, gradient_as_bucket_view=True)
+        self.gradient_sync = GradientSync(
             self.model,
             build_compressor(config.gradients),
             config.exchange,
             config.vector_mb,
             self.optimizer,
             self.scaler,
-            self.clock,
+            self.timer,
         )
-        self.position = TrainProgress(workers=self.workers.size)
-        self.order = ShuffledSampler(len(self.task.train), config.seed)
-        self._begin(resplit)
+        self.progress = TrainProgress(world_size=self.workers.size)
+        self._decision: dict[str, Any] | None = None  # of `auto`
+        self.sampler = ShuffledSampler(len(self.task.train), config.seed)
+        self._start_or_resume(resplit)
 
     @property
-    def parts(self) -> TrainState:
-        compression = self.gradients.compression
-        return TrainState(self.task.network, self.optimizer, self.scaler, compression, self.position)
+    def state(self) -> TrainState:
+        compression = self.gradient_sync.compression
+        return TrainState(self.task.network, self.optimizer, self.scaler, compression, self.progress)
 
     def resume_hint(self) -> str:
-        """What a user can do after this run has stopped."""
+        """Return the end of a sentence: how to continue this run after it has stopped."""
         return checkpoint.resume_hint(self.folder.checkpoints)
 
-    def run(self) -> None:
-        """To the last step."""
-        self._started = perf_counter() - self.position.seconds
-        self._spoke = -math.inf
-        while self.position.step < self.config.steps:
-            line = self._step()
-            step, last = self.position.step, self.position.step == self.config.steps
-            if last or (self.config.evaluate.every and step % self.config.evaluate.every == 0):
-                line["evaluation"] = self._evaluate()
-            self.position.seconds = perf_counter() - self._started
-            self._log(line, last)
-            if last or (self.config.checkpoint.every and step % self.config.checkpoint.every == 0):
-                checkpoint.save(self.parts, self.folder.checkpoints, self.config.checkpoint.keep, self.workers)
+    def train(self) -> None:
+        """Train to the last step, and save the model."""
+        config = self.config
+        self._started = perf_counter() - self.progress.seconds
+        self._last_print = -math.inf
+        while self.progress.step < config.steps:
+            entry = self.train_step()
+            step, is_last = self.progress.step, self.progress.step == config.steps
+            if is_last or (config.evaluate.every and step % config.evaluate.every == 0):
+                entry["evaluation"] = evaluate(
+                    self.task, config.evaluate.samples, config.batch, config.precision, self.device
+                )
+            self.progress.seconds = perf_counter() - self._started
+            self.log(entry, is_last)
+            if is_last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                checkpoint.save(self.state, self.folder.checkpoints, config.checkpoint.keep, self.workers)
         if self.workers.rank == 0:
             self._save_model()
 
-    def _step(self) -> dict[str, Any]:
-        """Some passes and a step of the optimiser; the line that tells of it."""
-        config, position = self.config, self.position
-        rate = lr_at(position.step, config.steps, config.optimizer.lr, config.schedule)
-        set_lr(self.optimizer, rate)
-        losses = [self._pass(part) for part in range(config.accumulate)]
-        with self.clock.phase("optimizer"):
-            self.gradients.settle()  # so that what was sent is known
-            norm = self._norm()
-            loss = float(torch.stack(losses).mean())
-            traffic = self.gradients.traffic
-            mean_loss, arrived, inside = self._mean(loss, traffic.bytes, traffic.inside)
-            skipped = self._apply(norm, mean_loss)
-        position.step += 1
-        position.samples += config.batch * config.accumulate * self.workers.size
-        position.bytes += arrived
-        position.skipped += skipped
-        position.seconds = perf_counter() - self._started
+    def train_step(self) -> dict[str, Any]:
+        """Run the micro-steps and the optimizer step; return the log entry."""
+        config, progress = self.config, self.progress
+        lr = lr_at(progress.step, config.steps, config.optimizer.lr, config.schedule)
+        set_lr(self.optimizer, lr)
+        losses = [self._forward_backward(micro_step) for micro_step in range(config.accumulate)]
+        with self.timer.phase("optimizer"):
+            self.gradient_sync.settle()  # so that the traffic is known
+            grad_norm = self._clip_grad_norm()
+            local_loss = float(torch.stack(losses).mean())
+            traffic = self.gradient_sync.traffic
+            loss, received, intra_node = self._mean_over_ranks(local_loss, traffic.bytes, traffic.inside)
+            skipped = self._optimizer_step(grad_norm, loss)
+        progress.step += 1
+        progress.samples += config.batch * config.accumulate * self.workers.size
+        progress.bytes += received
+        progress.skipped += skipped
+        progress.seconds = perf_counter() - self._started
         return {
-            "step": position.step,
-            "seconds": position.seconds,
-            "samples": position.samples,
-            "loss": mean_loss,
-            "rate": rate,
-            "norm": norm,
+            "step": progress.step,
+            "seconds": progress.seconds,
+            "samples": progress.samples,
+            "loss": loss,
+            "lr": lr,
+            "grad_norm": grad_norm,
             "skipped": skipped,
-            "bytes": arrived,
-            "all_bytes": position.bytes,
-            "inside": inside,
+            "bytes": received,
+            "total_bytes": progress.bytes,
+            "intra_node_bytes": intra_node,
             "density": traffic.density,
             "build_up": traffic.build_up,
             "padding": traffic.inefficiency if traffic.slots else None,
-            "phases": self.clock.take(),
+            "phases": self.timer.pop_seconds(),
         }
 
-    def _pass(self, part: int) -> Tensor:
-        """Forward and backward of one batch; gradients are sent in the last pass of a step. The loss, []"""
-        config, last = self.config, part == self.config.accumulate - 1
-        with self.clock.phase("data"):
-            start = batch_start(self.position.samples, part, config.batch, self.workers.size, self.workers.rank)
-            batch = self.task.train.take(self.order.places(start, config.batch))
+    def log(self, entry: dict[str, Any], is_last: bool) -> None:
+        """Append an entry to the run's log, and print one every few seconds; on rank 0 only."""
+        if self.workers.rank:
+            return
+        self.folder.append_log(entry)
+        if self.gradient_sync.decision is not None and self._decision is None:
+            self._decision = self.gradient_sync.decision
+            self._write_metadata()
+        now = perf_counter()
+        if is_last or "evaluation" in entry or now - self._last_print > _PRINT_INTERVAL:
+            self._last_print = now
+            print(format_log_entry(entry, self.config.steps), file=sys.stderr, flush=True)
+
+    def _forward_backward(self, micro_step: int) -> Tensor:
+        """Run forward and backward of one batch and return its loss, []; the last micro-step sends the gradients."""
+        config, is_last = self.config, micro_step == self.config.accumulate - 1
+        with self.timer.phase("data"):
+            start = batch_start(self.progress.samples, micro_step, config.batch, self.workers.size, self.workers.rank)
+            batch = self.task.train.batch(self.sampler.indices(start, config.batch))
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
-            torch.manual_seed(config.seed * 1_000_003 + start)  # of dropout: nothing random must be kept
-        with nullcontext() if last else self.model.no_sync():
-            with self.clock.phase("forward"), autocast(config.precision, self.device):
-                loss = self.model(**batch, **self.task.options).loss
-            with self.clock.phase("backward"):
+            torch.manual_seed(config.seed * 1_000_003 + start)  # for dropout: no RNG state has to be saved
+        with nullcontext() if is_last else self.model.no_sync():
+            with self.timer.phase("forward"), autocast(config.precision, self.device):
+                loss = self.model(**batch, **self.task.forward_kwargs).loss
+            with self.timer.phase("backward"):
                 scaled = loss / config.accumulate
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
         detached: Tensor = loss.detach()
         return detached
 
-    def _norm(self) -> float:
-        """Of the reduced gradient, clipped if the run says so; the same on every worker."""
+    def _clip_grad_norm(self) -> float:
+        """Return the norm of the reduced gradient, which is clipped if configured; the same on every rank."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         parameters = [parameter for parameter in self.task.network.parameters() if parameter.grad is not None]
         if self.config.clip is not None:
             return float(torch.nn.utils.clip_grad_norm_(parameters, self.config.clip))
-        return float(torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None]))
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
 
-    def _mean(self, *values: float) -> list[float]:
-        """Over all workers; what is not finite on one is not finite on all."""
-        summed = torch.tensor(values, dtype=torch.float64)
-        distributed.all_reduce(summed)
-        found: list[float] = (summed / self.workers.size).tolist()
-        return found
+    def _mean_over_ranks(self, *values: float) -> list[float]:
+        """Average values over all ranks; what is not finite on one is not finite on all."""
+        total = torch.tensor(values, dtype=torch.float64)
+        distributed.all_reduce(total)
+        mean: list[float] = (total / self.workers.size).tolist()
+        return mean
 
-    def _apply(self, norm: float, loss: float) -> bool:
-        """The optimiser's step; whether it was skipped."""
-        number = self.position.step
-        if not math.isfinite(loss) or (self.scaler is None and not math.isfinite(norm)):
-            what = "gradients" if math.isfinite(loss) else "loss"
-            raise DataError(f"the {what} of step {number} is not finite; lower the learning rate, or look at the data.")
+    def _optimizer_step(self, grad_norm: float, loss: float) -> bool:
+        """Step the optimizer; return whether the gradient scaler skipped it."""
+        step = self.progress.step
+        if not math.isfinite(loss) or (self.scaler is None and not math.isfinite(grad_norm)):
+            source = "gradient norm" if math.isfinite(loss) else "loss"
+            raise DataError(f"the {source} of step {step} is not finite; lower the learning rate, or check the data.")
         if self.scaler is None:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
             self.scaler.update()
-            if self.scaler.get_scale() < _SMALLEST_SCALE:
-                raise DataError(f"the gradients of step {number} are not finite however small the loss is scaled.")
+            if self.scaler.get_scale() < _MIN_LOSS_SCALE:
+                raise DataError(
+                    f"the gradients of step {step} are not finite even at the smallest loss scale; use bf16, or check "
+                    "the data."
+                )
         self.optimizer.zero_grad()
-        return not math.isfinite(norm)
+        return not math.isfinite(grad_norm)
 
-    def _evaluate(self) -> dict[str, float]:
-        config = self.config
-        return evaluate(self.task, config.evaluate.samples, config.batch, config.precision, self.device)
-
-    def _begin(self, resplit: bool) -> None:
-        """Go on from the newest checkpoint, or begin; the log ends where the run begins."""
-        place = checkpoint.newest(self.folder.checkpoints)
-        if place is not None:
-            checkpoint.load(self.parts, place, self.workers, resplit=resplit)
+    def _start_or_resume(self, resplit: bool) -> None:
+        """Load the newest checkpoint if there is one; the log is cut to end where the run starts."""
+        latest = checkpoint.latest(self.folder.checkpoints)
+        if latest is not None:
+            checkpoint.load(self.state, latest, self.workers, resplit=resplit)
         self._decision = self.folder.read_metadata().get("decision") if self.folder.exists() else None
-        self.workers.gather(torch.zeros(1), "agreement")  # all have read what is written anew now
+        self.workers.gather(torch.zeros(1), "agreement")  # all ranks have read what is rewritten now
         if self.workers.rank == 0:
-            self.folder.truncate_log(self.position.step)
-            self._write_facts()
-            checkpoint.clear_unfinished(self.folder.checkpoints)
+            self.folder.truncate_log(self.progress.step)
+            self._write_metadata()
+            checkpoint.prepare_folder(self.folder.checkpoints)
 
-    def _write_facts(self) -> None:
+    def _write_metadata(self) -> None:
         network = self.task.network
-        facts = {
+        metadata = {
             "config": self.config.to_json(),
-            "workers": self.workers.size,
+            "world_size": self.workers.size,
             "backend": distributed.get_backend(),
             "device": self.device.type,
             "parameters": sum(parameter.numel() for parameter in network.parameters()),
             "model_type": network.config.model_type,
-            "data": self.task.facts,
+            "data": self.task.metadata,
             "decision": self._decision,
             "machine": machine(),
         }
-        self.folder.write_metadata(facts)
-
-    def _log(self, line: dict[str, Any], last: bool) -> None:
-        if self.workers.rank:
-            return
-        self.folder.append_log(line)
-        if self.gradients.decision is not None and self._decision is None:
-            self._decision = self.gradients.decision
-            self._write_facts()
-        now = perf_counter()
-        if last or "evaluation" in line or now - self._spoke > _SECONDS_BETWEEN_WORDS:
-            self._spoke = now
-            print(format_log_entry(line, self.config.steps), file=sys.stderr, flush=True)
+        self.folder.write_metadata(metadata)
 
     def _save_model(self) -> None:
         with atomic_folder(self.folder.model) as temporary:
             self.task.save(temporary)
-            shutil.rmtree(self.folder.model, ignore_errors=True)  # of a run that was shorter
+            shutil.rmtree(self.folder.model, ignore_errors=True)  # of a run with fewer steps
 
-    def _together(self, work: Any) -> Any:
-        """What every worker makes for itself; if one cannot, all end with a sentence."""
-        made = []
-        state.together(self.workers, lambda: made.append(work()), "another worker could not load model or data.")
-        return made[0]
+    def _on_all_ranks(self, work: Callable[[], Any], other_failed: str) -> Any:
+        """Return this rank's result; if any rank fails, all end with a sentence."""
+        results: list[Any] = []
+        state.together(self.workers, lambda: results.append(work()), other_failed)
+        return results[0]
 
 
-def _task(config: TrainConfig) -> TrainingTask:
-    return language_task(config) if config.task == "language" else images_task(config)
+@torch.no_grad()
+def evaluate(
+    task: TrainingTask, samples: int, batch_size: int, precision: str, device: torch.device
+) -> dict[str, float]:
+    """Compute the loss, and accuracy or perplexity, on the first `samples` held-out samples, shared among the ranks."""
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    count = min(samples, len(task.held_out))
+    totals = torch.zeros(3, dtype=torch.float64)  # loss, correct predictions, samples
+    _broadcast_buffers(task)
+    task.network.eval()
+    for start in range(rank * batch_size, count, world_size * batch_size):
+        indices = np.arange(start, min(start + batch_size, count))
+        batch = {name: tensor.to(device) for name, tensor in task.held_out.batch(indices).items()}
+        with autocast(precision, device):
+            output = task.network(**batch, **task.forward_kwargs)
+        correct = (output.logits.argmax(dim=-1) == batch["labels"]).sum().item() if task.is_classifier else 0.0
+        totals += torch.tensor([output.loss.item() * len(indices), correct, len(indices)], dtype=torch.float64)
+    task.network.train()
+    distributed.all_reduce(totals)
+    loss, correct, seen = totals.tolist()
+    if task.is_classifier:
+        return {"loss": loss / seen, "accuracy": correct / seen}
+    return {"loss": loss / seen, "perplexity": math.exp(min(loss / seen, 700.0))}
+
+
+def _broadcast_buffers(task: TrainingTask) -> None:
+    """Use rank 0's running statistics, which are saved; they differ between ranks until the next forward pass."""
+    for buffer in task.network.buffers():
+        distributed.broadcast(buffer, 0)

@@ -1,1 +1,1 @@
-"""Measure the link and choose the gradient compressor that pays."""
+"""`auto`: measure the link and the step, predict each compressor's cost, and choose per bucket."""

@@ -1,11 +1,11 @@
-"""`auto`: measures the link and the step, predicts what every method would cost, and takes the cheapest if one pays.
+"""`auto`: measure the link and the step, predict the cost of every method, and use the cheapest per bucket if it pays.
 
-The first steps send everything. In the last of them the link is measured and every candidate is tried out on the real
-gradients of every vector (`rehearsal.py`); from the next step on each vector has the method whose predicted wait is the
-shortest. Without a gain nothing is compressed: under DDP its buckets then travel as if there were no hook, so that all
-that `auto` costs is its measuring. The arithmetic goes to the log "smelt.train", and is in `AutoCompression.decision`.
+The first steps send everything. In the last of them the link is measured and every candidate is dry-run on the real
+gradients of every bucket (`dry_run.py`); from the next step on each bucket uses the method with the least predicted
+exposed time. If nothing pays, nothing is compressed: DDP then sends its buckets as if there were no hook, so that
+`auto` costs only its measuring. The decision goes to the log "smelt.train" and to `AutoCompression.decision`.
 
-Only time is compared. What a method does to the loss at the given density is not part of the arithmetic.
+Only time is compared. The effect of a method on the loss at the given density is not considered.
 """
 
 from __future__ import annotations
@@ -22,34 +22,41 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.train.gradients.autotune.auto_reducer import AutoReducer, settings_for
 from smelt.train.gradients.autotune.cost_model import (
+    AutoDecision,
     CostPrediction,
     agree_on_prediction,
+    choose_methods,
     predict_compressor,
     predict_ddp,
 )
-from smelt.train.gradients.autotune.decision import AutoDecision, choose_methods
 from smelt.train.gradients.autotune.dry_run import dry_run_compressor
 from smelt.train.gradients.autotune.link import Link, measure_link
-from smelt.train.gradients.autotune.timed_comm import max_over_ranks, synchronized_time
+from smelt.train.gradients.autotune.timed_comm import max_over_ranks
 from smelt.train.gradients.bucket import Vector
-from smelt.train.gradients.compression import Compression
+from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.compression import Compression, reducer_of
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import COMPRESSORS, PowerSGD, compressor_named
-from smelt.train.gradients.dense import Dense
-from smelt.train.gradients.gradient_views import flat_of
+from smelt.train.gradients.dense import Dense, DenseReducer
+from smelt.train.gradients.gradient_views import Given, flat_of
 from smelt.train.gradients.layout import Layout
+from smelt.train.gradients.means import Mean
+from smelt.train.gradients.reducer import Reducer
+from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.traffic import Traffic
+from smelt.train.timing import synchronized_time
 
 log = logging.getLogger("smelt.train")
 
 _BF16 = "bf16"
-_REPEATS = 2  # of each message that measures the link: a run that has begun should not wait long for it
+_LINK_REPEATS = 2  # per message: a running training should not wait long for the measurement
+_UNDECIDED = -1
 
 
 @dataclass(frozen=True)
 class Auto(Compressor):
-    """Which methods it may choose from, and how long it looks on."""
+    """Choose among `methods` per bucket after `steps` uncompressed steps."""
 
     name: ClassVar[str] = "auto"
     paper: ClassVar[str] = "none: the alpha-beta cost model and measurements"
@@ -60,11 +67,11 @@ class Auto(Compressor):
 
     def __post_init__(self) -> None:
         if self.steps < 2:
-            raise ConfigError(f"auto: steps is {self.steps}; it must be at least 2, as the first one only warms up.")
+            raise ConfigError(f"auto: steps is {self.steps}; it must be at least 2, as the first step is warmup.")
         self.candidates()
 
     def candidates(self) -> list[Compressor]:
-        """The first is dense."""
+        """Return the compressors to compare; the first is dense."""
         return [Dense(), *(build_candidate(name, self.density) for name in self.methods)]
 
     def target(self, elements: int) -> float:
@@ -72,7 +79,7 @@ class Auto(Compressor):
 
 
 def build_candidate(name: str, density: float) -> Compressor:
-    """A method by its name, with the density if it has one."""
+    """Build a method by name, with the density if it has one."""
     if name == _BF16:
         return Dense(values="bfloat16")
     if name == PowerSGD.name:  # `auto` itself has sent everything long enough
@@ -82,6 +89,7 @@ def build_candidate(name: str, density: float) -> Compressor:
 
 
 def resolve_compressor(name: str) -> Compressor:
+    """Build a compressor or `auto` by name, with default parameters."""
     return Auto() if name == Auto.name else compressor_named(name)
 
 
@@ -90,33 +98,31 @@ def compression_class(compressor: Compressor) -> type[Compression]:
 
 
 class AutoCompression(Compression):
-    """Compression that settles on its methods after some steps."""
+    """Compression that chooses its methods after several steps."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        self.decision: AutoDecision | None = None  # None: not yet, or it was made by the run that this one goes on from
-        self.overlaps_backward = (
-            False  # whether gradients can be sent while backward goes on when nothing is compressed
-        )
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.decision: AutoDecision | None = None  # None: not yet, or made by the run that was resumed
+        self.overlaps_backward = False  # whether uncompressed gradients are sent while backward runs
         self._link: Link | None = None
-        self._plain_link: Link | None = None  # of DDP itself, which knows no nodes
-        self._tried: dict[int, tuple[CostPrediction, ...]] = {}  # by the place of the vector
-        self._places: list[int] = []  # of the candidates that were tried
+        self._ddp_link: Link | None = None  # of DDP itself, which ignores nodes
+        self._predictions: dict[int, tuple[CostPrediction, ...]] = {}  # by bucket index
+        self._candidate_indices: list[int] = []  # of the candidates that were tried
         self._finite = True
-        self._clock = _StepClock()
-        super().__init__(*arguments, **options)
+        self._timer = _StepTimer()
+        super().__init__(*args, **kwargs)
 
     @property
     def decided(self) -> bool:
-        return all(reducer.decided for reducer in self._own())
+        return all(reducer.decided for reducer in self._auto_reducers())
 
     @property
     def plain(self) -> bool:
-        return self.overlaps_backward and all(reducer.choice == 0 for reducer in self._own())
+        return self.overlaps_backward and all(reducer.choice == 0 for reducer in self._auto_reducers())
 
     def pass_by(self) -> None:
-        """DDP has sent the gradients of a step itself."""
+        """Account for a step whose gradients DDP has sent itself."""
         workers = self.workers.size
-        for reducer, layout in zip(self._own(), self.layouts, strict=True):
+        for reducer, layout in zip(self._auto_reducers(), self.layouts, strict=True):
             reducer.pass_by(2 * (workers - 1) * 4 * layout.size // workers)
 
     def make_reducer(
@@ -130,8 +136,13 @@ class AutoCompression(Compression):
 
     def put(self, name: str, gradient: Tensor) -> bool:
         if not self.decided and not self._next and not any(vector.arrived for vector in self.vectors):
-            self._clock.begin()
+            self.begin_step()
         return super().put(name, gradient)
+
+    def begin_step(self) -> None:
+        """Record that the first gradient of a step before the decision is ready."""
+        self._predictions.clear()
+        self._timer.begin_step()
 
     def reduce_vector(self, vector: Vector) -> None:
         if self.decided:
@@ -140,23 +151,23 @@ class AutoCompression(Compression):
         assert isinstance(self.compressor, Auto)
         last = self.is_last(vector)
         start = perf_counter()
-        looking = self._clock.steps > self.compressor.steps
-        if looking:
-            self._try(vector)
+        measuring = self._timer.steps > self.compressor.steps
+        if measuring:
+            self._try_candidates(vector)
         super().reduce_vector(vector)
-        self._clock.held(start, last)
-        if looking and last:
+        self._timer.reduced(start, last)
+        if measuring and last:
             self._decide()
 
     def is_last(self, vector: Vector) -> bool:
-        """Whether all others of this step have been reduced."""
+        """Return whether all other buckets of this step have been reduced."""
         return vector is self.vectors[-1]
 
-    def _own(self) -> list[AutoReducer]:
+    def _auto_reducers(self) -> list[AutoReducer]:
         return [vector.reducer for vector in self.vectors if isinstance(vector.reducer, AutoReducer)]
 
-    def _try(self, vector: Vector) -> None:
-        """Rehearse all candidates on a vector, if its gradients are finite everywhere."""
+    def _try_candidates(self, vector: Vector) -> None:
+        """Dry-run all candidates on a bucket, if its gradients are finite on all ranks."""
         if self.workers.size == 1:
             return
         gradient = flat_of(vector.given(self._scale()))
@@ -166,91 +177,179 @@ class AutoCompression(Compression):
             return
         assert isinstance(self.compressor, Auto)
         if self._link is None:
-            self._link = measure_link(self.between, gradient.device, _REPEATS)
-            everybody = self.nodes is None
-            self._plain_link = self._link if everybody else measure_link(self.workers, gradient.device, _REPEATS)
-        handling = max_over_ranks([_handling(vector)], self.workers, gradient.device)[0]
-        found: dict[int, CostPrediction] = {}
-        for place, compressor in enumerate(self.compressor.candidates()):
+            self._link = measure_link(self.between, gradient.device, _LINK_REPEATS)
+            one_level = self.nodes is None
+            self._ddp_link = self._link if one_level else measure_link(self.workers, gradient.device, _LINK_REPEATS)
+        copy_seconds = max_over_ranks([_copy_seconds(vector)], self.workers, gradient.device)[0]
+        predictions: dict[int, CostPrediction] = {}
+        for index, compressor in enumerate(self.compressor.candidates()):
             settings = settings_for(compressor, replace(self.settings, check=False, node=None))
             try:
                 layout = vector.reducer.layout
-                enough = min((made.exposed for made in found.values()), default=inf)
-                tried = dry_run_compressor(compressor, gradient, layout, self.between, self._link, settings, enough)
-            except ConfigError as error:  # the same on every worker: it does not go with the settings
+                best_seconds = min((prediction.exposed for prediction in predictions.values()), default=inf)
+                result = dry_run_compressor(
+                    compressor, gradient, layout, self.between, self._link, settings, best_seconds
+                )
+            except ConfigError as error:  # the same on every rank: incompatible with the settings
                 log.info("auto leaves %s out: %s", compressor.name, error)
                 continue
-            made = predict_compressor(tried, handling)
-            found[place] = (
-                made if self.between is self.workers else agree_on_prediction(made, self.workers, gradient.device)
-            )
-        self._places = list(found)
-        self._tried[self.vectors.index(vector)] = tuple(found.values())
+            prediction = predict_compressor(result, copy_seconds)
+            if self.between is not self.workers:
+                prediction = agree_on_prediction(prediction, self.workers, gradient.device)
+            predictions[index] = prediction
+        self._candidate_indices = list(predictions)
+        self._predictions[self.vectors.index(vector)] = tuple(predictions.values())
 
     def _decide(self) -> None:
         if self.workers.size == 1:
-            log.warning("auto: there is one worker, so there is nothing to send and nothing is compressed.")
+            log.warning("auto: there is a single rank, so nothing is sent and nothing is compressed.")
             self._use([0] * len(self.vectors))
             return
-        if not self._finite:  # a step that the gradient scaler will skip; look again at the next
-            self._finite, self._tried = True, {}
+        if not self._finite:  # a step that the gradient scaler will skip; measure the next one
+            self._finite, self._predictions = True, {}
             return
         assert self._link is not None
-        assert self._plain_link is not None
+        assert self._ddp_link is not None
         device = self.vectors[0].device
-        tried = tuple(self._tried[place] for place in range(len(self.vectors)))
-        backward, rest = max_over_ranks([median(self._clock.backward), median(self._clock.rest)], self.workers, device)
+        buckets = tuple(self._predictions[index] for index in range(len(self.vectors)))
+        timings = [median(self._timer.backward), median(self._timer.other)]
+        backward, other = max_over_ranks(timings, self.workers, device)
         elements = sum(layout.size for layout in self.layouts)
-        dense = predict_ddp(elements, self._plain_link, backward, name="dense by DDP")
+        uncompressed = predict_ddp(elements, self._ddp_link, backward, name="dense by DDP")
         if not self.overlaps_backward:
-            dense = _total([methods[0] for methods in tried])
-        chosen = torch.tensor(choose_methods(tried, dense, rest), device=device)
+            uncompressed = _sum_predictions([methods[0] for methods in buckets])
+        chosen = torch.tensor(choose_methods(buckets, uncompressed, other), device=device)
         choices = tuple(self.workers.broadcast(chosen, 0, "agreement").tolist())
-        self.decision = AutoDecision(self._link, tried, dense, backward, rest, choices)
+        self.decision = AutoDecision(self._link, buckets, uncompressed, backward, other, choices)
         if self.workers.rank == 0:
             log.info("auto: %s", self.decision.text())
             if not any(choices):
-                log.warning("auto: on this link no method is predicted to pay; the gradients are sent as they are.")
-        self._use([self._places[choice] for choice in choices])
-        self._tried = {}
+                log.warning("auto: on this link no method is predicted to pay; gradients are sent uncompressed.")
+        self._use([self._candidate_indices[choice] for choice in choices])
+        self._predictions = {}
 
     def _use(self, choices: list[int]) -> None:
-        for reducer, choice in zip(self._own(), choices, strict=True):
+        for reducer, choice in zip(self._auto_reducers(), choices, strict=True):
             reducer.use(choice)
 
 
-class _StepClock:
-    """Of steps that send everything: how long backward went on beside the gradients' arrival, and all the rest."""
+class AutoReducer(Reducer):
+    """Delegates to the reducer of the chosen method, dense until there is one, and mirrors its counters.
+
+    The choice is part of the checkpoint beside the method's state, so that a resumed run does not measure again.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        candidates: list[Compressor],
+        layout: Layout,
+        workers: Workers,
+        settings: Settings,
+        device: torch.device,
+        *,
+        rate: Callable[[], float] | None,
+        rollback: bool,
+    ) -> None:
+        own = Workers(workers.group)
+        super().__init__(compressor, layout, own, replace(settings, slots=None), device=device, learning_rate=rate)
+        self._candidates, self._inner_settings, self._rollback = candidates, settings, rollback
+        self.choice = _UNDECIDED
+        self._steps_before, self._traffic_before = 0, Traffic()  # the choice
+        self._inner = self._build(0)
+        self._mirror()
+
+    @property
+    def decided(self) -> bool:
+        return self.choice != _UNDECIDED
+
+    def use(self, choice: int) -> None:
+        """Use a candidate from the next step on; everything was sent so far, so there is no residual."""
+        self.choice = choice
+        if choice:
+            self._steps_before, self._traffic_before = self.number, self.total
+            self._inner = self._build(choice)
+            self._inner.traffic = self.traffic  # of the last step, until there is another
+        self._mirror()
+
+    def pass_by(self, size: int) -> None:
+        assert isinstance(self._inner, DenseReducer)
+        self._inner.pass_by(size)
+        self._mirror()
+
+    def mean(self, gradient: Given, *, used: Tensor | None = None) -> Mean:
+        mean = self._inner.mean(gradient, used=used)
+        self._mirror()
+        return mean
+
+    def settle(self) -> bool:
+        finite = self._inner.settle()
+        self._mirror()
+        return finite
+
+    def undo(self) -> None:
+        self._inner.undo()
+        self._mirror()
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {**self._inner.tensors(), "auto": torch.tensor([self.choice, self._steps_before])}
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        self.choice, self._steps_before = tensors["auto"].tolist()
+        self._inner = self._build(max(self.choice, 0))
+        self._inner.restore({**self._inner.tensors(), **tensors})
+        self._mirror()
+
+    def _build(self, choice: int) -> Reducer:
+        compressor, device = self._candidates[choice], self.residual.device
+        settings, rate = settings_for(compressor, self._inner_settings), self.learning_rate
+        reducer = reducer_of(compressor, self.layout, self.workers, settings, device, rate, self._rollback)
+        reducer.room = self.room
+        return reducer
+
+    def _mirror(self) -> None:
+        self._memory, self.state = self._inner._memory, self._inner.state
+        self.number, self.counts = self._steps_before + self._inner.number, self._inner.counts
+        self.traffic, self.total = self._inner.traffic, self._traffic_before + self._inner.total
+
+
+def settings_for(compressor: Compressor, settings: Settings) -> Settings:
+    """Drop settings that do not apply: dense gradients have no slots."""
+    return replace(settings, slots=None) if isinstance(compressor, Dense) else settings
+
+
+class _StepTimer:
+    """Times uncompressed steps: how long backward runs while gradients arrive, and everything but communication."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.backward: list[float] = []
-        self.rest: list[float] = []
-        self._first = 0.0
-        self._waited = 0.0
+        self.other: list[float] = []
+        self._first_gradient = 0.0
+        self._reduce_seconds = 0.0
 
-    def begin(self) -> None:
-        """The first gradient of a step is there."""
+    def begin_step(self) -> None:
+        """Record that the first gradient of a step is ready."""
         start = perf_counter()
         if self.steps > 1:  # the step before was not the first
-            self.rest.append(start - self._first - self._waited)
+            self.other.append(start - self._first_gradient - self._reduce_seconds)
         self.steps += 1
-        self._first, self._waited = start, 0.0
+        self._first_gradient, self._reduce_seconds = start, 0.0
 
-    def held(self, since: float, last: bool) -> None:
-        """A vector was reduced; `last`: it was the last one of the step."""
+    def reduced(self, since: float, last: bool) -> None:
+        """Record that a bucket was reduced; `last`: the last one of the step."""
         if last and self.steps > 1:
-            self.backward.append(max(since - self._first - self._waited, 0.0))
-        self._waited += perf_counter() - since
+            self.backward.append(max(since - self._first_gradient - self._reduce_seconds, 0.0))
+        self._reduce_seconds += perf_counter() - since
 
 
-def _handling(vector: Vector) -> float:
-    """Seconds in which the frame takes a vector in and hands it out, inside a node too."""
+def _copy_seconds(vector: Vector) -> float:
+    """Measure how long copying a bucket in and out takes, within a node too."""
     flat, device = vector.flat, vector.device
     other = flat.clone()
     start = synchronized_time(device)
     other.copy_(flat)
-    if device.type != "cpu" or vector.nodes is not None:  # otherwise gradients are taken where they are
+    if device.type != "cpu" or vector.nodes is not None:  # otherwise gradients are read in place
         flat.copy_(other)
         other.copy_(flat)
     if vector.nodes is not None:
@@ -258,9 +357,9 @@ def _handling(vector: Vector) -> float:
     return synchronized_time(device) - start
 
 
-def _total(predictions: list[CostPrediction]) -> CostPrediction:
-    first, *others = predictions
-    for each in others:
-        parts = (first.communication + each.communication, 0.0, first.computing + each.computing)
-        first = CostPrediction(first.method, first.bytes + each.bytes, first.calls + each.calls, *parts)
-    return first
+def _sum_predictions(predictions: list[CostPrediction]) -> CostPrediction:
+    total, *others = predictions
+    for other in others:
+        times = (total.communication + other.communication, 0.0, total.compute + other.compute)
+        total = CostPrediction(total.method, total.bytes + other.bytes, total.calls + other.calls, *times)
+    return total

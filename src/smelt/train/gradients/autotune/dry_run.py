@@ -1,10 +1,10 @@
-"""A compressor tried out on a vector: what it sends in a step, collective by collective, and what its own work costs.
+"""Dry-run a compressor on a bucket: what it sends per step, collective by collective, and what its own compute costs.
 
-It really runs, between the real workers and with a memory that is thrown away afterwards, so that all bytes are those
-the frame would count: build-up, padding, counts and all. Time spent inside collectives is not part of its own work.
-What writes the whole vector sends as much whatever the others have, and too much to send it for a trial: it talks to
-itself, about a part of the vector, and the rest is taken to cost the same. These are its first steps: what a method
-needs many of them to settle on (SAGE's threshold, AdaComp's residues) has not settled yet.
+It really runs, between the real ranks and with a residual that is discarded, so that bytes are those of training:
+build-up, padding, counts and all. Time inside collectives is not part of its compute. Methods that send the whole
+bucket send as many bytes whatever the other ranks have, too many for a trial: they run against `fake_comm.py` on a part
+of the bucket, and the rest is assumed to cost the same. These are a method's first steps: what takes many steps to
+converge (SAGE's threshold, AdaComp's residuals) has not converged yet.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from smelt.train.gradients.autotune.link import Link
-from smelt.train.gradients.autotune.timed_comm import CollectiveCall, TimedComm, max_over_ranks, synchronized_time
+from smelt.train.gradients.autotune.timed_comm import CollectiveCall, TimedComm, max_over_ranks
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compression import reducer_kind
 from smelt.train.gradients.compressor import Coder, Compressor
@@ -29,27 +29,28 @@ from smelt.train.gradients.hierarchy import part_of
 from smelt.train.gradients.layout import Layout, Piece
 from smelt.train.gradients.reducer import Reducer
 from smelt.train.gradients.settings import Settings
+from smelt.train.timing import synchronized_time
 
 _STEPS = 2
-_FEW = 1024  # elements of a vector that a method is tried on first: what is loaded or built on first use is there then
-_PART = 2**20  # elements of a vector that a method is tried on when it treats all alike
-_SIDE = 1024  # rows and columns of the matrices of an synthetic_layout model
+_WARMUP_ELEMENTS = 1024  # for a first call, which loads or compiles what is needed
+_SAMPLE_ELEMENTS = 2**20  # for methods that treat all elements alike
+_MATRIX_SIDE = 1024  # of a synthetic model
 
 
 @dataclass(frozen=True)
 class DryRunResult:
-    """Of one compressor and one vector; seconds and bytes of the worker that has the most of them."""
+    """One compressor on one bucket, per step; each number is the largest of all ranks."""
 
     method: str
     elements: int
-    bytes: int  # that arrive at a worker in a step
+    bytes: int  # that arrive at a rank
     calls: int  # collectives
-    communication: float  # seconds that the line through the link gives for them
-    computing: float  # seconds, measured
+    communication: float  # seconds that the measured link predicts for them
+    compute: float  # seconds, measured
 
 
 def method_label(compressor: Compressor) -> str:
-    """What a table calls it."""
+    """Return a compressor's name in tables."""
     if isinstance(compressor, Dense):
         return {"float32": "dense", "bfloat16": "bf16", "float16": "fp16"}.get(compressor.values, compressor.values)
     return compressor.name
@@ -62,76 +63,78 @@ def dry_run_compressor(
     workers: Workers,
     link: Link,
     settings: Settings | None = None,
-    enough: float = inf,
+    best_seconds: float = inf,
 ) -> DryRunResult:
-    """All workers call it together; the result is the same on each.
+    """Try a compressor; all ranks call it together and get the same result.
 
-    `enough`: seconds of another method. What takes more than twice as long in its first step is not looked at again.
+    A method that takes more than twice `best_seconds` in its first step gets no second one.
     """
-    elements, device, together = layout.size, gradient.device, Workers(workers.group)
+    elements, device, barrier = layout.size, gradient.device, Workers(workers.group)
     timed = TimedComm(workers.group)
     if isinstance(compressor, Dense | Coder):
-        timed, layout = EchoWorkers(workers.group), part_of(layout, 0, min(_PART, elements))
+        timed, layout = EchoWorkers(workers.group), part_of(layout, 0, min(_SAMPLE_ELEMENTS, elements))
         gradient = gradient[: layout.size]
-    times = elements / layout.size  # as much as was tried
+    scale = elements / layout.size
 
-    def made(layout: Layout) -> Reducer:
+    def build_reducer(layout: Layout) -> Reducer:
         kind = reducer_kind(compressor)
         reducer: Reducer = kind(
             compressor, layout, timed, settings or Settings(), device=device, learning_rate=lambda: 1.0
         )
-        if isinstance(compressor, PowerSGD):  # past its first steps, which send everything
+        if isinstance(compressor, PowerSGD):  # skip its first steps, which send everything
             reducer.restore({**reducer.tensors(), "step": torch.tensor(compressor.plain)})
         return reducer
 
-    made(part_of(layout, 0, min(_FEW, layout.size))).mean(gradient[:_FEW])
-    reducer = made(layout)
-    own = []  # of each step: bytes, calls, seconds of communication as the line has it, seconds of computing
-    for place in range(_STEPS):
-        together.gather(torch.zeros(1, device=device), "agreement")  # all start together
+    warmup_layout = part_of(layout, 0, min(_WARMUP_ELEMENTS, layout.size))
+    build_reducer(warmup_layout).mean(gradient[:_WARMUP_ELEMENTS])
+    reducer = build_reducer(layout)
+    steps = []  # bytes, calls, predicted seconds of communication, seconds of compute
+    for index in range(_STEPS):
+        barrier.gather(torch.zeros(1, device=device), "agreement")  # start together
         timed.calls.clear()
         start = synchronized_time(device)
         reducer.mean(gradient)
         reducer.settle()
         elapsed = synchronized_time(device) - start
-        calls = [replace(call, bytes=int(call.bytes * times)) for call in timed.calls]
-        own.append(_account(compressor, calls, reducer.traffic.values, elapsed, link))
-        if not place and max_over_ranks([own[0][2] + own[0][3] * times], workers, device)[0] > 2 * enough:
+        calls = [replace(call, bytes=int(call.bytes * scale)) for call in timed.calls]
+        steps.append(_step_costs(compressor, calls, reducer.traffic.values, elapsed, link))
+        if not index and max_over_ranks([steps[0][2] + steps[0][3] * scale], workers, device)[0] > 2 * best_seconds:
             break
-    least = min(step[-1] for step in own)
-    size, number, communication, computing = max_over_ranks([*own[-1][:-1], least], workers, device)
-    return DryRunResult(method_label(compressor), elements, int(size), int(number), communication, computing * times)
+    least_compute = min(step[-1] for step in steps)
+    size, count, communication, compute = max_over_ranks([*steps[-1][:-1], least_compute], workers, device)
+    return DryRunResult(method_label(compressor), elements, int(size), int(count), communication, compute * scale)
 
 
-def _account(
-    compressor: Compressor, calls: Sequence[CollectiveCall], values: int, elapsed: float, link: Link
+def _step_costs(
+    compressor: Compressor, calls: Sequence[CollectiveCall], value_bytes: int, elapsed: float, link: Link
 ) -> tuple[float, float, float, float]:
-    """Bytes, calls, seconds of communication and of computing.
+    """Return bytes, calls, predicted seconds of communication and measured seconds of compute.
 
-    PyTorch's PowerSGD makes three all-reduces of its own (plain tensors, P, Q), which nobody can time apart: for them
-    the line through the link stands in.
+    PyTorch's PowerSGD hook makes three all-reduces of its own (uncompressed tensors, P, Q) that cannot be timed
+    separately: for them the link's prediction is used.
     """
-    unseen = [CollectiveCall("all-reduce", values // 3, 0.0)] * 3 if isinstance(compressor, PowerSGD) else []
-    inside = sum(call.seconds for call in calls) + sum(link.time(call.collective, call.bytes) for call in unseen)
-    made = [*calls, *unseen]
-    communication = sum(link.time(call.collective, call.bytes) for call in made)
-    return sum(call.bytes for call in made), len(made), communication, max(elapsed - inside, 0.0)
+    untimed = [CollectiveCall("all-reduce", value_bytes // 3, 0.0)] * 3 if isinstance(compressor, PowerSGD) else []
+    in_collectives = sum(call.seconds for call in calls)
+    in_collectives += sum(link.time(call.collective, call.bytes) for call in untimed)
+    all_calls = [*calls, *untimed]
+    communication = sum(link.time(call.collective, call.bytes) for call in all_calls)
+    return sum(call.bytes for call in all_calls), len(all_calls), communication, max(elapsed - in_collectives, 0.0)
 
 
 def synthetic_layout(parameters: int) -> Layout:
-    """A model of so many parameters: matrices, and a short vector of what is left over."""
-    side = min(_SIDE, int(parameters**0.5))
+    """Lay out a model with this many parameters: square matrices, and a short vector for the remainder."""
+    side = min(_MATRIX_SIDE, int(parameters**0.5))
     rows, rest = divmod(parameters, side)
     shapes: list[tuple[int, ...]] = [(side, side)] * (rows // side)
     shapes += [(rows % side, side)] if rows % side else []
     shapes += [(rest,)] if rest else []
     starts = [0, *accumulate(map(prod, shapes))]
-    return Layout(tuple(Piece(f"part {number}", shape, starts[number]) for number, shape in enumerate(shapes)))
+    return Layout(tuple(Piece(f"part {index}", shape, starts[index]) for index, shape in enumerate(shapes)))
 
 
 def synthetic_gradient(layout: Layout, workers: Workers, device: torch.device, seed: int = 0) -> Tensor:
-    """[elements]: heavy tails, and a part that all workers share; the exact shape of real gradients is not known."""
-    common, own = (torch.Generator(device).manual_seed(1009 * seed + place) for place in (0, workers.rank + 1))
-    value = torch.randn(layout.size, generator=own, device=device)
+    """Draw a gradient, [elements]: heavy tails and a component that all ranks share; real ones may differ."""
+    common, local = (torch.Generator(device).manual_seed(1009 * seed + stream) for stream in (0, workers.rank + 1))
+    value = torch.randn(layout.size, generator=local, device=device)
     value.add_(torch.randn(layout.size, generator=common, device=device), alpha=0.3)
-    return value.mul_(torch.empty(layout.size, device=device).exponential_(generator=own).sqrt_())
+    return value.mul_(torch.empty(layout.size, device=device).exponential_(generator=local).sqrt_())

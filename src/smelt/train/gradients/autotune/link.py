@@ -1,8 +1,8 @@
-"""How fast the workers talk: a line through the times of each collective that the compressors use.
+"""Measure the link between ranks: an alpha-beta model of each collective that the compressors use.
 
-The alpha-beta model: a collective takes alpha + m / B, where m are the bytes that arrive at one worker when it runs as
-a ring, counted as `workers.py` counts them. Alpha is what the whole collective costs before the first byte, all its
-hops together, not the latency of one hop.
+A collective takes alpha + m / B seconds, where m is the bytes that arrive at one rank when it runs as a ring, as
+`comm.py` counts them. Alpha is the cost of the whole collective before the first byte, all its hops together, not the
+latency of one hop.
 """
 
 from __future__ import annotations
@@ -22,41 +22,48 @@ from smelt.train.gradients.comm import Workers
 
 _SIZES = (2**10, 2**15, 2**18, 2**20, 2**22, 2**24)  # bytes that arrive
 _REPEATS = 5
-_SHORT = 2**15  # bytes: up to here a repeat costs nothing and its noise the most
-_MORE = 5  # times as many repeats of short messages
-_LONG = 0.05  # seconds: after a size that takes longer no larger one is tried
-_FEWEST = 3  # sizes that a line goes through, however long they take
+_SHORT_BYTES = 2**15  # up to here a repeat costs nothing and the noise is largest
+_SHORT_FACTOR = 5  # times as many repeats of short messages
+_SLOW_SECONDS = 0.05  # after a size that takes longer no larger one is measured
+_MIN_SIZES = 3  # measured however long they take
 
 
 @dataclass(frozen=True)
-class CollectiveFit:
-    """One collective: seconds = alpha + beta * bytes."""
+class AlphaBeta:
+    """The cost of a collective: seconds = alpha + beta * bytes that arrive at a rank."""
 
     alpha: float  # seconds
-    beta: float  # seconds for a byte that arrives
-    spread: float  # half of all repeats lay within this share of their median, at the size where it was widest
-    sizes: tuple[int, ...]  # bytes
-    seconds: tuple[float, ...]  # median of each size, of the slowest rank
+    beta: float  # seconds per byte
 
     def time(self, size: float) -> float:
+        """Predict the seconds until `size` bytes have arrived."""
         return self.alpha + self.beta * size
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second; infinite where more bytes took no longer."""
+        """Bytes per second; infinite where more bytes took no longer."""
         return 1 / self.beta if self.beta else float("inf")
 
 
 @dataclass(frozen=True)
-class Link:
-    """What was measured between the workers of a group; the same on each of them."""
+class CollectiveFit(AlphaBeta):
+    """The measured cost of one collective."""
 
-    workers: int
+    spread: float  # half of all repeats lie within this fraction of their median, at the size where it is widest
+    sizes: tuple[int, ...]  # bytes
+    seconds: tuple[float, ...]  # median of each size, of the slowest rank
+
+
+@dataclass(frozen=True)
+class Link:
+    """The measured link of a process group; the same on each rank."""
+
+    world_size: int
     backend: str
-    collectives: dict[str, CollectiveFit]  # by collective
+    collectives: dict[str, CollectiveFit]
 
     def time(self, collective: str, size: float) -> float:
-        """Seconds until so many bytes have arrived."""
+        """Predict the seconds until `size` bytes have arrived."""
         return self.collectives[collective].time(size)
 
     def to_json(self) -> dict[str, Any]:
@@ -64,19 +71,19 @@ class Link:
 
 
 def measure_link(workers: Workers, device: torch.device | str = "cpu", repeats: int = _REPEATS) -> Link:
-    """Time every collective at several sizes; all workers of the group must call it."""
+    """Time every collective at several sizes; all ranks of the group must call it together."""
     if workers.size == 1:
-        raise ConfigError("one worker alone has no link to measure; start several with torchrun.")
+        raise ConfigError("a single rank has no link to measure; start several with torchrun.")
     device = torch.device(device)
     timed = TimedComm(workers.group)
-    fits = {name: _line(name, timed, device, repeats) for name in COLLECTIVES}
+    fits = {name: _fit_collective(name, timed, device, repeats) for name in COLLECTIVES}
     return Link(workers.size, str(distributed.get_backend(workers.group)), fits)
 
 
-def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
-    """Alpha and beta with the least squared relative error, neither below zero.
+def fit_alpha_beta(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
+    """Fit alpha and beta, neither below zero, by least squares of the relative error.
 
-    Relative, since the smallest messages tell alpha and would not count beside an absolute error of the largest.
+    Relative, since the smallest messages determine alpha and would not count beside the absolute error of the largest.
     """
     weights = [1 / time**2 for time in seconds]
     rows = list(zip(weights, sizes, seconds, strict=True))
@@ -90,37 +97,38 @@ def fit(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
     return (alpha, beta) if alpha >= 0 else (0.0, xt / xx)
 
 
-def _line(collective: str, workers: TimedComm, device: torch.device, repeats: int) -> CollectiveFit:
+def _fit_collective(collective: str, workers: TimedComm, device: torch.device, repeats: int) -> CollectiveFit:
     sizes: list[int] = []
     medians: list[float] = []
     spreads: list[float] = []
     for size in _SIZES:
-        arrived, seconds = _times(collective, size, workers, device, repeats * (_MORE if size <= _SHORT else 1))
+        factor = _SHORT_FACTOR if size <= _SHORT_BYTES else 1
+        received, seconds = _time_collective(collective, size, workers, device, repeats * factor)
         first, middle, third = quantiles(seconds, n=4)
-        sizes.append(arrived)
+        sizes.append(received)
         medians.append(median(seconds))
         spreads.append((third - first) / 2 / middle)
-        if middle > _LONG and len(sizes) >= _FEWEST:
+        if middle > _SLOW_SECONDS and len(sizes) >= _MIN_SIZES:
             break
-    alpha, beta = fit(sizes, medians)
+    alpha, beta = fit_alpha_beta(sizes, medians)
     return CollectiveFit(alpha, beta, max(spreads), tuple(sizes), tuple(medians))
 
 
-def _times(
+def _time_collective(
     collective: str, size: int, workers: TimedComm, device: torch.device, repeats: int
 ) -> tuple[int, list[float]]:
-    """Bytes that arrive, and of each repeat the seconds of the slowest rank."""
-    work = _work(collective, size, workers, device)
-    own = []
+    """Return the bytes that arrive, and the seconds of the slowest rank for each repeat."""
+    call = _collective_call(collective, size, workers, device)
+    timings = []
     for _ in range(repeats + 1):  # the first opens connections and is not counted
-        workers.gather(torch.zeros(1, device=device), "agreement")  # all start together
-        work()
-        own.append(workers.calls[-1])
-    return own[-1].bytes, max_over_ranks([call.seconds for call in own[1:]], workers, device)
+        workers.gather(torch.zeros(1, device=device), "agreement")  # start together
+        call()
+        timings.append(workers.calls[-1])
+    return timings[-1].bytes, max_over_ranks([timing.seconds for timing in timings[1:]], workers, device)
 
 
-def _work(collective: str, size: int, workers: TimedComm, device: torch.device) -> Callable[[], Tensor]:
-    """A call of the collective that brings about so many bytes to a worker."""
+def _collective_call(collective: str, size: int, workers: TimedComm, device: torch.device) -> Callable[[], Tensor]:
+    """Return a call of the collective that brings about `size` bytes to each rank."""
     others = workers.size - 1
     message = {
         "all-reduce": size * workers.size // (2 * others),

@@ -34,13 +34,13 @@ def slack_of(backward: Sequence[float]) -> list[float]:
 
 def whole_time(elements: float, link: Link) -> float:
     """Seconds to send all gradients of one layer."""
-    n = link.workers
+    n = link.world_size
     return link.time("all-gather", (n - 1) * _MARKS) + link.time("all-reduce", 2 * (n - 1) / n * elements * _WIDTH)
 
 
 def sparse_time(elements: float, density: float, link: Link) -> float:
     """Seconds to send a share of them, chosen by replicas that look in different places."""
-    n, chosen = link.workers, density * elements
+    n, chosen = link.world_size, density * elements
     indices = link.time("all-gather", (n - 1) / n * chosen * _WIDTH)
     return (
         link.time("all-gather", (n - 1) * _MARKS) + indices + link.time("all-reduce", 2 * (n - 1) / n * chosen * _WIDTH)

@@ -1,0 +1,146 @@
+"""What a run trains: a causal language model on text or an image classifier on labeled images, new or pretrained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+
+from smelt.errors import ModelError
+from smelt.models.config import config_from
+from smelt.models.json_file import one_line
+from smelt.models.load import load, resolve
+from smelt.models.quantized import QuantizedLinear
+from smelt.models.quiet import quiet_transformers
+from smelt.models.tokenizer import tokenizer_of
+from smelt.train.trainer.config import TrainConfig
+from smelt.train.trainer.dataloader import (
+    MapDataset,
+    NormalizedImages,
+    channel_statistics,
+    load_image_splits,
+    load_token_windows,
+)
+
+
+@dataclass(frozen=True)
+class TrainingTask:
+    """A network, which takes a batch as keyword arguments and returns a loss, and its data."""
+
+    network: PreTrainedModel
+    train: MapDataset
+    held_out: MapDataset
+    is_classifier: bool  # whether there is an accuracy
+    tokenizer: PreTrainedTokenizerBase | None = None
+    forward_kwargs: dict[str, Any] = field(default_factory=dict)  # of every call of the network
+    metadata: dict[str, Any] = field(default_factory=dict)  # for run.json
+
+    def save(self, folder: Path) -> None:
+        """Save the network and its tokenizer as transformers does."""
+        with quiet_transformers():
+            self.network.save_pretrained(folder)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(folder)
+
+
+def build_task(config: TrainConfig) -> TrainingTask:
+    """Build the model and load the data of a run."""
+    return _language_task(config) if config.task == "language" else _image_task(config)
+
+
+def _language_task(config: TrainConfig) -> TrainingTask:
+    tokenizer: PreTrainedTokenizerBase | None
+    if isinstance(config.model, str):
+        network, tokenizer = _pretrained_model(config.model, "language")
+    else:
+        tokenizer = None if config.tokenizer is not None else byte_tokenizer()
+        sizes = {} if tokenizer is None else {"vocab_size": len(tokenizer)}
+        network = _new_model({**sizes, **config.model}, AutoModelForCausalLM, config.seed)
+    if config.tokenizer is not None:
+        tokenizer = tokenizer_of(resolve(config.tokenizer))
+    if tokenizer is None:
+        raise ModelError(f"{config.tokenizer or config.model} has no tokenizer; name a model that has one.")
+    max_len = getattr(network.config, "max_position_embeddings", None) or config.data.length
+    if max_len < config.data.length:
+        raise ModelError(f"the model reads {max_len} tokens and data.length is {config.data.length}; make it shorter.")
+    vocab_size = int(network.get_input_embeddings().weight.shape[0])
+    train, held_out = load_token_windows(config.data, tokenizer, vocab_size)
+    metadata = {"windows": len(train), "held_out": len(held_out), "vocabulary": len(tokenizer)}
+    return TrainingTask(network, train, held_out, False, tokenizer, {"use_cache": False}, metadata)
+
+
+def _image_task(config: TrainConfig) -> TrainingTask:
+    train, held_out = load_image_splits(config.data)
+    channels, classes = train.pixels.shape[1], max(train.classes, held_out.classes)
+    if isinstance(config.model, str):
+        network, _ = _pretrained_model(config.model, "images")
+    else:
+        values: dict[str, Any] = {"num_channels": channels, "num_labels": classes, **config.model}
+        network = _new_model(values, AutoModelForImageClassification, config.seed)
+    _check_image_model(network.config, channels, classes, config.data.train)
+    mean, std = channel_statistics(train)
+    metadata = {
+        "images": len(train),
+        "held_out": len(held_out),
+        "classes": classes,
+        "image_mean": mean.tolist(),
+        "image_std": std.tolist(),
+    }
+    datasets = NormalizedImages(train, mean, std), NormalizedImages(held_out, mean, std)
+    return TrainingTask(network, *datasets, True, metadata=metadata)
+
+
+def _check_image_model(config: Any, channels: int, classes: int, source: str) -> None:
+    for key, needed in (("num_channels", channels), ("num_labels", classes)):
+        value = getattr(config, key, needed)
+        if value < needed or (key == "num_channels" and value != needed):
+            raise ModelError(f"the model has {key} = {value}, and {source} needs {needed}.")
+
+
+def _new_model(values: dict[str, Any], auto_class: Any, seed: int) -> PreTrainedModel:
+    """Build a network with random weights from the keys of a transformers config."""
+    config = config_from(values, "`model` of the configuration")
+    defaults = type(config)()
+    unknown = [key for key in values if not hasattr(defaults, key)]  # transformers accepts any key silently
+    if unknown:
+        raise ModelError(f"`model` of the configuration: {config.model_type} has no key {unknown[0]!r}.")
+    return _build(lambda: auto_class.from_config(config, trust_remote_code=False), seed)
+
+
+def _build(build: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
+    try:
+        with quiet_transformers():
+            torch.manual_seed(seed)
+            return build().float()
+    except Exception as error:  # a foreign constructor with foreign values may raise anything
+        raise ModelError(f"transformers cannot build the `model` of the configuration ({one_line(error)}).") from error
+
+
+def _pretrained_model(spec: str, task: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    """Load an existing model in float32."""
+    model = load(spec, dtype=torch.float32)
+    if model.task != task:
+        raise ModelError(f"{spec} is a model for {model.task}, but the task is {task}; choose a model for that task.")
+    if any(isinstance(module, QuantizedLinear) for module in model.network.modules()):
+        raise ModelError(f"{spec} has quantized layers, which have no gradient; train the model it was made from.")
+    return model.network, model.tokenizer
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Build a tokenizer with one token per UTF-8 byte, for a new model without a tokenizer of its own."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=core, model_input_names=["input_ids", "attention_mask"])
