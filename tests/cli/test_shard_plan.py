@@ -88,8 +88,8 @@ def plan_of(name: str) -> dict[str, Any]:
 
 def test_the_page_adds_up_and_no_name_becomes_markup() -> None:
     plan = plan_of("<b>bold</b>")
-    assert unit_rows(plan) == [["all", "1 kB", "given back", "1000.000 / 1500.000", *["1000.000 / 1000.000"] * 3]]
-    assert step_rows(plan)[2] == ["memory of a worker at most", "3 MB", "not measured"]
+    assert unit_rows(plan) == [["all", "1 kB", "resharded", "1000.000 / 1500.000", *["1000.000 / 1000.000"] * 3]]
+    assert step_rows(plan)[2] == ["peak memory per rank", "3 MB", "not measured"]
     page = render_shard_plan(plan)
     assert "<b>bold" not in page and "&lt;b&gt;bold" in page
     assert 'x="25.000%"' in page and 'width="25.000%"' in page and page.count("<rect") == 10

@@ -1,7 +1,7 @@
 """The FSDP sharding page: times per unit and both timelines, predicted beside measured.
 
 A plan is a plain dict: `name`, `world_size`, `units` (name, bytes, reshard_after_forward), `predicted` and
-`measured` (seconds, exposed_seconds, peak_memory, and events as kind, unit, start, end; unit -1 is the root), and other facts.
+`measured` (seconds, exposed_seconds, peak_memory, and events as kind, unit, start, end; unit -1 is the root).
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ def model_of(layers: int, size: int = MB, forward: float = 1.0, backward: float 
     return ModelProfile(tuple(LayerProfile(f"{number}", size, forward, backward) for number in range(layers)))
 
 
-def machines_of(seconds: float, *, memory: float = 1e12, beside: bool = True, alpha: float = 0.0) -> ClusterSpec:
+def cluster_of(seconds: float, *, memory: float = 1e12, overlap: bool = True, alpha: float = 0.0) -> ClusterSpec:
     """Two workers, between which a megabyte of parameters takes so long."""
     speed = AlphaBeta(alpha, 2 * seconds / MB)
-    return ClusterSpec(2, speed, speed, memory, beside)
+    return ClusterSpec(2, speed, speed, memory, overlap)
 
 
 def one_each(layers: int, reshard_after_forward: bool = True, forward: int = 1, backward: int = 1) -> ShardingPlan:
@@ -50,25 +50,25 @@ def test_what_computing_hides_is_not_exposed() -> None:
     the last layer for backward, unless it stays whole after forward."""
     last_kept = ShardingPlan((*one_each(5).units[:-1], ShardUnit(4, 5, False)))
     for seconds in (1e-6, 0.5, 0.99):
-        assert predict_timeline(model_of(5), one_each(5), machines_of(seconds)).exposed_seconds == pytest.approx(
+        assert predict_timeline(model_of(5), one_each(5), cluster_of(seconds)).exposed_seconds == pytest.approx(
             3 * seconds
         )
-        assert predict_timeline(model_of(5), last_kept, machines_of(seconds)).exposed_seconds == pytest.approx(
+        assert predict_timeline(model_of(5), last_kept, cluster_of(seconds)).exposed_seconds == pytest.approx(
             2 * seconds
         )
-    assert predict_timeline(model_of(5), one_each(5), machines_of(0.0)).exposed_seconds == 0.0
+    assert predict_timeline(model_of(5), one_each(5), cluster_of(0.0)).exposed_seconds == 0.0
 
 
 def test_what_nothing_hides_is_the_sum() -> None:
     """Computing takes no time: gathers of forward, of backward, and scatters, one after the other."""
     idle = model_of(4, forward=0.0, backward=0.0)
-    assert predict_timeline(idle, one_each(4), machines_of(1.0)).seconds == pytest.approx(4 + 4 + 4)
-    assert predict_timeline(idle, one_each(4, reshard_after_forward=False), machines_of(1.0)).seconds == pytest.approx(
+    assert predict_timeline(idle, one_each(4), cluster_of(1.0)).seconds == pytest.approx(4 + 4 + 4)
+    assert predict_timeline(idle, one_each(4, reshard_after_forward=False), cluster_of(1.0)).seconds == pytest.approx(
         4 + 4
     )
     together = ShardingPlan((ShardUnit(0, 4, True),))
-    assert predict_timeline(idle, together, machines_of(1.0, alpha=1.0)).seconds == pytest.approx(3 * 5)
-    waiting = predict_timeline(model_of(4), one_each(4), machines_of(1.0, overlap=False))
+    assert predict_timeline(idle, together, cluster_of(1.0, alpha=1.0)).seconds == pytest.approx(3 * 5)
+    waiting = predict_timeline(model_of(4), one_each(4), cluster_of(1.0, overlap=False))
     assert waiting.seconds == pytest.approx(12 + 4 * 3) and waiting.exposed_seconds == pytest.approx(12)
 
 
@@ -86,19 +86,19 @@ def test_a_scatter_holds_computing_up_until_the_one_before_is_done() -> None:
 def test_the_order_is_that_of_fsdp() -> None:
     """The next gather is issued before the scatter of what is computed; the root comes first and last."""
     model = replace(model_of(2), root=LayerProfile("root", MB, 0.0, 0.0))
-    order = predict_timeline(model, one_each(2), machines_of(0.1)).order
+    order = predict_timeline(model, one_each(2), cluster_of(0.1)).order
     assert order == [
         ("all-gather", ROOT), ("all-gather", 0), ("all-gather", 1), ("forward", 0), ("forward", 1),
         ("all-gather", 1), ("all-gather", 0), ("backward", 1), ("reduce-scatter", 1), ("backward", 0),
         ("reduce-scatter", 0), ("reduce-scatter", ROOT),
     ]  # fmt: skip
-    late = predict_timeline(model_of(2), one_each(2, reshard_after_forward=False, forward=0), machines_of(0.1)).order
+    late = predict_timeline(model_of(2), one_each(2, reshard_after_forward=False, forward=0), cluster_of(0.1)).order
     assert late[:4] == [("all-gather", 0), ("forward", 0), ("all-gather", 1), ("forward", 1)]
 
 
 def test_memory_is_counted_by_hand() -> None:
     """Two layers of 1 MB, nothing ahead in forward, all computing 1 s, collectives no time."""
-    free = machines_of(0.0)
+    free = cluster_of(0.0)
     shards = 4.0 * 2 * MB / 2
     assert (
         predict_timeline(model_of(2), one_each(2, forward=0), free).peak_memory == shards + 3 * MB
@@ -115,7 +115,7 @@ def test_memory_is_counted_by_hand() -> None:
 @pytest.mark.parametrize("tight", [False, True])
 def test_brute_force_finds_nothing_better(seed: int, tight: bool) -> None:
     """All cuts, all sets that stay whole, all depths, written out anew."""
-    model, machines = random_model(seed, 4), machines_of(0.15, alpha=0.05)
+    model, cluster = random_model(seed, 4), cluster_of(0.15, alpha=0.05)
     timelines = []
     for number in range(4):
         for cuts in combinations(range(1, 4), number):
@@ -123,52 +123,52 @@ def test_brute_force_finds_nothing_better(seed: int, tight: bool) -> None:
             for kept in product((True, False), repeat=number + 1):
                 units = tuple(ShardUnit(a, b, flag) for a, b, flag in zip(borders, borders[1:], kept, strict=False))
                 timelines += [
-                    predict_timeline(model, ShardingPlan(units, f, b), machines) for f in (0, 1, 2) for b in (1, 2)
+                    predict_timeline(model, ShardingPlan(units, f, b), cluster) for f in (0, 1, 2) for b in (1, 2)
                 ]
     assert len(timelines) == count_plans(4) == len(set(all_plans(4)))
     peaks = sorted(each.peak_memory or 0 for each in timelines)
     memory = peaks[len(peaks) // 10] if tight else peaks[-1]
     best = min(each.seconds for each in timelines if (each.peak_memory or 0) <= memory)
-    found = search_plan(model, replace(machines, memory=memory))
+    found = search_plan(model, replace(cluster, memory=memory))
     assert found.exhaustive and found.timeline.seconds == pytest.approx(best, abs=1e-11)
     assert found.timeline.peak_memory is not None and found.timeline.peak_memory <= memory
-    climbed = search_plan(model, replace(machines, memory=memory), max_exhaustive=0)
+    climbed = search_plan(model, replace(cluster, memory=memory), max_exhaustive=0)
     assert not climbed.exhaustive and climbed.timeline.seconds <= 1.05 * best
     assert climbed.timeline.peak_memory is not None and climbed.timeline.peak_memory <= memory
 
 
 def test_the_last_layer_stays_whole_and_memory_decides_about_the_others() -> None:
-    model, machines = model_of(5, forward=0.2, backward=0.4), machines_of(0.5)
-    roomy = search_plan(model, machines)
+    model, cluster = model_of(5, forward=0.2, backward=0.4), cluster_of(0.5)
+    roomy = search_plan(model, cluster)
     assert not any(unit.reshard_after_forward for unit in roomy.plan.units)  # nothing is gathered twice
     assert roomy.timeline.peak_memory is not None
-    tight = search_plan(model, replace(machines, memory=roomy.timeline.peak_memory - 2 * MB))
+    tight = search_plan(model, replace(cluster, memory=roomy.timeline.peak_memory - 2 * MB))
     assert not tight.plan.units[-1].reshard_after_forward
     assert roomy.timeline.seconds < tight.timeline.seconds
 
 
 def test_where_starting_costs_much_layers_are_gathered_together() -> None:
-    dear = search_plan(model_of(5, forward=0.01, backward=0.02), machines_of(0.001, alpha=1.0))
-    cheap = search_plan(model_of(5, forward=0.01, backward=0.02), machines_of(0.01))
+    dear = search_plan(model_of(5, forward=0.01, backward=0.02), cluster_of(0.001, alpha=1.0))
+    cheap = search_plan(model_of(5, forward=0.01, backward=0.02), cluster_of(0.01))
     assert len(dear.plan.units) == 1 and len(cheap.plan.units) > 1
 
 
 def test_a_large_model_is_planned_within_its_memory() -> None:
-    model, machines = random_model(9, 40), machines_of(0.5, alpha=0.01)
-    usual = predict_timeline(model, one_each(40), machines)
-    roomy = search_plan(model, machines)
+    model, cluster = random_model(9, 40), cluster_of(0.5, alpha=0.01)
+    usual = predict_timeline(model, one_each(40), cluster)
+    roomy = search_plan(model, cluster)
     assert roomy.timeline.peak_memory is not None and usual.peak_memory is not None
     assert roomy.timeline.seconds < 0.9 * usual.seconds and roomy.timeline.peak_memory > 1.2 * usual.peak_memory
     memory = (usual.peak_memory + roomy.timeline.peak_memory) / 2
-    tight = search_plan(model, replace(machines, memory=memory))
+    tight = search_plan(model, replace(cluster, memory=memory))
     assert tight.timeline.peak_memory is not None and tight.timeline.peak_memory <= memory
     assert roomy.timeline.seconds < tight.timeline.seconds < usual.seconds
 
 
 def test_what_cannot_be_planned_is_one_sentence() -> None:
     with pytest.raises(ResourceError, match="no plan fits: the smallest needs"):
-        search_plan(model_of(3), machines_of(1.0, memory=1000.0))
+        search_plan(model_of(3), cluster_of(1.0, memory=1000.0))
     with pytest.raises(ConfigError, match="plan for at least two"):
         ClusterSpec(1, AlphaBeta(0, 0), AlphaBeta(0, 0), 1.0)
-    with pytest.raises(ConfigError, match="each once and in their order"):
+    with pytest.raises(ConfigError, match="each once and in order"):
         ShardingPlan((ShardUnit(0, 1, True), ShardUnit(2, 3, True)))

@@ -133,8 +133,8 @@ def planned() -> tuple[dict[str, Any], ShardingPlan]:
     model = known(network)
     workers = Workers()
     gather, scatter = measure_collectives(workers, CPU)
-    machines = ClusterSpec(workers.size, gather, scatter, 1e9, overlap=False)
-    found = search_plan(model, machines)
+    cluster = ClusterSpec(workers.size, gather, scatter, 1e9, overlap=False)
+    found = search_plan(model, cluster)
     return model.to_json(), found.plan
 
 
@@ -173,7 +173,7 @@ def refused(what: str) -> None:
     if what == "other":
         layers = (replace(model.layers[0], name="gone"), *model.layers[1:])
         apply_plan(PLANS["together"], replace(model, layers=layers), network, mesh)
-    if what == "whole":
+    if what == "unsharded":
         measure_timeline(PLANS["together"], model, network, Work(network), CPU)
     apply_plan(PLANS["together"], model, network, mesh)
     apply_plan(PLANS["together"], model, network, mesh)
@@ -181,7 +181,11 @@ def refused(what: str) -> None:
 
 @pytest.mark.parametrize(
     ("what", "words"),
-    [("other", "the network has no layer 'gone'"), ("whole", "apply a plan to it first"), ("twice", "was applied to")],
+    [
+        ("other", "the network has no layer 'gone'"),
+        ("unsharded", "apply a plan to it first"),
+        ("twice", "was applied to"),
+    ],
 )
 def test_what_does_not_fit_is_one_sentence(what: str, words: str) -> None:
     for _, error in outcomes(2, refused, what):
