@@ -127,7 +127,7 @@ def _cell(task: str, method: str, density: float | None, seed: int, rate: float,
         "device": "cpu",
         "gradients": gradients,
         "optimizer": {**optimizer, "lr": rate},
-        "schedule": {"name": "cosine", "warm_up": WARM_UP},
+        "schedule": {"name": "cosine", "warmup_steps": WARM_UP},
         "evaluate": {"every": steps // POINTS, "samples": 512 if task in IMAGES else 256},
         "checkpoint": {"every": None, "keep": 1},
     }
@@ -139,7 +139,7 @@ def _data(task: str, folder: Path) -> dict[str, Any]:
     if task in IMAGES:
         return {"train": str(shared() / "data/mnist/mnist.npz" if task == "resnet" else cifar10(folder))}
     train, held_out = wikitext2(folder, 1.0)
-    return {"train": str(train), "evaluate": str(held_out), "length": 64}
+    return {"train": str(train), "evaluate": str(held_out), "seq_len": 64}
 
 
 def _language(data: dict[str, Any]) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _language(data: dict[str, Any]) -> dict[str, Any]:
         "max_position_embeddings": 64,
         "tie_word_embeddings": True,
     }
-    return {"task": "language", "model": model, "data": data, "batch": 4, "clip": 1.0}
+    return {"task": "language", "model": model, "data": data, "batch_size": 4, "max_grad_norm": 1.0}
 
 
 def _images(data: dict[str, Any]) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _images(data: dict[str, Any]) -> dict[str, Any]:
         "depths": [1, 1, 1],
         "layer_type": "basic",
     }
-    return {"task": "images", "model": model, "data": data, "batch": 16}
+    return {"task": "images", "model": model, "data": data, "batch_size": 16}
 
 
 def _row(found: Cell) -> Row:

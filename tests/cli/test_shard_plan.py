@@ -16,8 +16,8 @@ from tests.cli.conftest import Smelt
 CONFIG = """
 model: {model_type: llama, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 3, num_attention_heads: 2,
         max_position_embeddings: 64, tie_word_embeddings: true}
-data: {train: DATA, length: 16}
-batch: 2
+data: {train: DATA, seq_len: 16}
+batch_size: 2
 optimizer: {name: sgd}
 device: cpu
 """

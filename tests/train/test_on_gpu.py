@@ -95,7 +95,12 @@ def test_a_step_in_slots_does_not_wait_for_the_device(kind: Any) -> None:
     "changes",
     [
         {"gradients": "none", "precision": "bf16"},
-        {"gradients": "exdyna:density=0.05,sampled=2", "exchange": {"slots": 2.0}, "accumulate": 2, "clip": 1.0},
+        {
+            "gradients": "exdyna:density=0.05,sampled=2",
+            "exchange": {"slots": 2.0},
+            "gradient_accumulation_steps": 2,
+            "max_grad_norm": 1.0,
+        },
         {"gradients": "topk:density=0.05", "precision": "fp16"},
         {"gradients": "powersgd:rank=2,plain=2"},
         {"gradients": "auto"},

@@ -133,7 +133,7 @@ def _training_step(
     task: TrainingTask, config: TrainConfig, workers: Workers, device: torch.device, seed: int
 ) -> Callable[[], None]:
     """Return forward and backward of this rank's first samples, the same each time."""
-    indices = np.arange(workers.rank * config.batch, (workers.rank + 1) * config.batch) % len(task.train)
+    indices = np.arange(workers.rank * config.batch_size, (workers.rank + 1) * config.batch_size) % len(task.train)
     batch = {name: tensor.to(device) for name, tensor in task.train.batch(indices).items()}
 
     def step() -> None:

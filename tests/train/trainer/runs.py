@@ -46,8 +46,8 @@ def language(folder: Path, **changes: Any) -> dict[str, Any]:
     (folder / "text.txt").write_text(TEXT)
     return {
         "model": LLAMA,
-        "data": {"train": str(folder / "text.txt"), "length": 32},
-        "batch": 4,
+        "data": {"train": str(folder / "text.txt"), "seq_len": 32},
+        "batch_size": 4,
         "steps": 6,
         "optimizer": {"lr": 5e-3},
         "gradients": "exdyna:density=0.05,sampled=2",
@@ -72,7 +72,7 @@ def images(folder: Path, **changes: Any) -> dict[str, Any]:
         "task": "images",
         "model": RESNET,
         "data": {"train": str(folder)},
-        "batch": 16,
+        "batch_size": 16,
         "steps": 20,
         "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
         "gradients": "none",

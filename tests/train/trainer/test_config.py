@@ -39,7 +39,7 @@ MODEL = {"model": "a-model"}
         ({"steps": 1.5}, "must be an integer"),
         ({"task": "vision"}, "there is no task 'vision'"),
         ({"precision": "fp61"}, "did you mean 'fp16'?"),
-        ({"clip": -1}, "clip is -1"),
+        ({"max_grad_norm": -1}, "max_grad_norm is -1"),
         ({"gradients": "exdyna:density=0"}, "density is 0; it is the share of gradients that is sent"),
         ({"gradients": "exdyna:density=2"}, "density is 2; it is the share of gradients that is sent"),
         ({"gradients": {"method": "exdyna", "density": "2e0"}}, "density is 2"),
@@ -52,7 +52,7 @@ MODEL = {"model": "a-model"}
         ({"exchange": {"values": "int4"}}, "values is one of"),
         ({"exchange": {"value": "int8"}}, "did you mean 'values'?"),
         ({"checkpoint": {"keep": 0}}, "keep is 0"),
-        ({"data": {"length": 1}}, "length is 1"),
+        ({"data": {"seq_len": 1}}, "seq_len is 1"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(content: dict[str, Any], words: str) -> None:
@@ -63,9 +63,9 @@ def test_what_is_wrong_is_one_sentence(content: dict[str, Any], words: str) -> N
 
 def test_a_file_is_read_and_the_command_line_wins(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text("model: a-model\noptimizer: {lr: 3e-4}\ngradients: micro\nclip: 1\nprecision: off\n")
+    path.write_text("model: a-model\noptimizer: {lr: 3e-4}\ngradients: micro\nmax_grad_norm: 1\nprecision: off\n")
     read = TrainConfig.load(path)
-    assert (read.optimizer.lr, read.gradients, read.clip) == (3e-4, {"method": "micro"}, 1.0)
+    assert (read.optimizer.lr, read.gradients, read.max_grad_norm) == (3e-4, {"method": "micro"}, 1.0)
     assert read.precision == "off"
     assert config_of(read.to_json()) == read
     assert TrainConfig.load(path, "topk:density=1e-2").gradients == {"method": "topk", "density": 0.01}
@@ -78,6 +78,19 @@ def test_a_file_is_read_and_the_command_line_wins(tmp_path: Path) -> None:
         TrainConfig.load(tmp_path / "none.yaml")
 
 
+def test_old_keys_work_with_a_warning_and_runs_started_with_them_resume(tmp_path: Path) -> None:
+    with pytest.warns(FutureWarning, match="`warm_up` .* is now called `warmup_steps`"):
+        config = config_of({**MODEL, "schedule": {"warm_up": 4}})
+    assert config.schedule.warmup_steps == 4
+    before = config.to_json()
+    before["batch"], before["clip"] = before.pop("batch_size"), before.pop("max_grad_norm")
+    before["schedule"]["warm_up"] = before["schedule"].pop("warmup_steps")
+    config.check_same_run(before, tmp_path)
+    before["batch"] = 9
+    with pytest.raises(ConfigError, match="was started with batch_size = 9, and now it is 8"):
+        config.check_same_run(before, tmp_path)
+
+
 def test_ways_to_send_gradients() -> None:
     assert build_compressor(None) is None and build_compressor("none") is None
     assert build_compressor("bf16") == Dense(values="bfloat16")
@@ -88,7 +101,7 @@ def test_ways_to_send_gradients() -> None:
 
 
 def test_the_rate_rises_and_falls() -> None:
-    cosine = ScheduleConfig("cosine", warm_up=4, floor=0.1)
+    cosine = ScheduleConfig("cosine", warmup_steps=4, min_lr_ratio=0.1)
     rates = [lr_at(step, 12, 2.0, cosine) for step in range(13)]
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
     assert rates[8] == pytest.approx(2.0 * 0.55)

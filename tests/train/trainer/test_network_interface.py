@@ -1,4 +1,4 @@
-"""The network interface of a run: the one that routes to the master, and one sentence where no other node can reach it."""
+"""The network interface of a run: the one that routes to the master; a master that no node can reach is an error."""
 
 from __future__ import annotations
 

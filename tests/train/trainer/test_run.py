@@ -42,7 +42,7 @@ def everything(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"gradients": "exdyna:density=0.05,sampled=2", "clip": 1.0, "accumulate": 2},
+        {"gradients": "exdyna:density=0.05,sampled=2", "max_grad_norm": 1.0, "gradient_accumulation_steps": 2},
         {
             "gradients": "topk:density=0.05",
             "exchange": {"slots": 2.0},
@@ -120,8 +120,8 @@ def test_nodes_send_inside_and_between_and_go_on_to_the_bit(tmp_path: Path) -> N
 def test_accumulated_passes_are_one_larger_batch(tmp_path: Path) -> None:
     still = {**language(tmp_path)["model"], "attention_dropout": 0.0}
     common = {"model": still, "gradients": "none", "steps": 3}
-    trained(2, language(tmp_path, **common, batch=2, accumulate=2), tmp_path / "parts")
-    trained(2, language(tmp_path, **common, batch=4), tmp_path / "whole")
+    trained(2, language(tmp_path, **common, batch_size=2, gradient_accumulation_steps=2), tmp_path / "parts")
+    trained(2, language(tmp_path, **common, batch_size=4), tmp_path / "whole")
     for name, tensor in weights(tmp_path / "parts", 3).items():
         assert torch.allclose(tensor, weights(tmp_path / "whole", 3)[name], atol=2e-4), name
 
@@ -183,8 +183,8 @@ def test_what_a_model_cannot_take_is_said(tmp_path: Path) -> None:
     assert "the model knows 50; set vocab_size" in error
     (error,) = refused(1, language(tmp_path, model={**few, "hiden_size": 3}), tmp_path / "key")
     assert "llama has no key 'hiden_size'" in error
-    (error,) = refused(1, language(tmp_path, data={**language(tmp_path)["data"], "length": 65}), tmp_path / "long")
-    assert "the model reads 64 tokens and data.length is 65" in error
+    (error,) = refused(1, language(tmp_path, data={**language(tmp_path)["data"], "seq_len": 65}), tmp_path / "long")
+    assert "the model reads 64 tokens and data.seq_len is 65" in error
     (error,) = refused(1, images(tmp_path, model={**RESNET, "num_labels": 1}), tmp_path / "labels")
     assert "num_labels = 1" in error
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from smelt.config import parse, read_yaml, suggest
+from smelt.config import parse, read_yaml, renamed, renamed_keys, suggest
 from smelt.errors import ConfigError
 from smelt.train.gradients.settings import Settings
 from smelt.train.trainer.gradient_sync import build_compressor, check_single_momentum, normalize_gradients
@@ -25,11 +25,11 @@ class DataConfig:
 
     train: str = "default"  # text as everywhere in Smelt; images: a file or folder, or a name below SMELT_DATA
     evaluate: str | None = None  # None: the source's own test split, else its last tenth, which is not trained on
-    length: int = 256  # tokens per sequence (language)
-    text: str | None = None  # the column to read (language)
+    seq_len: int = renamed("length", default=256)  # tokens per sequence (language)
+    column: str | None = renamed("text", default=None)  # the column to read (language)
 
     def __post_init__(self) -> None:
-        _check_at_least(2, length=self.length)
+        _check_at_least(2, seq_len=self.seq_len)
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,16 @@ class ScheduleConfig:
     """The learning-rate schedule."""
 
     name: str = "cosine"  # or constant
-    warm_up: int = 0  # steps in which it rises linearly
-    floor: float = 0.0  # fraction of the learning rate at which a cosine ends
+    warmup_steps: int = renamed("warm_up", default=0)  # steps in which it rises linearly
+    min_lr_ratio: float = renamed("floor", default=0.0)  # fraction of the learning rate at which a cosine ends
 
     def __post_init__(self) -> None:
         _check_choice(SCHEDULES, name=self.name)
-        _check_at_least(0, warm_up=self.warm_up)
-        if not 0 <= self.floor <= 1:
-            raise ConfigError(f"floor is {self.floor:g}; it must be a fraction of the learning rate, from 0 to 1.")
+        _check_at_least(0, warmup_steps=self.warmup_steps)
+        if not 0 <= self.min_lr_ratio <= 1:
+            raise ConfigError(
+                f"min_lr_ratio is {self.min_lr_ratio:g}; it must be a fraction of the learning rate, from 0 to 1."
+            )
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,12 @@ class TrainConfig:
     task: str = "language"  # or images: a classifier
     tokenizer: str | None = None  # a model whose tokenizer is used; None: the model's own; a new model reads bytes
     data: DataConfig = field(default_factory=DataConfig)
-    batch: int = 8  # samples per rank and micro-step
-    accumulate: int = 1  # micro-steps before gradients are sent
+    batch_size: int = renamed("batch", default=8)  # samples per rank and micro-step
+    gradient_accumulation_steps: int = renamed("accumulate", default=1)  # micro-steps before gradients are sent
     steps: int = 1000
     seed: int = 0
     precision: str = "off"  # or bf16, fp16 (with a gradient scaler); weights stay float32
-    clip: float | None = None  # max norm of the reduced gradient
+    max_grad_norm: float | None = renamed("clip", default=None)  # max norm of the reduced gradient
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     gradients: str | dict[str, Any] | None = "auto"  # none, bf16, or a compressor: exdyna:density=0.001, or its keys
@@ -119,9 +121,14 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key, choices in (("task", TASKS), ("precision", PRECISIONS), ("device", DEVICES)):
             _check_choice(choices, **{key: getattr(self, key)})
-        _check_at_least(1, batch=self.batch, accumulate=self.accumulate, steps=self.steps)
+        _check_at_least(
+            1,
+            batch_size=self.batch_size,
+            gradient_accumulation_steps=self.gradient_accumulation_steps,
+            steps=self.steps,
+        )
         _check_at_least(0, seed=self.seed)
-        _check_positive(timeout=self.timeout, clip=self.clip, vector_mb=self.vector_mb)
+        _check_positive(timeout=self.timeout, max_grad_norm=self.max_grad_norm, vector_mb=self.vector_mb)
         object.__setattr__(self, "gradients", normalize_gradients(self.gradients))
         compressor = build_compressor(self.gradients)
         has_momentum = self.optimizer.name == "adamw" or self.optimizer.momentum > 0
@@ -148,13 +155,25 @@ class TrainConfig:
 
     def check_same_run(self, before: Any, folder: Path) -> None:
         """Refuse to resume a run that was started with another configuration."""
+        before = _current_keys(type(self), before) if isinstance(before, dict) else {}
         for key, value in self.to_json().items():
-            old_value = before.get(key) if isinstance(before, dict) else None
+            old_value = before.get(key)
             if key not in _MAY_CHANGE and old_value != value:
                 raise ConfigError(
                     f"{folder} was started with {key} = {old_value!r:.200}, and now it is {value!r:.200}; resume with "
                     "the same, or give another --out."
                 )
+
+
+def _current_keys(cls: type, content: dict[str, Any]) -> dict[str, Any]:
+    """Rename the keys of a configuration that an older version wrote."""
+    current: dict[str, Any] = {}
+    old_keys, types = renamed_keys(cls), get_type_hints(cls)
+    for key, value in content.items():
+        name = old_keys.get(key, key)
+        nested = is_dataclass(types.get(name)) and isinstance(value, dict)
+        current[name] = _current_keys(types[name], value) if nested else value
+    return current
 
 
 def _check_choice(choices: tuple[str, ...], **values: str) -> None:

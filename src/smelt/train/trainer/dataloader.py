@@ -108,21 +108,21 @@ def load_token_windows(
     if data.train == "default" or data.train in KNOWN or is_hub(data.train):
         return train, _tokenize_source(data.train, "evaluation", data, tokenizer, vocab_size)
     if len(train) < 2:
-        raise DataError(f"{data.train} has one sequence of {data.length} tokens; add more text, or set data.evaluate.")
+        raise DataError(f"{data.train} has one sequence of {data.seq_len} tokens; add more text, or set data.evaluate.")
     return train.split()
 
 
 def _tokenize_source(
     source: str, split: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, vocab_size: int
 ) -> TokenWindows:
-    tokens = _tokenize(load_text(resolve_source(source, split), column=data.text, split=split), tokenizer)
-    if len(tokens) < data.length:
-        raise DataError(f"{source} has {len(tokens):,} tokens, too few for one sequence of {data.length:,}.")
+    tokens = _tokenize(load_text(resolve_source(source, split), column=data.column, split=split), tokenizer)
+    if len(tokens) < data.seq_len:
+        raise DataError(f"{source} has {len(tokens):,} tokens, too few for one sequence of {data.seq_len:,}.")
     if int(tokens.max()) >= vocab_size:
         raise ModelError(
             f"the tokenizer produces token {int(tokens.max()):,} and the model knows {vocab_size:,}; set vocab_size."
         )
-    return TokenWindows(tokens, data.length)
+    return TokenWindows(tokens, data.seq_len)
 
 
 def _tokenize(data: TextData, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

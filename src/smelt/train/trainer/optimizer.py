@@ -33,12 +33,12 @@ def build_optimizer(network: nn.Module, config: OptimizerConfig, *, scaled: bool
 
 def lr_at(step: int, steps: int, lr: float, schedule: ScheduleConfig) -> float:
     """Return the learning rate of a step, counted from 0: linear warmup, then constant or cosine decay."""
-    if step < schedule.warm_up:
-        return lr * (step + 1) / schedule.warm_up
+    if step < schedule.warmup_steps:
+        return lr * (step + 1) / schedule.warmup_steps
     if schedule.name == "constant":
         return lr
-    progress = min((step - schedule.warm_up) / max(steps - schedule.warm_up, 1), 1.0)
-    return lr * (schedule.floor + (1 - schedule.floor) * (1 + math.cos(math.pi * progress)) / 2)
+    progress = min((step - schedule.warmup_steps) / max(steps - schedule.warmup_steps, 1), 1.0)
+    return lr * (schedule.min_lr_ratio + (1 - schedule.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -71,9 +71,11 @@ def _language_task(config: TrainConfig) -> TrainingTask:
         tokenizer = tokenizer_of(resolve(config.tokenizer))
     if tokenizer is None:
         raise ModelError(f"{config.tokenizer or config.model} has no tokenizer; name a model that has one.")
-    max_len = getattr(network.config, "max_position_embeddings", None) or config.data.length
-    if max_len < config.data.length:
-        raise ModelError(f"the model reads {max_len} tokens and data.length is {config.data.length}; make it shorter.")
+    max_len = getattr(network.config, "max_position_embeddings", None) or config.data.seq_len
+    if max_len < config.data.seq_len:
+        raise ModelError(
+            f"the model reads {max_len} tokens and data.seq_len is {config.data.seq_len}; make it shorter."
+        )
     vocab_size = int(network.get_input_embeddings().weight.shape[0])
     train, held_out = load_token_windows(config.data, tokenizer, vocab_size)
     metadata = {"windows": len(train), "held_out": len(held_out), "vocabulary": len(tokenizer)}

@@ -91,7 +91,7 @@ class Trainer:
             step, is_last = self.progress.step, self.progress.step == config.steps
             if is_last or (config.evaluate.every and step % config.evaluate.every == 0):
                 entry["evaluation"] = evaluate(
-                    self.task, config.evaluate.samples, config.batch, config.precision, self.device
+                    self.task, config.evaluate.samples, config.batch_size, config.precision, self.device
                 )
             self.progress.seconds = perf_counter() - self._started
             self.log(entry, is_last)
@@ -105,7 +105,7 @@ class Trainer:
         config, progress = self.config, self.progress
         lr = lr_at(progress.step, config.steps, config.optimizer.lr, config.schedule)
         set_lr(self.optimizer, lr)
-        losses = [self._forward_backward(micro_step) for micro_step in range(config.accumulate)]
+        losses = [self._forward_backward(micro_step) for micro_step in range(config.gradient_accumulation_steps)]
         with self.timer.phase("optimizer"):
             self.gradient_sync.settle()  # so that the traffic is known
             grad_norm = self._clip_grad_norm()
@@ -114,7 +114,7 @@ class Trainer:
             loss, received, intra_node = self._mean_over_ranks(local_loss, traffic.bytes, traffic.inside)
             skipped = self._optimizer_step(grad_norm, loss)
         progress.step += 1
-        progress.samples += config.batch * config.accumulate * self.workers.size
+        progress.samples += config.batch_size * config.gradient_accumulation_steps * self.workers.size
         progress.bytes += received
         progress.skipped += skipped
         progress.seconds = perf_counter() - self._started
@@ -150,17 +150,19 @@ class Trainer:
 
     def _forward_backward(self, micro_step: int) -> Tensor:
         """Run forward and backward of one batch and return its loss, []; the last micro-step sends the gradients."""
-        config, is_last = self.config, micro_step == self.config.accumulate - 1
+        config, is_last = self.config, micro_step == self.config.gradient_accumulation_steps - 1
         with self.timer.phase("data"):
-            start = batch_start(self.progress.samples, micro_step, config.batch, self.workers.size, self.workers.rank)
-            batch = self.task.train.batch(self.sampler.indices(start, config.batch))
+            start = batch_start(
+                self.progress.samples, micro_step, config.batch_size, self.workers.size, self.workers.rank
+            )
+            batch = self.task.train.batch(self.sampler.indices(start, config.batch_size))
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
             torch.manual_seed(config.seed * 1_000_003 + start)  # for dropout: no RNG state has to be saved
         with nullcontext() if is_last else self.model.no_sync():
             with self.timer.phase("forward"), autocast(config.precision, self.device):
                 loss = self.model(**batch, **self.task.forward_kwargs).loss
             with self.timer.phase("backward"):
-                scaled = loss / config.accumulate
+                scaled = loss / config.gradient_accumulation_steps
                 (scaled if self.scaler is None else self.scaler.scale(scaled)).backward()
         detached: Tensor = loss.detach()
         return detached
@@ -170,8 +172,8 @@ class Trainer:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         parameters = [parameter for parameter in self.task.network.parameters() if parameter.grad is not None]
-        if self.config.clip is not None:
-            return float(torch.nn.utils.clip_grad_norm_(parameters, self.config.clip))
+        if self.config.max_grad_norm is not None:
+            return float(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         return float(torch.nn.utils.get_total_norm(gradients))
 
