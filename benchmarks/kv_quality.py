@@ -19,7 +19,7 @@ from common import kept_rows, mean, table, write
 from kv_tasks import Asked, asked
 from torch import Tensor
 
-from smelt.kvcache.eviction.budget import kept
+from smelt.kvcache.eviction.budget import retained_mask
 from smelt.kvcache.eviction.budgets import make_budget_rule
 from smelt.kvcache.eviction.prefill import RecordedPrefill, decode_logits, kv_shape_of
 from smelt.kvcache.eviction.profile import EvictionProfile, retained_ratios
@@ -95,7 +95,7 @@ def judged(
             for keep in KEEP:
                 budget = make_budget_rule(rule, **({"profile": profiles[name, keep]} if rule == "static" else {}))
                 counts = budget.counts(scores, keep)
-                ways[f"{name}|{rule}|{keep:g}"] = kept(scores, counts)
+                ways[f"{name}|{rule}|{keep:g}"] = retained_mask(scores, counts)
     found = _answers(model, reading, each, {"all": torch.ones_like(next(iter(ways.values())))})
     names = list(ways)
     for start in range(0, len(names), AT_ONCE):

@@ -16,7 +16,7 @@ import torch
 from common import table, write
 from torch import Tensor
 
-from smelt.kvcache.eviction.clusters import SCOPES, cluster_heads, pages, sharing_overhead
+from smelt.kvcache.eviction.clusters import SCOPES, cluster_heads, num_pages, sharing_overhead
 from smelt.kvcache.eviction.profile import EvictionProfile
 
 TOKENS, SINK, WINDOW, BLOCK, SEEDS = 32768, 4, 64, 16, 3
@@ -43,7 +43,7 @@ def skewed(seed: int) -> Tensor:
 
 
 def measured(name: str, budgets: Tensor) -> list[dict[str, Any]]:
-    amounts = pages(budgets, TOKENS, SINK, WINDOW, BLOCK)
+    amounts = num_pages(budgets, TOKENS, SINK, WINDOW, BLOCK)
     rows = []
     for size in SIZES:
         row: dict[str, Any] = {"profile": name, "heads": size, "ideal": int(amounts.sum())}
@@ -51,7 +51,7 @@ def measured(name: str, budgets: Tensor) -> list[dict[str, Any]]:
             whole = budgets.shape[1] if scope == "per_layer" else budgets.numel()
             if whole % size == 0:
                 found = sharing_overhead(amounts, cluster_heads(budgets, size, scope))
-                row |= {scope: found.over, "monolithic": found.monolithic / found.ideal}
+                row |= {scope: found.ratio, "monolithic": found.monolithic / found.ideal}
         if "global" in row:
             rows.append(row)
     return rows

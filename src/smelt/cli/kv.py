@@ -24,7 +24,7 @@ app = typer.Typer(help="How many keys and values each head of a model needs.", p
 DataOption = Annotated[str, typer.Option("--data", help="Long texts: a file, a hub id, or default.")]
 KeepOption = Annotated[float, typer.Option("--keep", help="The share of keys and values that is kept in all.")]
 ScorerOption = Annotated[str, typer.Option("--scorer", help=f"What a token is worth: {', '.join(SCORERS)}.")]
-GroupOption = Annotated[int, typer.Option("--heads", min=1, help="Heads that share pages, at most.")]
+GroupOption = Annotated[int, typer.Option("--heads", min=1, help="Heads that share num_pages, at most.")]
 OutOption = Annotated[Path, typer.Option("-o", "--out", help="Where the profile is written.")]
 
 
@@ -76,7 +76,7 @@ def describe(made: EvictionProfile, found: Any) -> dict[str, Any]:
     for scope in ("global", "per_layer", "adjacent"):
         whole = budgets.shape[1] if scope == "per_layer" else budgets.numel()
         if whole % heads == 0:
-            sharing[scope] = sharing_overhead(budgets, cluster_heads(budgets, heads, scope)).over
+            sharing[scope] = sharing_overhead(budgets, cluster_heads(budgets, heads, scope)).ratio
     alike = rank_stability(found)
     return {
         "keep": made.keep_ratio,

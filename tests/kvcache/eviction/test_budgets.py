@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.kvcache.eviction.budget import BudgetRule, fitted, forced, kept, total
+from smelt.kvcache.eviction.budget import BudgetRule, fit_counts, num_forced, retained_mask, total_budget
 from smelt.kvcache.eviction.budgets import (
-    BUDGETS,
+    BUDGET_RULES,
     AdaKVBudget,
     GlobalTopKBudget,
     HeadKVBudget,
@@ -74,14 +74,14 @@ def test_totals_are_exact_and_bounds_hold(
 ) -> None:
     layers, batch, heads, tokens = sizes
     scores = scores_of(sizes, seed, sink, window, levels)
-    least = forced(scores)
+    least = num_forced(scores)
     for rule in rules(layers, heads, seed):
         counts = rule.counts(scores, keep)
         assert counts.shape == (layers, batch, heads) and counts.dtype == torch.int64
         assert (counts >= least).all() and (counts <= tokens).all(), rule
-        expected = least.sum((0, 2)).clamp(min=total(scores, keep))
+        expected = least.sum((0, 2)).clamp(min=total_budget(scores, keep))
         assert counts.sum((0, 2)).tolist() == expected.tolist(), rule
-        assert kept(scores, counts).sum(-1).equal(counts)
+        assert retained_mask(scores, counts).sum(-1).equal(counts)
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,7 +97,7 @@ def test_forced_tokens_that_differ_from_head_to_head_come_first(
     for rule in rules(layers, heads, seed):
         counts = rule.counts(scores, keep)
         assert (counts >= always.sum(-1)).all() and (counts <= tokens).all(), rule
-        expected = always.sum((0, 2, 3)).clamp(min=total(scores, keep))
+        expected = always.sum((0, 2, 3)).clamp(min=total_budget(scores, keep))
         assert counts.sum((0, 2)).tolist() == expected.tolist(), rule
 
 
@@ -137,7 +137,7 @@ def test_who_keeps_more_of_a_prompt_keeps_more_in_every_head(
 def test_ada_is_the_search_by_hand(sizes: Sizes, keep: float, seed: int, levels: int | None, part: float) -> None:
     layers, batch, heads, tokens = sizes
     scores = scores_of(sizes, seed, 1, 2, levels)
-    each = max(int(tokens * keep), int(forced(scores).max()))
+    each = max(int(tokens * keep), int(num_forced(scores).max()))
     counts = AdaKVBudget(part).counts(scores, keep)
     safe = int(int(tokens * keep) * part)
     for layer in range(layers):
@@ -154,7 +154,7 @@ def test_ada_is_the_search_by_hand(sizes: Sizes, keep: float, seed: int, levels:
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, keep=KEEPS, seed=st.integers(0, 2**32), levels=st.sampled_from([None, 1, 4]))
-def test_everywhere_is_the_search_by_hand(sizes: Sizes, keep: float, seed: int, levels: int | None) -> None:
+def test_global_topk_is_the_search_by_hand(sizes: Sizes, keep: float, seed: int, levels: int | None) -> None:
     layers, batch, heads, tokens = sizes
     scores = scores_of(sizes, seed, 1, 2, levels)
     counts = GlobalTopKBudget().counts(scores, keep)
@@ -166,7 +166,7 @@ def test_everywhere_is_the_search_by_hand(sizes: Sizes, keep: float, seed: int, 
             for head in range(heads)
             for token in range(tokens)
         )
-        several = max(total(scores, keep), int(forced(scores)[:, row].sum()))
+        several = max(total_budget(scores, keep), int(num_forced(scores)[:, row].sum()))
         chosen = [(layer, head) for _, _, layer, head in cells[:several]]
         expected = [[chosen.count((layer, head)) for head in range(heads)] for layer in range(layers)]
         assert counts[:, row].tolist() == expected
@@ -252,7 +252,7 @@ def test_fitted_counts_sum_up_between_their_bounds(cells: list[tuple[float, int,
     ideal = torch.tensor([[cell[0] for cell in cells]], dtype=torch.float64)
     low = torch.tensor([[cell[1] for cell in cells]])
     high = low + torch.tensor([[cell[2] for cell in cells]])
-    counts = fitted(ideal, low, high, aim)
+    counts = fit_counts(ideal, low, high, aim)
     assert (counts >= low).all() and (counts <= high).all()
     assert int(counts.sum()) == min(max(aim, int(low.sum())), int(high.sum()))
     free = [i for i in range(len(cells)) if low[0, i] < counts[0, i] < high[0, i]]
@@ -262,7 +262,7 @@ def test_fitted_counts_sum_up_between_their_bounds(cells: list[tuple[float, int,
 
 def test_fitted_rounds_the_largest_remainder_up() -> None:
     ideal = torch.tensor([[2.5, 1.7, 0.3, 3.5], [1.0, 2.0, 3.0, 2.0]])
-    assert fitted(ideal, torch.zeros(2, 4).long(), 9, 8).tolist() == [[3, 2, 0, 3], [1, 2, 3, 2]]
+    assert fit_counts(ideal, torch.zeros(2, 4).long(), 9, 8).tolist() == [[3, 2, 0, 3], [1, 2, 3, 2]]
 
 
 @pytest.mark.parametrize("keep", [0.0, 2.0, -0.5, math.nan])
@@ -277,27 +277,27 @@ def test_rules_by_name() -> None:
     assert make_budget_rule("pyramid", beta=10) == PyramidKVBudget(10)
     profile = profile_of(2, 2, 0)
     assert make_budget_rule("static", profile=profile, rescale=False) == StaticBudget(profile, False)
-    assert all(rule.name == name and rule.paper for name, rule in BUDGETS.items())
+    assert all(rule.name == name and rule.paper for name, rule in BUDGET_RULES.items())
 
 
 @pytest.mark.parametrize(
     ("name", "parameters", "sentence"),
     [
-        ("adda", {}, "there is no budget rule 'adda'; there are uniform, pyramid, ada"),
+        ("adda", {}, "there is no budget rule 'adda'; did you mean 'ada'"),
         ("uniform", {"beta": 1.0}, "uniform has no parameter 'beta'; it has none"),
         ("ada", {"beta": 1.0}, "ada has no parameter 'beta'; it has safeguard"),
-        ("ada", {"safeguard": "much"}, "safeguard of the budget rule ada must be a float"),
-        ("ada", {"safeguard": True}, "safeguard of the budget rule ada must be a float"),
+        ("ada", {"safeguard": "much"}, "safeguard of the budget rule ada must be a number"),
+        ("ada", {"safeguard": True}, "safeguard of the budget rule ada must be a number"),
         ("ada", {"safeguard": 1.5}, "between 0 and 1"),
         ("pyramid", {"beta": 0.5}, "at least 1"),
-        ("head", {}, "head needs importance"),
+        ("head", {}, "head needs `importance`"),
         ("head", {"importance": [[1.0, -1.0]]}, "none negative"),
-        ("head", {"importance": [[1.0], [1.0, 2.0]]}, "one list a layer"),
+        ("head", {"importance": [[1.0], [1.0, 2.0]]}, "one list per layer"),
         ("head", {"importance": [[0.0, 0.0]]}, "not all 0"),
-        ("head", {"importance": "all"}, "one list a layer"),
+        ("head", {"importance": "all"}, "one list per layer"),
         ("head", {"importance": [[1.0]], "beta": 0}, "at least 1"),
-        ("static", {}, "static needs profile"),
-        ("static", {"profile": "a.json"}, "must be a Profile"),
+        ("static", {}, "static needs `profile`"),
+        ("static", {"profile": "a.json"}, "`profile` of the budget rule static must be a mapping"),
     ],
 )
 def test_what_a_rule_does_not_take_is_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
@@ -306,5 +306,10 @@ def test_what_a_rule_does_not_take_is_one_sentence(name: str, parameters: dict[s
 
 
 def test_importance_of_another_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="1 layers of 2 heads of keys; this model has 2 of 2"):
+    with pytest.raises(ConfigError, match="1 layers of 2 KV heads; this model has 2 of 2"):
         HeadKVBudget([[1.0, 2.0]]).counts(scores_of((2, 1, 2, 10), 0), 0.5)
+
+
+def test_the_old_name_of_global_topk_still_works() -> None:
+    with pytest.warns(FutureWarning, match="`everywhere` is now called `global-topk`"):
+        assert make_budget_rule("everywhere") == GlobalTopKBudget()

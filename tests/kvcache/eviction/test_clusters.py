@@ -15,7 +15,7 @@ from smelt.kvcache.eviction.clusters import (
     SCOPES,
     HeadClusters,
     cluster_heads,
-    pages,
+    num_pages,
     sharing_overhead,
     splits_per_cluster,
 )
@@ -84,10 +84,16 @@ def test_the_order_of_waste(shape: tuple[int, int, int], seed: int, skew: float,
     """Within a layer (the size divides its heads) neighbours are one way to cut it, and sorting is the best way."""
     layers, heads, size = shape
     budgets = budgets_of(layers, heads, seed, skew)
-    for amounts in (budgets, pages(budgets, 5000, 4, 32, block)):
+    for amounts in (budgets, num_pages(budgets, 5000, 4, 32, block)):
         found = {scope: sharing_overhead(amounts, cluster_heads(budgets, size, scope)) for scope in SCOPES}
         ideal, monolithic = found["global"].ideal, found["global"].monolithic
-        chain = [ideal, found["global"].kept, found["per_layer"].kept, found["adjacent"].kept, monolithic]
+        chain = [
+            ideal,
+            found["global"].clustered,
+            found["per_layer"].clustered,
+            found["adjacent"].clustered,
+            monolithic,
+        ]
         assert all(less <= more * (1 + 1e-12) for less, more in pairwise(chain)), chain
 
 
@@ -96,42 +102,42 @@ def test_the_order_of_waste(shape: tuple[int, int, int], seed: int, skew: float,
 def test_no_map_wastes_less_than_the_global_one(layers: int, heads: int, seed: int, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from(divisors(layers * heads)))
     budgets = budgets_of(layers, heads, seed)
-    least = sharing_overhead(budgets, cluster_heads(budgets, size)).kept
+    least = sharing_overhead(budgets, cluster_heads(budgets, size)).clustered
     shuffled = budgets.flatten()[torch.randperm(budgets.numel(), generator=torch.Generator().manual_seed(seed))]
     for other in (budgets, shuffled.view_as(budgets)):  # neighbours, and neighbours of any order
-        assert least <= sharing_overhead(other, cluster_heads(other, size, "adjacent")).kept * (1 + 1e-12)
+        assert least <= sharing_overhead(other, cluster_heads(other, size, "adjacent")).clustered * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("size", [2, 4])
 def test_few_retrieval_heads_cost_little_more_than_the_ideal(seed: int, size: int) -> None:
     budgets = retrieval_profile(seed)
-    assert 1 < sharing_overhead(budgets, cluster_heads(budgets, size)).over < 1.06
-    in_pages = pages(budgets, 32_000, 4, 32, 16)
-    assert sharing_overhead(in_pages, cluster_heads(budgets, size)).over < 1.06
-    assert sharing_overhead(in_pages, cluster_heads(budgets, size, "adjacent")).over > 1.2
+    assert 1 < sharing_overhead(budgets, cluster_heads(budgets, size)).ratio < 1.06
+    in_pages = num_pages(budgets, 32_000, 4, 32, 16)
+    assert sharing_overhead(in_pages, cluster_heads(budgets, size)).ratio < 1.06
+    assert sharing_overhead(in_pages, cluster_heads(budgets, size, "adjacent")).ratio > 1.2
     assert (
-        sharing_overhead(budgets, cluster_heads(budgets, 2 * size)).over
-        > sharing_overhead(budgets, cluster_heads(budgets, size)).over
+        sharing_overhead(budgets, cluster_heads(budgets, 2 * size)).ratio
+        > sharing_overhead(budgets, cluster_heads(budgets, size)).ratio
     )
 
 
 def test_waste_by_hand() -> None:
     amounts = torch.tensor([[1, 4], [3, 2]])
     found = sharing_overhead(amounts, cluster_heads(amounts, 2, "adjacent"))
-    assert (found.ideal, found.kept, found.monolithic) == (10, 14, 16)
-    assert found.over == 1.4
-    assert sharing_overhead(amounts, cluster_heads(amounts, 2)).kept == 12
-    assert sharing_overhead(amounts, cluster_heads(amounts, 1)).over == 1
+    assert (found.ideal, found.clustered, found.monolithic) == (10, 14, 16)
+    assert found.ratio == 1.4
+    assert sharing_overhead(amounts, cluster_heads(amounts, 2)).clustered == 12
+    assert sharing_overhead(amounts, cluster_heads(amounts, 1)).ratio == 1
 
 
 def test_pages_are_counted_to_the_block() -> None:
     budgets = torch.tensor([0.0, 0.3, 0.5, 1.0], dtype=torch.float64)
     # 36 in any case and 0, 300, 500, 1000 of the others, in blocks of 16
-    assert pages(budgets, 1036, 4, 32, 16).tolist() == [3, 21, 34, 65]
-    assert pages(budgets, 20, 4, 32, 16).tolist() == [2, 2, 2, 2]  # shorter than sink and window: all of it
+    assert num_pages(budgets, 1036, 4, 32, 16).tolist() == [3, 21, 34, 65]
+    assert num_pages(budgets, 20, 4, 32, 16).tolist() == [2, 2, 2, 2]  # shorter than sink and window: all of it
     # 0.07 * 100 is a little more than 7 in floating point, and 30 + 7 fill one block of 37
-    assert pages(torch.tensor([0.07], dtype=torch.float64), 130, 10, 20, 37).tolist() == [1]
+    assert num_pages(torch.tensor([0.07], dtype=torch.float64), 130, 10, 20, 37).tolist() == [1]
 
 
 @pytest.mark.parametrize(

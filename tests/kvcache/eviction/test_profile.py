@@ -26,7 +26,7 @@ def found(samples: int = 7, seed: int = 0) -> torch.Tensor:
 
 
 def made(**changed: Any) -> EvictionProfile:
-    settings = {"parameters": {"window": 32, "pool": "max", "eps": 0.01}} | changed
+    settings = {"scorer_params": {"window": 32, "pool": "max", "eps": 0.01}} | changed
     return EvictionProfile.from_ratios(SHAPE, "snapkv", 0.3, found(), **settings)
 
 
@@ -203,3 +203,17 @@ def test_what_is_no_profile_is_one_sentence(tmp_path: Path) -> None:
     path.write_text("{")
     with pytest.raises(ModelError, match="not valid JSON"):
         EvictionProfile.load(path)
+
+
+def test_a_profile_of_version_0_1_loads_and_is_saved_in_the_new_format(tmp_path: Path) -> None:
+    old = Path(__file__).parents[2] / "fixtures" / "v0.1" / "llama.kv.json"
+    content = json.loads(old.read_text())
+    assert content["format"] == "smelt-kv-profile-1"
+    profile = EvictionProfile.load(old)
+    assert profile.keep_ratio == content["keep"] and profile.num_samples == content["samples"]
+    assert profile.shape.head_dim == content["shape"]["width"]
+    assert [list(row) for row in profile.std] == content["deviation"]
+    assert profile.scorer_params == content["parameters"] and list(profile.num_splits) == content["splits"]
+    profile.save(tmp_path / "new.kv.json")
+    assert json.loads((tmp_path / "new.kv.json").read_text())["format"] == "smelt-kv-profile-2"
+    assert EvictionProfile.load(tmp_path / "new.kv.json") == profile

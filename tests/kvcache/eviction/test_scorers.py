@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from smelt.errors import ConfigError, ModelError
 from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer
-from smelt.kvcache.eviction.scorers import SCORERS, make_scorer
+from smelt.kvcache.eviction.scorers import SCORERS, Knorm, make_scorer
+from smelt.registry import Registry
 
 BATCH, HEADS, GROUP, TOKENS, WIDTH = 2, 2, 3, 29, 8
 SCALE = 0.4  # not 1 / sqrt(width), so that nobody works that out alone
@@ -76,7 +77,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 
 
 def test_all_scorers_are_on_the_list_under_their_names() -> None:
-    assert tuple(SCORERS) == NAMES
+    assert sorted(SCORERS) == sorted(NAMES)
     assert all(scorer.name == name and "arXiv" in scorer.paper for name, scorer in SCORERS.items())
     assert [name for name, scorer in SCORERS.items() if scorer.needs_reconstruction] == ["kvzip"]
 
@@ -307,9 +308,9 @@ def test_prompts_and_half_precision_do_not_change_the_scores(name: str) -> None:
         ("snap", {}, "no scorer 'snap'"),
         ("tova", {"kernel": 5}, "has no parameter 'kernel'; it has sink, window"),
         ("tova", {"name": "x"}, "has no parameter 'name'"),
-        ("tova", {"window": 2.5}, "must be int, not 2.5"),
-        ("tova", {"window": True}, "must be int, not True"),
-        ("snapkv", {"pool": 3}, "must be str, not 3"),
+        ("tova", {"window": 2.5}, "must be an integer, not 2.5"),
+        ("tova", {"window": True}, "must be an integer, not True"),
+        ("snapkv", {"pool": 3}, "must be a string, not 3"),
         ("knorm", {"sink": -1}, "sink is -1"),
         ("streaming", {"window": -2}, "window is -2"),
         ("snapkv", {"window": 0}, "window is 0"),
@@ -335,3 +336,18 @@ def test_parameters_reach_the_scorer() -> None:
     made = make_scorer("expected", eps=1, future=7)
     assert isinstance(made, Scorer)
     assert made == SCORERS["expected"](eps=1, future=7)
+
+
+def test_a_scorer_may_have_a_bool_parameter() -> None:
+    registry: Registry[Scorer] = Registry("scorer")
+
+    @registry.register("flagged", paper="none")
+    @dataclass(frozen=True)
+    class Flagged(Knorm):
+        reverse: bool = False
+
+    scorer = registry.build("flagged", reverse=True, window=3)
+    assert isinstance(scorer, Flagged) and scorer.reverse is True and scorer.window == 3
+    for wrong in (1, "true", None):
+        with pytest.raises(ConfigError, match="reverse of the scorer flagged must be true or false"):
+            registry.build("flagged", reverse=wrong)

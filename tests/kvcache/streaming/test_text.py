@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from smelt.errors import ConfigError, DataError, ModelError, RequestError
-from smelt.kvcache.eviction.attention import attending
+from smelt.kvcache.eviction.attention import masked_attention
 from smelt.kvcache.eviction.prefill import decode_logits, record_prefill
 from smelt.kvcache.eviction.scorer import AttentionInputs
 from smelt.kvcache.eviction.scorers.snapkv import SnapKV
@@ -179,7 +179,7 @@ def snapkv_in_chunks(model: Model, ids: Tensor, kernel: int) -> Tensor:
     begin = 0
     while begin < len(ids):
         if which.shape[-1] == FULL:
-            with attending(network, listen=listen):
+            with masked_attention(network, hook=listen):
                 network(prompt, past_key_values=cache, position_ids=begin + torch.arange(len(PROMPT))[None])
             places = torch.stack([scorer.scores(caught[layer])[0, :, :FULL] for layer in range(3)])
             places = places.argsort(dim=-1, descending=True, stable=True)[..., :KEEP].sort(-1).values

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from smelt.kvcache.eviction.attention import attending
-from smelt.kvcache.eviction.budget import kept
+from smelt.kvcache.eviction.attention import masked_attention
+from smelt.kvcache.eviction.budget import retained_mask
 from smelt.kvcache.eviction.clusters import HeadClusters, cluster_heads
 from smelt.kvcache.eviction.policy import EvictionPolicy, RequestRetention
 from smelt.kvcache.eviction.prefill import RecordedPrefill, decode_logits, record_prefill
@@ -158,7 +158,7 @@ def test_a_prompt_in_one_chunk_is_compressed_as_the_reference_says(name: str) ->
     each = torch.from_numpy(counts)[wanted.clusters.cluster]  # [layers, kv_heads]
     assert each.min() < each.max() < len(prompt), "nothing would be compressed, or all alike"
     scores = torch.stack([scorer.scores(seen) for seen in found.layers])
-    reference = decode_logits(model, found, kept(scores, each[:, None]), torch.tensor([[last]]))[0, -1]
+    reference = decode_logits(model, found, retained_mask(scores, each[:, None]), torch.tensor([[last]]))[0, -1]
     asked = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
     own = logprobs(Engine(model, kv_profile=wanted, max_num_batched_tokens=256, **SMALL), text, asked)
     torch.testing.assert_close(own[0], reference.log_softmax(-1).topk(20).values.sort().values, atol=2e-5, rtol=0)
@@ -174,10 +174,10 @@ def test_a_prompt_in_two_chunks_is_compressed_as_the_reference_says() -> None:
     first = record_prefill(model, torch.tensor([prompt[:half]]))
     scores = torch.stack([scorer.scores(seen) for seen in first.layers])
     own = torch.from_numpy(kept_.lengths(half))[wanted.clusters.cluster][:, None]
-    mask = kept(scores, own)  # [layers, 1, kv_heads, half]
+    mask = retained_mask(scores, own)  # [layers, 1, kv_heads, half]
     caught: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     cache = first.cache()
-    with attending(model.network, mask, lambda layer, *seen: caught.update({layer: seen})), torch.no_grad():
+    with masked_attention(model.network, mask, lambda layer, *seen: caught.update({layer: seen})), torch.no_grad():
         model.network(torch.tensor([prompt[half:]]), past_key_values=cache)
     region = 100 - half + 8
     later = make_scorer("snapkv", sink=0, window=8)
@@ -188,7 +188,7 @@ def test_a_prompt_in_two_chunks_is_compressed_as_the_reference_says() -> None:
         tail = [each[:, :, -region:] for each in (keys, values)]
         seen = AttentionInputs(*tail, queries[:, :, :0], lambda x, _: x, 8**-0.5, rotated_queries=queries)
         locked = own[layer] - 8
-        whole[layer, :, :, -region:] = kept(later.scores(seen)[None], (ends[layer] - locked)[None])[0]
+        whole[layer, :, :, -region:] = retained_mask(later.scores(seen)[None], (ends[layer] - locked)[None])[0]
     after = RecordedPrefill(
         [AttentionInputs(keys, values, keys, lambda x, _: x, 1.0) for _, keys, values in caught.values()], first.logits,
         model.network.config,

@@ -27,7 +27,7 @@ def profile(shape: KVShape = SHAPE, scorer: str = "keydiff", **more: Any) -> Evi
 
 def test_a_profile_and_its_file_are_served(tmp_path: Path) -> None:
     file = tmp_path / "llama.kv.json"
-    profile(parameters={"sink": 2, "window": 4}).with_clusters(2).save(file)
+    profile(scorer_params={"sink": 2, "window": 4}).with_clusters(2).save(file)
     for kv in (file, str(file), profile()):
         engine = Engine(model_of("llama"), kv_profile=kv, **SMALL)
         assert engine.runner.backend.endswith("pages of head clusters")

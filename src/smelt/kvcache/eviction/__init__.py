@@ -1,1 +1,1 @@
-"""KV cache eviction: scorers, budget rules for layers and heads, and profiles for serving."""
+"""KV cache eviction: scorers, per-head budgets, and profiles for serving."""

@@ -1,7 +1,4 @@
-"""Attention in which each head may have lost tokens of the prompt: the plain reference that everything else must equal.
-
-Nothing is freed here: lost tokens are hidden by a mask. Positions stay those of the whole text.
-"""
+"""Reference attention with per-head eviction: evicted tokens are masked, not freed."""
 
 from __future__ import annotations
 
@@ -17,54 +14,57 @@ from transformers import AttentionInterface, PreTrainedModel
 from smelt.kernels.paged import causal_mask
 
 NAME = "smelt-kept"
-Listen = Callable[[int, Tensor, Tensor, Tensor], None]  # layer; queries, keys, values as attention gets them
-_moment = local()
+AttentionHook = Callable[[int, Tensor, Tensor, Tensor], None]  # layer; queries, keys and values as attention gets them
+_context = local()
 
 
 @contextmanager
-def attending(network: PreTrainedModel, kept: Tensor | None = None, listen: Listen | None = None) -> Iterator[None]:
-    """Inside, the first tokens of the cache are seen only where they are kept [layers, batch, kv_heads, tokens], and
-    `listen` is told what every layer's attention gets."""
-    before = network.config._attn_implementation
+def masked_attention(
+    network: PreTrainedModel, retained: Tensor | None = None, hook: AttentionHook | None = None
+) -> Iterator[None]:
+    """Mask evicted tokens of the cached prompt and call `hook` with the inputs of every attention layer.
+
+    `retained` [layers, batch, kv_heads, tokens] covers the first tokens of the cache; later ones are visible."""
+    previous = network.config._attn_implementation
     network.set_attn_implementation(NAME)
-    _moment.kept, _moment.listen = kept, listen
+    _context.retained, _context.hook = retained, hook
     try:
         yield
     finally:
-        network.set_attn_implementation(before)
-        del _moment.kept, _moment.listen
+        network.set_attn_implementation(previous)
+        del _context.retained, _context.hook
 
 
 @contextmanager
-def ordinary(network: PreTrainedModel) -> Iterator[None]:
-    """Inside, a network that an engine made its own attends as transformers has it."""
-    before = network.config._attn_implementation
-    ours = str(before).startswith("smelt-")
-    if ours:
+def default_attention(network: PreTrainedModel) -> Iterator[None]:
+    """Use the attention of transformers in a network that an engine has patched."""
+    previous = network.config._attn_implementation
+    patched = str(previous).startswith("smelt-")
+    if patched:
         network.set_attn_implementation("sdpa")
     try:
         yield
     finally:
-        if ours:
-            network.set_attn_implementation(before)
+        if patched:
+            network.set_attn_implementation(previous)
 
 
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: queries [batch, heads, new, width], keys and values of all tokens so far."""
+    """The attention interface of transformers: queries [batch, heads, new, head_dim], keys and values of all tokens."""
     layer: Any = module.layer_idx
-    if _moment.listen is not None:
-        _moment.listen(layer, query, key, value)
+    if _context.hook is not None:
+        _context.hook(layer, query, key, value)
     new, tokens = query.shape[2], key.shape[2]
     mask = causal_mask(new, tokens, options.get("sliding_window"), query.device)  # [new, tokens]
-    if _moment.kept is not None:
-        kept = F.pad(_moment.kept[layer], (0, tokens - _moment.kept.shape[-1]), value=True)
-        seen = kept.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-        mask = mask & seen[:, :, None]  # [batch, heads, new, tokens]
+    if _context.retained is not None:
+        retained = F.pad(_context.retained[layer], (0, tokens - _context.retained.shape[-1]), value=True)
+        per_query_head = retained.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        mask = mask & per_query_head[:, :, None]  # [batch, heads, new, tokens]
     scale = options.get("scaling") or query.shape[-1] ** -0.5
-    found = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
-    return found.transpose(1, 2).contiguous(), None
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)
+    return output.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _attention)

@@ -1,4 +1,4 @@
-"""Reads a prompt once and keeps what attention saw of it in every layer; goes on from there as each head kept it."""
+"""Run prefill once and record the attention inputs of every layer; decode from there with per-head eviction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
 
 from smelt.errors import ModelError
-from smelt.kvcache.eviction.attention import attending
+from smelt.kvcache.eviction.attention import masked_attention
 from smelt.kvcache.eviction.profile import KVShape
 from smelt.kvcache.eviction.scorer import AttentionInputs
 from smelt.kvcache.rope import rope_functions
@@ -19,73 +19,76 @@ from smelt.models.model import Model
 
 @dataclass(frozen=True)
 class RecordedPrefill:
-    """A prompt that was read."""
+    """Attention inputs and final logits of a prompt."""
 
-    layers: list[AttentionInputs]  # of each layer
-    logits: Tensor  # [batch, vocabulary]: after its last token
+    layers: list[AttentionInputs]
+    logits: Tensor  # [batch, vocab]: after the last token
     config: PreTrainedConfig
 
     @property
     def seq_len(self) -> int:
         return self.layers[0].seq_len
 
-    def cache(self, times: int = 1) -> DynamicCache:
-        """What the network goes on from; of one prompt also several times beside itself."""
-        found = DynamicCache(config=self.config)
-        for layer, seen in enumerate(self.layers):
-            shape = (times * len(seen.keys), *(-1 for _ in seen.keys.shape[1:]))
-            found.update(seen.keys.expand(shape), seen.values.expand(shape), layer)
-        return found
+    def cache(self, repeats: int = 1) -> DynamicCache:
+        """Return the KV cache of the prompt, optionally repeated along the batch."""
+        cache = DynamicCache(config=self.config)
+        for layer, inputs in enumerate(self.layers):
+            shape = (repeats * len(inputs.keys), *(-1 for _ in inputs.keys.shape[1:]))
+            cache.update(inputs.keys.expand(shape), inputs.values.expand(shape), layer)
+        return cache
 
 
 @torch.no_grad()
 def record_prefill(model: Model, ids: Tensor) -> RecordedPrefill:  # [batch, tokens]
-    """All prompts of a batch have the same length."""
+    """Prefill a batch of prompts of equal length."""
     network: Any = model.network
     check_evictable(model)
-    caught: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+    recorded: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
-    def listen(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
-        caught[layer] = (queries, keys, values)
+    def hook(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
+        recorded[layer] = (queries, keys, values)
 
     cache = DynamicCache(config=network.config)
-    with attending(network, listen=listen):
+    with masked_attention(network, hook=hook):
         logits = network(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-    turn, back = rope_functions(network, ids.device)
-    parts = [part for part in model.anatomy.parts if part.kind == "heads"]
-    seen = []
-    for part in parts:
-        queries, keys, values = caught[part.block]
-        holder: Any = part.owner
-        scale = float(getattr(holder, "scaling", None) or queries.shape[-1] ** -0.5)
-        seen.append(AttentionInputs(keys, values, back(queries, 0), turn, scale))
-    return RecordedPrefill(seen, logits, network.config)
+    rotate, unrotate = rope_functions(network, ids.device)
+    layers = []
+    for part in [part for part in model.anatomy.parts if part.kind == "heads"]:
+        queries, keys, values = recorded[part.block]
+        owner: Any = part.owner
+        scale = float(getattr(owner, "scaling", None) or queries.shape[-1] ** -0.5)
+        layers.append(AttentionInputs(keys, values, unrotate(queries, 0), rotate, scale))
+    return RecordedPrefill(layers, logits, network.config)
 
 
 def check_evictable(model: Model) -> None:
-    """What cannot be compressed is refused."""
+    """Refuse models whose KV cache cannot be compressed."""
     parts = [part for part in model.anatomy.parts if part.kind == "heads"]
     if model.task != "language" or not model.anatomy.family.causal:
-        raise ModelError("only language models keep keys and values of what they read.")
-    kinds = set(getattr(model.network.config, "layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"} or getattr(model.network.config, "sliding_window", None):
-        raise ModelError("this model has sliding layers, which keep the last tokens already; it cannot be compressed.")
+        raise ModelError("only causal language models have a KV cache to compress.")
+    layer_types = set(getattr(model.network.config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"} or getattr(model.network.config, "sliding_window", None):
+        raise ModelError(
+            "this model has sliding-window layers, which keep only the last tokens already; it cannot be compressed."
+        )
     if len({part.units for part in parts}) > 1 or not all(part.units for part in parts):
-        raise ModelError("layers of this model have different numbers of heads, which budgets do not know yet.")
+        raise ModelError("layers of this model have different numbers of KV heads, which budgets do not support yet.")
 
 
 def kv_shape_of(model: Model) -> KVShape:
-    """By which a profile knows its model again."""
+    """Return the dimensions by which a profile identifies its model."""
     parts = [part for part in model.anatomy.parts if part.kind == "heads"]
     return KVShape(model.network.config.model_type, len(parts), parts[0].units, parts[0].head_dim)
 
 
 @torch.no_grad()
-def decode_logits(model: Model, reading: RecordedPrefill, kept: Tensor | None, ids: Tensor) -> Tensor:
-    """Of more tokens [batch, new] -> [batch, new, vocabulary], where each head sees what it kept of the prompt. One
-    prompt can be gone on from in many ways at once: the batch is that of `kept`."""
+def decode_logits(model: Model, prefill: RecordedPrefill, retained: Tensor | None, ids: Tensor) -> Tensor:
+    """Compute the logits [batch, new, vocab] of more tokens [batch, new] over the retained tokens of the prompt.
+
+    One prompt can be continued under many masks at once: the batch is that of `retained`."""
     network: Any = model.network
-    times = 1 if kept is None else kept.shape[1] // len(reading.logits)
-    with attending(network, kept):
-        found: Tensor = network(ids.expand(times * len(ids), -1), past_key_values=reading.cache(times)).logits
-    return found
+    repeats = 1 if retained is None else retained.shape[1] // len(prefill.logits)
+    with masked_attention(network, retained):
+        output = network(ids.expand(repeats * len(ids), -1), past_key_values=prefill.cache(repeats))
+    logits: Tensor = output.logits
+    return logits

@@ -1,4 +1,4 @@
-"""What each head keeps of real prompts, sample by sample: what a profile is made of."""
+"""Measure how many tokens each head retains of real prompts, sample by sample: the input of a profile."""
 
 from __future__ import annotations
 
@@ -17,35 +17,34 @@ from smelt.kvcache.eviction.scorer import Scorer
 from smelt.models.model import Model
 from smelt.progress import NullProgress, Progress
 
-REPEAT = "\nRepeat the previous context exactly.\n"  # what a scorer that repeats the prompt asks with
+REPEAT_PROMPT = "\nRepeat the previous context exactly.\n"  # for scorers that need a reconstruction
 
 
 def sample_prompts(tokens: Sequence[int], count: int, length: int, seed: int = 0) -> list[list[int]]:
-    """So many pieces of a text, from anywhere in it."""
+    """Sample `count` pieces of `length` tokens from a text."""
     if len(tokens) < length:
         raise DataError(
             f"the data has {len(tokens):,} tokens; a sample has {length:,}: give more, or a smaller length."
         )
-    chance = random.Random(seed)
-    starts = sorted(chance.randrange(len(tokens) - length + 1) for _ in range(count))
+    rng = random.Random(seed)
+    starts = sorted(rng.randrange(len(tokens) - length + 1) for _ in range(count))
     return [list(tokens[start : start + length]) for start in starts]
 
 
 def prefill_for(model: Model, prompt: Sequence[int], scorer: Scorer) -> RecordedPrefill:
-    """With all that the scorer looks at."""
+    """Prefill a prompt and record all inputs that the scorer needs."""
     ids = torch.tensor([list(prompt)], device=model.device)
-    found = record_prefill(model, ids)
+    prefill = record_prefill(model, ids)
     if not scorer.needs_reconstruction:
-        return found
+        return prefill
     if model.tokenizer is None:
         raise DataError(f"{scorer.name} asks the model to repeat its prompt, for which it needs a tokenizer.")
-    return record_reconstruction(
-        model, found, ids, torch.tensor(model.tokenizer(REPEAT)["input_ids"], device=model.device)
-    )
+    request = torch.tensor(model.tokenizer(REPEAT_PROMPT)["input_ids"], device=model.device)
+    return record_reconstruction(model, prefill, ids, request)
 
 
-def score_layers(reading: RecordedPrefill, scorer: Scorer) -> Tensor:  # [layers, batch, kv_heads, tokens]
-    return torch.stack([scorer.scores(seen) for seen in reading.layers])
+def score_layers(prefill: RecordedPrefill, scorer: Scorer) -> Tensor:  # [layers, batch, kv_heads, tokens]
+    return torch.stack([scorer.scores(inputs) for inputs in prefill.layers])
 
 
 def measure_kept_ratios(
@@ -56,24 +55,24 @@ def measure_kept_ratios(
     keep: float,
     progress: Progress | None = None,
 ) -> Tensor:
-    """The share that each head keeps of what may go, [samples, layers, kv_heads]."""
+    """Measure the ratio of evictable tokens that each head retains: [samples, layers, kv_heads]."""
     check_keep(keep)
-    found = []
+    ratios = []
     for prompt in (progress or NullProgress()).track(prompts, "prompts"):
-        _check_room(model, len(prompt), scorer, keep)
-        reading = prefill_for(model, prompt, scorer)
-        counts = rule.counts(score_layers(reading, scorer), keep)[:, 0]
-        found.append(retained_ratios(counts, reading.seq_len, scorer.sink, scorer.window))
-    return torch.stack(found)
+        _check_length(model, len(prompt), scorer, keep)
+        prefill = prefill_for(model, prompt, scorer)
+        counts = rule.counts(score_layers(prefill, scorer), keep)[:, 0]
+        ratios.append(retained_ratios(counts, prefill.seq_len, scorer.sink, scorer.window))
+    return torch.stack(ratios)
 
 
-def _check_room(model: Model, tokens: int, scorer: Scorer, keep: float) -> None:
-    most = getattr(model.network.config, "max_position_embeddings", None)
-    if most is not None and tokens > most:
-        raise DataError(f"{tokens:,} tokens are more than the model's {most:,} positions: take shorter texts.")
-    always, left = scorer.sink + scorer.window, int(tokens * keep)
-    if left <= always:
+def _check_length(model: Model, tokens: int, scorer: Scorer, keep: float) -> None:
+    max_positions = getattr(model.network.config, "max_position_embeddings", None)
+    if max_positions is not None and tokens > max_positions:
+        raise DataError(f"{tokens:,} tokens are more than the model's {max_positions:,} positions: take shorter texts.")
+    always, retained = scorer.sink + scorer.window, int(tokens * keep)
+    if retained <= always:
         raise DataError(
-            f"of {tokens:,} tokens {keep:g} are {left:,}, and {scorer.name} keeps {always:,} in any case: "
+            f"of {tokens:,} tokens {keep:g} are {retained:,}, and {scorer.name} always keeps {always:,}: "
             "take longer texts, or keep more."
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError, ModelError, RequestError
-from smelt.kvcache.eviction.attention import attending, ordinary
+from smelt.kvcache.eviction.attention import default_attention, masked_attention
 from smelt.kvcache.streaming.bounded_cache import BoundedCache
 from smelt.kvcache.streaming.config import BoundedCacheSize
 from smelt.kvcache.streaming.infinipot import InfiniPot, InfiniPotCompressor
@@ -54,7 +54,7 @@ class TextStream:
         self.pot = BoundedCache(cap, model.network.config)
         self._ledger = NoveltyTracker(cap, model.device)
         self._last = torch.zeros(0, 0)  # [1, width]: the hidden state that foresees the next token
-        with ordinary(self._network):
+        with default_attention(self._network):
             self.pot.allocate(lambda: self._read(self._prompt[:1]))
         self.cooked = 0  # how often it was cooked down
 
@@ -77,7 +77,7 @@ class TextStream:
     def push(self, text: str | Tokens) -> None:
         """Read on. Text that comes in pieces is cut into tokens piece by piece."""
         waiting = self._words.tokens(text, begins=not self.seen)
-        with ordinary(self._network):
+        with default_attention(self._network):
             while len(waiting):
                 if self.length >= self._size.full:
                     self._cook_down()
@@ -98,7 +98,7 @@ class TextStream:
         """The same in tokens [at most max_tokens]; without the token that ends it."""
         ids = self._words.tokens(question)
         self._check_request(len(ids), max_tokens)
-        with ordinary(self._network), self.pot.aside():
+        with default_attention(self._network), self.pot.aside():
             states = self._read_all(ids)[-1] if len(ids) else self._last[0]
             return self._words.said(self._head(states), lambda word: self._head(self._read(word)[0]), max_tokens)
 
@@ -108,7 +108,7 @@ class TextStream:
         first row needs something before it: with an empty stream it is missing. The pot stays as it was."""
         ids = self._words.tokens(text)
         self._check_request(len(ids), 0)
-        with ordinary(self._network), self.pot.aside():
+        with default_attention(self._network), self.pot.aside():
             states = self._read_all(ids)
         found: Tensor = self._head(torch.cat((self._last, states[:-1])) if self.seen else states[:-1])
         return found
@@ -142,7 +142,7 @@ class TextStream:
         def listen(layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> None:
             attention[layer] = self._distiller.attention(queries, keys, self._scales[layer])
 
-        with self.pot.aside(), attending(self._network, listen=listen):
+        with self.pot.aside(), masked_attention(self._network, hook=listen):
             self._read(self._prompt)
         novel = self._ledger.keep(self.rule.novel(self.keep))
         for layer, held in enumerate(self.pot.layers):

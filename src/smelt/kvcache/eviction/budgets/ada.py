@@ -1,24 +1,33 @@
-"""AdaKV: the heads of a layer share its budget by one threshold, and each keeps a protected part."""
+"""AdaKV: the heads of a layer share its budget by one score threshold, with a protected minimum per head."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.kvcache.eviction.budget import BudgetRule, best, by_layer, by_prompt, fitted, forced, kept, total
+from smelt.kvcache.eviction.budget import (
+    BUDGET_RULES,
+    BudgetRule,
+    fit_counts,
+    flatten_heads,
+    num_forced,
+    retained_mask,
+    topk_counts,
+    total_budget,
+    unflatten_heads,
+)
 
 
+@BUDGET_RULES.register("ada", paper="Feng et al., Ada-KV, 2024 (arXiv 2407.11550)")
 @dataclass(frozen=True)
 class AdaKVBudget(BudgetRule):
-    """Each head's best int(n * safeguard) of its n tokens are protected; of the others of a layer, whichever head they
-    belong to, the best are kept until the layer keeps n tokens a head."""
+    """Share each layer's budget among its heads by score; a good default.
 
-    name: ClassVar[str] = "ada"
-    paper: ClassVar[str] = "Feng et al., Ada-KV, 2024 (arXiv 2407.11550)"
+    Of n tokens per head, each head's best int(n * safeguard) are protected; of the others of the layer, from whichever
+    head, the best are retained until the layer holds n tokens per head."""
 
     safeguard: float = 0.20  # share of an equal budget that no head can lose
 
@@ -27,12 +36,12 @@ class AdaKVBudget(BudgetRule):
             raise ConfigError(f"ada: safeguard is {self.safeguard:g}; it is a share between 0 and 1, such as 0.2.")
 
     def counts(self, scores: Tensor, keep: float) -> Tensor:
-        whole = total(scores, keep)
+        total = total_budget(scores, keep)
         layers, batch, heads, tokens = scores.shape
-        low = by_prompt(forced(scores))  # [batch, layers * kv_heads]
-        safe = low.clamp(min=int(whole // (layers * heads) * self.safeguard))
-        safe = fitted(safe, low, tokens, safe.sum(1).clamp(max=whole))  # what is kept in any case comes first
+        low = flatten_heads(num_forced(scores))  # [batch, layers * kv_heads]
+        safe = low.clamp(min=int(total // (layers * heads) * self.safeguard))
+        safe = fit_counts(safe, low, tokens, safe.sum(1).clamp(max=total))  # forced tokens come first
         layer_low = safe.unflatten(1, (layers, heads)).sum(2)  # [batch, layers]
-        layer_totals = fitted(torch.full_like(layer_low, whole // layers), layer_low, heads * tokens, whole)
-        protected = scores.masked_fill(kept(scores, by_layer(safe, scores)), torch.inf)
-        return best(protected.flatten(0, 1), layer_totals.t().flatten()).view(layers, batch, heads)
+        layer_totals = fit_counts(torch.full_like(layer_low, total // layers), layer_low, heads * tokens, total)
+        protected = scores.masked_fill(retained_mask(scores, unflatten_heads(safe, scores)), torch.inf)
+        return topk_counts(protected.flatten(0, 1), layer_totals.t().flatten()).view(layers, batch, heads)

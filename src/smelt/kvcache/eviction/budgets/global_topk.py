@@ -1,23 +1,29 @@
-"""KVzip's rule: one threshold over all layers, heads and tokens."""
+"""KVzip's budget rule: one score threshold over all layers, heads and tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from smelt.kvcache.eviction.budget import BudgetRule, best, by_layer, by_prompt, forced, total
+from smelt.kvcache.eviction.budget import (
+    BUDGET_RULES,
+    BudgetRule,
+    flatten_heads,
+    num_forced,
+    topk_counts,
+    total_budget,
+    unflatten_heads,
+)
 
 
+@BUDGET_RULES.register("global-topk", paper="Kim et al., KVzip, 2025 (arXiv 2505.23416)")
 @dataclass(frozen=True)
 class GlobalTopKBudget(BudgetRule):
-    """The lowest scores go, wherever they are; no head is protected. Scores of all layers must have one scale: a layer
-    with larger scores takes the budget of the others."""
+    """Retain the best scores of the whole model; use it with scorers whose layers have one scale, such as kvzip.
 
-    name: ClassVar[str] = "everywhere"
-    paper: ClassVar[str] = "Kim et al., KVzip, 2025 (arXiv 2505.23416)"
+    No head is protected, and a layer with larger scores takes the budget of the others."""
 
     def counts(self, scores: Tensor, keep: float) -> Tensor:
-        totals = by_prompt(forced(scores)).sum(1).clamp(min=total(scores, keep))  # [batch]
-        return by_layer(best(scores.transpose(0, 1).flatten(1, 2), totals), scores)
+        totals = flatten_heads(num_forced(scores)).sum(1).clamp(min=total_budget(scores, keep))  # [batch]
+        return unflatten_heads(topk_counts(scores.transpose(0, 1).flatten(1, 2), totals), scores)

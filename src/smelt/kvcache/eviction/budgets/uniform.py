@@ -1,25 +1,30 @@
-"""The same count for every head."""
+"""Uniform budget: the same count for every head."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from smelt.kvcache.eviction.budget import BudgetRule, by_layer, by_prompt, fitted, forced, total
+from smelt.kvcache.eviction.budget import (
+    BUDGET_RULES,
+    BudgetRule,
+    fit_counts,
+    flatten_heads,
+    num_forced,
+    total_budget,
+    unflatten_heads,
+)
 
 
+@BUDGET_RULES.register("uniform", paper="none; what all scorers do where no rule is given")
 @dataclass(frozen=True)
 class UniformBudget(BudgetRule):
-    """Every head keeps int(tokens * keep)."""
-
-    name: ClassVar[str] = "uniform"
-    paper: ClassVar[str] = "none; what all scorers do where no rule is given"
+    """Retain int(tokens * keep) tokens in every head; the baseline."""
 
     def counts(self, scores: Tensor, keep: float) -> Tensor:
-        whole = total(scores, keep)
-        low = by_prompt(forced(scores))  # [batch, layers * kv_heads]
-        each = whole // low.shape[1]
-        return by_layer(fitted(torch.full_like(low, each), low, scores.shape[-1], whole), scores)
+        total = total_budget(scores, keep)
+        low = flatten_heads(num_forced(scores))  # [batch, layers * kv_heads]
+        per_head = total // low.shape[1]
+        return unflatten_heads(fit_counts(torch.full_like(low, per_head), low, scores.shape[-1], total), scores)

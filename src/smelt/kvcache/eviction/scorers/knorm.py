@@ -1,24 +1,22 @@
-"""Knorm: keys of small norm are those that get attention."""
+"""Knorm: keys with a small L2 norm get more attention."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer
+from smelt.kvcache.eviction.scorer import SCORERS, AttentionInputs, Scorer
 
 
+@SCORERS.register(
+    "knorm",
+    paper="Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, EMNLP 2024 "
+    "(arXiv 2406.11430)",
+)
 @dataclass(frozen=True)
 class Knorm(Scorer):
-    """-||k||."""
+    """Score by -||k||: the cheapest scorer, without queries or attention."""
 
-    name: ClassVar[str] = "knorm"
-    paper: ClassVar[str] = (
-        "Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, EMNLP 2024 "
-        "(arXiv 2406.11430)"
-    )
-
-    def score(self, seen: AttentionInputs) -> Tensor:
-        return -seen.keys.float().norm(dim=-1)
+    def score(self, inputs: AttentionInputs) -> Tensor:
+        return -inputs.keys.float().norm(dim=-1)

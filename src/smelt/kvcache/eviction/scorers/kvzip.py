@@ -1,4 +1,4 @@
-"""KVzip: what is looked at while the model repeats the prompt."""
+"""KVzip: attention on each token while the model reconstructs the prompt."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import ClassVar
 from torch import Tensor
 
 from smelt.errors import ModelError
-from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer
+from smelt.kvcache.eviction.scorer import SCORERS, AttentionInputs, Scorer
 
 
+@SCORERS.register(
+    "kvzip",
+    paper="Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, NeurIPS 2025 "
+    "(arXiv 2505.23416)",
+)
 @dataclass(frozen=True)
 class KVzip(Scorer):
-    """The most attention that any query of the group gives a token while the prompt is repeated."""
+    """Score by the largest attention of any query while the prompt is repeated; best quality, twice the prefill."""
 
-    name: ClassVar[str] = "kvzip"
-    paper: ClassVar[str] = (
-        "Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, NeurIPS 2025 "
-        "(arXiv 2505.23416)"
-    )
     needs_reconstruction: ClassVar[bool] = True
 
-    def score(self, seen: AttentionInputs) -> Tensor:
-        if seen.reconstruction is None:
+    def score(self, inputs: AttentionInputs) -> Tensor:
+        if inputs.reconstruction is None:
             raise ModelError(
-                "kvzip needs the attention of a second pass that repeats the prompt, which was not made here; "
+                "kvzip needs the attention of a second pass that repeats the prompt, which was not run; "
                 "use another scorer, such as snapkv or expected."
             )
-        return seen.reconstruction.float()
+        return inputs.reconstruction.float()

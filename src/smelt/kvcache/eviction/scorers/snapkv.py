@@ -1,33 +1,33 @@
-"""SnapKV: what the last window of queries attends to, smoothed over neighbours."""
+"""SnapKV: attention of the last window of queries, pooled over neighboring tokens."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from smelt.errors import ConfigError
-from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer, last_query_logits
+from smelt.kvcache.eviction.scorer import SCORERS, AttentionInputs, Scorer, last_query_logits
 
 
+@SCORERS.register(
+    "snapkv",
+    paper="Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, NeurIPS 2024 (arXiv 2404.14469)",
+)
 @dataclass(frozen=True)
 class SnapKV(Scorer):
-    """The mean attention of the queries of `window`, pooled over neighbouring tokens before the window (zeros beyond
+    """Score by the attention of the last `window` queries; a good default where the question ends the prompt.
+
+    The mean attention of these queries, pooled over neighboring tokens before the window (zeros beyond
     the ends count in a mean) and then over the group. The defaults are those of kvpress; the original code has
     `pool: max`, and Tangram `window: 32`, `kernel: 7`, `pool: max`, `sharing: max`."""
 
-    name: ClassVar[str] = "snapkv"
-    paper: ClassVar[str] = (
-        "Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, NeurIPS 2024 (arXiv 2404.14469)"
-    )
-
-    window: int = 64  # of the last tokens: their queries observe, and they are kept
-    kernel: int = 5  # neighbouring tokens pooled
+    window: int = 64  # last tokens: their queries observe the prompt, and they are retained
+    kernel: int = 5  # neighboring tokens pooled
     pool: str = "mean"  # or max
-    sharing: str = "mean"  # of a group of query heads: the mean after the softmax, or the max before it
+    sharing: str = "mean"  # over the query group: mean after the softmax, or max before it
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,16 +39,16 @@ class SnapKV(Scorer):
             if getattr(self, name) not in ("mean", "max"):
                 raise ConfigError(f"snapkv: {name} is {getattr(self, name)!r}; it is mean or max.")
 
-    def score(self, seen: AttentionInputs) -> Tensor:
-        found = seen.keys.new_full(seen.keys.shape[:3], torch.inf, dtype=torch.float32)
-        before = seen.seq_len - self.window
+    def score(self, inputs: AttentionInputs) -> Tensor:
+        scores = inputs.keys.new_full(inputs.keys.shape[:3], torch.inf, dtype=torch.float32)
+        before = inputs.seq_len - self.window
         if before > 0:
-            found[..., :before] = self._pooled(self._observed(seen)[..., :before])
-        return found
+            scores[..., :before] = self._pooled(self._observed(inputs)[..., :before])
+        return scores
 
-    def _observed(self, seen: AttentionInputs) -> Tensor:
+    def _observed(self, inputs: AttentionInputs) -> Tensor:
         """[batch, kv_heads, group or 1, tokens]"""
-        logits = last_query_logits(seen, self.window)
+        logits = last_query_logits(inputs, self.window)
         if self.sharing == "max":
             logits = logits.amax(dim=2, keepdim=True)
         return logits.softmax(dim=-1).mean(dim=-2)

@@ -1,22 +1,22 @@
-"""TOVA: what the last token attends to."""
+"""TOVA: attention of the last query."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
-from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer, last_query_logits
+from smelt.kvcache.eviction.scorer import SCORERS, AttentionInputs, Scorer, last_query_logits
 
 
+@SCORERS.register(
+    "tova",
+    paper="Oren et al., Transformers are Multi-State RNNs, EMNLP 2024 (arXiv 2401.06104)",
+)
 @dataclass(frozen=True)
 class Tova(Scorer):
-    """The attention of the last query averaged over all heads of queries: the same for every head of keys."""
+    """Score by the attention of the last query, averaged over query heads: the same for every KV head."""
 
-    name: ClassVar[str] = "tova"
-    paper: ClassVar[str] = "Oren et al., Transformers are Multi-State RNNs, EMNLP 2024 (arXiv 2401.06104)"
-
-    def score(self, seen: AttentionInputs) -> Tensor:
-        attention = last_query_logits(seen, 1).softmax(dim=-1).mean(dim=(1, 2))  # [batch, 1, tokens]
-        return attention.expand(seen.keys.shape[:3])
+    def score(self, inputs: AttentionInputs) -> Tensor:
+        attention = last_query_logits(inputs, 1).softmax(dim=-1).mean(dim=(1, 2))  # [batch, 1, tokens]
+        return attention.expand(inputs.keys.shape[:3])
