@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from smelt.compression.recipe.plan import Plan
+from smelt.compression.recipe.plan import CompressionPlan
 from tests.cli.conftest import Forked, Place, Smelt, llama_recipe, same_bytes
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -44,7 +44,7 @@ def test_at_any_moment(
     disk: Disk, place: Place, smelt_here: Smelt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk grows after each failure, so that the run fails a little later each time."""
-    monkeypatch.setattr(Plan, "check", lambda _: None)  # which would refuse most of these before they begin
+    monkeypatch.setattr(CompressionPlan, "check", lambda _: None)  # which would refuse most of these before they begin
     arguments = ["compress", place / "llama", "-r", place / "llama.yaml", "--no-speed", "--resume", "-o"]
     out, failed_at = disk.folder / "out", set()
     for size in range(4, 600, 32):

@@ -18,7 +18,7 @@ from smelt.cli.recipes import (
     read_recipe,
     settings_of,
 )
-from smelt.compression.recipe.plan import Plan
+from smelt.compression.recipe.plan import CompressionPlan
 from smelt.compression.recipe.plan import plan as make_plan
 from smelt.report.numbers import count, seconds, size
 
@@ -47,7 +47,7 @@ def run(
     made.check()
 
 
-def show(made: Plan) -> None:
+def show(made: CompressionPlan) -> None:
     rows = [
         ["parameters", count(made.parameters)],
         ["in blocks, before", count(made.block_parameters)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from smelt.compression.allocation.latency_search import Tables, search_latency
+from smelt.compression.allocation.latency_search import LatencyTables, search_latency
 from smelt.compression.allocation.unit_search import Candidates, kept_importance
 from smelt.errors import BudgetError
 from smelt.targets.operators import AttentionOp, FeedForwardOp
@@ -31,7 +31,7 @@ def parts(seed: int, layers: int, heads: int = 6, filters: int = 16, floor: int 
     ]
 
 
-TABLES = Tables(table("heads", staircase(6, 2, 1.0, 0.5)), table("ffn_channels", staircase(16, 4, 1.5, 0.25)))
+TABLES = LatencyTables(table("heads", staircase(6, 2, 1.0, 0.5)), table("ffn_channels", staircase(16, 4, 1.5, 0.25)))
 
 
 @pytest.mark.parametrize("keep", [0.9, 0.6, 0.4, 0.2])
@@ -51,7 +51,7 @@ def test_the_table_is_respected_and_dropping_layers_never_hurts(seed: int, keep:
 
 
 def test_a_flat_table_makes_units_free() -> None:
-    flat = Tables(table("heads", [1.0] * 6), table("ffn_channels", [2.0] * 16))
+    flat = LatencyTables(table("heads", [1.0] * 6), table("ffn_channels", [2.0] * 16))
     candidates = parts(0, layers=4)
     choice = search_latency(candidates, flat, 0.7)
     assert all(len(kept) in (0, len(c.importance)) for kept, c in zip(choice, candidates, strict=True))
@@ -61,7 +61,7 @@ def test_a_flat_table_makes_units_free() -> None:
 def test_a_wobbly_table_is_met_although_the_line_is_not_the_table() -> None:
     wobble = np.random.default_rng(0).normal(scale=0.3, size=16)
     seconds = np.maximum(0.5, np.array(staircase(16, 4, 1.5, 0.25)) + wobble)
-    tables = Tables(TABLES.heads, table("ffn_channels", seconds.tolist()))
+    tables = LatencyTables(TABLES.heads, table("ffn_channels", seconds.tolist()))
     candidates = parts(3, layers=6)
     full = tables.seconds(candidates, [np.arange(len(c.importance)) for c in candidates])
     assert tables.seconds(candidates, search_latency(candidates, tables, 0.5)) <= 0.5 * full

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from smelt.compression.pruning.rearrange import rearrange
+from smelt.compression.pruning.fisher import rearrange
 
 
 def objective(gradients: np.ndarray, kept: np.ndarray) -> float:

@@ -11,9 +11,15 @@ import torch
 from smelt.compression.base import MethodContext
 from smelt.compression.calibration.least_squares import NormalEquations, unit_equations
 from smelt.compression.checkpoint import Checkpoint
-from smelt.compression.pruning.reconstruct import reconstruct
-from smelt.compression.pruning.repair import RepairSettings, cut, cut_and_repair
-from smelt.compression.pruning.tune import lsmr_solve, ridge_solve, tune_scales
+from smelt.compression.pruning.repair import (
+    RepairSettings,
+    cut,
+    cut_and_repair,
+    lsmr_solve,
+    reconstruct,
+    ridge_solve,
+    tune_scales,
+)
 from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
 from tests.tiny import BUILDS, TRANSFORMERS, labeled

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 from smelt.compression.base import METHODS, MethodContext
 from smelt.compression.quantization.aqas import Aqas
 from smelt.compression.quantization.awq import Awq
-from smelt.compression.quantization.layers import Group
-from smelt.compression.quantization.scaling import Source
-from smelt.compression.quantization.search_eval import Change, Surroundings
+from smelt.compression.quantization.layers import LayerGroup
+from smelt.compression.quantization.scaling import ScaleSource
+from smelt.compression.quantization.search_eval import Change, OutputError
 from smelt.compression.quantization.smoothquant import smoothing
 from smelt.errors import RecipeError
 from smelt.models.model import Model
@@ -24,7 +24,7 @@ from tests.compression.quantization.test_gptq import layer_group
 from tests.tiny import BUILDS, inputs
 
 
-class Alone(Surroundings):
+class Alone(OutputError):
     """A layer outside of any network."""
 
     def __init__(self, x: Tensor, weight: Tensor) -> None:
@@ -34,7 +34,7 @@ class Alone(Surroundings):
         yield F.linear(self.x if change is None else change(self.x), weights[0])
 
 
-class Anything(Source):
+class Anything(ScaleSource):
     """Takes every scale."""
 
     name = "anything"
@@ -103,7 +103,7 @@ def test_the_inputs_are_rounded_after_they_were_divided() -> None:
 
 def test_both_families_are_tried_and_balanced() -> None:
     x, weight = opt_like()
-    group: Group = layer_group(weight)
+    group: LayerGroup = layer_group(weight)
     found = list(Aqas().candidates(group, x.abs().mean(0), x.abs().amax(0)))
     assert [(c.family, round(20 * c.exponent)) for c in found] == [
         (f, a) for f in ("mean", "smooth") for a in range(20)

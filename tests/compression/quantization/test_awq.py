@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from smelt.compression.base import METHODS, MethodContext
-from smelt.compression.calibration.stream import open_stream
+from smelt.compression.calibration.block_inputs import capture_block_inputs
 from smelt.compression.quantization.awq import Awq
 from smelt.compression.quantization.base import BlockWork
 from smelt.compression.quantization.clipping import SHRINKS, clip_, clipped_projections
-from smelt.compression.quantization.layers import groups_of
+from smelt.compression.quantization.layers import layer_groups
 from smelt.compression.quantization.scale_search import Candidate
-from smelt.compression.quantization.search_eval import ModuleOutput, OwnOutput, some_batches
+from smelt.compression.quantization.search_eval import LayerOutputError, ModuleOutputError, first_batches
 from smelt.errors import RecipeError
 from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
@@ -42,7 +42,7 @@ def first_work(name: str, method: Awq) -> BlockWork:
     network = BUILDS[name]()
     anatomy = anatomy_of(network)
     return BlockWork(
-        anatomy.blocks[0], open_stream(anatomy, batches(name)), MethodContext(), network, method.scheme, {}
+        anatomy.blocks[0], capture_block_inputs(anatomy, batches(name)), MethodContext(), network, method.scheme, {}
     )
 
 
@@ -72,10 +72,10 @@ def test_the_error_is_that_of_the_enclosing_module() -> None:
     """Attention for q, k, v; feed-forward for up and gate; the layer for what reads them: found by plain forwards."""
     method = Awq(group_size=16, bits=3)
     work = first_work("llama", method)
-    assert work.stream is not None
-    for group in groups_of(work.block):
-        kind = ModuleOutput if group.writes else OwnOutput
-        around = kind(work.stream, work.block, group, 10_000)
+    assert work.block_inputs is not None
+    for group in layer_groups(work.block):
+        kind = ModuleOutputError if group.writes else LayerOutputError
+        around = kind(work.block_inputs, work.block, group, 10_000)
         weights = [method.weight_format.fake_quantize(layer.weight) for layer in group.layers]
         other: Any = copy.deepcopy(work.network)
         for layer, weight in zip(group.layers, weights, strict=True):
@@ -95,9 +95,9 @@ def test_the_error_is_that_of_the_enclosing_module() -> None:
 @torch.no_grad()
 def test_padding_counts_for_nothing() -> None:
     work = first_work("bert", Awq(group_size=16))
-    assert work.stream is not None
-    group = groups_of(work.block)[1]
-    around = OwnOutput(work.stream, work.block, group, 10_000)
+    assert work.block_inputs is not None
+    group = layer_groups(work.block)[1]
+    around = LayerOutputError(work.block_inputs, work.block, group, 10_000)
     real = sum(int(batch["attention_mask"].sum()) for batch in batches("bert"))
     assert sum(len(true) for true in around.truth) == real == 3 * (3 * 11 - 3)
 
@@ -106,10 +106,10 @@ def test_trials_leave_no_trace() -> None:
     method = Awq(group_size=16, bits=2)
     work = first_work("llama", method)
     before = {key: tensor.clone() for key, tensor in work.network.state_dict().items()}
-    assert work.stream is not None
-    for group in groups_of(work.block):
-        kind = ModuleOutput if group.writes else OwnOutput
-        around = kind(work.stream, work.block, group, 10_000)
+    assert work.block_inputs is not None
+    for group in layer_groups(work.block):
+        kind = ModuleOutputError if group.writes else LayerOutputError
+        around = kind(work.block_inputs, work.block, group, 10_000)
         method.trial_error(group, around, torch.rand(group.columns) + 0.5)
     assert all(torch.equal(tensor, before[key]) for key, tensor in work.network.state_dict().items())
     for module in work.network.modules():
@@ -128,12 +128,12 @@ def test_the_scaled_network_computes_the_same() -> None:
 
 
 def test_trials_run_on_few_batches() -> None:
-    stream = open_stream(anatomy_of(BUILDS["llama"]()), batches("llama"))  # 33 positions each
-    assert [some_batches(stream, tokens) for tokens in (1, 65, 66, 1000)] == [[0], [0], [0, 1], [0, 1, 2]]
+    block_inputs = capture_block_inputs(anatomy_of(BUILDS["llama"]()), batches("llama"))  # 33 positions each
+    assert [first_batches(block_inputs, tokens) for tokens in (1, 65, 66, 1000)] == [[0], [0], [0, 1], [0, 1, 2]]
 
 
 def exhaustive_clip(weight: Tensor, x: Tensor, number_format: Format, size: int) -> Tensor:
-    """Group by group and row by row."""
+    """LayerGroup by group and row by row."""
     best = weight.clone()
     for row in range(len(weight)):
         for start in range(0, weight.shape[1], size):
@@ -160,7 +160,7 @@ def test_the_clip_is_the_best_of_all_tried(name: str) -> None:
 
 def test_queries_and_keys_are_never_clipped() -> None:
     for name, rows in (("llama", 16), ("gpt2", 32)):
-        groups = groups_of(anatomy_of(BUILDS[name]()).blocks[0])
+        groups = layer_groups(anatomy_of(BUILDS[name]()).blocks[0])
         (values,) = clipped_projections(groups[0])
         assert values.part == (2 if name == "gpt2" else 0) and values.rows == rows
         assert all(len(clipped_projections(group)) == len(group.layers) for group in groups[1:])

@@ -10,7 +10,7 @@ import torch
 from smelt.compression.base import MethodContext
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization.flexround import Divided, FlexRound, Full, LowRank
-from smelt.compression.quantization.nearest import nearest
+from smelt.compression.quantization.rounding import round_to_nearest
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import RecipeError
 from smelt.models.model import Model
@@ -45,7 +45,7 @@ def divided(matrix: torch.Tensor, number_format: Integer, rank: int | None, sear
 def test_before_training_it_is_rounding_to_nearest(number_format: Integer, search: bool, rank: int | None) -> None:
     matrix = weights()
     assert torch.equal(
-        divided(matrix, number_format, rank, search)(), nearest(matrix, number_format, search).dequantize()
+        divided(matrix, number_format, rank, search)(), round_to_nearest(matrix, number_format, search).dequantize()
     )
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compression.base import METHODS, MethodContext
-from smelt.compression.calibration.observe import SecondMoment
+from smelt.compression.calibration.observers import HessianObserver
 from smelt.compression.quantization.gptq_rounding import gptq, round_group
-from smelt.compression.quantization.layers import Group, Layer, groups_of
+from smelt.compression.quantization.layers import LayerGroup, LinearLayer, layer_groups
 from smelt.errors import DataError, ModelError
 from smelt.models.anatomy import anatomy_of
 from smelt.models.model import Model
@@ -23,7 +23,7 @@ ROW4, ROW2 = Integer(-1, "float32", 4, symmetric=False), Integer(-1, "float32", 
 
 
 def hessian(x: Tensor) -> Tensor:
-    moment = SecondMoment()
+    moment = HessianObserver()
     for rows in x.split(100):
         moment(rows)
     assert moment.matrix is not None
@@ -40,14 +40,14 @@ def quality(x: Tensor, weight: Tensor, rounded: Tensor) -> float:
     return signal_to_noise(x @ weight.T, x @ rounded.T)
 
 
-def layer_group(*weights: Tensor) -> Group:
+def layer_group(*weights: Tensor) -> LayerGroup:
     """Layers that share an input, outside of any network."""
     layers = []
     for index, weight in enumerate(weights):
         module = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
         module.weight.data = weight
-        layers.append(Layer(module, f"layer{index}"))
-    return Group(anatomy_of(BUILDS["llama"]()).parts[0], True, tuple(layers))
+        layers.append(LinearLayer(module, f"layer{index}"))
+    return LayerGroup(anatomy_of(BUILDS["llama"]()).parts[0], True, tuple(layers))
 
 
 def test_uncorrelated_inputs_gain_nothing() -> None:
@@ -153,7 +153,7 @@ def test_a_hessian_that_is_not_positive_is_damped_until_it_is() -> None:
 def test_stacked_layers_come_out_as_separate_ones(name: str) -> None:
 
     x, weights = correlated(512, 64), [torch.randn(rows, 64) for rows in (24, 8, 8)]
-    moment = SecondMoment()
+    moment = HessianObserver()
     moment(x)
     for layer, weight in zip(round_group(layer_group(*weights), moment, get_format(name)), weights, strict=True):
         alone = gptq(weight, hessian(x), get_format(name))
@@ -163,7 +163,7 @@ def test_stacked_layers_come_out_as_separate_ones(name: str) -> None:
 
 def test_one_scale_a_tensor_is_one_a_layer() -> None:
     weights = [torch.randn(8, 64), 10 * torch.randn(8, 64)]
-    moment = SecondMoment()
+    moment = HessianObserver()
     moment(correlated(512, 64))
     one, other = round_group(layer_group(*weights), moment, Integer(0, "float32", 8))
     assert float(other.qparams.scale) > 5 * float(one.qparams.scale)
@@ -173,7 +173,7 @@ def test_one_scale_a_tensor_is_one_a_layer() -> None:
 def test_inputs_that_are_no_numbers(bad: float) -> None:
     x = torch.randn(64, 16)
     x[3, 5] = bad
-    moment = SecondMoment()
+    moment = HessianObserver()
     moment(x)
     with pytest.raises(DataError, match="the inputs of layer0 are NaN or infinite") as caught:
         round_group(layer_group(torch.randn(4, 16)), moment, ROW4)
@@ -182,7 +182,7 @@ def test_inputs_that_are_no_numbers(bad: float) -> None:
 
 def test_a_layer_that_was_never_reached() -> None:
     with pytest.raises(ModelError, match="layer0 was never reached"):
-        round_group(layer_group(torch.randn(4, 16)), SecondMoment(), ROW4)
+        round_group(layer_group(torch.randn(4, 16)), HessianObserver(), ROW4)
 
 
 @pytest.mark.parametrize("sequential", [False, True])
@@ -194,7 +194,7 @@ def test_in_the_frame_it_rounds_against_the_inputs_of_the_rounded_network(sequen
     settings = {"method": "gptq", "group_size": 16, "bits": 3, "sequential": sequential}
     METHODS.build(settings).apply(model, MethodContext(batches=batches))
     layers = quantized_layers(model.network)
-    moments = {path: SecondMoment() for path in layers}
+    moments = {path: HessianObserver() for path in layers}
     hooks = [
         layer.register_forward_pre_hook(lambda _, args, moment=moments[path]: moment(args[0].flatten(0, -2)))
         for path, layer in layers.items()
@@ -205,7 +205,7 @@ def test_in_the_frame_it_rounds_against_the_inputs_of_the_rounded_network(sequen
     for hook in hooks:
         hook.remove()
     number_format = Integer(16, "float16", 3, symmetric=False)
-    for group in (group for block in anatomy_of(BUILDS["llama"]()).blocks for group in groups_of(block)):
+    for group in (group for block in anatomy_of(BUILDS["llama"]()).blocks for group in layer_groups(block)):
         reads_rounded = sequential or (group.writes and group.part.kind == "heads")
         for layer in group.layers:
             expected = gptq(full[layer.path], moments[layer.path].matrix, number_format)  # type: ignore[arg-type]

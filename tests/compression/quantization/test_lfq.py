@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import smelt.measure.logits
 from smelt.compression.base import MethodContext
-from smelt.compression.calibration.stream import advance, open_stream
+from smelt.compression.calibration.block_inputs import advance, capture_block_inputs
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization.flexround import FlexRound
 from smelt.compression.quantization.lfq import LogitLoss
@@ -30,10 +30,10 @@ CPU = torch.device("cpu")
 
 def last_hidden(model: Model, batches: list[dict[str, Tensor]]) -> list[Tensor]:
     """What the last block gives, before the final norm."""
-    stream = open_stream(model.anatomy, batches)
+    block_inputs = capture_block_inputs(model.anatomy, batches)
     for block in model.anatomy.blocks:
-        advance(stream, block)
-    return [stream.hidden[batch] for batch in range(len(batches))]
+        advance(block_inputs, block)
+    return [block_inputs.hidden[batch] for batch in range(len(batches))]
 
 
 def test_it_prefers_the_right_token_to_the_smaller_error() -> None:

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 import smelt.compression.quantization  # noqa: F401  (puts the methods on the list)
 from smelt.compression.base import METHODS, MethodContext
-from smelt.compression.calibration.observe import SecondMoment, observe
-from smelt.compression.calibration.routes import expert_tokens
-from smelt.compression.calibration.stream import advance, open_stream
+from smelt.compression.calibration.block_inputs import advance, capture_block_inputs
+from smelt.compression.calibration.expert_routing import count_expert_tokens
+from smelt.compression.calibration.observers import HessianObserver, observe
 from smelt.compression.checkpoint import Checkpoint
-from smelt.compression.quantization.layers import groups_of, sharing_groups
+from smelt.compression.quantization.layers import layer_groups, scale_groups
 from smelt.compression.quantization.mixed import stand_ins
-from smelt.compression.quantization.nearest import nearest
 from smelt.compression.quantization.rotation import random_rotations, rotate_network
-from smelt.compression.quantization.scaling import fold, source_of
+from smelt.compression.quantization.rounding import round_to_nearest
+from smelt.compression.quantization.scaling import fold_scale, scale_source
 from smelt.errors import ModelError
 from smelt.models.artifact import save_artifact
 from smelt.models.load import load
@@ -88,25 +88,23 @@ def test_every_method_takes_a_mixture_with_an_expert_that_nothing_reaches(
 @pytest.mark.parametrize("name", BUILDS)
 def test_all_choices_of_all_real_tokens_are_counted(name: str, folders: dict[str, Path]) -> None:
     model, data = load(folders[name]), batches(padded=True)
-    stream = open_stream(model.anatomy, data)
+    block_inputs = capture_block_inputs(model.anatomy, data)
     real = sum(int(batch["attention_mask"].sum()) for batch in data)
     for block in model.anatomy.blocks:
-        counts = expert_tokens(stream, block)
+        counts = count_expert_tokens(block_inputs, block)
         experts = [part.path for part in block.parts if part.mixture]
         assert list(counts) == experts and sum(counts.values()) == (CHOSEN * real if experts else 0)
-        advance(stream, block)
+        advance(block_inputs, block)
 
 
 def test_an_expert_sees_the_real_tokens_that_chose_it(folders: dict[str, Path]) -> None:
     """The Hessian of each expert, with padding, against what the router says."""
     model, data = load(folders["olmoe"]), batches(padded=True)
-    stream, block = open_stream(model.anatomy, data), model.anatomy.blocks[0]
-    seen: dict[nn.Module, SecondMoment] = {
-        p.input_projections[0].module: SecondMoment() for p in block.parts if p.mixture
-    }
+    block_inputs, block = capture_block_inputs(model.anatomy, data), model.anatomy.blocks[0]
+    seen: dict[nn.Module, HessianObserver] = {p.writers[0].module: HessianObserver() for p in block.parts if p.mixture}
     rows: list[tuple[Tensor, Tensor]] = []
     hook = block.module.mlp.gate.register_forward_hook(lambda _, args, output: rows.append((args[0], output[2])))
-    observe(stream, block, seen)
+    observe(block_inputs, block, seen)
     hook.remove()
     masks = [batch["attention_mask"].flatten().bool() for batch in data]
     for expert, moment in enumerate(seen.values()):
@@ -119,20 +117,20 @@ def test_gptq_rounds_each_expert_against_its_own_hessian(folders: dict[str, Path
     model, plain, data = load(folders["olmoe"]), load(folders["olmoe"]), batches(padded=True)
     method: Any = METHODS.build({"method": "gptq", **SMALL})
     method.apply(model, MethodContext(batches=data))
-    stream, block = open_stream(plain.anatomy, data), plain.anatomy.blocks[0]
-    for group in (group for group in groups_of(block) if group.part.mixture):
-        moment = SecondMoment()
-        observe(stream, block, {group.layers[0].module: moment})
+    block_inputs, block = capture_block_inputs(plain.anatomy, data), plain.anatomy.blocks[0]
+    for group in (group for group in layer_groups(block) if group.part.mixture):
+        moment = HessianObserver()
+        observe(block_inputs, block, {group.layers[0].module: moment})
         for layer, matrix in zip(group.layers, method.round(group, moment), strict=True):
-            assert torch.equal(model.network.get_submodule(layer.path).weight, matrix.values())
+            assert torch.equal(model.network.get_submodule(layer.path).weight, matrix.dequantize())
 
 
 def test_few_tokens_are_fewer_than_inputs(folders: dict[str, Path]) -> None:
     """What is named, and that a layer's facts carry the count."""
     model, data = load(folders["qwen3-moe"]), batches(2)
     counts = {}
-    stream = open_stream(model.anatomy, data)
-    counts |= expert_tokens(stream, model.anatomy.blocks[0])
+    block_inputs = capture_block_inputs(model.anatomy, data)
+    counts |= count_expert_tokens(block_inputs, model.anatomy.blocks[0])
     assert min(counts.values()) < HIDDEN <= max(counts.values())
     facts = METHODS.build({"method": "gptq", **SMALL}).apply(model, MethodContext(batches=data))
     named = {one["expert"]: one["tokens"] for one in facts["few_tokens"] if "layers.0" in one["expert"]}
@@ -148,23 +146,23 @@ def test_gptq_beats_rounding_to_nearest(name: str, folders: dict[str, Path]) -> 
     for method in ("rtn", "gptq"):
         model, true = load(folders[name]), load(folders[name])
         METHODS.build({"method": method, "bits": 3, **SMALL}).apply(model, MethodContext(batches=batches(16)))
-        stream = open_stream(true.anatomy, [ids(seed) for seed in range(50, 54)])
-        errors[method] = [float(e) for block in true.anatomy.blocks for e in _layer_errors(stream, block, model)]
+        block_inputs = capture_block_inputs(true.anatomy, [ids(seed) for seed in range(50, 54)])
+        errors[method] = [float(e) for block in true.anatomy.blocks for e in _layer_errors(block_inputs, block, model)]
     wins = [g < r for g, r in zip(errors["gptq"], errors["rtn"], strict=True)]
     assert sum(wins) >= 0.75 * len(wins)  # inputs of random networks are nearly white, and leave little to make up for
     assert sum(errors["gptq"]) < 0.85 * sum(errors["rtn"])
 
 
 @torch.no_grad()
-def _layer_errors(stream: Any, block: Any, model: Model) -> Iterator[Tensor]:
+def _layer_errors(block_inputs: Any, block: Any, model: Model) -> Iterator[Tensor]:
     inputs: dict[nn.Module, list[Tensor]] = {}
     projections = [p for part in block.parts if part.mixture for p in (*part.input_projections, part.output)]
-    observe(stream, block, {p.module: inputs.setdefault(p.module, []).append for p in projections})
+    observe(block_inputs, block, {p.module: inputs.setdefault(p.module, []).append for p in projections})
     for projection in projections:
         x = torch.cat(inputs[projection.module])
         true, found = x @ projection.module.weight.T, x @ model.network.get_submodule(projection.path).weight.T
         yield (found - true).square().sum() / true.square().sum()
-    advance(stream, block)
+    advance(block_inputs, block)
 
 
 def test_an_expert_that_nothing_reaches_is_rounded_to_nearest(folders: dict[str, Path]) -> None:
@@ -173,7 +171,7 @@ def test_an_expert_that_nothing_reaches_is_rounded_to_nearest(folders: dict[str,
     method: Any = METHODS.build({"method": "gptq", **SMALL})
     method.apply(model, MethodContext(batches=batches()))
     found = model.network.get_submodule(f"{LOST}.w1")
-    assert torch.equal(found.weight, nearest(weight, method.weight_format).dequantize())
+    assert torch.equal(found.weight, round_to_nearest(weight, method.weight_format).dequantize())
 
 
 def test_of_an_ordinary_layer_it_is_still_an_error(folders: dict[str, Path]) -> None:
@@ -200,7 +198,7 @@ def test_mixed_does_not_starve_whom_the_data_does(folders: dict[str, Path]) -> N
     model = load(folders["mixtral-starved"])
     errors = method.sensitivity(model, MethodContext(batches=batches()))
     assert all(error > 0 for row in errors.values() for error in row)
-    assert stand_ins(sharing_groups(block)[:2], errors) == {}
+    assert stand_ins(scale_groups(block)[:2], errors) == {}
     others = [errors[f"model.layers.1.mlp.experts.{i}.w2"] for i in range(3)]
     assert errors[f"{LOST}.w2"] == pytest.approx([sum(column) / 3 for column in zip(*others, strict=True)])
 
@@ -235,10 +233,10 @@ def test_scales_take_the_router_along(name: str, folders: dict[str, Path]) -> No
     model = load(folders[name])
     before, generator, folded = logits(model), torch.Generator().manual_seed(0), 0
     for block in model.anatomy.blocks:
-        for group in sharing_groups(block):
-            source = source_of(block, group)
+        for group in scale_groups(block):
+            source = scale_source(block, group)
             if source is not None:
-                fold(group, source, source.fitting(torch.rand(group.columns, generator=generator) * 2 + 0.5))
+                fold_scale(group, source, source.fitting(torch.rand(group.columns, generator=generator) * 2 + 0.5))
                 folded += 1
     experts = sum(part.mixture is not None for part in model.anatomy.parts)
     clipped = sum(part.clipped for part in model.anatomy.parts)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from smelt.compression.base import MethodContext
-from smelt.compression.calibration.stream import open_stream
+from smelt.compression.calibration.block_inputs import capture_block_inputs
 from smelt.compression.checkpoint import Checkpoint
-from smelt.compression.quantization.layers import groups_of
+from smelt.compression.quantization.layers import layer_groups
 from smelt.compression.quantization.learned import FakeQuantized, distance
 from smelt.compression.quantization.omniquant import Clipped, OmniQuant
 from smelt.compression.quantization.rtn import RoundToNearest
@@ -93,15 +93,17 @@ def test_what_is_trained_is_what_runs_afterwards(family: str, rounded: str | Non
     """The block with fake-quantised weights gives what the same block gives once its layers are packed."""
     model, batch = Model(BUILDS[family]()), inputs(family)
     method = OmniQuant(bits=3, group_size=16, epochs=0, input_activations=rounded)
-    stream = open_stream(model.anatomy, [batch])
+    block_inputs = capture_block_inputs(model.anatomy, [batch])
     block = model.anatomy.blocks[0]
-    quantizers = {layer: Clipped(layer.weight, method.integer) for group in groups_of(block) for layer in group.layers}
+    quantizers = {
+        layer: Clipped(layer.weight, method.integer) for group in layer_groups(block) for layer in group.layers
+    }
     with torch.no_grad():
-        trained = stream.run(FakeQuantized(block, quantizers, method.input_format), 0, 0)
-        untouched = stream.run(block.module, 0, 0)
+        trained = block_inputs.run(FakeQuantized(block, quantizers, method.input_format), 0, 0)
+        untouched = block_inputs.run(block.module, 0, 0)
         method.apply(model, MethodContext(batches=[batch]))
-        packed = stream.run(block.module, 0, 0)
-    mask = torch.ones(trained.shape[:2], dtype=torch.bool) if stream.masks[0] is None else stream.masks[0]
+        packed = block_inputs.run(block.module, 0, 0)
+    mask = torch.ones(trained.shape[:2], dtype=torch.bool) if block_inputs.masks[0] is None else block_inputs.masks[0]
     assert torch.allclose(trained[mask], packed[mask], atol=1e-5)
     assert not torch.allclose(untouched[mask], packed[mask], atol=1e-3)
     assert not any(module._forward_pre_hooks for module in model.network.modules())

@@ -12,9 +12,9 @@ import transformers as hf
 from torch import Tensor
 
 from smelt.compression.base import METHODS, MethodContext
-from smelt.compression.calibration.observe import SecondMoment
+from smelt.compression.calibration.observers import HessianObserver
 from smelt.compression.checkpoint import Checkpoint
-from smelt.compression.quantization.layers import groups_of
+from smelt.compression.quantization.layers import layer_groups
 from smelt.compression.quantization.rotated import rotate_inputs
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.kernels.hadamard import hadamard_transform
@@ -73,7 +73,7 @@ def test_eight_bits_hardly_change_the_function(name: str, rounding: str) -> None
     assert (
         facts["layers_quantised"]
         == len(layers)
-        == sum(len(g.layers) for b in model.anatomy.blocks for g in groups_of(b))
+        == sum(len(g.layers) for b in model.anatomy.blocks for g in layer_groups(b))
     )
     rotating = {path for path, layer in layers.items() if layer.scheme.hadamard}
     assert rotating == {part.output.path for part in model.anatomy.parts}
@@ -83,9 +83,9 @@ def test_eight_bits_hardly_change_the_function(name: str, rounding: str) -> None
 
 def test_a_transform_of_the_inputs_is_undone_in_the_weight() -> None:
     network = BUILDS["gpt2"]()  # its weights are stored the other way round
-    group = groups_of(anatomy_of(network).blocks[0])[3]
+    group = layer_groups(anatomy_of(network).blocks[0])[3]
     assert group.columns == 48 and not group.writes
-    x, moment, expected = torch.randn(20, 48), SecondMoment(), SecondMoment()
+    x, moment, expected = torch.randn(20, 48), HessianObserver(), HessianObserver()
     product = x @ group.layers[0].weight.T
     moment(x)
     expected(hadamard_transform(x))

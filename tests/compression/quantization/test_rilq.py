@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from smelt.compression.base import Method, MethodContext
+from smelt.compression.calibration.block_inputs import advance, capture_block_inputs, record_io
 from smelt.compression.calibration.gradients import frozen
-from smelt.compression.calibration.stream import advance, open_stream, watching
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization.adapters import Adapter, attached
 from smelt.compression.quantization.rilq import Rilq, last_hidden_state
@@ -107,20 +107,20 @@ def locally_repaired(place: str, *, whole_blocks: bool) -> Model:
     for adapter in adapters.values():
         adapter.draw(generator)
     optimizer = torch.optim.Adam([p for adapter in adapters.values() for p in adapter.parameters()], lr=RATE)
-    stream = open_stream(full.anatomy, character_batches())
+    block_inputs = capture_block_inputs(full.anatomy, character_batches())
     with frozen(model.network), attached(layers, adapters, torch.float32):
         for true, ours in zip(full.anatomy.blocks, model.anatomy.blocks, strict=True):
             for update in range(60):
-                batch = update % len(stream)
+                batch = update % len(block_inputs)
                 seen: dict[str, dict[str, Tensor]] = {p: {} for p in layers if p.startswith(f"{true.path}.")}
                 with torch.no_grad():
                     for path in seen:
                         modules[path].register_forward_hook(_noting(seen[path]))
-                    target = stream.run(true.module, true.index, batch)
+                    target = block_inputs.run(true.module, true.index, batch)
                     for path in seen:
                         modules[path]._forward_hooks.clear()
                 if whole_blocks:
-                    loss = (stream.run(ours.module, ours.index, batch) - target).square().mean()
+                    loss = (block_inputs.run(ours.module, ours.index, batch) - target).square().mean()
                 else:
                     loss = torch.stack(
                         [(layers[path](note["input"]) - note["output"]).square().mean() for path, note in seen.items()]
@@ -128,7 +128,7 @@ def locally_repaired(place: str, *, whole_blocks: bool) -> Model:
                 optimizer.zero_grad()
                 (64 * loss).backward()
                 optimizer.step()
-            advance(stream, true)
+            advance(block_inputs, true)
     for path, layer in layers.items():
         adapters[path].stored_beside(layer, torch.float32)
     return model
@@ -208,7 +208,7 @@ def test_what_was_trained_is_what_is_stored(place: str) -> None:
         for path, layer in layers.items():
             adapters[path].stored_beside(layer, torch.float32)
         seen: dict[str, Tensor] = {}
-        with watching(model.network.get_output_embeddings(), seen):
+        with record_io(model.network.get_output_embeddings(), seen):
             model.network(**batch)
     assert torch.allclose(seen["input"], trained, atol=1e-5)
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smelt.compression.base import METHODS, MethodContext
-from smelt.compression.quantization.nearest import POWER, nearest, searched_grid
+from smelt.compression.quantization.rounding import POWER, round_to_nearest, search_qparams
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 from smelt.numerics import FORMATS, get_format
@@ -27,7 +27,7 @@ def test_no_error_is_beyond_half_a_step(
 ) -> None:
     weight = size * (torch.randn(6, 32, generator=torch.Generator().manual_seed(seed)) + shift)
     number_format = Integer(group, "float32", bits, symmetric)
-    found = nearest(weight, number_format)
+    found = round_to_nearest(weight, number_format)
     steps = found.qparams.scale.expand(-1, -1, number_format.effective_group_size(32)).flatten(-2)[..., :32]
     assert bool(((found.dequantize() - weight).abs() <= steps * 0.5001).all())
 
@@ -35,7 +35,7 @@ def test_no_error_is_beyond_half_a_step(
 @pytest.mark.parametrize(("group", "decibel"), [(32, 21.85), (128, 19.95), (4096, 17.09)])
 def test_the_figures_of_the_card(group: int, decibel: float) -> None:
     weight = torch.randn(256, 4096)
-    found = nearest(weight, Integer(group, "float32", 4, symmetric=False))
+    found = round_to_nearest(weight, Integer(group, "float32", 4, symmetric=False))
     assert signal_to_noise(weight, found.dequantize()) == pytest.approx(decibel, abs=0.05)
 
 
@@ -49,9 +49,9 @@ def test_the_search_for_a_range_never_loses(name: str) -> None:
         powers = number_format.split_groups(values - weight).abs().pow(POWER).sum(-1)
         return powers.sum() if "tensor" in name else powers
 
-    plain, searched = nearest(weight, number_format), nearest(weight, number_format, search=True)
+    plain, searched = round_to_nearest(weight, number_format), round_to_nearest(weight, number_format, search=True)
     assert bool((errors(searched.dequantize()) <= errors(plain.dequantize())).all())
-    grid = searched_grid(grouped, number_format, number_format.tensor_amax(weight))
+    grid = search_qparams(grouped, number_format, number_format.tensor_amax(weight))
     assert all(torch.equal(tensor, searched.qparams.tensors()[key]) for key, tensor in grid.tensors().items())
 
 
@@ -59,7 +59,7 @@ def test_the_search_narrows_what_has_an_outlier() -> None:
     weight = torch.randn(4, 128)
     weight[:, 0] = 6.0
     number_format = Integer(-1, "float32", 2, symmetric=True)
-    plain, searched = nearest(weight, number_format), nearest(weight, number_format, search=True)
+    plain, searched = round_to_nearest(weight, number_format), round_to_nearest(weight, number_format, search=True)
     assert bool((searched.qparams.scale < 0.8 * plain.qparams.scale).all())
     assert signal_to_noise(weight, searched.dequantize()) > signal_to_noise(weight, plain.dequantize()) + 1
 
@@ -72,5 +72,5 @@ def test_in_the_frame_every_layer_is_rounded_on_its_own(search: bool) -> None:
     assert len(layers) == 3 * 4
     for path, layer in layers.items():
         weight = full.get_submodule(path).weight.T
-        expected = nearest(weight, Integer(16, "float16", 4, symmetric=False), search).dequantize()
+        expected = round_to_nearest(weight, Integer(16, "float16", 4, symmetric=False), search).dequantize()
         assert torch.equal(layer.weight, expected)

@@ -8,8 +8,8 @@ import transformers as hf
 from torch import Tensor
 
 from smelt.compression.base import METHODS
-from smelt.compression.quantization.layers import Group, groups_of
-from smelt.compression.quantization.scaling import Source, fold, source_of
+from smelt.compression.quantization.layers import LayerGroup, layer_groups
+from smelt.compression.quantization.scaling import ScaleSource, fold_scale, scale_source
 from smelt.models.anatomy import Block, anatomy_of
 from smelt.models.model import Model
 from tests.tiny import BUILDS, TRANSFORMERS, inputs
@@ -19,12 +19,12 @@ GATED = ("llama", "llama-tied", "mistral", "qwen2", "qwen3")
 RELU = ("opt", "opt-post-norm")
 
 
-def random_scale(group: Group, source: Source) -> Tensor:
+def random_scale(group: LayerGroup, source: ScaleSource) -> Tensor:
     return source.fitting(torch.rand(group.columns, dtype=torch.float64) * 3 + 0.2)
 
 
-def every_source(blocks: tuple[Block, ...]) -> list[tuple[Group, Source | None]]:
-    return [(group, source_of(block, group)) for block in blocks for group in groups_of(block)]
+def every_source(blocks: tuple[Block, ...]) -> list[tuple[LayerGroup, ScaleSource | None]]:
+    return [(group, scale_source(block, group)) for block in blocks for group in layer_groups(block)]
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
@@ -38,7 +38,7 @@ def test_a_folded_network_computes_the_same(name: str) -> None:
         if source is None:
             continue
         old = [layer.weight.clone() for layer in group.layers]
-        fold(group, source, random_scale(group, source))
+        fold_scale(group, source, random_scale(group, source))
         assert all(not torch.allclose(w, layer.weight) for w, layer in zip(old, group.layers, strict=True))
         folded += 1
     assert folded == 3 * {True: 1, False: 3}[name in POST_NORM] + 3 * (name in (*GATED, *RELU))
@@ -66,7 +66,7 @@ def test_a_norm_without_weights_takes_no_scale() -> None:
     config = BUILDS["opt"]().config
     config.layer_norm_elementwise_affine = False
     anatomy = anatomy_of(hf.OPTForCausalLM(config))
-    assert [source_of(anatomy.blocks[0], group) is None for group in groups_of(anatomy.blocks[0])] == [
+    assert [scale_source(anatomy.blocks[0], group) is None for group in layer_groups(anatomy.blocks[0])] == [
         True, False, True, False,
     ]  # fmt: skip
 
@@ -87,5 +87,5 @@ def test_folding_after_heads_were_removed() -> None:
         before = network(**inputs(name)).logits
         for group, source in every_source(anatomy_of(network).blocks):
             if source is not None:
-                fold(group, source, random_scale(group, source))
+                fold_scale(group, source, random_scale(group, source))
         assert torch.allclose(network(**inputs(name)).logits, before, rtol=1e-10, atol=1e-10)

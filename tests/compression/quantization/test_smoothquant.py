@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from smelt.compression.base import METHODS, MethodContext
-from smelt.compression.calibration.stream import open_stream
+from smelt.compression.calibration.block_inputs import capture_block_inputs
 from smelt.compression.quantization.base import BlockWork
 from smelt.compression.quantization.smoothquant import SmoothQuant, smoothing
 from smelt.errors import RecipeError
@@ -67,9 +67,9 @@ def test_smoothing_alone_changes_nothing() -> None:
         network = BUILDS[name]()
         before = network(**inputs(name)).logits
         anatomy = anatomy_of(network)
-        stream = open_stream(anatomy, batches(name))
+        block_inputs = capture_block_inputs(anatomy, batches(name))
         method = SmoothQuant()
-        work = BlockWork(anatomy.blocks[0], stream, MethodContext(), network, method.scheme, {})
+        work = BlockWork(anatomy.blocks[0], block_inputs, MethodContext(), network, method.scheme, {})
         old = {key: tensor.clone() for key, tensor in network.state_dict().items()}
         notes = method.smooth(work)
         changed = {key for key, tensor in network.state_dict().items() if not torch.equal(tensor, old[key])}

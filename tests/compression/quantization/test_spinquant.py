@@ -18,8 +18,7 @@ from smelt.compression.calibration.gradients import batch_loss
 from smelt.compression.checkpoint import Checkpoint
 from smelt.compression.quantization import spinquant
 from smelt.compression.quantization.rotation import Rotations, random_rotation, random_rotations, rotate_network
-from smelt.compression.quantization.spinquant import SpinQuant, cayley_step, nearest_orthogonal
-from smelt.compression.quantization.straight_through import rounded
+from smelt.compression.quantization.spinquant import SpinQuant, cayley_step, nearest_orthogonal, rounded
 from smelt.errors import DataError, ModelError, RecipeError
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.kernels.linear import ActivationQuant
@@ -139,7 +138,7 @@ def test_rounding_keeps_the_dtype() -> None:
 @contextmanager
 def really_rounded(anatomy: Anatomy, method: SpinQuant) -> Iterator[None]:
     """The inputs of every linear layer of a rotated network are rounded, as packed layers do it."""
-    given = ActivationQuant(FORMATS[str(method.inputs)], clip_ratio=method.clip)
+    given = ActivationQuant(FORMATS[str(method.input_activations)], clip_ratio=method.input_clip_ratio)
 
     def plain(_: Any, args: tuple[Tensor, ...]) -> Tensor:
         return given.fake_quantize(args[0])

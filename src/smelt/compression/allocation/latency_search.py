@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from smelt.compression.allocation.unit_search import Candidates, Choice, forced_count, kept_importance, search
+from smelt.compression.allocation.unit_search import Candidates, KeptUnits, forced_count, kept_importance, search
 from smelt.errors import BudgetError, RecipeError
 from smelt.measure.cost import Workload
 from smelt.models.anatomy import Anatomy, Part
@@ -24,7 +24,7 @@ TIGHTENINGS = 40
 
 
 @dataclass(frozen=True)
-class Tables:
+class LatencyTables:
     """Latency of a layer by how many units it keeps, for attention and feed-forward."""
 
     heads: LatencyTable
@@ -33,23 +33,23 @@ class Tables:
     def of(self, kind: str) -> LatencyTable:
         return self.heads if kind == "heads" else self.filters
 
-    def seconds(self, parts: Sequence[Candidates], choice: Choice) -> float:
+    def seconds(self, parts: Sequence[Candidates], choice: KeptUnits) -> float:
         """What a choice costs on the tables."""
         return float(sum(self.of(part.kind).seconds[len(kept)] for part, kept in zip(parts, choice, strict=True)))
 
 
-def choose_under_latency(
+def search_under_latency(
     anatomy: Anatomy, parts: Sequence[Candidates], keep: float, workload: Workload, seed: int
-) -> Choice:
-    """Measure this machine, then search."""
+) -> KeptUnits:
+    """CostMetric this machine, then search."""
     if any(part.kind == "channels" for part in anatomy.parts):
         raise RecipeError("a latency budget is for attention and feed-forward parts; for convolutions use macs.")
     if any(part.mixture is not None for part in anatomy.parts):
         raise RecipeError("a latency budget times one feed-forward a block; for a mixture of experts use macs.")
-    return search_latency(parts, measure_tables(anatomy, workload, seed), keep)
+    return search_latency(parts, measure_latency_tables(anatomy, workload, seed), keep)
 
 
-def measure_tables(anatomy: Anatomy, workload: Workload, seed: int = 0, seconds: float = 20.0) -> Tables:
+def measure_latency_tables(anatomy: Anatomy, workload: Workload, seed: int = 0, seconds: float = 20.0) -> LatencyTables:
     """Time stand-alone blocks of this network's sizes on the device it lies on."""
     weight = next(anatomy.network.parameters())
     device = Device(weight.device.type, seed=seed)
@@ -70,7 +70,7 @@ def measure_tables(anatomy: Anatomy, workload: Workload, seed: int = 0, seconds:
             tokens=workload.tokens, batch=workload.batch, dtype=dtype,
         )  # fmt: skip
 
-    return Tables(
+    return LatencyTables(
         measure_table(device, attention, sample_widths(heads.units), seconds=seconds / 2, seed=seed),
         measure_table(device, feed_forward, sample_widths(filters.units, 64), seconds=seconds / 2, seed=seed),
     )
@@ -80,7 +80,7 @@ def _widest(anatomy: Anatomy, kind: str) -> Part:
     return max((part for part in anatomy.parts if part.kind == kind), key=lambda part: part.units)
 
 
-def search_latency(parts: Sequence[Candidates], tables: Tables, keep: float) -> Choice:
+def search_latency(parts: Sequence[Candidates], tables: LatencyTables, keep: float) -> KeptUnits:
     """The best choice whose latency on the tables is at most `keep` of the whole network's."""
     whole = [np.arange(len(part.importance)) for part in parts]
     allowed = keep * tables.seconds(parts, whole)
@@ -125,9 +125,9 @@ def _free(part: Candidates, line: PiecewiseFit) -> int:
 
 def _search_on_line(
     parts: Sequence[Candidates], heads_line: PiecewiseFit, filters_line: PiecewiseFit, budget: float
-) -> Choice | None:
+) -> KeptUnits | None:
     heads, filters = _layers(parts, "heads", heads_line), _layers(parts, "ffn_channels", filters_line)
-    best: Choice | None = None
+    best: KeptUnits | None = None
     best_value = -np.inf
     for heads_dropped in range(_most_dropped(parts, heads) + 1):
         for filters_dropped in range(_most_dropped(parts, filters) + 1):
@@ -147,7 +147,7 @@ def _most_dropped(parts: Sequence[Candidates], layers: _Layers) -> int:
 
 def _fill(
     parts: Sequence[Candidates], gone: set[int], heads: _Layers, filters: _Layers, budget: float
-) -> Choice | None:
+) -> KeptUnits | None:
     """Free units of every surviving layer, and the best further ones that the rest of the budget buys."""
     priced: list[Candidates] = []
     for i, part in enumerate(parts):

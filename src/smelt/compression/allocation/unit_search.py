@@ -29,18 +29,18 @@ class Candidates:
         return np.argsort(-self.importance, kind="stable")
 
 
-Choice = list[np.ndarray]  # the positions kept in each part, ascending
+KeptUnits = list[np.ndarray]  # the positions kept in each part, ascending
 
 
-def cost(parts: Sequence[Candidates], choice: Choice) -> float:
+def cost(parts: Sequence[Candidates], choice: KeptUnits) -> float:
     return sum(part.price * len(kept) for part, kept in zip(parts, choice, strict=True))
 
 
-def kept_importance(parts: Sequence[Candidates], choice: Choice) -> float:
+def kept_importance(parts: Sequence[Candidates], choice: KeptUnits) -> float:
     return float(sum(part.importance[kept].sum() for part, kept in zip(parts, choice, strict=True)))
 
 
-def search(parts: Sequence[Candidates], capacity: float) -> Choice:
+def search(parts: Sequence[Candidates], capacity: float) -> KeptUnits:
     """The choice of most importance that costs at most `capacity`.
 
     Exact for two prices (heads and filters). With more prices (convolutions) units go in order of importance a price.
@@ -62,7 +62,7 @@ def search(parts: Sequence[Candidates], capacity: float) -> Choice:
     ]
 
 
-def search_uniform(parts: Sequence[Candidates], capacity: float) -> Choice:
+def search_uniform(parts: Sequence[Candidates], capacity: float) -> KeptUnits:
     """The same share of every layer: heads first to the nearest count, then filters to fill what is left."""
     full = sum(part.price * len(part.importance) for part in parts)
     share = min(1.0, max(0.0, capacity / full))
@@ -80,7 +80,7 @@ def search_uniform(parts: Sequence[Candidates], capacity: float) -> Choice:
     return choice
 
 
-def search_threshold(parts: Sequence[Candidates], capacity: float) -> Choice:
+def search_threshold(parts: Sequence[Candidates], capacity: float) -> KeptUnits:
     """One global order over all units of all kinds; the least important go until the rest fits (FLAP's rule)."""
     owner = np.concatenate([np.full(len(part.importance), i) for i, part in enumerate(parts)])
     place = np.concatenate([np.arange(len(part.importance)) for part in parts])

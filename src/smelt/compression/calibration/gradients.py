@@ -1,7 +1,7 @@
-"""Gradients of the loss with respect to unit masks: one vector a mini-batch, weights frozen.
+"""Gradients of the loss with respect to unit masks: one vector per mini-batch, weights frozen.
 
-Memory is bounded by one mini-batch: with `checkpointing` only the blocks' inputs are kept and each block is run again
-in the backward pass. Masks, loss and gradients are float32 whatever the network computes in.
+Memory is bounded by one mini-batch; with `checkpointing` only block inputs are kept and each block is recomputed in
+the backward pass. Masks, loss and gradients are float32 in any model dtype.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from smelt.models.anatomy import Anatomy
 from smelt.progress import Progress
 
 Batch = dict[str, Tensor]
-HIDDEN_COPIES, UNIT_COPIES, LOGIT_COPIES = 7, 4, 4  # float32 tensors of each width that live at the peak of a backward
-BATCHES_A_PIECE = 8  # so many mini-batches are kept in the checkpoint together
+HIDDEN_COPIES, UNIT_COPIES, LOGIT_COPIES = 7, 4, 4  # float32 tensors of each width at the peak of the backward pass
+BATCHES_PER_CHECKPOINT = 8
 
 
 def mask_gradients(anatomy: Anatomy, batch: Batch, *, checkpointing: bool = False) -> Tensor:
-    """The gradient of the mini-batch's mean loss in all masks at one, parts end to end: [units]."""
+    """Return the gradient of the mini-batch's mean loss at all-ones masks, parts concatenated: [units]."""
     masks = unit_masks(anatomy, requires_grad=True)
     with frozen(anatomy.network), masked(anatomy, masks), _checkpointed(anatomy, checkpointing):
         loss = batch_loss(anatomy.network, batch)
@@ -41,9 +41,9 @@ def mask_gradients(anatomy: Anatomy, batch: Batch, *, checkpointing: bool = Fals
 
 
 def gradient_bytes(anatomy: Anatomy, batch: int, length: int, *, checkpointing: bool = False) -> int:
-    """About how much memory one mini-batch of gradients takes: what autograd keeps of the blocks, and the logits.
+    """Estimate the memory of one mini-batch: what autograd saves in the blocks, and the logits.
 
-    Weights are frozen, so a projection keeps nothing of its input; norms, activations, masks and attention do.
+    Weights are frozen, so a projection does not save its input; norms, activations, masks and attention do.
     """
     widths = [
         round(sum(part.token_fraction * part.output.in_features for part in block.parts)) for block in anatomy.blocks
@@ -56,7 +56,7 @@ def gradient_bytes(anatomy: Anatomy, batch: int, length: int, *, checkpointing: 
 
 
 def batch_loss(network: nn.Module, batch: Batch) -> Tensor:
-    """The task's own mean loss on a batch; the batch must carry labels."""
+    """Return the task's mean loss on a batch, which must have labels."""
     if "labels" not in batch:
         raise DataError("this step needs labels, and the calibration data has none; name the label column or use text.")
     device = next(network.parameters()).device
@@ -70,23 +70,23 @@ def batch_loss(network: nn.Module, batch: Batch) -> Tensor:
 
 @contextmanager
 def frozen(network: nn.Module) -> Iterator[None]:
-    """The network in eval mode with no weight asking for a gradient, and afterwards as it was."""
-    wanted = [parameter for parameter in network.parameters() if parameter.requires_grad]
+    """Put the network in eval mode with frozen weights inside the context; restore it afterwards."""
+    trainable = [parameter for parameter in network.parameters() if parameter.requires_grad]
     training = network.training
     network.eval()
-    for parameter in wanted:
+    for parameter in trainable:
         parameter.requires_grad_(False)
     try:
         yield
     finally:
-        for parameter in wanted:
+        for parameter in trainable:
             parameter.requires_grad_(True)
         network.train(training)
 
 
 @contextmanager
 def _checkpointed(anatomy: Anatomy, enabled: bool) -> Iterator[None]:
-    """Every block keeps only its input for the backward pass."""
+    """Make every block save only its input for the backward pass."""
     modules: Sequence[nn.Module] = [block.module for block in anatomy.blocks] if enabled else []
     for module in modules:
         module.forward = _rerun(module.forward)  # an instance attribute that shadows the method
@@ -111,20 +111,20 @@ def all_mask_gradients(
     checkpoint: Checkpoint,
     memory_limit: int | None = None,
 ) -> np.ndarray:
-    """One gradient a mini-batch: [mini-batches, units], parts end to end. Finished mini-batches are not run again.
+    """Return one gradient per mini-batch: [mini-batches, units], parts concatenated; checkpointed ones are not rerun.
 
-    Blocks are run twice (checkpointing) where a mini-batch would not fit into the limit otherwise.
+    Activation checkpointing is used if a mini-batch would not fit into the memory limit otherwise.
     """
     if not batches:
         raise DataError("this step needs calibration data, and there is none.")
     largest = max(next(iter(batch.values())).shape[:2] for batch in batches)
     checkpointing = memory_limit is not None and gradient_bytes(anatomy, *largest) > memory_limit
     rows: list[np.ndarray] = []
-    for start in progress.track(range(0, len(batches), BATCHES_A_PIECE), "gradients of the masks"):
+    for start in progress.track(range(0, len(batches), BATCHES_PER_CHECKPOINT), "mask gradients"):
         name = f"gradients-{start:05d}"
         done = checkpoint.load(name)
         if done is None:
-            piece = batches[start : start + BATCHES_A_PIECE]
+            piece = batches[start : start + BATCHES_PER_CHECKPOINT]
             gradients = [mask_gradients(anatomy, batch, checkpointing=checkpointing) for batch in piece]
             done = {"gradients": torch.stack(gradients)}
             checkpoint.save(name, done)

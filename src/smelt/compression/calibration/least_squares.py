@@ -1,7 +1,7 @@
-"""The normal equations of one part: all that any least-squares repair of its output projection needs.
+"""Normal equations of one part: the statistics for a least-squares repair of its output projection.
 
-With rows H (what enters the projection) and B (what it should give), they hold H'H and H'B and never H itself, so
-memory does not grow with the number of tokens. Products are float32, sums float64.
+With input rows H and target rows B they hold H'H and H'B but never H, so memory does not grow with the number of
+tokens. Products are float32, sums float64.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 @dataclass
 class NormalEquations:
-    """H'H [inputs, inputs], H'B [inputs, outputs], the sums of H and B over rows, and how many rows there were."""
+    """H'H [inputs, inputs], H'B [inputs, outputs], the sums of H and B over rows, and the number of rows."""
 
     gram: Tensor
     cross: Tensor
@@ -38,16 +38,16 @@ class NormalEquations:
         self.target_sum += targets.sum(0, dtype=torch.float64)
         self.rows += len(inputs)
 
-    def centred(self) -> tuple[Tensor, Tensor]:
-        """Gram and cross products of rows less their mean: the equations of a fit with a free intercept."""
+    def centered(self) -> tuple[Tensor, Tensor]:
+        """Return the Gram and cross products of centered rows: the equations of a fit with an intercept."""
         mean = self.input_sum / max(self.rows, 1)
         return self.gram - torch.outer(mean, self.input_sum), self.cross - torch.outer(mean, self.target_sum)
 
 
 def unit_equations(equations: NormalEquations, weight: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """The equations for one scale a unit: A'A [units, units] and A'b [units], A being the units' contributions.
+    """Return the equations for one scale per unit: A'A [units, units] and A'b [units], A the units' contributions.
 
-    A'A = (W'W) o (H'H), summed over the inputs each unit owns; A is never built.
+    A'A = (W'W) o (H'H), summed over the inputs of each unit; A itself is never materialized.
     """
     weight = weight.double()  # [outputs, inputs]
     products = (weight.T @ weight) * equations.gram

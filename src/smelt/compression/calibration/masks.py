@@ -1,6 +1,6 @@
-"""Masks on units: one variable a unit, multiplied into the input of the projection that reads it.
+"""Unit masks: one variable per unit, multiplied into the input of the projection that reads the unit.
 
-A mask is only a means, to take gradients or to try a choice out; surgery makes it real.
+Masks serve to compute gradients or to try a selection; surgery then removes units physically.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from smelt.models.anatomy import Anatomy, Part
 
 
 def unit_masks(anatomy: Anatomy, *, requires_grad: bool = False) -> list[Tensor]:
-    """A mask of ones for every part, in float32 on the part's device."""
+    """Return one mask of ones per part, in float32 on the part's device."""
     return [torch.ones(part.units, device=part.output.device, requires_grad=requires_grad) for part in anatomy.parts]
 
 
 @contextmanager
 def masked(anatomy: Anatomy, masks: Sequence[Tensor]) -> Iterator[None]:
-    """The network with these masks, one a part, in force."""
+    """Apply these masks, one per part, inside the context."""
     hooks = [
         part.output.module.register_forward_pre_hook(_multiply(part, mask))
         for part, mask in zip(anatomy.parts, masks, strict=True)
@@ -35,7 +35,7 @@ def masked(anatomy: Anatomy, masks: Sequence[Tensor]) -> Iterator[None]:
 
 
 def apply_mask(part: Part, mask: Tensor, activations: Tensor) -> Tensor:
-    """Scale each unit's share of the activations that the part's output projection reads."""
+    """Scale each unit's slice of the input of the part's output projection."""
     factor = mask.to(activations.dtype)
     if part.columns_per_unit > 1:
         factor = factor.repeat_interleave(part.columns_per_unit)

@@ -1,4 +1,4 @@
-"""First and second moments of what enters the output projection of each part of a block."""
+"""First and second moments of the inputs of each part's output projection."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smelt.compression.calibration.routes import routed
-from smelt.compression.calibration.stream import Stream, watching
+from smelt.compression.calibration.block_inputs import BlockInputs, record_io
+from smelt.compression.calibration.expert_routing import track_routing
 from smelt.models.anatomy import Block
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and mean square of every input of a projection, over all real tokens: [inputs] each."""
+    """Mean and mean square of every input of a projection over all unpadded tokens: [inputs] each."""
 
     mean: Tensor
     square: Tensor
@@ -26,33 +26,33 @@ class Moments:
 
 
 @torch.no_grad()
-def block_moments(stream: Stream, block: Block, *, carry: bool = False) -> list[Moments]:
-    """The moments of every part of a block on the stream's current hidden states; with `carry`, the stream goes on.
+def block_moments(block_inputs: BlockInputs, block: Block, *, carry: bool = False) -> list[Moments]:
+    """Return the moments of every part of a block; with `carry`, also advance the inputs to the next block.
 
-    Those of an expert are over the tokens that reach it, and zero where none does.
+    The moments of an expert are over the tokens routed to it, and zero if there are none.
     """
     device = next(block.module.parameters()).device
     sums = [torch.zeros(2, part.output.in_features, dtype=torch.float64, device=device) for part in block.parts]
     rows = torch.zeros(len(block.parts), dtype=torch.long, device=device)
-    for batch in range(len(stream)):
-        seen: list[dict[str, Tensor]] = [{} for _ in block.parts]
+    for batch in range(len(block_inputs)):
+        recorded: list[dict[str, Tensor]] = [{} for _ in block.parts]
         with ExitStack() as stack:
-            for part, note in zip(block.parts, seen, strict=True):
-                stack.enter_context(watching(part.output.module, note))
-            routes = stack.enter_context(routed(block.module))
-            output = stream.run(block.module, block.index, batch)
-        mask = stream.masks[batch]
+            for part, record in zip(block.parts, recorded, strict=True):
+                stack.enter_context(record_io(part.output.module, record))
+            routing = stack.enter_context(track_routing(block.module))
+            output = block_inputs.run(block.module, block.index, batch)
+        mask = block_inputs.masks[batch]
         counts = []
-        for part, total, note in zip(block.parts, sums, seen, strict=True):
-            if "input" not in note:  # an expert that no token of the batch reaches
+        for part, total, record in zip(block.parts, sums, recorded, strict=True):
+            if "input" not in record:  # an expert that no token of the batch reaches
                 counts.append(0)
                 continue
-            inputs = note["input"].movedim(1, -1) if part.kind == "channels" else note["input"]
-            inputs = routes.real(part.output.module, inputs, mask)  # [rows, inputs]
+            inputs = record["input"].movedim(1, -1) if part.kind == "channels" else record["input"]
+            inputs = routing.unpadded_rows(part.output.module, inputs, mask)  # [rows, inputs]
             total[0] += inputs.sum(0, dtype=torch.float64)
             total[1] += inputs.square().sum(0, dtype=torch.float64)
             counts.append(len(inputs))
         rows += torch.tensor(counts, device=device)
         if carry:
-            stream.hidden[batch] = output
+            block_inputs.hidden[batch] = output
     return [Moments(total[0] / count, total[1] / count) for total, count in zip(sums, rows.clamp(min=1), strict=True)]

@@ -1,4 +1,4 @@
-"""Structured pruning: one file a method. Importing this room puts its methods on the list."""
+"""Structured pruning, one file per method; importing the package registers them."""
 
 from smelt.compression.pruning import fisher, flap, magnitude, random, taylor, wanda_sp
 

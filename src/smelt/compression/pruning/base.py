@@ -1,6 +1,6 @@
-"""The frame that every structured pruning method stands in: observe, score, choose under a budget, cut, repair.
+"""Base class of structured pruning methods: observe, score, select units under a budget, cut, repair.
 
-A method brings its scores. The frame brings prices, the search, the repair of what is left, surgery, and the facts.
+A method supplies the scores; the base class supplies unit costs, the search, surgery, repair and the facts.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from smelt.compression.allocation.latency_search import choose_under_latency
-from smelt.compression.allocation.unit_search import Candidates, Choice, search, search_threshold, search_uniform
+from smelt.compression.allocation.latency_search import search_under_latency
+from smelt.compression.allocation.unit_search import Candidates, KeptUnits, search, search_threshold, search_uniform
 from smelt.compression.base import CalibrationSize, Method, MethodContext, ResourceEstimate, one_of, within
 from smelt.compression.budget import Budget
 from smelt.compression.pruning.repair import STREAMS, RepairSettings, cut, cut_and_repair
 from smelt.config import renamed
 from smelt.errors import BudgetError, ModelError, RecipeError
 from smelt.measure.cost import CostMetric, Workload, block_cost, block_parameters, cost_with_units, unit_costs
-from smelt.models.anatomy import Anatomy, Part
+from smelt.models.anatomy import Anatomy, Part, Projection
 from smelt.models.model import Model
 from smelt.models.quantized import quantized_layers
 
-HALVINGS = 30  # of the budget, where prices are not exact
-MATRICES = 5  # float64 matrices of a part's width that live at once in a solve
+BISECTIONS = 30  # of the budget, where unit costs are not exact
+SOLVER_MATRICES = 5  # float64 matrices of a part's width that exist at once in a solve
 
 Scores = list[np.ndarray]
-SPREADS: dict[str, Callable[[Sequence[Candidates], float], Choice]] = {
+SPREADS: dict[str, Callable[[Sequence[Candidates], float], KeptUnits]] = {
     "global": search,
     "uniform": search_uniform,
     "threshold": search_threshold,
@@ -38,7 +39,7 @@ SPREADS: dict[str, Callable[[Sequence[Candidates], float], Choice]] = {
 
 @dataclass(frozen=True)
 class StructuredPruning(Method):
-    """Remove whole heads, filters and channels until a budget is met."""
+    """Remove whole heads, FFN channels and convolution channels until a budget is met."""
 
     budget: Budget = field(metadata={"example": "budget: {parameters: 0.8}"})
     seq_len: int | None = renamed("tokens", default=None)  # for MACs and latency; null: the mean of the data
@@ -67,26 +68,26 @@ class StructuredPruning(Method):
             raise RecipeError(f"{self.name} cannot search under a latency budget; fisher can.")
 
     def observe(self, anatomy: Anatomy, context: MethodContext) -> Any:
-        """What the method must see of the model before it can score: gradients, moments, or nothing."""
+        """Collect what the scores need: gradients, moments, or nothing."""
         return None
 
     @abstractmethod
     def scores(self, anatomy: Anatomy, seen: Any, context: MethodContext) -> Scores:
-        """How much each unit matters, a vector for every part."""
+        """Return the importance of each unit, one vector per part."""
 
-    def refine(self, anatomy: Anatomy, choice: Choice, seen: Any) -> Choice:
-        """A second look at which units stay, the number in each part given."""
+    def refine(self, anatomy: Anatomy, choice: KeptUnits, seen: Any) -> KeptUnits:
+        """Re-select the units to keep; the number per part is fixed."""
         return choice
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         anatomy = model.anatomy
         if quantized_layers(model.network):
-            raise ModelError("this model is quantised already; prune the model it was made from, then quantise that.")
+            raise ModelError("this model is already quantized; prune its source model, then quantize the result.")
         self._check_repair(anatomy)
         before = block_parameters(anatomy)
         seen = self.observe(anatomy, context)
         scores = self.scores(anatomy, seen, context)
-        choice = kept_choice(
+        choice = checkpointed_choice(
             context, "choice", lambda: self.refine(anatomy, self.choose(anatomy, scores, context, self.budget), seen)
         )
         facts = self.prune(model, choice, scores, seen, context)
@@ -103,29 +104,29 @@ class StructuredPruning(Method):
         return self.budget.to_json()
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
-        """Of the repair: teacher and student pass through every block; one part's equations live at a time."""
+        """Estimate the repair: teacher and student run every block; the equations of one part exist at a time."""
         if self.repair not in ("tune", "full"):
             return ResourceEstimate(1.0 if "calibration data" in self.needs else 0.0)
         widest = max(part.output.in_features for part in anatomy.parts)
-        streams = STREAMS * 4 * size.tokens * anatomy.parts[0].output.out_features
-        held = streams if memory_limit is None else min(streams, memory_limit)
-        return ResourceEstimate(passes=3.5, memory=held + MATRICES * 8 * widest * widest)
+        hidden = STREAMS * 4 * size.tokens * anatomy.parts[0].output.out_features
+        hidden = hidden if memory_limit is None else min(hidden, memory_limit)
+        return ResourceEstimate(passes=3.5, memory=hidden + SOLVER_MATRICES * 8 * widest * widest)
 
-    def choose(self, anatomy: Anatomy, scores: Scores, context: MethodContext, budget: Budget) -> Choice:
-        """The units to keep under a budget."""
+    def choose(self, anatomy: Anatomy, scores: Scores, context: MethodContext, budget: Budget) -> KeptUnits:
+        """Select the units to keep under a budget."""
         if budget.keep == 1:
             return [np.arange(part.units) for part in anatomy.parts]
         workload = self.workload(anatomy, context)
         if budget.measure == "latency":
             candidates = self.candidates(anatomy, scores, [0.0] * len(scores))
-            return choose_under_latency(anatomy, candidates, budget.keep, workload, context.seed)
+            return search_under_latency(anatomy, candidates, budget.keep, workload, context.seed)
         measure: Any = budget.measure
         candidates = self.candidates(anatomy, scores, unit_costs(anatomy, measure, workload))
         allowed = budget.keep * block_cost(anatomy, measure, workload) - self.added_cost(anatomy, measure)
-        return fitting_choice(anatomy, candidates, SPREADS[self.spread], allowed, measure, workload)
+        return search_true_cost(anatomy, candidates, SPREADS[self.spread], allowed, measure, workload)
 
     def added_cost(self, anatomy: Anatomy, measure: str) -> float:
-        """What a repair adds: a bias where there was none."""
+        """Return the cost of biases that the repair adds."""
         if measure not in ("parameters", "bytes") or not self.adds_bias:
             return 0.0
         outputs = [part.output for part in anatomy.parts if part.output.bias is None]
@@ -137,7 +138,7 @@ class StructuredPruning(Method):
         return self.repair == "full" and self.intercept
 
     def candidates(self, anatomy: Anatomy, scores: Scores, prices: Sequence[float]) -> list[Candidates]:
-        """Units as the search sees them, with the floors that protect a network from losing too much in one place."""
+        """Return the units of each part for the search, with the minimum number to keep."""
         return [
             Candidates(
                 kind=part.kind,
@@ -168,8 +169,10 @@ class StructuredPruning(Method):
         image_size = size if isinstance(size, int) else 224
         return Workload(tokens=self.seq_len or max(1, round(context.mean_tokens)), image_size=image_size)
 
-    def prune(self, model: Model, choice: Choice, scores: Scores, seen: Any, context: MethodContext) -> dict[str, Any]:
-        """Cut to the choice and repair what is left."""
+    def prune(
+        self, model: Model, choice: KeptUnits, scores: Scores, seen: Any, context: MethodContext
+    ) -> dict[str, Any]:
+        """Remove all units but the selected ones, and repair the rest."""
         if self.repair == "none":
             cut(model.network, choice)
             return {}
@@ -188,39 +191,41 @@ class StructuredPruning(Method):
     def _check_repair(self, anatomy: Anatomy) -> None:
         if self.repair != "none" and any(part.kind == "channels" for part in anatomy.parts):
             raise RecipeError(
-                f"repair: {self.repair} is for attention and feed-forward parts; for convolutions use repair: none."
+                f"repair: {self.repair} supports attention and feed-forward parts; for convolutions use repair: none."
             )
         if self.repair in ("tune", "full") and any(part.mixture is not None for part in anatomy.parts):
             raise RecipeError(
-                f"repair: {self.repair} fits one feed-forward a block to a teacher; for a mixture of experts use "
-                "repair: none."
+                f"repair: {self.repair} fits one feed-forward per block; for a mixture of experts use repair: none."
             )
 
 
-Rule = Callable[[Sequence[Candidates], float], Choice]
+Rule = Callable[[Sequence[Candidates], float], KeptUnits]
 
 
-def fitting_choice(
+def search_true_cost(
     anatomy: Anatomy,
     candidates: Sequence[Candidates],
     rule: Rule,
     allowed: float,
     measure: CostMetric,
     workload: Workload,
-) -> Choice:
-    """The largest choice by a rule whose true cost is allowed. Prices a unit are exact but for convolutions, which
-    neighbouring parts share: there the rule's own budget is narrowed until the truth fits."""
+) -> KeptUnits:
+    """Return the largest selection by a rule whose true cost is allowed.
+
+    Costs per unit are exact except for convolutions, whose cost depends on neighboring parts: there the budget of the
+    rule is bisected until the true cost fits.
+    """
     everything = [part.units for part in anatomy.parts]
     units = sum(part.price * len(part.importance) for part in candidates)
     fixed = cost_with_units(anatomy, everything, measure, workload) - units
 
-    def true_cost(choice: Choice) -> float:
+    def true_cost(choice: KeptUnits) -> float:
         return cost_with_units(anatomy, [len(kept) for kept in choice], measure, workload)
 
     if all(part.kind != "channels" for part in anatomy.parts):
         return rule(candidates, allowed - fixed)
     best, low, high = None, 0.0, units
-    for _ in range(HALVINGS):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         try:
             choice = rule(candidates, middle)
@@ -232,15 +237,24 @@ def fitting_choice(
         else:
             high = middle
     if best is None:
-        raise BudgetError(f"the budget cannot be met: {measure} stay above it with one channel a layer; allow more.")
+        raise BudgetError(f"the budget cannot be met: {measure} exceed it with one channel per layer; allow more.")
     return best
 
 
-def kept_choice(context: MethodContext, name: str, choose: Callable[[], Choice]) -> Choice:
-    """A choice once made is kept: what was measured for it may come out differently in a resumed run."""
+def checkpointed_choice(context: MethodContext, name: str, choose: Callable[[], KeptUnits]) -> KeptUnits:
+    """Return the checkpointed selection, or make it: a latency measured again could change it in a resumed run."""
     done = context.checkpoint.load(name)
     if done is None:
         choice = choose()
         context.checkpoint.save(name, {f"{i:05d}": torch.from_numpy(kept) for i, kept in enumerate(choice)})
         return choice
     return [done[key].numpy() for key in sorted(done)]
+
+
+def sum_per_unit(part: Part, value: Callable[[Projection], Tensor]) -> np.ndarray:
+    """Sum a value per weight ([out, in, ...]) over the rows and columns of each unit: [units]."""
+    total = torch.zeros(part.units, dtype=torch.float64, device=part.output.device)
+    for writer, span in zip(part.input_projections, part.rows_per_unit, strict=True):
+        total += value(writer).flatten(1).sum(1).view(part.units, span).sum(1)
+    total += value(part.output).transpose(0, 1).flatten(1).sum(1).view(part.units, part.columns_per_unit).sum(1)
+    return total.cpu().numpy()

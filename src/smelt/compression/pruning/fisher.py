@@ -1,7 +1,9 @@
 """Retraining-free pruning: Fisher mask search, rearrangement, mask tuning (Kwon et al., NeurIPS 2022).
 
-The loss is expanded to second order in one mask a unit at m = 1, with the empirical Fisher as Hessian: the importance
-of unit i is sum over mini-batches of (d mean loss / d m_i)^2, and the loss of a choice the sum over what it removes.
+The loss is expanded to second order in one mask per unit at m = 1, with the empirical Fisher as Hessian: the importance
+of unit i is the sum over mini-batches of (d mean loss / d m_i)^2, and the cost of a selection is the sum over what it
+removes. Rearrangement re-selects units within a layer by the block-diagonal Fisher: it minimizes || sum of the pruned
+units' gradients ||^2 over mini-batches, greedily.
 """
 
 from __future__ import annotations
@@ -12,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from smelt.compression.allocation.unit_search import Choice
+from smelt.compression.allocation.unit_search import KeptUnits
 from smelt.compression.base import METHODS, CalibrationSize, MethodContext, ResourceEstimate, one_of
 from smelt.compression.budget import Budget
 from smelt.compression.calibration.gradients import all_mask_gradients, gradient_bytes
-from smelt.compression.pruning.base import Scores, StructuredPruning, kept_choice
-from smelt.compression.pruning.rearrange import rearrange
+from smelt.compression.pruning.base import Scores, StructuredPruning, checkpointed_choice
 from smelt.compression.pruning.repair import RepairSettings, cut, cut_and_repair
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy
@@ -31,7 +32,7 @@ from smelt.models.model import Model
 )
 @dataclass(frozen=True)
 class Fisher(StructuredPruning):
-    """Search heads and filters by the Fisher information, rearrange them within layers, repair what is left."""
+    """Prune heads and FFN channels by Fisher information; the best choice where gradients are affordable."""
 
     repair: str = "full"
     rearranged: bool = True  # re-select units within each layer by the block-diagonal Fisher
@@ -45,7 +46,7 @@ class Fisher(StructuredPruning):
             raise RecipeError("fisher as published has repair: tune, solver: lsmr and teacher: assistant.")
 
     def observe(self, anatomy: Anatomy, context: MethodContext) -> list[np.ndarray]:
-        """Each part's gradients: [mini-batches, units]."""
+        """Return the mask gradients of each part: [mini-batches, units]."""
         gradients = all_mask_gradients(
             anatomy, context.batches, context.progress, context.checkpoint, context.memory_limit
         )
@@ -62,13 +63,13 @@ class Fisher(StructuredPruning):
     def scores(self, anatomy: Anatomy, seen: list[np.ndarray], context: MethodContext) -> Scores:
         return [np.square(gradients, dtype=np.float64).sum(0) for gradients in seen]
 
-    def refine(self, anatomy: Anatomy, choice: Choice, seen: list[np.ndarray]) -> Choice:
+    def refine(self, anatomy: Anatomy, choice: KeptUnits, seen: list[np.ndarray]) -> KeptUnits:
         if not self.rearranged:
             return choice
         return [rearrange(gradients, kept) for gradients, kept in zip(seen, choice, strict=True)]
 
     def prune(
-        self, model: Model, choice: Choice, scores: Scores, seen: list[np.ndarray], context: MethodContext
+        self, model: Model, choice: KeptUnits, scores: Scores, seen: list[np.ndarray], context: MethodContext
     ) -> dict[str, Any]:
         if self.repair == "none":
             cut(model.network, choice)
@@ -77,12 +78,15 @@ class Fisher(StructuredPruning):
         if self.teacher == "assistant":
             larger = Budget(self.budget.measure, math.sqrt(self.budget.keep))
             anatomy = model.anatomy
-            assistant = kept_choice(context, "assistant", lambda: self.choose(anatomy, scores, context, larger))
+            assistant = checkpointed_choice(context, "assistant", lambda: self.choose(anatomy, scores, context, larger))
         return cut_and_repair(model, choice, self.repair_settings(model), context, assistant)
 
     def repair_settings(self, model: Model) -> RepairSettings:
-        """The released code leaves the first attention alone, fits the last feed-forward of a classifier on its first
-        token only, and stops for good at the first solve that fails."""
+        """Return the repair settings; `published` follows the released code.
+
+        That code skips the first attention, fits the last feed-forward of a classifier on the first token only, and
+        stops repairing at the first solve that fails.
+        """
         plain = super().repair_settings(model)
         if not self.published:
             return plain
@@ -93,3 +97,29 @@ class Fisher(StructuredPruning):
             first_token_at_the_end=model.task == "classification" and not model.anatomy.family.causal,
             skip_first_token=False,
         )
+
+
+def rearrange(gradients: np.ndarray, kept: np.ndarray) -> np.ndarray:
+    """Re-select as many units as `kept` has, given gradients [mini-batches, units].
+
+    Each kept unit in turn joins the pruned set, and the member whose return leaves the shortest sum comes back.
+    """
+    units = gradients.shape[1]
+    pruned_count = units - len(kept)
+    if pruned_count == 0 or not len(kept):
+        return kept
+    gram = gradients.T.astype(np.float64) @ gradients.astype(np.float64)  # [units, units]
+    length = np.diag(gram).copy()
+    order = np.argsort(length, kind="stable")
+    pruned = np.zeros(units, dtype=bool)
+    pruned[order[:pruned_count]] = True
+    # sums[i] = <gradient of i, sum over the pruned set>; removing unit i changes the squared length by:
+    sums = gram[:, pruned].sum(1)
+    for joining in order[pruned_count:]:
+        pruned[joining] = True
+        sums += gram[:, joining]
+        change = np.where(pruned, length - 2 * sums, np.inf)
+        leaving = int(change.argmin())
+        pruned[leaving] = False
+        sums -= gram[:, leaving]
+    return np.flatnonzero(~pruned)

@@ -1,7 +1,7 @@
 """FLAP: fluctuation-based adaptive structured pruning (An et al., AAAI 2024), its adaptive (AL-AM) form.
 
-A column's score is Var(x) * ||W column||^2 (squared once more for attention), standardised within each part so that
-one global threshold serves all layers; what removed units gave on average becomes a bias.
+A column's score is Var(x) * ||W column||^2 (squared once more for attention), standardized within each part so that
+one global threshold serves all layers; the mean output of removed units becomes a bias.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from smelt.compression.allocation.unit_search import Choice
+from smelt.compression.allocation.unit_search import KeptUnits
 from smelt.compression.base import METHODS, MethodContext
+from smelt.compression.calibration.block_inputs import capture_block_inputs
 from smelt.compression.calibration.moments import Moments, block_moments
-from smelt.compression.calibration.stream import open_stream
 from smelt.compression.pruning.base import Scores, StructuredPruning
 from smelt.errors import RecipeError
 from smelt.models.anatomy import Anatomy, Part
@@ -30,7 +30,7 @@ from smelt.models.surgery import keep_units, set_output
 )
 @dataclass(frozen=True)
 class Flap(StructuredPruning):
-    """Remove the units that fluctuate least, by one threshold over standardised scores; their mean becomes a bias."""
+    """Prune units with little activation variance and add their mean as a bias; fast, forward passes only."""
 
     repair: str = "bias"  # bias (add the mean output of removed units), none, tune or full
     spread: ClassVar[str] = "threshold"
@@ -42,16 +42,18 @@ class Flap(StructuredPruning):
 
     def observe(self, anatomy: Anatomy, context: MethodContext) -> list[Moments]:
         if any(part.kind == "channels" for part in anatomy.parts):
-            raise RecipeError("flap is for attention and feed-forward parts; for convolutions use fisher or magnitude.")
-        stream = open_stream(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
+            raise RecipeError(
+                "flap supports attention and feed-forward parts; for convolutions use fisher or magnitude."
+            )
+        block_inputs = capture_block_inputs(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
         blocks = context.progress.track(anatomy.blocks, "flap")
-        return [moments for block in blocks for moments in block_moments(stream, block, carry=True)]
+        return [moments for block in blocks for moments in block_moments(block_inputs, block, carry=True)]
 
     def scores(self, anatomy: Anatomy, seen: list[Moments], context: MethodContext) -> Scores:
-        return [_standardised(_fluctuation(part, moments)) for part, moments in zip(anatomy.parts, seen, strict=True)]
+        return [_standardized(_fluctuation(part, moments)) for part, moments in zip(anatomy.parts, seen, strict=True)]
 
     def prune(
-        self, model: Model, choice: Choice, scores: Scores, seen: list[Moments], context: MethodContext
+        self, model: Model, choice: KeptUnits, scores: Scores, seen: list[Moments], context: MethodContext
     ) -> dict[str, Any]:
         if self.repair != "bias":
             return super().prune(model, choice, scores, seen, context)
@@ -72,13 +74,13 @@ def _fluctuation(part: Part, moments: Moments) -> np.ndarray:
     return fluctuation
 
 
-def _standardised(values: np.ndarray) -> np.ndarray:
+def _standardized(values: np.ndarray) -> np.ndarray:
     spread = values.std(ddof=1) if len(values) > 1 else 0.0
     return (values - values.mean()) / spread if spread > 0 else np.zeros_like(values)
 
 
 def _mean_of_removed(part: Part, kept: np.ndarray, moments: Moments) -> torch.Tensor:
-    """What the removed units gave on average: W (mean(x) o (1 - m))."""
+    """Return the mean output of the removed units: W (mean(x) o (1 - m))."""
     removed = torch.ones(part.units, dtype=torch.float64, device=moments.mean.device)
     removed[torch.from_numpy(kept)] = 0
     mean = moments.mean * removed.repeat_interleave(part.columns_per_unit)

@@ -1,4 +1,4 @@
-"""Magnitude pruning: units with the smallest weights go."""
+"""Magnitude pruning: remove the units with the smallest weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from smelt.compression.base import METHODS, MethodContext
-from smelt.compression.pruning.base import Scores, StructuredPruning
-from smelt.compression.pruning.units import sum_by_unit
+from smelt.compression.pruning.base import Scores, StructuredPruning, sum_per_unit
 from smelt.models.anatomy import Anatomy, Part
 
 
@@ -18,7 +17,7 @@ from smelt.models.anatomy import Anatomy, Part
 )
 @dataclass(frozen=True)
 class Magnitude(StructuredPruning):
-    """Remove the units of smallest weight norm, the same share of every layer."""
+    """Prune units with the smallest weight norms; a baseline that needs no data."""
 
     spread: ClassVar[str] = "uniform"
 
@@ -27,4 +26,4 @@ class Magnitude(StructuredPruning):
 
 
 def _squared_norm(part: Part) -> np.ndarray:
-    return sum_by_unit(part, lambda projection: projection.weight.detach().double().square())
+    return sum_per_unit(part, lambda projection: projection.weight.detach().double().square())

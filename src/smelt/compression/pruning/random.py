@@ -1,4 +1,4 @@
-"""Random removal: the floor that any method must clear."""
+"""Random pruning: a baseline."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smelt.models.anatomy import Anatomy
 @METHODS.register("random", paper="baseline")
 @dataclass(frozen=True)
 class Random(StructuredPruning):
-    """Remove units at random, the same share of every layer: the floor that any method must clear."""
+    """Prune random units; a baseline for comparison only."""
 
     spread: ClassVar[str] = "uniform"
 

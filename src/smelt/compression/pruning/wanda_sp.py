@@ -1,7 +1,7 @@
-"""Wanda-sp: weight times activation, as the baseline of FLAP (An et al., AAAI 2024) carries Wanda over to structures.
+"""Wanda-sp: weight times activation norm, the structured version of Wanda in FLAP (An et al., AAAI 2024).
 
 A column's score is the mean over output rows of |W| * sqrt(mean x^2); a head's is the sum over its columns. Every
-layer loses the same share, and each layer is scored on what the layers already pruned below it give.
+layer has the same sparsity and is scored on the outputs of the layers already pruned before it.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from smelt.compression.allocation.unit_search import Choice
+from smelt.compression.allocation.unit_search import KeptUnits
 from smelt.compression.base import METHODS, MethodContext
+from smelt.compression.calibration.block_inputs import advance, capture_block_inputs
 from smelt.compression.calibration.moments import Moments, block_moments
-from smelt.compression.calibration.stream import advance, open_stream
 from smelt.compression.pruning.base import Scores, StructuredPruning
 from smelt.models.anatomy import Anatomy, Part
 from smelt.models.model import Model
@@ -28,15 +28,17 @@ from smelt.models.surgery import keep_units
 )
 @dataclass(frozen=True)
 class WandaSp(StructuredPruning):
-    """Remove the units of smallest |weight| times activation norm, the same share of every layer, layer by layer."""
+    """Prune units with the smallest |weight| times activation norm, layer by layer; a strong simple baseline."""
 
     spread: ClassVar[str] = "uniform"
 
     def scores(self, anatomy: Anatomy, seen: None, context: MethodContext) -> Scores:
-        """One share for every layer needs no scores yet: `repair` makes them on the pruned stream."""
+        """Return zeros: uniform sparsity needs no scores here; `prune` computes them on the pruned network."""
         return [np.zeros(part.units) for part in anatomy.parts]
 
-    def prune(self, model: Model, choice: Choice, scores: Scores, seen: None, context: MethodContext) -> dict[str, Any]:
+    def prune(
+        self, model: Model, choice: KeptUnits, scores: Scores, seen: None, context: MethodContext
+    ) -> dict[str, Any]:
         counts = [len(kept) for kept in choice]
         if self.repair == "none":
             self._cut_layer_by_layer(model, counts, context)
@@ -46,22 +48,26 @@ class WandaSp(StructuredPruning):
         return super().prune(model, choice, scores, seen, context)
 
     def _cut_layer_by_layer(self, model: Model, counts: list[int], context: MethodContext) -> None:
-        """Score each block on the stream of the pruned blocks below it, cut it, carry the stream on."""
-        stream = open_stream(model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
-        left = iter(counts)
+        """Score each block on the outputs of the pruned blocks before it, cut it, and advance."""
+        block_inputs = capture_block_inputs(
+            model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder
+        )
+        remaining = iter(counts)
         for block in context.progress.track(model.anatomy.blocks, "wanda-sp"):
-            found = block_moments(stream, block)
-            kept = [best(unit_scores(p, m), next(left)).tolist() for p, m in zip(block.parts, found, strict=True)]
+            moments = block_moments(block_inputs, block)
+            kept = [
+                best(unit_scores(p, m), next(remaining)).tolist() for p, m in zip(block.parts, moments, strict=True)
+            ]
             for part, keep in zip(block.parts, kept, strict=True):
                 keep_units(model.network, part, keep)
-            advance(stream, block)
+            advance(block_inputs, block)
 
     def _dense_scores(self, anatomy: Anatomy, context: MethodContext) -> Scores:
-        stream = open_stream(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
+        block_inputs = capture_block_inputs(anatomy, context.batches, limit=context.memory_limit, folder=context.folder)
         return [
             unit_scores(part, moments)
             for block in anatomy.blocks
-            for part, moments in zip(block.parts, block_moments(stream, block, carry=True), strict=True)
+            for part, moments in zip(block.parts, block_moments(block_inputs, block, carry=True), strict=True)
         ]
 
 
@@ -75,5 +81,5 @@ def unit_scores(part: Part, moments: Moments) -> np.ndarray:
 
 
 def best(scores: np.ndarray, count: int) -> np.ndarray:
-    """The positions of the highest scores, ascending."""
+    """Return the indices of the highest scores, ascending."""
     return np.sort(np.argsort(-scores, kind="stable")[:count])

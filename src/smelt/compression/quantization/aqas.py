@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from smelt.compression.base import METHODS, MethodContext
-from smelt.compression.quantization.layers import Group, Layer
+from smelt.compression.quantization.layers import LayerGroup, LinearLayer
 from smelt.compression.quantization.scale_search import STEPS, Candidate, ScaleSearch, balanced, power_family
 from smelt.models.model import Model
 from smelt.numerics.catalog import get_format
@@ -49,7 +49,7 @@ class Aqas(ScaleSearch):
     def trial_inputs(self) -> Format | None:
         return self.input_format
 
-    def candidates(self, group: Group, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
+    def candidates(self, group: LayerGroup, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
         weights = group.stacked().abs().amax(0).clamp(min=1e-5)
         for step in range(STEPS):
             yield Candidate("mean", step / STEPS, power_family(mean, step / STEPS))
@@ -58,7 +58,7 @@ class Aqas(ScaleSearch):
             scale = largest.pow(exponent) / weights.pow(1 - exponent)
             yield Candidate("smooth", exponent, balanced(scale.clamp(min=1e-5)))
 
-    def note(self, layer: Layer, matrix: QuantizedTensor) -> dict[str, Any]:
+    def note(self, layer: LinearLayer, matrix: QuantizedTensor) -> dict[str, Any]:
         """The share of weights that were rounded to zero, and of the error that is theirs; the rest is rounding's."""
         vanished, underflow = underflow_share(layer.weight.detach(), matrix.dequantize())
         return {"vanished": vanished, "error_share": {"underflow": underflow, "rounding": 1 - underflow}}

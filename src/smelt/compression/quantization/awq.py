@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from smelt.compression.base import METHODS
-from smelt.compression.quantization.layers import Group
+from smelt.compression.quantization.layers import LayerGroup
 from smelt.compression.quantization.scale_search import STEPS, Candidate, ScaleSearch, power_family
 
 
@@ -19,6 +19,6 @@ class Awq(ScaleSearch):
 
     clip: bool = True  # search a clip range per group; never for queries and keys
 
-    def candidates(self, group: Group, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
+    def candidates(self, group: LayerGroup, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
         for step in range(STEPS):
             yield Candidate("mean", step / STEPS, power_family(mean, step / STEPS))

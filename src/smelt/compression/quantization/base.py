@@ -1,7 +1,7 @@
-"""The frame that every quantisation method stands in: block by block, transform, round, exchange the layers, go on.
+"""Base class of quantization methods: block by block, transform, quantize, replace the layers, advance.
 
-A method brings its transform or its rounding. The frame brings the stream of calibration data, the memory budget, the
-exchange of layers for packed ones, resuming, and the count of what was changed.
+A method supplies a transform or a rounding. The base class supplies calibration inputs, the memory limit, the
+replacement of layers by packed ones, resuming, and the facts about what changed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from smelt.compression.base import CalibrationSize, Method, MethodContext, ResourceEstimate
-from smelt.compression.calibration.device import on_device
-from smelt.compression.calibration.observe import Largest, Observer, observe
-from smelt.compression.calibration.routes import expert_tokens
-from smelt.compression.calibration.stream import Activations, Stream, advance, open_stream
-from smelt.compression.quantization.experts import few_tokens, lend_largest
-from smelt.compression.quantization.layers import Group, groups_of, observed
+from smelt.compression.calibration.block_inputs import (
+    ActivationStore,
+    BlockInputs,
+    advance,
+    capture_block_inputs,
+    on_device,
+)
+from smelt.compression.calibration.expert_routing import count_expert_tokens
+from smelt.compression.calibration.observers import AbsMaxObserver, Observer, observe
+from smelt.compression.quantization.layers import LayerGroup, few_tokens, layer_groups, observed, share_expert_amax
 from smelt.config import renamed
 from smelt.errors import DataError, FormatError, ModelError, RecipeError
 from smelt.measure.cost import count_bytes
@@ -126,7 +130,7 @@ class Quantization(Method):
         if quantized_layers(anatomy.network):
             raise ModelError("this model is quantised already; quantise the model it was made from.")
         size = self.weight_format.group_size
-        for layer in (layer for block in anatomy.blocks for group in groups_of(block) for layer in group.layers):
+        for layer in (layer for block in anatomy.blocks for group in layer_groups(block) for layer in group.layers):
             columns = layer.weight.shape[1]
             if size > 0 and columns % size and not self.allow_partial_group:
                 fitting = [str(g) for g in (256, 128, 64, 32, 16) if columns % g == 0]
@@ -146,36 +150,36 @@ class Quantization(Method):
         held = rows if memory_limit is None else min(rows, memory_limit)
         widest = max(part.output.in_features for part in anatomy.parts)
         # Those of a block live at once, which with many experts is more than what the widest alone needs.
-        hessians = max(sum(group.columns**2 for group in groups_of(block)) for block in anatomy.blocks)
+        hessians = max(sum(group.columns**2 for group in layer_groups(block)) for block in anatomy.blocks)
         return ResourceEstimate(passes=2.0, memory=held + 4 * max(5 * widest**2, hessians + 2 * widest**2))
 
 
 @dataclass
 class BlockWork:
-    """One block being quantised: its groups of layers, the stream before it, and where the results are put."""
+    """One block being quantised: its groups of layers, the block_inputs before it, and where the results are put."""
 
     block: Block
-    stream: Stream | None
+    block_inputs: BlockInputs | None
     context: MethodContext
     network: nn.Module
     scheme: QuantizationScheme
     facts: dict[str, dict[str, Any]]
-    targets: Activations | None = None  # what the block gave before any change to the network, a tensor a batch
+    targets: ActivationStore | None = None  # what the block gave before any change to the network, a tensor a batch
     last: bool = False  # no block follows
     prepared: Any = None  # what the method's `prepare` returned
     tokens: Mapping[str, int] = field(default_factory=dict)  # that reach each expert, by its path
 
     @property
-    def groups(self) -> list[Group]:
-        return groups_of(self.block)
+    def groups(self) -> list[LayerGroup]:
+        return layer_groups(self.block)
 
-    def observe(self, observers: Sequence[tuple[Group, Observer]]) -> None:
+    def observe(self, observers: Sequence[tuple[LayerGroup, Observer]]) -> None:
         """Show each group's inputs to its observer, in one pass that ends at the last of them: give them in order."""
-        assert self.stream is not None
+        assert self.block_inputs is not None
         seen = {group.entrance: observer for group, observer in observers}
-        observe(self.stream, self.block, seen, last=observers[-1][0].entrance)
+        observe(self.block_inputs, self.block, seen, last=observers[-1][0].entrance)
 
-    def put(self, group: Group, quantized: Sequence[QuantizedTensor], **changes: Any) -> None:
+    def put(self, group: LayerGroup, quantized: Sequence[QuantizedTensor], **changes: Any) -> None:
         """Exchange the layers of a group for packed ones; `changes` alter the scheme for this group."""
         for layer, matrix in zip(group.layers, quantized, strict=True):
             if not all(bool(tensor.isfinite().all()) for tensor in matrix.qparams.tensors().values()):
@@ -196,13 +200,13 @@ class _Run:
         self.before = count_bytes(self.network)
         self.layers: dict[str, dict[str, Any]] = {}
         self.last = len(model.anatomy.blocks) - 1
-        self.stream: Stream | None = None
-        self.teacher: Stream | None = None
+        self.block_inputs: BlockInputs | None = None
+        self.teacher: BlockInputs | None = None
         if method.uses_data:
-            self.stream = open_stream(
+            self.block_inputs = capture_block_inputs(
                 model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder, device=context.device
             )
-            self.teacher = self.stream.copy(context.memory_limit, context.folder) if method.teacher else None
+            self.teacher = self.block_inputs.copy(context.memory_limit, context.folder) if method.teacher else None
 
     def block(self, block: Block) -> None:
         name = f"block-{block.index}"
@@ -218,15 +222,16 @@ class _Run:
             else:
                 self._restore(block, facts, checkpoint.load(name) or {})
             self.layers |= facts
-            if self.stream is not None and block.index < self.last:
-                with dequantized_weights(block.module, self.stream.hidden[0].dtype):
-                    advance(self.stream, block)
+            if self.block_inputs is not None and block.index < self.last:
+                with dequantized_weights(block.module, self.block_inputs.hidden[0].dtype):
+                    advance(self.block_inputs, block)
 
     def _quantize(self, block: Block) -> dict[str, dict[str, Any]]:
         work = BlockWork(
-            block, self.stream, self.context, self.network, self.method.scheme, {},
+            block, self.block_inputs, self.context, self.network, self.method.scheme, {},
             targets=None if self.teacher is None else self.teacher.hidden, last=block.index == self.last,
-            prepared=self.prepared, tokens={} if self.stream is None else expert_tokens(self.stream, block),
+            prepared=self.prepared,
+            tokens={} if self.block_inputs is None else count_expert_tokens(self.block_inputs, block),
         )  # fmt: skip
         self.method.quantize(work)
         if self.method.static_activations:
@@ -235,12 +240,12 @@ class _Run:
 
     def _fix_scales(self, block: Block) -> None:
         """Give every layer the scale of the largest input that the calibration data brings to it."""
-        assert self.stream is not None
+        assert self.block_inputs is not None
         layers = {f"{block.path}.{name}": layer for name, layer in quantized_layers(block.module).items()}
-        seen: dict[nn.Module, Largest] = {layer: Largest() for layer in layers.values()}
-        with dequantized_weights(block.module, self.stream.hidden[0].dtype):
-            observe(self.stream, block, seen)
-        lend_largest(block, {path: seen[layer] for path, layer in layers.items()})
+        seen: dict[nn.Module, AbsMaxObserver] = {layer: AbsMaxObserver() for layer in layers.values()}
+        with dequantized_weights(block.module, self.block_inputs.hidden[0].dtype):
+            observe(self.block_inputs, block, seen)
+        share_expert_amax(block, {path: seen[layer] for path, layer in layers.items()})
         for path, layer in layers.items():
             layer.set_static_input_scale(observed(path, seen[layer].values))
 
@@ -274,7 +279,7 @@ class _Run:
 
 def _check_weights(anatomy: Anatomy) -> None:
     """Before any work: a NaN or an infinity would spoil every layer after its own."""
-    for layer in (layer for block in anatomy.blocks for group in groups_of(block) for layer in group.layers):
+    for layer in (layer for block in anatomy.blocks for group in layer_groups(block) for layer in group.layers):
         if not bool(layer.weight.isfinite().all()):
             raise ModelError(f"{layer.path} holds NaN or infinity; it cannot be quantised.")
 

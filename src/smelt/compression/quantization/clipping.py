@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from smelt.compression.quantization.base import BlockWork
-from smelt.compression.quantization.layers import Group, never_reached, observed
+from smelt.compression.quantization.layers import LayerGroup, is_unreached, observed
 from smelt.models.anatomy import Projection
 from smelt.numerics.format import Format
 
@@ -20,13 +20,13 @@ def clip_block(work: BlockWork, number_format: Format) -> None:
     samples = [(group, Sample(TOKENS)) for group in work.groups]
     work.observe(samples)
     for group, sample in samples:
-        if never_reached(group, sample.rows):
+        if is_unreached(group, sample.rows):
             continue
         for projection in clipped_projections(group):
             clip_(projection.weight, observed(group.path, sample.rows), number_format)
 
 
-def clipped_projections(group: Group) -> tuple[Projection, ...]:
+def clipped_projections(group: LayerGroup) -> tuple[Projection, ...]:
     """All but queries and keys, whose product is too easily harmed."""
     if not group.writes:
         return (group.part.output,)

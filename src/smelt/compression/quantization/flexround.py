@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from smelt.compression.base import METHODS, within
 from smelt.compression.quantization.learned import LearnedQuantization, Quantizer
-from smelt.compression.quantization.nearest import searched_grid
+from smelt.compression.quantization.rounding import search_qparams
 from smelt.config import renamed
 from smelt.numerics.format import QuantParams
 from smelt.numerics.integer import Integer
@@ -88,7 +88,7 @@ class Divided(Quantizer):
 
     def __init__(self, weight: Tensor, number_format: Integer, divisors: nn.Module, search: bool) -> None:
         super().__init__(weight, number_format)
-        fit = searched_grid if search else _widest
+        fit = search_qparams if search else _widest
         grid = fit(self.grouped, number_format)
         self.register_buffer("zero", grid.zero)
         self.step = nn.Parameter(grid.scale.log())  # [rows, groups, 1]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from smelt.compression.base import METHODS, within
-from smelt.compression.calibration.observe import SecondMoment
+from smelt.compression.calibration.observers import HessianObserver
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.gptq_rounding import DAMPING, round_group
-from smelt.compression.quantization.layers import Group
+from smelt.compression.quantization.layers import LayerGroup
 from smelt.config import renamed
 from smelt.numerics.format import QuantizedTensor
 
@@ -30,12 +30,12 @@ class Gptq(Quantization):
     def quantize(self, work: BlockWork) -> None:
         groups = work.groups
         for batch in [[group] for group in groups] if self.sequential else [groups]:
-            seen = [(group, SecondMoment()) for group in batch]
+            seen = [(group, HessianObserver()) for group in batch]
             work.observe(seen)
             for group, moment in seen:
                 work.put(group, self.round(group, moment))
 
-    def round(self, group: Group, moment: SecondMoment) -> list[QuantizedTensor]:
+    def round(self, group: LayerGroup, moment: HessianObserver) -> list[QuantizedTensor]:
         return round_group(
             group, moment, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.range_search
         )

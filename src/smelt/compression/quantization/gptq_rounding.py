@@ -1,35 +1,58 @@
-"""Column-by-column rounding with error feedback: the rounding of GPTQ (Frantar et al., 2023), for any format."""
+"""GPTQ rounding for any number format: column by column, with error feedback (Frantar et al., 2023)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from smelt.compression.calibration.observe import SecondMoment
-from smelt.compression.quantization.layers import Group, never_reached, observed
-from smelt.compression.quantization.nearest import nearest, searched_grid
+from smelt.compression.calibration.observers import HessianObserver
+from smelt.compression.quantization.base import BlockWork
+from smelt.compression.quantization.layers import LayerGroup, is_unreached, observed
+from smelt.compression.quantization.rounding import round_to_nearest, search_qparams
 from smelt.errors import DataError
 from smelt.kernels.gptq_rounding import gptq_block_kernel
 from smelt.numerics.format import PER_TENSOR, Format, QuantizedTensor, QuantParams
 from smelt.numerics.integer import Integer
 
-COLUMNS = 128  # that are rounded before the rest of the matrix is updated
-DAMPING = 0.01  # of the Hessian's mean diagonal
+COLUMNS = 128  # quantized before the rest of the matrix is updated
+DAMPING = 0.01  # relative to the mean of the Hessian diagonal
+ROUNDINGS = ("rtn", "gptq")
+
+
+def round_block(
+    work: BlockWork, rounding: str, format_of: Callable[[LayerGroup], Format]
+) -> Iterator[tuple[LayerGroup, list[QuantizedTensor]]]:
+    """Yield every layer group of a block with its quantized matrices, rounded to nearest or with GPTQ.
+
+    The Hessians are those of the block's current weights.
+    """
+    groups = work.groups
+    hessians = [HessianObserver() for _ in groups]
+    if rounding == "gptq":
+        work.observe(list(zip(groups, hessians, strict=True)))
+    for group, hessian in zip(groups, hessians, strict=True):
+        if rounding == "gptq":
+            yield group, round_group(group, hessian, format_of(group))
+        else:
+            yield group, [round_to_nearest(layer.weight, format_of(group)) for layer in group.layers]
 
 
 def round_group(
-    group: Group, moment: SecondMoment, number_format: Format, *, damping: float = DAMPING, act_order: bool = True,
-    search: bool = False,
+    group: LayerGroup, hessian_observer: HessianObserver, number_format: Format, *, damping: float = DAMPING,
+    act_order: bool = True, search: bool = False,
 ) -> list[QuantizedTensor]:  # fmt: skip
-    """Layers that share an input share its Hessian: their rows are rounded together, as rows never mix. An expert that
-    no token reached has none, and is rounded to nearest."""
-    if never_reached(group, moment.matrix):
-        return [nearest(layer.weight, number_format, search) for layer in group.layers]
-    hessian = observed(group.path, moment.matrix)
+    """Quantize the layers of a group with GPTQ.
+
+    Layers that share an input share its Hessian, so their rows are quantized together. An expert that no token reached
+    has no Hessian and is rounded to nearest.
+    """
+    if is_unreached(group, hessian_observer.matrix):
+        return [round_to_nearest(layer.weight, number_format, search) for layer in group.layers]
+    hessian = observed(group.path, hessian_observer.matrix)
     rounded = partial(
         gptq, hessian=hessian, number_format=number_format, damping=damping, act_order=act_order, search=search
     )
@@ -51,7 +74,7 @@ def gptq(
     weight: Tensor, hessian: Tensor, number_format: Format, *, damping: float = DAMPING, act_order: bool = True,
     search: bool = False, block: int = COLUMNS,
 ) -> QuantizedTensor:  # fmt: skip
-    """Round a matrix [out, in] against the Hessian [in, in] of its inputs."""
+    """Quantize a matrix [out, in] given the Hessian [in, in] of its inputs."""
     weight, hessian = weight.float().clone(), hessian.clone()
     columns = weight.shape[1]
     dead = hessian.diagonal() == 0
@@ -68,7 +91,7 @@ def gptq(
     run = block if grids.fixed else min(block, grids.size, COLUMNS)
     for start in range(0, columns, block):
         stop, errors = min(start + block, columns), []
-        for first in range(start, stop, run):  # the grids of so many columns are known when the first is reached
+        for first in range(start, stop, run):  # qparams of these columns are known at the first one
             last = min(first + run, stop)
             codes[:, first:last], error = rounding(weight[:, first:last], factor[first:last, first:last], first, last)
             weight[:, last:stop].addmm_(error, factor[first:last, last:stop], alpha=-1)
@@ -85,7 +108,7 @@ Rounding = Callable[[Tensor, Tensor, int, int], tuple[Tensor, Tensor]]  # weight
 def _round_columns(
     part: Tensor, inner: Tensor, grids: Iterable[QuantParams], number_format: Format
 ) -> tuple[Tensor, Tensor]:  # [rows, columns] each
-    """One column after the other: its codes, and its errors over the diagonal, which the next columns take up."""
+    """Quantize one column after the other: return codes, and errors over the diagonal, which later columns absorb."""
     codes, errors = torch.empty_like(part, dtype=torch.uint8), torch.empty_like(part)
     for column, grid in enumerate(grids):
         values = part[:, column, None, None]
@@ -98,7 +121,7 @@ def _round_columns(
 
 
 def _rounding(number_format: Format, grids: _Grids, order: Tensor | None, weight: Tensor) -> Rounding:
-    """What rounds the columns from a first to a last: a kernel where it knows the format, otherwise the plain loop."""
+    """Return the function that quantizes a range of columns: a kernel if it supports the format, else a plain loop."""
     kernel = gptq_block_kernel(weight.device)
     if kernel is not None and type(number_format) is Integer:
         return _kernel_rounding(kernel, number_format, grids, order, weight)
@@ -132,20 +155,23 @@ def _kernel_rounding(
 
 
 def _lines(tensor: Tensor, rows: int) -> Tensor:  # [rows or 1, groups, 1] -> [groups, rows]
-    """What each group shares, for all rows side by side."""
+    """Lay out one qparam of each group contiguously over all rows."""
     return tensor.expand(rows, -1, 1)[..., 0].T.contiguous()
 
 
 def aligned(block: int, size: int) -> int:
-    """The number of columns nearest to `block` with which no group of so many begins in one block and ends in the
-    next: its grid is fitted at its first column, when all of it must have been updated."""
+    """Return the number of columns nearest to `block` such that no group spans two blocks.
+
+    The qparams of a group are computed at its first column, when all of its columns must be up to date.
+    """
     return block if size % block == 0 else max(block // size, 1) * size
 
 
 def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """The upper Cholesky factor of the inverse. Damping is raised tenfold until the Hessian is positive definite.
+    """Return the upper Cholesky factor of the inverse; raise damping tenfold until the Hessian is positive definite.
 
-    With rows and columns in reverse, the inverse of the lower factor is the upper factor of the inverse."""
+    With rows and columns reversed, the inverse of the lower factor is the upper factor of the inverse.
+    """
     reverse, one = hessian.flip(0, 1), torch.eye(len(hessian), device=hessian.device)
     diagonal = hessian.diagonal().mean()
     for power in range(6):
@@ -154,11 +180,11 @@ def inverse_factor(hessian: Tensor, damping: float) -> Tensor:
             upper = torch.linalg.solve_triangular(lower, one, upper=False).flip(0, 1)
             if bool(upper.isfinite().all()):
                 return upper
-    raise DataError("the inputs of a layer are NaN or infinite on the calibration data; it cannot be quantised.")
+    raise DataError("the inputs of a layer are NaN or infinite on the calibration data; it cannot be quantized.")
 
 
 class _Grids:
-    """The grid of each group: all beforehand (`static`), or each when its first column is reached."""
+    """The qparams of each group: all computed beforehand (`static`), or each at the first column of its group."""
 
     def __init__(self, number_format: Format, weight: Tensor, search: bool, static: bool) -> None:
         self.format, self.search = number_format, search
@@ -172,7 +198,7 @@ class _Grids:
 
     def _fit(self, grouped: Tensor) -> QuantParams:
         if self.search:
-            return searched_grid(grouped, self.format, self.tensor_maximum)
+            return search_qparams(grouped, self.format, self.tensor_maximum)
         return self.format.compute_qparams(grouped, tensor_amax=self.tensor_maximum)
 
     def of(self, column: int, weight: Tensor) -> QuantParams:
@@ -195,7 +221,7 @@ class _Grids:
 
 
 def _group(grid: QuantParams, index: int) -> QuantParams:
-    """One group's part of a grid [rows, groups, 1]."""
+    """Select one group of qparams [rows, groups, 1]."""
     return QuantParams(
         **{
             name: tensor if name == "tensor" or tensor.shape[-2] == 1 else tensor[..., index : index + 1, :]

@@ -5,19 +5,21 @@ Each expert of a mixture has its own groups, of the tokens that reach it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from smelt.compression.calibration.observers import AbsMaxObserver
 from smelt.errors import DataError, ModelError
 from smelt.models.anatomy import Block, Part
-from smelt.models.quantized import linear_weight
+from smelt.models.quantized import linear_weight, quantized_layers
 
 
 @dataclass(frozen=True)
-class Layer:
+class LinearLayer:
     """One linear layer and its place in the network."""
 
     module: Any  # Linear or Conv1D
@@ -30,13 +32,15 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """Layers that are fed by one tensor, and where in the block they stand."""
 
     part: Part  # that they belong to
     writes: bool  # they write the part's units; otherwise they read them
-    layers: tuple[Layer, ...]
-    router: Layer | None = None  # of a mixture, where the group is the writers of all experts: it reads what they read
+    layers: tuple[LinearLayer, ...]
+    router: LinearLayer | None = (
+        None  # of a mixture, where the group is the writers of all experts: it reads what they read
+    )
 
     @property
     def entrance(self) -> Any:
@@ -67,22 +71,22 @@ class Group:
         return list(rows.split([layer.weight.shape[0] for layer in self.layers]))
 
 
-def groups_of(block: Block) -> list[Group]:
+def layer_groups(block: Block) -> list[LayerGroup]:
     """The groups of a block in the order in which they run."""
     found = []
     for part in block.parts:
         if not part.units:
             continue
         writers = {projection.path: projection.module for projection in part.input_projections}
-        found.append(Group(part, True, tuple(Layer(module, path) for path, module in writers.items())))
-        found.append(Group(part, False, (Layer(part.output.module, part.output.path),)))
+        found.append(LayerGroup(part, True, tuple(LinearLayer(module, path) for path, module in writers.items())))
+        found.append(LayerGroup(part, False, (LinearLayer(part.output.module, part.output.path),)))
     return found
 
 
-def sharing_groups(block: Block) -> list[Group]:
+def scale_groups(block: Block) -> list[LayerGroup]:
     """The groups as a scale of their inputs sees them: what reads one norm is one group, and so the writers of all
     experts of a mixture are, and their router with them."""
-    groups, found = groups_of(block), []
+    groups, found = layer_groups(block), []
     for group in groups:
         mixture = group.part.mixture
         if mixture is None or not group.writes:
@@ -90,11 +94,11 @@ def sharing_groups(block: Block) -> list[Group]:
         elif all(one.router is None for one in found):
             together = [one for one in groups if one.writes and one.part.mixture is mixture]
             layers = tuple(layer for one in together for layer in one.layers)
-            found.append(Group(group.part, True, layers, Layer(mixture.router, mixture.router_path)))
+            found.append(LayerGroup(group.part, True, layers, LinearLayer(mixture.router, mixture.router_path)))
     return found
 
 
-def never_reached(group: Group, statistic: Tensor | None) -> bool:
+def is_unreached(group: LayerGroup, statistic: Tensor | None) -> bool:
     """No token of the calibration data came to this expert. Of any other layer that is an error: see `observed`."""
     return statistic is None and group.part.mixture is not None
 
@@ -106,3 +110,25 @@ def observed(path: str, statistic: Tensor | None) -> Tensor:
     if not bool(statistic.isfinite().all()):
         raise DataError(f"the inputs of {path} are NaN or infinite on the calibration data; it cannot be quantised.")
     return statistic
+
+
+def few_tokens(layers: Mapping[str, Mapping[str, Any]], network: nn.Module) -> list[dict[str, Any]]:
+    """The experts that fewer tokens reached than a layer of theirs has inputs: what such a layer saw leaves directions
+    open (its Hessian has not full rank), and one that saw nothing was rounded without data."""
+    held, found = quantized_layers(network), dict[str, dict[str, Any]]()
+    for path, layer in layers.items():
+        if "tokens" in layer and layer["tokens"] < held[path].in_features:
+            expert = found.setdefault(path.rpartition(".")[0], {"tokens": layer["tokens"], "inputs": 0})
+            expert["inputs"] = max(expert["inputs"], held[path].in_features)
+    return [{"expert": path, **expert} for path, expert in found.items()]
+
+
+def share_expert_amax(block: Block, seen: Mapping[str, AbsMaxObserver]) -> None:
+    """An expert that no token reached takes the largest input that the others of its block saw at that place."""
+    experts = [part for part in block.parts if part.mixture is not None and part.units]
+    for same in zip(*((*part.input_projections, part.output) for part in experts), strict=True):
+        places = [seen[projection.path] for projection in same]
+        known = [place.values.amax(0, keepdim=True) for place in places if place.values is not None]
+        for place in places:
+            if place.values is None and known:
+                place.values = torch.stack(known).amax(0)

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from smelt.compression.base import CalibrationSize, ResourceEstimate, within
 from smelt.compression.quantization.base import BlockWork, Quantization
-from smelt.compression.quantization.layers import Layer
+from smelt.compression.quantization.layers import LinearLayer
 from smelt.compression.quantization.lfq import LogitLoss
 from smelt.config import renamed
 from smelt.errors import DataError, RecipeError
@@ -125,22 +125,22 @@ class LearnedQuantization(Quantization):
         for group in groups:
             work.put(group, [quantizers[layer].result() for layer in group.layers])
 
-    def _fit(self, work: BlockWork, quantizers: Mapping[Layer, Quantizer], generator: torch.Generator) -> None:
+    def _fit(self, work: BlockWork, quantizers: Mapping[LinearLayer, Quantizer], generator: torch.Generator) -> None:
         """Adam on the block's loss, batches in an order of their own in every epoch."""
-        assert work.stream is not None and work.targets is not None
-        updates = self.updates(len(work.stream))
+        assert work.block_inputs is not None and work.targets is not None
+        updates = self.updates(len(work.block_inputs))
         block = FakeQuantized(work.block, quantizers, self.input_format)
         loss_of: Loss = LogitLoss(anatomy_of(work.network), work.targets[0].device) if self._logits(work) else distance
         parameters = [parameter for quantizer in quantizers.values() for parameter in quantizer.parameters()]
         optimizer = torch.optim.Adam(parameters, lr=self.lr)
         order: list[int] = []
         for update in work.context.progress.track(range(updates), f"block {work.block.index}"):
-            order = order or torch.randperm(len(work.stream), generator=generator).tolist()
+            order = order or torch.randperm(len(work.block_inputs), generator=generator).tolist()
             batch = order.pop()
             if self.cosine:
                 optimizer.param_groups[0]["lr"] = self.lr * (1 + math.cos(math.pi * update / updates)) / 2
-            output = work.stream.run(block, work.block.index, batch)
-            loss = loss_of(output, work.targets[batch].float(), work.stream.masks[batch])
+            output = work.block_inputs.run(block, work.block.index, batch)
+            loss = loss_of(output, work.targets[batch].float(), work.block_inputs.masks[batch])
             if not bool(loss.isfinite()):
                 raise DataError(
                     f"the loss of {work.block.path} is not a finite number: look for NaN in the weights and the "
@@ -164,7 +164,7 @@ def distance(output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
 class FakeQuantized(nn.Module):
     """A block in float32 with the weights that its quantisers give. The block itself is left as it is."""
 
-    def __init__(self, block: Block, quantizers: Mapping[Layer, Quantizer], inputs: Format | None) -> None:
+    def __init__(self, block: Block, quantizers: Mapping[LinearLayer, Quantizer], inputs: Format | None) -> None:
         super().__init__()
         names = {layer: f"{layer.path[len(block.path) + 1 :]}.weight" for layer in quantizers}
         self.block = block.module

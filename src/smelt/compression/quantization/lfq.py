@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.compression.quantization.vocabulary import summed_in_slices
+from smelt.compression.quantization.chunked_loss import sum_in_chunks
 from smelt.errors import ModelError
 from smelt.models.anatomy import Anatomy
 
@@ -39,7 +39,7 @@ class LogitLoss:
 
     def __call__(self, output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
         student, teacher = (x.flatten(0, -2) if mask is None else x[mask] for x in (output, target))  # [tokens, hidden]
-        return summed_in_slices(self._cross_entropy, student, teacher, len(self.weight)) / len(student)
+        return sum_in_chunks(self._cross_entropy, student, teacher, len(self.weight)) / len(student)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(self.norm(hidden), self.weight, self.bias)

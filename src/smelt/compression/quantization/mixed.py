@@ -15,12 +15,11 @@ import torch
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from smelt.compression.base import METHODS, CalibrationSize, MethodContext, ResourceEstimate, one_of, within
-from smelt.compression.calibration.device import on_device
-from smelt.compression.calibration.stream import advance, open_stream
+from smelt.compression.calibration.block_inputs import advance, capture_block_inputs, on_device
 from smelt.compression.quantization.base import BlockWork, Quantization
-from smelt.compression.quantization.layers import Group, groups_of
-from smelt.compression.quantization.rounding import ROUNDINGS, rounded
-from smelt.compression.quantization.search_eval import BlockOutput
+from smelt.compression.quantization.gptq_rounding import ROUNDINGS, round_block
+from smelt.compression.quantization.layers import LayerGroup, layer_groups
+from smelt.compression.quantization.search_eval import BlockOutputError
 from smelt.config import renamed
 from smelt.errors import BudgetError, DataError, RecipeError
 from smelt.models.anatomy import Anatomy
@@ -31,7 +30,7 @@ from smelt.numerics.integer import Integer
 
 @METHODS.register("mixed", paper="after Yao et al., 2021 (HAWQ-V3, arXiv 2011.10680)", needs=("calibration data",))
 @dataclass(frozen=True)
-class Mixed(Quantization):
+class MixedPrecision(Quantization):
     """Give each group of layers the bits that the whole needs most there, under an average of bits a weight."""
 
     bits: float = 4.0  # type: ignore[assignment]  # mean per weight, scales and zero points included
@@ -69,7 +68,7 @@ class Mixed(Quantization):
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
-        groups = [group for block in anatomy.blocks for group in groups_of(block)]
+        groups = [group for block in anatomy.blocks for group in layer_groups(block)]
         least = sum(cost(group, self.formats[0]) for group in groups) / sum(map(weights, groups))
         if least > self.bits:
             raise BudgetError(
@@ -83,7 +82,7 @@ class Mixed(Quantization):
         if errors is None:
             errors = self.sensitivity(model, context)
             context.checkpoint.save_facts("sensitivity", errors)
-        groups = [group for block in model.anatomy.blocks for group in groups_of(block)]
+        groups = [group for block in model.anatomy.blocks for group in layer_groups(block)]
         costs = np.array([[cost(group, number_format) for number_format in self.formats] for group in groups])
         table = [errors[group.path] for group in groups]
         chosen = choose(np.array(table), costs, self.bits * sum(map(weights, groups)))
@@ -93,21 +92,21 @@ class Mixed(Quantization):
 
     def sensitivity(self, model: Model, context: MethodContext) -> dict[str, list[float]]:
         """For each group and choice, the squared error of the block's output over the output's squared size."""
-        stream = open_stream(
+        block_inputs = capture_block_inputs(
             model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder, device=context.device
         )
         found: dict[str, list[float]] = {}
         for block in context.progress.track(model.anatomy.blocks, f"{self.name}: sensitivity"):
             with on_device(block.module, context.device), torch.no_grad():
-                groups = groups_of(block)
+                groups = layer_groups(block)
                 for group in groups:
-                    around = BlockOutput(stream, block, group, self.search_tokens)
+                    around = BlockOutputError(block_inputs, block, group, self.search_tokens)
                     found[group.path] = [self._error(group, around, choice) for choice in self.formats]
                 found |= stand_ins(groups, found)
-                advance(stream, block)
+                advance(block_inputs, block)
         return found
 
-    def _error(self, group: Group, around: BlockOutput, number_format: Format) -> float:
+    def _error(self, group: LayerGroup, around: BlockOutputError, number_format: Format) -> float:
         error = (
             around.error([number_format.fake_quantize(layer.weight.float()) for layer in group.layers]) / around.size
         )
@@ -117,7 +116,7 @@ class Mixed(Quantization):
 
     def quantize(self, work: BlockWork) -> None:
         plan: dict[str, tuple[Format, list[float]]] = work.prepared
-        for group, matrices in rounded(work, self.rounding, lambda group: plan[group.path][0]):
+        for group, matrices in round_block(work, self.rounding, lambda group: plan[group.path][0]):
             work.put(group, matrices)
             errors = dict(zip(map(str, self.widths), plan[group.path][1], strict=True))
             for layer in group.layers:
@@ -126,11 +125,11 @@ class Mixed(Quantization):
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         plain = super().estimate_resources(anatomy, size, memory_limit)
         share = min(1.0, max(self.search_tokens, size.batch_size * size.seq_len) / max(size.tokens, 1))
-        groups = max(len(groups_of(block)) for block in anatomy.blocks)
+        groups = max(len(layer_groups(block)) for block in anatomy.blocks)
         return replace(plain, passes=plain.passes + 1 + groups * len(self.formats) * share)
 
 
-def stand_ins(groups: Sequence[Group], found: Mapping[str, list[float]]) -> dict[str, list[float]]:
+def stand_ins(groups: Sequence[LayerGroup], found: Mapping[str, list[float]]) -> dict[str, list[float]]:
     """The errors of experts that no token reached on trial, which are all zero and would buy no bits: the mean of those
     that their neighbours have."""
     lost = [group for group in groups if group.part.mixture is not None and not any(found[group.path])]
@@ -142,11 +141,11 @@ def stand_ins(groups: Sequence[Group], found: Mapping[str, list[float]]) -> dict
     return errors
 
 
-def weights(group: Group) -> int:
+def weights(group: LayerGroup) -> int:
     return sum(layer.weight.numel() for layer in group.layers)
 
 
-def cost(group: Group, number_format: Format) -> float:
+def cost(group: LayerGroup, number_format: Format) -> float:
     """Bits that a group takes, with its scales."""
     shapes = [layer.weight.shape for layer in group.layers]
     return sum(rows * columns * number_format.bits_per_value(columns, rows) for rows, columns in shapes)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.compression.base import METHODS, CalibrationSize, Method, MethodContext, ResourceEstimate, one_of, within
+from smelt.compression.calibration.block_inputs import ActivationStore
 from smelt.compression.calibration.gradients import frozen, gradient_bytes
-from smelt.compression.calibration.stream import Activations
 from smelt.compression.quantization.adapters import Adapter, attached, check_mergeable
-from smelt.compression.quantization.vocabulary import summed_in_slices
+from smelt.compression.quantization.chunked_loss import sum_in_chunks
 from smelt.config import renamed
 from smelt.errors import DataError, ModelError
 from smelt.measure.cost import block_parameters, count_bytes, count_parameters
@@ -116,7 +116,7 @@ class Rilq(Method):
 
     def _teach(
         self, model: Model, context: MethodContext, layers: dict[str, QuantizedLinear], adapters: dict[str, Adapter]
-    ) -> Activations:
+    ) -> ActivationStore:
         """Begin the adapters, and take the teacher's last hidden states, a tensor a batch; then the teacher goes."""
         generator = torch.Generator().manual_seed(context.seed)
         for adapter in adapters.values():
@@ -127,7 +127,7 @@ class Rilq(Method):
             modules = dict(teacher.network.named_modules())
             for path, layer in layers.items():
                 adapters[path].approximate(linear_weight(modules[path]).float() - layer.weight)
-        states = Activations(context.memory_limit, context.folder)
+        states = ActivationStore(context.memory_limit, context.folder)
         with torch.no_grad(), frozen(teacher.network):
             for position, batch in enumerate(context.progress.track(context.batches, "the teacher")):
                 states[position] = last_hidden_state(teacher, batch).cpu()
@@ -151,7 +151,12 @@ class _Training:
     """Adam on all adapters, judged every so often, with what it needs to be taken up again."""
 
     def __init__(
-        self, settings: Rilq, model: Model, context: MethodContext, adapters: dict[str, Adapter], states: Activations
+        self,
+        settings: Rilq,
+        model: Model,
+        context: MethodContext,
+        adapters: dict[str, Adapter],
+        states: ActivationStore,
     ) -> None:
         self.settings, self.model, self.context, self.states = settings, model, context, states
         self.head = model.network.get_output_embeddings()
@@ -215,7 +220,7 @@ class _Training:
         distance = (hidden.float() - self.states[position].to(hidden.device).float())[mask].square().mean()
         keep = mask[:, :-1] & mask[:, 1:]
         rows, following = hidden[:, :-1][keep], tokens[:, 1:][keep]
-        text = summed_in_slices(self._next_token, rows, following, self.head.weight.shape[0]) / max(1, len(rows))
+        text = sum_in_chunks(self._next_token, rows, following, self.head.weight.shape[0]) / max(1, len(rows))
         return (1 - truth) * distance + truth * text
 
     def _next_token(self, rows: Tensor, following: Tensor) -> Tensor:

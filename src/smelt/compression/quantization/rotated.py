@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from smelt.compression.base import MethodContext, one_of, within
-from smelt.compression.calibration.observe import SecondMoment
+from smelt.compression.calibration.observers import HessianObserver
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.gptq_rounding import DAMPING, round_group
-from smelt.compression.quantization.layers import Group
-from smelt.compression.quantization.nearest import nearest
+from smelt.compression.quantization.layers import LayerGroup
 from smelt.compression.quantization.rotation import Rotations, check_rotatable, rotate_network
+from smelt.compression.quantization.rounding import round_to_nearest
 from smelt.config import renamed
 from smelt.errors import RecipeError
 from smelt.kernels.hadamard import hadamard_order, hadamard_transform
@@ -83,7 +83,7 @@ class RotatedQuantization(Quantization):
         return prepared
 
     def quantize(self, work: BlockWork) -> None:
-        groups = [(group, SecondMoment()) for group in work.groups]
+        groups = [(group, HessianObserver()) for group in work.groups]
         if self.rounding == "gptq":
             work.observe(groups)
         for group, moment in groups:
@@ -99,16 +99,16 @@ class RotatedQuantization(Quantization):
     def _asked(self, part: Part) -> bool:
         return part.units > 0 and (self.rotate_ffn if part.kind == "ffn_channels" else self.rotate_heads)
 
-    def round(self, group: Group, moment: SecondMoment) -> list[QuantizedTensor]:
+    def round(self, group: LayerGroup, moment: HessianObserver) -> list[QuantizedTensor]:
         if self.rounding == "rtn":
-            return [nearest(layer.weight, self.weight_format, self.range_search) for layer in group.layers]
+            return [round_to_nearest(layer.weight, self.weight_format, self.range_search) for layer in group.layers]
         return round_group(
             group, moment, self.weight_format, damping=self.damping, act_order=self.act_order, search=self.range_search
         )
 
 
 @torch.no_grad()
-def rotate_inputs(group: Group, moment: SecondMoment) -> None:
+def rotate_inputs(group: LayerGroup, moment: HessianObserver) -> None:
     """Merge the inverse of a transform of the inputs into the weights, and transform what is known of the inputs."""
     for layer in group.layers:
         layer.weight.copy_(hadamard_transform(layer.weight.double()))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from smelt.compression.calibration.device import on_device
+from smelt.compression.calibration.block_inputs import on_device
 from smelt.errors import ModelError
 from smelt.kernels.hadamard import hadamard_matrix, hadamard_order
 from smelt.models.anatomy import Anatomy, Block, Part

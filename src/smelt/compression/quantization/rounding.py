@@ -1,29 +1,44 @@
-"""The rounding at the end of a method that only prepares the weights: to nearest, or with GPTQ's error feedback."""
+"""Round to nearest, and the search for a group's range (from the code of the GPTQ authors, 2023)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import torch
+from torch import Tensor
 
-from smelt.compression.calibration.observe import SecondMoment
-from smelt.compression.quantization.base import BlockWork
-from smelt.compression.quantization.gptq_rounding import round_group
-from smelt.compression.quantization.layers import Group
-from smelt.compression.quantization.nearest import nearest
-from smelt.numerics.format import Format, QuantizedTensor
+from smelt.numerics.format import Format, QuantizedTensor, QuantParams
 
-ROUNDINGS = ("rtn", "gptq")
+SHRINKS = 80  # steps of the range search, from a clip ratio of 1 down to 0.2
+POWER = 2.4  # of the error that the range search minimizes
 
 
-def rounded(
-    work: BlockWork, rounding: str, format_of: Callable[[Group], Format]
-) -> Iterator[tuple[Group, list[QuantizedTensor]]]:
-    """Every group of a block with its matrices, rounded. The inputs are those of the block as it is now."""
-    groups = work.groups
-    moments = [SecondMoment() for _ in groups]
-    if rounding == "gptq":
-        work.observe(list(zip(groups, moments, strict=True)))
-    for group, moment in zip(groups, moments, strict=True):
-        if rounding == "gptq":
-            yield group, round_group(group, moment, format_of(group))
-        else:
-            yield group, [nearest(layer.weight, format_of(group)) for layer in group.layers]
+def round_to_nearest(weight: Tensor, number_format: Format, search: bool = False) -> QuantizedTensor:
+    """Quantize a matrix [out, in] to the nearest grid values; `search` also chooses each group's range."""
+    if not search:
+        return number_format.quantize(weight.detach())
+    grouped = number_format.split_groups(weight.detach())
+    grid = search_qparams(grouped, number_format, number_format.tensor_amax(weight))
+    codes = number_format.quantize_groups(grouped, grid).flatten(-2)[..., : weight.shape[1]]
+    return QuantizedTensor(number_format, codes, grid)
+
+
+def search_qparams(grouped: Tensor, number_format: Format, whole: Tensor | None = None) -> QuantParams:
+    """Return the qparams with the clip ratio of least |error|^2.4 for each group [..., groups, group_size]."""
+    best, least = number_format.compute_qparams(grouped, tensor_amax=whole), None
+    for step in range(SHRINKS + 1):
+        grid = number_format.compute_qparams(grouped, clip_ratio=1 - step / 100, tensor_amax=whole)
+        error = number_format.dequantize_groups(number_format.quantize_groups(grouped, grid), grid) - grouped
+        size = error.abs().pow(POWER).sum(-1, keepdim=True)
+        if grid.scale.shape != size.shape:  # one scale for the tensor
+            size = size.sum().expand_as(grid.scale)
+        if least is None:
+            best, least = grid, size
+            continue
+        better = size < least
+        least = torch.where(better, size, least)
+        best = QuantParams(
+            **{
+                name: new if name == "tensor" else torch.where(better, new, getattr(best, name))
+                for name, new in grid.tensors().items()
+            }
+        )
+    return best

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from smelt.compression.base import METHODS
 from smelt.compression.quantization.base import BlockWork, Quantization
-from smelt.compression.quantization.nearest import nearest
+from smelt.compression.quantization.rounding import round_to_nearest
 from smelt.config import renamed
 
 
@@ -19,4 +19,6 @@ class RoundToNearest(Quantization):
 
     def quantize(self, work: BlockWork) -> None:
         for group in work.groups:
-            work.put(group, [nearest(layer.weight, self.weight_format, self.range_search) for layer in group.layers])
+            work.put(
+                group, [round_to_nearest(layer.weight, self.weight_format, self.range_search) for layer in group.layers]
+            )

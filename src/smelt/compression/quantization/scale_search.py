@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from smelt.compression.base import CalibrationSize, ResourceEstimate, one_of, within
-from smelt.compression.calibration.observe import Largest, MeanMagnitude
+from smelt.compression.calibration.observers import AbsMaxObserver, MeanAbsObserver
 from smelt.compression.quantization.base import BlockWork, Quantization
 from smelt.compression.quantization.clipping import clip_block
-from smelt.compression.quantization.layers import Group, Layer, never_reached, observed, sharing_groups
-from smelt.compression.quantization.rounding import ROUNDINGS, rounded
-from smelt.compression.quantization.scaling import Source, fold, source_of
-from smelt.compression.quantization.search_eval import Change, ModuleOutput, OwnOutput, Surroundings
+from smelt.compression.quantization.gptq_rounding import ROUNDINGS, round_block
+from smelt.compression.quantization.layers import LayerGroup, LinearLayer, is_unreached, observed, scale_groups
+from smelt.compression.quantization.scaling import ScaleSource, fold_scale, scale_source
+from smelt.compression.quantization.search_eval import Change, LayerOutputError, ModuleOutputError, OutputError
 from smelt.config import renamed
 from smelt.errors import DataError
 from smelt.models.anatomy import Anatomy
@@ -36,16 +36,16 @@ class Statistics:
     """Mean and largest magnitude of each input channel of a group."""
 
     def __init__(self) -> None:
-        self._mean, self._largest = MeanMagnitude(), Largest()
+        self._mean, self._largest = MeanAbsObserver(), AbsMaxObserver()
 
     def __call__(self, x: Tensor) -> None:
         self._mean(x)
         self._largest(x)
 
-    def lack(self, group: Group) -> bool:
-        return never_reached(group, self._mean.values)
+    def lack(self, group: LayerGroup) -> bool:
+        return is_unreached(group, self._mean.values)
 
-    def of(self, group: Group) -> tuple[Tensor, Tensor]:
+    def of(self, group: LayerGroup) -> tuple[Tensor, Tensor]:
         return observed(group.path, self._mean.values), observed(group.path, self._largest.values)
 
 
@@ -81,7 +81,7 @@ class ScaleSearch(Quantization):
         within(self.name, "search_tokens", self.search_tokens, 1, 2**31)
 
     @abstractmethod
-    def candidates(self, group: Group, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
+    def candidates(self, group: LayerGroup, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
         """Scales to try, from a group's input statistics. The one with exponent 0 of the first family is no scale."""
 
     @property
@@ -93,30 +93,30 @@ class ScaleSearch(Quantization):
         notes = self.scale(work)
         if self.clip:
             clip_block(work, self.weight_format)
-        for group, matrices in rounded(work, self.rounding, lambda _: self.weight_format):
+        for group, matrices in round_block(work, self.rounding, lambda _: self.weight_format):
             parts = [self.note(layer, matrix) for layer, matrix in zip(group.layers, matrices, strict=True)]
             work.put(group, matrices)
             for layer, part in zip(group.layers, parts, strict=True):
                 work.facts[layer.path] |= {"scaling": notes[layer.path], **part}
 
-    def note(self, layer: Layer, matrix: QuantizedTensor) -> dict[str, Any]:
+    def note(self, layer: LinearLayer, matrix: QuantizedTensor) -> dict[str, Any]:
         """What else is told of a rounded layer."""
         return {}
 
     def scale(self, work: BlockWork) -> dict[str, dict[str, Any]]:
         """Fold the best scale of every group; returns what was done to each layer."""
-        statistics = [(group, Statistics()) for group in sharing_groups(work.block)]
+        statistics = [(group, Statistics()) for group in scale_groups(work.block)]
         work.observe(statistics)
         notes: dict[str, dict[str, Any]] = {}
         for group, seen in statistics:
-            source = source_of(work.block, group)
+            source = scale_source(work.block, group)
             note: dict[str, Any] = {"into": None, "reason": NO_SOURCE}
             if seen.lack(group):
                 note["reason"] = NO_TOKENS
             elif source is not None:
                 around = self.around(work, group)
                 found = self.best(group, source, around, *seen.of(group))
-                fold(group, source, found.candidate.scale)
+                fold_scale(group, source, found.candidate.scale)
                 note = {
                     "into": source.name, "family": found.candidate.family, "exponent": found.candidate.exponent,
                     "error": found.error, "error_unscaled": found.unscaled,
@@ -124,13 +124,13 @@ class ScaleSearch(Quantization):
             notes |= {layer.path: note for layer in group.layers}
         return notes
 
-    def around(self, work: BlockWork, group: Group) -> Surroundings:
+    def around(self, work: BlockWork, group: LayerGroup) -> OutputError:
         """Where the error is taken: attention or feed-forward for what writes its units, else the layer itself."""
-        assert work.stream is not None
-        kind = ModuleOutput if group.writes else OwnOutput
-        return kind(work.stream, work.block, group, self.search_tokens)
+        assert work.block_inputs is not None
+        kind = ModuleOutputError if group.writes else LayerOutputError
+        return kind(work.block_inputs, work.block, group, self.search_tokens)
 
-    def best(self, group: Group, source: Source, around: Surroundings, mean: Tensor, largest: Tensor) -> Found:
+    def best(self, group: LayerGroup, source: ScaleSource, around: OutputError, mean: Tensor, largest: Tensor) -> Found:
         """Try every candidate as it can be folded."""
         best, unscaled = None, None
         for candidate in self.candidates(group, mean, largest):
@@ -144,7 +144,7 @@ class ScaleSearch(Quantization):
             raise DataError(f"{group.part.path} gives NaN or infinity on the calibration data; it cannot be quantised.")
         return best
 
-    def trial_error(self, group: Group, around: Surroundings, scale: Tensor) -> float:
+    def trial_error(self, group: LayerGroup, around: OutputError, scale: Tensor) -> float:
         """Of the rounded product `Q(x / s) Q(W s)^T`, at the output of what is around the group."""
         weights = [self.weight_format.fake_quantize(layer.weight.float() * scale) / scale for layer in group.layers]
         return around.error(weights, self._rounding_of_inputs(scale))

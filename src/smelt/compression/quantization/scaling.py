@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.quantization.layers import Group
+from smelt.compression.quantization.layers import LayerGroup
 from smelt.models.anatomy import Block, Part, Projection
 
 
-class Source(ABC):
+class ScaleSource(ABC):
     """What writes the input channels of a group, and can be divided by a scale."""
 
     name: ClassVar[str]
@@ -33,7 +33,7 @@ class Source(ABC):
 
 
 @dataclass(frozen=True)
-class Norm(Source):
+class NormSource(ScaleSource):
     """A norm that only this group reads."""
 
     name = "norm"
@@ -46,7 +46,7 @@ class Norm(Source):
 
 
 @dataclass(frozen=True)
-class Rows(Source):
+class ProjectionSource(ScaleSource):
     """The rows of a linear map whose outputs reach the group unchanged, or through what commutes with a scale."""
 
     projection: Projection
@@ -58,14 +58,14 @@ class Rows(Source):
 
 
 @dataclass(frozen=True)
-class Up(Rows):
+class UpSource(ProjectionSource):
     """The up projection: its outputs are multiplied by the gate's, or pass a ReLU."""
 
     name = "up projection"
 
 
 @dataclass(frozen=True)
-class Values(Rows):
+class ValueSource(ProjectionSource):
     """The value projection: attention mixes positions and never channels."""
 
     name = "values"
@@ -82,22 +82,24 @@ class Values(Rows):
         return scale.reshape(self.part.units, self.part.heads_per_unit, self.part.head_dim)
 
 
-def source_of(block: Block, group: Group) -> Source | None:
+def scale_source(block: Block, group: LayerGroup) -> ScaleSource | None:
     """What a scale of this group can be folded into; None where nothing takes it exactly."""
     part = group.part
     if group.writes:  # of a post-norm block the residual reads the norm as well: no feeder
         alone = part.mixture is None or group.router is not None  # one expert shares the norm with the others
-        return Norm(part.pre_norm) if alone and getattr(part.pre_norm, "weight", None) is not None else None
+        return NormSource(part.pre_norm) if alone and getattr(part.pre_norm, "weight", None) is not None else None
     if part.kind == "heads":
-        return None if part.clipped else Values(part.input_projections[2], part)
+        return None if part.clipped else ValueSource(part.input_projections[2], part)
     gated = len(part.input_projections) == 2
     return (
-        Up(part.input_projections[0]) if gated or any(isinstance(m, nn.ReLU) for m in block.module.modules()) else None
+        UpSource(part.input_projections[0])
+        if gated or any(isinstance(m, nn.ReLU) for m in block.module.modules())
+        else None
     )
 
 
 @torch.no_grad()
-def fold(group: Group, source: Source, scale: Tensor) -> None:
+def fold_scale(group: LayerGroup, source: ScaleSource, scale: Tensor) -> None:
     """Divide what writes the channels by a scale that fits, and multiply the group's weights by it. The router of a
     mixture reads the same channels, so that its weight takes the scale up as well."""
     source.divide(scale)

@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from smelt.compression.calibration.routes import routed
-from smelt.compression.calibration.stream import Stream
-from smelt.compression.quantization.layers import Group
+from smelt.compression.calibration.block_inputs import BlockInputs
+from smelt.compression.calibration.expert_routing import track_routing
+from smelt.compression.quantization.layers import LayerGroup
 from smelt.models.anatomy import Block
 
 Change = Callable[[Tensor], Tensor]  # of a group's inputs
 
 
-def some_batches(stream: Stream, tokens: int) -> list[int]:
+def first_batches(block_inputs: BlockInputs, tokens: int) -> list[int]:
     """The first batches, as many as together have at most so many positions; at least one."""
-    chosen, total = [0], _positions(stream.hidden[0])
-    for batch in range(1, len(stream)):
-        total += _positions(stream.hidden[batch])
+    chosen, total = [0], _positions(block_inputs.hidden[0])
+    for batch in range(1, len(block_inputs)):
+        total += _positions(block_inputs.hidden[batch])
         if total > tokens:
             break
         chosen.append(batch)
@@ -41,7 +41,7 @@ def _positions(hidden: Tensor) -> int:
 
 
 @contextmanager
-def on_trial(group: Group, weights: Sequence[Tensor], change: Change | None = None) -> Iterator[None]:
+def trial_weights(group: LayerGroup, weights: Sequence[Tensor], change: Change | None = None) -> Iterator[None]:
     """Inside, the group has these weights and its inputs are changed; afterwards it is as it was, to the bit."""
     kept = [layer.weight.detach().clone() for layer in group.layers]
     hooks = []
@@ -70,12 +70,12 @@ def _remembering(change: Change) -> Change:
 
 
 @torch.no_grad()
-def _write(group: Group, weights: Sequence[Tensor]) -> None:
+def _write(group: LayerGroup, weights: Sequence[Tensor]) -> None:
     for layer, weight in zip(group.layers, weights, strict=True):
         layer.weight.copy_(weight)
 
 
-class Surroundings(ABC):
+class OutputError(ABC):
     """What is around a group of layers, and what it gave with the weights that the group has at the start."""
 
     truth: list[Tensor]  # [real tokens, outputs] a batch
@@ -92,13 +92,13 @@ class Surroundings(ABC):
         return total / max(1, sum(true.numel() for true in self.truth))
 
 
-class OwnOutput(Surroundings):
+class LayerOutputError(OutputError):
     """Of a single layer: its inputs are kept, and multiplied."""
 
-    def __init__(self, stream: Stream, block: Block, group: Group, tokens: int) -> None:
+    def __init__(self, block_inputs: BlockInputs, block: Block, group: LayerGroup, tokens: int) -> None:
         (layer,) = group.layers
-        batches = some_batches(stream, tokens)
-        self.inputs = [rows for rows, _ in _runs(stream, block, layer.module, batches)]
+        batches = first_batches(block_inputs, tokens)
+        self.inputs = [rows for rows, _ in _runs(block_inputs, block, layer.module, batches)]
         self.truth = list(self.outputs([layer.weight]))
 
     @torch.no_grad()
@@ -107,12 +107,12 @@ class OwnOutput(Surroundings):
             yield F.linear(x if change is None else change(x), weights[0].to(x.dtype))
 
 
-class ModuleOutput(Surroundings):
+class ModuleOutputError(OutputError):
     """Of layers that write a part's units: the part's output projection. The block runs no further."""
 
-    def __init__(self, stream: Stream, block: Block, group: Group, tokens: int) -> None:
-        self.stream, self.block, self.group = stream, block, group
-        self.batches = some_batches(stream, tokens)
+    def __init__(self, block_inputs: BlockInputs, block: Block, group: LayerGroup, tokens: int) -> None:
+        self.block_inputs, self.block, self.group = block_inputs, block, group
+        self.batches = first_batches(block_inputs, tokens)
         before = [part.owner for part in block.parts if part.kind == "heads" and part is not group.part]
         self.holder: nn.Module | None = before[0] if before else None
         self.held: list[Any] = []
@@ -120,22 +120,22 @@ class ModuleOutput(Surroundings):
             self.truth = list(self._outputs())
 
     def outputs(self, weights: Sequence[Tensor], change: Change | None = None) -> Iterator[Tensor]:
-        with on_trial(self.group, weights, change), _repeating(self.holder, self.held):
+        with trial_weights(self.group, weights, change), _repeating(self.holder, self.held):
             yield from self._outputs()
 
     def _outputs(self) -> Iterator[Tensor]:
-        for _, output in _runs(self.stream, self.block, self.group.exit, self.batches):
+        for _, output in _runs(self.block_inputs, self.block, self.group.exit, self.batches):
             yield output
 
 
-class BlockOutput(ModuleOutput):
+class BlockOutputError(ModuleOutputError):
     """Of any layers: the hidden states that leave the block."""
 
     @torch.no_grad()
     def _outputs(self) -> Iterator[Tensor]:
         for batch in self.batches:
-            rows = self.stream.run(self.block.module, self.block.index, batch).flatten(0, -2)
-            mask = self.stream.masks[batch]
+            rows = self.block_inputs.run(self.block.module, self.block.index, batch).flatten(0, -2)
+            mask = self.block_inputs.masks[batch]
             yield rows if mask is None else rows[mask.flatten()]
 
     @property
@@ -150,7 +150,9 @@ class _Ended(Exception):
 
 
 @torch.no_grad()
-def _runs(stream: Stream, block: Block, module: nn.Module, batches: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+def _runs(
+    block_inputs: BlockInputs, block: Block, module: nn.Module, batches: Sequence[int]
+) -> Iterator[tuple[Tensor, Tensor]]:
     """What enters and leaves a module of the block, batch by batch, real tokens only. The block runs no further. Where
     nothing of a batch comes to the module, as may be with an expert, the batch is left out."""
     seen: list[tuple[Tensor, Tensor]] = []
@@ -160,15 +162,15 @@ def _runs(stream: Stream, block: Block, module: nn.Module, batches: Sequence[int
         raise _Ended
 
     for batch in batches:
-        with routed(block.module) as routes:
+        with track_routing(block.module) as routing:
             handle = module.register_forward_hook(after)
             try:
                 with suppress(_Ended):
-                    stream.run(block.module, block.index, batch)
+                    block_inputs.run(block.module, block.index, batch)
             finally:
                 handle.remove()
         for states in (seen.pop() for _ in range(len(seen))):
-            entered, left = (routes.real(module, one, stream.masks[batch]) for one in states)
+            entered, left = (routing.unpadded_rows(module, one, block_inputs.masks[batch]) for one in states)
             yield entered, left
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from smelt.compression.base import METHODS, one_of, within
-from smelt.compression.calibration.observe import Largest
+from smelt.compression.calibration.observers import AbsMaxObserver
 from smelt.compression.quantization.base import BlockWork, Quantization
-from smelt.compression.quantization.layers import Group, observed, sharing_groups
-from smelt.compression.quantization.rounding import ROUNDINGS, rounded
-from smelt.compression.quantization.scaling import fold, source_of
+from smelt.compression.quantization.gptq_rounding import ROUNDINGS, round_block
+from smelt.compression.quantization.layers import LayerGroup, observed, scale_groups
+from smelt.compression.quantization.scaling import fold_scale, scale_source
 
 SMALLEST = 1e-5  # scale
 
@@ -40,29 +40,29 @@ class SmoothQuant(Quantization):
 
     def quantize(self, work: BlockWork) -> None:
         notes = self.smooth(work)
-        for group, matrices in rounded(work, self.rounding, lambda _: self.weight_format):
+        for group, matrices in round_block(work, self.rounding, lambda _: self.weight_format):
             work.put(group, matrices)
             for layer in group.layers:
                 work.facts[layer.path]["scaling"] = notes.get(layer.path, {"into": None})
 
     def smooth(self, work: BlockWork) -> dict[str, dict[str, Any]]:
         """Fold the scales of all groups that a norm feeds; returns what was done to each layer."""
-        groups = [group for group in sharing_groups(work.block) if group.writes]
-        found = [(group, source_of(work.block, group)) for group in groups]
-        seen = [(group, source, Largest()) for group, source in found if source is not None]
+        groups = [group for group in scale_groups(work.block) if group.writes]
+        found = [(group, scale_source(work.block, group)) for group in groups]
+        seen = [(group, source, AbsMaxObserver()) for group, source in found if source is not None]
         if seen:
             work.observe([(group, largest) for group, _, largest in seen])
         notes: dict[str, dict[str, Any]] = {}
         for group, source, largest in seen:
             scale = smoothing(group, observed(group.path, largest.values), self.alpha)
-            fold(group, source, scale)
+            fold_scale(group, source, scale)
             spread = float(scale.max() / scale.min())
             notes |= {layer.path: {"into": source.name, "spread": spread} for layer in group.layers}
         return notes
 
 
 @torch.no_grad()
-def smoothing(group: Group, largest: Tensor, alpha: float) -> Tensor:  # [columns] -> [columns]
+def smoothing(group: LayerGroup, largest: Tensor, alpha: float) -> Tensor:  # [columns] -> [columns]
     """max|x|^alpha / max|w|^(1 - alpha) of each channel, over all layers that share the input."""
     weights = group.stacked().abs().amax(0)
     return (largest.pow(alpha) / weights.clamp(min=SMALLEST).pow(1 - alpha)).clamp(min=SMALLEST)

@@ -26,12 +26,12 @@ from smelt.compression.base import METHODS, Batch, CalibrationSize, MethodContex
 from smelt.compression.calibration.gradients import batch_loss, frozen
 from smelt.compression.quantization.rotated import RotatedQuantization
 from smelt.compression.quantization.rotation import Rotations, has_layer_norms, random_rotations
-from smelt.compression.quantization.straight_through import rounded
 from smelt.config import renamed
 from smelt.errors import ModelError, RecipeError
 from smelt.kernels.hadamard import hadamard_transform
 from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
+from smelt.numerics.format import Format, QuantParams
 
 ITERATIONS = 5  # of the fixed point that a step along the Cayley curve is
 Round = Callable[[Tensor], Tensor]
@@ -174,3 +174,22 @@ def nearest_orthogonal(matrix: Tensor) -> Tensor:
     """The orthogonal factor of the polar decomposition, float64."""
     left, _, right = torch.linalg.svd(matrix.double())
     return left @ right
+
+
+def rounded(x: Tensor, number_format: Format, clip: float = 1.0) -> Tensor:  # [..., columns] -> [..., columns]
+    """The values that a tensor written in a format is read back as, in the dtype of x. The grid is taken from x itself
+    and covers `clip` of its range; the gradient is one inside it and zero outside, apart from that of the scale."""
+    grouped = number_format.split_groups(x)
+    grid = number_format.compute_qparams(grouped, clip_ratio=clip, tensor_amax=number_format.tensor_amax(x.detach()))
+    with torch.no_grad():
+        fixed = QuantParams(**{name: tensor.detach() for name, tensor in grid.tensors().items()})
+        values, low, high = (
+            number_format.dequantize_groups(number_format.quantize_groups(each, fixed), fixed)
+            for each in (grouped, grouped.new_full((1,), -math.inf), grouped.new_full((1,), math.inf))
+        )
+        error, inside = values - grouped, (grouped >= low) & (grouped <= high)
+    ratio = grid.scale / fixed.scale  # one, with the gradient of the scale
+    if grid.negative is not None and fixed.negative is not None:
+        ratio = torch.where(grouped > 0, ratio, grid.negative / fixed.negative)
+    result = torch.where(inside, grouped + error * ratio, values * ratio)
+    return result.flatten(-2)[..., : x.shape[-1]].to(x.dtype)

@@ -48,7 +48,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class CompressionPlan:
     """A whole run. Bytes and seconds are estimates; parameters are exact before, and at most this after."""
 
     model: str
@@ -81,7 +81,7 @@ class Plan:
             )
 
 
-def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
+def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> CompressionPlan:
     """Plan a run of the recipe on a model, to be written to a folder."""
     network = skeleton(source)
     anatomy = anatomy_of(network)
@@ -99,7 +99,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> Plan:
     evaluation = 3 * 2 * passed * (recipe.evaluate.limit or 300_000) / rate
     with explain_disk_errors(Path(folder)):
         free = free_disk(folder)
-    return Plan(
+    return CompressionPlan(
         model=source,
         parameters=count_parameters(network),
         block_parameters=before,

@@ -236,7 +236,7 @@ class _Run:
         shutil.rmtree(self.work, ignore_errors=True)
 
     def _kept_quality(self, name: str, model: Model, data: Data) -> EvalResult:
-        """Measure, or take the measurement of the killed run."""
+        """CostMetric, or take the measurement of the killed run."""
         kept, facts = self.checkpoint.load(f"quality-{name}"), self.checkpoint.load_facts(f"quality-{name}")
         if kept is not None and facts is not None:
             arrays = {key: tensor.numpy() for key, tensor in kept.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from smelt.compression.calibration.observe import STRIP, gram
+from smelt.compression.calibration.observers import STRIP, gram
 
 
 @pytest.mark.parametrize("columns", [1, STRIP - 1, STRIP, STRIP + 1, 2 * STRIP + 7])

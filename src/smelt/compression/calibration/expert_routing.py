@@ -1,4 +1,4 @@
-"""Which tokens reach which expert of a mixture: their rows among what an expert is given, and their numbers."""
+"""Which tokens of a batch are routed to which expert."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.calibration.stream import Stream
+from smelt.compression.calibration.block_inputs import BlockInputs
 from smelt.models.anatomy import Block
 from smelt.models.experts import SeparateExperts
 
 
-class Routes:
-    """The router's choices of the batch that is running."""
+class ExpertRouting:
+    """The router's decisions for the batch that is running."""
 
     def __init__(self, mixtures: list[SeparateExperts]) -> None:
         self._choices: dict[nn.Module, Tensor] = {}
@@ -27,13 +27,13 @@ class Routes:
             for layer in expert.modules()
         }
 
-    def note(self, mixture: nn.Module, args: tuple[Tensor, ...]) -> None:
-        """A hook before a mixture: it is handed the hidden states, the chosen experts and their weights."""
+    def record(self, mixture: nn.Module, args: tuple[Tensor, ...]) -> None:
+        """Pre-forward hook of a mixture, which receives the hidden states, the chosen experts and their weights."""
         self._choices[mixture] = args[1]
         self._tokens.pop(mixture, None)
 
-    def real(self, module: nn.Module, states: Tensor, mask: Tensor | None) -> Tensor:
-        """The rows of real tokens of what enters or leaves a module, which inside an expert are not all tokens."""
+    def unpadded_rows(self, module: nn.Module, states: Tensor, mask: Tensor | None) -> Tensor:
+        """Return the unpadded rows of a module's input or output [..., columns]; in an expert, those of its tokens."""
         rows = states.flatten(0, -2)  # [..., columns] -> [rows, columns]
         if mask is None:
             return rows
@@ -47,25 +47,25 @@ class Routes:
 
 
 @contextmanager
-def routed(block: nn.Module) -> Iterator[Routes]:
-    """Inside, the routes of whatever runs through the block are known."""
+def track_routing(block: nn.Module) -> Iterator[ExpertRouting]:
+    """Track the routing of every batch that runs through the block inside the context."""
     mixtures = [module for module in block.modules() if isinstance(module, SeparateExperts)]
-    routes = Routes(mixtures)
-    hooks = [mixture.register_forward_pre_hook(routes.note) for mixture in mixtures]
+    routing = ExpertRouting(mixtures)
+    hooks = [mixture.register_forward_pre_hook(routing.record) for mixture in mixtures]
     try:
-        yield routes
+        yield routing
     finally:
         for hook in hooks:
             hook.remove()
 
 
-class _Chosen(Exception):
-    """The experts were chosen; what follows is not needed."""
+class _StopForward(Exception):
+    """Raised once the experts are chosen: the rest of the block need not run."""
 
 
 @torch.no_grad()
-def expert_tokens(stream: Stream, block: Block) -> dict[str, int]:
-    """How many real tokens reach each expert of a block, by its path. The block runs no further than the router."""
+def count_expert_tokens(block_inputs: BlockInputs, block: Block) -> dict[str, int]:
+    """Count the unpadded tokens routed to each expert of a block, by its path; the block runs only up to the router."""
     experts = [part for part in block.parts if part.mixture is not None]
     if not experts or experts[0].mixture is None:
         return {}
@@ -74,16 +74,16 @@ def expert_tokens(stream: Stream, block: Block) -> dict[str, int]:
 
     def count(_: nn.Module, args: tuple[Any, ...]) -> None:
         index = args[1] if mask is None else args[1][mask.flatten()]  # [tokens, chosen]
-        for position, found in enumerate(torch.bincount(index.flatten(), minlength=len(experts)).tolist()):
-            counts[position] += found
-        raise _Chosen
+        for position, tokens in enumerate(torch.bincount(index.flatten(), minlength=len(experts)).tolist()):
+            counts[position] += tokens
+        raise _StopForward
 
     hook = experts[0].mixture.module.register_forward_pre_hook(count)
     try:
-        for batch in range(len(stream)):
-            mask = stream.masks[batch]
-            with suppress(_Chosen):
-                stream.run(block.module, block.index, batch)
+        for batch in range(len(block_inputs)):
+            mask = block_inputs.masks[batch]
+            with suppress(_StopForward):
+                block_inputs.run(block.module, block.index, batch)
     finally:
         hook.remove()
-    return {part.path: found for part, found in zip(experts, counts, strict=True)}
+    return {part.path: tokens for part, tokens in zip(experts, counts, strict=True)}

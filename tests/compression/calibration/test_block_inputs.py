@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from smelt.compression.calibration.block_inputs import ActivationStore, advance, capture_block_inputs
 from smelt.compression.calibration.gradients import all_mask_gradients, batch_loss, mask_gradients
 from smelt.compression.calibration.masks import masked, unit_masks
-from smelt.compression.calibration.stream import Activations, advance, open_stream
 from smelt.compression.checkpoint import Checkpoint
 from smelt.models.anatomy import anatomy_of
 from smelt.progress import NullProgress
@@ -24,14 +24,14 @@ def test_walking_the_blocks_gives_what_the_network_gives(name: str) -> None:
     anatomy = anatomy_of(network)
     batches = [labeled(name, seed) for seed in range(2)]
     outputs: dict[str, torch.Tensor] = {}
-    stream = open_stream(anatomy, batches)
+    block_inputs = capture_block_inputs(anatomy, batches)
     for block in anatomy.blocks:
-        advance(stream, block)
+        advance(block_inputs, block)
     last = anatomy.blocks[-1].module
     hook = last.register_forward_hook(lambda m, i, o: outputs.update(last=o[0] if isinstance(o, tuple) else o))
     for position, batch in enumerate(batches):
         network(**batch)
-        assert torch.allclose(stream.hidden[position], outputs["last"], atol=1e-6)
+        assert torch.allclose(block_inputs.hidden[position], outputs["last"], atol=1e-6)
     hook.remove()
 
 
@@ -74,7 +74,7 @@ def test_finished_gradients_are_taken_from_the_checkpoint(tmp_path: Path) -> Non
 def test_activations_past_the_limit_lie_on_disk_and_come_back_whole(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = [torch.randn(3, 5, 7).to(dtype) for _ in range(4)]
     size = tensors[0].numel() * tensors[0].element_size()
-    held = Activations(limit=2 * size, folder=tmp_path)
+    held = ActivationStore(limit=2 * size, folder=tmp_path)
     for position, tensor in enumerate(tensors):
         held[position] = tensor
     assert held.bytes_in_memory == 2 * size and len(list(tmp_path.rglob("*.raw"))) == 2

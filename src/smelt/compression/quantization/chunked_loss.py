@@ -13,7 +13,7 @@ from smelt.measure.logits import slices
 RowLoss = Callable[[Tensor, Tensor], Tensor]  # of hidden rows and what belongs to them: a sum over the rows
 
 
-def summed_in_slices(loss: RowLoss, rows: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
+def sum_in_chunks(loss: RowLoss, rows: Tensor, targets: Tensor, vocabulary: int) -> Tensor:
     """The loss over all rows; what it computes on the way is kept for no more than one slice of them."""
     parts = [
         checkpoint(loss, rows[part], targets[part], use_reentrant=False, preserve_rng_state=False)

@@ -1,4 +1,4 @@
-"""What enters the layers of a block: one pass of the stream through it, each layer's inputs handed to who asked."""
+"""Observers of layer inputs, and the pass over the calibration data that feeds them."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smelt.compression.calibration.routes import routed
-from smelt.compression.calibration.stream import Stream
+from smelt.compression.calibration.block_inputs import BlockInputs
+from smelt.compression.calibration.expert_routing import track_routing
 from smelt.models.anatomy import Block
 
-Observer = Callable[[Tensor], None]  # of inputs [rows, columns]: real tokens only
+Observer = Callable[[Tensor], None]  # called with inputs [rows, columns] of unpadded tokens
 
 
-class _Seen(Exception):
-    """The last layer that is observed was reached; what follows is not needed."""
+class _StopForward(Exception):
+    """Raised at the last observed layer: the rest of the block need not run."""
 
 
 @torch.no_grad()
 def observe(
-    stream: Stream, block: Block, observers: Mapping[nn.Module, Observer], *, last: nn.Module | None = None
+    block_inputs: BlockInputs, block: Block, observers: Mapping[nn.Module, Observer], *, last: nn.Module | None = None
 ) -> None:
-    """Run every batch through the block, or only to `last`, where that is known to be the last one observed."""
+    """Run every batch through the block and pass layer inputs to their observers; stop at the module `last`."""
     mask: Tensor | None = None
 
     def hook(observer: Observer) -> Any:
         def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            observer(routes.real(module, args[0].detach(), mask))
+            observer(routing.unpadded_rows(module, args[0].detach(), mask))
             if module is last:
-                raise _Seen
+                raise _StopForward
 
         return before
 
-    with routed(block.module) as routes:
+    with track_routing(block.module) as routing:
         hooks = [module.register_forward_pre_hook(hook(observer)) for module, observer in observers.items()]
         try:
-            for batch in range(len(stream)):
-                mask = stream.masks[batch]
-                with suppress(_Seen):
-                    stream.run(block.module, block.index, batch)
+            for batch in range(len(block_inputs)):
+                mask = block_inputs.masks[batch]
+                with suppress(_StopForward):
+                    block_inputs.run(block.module, block.index, batch)
         finally:
             for handle in hooks:
                 handle.remove()
 
 
-class SecondMoment:
-    """The running mean of x x^T over all rows, times two: the Hessian of a layer's squared error (GPTQ's H)."""
+class HessianObserver:
+    """Accumulate 2 E[x x^T] over all rows: the Hessian of a layer's squared error, as in GPTQ."""
 
     def __init__(self) -> None:
         self.matrix: Tensor | None = None
@@ -66,13 +66,16 @@ class SecondMoment:
         self.rows = total
 
 
-STRIP = 192  # columns of a product that are computed at once on the CPU
+STRIP = 192  # columns of a product computed at once on CPU
 
 
 def gram(x: Tensor) -> Tensor:  # [rows, columns] -> [columns, columns]
-    """x^T x in float32. Low-precision inputs on a GPU are multiplied as they are: the products are exact there. On the
-    CPU strips from the diagonal on are computed, and mirrored. (numpy does as much, but its threads and PyTorch's wait
-    for each other at full speed on the same cores: the passes between two products took twice as long.)"""
+    """Compute x^T x in float32.
+
+    On GPU, low-precision inputs are multiplied directly: their products are exact. On CPU, only strips right of the
+    diagonal are computed, and mirrored. (numpy does the same, but its spinning threads compete with PyTorch's for the
+    cores: the passes between two products took twice as long.)
+    """
     if x.is_cuda and x.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(x.T, x, out_dtype=torch.float32)
     x = x.float()
@@ -87,20 +90,20 @@ def gram(x: Tensor) -> Tensor:  # [rows, columns] -> [columns, columns]
     return product
 
 
-class Largest:
-    """The largest magnitude of each column."""
+class AbsMaxObserver:
+    """Track the largest magnitude of each column."""
 
     def __init__(self) -> None:
         self.values: Tensor | None = None
 
     def __call__(self, x: Tensor) -> None:
         if len(x):
-            found = x.abs().amax(0).float()
-            self.values = found if self.values is None else torch.maximum(self.values, found)
+            amax = x.abs().amax(0).float()
+            self.values = amax if self.values is None else torch.maximum(self.values, amax)
 
 
-class MeanMagnitude:
-    """The mean magnitude of each column."""
+class MeanAbsObserver:
+    """Track the mean magnitude of each column."""
 
     def __init__(self) -> None:
         self.total: Tensor | None = None
@@ -108,8 +111,8 @@ class MeanMagnitude:
 
     def __call__(self, x: Tensor) -> None:
         if len(x):
-            found = x.abs().sum(0, dtype=torch.float64)
-            self.total = found if self.total is None else self.total + found
+            total = x.abs().sum(0, dtype=torch.float64)
+            self.total = total if self.total is None else self.total + total
             self.rows += len(x)
 
     @property
