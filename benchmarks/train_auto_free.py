@@ -1,10 +1,10 @@
-"""What `auto` costs where nothing pays: steps of plain DDP and of DDP that `auto` left alone, in turn.
+"""The overhead of `auto` where no method pays: alternating cells of plain DDP and of `auto`.
 
     PYTHONPATH=src:benchmarks python benchmarks/train_auto_free.py [--sizes small,large] [--pairs 5] [--steps 60]
 
-Four workers joined by this machine's loopback, the models of `train_time.py`. One cell after the other, since times
-drift by more than the difference: every cell of `auto` is compared with those of plain DDP before and after it. The
-time of a cell is the median step of its second half, in which `auto` has chosen; where it chose a method it says so.
+Four ranks on this machine's loopback, the models of `train_time.py`. Cells alternate, since times drift by more than
+the difference: every cell of `auto` is compared with those of plain DDP before and after it. The time of a cell is the
+median step of its second half, after `auto` has decided; the table says what it chose.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _cells(size: str, pairs: int, steps: int) -> list[Cell]:
 
 
 def ratios(times: dict[str, list[float]]) -> Row:
-    """Of each cell of `auto` to the mean of its neighbours."""
+    """Compare each cell of `auto` with the mean of its neighbors."""
     plain = times["none"]
     found = [own / ((plain[at] + plain[at + 1]) / 2) for at, own in enumerate(times[METHOD])]
     return {"ratios": found, "ratio": statistics.median(found)}
@@ -67,15 +67,15 @@ def _text(rows: list[Row], steps: int) -> str:
     ]  # fmt: skip
     heads = [
         "parameters",
-        "plain DDP, ms a step",
-        "`auto`, ms a step",
+        "plain DDP, ms per step",
+        "`auto`, ms per step",
         "chose",
-        "ratio to its neighbours: median (all)",
+        "ratio to its neighbors: median (all)",
     ]
     return (
-        "# What `auto` costs where nothing pays\n\n"
-        f"{WORKERS} workers on one machine, joined by its loopback (gloo), one thread each; {steps} steps a cell, "
-        "cells of plain DDP and of `auto` in turn. Median step of the second half of a cell: the median over cells, "
+        "# The overhead of `auto` where no method pays\n\n"
+        f"{WORKERS} ranks on one machine, joined by its loopback (gloo), one thread each; {steps} steps per cell, "
+        "alternating cells of plain DDP and of `auto`. Median step of the second half of a cell: the median over cells, "
         "and the lowest and highest.\n\n" + table(heads, lines) + "\n"
     )
 

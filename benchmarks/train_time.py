@@ -3,16 +3,16 @@
     PYTHONPATH=src:benchmarks python benchmarks/train_time.py [--links 100mbit,1gbit,unlimited] \
         [--sizes small,large] [--methods none,exdyna@0.01,auto@0.01] [--seeds 0,1] [--seconds 900] [--name train_time]
 
-Four workers, each in a network namespace of its own, joined by a bridge; each one's cable is limited with tc's token
-bucket in both directions, and the bandwidth that an all-reduce reaches is measured and shown. All of it is made inside
-one new user and network namespace, which the kernel removes with its last process: nothing of it is ever seen outside.
-It is skipped where such namespaces are not permitted.
+Four ranks, each in a network namespace of its own, joined by a bridge; each link is limited with tc's token bucket in
+both directions, and the bandwidth that an all-reduce reaches is measured and shown. All of it is created inside one new
+user and network namespace, which the kernel removes with its last process: nothing is visible outside. Skipped where
+such namespaces are not permitted.
 
-The loss to reach is the one that plain DDP has after a fixed number of steps, for each seed; how it is sent does not
-change what plain DDP computes, so this is found once on the link without a limit, at several learning rates for the
-first seed, to show what the one that is used costs plain DDP. Every cell then trains until an evaluation is at that
-loss or below. Time is that of training steps, with what `auto` spends on measuring and without evaluations. Finished
-cells stand in results/NAME.json and are not run again; another machine needs another name.
+The target is plain DDP's loss after a fixed number of steps, for each seed; the link does not change what plain DDP
+computes, so the target is determined once on the unlimited link, at several learning rates for the first seed, to show
+what the one in use costs plain DDP. Every cell then trains until an evaluation reaches the target. Time is that of
+training steps, with the measuring of `auto` and without evaluations. Finished cells are kept in results/NAME.json and
+not run again; another machine needs another name.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from common import kept_rows, mean, shared, table, write
 from train_cells import WORKERS, Cell, parser_of, run_workers, words
 
 NAME = "train_time"
-RATES = {"100mbit": 100e6, "1gbit": 1e9, "unlimited": None}  # bits a second of each worker's cable, each way
+RATES = {"100mbit": 100e6, "1gbit": 1e9, "unlimited": None}  # bits per second of each rank's link, each way
 RATE, OTHER_RATES = 0.001, (0.0003, 0.003)  # of learning
-BASE, BEGIN = 120, "unlimited"  # steps of plain DDP that set the loss, and the link that it is found on
+BASE, BEGIN = 120, "unlimited"  # steps of plain DDP that set the target, and the link it is determined on
 LONGEST = 480  # steps after which a cell gives up
 EVERY = 5  # steps between evaluations
 SIZES = {"small": 384, "large": 1024}  # width of the model
@@ -92,7 +92,7 @@ def _run(*command: str) -> None:
 
 
 def _work(link: str, cells: list[Cell], rows: list[Row], end: float, file: str) -> None:
-    """Run what is not done yet."""
+    """Run the cells that are not finished."""
     done = {row["name"] for row in rows}
     cells = [cell for cell in cells if cell["name"] not in done]
     if not cells or perf_counter() > end:
@@ -111,13 +111,13 @@ def _work(link: str, cells: list[Cell], rows: list[Row], end: float, file: str) 
 
 
 def _on_link(link: str, cells: list[Cell]) -> Iterator[Cell]:
-    wait = ["unshare", "-n", "sh", "-c", 'read go && exec "$@"', "sh"]  # until its cable is plugged in
+    wait = ["unshare", "-n", "sh", "-c", 'read go && exec "$@"', "sh"]  # until its link is up
     more = {"GLOO_SOCKET_IFNAME": "eth0"}
     yield from run_workers(cells, f"{NETWORK}.1", 29_500, lambda rank: wait, more, lambda pids: _plug_in(pids, link))
 
 
 def _plug_in(pids: list[int], link: str) -> None:
-    """A cable from each worker's namespace to the bridge. It goes with the namespace, when the worker has ended."""
+    """Link each rank's namespace to the bridge; the link disappears with the namespace when the rank ends."""
     own = Path("/proc/self/ns/net").readlink()
     for number, pid in enumerate(pids):
         while Path(f"/proc/{pid}/ns/net").readlink() == own:  # `unshare` has not done its work yet
@@ -189,14 +189,14 @@ def _text(rows: list[Row]) -> str:
 
 def _introduction() -> str:
     return (
-        f"{WORKERS} workers, each in a network namespace with a cable of its own to one bridge, limited both ways by "
-        "tc's token bucket; gloo, one thread a worker. A Vision Transformer whose one patch is the whole image, which "
-        "makes it a deep residual network of two tokens: much to send, little to compute. 8 MNIST images a worker and "
+        f"{WORKERS} ranks, each in a network namespace with a link of its own to one bridge, limited both ways by "
+        "tc's token bucket; gloo, one thread per rank. A Vision Transformer whose one patch is the whole image, which "
+        "makes it a deep residual network of two tokens: much to send, little to compute. 8 MNIST images per rank and "
         f"step, SGD with Nesterov momentum 0.9, learning rate {RATE:g} for all, constant after 10 steps. The loss to "
         f"reach is plain DDP's after {BASE} steps, on 512 held-out images, looked at every {EVERY} steps. Seconds are "
         "of training steps, without evaluations; those of `auto` hold its measuring, which stands by itself too: the "
-        "step in which it measures. The time of a step is the median of the second half of a cell. Processor: "
-        f"milliseconds of a core that one worker uses in a step; {WORKERS} of them share the machine's cores."
+        "step in which it measures. The time of a step is the median of the second half of a cell. CPU ms: "
+        f"milliseconds of a core that one rank uses per step; {WORKERS} of them share the machine's cores."
     )
 
 
@@ -245,7 +245,7 @@ def _table(own: list[Row]) -> str:
                 _span([_seconds(base) / _seconds(row) for row, base in pairs], "x"),
             ]
         )  # fmt: skip
-    headings = ["method", "seeds", "MB a step", "ms a step", "processor", "faster steps", "steps to it"]
+    headings = ["method", "seeds", "MB per step", "ms per step", "CPU ms", "faster steps", "steps to it"]
     return table([*headings, "seconds to it", "of them measuring", "sooner there"], cells)
 
 

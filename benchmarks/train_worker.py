@@ -1,10 +1,10 @@
-"""One worker of the training benchmarks: runs cells one behind the other in the product's own loop.
+"""One rank of the training benchmarks: runs cells in sequence with the real trainer.
 
     RANK=0 WORLD_SIZE=4 MASTER_ADDR=... MASTER_PORT=... python benchmarks/train_worker.py CELLS.json
 
 CELLS.json is a list of {"name", "config", "stop_at"}: a configuration as `python -m smelt.train` reads it, and the
 held-out loss at which a cell ends before its last step (null: it does not). All cells run in the same processes, since
-starting four of them takes longer than most cells. The first worker prints a line of JSON for each cell that is done.
+starting four of them takes longer than most cells. Rank 0 prints one line of JSON per finished cell.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from smelt.train.trainer.distributed import init_distributed
 from smelt.train.trainer.run_folder import RunFolder
 from smelt.train.trainer.trainer import Trainer
 
-_MEASURED = 2**23  # bytes of the all-reduce that tells the bandwidth
+_MEASURED = 2**23  # bytes of the all-reduce that measures the bandwidth
 
 
 class Reached(Exception):
-    """The held-out loss is as low as it was asked to be."""
+    """The target held-out loss is reached."""
 
 
 class StoppingTrainer(Trainer):
-    """Ends when a held-out loss is reached, on all workers in the same step; notes what a step costs the processor."""
+    """Ends when a held-out loss is reached, on all ranks in the same step; records the CPU time of each step."""
 
     stop_at: float | None = None
 
@@ -64,7 +64,7 @@ def main() -> None:
     bandwidth = measured_bandwidth()
     with tempfile.TemporaryDirectory() as folder:
         places: list[Any] = [folder]
-        distributed.broadcast_object_list(places)  # a local name is enough: all workers are on one machine
+        distributed.broadcast_object_list(places)  # a local path suffices: all ranks are on one machine
         for number, cell in enumerate(cells):
             run_cell(cell, Path(places[0]) / str(number), device, bandwidth)
         distributed.barrier()
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def measured_bandwidth() -> float:
-    """Bits a second that arrive at a worker during an all-reduce, by the arithmetic of a ring."""
+    """Measure bits per second received per rank in an all-reduce, as of a ring."""
     workers, values = distributed.get_world_size(), torch.zeros(_MEASURED // 4)
     distributed.all_reduce(values)
     start = perf_counter()
@@ -96,7 +96,7 @@ def run_cell(cell: dict[str, Any], out: Path, device: torch.device, bandwidth: f
         trainer.train()
     except Reached:
         pass
-    except SmeltError as refused:  # the same on every worker: such as a loss that is not finite
+    except SmeltError as refused:  # the same on every rank: such as a loss that is not finite
         error = str(refused)
     distributed.barrier()
     if first:
@@ -105,7 +105,7 @@ def run_cell(cell: dict[str, Any], out: Path, device: torch.device, bandwidth: f
 
 
 def summary(folder: RunFolder) -> dict[str, Any]:
-    """What a run's own log says, in few numbers."""
+    """Summarize a run from its log."""
     facts, lines = folder.read_metadata(), folder.read_log()
     spent, curve = 0.0, []
     for line in lines:
@@ -132,7 +132,7 @@ def summary(folder: RunFolder) -> dict[str, Any]:
         "padding": _mean([line["padding"] for line in settled if line["padding"] is not None]),
         "step_seconds": _quantile(steps, 0.5),
         "quiet_step_seconds": _quantile(steps, 0.1),
-        "processor_seconds": _quantile([line["processor"] for line in settled], 0.5),  # of the first worker
+        "processor_seconds": _quantile([line["processor"] for line in settled], 0.5),  # of rank 0
         "longest_step_seconds": max((sum(line["phases"].values()) for line in lines), default=None),
         "phases": phases,
         "chosen": None if facts["decision"] is None else facts["decision"]["choices"],

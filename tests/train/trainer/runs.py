@@ -6,6 +6,7 @@ import gzip
 import os
 import socket
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -117,29 +118,33 @@ def _through(content: dict[str, Any], out: Path, options: dict[str, bool]) -> No
     through(content, out, **options)
 
 
-def commanded(workers: int, words: list[str], folder: Path) -> list[tuple[int, str]]:
-    """Of each worker of `python -m smelt.train` its exit code and what it said; started as torchrun starts them."""
-    with socket.create_server(("127.0.0.1", 0)) as place:
-        port = place.getsockname()[1]
-    said = [folder / f"said-{rank}.txt" for rank in range(workers)]
-    alone = workers == 1
-    places = [
-        {} if alone else {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "MASTER_PORT": port}
+def commanded(
+    workers: int, words: list[str], folder: Path, command: Callable[[list[str]], None] = main
+) -> list[tuple[int, str]]:
+    """Return the exit code and stderr of each rank of a command, started in `folder` as torchrun starts it."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    outputs = [folder / f"said-{rank}.txt" for rank in range(workers)]
+    environments = [
+        {} if workers == 1 else {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "MASTER_PORT": port}
         for rank in range(workers)
     ]
     processes = [
-        parallel._CONTEXT.Process(target=_command, args=(words, place, path), daemon=True)
-        for place, path in zip(places, said, strict=True)
+        parallel._CONTEXT.Process(target=_command, args=(command, words, environment, output, folder), daemon=True)
+        for environment, output in zip(environments, outputs, strict=True)
     ]
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
-    return [(process.exitcode or 0, path.read_text()) for process, path in zip(processes, said, strict=True)]
+        process.join(100)
+    return [(process.exitcode or 0, output.read_text()) for process, output in zip(processes, outputs, strict=True)]
 
 
-def _command(words: list[str], place: dict[str, int], said: Path) -> None:
-    os.environ.update({key: str(value) for key, value in place.items()}, MASTER_ADDR="127.0.0.1")
-    os.dup2(os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+def _command(
+    command: Callable[[list[str]], None], words: list[str], environment: dict[str, int], output: Path, folder: Path
+) -> None:
+    os.environ.update({key: str(value) for key, value in environment.items()}, MASTER_ADDR="127.0.0.1")
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    os.chdir(folder)
     torch.set_num_threads(1)
-    main(words)
+    command(words)
