@@ -17,14 +17,14 @@ from smelt.models.quantized import quantized_layers
 from smelt.models.surgery import keep_units
 from tests.character_tokenizer import character_tokenizer
 from tests.cli.conftest import Smelt
-from tests.export.quantised import encoder, network, quantised, scheme
+from tests.export.quantized_models import encoder, network, quantized, scheme
 
 
 @pytest.fixture(scope="module")
 def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A quantised language model with a tokenizer, as `smelt compress` leaves it."""
+    """A quantized language model with a tokenizer, as `smelt compress` leaves it."""
     folder = tmp_path_factory.mktemp("artifact")
-    model = quantised(network(), scheme("int4/32@float16"))
+    model = quantized(network(), scheme("int4/32@float16"))
     model.tokenizer = character_tokenizer()
     save_artifact(model, folder)
     return folder
@@ -110,14 +110,14 @@ class TestBadInput:
         network(num_hidden_layers=1).save_pretrained(tmp_path / "plain")
         encoder(num_hidden_layers=1).save_pretrained(tmp_path / "encoder")
         plain, other, out = str(tmp_path / "plain"), str(tmp_path / "encoder"), str(tmp_path / "out")
-        self.refused(smelt_here, tmp_path, "not quantised", plain, "--to", "compressed-tensors", "-o", out)
+        self.refused(smelt_here, tmp_path, "not quantized", plain, "--to", "compressed-tensors", "-o", out)
         self.refused(smelt_here, tmp_path, "goes to onnx", other, "--to", "gguf", "-o", out)
 
     def test_a_pruned_model_of_many_widths(self, smelt_here: Smelt, tmp_path: Path) -> None:
         model = Model(network())
         part = next(part for part in model.anatomy.parts if part.kind == "ffn_channels")
         keep_units(model.network, part, range(part.units - 32))
-        model = quantised(model.network, scheme("int4/32@float16"))
+        model = quantized(model.network, scheme("int4/32@float16"))
         (tmp_path / "pruned").mkdir()
         save_artifact(model, tmp_path / "pruned")
         for form in ("gguf", "compressed-tensors"):

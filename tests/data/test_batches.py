@@ -70,7 +70,7 @@ def test_the_seed_decides() -> None:
     assert torch.equal(first, again) and not torch.equal(first, other)
 
 
-def test_long_text_is_tokenised_only_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_text_is_tokenized_only_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches_module, "_PIECE_CHARACTERS", 500)
     tokenizer, seen = character_tokenizer(), []
     real = type(tokenizer).__call__

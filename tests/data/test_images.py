@@ -31,11 +31,11 @@ def test_idx(tmp_path: Path) -> None:
 
 
 def test_archives(tmp_path: Path) -> None:
-    coloured = GENERATOR.integers(0, 256, (5, 4, 6, 3)).astype(np.uint8)
-    np.savez(tmp_path / "keras.npz", x_train=coloured, y_train=LABELS[:, None], x_test=coloured[:2], y_test=LABELS[:2])
+    colored = GENERATOR.integers(0, 256, (5, 4, 6, 3)).astype(np.uint8)
+    np.savez(tmp_path / "keras.npz", x_train=colored, y_train=LABELS[:, None], x_test=colored[:2], y_test=LABELS[:2])
     train, test = load_images(tmp_path), load_images(tmp_path / "keras.npz", "test")
     assert train is not None and test is not None
-    assert train.pixels.shape == (5, 3, 4, 6) and train.pixels[1, 2, 3, 4] == coloured[1, 3, 4, 2]
+    assert train.pixels.shape == (5, 3, 4, 6) and train.pixels[1, 2, 3, 4] == colored[1, 3, 4, 2]
     assert len(test) == 2
     np.savez(tmp_path / "own.npz", images=PIXELS, labels=LABELS)
     assert load_images(tmp_path / "own.npz") is not None and load_images(tmp_path / "own.npz", "test") is None

@@ -8,6 +8,7 @@ import pytest
 
 from smelt.data import load_data
 from smelt.data.named_datasets import resolve_source
+from smelt.errors import DataError
 
 
 def test_a_local_copy_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,6 +28,17 @@ def test_what_is_no_short_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert resolve_source("text.txt", "evaluation") == "text.txt"
     Path("wikitext2").mkdir()
     assert resolve_source("wikitext2", "evaluation") == "wikitext2"
+
+
+@pytest.mark.parametrize(("source", "hint"), [("wikitext", "did you mean wikitext2?"), ("c4", "wikitext2")])
+def test_an_unknown_name_is_said_to_be_one(
+    source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for kind in (None, "text"):
+        with pytest.raises(DataError, match="no file and no data set has this name") as error:
+            load_data(source, kind=kind)
+        assert hint in str(error.value) and "hub:owner/name" in str(error.value) and ".jsonl" in str(error.value)
 
 
 @pytest.mark.shared

@@ -22,7 +22,7 @@ from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers
 from smelt.numerics.catalog import get_format
 from smelt.numerics.format import QuantizedTensor, QuantParams
-from tests.export.quantised import encoder, logits, network, quantised, scheme, tokens
+from tests.export.quantized_models import encoder, logits, network, quantized, scheme, tokens
 
 # The name, its scheme, and the format that the folder must say.
 SCHEMES: dict[str, tuple[QuantizationScheme, str]] = {
@@ -33,6 +33,9 @@ SCHEMES: dict[str, tuple[QuantizationScheme, str]] = {
     "w2-tensor": (scheme("int2/tensor"), "pack-quantized"),
     "w8": (scheme("int8"), "pack-quantized"),
     "w8a8-dynamic": (scheme("int8", "int8-wide"), "int-quantized"),
+    "int8-asymmetric-rows": (scheme("int8-asym/row"), "pack-quantized"),
+    "int8-asymmetric-groups": (scheme("int8-asym/32"), "pack-quantized"),
+    "w8a8-asymmetric-rows": (scheme("int8-asym/row", "int8-wide"), "int-quantized"),
     "w8a8-static": (scheme("int8", "int8", static=True), "int-quantized"),
     "w4a8": (scheme("int4-asym/32", "int8-wide"), "int-quantized"),
     "fp8-dynamic": (scheme("fp8-e4m3", "fp8-e4m3"), "float-quantized"),
@@ -67,7 +70,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None
 @pytest.mark.parametrize("name", SCHEMES)
 def test_our_reader_gives_the_same_layers_and_logits(name: str, tmp_path: Path) -> None:
     chosen, storage = SCHEMES[name]
-    model = quantised(network(num_hidden_layers=1), chosen)
+    model = quantized(network(num_hidden_layers=1), chosen)
     result = export(model, "compressed-tensors", tmp_path / "out")
     assert result["tensors"] == {storage: 7}
     read = load(tmp_path / "out")
@@ -80,7 +83,7 @@ def test_our_reader_gives_the_same_layers_and_logits(name: str, tmp_path: Path) 
 def test_transformers_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smelt[compressed-tensors]")
     dtype = torch.bfloat16 if name in FOUR_BIT_FLOATS else torch.float32
-    model = quantised(network(dtype=dtype, num_hidden_layers=1), SCHEMES[name][0])
+    model = quantized(network(dtype=dtype, num_hidden_layers=1), SCHEMES[name][0])
     export(model, "compressed-tensors", tmp_path / "out")
     theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert theirs.dtype == dtype
@@ -91,7 +94,7 @@ def test_transformers_gives_the_same_logits(name: str, tmp_path: Path) -> None:
 def test_transformers_rounds_scales_to_the_type_of_the_model_and_nothing_more(tmp_path: Path) -> None:
     """A bfloat16 model with float16 scales: the folder keeps them, the reader rounds them, we say so."""
     pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smelt[compressed-tensors]")
-    model = quantised(network(dtype=torch.bfloat16), scheme("int4/32@float16"))
+    model = quantized(network(dtype=torch.bfloat16), scheme("int4/32@float16"))
     result = export(model, "compressed-tensors", tmp_path / "out")
     assert any("bfloat16" in note for note in result["notes"])
     theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -117,7 +120,7 @@ def test_words_by_hand() -> None:
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_words_are_those_of_the_library(bits: int) -> None:
     packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers", reason="not installed")
-    layer = quantised(network(num_hidden_layers=1), scheme(f"int{bits}-asym/32")).network.model.layers[0].mlp.down_proj
+    layer = quantized(network(num_hidden_layers=1), scheme(f"int{bits}-asym/32")).network.model.layers[0].mlp.down_proj
     tensors = layer_tensors(layer, torch.float32)
     codes = layer.packed.quantized().codes.short() - (1 << (bits - 1))
     assert torch.equal(packing.pack_to_int32(codes.to(torch.int8), bits), tensors["weight_packed"])
@@ -133,7 +136,7 @@ def mixed(path: str) -> QuantizationScheme | None:
 
 
 def test_mixed_schemes_are_groups_that_name_their_layers(tmp_path: Path) -> None:
-    model = quantised(network(), mixed)
+    model = quantized(network(), mixed)
     export(model, "compressed-tensors", tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert sorted(len(group["targets"]) for group in said["config_groups"].values()) == [2, 10]
@@ -147,7 +150,7 @@ def test_mixed_schemes_are_groups_that_name_their_layers(tmp_path: Path) -> None
 
 
 def test_two_storages_are_mixed_precision(tmp_path: Path) -> None:
-    model = quantised(network(), lambda path: scheme("fp8-e4m3") if "down" in path else scheme("int4/32"))
+    model = quantized(network(), lambda path: scheme("fp8-e4m3") if "down" in path else scheme("int4/32"))
     export(model, "compressed-tensors", tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert said["format"] == "mixed-precision"
@@ -156,7 +159,7 @@ def test_two_storages_are_mixed_precision(tmp_path: Path) -> None:
 
 
 def test_an_encoder_with_biases_and_its_head(tmp_path: Path) -> None:
-    model = quantised(encoder(), scheme("int4/32"))
+    model = quantized(encoder(), scheme("int4/32"))
     export(model, "compressed-tensors", tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert said["ignore"] == ["bert.pooler.dense", "classifier"]
@@ -165,21 +168,21 @@ def test_an_encoder_with_biases_and_its_head(tmp_path: Path) -> None:
 
 
 def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
-    model = quantised(network(tie_word_embeddings=True), scheme("int8"))
+    model = quantized(network(tie_word_embeddings=True), scheme("int8"))
     export(model, "compressed-tensors", tmp_path / "out")
     read = load(tmp_path / "out").network
     assert read.lm_head.weight.data_ptr() == read.model.embed_tokens.weight.data_ptr()
 
 
 def test_config_and_skeleton_of_an_exported_folder(tmp_path: Path) -> None:
-    export(quantised(network(), scheme("int4/32")), "compressed-tensors", tmp_path / "out")
+    export(quantized(network(), scheme("int4/32")), "compressed-tensors", tmp_path / "out")
     assert load_config(tmp_path / "out").hidden_size == 64
     outline = skeleton(tmp_path / "out")
     assert len(quantized_layers(outline)) == 14 and all(t.is_meta for t in outline.state_dict().values())
 
 
 def test_reading_in_another_dtype_keeps_the_codes(tmp_path: Path) -> None:
-    model = quantised(network(), scheme("int4/32"))
+    model = quantized(network(), scheme("int4/32"))
     export(model, "compressed-tensors", tmp_path / "out")
     read = load(tmp_path / "out", dtype=torch.bfloat16).network
     assert read.lm_head.weight.dtype == torch.bfloat16
@@ -205,20 +208,20 @@ def test_reading_in_another_dtype_keeps_the_codes(tmp_path: Path) -> None:
 )
 def test_what_the_format_cannot_say_is_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=words):
-        export(quantised(network(), chosen), "compressed-tensors", tmp_path / "out")
+        export(quantized(network(), chosen), "compressed-tensors", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_low_rank_factors_are_refused(tmp_path: Path) -> None:
-    model = quantised(network(), scheme("int4/32"))
+    model = quantized(network(), scheme("int4/32"))
     layer = next(iter(quantized_layers(model.network).values()))
     layer.add_low_rank_factors(torch.zeros(2, layer.in_features), torch.zeros(layer.out_features, 2))
     with pytest.raises(FormatError, match="low-rank factors"):
         export(model, "compressed-tensors", tmp_path / "out")
 
 
-def test_a_model_that_is_not_quantised_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FormatError, match="not quantised"):
+def test_a_model_that_is_not_quantized_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="not quantized"):
         export(Model(network()), "compressed-tensors", tmp_path / "out")
 
 
@@ -238,7 +241,7 @@ class TestDamage:
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
-        export(quantised(network(), scheme("int4-asym/32", "int8-wide")), "compressed-tensors", tmp_path / "out")
+        export(quantized(network(), scheme("int4-asym/32", "int8-wide")), "compressed-tensors", tmp_path / "out")
         return tmp_path / "out"
 
     def test_codes_beyond_their_bits(self, folder: Path) -> None:
@@ -287,11 +290,11 @@ class TestDamage:
             (lambda said: said.update(ignore=["re:("]), "pattern"),
             (lambda said: said["config_groups"]["group_0"].update(targets=7), "not a list of names"),
             (lambda said: said["config_groups"]["group_0"].update(weights=None), "no weights"),
-            (lambda said: said["config_groups"]["group_0"]["weights"].update(num_bits=9), "weights quantised as"),
+            (lambda said: said["config_groups"]["group_0"]["weights"].update(num_bits=9), "weights quantized as"),
             (lambda said: said["config_groups"]["group_0"]["weights"].update(group_size=48), "groups of 48|and not"),
-            (lambda said: said["config_groups"]["group_0"]["weights"].update(actorder="group"), "weights quantised"),
-            (lambda said: said["config_groups"]["group_0"].update(format="marlin-24"), "weights quantised as"),
-            (lambda said: said["config_groups"]["group_0"]["input_activations"].update(num_bits=4), "inputs quantised"),
+            (lambda said: said["config_groups"]["group_0"]["weights"].update(actorder="group"), "weights quantized"),
+            (lambda said: said["config_groups"]["group_0"].update(format="marlin-24"), "weights quantized as"),
+            (lambda said: said["config_groups"]["group_0"]["input_activations"].update(num_bits=4), "inputs quantized"),
         ],
     )
     def test_a_config_that_says_something_else(self, folder: Path, change: Any, words: str) -> None:
@@ -302,7 +305,7 @@ class TestDamage:
 
 def test_patterns_and_presets_of_others_are_read(tmp_path: Path) -> None:
     """Folders from elsewhere name their targets by patterns."""
-    model = quantised(network(), lambda path: scheme("int4/32") if "mlp" in path else None)
+    model = quantized(network(), lambda path: scheme("int4/32") if "mlp" in path else None)
     export(model, "compressed-tensors", tmp_path / "out")
 
     def patterns(said: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from smelt.models.quantized import QuantizationScheme, quantized_layers
 from smelt.models.surgery import keep_units
 from tests.character_tokenizer import character_tokenizer
 from tests.export.byte_tokenizer import byte_level, pieces
-from tests.export.quantised import encoder, logits, network, quantised, scheme
+from tests.export.quantized_models import encoder, logits, network, quantized, scheme
 
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
 
@@ -44,7 +44,7 @@ def kinds(file: Path) -> dict[str, str]:
         ("Qwen3", {"head_dim": 32}),
     ],
 )
-def test_an_unquantised_network_comes_back_bit_for_bit(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_an_unquantized_network_comes_back_bit_for_bit(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     made = network(kind, **changes)
     written(Model(made), tmp_path)
     assert torch.equal(logits(load(tmp_path / "out" / "model.gguf").network), logits(made))
@@ -75,7 +75,7 @@ def test_halves_stay_what_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
     ],
 )
 def test_codes_are_carried_over_exactly(chosen: QuantizationScheme, kind: str, tmp_path: Path) -> None:
-    model = quantised(network(num_hidden_layers=1), chosen)
+    model = quantized(network(num_hidden_layers=1), chosen)
     written(model, tmp_path)
     file = tmp_path / "out" / "model.gguf"
     assert kinds(file)["blk.0.attn_k.weight"] == kinds(file)["blk.0.ffn_down.weight"] == kind
@@ -86,7 +86,7 @@ def test_codes_are_carried_over_exactly(chosen: QuantizationScheme, kind: str, t
 
 def test_a_minimum_that_is_a_float16_is_q4_1(tmp_path: Path) -> None:
     """Scales that are powers of two make every minimum a float16."""
-    model = quantised(network(), scheme("int4-asym/32@float16"))
+    model = quantized(network(), scheme("int4-asym/32@float16"))
     for layer in quantized_layers(model.network).values():
         layer.scale = torch.exp2(layer.scale.float().log2().round()).half()
     written(model, tmp_path)
@@ -94,8 +94,8 @@ def test_a_minimum_that_is_a_float16_is_q4_1(tmp_path: Path) -> None:
 
 
 def test_the_way_out_of_an_artifact(tmp_path: Path) -> None:
-    """A quantised artifact on disk, as the command gets it, into a single file."""
-    model = quantised(network(), scheme("int4@float16"))
+    """A quantized artifact on disk, as the command gets it, into a single file."""
+    model = quantized(network(), scheme("int4@float16"))
     (tmp_path / "artifact").mkdir()
     save_artifact(model, tmp_path / "artifact")
     result = export(tmp_path / "artifact", "gguf", tmp_path / "small.gguf")
@@ -136,8 +136,8 @@ def test_rows_that_super_blocks_do_not_divide_take_the_next_type(tmp_path: Path)
     assert "12 in Q5_0" in result["notes"][0] or "13 in Q5_0" in result["notes"][0]
 
 
-def test_a_type_for_what_is_not_quantised(tmp_path: Path) -> None:
-    written(quantised(network(), scheme("int4/32@float16")), tmp_path, type="q8_0")
+def test_a_type_for_what_is_not_quantized(tmp_path: Path) -> None:
+    written(quantized(network(), scheme("int4/32@float16")), tmp_path, type="q8_0")
     found = kinds(tmp_path / "out" / "model.gguf")
     assert found["token_embd.weight"] == "Q8_0" and found["blk.0.attn_q.weight"] == "Q4_0"
 
@@ -157,7 +157,7 @@ def test_a_type_for_what_is_not_quantised(tmp_path: Path) -> None:
 )
 def test_a_grid_that_no_type_holds_is_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=words):
-        written(quantised(network(), chosen), tmp_path)
+        written(quantized(network(), chosen), tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -263,7 +263,7 @@ class TestTokenizers:
             written(Model(network(vocab_size=310), byte_level(regex=False)), tmp_path)
 
     def test_one_that_does_more_than_gguf_can_say_is_refused(self, tmp_path: Path) -> None:
-        """A normaliser that no name of a rule implies: only reading back finds it."""
+        """A normalizer that no name of a rule implies: only reading back finds it."""
         from tokenizers import normalizers
 
         tokenizer = byte_level()
@@ -280,7 +280,7 @@ class TestTokenizers:
 class TestOtherReaders:
     def test_the_gguf_package(self, tmp_path: Path) -> None:
         gguf = pytest.importorskip("gguf")
-        model = Model(quantised(network(vocab_size=310), scheme("int4/32@float16")).network, byte_level())
+        model = Model(quantized(network(vocab_size=310), scheme("int4/32@float16")).network, byte_level())
         written(model, tmp_path, type="q8_0")
         reader = gguf.GGUFReader(tmp_path / "out" / "model.gguf")
         ours = read_gguf(tmp_path / "out" / "model.gguf")

@@ -21,7 +21,7 @@ from tests.mixtures import PLAIN, batches, ids, loaded
 SYMMETRIC = {"group_size": 16, "symmetric": True}
 
 
-def quantised(name: str, folder: Path, **settings: Any) -> Model:
+def quantized(name: str, folder: Path, **settings: Any) -> Model:
     model = loaded(name, folder)
     METHODS.build({"method": "rtn", **settings}).apply(model, MethodContext(batches=batches()))
     return model
@@ -31,7 +31,7 @@ def quantised(name: str, folder: Path, **settings: Any) -> Model:
 @torch.no_grad()
 def test_symmetric_integers_are_read_by_us_and_by_transformers(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smelt[compressed-tensors]")
-    model = quantised(name, tmp_path / "source", **SYMMETRIC)
+    model = quantized(name, tmp_path / "source", **SYMMETRIC)
     export(model, "compressed-tensors", tmp_path / "out")
     expected, read = model.network(**ids()).logits, load(tmp_path / "out")
     assert len(quantized_layers(read.network)) == len(quantized_layers(model.network)) == 32
@@ -45,12 +45,12 @@ def test_symmetric_integers_are_read_by_us_and_by_transformers(name: str, tmp_pa
     [
         ("compressed-tensors", {"group_size": 16}, "reads experts only in symmetric integers or FP8"),
         ("compressed-tensors", {"method": "smoothquant"}, "inputs that are not rounded"),
-        ("compressed-tensors", {"method": "mixed", **SYMMETRIC, "bits": 5.0}, "quantise all layers alike"),
+        ("compressed-tensors", {"method": "mixed", **SYMMETRIC, "bits": 5.0}, "quantize all layers alike"),
         ("gguf", SYMMETRIC, "networks as GGUF, not mixtral; keep the artifact"),
     ],
 )
 def test_what_no_reader_takes_is_refused(to: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
-    model = quantised("mixtral", tmp_path / "source", **settings)
+    model = quantized("mixtral", tmp_path / "source", **settings)
     with pytest.raises(FormatError, match=message) as caught:
         export(model, to, tmp_path / "out")
     assert "\n" not in str(caught.value) and not (tmp_path / "out").exists()

@@ -17,7 +17,7 @@ from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme
 from smelt.models.surgery import keep_units
 from tests.character_tokenizer import character_tokenizer
-from tests.export.quantised import encoder, logits, network, quantised, scheme
+from tests.export.quantized_models import encoder, logits, network, quantized, scheme
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
@@ -80,7 +80,7 @@ def test_eight_bit_layers_keep_their_codes(tmp_path: Path) -> None:
 
     made = encoder(**{**SMALL, "num_hidden_layers": 1})
     fixed = scheme("int8", "int8", static=True)
-    model = quantised(made, lambda path: scheme("int8-asym") if "attention" in path else fixed)
+    model = quantized(made, lambda path: scheme("int8-asym") if "attention" in path else fixed)
     logits(model.network)  # a network that has run holds what its kernels prepared
     export(model, "onnx", tmp_path / "out")
     graph = onnx.load(str(tmp_path / "out" / "model.onnx")).graph
@@ -108,7 +108,7 @@ def test_eight_bit_layers_keep_their_codes(tmp_path: Path) -> None:
 def test_what_onnx_has_no_words_for_is_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
     needed()
     with pytest.raises(FormatError, match=words):
-        export(quantised(encoder(**SMALL), chosen), "onnx", tmp_path / "out")
+        export(quantized(encoder(**SMALL), chosen), "onnx", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 

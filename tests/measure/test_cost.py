@@ -104,7 +104,7 @@ def test_prices_of_llama_3_8b() -> None:
 
 
 def with_factors(build: Callable[[], hf.PreTrainedModel]) -> tuple[Model, Model]:
-    """A quantised model, and the same one with low-rank factors beside every layer."""
+    """A quantized model, and the same one with low-rank factors beside every layer."""
     plain, model = (Model(build()) for _ in range(2))
     for each in (plain, model):
         RoundToNearest(bits=4, group_size=16).apply(each, MethodContext())
@@ -136,10 +136,10 @@ def test_a_plan_counts_the_factors_that_will_be_added(tmp_path: Path, monkeypatc
     monkeypatch.setattr("smelt.compression.recipe.plan.matrix_speed", lambda: 1e10)
     _, model = with_factors(BUILDS["llama"])
     save_artifact(Model(BUILDS["llama"]()), tmp_path)
-    quantiser = RoundToNearest(bits=4, group_size=16)
-    planned = plan(str(tmp_path), Recipe((quantiser, Rilq(rank=RANK))))
+    quantizer = RoundToNearest(bits=4, group_size=16)
+    planned = plan(str(tmp_path), Recipe((quantizer, Rilq(rank=RANK))))
     assert planned.block_parameters_after == block_parameters(model.anatomy)
-    merged = plan(str(tmp_path), Recipe((quantiser, Rilq(rank=RANK, merge=True))))
+    merged = plan(str(tmp_path), Recipe((quantizer, Rilq(rank=RANK, merge=True))))
     assert merged.block_parameters_after == merged.block_parameters
 
 

@@ -87,7 +87,7 @@ def test_length_matters_as_stated() -> None:
 
 def test_limit_and_refusals() -> None:
     assert len(evaluate_multiple_choice(decoder(), DATA, limit=2).items) == 2
-    with pytest.raises(DataError, match="no normalisation 'words'"):
+    with pytest.raises(DataError, match="no normalization 'words'"):
         evaluate_multiple_choice(decoder(), DATA, normalize="words")
     with pytest.raises(DataError, match="takes a language model"):
         evaluate_multiple_choice(Model(BUILDS["bert"](), character_tokenizer()), DATA)

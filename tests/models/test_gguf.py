@@ -64,7 +64,7 @@ def test_decoding_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _paired(weights: np.ndarray, heads: int) -> np.ndarray:
-    """What GGUF's makers do to q and k of a llama: first and second halves of a head become neighbours."""
+    """What GGUF's makers do to q and k of a llama: first and second halves of a head become neighbors."""
     halves = weights.reshape(heads, 2, -1, weights.shape[-1])
     return halves.swapaxes(1, 2).reshape(weights.shape)
 
@@ -167,7 +167,7 @@ def test_yarn_and_unknown_scaling(tmp_path: Path) -> None:
         gguf_config(read_gguf(other))
 
 
-def test_quantised_tensors_arrive_as_floats(tmp_path: Path) -> None:
+def test_quantized_tensors_arrive_as_floats(tmp_path: Path) -> None:
     network = _random_network(LlamaConfig(**{**_SIZES, "intermediate_size": 64}))
     file = _as_gguf(network)
     index = next(i for i, tensor in enumerate(file.tensors) if tensor.name == "blk.1.ffn_down.weight")

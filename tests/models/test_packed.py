@@ -188,9 +188,9 @@ def test_methods_for_dense_networks_refuse_it(tmp_path: Path) -> None:
     model = load(llama_file(tmp_path / "m.gguf", "Q4_0"), packed=True)
     with pytest.raises(ModelError, match="lfq needs a language model whose head"):
         LogitLoss.check(model.anatomy)
-    with pytest.raises(ModelError, match="quantised already"):
+    with pytest.raises(ModelError, match=r"quanti[sz]ed already"):
         RoundToNearest().apply(model, MethodContext())
-    with pytest.raises(ModelError, match="quantised already; prune"):
+    with pytest.raises(ModelError, match=r"quanti[sz]ed already; prune"):
         Magnitude(budget=Budget("parameters", 0.8)).apply(model, MethodContext())
 
 

@@ -15,7 +15,7 @@ from smelt.errors import DataError
 
 Batch = dict[str, Tensor]
 
-# Long text is tokenised piece by piece, and only as many pieces as are needed.
+# Long text is tokenized piece by piece, and only as many pieces as are needed.
 _PIECE_CHARACTERS = 32_768
 _PIECES_AT_ONCE = 8
 # Windows may overlap when the text is short, but not so far that they say the same thing twice over.

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from smelt.data.named_datasets import unknown_source
 from smelt.errors import DataError
 
 Row = dict[str, Any]
@@ -25,6 +26,7 @@ _GZIP_MAGIC = b"\x1f\x8b"
 
 TEXT_SUFFIXES = (".txt", ".md")
 TABLE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+_SUFFIXES = ", ".join(TEXT_SUFFIXES + TABLE_SUFFIXES)
 
 
 def suffix_of(path: Path) -> str:
@@ -44,6 +46,8 @@ def read_text(path: Path) -> str:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a table, each a dictionary by column name."""
+    if not path.exists():
+        raise _missing(path)
     suffix = suffix_of(path)
     if suffix in (".jsonl", ".json"):
         rows = _json_rows(path)
@@ -80,15 +84,20 @@ def text_column(rows: list[Row], name: str, source: str) -> tuple[str, ...]:
     return tuple(values)
 
 
+def _missing(path: Path) -> DataError:
+    return DataError(f"{unknown_source(str(path))}, a data file ({_SUFFIXES} or .gz of it) or hub:owner/name.")
+
+
 def _shown(value: Any) -> str:
     return "nothing" if value is None else f"{str(value)[:40]!r} ({type(value).__name__})"
 
 
 def _bytes(path: Path) -> bytes:
     """The file's content, unpacked where it is gzip (told by its first bytes, not its name)."""
+    if path.is_dir():
+        raise DataError(f"{path} is a folder: give a data file ({_SUFFIXES} or .gz of it).")
     if not path.is_file():
-        kind = "is a folder" if path.is_dir() else "does not exist"
-        raise DataError(f"{path} {kind}: give a data file ({', '.join(TEXT_SUFFIXES + TABLE_SUFFIXES)} or .gz of it).")
+        raise _missing(path)
     try:
         with path.open("rb") as file:
             packed = file.read(2) == _GZIP_MAGIC

@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from smelt.errors import FormatError
 from smelt.export.format import Export, ExportFormat
 from smelt.models.artifact import distinct_tensors, layer_fields, plain_config, write_json
-from smelt.models.compressed_tensors import FLOATS, INTEGERS, METHOD, MIXED, MXFP4, NVFP4, PACKED
+from smelt.models.compressed_tensors import FLOATS, INTEGERS, MIXED, MXFP4, NVFP4, PACKED
+from smelt.models.config import COMPRESSED_TENSORS
 from smelt.models.experts import split_experts
 from smelt.models.load import load
 from smelt.models.model import Model
@@ -40,7 +41,7 @@ _MX = (FORMATS["mxfp4"], FORMATS["mxfp4-up"])
 class CompressedTensors(ExportFormat):
     """The folder format of vLLM and transformers."""
 
-    name = METHOD
+    name = COMPRESSED_TENSORS
 
     def write(self, model: Model, folder: Path) -> Export:
         network, layers = model.network, quantized_layers(model.network)
@@ -56,8 +57,8 @@ class CompressedTensors(ExportFormat):
         plain = [path for path, module in network.named_modules() if isinstance(module, nn.Linear)]
         if mixtures and len(groups) > 1:
             raise FormatError(
-                "the layers of this mixture of experts are quantised in several ways, and transformers reads one for "
-                "all of them; quantise all layers alike, or keep the artifact."
+                "the layers of this mixture of experts are quantized in several ways, and transformers reads one for "
+                "all of them; quantize all layers alike, or keep the artifact."
             )
         plain += dict.fromkeys(mixture.router_path for mixture in mixtures.values())
         config = {**plain_config(network), **layer_fields(model.anatomy)}
@@ -94,7 +95,7 @@ def _check(model: Model, layers: dict[str, QuantizedLinear]) -> None:
     """Everything about the model as a whole that the format cannot express."""
     if not layers:
         raise FormatError(
-            "this model is not quantised, so compressed-tensors has nothing to say of it; its own folder opens in "
+            "this model is not quantized, so compressed-tensors has nothing to say of it; its own folder opens in "
             "transformers and vLLM as it is."
         )
     if "per_layer_config" in layer_fields(model.anatomy):
@@ -110,12 +111,12 @@ def _check(model: Model, layers: dict[str, QuantizedLinear]) -> None:
             raise FormatError(f"{path} is a {kind}, and compressed-tensors only knows Linear; keep the artifact.")
         if scheme.hadamard:
             raise FormatError(
-                f"{path} rotates its inputs while it runs, which Smelt cannot write as compressed-tensors; quantise "
+                f"{path} rotates its inputs while it runs, which Smelt cannot write as compressed-tensors; quantize "
                 "without that rotation."
             )
         if scheme.rank:
             raise FormatError(
-                f"{path} has low-rank factors beside its codes, for which compressed-tensors has no place; quantise "
+                f"{path} has low-rank factors beside its codes, for which compressed-tensors has no place; quantize "
                 "without them, or keep the artifact."
             )
 
@@ -125,7 +126,7 @@ def _check_groups(layer: QuantizedLinear, path: str) -> None:
     if size > 0 and layer.in_features % size:
         raise FormatError(
             f"the last group of {path} is shorter than the others, and compressed-tensors needs groups that divide its "
-            f"{layer.in_features} inputs; quantise with another group, or with -1."
+            f"{layer.in_features} inputs; quantize with another group, or with -1."
         )
 
 
@@ -135,7 +136,7 @@ def _check_expert(group: Arguments, path: str) -> None:
     if not symmetric or group["input_activations"] is not None:
         raise FormatError(
             f"{path} belongs to an expert, and transformers reads experts only in symmetric integers or FP8, with "
-            "inputs that are not rounded; quantise so (symmetric: true), or keep the artifact."
+            "inputs that are not rounded; quantize so (symmetric: true), or keep the artifact."
         )
 
 
@@ -143,7 +144,7 @@ def _quantization_config(groups: list[tuple[Arguments, list[str]]], plain: list[
     """One group takes all linear layers that are not ignored; several name their layers."""
     formats = sorted({group["format"] for group, _ in groups})
     return {
-        "quant_method": METHOD,
+        "quant_method": COMPRESSED_TENSORS,
         "format": formats[0] if len(formats) == 1 else MIXED,
         "quantization_status": "compressed",
         "config_groups": {
@@ -160,7 +161,7 @@ def _group(scheme: QuantizationScheme, path: str) -> Arguments:
     """A scheme as the format says it."""
     if scheme.clip != 1.0 and not scheme.static:
         raise FormatError(
-            f"{path} clips the range of each input, which compressed-tensors cannot say; quantise with a clip of 1, or "
+            f"{path} clips the range of each input, which compressed-tensors cannot say; quantize with a clip of 1, or "
             "with static inputs, whose scale holds it."
         )
     storage, weights = _weight_arguments(scheme.weight, scheme.inputs is not None, path)
@@ -192,7 +193,7 @@ def _weight_arguments(form: Format, rounds_inputs: bool, path: str) -> tuple[str
 
 
 def _why_not(form: Format) -> str:
-    known = "quantise to int2 to int8, fp8-e4m3 (row or tensor), mxfp4 or nvfp4"
+    known = "quantize to int2 to int8, fp8-e4m3 (row or tensor), mxfp4 or nvfp4"
     if isinstance(form, DenormalInteger):
         return f"whose two codes near zero no reader of compressed-tensors knows; {known}"
     if isinstance(form, Integer):
@@ -200,7 +201,7 @@ def _why_not(form: Format) -> str:
     if form == FORMATS["nvfp4"]:
         return (
             "and its inputs are rounded: compressed-tensors wants one global scale of the inputs for that, fixed "
-            "beforehand, which this model does not hold; quantise the weights only"
+            "beforehand, which this model does not hold; quantize the weights only"
         )
     return f"for which compressed-tensors has no scheme; {known}"
 
@@ -218,7 +219,7 @@ def _input_arguments(form: Format, static: bool, path: str) -> Arguments:
         return {"num_bits": 8, "type": "float", **dynamic, "strategy": strategy}
     raise FormatError(
         f"{path} rounds its inputs to {format_name(form)}, for which compressed-tensors has no scheme here; use int8, "
-        "fp8-e4m3 or mxfp4 inputs, or quantise the weights only."
+        "fp8-e4m3 or mxfp4 inputs, or quantize the weights only."
     )
 
 
@@ -269,7 +270,9 @@ def layer_tensors(layer: QuantizedLinear, dtype: torch.dtype) -> dict[str, Tenso
 
 
 def _words(octets: Tensor) -> Tensor:  # uint8 [..., bytes] -> int32 [..., words]
-    return F.pad(octets, (0, -octets.shape[-1] % 4)).contiguous().view(torch.int32)
+    padded = F.pad(octets, (0, -octets.shape[-1] % 4)).contiguous()
+    # Flat first: the stride of a dimension of size 1 is arbitrary, and `view` insists that it be a multiple of 4.
+    return padded.reshape(-1).view(torch.int32).reshape(*padded.shape[:-1], padded.shape[-1] // 4)
 
 
 def _in_type(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -286,7 +289,7 @@ def _notes(network: nn.Module, layers: dict[str, QuantizedLinear]) -> list[str]:
         kind = str(dtype).removeprefix("torch.")
         notes.append(
             f"scales do not fit into {kind}, the type of the model, and are written in their own; a reader that keeps "
-            f"them in {kind} rounds them (quantise with scales in {kind} to avoid that)."
+            f"them in {kind} rounds them (quantize with scales in {kind} to avoid that)."
         )
     if dtype != torch.bfloat16 and any(layer.scheme.weight in (*_MX, FORMATS["nvfp4"]) for layer in layers.values()):
         notes.append(

@@ -1,7 +1,7 @@
 """GGUF: one file for llama.cpp and its kin, of Llama, Mistral, Qwen 2 and Qwen 3 networks.
 
-A quantised layer is carried over code by code where a GGML type holds its grid exactly, and refused where none does. A
-matrix that is not quantised stays what it is, or is rounded by the rule of the type that is asked for.
+A quantized layer is carried over code by code where a GGML type holds its grid exactly, and refused where none does. A
+matrix that is not quantized stays what it is, or is rounded by the rule of the type that is asked for.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _LEAST_SIGNAL = 10.0  # decibel; every type is far above it on any weights, and 
 
 @dataclass(frozen=True)
 class Gguf(ExportFormat):
-    """A GGUF file. `type` is that of matrices which are not quantised; without it they stay as they are."""
+    """A GGUF file. `type` is that of matrices which are not quantized; without it they stay as they are."""
 
     name = "gguf"
     file = "model.gguf"
@@ -180,7 +180,7 @@ def _row_order(path: str, rows: int, config: dict[str, Any]) -> Tensor | None:
 
 
 def _carried(name: str, path: str, layer: QuantizedLinear, order: Tensor | None) -> TensorToWrite:
-    """A quantised layer in the type that holds it exactly."""
+    """A quantized layer in the type that holds it exactly."""
     kind = exact_blocks(path, layer).kind
     shape = (layer.out_features, layer.in_features)
     return TensorToWrite(name, shape, kind, lambda: exact_blocks(path, layer).to_bytes(order))

@@ -51,7 +51,7 @@ def exact_blocks(path: str, layer: QuantizedLinear) -> Blocks:
     size = form.effective_group_size(layer.in_features)
     if size % BLOCK or layer.in_features % size:
         raise FormatError(
-            f"{path} has groups of {size}, and a block of GGUF has {BLOCK} weights; quantise with groups of "
+            f"{path} has groups of {size}, and a block of GGUF has {BLOCK} weights; quantize with groups of "
             f"{BLOCK} or a multiple of it, which must divide the {layer.in_features} inputs."
         )
     if has_fractions(layer):
@@ -60,7 +60,7 @@ def exact_blocks(path: str, layer: QuantizedLinear) -> Blocks:
     per_block = step.expand(layer.out_features, -1).repeat_interleave(size // BLOCK, dim=1)  # [rows, blocks of a row]
     if not torch.equal(per_block.half().float(), per_block):
         raise FormatError(
-            f"the scales of {path} are not float16 numbers, which is what GGUF holds; quantise with scales in float16 "
+            f"the scales of {path} are not float16 numbers, which is what GGUF holds; quantize with scales in float16 "
             f"(format {format_name(form).partition('@')[0]}@float16)."
         )
     lowest, highest = int(levels.min()), int(levels.max())
@@ -70,7 +70,7 @@ def exact_blocks(path: str, layer: QuantizedLinear) -> Blocks:
     for kind, (reach, _) in _RANGES.items():
         if -reach <= lowest and highest < reach:
             return Blocks(kind, levels.to(torch.int16).numpy(), per_block.numpy())
-    raise FormatError(f"{path} has {form.bits} bits and zero points, more than Q8_0 holds; quantise it symmetrically.")
+    raise FormatError(f"{path} has {form.bits} bits and zero points, more than Q8_0 holds; quantize it symmetrically.")
 
 
 def has_fractions(layer: QuantizedLinear) -> bool:
@@ -110,7 +110,7 @@ def _levels(path: str, quantized: QuantizedTensor) -> tuple[Tensor, Tensor]:
     else:
         raise FormatError(
             f"{path} is in {format_name(form)}, whose values are not whole multiples of a float16; GGUF takes int2 to "
-            "int8, dint, ternary and mxfp4 as they are, or export the unquantised model with --type."
+            "int8, dint, ternary and mxfp4 as they are, or export the unquantized model with --type."
         )
     return levels.flatten(-2)[..., :columns], step.squeeze(-1)
 

@@ -59,7 +59,7 @@ def differing(config: dict[str, Any], read: PreTrainedConfig) -> list[str]:
 def _check_layers(model: Model, kind: str) -> None:
     for path, layer in quantized_layers(model.network).items():
         if layer.scheme.hadamard:
-            raise FormatError(f"{path} rotates its inputs while it runs, which GGUF has no word for; quantise without.")
+            raise FormatError(f"{path} rotates its inputs while it runs, which GGUF has no word for; quantize without.")
         if layer.scheme.rank:
             raise FormatError(f"{path} has low-rank factors beside its codes, for which GGUF has no place.")
     known = {*OUTER_NAMES.values()}

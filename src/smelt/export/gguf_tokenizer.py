@@ -1,7 +1,7 @@
 """A fast tokenizer as GGUF metadata: byte-level BPE (`gpt2`) or SentencePiece BPE with byte fallback (`llama`).
 
 The inverse of `models/gguf/tokenizer.py`. GGUF names the rule that cuts text into words and does not hold it, so the
-rule is recognised by what it does to a text on which the known ones differ.
+rule is recognized by what it does to a text on which the known ones differ.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ONNX, for encoders: the network traced by PyTorch's exporter with free batch and length.
 
 What was pruned is traced as it is. A layer of eight-bit integers, one scale a row, keeps its codes: they are an
-initialiser of the graph, and `DequantizeLinear` makes the matrix of them. Inputs rounded with one fixed scale pass
+initializer of the graph, and `DequantizeLinear` makes the matrix of them. Inputs rounded with one fixed scale pass
 through `QuantizeLinear` and back. ONNX has no words for the other formats that all runtimes read, so they are refused.
 """
 
@@ -116,7 +116,7 @@ class _FirstOutput(nn.Module):
 
 
 class _IntegerLayer(nn.Module):
-    """A quantised layer in the operators of ONNX. It can be traced, and not run."""
+    """A quantized layer in the operators of ONNX. It can be traced, and not run."""
 
     def __init__(self, layer: QuantizedLinear, path: str) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class _IntegerLayer(nn.Module):
         if type(form) is not Integer or form.bits != 8 or form.zero_dtype != "code" or not whole:
             raise FormatError(
                 f"{path} is in {format_name(form)}, and ONNX's DequantizeLinear takes eight-bit integers with a scale "
-                "a row here; quantise to int8 with group -1, or export the unquantised model."
+                "a row here; quantize to int8 with group -1, or export the unquantized model."
             )
         if scheme.hadamard or scheme.rank or scheme.clip != 1:
             raise FormatError(
@@ -136,7 +136,7 @@ class _IntegerLayer(nn.Module):
         if inputs is not None and not fixed:
             raise FormatError(
                 f"{path} rounds its inputs to {format_name(inputs)} with a scale for each of them, and ONNX has only "
-                "fixed scales; quantise with `inputs: int8` and `static: true`, or the weights only."
+                "fixed scales; quantize with `inputs: int8` and `static: true`, or the weights only."
             )
         stored = layer.packed.tensors
         rows = layer.out_features
@@ -209,7 +209,7 @@ def _output_name(model: Model) -> str:
 
 
 def _kinds(path: Path) -> dict[str, int]:
-    """How many initialisers there are of each number type."""
+    """How many initializers there are of each number type."""
     import onnx
 
     graph = onnx.load(str(path), load_external_data=False).graph

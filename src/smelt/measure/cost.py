@@ -3,7 +3,7 @@
 MACs follow the usual count (Kwon et al., 2022): projections and both attention products of the blocks; embeddings,
 norms, routers, pooler and head are not counted. A causal attention needs half of the products. Of a mixture only the
 experts that are chosen for a token count, as if the router spread the tokens evenly. Low-rank factors beside a
-quantised layer count like any other matrices.
+quantized layer count like any other matrices.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def channel_positions(anatomy: Anatomy, workload: Workload) -> list[tuple[int, i
 
 
 def _convolution_cost(anatomy: Anatomy, counts: Sequence[int], measure: CostMetric, workload: Workload) -> float:
-    """Neighbouring parts share a convolution, so its cost is a product: prices a unit would count it twice."""
+    """Neighboring parts share a convolution, so its cost is a product: prices a unit would count it twice."""
     outputs = {id(p.input_projections[0].module): count for p, count in zip(anatomy.parts, counts, strict=True)}
     inputs = {id(p.output.module): count for p, count in zip(anatomy.parts, counts, strict=True)}
     positions = _output_positions(anatomy, workload) if measure == "macs" else {}

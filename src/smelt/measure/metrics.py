@@ -86,12 +86,12 @@ def _classes(predictions: np.ndarray, labels: np.ndarray) -> np.ndarray:
 
 
 def _weighted_pearson(first: np.ndarray, second: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    first, second = _centred(first, counts), _centred(second, counts)
+    first, second = _centered(first, counts), _centered(second, counts)
     spread = np.sqrt((counts * first**2).sum(axis=-1) * (counts * second**2).sum(axis=-1))
     return _ratio((counts * first * second).sum(axis=-1), spread)
 
 
-def _centred(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _centered(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Distances from the mean; those that are only its rounding error are none."""
     mean = (counts * values).sum(axis=-1, keepdims=True) / counts.sum(axis=-1, keepdims=True)
     distances = values - mean

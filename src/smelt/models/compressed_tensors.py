@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import ModelError
-from smelt.models.artifact import check_shapes, parameters_on_meta
-from smelt.models.config import config_from, read_generation_config
+from smelt.models.artifact import check_shapes
+from smelt.models.config import read_config, read_generation_config
 from smelt.models.json_file import read_object
-from smelt.models.network import empty_network
+from smelt.models.network import empty_network, parameters_on_meta
 from smelt.models.quantized import (
     STATIC_SCALE,
     QuantizationScheme,
@@ -38,7 +38,6 @@ from smelt.numerics.packing import pack, packed_columns, unpack
 from smelt.numerics.scaled import Scaled
 from smelt.numerics.scales import ScaleDtype
 
-METHOD = "compressed-tensors"
 PACKED, INTEGERS, FLOATS = "pack-quantized", "int-quantized", "float-quantized"
 NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 MIXED = "mixed-precision"
@@ -47,28 +46,13 @@ _LONGEST_PATTERN = 200
 _MOST_REPEATS = 4  # in a pattern: more could take for ever on a name that does not match
 
 
-def holds_compressed_tensors(folder: Path) -> bool:
-    """Whether a folder's config says that its weights are in this format."""
-    if not (folder / "config.json").is_file():
-        return False
-    quantization = read_object(folder / "config.json").get("quantization_config")
-    return isinstance(quantization, dict) and quantization.get("quant_method") == METHOD
-
-
-def compressed_config(folder: Path) -> PreTrainedConfig:
-    """The config of the network, without what is said of its quantisation."""
-    values = read_object(folder / "config.json")
-    values.pop("quantization_config", None)
-    return config_from(values, str(folder / "config.json"))
-
-
 def compressed_skeleton(folder: Path) -> PreTrainedModel:
     """The network of a folder on the meta device, with its packed layers laid out."""
     return _outline(folder, "meta")[0]
 
 
 def load_compressed(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The network of a folder, in eval mode, its quantised layers packed."""
+    """The network of a folder, in eval mode, its quantized layers packed."""
     headers = read_headers(folder)
     outline, storage = _outline(folder, "meta")
     layers = quantized_layers(outline)
@@ -96,9 +80,9 @@ def load_compressed(folder: Path, dtype: torch.dtype | None = None) -> PreTraine
 
 
 def _outline(folder: Path, device: str) -> tuple[PreTrainedModel, dict[str, str]]:
-    """The network without tensors, and how each quantised layer of it is stored."""
+    """The network without tensors, and how each quantized layer of it is stored."""
     where, headers = str(folder), read_headers(folder)
-    network = empty_network(compressed_config(folder), where, device)
+    network = empty_network(read_config(folder), where, device)
     quantization = read_object(folder / "config.json")["quantization_config"]
     groups = dict(_targets(network, quantization, where))
     if not groups:
@@ -164,18 +148,18 @@ def _scheme(group: dict[str, Any], path: str, headers: dict[str, TensorHeader], 
     """What a group of the config says of a layer."""
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict) or group.get("output_activations"):
-        raise ModelError(f"{where}: {path} quantises outputs or no weights, which Smelt does not read.")
+        raise ModelError(f"{where}: {path} quantizes outputs or no weights, which Smelt does not read.")
     header = headers.get(f"{path}.weight_scale")
     if header is None:
         raise ModelError(f"{where}: the weights lack {path}.weight_scale.")
     form = _weight_format(weights, group.get("format"), header.dtype)
     if form is None:
-        raise ModelError(f"{where}: {path} has weights quantised as {_told(weights)}, which Smelt does not read.")
+        raise ModelError(f"{where}: {path} has weights quantized as {_told(weights)}, which Smelt does not read.")
     if not inputs:
         return QuantizationScheme(form)
     found = _input_format(inputs) if isinstance(inputs, dict) else None
     if found is None:
-        raise ModelError(f"{where}: {path} has inputs quantised as {_told(inputs)}, which Smelt does not read.")
+        raise ModelError(f"{where}: {path} has inputs quantized as {_told(inputs)}, which Smelt does not read.")
     return QuantizationScheme(form, found, static=inputs.get("dynamic", False) is False)
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING, GenerationConfig, PreTrainedConfig
+from transformers.utils import logging
 
 from smelt.errors import ModelError
 from smelt.models.json_file import one_line, read_object
-from smelt.models.quiet import quiet_transformers
 
 # Keys that name code, kernels, files or machines instead of describing the network.
 _INSTRUCTIONS = {
@@ -44,11 +46,41 @@ _GENERATION_KEYS = {
 }
 
 
+COMPRESSED_TENSORS = "compressed-tensors"  # the `quant_method` of folders that vLLM and transformers read
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence warnings and progress bars of transformers; Smelt reports what matters itself."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The transformers config of a folder in Hugging Face format."""
+    """Read config.json of a folder in Hugging Face format; what it says of compressed-tensors is left out."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json; a model folder in Hugging Face format is expected.")
-    return config_from(read_object(folder / "config.json"), str(folder / "config.json"))
+    values = read_object(folder / "config.json")
+    if _uses_compressed_tensors(values):
+        del values["quantization_config"]
+    return config_from(values, str(folder / "config.json"))
+
+
+def is_compressed_tensors(folder: Path) -> bool:
+    """Return whether the config of a folder says that its weights are in compressed-tensors format."""
+    return (folder / "config.json").is_file() and _uses_compressed_tensors(read_object(folder / "config.json"))
+
+
+def _uses_compressed_tensors(values: dict[str, Any]) -> bool:
+    quantization = values.get("quantization_config")
+    return isinstance(quantization, dict) and quantization.get("quant_method") == COMPRESSED_TENSORS
 
 
 def config_from(values: dict[str, Any], where: str) -> PreTrainedConfig:
@@ -62,7 +94,7 @@ def config_from(values: dict[str, Any], where: str) -> PreTrainedConfig:
             "know; Smelt never runs code that comes with a model."
         )
     if values.get("quantization_config"):
-        raise ModelError(f"{where} describes an already quantised model; give the unquantised one.")
+        raise ModelError(f"{where} describes an already quantized model; give the unquantized one.")
     try:
         _check_sizes(values, where, smallest=1)
         with quiet_transformers():

@@ -152,7 +152,7 @@ class QuantizedKVCache(Cache):
         text = config.get_text_config(decoder=True)
         unknown = set(getattr(text, "layer_types", None) or ()) - KINDS
         if unknown:
-            raise ModelError(f"a quantised cache holds keys and values; this network has {', '.join(sorted(unknown))}.")
+            raise ModelError(f"a quantized cache holds keys and values; this network has {', '.join(sorted(unknown))}.")
         _check_clip(clip)
 
         def rows(keys: bool) -> PackedRows:

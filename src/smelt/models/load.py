@@ -13,18 +13,13 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from smelt.errors import ModelError, ResourceError
 from smelt.models.artifact import load_artifact, shaped_network
 from smelt.models.bundled import BUNDLED, bundled_gguf, ensure_bundled
-from smelt.models.compressed_tensors import (
-    compressed_config,
-    compressed_skeleton,
-    holds_compressed_tensors,
-    load_compressed,
-)
-from smelt.models.config import read_config, read_generation_config
-from smelt.models.gguf import gguf_config, gguf_shapes, gguf_tensors, gguf_tokenizer, read_gguf
+from smelt.models.compressed_tensors import compressed_skeleton, load_compressed
+from smelt.models.config import is_compressed_tensors, read_config, read_generation_config
+from smelt.models.gguf import GgufFile, gguf_config, gguf_packed, gguf_shapes, gguf_tensors, gguf_tokenizer, read_gguf
 from smelt.models.json_file import one_line
 from smelt.models.model import Model
-from smelt.models.network import empty_network, fill_network, matching_network
-from smelt.models.packed import packed_network
+from smelt.models.network import empty_network, fill_network, matching_network, parameters_on_meta
+from smelt.models.quantized import QuantizationScheme, QuantizedLinear, replace_module
 from smelt.models.tokenizer import TOKENIZER_FILES, load_tokenizer
 from smelt.models.weights import float_dtype, read_headers, read_safetensors
 
@@ -59,7 +54,7 @@ def load_config(spec: str | Path) -> PreTrainedConfig:
     path = resolve(spec, config_only=True)
     if path.is_file():
         return gguf_config(read_gguf(path))
-    return compressed_config(path) if holds_compressed_tensors(path) else read_config(path)
+    return read_config(path)
 
 
 def skeleton(spec: str | Path) -> PreTrainedModel:
@@ -67,7 +62,7 @@ def skeleton(spec: str | Path) -> PreTrainedModel:
     path = resolve(spec, config_only=True)
     if _is_artifact(path):
         return shaped_network(path).to("meta")
-    if holds_compressed_tensors(path):
+    if is_compressed_tensors(path):
         return compressed_skeleton(path)
     return empty_network(load_config(path), str(spec))
 
@@ -114,7 +109,7 @@ def _check_device(device: str) -> None:
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
-    if holds_compressed_tensors(folder):
+    if is_compressed_tensors(folder):
         packed = load_compressed(folder, dtype)
         return packed, load_tokenizer(folder, packed.config)
     config = read_config(folder)
@@ -134,6 +129,31 @@ def _load_gguf(
     config = gguf_config(file)
     tokenizer = gguf_tokenizer(file)
     if packed:
-        return packed_network(file, config, dtype or torch.float32), tokenizer
+        return _packed_network(file, config, dtype or torch.float32), tokenizer
     empty = matching_network(config, gguf_shapes(file), str(path))
     return fill_network(empty, gguf_tensors(file, config), dtype or torch.float32, str(path)), tokenizer
+
+
+def _packed_network(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """In eval mode. What the file holds in floats is dense, in `dtype`; so is the table of embeddings. A head that
+    shares the table's weights becomes a layer of its own, and the configuration says so."""
+    where = str(file.path)
+    matching_network(config, gguf_shapes(file), where)  # before anything real is allocated
+    packed = gguf_packed(file, config)
+    config.tie_word_embeddings = config.tie_word_embeddings and "lm_head" not in packed
+    with parameters_on_meta():
+        network = empty_network(config, where, "cpu")
+    tensors = gguf_tensors(file, config, leave_out={f"{path}.weight" for path in packed})
+    state = {name: tensor.to(dtype) for name, tensor in tensors.items()}
+    for path in list(packed):
+        bias = state.pop(f"{path}.bias", None)
+        quantized = packed.pop(path)  # not held twice
+        layer = QuantizedLinear.from_quantized(quantized, QuantizationScheme(quantized.format), bias=bias, dtype=dtype)
+        replace_module(network, path, layer)
+    network.load_state_dict(state, strict=False, assign=True)
+    network.tie_weights()
+    missing = sorted(name for name, parameter in network.named_parameters() if parameter.is_meta)
+    if missing:
+        raise ModelError(f"{where}: {missing[0]} is missing from the weights; Smelt does not make up weights.")
+    network.config.dtype = dtype
+    return network.eval()

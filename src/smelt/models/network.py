@@ -6,17 +6,19 @@ The experts of a mixture are taken apart here, so that every network that Smelt 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from smelt.errors import ModelError
+from smelt.models.config import quiet_transformers
 from smelt.models.experts import split_experts
 from smelt.models.json_file import one_line
-from smelt.models.quiet import quiet_transformers
 
 _AUTO_CLASS_OF_HEAD = {
     "ForCausalLM": transformers.AutoModelForCausalLM,
@@ -47,6 +49,23 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     return next((auto for head, auto in _AUTO_CLASS_OF_HEAD.items() if name.endswith(head)), transformers.AutoModel)
 
 
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Networks built here have their parameters on the meta device and their buffers, which no file holds, for real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and parameter.device.type != "meta":
+            parameter = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
 def matching_network(config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]], where: str) -> PreTrainedModel:
     """The empty network of the config, unless the shapes of the weights already show that they are not its own."""
     layers = getattr(config, "num_hidden_layers", 0)
@@ -72,7 +91,7 @@ def matching_network(config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]
 def fill_network(empty: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype, where: str) -> PreTrainedModel:
     """The network with these tensors in it, in eval mode. transformers sees no file here, only names and tensors."""
     try:
-        # What a file may lack is initialised at random; a fixed seed makes that the same every time.
+        # What a file may lack is initialized at random; a fixed seed makes that the same every time.
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             network, report = type(empty).from_pretrained(

@@ -56,7 +56,7 @@ class QuantizationScheme:
         """From a file: anything that is not what `to_json` writes is an error."""
         known = {"weight": str, "inputs": str, "static": bool, "hadamard": bool, "rank": int, "clip": float}
         if not isinstance(plain, dict) or any(type(value) is not known.get(key) for key, value in plain.items()):
-            raise ModelError(f"{place}: this is not the description of a quantised layer: {plain!r}.")
+            raise ModelError(f"{place}: this is not the description of a quantized layer: {plain!r}.")
         try:
             weight, inputs = get_format(plain.get("weight", "")), plain.get("inputs")
             scheme = cls(weight, None if inputs is None else get_format(inputs), plain.get("static", False))
@@ -109,7 +109,7 @@ class QuantizedLinear(nn.Module):
     def from_quantized(
         cls, quantized: QuantizedTensor, scheme: QuantizationScheme, *, bias: Tensor | None, dtype: torch.dtype
     ) -> QuantizedLinear:
-        """A layer around a matrix that was just quantised. A static scale is fixed later; until then it is dynamic."""
+        """A layer around a matrix that was just quantized. A static scale is fixed later; until then it is dynamic."""
         rows, columns = quantized.codes.shape
         layer = cls(columns, rows, scheme, bias=bias is not None, dtype=dtype)
         for name, tensor in quantized.pack().items():
@@ -164,7 +164,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def input_group_size(self) -> int:
-        """Neighbouring weights of a row that share a scale."""
+        """Neighboring weights of a row that share a scale."""
         return self.scheme.weight.effective_group_size(self.in_features)
 
     @property
@@ -269,9 +269,9 @@ def quantized_layers(network: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def prepare_quantized_layers(network: nn.Module, schemes: Any, place: str) -> None:
-    """Exchange the named layers of a freshly built network for quantised ones without tensors."""
+    """Exchange the named layers of a freshly built network for quantized ones without tensors."""
     if not isinstance(schemes, dict):
-        raise ModelError(f"{place}: the list of quantised layers is broken.")
+        raise ModelError(f"{place}: the list of quantized layers is broken.")
     plain = {path: module for path, module in network.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     for path, description in schemes.items():
         if path not in plain:

@@ -7,9 +7,8 @@ from pathlib import Path
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from smelt.errors import ModelError
-from smelt.models.config import read_config
-from smelt.models.json_file import one_line, read_object
-from smelt.models.quiet import quiet_transformers
+from smelt.models.config import quiet_transformers, read_config
+from smelt.models.json_file import one_line
 
 TOKENIZER_FILES = [
     "tokenizer.json",
@@ -40,8 +39,4 @@ def tokenizer_of(path: Path) -> PreTrainedTokenizerBase | None:
         from smelt.models.gguf import gguf_tokenizer, read_gguf
 
         return gguf_tokenizer(read_gguf(path))
-    if "quantization_config" in read_object(path / "config.json"):
-        from smelt.models.load import load_config
-
-        return load_tokenizer(path, load_config(path))
     return load_tokenizer(path, read_config(path))

@@ -1,8 +1,8 @@
 """GGML's block formats as pure NumPy: packed bytes in, float32 out. The layouts are those of the public GGML format.
 
-A quantised row is a run of blocks; a block holds 32 (or, in the K formats, 256) weights that share scales. Each reader
+A quantized row is a run of blocks; a block holds 32 (or, in the K formats, 256) weights that share scales. Each reader
 takes blocks as bytes, [blocks, bytes of a block]. Those of floats give weights, [blocks, weights of a block]; those of
-quantised blocks give what the bytes hold, from which weights are computed or packed layers are made.
+quantized blocks give what the bytes hold, from which weights are computed or packed layers are made.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _WEIGHTS_AT_ONCE = 2**20
 
 @dataclass(frozen=True)
 class Levels:
-    """What quantised blocks hold: a weight is `scale * (code - middle)`, or `scale * code + minimum`."""
+    """What quantized blocks hold: a weight is `scale * (code - middle)`, or `scale * code + minimum`."""
 
     codes: Bytes  # [blocks, groups of a block, weights of a group]
     scale: Floats  # [blocks, groups of a block, 1]

@@ -139,7 +139,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
 
 
 def _merges_from_scores(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
-    """SentencePiece merges the neighbours whose union has the best score; as an ordered list of pairs that is every
+    """SentencePiece merges the neighbors whose union has the best score; as an ordered list of pairs that is every
     way to cut a piece into two known ones, best piece first."""
     scores = vocabulary.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):

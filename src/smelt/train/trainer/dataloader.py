@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from smelt.data import TextData, load_text
 from smelt.data.hub import is_hub
 from smelt.data.images import ImageData, load_images
-from smelt.data.named_datasets import KNOWN, resolve_source
+from smelt.data.named_datasets import NAMED_DATASETS, resolve_source
 from smelt.errors import DataError, ModelError
 from smelt.train.trainer.config import DataConfig
 
@@ -105,7 +105,7 @@ def load_token_windows(
     train = _tokenize_source(data.train, "calibration", data, tokenizer, vocab_size)
     if data.evaluate is not None:
         return train, _tokenize_source(data.evaluate, "evaluation", data, tokenizer, vocab_size)
-    if data.train == "default" or data.train in KNOWN or is_hub(data.train):
+    if data.train == "default" or data.train in NAMED_DATASETS or is_hub(data.train):
         return train, _tokenize_source(data.train, "evaluation", data, tokenizer, vocab_size)
     if len(train) < 2:
         raise DataError(f"{data.train} has one sequence of {data.seq_len} tokens; add more text, or set data.evaluate.")

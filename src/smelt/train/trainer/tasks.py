@@ -18,11 +18,10 @@ from transformers import (
 )
 
 from smelt.errors import ModelError
-from smelt.models.config import config_from
+from smelt.models.config import config_from, quiet_transformers
 from smelt.models.json_file import one_line
 from smelt.models.load import load, resolve
 from smelt.models.quantized import QuantizedLinear
-from smelt.models.quiet import quiet_transformers
 from smelt.models.tokenizer import tokenizer_of
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.dataloader import (

@@ -54,7 +54,7 @@ def scheme(weight: str, inputs: str | None = None, *, static: bool = False, **mo
     return QuantizationScheme(get_format(weight), rounded, static, **more)
 
 
-def quantised(
+def quantized(
     made: PreTrainedModel,
     chosen: QuantizationScheme | Callable[[str], QuantizationScheme | None],
     source: str = "a model",
