@@ -98,9 +98,10 @@ def long_stream(options: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iter
         wall, busy = time.perf_counter(), time.process_time()
         stream.push(ids[start : start + STEP])
         wall, busy = time.perf_counter() - wall, time.process_time() - busy
-        steps.append((stream.bytes, stream.length, _resident(), STEP / wall, STEP / busy))
+        steps.append((stream.nbytes, stream.length, _resident(), STEP / wall, STEP / busy))
         print(start, steps[-1], flush=True)
-    yield {"tokens": stream.seen, "cooked": stream.cooked, "cap": CAP, "dtype": options.dtype, **_over_time(steps)}
+    counts = {"tokens": stream.num_seen, "cooked": stream.num_compressions, "cap": CAP}
+    yield {**counts, "dtype": options.dtype, **_over_time(steps)}
 
 
 def _over_time(steps: list[tuple[int, int, int, float, float]]) -> dict[str, Any]:
@@ -130,9 +131,9 @@ def passkeys(options: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterato
 
 def _kept(model: Model, text: list[int], way: str) -> TextStream:
     if way == "everything":
-        stream = TextStream(model, len(text) + 64, keep=1, room=64)
+        stream = TextStream(model, len(text) + 64, keep=1, reserved=64)
     else:
-        stream = TextStream(model, KEYS_CAP, rule=WAYS.get(way))
+        stream = TextStream(model, KEYS_CAP, method=WAYS.get(way))
     stream.push(text[-(stream.cap - stream.room) :] if way == "truncation" else text)
     return stream
 
@@ -147,10 +148,10 @@ def shares(options: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[
             if _key({"number": number, "way": way}) in done:
                 continue
             if way == "everything":
-                stream = TextStream(model, BEFORE + AFTER + 64, keep=1, room=AFTER + 64)
+                stream = TextStream(model, BEFORE + AFTER + 64, keep=1, reserved=AFTER + 64)
             else:
                 rule = InfiniPot(alpha=float(way.split()[1])) if way != "truncation" else None
-                stream = TextStream(model, CAP, rule=rule)
+                stream = TextStream(model, CAP, method=rule)
             stream.push(before[-(CAP - stream.room) :] if way == "truncation" else before)
             loss = float(F.cross_entropy(stream.logits(after).float(), torch.tensor(after)))
             yield {"number": number, "way": way, "loss": loss, "cap": CAP, "dtype": options.dtype}
@@ -162,14 +163,15 @@ def video(_: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[dict[st
         name = rule.name + (", pooled" if getattr(rule, "pooling", False) else "")
         if _key({"rule": name}) in done:
             continue
-        stream, steps = VideoStream(network, frames=32, keep_frames=24, rule=rule), []
+        stream, steps = VideoStream(network, max_frames=32, keep_frames=24, rule=rule), []
         for start in range(0, FRAMES, FRAME_STEP):
             frames = film(start, FRAME_STEP, 0)
             wall, busy = time.perf_counter(), time.process_time()
             stream.push(frames)
             wall, busy = time.perf_counter() - wall, time.process_time() - busy
-            steps.append((stream.bytes, stream.length, _resident(), FRAME_STEP / wall, FRAME_STEP / busy))
-        yield {"rule": name, "frames": FRAMES, "seen": stream.seen, "cooked": stream.cooked, **_over_time(steps)}
+            steps.append((stream.nbytes, stream.length, _resident(), FRAME_STEP / wall, FRAME_STEP / busy))
+        counts = {"frames": FRAMES, "seen": stream.num_seen, "cooked": stream.num_compressions}
+        yield {"rule": name, **counts, **_over_time(steps)}
 
 
 _RUNS = {"stream": long_stream, "passkey": passkeys, "alpha": shares, "video": video}

@@ -16,14 +16,14 @@ from tests.tiny import BUILDS
 def test_a_stream_and_requests_in_turns(compiled: bool) -> None:
     engine = Engine(Model(BUILDS["llama"]()), compiled=compiled, **SMALL)
     rule, words = InfiniPot(prompt=(5, 6, 7)), torch.randint(3, 99, (200,), generator=torch.Generator().manual_seed(0))
-    stream = engine.stream(40, keep=14, room=8, rule=rule)
-    alone = TextStream(Model(BUILDS["llama"]()), 40, keep=14, room=8, rule=rule)
+    stream = engine.stream(40, keep=14, reserved=8, method=rule)
+    alone = TextStream(Model(BUILDS["llama"]()), 40, keep=14, reserved=8, method=rule)
     texts = prompts(3)
     wanted = [expected(BUILDS["llama"](), text) for text in texts]
-    size = stream.bytes
+    size = stream.nbytes
     for piece in words.split(50):
         stream.push(piece)
         alone.push(piece)
         assert answers(engine, texts) == wanted
         assert torch.equal(stream.answer([9, 10], 4), alone.answer([9, 10], 4))
-    assert stream.seen == 200 and stream.cooked > 3 and stream.bytes == size
+    assert stream.num_seen == 200 and stream.num_compressions > 3 and stream.nbytes == size

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from smelt.errors import ConfigError
 from smelt.kvcache.streaming import InfiniPotV, RecentFrames, UniformFrames
 from smelt.kvcache.streaming.frame_rule import FrameTokens
-from smelt.kvcache.streaming.infinipot_v import novelty_in_time, pooled_by_depth, value_norms
+from smelt.kvcache.streaming.infinipot_v import pool_by_depth, temporal_novelty, value_norms
 
 HEADS, FRAMES, PATCHES, WIDTH = 2, 8, 6, 5
 KEEP = 5  # frames
@@ -42,7 +42,7 @@ def test_tar_by_loops_when_heads_have_lost_tokens() -> None:
     keys, _ = drawn()
     recent = torch.randn(HEADS, 3, PATCHES, WIDTH)
     patch = torch.randint(0, PATCHES, (HEADS, FRAMES * PATCHES))
-    found = novelty_in_time(keys, patch, recent)
+    found = temporal_novelty(keys, patch, recent)
     for head in range(HEADS):
         for token in range(FRAMES * PATCHES):
             same = recent[head, :, patch[head, token]]  # [3, width]
@@ -53,9 +53,9 @@ def test_tar_by_loops_when_heads_have_lost_tokens() -> None:
 def test_equal_frames_are_redundant_and_value_norms_decide() -> None:
     keys, (_, marks) = still(), drawn()
     recent = keys[:, -2 * PATCHES :].unflatten(1, (2, PATCHES))
-    assert bool((novelty_in_time(keys, held(keys, marks).patch, recent) == -1).all())
+    assert bool((temporal_novelty(keys, held(keys, marks).patch_index, recent) == -1).all())
     count = KEEP * PATCHES
-    found = InfiniPotV().places(held(keys, marks), count)
+    found = InfiniPotV().select(held(keys, marks), count)
     for head in range(HEADS):
         older = (FRAMES - 2) * PATCHES  # a quarter of the frames are recent and stay
         best = marks[head, :older].argsort(descending=True)[: count - 2 * PATCHES]
@@ -70,9 +70,9 @@ def test_what_moved_stays() -> None:
         moving.append(frame * PATCHES + frame % PATCHES)
     marks = torch.ones(HEADS, FRAMES * PATCHES)
     marks[:, moving] = 0.0
-    found = InfiniPotV(tar=0.6).places(held(keys.flatten(1, 2), marks), 4 * PATCHES)
+    found = InfiniPotV(tar=0.6).select(held(keys.flatten(1, 2), marks), 4 * PATCHES)
     assert all(set(moving[:2]) <= set(row.tolist()) for row in found)
-    enough = InfiniPotV(tar=0.9).places(held(keys.flatten(1, 2), marks), 4 * PATCHES)
+    enough = InfiniPotV(tar=0.9).select(held(keys.flatten(1, 2), marks), 4 * PATCHES)
     assert all(set(moving) <= set(row.tolist()) for row in enough)
 
 
@@ -83,7 +83,7 @@ def test_the_whole_rule_by_loops(tar: float, recent: float) -> None:
     last = int(recent * FRAMES) * PATCHES
     patch[:, -last:] = torch.arange(last) % PATCHES
     rule, count, older = InfiniPotV(tar=tar, recent=recent), KEEP * PATCHES, FRAMES * PATCHES - last
-    found = rule.places(held(keys, marks, patch), count)
+    found = rule.select(held(keys, marks, patch), count)
     for head in range(HEADS):
         scores = []
         for token in range(older):
@@ -111,29 +111,29 @@ def test_value_norms_and_their_neighbours() -> None:
         line = F.pad(norms.flatten(1), (1, 1))[:, place : place + 3].sum(1) / kernel
         wanted = (cube, cube, plane, plane, line, line, norms[here], norms[here])
         for layer in range(layers):
-            assert torch.allclose(pooled_by_depth(norms, layer, layers)[here], wanted[layer], atol=1e-6)
+            assert torch.allclose(pool_by_depth(norms, layer, layers)[here], wanted[layer], atol=1e-6)
 
 
 def test_kernels_are_seven_five_and_three_where_there_is_room() -> None:
     one = torch.zeros(1, 9, 9, 9)
     one[0, 4, 4, 4] = 1.0
-    touched = [int((pooled_by_depth(one, layer, 4) > 0).sum()) for layer in range(4)]
+    touched = [int((pool_by_depth(one, layer, 4) > 0).sum()) for layer in range(4)]
     assert touched == [7**3, 5**2, 3, 1]
-    assert torch.equal(pooled_by_depth(one[:, :1], 0, 4), one[:, :1])  # one frame: a kernel of one
+    assert torch.equal(pool_by_depth(one[:, :1], 0, 4), one[:, :1])  # one frame: a kernel of one
 
 
 def test_pooled_marks_are_chosen_by_depth() -> None:
     values = torch.randn(HEADS, 3, 3, 3, WIDTH)
-    assert torch.equal(InfiniPotV().marks(values, 0, 4), value_norms(values))
+    assert torch.equal(InfiniPotV().token_scores(values, 0, 4), value_norms(values))
     pooled = InfiniPotV(pooling=True)
-    assert torch.equal(pooled.marks(values, 0, 4), pooled_by_depth(value_norms(values), 0, 4))
-    assert pooled.shaped and not InfiniPotV().shaped
+    assert torch.equal(pooled.token_scores(values, 0, 4), pool_by_depth(value_norms(values), 0, 4))
+    assert pooled.needs_grid and not InfiniPotV().needs_grid
 
 
 def test_baselines() -> None:
     given = held(*drawn())
-    assert RecentFrames().places(given, 4).tolist() == [[44, 45, 46, 47]] * HEADS
-    assert UniformFrames().places(given, 5).tolist() == [[0, 9, 19, 28, 38]] * HEADS
+    assert RecentFrames().select(given, 4).tolist() == [[44, 45, 46, 47]] * HEADS
+    assert UniformFrames().select(given, 5).tolist() == [[0, 9, 19, 28, 38]] * HEADS
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where tokens are laid, against a pot that is filled one by one."""
+"""Slots of tokens, against a cache that is filled token by token."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from smelt.kvcache.streaming.config import BoundedCacheSize
 
 
 @given(st.integers(1, 20), st.integers(1, 12), st.integers(0, 9))
-def test_places_are_those_of_a_pot_that_is_filled(keep: int, fresh: int, room: int) -> None:
-    size = BoundedCacheSize(keep + fresh + room, keep, room)
+def test_slots_are_those_of_a_cache_filled_token_by_token(keep: int, per_cycle: int, reserved: int) -> None:
+    size = BoundedCacheSize(keep + per_cycle + reserved, keep, reserved)
     length = 0
     for token in range(100):
         assert size.length(token) == length
-        cooks = length == keep + fresh
-        length = keep if cooks else length
-        assert size.cooks(token) == cooks and size.place(token) == length
-        assert size.ahead(token) == keep + fresh - length
+        compresses = length == keep + per_cycle
+        length = keep if compresses else length
+        assert size.compresses_at(token) == compresses and size.slot(token) == length
+        assert size.tokens_until_full(token) == keep + per_cycle - length
         length += 1

@@ -21,7 +21,7 @@ from smelt.kvcache.streaming import InfiniPot, TextStream
 from smelt.kvcache.streaming.novelty import NoveltyTracker, token_novelty
 from smelt.models.kv_cache import KVCacheFormat
 from smelt.models.model import Model
-from tests.kvcache.streaming.test_pot import everything, same
+from tests.kvcache.streaming.test_bounded_cache import everything, same
 from tests.serve.test_detokenizer import byte_tokenizer
 from tests.tiny import BUILDS, DECODER, _made
 
@@ -32,7 +32,9 @@ PROMPT = (5, 6, 7)
 
 def stream_of(name: str = "llama", **changes: Any) -> TextStream:
     rule = {"prompt": PROMPT, **changes.pop("rule", {})}
-    return TextStream(Model(BUILDS[name]()), CAP, **{"keep": KEEP, "room": ROOM, **changes}, rule=InfiniPot(**rule))
+    return TextStream(
+        Model(BUILDS[name]()), CAP, **{"keep": KEEP, "reserved": ROOM, **changes}, method=InfiniPot(**rule)
+    )
 
 
 def words(count: int, seed: int = 1) -> Tensor:
@@ -41,7 +43,7 @@ def words(count: int, seed: int = 1) -> Tensor:
 
 def numbers(stream: TextStream) -> Tensor:
     """Which tokens of the stream each head holds: [layers, kv_heads, length]"""
-    return torch.stack([layer.numbers[:, : stream.length] for layer in stream.pot.layers])
+    return torch.stack([layer.token_indices[:, : stream.length] for layer in stream.cache.layers])
 
 
 # While everything fits
@@ -50,7 +52,7 @@ def numbers(stream: TextStream) -> Tensor:
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @torch.no_grad()
 def test_what_fits_is_answered_as_by_the_plain_network(name: str) -> None:
-    stream, ids = stream_of(name, chunk=7), words(FULL)
+    stream, ids = stream_of(name, chunk_size=7), words(FULL)
     plain = stream.model.network(ids[None]).logits[0]
     stream.push(ids[:11])
     stream.push(ids[11:20].tolist())
@@ -60,7 +62,7 @@ def test_what_fits_is_answered_as_by_the_plain_network(name: str) -> None:
     for _ in range(5):
         wanted = torch.cat((wanted, stream.model.network(wanted[None]).logits[0, -1:].argmax(-1)))
     assert torch.equal(stream.answer(ids[:0], 5), wanted[FULL:])
-    assert stream.cooked == 0 and stream.seen == stream.length == FULL
+    assert stream.num_compressions == 0 and stream.num_seen == stream.length == FULL
 
 
 @torch.no_grad()
@@ -77,7 +79,7 @@ def test_an_empty_stream_answers_like_a_plain_network() -> None:
 
 def test_a_stream_fifty_times_longer_stays_in_its_cap() -> None:
     stream, ids = stream_of(), words(50 * CAP)
-    size, places = stream.bytes, [tensor.data_ptr() for layer in stream.pot.layers for tensor in layer.tensors()]
+    size, places = stream.nbytes, [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()]
     longest = 0
     seen_positions: list[int] = []
     network: Any = stream.model.network
@@ -92,19 +94,19 @@ def test_a_stream_fifty_times_longer_stays_in_its_cap() -> None:
         stream.push(ids[:count])
         ids = ids[count:]
         longest = max(longest, stream.length)
-        assert stream.bytes == size
-    assert stream.seen == 50 * CAP and longest <= FULL and max(seen_positions) < CAP
-    assert [tensor.data_ptr() for layer in stream.pot.layers for tensor in layer.tensors()] == places
+        assert stream.nbytes == size
+    assert stream.num_seen == 50 * CAP and longest <= FULL and max(seen_positions) < CAP
+    assert [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()] == places
     layers, heads, width = 3, 2, 8
     assert size == layers * heads * CAP * (2 * width * 4 + 8) + CAP * (8 + 4)
 
 
 def test_pushing_in_pieces_is_pushing_at_once() -> None:
-    one, other, ids = stream_of(), stream_of(chunk=5), words(4 * CAP)
+    one, other, ids = stream_of(), stream_of(chunk_size=5), words(4 * CAP)
     one.push(ids)
     for start in range(0, len(ids), 3):
         other.push(ids[start : start + 3])
-    assert one.cooked == other.cooked > 3 and torch.equal(numbers(one), numbers(other))
+    assert one.num_compressions == other.num_compressions > 3 and torch.equal(numbers(one), numbers(other))
     assert torch.allclose(one.logits(ids[:4]), other.logits(ids[:4]), atol=1e-4)
 
 
@@ -119,13 +121,17 @@ def by_hand(stream: TextStream, ids: Tensor) -> tuple[Tensor, Tensor]:
     with torch.no_grad():
         rows = stream.model.network(ids[None]).logits[0].log_softmax(-1)
     novelty = torch.tensor([torch.inf, *(-float(rows[t - 1, ids[t]]) for t in range(1, count))])
-    attention = torch.zeros(len(reading.seen), reading.seen[0].keys.shape[1], count)
-    for layer, seen in enumerate(reading.seen):
-        queries = seen.turn(seen.queries, 0)
+    attention = torch.zeros(len(reading.layers), reading.layers[0].keys.shape[1], count)
+    for layer, seen in enumerate(reading.layers):
+        queries = seen.rotate(seen.queries, 0)
         for head in range(queries.shape[1]):
             for place in range(count, count + len(PROMPT)):
-                row = (seen.keys[0, head // seen.group, : place + 1] @ queries[0, head, place] * seen.scale).softmax(0)
-                attention[layer, head // seen.group] += row[:count] / (len(PROMPT) * seen.group)
+                row = (
+                    seen.keys[0, head // seen.num_queries_per_kv, : place + 1] @ queries[0, head, place] * seen.scale
+                ).softmax(0)
+                attention[layer, head // seen.num_queries_per_kv] += row[:count] / (
+                    len(PROMPT) * seen.num_queries_per_kv
+                )
     return attention, novelty
 
 
@@ -139,15 +145,15 @@ def test_novel_tokens_stay_for_all_heads_and_the_others_by_attention(alpha: floa
         for head in range(2):
             others = [int(t) for t in attention[layer, head].argsort(descending=True) if int(t) not in novel]
             wanted = sorted(novel | set(others[: KEEP - len(novel)]))
-            assert stream.pot.layers[layer].numbers[head, :KEEP].tolist() == wanted
-    assert stream.length == KEEP + 1 and stream.cooked == 1
+            assert stream.cache.layers[layer].token_indices[head, :KEEP].tolist() == wanted
+    assert stream.length == KEEP + 1 and stream.num_compressions == 1
 
 
 @torch.no_grad()
 def test_without_new_numbers_cooking_down_is_hiding_what_was_lost() -> None:
     stream, ids = stream_of(rule={"renumber": False}), words(FULL + 6)
     stream.push(ids[:FULL])
-    stream._cook_down()
+    stream._compress()
     kept = torch.zeros(3, 1, 2, FULL, dtype=torch.bool).scatter_(-1, numbers(stream)[:, None], True)
     wanted = decode_logits(stream.model, record_prefill(stream.model, ids[None, :FULL]), kept, ids[None, FULL:])[0]
     assert torch.allclose(stream.logits(ids[FULL:])[1:], wanted[:-1], atol=1e-4)
@@ -157,7 +163,7 @@ def test_a_token_that_is_kept_for_its_novelty_is_in_every_head_for_ever() -> Non
     stream, ids = stream_of(), words(9 * CAP)
     for start in range(0, len(ids), 5):
         stream.push(ids[start : start + 5])
-        held = set(stream._ledger.numbers[: stream._ledger.length].tolist())
+        held = set(stream._novelty.token_indices[: stream._novelty.length].tolist())
         assert all(held <= set(row.tolist()) for row in numbers(stream).flatten(0, 1))
         assert bool((numbers(stream).diff(dim=-1) > 0).all())  # in the order of time, each once
     assert {0} < held  # nothing foresaw the first token
@@ -201,7 +207,7 @@ def test_without_novelty_it_is_snapkv_in_chunks(kernel: int) -> None:
     ids = words(FULL + 3 * (FULL - KEEP))
     stream = stream_of(rule={"alpha": 0.0, "kernel": kernel, "renumber": False})
     stream.push(ids)
-    assert stream.cooked == 3
+    assert stream.num_compressions == 3
     assert torch.equal(numbers(stream), snapkv_in_chunks(stream.model, ids, kernel))
 
 
@@ -231,16 +237,16 @@ def test_novelty_goes_on_over_pushes() -> None:
     for piece in (ids[:1], ids[1:8], ids[8:9], ids[9:]):
         stream.push(piece)
     _, novelty = by_hand(stream, ids)
-    assert torch.allclose(stream._ledger.novelty[:20], novelty, atol=1e-4)
+    assert torch.allclose(stream._novelty.novelty[:20], novelty, atol=1e-4)
 
 
-def test_the_ledger_forgets_what_is_less_novel() -> None:
-    ledger = NoveltyTracker(8, torch.device("cpu"))
-    ledger.add(0, torch.tensor([3.0, 1.0, 4.0, 1.5]))
-    assert ledger.keep(2).tolist() == [0, 2]
-    ledger.add(4, torch.tensor([9.0, 3.5]))
-    assert ledger.keep(3).tolist() == [2, 4, 5]
-    assert ledger.novelty[:3].tolist() == [4.0, 9.0, 3.5] and ledger.bytes == 8 * 12
+def test_the_tracker_forgets_what_is_less_novel() -> None:
+    tracker = NoveltyTracker(8, torch.device("cpu"))
+    tracker.add(0, torch.tensor([3.0, 1.0, 4.0, 1.5]))
+    assert tracker.keep_top(2).tolist() == [0, 2]
+    tracker.add(4, torch.tensor([9.0, 3.5]))
+    assert tracker.keep_top(3).tolist() == [2, 4, 5]
+    assert tracker.novelty[:3].tolist() == [4.0, 9.0, 3.5] and tracker.nbytes == 8 * 12
 
 
 # New numbers
@@ -263,10 +269,10 @@ def test_keys_turned_anew_are_those_computed_there(rope: dict[str, Any] | None) 
     network = _made(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=rope))
     ids = words(12)
     old, new = torch.arange(40, 100, 5), torch.arange(12)
-    turned = position_remapper(network)(_keys_at(network, ids, old), old, new)
-    assert torch.allclose(turned, _keys_at(network, ids, new), atol=1e-5)
-    assert not torch.allclose(turned, _keys_at(network, ids, old), atol=1e-2)
-    assert torch.equal(position_remapper(network)(turned, new, new), turned)  # what stays loses nothing
+    moved = position_remapper(network)(_keys_at(network, ids, old), old, new)
+    assert torch.allclose(moved, _keys_at(network, ids, new), atol=1e-5)
+    assert not torch.allclose(moved, _keys_at(network, ids, old), atol=1e-2)
+    assert torch.equal(position_remapper(network)(moved, new, new), moved)  # what stays loses nothing
 
 
 @torch.no_grad()
@@ -274,10 +280,12 @@ def test_after_many_rounds_every_key_stands_at_its_slot() -> None:
     """Keys of the first layer depend on their token and position alone."""
     stream, ids = stream_of(), words(8 * CAP)
     stream.push(ids)
-    layer = stream.pot.layers[0]
-    assert stream.cooked > 10
+    layer = stream.cache.layers[0]
+    assert stream.num_compressions > 10
     for head in range(2):
-        wanted = _keys_at(stream.model.network, ids[layer.numbers[head, : stream.length]], torch.arange(stream.length))
+        wanted = _keys_at(
+            stream.model.network, ids[layer.token_indices[head, : stream.length]], torch.arange(stream.length)
+        )
         assert torch.allclose(layer.keys[head, : stream.length], wanted[head], atol=1e-4)
 
 
@@ -288,10 +296,10 @@ def test_after_many_rounds_every_key_stands_at_its_slot() -> None:
 def test_asking_leaves_the_pot_as_it_was_to_the_bit(pushed: int) -> None:
     stream = stream_of()
     stream.push(words(pushed))
-    before, length, seen = everything(stream.pot), stream.length, stream.seen
+    before, length, seen = everything(stream.cache), stream.length, stream.num_seen
     first = stream.answer(words(4), 4)
     stream.logits(words(5))
-    assert same(everything(stream.pot), before) and (stream.length, stream.seen) == (length, seen)
+    assert same(everything(stream.cache), before) and (stream.length, stream.num_seen) == (length, seen)
     assert torch.equal(stream.answer(words(4), 4), first)
 
 
@@ -300,19 +308,19 @@ def test_text_in_and_out_and_what_is_remembered() -> None:
     model = Model(network, byte_tokenizer())
 
     def fresh() -> TextStream:
-        stream = TextStream(model, CAP, keep=KEEP, room=ROOM, rule=InfiniPot(prompt="sum"))
+        stream = TextStream(model, CAP, keep=KEEP, reserved=ROOM, method=InfiniPot(prompt="sum"))
         stream.push("the colour of the sea is a matter of taste")
         return stream
 
     one, other = fresh(), fresh()
     said = one.answer([5, 6], 3)
     assert one.ask("why", 3) == model.tokenizer.decode(one.answer(byte_tokenizer()("why")["input_ids"], 3))
-    assert one.seen == other.seen
+    assert one.num_seen == other.num_seen
     one.ask("why", 3, remember=True)
     answer = other.answer(byte_tokenizer()("why")["input_ids"], 3)
     other.push("why")
     other.push(answer)
-    assert one.seen == other.seen and torch.equal(numbers(one), numbers(other)) and len(said) <= 3
+    assert one.num_seen == other.num_seen and torch.equal(numbers(one), numbers(other)) and len(said) <= 3
 
 
 # Refusals
@@ -337,9 +345,9 @@ def test_impossible_rules_are_refused(change: dict[str, Any], sentence: str) -> 
     [
         ({"keep": 32}, "cannot keep 32 and read more"),
         ({"keep": 0}, "cannot keep 0"),
-        ({"room": 2}, "room is 2 tokens, and the catalyst prompt has 3"),
-        ({"room": 40}, "with 40 left free"),
-        ({"chunk": 0}, "chunk is 0"),
+        ({"reserved": 2}, "2 tokens are reserved, and the catalyst prompt has 3"),
+        ({"reserved": 40}, "with 40 reserved"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
     ],
 )
 def test_impossible_sizes_are_refused(changes: dict[str, Any], sentence: str) -> None:
@@ -349,16 +357,16 @@ def test_impossible_sizes_are_refused(changes: dict[str, Any], sentence: str) ->
 
 def test_a_cap_past_the_trained_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="the cap is 4096 tokens, and this model was trained for 128"):
-        TextStream(Model(BUILDS["llama"]()), rule=InfiniPot(prompt=PROMPT))
+        TextStream(Model(BUILDS["llama"]()), method=InfiniPot(prompt=PROMPT))
 
 
 def test_unfit_models_are_refused() -> None:
-    for name, sentence in (("mistral", "sliding"), ("gpt2", "no rotary positions"), ("bert", "only language models")):
+    for name, sentence in (("mistral", "sliding"), ("gpt2", "no rotary positions"), ("bert", "only causal language")):
         with pytest.raises(ModelError, match=sentence):
             stream_of(name)
     model = Model(BUILDS["llama"](), kv=KVCacheFormat("int8"))
-    with pytest.raises(ModelError, match="keeps keys and values as int8"):
-        TextStream(model, CAP, rule=InfiniPot(prompt=PROMPT))
+    with pytest.raises(ModelError, match=r"quantized KV cache \(.*int8"):
+        TextStream(model, CAP, method=InfiniPot(prompt=PROMPT))
     with pytest.raises(ModelError, match="no tokenizer"):
         TextStream(Model(BUILDS["llama"]()), CAP)
 
@@ -369,8 +377,8 @@ def refusals() -> list[tuple[Callable[[TextStream], Any], type[Exception], str]]
         (lambda stream: stream.answer([5], -1), RequestError, "an answer of -1"),
         (lambda stream: stream.push([99]), DataError, "from 0 to 98"),
         (lambda stream: stream.push(torch.ones(2, 2)), DataError, "one row"),
-        (lambda stream: stream.answer([], 3), RequestError, "nothing to go on from"),
-        (lambda stream: stream.logits([]), RequestError, "nothing to go on from"),
+        (lambda stream: stream.answer([], 3), RequestError, "nothing to continue"),
+        (lambda stream: stream.logits([]), RequestError, "nothing to continue"),
         (lambda stream: stream.push("text"), ModelError, "no tokenizer"),
     ]
 
@@ -378,8 +386,8 @@ def refusals() -> list[tuple[Callable[[TextStream], Any], type[Exception], str]]
 @pytest.mark.parametrize("at", range(7))
 def test_impossible_requests_are_refused_and_change_nothing(at: int) -> None:
     stream = stream_of()
-    before = everything(stream.pot)
+    before = everything(stream.cache)
     call, kind, sentence = refusals()[at]
     with pytest.raises(kind, match=sentence):
         call(stream)
-    assert same(everything(stream.pot), before) and stream.seen == 0
+    assert same(everything(stream.cache), before) and stream.num_seen == 0

@@ -15,7 +15,7 @@ from smelt.kvcache.streaming.frame_rule import FrameTokens
 from smelt.kvcache.streaming.position_ids import FramePositions
 from smelt.kvcache.streaming.vision import FrameEncoder
 from tests.kvcache.streaming.seeing import JOINED, PATCHES, SEEING, film, llava, qwen2_vl
-from tests.kvcache.streaming.test_pot import everything, same
+from tests.kvcache.streaming.test_bounded_cache import everything, same
 from tests.serve.test_detokenizer import byte_tokenizer
 from tests.tiny import BUILDS
 
@@ -25,7 +25,7 @@ NAMES = tuple(SEEING)
 
 
 def stream_of(name: str, **changes: Any) -> VideoStream:
-    given: dict[str, Any] = {"frames": FRAMES, "keep_frames": KEEP, "prefix": PREFIX, "room": 16, **changes}
+    given: dict[str, Any] = {"max_frames": FRAMES, "keep_frames": KEEP, "prefix": PREFIX, "reserved": 16, **changes}
     return VideoStream(SEEING[name](), **given)
 
 
@@ -41,7 +41,7 @@ def plainly(name: str, network: Any, frames: Tensor) -> dict[str, Any]:
     if name.startswith("llava-"):
         return {"input_ids": ids, "pixel_values_videos": frames[None]}
     kinds = (ids == placeholder).int() * 2
-    return {"input_ids": ids, "mm_token_type_ids": kinds, **FrameEncoder(network)._prepared(frames)}
+    return {"input_ids": ids, "mm_token_type_ids": kinds, **FrameEncoder(network)._inputs(frames)}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -52,14 +52,14 @@ def test_what_fits_is_answered_as_by_the_plain_network(name: str) -> None:
     wanted = stream.network(**plainly(name, stream.network, frames)).logits[0, -len(QUESTION) :]
     for start in range(0, len(frames), 3):  # pairs that come apart wait for each other
         stream.push(frames[start : start + 3])
-    assert stream.seen == FRAMES and stream.cooked == 0 and stream._shape.patches == PATCHES[name]
+    assert stream.num_seen == FRAMES and stream.num_compressions == 0 and stream._layout.patches == PATCHES[name]
     assert torch.allclose(stream.logits(QUESTION), wanted, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_answers_are_those_that_the_network_generates(name: str) -> None:
-    stream = stream_of(name, frames=6, keep_frames=5, rule="recent")
+    stream = stream_of(name, max_frames=6, keep_frames=5, rule="recent")
     stream.network.generation_config.eos_token_id = None
     frames = film(6 * JOINED[name])
     given = plainly(name, stream.network, frames)
@@ -72,17 +72,17 @@ def test_answers_are_those_that_the_network_generates(name: str) -> None:
 def test_a_film_fifty_times_longer_stays_in_its_cap(name: str) -> None:
     stream = stream_of(name)
     stream.push(film(JOINED[name]))
-    size, cap = stream.bytes, len(PREFIX) + FRAMES * PATCHES[name] + len(stream._shape.after) + 16
-    assert stream.pot is not None and stream.pot.cap == cap
+    size, cap = stream.nbytes, len(PREFIX) + FRAMES * PATCHES[name] + len(stream._layout.trailing) + 16
+    assert stream.cache is not None and stream.cache.capacity == cap
     assert size == 4 * 2 * cap * (2 * 8 * 4 + 8 + 4)  # layers, heads; keys and values, a number and a mark
-    places = [tensor.data_ptr() for layer in stream.pot.layers for tensor in layer.tensors()]
+    places = [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()]
     frames, longest = film(50 * FRAMES * JOINED[name] - JOINED[name], seed=1), 0
     for start in range(0, len(frames), 31):
         stream.push(frames[start : start + 31])
         longest = max(longest, stream.length)
-        assert stream.bytes == size
-    assert stream.seen == 50 * FRAMES and longest == len(PREFIX) + FRAMES * PATCHES[name]
-    assert [tensor.data_ptr() for layer in stream.pot.layers for tensor in layer.tensors()] == places
+        assert stream.nbytes == size
+    assert stream.num_seen == 50 * FRAMES and longest == len(PREFIX) + FRAMES * PATCHES[name]
+    assert [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()] == places
     assert stream.answer(QUESTION, 3).shape == (3,)
 
 
@@ -94,21 +94,21 @@ def test_heads_keep_whole_recent_frames_and_keys_as_they_were(name: str) -> None
     first = len(PREFIX)
     kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
     for start in range(0, len(frames), JOINED[name]):
-        before = stream.cooked
+        before = stream.num_compressions
         stream.push(frames[start : start + JOINED[name]])
-        assert stream.pot is not None
-        for at, layer in enumerate(stream.pot.layers):
+        assert stream.cache is not None
+        for at, layer in enumerate(stream.cache.layers):
             for head in range(2):
-                numbers = layer.numbers[head, : stream.length].tolist()
+                numbers = layer.token_indices[head, : stream.length].tolist()
                 assert numbers[:first] == list(range(first)) and numbers == sorted(set(numbers))
-                if stream.cooked > before:
-                    recent = range(first + (stream.seen - 3) * patches, first + stream.seen * patches)
+                if stream.num_compressions > before:
+                    recent = range(first + (stream.num_seen - 3) * patches, first + stream.num_seen * patches)
                     assert set(recent) <= set(numbers)  # two of eight, and the one that came since
                 for slot, number in enumerate(numbers):
                     now = (layer.keys[head, slot].clone(), layer.values[head, slot].clone())
                     was = kept.setdefault((at, head, number), now)
                     assert torch.equal(now[0], was[0]) and torch.equal(now[1], was[1])
-    assert stream.cooked > 10
+    assert stream.num_compressions > 10
 
 
 def test_rules_are_told_which_patch_each_token_is() -> None:
@@ -116,13 +116,13 @@ def test_rules_are_told_which_patch_each_token_is() -> None:
     told: list[Tensor] = []
 
     class Listening(RecentFrames):
-        def places(self, held: FrameTokens, count: int) -> Tensor:
-            told.append(held.patch.clone())
-            return super().places(held, count)
+        def select(self, tokens: FrameTokens, count: int) -> Tensor:
+            told.append(tokens.patch_index.clone())
+            return super().select(tokens, count)
 
     stream = stream_of("smolvlm", rule=Listening())
     stream.push(film(20))
-    assert len(told) == stream.cooked * 4
+    assert len(told) == stream.num_compressions * 4
     assert all(row.tolist() == [0, 1, 2, 3] * FRAMES for patch in told for row in patch)
 
 
@@ -133,14 +133,16 @@ def test_value_norms_are_noted_while_frames_are_whole(pooling: bool) -> None:
     noted: dict[tuple[int, int, int], float] = {}
     for start in range(0, 60, 2):
         stream.push(frames[start : start + 2])
-        assert stream.pot is not None
-        for at, layer in enumerate(stream.pot.layers):
-            marked = slice(len(PREFIX), stream.length - stream._new * 16)
+        assert stream.cache is not None
+        for at, layer in enumerate(stream.cache.layers):
+            marked = slice(len(PREFIX), stream.length - stream._new_frames * 16)
             for head in range(2):
                 for number, mark, value in zip(
-                    layer.numbers[head, marked].tolist(), layer.marks[head, marked], layer.values[head, marked],
+                    layer.token_indices[head, marked].tolist(),
+                    layer.token_scores[head, marked],
+                    layer.values[head, marked],
                     strict=True,
-                ):  # fmt: skip
+                ):
                     assert noted.setdefault((at, head, number), float(mark)) == float(mark)
                     if not pooling or at == 3:
                         assert torch.allclose(mark, value.norm(), atol=1e-5)
@@ -153,10 +155,10 @@ def test_what_appeared_once_is_still_there() -> None:
     goes."""
     still = film(1).repeat(80, 1, 1, 1)
     still[:2, :, 8:16, 8:16] = 4.0
-    stream = VideoStream(qwen2_vl([0, 2, 2]), frames=FRAMES, keep_frames=KEEP, rule=InfiniPotV(tar=0.7))
+    stream = VideoStream(qwen2_vl([0, 2, 2]), max_frames=FRAMES, keep_frames=KEEP, rule=InfiniPotV(tar=0.7))
     stream.push(still)
-    assert stream.pot is not None and stream.cooked > 10
-    for row in stream.pot.layers[0].numbers[:, : stream.length].tolist():
+    assert stream.cache is not None and stream.num_compressions > 10
+    for row in stream.cache.layers[0].token_indices[:, : stream.length].tolist():
         assert set(range(16)) <= set(row)
         assert len(set(range(16, 16 * 30)) & set(row)) < 16 * 30 / 4
 
@@ -166,10 +168,10 @@ def test_what_appeared_once_is_still_there() -> None:
 def test_positions_are_those_of_the_whole_film(name: str) -> None:
     """As the network numbers prefix, all frames and the question, when it is given them together."""
     network: Any = SEEING[name]()
-    shape = FrameEncoder(network).shape(film(1))
+    shape = FrameEncoder(network).layout(film(1))
     numbering = FramePositions(network, len(PREFIX), shape)
     for count in (1, 3, 5, 6, 7, 20):
-        found = torch.cat((numbering.frames(0, count), numbering.words(count, 4)), dim=1)
+        found = torch.cat((numbering.frames(0, count), numbering.text(count, 4)), dim=1)
         pieces = torch.cat([numbering.frames(at, 1) for at in range(count)], dim=1)
         assert torch.equal(found[:, : pieces.shape[1]], pieces)
         if name.startswith("qwen"):
@@ -196,14 +198,14 @@ def test_words_may_follow_the_longest_axis(monkeypatch: pytest.MonkeyPatch) -> N
         return torch.cat(rows, dim=1)[:, None], None
 
     monkeypatch.setattr(network.model, "get_rope_index", highest)
-    numbering = FramePositions(network, len(PREFIX), FrameEncoder(network).shape(film(1)))
-    found = [int(numbering.words(count, 1)[0, 0]) for count in range(40)]
+    numbering = FramePositions(network, len(PREFIX), FrameEncoder(network).layout(film(1)))
+    found = [int(numbering.text(count, 1)[0, 0]) for count in range(40)]
     assert found == [3, *(3 + max(4, 2 * count - 1) for count in range(1, 40))]
 
 
 def test_patches_by_loops() -> None:
-    eye, frames = FrameEncoder(SEEING["qwen2-vl"]()), torch.randn(4, 3, 16, 32)
-    patches, grid = eye._patches(frames)
+    encoder, frames = FrameEncoder(SEEING["qwen2-vl"]()), torch.randn(4, 3, 16, 32)
+    patches, grid = encoder._patches(frames)
     assert grid.tolist() == [[2, 4, 8]] and patches.shape == (64, 3 * 2 * 4 * 4)
     row = 0
     for time in range(2):
@@ -229,13 +231,13 @@ def test_no_more_frames_are_encoded_at_once_than_there_is_room_for() -> None:
 
 def test_empty_frames_that_a_network_takes_for_padding_are_refused() -> None:
     stream = stream_of("smolvlm")
-    with pytest.raises(DataError, match="zero everywhere, so normalise"):
+    with pytest.raises(DataError, match="zero everywhere, for padding, so normalize"):
         stream.push(torch.zeros(2, 3, 32, 32))
     stream.push(film(2))
-    before = stream.seen
-    with pytest.raises(DataError, match="zero everywhere, so normalise"):
+    before = stream.num_seen
+    with pytest.raises(DataError, match="zero everywhere, for padding, so normalize"):
         stream.push(torch.cat((film(1), torch.zeros(1, 3, 32, 32))))
-    assert stream.seen == before and stream.length == len(PREFIX) + 2 * 4
+    assert stream.num_seen == before and stream.length == len(PREFIX) + 2 * 4
 
 
 def test_the_last_frames_fill_the_pot() -> None:
@@ -247,36 +249,41 @@ def test_the_last_frames_fill_the_pot() -> None:
     assert one.length == len(PREFIX) + (KEEP + 1) * 4 and other.length == len(PREFIX) + FRAMES * 4
     odd = stream_of("qwen2-vl")
     odd.push(film(3))
-    assert odd.seen == 1
+    assert odd.num_seen == 1
     odd.push(film(2), last=True)
-    assert odd.seen == 3  # the last frame stands for its missing partner
+    assert odd.num_seen == 3  # the last frame stands for its missing partner
 
 
 @pytest.mark.parametrize("rule", ["infinipot-v", "recent", "uniform"])
 def test_asking_leaves_the_pot_as_it_was_to_the_bit(rule: str) -> None:
     stream = stream_of("llava-onevision", rule=rule)
     stream.push(film(30))
-    assert stream.pot is not None
-    before, length = everything(stream.pot), stream.length
+    assert stream.cache is not None
+    before, length = everything(stream.cache), stream.length
     said = stream.answer(QUESTION, 5)
     stream.logits(QUESTION)
-    assert same(everything(stream.pot), before) and stream.length == length
+    assert same(everything(stream.cache), before) and stream.length == length
     assert torch.equal(stream.answer(QUESTION, 5), said)
 
 
 def test_recent_keeps_the_last_frames_alone() -> None:
     stream = stream_of("smolvlm", rule="recent", prefix=())
     stream.push(film(21))
-    assert stream.pot is not None
+    assert stream.cache is not None
     wanted = list(range(21 * 4 - stream.length, 21 * 4))
-    assert all(row.tolist() == wanted for layer in stream.pot.layers for row in layer.numbers[:, : stream.length])
+    assert all(
+        row.tolist() == wanted for layer in stream.cache.layers for row in layer.token_indices[:, : stream.length]
+    )
 
 
-def test_frames_are_prepared_as_told() -> None:
+def test_frames_are_preprocessed_by_the_given_function() -> None:
     network: Any = SEEING["qwen2-vl"]()
-    plain = VideoStream(network, frames=FRAMES, keep_frames=KEEP)
+    plain = VideoStream(network, max_frames=FRAMES, keep_frames=KEEP)
     told = VideoStream(
-        network, frames=FRAMES, keep_frames=KEEP, prepare=lambda frames: FrameEncoder(network)._prepared(frames / 2)
+        network,
+        max_frames=FRAMES,
+        keep_frames=KEEP,
+        preprocess=lambda frames: FrameEncoder(network)._inputs(frames / 2),
     )
     plain.push(film(6) / 2)
     told.push(film(6))
@@ -286,7 +293,7 @@ def test_frames_are_prepared_as_told() -> None:
 def test_words_in_and_out() -> None:
     network: Any = SEEING["smolvlm"]()
     network.resize_token_embeddings(300)
-    stream = VideoStream(network, byte_tokenizer(), frames=FRAMES, keep_frames=KEEP, prefix="see: ")
+    stream = VideoStream(network, byte_tokenizer(), max_frames=FRAMES, keep_frames=KEEP, prefix="see: ")
     stream.push(film(5))
     ids = byte_tokenizer()("what?")["input_ids"]
     assert stream.length == 5 + 5 * 4
@@ -298,7 +305,7 @@ def test_words_in_and_out() -> None:
     [
         ({"keep_frames": 8}, "of 8 frames 8 cannot be kept"),
         ({"keep_frames": 0}, "of 8 frames 0 cannot be kept"),
-        ({"room": 0}, "room is 0 tokens"),
+        ({"reserved": 0}, "0 tokens are reserved"),
         ({"rule": "best"}, "there is no frame rule 'best'; there are infinipot-v, recent, uniform"),
         ({"keep_frames": 3}, "2 recent frames do not fit"),
     ],
@@ -314,7 +321,7 @@ def test_impossible_requests_are_refused() -> None:
         stream.answer(QUESTION)
     with pytest.raises(DataError, match=r"frames of 30 x 32 pixels cannot be cut into patches of 8"):
         stream.push(torch.randn(2, 3, 30, 32))
-    assert stream.pot is None and stream.seen == 0
+    assert stream.cache is None and stream.num_seen == 0
     stream.push(film(2))
     with pytest.raises(DataError, match=r"they are \[frames, ...\] of \[3, 32, 32\]"):
         stream.push(torch.randn(2, 3, 40, 32))
@@ -327,9 +334,9 @@ def test_impossible_requests_are_refused() -> None:
 
 
 def test_unfit_networks_are_refused() -> None:
-    with pytest.raises(ModelError, match="no eyes"):
+    with pytest.raises(ModelError, match="no vision tower"):
         VideoStream(BUILDS["llama"]())
     with pytest.raises(ModelError, match="sliding"):
         VideoStream(BUILDS["mistral"]())
-    with pytest.raises(ModelError, match="wants image_sizes beside pixels"):
+    with pytest.raises(ModelError, match="needs image_sizes beside pixels"):
         VideoStream(llava(hf.LlavaNextConfig, hf.LlavaNextForConditionalGeneration))

@@ -146,7 +146,7 @@ def test_a_network_in_a_small_type() -> None:
 
 
 def streamed(network: PreTrainedModel) -> TextStream:
-    return TextStream(Model(copy.deepcopy(network)), CAP, keep=KEEP, room=len(PROMPT), rule=RULE)
+    return TextStream(Model(copy.deepcopy(network)), CAP, keep=KEEP, reserved=len(PROMPT), method=RULE)
 
 
 def held(engine: Engine, request: Request, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -169,21 +169,21 @@ def test_a_long_text_lies_in_its_pages_as_in_a_streams_pot(llama: PreTrainedMode
         engine.step()
         if not request.blocks:
             break
-        stream.push(request.tokens[stream.seen : request.num_computed_tokens])
+        stream.push(request.tokens[stream.num_seen : request.num_computed_tokens])
         assert stream.length == memory_of(engine).size.length(request.num_computed_tokens)
-        assert request.pot is not None and request.pot.ledger.length == stream._ledger.length
+        assert request.pot is not None and request.pot.ledger.length == stream._novelty.length
         for mine, theirs in (
-            (request.pot.ledger.numbers, stream._ledger.numbers),
-            (request.pot.ledger.novelty, stream._ledger.novelty),
+            (request.pot.ledger.token_indices, stream._novelty.token_indices),
+            (request.pot.ledger.novelty, stream._novelty.novelty),
         ):
-            count = stream._ledger.length
+            count = stream._novelty.length
             assert torch.allclose(mine[:count].double(), theirs[:count].double(), atol=1e-4)
-        for layer, pot in enumerate(stream.pot.layers):
+        for layer, pot in enumerate(stream.cache.layers):
             numbers, keys, values = held(engine, request, layer)
             assert torch.equal(numbers, pot.numbers[:, : stream.length])
             assert torch.allclose(keys, pot.keys[:, : stream.length], atol=1e-4)
             assert torch.allclose(values, pot.values[:, : stream.length], atol=1e-4)
-    assert len(request.output) == 70 and stream.cooked == runner_of(engine).cooked > 5
+    assert len(request.output) == 70 and stream.num_compressions == runner_of(engine).cooked > 5
 
 
 def test_the_answer_is_the_streams(llama: PreTrainedModel) -> None:

@@ -25,35 +25,35 @@ from tests.tiny import BUILDS
         ({"kv_token_cap": 0}, ConfigError, "a cap of 0 tokens holds nothing"),
         ({"kv_token_cap": -5}, ConfigError, "a cap of -5 tokens holds nothing"),
         (
-            {"kv_token_cap": BoundedCacheConfig(12, rule=RULE)},
+            {"kv_token_cap": BoundedCacheConfig(12, method=RULE)},
             ConfigError,
             r"12 tokens is too small.*takes 3, and a block of 4.*at least 13",
         ),
         ({"kv_token_cap": BoundedCacheConfig(40, 35, RULE)}, ConfigError, r"keeps 35 leaves 2 .* keep at most 33"),
         ({"kv_token_cap": BoundedCacheConfig(40, 40, RULE)}, ConfigError, "cannot keep 40 and read more"),
         (
-            {"kv_token_cap": BoundedCacheConfig(129, rule=RULE)},
+            {"kv_token_cap": BoundedCacheConfig(129, method=RULE)},
             ConfigError,
             "the cap is 129 tokens, and this model was trained for 128",
         ),
         (
-            {"kv_token_cap": BoundedCacheConfig(40, rule=RULE), "page_selection": {"token_budget": 512}},
+            {"kv_token_cap": BoundedCacheConfig(40, method=RULE), "page_selection": {"token_budget": 512}},
             ConfigError,
             "leave out the profile, or the choice",
         ),
         (
-            {"kv_token_cap": BoundedCacheConfig(40, rule=RULE), "kv_profile": "none.json"},
+            {"kv_token_cap": BoundedCacheConfig(40, method=RULE), "kv_profile": "none.json"},
             ConfigError,
             "leave out the profile, or the choice",
         ),
         (
-            {"kv_token_cap": BoundedCacheConfig(40, rule=RULE), "tensor_parallel_size": 2},
+            {"kv_token_cap": BoundedCacheConfig(40, method=RULE), "tensor_parallel_size": 2},
             ModelError,
             "not kept on several devices yet: use one",
         ),
-        ({"kv_token_cap": BoundedCacheConfig(40, rule=RULE), "max_model_len": 1}, RequestError, "give at least 2"),
+        ({"kv_token_cap": BoundedCacheConfig(40, method=RULE), "max_model_len": 1}, RequestError, "give at least 2"),
         (
-            {"kv_token_cap": BoundedCacheConfig(40, rule=RULE), "kv_cache_bytes": 9 * BLOCK_BYTES},
+            {"kv_token_cap": BoundedCacheConfig(40, method=RULE), "kv_cache_bytes": 9 * BLOCK_BYTES},
             ResourceError,
             r"holds 36 tokens, and the cap is 40, which takes .* bytes; give more memory, or a smaller cap",
         ),
@@ -66,19 +66,19 @@ def test_impossible_caps(options: dict[str, Any], kind: type[SmeltError], senten
 
 
 def test_the_least_cap_is_one_that_works() -> None:
-    engine = Engine(Model(BUILDS["llama"]()), block_size=BLOCK, kv_token_cap=BoundedCacheConfig(13, rule=RULE))
+    engine = Engine(Model(BUILDS["llama"]()), block_size=BLOCK, kv_token_cap=BoundedCacheConfig(13, method=RULE))
     assert len(answers(engine, [words(60)])[0]) == 16
 
 
-@pytest.mark.parametrize(("name", "sentence"), [("mistral", "sliding layers"), ("gpt2", "no rotary positions")])
+@pytest.mark.parametrize(("name", "sentence"), [("mistral", "sliding-window layers"), ("gpt2", "no rotary positions")])
 def test_models_whose_pots_cannot_be_cooked_down(name: str, sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
-        Engine(Model(BUILDS[name]()), block_size=BLOCK, kv_token_cap=BoundedCacheConfig(40, rule=RULE))
+        Engine(Model(BUILDS[name]()), block_size=BLOCK, kv_token_cap=BoundedCacheConfig(40, method=RULE))
 
 
 def test_positions_must_be_numbered_anew() -> None:
     with pytest.raises(ConfigError, match="leave `renumber` on"):
-        BoundedCacheConfig(40, rule=InfiniPot(renumber=False))
+        BoundedCacheConfig(40, method=InfiniPot(renumber=False))
 
 
 @pytest.mark.parametrize(

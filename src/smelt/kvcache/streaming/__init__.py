@@ -1,4 +1,4 @@
-"""Streams in bounded memory: a pot of keys and values that is cooked down when it is full (InfiniPot, InfiniPot-V)."""
+"""Streams in bounded memory: a KV cache of fixed size, compressed when it is full (InfiniPot, InfiniPot-V)."""
 
 from __future__ import annotations
 

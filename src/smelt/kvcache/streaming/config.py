@@ -1,4 +1,4 @@
-"""A hard cap: what a server is told about the pots of its requests."""
+"""Bounded KV cache settings of a server, and the slot of each token, which depends on its index alone."""
 
 from __future__ import annotations
 
@@ -10,84 +10,95 @@ from smelt.kvcache.streaming.infinipot import InfiniPot
 
 @dataclass(frozen=True)
 class BoundedCacheSize:
-    """A pot is filled up to `cap - room`; when one more token comes, it is cooked down to `keep`. `room` is for the
-    catalyst prompt, and for what else is laid behind the text and taken away again."""
+    """Sizes of a bounded cache: it is filled up to `capacity - reserved`; the next token compresses it to `keep`.
 
-    cap: int
+    `reserved` slots are for the catalyst prompt and other tokens that are appended temporarily. When the cache is
+    compressed depends on the token index alone, so equal texts are compressed at equal places."""
+
+    capacity: int
     keep: int
-    room: int
+    reserved: int
 
     @classmethod
-    def of(cls, cap: int, keep: int | None, room: int, prompt: int, window: int | None) -> BoundedCacheSize:
-        """For a catalyst prompt of so many tokens, and a network that was trained for so many. Of the paper's sizes
-        only that of the pot is known: that a half is kept is a default of ours."""
-        found = cls(cap, cap // 2 if keep is None else keep, room)
-        if window and cap > window:
-            raise ConfigError(f"the cap is {cap} tokens, and this model was trained for {window}; take no more.")
-        if room < prompt:
-            raise ConfigError(f"room is {room} tokens, and the catalyst prompt has {prompt}; make room larger.")
-        if not 1 <= found.keep < found.full:
+    def create(
+        cls, capacity: int, keep: int | None, reserved: int, prompt_len: int, max_positions: int | None
+    ) -> BoundedCacheSize:
+        """Check sizes for a catalyst prompt and a network trained for `max_positions`. `keep` defaults to a half, our
+        choice: the paper gives only the capacity."""
+        size = cls(capacity, capacity // 2 if keep is None else keep, reserved)
+        if max_positions and capacity > max_positions:
             raise ConfigError(
-                f"a cap of {cap} tokens with {room} left free cannot keep {found.keep} and read more; "
-                "keep at least 1 and fewer than cap - room."
+                f"the cap is {capacity} tokens, and this model was trained for {max_positions}; take no more."
             )
-        return found
+        if reserved < prompt_len:
+            raise ConfigError(
+                f"{reserved} tokens are reserved, and the catalyst prompt has {prompt_len}; reserve more."
+            )
+        if not 1 <= size.keep < size.max_text_tokens:
+            raise ConfigError(
+                f"a cap of {capacity} tokens with {reserved} reserved cannot keep {size.keep} and read more; "
+                "keep at least 1 and fewer than the cap without the reserved tokens."
+            )
+        return size
 
     @property
-    def full(self) -> int:
-        """Tokens of the text that lie in it at most."""
-        return self.cap - self.room
+    def max_text_tokens(self) -> int:
+        """Most tokens of the text in the cache."""
+        return self.capacity - self.reserved
 
     @property
-    def fresh(self) -> int:
-        """Tokens that come from one time it is cooked down to the next."""
-        return self.full - self.keep
+    def tokens_per_cycle(self) -> int:
+        """Tokens between two compressions."""
+        return self.max_text_tokens - self.keep
 
-    def cooks(self, token: int) -> bool:
-        """Whether the pot is full when the token with this number comes, counted from 0."""
-        return token >= self.full and (token - self.full) % self.fresh == 0
+    def compresses_at(self, token: int) -> bool:
+        """Whether the cache is full when the token with this index, counted from 0, arrives."""
+        return token >= self.max_text_tokens and (token - self.max_text_tokens) % self.tokens_per_cycle == 0
 
-    def place(self, token: int) -> int:
-        """Where the token with this number is laid."""
-        return token if token < self.full else self.keep + (token - self.full) % self.fresh
+    def slot(self, token: int) -> int:
+        """Slot that the token with this index is written to."""
+        if token < self.max_text_tokens:
+            return token
+        return self.keep + (token - self.max_text_tokens) % self.tokens_per_cycle
 
-    def ahead(self, token: int) -> int:
-        """How many tokens, this one the first, are laid until the pot is full."""
-        return self.full - self.place(token)
+    def tokens_until_full(self, token: int) -> int:
+        """Tokens, this one the first, that fit before the next compression."""
+        return self.max_text_tokens - self.slot(token)
 
-    def length(self, tokens: int) -> int:
-        """How many lie in it when so many have come."""
-        return self.place(tokens - 1) + 1 if tokens else 0
+    def length(self, num_tokens: int) -> int:
+        """Tokens in the cache after `num_tokens` arrived."""
+        return self.slot(num_tokens - 1) + 1 if num_tokens else 0
 
 
 @dataclass(frozen=True)
 class BoundedCacheConfig:
-    """Each request holds keys and values of at most so many tokens. When they are there, `keep` of them stay (a half
-    unless told), by the rule."""
+    """Bound the KV cache of each request to `max_tokens`; when it is full, the method keeps `keep` of them (half by
+    default)."""
 
-    tokens: int
+    max_tokens: int
     keep: int | None = None
-    rule: InfiniPot = field(default_factory=InfiniPot)
+    method: InfiniPot = field(default_factory=InfiniPot)
 
     def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ConfigError(f"a cap of {self.tokens} tokens holds nothing; give some hundreds or thousands.")
-        if not self.rule.renumber:
-            raise ConfigError("a text without an end needs positions that are numbered anew; leave `renumber` on.")
+        if self.max_tokens < 1:
+            raise ConfigError(f"a cap of {self.max_tokens} tokens holds nothing; give some hundreds or thousands.")
+        if not self.method.renumber:
+            raise ConfigError("a text without an end needs renumbered positions; leave `renumber` on.")
 
-    def size(self, prompt: int, window: int | None, block: int) -> BoundedCacheSize:
-        """With a catalyst prompt of so many tokens, on blocks of so many. Room is left for the prompt alone, since
-        answers are cooked down as well. Pots that would be cooked down more often than once a block are refused."""
-        least = 2 * (prompt + block) - 1
-        if self.keep is None and self.tokens < least:
+    def size(self, prompt_len: int, max_positions: int | None, block_size: int) -> BoundedCacheSize:
+        """Compute the sizes for a catalyst prompt and a block size. Slots are reserved for the prompt alone, since
+        generated tokens are compressed too. Caches compressed more often than once per block are refused."""
+        least = 2 * (prompt_len + block_size) - 1
+        if self.keep is None and self.max_tokens < least:
             raise ConfigError(
-                f"a cap of {self.tokens} tokens is too small: a half stays, the catalyst prompt takes {prompt}, and a "
-                f"block of {block} must fit beside them; give at least {least}."
+                f"a cap of {self.max_tokens} tokens is too small: half is kept, the catalyst prompt takes "
+                f"{prompt_len}, and a block of {block_size} must fit beside them; give at least {least}."
             )
-        size = BoundedCacheSize.of(self.tokens, self.keep, prompt, prompt, window)
-        if size.fresh < block:
+        size = BoundedCacheSize.create(self.max_tokens, self.keep, prompt_len, prompt_len, max_positions)
+        if size.tokens_per_cycle < block_size:
             raise ConfigError(
-                f"a cap of {self.tokens} tokens that keeps {size.keep} leaves {size.fresh} beside the catalyst prompt "
-                f"of {prompt}, and a block has {block}; keep at most {size.full - block}, or raise the cap."
+                f"a cap of {self.max_tokens} tokens that keeps {size.keep} leaves {size.tokens_per_cycle} beside the "
+                f"catalyst prompt of {prompt_len}, and a block has {block_size}; keep at most "
+                f"{size.max_text_tokens - block_size}, or raise the cap."
             )
         return size

@@ -1,4 +1,4 @@
-"""A frame rule says which tokens of a full pot of frames stay."""
+"""Frame rules: which tokens of a full bounded cache of video frames are retained."""
 
 from __future__ import annotations
 
@@ -8,48 +8,54 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from smelt.registry import Registry
+
 
 @dataclass(frozen=True)
 class FrameTokens:
-    """What one layer holds of the frames so far. Each head has tokens of its own, in the order of time."""
+    """Frame tokens in the cache of one layer. Each head has its own tokens, in order of time."""
 
-    keys: Tensor  # [kv_heads, tokens, width], as they lie in the cache
-    patch: Tensor  # [kv_heads, tokens]: which patch of its frame a token is
-    marks: Tensor  # [kv_heads, tokens]: what the rule noted when the token was new; empty where it notes nothing
-    patches: int  # of a frame
+    keys: Tensor  # [kv_heads, tokens, head_dim], as cached
+    patch_index: Tensor  # [kv_heads, tokens]: position of a token in its frame
+    token_scores: Tensor  # [kv_heads, tokens]: what the rule computed when the token was new; may be empty
+    patches_per_frame: int
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         return self.keys.shape[1]
 
     @property
-    def frames(self) -> int:
-        """As many whole frames the tokens would be."""
-        return self.tokens // self.patches
+    def num_frames(self) -> int:
+        """Tokens in units of full frames."""
+        return self.num_tokens // self.patches_per_frame
 
 
 @dataclass(frozen=True)
 class FrameRule(ABC):
-    """Its fields are its parameters."""
+    """Base class; fields are parameters."""
 
     name: ClassVar[str]
     paper: ClassVar[str]
-    marked: ClassVar[bool] = False  # notes something with every token: `marks`
+    summary: ClassVar[str]
+    needs_token_scores: ClassVar[bool] = False
 
     @property
-    def shaped(self) -> bool:
-        """Whether it notes something by rows and columns of the patches, which must then be known."""
+    def needs_grid(self) -> bool:
+        """Whether token scores need the rows and columns of the patches."""
         return False
 
     @abstractmethod
-    def places(self, held: FrameTokens, count: int) -> Tensor:
-        """Which tokens each head keeps: [kv_heads, count], rising."""
+    def select(self, tokens: FrameTokens, count: int) -> Tensor:
+        """Slots that each head retains: [kv_heads, count], rising."""
 
-    def marks(self, values: Tensor, layer: int, layers: int) -> Tensor:
-        """What is noted with tokens of whole new frames [kv_heads, frames, rows, columns, width], once, before any of
-        them is lost: [kv_heads, frames, rows, columns]."""
+    def token_scores(self, values: Tensor, layer: int, num_layers: int) -> Tensor:
+        """Score the tokens of full new frames [kv_heads, frames, rows, columns, head_dim] once, before any of them is
+        evicted: [kv_heads, frames, rows, columns]."""
         raise NotImplementedError
 
-    def check(self, frames: int, keep: int) -> None:
-        """Refuse a pot of so many frames, of which so many are kept, where the rule cannot work with it."""
+    def check(self, max_frames: int, keep_frames: int) -> None:
+        """Refuse sizes that the rule cannot work with."""
         return
+
+
+FRAME_RULES: Registry[FrameRule] = Registry("frame rule")

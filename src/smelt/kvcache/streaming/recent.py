@@ -1,23 +1,20 @@
-"""Recent: the last tokens stay; what a sliding window would do."""
+"""Recent frames: retain the last tokens, as a sliding window would."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from smelt.kvcache.streaming.frame_rule import FrameRule, FrameTokens
+from smelt.kvcache.streaming.frame_rule import FRAME_RULES, FrameRule, FrameTokens
 
 
+@FRAME_RULES.register("recent", paper="the baseline `swa` of InfiniPot-V (arXiv 2506.15745)")
 @dataclass(frozen=True)
 class RecentFrames(FrameRule):
-    """A baseline of InfiniPot-V."""
+    """Retain the most recent tokens; a baseline that forgets everything older."""
 
-    name: ClassVar[str] = "recent"
-    paper: ClassVar[str] = "the baseline `swa` of InfiniPot-V (arXiv 2506.15745)"
-
-    def places(self, held: FrameTokens, count: int) -> Tensor:
-        places = torch.arange(held.tokens - count, held.tokens, device=held.keys.device)
-        return places.repeat(len(held.keys), 1)
+    def select(self, tokens: FrameTokens, count: int) -> Tensor:
+        slots = torch.arange(tokens.num_tokens - count, tokens.num_tokens, device=tokens.keys.device)
+        return slots.repeat(len(tokens.keys), 1)

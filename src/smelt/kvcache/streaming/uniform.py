@@ -1,23 +1,20 @@
-"""Uniform: every so many tokens one stays."""
+"""Uniform frames: retain tokens at equal distances."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from smelt.kvcache.streaming.frame_rule import FrameRule, FrameTokens
+from smelt.kvcache.streaming.frame_rule import FRAME_RULES, FrameRule, FrameTokens
 
 
+@FRAME_RULES.register("uniform", paper="the baseline `uniform` of InfiniPot-V (arXiv 2506.15745)")
 @dataclass(frozen=True)
 class UniformFrames(FrameRule):
-    """A baseline of InfiniPot-V: place i of `count` is the whole part of i * tokens / count."""
+    """Retain slot floor(i * tokens / count) for each i of `count`; a baseline that covers the whole stream."""
 
-    name: ClassVar[str] = "uniform"
-    paper: ClassVar[str] = "the baseline `uniform` of InfiniPot-V (arXiv 2506.15745)"
-
-    def places(self, held: FrameTokens, count: int) -> Tensor:
-        places = torch.arange(count, device=held.keys.device) * held.tokens // count
-        return places.repeat(len(held.keys), 1)
+    def select(self, tokens: FrameTokens, count: int) -> Tensor:
+        slots = torch.arange(count, device=tokens.keys.device) * tokens.num_tokens // count
+        return slots.repeat(len(tokens.keys), 1)

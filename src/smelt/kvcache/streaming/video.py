@@ -1,4 +1,4 @@
-"""A stream of frames in bounded memory (InfiniPot-V): push any number, ask at any time."""
+"""Streams of video frames in bounded memory (InfiniPot-V): push any number, ask at any time."""
 
 from __future__ import annotations
 
@@ -9,28 +9,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from smelt.errors import ConfigError, DataError, RequestError
-from smelt.kvcache.streaming.bounded_cache import BoundedCache, check_layers
-from smelt.kvcache.streaming.frame_rule import FrameRule, FrameTokens
-from smelt.kvcache.streaming.infinipot_v import InfiniPotV
+from smelt.kvcache.streaming.bounded_cache import BoundedCache, check_full_attention
+from smelt.kvcache.streaming.frame_rule import FRAME_RULES, FrameRule, FrameTokens
 from smelt.kvcache.streaming.position_ids import FramePositions
-from smelt.kvcache.streaming.recent import RecentFrames
 from smelt.kvcache.streaming.text_io import StreamTokenizer, Tokens
-from smelt.kvcache.streaming.uniform import UniformFrames
-from smelt.kvcache.streaming.vision import FrameEncoder, FrameLayout, Prepare
-
-FRAME_RULES: dict[str, type[FrameRule]] = {rule.name: rule for rule in (InfiniPotV, RecentFrames, UniformFrames)}
+from smelt.kvcache.streaming.vision import FrameEncoder, FrameLayout, PreprocessFn
 
 
 class VideoStream:
-    """A pot of `frames` frames. When it is full and more come, it is cooked down to the tokens of `keep_frames`, and
-    there is room for the difference; no more are ever encoded at once. A `prefix` of words stays in front for ever, and
-    `room` tokens are left free for what is asked and answered.
+    """A bounded cache of `max_frames` frames. When it is full and more arrive, it is compressed to the tokens of
+    `keep_frames`; no more frames than that frees are encoded at once. A text `prefix` stays in front for ever, and
+    `reserved` slots are left for questions and answers.
 
-    Where a network joins frames in pairs, a pair counts as one here, and a frame without its partner waits. Frames
-    [frames, channels, height, width] are sized and normalised, unless `prepare` does that. Nothing is written between
-    them: a network that was trained with words between frames sees none. Positions grow with the stream and kept keys
-    stay where they were computed, as in the paper. Every token sees those before it alone, also where a network would
-    let the tokens of one picture see each other.
+    Where a network merges frames in pairs, a pair counts as one here, and a frame without its partner waits. Frames
+    [frames, channels, height, width] are resized and normalized, unless `preprocess` does that. Nothing is inserted
+    between frames, even for networks trained with text there. Positions grow with the stream and retained keys keep
+    theirs, as in the paper. Attention is causal, also where a network would let the tokens of one image see each other.
     """
 
     def __init__(
@@ -38,173 +32,176 @@ class VideoStream:
         network: PreTrainedModel,
         tokenizer: Any = None,
         *,
-        frames: int = 32,
+        max_frames: int = 32,
         keep_frames: int = 24,
         rule: FrameRule | str = "infinipot-v",
         prefix: str | Tokens = (),
-        room: int = 256,
-        prepare: Prepare | None = None,
+        reserved: int = 256,
+        preprocess: PreprocessFn | None = None,
     ) -> None:
-        self.frames, self.keep_frames, self.room, self.rule = frames, keep_frames, room, _rule(rule)
-        if not 1 <= keep_frames < frames:
-            raise ConfigError(f"of {frames} frames {keep_frames} cannot be kept; keep at least 1, and fewer than all.")
-        if room < 1:
-            raise ConfigError(f"room is {room} tokens; a question and its answer need some.")
-        self.rule.check(frames, keep_frames)
-        check_layers(network.config.get_text_config(decoder=True))
+        self.max_frames, self.keep_frames, self.reserved = max_frames, keep_frames, reserved
+        self.rule = FRAME_RULES.build(rule) if isinstance(rule, str) else rule
+        if not 1 <= keep_frames < max_frames:
+            raise ConfigError(
+                f"of {max_frames} frames {keep_frames} cannot be kept; keep at least 1, and fewer than all."
+            )
+        if reserved < 1:
+            raise ConfigError(f"{reserved} tokens are reserved; a question and its answer need some.")
+        self.rule.check(max_frames, keep_frames)
+        check_full_attention(network.config.get_text_config(decoder=True))
         self.network: Any = network
-        self._words, self._eye = StreamTokenizer(network, tokenizer), FrameEncoder(network, prepare)
-        self._prefix = self._words.tokens(prefix, begins=True)  # [tokens]
-        self._size = torch.Size()  # of a frame
-        self._waiting: Tensor | None = None  # frames without their partners
-        self._shape: FrameLayout
-        self._numbering: FramePositions
-        self.pot: BoundedCache | None = None  # made when the first frame shows how many tokens a frame has
-        self.seen = 0  # frames
-        self.cooked = 0  # how often it was cooked down
-        self._held = self._new = 0  # frames in the pot, and those that came since it was cooked down
+        self._tokenizer, self._encoder = StreamTokenizer(network, tokenizer), FrameEncoder(network, preprocess)
+        self._prefix = self._tokenizer.encode(prefix, begins=True)  # [tokens]
+        self._frame_shape = torch.Size()
+        self._unpaired: Tensor | None = None  # frames without their partners
+        self._layout: FrameLayout
+        self._positions: FramePositions
+        self.cache: BoundedCache | None = None  # allocated when the first frame shows how many tokens a frame has
+        self.num_seen = 0  # frames
+        self.num_compressions = 0
+        self._cached_frames = self._new_frames = 0  # in the cache, and those since the last compression
 
     @property
-    def bytes(self) -> int:
-        """What the stream holds of what it saw; the same from the first frame to the last."""
-        return 0 if self.pot is None else self.pot.bytes
+    def nbytes(self) -> int:
+        """Bytes held for the stream; constant from the first frame to the last."""
+        return 0 if self.cache is None else self.cache.nbytes
 
     @property
     def length(self) -> int:
-        """Tokens in the pot."""
-        return 0 if self.pot is None else self.pot.length
+        """Tokens in the cache."""
+        return 0 if self.cache is None else self.cache.length
 
     @torch.no_grad()
     def push(self, frames: Tensor, *, last: bool = False) -> None:
-        """Watch on. Where no more will come, `last` keeps as many older tokens as fit beside these frames."""
-        waiting = self._paired(frames, last)
-        joined = self._eye.joined
-        while len(waiting):
-            if self._held == self.frames:
-                left = len(waiting) // joined
-                self._cook_down(max(self.keep_frames, self.frames - left) if last else self.keep_frames)
-            count = min(self.frames - self._held, self.frames - self.keep_frames, len(waiting) // joined)
-            self._take(waiting[: count * joined])
-            waiting = waiting[count * joined :]
+        """Append frames. Where no more will come, `last` keeps as many older tokens as fit beside these frames."""
+        pending = self._paired(frames, last)
+        merge = self._encoder.temporal_merge
+        while len(pending):
+            if self._cached_frames == self.max_frames:
+                left = len(pending) // merge
+                self._compress(max(self.keep_frames, self.max_frames - left) if last else self.keep_frames)
+            free = self.max_frames - self._cached_frames
+            count = min(free, self.max_frames - self.keep_frames, len(pending) // merge)
+            self._append(pending[: count * merge])
+            pending = pending[count * merge :]
 
     def ask(self, question: str, max_tokens: int = 32) -> str:
-        """What the model says to these words, greedily, after all frames. The pot stays as it was, to the bit."""
-        return self._words.text(self.answer(self._words.tokens(question), max_tokens))
+        """Answer a question greedily after all frames. The cache is restored bit for bit."""
+        return self._tokenizer.decode(self.answer(self._tokenizer.encode(question), max_tokens))
 
     @torch.no_grad()
     def answer(self, question: Tokens, max_tokens: int = 32) -> Tensor:
-        """The same in tokens [at most max_tokens]; without the token that ends it."""
-        ids = self._words.tokens(question)
-        pot = self._checked(len(ids), max_tokens)
-        before = pot.length
+        """Answer in token ids [at most max_tokens], without the end token."""
+        ids = self._tokenizer.encode(question)
+        cache = self._check_request(len(ids), max_tokens)
+        before = cache.length
 
-        def more(word: Tensor) -> Tensor:
-            position = self._numbering.words(self.seen, pot.length - before + 1)[:, -1:]
-            return self._feed(self._embedded(word), position)[-1]
+        def next_logits(token: Tensor) -> Tensor:
+            position = self._positions.text(self.num_seen, cache.length - before + 1)[:, -1:]
+            return self._forward(self._embed(token), position)[-1]
 
-        with pot.aside():
-            return self._words.said(self._asked(ids)[-1], more, max_tokens)
+        with cache.temporary():
+            return self._tokenizer.generate_greedy(self._question_logits(ids)[-1], next_logits, max_tokens)
 
     @torch.no_grad()
     def logits(self, question: Tokens) -> Tensor:
-        """What the model expects after each of these words: [words, vocabulary]. The pot stays as it was."""
-        ids = self._words.tokens(question)
-        with self._checked(len(ids), 0).aside():
-            return self._asked(ids)
+        """Logits after each token of a question: [tokens, vocab]. The cache is restored."""
+        ids = self._tokenizer.encode(question)
+        with self._check_request(len(ids), 0).temporary():
+            return self._question_logits(ids)
 
-    def _asked(self, ids: Tensor) -> Tensor:
-        embedded = torch.cat((self._shape.after, self._embedded(ids)))
-        return self._feed(embedded, self._numbering.words(self.seen, len(embedded)), keep=len(ids))
+    def _question_logits(self, ids: Tensor) -> Tensor:
+        embedded = torch.cat((self._layout.trailing, self._embed(ids)))
+        return self._forward(embedded, self._positions.text(self.num_seen, len(embedded)), num_logits=len(ids))
 
-    def _checked(self, tokens: int, more: int) -> BoundedCache:
-        if self.pot is None or not self.seen:
+    def _check_request(self, num_tokens: int, max_tokens: int) -> BoundedCache:
+        if self.cache is None or not self.num_seen:
             raise RequestError("no frame was seen yet; push some before asking.")
-        if not tokens:
+        if not num_tokens:
             raise RequestError("the question is empty; give the model some words.")
-        free = self.pot.cap - self.pot.length - len(self._shape.after)
-        if more < 0 or tokens + more > free:
+        free = self.cache.capacity - self.cache.length - len(self._layout.trailing)
+        if max_tokens < 0 or num_tokens + max_tokens > free:
             raise RequestError(
-                f"a question of {tokens} tokens and an answer of {more} do not fit into the {free} that the pot has "
-                f"free; ask for less, or make room larger than {self.room}."
+                f"a question of {num_tokens} tokens and an answer of {max_tokens} do not fit into the {free} free "
+                f"slots of the cache; ask for less, or reserve more than {self.reserved}."
             )
-        return self.pot
+        return self.cache
 
     def _paired(self, frames: Tensor, last: bool) -> Tensor:
-        """Frames with those that waited, as many as have their partners; the others wait."""
-        if frames.dim() != 4 or (self._size and frames.shape[1:] != self._size):
-            wanted = f"{list(self._size)}" if self._size else "[channels, height, width]"
-            raise DataError(f"frames of shape {list(frames.shape)} came; they are [frames, ...] of {wanted}.")
-        if self._waiting is not None:
-            frames = torch.cat((self._waiting, frames))
-        if last and len(frames) % self._eye.joined:
-            frames = torch.cat((frames, frames[-1:].expand(-len(frames) % self._eye.joined, -1, -1, -1)))
-        whole = len(frames) - len(frames) % self._eye.joined
-        if self.pot is None and whole:
-            self._begin(frames)
-        self._size, self._waiting = frames.shape[1:], frames[whole:].clone() if whole < len(frames) else None
-        return frames[:whole]
+        """Join frames with those that waited and return the complete pairs; the others wait."""
+        if frames.dim() != 4 or (self._frame_shape and frames.shape[1:] != self._frame_shape):
+            expected = f"{list(self._frame_shape)}" if self._frame_shape else "[channels, height, width]"
+            raise DataError(f"frames of shape {list(frames.shape)} came; they are [frames, ...] of {expected}.")
+        merge = self._encoder.temporal_merge
+        if self._unpaired is not None:
+            frames = torch.cat((self._unpaired, frames))
+        if last and len(frames) % merge:
+            frames = torch.cat((frames, frames[-1:].expand(-len(frames) % merge, -1, -1, -1)))
+        complete = len(frames) - len(frames) % merge
+        if self.cache is None and complete:
+            self._allocate(frames)
+        self._frame_shape = frames.shape[1:]
+        self._unpaired = frames[complete:].clone() if complete < len(frames) else None
+        return frames[:complete]
 
-    def _begin(self, frames: Tensor) -> None:
-        """Make the pot, as large as it will ever be, and put the prefix into it."""
-        shape = self._eye.shape(frames)
-        if self.rule.shaped and shape.grid is None:
+    def _allocate(self, frames: Tensor) -> None:
+        """Allocate the cache, as large as it will ever be, and prefill the prefix."""
+        layout = self._encoder.layout(frames)
+        if self.rule.needs_grid and layout.grid is None:
             raise ConfigError(f"{self.rule.name} pools over rows and columns, and this network does not say its rows.")
         config = self.network.config.get_text_config(decoder=True)
-        cap = len(self._prefix) + self.frames * shape.patches + len(shape.after) + self.room
-        self.pot, self._shape = BoundedCache(cap, config, marked=self.rule.marked), shape
-        self._numbering = FramePositions(self.network, len(self._prefix), shape)
-        nothing = torch.zeros(1, dtype=torch.int64, device=self.network.device)
-        self.pot.allocate(lambda: self._feed(self._embedded(nothing), self._numbering.words(0, 1)))
+        capacity = len(self._prefix) + self.max_frames * layout.patches + len(layout.trailing) + self.reserved
+        self.cache = BoundedCache(capacity, config, with_token_scores=self.rule.needs_token_scores)
+        self._layout, self._positions = layout, FramePositions(self.network, len(self._prefix), layout)
+        token = torch.zeros(1, dtype=torch.int64, device=self.network.device)
+        self.cache.allocate(lambda: self._forward(self._embed(token), self._positions.text(0, 1)))
         if len(self._prefix):
             positions = torch.arange(len(self._prefix), device=self.network.device)
-            self._feed(self._embedded(self._prefix), positions.expand(self._numbering.axes, -1))
+            self._forward(self._embed(self._prefix), positions.expand(self._positions.axes, -1))
 
-    def _take(self, frames: Tensor) -> None:
-        assert self.pot is not None
-        tokens = self._eye(frames, self._shape)  # [frames, patches, width]
-        with self.pot.whole():
-            self._feed(tokens.flatten(0, 1), self._numbering.frames(self.seen, len(tokens)))
-        self.seen, self._held, self._new = self.seen + len(tokens), self._held + len(tokens), self._new + len(tokens)
+    def _append(self, frames: Tensor) -> None:
+        assert self.cache is not None
+        tokens = self._encoder(frames, self._layout)  # [frames, patches, hidden]
+        count = len(tokens)
+        with self.cache.transaction():
+            self._forward(tokens.flatten(0, 1), self._positions.frames(self.num_seen, count))
+        self.num_seen += count
+        self._cached_frames += count
+        self._new_frames += count
 
-    def _cook_down(self, keep: int) -> None:
-        """Cut the pot down to the tokens of `keep` frames, each head by its own choice."""
-        assert self.pot is not None
-        first, patches, length = len(self._prefix), self._shape.patches, self.pot.length
-        fresh = slice(length - self._new * patches, length)
-        for at, layer in enumerate(self.pot.layers):
-            if self.rule.marked:
-                whole = layer.values[:, fresh].unflatten(1, (self._new, *(self._shape.grid or (1, patches))))
-                layer.marks[:, fresh] = self.rule.marks(whole, at, len(self.pot.layers)).flatten(1)
-            held = FrameTokens(
+    def _compress(self, keep_frames: int) -> None:
+        """Compress the cache to the tokens of `keep_frames` frames, each head by its own selection."""
+        assert self.cache is not None
+        first, patches, length = len(self._prefix), self._layout.patches, self.cache.length
+        fresh = slice(length - self._new_frames * patches, length)
+        for index, layer in enumerate(self.cache.layers):
+            if self.rule.needs_token_scores:
+                grid = self._layout.grid or (1, patches)
+                values = layer.values[:, fresh].unflatten(1, (self._new_frames, *grid))
+                layer.token_scores[:, fresh] = self.rule.token_scores(values, index, len(self.cache.layers)).flatten(1)
+            tokens = FrameTokens(
                 layer.keys[:, first:length],
-                (layer.numbers[:, first:length] - first) % patches,
-                layer.marks[:, first:length],
+                (layer.token_indices[:, first:length] - first) % patches,
+                layer.token_scores[:, first:length],
                 patches,
             )
-            self.pot.keep(at, self.rule.places(held, keep * patches), first)
-        self._held, self._new, self.cooked = keep, 0, self.cooked + 1
+            self.cache.retain(index, self.rule.select(tokens, keep_frames * patches), first)
+        self._cached_frames, self._new_frames = keep_frames, 0
+        self.num_compressions += 1
 
-    def _embedded(self, ids: Tensor) -> Tensor:  # [tokens, width]
-        found: Tensor = self.network.get_input_embeddings()(ids)
-        return found
+    def _embed(self, ids: Tensor) -> Tensor:  # [tokens, hidden]
+        embedded: Tensor = self.network.get_input_embeddings()(ids)
+        return embedded
 
-    def _feed(self, embedded: Tensor, positions: Tensor, keep: int = 1) -> Tensor:
-        """Put embedded tokens [tokens, width] at positions [axes, tokens] through the network and into the pot; the
-        logits of the last ones [keep, vocabulary]."""
-        found = self.network(
+    def _forward(self, embedded: Tensor, positions: Tensor, num_logits: int = 1) -> Tensor:
+        """Run embedded tokens [tokens, hidden] at positions [axes, tokens] through the network and append them to the
+        cache; return the logits of the last ones [num_logits, vocab]."""
+        output = self.network(
             inputs_embeds=embedded[None],
             position_ids=positions[:, None] if len(positions) > 1 else positions,
-            past_key_values=self.pot,
+            past_key_values=self.cache,
             use_cache=True,
-            logits_to_keep=keep,
+            logits_to_keep=num_logits,
         )
-        logits: Tensor = found.logits[0]
+        logits: Tensor = output.logits[0]
         return logits
-
-
-def _rule(given: FrameRule | str) -> FrameRule:
-    if isinstance(given, FrameRule):
-        return given
-    if given not in FRAME_RULES:
-        raise ConfigError(f"there is no frame rule {given!r}; there are {', '.join(FRAME_RULES)}.")
-    return FRAME_RULES[given]()

@@ -201,7 +201,7 @@ class Engine:
         """Tokens of prompt and answer. Who asks for no number gets what the context holds; under a cap, where it may
         have no end, an answer as long as the cap."""
         if asked is None:
-            return self.max_model_len if self.kv_token_cap is None else prompt + self.kv_token_cap.tokens
+            return self.max_model_len if self.kv_token_cap is None else prompt + self.kv_token_cap.max_tokens
         return prompt + asked
 
     @property

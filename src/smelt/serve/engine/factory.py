@@ -135,18 +135,18 @@ def capped_parts(
     """Each request's keys and values are a pot. A step computes a chunk of a prompt beside a token of every request."""
     if len(devices) > 1:
         raise ModelError("a cap is not kept on several devices yet: use one.")
-    distiller = InfiniPotCompressor(model, cap.rule)
+    distiller = InfiniPotCompressor(model, cap.method)
     window = getattr(model.network.config, "max_position_embeddings", None)
     size = cap.size(len(distiller.prompt), window, sizes.block)
-    most = -(-size.cap // sizes.block)
+    most = -(-size.capacity // sizes.block)
     each = pot_block_bytes(model.anatomy, sizes.block, model.network.dtype, sizes.kind)
     num_blocks = sizes.blocks(each, sizes.max_num_seqs * most, model.device)
     if num_blocks < most:
         raise ResourceError(
-            f"the KV cache holds {num_blocks * sizes.block:,} tokens, and the cap is {size.cap:,}, which "
+            f"the KV cache holds {num_blocks * sizes.block:,} tokens, and the cap is {size.capacity:,}, which "
             f"takes {most * each:,} bytes; give more memory, or a smaller cap."
         )
-    empty = partial(BoundedCacheState.empty, size.cap, model.device)
+    empty = partial(BoundedCacheState.empty, size.capacity, model.device)
     pool = BlockPool(num_blocks, sizes.block, prefix_cache=False)
     memory = BoundedCacheManager(pool, size, empty, carry=sizes.prefix_cache)
     chunk = sizes.chunk or sizes.max_num_batched_tokens

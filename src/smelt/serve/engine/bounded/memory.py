@@ -40,13 +40,13 @@ class BoundedCacheManager(KVCacheManager):
 
     def needed(self, request: Request, tokens: int) -> int:
         """The whole cap, with the catalyst prompt, from the first time on that the pot is cooked down."""
-        return self.pool.needed(tokens if tokens <= self.size.full else self.size.cap)
+        return self.pool.needed(tokens if tokens <= self.size.max_text_tokens else self.size.capacity)
 
     def admit(self, request: Request, promised: int) -> bool:
         found = self._found(request)
         if not self.fits(self.needed(request, request.num_expected_tokens) + promised):
             return False
-        request.pot = self._empty() if found is None else found.held.begun(self.size.cap, found.pages)
+        request.pot = self._empty() if found is None else found.held.begun(self.size.capacity, found.pages)
         request.blocks, request.num_computed_tokens = [], 0 if found is None else found.tokens - 1
         return True
 
@@ -65,7 +65,7 @@ class BoundedCacheManager(KVCacheManager):
         count = min(
             request.num_expected_tokens - request.num_computed_tokens,
             chunk,
-            self.size.ahead(request.num_computed_tokens),
+            self.size.tokens_until_full(request.num_computed_tokens),
         )
         return count if count <= budget else 0
 

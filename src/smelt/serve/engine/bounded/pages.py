@@ -42,8 +42,8 @@ class BoundedCachePages:
         held = numbers[rows]  # [tokens, layers, kv_heads]
         for at, layer in enumerate(self.cache.keys):
             mine = held[:, at].T.long()
-            places = distiller.places(attention[layer], mine, novel, count)  # [kv_heads, count]
-            keys = distiller.turned(_picked(self.keys(layer, rows), places), places)
+            places = distiller.select(attention[layer], mine, novel, count)  # [kv_heads, count]
+            keys = distiller.rerotate(_picked(self.keys(layer, rows), places), places)
             if (form := self.cache.rows[layer]) is not None:
                 keys = form.quantize(form.rotate(keys))
             values = _picked(self.cache.values[layer].flatten(0, 1)[rows].transpose(0, 1), places)

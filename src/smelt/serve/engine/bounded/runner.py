@@ -44,7 +44,7 @@ class BoundedRunner(ModelRunner):
             block_size=block_size,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
-            max_model_len=pots.cap,
+            max_model_len=pots.capacity,
             compiled=compiled,
             adapters=adapters,
             kind=kind,
@@ -54,13 +54,13 @@ class BoundedRunner(ModelRunner):
 
     @property
     def backend(self) -> str:
-        return f"{super().backend}, pots of {self.pots.cap} tokens"
+        return f"{super().backend}, pots of {self.pots.capacity} tokens"
 
     @torch.inference_mode()
     def launch(self, step: ScheduledBatch) -> InflightBatch:
         self.pages.copy(step.copies)
         for piece in step.pieces:
-            if self.pots.cooks(piece.start):
+            if self.pots.compresses_at(piece.start):
                 self._cook_down(piece.request)
         count = self._fill(step.pieces)
         pages = self._pages(step.pieces, count)
@@ -73,7 +73,7 @@ class BoundedRunner(ModelRunner):
         return InflightBatch(step, giving, drawn)
 
     def _place(self, piece: ScheduledChunk) -> int:
-        return self.pots.place(piece.start)
+        return self.pots.slot(piece.start)
 
     def _read(self, pieces: list[ScheduledChunk], pages: AttentionMetadata, count: int) -> tuple[Tensor, Tensor]:
         """Logits [giving, vocabulary], and how novel the tokens are that follow those of this step and are known, one
@@ -96,7 +96,7 @@ class BoundedRunner(ModelRunner):
         return states
 
     def _cook_down(self, request: Request) -> None:
-        prompt, full = self.distiller.prompt, self.pots.full
+        prompt, full = self.distiller.prompt, self.pots.max_text_tokens
         self._write_table(request)
         every = torch.arange(full + len(prompt))
         table = torch.from_numpy(self._tables[request.slot])
@@ -113,13 +113,13 @@ class BoundedRunner(ModelRunner):
         with self._adapters([ScheduledChunk(request, full, len(prompt), False)]):
             self._states(attend, prompt, every[full:].to(self.device))
         keep = self.pots.keep
-        novel = _pot(request).ledger.keep(self.distiller.rule.novel(keep))
+        novel = _pot(request).ledger.keep_top(self.distiller.method.num_novel(keep))
         self.pages.keep(rows[:full], attention, novel, keep, self.distiller)
         self.cooked += 1
 
     def _behind(self, request: Request, places: Tensor) -> AttentionMetadata:
         """The catalyst prompt behind a full pot, at these places."""
-        new, length = len(places), self.pots.full + len(places)
+        new, length = len(places), self.pots.max_text_tokens + len(places)
 
         def sent(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self.device)

@@ -1,0 +1,117 @@
+"""The bounded cache: what is stored where, what is removed, and that it never grows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from smelt.errors import ModelError, ResourceError
+from smelt.kvcache.streaming.bounded_cache import BoundedCache, topk_in_order
+from tests.tiny import BUILDS
+
+HEADS, CAP, WIDTH, LAYERS = 2, 10, 8, 3
+
+
+def filled(tokens: int, with_token_scores: bool = False) -> tuple[BoundedCache, Tensor]:
+    """A cache after so many random tokens, and their keys [layers, 1, heads, tokens, width]; values are these + 1."""
+    cache = BoundedCache(CAP, BUILDS["llama"]().config, with_token_scores)
+    keys = torch.randn(LAYERS, 1, HEADS, tokens, WIDTH)
+    for layer in range(LAYERS):
+        cache.update(keys[layer], keys[layer] + 1, layer)
+    return cache, keys
+
+
+def everything(cache: BoundedCache) -> list[Tensor]:
+    """Copies of all that it holds, free slots included."""
+    return [tensor.clone() for layer in cache.layers for tensor in layer.tensors()]
+
+
+def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_tokens_lie_in_the_order_they_came() -> None:
+    cache, keys = filled(4)
+    more = torch.randn(1, HEADS, 3, WIDTH)
+    got, values = cache.update(more, more + 1, 0)
+    assert torch.equal(got, torch.cat((keys[0], more), dim=2)) and torch.equal(values, got + 1)
+    assert cache.layers[0].token_indices[:, :7].tolist() == [list(range(7))] * HEADS
+    assert cache.get_seq_length() == cache.length == 7 and cache.num_seen == 7
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_each_head_keeps_tokens_of_its_own_behind_those_that_always_stay(first: int) -> None:
+    cache, keys = filled(9, with_token_scores=True)
+    for layer in cache.layers:
+        layer.token_scores[:, :9] = layer.token_indices[:, :9] * 10.0
+    places = torch.tensor([[0, 3, 4], [1, 2, 5]])
+    for layer in range(LAYERS):
+        cache.retain(layer, places, first)
+    assert cache.length == first + 3 and cache.num_seen == 9
+    for layer, held in enumerate(cache.layers):
+        for head in range(HEADS):
+            wanted = [*range(first), *(first + int(place) for place in places[head])]
+            assert held.token_indices[head, : cache.length].tolist() == wanted
+            assert held.token_scores[head, : cache.length].tolist() == [number * 10.0 for number in wanted]
+            assert torch.equal(held.keys[head, : cache.length], keys[layer, 0, head, wanted])
+            assert torch.equal(held.values[head, : cache.length], keys[layer, 0, head, wanted] + 1)
+        assert all(not tensor[:, cache.length :].any() for tensor in held.tensors())  # nothing is left of the others
+
+
+def test_keys_are_turned_when_they_move() -> None:
+    """They are told where they were, and nothing else of the layer is touched."""
+    cache, keys = filled(9)
+    places = torch.tensor([[0, 3, 4], [1, 2, 5]])
+    cache.retain(0, places, 2, lambda kept, slots: kept + 100 * slots[..., None])
+    for head in range(HEADS):
+        slots = places[head] + 2
+        assert torch.equal(cache.layers[0].keys[head, 2:5], keys[0, 0, head, slots] + 100 * slots[:, None])
+        assert torch.equal(cache.layers[0].values[head, 2:5], keys[0, 0, head, slots] + 1)
+        assert torch.equal(cache.layers[0].keys[head, :2], keys[0, 0, head, :2])
+
+
+def test_what_is_cut_off_is_not_there_at_all() -> None:
+    cache, _ = filled(4)
+    before = everything(cache)
+    with pytest.raises(KeyboardInterrupt), cache.transaction():
+        cache.update(torch.ones(1, HEADS, 2, WIDTH), torch.ones(1, HEADS, 2, WIDTH), 0)
+        raise KeyboardInterrupt
+    assert same(everything(cache), before) and {layer.length for layer in cache.layers} == {4}
+    with cache.transaction():
+        cache.update(torch.ones(1, HEADS, 2, WIDTH), torch.ones(1, HEADS, 2, WIDTH), 0)
+    assert cache.length == 6
+
+
+def test_what_is_put_aside_leaves_no_trace_even_after_an_error() -> None:
+    cache, _ = filled(4)
+    before = everything(cache)
+    with cache.temporary():
+        cache.update(torch.ones(1, HEADS, 2, WIDTH), torch.ones(1, HEADS, 2, WIDTH), 0)
+    assert same(everything(cache), before)
+    with pytest.raises(ZeroDivisionError), cache.temporary():
+        cache.update(torch.ones(1, HEADS, 2, WIDTH), torch.ones(1, HEADS, 2, WIDTH), 1)
+        raise ZeroDivisionError
+    assert same(everything(cache), before) and {layer.length for layer in cache.layers} == {4}
+
+
+def test_bytes_are_those_of_its_tensors() -> None:
+    slots = LAYERS * HEADS * CAP
+    assert filled(1)[0].nbytes == filled(9)[0].nbytes == slots * (2 * WIDTH * 4 + 8)
+    assert filled(1, with_token_scores=True)[0].nbytes == slots * (2 * WIDTH * 4 + 8 + 4)
+
+
+def test_it_never_holds_more_than_its_cap() -> None:
+    cache, _ = filled(CAP)
+    with pytest.raises(ResourceError, match=r"holds 10 tokens; 11"):
+        cache.update(torch.ones(1, HEADS, 1, WIDTH), torch.ones(1, HEADS, 1, WIDTH), 0)
+
+
+def test_sliding_layers_are_refused() -> None:
+    with pytest.raises(ModelError, match="sliding"):
+        BoundedCache(CAP, BUILDS["mistral"]().config)
+
+
+def test_the_topk_in_order() -> None:
+    scores = torch.tensor([[1.0, 5.0, 2.0, 5.0, torch.inf], [3.0, 3.0, 3.0, 0.0, 3.0]])
+    assert topk_in_order(scores, 3).tolist() == [[1, 3, 4], [0, 1, 2]]
