@@ -237,7 +237,7 @@ def test_what_cannot_be_run() -> None:
     ):
         selecting(network, ALL, OffloadConfig(num_slots=8))
     sliding = BUILDS["mistral"]()
-    with pytest.raises(ModelError, match="sliding layers"):
+    with pytest.raises(ModelError, match="sliding-window layers"):
         selecting(sliding, ALL)
 
 

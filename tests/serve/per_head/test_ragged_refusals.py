@@ -46,7 +46,7 @@ def test_a_scorer_that_reads_twice() -> None:
 
 def test_a_model_with_sliding_layers() -> None:
     network = hf.MistralForCausalLM(hf.MistralConfig(**DECODER, sliding_window=16)).eval()
-    with pytest.raises(ModelError, match="sliding layers"):
+    with pytest.raises(ModelError, match="sliding-window layers"):
         Engine(Model(network), kv_profile=profile(KVShape("mistral", 3, 2, 8)), **SMALL)
 
 
