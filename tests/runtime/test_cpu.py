@@ -126,7 +126,7 @@ def test_others_run_as_they_are_and_it_is_told_why(build: Any, reason: str) -> N
     assert ModelRunner(Model(network), **SIZES).backend == "module"
 
 
-@pytest.mark.parametrize("empty", [("heads0",), ("filters1",)])
+@pytest.mark.parametrize("empty", [("heads0",), ("ffn_channels1",)])
 def test_a_layer_that_lost_everything_runs_as_it_is(empty: tuple[str, ...]) -> None:
     network = BUILDS["llama"]()
     cut(network, random_masks(network, empty=empty))

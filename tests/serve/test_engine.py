@@ -180,7 +180,9 @@ def test_a_request_that_comes_back_to_its_row_has_its_new_blocks(
     assert [each.output for each in requests] == [expected(network, text, 30) for text in texts]
 
 
-@pytest.mark.parametrize("empty", [(), ("heads0",), ("filters1",), ("heads0", "heads1", "heads2", "filters0")])
+@pytest.mark.parametrize(
+    "empty", [(), ("heads0",), ("ffn_channels1",), ("heads0", "heads1", "heads2", "ffn_channels0")]
+)
 def test_a_pruned_network_with_layers_of_its_own_widths(empty: tuple[str, ...]) -> None:
     network = BUILDS["llama"]()
     cut(network, random_masks(network, empty=empty))

@@ -96,7 +96,7 @@ def test_the_function_stays_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2", "opt", "gpt2"])
 def test_a_pruned_network_with_added_biases_stays_the_same(name: str) -> None:
     model = exact_model(name)
-    cut(model.network, random_masks(model.network, empty=("heads1", "filters2")))
+    cut(model.network, random_masks(model.network, empty=("heads1", "ffn_channels2")))
     for part in model.anatomy.parts:
         set_output(part, part.output.weight.clone(), 0.1 * torch.randn(part.output.out_features))
     before = logits(model)
