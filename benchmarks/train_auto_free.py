@@ -74,8 +74,8 @@ def _text(rows: list[Row], steps: int) -> str:
     ]
     return (
         "# The overhead of `auto` where no method pays\n\n"
-        f"{WORKERS} ranks on one machine, joined by its loopback (gloo), one thread each; {steps} steps per cell, "
-        "alternating cells of plain DDP and of `auto`. Median step of the second half of a cell: the median over cells, "
+        f"{WORKERS} ranks on one machine, joined by its loopback (gloo), one thread each; {steps} steps per cell; "
+        "cells of plain DDP and of `auto` alternate. Median step of the second half of a cell: its median over cells, "
         "and the lowest and highest.\n\n" + table(heads, lines) + "\n"
     )
 

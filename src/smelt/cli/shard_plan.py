@@ -24,7 +24,7 @@ from smelt.train.fsdp.parallelize import apply_plan
 from smelt.train.fsdp.plan import ClusterSpec, ModelProfile
 from smelt.train.fsdp.profile import estimate_layers, measure_collectives, profile_layers
 from smelt.train.fsdp.search import PlanSearchResult, search_plan
-from smelt.train.fsdp.timeline import Timeline
+from smelt.train.fsdp.timeline import StepTimeline
 from smelt.train.fsdp.trace import measure_timeline
 from smelt.train.gradients.comm import Workers
 from smelt.train.trainer.config import TrainConfig
@@ -96,7 +96,7 @@ def show(content: dict[str, Any]) -> None:
 
 
 def report_content(
-    name: str, model: ModelProfile, cluster: ClusterSpec, result: PlanSearchResult, measured: Timeline
+    name: str, model: ModelProfile, cluster: ClusterSpec, result: PlanSearchResult, measured: StepTimeline
 ) -> dict[str, Any]:
     """Return all that is shown, as plain data."""
     units = [

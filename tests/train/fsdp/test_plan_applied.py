@@ -18,7 +18,7 @@ from smelt.train.fsdp.parallelize import apply_plan
 from smelt.train.fsdp.plan import ClusterSpec, ModelProfile, ShardingPlan, ShardUnit
 from smelt.train.fsdp.profile import estimate_layers, measure_collectives, profile_layers
 from smelt.train.fsdp.search import search_plan
-from smelt.train.fsdp.timeline import COMPUTE, ROOT, Timeline, predict_timeline
+from smelt.train.fsdp.timeline import COMPUTE, ROOT, StepTimeline, predict_timeline
 from smelt.train.fsdp.trace import measure_timeline
 from smelt.train.gradients.comm import Workers
 from tests.train.parallel import outcomes, run
@@ -99,7 +99,7 @@ def trained(plan: ShardingPlan | None) -> Any:
     return torch.cat([each.detach().full_tensor().flatten() for each in network.parameters()]).numpy()
 
 
-def followed(plan: ShardingPlan, scaled: bool) -> tuple[Any, Timeline, Timeline]:
+def followed(plan: ShardingPlan, scaled: bool) -> tuple[Any, StepTimeline, StepTimeline]:
     """Parameters after training, and both timelines."""
     parameters = trained(plan)
     network = Network(scaled=scaled)
@@ -110,7 +110,7 @@ def followed(plan: ShardingPlan, scaled: bool) -> tuple[Any, Timeline, Timeline]
     return parameters, predicted, measure_timeline(plan, model, network, Work(network), CPU)
 
 
-def events(timeline: Timeline) -> list[tuple[str, int]]:
+def events(timeline: StepTimeline) -> list[tuple[str, int]]:
     """Without what the root computes, and the scatters that end backward as a set: the root's may come first."""
     order = [each for each in timeline.order if each[0] not in COMPUTE or each[1] != ROOT]
     return [*order[:-2], *sorted(order[-2:])]

@@ -72,8 +72,9 @@ def test_a_killed_worker_ends_the_run_with_a_sentence_and_resume_goes_on(tmp_pat
 def test_alone_it_is_one_worker_and_every_end_is_a_code_and_at_most_a_sentence(tmp_path: Path) -> None:
     content = language(tmp_path, steps=2)
     words = [str(write_config(tmp_path / "one.yaml", content)), "--out", str(tmp_path / "run")]
-    ((code, said),) = commanded(1, [*words, "--gradients", "auto"], tmp_path)
+    ((code, said),) = commanded(1, [*words, "--gradients", "auto", "--resume"], tmp_path)
     assert code == 0 and "step 2 of 2: loss" in said
+    assert "run/checkpoints; starting from the first step" in said  # there was nothing to resume
     assert RunFolder(tmp_path / "run").read_metadata()["config"]["gradients"] == {"method": "auto"}
     ((code, said),) = commanded(1, words, tmp_path)
     assert (code, said.count("\n")) == (2, 1) and "smelt: " in said and "give --resume to continue" in said

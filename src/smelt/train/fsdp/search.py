@@ -21,7 +21,7 @@ from smelt.train.fsdp.plan import (
     ShardingPlan,
     ShardUnit,
 )
-from smelt.train.fsdp.timeline import Timeline, predict_timeline
+from smelt.train.fsdp.timeline import StepTimeline, predict_timeline
 
 MAX_EXHAUSTIVE = 10_000  # plans
 _MAX_SWEEPS = 20
@@ -34,7 +34,7 @@ _Cost = tuple[float, float, float, int]
 @dataclass(frozen=True)
 class PlanSearchResult:
     plan: ShardingPlan
-    timeline: Timeline
+    timeline: StepTimeline
     exhaustive: bool  # whether all plans were tried
 
 

@@ -37,7 +37,7 @@ class TimelineEvent:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class StepTimeline:
     """One step on one rank, predicted or measured."""
 
     events: tuple[TimelineEvent, ...]  # in the order they were issued
@@ -69,7 +69,7 @@ class Timeline:
         }
 
 
-def predict_timeline(model: ModelProfile, plan: ShardingPlan, cluster: ClusterSpec) -> Timeline:
+def predict_timeline(model: ModelProfile, plan: ShardingPlan, cluster: ClusterSpec) -> StepTimeline:
     """Simulate a step with the alpha-beta model of collectives."""
     return _StepSimulator(model, plan, cluster).run()
 
@@ -96,7 +96,7 @@ class _StepSimulator:
         self._gradients_since: dict[int, float] = {}
         self._events: list[TimelineEvent] = []
 
-    def run(self) -> Timeline:
+    def run(self) -> StepTimeline:
         order = [*([ROOT] if self._bytes[ROOT] else []), *range(len(self._plan.units))]
         for index, unit in enumerate(order):
             self._unshard(unit, order[index + 1 : index + 1 + self._plan.forward_prefetch], forward=True)
@@ -119,7 +119,7 @@ class _StepSimulator:
         if ROOT in order:
             self._reshard(ROOT)
             self._reduce_scatter(ROOT)
-        return Timeline(tuple(self._events), self._sharded_bytes + _peak(self._allocations))
+        return StepTimeline(tuple(self._events), self._sharded_bytes + _peak(self._allocations))
 
     def _unshard(self, unit: int, prefetch: Sequence[int], forward: bool) -> None:
         """Wait until a unit's parameters are gathered, and issue the all-gathers of the units to prefetch."""

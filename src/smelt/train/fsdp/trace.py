@@ -21,7 +21,7 @@ from smelt.errors import ConfigError
 from smelt.train.fsdp.hooks import Callback, add_hooks
 from smelt.train.fsdp.parallelize import modules_of_units
 from smelt.train.fsdp.plan import ModelProfile, ShardingPlan
-from smelt.train.fsdp.timeline import ALL_GATHER, COMPUTE, FORWARD, REDUCE_SCATTER, ROOT, Timeline, TimelineEvent
+from smelt.train.fsdp.timeline import ALL_GATHER, COMPUTE, FORWARD, REDUCE_SCATTER, ROOT, StepTimeline, TimelineEvent
 from smelt.train.timing import DeviceClock, Timestamp
 
 _WARMUP_STEPS, _REPEATS = 2, 3
@@ -31,7 +31,7 @@ _reduce_scatter = getattr(distributed, "reduce_scatter_single", distributed.redu
 
 def measure_timeline(
     plan: ShardingPlan, model: ModelProfile, network: nn.Module, step: Callable[[], object], device: torch.device
-) -> Timeline:
+) -> StepTimeline:
     """Trace the fastest of several steps on this rank. `step` runs forward and backward; all ranks call it together."""
     if not isinstance(network, FSDPModule):
         raise ConfigError("the network is not sharded; apply a plan to it first.")
@@ -54,7 +54,7 @@ class _StepTracer:
         self._ends: dict[int, Timestamp] = {}
         self._issued: list[tuple[str, int]] = []  # kind and unit of each event
 
-    def trace(self, step: Callable[[], object]) -> Timeline:
+    def trace(self, step: Callable[[], object]) -> StepTimeline:
         handles = []
         for index, modules in self._units.items():
             callback = partial(self._on_event, index)
@@ -76,7 +76,7 @@ class _StepTracer:
             unit.set_custom_all_gather(_TracedAllGather(_ignore))
             unit.set_custom_reduce_scatter(_TracedReduceScatter(_ignore))
         peak = float(torch.cuda.max_memory_allocated(self._device)) if on_gpu else None
-        return Timeline(tuple(self._events()), peak)
+        return StepTimeline(tuple(self._events()), peak)
 
     def _on_event(self, unit: int, kind: str, is_begin: bool) -> None:
         if unit == ROOT and kind == FORWARD:  # begins where the last unit ends

@@ -70,7 +70,7 @@ class Trainer:
         self.progress = TrainProgress(world_size=self.workers.size)
         self._decision: dict[str, Any] | None = None  # of `auto`
         self.sampler = ShuffledSampler(len(self.task.train), config.seed)
-        self._start_or_resume(resplit)
+        self._start_or_resume(resume, resplit)
 
     @property
     def state(self) -> TrainState:
@@ -203,11 +203,13 @@ class Trainer:
         self.optimizer.zero_grad()
         return not math.isfinite(grad_norm)
 
-    def _start_or_resume(self, resplit: bool) -> None:
+    def _start_or_resume(self, resume: bool, resplit: bool) -> None:
         """Load the newest checkpoint if there is one; the log is cut to end where the run starts."""
         latest = checkpoint.latest(self.folder.checkpoints)
         if latest is not None:
             checkpoint.load(self.state, latest, self.workers, resplit=resplit)
+        elif resume and self.workers.rank == 0:
+            print(f"  no checkpoint in {self.folder.checkpoints}; starting from the first step", file=sys.stderr)
         self._decision = self.folder.read_metadata().get("decision") if self.folder.exists() else None
         self.workers.gather(torch.zeros(1), "agreement")  # all ranks have read what is rewritten now
         if self.workers.rank == 0:
