@@ -31,6 +31,7 @@ def test_under_torchrun_it_measures_and_writes_what_it_shows(tmp_path: Path) -> 
     assert all(name in done.stdout for name in methods if "," not in name)
 
 
+@pytest.mark.slow  # four torch imports; two ranks are covered above, nodes in tests/train/test_hierarchy.py
 def test_methods_are_tried_between_nodes(tmp_path: Path) -> None:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     options = ["--parameters", "1e5", "--density", "0.01", "--methods", "bf16", "--node-size", "2"]
