@@ -1,4 +1,4 @@
-"""Where things are kept that were fetched or made once: models, and code compiled for this machine."""
+"""The cache folder for downloaded models and compiled kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """SMELT_CACHE, or `smelt` in the user's cache folder."""
-    if given := os.environ.get("SMELT_CACHE"):
-        return Path(given).expanduser()
+    """Return SMELT_CACHE, or `smelt` in the user's cache folder."""
+    if folder := os.environ.get("SMELT_CACHE"):
+        return Path(folder).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "smelt"

@@ -1,8 +1,8 @@
-"""What goes wrong because of what a user gave us: one sentence with the cause and the way out, no traceback."""
+"""Errors that users can cause: one sentence with the cause and the way out, shown without a traceback."""
 
 
 class SmeltError(Exception):
-    """An error a user can cause and mend. The command line prints its sentence and exits with 2."""
+    """An error that a user can cause and fix. The command line prints its message and exits with 2."""
 
 
 class ModelError(SmeltError):

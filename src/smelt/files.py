@@ -1,4 +1,4 @@
-"""Writing files and folders whole or not at all."""
+"""Write files and folders atomically: completely or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smelt.errors import ResourceError
 
 
 def check_writable(path: Path) -> None:
-    """Refuse, before any work, a path that could not be written at its end."""
+    """Raise before any work starts if a path could not be written at the end."""
     with explain_disk_errors(path):
         with suppress(FileNotFoundError, NotADirectoryError):
             path.lstat()  # a name too long, or a folder one may not look into
@@ -27,7 +27,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary file beside `path`, then put it in place in one step."""
+    """Let `write` fill a temporary file beside `path`, then rename it to `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explain_disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -41,7 +41,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 @contextmanager
 def atomic_folder(path: Path, inside: Path | None = None) -> Iterator[Path]:
-    """A temporary folder that becomes `path` when the block ends well, and vanishes when it does not.
+    """Yield a temporary folder that is renamed to `path` when the block succeeds and deleted when it fails.
 
     It lies beside `path`, or `inside` a folder on the same disk, where a killed process leaves it for others to remove.
     """
@@ -61,11 +61,11 @@ def atomic_folder(path: Path, inside: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def explain_disk_errors(path: Path) -> Iterator[None]:
-    """A disk that fills up, or a place one may not write to, becomes one clear sentence."""
+    """Turn errors of a full disk or a missing permission into a ResourceError of one sentence."""
     try:
         yield
     except Exception as error:  # safetensors and tokenizers report a full disk as errors of their own kinds
-        if _tells_full_disk(error):
+        if _is_disk_full(error):
             message = f"the disk is full: {path} could not be written; free some space or choose another folder."
             raise ResourceError(message) from error
         if isinstance(error, OSError) and error.errno is not None:
@@ -74,7 +74,7 @@ def explain_disk_errors(path: Path) -> Iterator[None]:
         raise
 
 
-def _tells_full_disk(error: Exception) -> bool:
+def _is_disk_full(error: Exception) -> bool:
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
     return "No space left" in str(error) or "Disk quota" in str(error)

@@ -1,4 +1,4 @@
-"""Progress of long work: one line with a bar and the time left, on standard error; silent when nobody watches."""
+"""Progress bars with the time left, on standard error; none where that is not a terminal."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Item = TypeVar("Item")
 
 
 class Progress(Protocol):
-    """Sees work go by: `track` wraps what a loop runs over."""
+    """Reports progress: `track` wraps the iterable of a loop."""
 
     def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]: ...
 
 
 class NullProgress:
-    """A progress that shows nothing."""
+    """Shows nothing."""
 
     def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
         yield from items
 
 
 class ProgressBars:
-    """A progress that draws a bar a loop, nested loops below each other."""
+    """Draws one bar per loop, nested loops below each other."""
 
     def __init__(self, progress: RichProgress):
         self._progress = progress
@@ -46,7 +46,7 @@ class ProgressBars:
 
 @contextmanager
 def progress_bars() -> Iterator[Progress]:
-    """Bars on a terminal, silence elsewhere."""
+    """Yield progress bars on a terminal, a NullProgress elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield NullProgress()

@@ -143,7 +143,7 @@ class TestBadInput:
         """Codes that are written wrong are found by reading them back, and the folder does not appear."""
         monkeypatch.setattr("smelt.export.compressed_tensors._words", lambda octets: _words_of_ones(octets))
         given = [str(artifact), "--to", "compressed-tensors", "-o", str(tmp_path / "out")]
-        self.refused(smelt_here, tmp_path, "did not prove itself", *given)
+        self.refused(smelt_here, tmp_path, "could not be verified", *given)
 
 
 def _words_of_ones(octets: torch.Tensor) -> torch.Tensor:

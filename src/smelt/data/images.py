@@ -133,7 +133,7 @@ def _idx(folder: Path, name: str) -> np.ndarray | None:
 
 def _checked(name: str, pixels: np.ndarray, labels: np.ndarray) -> ImageData:
     if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
-        raise DataError(f"{name} holds {pixels.dtype} {list(pixels.shape)}: expected bytes, an image a row.")
+        raise DataError(f"{name} holds {pixels.dtype} {list(pixels.shape)}: expected bytes, one image per row.")
     if not np.issubdtype(labels.dtype, np.integer) or labels.size != len(pixels) or not len(pixels):
         raise DataError(f"{name} has {len(pixels):,} images and {labels.size:,} labels: expected a class for each.")
     if pixels.ndim == 3:

@@ -42,7 +42,7 @@ def load_text(source: str | Path, *, column: str | None = None, split: str = "ev
 
 
 def text_from_rows(rows: list[Row], source: str, column: str | None) -> TextData:
-    """A document a row, from the column named, `text`, or the only one that holds text."""
+    """Read one document per row, from the column named, `text`, or the only one that holds text."""
     documents = text_column(rows, column or _guessed_column(rows, source), source)
     if not any(document.strip() for document in documents):
         raise DataError(f"{source} is empty: every text in it is blank.")

@@ -88,7 +88,7 @@ class CompressedTensors(ExportFormat):
             if scale is not None and not torch.equal(getattr(found[path], STATIC_SCALE), scale)
         ]  # fmt: skip
         if wrong or layers.keys() != found.keys():
-            raise FormatError(f"the export did not prove itself: {wrong or 'its list of layers'} differs when read.")
+            raise FormatError(f"the export could not be verified: {wrong or 'its list of layers'} differs when read.")
 
 
 def _check(model: Model, layers: dict[str, QuantizedLinear]) -> None:

@@ -1,4 +1,4 @@
-"""The contract of an export: what a format writes, how it proves what it wrote, and what it tells of it."""
+"""The contract of an export format: write a model, verify it by reading it back, and report what was written."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Gguf(ExportFormat):
                 wrong.append(name)
         if wrong or len(found) != len(tensors) + len(own) + sum(layer.bias is not None for layer in layers.values()):
             raise FormatError(
-                f"the export did not prove itself: {wrong[:3] or 'its list of tensors'} differs when read."
+                f"the export could not be verified: {wrong[:3] or 'its list of tensors'} differs when read."
             )
         if model.tokenizer is not None and self.tokenizer:
             _check_tokenizer(model, file)

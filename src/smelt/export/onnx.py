@@ -100,7 +100,7 @@ class Onnx(ExportFormat):
             largest = max(1.0, float(expected.abs().max()))
             far = found.shape != expected.shape or float((found - expected).abs().max()) > TOLERANCE * largest
             if far or not bool(found.isfinite().all()):
-                raise FormatError(f"the export did not prove itself: another output for {batch} inputs of {length}.")
+                raise FormatError(f"the export could not be verified: another output for {batch} inputs of {length}.")
 
 
 class _FirstOutput(nn.Module):

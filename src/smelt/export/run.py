@@ -22,7 +22,7 @@ EXPORTS: dict[str, type[ExportFormat]] = {export.name: export for export in (Com
 
 
 def export(model: Model | str | Path, to: str, folder: str | Path, **options: Any) -> dict[str, Any]:
-    """Write a model in a format of the world outside, prove it by reading it back, and tell what was written.
+    """Write a model in another program's format, verify it by reading it back, and report what was written.
 
     A format that is a single file (GGUF) is also written without a folder around it, where the name says so.
     """
@@ -56,9 +56,7 @@ def _left_out(model: Model) -> list[str]:
     """What no format here expresses."""
     if model.kv is None:
         return []
-    return [
-        f"keys and values in {model.kv} are left out: this format does not say it, and its readers do as they like."
-    ]
+    return [f"the KV cache format {model.kv} is left out: set it in the program that reads the export."]
 
 
 @contextmanager

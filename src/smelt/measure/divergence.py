@@ -43,7 +43,7 @@ def logit_divergence(
 ) -> Divergence:
     """Runs both models over windows that lie side by side and compares their predictions of every scored token.
 
-    `kv` is the number format that the new model's keys and values are held in, if not the one that it remembers."""
+    `kv` is the number format of the new model's KV cache, if not the one saved with it."""
     check_positive(batch_size=batch_size, limit=limit)
     vocabulary = _shared_vocabulary(new, base)
     for model in (new, base):

@@ -70,7 +70,7 @@ def latency(
 def decode_latency(
     model: Model, *, prompt: int = 128, tokens: int = 32, batch: int = 1, warmup: int = 4, seed: int = 0
 ) -> Latency:
-    """Time a token of greedy decoding with the key-value cache filled by a random prompt of `prompt` tokens."""
+    """Time one token of greedy decoding, the KV cache filled by a random prompt of `prompt` tokens."""
     _check_decoding(model, prompt + warmup + tokens + 1)
     with _inference(model):
         step = _decode_step(model, _token_ids(model, batch, prompt, seed))

@@ -17,7 +17,7 @@ from transformers import Cache, PreTrainedModel
 _MOST_BYTES = 2**26
 
 LogitRows = Callable[[slice], Tensor]
-NewCache = Callable[[], Cache]  # what a pass keeps its keys and values in, where that is not the network's own tensors
+NewCache = Callable[[], Cache]  # makes the KV cache of a pass, where it is not the network's own
 
 
 @contextmanager

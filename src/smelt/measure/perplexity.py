@@ -48,7 +48,7 @@ def perplexity(
 ) -> EvalResult:
     """Perplexity over the text, or over its first `limit` tokens. Without a stride the windows lie side by side.
 
-    `kv` is the number format that keys and values are held in; without it, the one that the model remembers."""
+    `kv` is the number format of the KV cache; without it, the one saved with the model."""
     stride = context if stride is None else stride
     check_positive(batch_size=batch_size, limit=limit)
     check_context(model, context, stride)

@@ -87,7 +87,7 @@ class Projection:
 
 @dataclass(frozen=True)
 class Mixture:
-    """What the experts of a block have in common: who chooses among them, and how many it chooses for a token."""
+    """The experts of a block: the router that dispatches tokens to them, and how many experts each token gets."""
 
     path: str
     module: Any  # SeparateExperts

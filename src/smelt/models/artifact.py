@@ -1,7 +1,7 @@
 """The artifact: the folder Smelt writes, and reads back on any machine that has Smelt.
 
 `config.json`, `model.safetensors` and the tokenizer are as transformers has them; `smelt.json` holds what was done, the
-shape of every layer, and the format of keys and values. The same model gives the same bytes; nothing in these files
+shape of every layer, and the KV cache format. The same model gives the same bytes; nothing in these files
 depends on time or machine. Layers of different widths are also written as transformers' `per_layer_config`; equal ones
 as the plain fields, so that such a folder opens in transformers itself.
 """
@@ -91,7 +91,7 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
 
 
 def read_kv_cache_format(folder: str | Path) -> KVCacheFormat | None:
-    """The format of keys and values that an artifact was made with; None where there is none, or no artifact."""
+    """Return the KV cache format saved in an artifact; None where it has none, or is no artifact."""
     file = Path(folder).expanduser() / "smelt.json"
     return _kv_format(read_object(file), file.parent) if file.is_file() else None
 

@@ -1,4 +1,4 @@
-"""A key/value cache in few bits: keys and values lie packed in a number format, decoded when attention reads them.
+"""Quantized KV cache: keys and values are packed in a number format and dequantized when attention reads them.
 
 Each head's vector of a token is a row: its groups have scales of their own, so that a cache grows token by token and
 beams are exchanged without touching a code. Keys can be rotated by a Hadamard matrix before they are rounded and back
@@ -152,7 +152,9 @@ class QuantizedKVCache(Cache):
         text = config.get_text_config(decoder=True)
         unknown = set(getattr(text, "layer_types", None) or ()) - KINDS
         if unknown:
-            raise ModelError(f"a quantized cache holds keys and values; this network has {', '.join(sorted(unknown))}.")
+            raise ModelError(
+                f"a quantized KV cache needs attention layers; this network has {', '.join(sorted(unknown))}."
+            )
         _check_clip(clip)
 
         def rows(keys: bool) -> PackedRows:
@@ -168,7 +170,7 @@ class QuantizedKVCache(Cache):
 
 @dataclass(frozen=True)
 class KVCacheFormat:
-    """What a model remembers of its cache: the names of the formats, and how keys and values are brought into them."""
+    """The KV cache format saved with a model: the number formats of keys and values, and how both are quantized."""
 
     format: str = UNPACKED
     values: str | None = None  # where it is another one than that of the keys
@@ -201,7 +203,7 @@ class KVCacheFormat:
         """From a file: anything that is not what `to_json` writes is an error."""
         known = {"format": (str,), "values": (str, type(None)), "clip": (float,), "rotate_keys": (bool,)}
         if not isinstance(plain, dict) or any(type(value) not in known.get(key, ()) for key, value in plain.items()):
-            raise ModelError(f"{place}: this is not the description of a cache of keys and values: {plain!r}.")
+            raise ModelError(f"{place}: this does not describe a KV cache format: {plain!r}.")
         found = cls(**plain)
         try:
             found.check()

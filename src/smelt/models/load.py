@@ -33,7 +33,7 @@ _FROM_HUB = [
 
 def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu", packed: bool = False) -> Model:
     """The model that `spec` names, in eval mode, in its file's own float dtype unless another is asked for. `packed`:
-    matrices that a GGUF file (a bundled one too) holds in few bits stay so; otherwise they become floats."""
+    quantized matrices of a GGUF file (a bundled one too) stay quantized; otherwise they are dequantized."""
     _check_device(device)
     path = resolve(spec)
     if packed and str(spec) in BUNDLED:

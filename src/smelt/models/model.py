@@ -25,7 +25,7 @@ _TASK_OF_HEAD = {
 @dataclass
 class Model:
     """A network with its tokenizer. `history` lists the steps that were applied, as they stood in their recipes; `kv`
-    is the format that keys and values are held in, where it is another one than the network's own."""
+    is the KV cache format, where it is not the network's own dtype."""
 
     network: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None = None

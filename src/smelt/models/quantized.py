@@ -1,4 +1,4 @@
-"""A linear layer whose weight is held in few bits, and how a network's layers are exchanged for such ones.
+"""Linear layers with a quantized weight, and how they replace the layers of a network.
 
 A `QuantizationScheme` describes such a layer as plain data: enough to allocate the layer before its tensors
 are read. A kernel computes the product; `path` names the one that was chosen.

@@ -1,4 +1,4 @@
-"""Surgery: really removing units. After it the matrices are smaller; no mask is left to multiply by.
+"""Surgery: physically remove units. Afterwards the matrices are smaller and no mask is left.
 
 Everything works on the meta device too, which is how a saved shape is laid out before its weights are read.
 """
@@ -19,9 +19,9 @@ from smelt.models.quantized import QuantizedLinear
 
 
 class NoAttention(nn.Module):
-    """What stands where an attention lost all its heads: it returns the output projection of nothing (its bias).
+    """Replaces an attention that lost all its heads: returns the output projection of an empty input (its bias).
 
-    With a key/value cache it still writes one number a token, since generation reads the sequence length from there.
+    With a KV cache it still writes one value per token, since generation reads the sequence length from there.
     """
 
     def __init__(self, output_name: str | None, output: nn.Module | None, layer_idx: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Proof that a saved folder loads: a clean process reads it and must give the very logits it gave before saving."""
+"""Verify a saved folder: a new process loads it and must compute the same logits, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EXPECTED = "expected"
 
 @torch.no_grad()
 def probe(model: Model, batch: int = 2, length: int = 24) -> dict[str, Tensor]:
-    """Fixed pseudo-random inputs of a kind the model takes."""
+    """Make fixed pseudo-random inputs that the model accepts."""
     config = model.network.config
     generator = torch.Generator().manual_seed(0)
     if model.network.main_input_name == "pixel_values":
@@ -33,7 +33,7 @@ def probe(model: Model, batch: int = 2, length: int = 24) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def outputs(model: Model, inputs: dict[str, Tensor]) -> Tensor:
-    """Logits, or the last hidden state of a network without a head, on the CPU."""
+    """Return the logits, or the last hidden state of a network without a head, on CPU."""
     cache = {} if model.kv is None else {"past_key_values": model.new_cache()}
     result = model.network(**{name: tensor.to(model.device) for name, tensor in inputs.items()}, **cache)
     first: Tensor = result[0]
@@ -54,13 +54,13 @@ def verify(model: Model, folder: Path) -> None:
     if result.returncode != 0:
         detail = (result.stderr.strip() or result.stdout.strip()).splitlines()[-1:]
         raise ModelError(
-            f"the saved model did not prove itself after reloading: {' '.join(detail) or 'no reason given'}"
+            f"the saved model could not be verified after reloading: {' '.join(detail) or 'no reason given'}"
         )
 
 
 def _uses_onednn() -> bool:
-    """PyTorch leaves oneDNN for good where it meets a type that the processor lacks, which changes the last bits of all
-    that follows; the process that proves must begin as this one is."""
+    """Return whether oneDNN is enabled. PyTorch disables it for good when it meets a dtype that the CPU lacks, which
+    changes the last bits of all later results, so the verifying process must start in the same state."""
     return bool(torch.backends.mkldnn.enabled)
 
 
@@ -71,12 +71,12 @@ def _main(folder: str, file: str, device: str, threads: str, onednn: str) -> int
     torch.backends.mkldnn.enabled = onednn == "1"  # type: ignore[assignment]
     tensors = load_file(file)
     expected = tensors.pop(_EXPECTED)
-    found = outputs(load(folder, device=device), tensors)
-    if found.shape != expected.shape:
-        print(f"outputs of shape {list(found.shape)} instead of {list(expected.shape)}.", file=sys.stderr)
+    actual = outputs(load(folder, device=device), tensors)
+    if actual.shape != expected.shape:
+        print(f"outputs of shape {list(actual.shape)} instead of {list(expected.shape)}.", file=sys.stderr)
         return 1
-    if not torch.equal(found, expected):
-        print(f"logits differ by up to {float((found - expected).abs().max()):.3g}.", file=sys.stderr)
+    if not torch.equal(actual, expected):
+        print(f"logits differ by up to {float((actual - expected).abs().max()):.3g}.", file=sys.stderr)
         return 1
     return 0
 

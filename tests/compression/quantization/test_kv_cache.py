@@ -137,6 +137,6 @@ def test_what_cannot_be_is_one_sentence() -> None:
 
 def test_an_export_says_that_it_is_left_out(tmp_path: Path) -> None:
     told = export(made(format="int8"), "gguf", tmp_path / "model.gguf", tokenizer=False)
-    assert [note for note in told["notes"] if "keys and values in int8 are left out" in note]
+    assert [note for note in told["notes"] if "the KV cache format int8 is left out" in note]
     plain = export(Model(BUILDS["llama"]()), "gguf", tmp_path / "plain.gguf", tokenizer=False)
     assert not any("keys" in note for note in plain["notes"])

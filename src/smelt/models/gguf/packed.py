@@ -1,4 +1,4 @@
-"""Matrices that a GGUF file holds in few bits as matrices of our own formats: the same codes, nothing rounded anew.
+"""Quantized matrices of a GGUF file in Smelt's formats: the same codes, nothing is rounded again.
 
 Blocks around a middle (Q4_0, Q5_0, Q8_0, Q6_K) are symmetric integers and give the very weights of the file. Blocks
 with a minimum (Q4_1, Q5_1, Q4_K, Q5_K) get a zero point of -minimum / scale in float32, which gives them to the last
@@ -22,8 +22,8 @@ _PLAIN_BLOCK = 32  # weights; in such blocks the scale is a float16, in larger o
 
 
 def gguf_packed(file: GgufFile, config: PreTrainedConfig) -> dict[str, QuantizedTensor]:
-    """By the path of its layer, each matrix that is held in few bits. The table of embeddings stays out of it, since
-    single rows are read of it; where it is also the head, the head is one of them."""
+    """Return each quantized matrix by the path of its layer. The embedding table is left out, since single rows are
+    read from it; where it is tied to the head, the head is included."""
     sources = {name.removesuffix(".weight"): source for source, name in gguf_names(file) if name.endswith(".weight")}
     table = sources.pop(TABLE)
     if HEAD not in sources:
