@@ -16,7 +16,7 @@ from torch import Tensor
 from smelt.errors import FormatError, ModelError
 from smelt.export import export
 from smelt.export.compressed_tensors import layer_tensors
-from smelt.kernels.linear import use_backend
+from smelt.kernels.dispatch import use_backend
 from smelt.models.load import load, load_config, skeleton
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear, quantized_layers

@@ -13,8 +13,8 @@ from torch import Tensor
 from smelt.compression.quantization import gptq_rounding as feedback
 from smelt.compression.quantization.gptq_rounding import _round_columns, gptq
 from smelt.kernels.cpu.gptq_rounding import gptq_block, library
-from smelt.kernels.gptq_rounding import CPU, gptq_block_backend, gptq_block_kernel
-from smelt.kernels.linear import use_backend
+from smelt.kernels.dispatch import CPU, use_backend
+from smelt.kernels.gptq_rounding import gptq_block_backend, gptq_block_kernel
 from smelt.numerics import QuantParams
 from smelt.numerics.integer import Integer
 

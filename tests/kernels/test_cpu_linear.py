@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from smelt.kernels.cpu import kernels, operator
 from smelt.kernels.cpu.build import load_library
-from smelt.kernels.linear import REFERENCE, ActivationQuant, LinearKernel, PackedMatrix, select_kernel, use_backend
+from smelt.kernels.dispatch import use_backend
+from smelt.kernels.linear import REFERENCE, ActivationQuant, LinearKernel, PackedMatrix, select_kernel
 from smelt.models.quantized import QuantizationScheme, QuantizedLinear
 from smelt.numerics.catalog import get_format
 

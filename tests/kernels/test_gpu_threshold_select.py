@@ -8,8 +8,8 @@ from torch import Tensor
 
 from tests.kernels.gpu_machine import DEVICE, HALF  # isort: skip  (chooses the interpreter)
 from smelt.kernels import threshold_select as dispatch
+from smelt.kernels.dispatch import use_backend
 from smelt.kernels.gpu import threshold_select as kernel
-from smelt.kernels.linear import use_backend
 
 TILES = 256, 4  # small ones, so that short vectors have many
 WORDS = 256  # that a program turns into indices: 32 tiles

@@ -15,7 +15,8 @@ from smelt.compression.methods import METHODS
 from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.cpu.build import load_library
 from smelt.kernels.cpu.program import can_run
-from smelt.kernels.paged import CPU, attention_backend, paged_attention, paged_attention_reference
+from smelt.kernels.dispatch import CPU
+from smelt.kernels.paged import attention_backend, paged_attention, paged_attention_reference
 from smelt.models.model import Model
 from smelt.runtime.cpu import reason_against
 from smelt.serve.engine.request import Request

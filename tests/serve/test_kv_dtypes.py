@@ -17,6 +17,7 @@ from smelt.kernels import paged
 from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.cpu.build import load_library
 from smelt.kernels.cpu.program import can_run
+from smelt.kernels.dispatch import CPU
 from smelt.kernels.kv_quant import FP8, INT4, INT8, KV_QUANT_DTYPES, KVQuantFormat, quantize_qkv
 from smelt.kernels.paged import paged_attention, paged_attention_reference, store_kv
 from smelt.kvcache.selection.config import SparseAttentionConfig
@@ -127,7 +128,7 @@ def test_compiled_attention_over_rows(kind: str, width: int, window: int | None)
     starts = torch.tensor([0, 100, 105, 106], dtype=torch.int32)
     batch = AttentionMetadata(starts, torch.tensor(lengths, dtype=torch.int32), tables, starts.long(), 290, counts)
     queries = torch.randn(106, 6, width)
-    assert paged.attention_backend(queries, pages[0], rows) == paged.CPU
+    assert paged.attention_backend(queries, pages[0], rows) == CPU
     found = paged_attention(queries, *pages, batch, 0.2, window, rows)
     assert torch.allclose(found, paged_attention_reference(queries, *pages, batch, 0.2, window, rows), atol=1e-5)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from smelt.kernels import threshold_select as kernels
 from smelt.kernels.cpu import threshold_select as compiled
-from smelt.kernels.linear import use_backend
+from smelt.kernels.dispatch import use_backend
 from smelt.train.gradients.comm import Workers
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import SAGE, ExDyna, HardThreshold, MiCRO, SIDCo

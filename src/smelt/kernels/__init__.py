@@ -1,1 +1,1 @@
-"""Fast twins of plain computations. Each stands beside a reference, and can be asked which path it takes."""
+"""Fast kernels for CPU and GPU. Each agrees with a plain PyTorch reference, which `dispatch.use_backend` can force."""

@@ -1,40 +1,41 @@
-"""Which kernel rounds a block of columns with error feedback: compiled on a CPU, Triton on a GPU, else none."""
+"""Select the kernel that quantizes a block of columns with error feedback (the inner loop of GPTQ)."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from smelt.kernels.linear import REFERENCE, forced_backend
-
-CPU, GPU = "cpu-compiled", "gpu-triton"
+from smelt.kernels.dispatch import CPU, GPU, has_triton, select_backend
 
 
 def gptq_block_backend(device: torch.device) -> str:
-    """The name of what rounds blocks on a device: one of the kernels, or the reference, which `using` can ask for."""
-    if forced_backend() == REFERENCE.name:
-        return REFERENCE.name
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return GPU
-    if device.type == "cpu":
-        from smelt.kernels.cpu.gptq_rounding import library
-
-        return CPU if library() is not None else REFERENCE.name
-    return REFERENCE.name
+    """Return the backend that quantizes blocks on a device."""
+    return select_backend(
+        "GPTQ block",
+        (
+            (GPU, lambda: device.type == "cuda" and has_triton()),
+            (CPU, lambda: device.type == "cpu" and _has_library()),
+        ),
+    )
 
 
 def gptq_block_kernel(device: torch.device) -> Callable[..., Any] | None:
-    """The kernel for a device; None: the plain loop in `quantize.feedback`."""
-    path = gptq_block_backend(device)
-    if path == GPU:
+    """Return the kernel for a device; None for the plain loop in `compression.quantization.gptq_rounding`."""
+    backend = gptq_block_backend(device)
+    if backend == GPU:
         from smelt.kernels.gpu.gptq import gptq_block
 
         return gptq_block
-    if path == CPU:
+    if backend == CPU:
         from smelt.kernels.cpu.gptq_rounding import gptq_block as compiled
 
         return compiled
     return None
+
+
+def _has_library() -> bool:
+    from smelt.kernels.cpu.gptq_rounding import library
+
+    return library() is not None

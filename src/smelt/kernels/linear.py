@@ -1,15 +1,14 @@
-"""Products with a packed matrix: the contract of a kernel, the plain reference, and the one place that chooses.
+"""Linear layers with packed weights: the interface of a kernel, the plain reference and the selection of a kernel.
 
-A kernel reads the packed matrix as it is stored (codes row by row, low bits first; see `numerics.packing`), so that a
-model in memory is as small as on disk. What it must derive it makes once, in `prepare`.
+A kernel reads the packed matrix as stored (codes row by row, low bits first; see `numerics.packing`), so that a model
+takes as little memory as on disk. Whatever else it needs is computed once, in `prepare`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -17,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from smelt.kernels import dispatch
 from smelt.numerics.format import Format, QuantizedTensor, QuantParams
 
 
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix [rows, columns] as it lies in memory: `codes` and the tensors of its grid."""
+    """A quantized matrix [rows, columns] as stored: `codes` and the tensors of its quantization parameters."""
 
     format: Format
     rows: int
@@ -39,23 +39,21 @@ class PackedMatrix:
 
 @dataclass(frozen=True)
 class ActivationQuant:
-    """How the other operand is rounded before the product: a format, and its scale where that was fixed beforehand."""
+    """How input activations are quantized: a format, and a static scale if calibrated."""
 
     format: Format
     scale: Tensor | None = None
-    clip_ratio: float = (
-        1.0  # the part of each group's range that the grid covers, where the scale is taken from the input
-    )
+    clip_ratio: float = 1.0  # fraction of each group's range that is represented, with dynamic scales
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         if self.scale is None and self.clip_ratio == 1.0:
             return self.format.fake_quantize(x)
         grouped = self.format.split_groups(x)
-        grid = QuantParams(self.scale.float()) if self.scale is not None else self._clipped(grouped, x)
-        codes = self.format.quantize_groups(grouped, grid)
-        return self.format.dequantize_groups(codes, grid).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
+        qparams = QuantParams(self.scale.float()) if self.scale is not None else self._clipped_qparams(grouped, x)
+        codes = self.format.quantize_groups(grouped, qparams)
+        return self.format.dequantize_groups(codes, qparams).flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
-    def _clipped(self, grouped: Tensor, x: Tensor) -> QuantParams:
+    def _clipped_qparams(self, grouped: Tensor, x: Tensor) -> QuantParams:
         return self.format.compute_qparams(grouped, clip_ratio=self.clip_ratio, tensor_amax=self.format.tensor_amax(x))
 
 
@@ -66,10 +64,10 @@ class LinearKernel(ABC):
 
     @abstractmethod
     def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
-        """Whether this kernel can run such a product here (format, device, type of x)."""
+        """Return whether this kernel supports the formats, the device and the dtype of x."""
 
     def prepare(self, packed: PackedMatrix, inputs: ActivationQuant | None) -> Any:
-        """What the kernel needs besides the packed tensors, made once."""
+        """Compute once what the kernel needs besides the packed tensors."""
         return None
 
     @abstractmethod
@@ -80,9 +78,9 @@ class LinearKernel(ABC):
 
 
 class ReferenceLinear(LinearKernel):
-    """Decode the matrix, round the inputs, multiply. Every other kernel is compared with this one."""
+    """Dequantize the matrix, fake-quantize the inputs, multiply. All other kernels are compared with this one."""
 
-    name = "reference"
+    name = dispatch.REFERENCE
 
     def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
         return True
@@ -94,37 +92,23 @@ class ReferenceLinear(LinearKernel):
         return F.linear(x if inputs is None else inputs.fake_quantize(x), weight, bias)
 
 
-KERNELS: list[LinearKernel] = []  # in the order of preference; the reference is always last
 REFERENCE = ReferenceLinear()
-_ROOMS = ["smelt.kernels.cpu", "smelt.kernels.gpu"]  # each has `register_kernels`, called once at the first choice
-_forced: list[str] = []
+BACKENDS = ("cpu-integer", "cpu-float", "triton-weight-only", "triton-eight-bit")
+_kernels: dict[str, LinearKernel] = {}  # in order of preference
+_unloaded = ["smelt.kernels.cpu", "smelt.kernels.gpu"]  # each has `register_kernels`, called at the first selection
 
 
 def register(kernel: LinearKernel) -> LinearKernel:
-    KERNELS.append(kernel)
+    _kernels[kernel.name] = kernel
     return kernel
 
 
 def select_kernel(packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> LinearKernel:
-    """The first kernel that takes the product, or the one that `using` asks for."""
-    while _ROOMS:
-        import_module(_ROOMS.pop(0)).register_kernels()
-    for kernel in (*KERNELS, REFERENCE):
-        if (not _forced or kernel.name == _forced[-1]) and kernel.supports(packed, inputs, dtype):
-            return kernel
-    raise LookupError(f"no kernel named {_forced[-1]!r} takes {packed.format} on {packed.device} in {dtype}.")
-
-
-def forced_backend() -> str | None:
-    """The kernel that `using` asks for, if any."""
-    return _forced[-1] if _forced else None
-
-
-@contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Inside, every choice is the kernel of that name."""
-    _forced.append(name)
-    try:
-        yield
-    finally:
-        _forced.pop()
+    """Return the first kernel that supports the product, or the forced one."""
+    while _unloaded:
+        import_module(_unloaded.pop(0)).register_kernels()
+    backends = [(name, partial(kernel.supports, packed, inputs, dtype)) for name, kernel in _kernels.items()]
+    if (forced := dispatch.forced_backend()) in BACKENDS and forced not in _kernels:
+        raise LookupError(f"The backend {forced!r} is not available on this machine; use another one.")
+    name = dispatch.select_backend(f"product with {packed.format} on {packed.device} in {dtype}", backends)
+    return REFERENCE if name == dispatch.REFERENCE else _kernels[name]

@@ -1,13 +1,12 @@
-"""Attention over a paged cache: queries of many requests side by side, each against its own keys and values.
+"""Attention over a paged KV cache: the queries of many requests, each over its own keys and values.
 
-Tokens of all requests lie behind one another, without padding. The keys and values of a request lie in blocks of the
-cache, in any order; its row of the block table says where. A query sees the keys up to its own position. With a row
-format pages hold bytes in place of numbers.
+The tokens of all requests are concatenated without padding. The KV cache of a request is spread over blocks in any
+order, given by its row of the block table. A query attends to the positions up to its own. With a `KVQuantFormat` pages
+hold quantized rows in bytes.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from functools import lru_cache
 from typing import Any
@@ -18,23 +17,25 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.kernels.attention_metadata import AttentionMetadata
-from smelt.kernels.kv_quant import INT4, KVQuantFormat
-from smelt.kernels.linear import REFERENCE, forced_backend
+from smelt.kernels.dispatch import CPU, GPU, has_triton, select_backend
+from smelt.kernels.kv_quant import KVQuantFormat
 
-CPU, GPU = "cpu-compiled", "gpu-triton"
+MAX_HEAD_DIM, MAX_QUERIES_PER_KV_HEAD = 256, 16  # of the compiled CPU kernel
 
 
 def allocate_kv_pages(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a processor, memory that the system gives when it is first written: to fill gigabytes takes seconds."""
+    """Allocate zeros. On CPU, memory that the system maps on first write: filling gigabytes would take seconds."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    octets = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(octets).view(dtype).view(shape)
+    buffer = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(buffer).view(dtype).view(shape)
 
 
 def store_kv(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, slot_mapping: Tensor) -> None:
-    """Put the keys and values [tokens, kv heads, head size] of new tokens into the cache [blocks, size, ...]. A place
-    of -1 belongs to a token that only fills a buffer."""
+    """Write keys and values [tokens, kv heads, head_dim] to their slots of the cache [blocks, block_size, ...].
+
+    Slot -1 marks padding tokens.
+    """
     if slot_mapping.device.type == "cpu" and bool((slot_mapping < 0).any()):
         real = slot_mapping >= 0
         keys, values, slot_mapping = keys[real], values[real], slot_mapping[real]
@@ -43,33 +44,35 @@ def store_kv(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tenso
 
 
 def attention_backend(queries: Tensor, key_pages: Tensor, kv_quant: KVQuantFormat | None = None) -> str:
-    """What computes attention over such pages: a kernel, or the reference, which `using` can ask for."""
-    if forced_backend() == REFERENCE.name:
-        return REFERENCE.name
-    if queries.device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        return GPU
-    narrow = queries.shape[-1] <= 256 and queries.shape[1] // key_pages.shape[2] <= 16
-    narrow = narrow and (kv_quant is None or has_lanes(kv_quant))
-    known = queries.dtype in (torch.float32, torch.bfloat16)
-    return CPU if queries.device.type == "cpu" and narrow and known and _library() is not None else REFERENCE.name
+    """Return the backend that computes attention over such pages."""
+    return select_backend(
+        "paged attention",
+        (
+            (GPU, lambda: queries.device.type == "cuda" and has_triton()),
+            (CPU, lambda: _cpu_supports(queries, key_pages, kv_quant)),
+        ),
+    )
 
 
-def has_lanes(rows: KVQuantFormat) -> bool:
-    """Whether sixteen codes in a row lie beside each other, as compiled code reads them."""
-    return rows.name != INT4 or rows.half_dim % 16 == 0
+def _cpu_supports(queries: Tensor, key_pages: Tensor, kv_quant: KVQuantFormat | None) -> bool:
+    group_size = queries.shape[1] // key_pages.shape[2]
+    fits = queries.shape[-1] <= MAX_HEAD_DIM and group_size <= MAX_QUERIES_PER_KV_HEAD
+    fits = fits and (kv_quant is None or kv_quant.is_simd_aligned)
+    dtypes = (torch.float32, torch.bfloat16)
+    return queries.device.type == "cpu" and fits and queries.dtype in dtypes and _library() is not None
 
 
 def paged_attention(
     queries: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: AttentionMetadata, scale: float,
     window: int | None = None, kv_quant: KVQuantFormat | None = None,
-) -> Tensor:  # [tokens, heads, head size] -> the same  # fmt: skip
-    """By the fastest way there is."""
-    path = attention_backend(queries, key_pages, kv_quant)
-    if path == CPU:
+) -> Tensor:  # [tokens, heads, head_dim] -> the same shape  # fmt: skip
+    """Compute attention with the fastest backend."""
+    backend = attention_backend(queries, key_pages, kv_quant)
+    if backend == CPU:
         from smelt.kernels.cpu.program import attention
 
         return attention(_library(), queries, key_pages, value_pages, metadata, scale, window, kv_quant)
-    if path == GPU:
+    if backend == GPU:
         from smelt.kernels.gpu.paged import paged_prefill
 
         return paged_prefill(queries, key_pages, value_pages, metadata, scale, window, kv_quant=kv_quant)
@@ -88,30 +91,30 @@ def _library() -> Any:
 def paged_attention_reference(
     queries: Tensor, key_pages: Tensor, value_pages: Tensor, metadata: AttentionMetadata, scale: float,
     window: int | None = None, kv_quant: KVQuantFormat | None = None,
-) -> Tensor:  # [tokens, heads, head size] -> the same  # fmt: skip
-    """One request after the other, its keys and values gathered. With a window a query sees only so many positions."""
-    size = key_pages.shape[1]
-    result = torch.zeros_like(queries)
-    starts, lengths = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
-    for row, (start, stop, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
+) -> Tensor:  # [tokens, heads, head_dim] -> the same shape  # fmt: skip
+    """Gather the KV cache of one request at a time. `window` is the number of positions a query attends to."""
+    block_size = key_pages.shape[1]
+    output = torch.zeros_like(queries)
+    starts, seq_lens = metadata.cu_seqlens_q.tolist(), metadata.seq_lens.tolist()
+    for request, (start, stop, seq_len) in enumerate(zip(starts, starts[1:], seq_lens, strict=False)):
         if stop == start:
             continue
-        blocks = metadata.block_tables[row, : math.ceil(length / size)].long()
+        blocks = metadata.block_tables[request, : math.ceil(seq_len / block_size)].long()
         keys, values = (
-            cache[blocks].flatten(0, 1)[:length].transpose(0, 1)[None] for cache in (key_pages, value_pages)
-        )  # [1, kv heads, length, head size]
+            cache[blocks].flatten(0, 1)[:seq_len].transpose(0, 1)[None] for cache in (key_pages, value_pages)
+        )  # [1, kv heads, seq_len, head_dim]
         if kv_quant is not None:
-            keys, values = (kv_quant.dequantize(each, queries.dtype) for each in (keys, values))
-        mask = causal_mask(stop - start, length, window, queries.device)
-        mine = queries[start:stop].transpose(0, 1)[None]
-        found = F.scaled_dot_product_attention(mine, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
-        result[start:stop] = found[0].transpose(0, 1)
-    return result
+            keys, values = kv_quant.dequantize(keys, queries.dtype), kv_quant.dequantize(values, queries.dtype)
+        mask = causal_mask(stop - start, seq_len, window, queries.device)
+        query = queries[start:stop].transpose(0, 1)[None]
+        attended = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+        output[start:stop] = attended[0].transpose(0, 1)
+    return output
 
 
-def causal_mask(new: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of `length` positions each of the last `new` sees. [new, length]"""
-    query = torch.arange(length - new, length, device=device)[:, None]
-    key = torch.arange(length, device=device)[None]
-    seen = key <= query
-    return seen if window is None else seen & (key > query - window)
+def causal_mask(query_len: int, seq_len: int, window: int | None, device: torch.device) -> Tensor:
+    """Return which of `seq_len` positions each of the last `query_len` attends to, [query_len, seq_len] bool."""
+    query = torch.arange(seq_len - query_len, seq_len, device=device)[:, None]
+    key = torch.arange(seq_len, device=device)[None]
+    mask = key <= query
+    return mask if window is None else mask & (key > query - window)

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from smelt.errors import ModelError
+from smelt.kernels.rope import apply_rope, undo_rope
 
 RotateFn = Callable[[Tensor, int], Tensor]  # vectors [..., tokens, head_dim] and the position of the first token
 RemapFn = Callable[[Tensor, Tensor, Tensor], Tensor]  # keys, old and new positions
@@ -31,12 +32,11 @@ def rope_functions(network: PreTrainedModel, device: torch.device) -> tuple[Rota
 
     def rotate(x: Tensor, first: int) -> Tensor:
         cos, sin = cos_sin(x, first)
-        return (x.float() * cos + _rotate_half(x.float()) * sin).to(x.dtype)
+        return apply_rope(x.float(), cos, sin).to(x.dtype)
 
     def unrotate(x: Tensor, first: int) -> Tensor:
         cos, sin = cos_sin(x, first)
-        norm = cos.square() + sin.square()  # 1, except for models that scale their rotation
-        return ((x.float() * cos - _rotate_half(x.float()) * sin) / norm).to(x.dtype)
+        return undo_rope(x.float(), cos, sin).to(x.dtype)
 
     return rotate, unrotate
 
@@ -53,10 +53,9 @@ def position_remapper(network: PreTrainedModel) -> RemapFn:
     def remap(keys: Tensor, old: Tensor, new: Tensor) -> Tensor:
         x = keys.float()
         cos, sin = _cos_sin(rotary, x, old)
-        norm = cos.square() + sin.square()  # 1, except for models that scale their rotation
-        x = (x * cos - _rotate_half(x) * sin) / norm
+        x = undo_rope(x, cos, sin)
         cos, sin = _cos_sin(rotary, x, new)
-        x = (x * cos + _rotate_half(x) * sin).to(keys.dtype)
+        x = apply_rope(x, cos, sin).to(keys.dtype)
         return torch.where((old == new)[..., None], keys, x)
 
     return remap
@@ -67,8 +66,3 @@ def _cos_sin(rotary: Any, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]
     if cos.shape[-1] != x.shape[-1]:
         raise ModelError("this model applies RoPE to a part of each key only, which a bounded cache cannot renumber.")
     return cos.float(), sin.float()
-
-
-def _rotate_half(x: Tensor) -> Tensor:
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat((-high, low), dim=-1)

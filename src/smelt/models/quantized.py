@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
 from smelt.errors import FormatError, ModelError
+from smelt.kernels.dispatch import forced_backend
 from smelt.kernels.hadamard import hadamard_transform
-from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix, forced_backend, select_kernel
+from smelt.kernels.linear import ActivationQuant, LinearKernel, PackedMatrix, select_kernel
 from smelt.numerics.catalog import format_name, get_format
 from smelt.numerics.format import PER_TENSOR, Format, QuantizedTensor, packed_shapes
 from smelt.numerics.packing import pack, unpack

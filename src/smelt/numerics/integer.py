@@ -177,6 +177,16 @@ class DenormalInteger(Integer):
         return 2 * (self.num_steps // 2) if self.symmetric else self.num_steps
 
 
+def quantize_int8(x: Tensor, *, min_scale: float) -> tuple[Tensor, Tensor]:
+    """Quantize groups [..., size] to symmetric int8 codes -127..127, with scales [..., 1] = amax / 127.
+
+    `min_scale` only guards the division: the returned scale of a group of zeros is 0.
+    """
+    scale = x.abs().amax(dim=-1, keepdim=True) / 127
+    codes = (x / scale.clamp(min=min_scale)).round().clamp(-127, 127).to(torch.int8)
+    return codes, scale
+
+
 def stochastic_round(steps: Tensor, grain: Tensor | float, generator: torch.Generator | None) -> Tensor:
     """One of the two neighbouring multiples of the grain at random, the nearer the likelier."""
     low = (steps / grain).floor() * grain

@@ -16,7 +16,7 @@ from smelt.kernels.cpu.plan import make_linear_plan
 from smelt.kernels.cpu.program import Program
 from smelt.kernels.kv_quant import KVQuantFormat
 from smelt.kernels.linear import select_kernel
-from smelt.kernels.paged import has_lanes
+from smelt.kernels.paged import MAX_HEAD_DIM, MAX_QUERIES_PER_KV_HEAD
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
 from smelt.runtime import decoder
@@ -56,11 +56,13 @@ def reason_against(model: Model, kind: str | None = None) -> str | None:
     if (reason := decoder.reason_against(model)) is not None:
         return reason
     for part in model.anatomy.parts:
-        if part.kind == "heads" and (
-            part.head_dim > compiled.MAX_HEAD_DIM or part.heads_per_unit > compiled.MAX_QUERIES_PER_KV_HEAD
-        ):
+        if part.kind == "heads" and (part.head_dim > MAX_HEAD_DIM or part.heads_per_unit > MAX_QUERIES_PER_KV_HEAD):
             return "its heads are too wide"
-        if part.kind == "heads" and kind is not None and not has_lanes(KVQuantFormat.for_head_dim(kind, part.head_dim)):
+        if (
+            part.kind == "heads"
+            and kind is not None
+            and not KVQuantFormat.for_head_dim(kind, part.head_dim).is_simd_aligned
+        ):
             return "its heads are too narrow for this format of keys and values"
         for projection in (*part.input_projections, part.output):
             if not _multiplies(projection.module):

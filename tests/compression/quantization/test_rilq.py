@@ -18,8 +18,8 @@ from smelt.compression.quantization.adapters import Adapter, attached
 from smelt.compression.quantization.rilq import Rilq, last_hidden_state
 from smelt.compression.quantization.rtn import RoundToNearest
 from smelt.errors import DataError, ModelError, RecipeError
+from smelt.kernels.dispatch import use_backend
 from smelt.kernels.hadamard import hadamard_matrix
-from smelt.kernels.linear import use_backend
 from smelt.measure.perplexity import perplexity
 from smelt.models.artifact import load_artifact, save_artifact
 from smelt.models.model import Model

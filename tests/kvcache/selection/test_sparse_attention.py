@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from smelt.kernels.attention_metadata import AttentionMetadata
-from smelt.kernels.linear import use_backend
+from smelt.kernels.dispatch import use_backend
 from smelt.kernels.paged import paged_attention, store_kv
 from smelt.kvcache.selection.config import SparseAttentionConfig
 from smelt.kvcache.selection.host_store import HostPageStore

@@ -19,7 +19,6 @@ from smelt.kernels.kv_quant import FP8, INT4, INT8, KVQuantFormat
 EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, HADAMARD, WRITE, ATTEND, GATE, PICK = range(11)
 ROWS = {INT8: 16, FP8: 17, INT4: 18}  # types of pages whose rows are bytes
 LOGITS_TOKENS_ONLY = -1  # in `count`: the operation runs on the tokens whose logits are wanted
-MAX_HEAD_DIM, MAX_QUERIES_PER_KV_HEAD = 256, 16  # numbers a head has; queries that share a key
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 

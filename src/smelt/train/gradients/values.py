@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from smelt.numerics.integer import quantize_int8
 from smelt.train.gradients.comm import Workers
 
 VALUES = ("float32", "float16", "bfloat16", "int8")
@@ -30,10 +31,8 @@ def encode(values: Tensor, code: str) -> Tensor:
         limit = torch.finfo(half).max
         return values.clamp(-limit, limit).to(half).view(torch.uint8)
     groups = functional.pad(values, (0, -len(values) % _GROUP)).view(-1, _GROUP)  # [groups, 256]
-    scales = groups.abs().amax(dim=1) / 127
-    steps = groups / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-    codes = steps.round().clamp(-127, 127).to(torch.int8).flatten()[: len(values)]
-    return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
+    codes, scales = quantize_int8(groups, min_scale=torch.finfo(torch.float32).tiny)
+    return torch.cat([scales.flatten().view(torch.uint8), codes.flatten()[: len(values)].view(torch.uint8)])
 
 
 def decode(data: Tensor, count: int, code: str) -> Tensor:
