@@ -118,7 +118,7 @@ def test_a_compiler_that_fails(tmp_path: Path, cache: Path, monkeypatch: pytest.
     broken.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('--version' not in sys.argv)\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    assert load_library() is None and load_units(feedback.UNITS, feedback._declared, portable=True) is None
+    assert load_library() is None and load_units(feedback.UNITS, feedback._declare, portable=True) is None
     assert not list(cache.iterdir())
 
 
@@ -132,7 +132,7 @@ def test_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     assert load_library() is None
     for plain in (compact, feedback):
-        assert load_units(plain.UNITS, plain._declared, portable=True) is not None
+        assert load_units(plain.UNITS, plain._declare, portable=True) is not None
 
 
 @compiled

@@ -168,8 +168,8 @@ def test_the_whole_method_with_the_kernel_and_without(kind: str, act_order: bool
     with use_backend("reference"):
         wanted = run()
     assert torch.equal(found.codes, wanted.codes)
-    assert found.grid.tensors().keys() == wanted.grid.tensors().keys()
-    assert all(torch.equal(tensor, wanted.grid.tensors()[name]) for name, tensor in found.grid.tensors().items())
+    assert found.qparams.tensors().keys() == wanted.qparams.tensors().keys()
+    assert all(torch.equal(tensor, wanted.qparams.tensors()[name]) for name, tensor in found.qparams.tensors().items())
 
 
 @compiled

@@ -113,11 +113,14 @@ def _compile(compiler: str, machine: str, path: Path, units: Mapping[str, tuple[
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     pointer, integer, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.smelt_plan_size.argtypes, library.smelt_plan_size.restype = [], integer
-    library.smelt_has_integers.argtypes, library.smelt_has_integers.restype = [pointer], whole
-    library.smelt_has_many.argtypes, library.smelt_has_many.restype = [pointer], whole
+    library.smelt_has_int8.argtypes, library.smelt_has_int8.restype = [pointer], whole
+    library.smelt_has_gemm.argtypes, library.smelt_has_gemm.restype = [pointer], whole
     library.smelt_linear.argtypes, library.smelt_linear.restype = [pointer] * 3 + [integer] * 2 + [whole], None
     library.smelt_program_sizes.argtypes, library.smelt_program_sizes.restype = [whole], integer
     library.smelt_run.argtypes, library.smelt_run.restype = [pointer, integer, pointer], None
     library.smelt_attend.argtypes, library.smelt_attend.restype = [pointer, pointer, whole], None
-    library.smelt_decode.argtypes, library.smelt_decode.restype = [pointer] + [integer] * 2 + [pointer, whole], None
+    library.smelt_dequantize.argtypes, library.smelt_dequantize.restype = (
+        [pointer] + [integer] * 2 + [pointer, whole],
+        None,
+    )
     return library

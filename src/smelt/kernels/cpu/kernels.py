@@ -82,4 +82,4 @@ class Int8Linear(FloatLinear):
         if not super().supports(packed, inputs, dtype) or not supports_inputs(inputs):
             return False
         plan = make_linear_plan(packed.format, packed.rows, packed.columns, packed.tensors, inputs, dtype)
-        return bool(self.library.smelt_has_integers(ctypes.addressof(plan)))
+        return bool(self.library.smelt_has_int8(ctypes.addressof(plan)))

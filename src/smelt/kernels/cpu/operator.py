@@ -50,7 +50,7 @@ class Task:
         self.biased = False
         if plan.inputs != FLOAT_INPUTS:
             self.few, self.dense_from = FEW_ROUNDED, NEVER
-        elif library.smelt_has_many(self.address):
+        elif library.smelt_has_gemm(self.address):
             self.dense_from = NEVER
 
     def set_bias(self, bias: Tensor | None) -> None:
@@ -80,7 +80,7 @@ def run(library: Any, task: Task, x: Tensor, bias: Tensor | None) -> Tensor:
 def decoded(library: Any, task: Task, first: int, last: int, dtype: torch.dtype) -> Tensor:
     """Rows of the matrix in full: [last - first, columns]."""
     out = torch.empty(last - first, task.columns, dtype=dtype)
-    library.smelt_decode(task.address, first, last, out.data_ptr(), threads_for(out.numel()))
+    library.smelt_dequantize(task.address, first, last, out.data_ptr(), threads_for(out.numel()))
     return out
 
 

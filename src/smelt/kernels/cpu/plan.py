@@ -1,4 +1,4 @@
-"""A packed matrix as the compiled code is told of it: the same fields as `Plan` in `source/plan.h`."""
+"""Description of a packed matrix for the compiled code: the same fields as `LinearPlan` in `source/plan.h`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled, SignedScales, TensorScaled, Ternary
 from smelt.numerics.scales import load_scale
 
-UNIFORM, TABLE, TWO_SCALES, DENORMAL = range(4)  # how a code becomes a value
+UNIFORM, TABLE, TWO_SCALES, DENORMAL = range(4)  # how codes are dequantized
 DTYPE_CODES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 BYTES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2)
 BYTE = 4
-FLOAT_INPUTS, PER_TOKEN_SCALE, FIXED_SCALE = range(3)  # what is done to inputs
+FLOAT_INPUTS, PER_TOKEN_SCALE, FIXED_SCALE = range(3)  # how input activations are quantized
 FLOAT_TYPES = (torch.float32, torch.bfloat16)
 _VALUES: dict[type[Format], int] = {
     Integer: UNIFORM,
@@ -35,14 +35,14 @@ class LinearPlan(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("rows", "columns", "group", "groups", "scale_stride")),
         *((name, ctypes.c_int32) for name in ("bits", "values", "scale_type", "zero_type", "bias_type", "x_type")),
         ("inputs", ctypes.c_int32),
-        *((name, ctypes.c_float) for name in ("centre", "span", "lowest", "highest", "clip")),
+        *((name, ctypes.c_float) for name in ("center", "span", "lowest", "highest", "clip")),
         *((name, ctypes.c_void_p) for name in ("codes", "scale", "zero", "negative", "divisor")),
         *((name, ctypes.c_void_p) for name in ("scale_table", "table", "bias", "x_scale")),
     ]
 
 
 def supports_format(number_format: Format, tensors: dict[str, Tensor]) -> bool:
-    """Whether the compiled code reads such codes, and the grid in the types it has."""
+    """Return whether the compiled code supports a format and the dtypes of its quantization parameters."""
     if type(number_format) not in _VALUES:
         return False
     types = {name: tensor.dtype for name, tensor in tensors.items()}
@@ -54,7 +54,7 @@ def supports_format(number_format: Format, tensors: dict[str, Tensor]) -> bool:
 
 
 def supports_inputs(inputs: ActivationQuant | None) -> bool:
-    """Whether the inputs are whole numbers around zero with a scale a token, or one that was fixed."""
+    """Return whether inputs are symmetric integers with per-token scales or one static scale."""
     if inputs is None or type(inputs.format) is not Integer or not inputs.format.symmetric:
         return False
     if inputs.scale is None:
@@ -71,7 +71,7 @@ def make_linear_plan(
     inputs: ActivationQuant | None,
     x: torch.dtype,
 ) -> LinearPlan:
-    """Points into the tensors, which must outlive it. `inputs` only where `rounds_here`."""
+    """Return a plan that points into the tensors, which must outlive it. `inputs` only if `supports_inputs`."""
     scale, zero, size = tensors["scale"], tensors.get("zero"), number_format.effective_group_size(columns)
     plan = LinearPlan(rows=rows, columns=columns, group=size, groups=-(-columns // size), bits=number_format.bits)
     plan.scale_stride = 0 if number_format.group_size == PER_TENSOR else plan.groups
@@ -80,7 +80,7 @@ def make_linear_plan(
     if zero is not None:
         plan.zero_type = BYTE if zero.dtype == torch.uint8 else DTYPE_CODES[zero.dtype]
     if isinstance(number_format, Integer):
-        plan.centre = _centre(number_format)
+        plan.center = _center(number_format)
     if isinstance(number_format, Scaled):
         plan.table = _table(number_format).data_ptr()
     if plan.scale_type == BYTE:
@@ -90,22 +90,22 @@ def make_linear_plan(
             setattr(plan, field, tensors[name].data_ptr())
     plan.codes, plan.scale = tensors["codes"].data_ptr(), scale.data_ptr()
     if inputs is not None:
-        _tell_inputs(plan, inputs)
+        _set_inputs(plan, inputs)
     return plan
 
 
-def _tell_inputs(plan: LinearPlan, inputs: ActivationQuant) -> None:
-    found = inputs.format
-    assert isinstance(found, Integer)
+def _set_inputs(plan: LinearPlan, inputs: ActivationQuant) -> None:
+    number_format = inputs.format
+    assert isinstance(number_format, Integer)
     plan.inputs = PER_TOKEN_SCALE if inputs.scale is None else FIXED_SCALE
-    plan.span = found.qmax / 2 if found.full_range else found.qmax // 2
-    plan.lowest, plan.highest = -(found.qmax // 2 + 1), found.qmax // 2
+    plan.span = number_format.qmax / 2 if number_format.full_range else number_format.qmax // 2
+    plan.lowest, plan.highest = -(number_format.qmax // 2 + 1), number_format.qmax // 2
     plan.clip = inputs.clip_ratio
     plan.x_scale = None if inputs.scale is None else inputs.scale.data_ptr()
 
 
-def _centre(number_format: Integer) -> float:
-    """The code of zero without a zero point; a uniform code is counted from the middle even where there is one."""
+def _center(number_format: Integer) -> float:
+    """Return the code of zero without a zero point; uniform codes count from the middle even with one."""
     if isinstance(number_format, DenormalInteger):
         return float(number_format.num_steps // 2)
     return float(1 << (number_format.bits - 1))
@@ -113,20 +113,20 @@ def _centre(number_format: Integer) -> float:
 
 @lru_cache(maxsize=256)
 def _table(number_format: Scaled) -> Tensor:
-    """The value of each of 256 codes; never freed, since plans point to it."""
+    """Return the value of each of 256 codes; never freed, since plans point to it."""
     values = torch.full((256,), float("nan"))
     values[: len(number_format.elements.values)] = torch.tensor(number_format.elements.values)
-    return _kept(values)
+    return _keep(values)
 
 
 @lru_cache(maxsize=256)
 def _scale_table(number_format: Format, dtype: torch.dtype) -> Tensor:
-    return _kept(load_scale(torch.arange(256, dtype=torch.uint8).view(dtype), number_format.scale_dtype))
+    return _keep(load_scale(torch.arange(256, dtype=torch.uint8).view(dtype), number_format.scale_dtype))
 
 
 _TABLES: list[Tensor] = []
 
 
-def _kept(table: Tensor) -> Tensor:
+def _keep(table: Tensor) -> Tensor:
     _TABLES.append(table)
     return table

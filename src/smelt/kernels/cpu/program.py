@@ -33,22 +33,22 @@ class Operation(ctypes.Structure):
     ]
 
 
-class _Pages(ctypes.Structure):
+class _Metadata(ctypes.Structure):
     _fields_ = [
         ("requests", _long),
-        *((name, _pointer) for name in ("starts", "lengths", "tables")),
+        *((name, _pointer) for name in ("cu_seqlens_q", "seq_lens", "block_tables")),
         ("table_stride", _long),
-        *((name, _pointer) for name in ("slots", "shifts")),
-        *((name, _long) for name in ("cluster_stride", "shift_stride")),
+        *((name, _pointer) for name in ("request_slots", "seq_len_offsets")),
+        *((name, _long) for name in ("cluster_stride", "offset_stride")),
     ]
 
 
 class _Step(ctypes.Structure):
     _fields_ = [
         ("tokens", _long),
-        ("wanted", _long),
-        *((name, _pointer) for name in ("ids", "positions", "places", "rows")),
-        ("pages", _Pages),
+        ("num_logits", _long),
+        *((name, _pointer) for name in ("ids", "positions", "slot_mapping", "rows")),
+        ("metadata", _Metadata),
         ("threads", _int),
     ]
 
@@ -65,12 +65,12 @@ class DenseMatrix(ctypes.Structure):
 
 class AttentionStruct(ctypes.Structure):
     _fields_ = [
-        *((name, _long) for name in ("heads", "kv_heads", "width", "size", "query_stride", "window")),
+        *((name, _long) for name in ("heads", "kv_heads", "head_dim", "block_size", "query_stride", "window")),
         ("scale", _float),
         *((name, _int) for name in ("type", "page_type")),
         *((name, _pointer) for name in ("queries", "key_pages", "value_pages", "results")),
-        *((name, _pointer) for name in ("cluster", "column")),
-        ("columns", _long),
+        *((name, _pointer) for name in ("head_cluster", "head_column")),
+        ("heads_per_page", _long),
         *((name, _long) for name in ("half", "row_bytes")),
     ]
 
@@ -117,14 +117,14 @@ class Program:
         window: int | None,
     ) -> AttentionStruct:  # fmt: skip
         """The detail of an attention; also of what writes to its pages."""
-        _, size, _, width = pages.keys.shape
+        _, block_size, _, head_dim = pages.keys.shape
         own: dict[str, Any] = _page_type(pages.keys, pages.kv_quant)
         if pages.head_cluster is not None and pages.head_column is not None:
-            own |= {"cluster": self._plain(pages.head_cluster), "column": self._plain(pages.head_column)}
-            own |= {"columns": pages.heads_per_page}
+            own |= {"head_cluster": self._plain(pages.head_cluster), "head_column": self._plain(pages.head_column)}
+            own |= {"heads_per_page": pages.heads_per_page}
         return AttentionStruct(
             heads=heads, kv_heads=pages.num_kv_heads,
-            width=width if pages.kv_quant is None else pages.kv_quant.head_dim, size=size,
+            head_dim=head_dim if pages.kv_quant is None else pages.kv_quant.head_dim, block_size=block_size,
             query_stride=stride, window=window or 0, scale=scale, type=DTYPE_CODES[queries.dtype],
             queries=self._plain(queries), key_pages=self._plain(pages.keys), value_pages=self._plain(pages.values),
             results=self._plain(results), **own,
@@ -135,8 +135,8 @@ class Program:
         if self._array is None or len(self._array) != len(self._operations):
             self._array = (Operation * len(self._operations))(*self._operations)
         step = _Step(
-            tokens=ids.numel(), wanted=rows.numel(), ids=ids.data_ptr(), positions=positions.data_ptr(),
-            places=pages.slot_mapping.data_ptr(), rows=rows.data_ptr(), pages=_told(pages),
+            tokens=ids.numel(), num_logits=rows.numel(), ids=ids.data_ptr(), positions=positions.data_ptr(),
+            slot_mapping=pages.slot_mapping.data_ptr(), rows=rows.data_ptr(), metadata=_metadata_struct(pages),
             threads=torch.get_num_threads(),
         )  # fmt: skip
         self.library.smelt_run(ctypes.addressof(self._array), len(self._array), ctypes.addressof(step))
@@ -156,18 +156,19 @@ def attention(
     window: int | None = None, rows: KVQuantFormat | None = None,
 ) -> Tensor:  # fmt: skip
     """`smelt.kernels.paged.paged_reference`, compiled."""
-    tokens, heads, width = queries.shape
+    tokens, heads, head_dim = queries.shape
     queries = queries.contiguous()
     results = torch.empty_like(queries)
     detail = AttentionStruct(
-        heads=heads, kv_heads=key_pages.shape[2], width=width, size=key_pages.shape[1], query_stride=heads * width,
+        heads=heads, kv_heads=key_pages.shape[2], head_dim=head_dim, block_size=key_pages.shape[1],
+        query_stride=heads * head_dim,
         window=window or 0, scale=scale, type=DTYPE_CODES[queries.dtype], queries=queries.data_ptr(),
         key_pages=key_pages.data_ptr(), value_pages=value_pages.data_ptr(), results=results.data_ptr(),
         **_page_type(key_pages, rows),
     )  # fmt: skip
     threads = torch.get_num_threads() if tokens * heads * pages.max_seq_len > 1 << 12 else 1
-    told = _told(pages)
-    library.smelt_attend(ctypes.addressof(detail), ctypes.addressof(told), threads)
+    metadata = _metadata_struct(pages)
+    library.smelt_attend(ctypes.addressof(detail), ctypes.addressof(metadata), threads)
     return results
 
 
@@ -177,14 +178,14 @@ def _page_type(pages: Tensor, rows: KVQuantFormat | None) -> dict[str, int]:
     return {"page_type": ROWS[rows.name], "half": rows.half_dim, "row_bytes": rows.row_bytes}
 
 
-def _told(pages: AttentionMetadata) -> _Pages:
+def _metadata_struct(pages: AttentionMetadata) -> _Metadata:
     own = {}
     if pages.request_slots is not None and pages.seq_len_offsets is not None:
         own = {
-            "slots": pages.request_slots.data_ptr(), "shifts": pages.seq_len_offsets.data_ptr(),
-            "cluster_stride": pages.block_tables.stride(1), "shift_stride": pages.seq_len_offsets.stride(0),
+            "request_slots": pages.request_slots.data_ptr(), "seq_len_offsets": pages.seq_len_offsets.data_ptr(),
+            "cluster_stride": pages.block_tables.stride(1), "offset_stride": pages.seq_len_offsets.stride(0),
         }  # fmt: skip
-    return _Pages(
-        requests=len(pages.seq_lens), starts=pages.cu_seqlens_q.data_ptr(), lengths=pages.seq_lens.data_ptr(),
-        tables=pages.block_tables.data_ptr(), table_stride=pages.block_tables.stride(0), **own,
+    return _Metadata(
+        requests=len(pages.seq_lens), cu_seqlens_q=pages.cu_seqlens_q.data_ptr(), seq_lens=pages.seq_lens.data_ptr(),
+        block_tables=pages.block_tables.data_ptr(), table_stride=pages.block_tables.stride(0), **own,
     )  # fmt: skip

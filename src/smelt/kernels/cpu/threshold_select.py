@@ -1,4 +1,4 @@
-"""Add the residual, compare, compact, compiled: one pass over memory. See `source/compact.cpp`."""
+"""Add a gradient and select above a threshold, compiled: one pass over memory. See `source/threshold_select.cpp`."""
 
 from __future__ import annotations
 
@@ -12,43 +12,44 @@ from torch import Tensor
 from smelt.kernels.cpu.build import load_units
 from smelt.kernels.cpu.operator import threads_for
 
-UNITS: dict[str, tuple[str, ...]] = {"compact": ()}
+UNITS: dict[str, tuple[str, ...]] = {"threshold_select": ()}
 
 
-class Compact(ctypes.Structure):
-    """As in `source/compact.cpp`."""
+class ThresholdSelect(ctypes.Structure):
+    """As in `source/threshold_select.cpp`."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("values", "gradient")),
         *((name, ctypes.c_int64) for name in ("elements", "start", "stop")),
-        ("found", ctypes.c_void_p),
+        ("indices", ctypes.c_void_p),
         ("threshold", ctypes.c_float),
     ]
 
 
 @lru_cache(maxsize=1)
 def library() -> Any:
-    """None where it cannot be compiled."""
-    return load_units(UNITS, _declared, portable=True)
+    """Return the compiled library; None if it cannot be compiled."""
+    return load_units(UNITS, _declare, portable=True)
 
 
-def _declared(made: ctypes.CDLL) -> ctypes.CDLL:
-    made.smelt_compact.argtypes, made.smelt_compact.restype = [ctypes.c_void_p, ctypes.c_int], ctypes.c_int64
-    return made
+def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
+    lib.smelt_threshold_select.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    lib.smelt_threshold_select.restype = ctypes.c_int64
+    return lib
 
 
 def add_and_select(
     values: Tensor, gradient: Tensor | None, threshold: float, start: int, stop: int, capacity: int | None = None
 ) -> Tensor:
-    """The contract of `smelt.kernels.gpu.threshold_select.add_and_compact`."""
+    """The contract of `smelt.kernels.gpu.threshold_select.add_and_select`."""
     gradient = None if gradient is None else gradient.float().contiguous()
     elements, address = len(values), 0 if gradient is None else gradient.data_ptr()
-    found = torch.empty(max(stop - start, 0), dtype=torch.int32)  # memory that is not written is never real
-    task = Compact(values.data_ptr(), address, elements, start, stop, found.data_ptr(), threshold)
-    count = library().smelt_compact(ctypes.addressof(task), threads_for(elements))
-    indices = found[:count].long().add_(start)
+    buffer = torch.empty(max(stop - start, 0), dtype=torch.int32)  # pages that are never written take no memory
+    task = ThresholdSelect(values.data_ptr(), address, elements, start, stop, buffer.data_ptr(), threshold)
+    count = library().smelt_threshold_select(ctypes.addressof(task), threads_for(elements))
+    indices = buffer[:count].long().add_(start)
     if capacity is None:
         return indices
-    result = torch.full((capacity,), elements)
-    result[:count] = indices[:capacity]
-    return result
+    padded = torch.full((capacity,), elements)
+    padded[:count] = indices[:capacity]
+    return padded

@@ -1,4 +1,4 @@
-"""What the kernels may use here: a real chip or Triton's interpreter, and which chip."""
+"""The GPU architecture that kernels run on: a real GPU or Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ def _nothing() -> None:
     pass
 
 
-PTX = not isinstance(_nothing, InterpretedFunction)  # instructions written out by hand
-PDL = PTX and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)  # begin before the last ends
+PTX = not isinstance(_nothing, InterpretedFunction)  # inline PTX is available
+PDL = PTX and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)  # dependent launch
 
-# Arguments that are read a number at a time and may begin anywhere: nothing is gained by a kernel for each alignment.
+# Arguments read element by element at any alignment: specializing kernels on it gains nothing.
 UNALIGNED_ARGS = [
-    "tables", "shifts", "cluster", "column", "work", "slots", "lengths", "starts", "tile_request", "tile_first",
-    "positions", "places", "known",
+    "block_tables", "seq_len_offsets", "head_cluster", "head_column", "split_work", "slots", "seq_lens", "cu_seqlens_q",
+    "tile_request", "tile_first", "positions", "slot_mapping", "known",
 ]  # fmt: skip
 
 
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors of a device; under the interpreter there is none, and some number will do."""
+    """Return the number of multiprocessors of a device; an arbitrary one under the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8

@@ -1,8 +1,9 @@
-"""Attention over a paged cache in Triton: one query a request with its keys split among programs, or many queries.
+"""Attention over a paged KV cache in Triton: decode with split keys, and prefill.
 
-The heads that share keys and values are computed together, so that keys are read once. `smelt.kernels.paged` says what
-is computed. Pages hold all heads of a layer, [block, token, head, width], or those of a cluster that may be of several
-layers, [block, column, token, width]; then every head has its own length. With a row format they hold bytes.
+Query heads that share a KV head are computed together, so that keys are read once. `smelt.kernels.paged` has the
+reference. Pages hold all heads of a layer, [block, token, head, head_dim], or those of a cluster of heads, possibly of
+several layers, [block, column, token, head_dim]; then every head has its own length. With a `KVQuantFormat` they hold
+quantized rows.
 """
 
 from __future__ import annotations
@@ -19,280 +20,323 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.gpu.arch import PDL, UNALIGNED_ARGS, num_sms
-from smelt.kernels.gpu.pages import ClusteredHeadPages, columns_of, head_pages, key_rows, pointers, strides
-from smelt.kernels.gpu.rope import RotaryParams, turned
-from smelt.kernels.gpu.rows import as_read, as_written, constants, lift, load_rows, met, width_of, write_row
+from smelt.kernels.gpu.pages import ClusteredHeadPages, head_pages, heads_per_page_of, key_rows, pointers, strides
+from smelt.kernels.gpu.rope import RotaryParams, apply_rope
+from smelt.kernels.gpu.rows import (
+    deinterleave,
+    hadamard_if,
+    head_dim_of,
+    interleave,
+    kernel_constants,
+    load_kv_rows,
+    scale_lift,
+    store_kv_row,
+)
 from smelt.kernels.kv_quant import KVQuantFormat
 
 LOG2_E = 1.4426950408889634
-BLOCK_N = 64  # that are taken at once when decoding
-PREFILL_TILES = 64, 64, 4, 2  # queries of a program, keys that are taken at once, warps, stages
-LONG_TILES = 128, 128, 8, 2  # where many queries of a request meet many keys
-LONG_NARROW_TILES = 128, 64, 8, 3  # the same with heads of up to 64
-LONG_CODE_TILES = 128, 64, 8, 2  # the same with codes, which need registers to become numbers
-WAVES = 2  # programs for every multiprocessor, at most, when keys are split
+BLOCK_N = 64  # keys per tile when decoding
+PREFILL_TILES = 64, 64, 4, 2  # queries and keys per tile, warps, stages
+LONG_TILES = 128, 128, 8, 2  # long prompts with long contexts
+LONG_NARROW_TILES = 128, 64, 8, 3  # the same with head_dim up to 64
+LONG_CODE_TILES = 128, 64, 8, 2  # the same with a quantized KV cache, which needs registers to dequantize
+WAVES = 2  # most programs per multiprocessor when keys are split
 
 
 @triton.jit
-def load_keys(  # type: ignore[no-untyped-def]
-    key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, DTYPE: tl.constexpr,
-    SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROW: tl.constexpr, HALF_ROW: tl.constexpr,
-    ALL: tl.constexpr = False,
+def load_kv_tile(  # type: ignore[no-untyped-def]
+    key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, head_dim, DTYPE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr,
+    HALF_DIM: tl.constexpr, UNMASKED: tl.constexpr = False,
 ):  # fmt: skip
-    """Keys and values of the positions from `start` on [KEYS, WIDTH], which of them are before `end` (`ALL`: known to
-    be), and their scales."""
-    positions = start + tl.arange(0, KEYS)
-    there = tl.full([KEYS], True, tl.int1) if ALL else positions < end
-    rows = key_rows(table, positions, there, block_rows, token_rows, first_row, SIZE)
-    keys, key_scales = load_rows(key_pages, rows, there, lane, width, DTYPE, FORMAT, ROW, HALF_ROW)
-    values, value_scales = load_rows(value_pages, rows, there, lane, width, DTYPE, FORMAT, ROW, HALF_ROW)
-    return keys, values, there, key_scales, value_scales
+    """Load keys and values of the positions from `start` on [BLOCK_N, HEAD_DIM], the mask of those before `end`
+    (UNMASKED: all), and their scales."""
+    positions = start + tl.arange(0, BLOCK_N)
+    in_range = tl.full([BLOCK_N], True, tl.int1) if UNMASKED else positions < end
+    rows = key_rows(table, positions, in_range, block_rows, token_rows, first_row, BLOCK_SIZE)
+    keys, key_scales = load_kv_rows(key_pages, rows, in_range, lane, head_dim, DTYPE, FORMAT, ROW_BYTES, HALF_DIM)
+    values, value_scales = load_kv_rows(value_pages, rows, in_range, lane, head_dim, DTYPE, FORMAT, ROW_BYTES, HALF_DIM)
+    return keys, values, in_range, key_scales, value_scales
 
 
 @triton.jit
-def take_keys(  # type: ignore[no-untyped-def]
-    scores, scale, seen, values, key_scales, value_scales, largest, total, mixed, FORMAT: tl.constexpr,
-    ALL: tl.constexpr = False,
+def softmax_update(  # type: ignore[no-untyped-def]
+    scores, scale, visible, values, key_scales, value_scales, m_i, l_i, acc, FORMAT: tl.constexpr,
+    UNMASKED: tl.constexpr = False,
 ):  # fmt: skip
-    """One more tile of keys into the softmax so far. Times `scale`, scores are in powers of two. `ALL` are seen."""
+    """Update the online softmax with one tile of keys. Times `scale`, scores are exponents of two."""
     if FORMAT:
         scores = scores * key_scales[None, :]
-    if not ALL:
-        scores = tl.where(seen, scores, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
-    base = new_largest if ALL else tl.where(new_largest == float("-inf"), 0.0, new_largest)
-    weights = tl.exp2(scores * scale - base[:, None])
-    faded = tl.exp2(largest - base)
-    total = total * faded + tl.sum(weights, axis=1)
+    if not UNMASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    m_new = tl.maximum(m_i, tl.max(scores, axis=1) * scale)
+    base = m_new if UNMASKED else tl.where(m_new == float("-inf"), 0.0, m_new)
+    p = tl.exp2(scores * scale - base[:, None])
+    alpha = tl.exp2(m_i - base)
+    l_i = l_i * alpha + tl.sum(p, axis=1)
     if FORMAT:
-        weights = weights * (value_scales * lift(FORMAT))[None, :]
-    mixed = mixed * faded[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
-    return new_largest, total, mixed
+        p = p * (value_scales * scale_lift(FORMAT))[None, :]
+    acc = acc * alpha[:, None] + tl.dot(p.to(values.dtype), values, input_precision="ieee")
+    return m_new, l_i, acc
 
 
 @triton.jit
-def take_tile(  # type: ignore[no-untyped-def]
-    query, key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, scale, largest,
-    total, mixed, SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROW: tl.constexpr,
-    HALF_ROW: tl.constexpr, ALL: tl.constexpr,
+def attend_tile(  # type: ignore[no-untyped-def]
+    query, key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, head_dim, scale, m_i,
+    l_i, acc, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr,
+    HALF_DIM: tl.constexpr, UNMASKED: tl.constexpr,
 ):  # fmt: skip
-    """The keys from `start` on, as many as are taken at once; every query sees those before `end`, which are `ALL` or
-    not."""
-    keys, values, there, key_scales, value_scales = load_keys(
-        key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, query.dtype, SIZE,
-        KEYS, FORMAT, ROW, HALF_ROW, ALL,
+    """Attend to one tile of keys from `start` on; every query sees those before `end` (UNMASKED: all)."""
+    keys, values, in_range, key_scales, value_scales = load_kv_tile(
+        key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, head_dim, query.dtype,
+        BLOCK_SIZE, BLOCK_N, FORMAT, ROW_BYTES, HALF_DIM, UNMASKED,
     )  # fmt: skip
     scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-    return take_keys(
-        scores, scale, there[None, :], values, key_scales, value_scales, largest, total, mixed, FORMAT, ALL
+    return softmax_update(
+        scores, scale, in_range[None, :], values, key_scales, value_scales, m_i, l_i, acc, FORMAT, UNMASKED
     )
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGS)
 def decode_kernel(  # type: ignore[no-untyped-def]
-    mixed, cosines, sines, query_norm, key_norm, key_pages, value_pages, tables, shifts, cluster, column, work, slots,
-    lengths, results, partial, statistics, arrived, scale, window, epsilon, stride, table_stride, cluster_stride,
-    shift_stride, kv_heads, width, SIZE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
-    HALF: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
-    COLUMNS: tl.constexpr, FORMAT: tl.constexpr, ROW: tl.constexpr, HALF_ROW: tl.constexpr, TURNS: tl.constexpr,
+    qkv, cos, sin, query_norm, key_norm, key_pages, value_pages, block_tables, seq_len_offsets, head_cluster,
+    head_column, split_work, slots, seq_lens, output, partial_acc, softmax_stats, split_counter, scale, window, epsilon,
+    stride, table_stride, cluster_stride, offset_stride, kv_heads, head_dim, BLOCK_SIZE: tl.constexpr,
+    Q_PER_KV: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr, HEADS_PER_PAGE: tl.constexpr, FORMAT: tl.constexpr,
+    ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr, HADAMARD_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """One new token a request: a program has one head of keys and one of its parts of the length, of which there are
-    SPLITS, or where heads differ as many as `work` says. The first part has the new token, whose keys and values it
-    also writes to their page; the part that ends last puts all together."""
+    """Decode one new token per request. A program handles one KV head and one split of its length; there are SPLITS of
+    them, or where heads differ as many as `split_work` says. The first split also stores the key and value of the new
+    token; the split that finishes last merges all of them."""
     request = tl.program_id(0).to(tl.int64)
-    if COLUMNS:
-        item = work + tl.program_id(1) * 3
-        head, split, parts = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    if HEADS_PER_PAGE:
+        item = split_work + tl.program_id(1) * 3
+        head, split, num_parts = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     else:
-        head, split, parts = tl.program_id(1), tl.program_id(2), SPLITS
-    DTYPE: tl.constexpr = mixed.dtype.element_ty
-    row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    within = lane < width
-    held = (row < GROUP)[:, None] & within[None, :]
-    text = tl.load(lengths + request).to(tl.int32)
-    table, shift, block_rows, token_rows, first_row = head_pages(
-        tables, shifts, cluster, column, tl.load(slots + request), head, table_stride, cluster_stride, shift_stride,
-        kv_heads, SIZE, COLUMNS,
+        head, split, num_parts = tl.program_id(1), tl.program_id(2), SPLITS
+    DTYPE: tl.constexpr = qkv.dtype.element_ty
+    row, lane = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
+    within = lane < head_dim
+    valid = (row < Q_PER_KV)[:, None] & within[None, :]
+    seq_len = tl.load(seq_lens + request).to(tl.int32)
+    table, seq_len_offset, block_rows, token_rows, first_row = head_pages(
+        block_tables, seq_len_offsets, head_cluster, head_column, tl.load(slots + request), head, table_stride,
+        cluster_stride, offset_stride, kv_heads, BLOCK_SIZE, HEADS_PER_PAGE,
     )  # fmt: skip
-    length = tl.where(text > 0, text + shift, 0)
-    low = tl.maximum(length - window, 0)
-    share = tl.cdiv(tl.cdiv(length - 1 - low, parts), KEYS) * KEYS
+    kv_len = tl.where(seq_len > 0, seq_len + seq_len_offset, 0)
+    low = tl.maximum(kv_len - window, 0)
+    share = tl.cdiv(tl.cdiv(kv_len - 1 - low, num_parts), BLOCK_N) * BLOCK_N
     begin = low + split * share
-    end = tl.minimum(begin + share, length - 1)
-    if SPLITS > 1:  # few keys for each program: the first ones, written by steps before this one, need not wait
-        first_keys, first_values, first_there, first_key_scales, first_value_scales = load_keys(
-            key_pages, value_pages, table, begin, end, block_rows, token_rows, first_row, lane, width, DTYPE, SIZE,
-            KEYS, FORMAT, ROW, HALF_ROW,
+    end = tl.minimum(begin + share, kv_len - 1)
+    if SPLITS > 1:  # few keys per program: the first ones, stored by earlier steps, need not wait
+        first_keys, first_values, first_in_range, first_key_scales, first_value_scales = load_kv_tile(
+            key_pages, value_pages, table, begin, end, block_rows, token_rows, first_row, lane, head_dim, DTYPE,
+            BLOCK_SIZE, BLOCK_N, FORMAT, ROW_BYTES, HALF_DIM,
         )  # fmt: skip
-    if PDL:  # what the kernels before this one wrote is read from here on
+    if PDL:  # outputs of earlier kernels are read from here on
         gdc_wait()
         gdc_launch_dependents()
-    angle = tl.maximum(text - 1, 0)
-    source = mixed + request * stride
-    query_place = (head * GROUP + row)[:, None] * width
-    query = turned(
-        source, query_place, held, query_norm, cosines, sines, angle, lane[None, :], epsilon, width, HALF, NORM
+    angle = tl.maximum(seq_len - 1, 0)
+    source = qkv + request * stride
+    query_place = (head * Q_PER_KV + row)[:, None] * head_dim
+    query = apply_rope(
+        source, query_place, valid, query_norm, cos, sin, angle, lane[None, :], epsilon, head_dim, HALF, NORM
     )
-    query = met(query, DTYPE, TURNS)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    found = tl.zeros([ROWS, WIDTH], tl.float32)
-    if (split == 0) & (length > 0):
-        key_place = (kv_heads * GROUP + head) * width
-        key = turned(source, key_place, within, key_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
-        value = tl.load(source + key_place + kv_heads * width + lane, mask=within, other=0.0)
-        row_of_new = key_rows(table, length - 1, length > 0, block_rows, token_rows, first_row, SIZE)
-        key = write_row(key_pages, row_of_new, met(key, DTYPE, TURNS), length > 0, lane, width, FORMAT, ROW, HALF_ROW)
-        value = write_row(value_pages, row_of_new, value, length > 0, lane, width, FORMAT, ROW, HALF_ROW)
-        largest = tl.sum(query.to(tl.float32) * key[None, :], axis=1) * scale
-        total = tl.full([ROWS], 1.0, tl.float32)
-        found = found + as_read(value[None, :] * lift(FORMAT), FORMAT, HALF_ROW)
-    query = as_read(query, FORMAT, HALF_ROW)
+    query = hadamard_if(query, DTYPE, HADAMARD_STEPS)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    if (split == 0) & (kv_len > 0):
+        key_place = (kv_heads * Q_PER_KV + head) * head_dim
+        key = apply_rope(source, key_place, within, key_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
+        value = tl.load(source + key_place + kv_heads * head_dim + lane, mask=within, other=0.0)
+        row_of_new = key_rows(table, kv_len - 1, kv_len > 0, block_rows, token_rows, first_row, BLOCK_SIZE)
+        key = store_kv_row(
+            key_pages,
+            row_of_new,
+            hadamard_if(key, DTYPE, HADAMARD_STEPS),
+            kv_len > 0,
+            lane,
+            head_dim,
+            FORMAT,
+            ROW_BYTES,
+            HALF_DIM,
+        )
+        value = store_kv_row(value_pages, row_of_new, value, kv_len > 0, lane, head_dim, FORMAT, ROW_BYTES, HALF_DIM)
+        m_i = tl.sum(query.to(tl.float32) * key[None, :], axis=1) * scale
+        l_i = tl.full([BLOCK_M], 1.0, tl.float32)
+        acc = acc + interleave(value[None, :] * scale_lift(FORMAT), FORMAT, HALF_DIM)
+    query = interleave(query, FORMAT, HALF_DIM)
     if SPLITS > 1:
         scores = tl.dot(query, tl.trans(first_keys), input_precision="ieee")
-        largest, total, found = take_keys(
-            scores, scale, first_there[None, :], first_values, first_key_scales, first_value_scales, largest, total,
-            found, FORMAT,
+        m_i, l_i, acc = softmax_update(
+            scores, scale, first_in_range[None, :], first_values, first_key_scales, first_value_scales, m_i, l_i,
+            acc, FORMAT,
         )  # fmt: skip
-        begin += KEYS
-    whole = begin + tl.maximum(end - begin, 0) // KEYS * KEYS  # up to here all keys of a tile are there
-    for start in range(begin, whole, KEYS):
-        largest, total, found = take_tile(
-            query, key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, width, scale,
-            largest, total, found, SIZE, KEYS, FORMAT, ROW, HALF_ROW, True,
+        begin += BLOCK_N
+    full_end = begin + tl.maximum(end - begin, 0) // BLOCK_N * BLOCK_N  # end of the last full tile
+    for start in range(begin, full_end, BLOCK_N):
+        m_i, l_i, acc = attend_tile(
+            query, key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, head_dim, scale,
+            m_i, l_i, acc, BLOCK_SIZE, BLOCK_N, FORMAT, ROW_BYTES, HALF_DIM, True,
         )  # fmt: skip
-    if whole < end:
-        largest, total, found = take_tile(
-            query, key_pages, value_pages, table, whole, end, block_rows, token_rows, first_row, lane, width, scale,
-            largest, total, found, SIZE, KEYS, FORMAT, ROW, HALF_ROW, False,
+    if full_end < end:
+        m_i, l_i, acc = attend_tile(
+            query, key_pages, value_pages, table, full_end, end, block_rows, token_rows, first_row, lane, head_dim,
+            scale, m_i, l_i, acc, BLOCK_SIZE, BLOCK_N, FORMAT, ROW_BYTES, HALF_DIM, False,
         )  # fmt: skip
     if FORMAT:
-        found = as_written(found * (1.0 / lift(FORMAT)), FORMAT, HALF_ROW)
-    heads = kv_heads * GROUP
+        acc = deinterleave(acc * (1.0 / scale_lift(FORMAT)), FORMAT, HALF_DIM)
+    heads = kv_heads * Q_PER_KV
     if SPLITS == 1:
-        found = found / tl.where(total == 0.0, 1.0, total)[:, None]
-        to = results + request * heads * width + query_place + lane[None, :]
-        tl.store(to, found.to(results.dtype.element_ty), mask=held)
+        acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
+        output_ptr = output + request * heads * head_dim + query_place + lane[None, :]
+        tl.store(output_ptr, acc.to(output.dtype.element_ty), mask=valid)
     else:
-        at = (request * heads + head * GROUP + row) * SPLITS + split
-        tl.store(partial + at[:, None] * width + lane[None, :], found, mask=held)
-        tl.store(statistics + at * 2, largest, mask=row < GROUP)
-        tl.store(statistics + at * 2 + 1, total, mask=row < GROUP)
-        tl.debug_barrier()  # all threads have written
-        before = tl.atomic_add(arrived + request * kv_heads + head, 1, sem="acq_rel")
-        if before == parts - 1:
-            tl.store(arrived + request * kv_heads + head, 0)
-            for member in tl.static_range(GROUP):
-                at_member = request * heads + head * GROUP + member
-                merge_parts(partial, statistics, results, at_member, parts, width, SPLITS, WIDTH)
+        at = (request * heads + head * Q_PER_KV + row) * SPLITS + split
+        tl.store(partial_acc + at[:, None] * head_dim + lane[None, :], acc, mask=valid)
+        tl.store(softmax_stats + at * 2, m_i, mask=row < Q_PER_KV)
+        tl.store(softmax_stats + at * 2 + 1, l_i, mask=row < Q_PER_KV)
+        tl.debug_barrier()  # all threads have stored
+        before = tl.atomic_add(split_counter + request * kv_heads + head, 1, sem="acq_rel")
+        if before == num_parts - 1:
+            tl.store(split_counter + request * kv_heads + head, 0)
+            for member in tl.static_range(Q_PER_KV):
+                at_member = request * heads + head * Q_PER_KV + member
+                merge_splits(partial_acc, softmax_stats, output, at_member, num_parts, head_dim, SPLITS, HEAD_DIM)
 
 
 @triton.jit
-def merge_parts(partial, statistics, results, at, parts, width, SPLITS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The parts of one head of one request."""
-    split, lane = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    there = split < parts
-    place = statistics + (at * SPLITS + split) * 2
-    largest = tl.load(place, mask=there, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(place + 1, mask=there, other=0.0, cache_modifier=".cg")
-    top = tl.max(largest, axis=0)
-    faded = tl.exp2(largest - tl.where(top == float("-inf"), 0.0, top))
-    inside = (lane < width)[None, :] & (total > 0)[:, None]
-    results_of_parts = partial + (at * SPLITS + split)[:, None] * width + lane[None, :]
-    mixed = tl.load(results_of_parts, mask=inside, other=0.0, cache_modifier=".cg")
-    whole = tl.sum(total * faded, axis=0)
-    found = tl.sum(mixed * faded[:, None], axis=0) / tl.where(whole == 0.0, 1.0, whole)
-    tl.store(results + at * width + lane, found.to(results.dtype.element_ty), mask=lane < width)
+def merge_splits(  # type: ignore[no-untyped-def]
+    partial_acc, softmax_stats, output, at, num_parts, head_dim, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr
+):
+    """Merge the splits of one head of one request."""
+    split, lane = tl.arange(0, SPLITS), tl.arange(0, HEAD_DIM)
+    in_range = split < num_parts
+    place = softmax_stats + (at * SPLITS + split) * 2
+    m_i = tl.load(place, mask=in_range, other=float("-inf"), cache_modifier=".cg")
+    l_i = tl.load(place + 1, mask=in_range, other=0.0, cache_modifier=".cg")
+    m_max = tl.max(m_i, axis=0)
+    alpha = tl.exp2(m_i - tl.where(m_max == float("-inf"), 0.0, m_max))
+    inside = (lane < head_dim)[None, :] & (l_i > 0)[:, None]
+    partial_ptr = partial_acc + (at * SPLITS + split)[:, None] * head_dim + lane[None, :]
+    acc = tl.load(partial_ptr, mask=inside, other=0.0, cache_modifier=".cg")
+    l_total = tl.sum(l_i * alpha, axis=0)
+    merged = tl.sum(acc * alpha[:, None], axis=0) / tl.where(l_total == 0.0, 1.0, l_total)
+    tl.store(output + at * head_dim + lane, merged.to(output.dtype.element_ty), mask=lane < head_dim)
 
 
 @triton.jit
-def take_range(  # type: ignore[no-untyped-def]
-    query, position, key_pages, value_pages, table, begin, end, block_rows, token_rows, first_row, lane, width, scale,
-    window, largest, total, mixed, SIZE: tl.constexpr, KEYS: tl.constexpr, FORMAT: tl.constexpr, ROW: tl.constexpr,
-    HALF_ROW: tl.constexpr, ALL: tl.constexpr,
+def attend_range(  # type: ignore[no-untyped-def]
+    query, position, key_pages, value_pages, table, begin, end, block_rows, token_rows, first_row, lane, head_dim,
+    scale, window, m_i, l_i, acc, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, FORMAT: tl.constexpr,
+    ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr, UNMASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys from `begin` to `end` into the softmax of many queries; `ALL`: every query sees them all."""
-    for at in range(begin, end, KEYS):
-        keys, values, there, key_scales, value_scales = load_keys(
-            key_pages, value_pages, table, at, end, block_rows, token_rows, first_row, lane, width, query.dtype, SIZE,
-            KEYS, FORMAT, ROW, HALF_ROW, ALL,
+    """Update the softmax of a tile of queries with the keys from `begin` to `end`; UNMASKED: all are visible."""
+    for at in range(begin, end, BLOCK_N):
+        keys, values, in_range, key_scales, value_scales = load_kv_tile(
+            key_pages, value_pages, table, at, end, block_rows, token_rows, first_row, lane, head_dim, query.dtype,
+            BLOCK_SIZE, BLOCK_N, FORMAT, ROW_BYTES, HALF_DIM, UNMASKED,
         )  # fmt: skip
-        keys_at = at + tl.arange(0, KEYS)
+        keys_at = at + tl.arange(0, BLOCK_N)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        seen = (keys_at[None, :] <= position[:, None]) & (keys_at[None, :] > position[:, None] - window)
-        largest, total, mixed = take_keys(
-            scores, scale, seen & there[None, :], values, key_scales, value_scales, largest, total, mixed, FORMAT, ALL
+        visible = (keys_at[None, :] <= position[:, None]) & (keys_at[None, :] > position[:, None] - window)
+        m_i, l_i, acc = softmax_update(
+            scores,
+            scale,
+            visible & in_range[None, :],
+            values,
+            key_scales,
+            value_scales,
+            m_i,
+            l_i,
+            acc,
+            FORMAT,
+            UNMASKED,
         )
-    return largest, total, mixed
+    return m_i, l_i, acc
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGS)
 def prefill_kernel(  # type: ignore[no-untyped-def]
-    queries, key_pages, value_pages, tables, shifts, cluster, column, slots, lengths, starts, tile_request, tile_first,
-    results, scale, window, query_stride, table_stride, cluster_stride, shift_stride, kv_heads, width, group,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
-    WINDOWED: tl.constexpr, FORMAT: tl.constexpr, ROW: tl.constexpr, HALF_ROW: tl.constexpr,
+    queries, key_pages, value_pages, block_tables, seq_len_offsets, head_cluster, head_column, slots, seq_lens,
+    cu_seqlens_q, tile_request, tile_first, output, scale, window, query_stride, table_stride, cluster_stride,
+    offset_stride, kv_heads, head_dim, group, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_N: tl.constexpr, HEADS_PER_PAGE: tl.constexpr, WINDOWED: tl.constexpr, FORMAT: tl.constexpr,
+    ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ROWS query tokens of one request, one head of queries. Most keys are seen by all of them; only those at
-    the ends are compared with positions."""
+    """Prefill a tile of BLOCK_M query tokens of one request and one query head. Most keys are visible to all of them;
+    only those at the ends are masked by position."""
     tile, query_head = tl.program_id(0), tl.program_id(1)
     request, first = tl.load(tile_request + tile), tl.load(tile_first + tile)
-    start, stop = tl.load(starts + request).to(tl.int32), tl.load(starts + request + 1).to(tl.int32)
+    start, stop = tl.load(cu_seqlens_q + request).to(tl.int32), tl.load(cu_seqlens_q + request + 1).to(tl.int32)
     head = query_head // group
-    slot = tl.load(slots + request) if COLUMNS else request.to(tl.int64)
-    table, shift, block_rows, token_rows, first_row = head_pages(
-        tables, shifts, cluster, column, slot, head, table_stride, cluster_stride, shift_stride, kv_heads, SIZE, COLUMNS
+    slot = tl.load(slots + request) if HEADS_PER_PAGE else request.to(tl.int64)
+    table, seq_len_offset, block_rows, token_rows, first_row = head_pages(
+        block_tables,
+        seq_len_offsets,
+        head_cluster,
+        head_column,
+        slot,
+        head,
+        table_stride,
+        cluster_stride,
+        offset_stride,
+        kv_heads,
+        BLOCK_SIZE,
+        HEADS_PER_PAGE,
     )
-    length = tl.load(lengths + request).to(tl.int32) + shift
-    row, lane = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    kv_len = tl.load(seq_lens + request).to(tl.int32) + seq_len_offset
+    row, lane = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
     token = start + first + row
-    held = (token < stop)[:, None] & (lane < width)[None, :]
-    lowest = length - (stop - start) + first  # position of the first query
+    valid = (token < stop)[:, None] & (lane < head_dim)[None, :]
+    lowest = kv_len - (stop - start) + first  # position of the first query
     position = lowest + row
-    place = query_head * width + lane[None, :]
-    query = tl.load(queries + token.to(tl.int64)[:, None] * query_stride + place, mask=held, other=0.0)
-    query = as_read(query, FORMAT, HALF_ROW)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    begin = tl.maximum(lowest - window + 1, 0) // KEYS * KEYS
-    end = tl.minimum(lowest + ROWS, length)
-    to_all = (lowest + 1) // KEYS * KEYS  # up to here every query sees every key that is in its window
+    place = query_head * head_dim + lane[None, :]
+    query = tl.load(queries + token.to(tl.int64)[:, None] * query_stride + place, mask=valid, other=0.0)
+    query = interleave(query, FORMAT, HALF_DIM)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
+    begin = tl.maximum(lowest - window + 1, 0) // BLOCK_N * BLOCK_N
+    end = tl.minimum(lowest + BLOCK_M, kv_len)
+    unmasked_end = (lowest + 1) // BLOCK_N * BLOCK_N  # keys below are visible to every query, window aside
     if WINDOWED:
-        inside = tl.cdiv(tl.maximum(lowest + ROWS - window, 0), KEYS) * KEYS  # from here on they are in every window
-        inside = tl.minimum(tl.maximum(inside, begin), tl.maximum(to_all, begin))
-        largest, total, mixed = take_range(
+        inside = tl.cdiv(tl.maximum(lowest + BLOCK_M - window, 0), BLOCK_N) * BLOCK_N  # keys above are in every window
+        inside = tl.minimum(tl.maximum(inside, begin), tl.maximum(unmasked_end, begin))
+        m_i, l_i, acc = attend_range(
             query, position, key_pages, value_pages, table, begin, inside, block_rows, token_rows, first_row, lane,
-            width, scale, window, largest, total, mixed, SIZE, KEYS, FORMAT, ROW, HALF_ROW, False,
+            head_dim, scale, window, m_i, l_i, acc, BLOCK_SIZE, BLOCK_N, FORMAT, ROW_BYTES, HALF_DIM, False,
         )  # fmt: skip
         begin = inside
-    largest, total, mixed = take_range(
-        query, position, key_pages, value_pages, table, begin, to_all, block_rows, token_rows, first_row, lane, width,
-        scale, window, largest, total, mixed, SIZE, KEYS, FORMAT, ROW, HALF_ROW, True,
+    m_i, l_i, acc = attend_range(
+        query, position, key_pages, value_pages, table, begin, unmasked_end, block_rows, token_rows, first_row, lane,
+        head_dim, scale, window, m_i, l_i, acc, BLOCK_SIZE, BLOCK_N, FORMAT, ROW_BYTES, HALF_DIM, True,
     )  # fmt: skip
-    largest, total, mixed = take_range(
-        query, position, key_pages, value_pages, table, tl.maximum(begin, to_all), end, block_rows, token_rows,
-        first_row, lane, width, scale, window, largest, total, mixed, SIZE, KEYS, FORMAT, ROW, HALF_ROW, False,
+    m_i, l_i, acc = attend_range(
+        query, position, key_pages, value_pages, table, tl.maximum(begin, unmasked_end), end, block_rows, token_rows,
+        first_row, lane, head_dim, scale, window, m_i, l_i, acc, BLOCK_SIZE, BLOCK_N, FORMAT, ROW_BYTES, HALF_DIM,
+        False,
     )  # fmt: skip
-    mixed = as_written(mixed, FORMAT, HALF_ROW) / tl.where(total == 0.0, 1.0, total * lift(FORMAT))[:, None]
+    acc = deinterleave(acc, FORMAT, HALF_DIM) / tl.where(l_i == 0.0, 1.0, l_i * scale_lift(FORMAT))[:, None]
     heads = kv_heads * group
-    to = token.to(tl.int64)[:, None] * heads * width + place
-    tl.store(results + to, mixed.to(results.dtype.element_ty), mask=held)
+    output_ptr = token.to(tl.int64)[:, None] * heads * head_dim + place
+    tl.store(output + output_ptr, acc.to(output.dtype.element_ty), mask=valid)
 
 
-EVERYTHING = 2**30  # a window that hides nothing
+NO_WINDOW = 2**30
 
 
 def num_splits(requests: int, kv_heads: int, max_seq_len: int, num_sms: int) -> int:
-    """Into how many parts keys are split, a power of two: as many as keep the processors busy, and no shorter than a
-    few tiles each."""
+    """Return the number of splits of the keys, a power of two: enough to occupy the GPU, at least two tiles each."""
     most = min(WAVES * num_sms // max(requests * kv_heads, 1), max_seq_len // (2 * BLOCK_N))
     return 1 << max(most, 1).bit_length() - 1
 
 
 def decode_config(programs: int, splits: int, max_seq_len: int, num_sms: int) -> tuple[int, int, int]:
-    """Keys that are taken at once, warps, stages: small programs where there are many, larger ones where there are few,
-    and more so where each has many keys."""
+    """Return keys per tile, warps and stages: small programs if there are many of them, larger ones if few, and more so
+    if each has many keys."""
     if splits == 1 or programs > 3 * num_sms:
         return BLOCK_N, 2, 3
     return (2 * BLOCK_N, 4, 2) if max_seq_len // splits >= 8 * BLOCK_N else (BLOCK_N, 4, 3)
@@ -310,13 +354,13 @@ def prefill_config(
 
 @dataclass(frozen=True)
 class DecodeMetadata:
-    """One new token of each request of a batch. A length of 0 only fills the batch."""
+    """Where the one new token of each request goes. A length of 0 marks padding of the batch."""
 
-    slots: Tensor  # [requests], int64: its row of the tables
-    seq_lens: Tensor  # [requests], int64: tokens of the text, the new one included
+    slots: Tensor  # [requests], int64: row of block_tables
+    seq_lens: Tensor  # [requests], int64: tokens of the sequence, the new one included
     block_tables: Tensor  # [slots, most blocks], int32, or [slots, clusters, most blocks]
-    split_counters: Tensor  # [at least requests * kv heads], int32: zeros, before and after every call
-    max_seq_len: int  # of the lengths, at most
+    split_counters: Tensor  # [at least requests * kv heads], int32: zero before and after every call
+    max_seq_len: int  # an upper bound of seq_lens
 
 
 def paged_decode(
@@ -324,38 +368,39 @@ def paged_decode(
     window: int | None = None, *, head_pages: ClusteredHeadPages | None = None, splits: int | None = None,
     config: tuple[int, int, int] | None = None, kv_quant: KVQuantFormat | None = None,
 ) -> Tensor:  # fmt: skip
-    """Queries, keys and values of new tokens [requests, (heads + 2 * kv heads) * width], not yet turned; the keys and
-    values also go to their pages. -> [requests, heads * width]. `tiles`: keys that are taken at once, warps, stages.
-    With `pages` the cache is [blocks * columns, size, 1, width], and `splits` the most parts that its work has."""
+    """Apply RoPE to `qkv` [requests, (heads + 2 * kv heads) * head_dim], store keys and values, and attend.
+
+    Returns [requests, heads * head_dim]. `config`: keys per tile, warps, stages. With `head_pages` the cache is
+    [blocks * heads_per_page, block_size, 1, head_dim], and `splits` the largest number of splits in its work."""
     requests = len(qkv)
     _, size, kv_heads, last = key_pages.shape
-    width = width_of(kv_quant, last)
+    head_dim = head_dim_of(kv_quant, last)
     if head_pages is not None:
         kv_heads = len(head_pages.head_cluster)
-    heads = qkv.shape[1] // width - 2 * kv_heads
-    group, padded = heads // kv_heads, max(triton.next_power_of_2(width), 16)
-    chip, about = num_sms(qkv.device), triton.next_power_of_2(requests)  # so that few kernels are compiled
+    heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    group, padded = heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
+    chip, about = num_sms(qkv.device), triton.next_power_of_2(requests)  # limits the number of compiled kernels
     if splits is None:
         splits = num_splits(about, kv_heads, metadata.max_seq_len, chip)
-    work = metadata.slots if head_pages is None or head_pages.split_work is None else head_pages.split_work
-    grid = (requests, kv_heads, splits) if head_pages is None else (requests, len(work), 1)
+    split_work = metadata.slots if head_pages is None or head_pages.split_work is None else head_pages.split_work
+    grid = (requests, kv_heads, splits) if head_pages is None else (requests, len(split_work), 1)
     tile_keys, warps, stages = config or decode_config(about * math.prod(grid[1:]), splits, metadata.max_seq_len, chip)
-    results = torch.empty(requests, heads * width, dtype=qkv.dtype, device=qkv.device)
-    partial = statistics = results
+    output = torch.empty(requests, heads * head_dim, dtype=qkv.dtype, device=qkv.device)
+    partial_acc = softmax_stats = output
     if splits > 1:
-        partial = torch.empty(requests, heads, splits, width, dtype=torch.float32, device=qkv.device)
-        statistics = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=qkv.device)
+        partial_acc = torch.empty(requests, heads, splits, head_dim, dtype=torch.float32, device=qkv.device)
+        softmax_stats = torch.empty(requests, heads, splits, 2, dtype=torch.float32, device=qkv.device)
     query_norm, key_norm = rotary.qk_norms or (rotary.cos, rotary.cos)
     decode_kernel[grid](
         qkv, rotary.cos, rotary.sin, query_norm, key_norm, key_pages, value_pages, metadata.block_tables,
-        *pointers(head_pages, metadata.block_tables), work, metadata.slots, metadata.seq_lens, results, partial,
-        statistics, metadata.split_counters, scale * LOG2_E, window or EVERYTHING, rotary.eps, qkv.stride(0),
-        *strides(head_pages, metadata.block_tables), kv_heads, width, SIZE=size, GROUP=group,
-        ROWS=max(triton.next_power_of_2(group), 16), WIDTH=padded, HALF=width // 2, KEYS=tile_keys, SPLITS=splits,
-        NORM=rotary.qk_norms is not None, PDL=PDL, COLUMNS=columns_of(head_pages), **constants(kv_quant),
-        num_warps=warps, num_stages=stages, launch_pdl=PDL,
+        *pointers(head_pages, metadata.block_tables), split_work, metadata.slots, metadata.seq_lens, output,
+        partial_acc, softmax_stats, metadata.split_counters, scale * LOG2_E, window or NO_WINDOW, rotary.eps,
+        qkv.stride(0), *strides(head_pages, metadata.block_tables), kv_heads, head_dim, BLOCK_SIZE=size, Q_PER_KV=group,
+        BLOCK_M=max(triton.next_power_of_2(group), 16), HEAD_DIM=padded, HALF=head_dim // 2, BLOCK_N=tile_keys,
+        SPLITS=splits, NORM=rotary.qk_norms is not None, PDL=PDL, HEADS_PER_PAGE=heads_per_page_of(head_pages),
+        **kernel_constants(kv_quant), num_warps=warps, num_stages=stages, launch_pdl=PDL,
     )  # fmt: skip
-    return results
+    return output
 
 
 def paged_prefill(
@@ -364,36 +409,37 @@ def paged_prefill(
     slots: Tensor | None = None,
     kv_quant: KVQuantFormat | None = None,
 ) -> Tensor:  # fmt: skip
-    """Many query tokens: [tokens, heads, width] -> the same. `tiles` are those of the pages, where they are known. With
-    `heads_own` the tables are those of all slots, and `slots` [requests] says whose each request's are. With a row
-    format that turns, queries come turned."""
-    tokens, heads, width = queries.shape
+    """Attend with many query tokens per request: [tokens, heads, head_dim] -> the same shape.
+
+    `tiles` can be computed once for all layers. With `head_pages` the block tables are those of all slots, and `slots`
+    [requests] is the row of each request. Queries are already rotated if the KV format is."""
+    tokens, heads, head_dim = queries.shape
     _, size, kv_heads, _ = key_pages.shape
     if head_pages is not None:
         kv_heads = len(head_pages.head_cluster)
-    tiles = tiles or QueryTiles.of(metadata.query_lens, queries.device, prefill_config(metadata, width, kv_quant))
-    results = torch.empty(tokens, heads, width, dtype=queries.dtype, device=queries.device)
-    told = {name: value for name, value in constants(kv_quant).items() if name != "TURNS"}
+    tiles = tiles or QueryTiles.of(metadata.query_lens, queries.device, prefill_config(metadata, head_dim, kv_quant))
+    output = torch.empty(tokens, heads, head_dim, dtype=queries.dtype, device=queries.device)
+    constants = {name: value for name, value in kernel_constants(kv_quant).items() if name != "HADAMARD_STEPS"}
     prefill_kernel[(len(tiles.request_ids), heads)](
         queries, key_pages, value_pages, metadata.block_tables, *pointers(head_pages, metadata.block_tables),
         metadata.cu_seqlens_q if slots is None else slots, metadata.seq_lens, metadata.cu_seqlens_q, tiles.request_ids,
-        tiles.first_tokens, results, scale * LOG2_E, window or EVERYTHING, queries.stride(0),
-        *strides(head_pages, metadata.block_tables), kv_heads, width, heads // kv_heads, SIZE=size, ROWS=tiles.block_m,
-        WIDTH=max(triton.next_power_of_2(width), 16), KEYS=tiles.block_n, COLUMNS=columns_of(head_pages),
-        WINDOWED=window is not None, **told, num_warps=tiles.warps,
+        tiles.first_tokens, output, scale * LOG2_E, window or NO_WINDOW, queries.stride(0), *strides(head_pages,
+        metadata.block_tables), kv_heads, head_dim, heads // kv_heads, BLOCK_SIZE=size, BLOCK_M=tiles.block_m,
+        HEAD_DIM=max(triton.next_power_of_2(head_dim), 16), BLOCK_N=tiles.block_n,
+        HEADS_PER_PAGE=heads_per_page_of(head_pages), WINDOWED=window is not None, **constants, num_warps=tiles.warps,
         num_stages=tiles.stages,
     )  # fmt: skip
-    return results
+    return output
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Which request each tile of queries belongs to, and its first token there; the same for all layers."""
+    """Request and first token of each tile of queries; the same for all layers."""
 
     request_ids: Tensor  # [tiles], int32
     first_tokens: Tensor
-    block_m: int  # query tokens of a tile
-    block_n: int  # that are taken at once
+    block_m: int  # query tokens per tile
+    block_n: int  # keys per tile
     warps: int
     stages: int
 

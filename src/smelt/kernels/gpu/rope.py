@@ -1,4 +1,4 @@
-"""Rotary positions in Triton: heads turned by the angle of their token, new keys and values written to their page."""
+"""RoPE in Triton, fused with the Q/K norms and with storing new keys and values in the KV cache."""
 
 from __future__ import annotations
 
@@ -10,101 +10,101 @@ import triton.language as tl
 from torch import Tensor
 
 from smelt.kernels.gpu.arch import UNALIGNED_ARGS
-from smelt.kernels.gpu.pages import ClusteredHeadPages, columns_of, head_pages, key_rows, pointers, strides
-from smelt.kernels.gpu.rows import NUMBERS, constants, met, width_of, write_row
+from smelt.kernels.gpu.pages import ClusteredHeadPages, head_pages, heads_per_page_of, key_rows, pointers, strides
+from smelt.kernels.gpu.rows import UNQUANTIZED, hadamard_if, head_dim_of, kernel_constants, store_kv_row
 from smelt.kernels.kv_quant import KVQuantFormat
 
-MANY_TOKENS = 256  # tokens from which there are more programs than run at once, so that each takes several heads
-HEADS_PER_PROGRAM = 8  # heads, a power of two
+MANY_TOKENS = 256  # from here on each program takes several heads, as more programs exist than run at once
+HEADS_PER_PROGRAM = 8  # a power of two
 
 
 @triton.jit
-def turned(  # type: ignore[no-untyped-def]
-    source, place, inside, norm, cosines, sines, angle, lane, epsilon, width, HALF: tl.constexpr, NORM: tl.constexpr
+def apply_rope(  # type: ignore[no-untyped-def]
+    source, offset, inside, norm, cos, sin, angle, lane, epsilon, head_dim, HALF: tl.constexpr, NORM: tl.constexpr
 ):
-    """Heads at source + place [..., WIDTH], normed if asked and turned by the angle of a position, in float32. The
-    other half of a head is read beside it."""
+    """Load heads at source + offset [..., HEAD_DIM], normalize them if NORM, and rotate by the angle of a position, in
+    float32. The other half of a head is loaded as well."""
     partner = tl.where(lane < HALF, lane + HALF, lane - HALF)
-    own = tl.load(source + place + lane, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(source + place + partner, mask=inside, other=0.0).to(tl.float32)
-    known = lane < width
+    x = tl.load(source + offset + lane, mask=inside, partner_x=0.0).to(tl.float32)
+    partner_x = tl.load(source + offset + partner, mask=inside, partner_x=0.0).to(tl.float32)
+    in_head = lane < head_dim
     if NORM:
-        over = tl.rsqrt(tl.sum(own * own, axis=-1, keep_dims=True) / width + epsilon)
-        own = own * over * tl.load(norm + lane, mask=known, other=0.0).to(tl.float32)
-        other = other * over * tl.load(norm + partner, mask=known, other=0.0).to(tl.float32)
-    cosine = tl.load(cosines + angle * width + lane, mask=known, other=0.0)
-    sine = tl.load(sines + angle * width + lane, mask=known, other=0.0)
-    return own * cosine + tl.where(lane < HALF, -other, other) * sine
+        inv_rms = tl.rsqrt(tl.sum(x * x, axis=-1, keep_dims=True) / head_dim + epsilon)
+        x = x * inv_rms * tl.load(norm + lane, mask=in_head, partner_x=0.0).to(tl.float32)
+        partner_x = partner_x * inv_rms * tl.load(norm + partner, mask=in_head, partner_x=0.0).to(tl.float32)
+    cos_row = tl.load(cos + angle * head_dim + lane, mask=in_head, partner_x=0.0)
+    sin_row = tl.load(sin + angle * head_dim + lane, mask=in_head, partner_x=0.0)
+    return x * cos_row + tl.where(lane < HALF, -partner_x, partner_x) * sin_row
 
 
 @triton.jit
-def write_heads(  # type: ignore[no-untyped-def]
-    pages, rows, x, written, lane, width, WIDTH: tl.constexpr, FORMAT: tl.constexpr, ROW: tl.constexpr,
-    HALF_ROW: tl.constexpr,
+def store_heads(  # type: ignore[no-untyped-def]
+    pages, rows, x, written, lane, head_dim, HEAD_DIM: tl.constexpr, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr,
+    HALF_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Heads [count, WIDTH] into their rows [count]; of rows that are packed there is one."""
-    if FORMAT == NUMBERS:
-        tl.store(pages + rows[:, None] * width + lane, x, mask=written[:, None] & (lane < width))
+    """Store heads [count, HEAD_DIM] in their rows [count]; quantized rows are stored one at a time."""
+    if FORMAT == UNQUANTIZED:
+        tl.store(pages + rows[:, None] * head_dim + lane, x, mask=written[:, None] & (lane < head_dim))
     else:
-        row, one = tl.sum(rows, axis=0), tl.reshape(x, [WIDTH])
-        there = tl.sum(written.to(tl.int32), axis=0) > 0
-        write_row(pages, row, one, there, tl.arange(0, WIDTH), width, FORMAT, ROW, HALF_ROW)
+        row, row_values = tl.sum(rows, axis=0), tl.reshape(x, [HEAD_DIM])
+        in_range = tl.sum(written.to(tl.int32), axis=0) > 0
+        store_kv_row(pages, row, row_values, in_range, tl.arange(0, HEAD_DIM), head_dim, FORMAT, ROW_BYTES, HALF_DIM)
 
 
 @triton.jit(do_not_specialize_on_alignment=UNALIGNED_ARGS)
-def rotate_write_kernel(  # type: ignore[no-untyped-def]
-    mixed, positions, places, cosines, sines, query_norm, key_norm, queries, key_pages, value_pages, tables, shifts,
-    cluster, column, stride, table_stride, cluster_stride, shift_stride, heads, kv_heads, epsilon, width,
-    WIDTH: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
-    FORMAT: tl.constexpr, ROW: tl.constexpr, HALF_ROW: tl.constexpr, TURNS: tl.constexpr, TOGETHER: tl.constexpr,
-    KEPT: tl.constexpr,
+def rope_and_store_kv_kernel(  # type: ignore[no-untyped-def]
+    qkv, positions, slot_mapping, cos, sin, query_norm, key_norm, queries, key_pages, value_pages, block_tables,
+    seq_len_offsets, head_cluster, head_column, stride, table_stride, cluster_stride, offset_stride, heads, kv_heads,
+    epsilon, head_dim, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    HEADS_PER_PAGE: tl.constexpr, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr,
+    HADAMARD_STEPS: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, KV_HEADS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a token a program: TOGETHER of queries, or KEPT of keys or of values. Of `mixed` [tokens, stride]
-    the heads of queries come first, then those of keys, then those of values, which are not turned."""
+    """One program handles HEADS_PER_PROGRAM query heads, or KV_HEADS_PER_PROGRAM keys or values, of one token. In `qkv`
+    [tokens, stride] query heads come first, then keys, then values, which are not rotated."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    lane = tl.arange(0, WIDTH)[None, :]
-    source = mixed + token * stride
+    lane = tl.arange(0, HEAD_DIM)[None, :]
+    source = qkv + token * stride
     angle = tl.load(positions + token)
-    groups, kept_groups = tl.cdiv(heads, TOGETHER), tl.cdiv(kv_heads, KEPT)
+    groups, kv_groups = tl.cdiv(heads, HEADS_PER_PROGRAM), tl.cdiv(kv_heads, KV_HEADS_PER_PROGRAM)
     if part < groups:
-        head = (part * TOGETHER + tl.arange(0, TOGETHER))[:, None]
-        inside = (head < heads) & (lane < width)
-        at = head * width
-        query = turned(source, at, inside, query_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
-        query = met(query, queries.dtype.element_ty, TURNS)
-        tl.store(queries + (token * heads + head) * width + lane, query, mask=inside)
+        head = (part * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM))[:, None]
+        inside = (head < heads) & (lane < head_dim)
+        at = head * head_dim
+        query = apply_rope(source, at, inside, query_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
+        query = hadamard_if(query, queries.dtype.element_ty, HADAMARD_STEPS)
+        tl.store(queries + (token * heads + head) * head_dim + lane, query, mask=inside)
         return
-    place = tl.load(places + token)
-    kept = (part - groups) % kept_groups * KEPT + tl.arange(0, KEPT)
-    there = kept < kv_heads
-    if COLUMNS:  # the place is a slot
-        table, shift, block_rows, token_rows, first_row = head_pages(
-            tables, shifts, cluster, column, place, tl.where(there, kept, 0), table_stride, cluster_stride,
-            shift_stride, kv_heads, SIZE, COLUMNS,
+    place = tl.load(slot_mapping + token)
+    kv_head = (part - groups) % kv_groups * KV_HEADS_PER_PROGRAM + tl.arange(0, KV_HEADS_PER_PROGRAM)
+    in_range = kv_head < kv_heads
+    if HEADS_PER_PAGE:  # slot_mapping holds slots of requests
+        table, seq_len_offset, block_rows, token_rows, first_row = head_pages(
+            block_tables, seq_len_offsets, head_cluster, head_column, place, tl.where(in_range, kv_head, 0),
+            table_stride, cluster_stride, offset_stride, kv_heads, BLOCK_SIZE, HEADS_PER_PAGE,
         )  # fmt: skip
-        rows = key_rows(table, angle + shift, place >= 0, block_rows, token_rows, first_row, SIZE)
+        rows = key_rows(table, angle + seq_len_offset, place >= 0, block_rows, token_rows, first_row, BLOCK_SIZE)
     else:
-        rows = place * kv_heads + kept
-    inside = there[:, None] & (lane < width)
-    written = there & (place >= 0)
-    if part < groups + kept_groups:
-        at = (heads + kept)[:, None] * width
-        key = turned(source, at, inside, key_norm, cosines, sines, angle, lane, epsilon, width, HALF, NORM)
-        key = met(key, mixed.dtype.element_ty, TURNS)
-        write_heads(key_pages, rows, key, written, lane, width, WIDTH, FORMAT, ROW, HALF_ROW)
+        rows = place * kv_heads + kv_head
+    inside = in_range[:, None] & (lane < head_dim)
+    written = in_range & (place >= 0)
+    if part < groups + kv_groups:
+        at = (heads + kv_head)[:, None] * head_dim
+        key = apply_rope(source, at, inside, key_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
+        key = hadamard_if(key, qkv.dtype.element_ty, HADAMARD_STEPS)
+        store_heads(key_pages, rows, key, written, lane, head_dim, HEAD_DIM, FORMAT, ROW_BYTES, HALF_DIM)
     else:
-        at = (heads + kv_heads + kept)[:, None] * width
-        value = tl.load(source + at + lane, mask=inside, other=0.0)
-        write_heads(value_pages, rows, value, written, lane, width, WIDTH, FORMAT, ROW, HALF_ROW)
+        at = (heads + kv_heads + kv_head)[:, None] * head_dim
+        value = tl.load(source + at + lane, mask=inside, partner_x=0.0)
+        store_heads(value_pages, rows, value, written, lane, head_dim, HEAD_DIM, FORMAT, ROW_BYTES, HALF_DIM)
 
 
 @dataclass(frozen=True)
 class RotaryParams:
-    """The cosines and sines of every position [positions, head size], and the weights of the norms of heads."""
+    """cos and sin of every position [positions, head_dim], and the weights of the Q/K norms."""
 
     cos: Tensor
     sin: Tensor
-    qk_norms: tuple[Tensor, Tensor] | None = None  # of queries, of keys
+    qk_norms: tuple[Tensor, Tensor] | None = None  # weights of the query norm and the key norm
     eps: float = 0.0
 
 
@@ -112,24 +112,26 @@ def rope_and_store_kv(
     qkv: Tensor, positions: Tensor, slot_mapping: Tensor, rotary: RotaryParams, key_pages: Tensor, value_pages: Tensor,
     head_pages: ClusteredHeadPages | None = None, kv_quant: KVQuantFormat | None = None,
 ) -> Tensor:  # fmt: skip
-    """Of new tokens [tokens, (heads + 2 * kv heads) * width]: keys and values go to their pages [blocks, size, kv
-    heads, width], none for a place of -1. -> queries [tokens, heads, width], turned as the keys of a row format are.
-    With `heads_own` a place is a slot."""
+    """Apply RoPE to `qkv` [tokens, (heads + 2 * kv heads) * head_dim] and store keys and values in their pages [blocks,
+    block_size, kv heads, head_dim], except where the slot is -1. Returns queries [tokens, heads, head_dim], rotated as
+    the keys of the KV format are. With `head_pages`, slot_mapping holds slots of requests."""
     size, kv_heads, last = key_pages.shape[1:]
-    width = width_of(kv_quant, last)
+    head_dim = head_dim_of(kv_quant, last)
     if head_pages is not None:
         kv_heads = len(head_pages.head_cluster)
-    tables = slot_mapping if head_pages is None else head_pages.block_tables
-    tokens, heads = len(qkv), qkv.shape[1] // width - 2 * kv_heads
-    queries = torch.empty(tokens, heads, width, dtype=qkv.dtype, device=qkv.device)
+    block_tables = slot_mapping if head_pages is None else head_pages.block_tables
+    tokens, heads = len(qkv), qkv.shape[1] // head_dim - 2 * kv_heads
+    queries = torch.empty(tokens, heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     query_norm, key_norm = rotary.qk_norms or (rotary.cos, rotary.cos)
-    together = HEADS_PER_PROGRAM if tokens >= MANY_TOKENS else 1
-    kept = together if kv_quant is None else 1
-    rotate_write_kernel[(tokens, triton.cdiv(heads, together) + 2 * triton.cdiv(kv_heads, kept))](
-        qkv, positions, slot_mapping, rotary.cos, rotary.sin, query_norm, key_norm, queries, key_pages,
-        value_pages, tables, *pointers(head_pages, tables), qkv.stride(0), *strides(head_pages, tables), heads,
-        kv_heads, rotary.eps, width, WIDTH=triton.next_power_of_2(width), HALF=width // 2,
-        NORM=rotary.qk_norms is not None, SIZE=size, COLUMNS=columns_of(head_pages), **constants(kv_quant),
-        TOGETHER=together, KEPT=kept, num_warps=1,
+    heads_per_program = HEADS_PER_PROGRAM if tokens >= MANY_TOKENS else 1
+    kv_heads_per_program = heads_per_program if kv_quant is None else 1
+    programs = triton.cdiv(heads, heads_per_program) + 2 * triton.cdiv(kv_heads, kv_heads_per_program)
+    rope_and_store_kv_kernel[(tokens, programs)](
+        qkv, positions, slot_mapping, rotary.cos, rotary.sin, query_norm, key_norm, queries, key_pages, value_pages,
+        block_tables, *pointers(head_pages, block_tables), qkv.stride(0), *strides(head_pages, block_tables), heads,
+        kv_heads, rotary.eps, head_dim, HEAD_DIM=triton.next_power_of_2(head_dim), HALF=head_dim // 2,
+        NORM=rotary.qk_norms is not None, BLOCK_SIZE=size, HEADS_PER_PAGE=heads_per_page_of(head_pages),
+        **kernel_constants(kv_quant), HEADS_PER_PROGRAM=heads_per_program, KV_HEADS_PER_PROGRAM=kv_heads_per_program,
+        num_warps=1,
     )  # fmt: skip
     return queries

@@ -6,54 +6,54 @@
 
 #include <vector>
 
-#include "page_rows.h"
+#include "kv_rows.h"
 
 #ifdef SMELT_LANES
-struct Pages {
+struct AttentionMetadata {
     int64_t requests;
-    const int32_t *starts, *lengths, *tables;  // [requests + 1], [requests], [requests, table_stride]
+    const int32_t *cu_seqlens_q, *seq_lens, *block_tables;  // [requests + 1], [requests], [requests, table_stride]
     int64_t table_stride;
     // Where clusters of heads have pages of their own (otherwise null): a request's row of the tables, which are [rows,
     // clusters, most pages] then; and how many tokens each cluster holds less than the text has, [rows, clusters].
-    const int64_t* slots;
-    const int32_t* shifts;
-    int64_t cluster_stride, shift_stride;
+    const int64_t* request_slots;
+    const int32_t* seq_len_offsets;
+    int64_t cluster_stride, offset_stride;
 };
 
 struct Attention {
-    int64_t heads, kv_heads, width, size;  // of queries, of keys; of a head; tokens a page
+    int64_t heads, kv_heads, head_dim, block_size;  // of queries, of keys; of a head; tokens a page
     int64_t query_stride, window;          // numbers between the queries of two tokens; positions seen, 0 for all
     float scale;
-    Number type;             // of queries and results
+    DType type;             // of queries and results
     int32_t page_type;       // a number, or a kind of rows
     const void *queries, *key_pages, *value_pages;
     void* results;  // [tokens, heads, width]
-    const int64_t *cluster, *column;  // of each head of keys, where pages belong to clusters
-    int64_t columns;                  // heads of such a page
+    const int64_t *head_cluster, *head_column;  // of each head of keys, where pages belong to clusters
+    int64_t heads_per_page;                  // heads of such a page
     int64_t half, row_bytes;          // where rows are packed
 
-    RowShape rows() const { return {width, half, row_bytes}; }
+    RowShape rows() const { return {head_dim, half, row_bytes}; }
 };
 
 // Of one head of a request: its table, how many tokens it holds less than the text has, and where its keys lie in the
 // pages seen as rows of `width`.
 struct HeadPages {
     const int32_t* table;
-    int64_t shift, block_rows, token_rows, first_row;
+    int64_t seq_len_offset, block_rows, token_rows, first_row;
 };
 
-inline HeadPages head_pages(const Attention& a, const Pages& p, int64_t request, int64_t head) {
-    if (!a.columns) return {p.tables + request * p.table_stride, 0, a.size * a.kv_heads, a.kv_heads, head};
-    const int64_t slot = p.slots[request], cluster = a.cluster[head];
-    return {p.tables + slot * p.table_stride + cluster * p.cluster_stride, p.shifts[slot * p.shift_stride + cluster],
-            a.columns * a.size, 1, a.column[head] * a.size};
+inline HeadPages head_pages(const Attention& a, const AttentionMetadata& p, int64_t request, int64_t head) {
+    if (!a.heads_per_page) return {p.block_tables + request * p.table_stride, 0, a.block_size * a.kv_heads, a.kv_heads, head};
+    const int64_t slot = p.request_slots[request], head_cluster = a.head_cluster[head];
+    return {p.block_tables + slot * p.table_stride + head_cluster * p.cluster_stride, p.seq_len_offsets[slot * p.offset_stride + head_cluster],
+            a.heads_per_page * a.block_size, 1, a.head_column[head] * a.block_size};
 }
 
-constexpr int64_t SPAN = 256, MOST_QUERIES = 16;  // keys a span; queries together
+constexpr int64_t SPAN = 256, MAX_QUERIES = 16;  // keys a span; queries together
 
 struct Partial {  // of one query: the largest score, the sum of the weights, the weighted values
-    float largest, sum;
-    float values[MOST_WIDTH];
+    float max_score, sum;
+    float values[MAX_HEAD_DIM];
 };
 
 struct Job {  // some tokens of a request, one head of keys
@@ -76,71 +76,71 @@ inline __m512 sum_sixteen(const __m512* r) {
 }
 
 // Where the keys of a span lie: rows of pages seen as [keys and heads, width].
-inline void rows_of_keys(const HeadPages& h, int64_t size, int64_t begin, int64_t end, int64_t* rows) {
-    int64_t page = begin / size, offset = begin % size;
+inline void key_row_indices(const HeadPages& h, int64_t block_size, int64_t begin, int64_t end, int64_t* rows) {
+    int64_t page = begin / block_size, offset = begin % block_size;
     for (int64_t key = begin; key < end; ++key) {
         rows[key - begin] = int64_t(h.table[page]) * h.block_rows + offset * h.token_rows + h.first_row;
-        if (++offset == size) offset = 0, ++page;
+        if (++offset == block_size) offset = 0, ++page;
     }
 }
 
 // The products of a query with sixteen keys, or with the first `here` of them.
-template <int32_t Pages, bool All>
-inline __m512 score_sixteen(const Attention& a, const int64_t* key_rows, int64_t here, const float* query) {
+template <int32_t PageType, bool All>
+inline __m512 score_sixteen(const Attention& a, const int64_t* key_rows, int64_t num_keys, const float* query) {
     const RowShape shape = a.rows();
     __m512 dots[16];
     float zeros[16] = {}, scales[16] = {};
     for (auto& one : dots) one = _mm512_setzero_ps();
-    if (is_packed<Pages>())
+    if (is_packed<PageType>())
         for (int one = 0; one < 16; ++one)
-            if (All || one < here) {
-                zeros[one] = row_zero<Pages>(a.key_pages, shape, key_rows[one]);
-                scales[one] = row_scale<Pages>(a.key_pages, shape, key_rows[one]);
+            if (All || one < num_keys) {
+                zeros[one] = row_zero<PageType>(a.key_pages, shape, key_rows[one]);
+                scales[one] = row_scale<PageType>(a.key_pages, shape, key_rows[one]);
             }
-    for (int64_t k = 0; k < a.width; k += 16) {
-        const __mmask16 there = first_lanes(a.width - k);
+    for (int64_t k = 0; k < a.head_dim; k += 16) {
+        const __mmask16 valid = first_lanes(a.head_dim - k);
         const __m512 part = _mm512_load_ps(query + k);
         for (int one = 0; one < 16; ++one)
-            if (All || one < here)
+            if (All || one < num_keys)
                 dots[one] = _mm512_fmadd_ps(
-                    part, load_row<Pages>(a.key_pages, shape, key_rows[one], k, there, zeros[one]), dots[one]);
+                    part, load_row<PageType>(a.key_pages, shape, key_rows[one], k, valid, zeros[one]), dots[one]);
     }
-    const __m512 found = sum_sixteen(dots);
-    return is_packed<Pages>() ? _mm512_mul_ps(found, _mm512_loadu_ps(scales)) : found;
+    const __m512 dots_sum = sum_sixteen(dots);
+    return is_packed<PageType>() ? _mm512_mul_ps(dots_sum, _mm512_loadu_ps(scales)) : dots_sum;
 }
 
 // Of each query with the keys of a span: scores [rows, SPAN].
-template <int32_t Pages>
+template <int32_t PageType>
 inline void score_keys(
     const Attention& a, const int64_t* key_rows, int64_t keys, const float* queries, int64_t rows, float* scores) {
-    const int64_t padded = round_up(a.width, 16);
+    const int64_t padded = round_up(a.head_dim, 16);
     for (int64_t key = 0; key < keys; key += 16)
         for (int64_t row = 0; row < rows; ++row) {
             const float* query = queries + row * padded;
-            const __m512 found = keys - key >= 16
-                                     ? score_sixteen<Pages, true>(a, key_rows + key, 16, query)
-                                     : score_sixteen<Pages, false>(a, key_rows + key, keys - key, query);
-            _mm512_storeu_ps(scores + row * SPAN + key, found);
+            const __m512 dots_sum = keys - key >= 16
+                                     ? score_sixteen<PageType, true>(a, key_rows + key, 16, query)
+                                     : score_sixteen<PageType, false>(a, key_rows + key, keys - key, query);
+            _mm512_storeu_ps(scores + row * SPAN + key, dots_sum);
         }
 }
 
 // Scores of one query become weights; those of keys low..high of the span are seen, the others weigh nothing.
-inline void weigh(float* scores, int64_t keys, int64_t low, int64_t high, Partial& out) {
+inline void softmax_weights(float* scores, int64_t keys, int64_t low, int64_t high, Partial& out) {
     const __m512 nothing = _mm512_set1_ps(-INFINITY);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512 most = nothing, sum = _mm512_setzero_ps();
+    __m512 max_scores = nothing, sum = _mm512_setzero_ps();
     for (int64_t key = 0; key < keys; key += 16) {
         const __m512i place = _mm512_add_epi32(lanes, _mm512_set1_epi32(int(key)));
         const __mmask16 seen = _mm512_cmpge_epi32_mask(place, _mm512_set1_epi32(int(low))) &
                                _mm512_cmplt_epi32_mask(place, _mm512_set1_epi32(int(high)));
         const __m512 score = _mm512_mask_loadu_ps(nothing, seen, scores + key);
         _mm512_storeu_ps(scores + key, score);
-        most = _mm512_max_ps(most, score);
+        max_scores = _mm512_max_ps(max_scores, score);
     }
-    out.largest = _mm512_reduce_max_ps(most);
-    const __m512 largest = _mm512_set1_ps(out.largest == -INFINITY ? 0.0f : out.largest);
+    out.max_score = _mm512_reduce_max_ps(max_scores);
+    const __m512 max_score = _mm512_set1_ps(out.max_score == -INFINITY ? 0.0f : out.max_score);
     for (int64_t key = 0; key < keys; key += 16) {
-        const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + key), largest));
+        const __m512 weight = exp_ps(_mm512_sub_ps(_mm512_loadu_ps(scores + key), max_score));
         _mm512_storeu_ps(scores + key, weight);
         sum = _mm512_add_ps(sum, weight);
     }
@@ -148,17 +148,17 @@ inline void weigh(float* scores, int64_t keys, int64_t low, int64_t high, Partia
 }
 
 // The values of a span, weighted, for `Rows` queries from `first` on.
-template <int32_t Pages, int Rows>
-inline void mix_rows(
+template <int32_t PageType, int Rows>
+inline void accumulate_rows(
     const Attention& a, const int64_t* key_rows, const float* zeros, int64_t keys, const float* weights, int64_t first,
     Partial* partial) {
     const RowShape shape = a.rows();
-    for (int64_t k = 0; k < a.width; k += 16) {
-        const __mmask16 there = first_lanes(a.width - k);
+    for (int64_t k = 0; k < a.head_dim; k += 16) {
+        const __mmask16 valid = first_lanes(a.head_dim - k);
         __m512 total[Rows];
         for (auto& one : total) one = _mm512_setzero_ps();
         for (int64_t key = 0; key < keys; ++key) {
-            const __m512 values = load_row<Pages>(a.value_pages, shape, key_rows[key], k, there, zeros[key]);
+            const __m512 values = load_row<PageType>(a.value_pages, shape, key_rows[key], k, valid, zeros[key]);
             for (int row = 0; row < Rows; ++row)
                 total[row] = _mm512_fmadd_ps(_mm512_set1_ps(weights[(first + row) * SPAN + key]), values, total[row]);
         }
@@ -167,51 +167,51 @@ inline void mix_rows(
 }
 
 // Of packed values the scales go into the weights, which nobody needs after this.
-template <int32_t Pages>
-inline void mix_values(
+template <int32_t PageType>
+inline void accumulate_values(
     const Attention& a, const int64_t* key_rows, int64_t keys, float* weights, int64_t rows, Partial* partial) {
     float zeros[SPAN] = {};
-    if (is_packed<Pages>())
+    if (is_packed<PageType>())
         for (int64_t key = 0; key < keys; ++key) {
-            const float scale = row_scale<Pages>(a.value_pages, a.rows(), key_rows[key]);
-            zeros[key] = row_zero<Pages>(a.value_pages, a.rows(), key_rows[key]);
+            const float scale = row_scale<PageType>(a.value_pages, a.rows(), key_rows[key]);
+            zeros[key] = row_zero<PageType>(a.value_pages, a.rows(), key_rows[key]);
             for (int64_t row = 0; row < rows; ++row) weights[row * SPAN + key] *= scale;
         }
     int64_t row = 0;
-    for (; row + 4 <= rows; row += 4) mix_rows<Pages, 4>(a, key_rows, zeros, keys, weights, row, partial);
-    for (; row + 3 <= rows; row += 3) mix_rows<Pages, 3>(a, key_rows, zeros, keys, weights, row, partial);
-    for (; row < rows; ++row) mix_rows<Pages, 1>(a, key_rows, zeros, keys, weights, row, partial);
+    for (; row + 4 <= rows; row += 4) accumulate_rows<PageType, 4>(a, key_rows, zeros, keys, weights, row, partial);
+    for (; row + 3 <= rows; row += 3) accumulate_rows<PageType, 3>(a, key_rows, zeros, keys, weights, row, partial);
+    for (; row < rows; ++row) accumulate_rows<PageType, 1>(a, key_rows, zeros, keys, weights, row, partial);
 }
 
 // One more span into the result so far.
-inline void merge_span(Partial& so_far, const Partial& next, int64_t width) {
-    if (next.largest == -INFINITY) return;
-    const float largest = so_far.largest > next.largest ? so_far.largest : next.largest;
-    const float mine = so_far.largest == -INFINITY ? 0.0f : std::exp(so_far.largest - largest),
-                theirs = std::exp(next.largest - largest);
-    so_far.largest = largest;
-    so_far.sum = so_far.sum * mine + next.sum * theirs;
-    for (int64_t k = 0; k < width; ++k) so_far.values[k] = so_far.values[k] * mine + next.values[k] * theirs;
+inline void merge_partial(Partial& running, const Partial& next, int64_t head_dim) {
+    if (next.max_score == -INFINITY) return;
+    const float max_score = running.max_score > next.max_score ? running.max_score : next.max_score;
+    const float alpha = running.max_score == -INFINITY ? 0.0f : std::exp(running.max_score - max_score),
+                beta = std::exp(next.max_score - max_score);
+    running.max_score = max_score;
+    running.sum = running.sum * alpha + next.sum * beta;
+    for (int64_t k = 0; k < head_dim; ++k) running.values[k] = running.values[k] * alpha + next.values[k] * beta;
 }
 
-struct JobRoom {  // of a thread
+struct JobBuffers {  // of a thread
     float *queries, *scores;  // [MOST_QUERIES, padded], [MOST_QUERIES, SPAN]
-    Partial *so_far, *next;   // [MOST_QUERIES] each
+    Partial *running, *next;   // [MOST_QUERIES] each
 };
 
-inline JobRoom job_room(int64_t padded) {
+inline JobBuffers job_buffers(int64_t padded) {
     static thread_local Scratch queries, scores, partial;
-    Partial* both = partial.take<Partial>(2 * MOST_QUERIES);
-    return {queries.take<float>(MOST_QUERIES * padded), scores.take<float>(MOST_QUERIES * SPAN), both, both + MOST_QUERIES};
+    Partial* both = partial.take<Partial>(2 * MAX_QUERIES);
+    return {queries.take<float>(MAX_QUERIES * padded), scores.take<float>(MAX_QUERIES * SPAN), both, both + MAX_QUERIES};
 }
 
 inline void load_queries(const Attention& a, const Job& job, int64_t token, float* queries) {
-    const int64_t group = a.heads / a.kv_heads, padded = round_up(a.width, 16);
+    const int64_t group = a.heads / a.kv_heads, padded = round_up(a.head_dim, 16);
     for (int64_t row = 0; row < job.count * group; ++row)
-        for (int64_t k = 0; k < a.width; k += 16) {
+        for (int64_t k = 0; k < a.head_dim; k += 16) {
             const int64_t head = job.head * group + row % group,
-                          place = (token + row / group) * a.query_stride + head * a.width + k;
-            const __m512 values = load_numbers(a.queries, a.type, place, first_lanes(a.width - k));
+                          place = (token + row / group) * a.query_stride + head * a.head_dim + k;
+            const __m512 values = load_floats(a.queries, a.type, place, first_lanes(a.head_dim - k));
             _mm512_store_ps(queries + row * padded + k, _mm512_mul_ps(values, _mm512_set1_ps(a.scale)));
         }
 }
@@ -219,61 +219,61 @@ inline void load_queries(const Attention& a, const Job& job, int64_t token, floa
 inline void store_results(const Attention& a, const Job& job, int64_t token, const Partial* partial) {
     const int64_t group = a.heads / a.kv_heads;
     for (int64_t row = 0; row < job.count * group; ++row) {
-        const int64_t place = ((token + row / group) * a.heads + job.head * group + row % group) * a.width;
+        const int64_t place = ((token + row / group) * a.heads + job.head * group + row % group) * a.head_dim;
         const __m512 over = _mm512_set1_ps(1.0f / partial[row].sum);
-        for (int64_t k = 0; k < a.width; k += 16)
-            store_numbers(
+        for (int64_t k = 0; k < a.head_dim; k += 16)
+            store_floats(
                 a.results, a.type, place + k, _mm512_mul_ps(_mm512_loadu_ps(partial[row].values + k), over),
-                first_lanes(a.width - k));
+                first_lanes(a.head_dim - k));
     }
 }
 
-template <int32_t Pages>
-inline void attend_job(const Attention& a, const ::Pages& p, const Job& job) {
-    const int64_t group = a.heads / a.kv_heads, rows = job.count * group, token = p.starts[job.request] + job.first;
-    const JobRoom room = job_room(round_up(a.width, 16));
-    load_queries(a, job, token, room.queries);
-    for (int64_t row = 0; row < rows; ++row) room.so_far[row] = Partial{-INFINITY, 0.0f, {}};
-    const int64_t fresh = p.starts[job.request + 1] - p.starts[job.request];
+template <int32_t PageType>
+inline void attend_tile(const Attention& a, const AttentionMetadata& p, const Job& job) {
+    const int64_t group = a.heads / a.kv_heads, rows = job.count * group, token = p.cu_seqlens_q[job.request] + job.first;
+    const JobBuffers buffers = job_buffers(round_up(a.head_dim, 16));
+    load_queries(a, job, token, buffers.queries);
+    for (int64_t row = 0; row < rows; ++row) buffers.running[row] = Partial{-INFINITY, 0.0f, {}};
+    const int64_t query_len = p.cu_seqlens_q[job.request + 1] - p.cu_seqlens_q[job.request];
     const HeadPages own = head_pages(a, p, job.request, job.head);
-    const int64_t length = p.lengths[job.request] + own.shift;
-    const int64_t first = length - fresh + job.first, last = first + job.count;  // of the queries
+    const int64_t seq_len = p.seq_lens[job.request] + own.seq_len_offset;
+    const int64_t first = seq_len - query_len + job.first, last = first + job.count;  // of the queries
     const int64_t seen = a.window && first >= a.window ? first - a.window + 1 : 0;
     for (int64_t begin = seen / SPAN * SPAN; begin < last; begin += SPAN) {
         const int64_t keys = (begin + SPAN < last ? begin + SPAN : last) - begin;
         int64_t key_rows[SPAN];
-        rows_of_keys(own, a.size, begin, begin + keys, key_rows);
-        score_keys<Pages>(a, key_rows, keys, room.queries, rows, room.scores);
+        key_row_indices(own, a.block_size, begin, begin + keys, key_rows);
+        score_keys<PageType>(a, key_rows, keys, buffers.queries, rows, buffers.scores);
         for (int64_t row = 0; row < rows; ++row) {
             const int64_t position = first + row / group - begin;  // of the query, from the span's beginning
-            weigh(room.scores + row * SPAN, keys, a.window ? position - a.window + 1 : 0, position + 1, room.next[row]);
+            softmax_weights(buffers.scores + row * SPAN, keys, a.window ? position - a.window + 1 : 0, position + 1, buffers.next[row]);
         }
-        mix_values<Pages>(a, key_rows, keys, room.scores, rows, room.next);
-        for (int64_t row = 0; row < rows; ++row) merge_span(room.so_far[row], room.next[row], a.width);
+        accumulate_values<PageType>(a, key_rows, keys, buffers.scores, rows, buffers.next);
+        for (int64_t row = 0; row < rows; ++row) merge_partial(buffers.running[row], buffers.next[row], a.head_dim);
     }
-    store_results(a, job, token, room.so_far);
+    store_results(a, job, token, buffers.running);
 }
 
-inline void attend(const Attention& a, const Pages& p, int threads) {
-    const int64_t group = a.heads / a.kv_heads, together = MOST_QUERIES / group;
+inline void attend(const Attention& a, const AttentionMetadata& p, int threads) {
+    const int64_t group = a.heads / a.kv_heads, tokens_per_job = MAX_QUERIES / group;
     static thread_local std::vector<Job> jobs;
     jobs.clear();
     for (int64_t request = 0; request < p.requests; ++request) {
-        const int64_t count = p.starts[request + 1] - p.starts[request];
-        for (int64_t first = 0; first < count; first += together)
+        const int64_t count = p.cu_seqlens_q[request + 1] - p.cu_seqlens_q[request];
+        for (int64_t first = 0; first < count; first += tokens_per_job)
             for (int64_t head = 0; head < a.kv_heads; ++head)
-                jobs.push_back({request, head, first, first + together < count ? together : count - first});
+                jobs.push_back({request, head, first, first + tokens_per_job < count ? tokens_per_job : count - first});
     }
     const Job* list = jobs.data();
-    const int64_t many = jobs.size();
+    const int64_t num_jobs = jobs.size();
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)
-    for (int64_t job = 0; job < many; ++job) switch (a.page_type) {
-            case FLOAT16: attend_job<FLOAT16>(a, p, list[job]); break;
-            case BFLOAT16: attend_job<BFLOAT16>(a, p, list[job]); break;
-            case INT8_ROWS: attend_job<INT8_ROWS>(a, p, list[job]); break;
-            case FP8_ROWS: attend_job<FP8_ROWS>(a, p, list[job]); break;
-            case INT4_ROWS: attend_job<INT4_ROWS>(a, p, list[job]); break;
-            default: attend_job<FLOAT32>(a, p, list[job]);
+    for (int64_t job = 0; job < num_jobs; ++job) switch (a.page_type) {
+            case FLOAT16: attend_tile<FLOAT16>(a, p, list[job]); break;
+            case BFLOAT16: attend_tile<BFLOAT16>(a, p, list[job]); break;
+            case INT8_ROWS: attend_tile<INT8_ROWS>(a, p, list[job]); break;
+            case FP8_ROWS: attend_tile<FP8_ROWS>(a, p, list[job]); break;
+            case INT4_ROWS: attend_tile<INT4_ROWS>(a, p, list[job]); break;
+            default: attend_tile<FLOAT32>(a, p, list[job]);
         }
 }
 #endif

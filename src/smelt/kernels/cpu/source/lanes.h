@@ -4,17 +4,17 @@
 // which takes one shift and one table look-up; all others in the order of the columns.
 #pragma once
 
-#include "decode.h"
+#include "dequantize.h"
 
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define SMELT_LANES 1
 
 // The 16 values that a code of up to four bits can have; the bits above a code are those of its neighbour.
-inline __m512 lane_table(const Plan& plan) {
+inline __m512 lane_table(const LinearPlan& plan) {
     alignas(64) float values[16];
     for (int index = 0; index < 16; ++index) {
         const int code = plan.bits < 4 ? index & ((1 << plan.bits) - 1) : index;
-        values[index] = plan.values == TABLE ? plan.table[code] : float(code) - plan.centre;
+        values[index] = plan.values == TABLE ? plan.table[code] : float(code) - plan.center;
         if (plan.values == DENORMAL && code >= (1 << plan.bits) - 2) values[index] = code % 2 ? -0.5f : 0.5f;
     }
     return _mm512_load_ps(values);
@@ -53,7 +53,7 @@ inline __m512 lane_values(const uint8_t* codes, __m512 table, __m512i shifts) {
 }
 
 // Whether columns can be made up to a multiple of `step`: their inputs are zero, so their codes must not be NaN.
-inline bool fills_up(const Plan& plan, int64_t step) {
+inline bool can_pad(const LinearPlan& plan, int64_t step) {
     if (plan.columns % step == 0 || plan.values != TABLE) return true;
     for (int code = 0; code < 1 << plan.bits; ++code)
         if (std::isnan(plan.table[code])) return false;
@@ -61,43 +61,43 @@ inline bool fills_up(const Plan& plan, int64_t step) {
 }
 
 // Formats that these lanes read: up to four bits by a table, eight bits as whole numbers around 128.
-inline bool has_lanes(const Plan& plan) {
+inline bool has_lanes(const LinearPlan& plan) {
     const bool tabled = plan.values == UNIFORM || plan.values == TABLE || (plan.values == DENORMAL && !plan.zero);
     const bool narrow = plan.bits >= 2 && plan.bits <= 4 && tabled;
     const bool wide = plan.bits == 8 && plan.values == UNIFORM;
-    return (narrow || wide) && plan.groups_of(16) && fills_up(plan, 16);
+    return (narrow || wide) && plan.groups_align(16) && can_pad(plan, 16);
 }
 
 // The codes of a row, of which 64 bytes beyond the end may be read: the last rows of a matrix are copied aside.
-inline const uint8_t* readable_row(const Plan& plan, int64_t row, uint8_t* aside) {
+inline const uint8_t* padded_row_codes(const LinearPlan& plan, int64_t row, uint8_t* padded_row) {
     const int64_t bytes = plan.row_bytes();
     if ((plan.rows - row - 1) * bytes >= 64) return plan.row_codes(row);
-    std::memcpy(aside, plan.row_codes(row), bytes);
-    std::memset(aside + bytes, 0, 64);
-    return aside;
+    std::memcpy(padded_row, plan.row_codes(row), bytes);
+    std::memset(padded_row + bytes, 0, 64);
+    return padded_row;
 }
 
 // Asks for bytes that will be read some rows later, since rows lie one after the other: a core computes on what it has
 // while more is on its way. Measured: less is too late.
-constexpr int64_t AHEAD = 8192;
+constexpr int64_t PREFETCH_BYTES = 8192;
 
-inline void fetch_ahead(const uint8_t* codes, int64_t begin, int64_t end) {
+inline void prefetch_codes(const uint8_t* codes, int64_t begin, int64_t end) {
     for (int64_t place = begin; place < end; place += 64)
-        _mm_prefetch((const char*)(codes + place + AHEAD), _MM_HINT_T0);
+        _mm_prefetch((const char*)(codes + place + PREFETCH_BYTES), _MM_HINT_T0);
 }
 
-inline __m512 load_inputs(const Plan& plan, const void* x, int64_t index) {
+inline __m512 load_inputs(const LinearPlan& plan, const void* x, int64_t index) {
     if (plan.x_type == FLOAT32) return _mm512_loadu_ps(static_cast<const float*>(x) + index);
     const __m256i narrow = _mm256_loadu_si256((const __m256i*)(static_cast<const uint16_t*>(x) + index));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
 
 // Columns k to k + 16 of a token in float32, zero beyond the last.
-inline __m512 inputs_at(const Plan& plan, const void* x, int64_t token, int64_t k) {
+inline __m512 inputs_at(const LinearPlan& plan, const void* x, int64_t token, int64_t k) {
     if (k + 16 <= plan.columns) return load_inputs(plan, x, token * plan.columns + k);
     alignas(64) float values[16] = {};
     for (int lane = 0; k + lane < plan.columns; ++lane)
-        values[lane] = number_at(x, plan.x_type, token * plan.columns + k + lane);
+        values[lane] = load_float(x, plan.x_type, token * plan.columns + k + lane);
     return _mm512_load_ps(values);
 }
 

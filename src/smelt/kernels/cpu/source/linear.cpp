@@ -1,11 +1,11 @@
 // Products with packed matrices on x86: x [tokens, columns] -> y [tokens, rows], both in the type the plan says.
 // Compiled for the machine it runs on; what that machine lacks is left out, and the plain path takes its place.
-#include "tiles.h"
+#include "amx_tiles.h"
 
 namespace {
 
 #ifdef SMELT_LANES
-void few_tokens(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
+void gemv_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
     switch (plan.bits) {
         case 2: return row_product<2>(plan, x, tokens, y, threads);
         case 3: return row_product<3>(plan, x, tokens, y, threads);
@@ -15,12 +15,12 @@ void few_tokens(const Plan& plan, const void* x, int64_t tokens, void* y, int th
 }
 #endif
 
-#ifdef SMELT_INTEGERS
-void few_rounded_tokens(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
+#ifdef SMELT_INT8
+void int8_gemv_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
     switch (kind_of(plan)) {
-        case BYTES: return integer_product<BYTES>(plan, x, tokens, y, threads);
-        case NIBBLES: return integer_product<NIBBLES>(plan, x, tokens, y, threads);
-        case DOUBLED: return integer_product<DOUBLED>(plan, x, tokens, y, threads);
+        case BYTES: return int8_product<BYTES>(plan, x, tokens, y, threads);
+        case NIBBLES: return int8_product<NIBBLES>(plan, x, tokens, y, threads);
+        case DOUBLED: return int8_product<DOUBLED>(plan, x, tokens, y, threads);
     }
 }
 #endif
@@ -29,7 +29,7 @@ void few_rounded_tokens(const Plan& plan, const void* x, int64_t tokens, void* y
 constexpr int64_t SCALED_FROM = 24;  // tokens: from here on scaling weights costs less than scaling products
 
 template <bool Scaled>
-void many_tokens(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
+void amx_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
     switch (plan.bits) {
         case 2: return float_tiles<2, Scaled>(plan, x, tokens, y, threads);
         case 3: return float_tiles<3, Scaled>(plan, x, tokens, y, threads);
@@ -39,24 +39,24 @@ void many_tokens(const Plan& plan, const void* x, int64_t tokens, void* y, int t
 }
 
 template <bool Half>
-void many_rounded_tokens(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
+void int8_amx_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
     switch (kind_of(plan)) {
-        case BYTES: return integer_tiles<BYTES, Half>(plan, x, tokens, y, threads);
-        case NIBBLES: return integer_tiles<NIBBLES, Half>(plan, x, tokens, y, threads);
-        case DOUBLED: return integer_tiles<DOUBLED, Half>(plan, x, tokens, y, threads);
+        case BYTES: return int8_tiles<BYTES, Half>(plan, x, tokens, y, threads);
+        case NIBBLES: return int8_tiles<NIBBLES, Half>(plan, x, tokens, y, threads);
+        case DOUBLED: return int8_tiles<DOUBLED, Half>(plan, x, tokens, y, threads);
     }
 }
 #endif
 
-void plain(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
+void plain(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
     static thread_local Scratch room;
     const float* inputs = static_cast<const float*>(x);
     if (plan.x_type != FLOAT32) {
         float* values = room.take<float>(tokens * plan.columns);
-        for (int64_t k = 0; k < tokens * plan.columns; ++k) values[k] = number_at(x, plan.x_type, k);
+        for (int64_t k = 0; k < tokens * plan.columns; ++k) values[k] = load_float(x, plan.x_type, k);
         inputs = values;
     }
-    plain_product(plan, inputs, tokens, y, threads);
+    reference_product(plan, inputs, tokens, y, threads);
 }
 
 }  // namespace
@@ -65,22 +65,22 @@ extern "C" {
 
 // The size of a plan, so that a caller with another idea of it is found out.
 int64_t smelt_plan_size() {
-    return sizeof(Plan);
+    return sizeof(LinearPlan);
 }
 
 // Whether inputs can be rounded here and multiplied in whole numbers.
-int smelt_has_integers(const Plan* plan) {
-#ifdef SMELT_INTEGERS
-    return has_integers(*plan);
+int smelt_has_int8(const LinearPlan* plan) {
+#ifdef SMELT_INT8
+    return has_int8(*plan);
 #else
     return (void)plan, 0;
 #endif
 }
 
 // Whether many tokens are computed here quickly; otherwise decoding the matrix for a dense product is better.
-int smelt_has_many(const Plan* plan) {
+int smelt_has_gemm(const LinearPlan* plan) {
 #ifdef SMELT_TILES
-    if (plan->inputs != AS_THEY_ARE) return has_integer_tiles(*plan);
+    if (plan->inputs != FLOAT_INPUTS) return has_int8_tiles(*plan);
     return has_float_tiles(*plan) || has_scaled_tiles(*plan);
 #else
     return (void)plan, 0;
@@ -88,35 +88,35 @@ int smelt_has_many(const Plan* plan) {
 }
 
 // `few`: tokens up to which a row of the matrix is multiplied with each of them as it is read.
-void smelt_linear(const Plan* plan, const void* x, void* y, int64_t tokens, int64_t few, int threads) {
-    const bool rounded = plan->inputs != AS_THEY_ARE;
+void smelt_linear(const LinearPlan* plan, const void* x, void* y, int64_t tokens, int64_t few, int threads) {
+    const bool rounded = plan->inputs != FLOAT_INPUTS;
 #ifdef SMELT_TILES
-    if (tokens > few && smelt_has_many(plan)) {
+    if (tokens > few && smelt_has_gemm(plan)) {
         const bool scaled = !rounded && has_scaled_tiles(*plan) && (tokens >= SCALED_FROM || !has_float_tiles(*plan));
-        if (scaled) return many_tokens<true>(*plan, x, tokens, y, threads);
-        if (!rounded) return many_tokens<false>(*plan, x, tokens, y, threads);
-        if (plan->groups > 1 && plan->group % CHUNK) return many_rounded_tokens<true>(*plan, x, tokens, y, threads);
-        return many_rounded_tokens<false>(*plan, x, tokens, y, threads);
+        if (scaled) return amx_tokens<true>(*plan, x, tokens, y, threads);
+        if (!rounded) return amx_tokens<false>(*plan, x, tokens, y, threads);
+        if (plan->groups > 1 && plan->group % CHUNK) return int8_amx_tokens<true>(*plan, x, tokens, y, threads);
+        return int8_amx_tokens<false>(*plan, x, tokens, y, threads);
     }
 #endif
-#ifdef SMELT_INTEGERS
-    if (rounded) return few_rounded_tokens(*plan, x, tokens, y, threads);
+#ifdef SMELT_INT8
+    if (rounded) return int8_gemv_tokens(*plan, x, tokens, y, threads);
 #endif
 #ifdef SMELT_LANES
-    if (has_lanes(*plan)) return few_tokens(*plan, x, tokens, y, threads);
+    if (has_lanes(*plan)) return gemv_tokens(*plan, x, tokens, y, threads);
 #endif
     plain(*plan, x, tokens, y, threads);
 }
 
-void smelt_decode(const Plan* plan, int64_t first, int64_t last, void* out, int threads) {
+void smelt_dequantize(const LinearPlan* plan, int64_t first, int64_t last, void* out, int threads) {
 #ifdef SMELT_LANES
     if (has_lanes(*plan)) switch (plan->bits) {
-            case 2: return decode_lanes<2>(*plan, first, last, out, threads);
-            case 3: return decode_lanes<3>(*plan, first, last, out, threads);
-            case 4: return decode_lanes<4>(*plan, first, last, out, threads);
-            default: return decode_lanes<8>(*plan, first, last, out, threads);
+            case 2: return dequantize_lanes<2>(*plan, first, last, out, threads);
+            case 3: return dequantize_lanes<3>(*plan, first, last, out, threads);
+            case 4: return dequantize_lanes<4>(*plan, first, last, out, threads);
+            default: return dequantize_lanes<8>(*plan, first, last, out, threads);
         }
 #endif
-    decode_rows(*plan, first, last, out, threads);
+    dequantize_rows(*plan, first, last, out, threads);
 }
 }

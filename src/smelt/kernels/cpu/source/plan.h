@@ -10,18 +10,18 @@
 #include <omp.h>
 
 enum Values : int32_t { UNIFORM, TABLE, TWO_SCALES, DENORMAL };  // how a code becomes a value
-enum Number : int32_t { NONE, FLOAT32, FLOAT16, BFLOAT16, BYTE };
-enum Inputs : int32_t { AS_THEY_ARE, SCALE_A_TOKEN, FIXED_SCALE };
+enum DType : int32_t { NONE, FLOAT32, FLOAT16, BFLOAT16, BYTE };
+enum Inputs : int32_t { FLOAT_INPUTS, PER_TOKEN_SCALE, FIXED_SCALE };
 
-struct Plan {
+struct LinearPlan {
     int64_t rows, columns;
     int64_t group, groups;  // values that share a scale; how many such groups a row has
     int64_t scale_stride;   // scales a row, 0 where all rows share one
     int32_t bits;
     Values values;
-    Number scale_type, zero_type, bias_type, x_type;
+    DType scale_type, zero_type, bias_type, x_type;
     Inputs inputs;
-    float centre;  // the code of zero where there is no zero point; otherwise what is taken off codes first
+    float center;  // the code of zero where there is no zero point; otherwise what is taken off codes first
     float span, lowest, highest;  // of the inputs' codes: largest magnitude / span is the scale
     float clip;
     const uint8_t* codes;                 // [rows, row_bytes]
@@ -35,7 +35,7 @@ struct Plan {
     int64_t row_bytes() const { return (columns * bits + 7) / 8; }
     const uint8_t* row_codes(int64_t row) const { return codes + row * row_bytes(); }
     int64_t group_end(int64_t g) const { return (g + 1) * group < columns ? (g + 1) * group : columns; }
-    bool groups_of(int64_t step) const { return groups == 1 || group % step == 0; }
+    bool groups_align(int64_t step) const { return groups == 1 || group % step == 0; }
 };
 
 inline int64_t round_up(int64_t value, int64_t step) {
@@ -68,7 +68,7 @@ struct Share {
     int64_t first, last;
 };
 
-inline Share share_of(int64_t rows, int64_t block) {
+inline Share static_share(int64_t rows, int64_t block) {
     const int64_t blocks = (rows + block - 1) / block, thread = omp_get_thread_num(), threads = omp_get_num_threads();
     const int64_t last = blocks * (thread + 1) / threads * block;
     return {blocks * thread / threads * block, last < rows ? last : rows};
@@ -76,7 +76,7 @@ inline Share share_of(int64_t rows, int64_t block) {
 
 // Blocks of rows that a thread takes at a time, inside a parallel region: about an eighth of its share. They are handed
 // out as threads come for more, so that one that is held up takes fewer.
-inline int portion(int64_t rows, int64_t block) {
+inline int dynamic_chunk(int64_t rows, int64_t block) {
     const int64_t blocks = (rows + block - 1) / block, some = blocks / (8 * omp_get_num_threads());
     return int(some < 1 ? 1 : some);
 }
@@ -109,7 +109,7 @@ inline uint16_t float_to_bfloat(float value) {  // to nearest, ties to even
     return uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-inline float number_at(const void* numbers, Number type, int64_t index, const float* table = nullptr) {
+inline float load_float(const void* numbers, DType type, int64_t index, const float* table = nullptr) {
     switch (type) {
         case FLOAT32: return static_cast<const float*>(numbers)[index];
         case FLOAT16: return half_to_float(static_cast<const uint16_t*>(numbers)[index]);
@@ -122,8 +122,8 @@ inline float number_at(const void* numbers, Number type, int64_t index, const fl
     }
 }
 
-inline void store_result(const Plan& plan, void* y, int64_t token, int64_t row, float value) {
-    if (plan.bias) value += number_at(plan.bias, plan.bias_type, row);
+inline void store_result(const LinearPlan& plan, void* y, int64_t token, int64_t row, float value) {
+    if (plan.bias) value += load_float(plan.bias, plan.bias_type, row);
     const int64_t index = token * plan.rows + row;
     if (plan.x_type == FLOAT32) static_cast<float*>(y)[index] = value;
     else static_cast<uint16_t*>(y)[index] = float_to_bfloat(value);

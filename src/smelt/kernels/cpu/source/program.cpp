@@ -2,9 +2,9 @@
 //
 // What the network gives for a token depends on that token's own request alone, whatever else is in the step.
 #include "attention.h"
-#include "dense_tiles.h"
+#include "dense_amx.h"
 
-extern "C" void smelt_linear(const Plan* plan, const void* x, void* y, int64_t tokens, int64_t few, int threads);
+extern "C" void smelt_linear(const LinearPlan* plan, const void* x, void* y, int64_t tokens, int64_t few, int threads);
 
 #ifdef SMELT_LANES
 namespace {
@@ -14,19 +14,19 @@ enum Kind : int32_t { EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, HADAMAR
 // The fields mean something else for each kind; see `program.py`, which has the same ones.
 struct Operation {
     Kind kind;
-    Number type;                        // of what is read or written in 16 or 32 bits
+    DType type;                        // of what is read or written in 16 or 32 bits
     const void *detail, *x, *other;     // a plan, a matrix, an attention; what is read
     const void* weight;
     void* y;
     int64_t width, x_stride, count;  // numbers a token; between tokens; heads, rows of a table, tokens
     float epsilon;
-    Number weight_type;
+    DType weight_type;
 };
 
 struct Step {
-    int64_t tokens, wanted;
-    const int64_t *ids, *positions, *places, *rows;  // [tokens] three times, [wanted]
-    Pages pages;
+    int64_t tokens, num_logits;
+    const int64_t *ids, *positions, *slot_mapping, *rows;  // [tokens] three times, [wanted]
+    AttentionMetadata metadata;
     int32_t threads;
 };
 
@@ -43,10 +43,10 @@ void norm_row(const Operation& op, const float* x, void* y, int64_t place) {
     }
     const __m512 over = _mm512_set1_ps(1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / op.width + op.epsilon));
     for (int64_t k = 0; k < op.width; k += 16) {
-        const __mmask16 there = first_lanes(op.width - k);
-        const __m512 values = _mm512_mul_ps(_mm512_maskz_loadu_ps(there, x + k), over);
-        const __m512 weight = load_numbers(op.weight, op.weight_type, k, there);
-        store_numbers(y, op.type, place + k, _mm512_mul_ps(values, weight), there);
+        const __mmask16 valid = first_lanes(op.width - k);
+        const __m512 values = _mm512_mul_ps(_mm512_maskz_loadu_ps(valid, x + k), over);
+        const __m512 weight = load_floats(op.weight, op.weight_type, k, valid);
+        store_floats(y, op.type, place + k, _mm512_mul_ps(values, weight), valid);
     }
 }
 
@@ -54,9 +54,9 @@ void embed(const Operation& op, const Step& step) {
     float* y = static_cast<float*>(op.y);
     for (int64_t token = 0; token < step.tokens; ++token)
         for (int64_t k = 0; k < op.width; k += 16) {
-            const __mmask16 there = first_lanes(op.width - k);
-            const __m512 values = load_numbers(op.weight, op.weight_type, step.ids[token] * op.width + k, there);
-            _mm512_mask_storeu_ps(y + token * op.width + k, there, values);
+            const __mmask16 valid = first_lanes(op.width - k);
+            const __m512 values = load_floats(op.weight, op.weight_type, step.ids[token] * op.width + k, valid);
+            _mm512_mask_storeu_ps(y + token * op.width + k, valid, values);
         }
 }
 
@@ -68,9 +68,9 @@ void norm(const Operation& op, const Step& step, int64_t tokens) {
         float* row = hidden + token * op.width;
         if (op.other)
             for (int64_t k = 0; k < op.width; k += 16) {
-                const __mmask16 there = first_lanes(op.width - k);
-                const __m512 more = load_numbers(op.other, op.type, token * op.width + k, there);
-                _mm512_mask_storeu_ps(row + k, there, _mm512_add_ps(_mm512_maskz_loadu_ps(there, row + k), more));
+                const __mmask16 valid = first_lanes(op.width - k);
+                const __m512 more = load_floats(op.other, op.type, token * op.width + k, valid);
+                _mm512_mask_storeu_ps(row + k, valid, _mm512_add_ps(_mm512_maskz_loadu_ps(valid, row + k), more));
             }
         if (op.y) norm_row(op, row, op.y, token * op.width);
     }
@@ -80,10 +80,10 @@ void norm(const Operation& op, const Step& step, int64_t tokens) {
 void head_norm(const Operation& op, const Step& step) {
 #pragma omp parallel for num_threads(threads_for(step, step.tokens * op.count * op.width)) schedule(static)
     for (int64_t item = 0; item < step.tokens * op.count; ++item) {
-        alignas(64) float values[MOST_WIDTH];
+        alignas(64) float values[MAX_HEAD_DIM];
         const int64_t place = item / op.count * op.x_stride + item % op.count * op.width;
         for (int64_t k = 0; k < op.width; k += 16)
-            _mm512_storeu_ps(values + k, load_numbers(op.x, op.type, place + k, first_lanes(op.width - k)));
+            _mm512_storeu_ps(values + k, load_floats(op.x, op.type, place + k, first_lanes(op.width - k)));
         norm_row(op, values, op.y, place);
     }
 }
@@ -98,43 +98,43 @@ void rotate(const Operation& op, const Step& step) {
         const int64_t token = item / op.count, place = token * op.x_stride + item % op.count * op.width;
         const float *cosine = cosines + step.positions[token] * op.width, *sine = sines + step.positions[token] * op.width;
         for (int64_t k = 0; k < half; k += 16) {
-            const __mmask16 there = first_lanes(half - k);
-            const __m512 low = load_numbers(op.x, op.type, place + k, there),
-                         high = load_numbers(op.x, op.type, place + half + k, there);
+            const __mmask16 valid = first_lanes(half - k);
+            const __m512 low = load_floats(op.x, op.type, place + k, valid),
+                         high = load_floats(op.x, op.type, place + half + k, valid);
             const __m512 new_low = _mm512_sub_ps(
-                _mm512_mul_ps(low, _mm512_maskz_loadu_ps(there, cosine + k)),
-                _mm512_mul_ps(high, _mm512_maskz_loadu_ps(there, sine + k)));
+                _mm512_mul_ps(low, _mm512_maskz_loadu_ps(valid, cosine + k)),
+                _mm512_mul_ps(high, _mm512_maskz_loadu_ps(valid, sine + k)));
             const __m512 new_high = _mm512_add_ps(
-                _mm512_mul_ps(high, _mm512_maskz_loadu_ps(there, cosine + half + k)),
-                _mm512_mul_ps(low, _mm512_maskz_loadu_ps(there, sine + half + k)));
-            store_numbers(op.y, op.type, place + k, new_low, there);
-            store_numbers(op.y, op.type, place + half + k, new_high, there);
+                _mm512_mul_ps(high, _mm512_maskz_loadu_ps(valid, cosine + half + k)),
+                _mm512_mul_ps(low, _mm512_maskz_loadu_ps(valid, sine + half + k)));
+            store_floats(op.y, op.type, place + k, new_low, valid);
+            store_floats(op.y, op.type, place + half + k, new_high, valid);
         }
     }
 }
 
 // A head of a token to its row.
 void write_row(const Operation& op, const Attention& a, int64_t token, int64_t head, int64_t row) {
-    alignas(64) float values[MOST_WIDTH];
-    for (int64_t k = 0; k < a.width; k += 16) {
-        const __mmask16 there = first_lanes(a.width - k);
-        const __m512 part = load_numbers(op.x, op.type, token * op.x_stride + head * a.width + k, there);
-        if (a.page_type < INT8_ROWS) store_numbers(op.y, op.weight_type, row * a.width + k, part, there);
+    alignas(64) float values[MAX_HEAD_DIM];
+    for (int64_t k = 0; k < a.head_dim; k += 16) {
+        const __mmask16 valid = first_lanes(a.head_dim - k);
+        const __m512 part = load_floats(op.x, op.type, token * op.x_stride + head * a.head_dim + k, valid);
+        if (a.page_type < INT8_ROWS) store_floats(op.y, op.weight_type, row * a.head_dim + k, part, valid);
         _mm512_store_ps(values + k, part);
     }
-    if (a.page_type >= INT8_ROWS) encode_row(a.page_type, values, a.rows(), op.y, row);
+    if (a.page_type >= INT8_ROWS) quantize_row(a.page_type, values, a.rows(), op.y, row);
 }
 
 // New keys or values of clusters of heads go behind what each head holds.
 void write_heads(const Operation& op, const Attention& a, const Step& step) {
-    const Pages& p = step.pages;
+    const AttentionMetadata& p = step.metadata;
     for (int64_t request = 0; request < p.requests; ++request)
         for (int64_t head = 0; head < a.kv_heads; ++head) {
             const HeadPages own = head_pages(a, p, request, head);
-            for (int64_t token = p.starts[request]; token < p.starts[request + 1]; ++token) {
+            for (int64_t token = p.cu_seqlens_q[request]; token < p.cu_seqlens_q[request + 1]; ++token) {
                 int64_t row;
-                const int64_t at = step.positions[token] + own.shift;
-                rows_of_keys(own, a.size, at, at + 1, &row);
+                const int64_t at = step.positions[token] + own.seq_len_offset;
+                key_row_indices(own, a.block_size, at, at + 1, &row);
                 write_row(op, a, token, head, row);
             }
         }
@@ -143,10 +143,10 @@ void write_heads(const Operation& op, const Attention& a, const Step& step) {
 // New keys or values go to their places in the pages.
 void write(const Operation& op, const Step& step) {
     const Attention& a = *static_cast<const Attention*>(op.detail);
-    if (a.columns) return write_heads(op, a, step);
+    if (a.heads_per_page) return write_heads(op, a, step);
     for (int64_t token = 0; token < step.tokens; ++token)
-        for (int64_t head = 0; step.places[token] >= 0 && head < a.kv_heads; ++head)
-            write_row(op, a, token, head, step.places[token] * a.kv_heads + head);
+        for (int64_t head = 0; step.slot_mapping[token] >= 0 && head < a.kv_heads; ++head)
+            write_row(op, a, token, head, step.slot_mapping[token] * a.kv_heads + head);
 }
 
 // Heads of queries or keys times an orthonormal Hadamard matrix, in place; their width is a power of two.
@@ -154,10 +154,10 @@ void hadamard(const Operation& op, const Step& step) {
     const float over = 1.0f / std::sqrt(float(op.width));
 #pragma omp parallel for num_threads(threads_for(step, 8 * step.tokens * op.count * op.width)) schedule(static)
     for (int64_t item = 0; item < step.tokens * op.count; ++item) {
-        alignas(64) float x[MOST_WIDTH];
+        alignas(64) float x[MAX_HEAD_DIM];
         const int64_t place = item / op.count * op.x_stride + item % op.count * op.width;
         for (int64_t k = 0; k < op.width; k += 16)
-            _mm512_store_ps(x + k, load_numbers(op.x, op.type, place + k, first_lanes(op.width - k)));
+            _mm512_store_ps(x + k, load_floats(op.x, op.type, place + k, first_lanes(op.width - k)));
         for (int64_t apart = 1; apart < op.width; apart *= 2)
             for (int64_t first = 0; first < op.width; first += 2 * apart)
                 for (int64_t k = first; k < first + apart; ++k) {
@@ -165,7 +165,7 @@ void hadamard(const Operation& op, const Step& step) {
                     x[k] = sum, x[k + apart] = difference;
                 }
         for (int64_t k = 0; k < op.width; k += 16)
-            store_numbers(
+            store_floats(
                 op.y, op.type, place + k, _mm512_mul_ps(_mm512_load_ps(x + k), _mm512_set1_ps(over)),
                 first_lanes(op.width - k));
     }
@@ -176,34 +176,34 @@ void gate(const Operation& op, const Step& step) {
 #pragma omp parallel for num_threads(threads_for(step, 4 * step.tokens * op.width)) schedule(static)
     for (int64_t token = 0; token < step.tokens; ++token)
         for (int64_t k = 0; k < op.width; k += 16) {
-            const __mmask16 there = first_lanes(op.width - k);
-            const __m512 x = load_numbers(op.x, op.type, token * op.x_stride + k, there),
-                         up = load_numbers(op.other, op.type, token * op.x_stride + k, there);
+            const __mmask16 valid = first_lanes(op.width - k);
+            const __m512 x = load_floats(op.x, op.type, token * op.x_stride + k, valid),
+                         up = load_floats(op.other, op.type, token * op.x_stride + k, valid);
             const __m512 one = _mm512_set1_ps(1.0f),
-                         below = _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), x)));
-            store_numbers(op.y, op.type, token * op.width + k, _mm512_mul_ps(_mm512_div_ps(x, below), up), there);
+                         below = _mm512_add_ps(one, exp_ps(_mm512_sub_ps(_mm512_setzero_ps(), x)));
+            store_floats(op.y, op.type, token * op.width + k, _mm512_mul_ps(_mm512_div_ps(x, below), up), valid);
         }
 }
 
 // The hidden states of the tokens whose logits are wanted.
 void pick(const Operation& op, const Step& step) {
     const float* x = static_cast<const float*>(op.x);
-    for (int64_t row = 0; row < step.wanted; ++row)
+    for (int64_t row = 0; row < step.num_logits; ++row)
         std::memcpy(
             static_cast<float*>(op.y) + row * op.width, x + step.rows[row] * op.width, op.width * sizeof(float));
 }
 
 void run(const Operation& op, const Step& step) {
-    const int64_t tokens = op.count < 0 ? step.wanted : step.tokens;  // after PICK: only those whose logits are wanted
+    const int64_t tokens = op.count < 0 ? step.num_logits : step.tokens;  // after PICK: only those whose logits are wanted
     switch (op.kind) {
         case EMBED: return embed(op, step);
         case ADD_NORM: return norm(op, step, tokens);
         case PACKED: {
-            const Plan* plan = static_cast<const Plan*>(op.detail);
+            const LinearPlan* plan = static_cast<const LinearPlan*>(op.detail);
             return smelt_linear(plan, op.x, op.y, tokens, op.width, threads_for(step, plan->rows * plan->columns * tokens));
         }
         case DENSE: {
-            const Dense* matrix = static_cast<const Dense*>(op.detail);
+            const DenseMatrix* matrix = static_cast<const DenseMatrix*>(op.detail);
             const int threads = threads_for(step, matrix->rows * matrix->columns * tokens);
 #ifdef SMELT_TILES
             if (has_dense_tiles(*matrix, tokens)) return dense_tiles(*matrix, op.x, tokens, op.y, threads);
@@ -217,8 +217,8 @@ void run(const Operation& op, const Step& step) {
         case ATTEND: {
             const Attention* attention = static_cast<const Attention*>(op.detail);
             int64_t keys = 0;
-            for (int64_t request = 0; request < step.pages.requests; ++request) keys += step.pages.lengths[request];
-            return attend(*attention, step.pages, threads_for(step, keys * attention->heads * attention->width));
+            for (int64_t request = 0; request < step.metadata.requests; ++request) keys += step.metadata.seq_lens[request];
+            return attend(*attention, step.metadata, threads_for(step, keys * attention->heads * attention->head_dim));
         }
         case GATE: return gate(op, step);
         case PICK: return pick(op, step);
@@ -233,7 +233,7 @@ extern "C" {
 // Sizes of what is passed, so that a caller with another idea of them is found out; 0: no programs on this machine.
 int64_t smelt_program_sizes(int which) {
 #ifdef SMELT_LANES
-    const int64_t sizes[] = {sizeof(Operation), sizeof(Step), sizeof(Dense), sizeof(Attention)};
+    const int64_t sizes[] = {sizeof(Operation), sizeof(Step), sizeof(DenseMatrix), sizeof(Attention)};
     return sizes[which];
 #else
     return (void)which, 0;
@@ -249,7 +249,7 @@ void smelt_run(const void* operations, int64_t count, const void* step) {
 
 void smelt_attend(const void* attention, const void* pages, int threads) {
 #ifdef SMELT_LANES
-    attend(*static_cast<const Attention*>(attention), *static_cast<const Pages*>(pages), threads);
+    attend(*static_cast<const Attention*>(attention), *static_cast<const AttentionMetadata*>(pages), threads);
 #endif
 }
 }

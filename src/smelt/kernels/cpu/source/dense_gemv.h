@@ -3,23 +3,23 @@
 // The sums of a row and a token do not depend on their neighbours, so that a token gets the same result in any batch.
 #pragma once
 
-#include "vectors.h"
+#include "simd.h"
 
 #ifdef SMELT_LANES
-struct Dense {
+struct DenseMatrix {
     int64_t rows, columns;
-    Number weight_type, bias_type, x_type, y_type;
+    DType weight_type, bias_type, x_type, y_type;
     const void *weight, *bias;  // [rows, columns], [rows]
 };
 
 template <int Rows, int Tokens>
-inline void dense_block(const Dense& d, int64_t row, const float* x, int64_t padded, int64_t token, void* y) {
+inline void dense_block(const DenseMatrix& d, int64_t row, const float* x, int64_t padded, int64_t token, void* y) {
     __m512 total[Rows * Tokens];
     for (auto& one : total) one = _mm512_setzero_ps();
     for (int64_t k = 0; k < d.columns; k += 16) {
-        const __mmask16 there = first_lanes(d.columns - k);
+        const __mmask16 valid = first_lanes(d.columns - k);
         __m512 weights[Rows];
-        for (int r = 0; r < Rows; ++r) weights[r] = load_numbers(d.weight, d.weight_type, (row + r) * d.columns + k, there);
+        for (int r = 0; r < Rows; ++r) weights[r] = load_floats(d.weight, d.weight_type, (row + r) * d.columns + k, valid);
         for (int t = 0; t < Tokens; ++t) {
             const __m512 values = _mm512_load_ps(x + (token + t) * padded + k);
             for (int r = 0; r < Rows; ++r)
@@ -29,7 +29,7 @@ inline void dense_block(const Dense& d, int64_t row, const float* x, int64_t pad
     for (int t = 0; t < Tokens; ++t)
         for (int r = 0; r < Rows; ++r) {
             float sum = _mm512_reduce_add_ps(total[t * Rows + r]);
-            if (d.bias) sum += number_at(d.bias, d.bias_type, row + r);
+            if (d.bias) sum += load_float(d.bias, d.bias_type, row + r);
             const int64_t place = (token + t) * d.rows + row + r;
             if (d.y_type == FLOAT32) static_cast<float*>(y)[place] = sum;
             else static_cast<uint16_t*>(y)[place] = float_to_bfloat(sum);
@@ -37,13 +37,13 @@ inline void dense_block(const Dense& d, int64_t row, const float* x, int64_t pad
 }
 
 template <int Rows>
-inline void dense_rows(const Dense& d, int64_t row, const float* x, int64_t padded, int64_t tokens, void* y) {
+inline void dense_rows(const DenseMatrix& d, int64_t row, const float* x, int64_t padded, int64_t tokens, void* y) {
     int64_t token = 0;
     for (; token + 4 <= tokens; token += 4) dense_block<Rows, 4>(d, row, x, padded, token, y);
     for (; token < tokens; ++token) dense_block<Rows, 1>(d, row, x, padded, token, y);
 }
 
-inline void dense_product(const Dense& d, const void* x, int64_t tokens, void* y, int threads) {
+inline void dense_product(const DenseMatrix& d, const void* x, int64_t tokens, void* y, int threads) {
     static thread_local Scratch room;
     const int64_t padded = round_up(d.columns, 16);
     float* values = room.take<float>(tokens * padded);
@@ -51,10 +51,10 @@ inline void dense_product(const Dense& d, const void* x, int64_t tokens, void* y
         for (int64_t k = 0; k < d.columns; k += 16)
             _mm512_store_ps(
                 values + token * padded + k,
-                load_numbers(x, d.x_type, token * d.columns + k, first_lanes(d.columns - k)));
+                load_floats(x, d.x_type, token * d.columns + k, first_lanes(d.columns - k)));
 #pragma omp parallel num_threads(threads)
     {
-#pragma omp for schedule(dynamic, portion(d.rows, 4))
+#pragma omp for schedule(dynamic, dynamic_chunk(d.rows, 4))
         for (int64_t first = 0; first < d.rows; first += 4) {
             if (first + 4 <= d.rows) dense_rows<4>(d, first, values, padded, tokens, y);
             else

@@ -1,17 +1,17 @@
 // Products with matrices in bfloat16 for many tokens, on the matrix units (AMX): weights are read as they lie in memory.
 #pragma once
 
-#include "dense.h"
-#include "tiles.h"
+#include "dense_gemv.h"
+#include "amx_tiles.h"
 
 #ifdef SMELT_TILES
-inline bool has_dense_tiles(const Dense& d, int64_t tokens) {
+inline bool has_dense_tiles(const DenseMatrix& d, int64_t tokens) {
     const bool halves = d.weight_type == BFLOAT16 && d.x_type == BFLOAT16;
     return halves && tokens > 4 && d.columns % 32 == 0 && d.rows % 16 == 0 && tiles_granted();
 }
 
 // Inputs [tokens, columns] as tiles [blocks of 16 tokens, steps of 32 columns, TILE_BYTES]: a pair of columns a line.
-inline const uint8_t* dense_tile_inputs(const Dense& d, const void* x, int64_t tokens) {
+inline const uint8_t* dense_tile_inputs(const DenseMatrix& d, const void* x, int64_t tokens) {
     static thread_local Scratch room;
     const int64_t blocks = (tokens + TILE - 1) / TILE, steps = d.columns / 32;
     uint8_t* tiles = room.take<uint8_t>(blocks * steps * TILE_BYTES);
@@ -30,21 +30,21 @@ inline const uint8_t* dense_tile_inputs(const Dense& d, const void* x, int64_t t
 }
 
 // Sums [16 rows, 16 tokens] to their places, with the bias.
-inline void store_dense_tile(const Dense& d, const float* sums, int64_t row, int64_t token, int64_t tokens, void* y) {
+inline void store_dense_tile(const DenseMatrix& d, const float* sums, int64_t row, int64_t token, int64_t tokens, void* y) {
     __m512i lines[TILE];
     for (int r = 0; r < TILE; ++r) lines[r] = _mm512_load_si512(sums + r * TILE);
     transpose(lines);
     for (int t = 0; t < TILE && token + t < tokens; ++t) {
         __m512 values = _mm512_castsi512_ps(lines[t]);
-        if (d.bias) values = _mm512_add_ps(values, load_numbers(d.bias, d.bias_type, row));
-        store_numbers(y, d.y_type, (token + t) * d.rows + row, values);
+        if (d.bias) values = _mm512_add_ps(values, load_floats(d.bias, d.bias_type, row));
+        store_floats(y, d.y_type, (token + t) * d.rows + row, values);
     }
 }
 
 // Sixteen rows with up to two blocks of tokens.
 template <int Blocks>
 inline void dense_tile_rows(
-    const Dense& d, const uint8_t* inputs, int64_t row, int64_t block, int64_t tokens, void* y, float* sums) {
+    const DenseMatrix& d, const uint8_t* inputs, int64_t row, int64_t block, int64_t tokens, void* y, float* sums) {
     const int64_t steps = d.columns / 32, stride = d.columns * 2;
     const uint8_t* weights = static_cast<const uint8_t*>(d.weight) + row * stride;
     const uint8_t* x = inputs + block * steps * TILE_BYTES;
@@ -67,7 +67,7 @@ inline void dense_tile_rows(
     }
 }
 
-inline void dense_tiles(const Dense& d, const void* x, int64_t tokens, void* y, int threads) {
+inline void dense_tiles(const DenseMatrix& d, const void* x, int64_t tokens, void* y, int threads) {
     const uint8_t* inputs = dense_tile_inputs(d, x, tokens);
     const int64_t blocks = (tokens + TILE - 1) / TILE;
 #pragma omp parallel num_threads(threads)
@@ -75,7 +75,7 @@ inline void dense_tiles(const Dense& d, const void* x, int64_t tokens, void* y, 
         alignas(64) float sums[TILE * TILE];
         const TileShapes shapes(64);
         _tile_loadconfig(&shapes);
-#pragma omp for schedule(dynamic, portion(d.rows, TILE))
+#pragma omp for schedule(dynamic, dynamic_chunk(d.rows, TILE))
         for (int64_t row = 0; row < d.rows; row += TILE) {
             int64_t block = 0;
             for (; block + 2 <= blocks; block += 2) dense_tile_rows<2>(d, inputs, row, block, tokens, y, sums);

@@ -5,17 +5,17 @@
 // a product is a multiple of the inputs' sum and is taken off beforehand, in whole numbers.
 #pragma once
 
-#include "rows.h"
+#include "gemv.h"
 
 #if defined(SMELT_LANES) && defined(__AVX512VNNI__)
-#define SMELT_INTEGERS 1
+#define SMELT_INT8 1
 constexpr int CHUNK = 64;
 
 // Whether the product can be computed in whole numbers.
-inline bool has_integers(const Plan& plan) {
+inline bool has_int8(const LinearPlan& plan) {
     const bool uniform = plan.values == UNIFORM && (plan.bits == 4 || plan.bits == 8);
     const bool denormal = plan.values == DENORMAL && plan.bits == 4 && (!plan.zero || plan.zero_type == BYTE);
-    return plan.inputs != AS_THEY_ARE && (uniform || denormal) && plan.groups_of(32);
+    return plan.inputs != FLOAT_INPUTS && (uniform || denormal) && plan.groups_align(32);
 }
 
 inline int column_in_chunk(int bits, int position) {
@@ -23,7 +23,7 @@ inline int column_in_chunk(int bits, int position) {
     return position / 32 * 32 + 2 * (position % 16) + position % 32 / 16;
 }
 
-inline int offset_of(const Plan& plan) {
+inline int offset_of(const LinearPlan& plan) {
     return plan.values == DENORMAL ? 32 : plan.bits == 8 ? 128 : 8;
 }
 
@@ -51,13 +51,13 @@ inline __m512i nibbles(const uint8_t* codes) {  // 32 bytes -> 64 codes in the o
 
 enum Kind { BYTES, NIBBLES, DOUBLED };  // codes as they are, four bits, four bits of dINT
 
-inline Kind kind_of(const Plan& plan) {
+inline Kind kind_of(const LinearPlan& plan) {
     return plan.values == DENORMAL ? DOUBLED : plan.bits == 4 ? NIBBLES : BYTES;
 }
 
 // The groups of the two halves of a chunk, walking along a row.
 struct Walk {
-    const Plan& plan;
+    const LinearPlan& plan;
     int64_t low = 0, high = 0;
     void to(int64_t k) {
         while (low + 1 < plan.groups && (low + 1) * plan.group <= k) ++low;
@@ -67,34 +67,34 @@ struct Walk {
 
 // A chunk of a row as unsigned bytes; `zero` are the row's zero points where the format is dINT.
 template <Kind K>
-inline __m512i chunk_bytes(const Plan& plan, const uint8_t* codes, int64_t k, const uint8_t* zero, const Walk& walk) {
+inline __m512i chunk_bytes(const LinearPlan& plan, const uint8_t* codes, int64_t k, const uint8_t* zero, const Walk& walk) {
     if constexpr (K == BYTES) return _mm512_loadu_si512(codes + k);
     const __m512i found = nibbles(codes + k / 2);
     if constexpr (K == NIBBLES) return found;
     const auto& tables = doubled_tables().bytes;
-    const int low = zero ? zero[walk.low] & 15 : int(plan.centre),
-              high = zero ? zero[walk.high] & 15 : int(plan.centre);
+    const int low = zero ? zero[walk.low] & 15 : int(plan.center),
+              high = zero ? zero[walk.high] & 15 : int(plan.center);
     const __m512i lower = _mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)tables[low]));
     const __m512i both = _mm512_mask_broadcast_i32x4(lower, 0xff00, _mm_load_si128((const __m128i*)tables[high]));
     return _mm512_shuffle_epi8(both, found);
 }
 
-inline const uint8_t* zeros_of(const Plan& plan, int64_t row) {
+inline const uint8_t* zeros_of(const LinearPlan& plan, int64_t row) {
     return plan.zero ? static_cast<const uint8_t*>(plan.zero) + (plan.scale_stride ? row * plan.scale_stride : 0)
                      : nullptr;
 }
 
 // Scales and shifts as `row_scales`; dINT has its zero points in the bytes, and twice the value.
-inline void integer_scales(const Plan& plan, int64_t row, int64_t count, float* scale, float* shift) {
+inline void int8_scales(const LinearPlan& plan, int64_t row, int64_t count, float* scale, float* shift) {
     row_scales(plan, row, count, scale, shift);
     if (plan.values != DENORMAL) return;
     for (int64_t i = 0; i < count * plan.groups; ++i) scale[i] *= 0.5f, shift[i] = 0.0f;
 }
 
 // The codes of a token's inputs, rounded as `numerics.integer` does: codes [padded], zero beyond the last column.
-inline float round_inputs(const Plan& plan, const void* x, int64_t token, int8_t* codes, int64_t padded) {
+inline float quantize_inputs(const LinearPlan& plan, const void* x, int64_t token, int8_t* codes, int64_t padded) {
     float scale = plan.inputs == FIXED_SCALE ? *plan.x_scale : 0.0f;
-    if (plan.inputs == SCALE_A_TOKEN) {
+    if (plan.inputs == PER_TOKEN_SCALE) {
         const __m512 infinity = _mm512_set1_ps(INFINITY);
         __m512 largest = _mm512_setzero_ps();
         __mmask16 broken = 0;
@@ -117,20 +117,20 @@ inline float round_inputs(const Plan& plan, const void* x, int64_t token, int8_t
     return scale;
 }
 
-struct IntegerInputs {
+struct Int8Inputs {
     int8_t* codes;   // [tokens, padded] in the order of the chunk
-    int32_t* taken;  // [tokens, padded / 4]: minus the offset times the sum of four codes, what a product starts from
+    int32_t* offset_sums;  // [tokens, padded / 4]: minus the offset times the sum of four codes, what a product starts from
     float* sums;     // [tokens, groups]
     float* scale;    // [tokens]
     int64_t padded, padded_groups;
 };
 
-inline IntegerInputs integer_inputs(const Plan& plan, const void* x, int64_t tokens) {
-    static thread_local Scratch rounded, codes, taken, sums, scale;
+inline Int8Inputs int8_inputs(const LinearPlan& plan, const void* x, int64_t tokens) {
+    static thread_local Scratch rounded, codes, offset_sums, sums, scale;
     const int64_t padded = round_up(plan.columns, CHUNK), groups = round_up(plan.groups, 16);
-    IntegerInputs in{
+    Int8Inputs in{
         codes.take<int8_t>(tokens * padded),
-        taken.take<int32_t>(tokens * padded / 4),
+        offset_sums.take<int32_t>(tokens * padded / 4),
         sums.take<float>(tokens * groups),
         scale.take<float>(tokens),
         padded,
@@ -140,14 +140,14 @@ inline IntegerInputs integer_inputs(const Plan& plan, const void* x, int64_t tok
     for (int p = 0; p < CHUNK; ++p) order[p] = uint8_t(column_in_chunk(plan.bits, p));
     const __m512i offset = _mm512_set1_epi32(-offset_of(plan)), ones = _mm512_set1_epi8(1);
     for (int64_t token = 0; token < tokens; ++token) {
-        in.scale[token] = round_inputs(plan, x, token, plain, padded);
+        in.scale[token] = quantize_inputs(plan, x, token, plain, padded);
         for (int64_t k = 0; k < padded; k += CHUNK) {
             alignas(64) int8_t chunk[CHUNK];
             for (int p = 0; p < CHUNK; ++p) chunk[p] = plain[k + order[p]];
             const __m512i ordered = _mm512_load_si512(chunk);
             _mm512_store_si512(in.codes + token * padded + k, ordered);
             const __m512i fours = _mm512_dpbusd_epi32(_mm512_setzero_si512(), ones, ordered);
-            _mm512_store_si512(in.taken + (token * padded + k) / 4, _mm512_mullo_epi32(fours, offset));
+            _mm512_store_si512(in.offset_sums + (token * padded + k) / 4, _mm512_mullo_epi32(fours, offset));
         }
         for (int64_t g = 0; g < groups; ++g) {
             int32_t sum = 0;
@@ -160,9 +160,9 @@ inline IntegerInputs integer_inputs(const Plan& plan, const void* x, int64_t tok
 
 // Products of four rows with a token: sums [4].
 template <Kind K>
-inline void multiply_integers(
-    const Plan& plan, int64_t row, const uint8_t* const* codes, const float* scale, const float* shift,
-    const IntegerInputs& in, int64_t token, float* sums) {
+inline void int8_dot(
+    const LinearPlan& plan, int64_t row, const uint8_t* const* codes, const float* scale, const float* shift,
+    const Int8Inputs& in, int64_t token, float* sums) {
     const uint8_t* zero[4];
     __m512 total[4];
     for (int r = 0; r < 4; ++r) {
@@ -173,9 +173,9 @@ inline void multiply_integers(
     Walk walk{plan};
     for (int64_t k = 0; k < in.padded; k += CHUNK) {
         const __m512i x = _mm512_load_si512(in.codes + token * in.padded + k);
-        const __m512i start = _mm512_load_si512(in.taken + (token * in.padded + k) / 4);
+        const __m512i start = _mm512_load_si512(in.offset_sums + (token * in.padded + k) / 4);
         walk.to(k);
-        for (int r = 0; r < 4; ++r) fetch_ahead(codes[r], k * plan.bits / 8, (k + CHUNK) * plan.bits / 8);
+        for (int r = 0; r < 4; ++r) prefetch_codes(codes[r], k * plan.bits / 8, (k + CHUNK) * plan.bits / 8);
         for (int r = 0; r < 4; ++r) {
             const __m512i sum = _mm512_dpbusd_epi32(start, chunk_bytes<K>(plan, codes[r], k, zero[r], walk), x);
             __m512 step = _mm512_set1_ps(scale[r * plan.groups + walk.low]);
@@ -185,25 +185,25 @@ inline void multiply_integers(
     }
     for (int r = 0; plan.zero && r < 4; ++r)
         total[r] =
-            _mm512_sub_ps(total[r], taken_off(plan, shift + r * plan.groups, in.sums + token * in.padded_groups));
+            _mm512_sub_ps(total[r], zero_point_term(plan, shift + r * plan.groups, in.sums + token * in.padded_groups));
     _mm_store_ps(sums, sum_lanes(total[0], total[1], total[2], total[3]));
 }
 
 template <Kind K>
-inline void integer_product(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
-    const IntegerInputs in = integer_inputs(plan, x, tokens);
+inline void int8_product(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
+    const Int8Inputs in = int8_inputs(plan, x, tokens);
 #pragma omp parallel num_threads(threads)
     {
         const RowBuffers room = row_buffers(plan);
-#pragma omp for schedule(dynamic, portion(plan.rows, BLOCK))
+#pragma omp for schedule(dynamic, dynamic_chunk(plan.rows, BLOCK))
         for (int64_t row = 0; row < plan.rows; row += BLOCK) {
             const uint8_t* codes[BLOCK];
             row_pointers(plan, row, room, codes);
-            integer_scales(plan, row, plan.rows - row < BLOCK ? plan.rows - row : BLOCK, room.scale, room.shift);
+            int8_scales(plan, row, plan.rows - row < BLOCK ? plan.rows - row : BLOCK, room.scale, room.shift);
             for (int64_t token = 0; token < tokens; ++token) {
                 alignas(64) float sums[BLOCK];
                 for (int r = 0; r < BLOCK; r += 4)
-                    multiply_integers<K>(
+                    int8_dot<K>(
                         plan, row + r, codes + r, room.scale + r * plan.groups, room.shift + r * plan.groups, in, token,
                         sums + r);
                 const __m512 scale = _mm512_set1_ps(in.scale[token]);

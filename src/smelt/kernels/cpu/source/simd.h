@@ -1,37 +1,37 @@
 // Sixteen numbers of any type at once, read and written as float32; the exponential function; sums. AVX-512.
 #pragma once
 
-#include "rows.h"
+#include "gemv.h"
 
 #ifdef SMELT_LANES
 inline __mmask16 first_lanes(int64_t count) {
     return __mmask16(count >= 16 ? 0xffff : (1u << count) - 1);
 }
 
-inline __m512 load_numbers(const void* numbers, Number type, int64_t index, __mmask16 there = 0xffff) {
-    if (type == FLOAT32) return _mm512_maskz_loadu_ps(there, static_cast<const float*>(numbers) + index);
-    const __m256i narrow = _mm256_maskz_loadu_epi16(there, static_cast<const uint16_t*>(numbers) + index);
+inline __m512 load_floats(const void* numbers, DType type, int64_t index, __mmask16 valid = 0xffff) {
+    if (type == FLOAT32) return _mm512_maskz_loadu_ps(valid, static_cast<const float*>(numbers) + index);
+    const __m256i narrow = _mm256_maskz_loadu_epi16(valid, static_cast<const uint16_t*>(numbers) + index);
     if (type == FLOAT16) return _mm512_cvtph_ps(narrow);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
 
-inline void store_numbers(void* numbers, Number type, int64_t index, __m512 values, __mmask16 there = 0xffff) {
-    if (type == FLOAT32) return _mm512_mask_storeu_ps(static_cast<float*>(numbers) + index, there, values);
+inline void store_floats(void* numbers, DType type, int64_t index, __m512 values, __mmask16 valid = 0xffff) {
+    if (type == FLOAT32) return _mm512_mask_storeu_ps(static_cast<float*>(numbers) + index, valid, values);
     uint16_t* to = static_cast<uint16_t*>(numbers) + index;
     if (type == FLOAT16) {
         const __m256i narrow = _mm512_cvtps_ph(values, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        return _mm256_mask_storeu_epi16(to, there, narrow);
+        return _mm256_mask_storeu_epi16(to, valid, narrow);
     }
     const __m512i bits = _mm512_castps_si512(values),
                   odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));  // ties to even
     const __mmask16 broken = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
     nearest = _mm512_mask_or_epi32(nearest, broken, bits, _mm512_set1_epi32(0x400000));
-    _mm512_mask_cvtepi32_storeu_epi16(to, there, _mm512_srli_epi32(nearest, 16));
+    _mm512_mask_cvtepi32_storeu_epi16(to, valid, _mm512_srli_epi32(nearest, 16));
 }
 
 // e^x to about one unit in the last place; below -87 it is zero, above 88 infinite.
-inline __m512 exponential(__m512 x) {
+inline __m512 exp_ps(__m512 x) {
     const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
     const __mmask16 huge = _mm512_cmp_ps_mask(x, _mm512_set1_ps(88.0f), _CMP_GT_OQ);
     x = _mm512_min_ps(x, _mm512_set1_ps(88.0f));

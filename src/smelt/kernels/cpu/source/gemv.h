@@ -7,24 +7,24 @@
 #include "lanes.h"
 
 #ifdef SMELT_LANES
-constexpr int MOST_TOKENS = 4, BLOCK = 16;  // tokens at once; rows whose results are written at once
+constexpr int MAX_TOKENS = 4, BLOCK = 16;  // tokens at once; rows whose results are written at once
 
 struct RowBuffers {        // of a thread
     float *scale, *shift;  // [BLOCK, groups]
-    uint8_t* aside;        // [row_bytes + 64] for each of the last rows
+    uint8_t* padded_row;        // [row_bytes + 64] for each of the last rows
 };
 
-inline RowBuffers row_buffers(const Plan& plan) {
-    static thread_local Scratch scale, shift, aside;
+inline RowBuffers row_buffers(const LinearPlan& plan) {
+    static thread_local Scratch scale, shift, padded_row;
     const int64_t groups = BLOCK * plan.groups + 16;
-    return {scale.take<float>(groups), shift.take<float>(groups), aside.take<uint8_t>(BLOCK * (plan.row_bytes() + 64))};
+    return {scale.take<float>(groups), shift.take<float>(groups), padded_row.take<uint8_t>(BLOCK * (plan.row_bytes() + 64))};
 }
 
 // The rows of a block: fewer at the end of the matrix, where the last one stands for those that are missing.
-inline void row_pointers(const Plan& plan, int64_t row, const RowBuffers& room, const uint8_t* codes[BLOCK]) {
+inline void row_pointers(const LinearPlan& plan, int64_t row, const RowBuffers& room, const uint8_t* codes[BLOCK]) {
     for (int r = 0; r < BLOCK; ++r) {
-        const int64_t there = row + r < plan.rows ? row + r : plan.rows - 1;
-        codes[r] = readable_row(plan, there, room.aside + r * (plan.row_bytes() + 64));
+        const int64_t valid = row + r < plan.rows ? row + r : plan.rows - 1;
+        codes[r] = padded_row_codes(plan, valid, room.padded_row + r * (plan.row_bytes() + 64));
     }
 }
 
@@ -35,7 +35,7 @@ struct RowInputs {
 };
 
 template <int Bits>
-inline RowInputs row_inputs(const Plan& plan, const void* x, int64_t tokens) {
+inline RowInputs row_inputs(const LinearPlan& plan, const void* x, int64_t tokens) {
     static thread_local Scratch values, totals;
     const int64_t padded = round_up(plan.columns, 16), groups = round_up(plan.groups, 16);
     RowInputs in{values.take<float>(tokens * padded), totals.take<float>(tokens * groups), padded, groups};
@@ -62,36 +62,36 @@ inline __m128 sum_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
 }
 
 // What the zero points take off, lane by lane: sum over groups of shift * sum of inputs.
-inline __m512 taken_off(const Plan& plan, const float* shift, const float* sums) {
+inline __m512 zero_point_term(const LinearPlan& plan, const float* shift, const float* sums) {
     __m512 total = _mm512_setzero_ps();
     for (int64_t g = 0; g < plan.groups; g += 16) {
-        const __mmask16 there = __mmask16(plan.groups - g >= 16 ? 0xffff : (1u << (plan.groups - g)) - 1);
-        total = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(there, shift + g), _mm512_load_ps(sums + g), total);
+        const __mmask16 valid = __mmask16(plan.groups - g >= 16 ? 0xffff : (1u << (plan.groups - g)) - 1);
+        total = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(valid, shift + g), _mm512_load_ps(sums + g), total);
     }
     return total;
 }
 
 // Sixteen numbers, or the `left` ones that there are, in the type of x.
-inline void store_values(const Plan& plan, void* to, int64_t place, int64_t left, __m512 values) {
-    const __mmask16 there = __mmask16(left >= 16 ? 0xffff : (1u << left) - 1);
-    if (plan.x_type == FLOAT32) return _mm512_mask_storeu_ps(static_cast<float*>(to) + place, there, values);
+inline void store_values(const LinearPlan& plan, void* to, int64_t place, int64_t left, __m512 values) {
+    const __mmask16 valid = __mmask16(left >= 16 ? 0xffff : (1u << left) - 1);
+    if (plan.x_type == FLOAT32) return _mm512_mask_storeu_ps(static_cast<float*>(to) + place, valid, values);
     const __m512i bits = _mm512_castps_si512(values),
                   odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i nearest = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));  // ties to even
     const __mmask16 broken = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
     nearest = _mm512_mask_or_epi32(nearest, broken, bits, _mm512_set1_epi32(0x400000));
-    _mm512_mask_cvtepi32_storeu_epi16(static_cast<uint16_t*>(to) + place, there, _mm512_srli_epi32(nearest, 16));
+    _mm512_mask_cvtepi32_storeu_epi16(static_cast<uint16_t*>(to) + place, valid, _mm512_srli_epi32(nearest, 16));
 }
 
 // The results of a block of rows for one token, with the bias: as many as there are rows.
-inline void store_block(const Plan& plan, void* y, int64_t token, int64_t row, __m512 values) {
+inline void store_block(const LinearPlan& plan, void* y, int64_t token, int64_t row, __m512 values) {
     const int64_t left = plan.rows - row;
-    const __mmask16 there = __mmask16(left >= BLOCK ? 0xffff : (1u << left) - 1);
+    const __mmask16 valid = __mmask16(left >= BLOCK ? 0xffff : (1u << left) - 1);
     if (plan.bias_type == FLOAT32)
-        values = _mm512_add_ps(values, _mm512_maskz_loadu_ps(there, static_cast<const float*>(plan.bias) + row));
+        values = _mm512_add_ps(values, _mm512_maskz_loadu_ps(valid, static_cast<const float*>(plan.bias) + row));
     else if (plan.bias)
         for (int r = 0; r < BLOCK && r < left; ++r) {
-            const __m512 bias = _mm512_set1_ps(number_at(plan.bias, plan.bias_type, row + r));
+            const __m512 bias = _mm512_set1_ps(load_float(plan.bias, plan.bias_type, row + r));
             values = _mm512_mask_add_ps(values, __mmask16(1 << r), values, bias);
         }
     store_values(plan, y, token * plan.rows + row, left, values);
@@ -100,7 +100,7 @@ inline void store_block(const Plan& plan, void* y, int64_t token, int64_t row, _
 // Products of `Rows` rows with `Tokens` tokens: sums [tokens, BLOCK], a column a row.
 template <int Bits, int Rows, int Tokens>
 inline void multiply_rows(
-    const Plan& plan, const uint8_t* const* codes, const float* scale, const float* shift, const RowInputs& in,
+    const LinearPlan& plan, const uint8_t* const* codes, const float* scale, const float* shift, const RowInputs& in,
     int64_t token, float* sums) {
     const __m512 table = Bits == 8 ? _mm512_setzero_ps() : lane_table(plan);
     const __m512i shifts = lane_shifts<Bits>();
@@ -111,7 +111,7 @@ inline void multiply_rows(
         __m512 part[Rows * Tokens];
         for (auto& one : part) one = _mm512_setzero_ps();
         const int64_t end = plan.group_end(g);
-        for (int r = 0; r < Rows; ++r) fetch_ahead(codes[r], g * plan.group * Bits / 8, end * Bits / 8);
+        for (int r = 0; r < Rows; ++r) prefetch_codes(codes[r], g * plan.group * Bits / 8, end * Bits / 8);
         for (int64_t k = g * plan.group; k < end; k += 16)
             for (int r = 0; r < Rows; ++r) {
                 const __m512 weights = lane_values<Bits>(codes[r] + k / 8 * Bits, table, shifts);
@@ -127,8 +127,8 @@ inline void multiply_rows(
     for (int t = 0; t < Tokens; ++t) {
         if (plan.zero)
             for (int r = 0; r < Rows; ++r) {
-                const __m512 taken = taken_off(plan, shift + r * plan.groups, in.sums + (token + t) * in.padded_groups);
-                total[t * Rows + r] = _mm512_sub_ps(total[t * Rows + r], taken);
+                const __m512 offset_sums = zero_point_term(plan, shift + r * plan.groups, in.sums + (token + t) * in.padded_groups);
+                total[t * Rows + r] = _mm512_sub_ps(total[t * Rows + r], offset_sums);
             }
         const __m512* mine = total + t * Rows;
         if constexpr (Rows == 4) _mm_store_ps(sums + t * BLOCK, sum_lanes(mine[0], mine[1], mine[2], mine[3]));
@@ -138,7 +138,7 @@ inline void multiply_rows(
 
 template <int Bits, int Tokens>
 inline void multiply_block(
-    const Plan& plan, int64_t row, const uint8_t* const* codes, const RowInputs& in, int64_t token, void* y,
+    const LinearPlan& plan, int64_t row, const uint8_t* const* codes, const RowInputs& in, int64_t token, void* y,
     const RowBuffers& room) {
     constexpr int Rows = Tokens <= 2 ? 4 : 2;  // as many as there are registers for
     alignas(64) float sums[Tokens * BLOCK];
@@ -149,17 +149,17 @@ inline void multiply_block(
 }
 
 template <int Bits>
-inline void row_product(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
+inline void row_product(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
     const RowInputs in = row_inputs<Bits>(plan, x, tokens);
 #pragma omp parallel num_threads(threads)
     {
         const RowBuffers room = row_buffers(plan);
-#pragma omp for schedule(dynamic, portion(plan.rows, BLOCK))
+#pragma omp for schedule(dynamic, dynamic_chunk(plan.rows, BLOCK))
         for (int64_t row = 0; row < plan.rows; row += BLOCK) {
             const uint8_t* codes[BLOCK];
             row_pointers(plan, row, room, codes);
             row_scales(plan, row, plan.rows - row < BLOCK ? plan.rows - row : BLOCK, room.scale, room.shift);
-            for (int64_t token = 0; token < tokens; token += MOST_TOKENS) switch (tokens - token) {
+            for (int64_t token = 0; token < tokens; token += MAX_TOKENS) switch (tokens - token) {
                     case 1: multiply_block<Bits, 1>(plan, row, codes, in, token, y, room); break;
                     case 2: multiply_block<Bits, 2>(plan, row, codes, in, token, y, room); break;
                     case 3: multiply_block<Bits, 3>(plan, row, codes, in, token, y, room); break;
@@ -171,13 +171,13 @@ inline void row_product(const Plan& plan, const void* x, int64_t tokens, void* y
 
 // `decode_rows` sixteen codes at a time.
 template <int Bits>
-inline void decode_lanes(const Plan& plan, int64_t first, int64_t last, void* out, int threads) {
+inline void dequantize_lanes(const LinearPlan& plan, int64_t first, int64_t last, void* out, int threads) {
     const __m512 table = Bits == 8 ? _mm512_setzero_ps() : lane_table(plan);
     const __m512i shifts = lane_shifts<Bits>();
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = first; row < last; ++row) {
         const RowBuffers room = row_buffers(plan);
-        const uint8_t* codes = readable_row(plan, row, room.aside);
+        const uint8_t* codes = padded_row_codes(plan, row, room.padded_row);
         row_scales(plan, row, 1, room.scale, room.shift);
         for (int64_t g = 0; g < plan.groups; ++g) {
             const __m512 scale = _mm512_set1_ps(room.scale[g]),

@@ -8,43 +8,43 @@
 #endif
 
 // What zero points take off: scale * (zero - centre), for `size` groups from the `first` on.
-inline void row_shifts(const Plan& plan, int64_t first, int64_t size, const float* scale, float* shift) {
+inline void row_shifts(const LinearPlan& plan, int64_t first, int64_t size, const float* scale, float* shift) {
     int64_t i = 0;
 #ifdef __AVX512BW__
-    const __m512 centre = _mm512_set1_ps(plan.centre);
+    const __m512 center = _mm512_set1_ps(plan.center);
     for (; i < size && plan.zero_type != BFLOAT16; i += 16) {
-        const __mmask16 there = __mmask16(size - i >= 16 ? 0xffff : (1u << (size - i)) - 1);
+        const __mmask16 valid = __mmask16(size - i >= 16 ? 0xffff : (1u << (size - i)) - 1);
         __m512 zero;
         if (plan.zero_type == FLOAT32)
-            zero = _mm512_maskz_loadu_ps(there, static_cast<const float*>(plan.zero) + first + i);
+            zero = _mm512_maskz_loadu_ps(valid, static_cast<const float*>(plan.zero) + first + i);
         else if (plan.zero_type == FLOAT16) {
             const uint16_t* halves = static_cast<const uint16_t*>(plan.zero) + first + i;
-            zero = _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_maskz_loadu_epi16(there, halves)));
+            zero = _mm512_cvtph_ps(_mm512_castsi512_si256(_mm512_maskz_loadu_epi16(valid, halves)));
         } else {
             const uint8_t* bytes = static_cast<const uint8_t*>(plan.zero) + first + i;
-            const __m128i some = _mm512_castsi512_si128(_mm512_maskz_loadu_epi8(there, bytes));
+            const __m128i some = _mm512_castsi512_si128(_mm512_maskz_loadu_epi8(valid, bytes));
             zero = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(some));
         }
-        _mm512_storeu_ps(shift + i, _mm512_mul_ps(_mm512_loadu_ps(scale + i), _mm512_sub_ps(zero, centre)));
+        _mm512_storeu_ps(shift + i, _mm512_mul_ps(_mm512_loadu_ps(scale + i), _mm512_sub_ps(zero, center)));
     }
 #endif
-    for (; i < size; ++i) shift[i] = scale[i] * (number_at(plan.zero, plan.zero_type, first + i) - plan.centre);
+    for (; i < size; ++i) shift[i] = scale[i] * (load_float(plan.zero, plan.zero_type, first + i) - plan.center);
 }
 
 // The scales of `count` rows in float32, row after row. Where there are zero points, `shift` is what is taken off the
 // product with a group for each unit of the sum of its inputs: scale * (zero - centre). Both have room for 16 more.
-inline void row_scales(const Plan& plan, int64_t row, int64_t count, float* scale, float* shift) {
+inline void row_scales(const LinearPlan& plan, int64_t row, int64_t count, float* scale, float* shift) {
     const int64_t first = row * plan.scale_stride, size = plan.scale_stride ? count * plan.groups : 1;
     int64_t i = 0;
 #ifdef __AVX512BW__
     if (plan.scale_type == FLOAT16)
         for (const uint16_t* halves = static_cast<const uint16_t*>(plan.scale) + first; i < size; i += 16) {
-            const __mmask16 there = __mmask16(size - i >= 16 ? 0xffff : (1u << (size - i)) - 1);
-            const __m256i some = _mm512_castsi512_si256(_mm512_maskz_loadu_epi16(there, halves + i));
+            const __mmask16 valid = __mmask16(size - i >= 16 ? 0xffff : (1u << (size - i)) - 1);
+            const __m256i some = _mm512_castsi512_si256(_mm512_maskz_loadu_epi16(valid, halves + i));
             _mm512_storeu_ps(scale + i, _mm512_cvtph_ps(some));
         }
 #endif
-    for (; i < size; ++i) scale[i] = number_at(plan.scale, plan.scale_type, first + i, plan.scale_table);
+    for (; i < size; ++i) scale[i] = load_float(plan.scale, plan.scale_type, first + i, plan.scale_table);
     if (plan.divisor)
         for (i = 0; i < size; ++i) scale[i] /= *plan.divisor;
     if (plan.zero) row_shifts(plan, first, size, scale, shift);
@@ -70,7 +70,7 @@ inline void unpack_codes(const uint8_t* packed, int bits, int64_t columns, uint8
 }
 
 // The values of a row: out [columns], for any format. `codes` is room for the unpacked codes.
-inline void decode_row(const Plan& plan, int64_t row, uint8_t* codes, float* out) {
+inline void dequantize_row(const LinearPlan& plan, int64_t row, uint8_t* codes, float* out) {
     const uint8_t* packed = plan.row_codes(row);
     if (plan.bits == 8) codes = const_cast<uint8_t*>(packed);
     else unpack_codes(packed, plan.bits, plan.columns, codes);
@@ -78,10 +78,10 @@ inline void decode_row(const Plan& plan, int64_t row, uint8_t* codes, float* out
     const uint8_t top = uint8_t((1 << plan.bits) - 1);
     for (int64_t g = 0; g < plan.groups; ++g) {
         const int64_t begin = g * plan.group, end = plan.group_end(g);
-        float scale = number_at(plan.scale, plan.scale_type, first + g, plan.scale_table);
+        float scale = load_float(plan.scale, plan.scale_type, first + g, plan.scale_table);
         if (plan.divisor) scale /= *plan.divisor;
-        const float zero = plan.zero ? number_at(plan.zero, plan.zero_type, first + g) : plan.centre;
-        const float other = plan.negative ? number_at(plan.negative, plan.scale_type, first + g, plan.scale_table) : 0;
+        const float zero = plan.zero ? load_float(plan.zero, plan.zero_type, first + g) : plan.center;
+        const float other = plan.negative ? load_float(plan.negative, plan.scale_type, first + g, plan.scale_table) : 0;
         switch (plan.values) {
             case UNIFORM:
                 for (int64_t k = begin; k < end; ++k) out[k] = (float(codes[k]) - zero) * scale;
@@ -105,39 +105,39 @@ inline void decode_row(const Plan& plan, int64_t row, uint8_t* codes, float* out
     }
 }
 
-struct RowRoom {  // of a thread
+struct ThreadRowBuffers {  // of a thread
     Scratch codes, values;
 };
 
-inline RowRoom& row_room() {
-    static thread_local RowRoom room;
+inline ThreadRowBuffers& row_buffers_of_thread() {
+    static thread_local ThreadRowBuffers room;
     return room;
 }
 
 // Rows `first` to `last` of the matrix, decoded: out [last - first, columns] in the type of x.
-inline void decode_rows(const Plan& plan, int64_t first, int64_t last, void* out, int threads) {
+inline void dequantize_rows(const LinearPlan& plan, int64_t first, int64_t last, void* out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = first; row < last; ++row) {
-        uint8_t* codes = row_room().codes.take<uint8_t>(plan.columns);
-        float* values = row_room().values.take<float>(plan.columns);
+        uint8_t* codes = row_buffers_of_thread().codes.take<uint8_t>(plan.columns);
+        float* values = row_buffers_of_thread().values.take<float>(plan.columns);
         const int64_t place = (row - first) * plan.columns;
         if (plan.x_type == FLOAT32) {
-            decode_row(plan, row, codes, static_cast<float*>(out) + place);
+            dequantize_row(plan, row, codes, static_cast<float*>(out) + place);
             continue;
         }
-        decode_row(plan, row, codes, values);
+        dequantize_row(plan, row, codes, values);
         uint16_t* target = static_cast<uint16_t*>(out) + place;
         for (int64_t k = 0; k < plan.columns; ++k) target[k] = float_to_bfloat(values[k]);
     }
 }
 
 // Products with rows that are decoded one after the other: x [tokens, columns] in float32.
-inline void plain_product(const Plan& plan, const float* x, int64_t tokens, void* y, int threads) {
+inline void reference_product(const LinearPlan& plan, const float* x, int64_t tokens, void* y, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < plan.rows; ++row) {
-        uint8_t* codes = row_room().codes.take<uint8_t>(plan.columns);
-        float* values = row_room().values.take<float>(plan.columns);
-        decode_row(plan, row, codes, values);
+        uint8_t* codes = row_buffers_of_thread().codes.take<uint8_t>(plan.columns);
+        float* values = row_buffers_of_thread().values.take<float>(plan.columns);
+        dequantize_row(plan, row, codes, values);
         for (int64_t token = 0; token < tokens; ++token) {
             const float* input = x + token * plan.columns;
             float sum = 0;

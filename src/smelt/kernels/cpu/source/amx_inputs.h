@@ -4,9 +4,9 @@
 // is lost but float32 rounding. Rounded inputs are int8.
 #pragma once
 
-#include "integers.h"
+#include "int8_gemv.h"
 
-#if defined(SMELT_INTEGERS) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#if defined(SMELT_INT8) && defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define SMELT_TILES 1
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -18,22 +18,22 @@ inline bool tiles_granted() {  // the system hands out the units' registers on d
     return granted;
 }
 
-inline bool exact_in_bfloat(const Plan& plan) {
+inline bool exact_in_bfloat(const LinearPlan& plan) {
     if (plan.values != TABLE) return true;
     for (int code = 0; code < 1 << plan.bits; ++code)
         if (bfloat_to_float(float_to_bfloat(plan.table[code])) != plan.table[code]) return false;
     return true;
 }
 
-inline bool has_float_tiles(const Plan& plan) {
-    return has_lanes(plan) && plan.groups_of(32) && fills_up(plan, 32) && exact_in_bfloat(plan) && tiles_granted();
+inline bool has_float_tiles(const LinearPlan& plan) {
+    return has_lanes(plan) && plan.groups_align(32) && can_pad(plan, 32) && exact_in_bfloat(plan) && tiles_granted();
 }
 // With inputs in bfloat16 the weights may be too, scales and all: as exact as a dense product in that type.
-inline bool has_scaled_tiles(const Plan& plan) {
-    return has_lanes(plan) && plan.groups_of(32) && fills_up(plan, 32) && plan.x_type == BFLOAT16 && tiles_granted();
+inline bool has_scaled_tiles(const LinearPlan& plan) {
+    return has_lanes(plan) && plan.groups_align(32) && can_pad(plan, 32) && plan.x_type == BFLOAT16 && tiles_granted();
 }
-inline bool has_integer_tiles(const Plan& plan) {
-    return has_integers(plan) && plan.group <= 32768 && tiles_granted();
+inline bool has_int8_tiles(const LinearPlan& plan) {
+    return has_int8(plan) && plan.group <= 32768 && tiles_granted();
 }
 
 inline void transpose(__m512i rows[16]) {  // 16 x 16 words of 32 bits
@@ -61,19 +61,19 @@ inline void transpose(__m512i rows[16]) {  // 16 x 16 words of 32 bits
 struct TileInputs {
     uint8_t* tiles;  // [blocks of 16 tokens, steps, pieces, TILE_BYTES]
     float* sums;     // [blocks, groups, 16 tokens]: of the inputs, or of their codes
-    int32_t* taken;  // [blocks, groups, 16 tokens]: the offset times the sum of the codes
+    int32_t* offset_sums;  // [blocks, groups, 16 tokens]: the offset times the sum of the codes
     float* scale;    // [blocks, 16 tokens], of codes
     int64_t blocks, steps;
     int pieces;
 };
 
-inline TileInputs tile_room(const Plan& plan, int64_t tokens, int columns, int pieces) {
-    static thread_local Scratch tiles, sums, taken, scale;
+inline TileInputs allocate_tile_inputs(const LinearPlan& plan, int64_t tokens, int columns, int pieces) {
+    static thread_local Scratch tiles, sums, offset_sums, scale;
     const int64_t blocks = (tokens + TILE - 1) / TILE, steps = (plan.columns + columns - 1) / columns;
     return {
         tiles.take<uint8_t>(blocks * steps * pieces * TILE_BYTES),
         sums.take<float>(blocks * plan.groups * TILE),
-        taken.take<int32_t>(blocks * plan.groups * TILE),
+        offset_sums.take<int32_t>(blocks * plan.groups * TILE),
         scale.take<float>(blocks * TILE),
         blocks,
         steps,
@@ -106,16 +106,16 @@ inline void order_inputs(__m512& low, __m512& high) {
 }
 
 template <int Bits>
-inline void pack_floats(const Plan& plan, const void* x, int64_t tokens, int64_t block, const TileInputs& in) {
+inline void pack_floats(const LinearPlan& plan, const void* x, int64_t tokens, int64_t block, const TileInputs& in) {
     float* sums = in.sums + block * plan.groups * TILE;
     std::memset(sums, 0, plan.groups * TILE * sizeof(float));
     for (int64_t step = 0; step < in.steps; ++step) {
         __m512i words[3][TILE];
         for (int t = 0; t < TILE; ++t) {
             const int64_t token = block * TILE + t, k = step * 32;
-            const bool there = token < tokens;
-            __m512 low = there ? inputs_at(plan, x, token, k) : _mm512_setzero_ps();
-            __m512 high = there && k + 16 < plan.columns ? inputs_at(plan, x, token, k + 16) : _mm512_setzero_ps();
+            const bool valid = token < tokens;
+            __m512 low = valid ? inputs_at(plan, x, token, k) : _mm512_setzero_ps();
+            __m512 high = valid && k + 16 < plan.columns ? inputs_at(plan, x, token, k + 16) : _mm512_setzero_ps();
             if (plan.zero) sums[k / plan.group * TILE + t] += _mm512_reduce_add_ps(_mm512_add_ps(low, high));
             order_inputs<Bits>(low, high);
             for (int piece = 0; piece < in.pieces; ++piece) {
@@ -131,17 +131,17 @@ inline void pack_floats(const Plan& plan, const void* x, int64_t tokens, int64_t
     }
 }
 
-inline void pack_integers(const Plan& plan, const void* x, int64_t tokens, int64_t block, const TileInputs& in) {
+inline void pack_int8(const LinearPlan& plan, const void* x, int64_t tokens, int64_t block, const TileInputs& in) {
     const int64_t present = tokens - block * TILE < TILE ? tokens - block * TILE : TILE, padded = in.steps * CHUNK;
     const int64_t width = plan.x_type == FLOAT32 ? 4 : 2;
     const void* first = static_cast<const uint8_t*>(x) + block * TILE * plan.columns * width;
-    const IntegerInputs plain = integer_inputs(plan, first, present);
+    const Int8Inputs plain = int8_inputs(plan, first, present);
     for (int t = 0; t < TILE; ++t) {
         in.scale[block * TILE + t] = t < present ? plain.scale[t] : 0.0f;
         for (int64_t g = 0; g < plan.groups; ++g) {
             const float sum = t < present ? plain.sums[t * plain.padded_groups + g] : 0.0f;
             in.sums[(block * plan.groups + g) * TILE + t] = sum;
-            in.taken[(block * plan.groups + g) * TILE + t] = int32_t(sum) * offset_of(plan);
+            in.offset_sums[(block * plan.groups + g) * TILE + t] = int32_t(sum) * offset_of(plan);
         }
     }
     for (int64_t step = 0; step < in.steps; ++step) {

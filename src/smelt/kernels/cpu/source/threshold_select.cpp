@@ -4,17 +4,17 @@
 #include <cstdint>
 #include <cstring>
 
-struct Compact {            // laid out as in compact.py; nothing here is owned
+struct ThresholdSelect {            // laid out as in compact.py; nothing here is owned
     float* values;          // [elements]: the residual, to which the gradient is added
     const float* gradient;  // [elements]; null: values are only read
     int64_t elements, start, stop;
-    int32_t* found;  // [stop - start]: where matches are, counted from `start`
+    int32_t* indices;  // [stop - start]: where matches are, counted from `start`
     float threshold;
 };
 
 namespace {
 
-constexpr int64_t FEW = 32;  // elements that are looked at together: at low densities most such groups hold no match
+constexpr int64_t GROUP = 32;  // elements that are looked at together: at low densities most such groups hold no match
 
 void add(float* __restrict values, const float* __restrict gradient, int64_t count) {
 #pragma omp simd
@@ -24,55 +24,55 @@ void add(float* __restrict values, const float* __restrict gradient, int64_t cou
 bool any_match(const float* values, float threshold) {
     int any = 0;
 #pragma omp simd reduction(| : any)
-    for (int64_t i = 0; i < FEW; ++i) any |= std::fabs(values[i]) >= threshold;
+    for (int64_t i = 0; i < GROUP; ++i) any |= std::fabs(values[i]) >= threshold;
     return any;
 }
 
 // The matches among values [first, last) of the range, the sums of which are still in the nearest cache.
-int64_t find(const float* values, int64_t first, int64_t last, float threshold, int32_t* found, int64_t count) {
+int64_t find(const float* values, int64_t first, int64_t last, float threshold, int32_t* indices, int64_t count) {
     for (int64_t i = first; i < last; ++i) {
-        found[count] = int32_t(i);  // overwritten unless it is a match
+        indices[count] = int32_t(i);  // overwritten unless it is a match
         count += std::fabs(values[i]) >= threshold;
     }
     return count;
 }
 
 // The part [begin, end) of the vector; its matches go to where they would stand if all before them matched too.
-int64_t run(const Compact& task, int64_t begin, int64_t end, int32_t* found) {
+int64_t run(const ThresholdSelect& task, int64_t begin, int64_t end, int32_t* indices) {
     int64_t low = begin > task.start ? begin : task.start, high = end < task.stop ? end : task.stop;
     if (low >= high) low = high = end;
     if (task.gradient) {
         add(task.values + begin, task.gradient + begin, low - begin);
         add(task.values + high, task.gradient + high, end - high);
     }
-    int64_t count = 0, at = low;
+    int64_t count = 0, position = low;
     const float* range = task.values + task.start;
-    for (; at + FEW <= high; at += FEW) {
-        if (task.gradient) add(task.values + at, task.gradient + at, FEW);
-        if (any_match(task.values + at, task.threshold))
-            count = find(range, at - task.start, at - task.start + FEW, task.threshold, found, count);
+    for (; position + GROUP <= high; position += GROUP) {
+        if (task.gradient) add(task.values + position, task.gradient + position, GROUP);
+        if (any_match(task.values + position, task.threshold))
+            count = find(range, position - task.start, position - task.start + GROUP, task.threshold, indices, count);
     }
-    if (task.gradient) add(task.values + at, task.gradient + at, high - at);
-    return find(range, at - task.start, high - task.start, task.threshold, found, count);
+    if (task.gradient) add(task.values + position, task.gradient + position, high - position);
+    return find(range, position - task.start, high - task.start, task.threshold, indices, count);
 }
 
 }  // namespace
 
 // How many matches there are; `found` begins with them, ascending.
-extern "C" int64_t smelt_compact(const Compact* task, int threads) {
-    constexpr int MOST = 256;
-    int64_t counts[MOST];
-    threads = threads < MOST ? threads : MOST;
+extern "C" int64_t smelt_threshold_select(const ThresholdSelect* task, int threads) {
+    constexpr int MAX_THREADS = 256;
+    int64_t counts[MAX_THREADS];
+    threads = threads < MAX_THREADS ? threads : MAX_THREADS;
     auto edge = [&](int part) { return task->elements / threads * part + task->elements % threads * part / threads; };
-    auto room = [&](int part) {
-        int64_t at = edge(part) - task->start, most = task->stop - task->start;
-        return task->found + (at < 0 ? 0 : at < most ? at : most);
+    auto output = [&](int part) {
+        int64_t position = edge(part) - task->start, limit = task->stop - task->start;
+        return task->indices + (position < 0 ? 0 : position < limit ? position : limit);
     };
 #pragma omp parallel for num_threads(threads) schedule(static)
-    for (int part = 0; part < threads; ++part) counts[part] = run(*task, edge(part), edge(part + 1), room(part));
+    for (int part = 0; part < threads; ++part) counts[part] = run(*task, edge(part), edge(part + 1), output(part));
     int64_t total = 0;
     for (int part = 0; part < threads; ++part) {
-        std::memmove(task->found + total, room(part), counts[part] * sizeof(int32_t));
+        std::memmove(task->indices + total, output(part), counts[part] * sizeof(int32_t));
         total += counts[part];
     }
     return total;

@@ -5,7 +5,7 @@
 // the scaled values in that type, as a dense product has them.
 #pragma once
 
-#include "tile_inputs.h"
+#include "amx_inputs.h"
 
 #ifdef SMELT_TILES
 struct alignas(64) TileShapes {
@@ -33,8 +33,8 @@ inline __m512 rounded_to_bfloat(__m512 values) {  // to nearest, ties away from 
 // A row of weights into its line of each tile: `tiles` is the line in the first one. Scaled: what is laid is
 // values * scale - shift, rounded to bfloat16; up to four bits that is done to the table of a group.
 template <int Bits, bool Scaled>
-inline void lay_floats(
-    const Plan& plan, const uint8_t* codes, const float* scale, const float* shift, int64_t steps, uint8_t* tiles) {
+inline void write_float_tiles(
+    const LinearPlan& plan, const uint8_t* codes, const float* scale, const float* shift, int64_t steps, uint8_t* tiles) {
     const __m512i four = _mm512_set1_epi64(0x0004000400040004), eight = _mm512_add_epi64(four, four);
     const __m512i some = _mm512_mask_mov_epi64(_mm512_maskz_mov_epi64(0x0c, four), 0x30, eight);
     const __m512i spread = _mm512_mask_add_epi64(some, 0xc0, eight, four);  // 0, 4, 8, 12 for a quarter each
@@ -48,7 +48,7 @@ inline void lay_floats(
         const int64_t end = g + 1 < groups ? (g + 1) * group : steps;
         for (int64_t place = g * group; place < end; ++place) {
             const uint8_t* here = codes + place * 4 * Bits;
-            fetch_ahead(here, 0, 1);
+            prefetch_codes(here, 0, 1);
             __m512i line;
             if constexpr (Bits == 4) {
                 const __m512i many = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)here));
@@ -68,26 +68,26 @@ inline void lay_floats(
 }
 
 template <Kind K>
-inline void lay_integers(const Plan& plan, const uint8_t* codes, const uint8_t* zero, int64_t steps, uint8_t* tiles) {
+inline void write_int8_tiles(const LinearPlan& plan, const uint8_t* codes, const uint8_t* zero, int64_t steps, uint8_t* tiles) {
     Walk walk{plan};
     for (int64_t step = 0; step < steps; ++step) {
         walk.to(step * CHUNK);
-        fetch_ahead(codes, step * CHUNK * plan.bits / 8, step * CHUNK * plan.bits / 8 + 1);
+        prefetch_codes(codes, step * CHUNK * plan.bits / 8, step * CHUNK * plan.bits / 8 + 1);
         _mm512_store_si512(tiles + step * TILE_BYTES, chunk_bytes<K>(plan, codes, step * CHUNK, zero, walk));
     }
 }
 
 struct TileBuffers {  // of a thread
-    uint8_t *weights, *aside;
+    uint8_t *weights, *padded_row;
     float *scale, *shift, *part, *sum;
 };
 
-inline TileBuffers tile_buffers(const Plan& plan, int64_t row_groups, int64_t steps) {
-    static thread_local Scratch weights, aside, scale, shift, part, sum;
+inline TileBuffers tile_buffers(const LinearPlan& plan, int64_t row_groups, int64_t steps) {
+    static thread_local Scratch weights, padded_row, scale, shift, part, sum;
     const int64_t groups = PAIR * row_groups + 16;
     return {
         weights.take<uint8_t>(2 * steps * TILE_BYTES),
-        aside.take<uint8_t>(plan.row_bytes() + 64),
+        padded_row.take<uint8_t>(plan.row_bytes() + 64),
         scale.take<float>(groups),
         shift.take<float>(groups),
         part.take<float>(4 * TILE * TILE),
@@ -142,7 +142,7 @@ inline void group_product(
 // Add a group's products, scaled, to the sums of the block of 16 rows `half` and of the tokens `block`.
 template <bool Whole>
 inline void add_group(
-    const Plan& plan, const TileInputs& in, int64_t block, int64_t g, int half, const float* part, float* sum,
+    const LinearPlan& plan, const TileInputs& in, int64_t block, int64_t g, int half, const float* part, float* sum,
     const TileBuffers& room) {
     const int64_t groups = plan.groups, place = (block * groups + g) * TILE;
     const float *scale = room.scale + half * TILE * groups + g, *shift = room.shift + half * TILE * groups + g;
@@ -151,7 +151,7 @@ inline void add_group(
         __m512 product;
         if constexpr (Whole) {
             const __m512i whole = _mm512_load_si512(part + r * TILE);
-            product = _mm512_cvtepi32_ps(_mm512_sub_epi32(whole, _mm512_load_si512(in.taken + place)));
+            product = _mm512_cvtepi32_ps(_mm512_sub_epi32(whole, _mm512_load_si512(in.offset_sums + place)));
         } else {
             product = _mm512_load_ps(part + r * TILE);
         }
@@ -163,7 +163,7 @@ inline void add_group(
 
 template <bool Whole>
 inline void store_tile(
-    const Plan& plan, const TileInputs& in, int64_t block, int64_t row, int64_t tokens, const float* sum, void* y) {
+    const LinearPlan& plan, const TileInputs& in, int64_t block, int64_t row, int64_t tokens, const float* sum, void* y) {
     if (row >= plan.rows) return;
     __m512i rows[TILE];
     for (int r = 0; r < TILE; ++r) {
@@ -173,12 +173,12 @@ inline void store_tile(
         rows[r] = _mm512_castps_si512(scaled);
     }
     transpose(rows);
-    const int64_t left = plan.rows - row, there = tokens - block * TILE < TILE ? tokens - block * TILE : TILE;
+    const int64_t left = plan.rows - row, valid = tokens - block * TILE < TILE ? tokens - block * TILE : TILE;
     const __mmask16 present = __mmask16(left >= TILE ? 0xffff : (1u << left) - 1);
     alignas(64) float bias[TILE] = {};
-    for (int r = 0; plan.bias && r < TILE && r < left; ++r) bias[r] = number_at(plan.bias, plan.bias_type, row + r);
+    for (int r = 0; plan.bias && r < TILE && r < left; ++r) bias[r] = load_float(plan.bias, plan.bias_type, row + r);
     const __m512 added = _mm512_load_ps(bias);
-    for (int t = 0; t < there; ++t) {
+    for (int t = 0; t < valid; ++t) {
         const __m512 values = _mm512_add_ps(_mm512_castsi512_ps(rows[t]), added);
         const int64_t place = (block * TILE + t) * plan.rows + row;
         if (plan.x_type == FLOAT32) _mm512_mask_storeu_ps(static_cast<float*>(y) + place, present, values);
@@ -189,7 +189,7 @@ inline void store_tile(
 // 32 rows with one or two blocks of 16 tokens. Direct: one group without a scale, its products are the results.
 template <bool Whole, bool Half, bool Direct, int Blocks>
 inline void tile_block(
-    const Plan& plan, const TileInputs& in, int64_t block, int64_t row, int64_t tokens, void* y,
+    const LinearPlan& plan, const TileInputs& in, int64_t block, int64_t row, int64_t tokens, void* y,
     const TileBuffers& room) {
     const int64_t depth = Half ? 32 : Whole ? CHUNK : 32, size = in.steps * in.pieces * TILE_BYTES;
     const uint8_t* weights[2] = {room.weights, room.weights + in.steps * TILE_BYTES};
@@ -217,7 +217,7 @@ inline void tile_block(
 // `pack(block)` packs the inputs of 16 tokens; `lay(row, room)` lays the 32 rows from `row` on, with their scales.
 template <bool Whole, bool Half, bool Direct, class Pack, class Lay>
 inline void tile_product(
-    const Plan& plan, int64_t groups, const TileInputs& in, int64_t tokens, void* y, int threads, Pack pack, Lay lay) {
+    const LinearPlan& plan, int64_t groups, const TileInputs& in, int64_t tokens, void* y, int threads, Pack pack, Lay lay) {
     const TileShapes shapes(Half ? 32 : 64);
 #pragma omp parallel num_threads(threads)
     {
@@ -225,7 +225,7 @@ inline void tile_product(
         for (int64_t block = 0; block < in.blocks; ++block) pack(block);
         const TileBuffers room = tile_buffers(plan, groups, in.steps);
         _tile_loadconfig(&shapes);
-#pragma omp for schedule(dynamic, portion(plan.rows, PAIR))
+#pragma omp for schedule(dynamic, dynamic_chunk(plan.rows, PAIR))
         for (int64_t row = 0; row < plan.rows; row += PAIR) {
             lay(row, room);
             int64_t block = 0;
@@ -237,7 +237,7 @@ inline void tile_product(
     }
 }
 
-inline int64_t rows_there(const Plan& plan, int64_t row) {
+inline int64_t rows_there(const LinearPlan& plan, int64_t row) {
     return plan.rows - row < PAIR ? plan.rows - row : PAIR;
 }
 
@@ -246,17 +246,17 @@ inline uint8_t* line_of(const TileBuffers& room, int64_t r, int64_t steps) {
 }
 
 template <int Bits, bool Scaled>
-inline void float_tiles(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
-    Plan product = plan;
+inline void float_tiles(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
+    LinearPlan product = plan;
     if (Scaled) product.group = plan.columns, product.groups = 1, product.zero = nullptr;
-    const TileInputs in = tile_room(product, tokens, 32, plan.x_type == BFLOAT16 ? 1 : 3);
+    const TileInputs in = allocate_tile_inputs(product, tokens, 32, plan.x_type == BFLOAT16 ? 1 : 3);
     auto lay = [&](int64_t row, const TileBuffers& room) {
         const int64_t count = rows_there(plan, row);
         row_scales(plan, row, count, room.scale, room.shift);
         for (int64_t r = 0; r < count; ++r) {
             const float *scale = room.scale + r * plan.groups, *shift = room.shift + r * plan.groups;
-            const uint8_t* codes = readable_row(plan, row + r, room.aside);
-            lay_floats<Bits, Scaled>(plan, codes, scale, shift, in.steps, line_of(room, r, in.steps));
+            const uint8_t* codes = padded_row_codes(plan, row + r, room.padded_row);
+            write_float_tiles<Bits, Scaled>(plan, codes, scale, shift, in.steps, line_of(room, r, in.steps));
         }
     };
     auto pack = [&](int64_t block) { pack_floats<Bits>(product, x, tokens, block, in); };
@@ -264,16 +264,16 @@ inline void float_tiles(const Plan& plan, const void* x, int64_t tokens, void* y
 }
 
 template <Kind K, bool Half>
-inline void integer_tiles(const Plan& plan, const void* x, int64_t tokens, void* y, int threads) {
-    const TileInputs in = tile_room(plan, tokens, CHUNK, 1);
+inline void int8_tiles(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
+    const TileInputs in = allocate_tile_inputs(plan, tokens, CHUNK, 1);
     auto lay = [&](int64_t row, const TileBuffers& room) {
-        integer_scales(plan, row, rows_there(plan, row), room.scale, room.shift);
+        int8_scales(plan, row, rows_there(plan, row), room.scale, room.shift);
         for (int r = 0; r < rows_there(plan, row); ++r) {
-            const uint8_t* codes = readable_row(plan, row + r, room.aside);
-            lay_integers<K>(plan, codes, zeros_of(plan, row + r), in.steps, line_of(room, r, in.steps));
+            const uint8_t* codes = padded_row_codes(plan, row + r, room.padded_row);
+            write_int8_tiles<K>(plan, codes, zeros_of(plan, row + r), in.steps, line_of(room, r, in.steps));
         }
     };
-    auto pack = [&](int64_t block) { pack_integers(plan, x, tokens, block, in); };
+    auto pack = [&](int64_t block) { pack_int8(plan, x, tokens, block, in); };
     tile_product<true, Half, false>(plan, plan.groups, in, tokens, y, threads, pack, lay);
 }
 #endif

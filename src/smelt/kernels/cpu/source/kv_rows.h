@@ -6,14 +6,14 @@
 #include <cmath>
 #include <cstring>
 
-#include "vectors.h"
+#include "simd.h"
 
 #ifdef SMELT_LANES
 constexpr int32_t INT8_ROWS = 16, FP8_ROWS = 17, INT4_ROWS = 18;  // types of pages, beside those of numbers
-constexpr int64_t MOST_WIDTH = 256;                               // numbers a head
+constexpr int64_t MAX_HEAD_DIM = 256;                               // numbers a head
 
 struct RowShape {
-    int64_t width, half, bytes;  // numbers; of an int4 row, codes that lie in the low halves of bytes; all of them
+    int64_t head_dim, half_dim, bytes;  // numbers; of an int4 row, codes that lie in the low halves of bytes; all of them
 };
 
 inline const uint8_t* row_at(const void* pages, const RowShape& s, int64_t row) {
@@ -29,9 +29,9 @@ template <int32_t Kind>
 inline float row_scale(const void* pages, const RowShape& s, int64_t row) {
     const uint8_t* word = row_at(pages, s, row) + s.bytes - 4;
     float scale;
-    uint16_t half;
+    uint16_t half_scale;
     if (Kind != INT4_ROWS) return std::memcpy(&scale, word, 4), scale;
-    return std::memcpy(&half, word, 2), _cvtsh_ss(half);
+    return std::memcpy(&half_scale, word, 2), _cvtsh_ss(half_scale);
 }
 
 template <int32_t Kind>
@@ -57,57 +57,57 @@ inline __m512i e4m3_codes(__m512 values) {  // of up to 448; ties to even
 
 // Sixteen numbers of a row from the k-th on: of packed ones, codes less the zero.
 template <int32_t Kind>
-inline __m512 load_row(const void* pages, const RowShape& s, int64_t row, int64_t k, __mmask16 there, float zero) {
-    if (!is_packed<Kind>()) return load_numbers(pages, Number(Kind), row * s.width + k, there);
+inline __m512 load_row(const void* pages, const RowShape& s, int64_t row, int64_t k, __mmask16 valid, float zero) {
+    if (!is_packed<Kind>()) return load_floats(pages, DType(Kind), row * s.head_dim + k, valid);
     const uint8_t* codes = row_at(pages, s, row);
     if (Kind != INT4_ROWS) {
-        const __m128i bytes = _mm_maskz_loadu_epi8(there, codes + k);
+        const __m128i bytes = _mm_maskz_loadu_epi8(valid, codes + k);
         return Kind == INT8_ROWS ? _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)) : e4m3_values(_mm512_cvtepu8_epi32(bytes));
     }
-    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(there, codes + (k < s.half ? k : k - s.half))),
-                  code = k < s.half ? _mm512_and_si512(bytes, _mm512_set1_epi32(15)) : _mm512_srli_epi32(bytes, 4);
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_maskz_loadu_epi8(valid, codes + (k < s.half_dim ? k : k - s.half_dim))),
+                  code = k < s.half_dim ? _mm512_and_si512(bytes, _mm512_set1_epi32(15)) : _mm512_srli_epi32(bytes, 4);
     return _mm512_sub_ps(_mm512_cvtepi32_ps(code), _mm512_set1_ps(zero));
 }
 
-inline void largest_and_least(const float* x, int64_t width, float& high, float& low) {
-    __m512 most = _mm512_setzero_ps(), least = _mm512_setzero_ps();  // nothing lies on one side of zero alone
-    for (int64_t k = 0; k < width; k += 16) {
-        const __m512 values = _mm512_maskz_loadu_ps(first_lanes(width - k), x + k);
-        most = _mm512_max_ps(most, values), least = _mm512_min_ps(least, values);
+inline void min_max(const float* x, int64_t head_dim, float& high, float& low) {
+    __m512 high_lanes = _mm512_setzero_ps(), low_lanes = _mm512_setzero_ps();  // nothing lies on one side of zero alone
+    for (int64_t k = 0; k < head_dim; k += 16) {
+        const __m512 values = _mm512_maskz_loadu_ps(first_lanes(head_dim - k), x + k);
+        high_lanes = _mm512_max_ps(high_lanes, values), low_lanes = _mm512_min_ps(low_lanes, values);
     }
-    high = _mm512_reduce_max_ps(most), low = _mm512_reduce_min_ps(least);
+    high = _mm512_reduce_max_ps(high_lanes), low = _mm512_reduce_min_ps(low_lanes);
 }
 
-inline void encode_int4(const float* x, const RowShape& s, float high, float low, uint8_t* to) {
+inline void quantize_int4(const float* x, const RowShape& s, float high, float low, uint8_t* to) {
     const uint16_t half_scale = _cvtss_sh(std::max((high - low) / 15, 1e-7f), _MM_FROUND_TO_NEAREST_INT);
     const float scale = _cvtsh_ss(half_scale),
                 zero = std::min(std::max(std::nearbyint(-low / scale), 0.0f), 15.0f);
-    alignas(64) uint8_t codes[2 * MOST_WIDTH] = {};
-    for (int64_t k = 0; k < s.width; k += 16) {
-        const __mmask16 there = first_lanes(s.width - k);
+    alignas(64) uint8_t codes[2 * MAX_HEAD_DIM] = {};
+    for (int64_t k = 0; k < s.head_dim; k += 16) {
+        const __mmask16 valid = first_lanes(s.head_dim - k);
         const __m512 steps = _mm512_roundscale_ps(
-            _mm512_div_ps(_mm512_maskz_loadu_ps(there, x + k), _mm512_set1_ps(scale)), _MM_FROUND_TO_NEAREST_INT);
+            _mm512_div_ps(_mm512_maskz_loadu_ps(valid, x + k), _mm512_set1_ps(scale)), _MM_FROUND_TO_NEAREST_INT);
         const __m512 code = _mm512_min_ps(
             _mm512_max_ps(_mm512_add_ps(steps, _mm512_set1_ps(zero)), _mm512_setzero_ps()), _mm512_set1_ps(15.0f));
-        _mm512_mask_cvtepi32_storeu_epi8(codes + k, there, _mm512_cvtps_epi32(code));
+        _mm512_mask_cvtepi32_storeu_epi8(codes + k, valid, _mm512_cvtps_epi32(code));
     }
-    for (int64_t k = 0; k < s.half; ++k) to[k] = codes[k] | codes[k + s.half] << 4;
+    for (int64_t k = 0; k < s.half_dim; ++k) to[k] = codes[k] | codes[k + s.half_dim] << 4;
     const uint16_t word[2] = {half_scale, uint16_t(zero)};
     std::memcpy(to + s.bytes - 4, word, 4);
 }
 
 // A row of float32 into its place.
-inline void encode_row(int32_t kind, const float* x, const RowShape& s, void* pages, int64_t row) {
+inline void quantize_row(int32_t kind, const float* x, const RowShape& s, void* pages, int64_t row) {
     uint8_t* to = static_cast<uint8_t*>(pages) + row * s.bytes;
     float high, low;
-    largest_and_least(x, s.width, high, low);
-    if (kind == INT4_ROWS) return encode_int4(x, s, high, low, to);
+    min_max(x, s.head_dim, high, low);
+    if (kind == INT4_ROWS) return quantize_int4(x, s, high, low, to);
     const float scale = std::max(std::max(high, -low) / (kind == INT8_ROWS ? 127.0f : 448.0f), 1e-30f);
-    for (int64_t k = 0; k < s.width; k += 16) {
-        const __mmask16 there = first_lanes(s.width - k);
-        const __m512 steps = _mm512_div_ps(_mm512_maskz_loadu_ps(there, x + k), _mm512_set1_ps(scale));
+    for (int64_t k = 0; k < s.head_dim; k += 16) {
+        const __mmask16 valid = first_lanes(s.head_dim - k);
+        const __m512 steps = _mm512_div_ps(_mm512_maskz_loadu_ps(valid, x + k), _mm512_set1_ps(scale));
         _mm512_mask_cvtepi32_storeu_epi8(
-            to + k, there, kind == INT8_ROWS ? _mm512_cvtps_epi32(steps) : e4m3_codes(steps));
+            to + k, valid, kind == INT8_ROWS ? _mm512_cvtps_epi32(steps) : e4m3_codes(steps));
     }
     std::memcpy(to + s.bytes - 4, &scale, 4);
 }

@@ -10,28 +10,28 @@ struct Matrix {  // any view of one, in float32; strides count values
     int64_t row_stride, column_stride;
 };
 
-struct Feedback {                // laid out as in feedback.py; nothing here is owned
+struct GptqBlock {                // laid out as in feedback.py; nothing here is owned
     Matrix weight, scale, zero;  // [rows, columns]; zero.data null: `middle` everywhere
-    const float* factor;         // [columns, columns], upper
-    int64_t factor_stride;       // from line to line
+    const float* hinv;         // [columns, columns], upper
+    int64_t hinv_stride;       // from line to line
     uint8_t* codes;              // [rows, columns]
     float* errors;               // [rows, columns], over the diagonal
     int64_t rows, columns;
-    float top, middle;
-    int32_t fraction;  // zeros are no whole numbers, and are added before rounding
+    float qmax, default_zero;
+    int32_t fractional_zero;  // zeros are no whole numbers, and are added before rounding
 };
 
 namespace {
 
 constexpr int LANES = 16;
 
-struct Room {  // of a thread: [columns, LANES] each
+struct TileBuffers {  // of a thread: [columns, LANES] each
     Scratch values, scale, zero, codes;
 };
 
-Room& room() {
-    static thread_local Room own;
-    return own;
+TileBuffers& tile_buffers() {
+    static thread_local TileBuffers buffers;
+    return buffers;
 }
 
 // The columns of up to sixteen rows; the lanes beyond the last row repeat it.
@@ -42,8 +42,8 @@ void read_tile(const Matrix& from, int64_t row, int64_t rows, int64_t columns, f
         return;
     }
     for (int lane = 0; lane < LANES; ++lane) {
-        const float* line = from.data + (row + (lane < rows ? lane : rows - 1)) * from.row_stride;
-        for (int64_t k = 0; k < columns; ++k) tile[k * LANES + lane] = line[k * from.column_stride];
+        const float* hinv_row = from.data + (row + (lane < rows ? lane : rows - 1)) * from.row_stride;
+        for (int64_t k = 0; k < columns; ++k) tile[k * LANES + lane] = hinv_row[k * from.column_stride];
     }
 }
 
@@ -54,48 +54,48 @@ void write_tile(const float* tile, int64_t row, int64_t rows, int64_t columns, T
 }
 
 // One column: its codes, and its errors over the diagonal in the place of its values. NaN has the code 0.
-template <bool Fraction>
-void round_column(float* values, const float* scale, const float* zero, float top, float diagonal, float* codes) {
+template <bool FractionalZero>
+void round_column(float* values, const float* scale, const float* zero, float qmax, float diagonal, float* codes) {
 #pragma omp simd
     for (int lane = 0; lane < LANES; ++lane) {
         float code = values[lane] / scale[lane];
-        code = Fraction ? std::rint(code + zero[lane]) : std::rint(code) + zero[lane];
+        code = FractionalZero ? std::rint(code + zero[lane]) : std::rint(code) + zero[lane];
         code = code > 0.0f ? code : 0.0f;
-        codes[lane] = code = code < top ? code : top;
+        codes[lane] = code = code < qmax ? code : qmax;
         values[lane] = (values[lane] - (code - zero[lane]) * scale[lane]) / diagonal;
     }
 }
 
 // The columns after it lose the error times the factor.
-void feed_back(const float* __restrict error, const float* __restrict line, int64_t columns, float* __restrict values) {
+void propagate_error(const float* __restrict error, const float* __restrict hinv_row, int64_t columns, float* __restrict values) {
     for (int64_t k = 0; k < columns; ++k) {
 #pragma omp simd
-        for (int lane = 0; lane < LANES; ++lane) values[k * LANES + lane] -= error[lane] * line[k];
+        for (int lane = 0; lane < LANES; ++lane) values[k * LANES + lane] -= error[lane] * hinv_row[k];
     }
 }
 
-template <bool Fraction>
-void round_tile(const Feedback& task, float* values, const float* scale, const float* zero, float* codes) {
+template <bool FractionalZero>
+void round_tile(const GptqBlock& task, float* values, const float* scale, const float* zero, float* codes) {
     for (int64_t column = 0; column < task.columns; ++column) {
-        const float* line = task.factor + column * task.factor_stride + column;  // from the diagonal on
+        const float* hinv_row = task.hinv + column * task.hinv_stride + column;  // from the diagonal on
         const int64_t place = column * LANES;
-        round_column<Fraction>(values + place, scale + place, zero + place, task.top, *line, codes + place);
-        feed_back(values + place, line + 1, task.columns - column - 1, values + place + LANES);
+        round_column<FractionalZero>(values + place, scale + place, zero + place, task.qmax, *hinv_row, codes + place);
+        propagate_error(values + place, hinv_row + 1, task.columns - column - 1, values + place + LANES);
     }
 }
 
-void round_rows(const Feedback& task, int64_t first, int64_t last) {
+void round_rows(const GptqBlock& task, int64_t first, int64_t last) {
     const int64_t size = task.columns * LANES;
-    float *values = room().values.take<float>(size), *scale = room().scale.take<float>(size),
-          *zero = room().zero.take<float>(size), *codes = room().codes.take<float>(size);
+    float *values = tile_buffers().values.take<float>(size), *scale = tile_buffers().scale.take<float>(size),
+          *zero = tile_buffers().zero.take<float>(size), *codes = tile_buffers().codes.take<float>(size);
     if (!task.zero.data)
-        for (int64_t i = 0; i < size; ++i) zero[i] = task.middle;
+        for (int64_t i = 0; i < size; ++i) zero[i] = task.default_zero;
     for (int64_t row = first; row < last; row += LANES) {
         const int64_t rows = last - row < LANES ? last - row : LANES;
         read_tile(task.weight, row, rows, task.columns, values);
         read_tile(task.scale, row, rows, task.columns, scale);
         if (task.zero.data) read_tile(task.zero, row, rows, task.columns, zero);
-        if (task.fraction) round_tile<true>(task, values, scale, zero, codes);
+        if (task.fractional_zero) round_tile<true>(task, values, scale, zero, codes);
         else round_tile<false>(task, values, scale, zero, codes);
         write_tile(codes, row, rows, task.columns, task.codes);
         write_tile(values, row, rows, task.columns, task.errors);
@@ -104,10 +104,10 @@ void round_rows(const Feedback& task, int64_t first, int64_t last) {
 
 }  // namespace
 
-extern "C" void smelt_feedback(const Feedback* task, int threads) {
+extern "C" void smelt_gptq_block(const GptqBlock* task, int threads) {
 #pragma omp parallel num_threads(threads)
     {
-        const Share share = share_of(task->rows, LANES);
+        const Share share = static_share(task->rows, LANES);
         round_rows(*task, share.first, share.last);
     }
 }
