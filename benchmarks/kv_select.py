@@ -29,7 +29,7 @@ from smelt.kvcache.selection.sparse_attention import SparsePageAttention
 from smelt.kvcache.selection.trace import Trace, TraceRecorder, trace_metadata
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.serve.engine.request import Request, RequestStatus
+from smelt.serve.engine.request import Request, RequestId, RequestStatus
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 from smelt.serve.engine.sparse_runner import SparseRunner
@@ -116,11 +116,17 @@ class Texts:
         self.pages = self.runner.host
         self.requests = [
             Request(
-                str(number), each.prompt, SamplingParams(), limit=held * page, state=RequestStatus.RUNNING, slot=number,
-                tokens=each.prompt + each.after, blocks=list(range(number * held, (number + 1) * held)),
+                RequestId(str(number)),
+                each.prompt,
+                SamplingParams(),
+                limit=held * page,
+                slot=number,
+                state=RequestStatus.RUNNING,
+                tokens=each.prompt + each.after,
+                blocks=list(range(number * held, (number + 1) * held)),
             )
             for number, each in enumerate(self.questions)
-        ]  # fmt: skip
+        ]
         for request in self.requests:
             for start in range(0, len(request.prompt), CHUNK):
                 count = min(CHUNK, len(request.prompt) - start)

@@ -54,7 +54,7 @@ def main() -> None:
             kv_cache_dtype=kind,
             kv_cache_bytes=int(options.cache_gb * 1e9),
         )
-        assert engine.runner.backend.startswith("cpu-program"), engine.runner.backend
+        assert engine.runner.backend.startswith("compiled-cpu"), engine.runner.backend
         rows.append({"measure": "run", "engine": name, **answered(engine, long, options.answer)})
         print(rows[-1], flush=True)
         write("serve_cpu_kv_types", rows, _text(rows, options))

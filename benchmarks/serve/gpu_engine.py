@@ -93,7 +93,7 @@ def ours(network: Any, shape: str, bandwidth: float) -> list[dict[str, Any]]:
         Model(network), max_model_len=CONTEXT, max_num_seqs=256, max_num_batched_tokens=8192, kv_cache_bytes=40 * 10**9,
         prefix_cache=False,
     )  # fmt: skip
-    assert engine.runner.backend == "gpu-program with graphs", engine.runner.backend
+    assert engine.runner.backend == "fused-gpu with CUDA graphs", engine.runner.backend
     rows = []
     for streams in STREAMS[shape]:
         generate(engine, streams)  # captures, compiles

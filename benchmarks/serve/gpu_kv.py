@@ -26,7 +26,7 @@ from smelt.kvcache.eviction.budget import check_keep
 from smelt.kvcache.eviction.profile import EvictionProfile, KVShape
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.kv_dtype import told
+from smelt.serve.engine.kv_dtype import backend_suffix
 
 LAYERS, KV_HEADS, WIDTH = 32, 8, 128
 
@@ -65,8 +65,8 @@ def main() -> None:
 
 def _path(settings: dict[str, Any]) -> str:
     """What is to compute the steps of such an engine."""
-    pages = ", pages of head clusters" if "kv" in settings else ""
-    return f"gpu-program{pages}{told(settings.get('kv_type'))} with graphs"
+    pages = ", per-head cache" if "kv_profile" in settings else ""
+    return f"fused-gpu{pages}{backend_suffix(settings.get('kv_cache_dtype'))} with CUDA graphs"
 
 
 def _freed() -> None:

@@ -18,7 +18,7 @@ from common import table, write
 
 from smelt.data.default import default_documents
 from smelt.serve.engine.attention import block_bytes
-from smelt.serve.engine.bounded.pages import pot_block_bytes
+from smelt.serve.engine.bounded.pages import bounded_block_bytes
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -57,7 +57,9 @@ class Stretch:
 
     def __init__(self, engine: Engine) -> None:
         anatomy, dtype, size = engine.model.anatomy, engine.model.network.dtype, engine.pool.size
-        self._block = (block_bytes if engine.kv_token_cap is None else pot_block_bytes)(anatomy, size, dtype)
+        self._block = (block_bytes if engine.config.kv_cache.kv_token_cap is None else bounded_block_bytes)(
+            anatomy, size, dtype
+        )
         self._seen = 0
         self._begin()
 

@@ -19,7 +19,7 @@ from smelt.kernels.dispatch import CPU
 from smelt.kernels.paged import attention_backend, paged_attention, paged_attention_reference
 from smelt.models.model import Model
 from smelt.runtime.cpu import reason_against
-from smelt.serve.engine.request import Request
+from smelt.serve.engine.request import Request, RequestId
 from smelt.serve.engine.runner import ModelRunner, last_tokens
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.engine.scheduler import ScheduledChunk
@@ -63,8 +63,8 @@ NETWORKS = {
 def logits(network: Any, compiled: bool, texts: list[list[int]]) -> Tensor:
     """Of the last token of every text, after all of them were computed at once, in two chunks each."""
     runner = ModelRunner(Model(copy.deepcopy(network)), **SIZES, compiled=compiled)
-    assert runner.backend == ("cpu-program" if compiled else "module")
-    requests = [Request(str(slot), text, SamplingParams(), 96, slot=slot) for slot, text in enumerate(texts)]
+    assert runner.backend == ("compiled-cpu" if compiled else "eager")
+    requests = [Request(RequestId(str(slot)), text, SamplingParams(), 96, slot=slot) for slot, text in enumerate(texts)]
     for slot, request in enumerate(requests):
         request.blocks = list(range(slot * 10 + 9, slot * 10 - 1, -1))
     found = None
@@ -124,7 +124,7 @@ def test_neighbours_change_no_bit() -> None:
 def test_others_run_as_they_are_and_it_is_told_why(build: Any, reason: str) -> None:
     network = build()
     assert reason in (reason_against(Model(network)) or "")
-    assert ModelRunner(Model(network), **SIZES).backend == "module"
+    assert ModelRunner(Model(network), **SIZES).backend == "eager"
 
 
 @pytest.mark.parametrize("empty", [("heads0",), ("ffn_channels1",)])

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from smelt.serve.engine.request import Request
+from smelt.serve.engine.request import Request, RequestId
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.serve.served import NAME, Server, language_model, pieces, tokenizer
 
@@ -92,7 +92,7 @@ def is_tie(body: dict[str, Any], sample: int, first: list[int], second: list[int
     names = ("temperature", "top_p", "repetition_penalty", "frequency_penalty", "min_tokens")
     sampling = SamplingParams(**{name: body[name] for name in names if name in body})
     tokens = prompt + first[:place]
-    request = Request("tie", prompt, sampling, limit=2**30, seed=body["seed"] + sample, tokens=tokens)
+    request = Request(RequestId("tie"), prompt, sampling, limit=2**30, seed=body["seed"] + sample, tokens=tokens)
     with torch.no_grad():
         logits = network()(torch.tensor([tokens])).logits[0, -1]
     rows = logits + ROUNDING * (2 * torch.rand(256, len(logits)) - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from transformers import PreTrainedModel
 import smelt
 from smelt.compression.base import MethodContext
 from smelt.compression.quantization.rtn import RoundToNearest
-from smelt.errors import ModelError, RequestError
+from smelt.errors import ConfigError, ModelError, RequestError, SmeltError
 from smelt.models.model import Model
+from smelt.serve.engine.config import EngineConfig, KVCacheConfig
 from smelt.serve.engine.engine import Engine, RequestOutput
 from smelt.serve.engine.request import Request, RequestStatus
 from smelt.serve.engine.sampling_params import SamplingParams
@@ -333,3 +335,29 @@ def test_what_cannot_be_served() -> None:
 def test_old_public_names_work_for_one_version(old: str, new: str) -> None:
     with pytest.warns(FutureWarning, match=f"smelt.{old} is now smelt.{new}"):
         assert getattr(smelt, old) is getattr(smelt, new)
+
+
+def test_settings_are_a_config_or_its_fields() -> None:
+    config = EngineConfig(max_model_len=96, kv_cache=KVCacheConfig(block_size=4, kv_cache_bytes=10**7))
+    assert EngineConfig.from_fields(**SMALL) == config
+    engine = Engine(Model(BUILDS["llama"]()), config)
+    assert engine.pool.size == 4 and engine.max_model_len == 96
+    with pytest.raises(TypeError, match="not both"):
+        Engine(Model(BUILDS["llama"]()), config, block_size=4)
+    with pytest.raises(TypeError, match="did you mean 'max_num_seqs'"):
+        Engine(Model(BUILDS["llama"]()), max_num_seq=4)
+    with pytest.warns(FutureWarning, match=r"Engine\(context=...\) is now Engine\(max_model_len=...\)"):
+        assert EngineConfig.from_fields(context=96).max_model_len == 96
+
+
+def test_settings_are_checked_before_weights_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    BUILDS["llama"]().save_pretrained(tmp_path)
+    monkeypatch.setattr("smelt.serve.engine.engine.load", lambda *_, **__: pytest.fail("weights were loaded"))
+    for settings, error in (
+        ({"max_model_len": 1000}, RequestError),
+        ({"kv_cache_dtype": "int3"}, ConfigError),
+        ({"kv_profile": str(tmp_path / "none.json")}, SmeltError),
+        ({"kv_token_cap": 512, "page_selection": {}}, ConfigError),
+    ):
+        with pytest.raises(error):
+            Engine(str(tmp_path), **settings)

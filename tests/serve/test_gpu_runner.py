@@ -21,9 +21,9 @@ from smelt.kernels.gpu.vector import fused_gemv
 from smelt.kernels.kv_quant import INT4, INT8, KV_QUANT_DTYPES, QPARAM_BYTES, KVQuantFormat, quantize_qkv, row_layout
 from smelt.kernels.paged import paged_attention_reference
 from smelt.models.model import Model
-from smelt.serve.engine import factory as assembly
+from smelt.serve.engine import factory
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.runners import gpu_runner, runner_for
+from smelt.serve.engine.factory import paged_gpu_runner, paged_runner
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.serve.test_engine import GREEDY, SMALL, answers, expected, prompts
 from tests.tiny import BUILDS
@@ -33,16 +33,10 @@ from tests.tiny import BUILDS
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where there is no CUDA device."""
 
-    def chosen(
-        model: Model, compiled: bool, adapters: Any, devices: Any, *, max_num_batched_tokens: int, **sizes: Any
-    ) -> Any:
-        if not compiled:
-            return runner_for(
-                model, compiled, adapters, devices, max_num_batched_tokens=max_num_batched_tokens, **sizes
-            )
-        return gpu_runner(model, adapters, **sizes)
+    def chosen(parts: Any, num_blocks: int) -> Any:
+        return (paged_gpu_runner if parts.config.compiled else paged_runner)(parts, num_blocks)
 
-    monkeypatch.setattr(assembly, "runner_for", chosen)
+    monkeypatch.setattr(factory, "paged_runner", chosen)
 
 
 def engine_of(name: str, **more: Any) -> tuple[Engine, Any]:
@@ -103,7 +97,7 @@ def test_greedy_tokens_in_few_bits_are_those_of_the_module(kind: str) -> None:
     plain = Engine(Model(network), **SMALL, kv_cache_dtype=kind, compiled=False)
     texts = [each[-5:] for each in prompts(3)]
     few = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
-    assert engine.runner.backend.startswith("gpu-program") and plain.runner.backend.startswith("module")
+    assert engine.runner.backend.startswith("fused-gpu") and plain.runner.backend.startswith("eager")
     found, wanted = answers(engine, texts, few), answers(plain, texts, few)
     assert [each[:2] for each in found] == [each[:2] for each in wanted]
     assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= 2  # but for a near tie

@@ -31,7 +31,7 @@ from smelt.serve.engine.attention import PagedCache, block_bytes
 from smelt.serve.engine.bounded.pages import BoundedCachePages
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.kv_dtype import resolve_kv_cache_dtype
-from smelt.serve.engine.per_head.memory import PerHeadCacheManager
+from smelt.serve.engine.per_head.cache_manager import PerHeadCacheManager
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.serve.per_head.test_ragged_engine import retention
 from tests.serve.test_engine import GREEDY, SMALL, answers, prompts
@@ -103,16 +103,14 @@ def test_tokens_are_those_of_a_cache_in_the_same_format(llama: PreTrainedModel, 
 def test_the_program_gives_what_the_module_gives(kind: str) -> None:
     network = wide()
     engine, plain = engine_of(network, kind), engine_of(network, kind, compiled=False)
-    assert engine.runner.backend == f"cpu-program, keys and values in {kind}" and plain.runner.backend.startswith(
-        "module"
-    )
+    assert engine.runner.backend == f"compiled-cpu, {kind} KV cache" and plain.runner.backend.startswith("eager")
     assert answers(engine, prompts()) == answers(plain, prompts())
 
 
 @with_program
 def test_narrow_heads_have_no_program_in_four_bits(llama: PreTrainedModel) -> None:
-    assert engine_of(llama, INT4).runner.backend.startswith("module")
-    assert engine_of(llama, INT8).runner.backend.startswith("cpu-program")
+    assert engine_of(llama, INT4).runner.backend.startswith("eager")
+    assert engine_of(llama, INT8).runner.backend.startswith("compiled-cpu")
 
 
 @with_program
@@ -151,7 +149,7 @@ def test_heads_that_keep_little(llama: PreTrainedModel, kind: str) -> None:
     found = answers_without_a_check(engine, texts)
     assert sum(a[:4] == b[:4] for a, b in zip(found, wanted, strict=True)) >= (2 if kind == INT4 else 3)
     assert isinstance(engine.scheduler.cache_manager, PerHeadCacheManager)
-    engine.scheduler.cache_manager.forget()
+    engine.scheduler.cache_manager.drop_sessions()
     assert engine.pool.free == engine.pool.blocks
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from smelt.serve.engine.request import Request
+from smelt.serve.engine.request import Request, RequestId
 from smelt.serve.engine.sampler import sample
 from smelt.serve.engine.sampling_params import SamplingParams
 
@@ -20,7 +20,7 @@ WORDS = 12
 
 
 def request(prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = (), seed: int = 0, **more: Any) -> Request:
-    return Request("a", list(prompt), SamplingParams(**more), 10**6, seed=seed, tokens=[*prompt, *output])
+    return Request(RequestId("a"), list(prompt), SamplingParams(**more), 10**6, seed=seed, tokens=[*prompt, *output])
 
 
 def token(logits: Tensor, asked: Request, ends: tuple[int, ...] = ()) -> int:

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from smelt.errors import RequestError
 from smelt.serve.engine.blocks import BlockPool, chained, root_digest
 from smelt.serve.engine.kv_cache_manager import PagedCacheManager
-from smelt.serve.engine.request import Request, RequestStatus
+from smelt.serve.engine.request import Request, RequestId, RequestStatus
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.engine.scheduler import ScheduledBatch, Scheduler
 
 
 def request(name: int, prompt: list[int], answer: int, **more: object) -> Request:
-    return Request(f"{name}", prompt, SamplingParams(temperature=0), len(prompt) + answer, **more)  # type: ignore[arg-type]
+    return Request(RequestId(f"{name}"), prompt, SamplingParams(temperature=0), len(prompt) + answer, **more)  # type: ignore[arg-type]
 
 
 def check(scheduler: Scheduler) -> None:
@@ -28,7 +28,7 @@ def check(scheduler: Scheduler) -> None:
     assert {block: count for block, count in enumerate(pool.references) if count} == dict(held)
     assert pool.free + len(held) == pool.blocks
     for each in scheduler.running:
-        assert each.state is RequestStatus.RUNNING and len(each.blocks) >= pool.needed(each.num_computed_tokens)
+        assert each.state is RequestStatus.RUNNING and len(each.blocks) >= pool.blocks_for(each.num_computed_tokens)
         assert len(set(each.blocks)) == len(each.blocks)
     for each in scheduler.waiting:
         assert each.state is RequestStatus.WAITING and not each.blocks and each.slot == -1
@@ -69,7 +69,7 @@ class Clerk:
             elif here.state is not RequestStatus.FINISHED:
                 self.scheduler.on_token(here, sum(here.tokens) * 31 % 97)
                 if len(here.tokens) >= here.limit:
-                    self.scheduler.end(here, "length")
+                    self.scheduler.finish(here, "length")
 
 
 @settings(max_examples=150, deadline=None)
@@ -106,14 +106,14 @@ def test_random_work(
     for turn in range(4000):
         if turn < 40 and chance.random() < 0.5:
             prompt = beginning[: chance.randrange(20)] + [chance.randrange(5) for _ in range(chance.randrange(1, 10))]
-            if pool.needed(len(prompt) + 1) <= blocks:
+            if pool.blocks_for(len(prompt) + 1) <= blocks:
                 parent = chance.choice(requests) if requests and chance.random() < 0.2 else None
                 new = request(turn, prompt if parent is None else parent.prompt, chance.randrange(1, 12), parent=parent)
                 new.priority = chance.randrange(2)
                 requests.append(new)
                 scheduler.add(new)
         if requests and chance.random() < 0.05:
-            scheduler.end(chance.choice(requests), "abort")
+            scheduler.finish(chance.choice(requests), "abort")
             check(scheduler)
         if not clerk.turn() and turn >= 40:
             break

@@ -85,7 +85,7 @@ while True:
     for place, token in enumerate({tokens}):
         time.sleep(0.1)
         end = "length" if place == {len(tokens) - 1} else ""
-        send(kind="events", state=state, events=[[name + "-0", token, None, end, 0, 0.0]])
+        send(kind="events", state=state, events=[[name, 0, token, None, end, 0, 0.0]])
 """
     monkeypatch.setattr(EngineClient, "command", pretending(script))
     ping_soon(monkeypatch)
@@ -109,7 +109,7 @@ ready()
 while True:
     name = pipe.receive().get("name")
     ends = [""] * {len(tokens) - 1} + ["length"]
-    events = [[name + "-0", token, None, end, 0, 0.0] for token, end in zip({tokens}, ends)]
+    events = [[name, 0, token, None, end, 0, 0.0] for token, end in zip({tokens}, ends)]
     send(kind="events", state=state, events=events)
 """
     monkeypatch.setattr(EngineClient, "command", pretending(script))

@@ -285,7 +285,7 @@ def test_an_engine_is_told_what_to_choose() -> None:
     )
     assert isinstance(host.runner, SparseRunner) and host.runner.host is not None
     assert [each.runner.backend for each in (engine, host)] == [
-        "module, pages chosen", "module, pages chosen from the host's memory",
+        "eager, sparse page attention", "eager, sparse page attention from host memory",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="not both"):
         Engine(Model(BUILDS["llama"]()), page_selection=few, kv_profile="profile.json")

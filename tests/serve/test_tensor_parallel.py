@@ -47,7 +47,7 @@ def split(folder: str, **options: Any) -> Iterator[tuple[Engine, Any]]:
     engine = Engine(folder, tensor_parallel_size=2, **SMALL, **options)
     runner: Any = engine.runner
     try:
-        assert runner.backend == "module on 2 devices"
+        assert runner.backend == "eager, tensor parallel over 2 devices"
         yield engine, runner
     finally:
         runner._others[0].kill()

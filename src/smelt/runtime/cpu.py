@@ -32,7 +32,7 @@ class Layers(Protocol):
 class CompiledNetwork:
     """`logits` of a step, by a program."""
 
-    name = "cpu-program"
+    name = "compiled-cpu"
 
     def __init__(
         self, model: Model, cache: Layers, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int

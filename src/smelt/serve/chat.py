@@ -65,14 +65,10 @@ class Conversation:
                 if stopped():
                     self.engine.abort(request)
                 tokens = [event.token for event in self.engine.step() if event.request is request]
-                piece = stream.push([token for token in tokens if token is not None])
+                piece = stream.update([token for token in tokens if token is not None], request.reason).text
                 said += piece
                 if piece:
                     yield piece
-            rest = stream.finish()
-            said += rest
-            if rest:
-                yield rest
         finally:
             self.engine.abort(request)
             while self.engine.busy:  # nothing of it is left behind for the next turn

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from smelt.kvcache.streaming import InfiniPot, TextStream
 from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.models.model import Model
-from smelt.serve.engine.bounded.memory import BoundedCacheManager
+from smelt.serve.engine.bounded.cache_manager import BoundedCacheManager
 from smelt.serve.engine.bounded.runner import BoundedRunner
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.request import Request
@@ -78,7 +78,7 @@ def run(engine: Engine) -> None:
         check(engine)
     state = engine.state()
     assert state["blocks_used"] == 0 and state["blocks_carried"] + engine.pool.free == engine.pool.blocks
-    memory_of(engine).forget()
+    memory_of(engine).drop_sessions()
     assert engine.pool.free == engine.pool.blocks and not any(engine.pool.references)
 
 
@@ -87,7 +87,7 @@ def check(engine: Engine) -> None:
     assert len(held) == len(set(held)) == engine.state()["blocks_used"]
     assert all(len(request.blocks) <= MOST for request in engine.scheduler.running)
     for request in engine.scheduler.waiting:
-        assert request.pot is None and not request.blocks
+        assert request.cache_state is None and not request.blocks
 
 
 def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
@@ -171,10 +171,10 @@ def test_a_long_text_lies_in_its_pages_as_in_a_streams_pot(llama: PreTrainedMode
             break
         stream.push(request.tokens[stream.num_seen : request.num_computed_tokens])
         assert stream.length == memory_of(engine).size.length(request.num_computed_tokens)
-        assert request.pot is not None and request.pot.ledger.length == stream._novelty.length
+        assert request.cache_state is not None and request.cache_state.ledger.length == stream._novelty.length
         for mine, theirs in (
-            (request.pot.ledger.token_indices, stream._novelty.token_indices),
-            (request.pot.ledger.novelty, stream._novelty.novelty),
+            (request.cache_state.ledger.token_indices, stream._novelty.token_indices),
+            (request.cache_state.ledger.novelty, stream._novelty.novelty),
         ):
             count = stream._novelty.length
             assert torch.allclose(mine[:count].double(), theirs[:count].double(), atol=1e-4)
@@ -340,7 +340,7 @@ def test_who_leaves_gives_everything_back() -> None:
         for _ in range(steps):
             engine.step()
         engine.abort(request)
-        assert engine.pool.free == engine.pool.blocks and request.pot is None
+        assert engine.pool.free == engine.pool.blocks and request.cache_state is None
 
 
 def test_adapters_look_at_the_pot_too(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -389,5 +389,5 @@ def test_pots_are_given_up_when_memory_is_wanted(llama: PreTrainedModel) -> None
             engine.step()
             check(engine)
         assert engine.state()["blocks_carried"] <= 2 * MOST
-    assert len(memory_of(engine).texts) >= 1
+    assert len(memory_of(engine).sessions) >= 1
     run(engine)

@@ -39,12 +39,12 @@ from tests.tiny import BUILDS
         (
             {"kv_token_cap": BoundedCacheConfig(40, method=RULE), "page_selection": {"token_budget": 512}},
             ConfigError,
-            "leave out the profile, or the choice",
+            "exclude each other",
         ),
         (
             {"kv_token_cap": BoundedCacheConfig(40, method=RULE), "kv_profile": "none.json"},
             ConfigError,
-            "leave out the profile, or the choice",
+            "exclude each other",
         ),
         (
             {"kv_token_cap": BoundedCacheConfig(40, method=RULE), "tensor_parallel_size": 2},

@@ -21,11 +21,11 @@ from smelt.kvcache.eviction.scorer import AttentionInputs, Scorer
 from smelt.kvcache.eviction.scorers import make_scorer
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from smelt.serve.engine.per_head.memory import PerHeadCacheManager
+from smelt.serve.engine.per_head.cache_manager import PerHeadCacheManager, PerHeadSession
 from smelt.serve.engine.per_head.step import PerHeadBatch
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampling_params import SamplingParams
-from smelt.serve.engine.session_cache import Carried, CarriedTexts
+from smelt.serve.engine.session_cache import SessionCache
 from tests.tiny import BUILDS
 
 LAYERS, HEADS, BLOCK = 3, 2, 4
@@ -68,7 +68,7 @@ def run(engine: Engine) -> None:
         check(engine)
     assert engine.state()["blocks_used"] == 0
     if isinstance(memory, PerHeadCacheManager):
-        memory.forget()
+        memory.drop_sessions()
     assert engine.pool.free == engine.pool.blocks
 
 
@@ -77,9 +77,9 @@ def check(engine: Engine) -> None:
     pool = engine.pool
     assert pool.free + sum(count > 0 for count in pool.references) == pool.blocks
     for request in engine.scheduler.running:
-        if request.holding is not None:
-            assert len(request.blocks) == len(set(request.holding.places)) == len(request.holding.places)
-            assert len(request.blocks) >= int(request.holding.kept.num_pages(request.num_computed_tokens).sum())
+        if request.cache_state is not None:
+            assert len(request.blocks) == len(set(request.cache_state.places)) == len(request.cache_state.places)
+            assert len(request.blocks) >= int(request.cache_state.kept.num_pages(request.num_computed_tokens).sum())
     if isinstance(engine.scheduler.cache_manager, PerHeadCacheManager):
         own = {page for request in engine.scheduler.running for page in request.blocks}
         state = engine.state()
@@ -223,9 +223,9 @@ def test_the_program_gives_the_tokens_of_the_module() -> None:
     texts = prompts(5, seed=12)
     settings = {"kv_profile": retention([0.5, 0.2, 0.0]), "max_num_batched_tokens": 24, **SMALL}
     fast, plain = Engine(model_of("qwen3"), **settings), Engine(model_of("qwen3"), compiled=False, **settings)
-    if not fast.runner.backend.startswith("cpu-program"):
+    if not fast.runner.backend.startswith("compiled-cpu"):
         pytest.skip("there is no compiled library on this machine")
-    assert plain.runner.backend == "module, pages of head clusters"
+    assert plain.runner.backend == "eager, per-head cache"
     assert answers(fast, texts) == answers(plain, texts)
 
 
@@ -258,7 +258,7 @@ def test_pages_are_reserved_once_and_grow_only_with_what_is_written() -> None:
     while engine.busy:
         engine.step()
         check(engine)
-        if request.holding is not None:
+        if request.cache_state is not None:
             seen.append((request.num_computed_tokens, len(request.blocks)))
     stop = len(text) - 1
     reserved = {pages for computed, pages in seen if computed <= stop}
@@ -390,10 +390,10 @@ def test_what_a_chunk_moves_has_a_place_of_its_own() -> None:
 
 
 def test_texts_used_longest_ago_are_forgotten_first() -> None:
-    texts, nothing = CarriedTexts(), np.zeros(1, dtype=np.int64)
+    texts, nothing = SessionCache(), np.zeros(1, dtype=np.int64)
     for length in (3, 5, 7):
-        assert texts.add(b"", list(range(10)), Carried(length, nothing, {}))
-    assert not texts.add(b"", list(range(10)), Carried(3, nothing, {}))  # known; and used now
+        assert texts.add(b"", list(range(10)), PerHeadSession(length, nothing, {}))
+    assert not texts.add(b"", list(range(10)), PerHeadSession(3, nothing, {}))  # known; and used now
     found = texts.find(b"", list(range(6)))
     assert found is not None and found.tokens == 5
     assert texts.find(b"", list(range(3))) is None  # a token must be left to compute

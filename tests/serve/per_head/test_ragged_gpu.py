@@ -20,10 +20,10 @@ from smelt.kernels.paged import paged_attention_reference
 from smelt.kvcache.eviction.scorer import AttentionInputs, last_query_logits
 from smelt.kvcache.eviction.scorers import make_scorer
 from smelt.models.model import Model
-from smelt.serve.engine import factory as assembly
+from smelt.serve.engine import factory
 from smelt.serve.engine.engine import Engine
+from smelt.serve.engine.factory import per_head_gpu_runner
 from smelt.serve.engine.per_head.parts import AT_ONCE, OVERHEAD, parts_of, work_of
-from smelt.serve.engine.runners import ragged_gpu_runner
 from smelt.serve.engine.sampling_params import SamplingParams
 from tests.serve.per_head.test_ragged_engine import SMALL, check, prompts, retention, run, words
 from tests.tiny import BUILDS
@@ -34,11 +34,11 @@ FEW = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 def engine_of(monkeypatch: pytest.MonkeyPatch, name: str, **more: Any) -> Engine:
     """On the fused path, also where there is no CUDA device."""
 
-    def chosen(model: Model, _: bool, adapters: Any, *parts: Any, max_num_batched_tokens: int, **sizes: Any) -> Any:
-        return ragged_gpu_runner(model, adapters, *parts, **sizes)
+    def chosen(parts: Any, cache: Any, policy: Any, _: int) -> Any:
+        return per_head_gpu_runner(parts, cache, policy)
 
     with monkeypatch.context() as patch:
-        patch.setattr(assembly, "ragged_runner_for", chosen)
+        patch.setattr(factory, "per_head_runner", chosen)
         return Engine(Model(copy.deepcopy(BUILDS[name]()).to(DEVICE)), **{**SMALL, **more})
 
 
@@ -63,7 +63,7 @@ def test_the_tokens_of_the_module(
     }
     texts = prompts(3, seed=1, most=60) if kind is None else [words(28, seed=4)]
     fused = engine_of(monkeypatch, name, **settings)
-    assert fused.runner.backend.startswith("gpu-program, pages of head clusters")
+    assert fused.runner.backend.startswith("fused-gpu, per-head cache")
     plain = Engine(Model(BUILDS[name]()), **SMALL, **settings)
     found = [[engine.submit(text, FEW)[0] for text in texts] for engine in (fused, plain)]
     run(fused)

@@ -30,7 +30,7 @@ def test_a_profile_and_its_file_are_served(tmp_path: Path) -> None:
     profile(scorer_params={"sink": 2, "window": 4}).with_clusters(2).save(file)
     for kv in (file, str(file), profile()):
         engine = Engine(model_of("llama"), kv_profile=kv, **SMALL)
-        assert engine.runner.backend.endswith("pages of head clusters")
+        assert engine.runner.backend.endswith("per-head cache")
 
 
 @pytest.mark.parametrize("other", [KVShape("llama", 4, 2, 8), KVShape("qwen3", 3, 2, 8), KVShape("llama", 3, 2, 16)])

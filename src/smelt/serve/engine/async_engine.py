@@ -1,4 +1,4 @@
-"""An engine that runs in a thread while an event loop submits to it: texts as they are written, many at a time."""
+"""An engine in a thread of its own: an event loop submits requests and streams their text."""
 
 from __future__ import annotations
 
@@ -7,22 +7,12 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 from smelt.errors import ModelError
-from smelt.serve.engine.detokenizer import Detokenizer
+from smelt.serve.engine.detokenizer import Detokenizer, TextDelta
 from smelt.serve.engine.engine import Engine, Event
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampling_params import SamplingParams
-
-
-@dataclass(frozen=True)
-class TextDelta:
-    """Some text of one answer; the last piece of an answer has a reason."""
-
-    text: str
-    sample: int = 0
-    reason: str = ""
 
 
 class AsyncEngine:
@@ -48,7 +38,7 @@ class AsyncEngine:
     async def stream(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, adapter: str | None = None
     ) -> AsyncIterator[TextDelta]:
-        """The pieces of all samples as they come. Leaving early frees what the request held."""
+        """Yield the text of all samples as it is generated. Leaving early frees what the request holds."""
         tokenizer, sampling = self.engine.model.tokenizer, sampling or SamplingParams()
         if tokenizer is None:
             raise ModelError("this model has no tokenizer: text cannot be made with it.")
@@ -68,11 +58,11 @@ class AsyncEngine:
                 event = await events.get()
                 if isinstance(event, Exception):
                     raise event
-                sample = requests.index(event.request)
-                piece = _piece(texts[sample], event, sample)
-                if sample in left and (piece.text or piece.reason):
-                    yield piece
-                if piece.reason:
+                sample = event.request.id.sample
+                delta = texts[sample].update([] if event.token is None else [event.token], event.reason, sample)
+                if sample in left and (delta.text or delta.reason):
+                    yield delta
+                if delta.reason:
                     left.discard(sample)
                     if not event.reason:
                         self._orders.put(lambda gone=event.request: self.engine.abort(gone))  # type: ignore[misc]
@@ -105,10 +95,3 @@ class AsyncEngine:
                 listen = self._listeners.get(event.request)
                 if listen is not None:
                     listen(event)
-
-
-def _piece(text: Detokenizer, event: Event, sample: int) -> TextDelta:
-    found = text.push([] if event.token is None else [event.token])
-    if text.stopped is not None:
-        return TextDelta(found, sample, "stop")
-    return TextDelta(found + text.finish(), sample, event.reason) if event.reason else TextDelta(found, sample)

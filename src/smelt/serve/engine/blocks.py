@@ -28,7 +28,7 @@ class BlockPool:
         """Blocks that can be handed out."""
         return len(self._free)
 
-    def needed(self, tokens: int) -> int:
+    def blocks_for(self, tokens: int) -> int:
         """Blocks that hold so many tokens."""
         return -(-tokens // self.size)
 

@@ -1,38 +1,70 @@
-"""From tokens to text as they come: whole characters only, and nothing of a stop text ever shown.
+"""Incremental detokenization: complete characters only, and never any part of a stop string.
 
-A tokenizer may spell one character with several tokens, and a token differently at the beginning of a text. So a piece
-is what a window of tokens says more with the new ones than without them; it is held back while it ends in an unfinished
-character, or in what may become a stop text. A window begins with a character: some tokenizers read bytes that stand
-together only as a whole, so that half a character would spoil all that follow.
+A tokenizer may spell one character with several tokens, and a token differently at the beginning of a text. So the new
+text is the difference between decoding a window of tokens with and without the new ones; it is held back while it ends
+in an incomplete character, or in what may become a stop string. A window begins at a character: some tokenizers decode
+adjacent bytes only together, so that half a character would spoil all that follow.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # a server imports this file before it has the time to import transformers
     from transformers import PreTrainedTokenizerBase
 
-UNFINISHED = "\ufffd"
+INCOMPLETE = "\ufffd"
 SPELLED = 3  # tokens at most that spell the beginning of a character: it has four bytes
 WINDOW = 6  # tokens before the new ones that are decoded with them, at least
 
 
-class Detokenizer:
-    """The text of one answer."""
+@dataclass(frozen=True)
+class TextDelta:
+    """New text of one answer; the last delta has a finish reason."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stop = tokenizer, tuple(stop)
+    text: str
+    sample: int = 0
+    reason: str = ""  # stop, length or abort
+    num_tokens: int = 0  # accepted: those after a stop string are not
+
+
+class Detokenizer:
+    """The text of one answer. `update` is all that most callers need."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stop: Sequence[str] = (), *,
+        include_stop: bool = False,
+    ) -> None:  # fmt: skip
+        self.tokenizer, self.stop, self.include_stop = tokenizer, tuple(stop), include_stop
         self._tokens = self._after_a_character(prompt[-WINDOW:])
-        self._shown = len(self._tokens)  # tokens whose text is in `_held` or was given
+        self._shown = len(self._tokens)  # tokens whose text is in `_held` or was returned
         self._begins = deque([0])  # where pieces began, each with a character; the window begins at the first
         self._held = ""
-        self.stopped: str | None = None  # the stop text that was met
+        self.stopped: str | None = None  # the stop string that was found
+
+    def update(self, tokens: Sequence[int], reason: str = "", sample: int = 0) -> TextDelta:
+        """Add tokens, and the reason if they are the last; a stop string ends the answer and drops what follows it."""
+        if self.stopped is not None:
+            return TextDelta("", sample, "stop")
+        text, count = "", len(tokens)
+        if self.stop:  # any of the tokens may complete one
+            for count, token in enumerate(tokens, 1):  # noqa: B007
+                text += self.push([token])
+                if self.stopped is not None:
+                    break
+        else:
+            text = self.push(tokens)
+        if reason:
+            text += self.finish()
+        if self.stopped is not None:
+            return TextDelta(text + (self.stopped if self.include_stop else ""), sample, "stop", count)
+        return TextDelta(text, sample, reason, count)
 
     def push(self, tokens: Sequence[int]) -> str:
-        """The text that is certain after these tokens. After a stop text there is no more."""
+        """Add tokens and return the text that is certain now; after a stop string there is no more."""
         if self.stopped is not None:
             return ""
         self._tokens += tokens
@@ -40,7 +72,7 @@ class Detokenizer:
         return self._released(final=False)
 
     def finish(self) -> str:
-        """What was held back."""
+        """Return what was held back."""
         if self.stopped is not None:
             return ""
         self._held += self._decoded(final=True)
@@ -53,7 +85,7 @@ class Detokenizer:
         before = self._decode(self._tokens[start : self._shown])
         whole = self._decode(self._tokens[start:])
         end = len(self._tokens)
-        if whole.endswith(UNFINISHED) and not final:
+        if whole.endswith(INCOMPLETE) and not final:
             end, whole = self._certain(start, before, whole)
         if end > self._shown:
             self._begins.append(self._shown)
@@ -61,19 +93,19 @@ class Detokenizer:
         return whole[len(before) :]
 
     def _certain(self, start: int, before: str, whole: str) -> tuple[int, str]:
-        """How many tokens spell whole characters, and what. Bytes that no character begins with wait for nothing: they
-        are shown as what they are when more tokens came than a character has bytes."""
+        """Return how many tokens spell complete characters, and their text. Bytes that begin no character are shown
+        once more tokens came than a character has bytes."""
         first = max(self._shown, len(self._tokens) - SPELLED)
         for end in range(len(self._tokens) - 1, first - 1, -1):
             text = self._decode(self._tokens[start:end])
-            if not text.endswith(UNFINISHED):
+            if not text.endswith(INCOMPLETE):
                 return end, text
         return (first, text) if first < len(self._tokens) and whole.startswith(text) else (self._shown, before)
 
     def _after_a_character(self, tokens: Sequence[int]) -> list[int]:
-        """Without what is left of a character at their beginning."""
+        """Drop the rest of a character at the beginning."""
         for skipped in range(SPELLED + 1):
-            if not self._decode(list(tokens[skipped:])).startswith(UNFINISHED):
+            if not self._decode(list(tokens[skipped:])).startswith(INCOMPLETE):
                 return list(tokens[skipped:])
         return list(tokens)
 
@@ -84,14 +116,14 @@ class Detokenizer:
         ends = [(place, text) for text in self.stop if (place := self._held.find(text)) >= 0]
         if ends:
             place, self.stopped = min(ends)
-            given, self._held = self._held[:place], ""
-            return given
+            released, self._held = self._held[:place], ""
+            return released
         kept = 0 if final else self._possible_stop()
-        given, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
-        return given
+        released, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        return released
 
     def _possible_stop(self) -> int:
-        """How many of the last characters may be the beginning of a stop text."""
+        """Return how many of the last characters may begin a stop string."""
         lengths = (
             length
             for text in self.stop

@@ -1,213 +1,243 @@
-"""The parts of an engine, in the sizes that were asked for: a scheduler over its memory, a runner over its pages."""
+"""Build an engine's scheduler, KV cache and runner: compiled on CPU, fused with CUDA graphs on a GPU, or eager."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
 from smelt.errors import ModelError, RequestError, ResourceError
 from smelt.kvcache.eviction.policy import EvictionPolicy
-from smelt.kvcache.eviction.prefill import check_evictable, kv_shape_of
-from smelt.kvcache.eviction.profile import EvictionProfile
+from smelt.kvcache.eviction.prefill import kv_shape_of
 from smelt.kvcache.selection.config import SparseAttentionConfig
-from smelt.kvcache.selection.page_cache import OffloadConfig
 from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.kvcache.streaming.infinipot import InfiniPotCompressor
 from smelt.measure.memory import free_memory
 from smelt.models.model import Model
+from smelt.runtime import decoder
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import block_bytes, row_bytes, rows_of
 from smelt.serve.engine.blocks import BlockPool
-from smelt.serve.engine.bounded.held import BoundedCacheState
-from smelt.serve.engine.bounded.memory import BoundedCacheManager
-from smelt.serve.engine.bounded.pages import pot_block_bytes
+from smelt.serve.engine.bounded.cache_manager import BoundedCacheManager, BoundedCacheState
+from smelt.serve.engine.bounded.pages import bounded_block_bytes
 from smelt.serve.engine.bounded.runner import BoundedRunner
+from smelt.serve.engine.config import EngineConfig, KVCacheConfig, eviction_policy
+from smelt.serve.engine.gpu_pages import PagedGpuPages
+from smelt.serve.engine.gpu_runner import GpuRunner
 from smelt.serve.engine.kv_cache_manager import KVCacheManager, PagedCacheManager
+from smelt.serve.engine.kv_dtype import resolve_kv_cache_dtype
 from smelt.serve.engine.per_head.cache import PerHeadCache, page_bytes
-from smelt.serve.engine.per_head.memory import PerHeadCacheManager
-from smelt.serve.engine.runners import Runner, ragged_runner_for, runner_for
-from smelt.serve.engine.scheduler import Scheduler
+from smelt.serve.engine.per_head.cache_manager import PerHeadCacheManager
+from smelt.serve.engine.per_head.gpu_pages import PerHeadGpuPages
+from smelt.serve.engine.per_head.runner import PerHeadRunner
+from smelt.serve.engine.runner import InflightBatch, ModelRunner
+from smelt.serve.engine.scheduler import ScheduledBatch, Scheduler
 from smelt.serve.engine.sparse_runner import SparseRunner
+from smelt.serve.engine.tensor_parallel import RunnerSizes, TensorParallelRunner
 
-SHARE = {"cpu": 0.3, "cuda": 0.8}  # of the memory that is free: what the cache takes unless told otherwise
+CACHE_SHARE = {"cpu": 0.3, "cuda": 0.8}  # of the free memory: the default size of the KV cache
+
+
+class Runner(Protocol):
+    """What the engine needs of a runner."""
+
+    max_inflight_steps: int  # steps launched before the previous one is read
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def backend(self) -> str:
+        """What computes a step."""
+
+    def warmup(self) -> None:
+        """Compile and capture what would otherwise be made on first use."""
+
+    def launch(self, step: ScheduledBatch) -> InflightBatch: ...
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What an engine is told."""
+class _Build:
+    """A model and the resolved settings of its engine."""
 
+    model: Model
+    config: EngineConfig
+    adapters: Adapters
     max_model_len: int
-    kv_cache_bytes: int | None
-    block: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    chunk: int | None
-    max_queued: int
-    prefix_cache: bool
-    kind: str | None = None  # of rows of keys and values; None: the network's own numbers
+    kv_cache_dtype: str | None
 
     @property
-    def most_blocks(self) -> int:
-        """Of one request; its last block may be only begun."""
-        return -(-self.max_model_len // self.block)
+    def cache(self) -> KVCacheConfig:
+        return self.config.kv_cache
 
-    def blocks(self, each: int, most: int, device: torch.device, beside: int = 0) -> int:
-        """Blocks of so many bytes that fit into the memory for them, less what must be beside them; never more than all
-        requests could use."""
-        memory = (
-            self.kv_cache_bytes if self.kv_cache_bytes is not None else int(SHARE[device.type] * free_memory(device))
-        )
-        found = min((memory - beside) // max(each, 1), most)
-        if found < 1:
-            wanted = f"which takes {each:,}" + (f", beside the {beside:,} of a step's chunks" if beside else "")
-            raise RequestError(f"{memory:,} bytes hold no block of {self.block} tokens, {wanted}; give more.")
-        return int(found)
+    @property
+    def block_size(self) -> int:
+        return self.cache.tokens_per_block
 
-    def scheduler(self, memory: KVCacheManager, max_num_batched_tokens: int, chunk: int | None) -> Scheduler:
+    @property
+    def blocks_per_request(self) -> int:
+        return -(-self.max_model_len // self.block_size)
+
+    @property
+    def chunk_size(self) -> int:
+        return self.config.prefill_chunk_size or self.config.max_num_batched_tokens
+
+    @property
+    def runs_fused(self) -> bool:
+        compiled, device = self.config.compiled, self.model.device.type
+        return compiled and device == "cuda" and decoder.reason_against(self.model) is None
+
+    def num_blocks(self, block_bytes: int, max_blocks: int, device: torch.device, reserved_bytes: int = 0) -> int:
+        """Return how many blocks fit into the memory for them, at most what all requests could use."""
+        memory = self.cache.kv_cache_bytes
+        if memory is None:
+            memory = int(CACHE_SHARE[device.type] * free_memory(device))
+        count = min((memory - reserved_bytes) // max(block_bytes, 1), max_blocks)
+        if count < 1:
+            beside = f", beside the {reserved_bytes:,} of a step's chunks" if reserved_bytes else ""
+            needed = f"which takes {block_bytes:,}{beside}"
+            raise RequestError(f"{memory:,} bytes hold no block of {self.block_size} tokens, {needed}; give more.")
+        return int(count)
+
+    def scheduler(self, cache_manager: KVCacheManager, max_num_batched_tokens: int | None = None) -> Scheduler:
+        config = self.config
         return Scheduler(
-            memory,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_seqs=self.max_num_seqs,
-            prefill_chunk_size=chunk,
-            max_queued=self.max_queued,
+            cache_manager, max_num_batched_tokens=max_num_batched_tokens or config.max_num_batched_tokens,
+            max_num_seqs=config.max_num_seqs, prefill_chunk_size=config.prefill_chunk_size
+            if max_num_batched_tokens is None else self.chunk_size, max_queued=config.max_queued,
+        )  # fmt: skip
+
+
+def build(model: Model, config: EngineConfig, adapters: Adapters) -> tuple[Scheduler, Runner]:
+    """Build the scheduler and the runner that the KV cache's policy asks for."""
+    dtype = resolve_kv_cache_dtype(model, config.kv_cache.kv_cache_dtype)
+    parts = _Build(model, config, adapters, config.resolve_max_model_len(model), dtype)
+    cache = config.kv_cache
+    if cache.kv_token_cap is not None:
+        return _bounded(parts, cache.kv_token_cap)
+    if cache.page_selection is not None:
+        return _sparse(parts, cache.page_selection)
+    if cache.kv_profile is not None:
+        return _per_head(parts, eviction_policy(model, cache))
+    return _paged(parts)
+
+
+def _paged(parts: _Build) -> tuple[Scheduler, Runner]:
+    """Keep every token; a block holds all layers and heads."""
+    model, config, dtype = parts.model, parts.config, parts.kv_cache_dtype
+    ranks = config.tensor_parallel_size
+    if ranks > 1 and dtype is not None:
+        raise ModelError(f"an {dtype} KV cache is not split over several devices yet: use one.")
+    device = torch.device(config.device) if ranks > 1 else model.device
+    bytes_per_block = -(-block_bytes(model.anatomy, parts.block_size, model.network.dtype, dtype) // ranks)
+    num_blocks = parts.num_blocks(bytes_per_block, config.max_num_seqs * parts.blocks_per_request, device)
+    pool = BlockPool(num_blocks, parts.block_size, prefix_cache=parts.cache.prefix_cache)
+    return parts.scheduler(PagedCacheManager(pool)), paged_runner(parts, num_blocks)
+
+
+def paged_runner(parts: _Build, num_blocks: int) -> Runner:
+    """Return the fastest runner that this model has on this device."""
+    model, config = parts.model, parts.config
+    sizes: dict[str, Any] = {
+        "num_blocks": num_blocks, "block_size": parts.block_size, "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens, "max_model_len": parts.max_model_len,
+    }  # fmt: skip
+    if config.tensor_parallel_size > 1:
+        device_type = config.device.partition(":")[0]
+        return TensorParallelRunner(
+            model, RunnerSizes(**sizes), config.tensor_parallel_size, device_type, parts.adapters
         )
+    if parts.runs_fused:
+        return paged_gpu_runner(parts, num_blocks)
+    return ModelRunner(model, **sizes, compiled=config.compiled, adapters=parts.adapters, kind=parts.kv_cache_dtype)
 
 
-def plain_parts(
-    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool
-) -> tuple[Scheduler, Runner]:
-    """Every token is kept; a block is the same for all layers and heads."""
-    if len(devices) > 1 and sizes.kind is not None:
-        raise ModelError(f"keys and values are not held in {sizes.kind} on several devices yet: use one.")
-    where = torch.device(devices[0]) if len(devices) > 1 else model.device
-    each = -(-block_bytes(model.anatomy, sizes.block, model.network.dtype, sizes.kind) // len(devices))
-    num_blocks = sizes.blocks(each, sizes.max_num_seqs * sizes.most_blocks, where)
-    memory = PagedCacheManager(BlockPool(num_blocks, sizes.block, prefix_cache=sizes.prefix_cache))
-    runner = runner_for(
-        model,
-        compiled,
-        adapters,
-        devices,
-        num_blocks=num_blocks,
-        block_size=sizes.block,
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
-        max_num_seqs=sizes.max_num_seqs,
-        max_model_len=sizes.max_model_len,
-        kind=sizes.kind,
+def paged_gpu_runner(parts: _Build, num_blocks: int) -> Runner:
+    max_num_seqs, length = parts.config.max_num_seqs, parts.max_model_len
+    pages = partial(
+        PagedGpuPages, parts.model, num_blocks, parts.block_size, max_num_seqs, length, parts.kv_cache_dtype
     )
-    return sizes.scheduler(memory, sizes.max_num_batched_tokens, sizes.chunk), runner
+    return GpuRunner(parts.model, pages, max_num_seqs=max_num_seqs, max_model_len=length, adapters=parts.adapters)
 
 
-def selecting_parts(
-    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool,
-    selection: SparseAttentionConfig, kv_offload: OffloadConfig | None,
-) -> tuple[Scheduler, Runner]:  # fmt: skip
-    """Nothing is evicted; what a token attends to is chosen. With a residence, pages are in the host's memory."""
-    if len(devices) > 1:
-        raise ModelError("pages are not chosen on several devices yet: use one.")
-    home = model.device if kv_offload is None else torch.device("cpu")
-    each = block_bytes(model.anatomy, sizes.block, model.network.dtype, sizes.kind)
-    num_blocks = sizes.blocks(each, sizes.max_num_seqs * sizes.most_blocks, home)
-    memory = PagedCacheManager(BlockPool(num_blocks, sizes.block, prefix_cache=sizes.prefix_cache))
+def _sparse(parts: _Build, selection: SparseAttentionConfig) -> tuple[Scheduler, Runner]:
+    """Evict nothing and attend to selected pages; with an offload config, pages live in host memory."""
+    model, config, dtype = parts.model, parts.config, parts.kv_cache_dtype
+    offload = parts.cache.kv_offload
+    device = model.device if offload is None else torch.device("cpu")
+    bytes_per_block = block_bytes(model.anatomy, parts.block_size, model.network.dtype, dtype)
+    num_blocks = parts.num_blocks(bytes_per_block, config.max_num_seqs * parts.blocks_per_request, device)
+    pool = BlockPool(num_blocks, parts.block_size, prefix_cache=parts.cache.prefix_cache)
     runner = SparseRunner(
-        model,
-        num_blocks=num_blocks,
-        block_size=sizes.block,
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
-        max_num_seqs=sizes.max_num_seqs,
-        max_model_len=sizes.max_model_len,
-        selection=selection,
-        kv_offload=kv_offload,
-        compiled=compiled,
-        adapters=adapters,
-        kind=sizes.kind,
-    )
-    return sizes.scheduler(memory, sizes.max_num_batched_tokens, sizes.chunk), runner
+        model, num_blocks=num_blocks, block_size=parts.block_size, max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens, max_model_len=parts.max_model_len, selection=selection,
+        kv_offload=offload, compiled=config.compiled, adapters=parts.adapters, kind=dtype,
+    )  # fmt: skip
+    return parts.scheduler(PagedCacheManager(pool)), runner
 
 
-def capped_parts(
-    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool, cap: BoundedCacheConfig
-) -> tuple[Scheduler, Runner]:
-    """Each request's keys and values are a pot. A step computes a chunk of a prompt beside a token of every request."""
-    if len(devices) > 1:
-        raise ModelError("a cap is not kept on several devices yet: use one.")
-    distiller = InfiniPotCompressor(model, cap.method)
-    window = getattr(model.network.config, "max_position_embeddings", None)
-    size = cap.size(len(distiller.prompt), window, sizes.block)
-    most = -(-size.capacity // sizes.block)
-    each = pot_block_bytes(model.anatomy, sizes.block, model.network.dtype, sizes.kind)
-    num_blocks = sizes.blocks(each, sizes.max_num_seqs * most, model.device)
-    if num_blocks < most:
+def _bounded(parts: _Build, bound: BoundedCacheConfig) -> tuple[Scheduler, Runner]:
+    """Bound each request's KV cache. A step computes a prompt chunk beside one token of every request."""
+    model, config, dtype = parts.model, parts.config, parts.kv_cache_dtype
+    compressor = InfiniPotCompressor(model, bound.method)
+    positions = getattr(model.network.config, "max_position_embeddings", None)
+    size = bound.size(len(compressor.prompt), positions, parts.block_size)
+    blocks_per_request = -(-size.capacity // parts.block_size)
+    bytes_per_block = bounded_block_bytes(model.anatomy, parts.block_size, model.network.dtype, dtype)
+    num_blocks = parts.num_blocks(bytes_per_block, config.max_num_seqs * blocks_per_request, model.device)
+    if num_blocks < blocks_per_request:
         raise ResourceError(
-            f"the KV cache holds {num_blocks * sizes.block:,} tokens, and the cap is {size.capacity:,}, which "
-            f"takes {most * each:,} bytes; give more memory, or a smaller cap."
+            f"the KV cache holds {num_blocks * parts.block_size:,} tokens, the cap is {size.capacity:,}, which takes "
+            f"{blocks_per_request * bytes_per_block:,} bytes; give more memory, or a smaller cap."
         )
+    pool = BlockPool(num_blocks, parts.block_size, prefix_cache=False)
     empty = partial(BoundedCacheState.empty, size.capacity, model.device)
-    pool = BlockPool(num_blocks, sizes.block, prefix_cache=False)
-    memory = BoundedCacheManager(pool, size, empty, carry=sizes.prefix_cache)
-    chunk = sizes.chunk or sizes.max_num_batched_tokens
-    tokens = chunk + sizes.max_num_seqs
+    cache_manager = BoundedCacheManager(pool, size, empty, reuse=parts.cache.prefix_cache)
+    tokens = parts.chunk_size + config.max_num_seqs
     runner = BoundedRunner(
-        model,
-        distiller,
-        size,
-        num_blocks=num_blocks,
-        block_size=sizes.block,
-        max_num_batched_tokens=tokens,
-        max_num_seqs=sizes.max_num_seqs,
-        compiled=compiled,
-        adapters=adapters,
-        kind=sizes.kind,
-    )
-    return sizes.scheduler(memory, tokens, chunk), runner
+        model, compressor, size, num_blocks=num_blocks, block_size=parts.block_size, max_num_batched_tokens=tokens,
+        max_num_seqs=config.max_num_seqs, compiled=config.compiled, adapters=parts.adapters, kind=dtype,
+    )  # fmt: skip
+    return parts.scheduler(cache_manager, tokens), runner
 
 
-def retention_of(model: Model, kv: EvictionPolicy | EvictionProfile | str | Path, block: int) -> EvictionPolicy:
-    """What heads of this model keep, from a profile or its file."""
-    if isinstance(kv, EvictionPolicy):
-        return kv
-    profile = kv if isinstance(kv, EvictionProfile) else EvictionProfile.load(Path(kv))
-    check_evictable(model)
-    profile.check_model(kv_shape_of(model))
-    return EvictionPolicy.from_profile(profile, block)
-
-
-def ragged_parts(
-    model: Model, sizes: Sizes, adapters: Adapters, devices: Sequence[str], compiled: bool, retention: EvictionPolicy
-) -> tuple[Scheduler, Runner]:
-    """Heads keep what a profile says. A step computes a chunk of a prompt beside a token of every request."""
-    if len(devices) > 1:
-        raise ModelError("a compressed cache is not split over several devices yet: use one.")
-    check_evictable(model)
-    shape = kv_shape_of(model)
-    chunk = sizes.chunk or sizes.max_num_batched_tokens
-    tokens, width = chunk + sizes.max_num_seqs, sizes.most_blocks + 1
-    row = row_bytes(shape.head_dim, model.network.dtype, sizes.kind)
-    each = page_bytes(retention.clusters, row, sizes.block)
-    staging = staging_pages(retention, tokens, chunk)
-    most = sizes.max_num_seqs * len(retention.budgets) * width
-    pages = sizes.blocks(each, most, model.device, beside=staging * each)
-    memory = PerHeadCacheManager(
-        BlockPool(pages, sizes.block, prefix_cache=False), retention, width, carry=sizes.prefix_cache
-    )
+def _per_head(parts: _Build, policy: EvictionPolicy) -> tuple[Scheduler, Runner]:
+    """Evict per head as the policy says. A step computes a prompt chunk beside one token of every request."""
+    model, config = parts.model, parts.config
+    head_dim = kv_shape_of(model).head_dim
+    tokens, pages_per_cluster = parts.chunk_size + config.max_num_seqs, parts.blocks_per_request + 1
+    row = row_bytes(head_dim, model.network.dtype, parts.kv_cache_dtype)
+    bytes_per_page = page_bytes(policy.clusters, row, parts.block_size)
+    staging = staging_pages(policy, tokens, parts.chunk_size)
+    max_pages = config.max_num_seqs * len(policy.budgets) * pages_per_cluster
+    num_pages = parts.num_blocks(bytes_per_page, max_pages, model.device, reserved_bytes=staging * bytes_per_page)
+    pool = BlockPool(num_pages, parts.block_size, prefix_cache=False)
+    cache_manager = PerHeadCacheManager(pool, policy, pages_per_cluster, reuse=parts.cache.prefix_cache)
     cache = PerHeadCache.empty(
-        retention.clusters, shape.head_dim, pages=pages, staging=staging, size=sizes.block, slots=sizes.max_num_seqs,
-        most=width, dtype=model.network.dtype, device=model.device, rows=rows_of(sizes.kind, shape.head_dim),
+        policy.clusters, head_dim, pages=num_pages, staging=staging, size=parts.block_size, slots=config.max_num_seqs,
+        most=pages_per_cluster, dtype=model.network.dtype, device=model.device,
+        rows=rows_of(parts.kv_cache_dtype, head_dim),
     )  # fmt: skip
-    runner = ragged_runner_for(
-        model, compiled, adapters, cache, retention, max_num_batched_tokens=tokens, max_num_seqs=sizes.max_num_seqs,
-        max_model_len=sizes.max_model_len,
-    )  # fmt: skip
-    return sizes.scheduler(memory, tokens, chunk), runner
+    return parts.scheduler(cache_manager, tokens), per_head_runner(parts, cache, policy, tokens)
 
 
-def staging_pages(retention: EvictionPolicy, max_num_batched_tokens: int, chunk: int) -> int:
-    """Enough for the chunks of any step: each begins and ends within a page, and none that is compressed is short."""
-    shortest = max(min(retention.scorer.window, chunk // 2), 1)
-    return len(retention.budgets) * (
-        -(-max_num_batched_tokens // retention.block_size) + max_num_batched_tokens // shortest + 1
-    )
+def per_head_runner(parts: _Build, cache: PerHeadCache, policy: EvictionPolicy, max_num_batched_tokens: int) -> Runner:
+    if parts.runs_fused:
+        return per_head_gpu_runner(parts, cache, policy)
+    return PerHeadRunner(
+        parts.model, cache, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=parts.config.max_num_seqs,
+        max_model_len=parts.max_model_len, compiled=parts.config.compiled, adapters=parts.adapters,
+    )  # fmt: skip
+
+
+def per_head_gpu_runner(parts: _Build, cache: PerHeadCache, policy: EvictionPolicy) -> Runner:
+    max_num_seqs, length = parts.config.max_num_seqs, parts.max_model_len
+    pages = partial(PerHeadGpuPages, parts.model, cache, policy, length)
+    return GpuRunner(parts.model, pages, max_num_seqs=max_num_seqs, max_model_len=length, adapters=parts.adapters)
+
+
+def staging_pages(policy: EvictionPolicy, max_num_batched_tokens: int, chunk_size: int) -> int:
+    """Return the pages that the chunks of any step may borrow: each begins and ends within a page."""
+    shortest = max(min(policy.scorer.window, chunk_size // 2), 1)
+    per_cluster = -(-max_num_batched_tokens // policy.block_size) + max_num_batched_tokens // shortest + 1
+    return len(policy.budgets) * per_cluster

@@ -14,7 +14,7 @@ from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.models.model import Model
 from smelt.runtime.decoder import Attention
 from smelt.serve.engine.attention import NAME, PagedCache, paged
-from smelt.serve.engine.kv_dtype import told
+from smelt.serve.engine.kv_dtype import backend_suffix
 from smelt.serve.engine.runner import module_logits
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
@@ -67,7 +67,7 @@ class PagedGpuPages:
         kind: str | None,
         send: Send,
     ) -> None:
-        self.name = told(kind)
+        self.name = backend_suffix(kind)
         self.block_size, self.max_model_len, self._send, self._module = block_size, max_model_len, send, model.network
         self.cache = PagedCache.empty(model.anatomy, num_blocks, block_size, model.network.dtype, model.device, kind)
         model.network.set_attn_implementation(NAME)

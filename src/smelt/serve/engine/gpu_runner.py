@@ -64,7 +64,7 @@ class GpuInflightBatch(InflightBatch):
 class GpuRunner:
     """The runner's contract, on a device. Without CUDA (under Triton's interpreter) there are no graphs."""
 
-    name = "gpu-program"
+    name = "fused-gpu"
     max_inflight_steps = 1
 
     def __init__(
@@ -84,7 +84,7 @@ class GpuRunner:
 
     @property
     def backend(self) -> str:
-        return f"{self.name}{self.pages.name}{' with graphs' if self.graphs else ''}"
+        return f"{self.name}{self.pages.name}{' with CUDA graphs' if self.graphs else ''}"
 
     @torch.inference_mode()
     def warmup(self) -> None:

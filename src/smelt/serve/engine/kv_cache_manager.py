@@ -19,47 +19,47 @@ class KVCacheManager(ABC):
     copies: list[tuple[int, int]]  # blocks to copy before the next step: from, to
 
     @abstractmethod
-    def needed(self, request: Request, tokens: int) -> int:
+    def blocks_needed(self, request: Request, tokens: int) -> int:
         """Blocks that a request holds once so many of its tokens are computed."""
 
     @abstractmethod
-    def admit(self, request: Request, promised: int) -> bool:
-        """Begin a request with what is there of it already. False: it does not fit beside what was promised."""
+    def admit(self, request: Request, reserved: int) -> bool:
+        """Begin a request with what is there of it already. False: it does not fit beside what was reserved."""
 
     @abstractmethod
-    def grow(self, request: Request, tokens: int) -> None:
+    def allocate(self, request: Request, tokens: int) -> None:
         """Take the blocks for so many tokens; they are there."""
 
     @abstractmethod
-    def settle(self, request: Request) -> None:
+    def commit(self, request: Request) -> None:
         """Tokens of it were computed: what others can use of them is known from now on."""
 
-    def fits(self, blocks: int) -> bool:
+    def can_allocate(self, blocks: int) -> bool:
         """Whether so many blocks can be taken now."""
         return blocks <= self.pool.free
 
-    def count(self, request: Request, budget: int, chunk: int) -> int:
+    def schedulable_tokens(self, request: Request, budget: int, chunk_size: int) -> int:
         """How many tokens of a request the next step computes; 0 where there is no room for what must be whole."""
-        return min(request.num_expected_tokens - request.num_computed_tokens, budget, chunk)
+        return min(request.num_expected_tokens - request.num_computed_tokens, budget, chunk_size)
 
-    def leave(self, request: Request, reason: str) -> None:
+    def release(self, request: Request, reason: str) -> None:
         """Give its blocks back; `reason` is that of its end, empty when it was preempted."""
         self.pool.release(request.blocks)
         request.blocks = []
 
-    def forget(self) -> None:
+    def drop_sessions(self) -> None:
         """Give back what is only carried for requests to come; blocks of a plain cache are free as they are."""
         return
 
-    def longest(self, request: Request) -> int:
+    def max_tokens_of(self, request: Request) -> int:
         """Tokens that the request could have with the whole pool."""
         low, high = 0, request.limit
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self.needed(request, middle) <= self.pool.blocks else (low, middle - 1)
+            low, high = (middle, high) if self.blocks_needed(request, middle) <= self.pool.blocks else (low, middle - 1)
         return low
 
-    def holds(self, max_model_len: int) -> int:
+    def max_request_tokens(self, max_model_len: int) -> int:
         """Tokens of the longest text that a request could have, where a context has so many."""
         return min(max_model_len, self.pool.blocks * self.pool.size)
 
@@ -74,23 +74,23 @@ class PagedCacheManager(KVCacheManager):
     def __init__(self, pool: BlockPool) -> None:
         self.pool, self.copies = pool, []
 
-    def needed(self, request: Request, tokens: int) -> int:
-        return self.pool.needed(tokens)
+    def blocks_needed(self, request: Request, tokens: int) -> int:
+        return self.pool.blocks_for(tokens)
 
-    def admit(self, request: Request, promised: int) -> bool:
+    def admit(self, request: Request, reserved: int) -> bool:
         found = self._shared(request)
-        wanted = self.pool.needed(request.num_expected_tokens) - len(found) + self.pool.free_among(found)
-        if wanted + promised > self.pool.free:
+        wanted = self.pool.blocks_for(request.num_expected_tokens) - len(found) + self.pool.free_among(found)
+        if wanted + reserved > self.pool.free:
             return False
         self.pool.share(found)
         request.blocks, request.num_computed_tokens = list(found), len(found) * self.pool.size
         request.registered = len(found)
         return True
 
-    def grow(self, request: Request, tokens: int) -> None:
-        request.blocks += self.pool.take(self.pool.needed(tokens) - len(request.blocks))
+    def allocate(self, request: Request, tokens: int) -> None:
+        request.blocks += self.pool.take(self.pool.blocks_for(tokens) - len(request.blocks))
 
-    def settle(self, request: Request) -> None:
+    def commit(self, request: Request) -> None:
         """Blocks that are full now can be found by others."""
         if not self.pool.prefix_cache or request.state is not RequestStatus.RUNNING:
             return
@@ -101,11 +101,11 @@ class PagedCacheManager(KVCacheManager):
                 self.pool.register(request.blocks[place], digests[place])
             request.registered = full
 
-    def longest(self, request: Request) -> int:
+    def max_tokens_of(self, request: Request) -> int:
         return min(request.limit, self.pool.blocks * self.pool.size)
 
-    def leave(self, request: Request, reason: str) -> None:
-        super().leave(request, reason)
+    def release(self, request: Request, reason: str) -> None:
+        super().release(request, reason)
         request.registered = 0
 
     def _shared(self, request: Request) -> list[int]:

@@ -1,4 +1,4 @@
-"""In what keys and values are held: the network's own numbers, or rows of few bits."""
+"""The dtype of the KV cache: the model's own, or quantized rows."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ from smelt.models.model import Model
 from smelt.numerics.catalog import get_format
 from smelt.numerics.format import PER_ROW
 
-OWN = "model"  # the network's own numbers
+OWN = "model"  # the model's own dtype
 KV_CACHE_DTYPES = (OWN, *KV_QUANT_DTYPES)
-SAME = {"int8": INT8, "fp8-e4m3": FP8, "int4-asym": INT4}  # names of `smelt formats` that rows of pages are held in
+SAME = {"int8": INT8, "fp8-e4m3": FP8, "int4-asym": INT4}  # names of `smelt formats` with a paged kernel
 log = logging.getLogger("smelt.engine")
 
 
+def check_kv_cache_dtype(asked: str | None) -> None:
+    if asked is not None and asked not in KV_CACHE_DTYPES:
+        raise ConfigError(f"there is no KV cache dtype {asked!r}; there is {', '.join(KV_CACHE_DTYPES)}.")
+
+
 def resolve_kv_cache_dtype(model: Model, asked: str | None) -> str | None:
-    """What was asked for; else, of a model that was made with its cache in few bits, what comes nearest to that. None:
-    the network's own."""
+    """Return the requested dtype, else that of a model compressed for a quantized KV cache; None: the model's own."""
+    check_kv_cache_dtype(asked)
     if asked is not None:
-        if asked not in KV_CACHE_DTYPES:
-            raise ConfigError(f"keys and values cannot be held in {asked!r}; there is {', '.join(KV_CACHE_DTYPES)}.")
         return None if asked == OWN else asked
     if model.kv is None:
         return None
     made = _same(model.kv, max(part.head_dim for part in model.anatomy.parts if part.kind == "heads"))
     if made is None:
-        told = "%s was made with keys and values in %s, which no page holds; they are in the model's own type."
-        log.warning(told, model.source or "this model", model.kv)
+        message = "%s was compressed for a KV cache in %s, which has no paged kernel; the model's own dtype is used."
+        log.warning(message, model.source or "this model", model.kv)
     return made
 
 
-def told(kind: str | None) -> str:
-    """For an operator, behind what computes a step."""
-    return "" if kind is None else f", keys and values in {kind}"
+def backend_suffix(dtype: str | None) -> str:
+    """Return what the name of a backend says about the KV cache."""
+    return "" if dtype is None else f", {dtype} KV cache"
 
 
 def _same(kv: KVCacheFormat, width: int) -> str | None:
-    """Of the rows that hold the same: one scale a head, and nothing clipped."""
+    """Return the row format that stores the same: one scale per head, nothing clipped."""
     if kv.values not in (None, kv.format) or kv.clip != 1:
         return None
     group = get_format(kv.format).group_size

@@ -1,17 +1,15 @@
-"""A request on its way through the engine."""
+"""One request: its tokens, its progress through the engine, and what it holds of the KV cache."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from smelt.serve.engine.per_head.holding import PerHeadCacheState
+from smelt.errors import RequestError
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.engine.structured_output import GrammarMatcher
-
-if TYPE_CHECKING:
-    from smelt.serve.engine.bounded.held import BoundedCacheState
 
 
 class RequestStatus(Enum):
@@ -20,51 +18,79 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+class RequestId(NamedTuple):
+    """One of the samples of a named prompt."""
+
+    name: str
+    sample: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.sample}"
+
+
+class CacheState:
+    """What a cache manager knows of a request beside its blocks; each manager that needs one has its own."""
+
+
 @dataclass(eq=False)
 class Request:
-    """One answer to one prompt. Tokens are known as soon as their step was read; a step may be under way meanwhile."""
+    """One answer to one prompt. Tokens are known as soon as their step was read; other steps may be in flight."""
 
-    id: str
+    id: RequestId
     prompt: list[int]
     sampling: SamplingParams
-    limit: int  # prompt and answer together have no more tokens than this
+    limit: int  # prompt and output tokens together, at most
     seed: int = 0
     priority: int = 0  # lower runs first
     salt: bytes = b""  # only requests with the same salt share cached blocks
     adapter: str | None = None
-    arrival: int = 0  # its place in the order in which requests came
+    arrival: int = 0  # its number in the order of arrival
 
     state: RequestStatus = RequestStatus.WAITING
-    tokens: list[int] = field(default_factory=list)  # prompt and answer
-    num_computed_tokens: int = 0  # tokens whose keys and values are in the cache, or will be after the steps under way
-    num_inflight: int = 0  # tokens that steps under way will give
-    blocks: list[int] = field(default_factory=list)  # of the cache, in order
-    holding: PerHeadCacheState | None = None  # what these are, where clusters of heads have blocks of their own
-    pot: BoundedCacheState | None = None  # what it knows of them, where they are a pot that is cooked down
+    tokens: list[int] = field(default_factory=list)  # prompt and output
+    num_computed_tokens: int = 0  # in the KV cache, or there after the steps in flight
+    num_inflight: int = 0  # tokens that the steps in flight will sample
+    blocks: list[int] = field(default_factory=list)  # of the KV cache, in order
+    cache_state: CacheState | None = None  # owned by the cache manager
     digests: list[bytes] = field(default_factory=list)  # of its full blocks, as far as they were computed
     registered: int = 0  # of its blocks: those that the prefix cache knows
     slot: int = -1  # its row in the runner's buffers
-    num_cached_tokens: int = 0  # tokens of the prompt that were found in the prefix cache
+    num_cached_tokens: int = 0  # of the prompt: found in the prefix cache
     preemptions: int = 0
     admitted_at: int = 0  # the step that first computed some of it, counted from 1
     started: float = 0.0  # when that was, by time.monotonic()
-    matcher: GrammarMatcher | None = None  # of the form that the answer must have
-    parent: Request | None = None  # the sibling whose prompt it shares, until that one's is computed
-    reason: str = ""  # why it ended: stop, length, abort
+    matcher: GrammarMatcher | None = None  # for structured output
+    parent: Request | None = None  # the sibling whose prompt it shares, until that one is computed
+    reason: str = ""  # why it finished: stop, length, abort
 
     def __post_init__(self) -> None:
         self.tokens = self.tokens or list(self.prompt)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Who runs first, and is preempted last."""
+        """Sort key: the first runs first and is preempted last."""
         return self.priority, self.arrival
 
     @property
     def num_expected_tokens(self) -> int:
-        """Tokens that there will be after the steps under way."""
+        """Tokens that there will be after the steps in flight."""
         return len(self.tokens) + self.num_inflight
 
     @property
     def output(self) -> list[int]:
         return self.tokens[len(self.prompt) :]
+
+
+def check_prompt(prompt: Sequence[int], max_model_len: int, vocab_size: int) -> None:
+    """Refuse a prompt that the model cannot read; called where a prompt enters."""
+    if not prompt:
+        raise RequestError("the prompt is empty; give at least one token.")
+    if len(prompt) >= max_model_len:
+        raise RequestError(f"the prompt has {len(prompt):,} tokens; with an answer it must fit into {max_model_len:,}.")
+    check_tokens(prompt, vocab_size)
+
+
+def check_tokens(tokens: Sequence[int], vocab_size: int) -> None:
+    unknown = next((token for token in tokens if not 0 <= token < vocab_size), None)
+    if unknown is not None:
+        raise RequestError(f"there is no token {unknown}; the model has {vocab_size:,}.")

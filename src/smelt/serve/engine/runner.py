@@ -18,7 +18,7 @@ from smelt.models.model import Model
 from smelt.runtime.cpu import CompiledNetwork, reason_against
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import NAME, Attend, PagedCache, attending, paged
-from smelt.serve.engine.kv_dtype import told
+from smelt.serve.engine.kv_dtype import backend_suffix
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.sampler import SamplerOutput, sample
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
@@ -73,7 +73,7 @@ class ModelRunner:
     @property
     def backend(self) -> str:
         """What computes a step."""
-        return f"{'module' if self.compiled is None else self.compiled.name}{told(self.kind)}"
+        return f"{'eager' if self.compiled is None else self.compiled.name}{backend_suffix(self.kind)}"
 
     def warmup(self) -> None:
         """Nothing is left for the first use."""

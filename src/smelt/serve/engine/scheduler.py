@@ -74,7 +74,7 @@ class Scheduler:
     def add(self, request: Request) -> None:
         if len(self.waiting) >= self.max_queued:
             raise RequestError(f"{self.max_queued:,} requests are waiting already; try again later.")
-        longest = self.cache_manager.longest(request)
+        longest = self.cache_manager.max_tokens_of(request)
         if len(request.prompt) + 1 > longest:
             raise RequestError(
                 f"a prompt of {len(request.prompt):,} tokens is longer than the cache's {longest - 1:,}."
@@ -84,7 +84,7 @@ class Scheduler:
         self._arrivals += 1
         self._wait(request)
 
-    def end(self, request: Request, reason: str) -> None:
+    def finish(self, request: Request, reason: str) -> None:
         """Finish or abort a request. Its blocks are free at once: a step under way was launched before any that could
         write to them."""
         if request.state is RequestStatus.FINISHED:
@@ -92,7 +92,7 @@ class Scheduler:
         if request.state is RequestStatus.WAITING:
             self.waiting.remove(request)
         else:
-            self._leave(request, reason)
+            self._remove(request, reason)
         request.state, request.reason = RequestStatus.FINISHED, reason
 
     def schedule(self) -> ScheduledBatch:
@@ -111,18 +111,18 @@ class Scheduler:
         """A step gave this token."""
         request.num_inflight -= 1
         request.tokens.append(token)
-        self.cache_manager.settle(request)
+        self.cache_manager.commit(request)
 
     def on_computed(self, request: Request) -> None:
         """A step that gave no token is done."""
-        self.cache_manager.settle(request)
+        self.cache_manager.commit(request)
 
     def _schedule_running(self, step: ScheduledBatch) -> int:
         budget, place = self.max_num_batched_tokens, 0
         while place < len(self.running) and budget:
             request = self.running[place]
             planned, computed = request.num_expected_tokens, request.num_computed_tokens
-            count = self.cache_manager.count(request, budget, self.prefill_chunk_size)
+            count = self.cache_manager.schedulable_tokens(request, budget, self.prefill_chunk_size)
             ends = planned >= request.limit and request.num_inflight > 0  # the token under way is its last
             if count and not ends:
                 if not self._make_room(request, count, step):
@@ -134,19 +134,19 @@ class Scheduler:
 
     def _make_room(self, request: Request, count: int, step: ScheduledBatch) -> bool:
         """Blocks for so many more tokens, if need be at the cost of those that came last; False: at its own."""
-        wanted = self.cache_manager.needed(request, request.num_computed_tokens + count) - len(request.blocks)
+        wanted = self.cache_manager.blocks_needed(request, request.num_computed_tokens + count) - len(request.blocks)
         if wanted <= 0:
             return True
-        while not self.cache_manager.fits(wanted):
+        while not self.cache_manager.can_allocate(wanted):
             victim = self.running[-1]  # nobody before it in this step: they are in order
             self._preempt(victim, step)
             if victim is request:
                 return False
-        self.cache_manager.grow(request, request.num_computed_tokens + count)
+        self.cache_manager.allocate(request, request.num_computed_tokens + count)
         return True
 
     def _preempt(self, request: Request, step: ScheduledBatch) -> None:
-        self._leave(request, "")
+        self._remove(request, "")
         request.num_computed_tokens = 0
         request.preemptions += 1
         step.preempted.append(request)
@@ -159,16 +159,16 @@ class Scheduler:
                 break
             if not self.cache_manager.admit(request, self._reserved_blocks(request)):
                 break
-            count = self.cache_manager.count(request, budget, self.prefill_chunk_size)
+            count = self.cache_manager.schedulable_tokens(request, budget, self.prefill_chunk_size)
             if not count:  # only whole chunks, and this one comes with the next step
-                self.cache_manager.leave(request, "")
+                self.cache_manager.release(request, "")
                 request.num_computed_tokens = 0
                 break
             self.waiting.pop(0)
             request.parent = None
             if not request.preemptions:
                 request.num_cached_tokens = request.num_computed_tokens
-            self.cache_manager.grow(request, request.num_computed_tokens + count)
+            self.cache_manager.allocate(request, request.num_computed_tokens + count)
             request.slot, request.state = self._slots.popleft(), RequestStatus.RUNNING
             insort(self.running, request, key=lambda running: running.order)
             step.pieces.append(
@@ -193,7 +193,7 @@ class Scheduler:
         taken yet, what it will be promised itself, and some to spare; nothing where it is alone."""
         if not self.running:
             return 0
-        needed = self.cache_manager.needed
+        needed = self.cache_manager.blocks_needed
         open_ = sum(needed(running, _expected_length(running)) - len(running.blocks) for running in self.running)
         return (
             open_
@@ -202,9 +202,9 @@ class Scheduler:
             + self.spare
         )
 
-    def _leave(self, request: Request, reason: str) -> None:
+    def _remove(self, request: Request, reason: str) -> None:
         self.running.remove(request)
-        self.cache_manager.leave(request, reason)
+        self.cache_manager.release(request, reason)
         self._slots.append(request.slot)
         request.slot = -1
 

@@ -1,7 +1,7 @@
-"""Compressed texts that a later request may go on from: what a conversation's next turn begins with.
+"""Reusable prefixes of compressed KV caches: what the next turn of a conversation begins with.
 
-A text is known by a digest of its tokens, under its salt and adapter. Its pages are held until memory is wanted for
-something else; the ones that were used longest ago go first.
+A text is known by a digest of its tokens, under its salt and adapter. Its blocks stay allocated until memory is needed
+for something else; the least recently used go first.
 """
 
 from __future__ import annotations
@@ -10,78 +10,66 @@ import hashlib
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from smelt.kvcache.eviction.policy import ClusterCounts
 
-
-@dataclass(frozen=True)
-class Carried:
-    """The first `tokens` of a text, as its clusters kept them."""
-
-    tokens: int
-    lengths: ClusterCounts  # of each cluster
-    pages: dict[int, int]  # place in the table -> page
-
-
-class Left(Protocol):
-    """What is left of a text."""
+class Session(Protocol):
+    """The KV cache that a finished request left behind."""
 
     @property
     def tokens(self) -> int:
-        """Those of the text by which it is found."""
+        """Length of the text by which it is best."""
 
 
-Text = TypeVar("Text", bound=Left)
+SessionT = TypeVar("SessionT", bound=Session)
 
 
-class CarriedTexts(Generic[Text]):
-    """By digest, in the order of their last use."""
+class SessionCache(Generic[SessionT]):
+    """Sessions by digest, least recently used first."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[bytes, Text] = OrderedDict()
+        self._known: OrderedDict[bytes, SessionT] = OrderedDict()
         self._lengths: Counter[int] = Counter()
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def find(self, root: bytes, tokens: Sequence[int]) -> Text | None:
-        """The longest known beginning of a text that leaves at least one token to compute."""
-        wanted = sorted(length for length in self._lengths if length < len(tokens))
-        found = None
-        for digest in _digests(root, tokens, wanted):
+    def find(self, root: bytes, tokens: Sequence[int]) -> SessionT | None:
+        """Return the longest known prefix that leaves at least one token to compute."""
+        lengths = sorted(length for length in self._lengths if length < len(tokens))
+        best = None
+        for digest in _digests(root, tokens, lengths):
             if digest in self._known:
-                found = digest
-        if found is None:
+                best = digest
+        if best is None:
             return None
-        self._known.move_to_end(found)
-        return self._known[found]
+        self._known.move_to_end(best)
+        return self._known[best]
 
-    def add(self, root: bytes, tokens: Sequence[int], carried: Text) -> bool:
-        """False: the same text is known already."""
-        digest = _digests(root, tokens, [carried.tokens])[0]
+    def add(self, root: bytes, tokens: Sequence[int], session: SessionT) -> bool:
+        """Return False if the same text is known already."""
+        digest = _digests(root, tokens, [session.tokens])[0]
         if digest in self._known:
             self._known.move_to_end(digest)
             return False
-        self._known[digest] = carried
-        self._lengths[carried.tokens] += 1
+        self._known[digest] = session
+        self._lengths[session.tokens] += 1
         return True
 
-    def drop(self) -> Text:
-        """Forget the one that was used longest ago."""
-        _, carried = self._known.popitem(last=False)
-        self._lengths[carried.tokens] -= 1
-        if not self._lengths[carried.tokens]:
-            del self._lengths[carried.tokens]
-        return carried
+    def drop(self) -> SessionT:
+        """Remove and return the least recently used session."""
+        _, session = self._known.popitem(last=False)
+        self._lengths[session.tokens] -= 1
+        if not self._lengths[session.tokens]:
+            del self._lengths[session.tokens]
+        return session
 
 
 def _digests(root: bytes, tokens: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
-    """Of the beginnings of these lengths, which are in order."""
-    running, at, found = hashlib.sha256(root), 0, []
+    """Return the digests of the prefixes of these lengths, in ascending order."""
+    running, at, best = hashlib.sha256(root), 0, []
     for length in lengths:
         running.update(array("q", tokens[at:length]).tobytes())
         at = length
-        found.append(running.copy().digest())
-    return found
+        best.append(running.copy().digest())
+    return best

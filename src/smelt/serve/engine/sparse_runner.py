@@ -25,7 +25,7 @@ from smelt.kvcache.selection.trace import TraceRecorder, trace_metadata
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters
 from smelt.serve.engine.attention import Attend, rows_of
-from smelt.serve.engine.kv_dtype import told
+from smelt.serve.engine.kv_dtype import backend_suffix
 from smelt.serve.engine.request import Request, RequestStatus
 from smelt.serve.engine.runner import InflightBatch, ModelRunner
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
@@ -84,8 +84,8 @@ class SparseRunner(ModelRunner):
 
     @property
     def backend(self) -> str:
-        where = "" if self.host is None else " from the host's memory"
-        return f"module, pages chosen{where}{told(self.kind)}"
+        where = "" if self.host is None else " from host memory"
+        return f"eager, sparse page attention{where}{backend_suffix(self.kind)}"
 
     @property
     def resident_pages(self) -> int:
@@ -150,7 +150,10 @@ class SparseRunner(ModelRunner):
             tables[row, :held] = torch.tensor(request.blocks[:held])
         tokens = torch.tensor([token for token, _, _ in asking])
         together = DecodeBatch(
-            tokens.to(self.device), lengths.to(self.device), tables.to(self.device), [each.id for _, _, each in asking]
+            tokens.to(self.device),
+            lengths.to(self.device),
+            tables.to(self.device),
+            [str(each.id) for _, _, each in asking],
         )
         most = self.attention.page_store.max_pages_per_call
         if most is None:

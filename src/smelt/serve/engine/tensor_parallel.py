@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 from torch import Tensor, distributed
@@ -25,13 +26,14 @@ from smelt.serve.engine.attention import NAME, PagedCache, paged
 from smelt.serve.engine.runner import InflightBatch, ModelRunner, module_logits
 from smelt.serve.engine.scheduler import ScheduledBatch
 from smelt.serve.engine.shard import shard, shares
+from smelt.subprocesses import python_command, python_environment
 
 PATIENCE = 300  # seconds that a rank waits for the others
 TENSORS = 8  # that a step is told by
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RunnerSizes:
     """Of a runner, as all ranks must have them."""
 
     num_blocks: int
@@ -44,7 +46,7 @@ class Sizes:
 class TensorParallelRunner(ModelRunner):
     """The first rank's: what it computes, the others compute with it."""
 
-    def __init__(self, model: Model, sizes: Sizes, ranks: int, kind: str, adapters: Adapters) -> None:
+    def __init__(self, model: Model, sizes: RunnerSizes, ranks: int, kind: str, adapters: Adapters) -> None:
         shares(model, ranks)  # what cannot be split is told before a process is started
         self._others = _start_others(model.source, sizes, ranks, kind, adapters)
         join(0, ranks, kind)
@@ -57,7 +59,7 @@ class TensorParallelRunner(ModelRunner):
 
     @property
     def backend(self) -> str:
-        return f"module on {self.ranks} devices"
+        return f"eager, tensor parallel over {self.ranks} devices"
 
     def launch(self, step: ScheduledBatch) -> InflightBatch:
         self._numbers = self._shared_adapters.numbers(step.pieces).to(self.device)
@@ -81,7 +83,7 @@ class TensorParallelRunner(ModelRunner):
 
 
 def _start_others(
-    source: str, sizes: Sizes, ranks: int, kind: str, adapters: Adapters
+    source: str, sizes: RunnerSizes, ranks: int, kind: str, adapters: Adapters
 ) -> list[subprocess.Popen[bytes]]:
     """Processes for all ranks but this one, which meet at a free port of this machine."""
     with socket.socket() as free:
@@ -89,8 +91,9 @@ def _start_others(
         port = free.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     arguments = [source, json.dumps(adapters.folders), kind, str(ranks), *map(str, vars(sizes).values())]
-    command = [sys.executable, "-m", "smelt.serve.engine.tensor_parallel"]
-    return [subprocess.Popen([*command, str(rank), *arguments]) for rank in range(1, ranks)]
+    command = python_command("-m", "smelt.serve.engine.tensor_parallel")
+    environment = python_environment()
+    return [subprocess.Popen([*command, str(rank), *arguments], env=environment) for rank in range(1, ranks)]
 
 
 def _device(kind: str, rank: int) -> torch.device:
@@ -98,8 +101,6 @@ def _device(kind: str, rank: int) -> torch.device:
 
 
 def join(rank: int, ranks: int, kind: str) -> None:
-    from datetime import timedelta
-
     if kind == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if kind == "cuda" else "gloo"
@@ -127,7 +128,7 @@ def _told(device: torch.device) -> list[Tensor] | None:
 
 
 @torch.inference_mode()
-def follow(source: str, folders: dict[str, str], sizes: Sizes, rank: int, ranks: int, kind: str) -> None:
+def follow(source: str, folders: dict[str, str], sizes: RunnerSizes, rank: int, ranks: int, kind: str) -> None:
     """What another rank does: its share of every step, until it is told the end."""
     join(rank, ranks, kind)
     device = _device(kind, rank)
@@ -151,4 +152,4 @@ def follow(source: str, folders: dict[str, str], sizes: Sizes, rank: int, ranks:
 
 if __name__ == "__main__":
     number, name, adapted, where, count, *values = sys.argv[1:]
-    follow(name, json.loads(adapted), Sizes(*map(int, values)), int(number), int(count), where)
+    follow(name, json.loads(adapted), RunnerSizes(*map(int, values)), int(number), int(count), where)

@@ -51,35 +51,23 @@ class Answer:
     def __init__(
         self, index: int, prompt: list[int], service: Service, sampling: SamplingParams, keep_stop: bool
     ) -> None:
-        self.index, self.meters, self.keep_stop = index, service.meters, keep_stop
-        self.text = service.texts.stream(prompt, sampling.stop)
+        self.index, self.meters = index, service.meters
+        self.text = service.texts.stream(prompt, sampling.stop, keep_stop)
         self.count, self.cached, self.reason = 0, 0, ""
         self.started = self.first = self.last = 0.0
 
     def take(self, events: Sequence[TokenEvent], arrival: float) -> Delta:
         """All that came since, as one piece of text; what comes after a stop text is left out."""
         now = time.monotonic()
-        delta = Delta(self.index)
-        for event in events:
-            if self.text.stopped is not None:
-                break
-            delta.reason = event.reason
-            if event.token is None:
-                continue
+        new = [(event.token, event) for event in events if event.token is not None]
+        update = self.text.update([token for token, _ in new], events[-1].reason)
+        delta = Delta(self.index, update.text, reason=update.reason)
+        for token, event in new[: update.num_tokens]:
             self._time(event, now, arrival)
             self.count += 1
-            delta.tokens.append(event.token)
+            delta.tokens.append(token)
             if event.logprobs is not None:
-                delta.logprobs.append(Logprob(event.token, *event.logprobs))
-            if self.text.stop:  # it may be met by any of them
-                delta.text += self.text.push([event.token])
-        if not self.text.stop:
-            delta.text = self.text.push(delta.tokens)
-        if delta.reason:
-            delta.text += self.text.finish()
-        if self.text.stopped is not None:
-            delta.reason = "stop"
-            delta.text += self.text.stopped if self.keep_stop else ""
+                delta.logprobs.append(Logprob(token, *event.logprobs))
         if delta.reason:
             self.end(delta.reason, now, arrival)
         return delta

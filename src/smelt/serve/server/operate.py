@@ -59,7 +59,7 @@ async def state(request: Request) -> dict[str, Any]:
         "device": service.settings.device,
         "kind": "language model" if service.supervisor is not None else "encoder",
         "context": service.context,
-        "path": service.supervisor.facts["path"] if service.supervisor is not None else "module",
+        "path": service.supervisor.facts["path"] if service.supervisor is not None else "eager",
         "seconds": time.time() - service.created,
         "trouble": service.trouble,
         "answers": service.admission.taken,

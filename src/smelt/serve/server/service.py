@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from smelt.errors import ModelError
+from smelt.errors import ModelError, RequestError
+from smelt.serve.engine.request import check_tokens
 from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.server.admission import Admission
 from smelt.serve.server.errors import ApiError
@@ -140,9 +141,10 @@ class Service:
         self.check_tokens(prompt)
 
     def check_tokens(self, tokens: Sequence[int]) -> None:
-        wrong = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
-        if wrong is not None:
-            raise ApiError(400, f"there is no token {wrong}; the model has {self.vocabulary:,}.")
+        try:
+            check_tokens(tokens, self.vocabulary)
+        except RequestError as error:
+            raise ApiError(400, str(error)) from error
 
     async def stop(self) -> None:
         if self.supervisor is not None:

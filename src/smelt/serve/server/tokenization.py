@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from smelt.serve.engine.detokenizer import UNFINISHED, Detokenizer
+from smelt.serve.engine.detokenizer import INCOMPLETE, Detokenizer
 from smelt.serve.server.errors import ApiError
 
 if TYPE_CHECKING:
@@ -57,8 +57,8 @@ class Texts:
     async def decode(self, tokens: Sequence[int]) -> str:
         return await self._run(len(tokens), lambda: str(self.tokenizer.decode(list(tokens))))
 
-    def stream(self, prompt: Sequence[int], stop: Sequence[str]) -> Detokenizer:
-        return Detokenizer(self._decoder, prompt, stop)
+    def stream(self, prompt: Sequence[int], stop: Sequence[str], include_stop: bool = False) -> Detokenizer:
+        return Detokenizer(self._decoder, prompt, stop, include_stop=include_stop)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -81,7 +81,7 @@ class Texts:
         """What one token says, and its bytes, which may be a part of a character."""
         text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
         piece = str(self.tokenizer.convert_ids_to_tokens(token))
-        if UNFINISHED in text:
+        if INCOMPLETE in text:
             if self._bytes_of and all(letter in self._bytes_of for letter in piece):
                 return text, bytes(self._bytes_of[letter] for letter in piece)
             if found := _BYTE.fullmatch(piece):

@@ -214,10 +214,9 @@ class EngineClient:
         elif kind == "refused":
             self._give(message["name"], RequestError(message["sentence"]))
         elif kind == "events":
-            for request, token, logprobs, reason, cached, started in message["events"]:
-                name, _, sample = request.rpartition("-")
+            for name, sample, token, logprobs, reason, cached, started in message["events"]:
                 if name in self._streams:
-                    answer = self._streams[name][1] + int(sample)
+                    answer = self._streams[name][1] + sample
                     told = None if logprobs is None else (logprobs[0], [(pair[0], pair[1]) for pair in logprobs[1]])
                     self._give(name, TokenEvent(answer, token, told, reason, cached, started))
 

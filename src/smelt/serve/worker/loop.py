@@ -53,9 +53,8 @@ class Loop:
         if message["kind"] == "submit":
             self._submit(message)
         elif message["kind"] == "abort":
-            wanted = f"{message['name']}-{message['sample']}"
             for request in self.requests.get(message["name"], []):
-                if request.id == wanted:
+                if request.id.sample == message["sample"]:
                     self.engine.abort(request)
                     self._forget(request)
             self.pipe.send({"kind": "state", **self._state()})
@@ -77,7 +76,7 @@ class Loop:
             self.pipe.send({"kind": "refused", "name": name, "why": type(error).__name__, "sentence": str(error)})
 
     def _forget(self, request: Any) -> None:
-        name = request.id.rpartition("-")[0]
+        name = request.id.name
         left = [each for each in self.requests.get(name, []) if each is not request]
         if left:
             self.requests[name] = left
@@ -104,10 +103,10 @@ class Loop:
 
 
 def _plain(event: Any) -> list[Any]:
-    """[request, token, logprobs, reason, tokens found in the cache, when it was first computed]"""
+    """[name, sample, token, logprobs, reason, tokens found in the cache, when it was first computed]"""
     logprobs = None if event.logprobs is None else [event.logprobs.own, event.logprobs.top]
     request = event.request
-    return [request.id, event.token, logprobs, event.reason, request.num_cached_tokens, round(request.started, 6)]
+    return [*request.id, event.token, logprobs, event.reason, request.num_cached_tokens, round(request.started, 6)]
 
 
 def main() -> None:

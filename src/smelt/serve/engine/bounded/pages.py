@@ -64,7 +64,7 @@ def _picked(rows: Tensor, places: Tensor) -> Tensor:  # [kv_heads, tokens, ...],
     return rows.gather(1, places[..., None].expand(-1, -1, rows.shape[-1]))
 
 
-def pot_block_bytes(anatomy: Anatomy, size: int, dtype: torch.dtype, kind: str | None = None) -> int:
+def bounded_block_bytes(anatomy: Anatomy, size: int, dtype: torch.dtype, kind: str | None = None) -> int:
     """What one block takes in all layers."""
     heads = sum(part.units for part in anatomy.parts if part.kind == "heads")
     return block_bytes(anatomy, size, dtype, kind) + size * heads * torch.int32.itemsize

@@ -22,7 +22,7 @@ from smelt.kvcache.streaming.novelty import token_novelty
 from smelt.models.model import Model
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import Attend, attending, paged
-from smelt.serve.engine.bounded.held import BoundedCacheState
+from smelt.serve.engine.bounded.cache_manager import bounded_state
 from smelt.serve.engine.bounded.pages import BoundedCachePages
 from smelt.serve.engine.request import Request
 from smelt.serve.engine.runner import InflightBatch, ModelRunner, last_tokens
@@ -54,7 +54,7 @@ class BoundedRunner(ModelRunner):
 
     @property
     def backend(self) -> str:
-        return f"{super().backend}, pots of {self.pots.capacity} tokens"
+        return f"{super().backend}, KV cache of {self.pots.capacity} tokens"
 
     @torch.inference_mode()
     def launch(self, step: ScheduledBatch) -> InflightBatch:
@@ -113,7 +113,7 @@ class BoundedRunner(ModelRunner):
         with self._adapters([ScheduledChunk(request, full, len(prompt), False)]):
             self._states(attend, prompt, every[full:].to(self.device))
         keep = self.pots.keep
-        novel = _pot(request).ledger.keep_top(self.distiller.method.num_novel(keep))
+        novel = bounded_state(request).ledger.keep_top(self.distiller.method.num_novel(keep))
         self.pages.keep(rows[:full], attention, novel, keep, self.distiller)
         self.cooked += 1
 
@@ -150,10 +150,5 @@ def _note(pieces: Sequence[ScheduledChunk], read: Tensor, given: Tensor) -> None
     """How novel tokens are: `read` of those that were known, `given` of those that were drawn, both in order."""
     for piece in pieces:
         known = piece.count - piece.samples_token
-        _pot(piece.request).take(piece.start, torch.cat((read[:known], given[: piece.samples_token])))
+        bounded_state(piece.request).append(piece.start, torch.cat((read[:known], given[: piece.samples_token])))
         read, given = read[known:], given[int(piece.samples_token) :]
-
-
-def _pot(request: Request) -> BoundedCacheState:
-    assert request.pot is not None
-    return request.pot

@@ -14,12 +14,12 @@ from smelt.models.model import Model
 from smelt.runtime.decoder import Attention
 from smelt.serve.engine.attention import NAME
 from smelt.serve.engine.gpu_pages import Mixed, Send
-from smelt.serve.engine.kv_dtype import told
-from smelt.serve.engine.per_head.attention import ragged
+from smelt.serve.engine.kv_dtype import backend_suffix
 from smelt.serve.engine.per_head.cache import PerHeadCache
-from smelt.serve.engine.per_head.compress import Judge
+from smelt.serve.engine.per_head.cache_manager import per_head_state
+from smelt.serve.engine.per_head.compress import ChunkCompressor, per_head_attention
 from smelt.serve.engine.per_head.parts import MOST_PARTS, parts_of, work_of
-from smelt.serve.engine.per_head.step import Tables, holding_of, step_of
+from smelt.serve.engine.per_head.step import Tables, step_of
 from smelt.serve.engine.runner import module_logits
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
@@ -34,16 +34,16 @@ class PerHeadGpuPages:
     def __init__(
         self, model: Model, cache: PerHeadCache, retention: EvictionPolicy, max_model_len: int, send: Send
     ) -> None:
-        self.name = f", pages of head clusters{told(None if cache.format is None else cache.format.name)}"
+        self.name = f", per-head cache{backend_suffix(None if cache.format is None else cache.format.name)}"
         self.cache, self.retention, self.max_model_len = cache, retention, max_model_len
         self._send, self._module = send, model.network
         self._module.set_attn_implementation(NAME)
-        self._judge = Judge(*rope_functions(model.network, model.device))
+        self._compress = ChunkCompressor(*rope_functions(model.network, model.device))
         self._tables = Tables(cache, len(cache.tables) - 1, send)
         self._layers: dict[tuple[int, int], tuple[ClusteredHeadPages, int]] = {}
 
     def single(self, piece: ScheduledChunk) -> bool:
-        return piece.count == 1 and piece.start >= holding_of(piece).kept.stop
+        return piece.count == 1 and piece.start >= per_head_state(piece.request).kept.stop
 
     def before(self, step: ScheduledBatch) -> None:
         self._tables.before(step)
@@ -84,11 +84,11 @@ class PerHeadGpuPages:
                 slots=step.piece_slots, kv_quant=form,
             )  # fmt: skip
             # The judge decodes keys, which turns them back by the Hadamard matrix: its queries are to be as those are.
-            self._judge(step, part.index, queries if form is None else form.unrotate(queries), part.scale)
+            self._compress(step, part.index, queries if form is None else form.unrotate(queries), part.scale)
             return found.flatten(1)
 
         def logits(ids: Tensor, wanted: Tensor) -> Tensor:
-            return module_logits(self._module, ragged(step, self._judge), ids, positions, wanted)
+            return module_logits(self._module, per_head_attention(step, self._compress), ids, positions, wanted)
 
         return Mixed(attend, logits)
 

@@ -15,10 +15,9 @@ from smelt.models.model import Model
 from smelt.runtime.cpu import CompiledNetwork, reason_against
 from smelt.serve.engine.adapters import Adapters, uses_adapters
 from smelt.serve.engine.attention import NAME
-from smelt.serve.engine.kv_dtype import told
-from smelt.serve.engine.per_head.attention import ragged
+from smelt.serve.engine.kv_dtype import backend_suffix
 from smelt.serve.engine.per_head.cache import PerHeadCache
-from smelt.serve.engine.per_head.compress import Judge
+from smelt.serve.engine.per_head.compress import ChunkCompressor, per_head_attention
 from smelt.serve.engine.per_head.step import PerHeadBatch, Tables, step_of
 from smelt.serve.engine.runner import InflightBatch, end_tokens, last_tokens, module_logits
 from smelt.serve.engine.sampler import sample
@@ -38,7 +37,7 @@ class PerHeadRunner:
         self.eos_token_ids = end_tokens(model)
         self.cache = cache
         self.network.set_attn_implementation(NAME)
-        self._judge = Judge(*rope_functions(model.network, model.device))
+        self._compress = ChunkCompressor(*rope_functions(model.network, model.device))
         self.compiled: CompiledNetwork | None = None
         self.kind = None if cache.format is None else cache.format.name
         if compiled and reason_against(model, self.kind) is None:
@@ -48,8 +47,8 @@ class PerHeadRunner:
     @property
     def backend(self) -> str:
         """What computes a step in which nothing is compressed; chunks of prompts run through the module."""
-        way = "module" if self.compiled is None else self.compiled.name
-        return f"{way}, pages of head clusters{told(self.kind)}"
+        way = "eager" if self.compiled is None else self.compiled.name
+        return f"{way}, per-head cache{backend_suffix(self.kind)}"
 
     def warmup(self) -> None:
         """Nothing is left for the first use."""
@@ -69,7 +68,7 @@ class PerHeadRunner:
         if self.compiled is not None and not step.chunks and not adapted:
             return self.compiled.logits(ids, step.positions, rows, _pages(step))
         with self.adapters.applied(pieces, self.device) if adapted else nullcontext():  # type: ignore[union-attr]
-            return module_logits(self.network, ragged(step, self._judge), ids, step.positions, rows)
+            return module_logits(self.network, per_head_attention(step, self._compress), ids, step.positions, rows)
 
     def _tokens(self, pieces: list[ScheduledChunk]) -> tuple[Tensor, Tensor]:
         """Ids [tokens], and slots and positions [2, tokens]."""

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from smelt.kvcache.eviction.policy import EvictionStep
 from smelt.serve.engine.per_head.cache import PerHeadCache
-from smelt.serve.engine.per_head.holding import PerHeadCacheState
-from smelt.serve.engine.per_head.memory import places_between
+from smelt.serve.engine.per_head.cache_manager import PerHeadCacheState, per_head_state, places_between
 from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 Send = Callable[[np.ndarray[Any, Any]], Tensor]  # to the device
@@ -71,16 +70,16 @@ class Tables:
         borrowed = 0
         stride = self.cache.tables[0].numel()
         for piece in pieces:
-            request, holding = piece.request, holding_of(piece)
+            request, state = piece.request, per_head_state(piece.request)
             held, count = self._written[request.slot]
             if held is not request.blocks:
                 count = 0
-            new = [request.slot * stride + place for place in holding.places[count:]]
+            new = [request.slot * stride + place for place in state.places[count:]]
             places += new
             pages += request.blocks[count:]
             self._written[request.slot] = (request.blocks, len(request.blocks))
-            if piece.start < holding.kept.stop:
-                lent = self._staged(piece, holding)
+            if piece.start < state.kept.stop:
+                lent = self._staged(piece, state)
                 places += [request.slot * stride + place for place in lent]
                 pages += self.cache.staging[borrowed : borrowed + len(lent)]
                 borrowed += len(lent)
@@ -90,19 +89,23 @@ class Tables:
 
     def _shift(self, pieces: list[ScheduledChunk], *, after: bool) -> None:
         """How far clusters lag behind the text: before a chunk is read, or after."""
-        chunks = [piece for piece in pieces if piece.start < holding_of(piece).kept.stop]
-        fresh = chunks if after else [piece for piece in pieces if piece.start == holding_of(piece).kept.start]
+        chunks = [piece for piece in pieces if piece.start < per_head_state(piece.request).kept.stop]
+        fresh = (
+            chunks if after else [piece for piece in pieces if piece.start == per_head_state(piece.request).kept.start]
+        )
         if not fresh:
             return
         ends = [piece.start + (piece.count if after else 0) for piece in fresh]
-        shifts = np.stack([holding_of(piece).kept.lengths(end) - end for piece, end in zip(fresh, ends, strict=True)])
+        shifts = np.stack(
+            [per_head_state(piece.request).kept.lengths(end) - end for piece, end in zip(fresh, ends, strict=True)]
+        )
         slots = self._send(np.array([piece.request.slot for piece in fresh], dtype=np.int64))
         self.cache.shifts[slots] = self._send(shifts).int()
 
-    def _staged(self, piece: ScheduledChunk, holding: PerHeadCacheState) -> list[int]:
+    def _staged(self, piece: ScheduledChunk, state: PerHeadCacheState) -> list[int]:
         """Places behind a request's own pages that the chunk needs until it is judged."""
-        raw = holding.kept.lengths(piece.start) + piece.count
-        return places_between(holding.pages, -(-raw // self.cache.size), self.cache.tables.shape[2])
+        raw = state.kept.lengths(piece.start) + piece.count
+        return places_between(state.pages, -(-raw // self.cache.size), self.cache.tables.shape[2])
 
 
 def step_of(cache: PerHeadCache, pieces: list[ScheduledChunk], tokens: Tensor, send: Send) -> PerHeadBatch:
@@ -110,11 +113,11 @@ def step_of(cache: PerHeadCache, pieces: list[ScheduledChunk], tokens: Tensor, s
     counts = [piece.count for piece in pieces]
     bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)
-    longest = max(int(holding_of(piece).kept.lengths(piece.start).max()) + piece.count for piece in pieces)
+    longest = max(int(per_head_state(piece.request).kept.lengths(piece.start).max()) + piece.count for piece in pieces)
     chunks = []
     for first, piece in zip(bounds.tolist(), pieces, strict=False):
         stop = piece.start + piece.count
-        kept = holding_of(piece).kept
+        kept = per_head_state(piece.request).kept
         judged = kept.eviction_step(piece.start, stop) if piece.start < kept.stop else None
         if judged is not None:
             chunks.append(chunk_of(cache, piece, first, judged, send))
@@ -143,9 +146,3 @@ def chunk_of(cache: PerHeadCache, piece: ScheduledChunk, first: int, judged: Evi
         first, piece.count, piece.start + piece.count, judged, chosen, rows(every.expand(*locked.shape, -1)),
         rows(targets),
     )  # fmt: skip
-
-
-def holding_of(piece: ScheduledChunk) -> PerHeadCacheState:
-    holding = piece.request.holding
-    assert holding is not None
-    return holding

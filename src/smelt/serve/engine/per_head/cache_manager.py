@@ -1,0 +1,182 @@
+"""Pages of head clusters: reserved when a request is admitted, never taken back, and reusable in the next turn.
+
+The last token of a prompt is computed by itself, so that a request with the same prompt, or one that continues it,
+finds all that is kept of the tokens before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from smelt.kvcache.eviction.policy import ClusterCounts, EvictionPolicy, RequestRetention
+from smelt.serve.engine.blocks import BlockPool, root_digest
+from smelt.serve.engine.kv_cache_manager import KVCacheManager
+from smelt.serve.engine.request import CacheState, Request, RequestStatus
+from smelt.serve.engine.session_cache import SessionCache
+
+
+@dataclass(eq=False)
+class PerHeadCacheState(CacheState):
+    """Where a request's pages lie. `places` are entries of its block table, cluster * width + page, one per block."""
+
+    kept: RequestRetention
+    pages: ClusterCounts  # of each cluster
+    places: list[int] = field(default_factory=list)
+    tails: dict[int, int] = field(default_factory=dict)  # place -> shared page that is not full, to be copied
+    capacity: int = -1  # tokens up to which no further page is needed
+
+
+@dataclass(frozen=True)
+class PerHeadSession:
+    """The first `tokens` of a text, as its clusters kept them."""
+
+    tokens: int
+    lengths: ClusterCounts  # of each cluster
+    pages: dict[int, int]  # place in the block table -> page
+
+
+class PerHeadCacheManager(KVCacheManager):
+    """At most `width` pages per cluster."""
+
+    def __init__(self, pool: BlockPool, policy: EvictionPolicy, width: int, *, reuse: bool = True) -> None:
+        self.pool, self.policy, self.width, self.reuse = pool, policy, width, reuse
+        self.sessions: SessionCache[PerHeadSession] = SessionCache()
+        self.copies = []
+        self._users = [0] * pool.blocks  # requests that use a page
+        self._num_used = 0  # pages with at least one
+
+    def blocks_needed(self, request: Request, tokens: int) -> int:
+        state = request.cache_state
+        if state is None:
+            return int(RequestRetention.empty(self.policy, len(request.tokens) - 1).num_pages(tokens).sum())
+        assert isinstance(state, PerHeadCacheState)
+        if tokens <= state.capacity:
+            return len(request.blocks)
+        return int(state.kept.num_pages(tokens).sum())
+
+    def admit(self, request: Request, reserved: int) -> bool:
+        session = self._find(request)
+        state = self._initial_state(request, session)
+        shared = [] if session is None else [session.pages[place] for place in state.places]
+        self.pool.share(shared)
+        self._use(shared)
+        request.cache_state, request.blocks, request.num_computed_tokens = state, shared, state.kept.start
+        if self.can_allocate(self.blocks_needed(request, request.num_expected_tokens) - len(shared) + reserved):
+            return True
+        self.release(request, "")
+        request.num_computed_tokens = 0
+        return False
+
+    def allocate(self, request: Request, tokens: int) -> None:
+        state = per_head_state(request)
+        needed = state.kept.num_pages(tokens)
+        places = places_between(state.pages, needed, self.width)
+        pages = self.pool.take(len(places))
+        self._use(pages)
+        self.copies += [
+            (state.tails.pop(place), page) for place, page in zip(places, pages, strict=True) if place in state.tails
+        ]
+        request.blocks += pages
+        state.places += places
+        state.pages = needed
+        state.capacity = _capacity(state.kept, needed, tokens)
+
+    def commit(self, request: Request) -> None:
+        """Make a prompt that was read completely reusable, by this conversation or another."""
+        state = request.cache_state
+        if request.state is not RequestStatus.RUNNING or state is None or request.registered:
+            return
+        assert isinstance(state, PerHeadCacheState)
+        if request.num_computed_tokens >= state.kept.stop > state.kept.start:
+            self._keep_session(request, state.kept.stop)
+            request.registered = 1
+
+    def schedulable_tokens(self, request: Request, budget: int, chunk_size: int) -> int:
+        """Return whole chunks of a prompt, so that what is kept does not depend on other requests."""
+        state = per_head_state(request)
+        if request.num_computed_tokens < state.kept.stop:
+            count = state.kept.next_chunk(request.num_computed_tokens, chunk_size)
+            return count if count <= budget else 0
+        return min(request.num_expected_tokens - request.num_computed_tokens, budget)
+
+    def can_allocate(self, blocks: int) -> bool:
+        if blocks > self.pool.blocks - self._num_used:
+            return False
+        while blocks > self.pool.free:
+            self.pool.release(list(self.sessions.drop().pages.values()))
+        return True
+
+    def release(self, request: Request, reason: str) -> None:
+        state = request.cache_state
+        known = min(request.num_computed_tokens, len(request.tokens) - 1)
+        if reason in ("stop", "length") and isinstance(state, PerHeadCacheState) and known > state.kept.stop:
+            self._keep_session(request, known)
+        for page in request.blocks:
+            self._users[page] -= 1
+            self._num_used -= self._users[page] == 0
+        super().release(request, reason)
+        request.cache_state, request.registered = None, 0
+
+    def drop_sessions(self) -> None:
+        while len(self.sessions):
+            self.pool.release(list(self.sessions.drop().pages.values()))
+
+    def state(self) -> dict[str, int]:
+        carried = self.pool.blocks - self.pool.free - self._num_used
+        return {"blocks": self.pool.blocks, "blocks_used": self._num_used, "blocks_carried": carried}
+
+    def _find(self, request: Request) -> PerHeadSession | None:
+        if not self.reuse:
+            return None
+        return self.sessions.find(root_digest(request.salt, request.adapter), request.tokens)
+
+    def _initial_state(self, request: Request, session: PerHeadSession | None) -> PerHeadCacheState:
+        """Share full pages; copy one that will be written to again."""
+        stop = len(request.tokens) - 1
+        if session is None:
+            kept = RequestRetention.empty(self.policy, stop)
+            return PerHeadCacheState(kept, np.zeros_like(kept.carried))
+        full = session.lengths // self.policy.block_size
+        places = places_between(np.zeros_like(full), full, self.width)
+        shared = set(places)
+        tails = {place: page for place, page in session.pages.items() if place not in shared}
+        kept = RequestRetention(self.policy, session.lengths, session.tokens, stop)
+        return PerHeadCacheState(kept, full, places, tails)
+
+    def _keep_session(self, request: Request, tokens: int) -> None:
+        if not self.reuse:
+            return
+        state = per_head_state(request)
+        lengths = state.kept.lengths(tokens)
+        filled = set(places_between(np.zeros_like(lengths), -(-lengths // self.policy.block_size), self.width))
+        pages = {place: page for place, page in zip(state.places, request.blocks, strict=True) if place in filled}
+        root = root_digest(request.salt, request.adapter)
+        if self.sessions.add(root, request.tokens, PerHeadSession(tokens, lengths, pages)):
+            self.pool.share(list(pages.values()))
+
+    def _use(self, pages: list[int]) -> None:
+        for page in pages:
+            self._num_used += self._users[page] == 0
+            self._users[page] += 1
+
+
+def per_head_state(request: Request) -> PerHeadCacheState:
+    assert isinstance(request.cache_state, PerHeadCacheState)
+    return request.cache_state
+
+
+def places_between(pages: ClusterCounts, needed: ClusterCounts, width: int) -> list[int]:
+    """Return the block table entries that clusters with `pages` pages lack to have `needed`."""
+    missing: Any = np.maximum(needed - pages, 0)
+    begin = np.repeat(np.arange(len(pages)) * width + pages, missing)
+    within = np.arange(missing.sum()) - np.repeat(missing.cumsum() - missing, missing)
+    return list((begin + within).tolist())
+
+
+def _capacity(kept: RequestRetention, pages: ClusterCounts, tokens: int) -> int:
+    """Return how many tokens fit into so many pages of each cluster."""
+    free = pages * kept.policy.block_size - kept.lengths(max(tokens, kept.stop))
+    return max(tokens, kept.stop) + int(free.min())
