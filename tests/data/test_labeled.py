@@ -88,3 +88,11 @@ def test_glue_files(shared: Path) -> None:
     assert len(sst2) == 872 and sst2.second is None and set(sst2.labels.tolist()) == {0, 1}
     stsb = load_labeled(shared / "data/glue/stsb/dev.jsonl.gz")
     assert len(stsb) == 1500 and stsb.second is not None and stsb.regression
+
+
+def test_the_old_spelling_of_the_kind_still_works(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"sentence": "a", "label": 1}\n{"sentence": "b", "label": 0}\n')
+    with pytest.warns(FutureWarning, match="now called `labeled`"):
+        data = load_data(file, kind="labelled")
+    assert isinstance(data, LabeledData) and len(data) == 2

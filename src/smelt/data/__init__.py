@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 from smelt.data.batches import Batch, labeled_batches, text_batches
@@ -48,7 +49,10 @@ def load_data(
 ) -> TextData | LabeledData | MultipleChoiceData:
     """Data of the kind named, or of the kind its columns show: options and an answer, a label, else text."""
     source = resolve_source(source, split)
-    kind = _OLD_KINDS.get(kind or "", kind)
+    if kind in _OLD_KINDS:
+        message = f"the data kind `{kind}` is now called `{_OLD_KINDS[kind]}`; the old name will stop working."
+        warnings.warn(message, FutureWarning, stacklevel=2)
+        kind = _OLD_KINDS[kind]
     if kind is not None and kind not in KINDS:
         raise DataError(f"There is no kind of data '{kind}': expected one of {', '.join(KINDS)}.")
     if str(source) == "default" or (suffix_of(Path(source)) in TEXT_SUFFIXES and not is_hub(str(source))):
