@@ -1,4 +1,4 @@
-"""Number formats as pure functions: what a code stands for, what a group shares, and how both lie in memory."""
+"""Number formats as pure functions: codes, quantization parameters of groups, and how both are packed."""
 
 from smelt.numerics.catalog import FORMATS, format_name, get_format
 from smelt.numerics.format import Format, QuantizedTensor, QuantParams

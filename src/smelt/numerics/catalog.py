@@ -1,4 +1,4 @@
-"""Every format by its name. `int4/128@float16` is four-bit integers in groups of 128 with scales in float16.
+"""The catalog of formats by name. `int4/128@float16` is four-bit integers in groups of 128 with scales in float16.
 
 A name is a base from the list, then optionally `/` and the group (a number, `row` or `tensor`), then optionally `@` and
 the number type of the scales. The canonical name of a format leaves out what its base already says.
@@ -45,7 +45,7 @@ _GROUPS = {"row": PER_ROW, "tensor": PER_TENSOR}
 
 
 def get_format(name: str) -> Format:
-    """The format a name stands for."""
+    """Parse the name of a format."""
     rest, at, scale = name.partition("@")
     base, slash, group = rest.partition("/")
     if base not in FORMATS:
@@ -63,7 +63,7 @@ def get_format(name: str) -> Format:
 
 
 def format_name(number_format: Format) -> str:
-    """The canonical name: `get_format` gives the same format back."""
+    """Return the canonical name: `get_format` is the inverse."""
     for base, found in FORMATS.items():
         if found == number_format:
             return base

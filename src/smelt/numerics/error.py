@@ -1,4 +1,4 @@
-"""How far a format's values are from the true ones."""
+"""Quantization error metrics."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def signal_to_noise(x: Tensor, rounded: Tensor) -> float:
-    """In decibel: 10 log10 of the power of the values over the power of their errors."""
+    """Return the signal-to-noise ratio in dB."""
     x, rounded = x.double(), rounded.double()
     noise = (x - rounded).square().sum()
     return float(10 * torch.log10(x.square().sum() / noise))

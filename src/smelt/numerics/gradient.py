@@ -1,4 +1,4 @@
-"""Gradients past a rounding, which has none of its own."""
+"""The straight-through estimator (Bengio et al., 2013)."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from torch import Tensor
 
 
 def straight_through(x: Tensor, rounded: Tensor) -> Tensor:
-    """The rounded value exactly, with the gradient of the value it came from."""
+    """Return the rounded value, with the gradient of the unrounded one."""
     return rounded.detach() + (x - x.detach())

@@ -1,4 +1,4 @@
-"""Integers: uniform steps between the smallest and the largest value, with or without a zero point; and dINT."""
+"""Integer formats: uniform quantization, symmetric or with a zero point, and dINT."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ZERO_BITS: dict[ZeroDtype, int] = {"code": 8, "float16": 16, "float32": 32}
 class Integer(Format):
     """b-bit integers. Codes are unsigned: `value = (code - zero) * scale`, zero in the middle where it is symmetric.
 
-    `wide` spreads a symmetric range over all codes, scale = amax / (2^b - 1) * 2, as compressed-tensors does: the
+    `full_range` spreads a symmetric range over all codes, scale = amax / (2^b - 1) * 2, as compressed-tensors does: the
     largest value may lose half a step. Otherwise scale = amax / (2^(b-1) - 1).
     """
 
@@ -55,7 +55,7 @@ class Integer(Format):
         return self.qparams_from_range(low * clip_ratio, high * clip_ratio)
 
     def qparams_from_range(self, low: Tensor, high: Tensor) -> QuantParams:
-        """The asymmetric grid from `low` (at most 0) to `high` (at least 0)."""
+        """Compute asymmetric parameters for the range from `low` (at most 0) to `high` (at least 0)."""
         scale = torch.where(high == low, 1.0, exact_divide(high - low, self.num_steps))
         scale = round_scale(scale, self.scale_dtype)
         zero = (-low / scale).round().clamp(0, self.num_steps)
@@ -63,7 +63,7 @@ class Integer(Format):
 
     @property
     def num_steps(self) -> int:
-        """Between the smallest value and the largest."""
+        """Number of steps between the smallest value and the largest."""
         return self.qmax
 
     def round_scale(self, scale: Tensor) -> Tensor:
@@ -188,14 +188,14 @@ def quantize_int8(x: Tensor, *, min_scale: float) -> tuple[Tensor, Tensor]:
 
 
 def stochastic_round(steps: Tensor, grain: Tensor | float, generator: torch.Generator | None) -> Tensor:
-    """One of the two neighbouring multiples of the grain at random, the nearer the likelier."""
+    """Round stochastically to one of the two neighboring multiples of the grain."""
     low = (steps / grain).floor() * grain
     draw = torch.rand(steps.shape, generator=generator, device=steps.device, dtype=torch.float32)
     return torch.where(draw < (steps - low) / grain, low + grain, low)
 
 
 def group_min_max(x: Tensor, number_format: Format) -> tuple[Tensor, Tensor]:
-    """Smallest and largest value of each group; zero always lies between them, so that it is exact."""
+    """Return the smallest and largest value of each group, with zero included so that it is exact."""
     kept = drop_infinities(x)
     low, high = kept.amin(-1, keepdim=True).clamp(max=0), kept.amax(-1, keepdim=True).clamp(min=0)
     if number_format.group_size == PER_TENSOR:

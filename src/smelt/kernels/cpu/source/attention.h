@@ -1,4 +1,4 @@
-// Attention of the tokens of many requests over pages of keys and values, as `smelt.kernels.paged` defines it.
+// Attention of many requests over a paged KV cache, as defined by `smelt.kernels.paged`.
 //
 // The queries that share keys (some tokens of a request, all heads of a group) are computed together. Keys are taken in
 // spans of a fixed number, whose results are merged in order: what a query gets depends on nothing beside it.

@@ -1,4 +1,4 @@
-// Columns rounded one after the other, each error taken up by the columns that follow: the inner loop of GPTQ.
+// The inner loop of GPTQ: quantize columns in order and propagate each error to the columns that follow.
 //
 // Rows never mix, so that sixteen of them lie side by side, column after column, in a tile that stays in the nearest
 // cache. Products and sums are rounded one by one, as the plain loop does it; this unit must be compiled with
@@ -10,15 +10,15 @@ struct Matrix {  // any view of one, in float32; strides count values
     int64_t row_stride, column_stride;
 };
 
-struct GptqBlock {                // laid out as in feedback.py; nothing here is owned
-    Matrix weight, scale, zero;  // [rows, columns]; zero.data null: `middle` everywhere
+struct GptqBlock {                // laid out as in gptq_rounding.py; nothing here is owned
+    Matrix weight, scale, zero;  // [rows, columns]; zero.data null: `default_zero` everywhere
     const float* hinv;         // [columns, columns], upper
     int64_t hinv_stride;       // from line to line
     uint8_t* codes;              // [rows, columns]
     float* errors;               // [rows, columns], over the diagonal
     int64_t rows, columns;
     float qmax, default_zero;
-    int32_t fractional_zero;  // zeros are no whole numbers, and are added before rounding
+    int32_t fractional_zero;  // zero points are fractional, and are added before rounding
 };
 
 namespace {

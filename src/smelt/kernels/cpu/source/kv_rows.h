@@ -1,5 +1,5 @@
-// A head's key or value in a page: a row of numbers, or of codes with a word behind them, as
-// `smelt.kernels.kv_quant` has them. A value is scale * (code - zero).
+// The key or value of one head in a page: a row of floats, or codes followed by their quantization parameters, as
+// defined by `smelt.kernels.kv_quant`. A value is scale * (code - zero).
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ constexpr int32_t INT8_ROWS = 16, FP8_ROWS = 17, INT4_ROWS = 18;  // types of pa
 constexpr int64_t MAX_HEAD_DIM = 256;                               // numbers a head
 
 struct RowShape {
-    int64_t head_dim, half_dim, bytes;  // numbers; of an int4 row, codes that lie in the low halves of bytes; all of them
+    int64_t head_dim, half_dim, bytes;  // values; int4 codes in low nibbles; bytes of a row
 };
 
 inline const uint8_t* row_at(const void* pages, const RowShape& s, int64_t row) {

@@ -1,14 +1,14 @@
-// Add the residual, compare, compact: one pass over a vector. A library of its own, since it is compiled in a second and
-// the workers of a training run should not wait for the others.
+// Add a gradient to a residual and select the elements above a threshold, in one pass. A library of its own: it compiles
+// in a second, and the ranks of a training run need not wait for the others.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-struct ThresholdSelect {            // laid out as in compact.py; nothing here is owned
+struct ThresholdSelect {            // laid out as in threshold_select.py; nothing here is owned
     float* values;          // [elements]: the residual, to which the gradient is added
     const float* gradient;  // [elements]; null: values are only read
     int64_t elements, start, stop;
-    int32_t* indices;  // [stop - start]: where matches are, counted from `start`
+    int32_t* indices;  // [stop - start]: indices of matches, relative to `start`
     float threshold;
 };
 
@@ -58,7 +58,7 @@ int64_t run(const ThresholdSelect& task, int64_t begin, int64_t end, int32_t* in
 
 }  // namespace
 
-// How many matches there are; `found` begins with them, ascending.
+// Returns the number of matches; `indices` starts with them, ascending.
 extern "C" int64_t smelt_threshold_select(const ThresholdSelect* task, int threads) {
     constexpr int MAX_THREADS = 256;
     int64_t counts[MAX_THREADS];
