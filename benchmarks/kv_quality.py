@@ -30,7 +30,7 @@ from smelt.models.model import Model
 
 KEEP = (0.75, 0.5, 0.25, 0.1)
 LENGTHS = {"needle": 1024, "lookup": 512, "continuation": 1024}
-RULES = ("uniform", "pyramid", "ada", "everywhere", "static")
+RULES = ("uniform", "pyramid", "ada", "global-topk", "static")
 FORCED = {"sink": 4, "window": 32}  # of every scorer
 BEFORE = 8  # prompts of a profile
 AT_ONCE = 14  # ways to go on from a prompt, in a batch

@@ -1,4 +1,4 @@
-"""`smelt kv`: how many keys and values each head of a model needs."""
+"""`smelt kv`: profile the KV cache of a model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from smelt.kvcache.eviction.scorers import SCORERS, make_scorer
 from smelt.models.load import load
 from smelt.progress import progress_bars
 
-app = typer.Typer(help="How many keys and values each head of a model needs.", pretty_exceptions_enable=False)
+app = typer.Typer(help="Profile the KV cache of a model.", pretty_exceptions_enable=False)
 
 DataOption = Annotated[str, typer.Option("--data", help="Long texts: a file, a hub id, or default.")]
-KeepOption = Annotated[float, typer.Option("--keep", help="The share of keys and values that is kept in all.")]
-ScorerOption = Annotated[str, typer.Option("--scorer", help=f"What a token is worth: {', '.join(SCORERS)}.")]
-GroupOption = Annotated[int, typer.Option("--heads", min=1, help="Heads that share num_pages, at most.")]
-OutOption = Annotated[Path, typer.Option("-o", "--out", help="Where the profile is written.")]
+KeepOption = Annotated[float, typer.Option("--keep", help="Ratio of the KV cache to retain overall.")]
+ScorerOption = Annotated[str, typer.Option("--scorer", help=f"Scorer of the tokens: {', '.join(SCORERS)}.")]
+GroupOption = Annotated[int, typer.Option("--heads", min=1, help="Heads per cluster that share pages, at most.")]
+OutOption = Annotated[Path, typer.Option("-o", "--out", help="Write the profile to this file.")]
 
 
 @app.callback()
 def group() -> None:
-    """So that `profile` is a word of its own also while there is no other."""
+    """Keep `profile` a subcommand while it is the only one."""
 
 
 @app.command()
@@ -40,68 +40,70 @@ def profile(
     data: DataOption = "default",
     keep: KeepOption = 0.3,
     scorer: ScorerOption = "snapkv",
-    count: Annotated[int, typer.Option("--samples", min=1, help="Texts that are read.")] = 24,
-    length: Annotated[int, typer.Option(min=64, help="Tokens of each.")] = 1024,
+    count: Annotated[int, typer.Option("--samples", min=1, help="Sample prompts to measure.")] = 24,
+    length: Annotated[int, typer.Option(min=64, help="Tokens per sample.")] = 1024,
     heads: GroupOption = 4,
     device: DeviceOption = "cpu",
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
-    """A budget for each layer and head, found once over real texts; how alike they are; what sharing pages costs."""
+    """Measure a KV cache budget per layer and head over sample prompts, for `smelt serve --kv-profile`."""
     check_keep(keep)
-    wanted = make_scorer(scorer)
+    token_scorer = make_scorer(scorer)
     text = load_text(data)
     loaded = load(model, device=device)
     check_evictable(loaded)
     assert loaded.tokenizer is not None
     tokens = loaded.tokenizer(text.joined, verbose=False)["input_ids"]
     with progress_bars() as progress:
-        found = measure_kept_ratios(
-            loaded, sample_prompts(tokens, count, length, seed), wanted, make_budget_rule("ada"), keep, progress
+        ratios = measure_kept_ratios(
+            loaded, sample_prompts(tokens, count, length, seed), token_scorer, make_budget_rule("ada"), keep, progress
         )
-    made = EvictionProfile.from_ratios(kv_shape_of(loaded), scorer, keep, found).with_clusters(heads)
-    made.save(out)
-    content = describe(made, found)
-    _show(model, made, content)
+    eviction_profile = EvictionProfile.from_ratios(kv_shape_of(loaded), scorer, keep, ratios).with_clusters(heads)
+    eviction_profile.save(out)
+    content = describe(eviction_profile, ratios)
+    _show(model, eviction_profile, content)
     say(f"{out} is written.")
     write_json(json_file, {"model": model, "profile": str(out), "seed": seed, **content})
 
 
-def describe(made: EvictionProfile, found: Any) -> dict[str, Any]:
-    """What a profile says of its model."""
-    budgets = made.budgets
-    assert made.clusters is not None
-    heads = made.clusters.size
+def describe(eviction_profile: EvictionProfile, ratios: Any) -> dict[str, Any]:
+    """Summarize a profile for the JSON output."""
+    budgets = eviction_profile.budgets
+    assert eviction_profile.clusters is not None
+    heads = eviction_profile.clusters.size
     sharing = {}
     for scope in ("global", "per_layer", "adjacent"):
-        whole = budgets.shape[1] if scope == "per_layer" else budgets.numel()
-        if whole % heads == 0:
+        num_heads = budgets.shape[1] if scope == "per_layer" else budgets.numel()
+        if num_heads % heads == 0:
             sharing[scope] = sharing_overhead(budgets, cluster_heads(budgets, heads, scope)).ratio
-    alike = rank_stability(found)
     return {
-        "keep": made.keep_ratio,
-        "scorer": made.scorer,
-        "samples": made.num_samples,
-        "mean": float(made.budgets.new_tensor(made.mean).mean()),
+        "keep": eviction_profile.keep_ratio,
+        "scorer": eviction_profile.scorer,
+        "samples": eviction_profile.num_samples,
+        "mean": float(eviction_profile.budgets.new_tensor(eviction_profile.mean).mean()),
         "budgets": budgets.tolist(),
         "budget": float(budgets.mean()),
-        "within": float((found <= budgets + 1e-9).double().mean()),
-        "rank_stability": float(alike.mean()),
+        "within": float((ratios <= budgets + 1e-9).double().mean()),
+        "rank_stability": float(rank_stability(ratios).mean()),
         "heads_that_share": heads,
         "over_ideal": sharing,
     }
 
 
-def _show(model: str, made: EvictionProfile, content: dict[str, Any]) -> None:
+def _show(model: str, eviction_profile: EvictionProfile, content: dict[str, Any]) -> None:
     rows = [
-        [str(layer), *(f"{value:.2f}" for value in heads)] for layer, heads in enumerate(made.budgets.tolist())
-    ]  # the share of what may go
-    headings = ["layer", *(f"head {head}" for head in range(made.shape.num_kv_heads))]
-    console.print(table(f"{model}: the share of its tokens that each head keeps", headings, rows))
+        [str(layer), *(f"{value:.2f}" for value in heads)]
+        for layer, heads in enumerate(eviction_profile.budgets.tolist())
+    ]  # ratio of evictable tokens
+    headings = ["layer", *(f"head {head}" for head in range(eviction_profile.shape.num_kv_heads))]
+    console.print(table(f"{model}: KV cache budget per head (ratio of evictable tokens)", headings, rows))
     console.print(
-        f"Kept on average {content['mean']:.3f} of what may go; with room for {made.alpha:g} deviations "
-        f"{content['budget']:.3f}, within which {content['within']:.0%} of all heads stayed. Samples rank the heads "
-        f"alike by {content['rank_stability']:.2f} (Spearman)."
+        f"Heads retain {content['mean']:.3f} of the evictable tokens on average; with {eviction_profile.alpha:g} standard deviations "
+        f"{content['budget']:.3f}, which covers {content['within']:.0%} of all heads and samples. Rank correlation of the "
+        f"heads between samples: {content['rank_stability']:.2f} (Spearman)."
     )
     for scope, over in content["over_ideal"].items():
-        console.print(f"Pages shared by {content['heads_that_share']} heads, {scope}: {over:.2f} times the ideal.")
+        console.print(
+            f"Pages shared by {content['heads_that_share']} heads, {scope}: {over:.2f} times the memory of unshared pages."
+        )

@@ -63,7 +63,7 @@ def test_a_cache_without_room_for_a_chunk() -> None:
 def test_what_is_no_profile(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text("{}")
-    with pytest.raises(ModelError, match="not a profile of keys and values"):
+    with pytest.raises(ModelError, match="not a KV cache profile"):
         Engine(model_of("llama"), kv_profile=file, **SMALL)
     with pytest.raises(ModelError, match="cannot be read"):
         Engine(model_of("llama"), kv_profile=tmp_path / "none.json", **SMALL)
