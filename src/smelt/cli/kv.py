@@ -59,29 +59,29 @@ def profile(
         ratios = measure_kept_ratios(
             loaded, sample_prompts(tokens, count, length, seed), token_scorer, make_budget_rule("ada"), keep, progress
         )
-    eviction_profile = EvictionProfile.from_ratios(kv_shape_of(loaded), scorer, keep, ratios).with_clusters(heads)
-    eviction_profile.save(out)
-    content = describe(eviction_profile, ratios)
-    _show(model, eviction_profile, content)
+    profiled = EvictionProfile.from_ratios(kv_shape_of(loaded), scorer, keep, ratios).with_clusters(heads)
+    profiled.save(out)
+    content = describe(profiled, ratios)
+    _show(model, profiled, content)
     say(f"{out} is written.")
     write_json(json_file, {"model": model, "profile": str(out), "seed": seed, **content})
 
 
-def describe(eviction_profile: EvictionProfile, ratios: Any) -> dict[str, Any]:
+def describe(profiled: EvictionProfile, ratios: Any) -> dict[str, Any]:
     """Summarize a profile for the JSON output."""
-    budgets = eviction_profile.budgets
-    assert eviction_profile.clusters is not None
-    heads = eviction_profile.clusters.size
+    budgets = profiled.budgets
+    assert profiled.clusters is not None
+    heads = profiled.clusters.size
     sharing = {}
     for scope in ("global", "per_layer", "adjacent"):
         num_heads = budgets.shape[1] if scope == "per_layer" else budgets.numel()
         if num_heads % heads == 0:
             sharing[scope] = sharing_overhead(budgets, cluster_heads(budgets, heads, scope)).ratio
     return {
-        "keep": eviction_profile.keep_ratio,
-        "scorer": eviction_profile.scorer,
-        "samples": eviction_profile.num_samples,
-        "mean": float(eviction_profile.budgets.new_tensor(eviction_profile.mean).mean()),
+        "keep": profiled.keep_ratio,
+        "scorer": profiled.scorer,
+        "samples": profiled.num_samples,
+        "mean": float(profiled.budgets.new_tensor(profiled.mean).mean()),
         "budgets": budgets.tolist(),
         "budget": float(budgets.mean()),
         "within": float((ratios <= budgets + 1e-9).double().mean()),
@@ -91,19 +91,18 @@ def describe(eviction_profile: EvictionProfile, ratios: Any) -> dict[str, Any]:
     }
 
 
-def _show(model: str, eviction_profile: EvictionProfile, content: dict[str, Any]) -> None:
+def _show(model: str, profiled: EvictionProfile, content: dict[str, Any]) -> None:
     rows = [
-        [str(layer), *(f"{value:.2f}" for value in heads)]
-        for layer, heads in enumerate(eviction_profile.budgets.tolist())
+        [str(layer), *(f"{value:.2f}" for value in heads)] for layer, heads in enumerate(profiled.budgets.tolist())
     ]  # ratio of evictable tokens
-    headings = ["layer", *(f"head {head}" for head in range(eviction_profile.shape.num_kv_heads))]
+    headings = ["layer", *(f"head {head}" for head in range(profiled.shape.num_kv_heads))]
     console.print(table(f"{model}: KV cache budget per head (ratio of evictable tokens)", headings, rows))
     console.print(
-        f"Heads retain {content['mean']:.3f} of the evictable tokens on average; with {eviction_profile.alpha:g} standard deviations "
-        f"{content['budget']:.3f}, which covers {content['within']:.0%} of all heads and samples. Rank correlation of the "
-        f"heads between samples: {content['rank_stability']:.2f} (Spearman)."
+        f"Heads retain {content['mean']:.3f} of the evictable tokens on average; with {profiled.alpha:g} standard "
+        f"deviations {content['budget']:.3f}, which covers {content['within']:.0%} of all heads and samples. Rank "
+        f"correlation of the heads between samples: {content['rank_stability']:.2f} (Spearman)."
     )
     for scope, over in content["over_ideal"].items():
         console.print(
-            f"Pages shared by {content['heads_that_share']} heads, {scope}: {over:.2f} times the memory of unshared pages."
+            f"Pages shared by {content['heads_that_share']} heads, {scope}: {over:.2f} times the memory without sharing."
         )
