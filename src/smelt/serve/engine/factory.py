@@ -187,8 +187,9 @@ def _bounded(parts: _Build, bound: BoundedCacheConfig) -> tuple[Scheduler, Runne
     num_blocks = parts.num_blocks(bytes_per_block, config.max_num_seqs * blocks_per_request, model.device)
     if num_blocks < blocks_per_request:
         raise ResourceError(
-            f"the KV cache holds {num_blocks * parts.block_size:,} tokens, the cap is {size.capacity:,}, which takes "
-            f"{blocks_per_request * bytes_per_block:,} bytes; give more memory, or a smaller cap."
+            f"the KV cache holds {num_blocks * parts.block_size:,} tokens, and the cap is "
+            f"{size.capacity:,}, which takes {blocks_per_request * bytes_per_block:,} bytes; "
+            "give more memory, or a smaller cap."
         )
     pool = BlockPool(num_blocks, parts.block_size, prefix_cache=False)
     empty = partial(BoundedCacheState.empty, size.capacity, model.device)
