@@ -1,14 +1,13 @@
-"""What a threshold sparsifier costs beside the gradients' own bytes: add the residual, compare, compact.
+"""Cost of a threshold sparsifier's pass over memory: add the gradient to the residual, compare, compact.
 
     PYTHONPATH=src:benchmarks python benchmarks/gradient_cost.py [--device cpu] [--tune]
 
-Random normal values; the threshold is the one that the density's share of them exceeds, found by counting. The bytes
-that must move are those of the gradient (read) and of the residual (read and written); their least time is at the
-bandwidth of a large copy, on a CPU of a large addition in place, measured first. On a GPU the kernel is timed inside a
-captured graph, with room for twice the target, as `Settings(slots=2)` has it; vectors are taken in turn, together more
-than the cache holds. PyTorch's own operations and `torch.topk`, of magnitudes that it is handed, are timed one by one
-between events. On a CPU there is one thread. Each result is compared with that of PyTorch's own operations before it
-is timed.
+Random normal values; the threshold that the density's share of them exceeds is found by counting. The bytes that must
+move are those of the gradient (read) and of the residual (read and written); their minimum time is at the bandwidth of
+a large copy, on CPU of a large addition in place, measured first. On a GPU the kernel is timed inside a captured graph,
+with a capacity of twice the target, as with `CompressionSettings(fixed_capacity=2)`; it rotates over more vectors than
+the cache holds. PyTorch's own operations, and `torch.topk` of given magnitudes, are timed one by one between events.
+On CPU there is one thread. Each result is compared with that of PyTorch's own operations before it is timed.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from torch import Tensor
 
 from smelt.kernels.threshold_select import add_and_select, select_backend
 
-SEED, SLOTS = 0, 2.0
+SEED, CAPACITY = 0, 2.0
 SIZES = {"cuda": [25_000_000, 1_000_000_000], "cpu": [25_000_000]}
 DENSITIES = [0.001, 0.01]
-ROTATED = 10**9  # bytes of vectors that are taken in turn on a GPU
+ROTATED = 10**9  # bytes of vectors to rotate over on a GPU
 DRIFT = 1e-3  # of the residual's scale: a gradient is added in every repeat, and the density must stay
 TILES = [(2048, 4), (4096, 4), (4096, 8), (8192, 4), (8192, 8), (8192, 16), (16384, 8), (16384, 16)]  # elements, warps
 WORDS = [1024, 2048, 4096, 8192]
@@ -40,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=list(SIZES), default="cuda")
     parser.add_argument("--sizes", type=float, nargs="*", help="elements; 25e6 and, on a GPU, 1e9")
-    parser.add_argument("--tune", action="store_true", help="other tiles too, on a GPU")
+    parser.add_argument("--tune", action="store_true", help="also time other tile sizes, on a GPU")
     options = parser.parse_args()
     torch.manual_seed(SEED)
     on_cpu = options.device == "cpu"
@@ -57,13 +56,13 @@ def main() -> None:
 
 
 def cpu_bandwidth() -> float:
-    """Bytes read and written a second by an addition in place: a copy also reads what it overwrites."""
+    """Return bytes read and written per second by an addition in place: a copy also reads what it overwrites."""
     source, target = torch.randn(50_000_000), torch.randn(50_000_000)
     return 3 * source.nbytes / seconds(lambda: target.add_(source), "cpu", 25)
 
 
 def seconds(call: Callable[[], Any], device: str, repeats: int = 5) -> float:
-    """The median of calls one by one, after one that warms up."""
+    """Return the median time of single calls, after one warmup call."""
     call()
     times = []
     for _ in range(repeats):
@@ -82,29 +81,29 @@ def seconds(call: Callable[[], Any], device: str, repeats: int = 5) -> float:
 
 
 def measure(size: int, device: str, bandwidth: float, tune: bool) -> list[Row]:
-    """All rows of one size."""
+    """Return all rows of one size."""
     number = max(1, ROTATED // (8 * size)) if device == "cuda" else 1
     pairs = [(torch.randn(size, device=device), DRIFT * torch.randn(size, device=device)) for _ in range(number)]
     rows = []
     for density in DENSITIES:
-        threshold, slots = _threshold(pairs[0][0], density), ceil(SLOTS * density * size)
-        _check(pairs[0], threshold, slots)
+        threshold, capacity = _threshold(pairs[0][0], density), ceil(CAPACITY * density * size)
+        _check(pairs[0], threshold, capacity)
 
         def row(way: str, time: float, taken: bool = False, width: int = 12, density: float = density) -> Row:
             least = width * size / bandwidth
-            found = {"elements": size, "density": density, "way": way, "taken": taken, "ms": 1e3 * time}
-            found |= {"least_ms": 1e3 * least, "of_least": time / least}
-            print(found, flush=True)
-            return found
+            result = {"elements": size, "density": density, "way": way, "taken": taken, "ms": 1e3 * time}
+            result |= {"least_ms": 1e3 * least, "of_least": time / least}
+            print(result, flush=True)
+            return result
 
-        rows.append(row("ours", _ours(pairs, threshold, slots, device), True))
+        rows.append(row("ours", _ours(pairs, threshold, capacity, device), True))
         if device == "cuda":
-            rows.append(row("ours, the range of one of 8 workers", _shared(pairs, threshold, slots // 8)))
+            rows.append(row("ours, the range of one of 8 ranks", _shared(pairs, threshold, capacity // 8)))
             half = [(residual, gradient.bfloat16()) for residual, gradient in pairs]
-            rows.append(row("ours, gradient in bfloat16", _ours(half, threshold, slots, device), width=10))
+            rows.append(row("ours, gradient in bfloat16", _ours(half, threshold, capacity, device), width=10))
             del half
         if tune:
-            rows += [row(f"ours, {text}", time) for text, time in _tuned(pairs, threshold, slots)]
+            rows += [row(f"ours, {text}", time) for text, time in _tuned(pairs, threshold, capacity)]
         rows.append(row("PyTorch's own operations", seconds(lambda t=threshold: _plain(*pairs[0], t), device)))
         magnitudes = pairs[0][0].abs()
         top = seconds(lambda m=magnitudes, d=density: m.topk(int(d * size), sorted=False), device, 3)
@@ -114,7 +113,7 @@ def measure(size: int, device: str, bandwidth: float, tune: bool) -> list[Row]:
 
 
 def _threshold(values: Tensor, density: float) -> float:
-    """By halving an interval; of normal values."""
+    """Find the threshold by bisection; of normal values."""
     low, high = 0.0, 10.0
     for _ in range(25):
         middle = (low + high) / 2
@@ -124,56 +123,56 @@ def _threshold(values: Tensor, density: float) -> float:
 
 
 def _plain(residual: Tensor, gradient: Tensor, threshold: float) -> Tensor:
-    """How many there are is asked of the device, as it must be without a bound."""
+    """Synchronizes for the count, as it must without a capacity."""
     residual.add_(gradient)
     return torch.nonzero(residual.abs() >= threshold).flatten()
 
 
-def _check(pair: tuple[Tensor, Tensor], threshold: float, slots: int) -> None:
-    """The fast path is taken, and gives the bits of the plain one."""
+def _check(pair: tuple[Tensor, Tensor], threshold: float, capacity: int) -> None:
+    """Check that the fast path is used and gives the same bits as the plain one."""
     residual, gradient = pair
     assert select_backend(residual) != "reference", "there is no kernel for this device"
     fast, plain = residual.clone(), residual.clone()
-    found = add_and_select(fast, gradient, threshold, 0, len(fast), slots)
-    wanted = _plain(plain, gradient, threshold)
-    count = len(wanted)
-    assert torch.equal(fast, plain), "other sums"
-    assert count < slots, f"{count} found, {slots / SLOTS:g} wanted"
-    assert torch.equal(found[:count], wanted), "other indices"
-    assert bool((found[count:] == len(fast)).all()), "slots that are neither filled nor empty"
+    indices = add_and_select(fast, gradient, threshold, 0, len(fast), capacity)
+    expected = _plain(plain, gradient, threshold)
+    count = len(expected)
+    assert torch.equal(fast, plain), "different sums"
+    assert count < capacity, f"{count} selected, target {capacity / CAPACITY:g}"
+    assert torch.equal(indices[:count], expected), "different indices"
+    assert bool((indices[count:] == len(fast)).all()), "padding is not the invalid index"
 
 
-def _ours(pairs: list[tuple[Tensor, Tensor]], threshold: float, slots: int, device: str) -> float:
+def _ours(pairs: list[tuple[Tensor, Tensor]], threshold: float, capacity: int, device: str) -> float:
     def call(residual: Tensor, gradient: Tensor) -> Tensor:
-        return add_and_select(residual, gradient, threshold, 0, len(residual), slots)
+        return add_and_select(residual, gradient, threshold, 0, len(residual), capacity)
 
     if device == "cpu":
         return seconds(lambda: call(*pairs[0]), device, 25)
     return graph_seconds([lambda r=residual, g=gradient: call(r, g) for residual, gradient in pairs])
 
 
-def _shared(pairs: list[tuple[Tensor, Tensor]], threshold: float, slots: int) -> float:
-    """Everything is added, and the fourth of eight ranges compacted."""
+def _shared(pairs: list[tuple[Tensor, Tensor]], threshold: float, capacity: int) -> float:
+    """Add everything, and compact the fourth of eight ranges."""
     size = len(pairs[0][0])
     start, stop = 3 * size // 8, 4 * size // 8
-    return graph_seconds([lambda r=r, g=g: add_and_select(r, g, threshold, start, stop, slots) for r, g in pairs])
+    return graph_seconds([lambda r=r, g=g: add_and_select(r, g, threshold, start, stop, capacity) for r, g in pairs])
 
 
-def _tuned(pairs: list[tuple[Tensor, Tensor]], threshold: float, slots: int) -> list[tuple[str, float]]:
+def _tuned(pairs: list[tuple[Tensor, Tensor]], threshold: float, capacity: int) -> list[tuple[str, float]]:
     from smelt.kernels.gpu import threshold_select as kernel
 
     mine = kernel.words_for(len(pairs[0][0]) // kernel.BITS)
     ways = [(tiles, mine) for tiles in TILES] + [(kernel.TILES, words) for words in WORDS if words != mine]
-    found = []
+    results = []
     for tiles, words in ways:
         calls = [
             lambda r=r, g=g, t=tiles, w=words: kernel.add_and_select(
-                r, g, threshold, 0, len(r), slots, tiles=t, words=w
+                r, g, threshold, 0, len(r), capacity, tiles=t, words=w
             )
             for r, g in pairs
         ]
-        found.append((f"tiles {tiles}, {words} words", graph_seconds(calls, repeats=5)))
-    return found
+        results.append((f"tiles {tiles}, {words} words", graph_seconds(calls, repeats=5)))
+    return results
 
 
 def _text(rows: list[Row], bandwidth: float) -> str:
@@ -190,7 +189,7 @@ def _text(rows: list[Row], bandwidth: float) -> str:
         "# Add the residual, compare, compact\n\n"
         f"Bandwidth {bandwidth / 1e9:,.1f} GB/s, read and written, of a copy (on a CPU: of an addition in place, one "
         "thread). The least time is that of reading gradient and residual and writing the residual at this bandwidth. "
-        f"Room for {SLOTS:g} times the target.\n\n"
+        f"Capacity for {CAPACITY:g} times the target.\n\n"
         + table(["elements", "density", "how", "time, ms", "least, ms", "of the least", "of ours"], cells)
     )
 

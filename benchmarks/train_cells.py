@@ -1,4 +1,4 @@
-"""What the training benchmarks share: their options, and four workers that hand back each cell as it is done."""
+"""Shared by the training benchmarks: options, and four ranks that yield each cell as it is done."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ Cell = dict[str, Any]
 
 
 def words(text: str) -> list[str]:
-    """An option that names several."""
+    """Split a comma-separated option."""
     return text.split(",")
 
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
-    """With the options of every benchmark that goes on where it stopped."""
+    """Return a parser with the options of every resumable benchmark."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--seeds", type=lambda text: list(map(int, words(text))), default=[0, 1, 2])
-    parser.add_argument("--seconds", type=float, default=1e9, help="no cell is begun after so many")
-    parser.add_argument("--text", action="store_true", help="run nothing, write the tables anew")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no cell after this many")
+    parser.add_argument("--text", action="store_true", help="run nothing, rewrite the tables")
     return parser
 
 
 def run_cells(cells: list[Cell]) -> Iterator[Cell]:
-    """In four processes on this machine, joined by its loopback."""
+    """Run in four processes on this machine, connected by loopback."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -54,9 +54,9 @@ def run_workers(
     more: dict[str, str],
     ready: Callable[[list[int]], None] = lambda pids: None,
 ) -> Iterator[Cell]:
-    """Each cell as it is done.
+    """Yield each cell as it is done.
 
-    `prefix`: words before a worker's command. `ready` is called with their process ids once all are started; after it
+    `prefix`: arguments before a rank's command. `ready` is called with the process ids once all are started; after it
     each one is sent an empty line, which a prefix may wait for.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +72,7 @@ def run_workers(
                 out = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
                 words = [*prefix(rank), *command]
                 pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": out, "text": True}
-                # a session each, so that Linux shares its cores among workers as it does among people
+                # a session each, so that Linux schedules the ranks fairly
                 processes.append(subprocess.Popen(words, env=environment, start_new_session=True, **pipes))
             ready([process.pid for process in processes])
             for process in processes:
@@ -84,7 +84,7 @@ def run_workers(
                 yield json.loads(line)
             for process in processes:
                 if process.wait():
-                    raise SystemExit("a worker failed; see its words above")
+                    raise SystemExit("a rank failed; see its output above")
         finally:
             for process in processes:
                 process.kill()
@@ -92,8 +92,8 @@ def run_workers(
 
 
 def wikitext2(folder: Path, megabytes: float) -> tuple[Path, Path]:
-    """The beginning of WikiText-2's training part and of its validation part, as text files."""
-    found = []
+    """Write the beginning of WikiText-2's training and validation splits as text files."""
+    paths = []
     for part, size in (("train", int(megabytes * 1e6)), ("valid", 200_000)):
         with gzip.open(shared() / "data" / "wikitext2" / f"{part}.txt.gz", "rt", encoding="utf-8") as file:
             text = file.read(size)
@@ -101,12 +101,12 @@ def wikitext2(folder: Path, megabytes: float) -> tuple[Path, Path]:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        found.append(path)
-    return found[0], found[1]
+        paths.append(path)
+    return paths[0], paths[1]
 
 
 def cifar10(folder: Path) -> Path:
-    """CIFAR-10 as pixels in one file; what lies in `shared` are JPEG copies, which Pillow reads."""
+    """Write CIFAR-10 as pixels into one file; `shared` holds JPEG copies, which Pillow reads."""
     path = folder / "cifar10.npz"
     arrays = {}
     for part in ("train", "test"):
@@ -123,5 +123,5 @@ def _pixels(jpeg: bytes) -> np.ndarray:
     try:
         from PIL import Image
     except ImportError as error:
-        raise SystemExit("CIFAR-10 is here as JPEG; pip install pillow reads it") from error
+        raise SystemExit("CIFAR-10 is stored as JPEG; pip install pillow to read it") from error
     return np.asarray(Image.open(io.BytesIO(jpeg)).convert("RGB"))

@@ -3,10 +3,10 @@
     PYTHONPATH=src:benchmarks python benchmarks/train_convergence.py [--tasks gpt] [--methods none,exdyna] \
         [--densities 0.01,0.001] [--seeds 0,1,2] [--seconds 600] [--tune]
 
-Four workers on one machine (gloo), one thread each, in the product's own loop. Small models: what is shown is how
-methods compare, not what a model can reach. The learning rate was tuned once for plain DDP (`--tune`, seed 0) and is
-the same for all methods. Finished cells stand in results/train_convergence.json and are not run again, so that a call
-with `--seconds` does a piece of the work and the next one goes on; `--text` only writes the tables anew.
+Four ranks on one machine (gloo), one thread each, in Smelt's own trainer. Small models: what is shown is how methods
+compare, not what a model can reach. The learning rate was tuned once for plain DDP (`--tune`, seed 0) and is the same
+for all methods. Finished cells are kept in results/train_convergence.json and are not run again, so that a call with
+`--seconds` does a part of the work and the next one continues; `--text` only rewrites the tables.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "cifar": {"name": "sgd", "momentum": 0.9, "nesterov": True},
 }
 POINTS = 6  # evaluations of a run
-WARM_UP = 30  # steps
+WARMUP = 30  # steps
 SPARSE = ["exdyna", "micro", "deft", "topk", "cltk", "sage", "sidco", "dgc", "threshold", "randomk"]
 OTHERS = ["none", "bf16", "powersgd", "qsgd", "adacomp", "efsign", "onebit"]
-FEW = ["none", "powersgd", "exdyna", "topk", "dgc"]  # of the tasks that are variants
+VARIANT_METHODS = ["none", "powersgd", "exdyna", "topk", "dgc"]  # of the tasks that are variants
 VARIANTS = ["gpt-long", "gpt-sgd"]
 DENSITIES = [0.01, 0.001]
-PLAIN = 10  # steps that PowerSGD sends everything; 1,000 is PyTorch's own default, longer than these runs
-WHAT = {
+POWERSGD_WARMUP = 10  # steps; PyTorch's default of 1,000 is longer than these runs
+TITLES = {
     "gpt": "A language model on WikiText-2, AdamW",
     "gpt-long": "The same, four times as long",
     "gpt-sgd": "The same, SGD with momentum 0.9",
@@ -72,8 +72,8 @@ def main() -> None:
         wanted = [] if options.text else _cells(options, Path(folder))
         open_cells = [cell for cell in wanted if cell["name"] not in done]
         print(f"{len(open_cells)} cells to run, {len(wanted) - len(open_cells)} are done", flush=True)
-        for found in run_cells(open_cells) if open_cells else []:
-            rows.append(_row(found))
+        for cell in run_cells(open_cells) if open_cells else []:
+            rows.append(_row(cell))
             write(NAME, rows, _text(rows))
             if perf_counter() - start > options.seconds:
                 break
@@ -85,26 +85,26 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tasks", type=words, default=list(STEPS))
     parser.add_argument("--methods", type=words, help="all, or with --tune plain DDP")
     parser.add_argument("--densities", type=lambda text: list(map(float, words(text))), default=DENSITIES)
-    parser.add_argument("--tune", action="store_true", help="several learning rates in place of the grid")
+    parser.add_argument("--tune", action="store_true", help="several learning rates instead of the grid")
     return parser.parse_args()
 
 
 def _cells(options: argparse.Namespace, folder: Path) -> list[Cell]:
-    found = []
+    cells = []
     data = {task: _data(task, folder) for task in options.tasks}
     if options.tune:
         for task, method in product(options.tasks, options.methods or ["none"]):
             for density, rate in product(options.densities if method in SPARSE else [None], TRIED[task]):
-                found.append(_cell(task, method, density, 0, rate, data[task]))
-        return found
+                cells.append(_cell(task, method, density, 0, rate, data[task]))
+        return cells
     for seed in options.seeds:
         for task in options.tasks:
             for method in options.methods or OTHERS + SPARSE:
-                if task in VARIANTS and method not in FEW:
+                if task in VARIANTS and method not in VARIANT_METHODS:
                     continue
                 for density in options.densities if method in SPARSE else [None]:
-                    found.append(_cell(task, method, density, seed, RATES[task], data[task]))
-    return found
+                    cells.append(_cell(task, method, density, seed, RATES[task], data[task]))
+    return cells
 
 
 def _cell(task: str, method: str, density: float | None, seed: int, rate: float, data: dict[str, Any]) -> Cell:
@@ -114,10 +114,10 @@ def _cell(task: str, method: str, density: float | None, seed: int, rate: float,
     if density is not None:
         gradients["density"] = density
     if method == "powersgd":
-        gradients["plain"] = PLAIN
+        gradients["warmup_steps"] = POWERSGD_WARMUP
     if method == "dgc" and optimizer["name"] == "adamw":
-        gradients["momentum"] = 0.0  # Adam has its own
-    elif method == "dgc":  # the momentum is its own
+        gradients["momentum"] = 0.0  # Adam has momentum
+    elif method == "dgc":  # applies momentum itself
         gradients |= {"momentum": 0.9, "nesterov": optimizer.get("nesterov", False)}
         optimizer = {"name": "sgd"}
     config = {
@@ -127,7 +127,7 @@ def _cell(task: str, method: str, density: float | None, seed: int, rate: float,
         "device": "cpu",
         "gradients": gradients,
         "optimizer": {**optimizer, "lr": rate},
-        "schedule": {"name": "cosine", "warmup_steps": WARM_UP},
+        "schedule": {"name": "cosine", "warmup_steps": WARMUP},
         "evaluate": {"every": steps // POINTS, "samples": 512 if task in IMAGES else 256},
         "checkpoint": {"every": None, "keep": 1},
     }
@@ -167,16 +167,16 @@ def _images(data: dict[str, Any]) -> dict[str, Any]:
     return {"task": "images", "model": model, "data": data, "batch_size": 16}
 
 
-def _row(found: Cell) -> Row:
-    """With the parts of its name, and build-up as a mean over each twelfth of the run."""
-    words = found["name"].split()
+def _row(cell: Cell) -> Row:
+    """Add the parts of the name, and build-up as a mean over each twelfth of the run."""
+    words = cell["name"].split()
     density = float(words[2]) if words[2] != "seed" else None
-    place = words.index("seed")
-    counts = found.pop("build_ups")
+    position = words.index("seed")
+    counts = cell.pop("build_ups")
     size = max(len(counts) // 12, 1)
     windows = [round(mean(counts[start : start + size]), 3) for start in range(0, len(counts), size)]
     parts = {"task": words[0], "method": words[1], "density": density}
-    return {**found, **parts, "seed": int(words[place + 1]), "rate": float(words[-1]), "build_up_windows": windows}
+    return {**cell, **parts, "seed": int(words[position + 1]), "rate": float(words[-1]), "build_up_windows": windows}
 
 
 def _text(rows: list[Row]) -> str:
@@ -185,7 +185,7 @@ def _text(rows: list[Row]) -> str:
         own = [row for row in rows if row["task"] == task]
         grid = [row for row in own if row["rate"] == RATES[task]]
         if grid:
-            parts += [f"## {WHAT[task]}", _task_words(grid), _table(grid, task), _curves(grid)]
+            parts += [f"## {TITLES[task]}", _task_words(grid), _table(grid, task), _curves(grid)]
         for label, tuned in _grouped([row for row in own if row["seed"] == 0]):
             if len(tuned) > 1:
                 ends = [f"{row['rate']:g}: {_loss_words(row)}" for row in sorted(tuned, key=lambda row: row["rate"])]
@@ -195,13 +195,13 @@ def _text(rows: list[Row]) -> str:
 
 def _introduction() -> str:
     return (
-        f"{WORKERS} workers (gloo, one machine, one thread each) in `smelt.train`'s loop; learning rate tuned for "
-        f"plain DDP alone and the same for all; {WARM_UP} steps of warm-up, then a cosine to zero; one vector for the "
+        f"{WORKERS} ranks (gloo, one machine, one thread each) in Smelt's trainer; learning rate tuned for "
+        f"plain DDP alone and the same for all; {WARMUP} warmup steps, then a cosine to zero; one bucket for the "
         "whole model, float32 values. Held-out loss: mean over seeds (lowest to highest); above plain: of the same "
-        "seeds. Bytes: those that arrive at a worker, mean of the second half of the steps, plain DDP by arithmetic "
+        "seeds. Bytes: received per rank, mean of the second half of the steps, plain DDP by arithmetic "
         "of a ring. |I|/(dG) and padding n max k / |I| - 1: means of the second half; the span is over means of each "
-        f"twelfth of a run from the second on. powersgd: rank 1, after {PLAIN} plain steps. The cells of CIFAR-10 are "
-        "of an ARM machine, all others of x86 ones; times are not compared."
+        f"twelfth of a run from the second on. powersgd: rank 1, after {POWERSGD_WARMUP} warmup steps. The cells of "
+        "CIFAR-10 are of an ARM machine, all others of x86 ones; times are not compared."
     )
 
 
@@ -213,24 +213,24 @@ def _task_words(grid: list[Row]) -> str:
         "The first million characters of the training part, no sample seen twice; held out: 256 windows of the "
         "validation part. A token is a byte; gradients are clipped at norm 1."
         if first["task"] not in IMAGES
-        else f"{size} images, of which a worker's samples are drawn from {number}; held out: the first 512 test images."
+        else f"{size} images, of which a rank's samples are drawn from {number}; held out: the first 512 test images."
     )
     return (
-        f"{first['parameters']:,} parameters, {STEPS[first['task']]} steps, {batch} a worker and step, learning rate "
+        f"{first['parameters']:,} parameters, {STEPS[first['task']]} steps, {batch} per rank and step, learning rate "
         f"{first['rate']:g}. {data}"
     )
 
 
 def _grouped(grid: list[Row]) -> list[tuple[str, list[Row]]]:
     """Rows of one method and density together, in the order of the grid; the label of each."""
-    found = []
+    groups = []
     for method in OTHERS + SPARSE:
         for density in [None, *DENSITIES]:
             own = [row for row in grid if row["method"] == method and row["density"] == density]
             if own:
                 label = "plain DDP" if method == "none" else method
-                found.append((label if density is None else f"{label} {density:g}", own))
-    return found
+                groups.append((label if density is None else f"{label} {density:g}", own))
+    return groups
 
 
 def _table(grid: list[Row], task: str) -> str:
@@ -257,7 +257,7 @@ def _table(grid: list[Row], task: str) -> str:
             ]
         )  # fmt: skip
     headings = ["method", "seeds", "held-out loss", "above plain", measure]
-    return table([*headings, "kB a step", "fewer bytes", "I/(dG)", "padding"], cells)
+    return table([*headings, "kB per step", "fewer bytes", "I/(dG)", "padding"], cells)
 
 
 def _build_up_words(rows: list[Row]) -> str:
@@ -268,12 +268,12 @@ def _build_up_words(rows: list[Row]) -> str:
 
 
 def _padding_words(rows: list[Row]) -> str:
-    found = [row["padding"] for row in rows if row["padding"] is not None]
-    return f"{mean(found):.2f}" if found else "-"
+    padding = [row["padding"] for row in rows if row["padding"] is not None]
+    return f"{mean(padding):.2f}" if padding else "-"
 
 
 def _curves(grid: list[Row]) -> str:
-    """Loss against steps and bytes: of each point of the run the mean loss, and the megabytes that had arrived."""
+    """Loss against steps and bytes: of each point of the run the mean loss, and the megabytes received."""
     points = [point["step"] for point in max((row["curve"] for row in grid), key=len)]
     cells = []
     for label, own in _grouped(grid):
@@ -283,7 +283,7 @@ def _curves(grid: list[Row]) -> str:
             megabytes = mean([each["bytes"] / 1e6 for each in there]) if there else 0.0
             line.append(f"{mean([each['loss'] for each in there]):.3f} / {megabytes:,.3g}" if there else "-")
         cells.append([label, *line])
-    words = "Held-out loss after so many steps / megabytes that had arrived at a worker by then."
+    words = "Held-out loss after so many steps / megabytes that a rank had received by then."
     return f"{words}\n\n" + table(["method", *(f"{step} steps" for step in points)], cells)
 
 

@@ -16,7 +16,8 @@ import torch.distributed as distributed
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.train.parallel", "tests.train.preload"])
-_PATIENCE = 100  # seconds
+GROUP_TIMEOUT = timedelta(seconds=120)  # a loaded machine is slow
+_PATIENCE = 500  # seconds; a deadlock ends sooner, by the timeout of the group
 
 
 def run(size: int, work: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
@@ -53,7 +54,7 @@ def _worker(
     torch.set_num_threads(1)
     torch.manual_seed(0)
     store = f"file://{Path(folder) / 'store'}"
-    distributed.init_process_group(backend, store, rank=rank, world_size=size, timeout=timedelta(seconds=30))
+    distributed.init_process_group(backend, store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     try:
         end.send((work(*arguments), ""))
     except Exception as error:

@@ -6,26 +6,26 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.comm import Comm
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import COMPRESSORS, DGC, SAGE, HardThreshold, PowerSGD
-from smelt.train.gradients.layout import Layout
-from smelt.train.gradients.low_rank import LowRankReducer
+from smelt.train.gradients.compressors.powersgd import PowerSGDReducer
+from smelt.train.gradients.layout import BucketLayout
 from smelt.train.gradients.reducer import Reducer
-from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.settings import CompressionSettings
 
 SHAPES = {"stem": (16, 3, 5, 5), "norm": (16,), "wide": (120, 40), "bias": (120,), "head": (10, 120), "last": (10,)}
 
 
-def layout_of(shapes: dict[str, tuple[int, ...]] | None = None) -> Layout:
-    return Layout.of((name, torch.empty(shape)) for name, shape in (shapes or SHAPES).items())
+def layout_of(shapes: dict[str, tuple[int, ...]] | None = None) -> BucketLayout:
+    return BucketLayout.from_tensors((name, torch.empty(shape)) for name, shape in (shapes or SHAPES).items())
 
 
-def gradient_of(layout: Layout, number: int, rank: int, shared: float = 0.3) -> Tensor:
+def gradient_of(layout: BucketLayout, number: int, rank: int, shared: float = 0.3) -> Tensor:
     """[elements]: Laplace-like, scales of the layers spread over 1.5 decades, the same for the same arguments."""
     scales = torch.Generator().manual_seed(7)
     common, own = torch.Generator().manual_seed(number), torch.Generator().manual_seed(1_000_000 * (rank + 1) + number)
-    size = layout.size
+    size = layout.numel
     value = shared * torch.randn(size, generator=common) + torch.randn(size, generator=own)
     value *= torch.empty(size).exponential_(generator=own).sqrt()
     for _, view in layout.views(value):
@@ -40,7 +40,7 @@ def every_compressor(density: float) -> list[Compressor]:
         SAGE(density=density, threshold=0.02),
         HardThreshold(density=density, threshold=0.05),
     ]
-    special.append(PowerSGD(plain=3, rank=2))
+    special.append(PowerSGD(warmup_steps=3, rank=2))
     named = {compressor.name for compressor in special}
     rest = [kind for name, kind in COMPRESSORS.items() if name not in named]
     return [*special, *(_made(kind, density) for kind in rest)]
@@ -50,10 +50,12 @@ def _made(kind: type[Compressor], density: float) -> Compressor:
     return kind(density=density) if "density" in kind.__dataclass_fields__ else kind()  # type: ignore[call-arg]
 
 
-def reducer_of(compressor: Compressor, settings: Settings | None = None, layout: Layout | None = None) -> Reducer:
+def build_reducer(
+    compressor: Compressor, settings: CompressionSettings | None = None, layout: BucketLayout | None = None
+) -> Reducer:
     if isinstance(compressor, PowerSGD):
-        return LowRankReducer(compressor, layout or layout_of(), Workers(), settings)
-    return Reducer(compressor, layout or layout_of(), Workers(), settings)
+        return PowerSGDReducer(compressor, layout or layout_of(), Comm(), settings)
+    return Reducer(compressor, layout or layout_of(), Comm(), settings)
 
 
 def rank() -> int:

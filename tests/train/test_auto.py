@@ -14,8 +14,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from smelt.errors import ConfigError
-from smelt.train import Auto, CompressedStep, Settings, compress_gradients
-from smelt.train.gradients import state
+from smelt.train import Auto, CompressedStep, CompressionSettings, compress_gradients
+from smelt.train.gradients import checkpoint
 from smelt.train.gradients.autotune.auto import AutoCompression
 from smelt.train.gradients.compressor import Compressor
 from tests.train.parallel import run
@@ -70,25 +70,25 @@ def on_a_slow_link(folder: str) -> dict[str, Any]:
     lines = Lines()
     auto = Auto(density=0.01, methods=("micro", "bf16"))
     model = DistributedDataParallel(network(400))
-    compression = compress_gradients(model, auto, Settings(check=True))
+    compression = compress_gradients(model, auto, CompressionSettings(check_conservation=True))
     train(model, range(LOOK + 1))
     assert isinstance(compression, AutoCompression) and compression.decision is not None
     before = compression.traffic.bytes
     train(model, range(LOOK + 1, LOOK + 3))
-    after, steps = compression.traffic.bytes, compression.steps
-    state.save(compression, Path(folder) / "state")
+    after, steps = compression.traffic.bytes, compression.num_steps
+    checkpoint.save(compression, Path(folder) / "state")
     weights = {name: tensor.clone() for name, tensor in model.module.state_dict().items()}
     train(model, range(LOOK + 3, LOOK + 5))
 
     resumed = DistributedDataParallel(network(400))
     resumed.module.load_state_dict(weights)
-    again = compress_gradients(resumed, auto, Settings(check=True))
-    state.load(again, Path(folder) / "state")
+    again = compress_gradients(resumed, auto, CompressionSettings(check_conservation=True))
+    checkpoint.load(again, Path(folder) / "state")
     train(resumed, range(LOOK + 3, LOOK + 5))
     return {
         "decision": compression.decision.to_json(),
         "bytes": (before, after),
-        "steps": (steps, again.steps),
+        "steps": (steps, again.num_steps),
         "info": lines.of(logging.INFO),
         "warnings": lines.of(logging.WARNING),
         "weights": flat(model),
@@ -122,7 +122,12 @@ def on_a_fast_link(compressor: Compressor | str | None) -> dict[str, Any]:
     train(model, range(10))
     found = {"weights": flat(model), "warnings": lines.of(logging.WARNING)}
     if compression is not None:
-        return {**found, "plain": compression.plain, "steps": compression.steps, "bytes": compression.traffic.bytes}
+        return {
+            **found,
+            "plain": compression.uses_plain_ddp,
+            "steps": compression.num_steps,
+            "bytes": compression.traffic.bytes,
+        }
     return found
 
 
@@ -144,9 +149,9 @@ def with_a_bad_step() -> tuple[int, list[str]]:
     slow_down()
     model = network(900)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    settings = Settings()
+    settings = CompressionSettings()
     auto = Auto(density=0.01, methods=("micro",))
-    step = CompressedStep(model, auto, settings, vector_mb=0.3, scaler=scaler)
+    step = CompressedStep(model, auto, settings, bucket_cap_mb=0.3, scaler=scaler)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     decided = -1
     compression = step.compression

@@ -15,11 +15,11 @@ from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import DEFT, EFSign, ExDyna, PowerSGD, TopK
 from smelt.train.gradients.ddp import compress_gradients
-from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.settings import CompressionSettings
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import rank
 
-CHECKED = Settings(check=True)
+CHECKED = CompressionSettings(check_conservation=True)
 
 
 class Net(nn.Module):
@@ -56,14 +56,16 @@ def flat_gradients(model: nn.Module) -> Tensor:
 def train(
     compressor: Compressor | None,
     steps: int,
-    vector_mb: float | None = None,
+    bucket_cap_mb: float | None = None,
     accumulate: int = 1,
     device: str = "cpu",
-    settings: Settings = CHECKED,
+    settings: CompressionSettings = CHECKED,
 ) -> tuple[list[float], Tensor, int]:
     """Losses, the last parameters, and how many steps were compressed."""
     model = many_buckets(device, gradient_as_bucket_view=accumulate > 1)
-    compression = None if compressor is None else compress_gradients(model, compressor, settings, vector_mb=vector_mb)
+    compression = (
+        None if compressor is None else compress_gradients(model, compressor, settings, bucket_cap_mb=bucket_cap_mb)
+    )
     optimiser = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     losses = []
     for number in range(steps):
@@ -76,14 +78,14 @@ def train(
         optimiser.zero_grad()
         losses.append(loss.item())
     parameters = torch.cat([each.detach().flatten() for each in model.parameters()]).cpu()
-    return losses, parameters.numpy(), 0 if compression is None else compression.steps
+    return losses, parameters.numpy(), 0 if compression is None else compression.num_steps
 
 
-@pytest.mark.parametrize("vector_mb", [None, 0.008])
+@pytest.mark.parametrize("bucket_cap_mb", [None, 0.008])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_density_one_trains_as_plain_ddp(vector_mb: float | None, accumulate: int) -> None:
+def test_density_one_trains_as_plain_ddp(bucket_cap_mb: float | None, accumulate: int) -> None:
     _, plain, _ = run(2, train, None, 5, None, accumulate)[0]
-    found = run(2, train, TopK(density=1.0), 5, vector_mb, accumulate)
+    found = run(2, train, TopK(density=1.0), 5, bucket_cap_mb, accumulate)
     for _, parameters, steps in found:
         assert abs(parameters - plain).max() < 1e-6
         assert steps == 5
@@ -91,14 +93,14 @@ def test_density_one_trains_as_plain_ddp(vector_mb: float | None, accumulate: in
 
 
 @pytest.mark.parametrize(
-    ("compressor", "vector_mb"),
-    [(ExDyna(density=0.05), 0.008), (DEFT(density=0.05), None), (EFSign(), 0.008), (PowerSGD(plain=2), None)],
+    ("compressor", "bucket_cap_mb"),
+    [(ExDyna(density=0.05), 0.008), (DEFT(density=0.05), None), (EFSign(), 0.008), (PowerSGD(warmup_steps=2), None)],
 )
 def test_all_gradients_arrive_sooner_or_later_and_the_loss_falls(
-    compressor: Compressor, vector_mb: float | None
+    compressor: Compressor, bucket_cap_mb: float | None
 ) -> None:
     """The debug mode raises if a changed bucket loses anything; with one vector or several."""
-    found = run(2, train, compressor, 20, vector_mb)
+    found = run(2, train, compressor, 20, bucket_cap_mb)
     losses, parameters, _ = found[0]
     assert sum(losses[-5:]) < 0.93 * sum(losses[:5])
     assert (parameters == found[1][1]).all()
@@ -141,13 +143,13 @@ def test_what_nobody_used_stays_in_the_memory(differ: bool, static: bool) -> Non
 
 
 def scaled(
-    overflows: list[int], vector_mb: float | None, settings: Settings
+    overflows: list[int], bucket_cap_mb: float | None, settings: CompressionSettings
 ) -> tuple[Tensor, list[float], Tensor, int]:
     """Train with a scaled loss; in the steps named, worker 1 has an infinite gradient in its last layer."""
     model = many_buckets()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    compression = compress_gradients(model, ExDyna(density=0.05), settings, vector_mb=vector_mb, scaler=scaler)
+    compression = compress_gradients(model, ExDyna(density=0.05), settings, bucket_cap_mb=bucket_cap_mb, scaler=scaler)
     scales, number = [], 0
     for attempt in range(12):
         inputs, labels = data_of(number, rank())
@@ -162,21 +164,26 @@ def scaled(
         number += attempt not in overflows
         if number == 8:
             break
-    compression.settle()
+    compression.resolve_deferred()
     parameters = torch.cat([each.detach().flatten() for each in model.parameters()])
     residual = torch.cat([reducer.residual for reducer in compression.reducers])
-    return parameters.numpy(), scales, residual.numpy(), compression.reducers[0].number
+    return parameters.numpy(), scales, residual.numpy(), compression.reducers[0].iteration
 
 
 @pytest.mark.parametrize(
-    ("vector_mb", "settings"),
-    [(None, Settings()), (0.008, Settings()), (None, Settings(slots=2.0)), (0.008, Settings(check=True))],
+    ("bucket_cap_mb", "settings"),
+    [
+        (None, CompressionSettings()),
+        (0.008, CompressionSettings()),
+        (None, CompressionSettings(fixed_capacity=2.0)),
+        (0.008, CompressionSettings(check_conservation=True)),
+    ],
     ids=["one", "several", "slots", "checked"],
 )
-def test_a_skipped_step_leaves_everything_as_it_was(vector_mb: float | None, settings: Settings) -> None:
+def test_a_skipped_step_leaves_everything_as_it_was(bucket_cap_mb: float | None, settings: CompressionSettings) -> None:
     """Scales are powers of two, so that another scale changes no bit."""
-    plain, _, plain_residual, _ = run(2, scaled, [], vector_mb, settings)[0]
-    found = run(2, scaled, [2, 5], vector_mb, settings)
+    plain, _, plain_residual, _ = run(2, scaled, [], bucket_cap_mb, settings)[0]
+    found = run(2, scaled, [2, 5], bucket_cap_mb, settings)
     for parameters, scales, _, number in found:
         assert scales[:6] == [1024, 1024, 512, 512, 512, 256]
         assert (parameters == plain).all()
@@ -195,7 +202,7 @@ def spoiled() -> None:
 
 def test_gradients_that_are_not_finite_are_one_sentence_on_every_worker() -> None:
     for _, error in outcomes(2, spoiled):
-        assert error.startswith("DataError: the gradients of step 1 are not finite on at least one worker")
+        assert error.startswith("DataError: the gradients of step 1 are not finite on at least one rank")
 
 
 def different_models() -> None:
@@ -217,7 +224,12 @@ def test_what_is_no_ddp_is_refused() -> None:
 def paper_form() -> float:
     model = many_buckets()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
-    compress_gradients(model, TopK(density=0.05), Settings(form="paper", check=True), optimizer=optimiser)
+    compress_gradients(
+        model,
+        TopK(density=0.05),
+        CompressionSettings(error_feedback="lr_scaled", check_conservation=True),
+        optimizer=optimiser,
+    )
     for number in range(4):
         optimiser.param_groups[0]["lr"] = 0.2 / (number + 1)
         inputs, labels = data_of(number, rank())

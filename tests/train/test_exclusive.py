@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from smelt.train.gradients.compressor import Step
+from smelt.train.gradients.comm import Traffic
+from smelt.train.gradients.compressor import CompressionStep
 from smelt.train.gradients.compressors import DEFT, ExDyna, MiCRO, TopK
-from smelt.train.gradients.exclusive import ExclusiveThreshold, equal_range
-from smelt.train.gradients.traffic import total
+from smelt.train.gradients.exclusive import ExclusiveThreshold, even_range
 from tests.train.parallel import run
-from tests.train.synthetic import gradient_of, layout_of, rank, reducer_of
+from tests.train.synthetic import build_reducer, gradient_of, layout_of, rank
 
 SHAPES = {"hot": (64, 256), "cold": (128, 256), "warm": (64, 256)}  # 65,536 = 2 * 32 * 1024 elements
 UNEVEN = {"hot": (61, 257), "cold": (129, 251), "warm": (63, 254), "bias": (13,)}
@@ -25,23 +25,25 @@ def follow(kinds: list[ExclusiveThreshold], shapes: dict[str, tuple[int, ...]], 
     gradients = [gradient_of(layout, number, rank()) for number in range(steps)]
     found = []
     for kind in kinds:
-        reducer = reducer_of(kind, layout=layout)
+        reducer = build_reducer(kind, layout=layout)
         traffic, results, ranges = [], [], []
         for number, gradient in enumerate(gradients):
             results.append(reducer.reduce(gradient))
             if number >= after:
                 traffic.append(reducer.traffic)
             if isinstance(kind, ExclusiveThreshold):
-                step = Step(0, gradient, reducer.residual, layout, reducer.workers, reducer.state, reducer.counts)
-                ranges.append([kind.range_of(partition, step) for partition in range(reducer.workers.size)])
-        everything = total(traffic)
-        found.append((everything.build_up, everything.inefficiency, torch.stack(results).numpy(), ranges))
+                step = CompressionStep(
+                    0, gradient, reducer.residual, layout, reducer.comm, reducer.state, reducer.counts
+                )
+                ranges.append([kind.range_of(partition, step) for partition in range(reducer.comm.world_size)])
+        everything = sum(traffic, Traffic())
+        found.append((everything.build_up, everything.padding_overhead, torch.stack(results).numpy(), ranges))
     return found
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_exdyna_without_balancing_is_micro_bit_for_bit(workers: int) -> None:
-    kinds = [MiCRO(density=0.01, sampled=5), ExDyna(density=0.01, sampled=5, balance=False)]
+    kinds = [MiCRO(density=0.01, sampled_steps=5), ExDyna(density=0.01, sampled_steps=5, balance=False)]
     for (_, _, micro, micro_ranges), (_, _, exdyna, ranges) in run(workers, follow, kinds, SHAPES, 12, 0):
         assert (micro == exdyna).all()
         assert micro.any()
@@ -50,7 +52,7 @@ def test_exdyna_without_balancing_is_micro_bit_for_bit(workers: int) -> None:
 
 def test_density_holds_and_moving_blocks_pad_less() -> None:
     """The last 40 of 100 steps, of which 50 sampled, so that the controller alone holds it."""
-    kinds = [MiCRO(density=0.01, sampled=50), ExDyna(density=0.01, sampled=50, blocks=64)]
+    kinds = [MiCRO(density=0.01, sampled_steps=50), ExDyna(density=0.01, sampled_steps=50, blocks=64)]
     found = run(4, follow, kinds, UNEVEN, 100, 60)
     (micro, micro_padding, _, _), (exdyna, exdyna_padding, _, ranges) = found[0]
     topk = run(4, follow, [TopK(density=0.01)], UNEVEN, 5, 2)[0][0][0]
@@ -59,7 +61,7 @@ def test_density_holds_and_moving_blocks_pad_less() -> None:
     assert topk > 2.5
     assert exdyna_padding < 0.75 * micro_padding
     assert ranges[-1] != ranges[0]
-    size = layout_of(UNEVEN).size
+    size = layout_of(UNEVEN).numel
     for step in ranges:
         assert step[0][0] == 0
         assert step[-1][1] == size
@@ -75,7 +77,7 @@ def test_density_holds_from_the_first_step_by_sampling() -> None:
 
 def follow_a_jump(factor: float) -> list[float]:
     """Build-up of each step; gradients change their scale when the start, which is sampled, lies behind."""
-    reducer, found = reducer_of(MiCRO(density=0.02, sampled=5), layout=layout_of(UNEVEN)), []
+    reducer, found = build_reducer(MiCRO(density=0.02, sampled_steps=5), layout=layout_of(UNEVEN)), []
     for number in range(40):
         reducer.reduce(gradient_of(reducer.layout, number, rank()) * (1.0 if number < 20 else factor))
         found.append(reducer.traffic.build_up)
@@ -91,10 +93,10 @@ def test_density_comes_back_when_gradients_change_their_scale(factor: float, low
 
 def only_one_has_gradients() -> float:
     """How much is left after every worker had every range once."""
-    reducer = reducer_of(MiCRO(density=0.9, sampled=0))
+    reducer = build_reducer(MiCRO(density=0.9, sampled_steps=0))
     reducer.state["threshold"] = torch.tensor(1e-30, dtype=torch.float64)
     for number in range(3):
-        mine = gradient_of(reducer.layout, 0, 0) if rank() == 0 and number == 0 else torch.zeros(reducer.layout.size)
+        mine = gradient_of(reducer.layout, 0, 0) if rank() == 0 and number == 0 else torch.zeros(reducer.layout.numel)
         reducer.reduce(mine)
     return float(reducer.residual.abs().max())
 
@@ -111,26 +113,26 @@ def test_a_vector_too_short_for_blocks_is_cut_as_micro_cuts_it() -> None:
 
 
 def test_a_selection_is_never_empty() -> None:
-    reducer = reducer_of(MiCRO(density=0.01, sampled=0))
-    reducer.reduce(torch.zeros(reducer.layout.size))
+    reducer = build_reducer(MiCRO(density=0.01, sampled_steps=0))
+    reducer.reduce(torch.zeros(reducer.layout.numel))
     assert reducer.counts == [1]
 
 
 def test_equal_ranges_tile() -> None:
     for elements, workers in [(10, 3), (3, 5), (12, 4)]:
-        ranges = [equal_range(partition, elements, workers) for partition in range(workers)]
+        ranges = [even_range(partition, elements, workers) for partition in range(workers)]
         assert [place for start, stop in ranges for place in range(start, stop)] == list(range(elements))
 
 
 def test_the_threshold_moves_both_ways_inside_the_band() -> None:
     def next_threshold(count: int) -> float:
-        reducer = reducer_of(MiCRO(density=0.1, sampled=0))
+        reducer = build_reducer(MiCRO(density=0.1, sampled_steps=0))
         reducer.counts = [count]
         before = float(reducer.state["threshold"])
-        reducer.reduce(torch.zeros(reducer.layout.size))
+        reducer.reduce(torch.zeros(reducer.layout.numel))
         return float(reducer.state["threshold"]) / before
 
-    target = int(0.1 * layout_of().size)
+    target = int(0.1 * layout_of().numel)
     expected = {1.2: 1.005, 1.05: 1.00125, 0.95: 0.9987, 0.5: 0.995}
     for ratio, factor in expected.items():
         assert next_threshold(int(ratio * target)) == pytest.approx(factor)

@@ -22,37 +22,39 @@ import smelt.train.gradients.autotune.link
 import smelt.train.gradients.comm
 from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto import Auto, AutoCompression
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.compression import Compression
+from smelt.train.gradients.checkpoint import load, save
+from smelt.train.gradients.comm import Comm, group_timeout
+from smelt.train.gradients.compression import BucketedCompression
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import DGC, ExDyna, HardThreshold, MiCRO, PowerSGD, TopK
 from smelt.train.gradients.ddp import compress_gradients
-from smelt.train.gradients.groups import patience
-from smelt.train.gradients.hierarchy import part_of
-from smelt.train.gradients.hsdp import compress_replicas
-from smelt.train.gradients.settings import Settings
-from smelt.train.gradients.state import load, save
-from tests.train.parallel import outcomes, run
+from smelt.train.gradients.hsdp import compress_hsdp
+from smelt.train.gradients.settings import CompressionSettings
+from tests.train.parallel import GROUP_TIMEOUT, outcomes, run
 from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
 from tests.train.test_ddp import Net, data_of
 
 LAYOUT = layout_of()
-PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in reversed(LAYOUT.pieces)]  # cut in this order again
+PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in reversed(LAYOUT.slices)]  # cut in this order again
 
 
-def compression_of(compressor: Compressor, node: int | str | None = 2, **settings: Any) -> Compression:
-    return Compression(PARAMETERS, compressor, Workers(), Settings(node=node, **settings))
+def compression_of(
+    compressor: Compressor, ranks_per_node: int | str | None = 2, **settings: Any
+) -> BucketedCompression:
+    return BucketedCompression(
+        PARAMETERS, compressor, Comm(), CompressionSettings(ranks_per_node=ranks_per_node, **settings)
+    )
 
 
-def advance(compression: Compression, gradients: list[Tensor]) -> list[Tensor]:
+def advance(compression: BucketedCompression, gradients: list[Tensor]) -> list[Tensor]:
     """What every step applies: [elements] each."""
     found = []
     for gradient in gradients:
         for piece, view in LAYOUT.views(gradient):
-            compression.put(piece.name, view.view(piece.shape))
-        found.append(torch.empty(LAYOUT.size))
+            compression.add(piece.name, view.view(piece.shape))
+        found.append(torch.empty(LAYOUT.numel))
         for piece, view in LAYOUT.views(found[-1]):
-            compression.give(piece.name, view)
+            compression.write_back(piece.name, view)
     return found
 
 
@@ -60,14 +62,14 @@ def own_gradients(steps: int) -> list[Tensor]:
     return [gradient_of(LAYOUT, number, rank()) for number in range(steps)]
 
 
-def pending(compression: Compression) -> Tensor:
+def pending(compression: BucketedCompression) -> Tensor:
     """[elements] float64: what all nodes have not sent yet."""
     (reducer,) = compression.reducers
-    size, place = reducer.layout.size, rank() % 2
+    size, place = reducer.layout.numel, rank() % 2
     whole = torch.zeros(2 * size, dtype=torch.float64)
     whole[place * size : (place + 1) * size] = reducer.residual
     distributed.all_reduce(whole)
-    return whole[: LAYOUT.size]
+    return whole[: LAYOUT.numel]
 
 
 def account(cases: list[tuple[Compressor, dict[str, Any]]]) -> list[tuple[str, float, Any]]:
@@ -75,11 +77,11 @@ def account(cases: list[tuple[Compressor, dict[str, Any]]]) -> list[tuple[str, f
     found = []
     gradients = own_gradients(8)
     for compressor, settings in cases:
-        compression = compression_of(compressor, check=True, **settings)
+        compression = compression_of(compressor, check_conservation=True, **settings)
         results = advance(compression, gradients)
         given = torch.stack(gradients).double().sum(dim=0)
         distributed.all_reduce(given)
-        compression.settle()
+        compression.resolve_deferred()
         lost = given / 2 - 2 * torch.stack(results).double().sum(dim=0) - pending(compression)
         found.append((compressor.name, float(lost.abs().max() / given.abs().max()), torch.stack(results).numpy()))
     return found
@@ -88,7 +90,11 @@ def account(cases: list[tuple[Compressor, dict[str, Any]]]) -> list[tuple[str, f
 def test_nothing_is_lost_and_all_workers_hold_the_same() -> None:
     kinds = [each for each in every_compressor(0.02) if each.name != "dgc"] + [DGC(density=0.02, momentum=0.0)]
     cases: list[tuple[Compressor, dict[str, Any]]] = [(kind, {}) for kind in kinds]
-    cases += [(kind(density=0.02), each) for kind in (ExDyna, MiCRO) for each in ({"values": "int8"}, {"slots": 3.0})]
+    cases += [
+        (kind(density=0.02), each)
+        for kind in (ExDyna, MiCRO)
+        for each in ({"wire_dtype": "int8"}, {"fixed_capacity": 3.0})
+    ]
     first, *others = run(4, account, cases)
     assert len(first) == 19
     for name, error, results in first:
@@ -105,7 +111,7 @@ def in_nodes(compressor: Compressor) -> Any:
 def one_a_node(compressor: Compressor) -> Any:
     """Two workers that are each given the mean of a node."""
     means = [(gradient_of(LAYOUT, n, 2 * rank()) + gradient_of(LAYOUT, n, 2 * rank() + 1)) / 2 for n in range(6)]
-    return torch.stack(advance(compression_of(compressor, node=None), means)).numpy()
+    return torch.stack(advance(compression_of(compressor, ranks_per_node=None), means)).numpy()
 
 
 def test_between_nodes_it_is_as_if_each_were_one_worker() -> None:
@@ -140,10 +146,10 @@ def of_another_size(folder: Path) -> None:
 
 
 def test_a_stopped_run_goes_on_to_the_bit(tmp_path: Path) -> None:
-    kinds = [ExDyna(density=0.02), DGC(density=0.02), PowerSGD(plain=3)]
+    kinds = [ExDyna(density=0.02), DGC(density=0.02), PowerSGD(warmup_steps=3)]
     assert run(4, stop_and_go_on, kinds, tmp_path) == [[True] * 3] * 4
     for _, error in outcomes(6, of_another_size, tmp_path / "exdyna"):
-        assert "4 workers that hold parts of the model; start as many again" in error
+        assert "4 ranks that hold shards of the model; start as many again" in error
 
 
 def spoil(settings: dict[str, Any], value: float) -> None:
@@ -153,7 +159,7 @@ def spoil(settings: dict[str, Any], value: float) -> None:
     advance(compression_of(MiCRO(density=0.02), **settings), gradients)
 
 
-@pytest.mark.parametrize(("settings", "value"), [({}, torch.nan), ({"slots": 2.0}, torch.inf)], ids=str)
+@pytest.mark.parametrize(("settings", "value"), [({}, torch.nan), ({"fixed_capacity": 2.0}, torch.inf)], ids=str)
 def test_gradients_that_are_not_finite_are_one_sentence_on_every_worker(settings: dict[str, Any], value: float) -> None:
     for result, error in outcomes(4, spoil, settings, value):
         assert result is None
@@ -170,7 +176,9 @@ class Scaler(torch.amp.GradScaler):
 def skip_a_step() -> tuple[bool, bool]:
     """A step that is not finite on one worker is so on all, and leaves no trace."""
     scaler, gradients = Scaler("cpu"), own_gradients(3)
-    compression = Compression(PARAMETERS, MiCRO(density=0.02), Workers(), Settings(node=2), scaler=scaler)
+    compression = BucketedCompression(
+        PARAMETERS, MiCRO(density=0.02), Comm(), CompressionSettings(ranks_per_node=2), scaler=scaler
+    )
     expected = advance(compression_of(MiCRO(density=0.02)), [gradients[0], gradients[2]])
     spoilt = gradients[1].clone()
     if rank() == 3:
@@ -187,7 +195,9 @@ def test_a_step_that_a_scaler_skips_leaves_no_trace() -> None:
 def trained(node: int | None, branches: list[str]) -> tuple[Any, int, int, int]:
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
-    compression = compress_gradients(model, MiCRO(density=0.05, sampled=0), Settings(node=node, check=True))
+    compression = compress_gradients(
+        model, MiCRO(density=0.05, sampled_steps=0), CompressionSettings(ranks_per_node=node, check_conservation=True)
+    )
     for number, branch in enumerate(branches):
         inputs, labels = data_of(number, rank())
         optimiser.zero_grad()
@@ -195,7 +205,7 @@ def trained(node: int | None, branches: list[str]) -> tuple[Any, int, int, int]:
         optimiser.step()
     parameters = torch.cat([each.detach().flatten() for each in model.parameters()]).numpy()
     traffic = compression.traffic
-    return parameters, traffic.bytes, traffic.inside, len(compression.reducers[0].residual)
+    return parameters, traffic.bytes, traffic.intra_node, len(compression.reducers[0].residual)
 
 
 def test_under_ddp_also_with_parameters_that_nobody_used() -> None:
@@ -214,7 +224,7 @@ def test_under_ddp_also_with_parameters_that_nobody_used() -> None:
 def leave_out() -> tuple[bool, bool]:
     """Of the parameters that nobody used in the second step, whether some wait, and whether these were left alone."""
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
-    (reducer,) = compress_gradients(model, TopK(density=0.5), Settings(node=2)).reducers
+    (reducer,) = compress_gradients(model, TopK(density=0.5), CompressionSettings(ranks_per_node=2)).reducers
     waiting = []
     for branch in ("both", "left"):
         inputs, labels = data_of(0, rank())
@@ -250,7 +260,9 @@ def by_itself() -> tuple[Any, Any, int, int]:
     smelt.train.gradients.autotune.link._SIZES = (2**10, 2**13, 2**16)  # larger ones only take longer
     torch.manual_seed(1)
     model = DistributedDataParallel(torch.nn.Linear(500, 200))
-    compression = compress_gradients(model, Auto(density=0.01, methods=("micro",), steps=2), Settings(node=2))
+    compression = compress_gradients(
+        model, Auto(density=0.01, methods=("micro",), steps=2), CompressionSettings(ranks_per_node=2)
+    )
     assert isinstance(compression, AutoCompression)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(5):
@@ -261,38 +273,43 @@ def by_itself() -> tuple[Any, Any, int, int]:
         optimiser.step()
     assert compression.decision is not None
     decision = compression.decision.to_json()
-    return model.module.weight.detach().numpy(), decision, compression.traffic.bytes, compression.traffic.inside
+    return model.module.weight.detach().numpy(), decision, compression.traffic.bytes, compression.traffic.intra_node
 
 
 def test_auto_measures_between_nodes() -> None:
     found = run(4, by_itself)
     weight, decision, size, inside = found[0]
     assert decision["choices"] == ["micro"]
-    assert decision["link"]["workers"] == 2
+    assert decision["link"]["world_size"] == 2
     assert decision["uncompressed"]["bytes"] == 2 * 3 * 4 * (500 * 200 + 200) // 4  # of plain DDP between all four
     assert size < 0.1 * decision["uncompressed"]["bytes"] / 2
     assert inside == 4 * (500 * 200 + 200) + 4
     for other in found[1:]:
         assert (other[0] == weight).all()
-        assert other[1]["vectors"] == decision["vectors"]
+        assert other[1]["buckets"] == decision["buckets"]
 
 
 def of_shards() -> None:
     model = fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))
-    compress_replicas(model, TopK(), distributed.group.WORLD, Settings(node=2))
+    compress_hsdp(model, TopK(), distributed.group.WORLD, CompressionSettings(ranks_per_node=2))
 
 
 def test_sharded_models_are_reduced_inside_nodes_already() -> None:
     for _, error in outcomes(2, of_shards):
-        assert "sharded inside its nodes has been reduced there; leave node at None" in error
+        assert "is reduced inside its nodes already; leave ranks_per_node at None" in error
 
 
 def tiny() -> list[float]:
     """One element, two workers in a node: a share of padding alone."""
-    compression = Compression([("a", torch.zeros(1))], TopK(density=1.0), Workers(), Settings(node=2, check=True))
-    compression.put("a", torch.tensor([float(rank())]))
+    compression = BucketedCompression(
+        [("a", torch.zeros(1))],
+        TopK(density=1.0),
+        Comm(),
+        CompressionSettings(ranks_per_node=2, check_conservation=True),
+    )
+    compression.add("a", torch.tensor([float(rank())]))
     mean = torch.empty(1)
-    compression.give("a", mean)
+    compression.write_back("a", mean)
     return mean.tolist()
 
 
@@ -317,10 +334,10 @@ def refusals(cases: list[tuple[int | str, str | None]]) -> list[str]:
 
 def test_nodes_that_cannot_be_are_one_sentence() -> None:
     cases = {
-        (3, None): "4 workers cannot be nodes of 3",
-        (4, None): "all 4 workers are in one node",
+        (3, None): "4 ranks cannot be split into nodes of 3",
+        (4, None): "all 4 ranks are in one node",
         ("local", None): "LOCAL_WORLD_SIZE is not set",
-        ("local", "4"): "all 4 workers are in one node",
+        ("local", "4"): "all 4 ranks are in one node",
         ("local", "2"): "",
     }
     for found in run(4, refusals, list(cases)):
@@ -332,30 +349,30 @@ def test_nodes_that_cannot_be_are_one_sentence() -> None:
 @pytest.mark.parametrize("node", [1, 0, "all"])
 def test_a_node_that_is_none(node: Any) -> None:
     with pytest.raises(ConfigError, match='at least 2, or "local"'):
-        Settings(node=node)
+        CompressionSettings(ranks_per_node=node)
 
 
 @given(st.integers(1, 7), st.lists(st.integers(0, 3), min_size=1, max_size=3))
 def test_parts_tile_the_vector(parts: int, sides: list[int]) -> None:
     layout = layout_of({"a": (3, *sides), "b": (4,), "c": (2, 5)})
-    size = -(-layout.size // parts)
-    found = [part_of(layout, number * size, size) for number in range(parts)]
-    assert {part.size for part in found} == {size}
-    flat = [name for part in found for piece in part.pieces for name in [piece.name] * piece.size]
-    expected = [name for piece in layout.pieces for name in [piece.name] * piece.size]
-    assert flat == expected + [""] * (parts * size - layout.size)
+    size = -(-layout.numel // parts)
+    found = [layout.cut(number * size, size) for number in range(parts)]
+    assert {part.numel for part in found} == {size}
+    flat = [name for part in found for piece in part.slices for name in [piece.name] * piece.numel]
+    expected = [name for piece in layout.slices for name in [piece.name] * piece.numel]
+    assert flat == expected + [""] * (parts * size - layout.numel)
     for part in found:
-        assert [piece.start for piece in part.pieces] == [
-            sum(p.size for p in part.pieces[:n]) for n in range(len(part.pieces))
+        assert [piece.start for piece in part.slices] == [
+            sum(p.size for p in part.slices[:n]) for n in range(len(part.slices))
         ]
 
 
 def waits() -> list[float]:
     nodes = compression_of(MiCRO()).nodes
     assert nodes is not None
-    return [patience(group).total_seconds() for group in (None, nodes.inside.group, nodes.peers.group)]
+    return [group_timeout(group).total_seconds() for group in (None, nodes.intra_node.group, nodes.inter_node.group)]
 
 
 def test_groups_of_nodes_wait_as_long_as_the_run() -> None:
     """PyTorch's own would wait half an hour for a worker that is frozen."""
-    assert run(4, waits) == [[30.0] * 3] * 4
+    assert run(4, waits) == [[GROUP_TIMEOUT.total_seconds()] * 3] * 4

@@ -10,7 +10,7 @@ import pytest
 from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.link import Link, fit_alpha_beta, measure_link
 from smelt.train.gradients.autotune.timed_comm import COLLECTIVES
-from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.comm import Comm
 from tests.train.parallel import run
 from tests.train.slow_link import ALPHA, BANDWIDTH, slow_down
 
@@ -40,7 +40,7 @@ def test_neither_part_falls_below_zero(seconds: list[float], alpha: float, beta:
 
 def measured() -> dict[str, Any]:
     slow_down()
-    link = measure_link(Workers(), repeats=3)
+    link = measure_link(Comm(), repeats=3)
     assert isinstance(link, Link) and link.time("broadcast", 0) == link.collectives["broadcast"].alpha
     return link.to_json()
 
@@ -64,4 +64,4 @@ def test_the_speed_of_a_known_link_is_measured() -> None:
 
 def test_one_worker_has_no_link() -> None:
     with pytest.raises(ConfigError, match="start several with torchrun"):
-        measure_link(Workers())
+        measure_link(Comm())

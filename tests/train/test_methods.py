@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as distributed
 
+import smelt.train
 from smelt.errors import ConfigError
+from smelt.train import CompressedStep, CompressionSettings, compress_hsdp
 from smelt.train.gradients.compressor import Compressor, Sparsifier
 from smelt.train.gradients.compressors import (
     COMPRESSORS,
@@ -25,12 +28,12 @@ from smelt.train.gradients.compressors import (
     OneBit,
     SIDCo,
     TopK,
-    compressor_named,
+    create_compressor,
 )
-from smelt.train.gradients.compressors.deft import cut, pack, share
-from smelt.train.gradients.compressors.randomk import drawn
+from smelt.train.gradients.compressors.deft import allocate_counts, pack_into_bins, split_layers
+from smelt.train.gradients.compressors.randomk import random_subset
 from tests.train.parallel import run
-from tests.train.synthetic import gradient_of, layout_of, rank, reducer_of
+from tests.train.synthetic import build_reducer, gradient_of, layout_of, rank
 
 ONE_MATRIX = {"a": (200, 250)}
 
@@ -45,12 +48,12 @@ def test_a_density_that_cannot_be_is_refused(kind: Any, density: float) -> None:
 @pytest.mark.parametrize(
     ("name", "parameters", "sentence"),
     [
-        ("best", {}, "there is no gradient compressor 'best'; there are exdyna"),
+        ("best", {}, "there is no gradient compressor 'best'; there are adacomp"),
         ("topk", {"k": 5}, "has no parameter 'k'; it has density"),
-        ("topk", {"density": "low"}, "must be float, not 'low'"),
-        ("topk", {"density": True}, "must be float, not True"),
-        ("topk", {"agreement": "all"}, "agreement is one of union, own"),
-        ("qsgd", {"levels": 4}, "would grow without end"),
+        ("topk", {"density": "low"}, "must be a number, not 'low'"),
+        ("topk", {"density": True}, "must be a number, not True"),
+        ("topk", {"exchange_mode": "all"}, "exchange_mode is one of union, own"),
+        ("qsgd", {"levels": 4}, "would grow without bound"),
         ("dgc", {"momentum": 1.0}, "momentum is 1"),
         ("adacomp", {"matrix_bin": 1 << 14}, "between 1 and 16383"),
         ("sidco", {"distribution": "gamma"}, "one of exponential, pareto"),
@@ -59,22 +62,22 @@ def test_a_density_that_cannot_be_is_refused(kind: Any, density: float) -> None:
 )
 def test_bad_parameters_are_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        compressor_named(name, **parameters)
+        create_compressor(name, **parameters)
 
 
 def test_a_compressor_prints_as_the_call_that_makes_it() -> None:
-    made = compressor_named("sage", density=0.01, threshold=None)
+    made = create_compressor("sage", density=0.01, threshold=None)
     assert eval(repr(made), {"SAGE": SAGE}) == made  # noqa: S307
 
 
 def counts(compressor: Compressor, steps: int, shapes: dict[str, tuple[int, ...]] = ONE_MATRIX) -> list[int]:
     """How many a single worker sends in each step, of Gaussian gradients."""
-    reducer = reducer_of(compressor, layout=layout_of(shapes))
+    reducer = build_reducer(compressor, layout=layout_of(shapes))
     generator = torch.Generator().manual_seed(1)
     found = []
     for _ in range(steps):
-        reducer.reduce(torch.randn(reducer.layout.size, generator=generator))
-        found.append(reducer.traffic.chosen)
+        reducer.reduce(torch.randn(reducer.layout.numel, generator=generator))
+        found.append(reducer.traffic.num_selected)
     return found
 
 
@@ -96,14 +99,14 @@ def test_adacomp_with_factor_one_sends_the_largest_of_each_bin() -> None:
 
 def test_adacomp_sends_signs_of_the_mean_maximum_and_vectors_whole() -> None:
     layout = layout_of({"w": (3, 10), "b": (3,)})
-    reducer = reducer_of(AdaComp(matrix_bin=10), layout=layout)
+    reducer = build_reducer(AdaComp(matrix_bin=10), layout=layout)
     gradient = torch.tensor([0.1, -4.0, *[0.0] * 8, 2.0, *[0.5] * 9, *[0.0] * 10, 7.0, 8.0, 9.0])
     sent = reducer.reduce(gradient)
     expected = torch.zeros(33)
     expected[1], expected[10], expected[30:] = -2.0, 2.0, gradient[30:]  # (4 + 2 + 0) / 3
     assert torch.equal(sent, expected)
     assert torch.allclose(reducer.residual, gradient - expected)
-    assert not reducer_of(AdaComp(matrix_bin=10), layout=layout).reduce(torch.zeros(33)).any()
+    assert not build_reducer(AdaComp(matrix_bin=10), layout=layout).reduce(torch.zeros(33)).any()
 
 
 def test_sage_finds_its_density_from_a_threshold_far_too_high() -> None:
@@ -115,27 +118,27 @@ def test_sage_finds_its_density_from_a_threshold_far_too_high() -> None:
 
 def test_deft_shares_follow_norms_and_pass_on_what_is_too_much() -> None:
     sizes = [10, 1000, 1000, 5]
-    shares = share(400, [100.0, 1.0, 3.0, 1.0], sizes)
+    shares = allocate_counts(400, [100.0, 1.0, 3.0, 1.0], sizes)
     assert shares[0] == 10  # saturated
     assert sum(shares) == 400
     assert shares[2] == pytest.approx(3 * shares[1], rel=0.05)
-    assert share(2015, [1.0, 5.0, 1.0, 1.0], sizes) == sizes
-    assert min(share(2, [1.0] * 4, sizes)) == 1  # one a layer, whatever the target
+    assert allocate_counts(2015, [1.0, 5.0, 1.0, 1.0], sizes) == sizes
+    assert min(allocate_counts(2, [1.0] * 4, sizes)) == 1  # one a layer, whatever the target
 
 
 def test_deft_cuts_what_is_larger_than_a_share_and_balances_bins() -> None:
     layout = layout_of({"big": (70, 10), "small": (3,), "other": (5, 20)})
-    ranges = cut(layout, 4)
+    ranges = split_layers(layout, 4)
     assert [place for start, stop in ranges for place in range(start, stop)] == list(range(803))
     assert len(ranges) == 4 + 1 + 1
-    bins = pack([10, 10, 10, 10, 1, 5], [175, 175, 175, 175, 3, 100], 4)
+    bins = pack_into_bins([10, 10, 10, 10, 1, 5], [175, 175, 175, 175, 3, 100], 4)
     assert sorted(bins[:4]) == [0, 1, 2, 3]
 
 
 def deft_counts() -> tuple[list[int], int, float]:
-    reducer = reducer_of(DEFT(density=0.02))
+    reducer = build_reducer(DEFT(density=0.02))
     reducer.reduce(gradient_of(reducer.layout, 0, rank()))
-    return reducer.counts, reducer.traffic.chosen, reducer.traffic.target
+    return reducer.counts, reducer.traffic.num_selected, reducer.traffic.target_count
 
 
 def test_deft_never_selects_twice() -> None:
@@ -153,7 +156,7 @@ def test_sidco_reads_the_threshold_of_exponential_data_exactly() -> None:
 @pytest.mark.parametrize(("kind", "power"), [("exponential", 1.0), ("exponential", 1.5), ("pareto", 1.5)])
 def test_sidco_comes_near_its_target_on_other_tails(kind: str, power: float) -> None:
     """Fresh vectors each time: the memory is emptied, so that only the stages can learn."""
-    reducer = reducer_of(SIDCo(density=0.005, distribution=kind), layout=layout_of(ONE_MATRIX))
+    reducer = build_reducer(SIDCo(density=0.005, distribution=kind), layout=layout_of(ONE_MATRIX))
     generator, found = torch.Generator().manual_seed(3), []
     for _ in range(60):
         reducer.residual.zero_()
@@ -166,16 +169,16 @@ def test_sidco_comes_near_its_target_on_other_tails(kind: str, power: float) -> 
 
 def momentum_sgd(nesterov: bool) -> float:
     """The difference of DGC that sends all and forgets nothing from the velocity of the mean gradient."""
-    reducer = reducer_of(DGC(density=1.0, momentum=0.8, masking=False, nesterov=nesterov))
-    parameter = torch.zeros(reducer.layout.size, requires_grad=True)
+    reducer = build_reducer(DGC(density=1.0, momentum=0.8, masking=False, nesterov=nesterov))
+    parameter = torch.zeros(reducer.layout.numel, requires_grad=True)
     optimiser = torch.optim.SGD([parameter], lr=1.0, momentum=0.8, nesterov=nesterov)
-    applied, worst = torch.zeros(reducer.layout.size), 0.0
+    applied, worst = torch.zeros(reducer.layout.numel), 0.0
     for number in range(5):
         gradient = gradient_of(reducer.layout, number, rank())
         applied -= reducer.reduce(gradient)
         parameter.grad = gradient.clone()
         distributed.all_reduce(parameter.grad)
-        parameter.grad /= reducer.workers.size
+        parameter.grad /= reducer.comm.world_size
         optimiser.step()
         worst = max(worst, float((applied - parameter.detach()).abs().max()))
     return worst
@@ -187,7 +190,7 @@ def test_dgc_that_sends_all_is_momentum_sgd(nesterov: bool) -> None:
 
 
 def test_dgc_forgets_the_velocity_of_what_it_sent_but_not_of_vectors() -> None:
-    reducer = reducer_of(DGC(density=0.1), layout=layout_of({"w": (10, 10), "b": (4,)}))
+    reducer = build_reducer(DGC(density=0.1), layout=layout_of({"w": (10, 10), "b": (4,)}))
     sent = reducer.reduce(gradient_of(reducer.layout, 0, 0)) != 0
     assert int(sent[:100].sum()) == 10
     assert torch.equal(reducer.state["velocity"][:100] == 0, sent[:100])
@@ -195,12 +198,51 @@ def test_dgc_forgets_the_velocity_of_what_it_sent_but_not_of_vectors() -> None:
     assert (reducer.state["velocity"][100:] != 0).all()
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "refused"),
+    [
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), True),
+        (lambda parameters: torch.optim.AdamW(parameters), True),
+        (lambda parameters: torch.optim.SGD(parameters, lr=0.1), False),
+        (lambda parameters: torch.optim.Adam(parameters, betas=(0.0, 0.99)), False),
+    ],
+)
+def test_dgc_refuses_an_optimizer_with_momentum(optimizer: Any, refused: bool) -> None:
+    model = torch.nn.Linear(4, 4)
+    expected = pytest.raises(ConfigError, match="dgc applies momentum itself") if refused else nullcontext()
+    with expected:
+        CompressedStep(model, DGC(), optimizer=optimizer(model.parameters()))
+    CompressedStep(model, DGC(momentum=0.0), optimizer=optimizer(model.parameters()))
+    CompressedStep(model, TopK(), optimizer=optimizer(model.parameters()))
+
+
+def test_dgc_warns_where_it_cannot_see_the_optimizer() -> None:
+    with pytest.warns(UserWarning, match="pass optimizer= to have it checked"):
+        CompressedStep(torch.nn.Linear(4, 4), DGC())
+
+
+def test_old_names_work_with_a_warning() -> None:
+    with pytest.warns(FutureWarning, match="`warm_up` in the gradient compressor dgc is now called `warmup_epochs`"):
+        assert create_compressor("dgc", warm_up=2) == DGC(warmup_epochs=2)
+    with pytest.warns(FutureWarning, match="`Settings` in smelt.train is now called `CompressionSettings`"):
+        old_settings = smelt.train.Settings
+    with pytest.warns(FutureWarning, match="error_feedback: lr_scaled"):
+        assert old_settings(form="paper") == CompressionSettings(error_feedback="lr_scaled")
+    with pytest.warns(FutureWarning, match="`compress_replicas` in smelt.train"):
+        assert smelt.train.compress_replicas is compress_hsdp
+    with pytest.warns(FutureWarning, match="`vector_mb` in CompressedStep.__init__ is now called `bucket_cap_mb`"):
+        step = CompressedStep(torch.nn.Linear(4, 4), TopK(), vector_mb=1e-6)
+    assert len(step.compression.buckets) == 2
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        smelt.train.nothing  # noqa: B018
+
+
 def test_dgc_warms_up_and_clips() -> None:
-    warm = DGC(density=0.001, epoch=10)
+    warm = DGC(density=0.001, steps_per_epoch=10)
     assert [round(warm.density_at(10 * epoch), 3) for epoch in range(6)] == [0.251, 0.063, 0.016, 0.004, 0.001, 0.001]
     assert DGC().density_at(0) == 0.001
-    reducer = reducer_of(DGC(density=1.0, momentum=0.0, clip=0.5))
-    assert float(reducer.reduce(torch.ones(reducer.layout.size)).norm()) == pytest.approx(0.5, rel=1e-4)
+    reducer = build_reducer(DGC(density=1.0, momentum=0.0, clip_norm=0.5))
+    assert float(reducer.reduce(torch.ones(reducer.layout.numel)).norm()) == pytest.approx(0.5, rel=1e-4)
 
 
 def test_dgc_counts_come_near_their_target_without_a_sort_of_everything() -> None:
@@ -209,43 +251,43 @@ def test_dgc_counts_come_near_their_target_without_a_sort_of_everything() -> Non
 
 
 def leader_against_topk(same: bool) -> tuple[bool, list[int]]:
-    leader, every = reducer_of(CLTk(density=0.03)), reducer_of(TopK(density=0.03))
+    leader, every = build_reducer(CLTk(density=0.03)), build_reducer(TopK(density=0.03))
     equal, numbers = True, []
     for number in range(6):
         gradient = gradient_of(leader.layout, number, 0 if same else rank())
         equal &= torch.equal(leader.reduce(gradient), every.reduce(gradient))
-        numbers.append(leader.traffic.chosen)
+        numbers.append(leader.traffic.num_selected)
     return equal, numbers
 
 
 def test_cltk_is_topk_when_all_workers_have_the_same_data() -> None:
-    number = int(0.03 * layout_of().size)
+    number = int(0.03 * layout_of().numel)
     assert run(3, leader_against_topk, True)[0] == (True, [number] * 6)
     assert run(3, leader_against_topk, False)[0] == (False, [number] * 6)
 
 
 def test_cltk_by_chunks_takes_one_of_each() -> None:
-    reducer = reducer_of(CLTk(density=0.1, chunked=True), layout=layout_of({"a": (10, 10)}))
+    reducer = build_reducer(CLTk(density=0.1, chunked=True), layout=layout_of({"a": (10, 10)}))
     places = reducer.reduce(gradient_of(reducer.layout, 0, 0)).nonzero().flatten()
     assert (places // 10).tolist() == list(range(10))
 
 
 def test_topk_takes_the_largest_of_all_or_of_every_tensor() -> None:
     gradient = gradient_of(layout_of(), 0, 0)
-    everywhere = reducer_of(TopK(density=0.01)).reduce(gradient)
+    everywhere = build_reducer(TopK(density=0.01)).reduce(gradient)
     assert int((everywhere != 0).sum()) == int(0.01 * len(gradient))
     assert gradient.abs()[everywhere == 0].max() <= everywhere.abs()[everywhere != 0].min()
-    each = reducer_of(TopK(density=0.01, per_tensor=True)).reduce(gradient)
+    each = build_reducer(TopK(density=0.01, per_tensor=True)).reduce(gradient)
     for piece, values in layout_of().views(each):
-        assert int((values != 0).sum()) == max(1, int(0.01 * piece.size))
+        assert int((values != 0).sum()) == max(1, int(0.01 * piece.numel))
 
 
 def test_qsgd_is_right_on_average_and_fits_its_bits() -> None:
     gradient = gradient_of(layout_of(), 0, 0)
     for levels, width in [(1, 2), (7, 4), (127, 8)]:
-        quantiser = QSGD(levels=levels, error_feedback=False)
-        assert quantiser.width == width
-        reducer = reducer_of(quantiser)
+        quantizer = QSGD(levels=levels, error_feedback=False)
+        assert quantizer.bits == width
+        reducer = build_reducer(quantizer)
         draws = torch.stack([reducer.reduce(gradient) for _ in range(400)])
         norms = torch.nn.functional.pad(gradient, (0, -len(gradient) % 128)).view(-1, 128).norm(dim=1)
         step = norms.repeat_interleave(128)[: len(gradient)] / levels
@@ -258,7 +300,7 @@ def test_signs_with_memory_reach_the_minimum_where_signs_alone_do_not() -> None:
     losses = {}
     rows = torch.tensor([[1.5, -0.5], [-0.5, 1.5]])
     for name in ("with", "without"):
-        reducer = reducer_of(EFSign(), layout=layout_of({"a": (2,)}))
+        reducer = build_reducer(EFSign(), layout=layout_of({"a": (2,)}))
         point = torch.ones(2)
         for number in range(800):
             row = rows[number % 2]
@@ -271,7 +313,7 @@ def test_signs_with_memory_reach_the_minimum_where_signs_alone_do_not() -> None:
 
 def test_one_bit_keeps_the_sum_of_every_tensor() -> None:
     gradient = gradient_of(layout_of(), 0, 0)
-    sent = reducer_of(OneBit()).reduce(gradient)
+    sent = build_reducer(OneBit()).reduce(gradient)
     for (_, given), (_, said) in zip(layout_of().views(gradient), layout_of().views(sent), strict=True):
         assert float(given.sum()) == pytest.approx(float(said.sum()), abs=1e-5)
         assert len(said.unique()) <= 2
@@ -280,7 +322,7 @@ def test_one_bit_keeps_the_sum_of_every_tensor() -> None:
 def test_random_elements_are_as_many_as_asked_for_and_all_alike() -> None:
     generator = torch.Generator().manual_seed(0)
     for number in (5, 30):  # of few some are drawn twice, of many all are shuffled
-        draws = [drawn(100, number, generator) for _ in range(2000)]
+        draws = [random_subset(100, number, generator) for _ in range(2000)]
         assert all(len(draw.unique()) == number for draw in draws)
         often = torch.bincount(torch.cat(draws), minlength=100) / 2000
         assert float((often - number / 100).abs().max()) < 5 * math.sqrt(number / 100 / 2000)

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.comm import Comm
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import SAGE, ExDyna, HardThreshold, MiCRO, TopK
 from smelt.train.gradients.reducer import Reducer
-from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.trainer.run_folder import RunFolder
 from tests.train.parallel import run
 from tests.train.synthetic import every_compressor, gradient_of, layout_of
@@ -58,7 +58,7 @@ def test_every_compressor_trains_as_on_a_cpu() -> None:
 @pytest.mark.parametrize("slots", [None, 2.0])
 def test_a_group_that_carries_tensors_of_a_gpu_only(slots: float | None) -> None:
     """As one has it after `init_process_group("nccl")`: the workers still agree on what lies in the CPU's memory."""
-    compressor, settings = ExDyna(density=0.1, sampled=2), Settings(slots=slots)
+    compressor, settings = ExDyna(density=0.1, sampled_steps=2), CompressionSettings(fixed_capacity=slots)
     found = run(2, train, compressor, 5, None, 1, "cuda", settings, backend="cuda:gloo")
     expected = run(2, train, compressor, 5, None, 1, "cuda", settings)
     assert (found[0][1] == found[1][1]).all()
@@ -74,8 +74,10 @@ def test_density_one_trains_as_plain_ddp() -> None:
 
 @pytest.mark.parametrize("kind", [MiCRO, ExDyna, HardThreshold], ids=lambda kind: kind.name)
 def test_a_step_in_slots_does_not_wait_for_the_device(kind: Any) -> None:
-    compressor = HardThreshold(density=0.02, threshold=0.01) if kind is HardThreshold else kind(density=0.02, sampled=0)
-    reducer = Reducer(compressor, layout_of(), Workers(), Settings(slots=3.0), device="cuda")
+    compressor = (
+        HardThreshold(density=0.02, threshold=0.01) if kind is HardThreshold else kind(density=0.02, sampled_steps=0)
+    )
+    reducer = Reducer(compressor, layout_of(), Comm(), CompressionSettings(fixed_capacity=3.0), device="cuda")
     gradients = [gradient_of(reducer.layout, number, 0).cuda() for number in range(6)]
     for gradient in gradients[:2]:  # kernels are loaded
         reducer.reduce(gradient)
@@ -87,8 +89,8 @@ def test_a_step_in_slots_does_not_wait_for_the_device(kind: Any) -> None:
             reducer.reduce(gradient)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    reducer.settle()
-    assert reducer.number == 6
+    reducer.resolve_deferred()
+    assert reducer.iteration == 6
 
 
 @pytest.mark.parametrize(
@@ -96,13 +98,13 @@ def test_a_step_in_slots_does_not_wait_for_the_device(kind: Any) -> None:
     [
         {"gradients": "none", "precision": "bf16"},
         {
-            "gradients": "exdyna:density=0.05,sampled=2",
-            "exchange": {"slots": 2.0},
+            "gradients": "exdyna:density=0.05,sampled_steps=2",
+            "exchange": {"fixed_capacity": 2.0},
             "gradient_accumulation_steps": 2,
             "max_grad_norm": 1.0,
         },
         {"gradients": "topk:density=0.05", "precision": "fp16"},
-        {"gradients": "powersgd:rank=2,plain=2"},
+        {"gradients": "powersgd:rank=2,warmup_steps=2"},
         {"gradients": "auto"},
     ],
     ids=lambda changes: changes["gradients"].partition(":")[0],
@@ -121,7 +123,9 @@ def test_the_loop_learns_and_goes_on(changes: dict[str, Any], tmp_path: Path) ->
 
 
 def test_the_command_runs_under_nccl(tmp_path: Path) -> None:
-    content = language(tmp_path, device="cuda", gradients="exdyna:density=0.05,sampled=2", exchange={"slots": 2.0})
+    content = language(
+        tmp_path, device="cuda", gradients="exdyna:density=0.05,sampled_steps=2", exchange={"fixed_capacity": 2.0}
+    )
     words = [str(write_config(tmp_path / "run.yaml", content)), "--out", str(tmp_path / "run")]
     ((code, said),) = commanded(1, words, tmp_path)
     assert code == 0, said
@@ -139,8 +143,8 @@ def test_a_gradient_that_is_not_finite_ends_both_workers() -> None:
 
 def spoilt(compressor: Compressor) -> str:
     """What a worker says whose gradient, or another's, is not a number."""
-    workers = Workers()
-    reducer = Reducer(compressor, layout_of(), workers, Settings(), device="cuda")
+    workers = Comm()
+    reducer = Reducer(compressor, layout_of(), workers, CompressionSettings(), device="cuda")
     gradient = gradient_of(reducer.layout, 0, workers.rank).cuda()
     reducer.reduce(gradient)
     if workers.rank:

@@ -6,30 +6,30 @@ import pytest
 import torch
 
 from smelt.errors import DataError
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.compression import Compression, reducer_kind
-from smelt.train.gradients.gradient_views import Pieces
-from smelt.train.gradients.layout import Layout
+from smelt.train.gradients.comm import Comm
+from smelt.train.gradients.compression import BucketedCompression, reducer_class
+from smelt.train.gradients.gradient_views import GradientViews
+from smelt.train.gradients.layout import BucketLayout
 from tests.train.parallel import run
 from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
 
-PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in layout_of().pieces]
+PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in layout_of().slices]
 
 
 def both_ways(steps: int) -> list[tuple[str, bool]]:
     """Of each compressor whether the means of all steps, and what is left, are the same bits."""
     found = []
     for compressor in every_compressor(0.05):
-        pieces = Compression(PARAMETERS, compressor, Workers())
+        pieces = BucketedCompression(PARAMETERS, compressor, Comm())
         layout = pieces.layouts[0]
-        plain = reducer_kind(compressor)(compressor, layout, Workers())
+        plain = reducer_class(compressor)(compressor, layout, Comm())
         same = True
         for number in range(steps):
-            gradient, mean = gradient_of(layout, number, rank()), torch.empty(layout.size)
+            gradient, mean = gradient_of(layout, number, rank()), torch.empty(layout.numel)
             for piece, view in layout.views(gradient.clone()):
-                pieces.put(piece.name, view.view(piece.shape))
+                pieces.add(piece.name, view.view(piece.shape))
             for piece, view in layout.views(mean):
-                pieces.give(piece.name, view.view(piece.shape))
+                pieces.write_back(piece.name, view.view(piece.shape))
             same &= torch.equal(mean, plain.reduce(gradient))
         found.append((compressor.name, same and torch.equal(pieces.reducers[0].residual, plain.residual)))
     return found
@@ -44,13 +44,13 @@ def broken() -> list[tuple[str, str, bool]]:
     """One worker has a gradient that is not finite in one of its tensors."""
     found = []
     for compressor in every_compressor(0.1):
-        compression = Compression(PARAMETERS, compressor, Workers())
+        compression = BucketedCompression(PARAMETERS, compressor, Comm())
         layout, error = compression.layouts[0], ""
         gradient = gradient_of(layout, 0, rank())
-        gradient[layout.pieces[1].start] = torch.nan if rank() == 1 else 1.0
+        gradient[layout.slices[1].start] = torch.nan if rank() == 1 else 1.0
         try:
             for piece, view in layout.views(gradient):
-                compression.put(piece.name, view.view(piece.shape))
+                compression.add(piece.name, view.view(piece.shape))
         except DataError as told:
             error = str(told)
         kept = compression.reducers[0].tensors()
@@ -61,28 +61,28 @@ def broken() -> list[tuple[str, str, bool]]:
 def test_what_is_not_finite_in_one_tensor_is_told_to_all_and_not_kept() -> None:
     for worker in run(2, broken):
         for name, error, finite in worker:
-            assert "not finite on at least one worker" in error and finite, name
+            assert "not finite on at least one rank" in error and finite, name
 
 
 @pytest.mark.parametrize("looked", [False, True])
 @pytest.mark.parametrize("place", [None, 0, 1 << 17, 399_999, 400_007])
 def test_pieces_are_added_up_to_what_is_not_finite(place: int | None, looked: bool) -> None:
     """A long tensor, which is added in parts, and one whose numbers do not lie in their order."""
-    layout = Layout.of([("long", torch.empty(4, 100_000)), ("turned", torch.empty(20, 30))])
-    flat, memory = torch.randn(layout.size), torch.randn(layout.size)
+    layout = BucketLayout.from_tensors([("long", torch.empty(4, 100_000)), ("turned", torch.empty(20, 30))])
+    flat, memory = torch.randn(layout.numel), torch.randn(layout.numel)
     if place is not None:
         flat[place] = torch.inf
     turned = flat[400_000:].view(20, 30).T.contiguous().T
-    pieces = Pieces(layout, [flat[:400_000].view(4, 100_000), turned])
+    pieces = GradientViews(layout, [flat[:400_000].view(4, 100_000), turned])
     if looked:
         assert bool(pieces.all_finite()) is (place is None)
     whole, before = memory + flat, memory.clone()
     pieces.add_to(memory)
     assert bool(pieces.all_finite()) is (place is None)
     if place is None:
-        assert torch.equal(memory, whole) and torch.equal(pieces.flat(), flat)
+        assert torch.equal(memory, whole) and torch.equal(pieces.flatten(), flat)
         return
-    assert not pieces.flat().any()
+    assert not pieces.flatten().any()
     added = 0 if looked else int((memory != before).nonzero()[-1]) + 1 if bool((memory != before).any()) else 0
     assert torch.equal(memory[:added], whole[:added]) and torch.equal(memory[added:], before[added:])
     assert added <= place and (looked or place - added < 1 << 17)

@@ -14,14 +14,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.functional import cross_entropy
 
+from smelt.train.gradients.checkpoint import load, save
+from smelt.train.gradients.comm import group_timeout
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import ExDyna, MiCRO, TopK
-from smelt.train.gradients.groups import patience
-from smelt.train.gradients.layers import layers_of
+from smelt.train.gradients.layers import find_layers
 from smelt.train.gradients.pipeline.stage import StageCompression, compress_stage
-from smelt.train.gradients.settings import Settings
-from smelt.train.gradients.state import load, save
-from tests.train.parallel import outcomes, run
+from smelt.train.gradients.settings import CompressionSettings
+from tests.train.parallel import GROUP_TIMEOUT, outcomes, run
 from tests.train.synthetic import rank
 
 PARTS = 4  # micro-batches
@@ -56,7 +56,7 @@ class Worker:
         self.module = stages()[self.place]
         self.module[0].up.bias.data += self.replica  # replicas that start unequal
         group = mesh["replicas"].get_group()
-        options = {"settings": Settings(check=True), "microbatches": PARTS, **options}
+        options = {"settings": CompressionSettings(check_conservation=True), "microbatches": PARTS, **options}
         self.compression: StageCompression = compress_stage(self.module, compressor, group, **options)
         stage = PipelineStage(self.module, self.place, 2, torch.device("cpu"), group=mesh["stages"].get_group())
         self.schedule = SCHEDULES[schedule](stage, PARTS, loss_fn=cross_entropy)
@@ -80,7 +80,7 @@ def flat(module: nn.Module) -> Any:
 def pipelined(compressor: Compressor, schedule: str, steps: int, options: dict[str, Any]) -> tuple[Any, list[int]]:
     worker = Worker(compressor, schedule, **options)
     found = worker.steps(range(steps))
-    return found, [reducer.number for reducer in worker.compression.reducers]
+    return found, [reducer.iteration for reducer in worker.compression.reducers]
 
 
 def alone(steps: int) -> list[Any]:
@@ -99,13 +99,13 @@ def alone(steps: int) -> list[Any]:
 
 @pytest.mark.parametrize(
     ("schedule", "options"),
-    [("gpipe", {}), ("1f1b", {}), ("1f1b", {"densities": [1.0, 1.0], "stage": 0, "whole": ["1.up.weight"]})],
+    [("gpipe", {}), ("1f1b", {}), ("1f1b", {"densities": [1.0, 1.0], "stage": 0, "dense_parameters": ["1.up.weight"]})],
 )
 def test_density_one_is_plain_averaging(schedule: str, options: dict[str, Any]) -> None:
     expected = alone(4)
     for place, (parameters, reductions) in enumerate(run(4, pipelined, TopK(density=1.0), schedule, 4, options)):
         assert abs(parameters - expected[place % 2]).max() < 1e-6
-        assert reductions == [4] * (3 + len(options.get("whole", ())))  # one a step, not one a micro-batch
+        assert reductions == [4] * (3 + len(options.get("dense_parameters", ())))  # one a step, not one a micro-batch
 
 
 def beside_the_pipeline(compressor: Compressor, steps: int) -> tuple[Any, Any]:
@@ -150,7 +150,7 @@ def conserved() -> list[float]:
         given = given + torch.cat([each.grad.flatten() for each in twin.parameters()])
     left = {
         piece.name: view
-        for vector in compression.vectors
+        for vector in compression.buckets
         for piece, view in vector.layout.views(vector.reducer.residual)
     }
     both = torch.stack([given, torch.cat([left[name] for name, _ in module.named_parameters()])])
@@ -168,7 +168,7 @@ def overlapping() -> list[str]:
     worker = Worker(TopK(density=0.1))
     events: list[str] = []
     reduced = threading.Event()
-    last, first = worker.compression.vectors[0], worker.module[0]
+    last, first = worker.compression.buckets[0], worker.module[0]
     plain = last.reduce
 
     def noted(*arguments: Any, **options: Any) -> None:
@@ -179,7 +179,7 @@ def overlapping() -> list[str]:
     last.reduce = noted  # type: ignore[method-assign]
 
     def held(*_: Any) -> None:
-        if all(worker.compression._passes[name] == PARTS for name in last.names):  # the last micro-batch
+        if all(worker.compression._num_backwards[name] == PARTS for name in last.names):  # the last micro-batch
             assert reduced.wait(20), "no reduction began before backward had ended"
             events.append("the first layer goes backward")
 
@@ -226,7 +226,7 @@ def miscounted() -> None:
 
 
 def unknown() -> None:
-    compress_stage(stages()[0], MiCRO(), distributed.group.WORLD, microbatches=1, whole=["nothing"])
+    compress_stage(stages()[0], MiCRO(), distributed.group.WORLD, microbatches=1, dense_parameters=["nothing"])
 
 
 def without_a_density() -> None:
@@ -236,9 +236,9 @@ def without_a_density() -> None:
 @pytest.mark.parametrize(
     ("work", "sentence"),
     [
-        (spoiled, "DataError: the gradients of step 0 are not finite on at least one worker"),
-        (miscounted, "ConfigError: gradients came 2 times in a step of 3 micro-batches"),
-        (unknown, "ConfigError: the stage has no trained parameter 'nothing'"),
+        (spoiled, "DataError: the gradients of step 0 are not finite on at least one rank"),
+        (miscounted, "ConfigError: 2 backward passes ran in a step of 3 micro-batches"),
+        (unknown, "ConfigError: the stage has no trainable parameter 'nothing'"),
         (without_a_density, "ConfigError: efsign has no density"),
     ],
 )
@@ -250,11 +250,11 @@ def test_what_goes_wrong_is_one_sentence_on_every_replica(work: Any, sentence: s
 def waits() -> list[float]:
     module = stages()[0]
     compression = compress_stage(module, MiCRO(), distributed.group.WORLD, microbatches=1)
-    return [patience(group).total_seconds() for group in (None, compression.reducers[0].workers.group)]
+    return [group_timeout(group).total_seconds() for group in (None, compression.reducers[0].workers.group)]
 
 
 def test_its_own_group_waits_as_long_as_the_run() -> None:
-    assert run(2, waits) == [[30.0, 30.0]] * 2
+    assert run(2, waits) == [[GROUP_TIMEOUT.total_seconds()] * 2] * 2
 
 
 def test_layers_are_the_blocks_and_what_stands_beside_them() -> None:
@@ -262,6 +262,6 @@ def test_layers_are_the_blocks_and_what_stands_beside_them() -> None:
     model["inner"].embed = nn.Embedding(3, 2)
     model["inner"].turn = nn.Tanh()
     model["inner"].blocks = nn.ModuleList(Block(3) for _ in range(2))
-    assert list(layers_of(model)) == ["inner.embed", "inner.blocks.0", "inner.blocks.1", "head"]
-    assert list(layers_of(Block(2))) == ["up", "down"]
-    assert not layers_of(nn.Linear(2, 2))
+    assert list(find_layers(model)) == ["inner.embed", "inner.blocks.0", "inner.blocks.1", "head"]
+    assert list(find_layers(Block(2))) == ["up", "down"]
+    assert not find_layers(nn.Linear(2, 2))

@@ -10,13 +10,13 @@ from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.link import CollectiveFit, Link
 from smelt.train.gradients.autotune.timed_comm import COLLECTIVES
 from smelt.train.gradients.pipeline.slack import (
+    dense_time,
     densities_from_slack,
-    ends_of_1f1b,
-    exposed,
-    slack_of,
+    exposed_time,
+    simulate_1f1b,
+    slack_per_stage,
     sparse_time,
     stage_time,
-    whole_time,
 )
 
 
@@ -27,32 +27,32 @@ def link_of(alpha: float, bandwidth: float, workers: int = 8) -> Link:
 @given(st.integers(1, 6), st.integers(1, 9), st.floats(0.1, 3.0))
 def test_stage_s_ends_s_backwards_before_the_first(stages: int, microbatches: int, ratio: float) -> None:
     """The formula slack = s t_b, against the whole schedule."""
-    ends = ends_of_1f1b([1.0] * stages, [ratio] * stages, microbatches)
+    ends = simulate_1f1b([1.0] * stages, [ratio] * stages, microbatches)
     slacks = [max(ends) - end for end in ends]
     assert slacks == pytest.approx([stage * ratio for stage in range(stages)])
-    assert slacks == pytest.approx(slack_of([ratio] * stages))
+    assert slacks == pytest.approx(slack_per_stage([ratio] * stages))
     assert ends[0] == pytest.approx((1 + ratio) * (microbatches + stages - 1))  # the known length of 1F1B
 
 
 def test_unequal_stages_have_the_time_of_those_before_them() -> None:
     forward, backward = [1.0, 2.0, 1.5], [2.0, 4.0, 3.0]
-    ends = ends_of_1f1b(forward, backward, 5)
-    assert [ends[0] - end for end in ends] == pytest.approx(slack_of(backward)) == [0.0, 2.0, 6.0]
+    ends = simulate_1f1b(forward, backward, 5)
+    assert [ends[0] - end for end in ends] == pytest.approx(slack_per_stage(backward)) == [0.0, 2.0, 6.0]
 
 
 def test_what_is_longer_than_its_slack_holds_the_step_up() -> None:
     """Played through: every stage sends after its last backward, and the step ends when all have sent."""
     backward, sent = [0.2] * 4, [0.3, 0.1, 0.9, 0.5]
-    ends = ends_of_1f1b([0.1] * 4, backward, 6)
+    ends = simulate_1f1b([0.1] * 4, backward, 6)
     step = max(end + each for end, each in zip(ends, sent, strict=True))
-    assert exposed(slack_of(backward), sent) == pytest.approx(step - max(ends)) == pytest.approx(0.5)
+    assert exposed_time(slack_per_stage(backward), sent) == pytest.approx(step - max(ends)) == pytest.approx(0.5)
 
 
 def test_times_are_those_of_the_cost_model() -> None:
     link = link_of(
         0.0, 12.5e9
     )  # the card: 25.6 M elements, 8 workers, 100 Gb/s, exclusive at 0.001: 0.13 ms with alphas
-    assert whole_time(25.6e6, link) == pytest.approx(0.01434, rel=0.01)
+    assert dense_time(25.6e6, link) == pytest.approx(0.01434, rel=0.01)
     one = 0.001 * 25.6e6
     assert sparse_time(25.6e6, 0.001, link) == pytest.approx((7 / 8 * one * 4 + 2 * 7 / 8 * one * 4) / 12.5e9, rel=0.01)
     alphas = link_of(1.0, 1e30)
@@ -67,8 +67,8 @@ def test_only_the_first_stage_is_exposed_and_density_grows() -> None:
     sent = [stage_time(sizes, density, link) for sizes, density in zip(layers, found, strict=True)]
     assert found[0] == 0.001 and found[-1] == 1.0
     assert found == sorted(found) and 0.001 < found[1] < found[2] < 1
-    assert exposed(slack_of(backward), sent) == pytest.approx(sent[0])
-    for density, slack, sizes in zip(found[1:], slack_of(backward)[1:], layers[1:], strict=True):
+    assert exposed_time(slack_per_stage(backward), sent) == pytest.approx(sent[0])
+    for density, slack, sizes in zip(found[1:], slack_per_stage(backward)[1:], layers[1:], strict=True):
         assert stage_time(sizes, density, link) <= slack * (1 + 1e-9)
         if density < 1:  # the largest that fits
             assert stage_time(sizes, density * 1.01, link) > slack

@@ -26,8 +26,8 @@ from smelt.train.gradients.autotune.dry_run import (
 )
 from smelt.train.gradients.autotune.link import CollectiveFit, Link
 from smelt.train.gradients.autotune.timed_comm import COLLECTIVES
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.compression import reducer_kind
+from smelt.train.gradients.comm import Comm
+from smelt.train.gradients.compression import reducer_class
 from smelt.train.gradients.compressors import QSGD, CLTk, MiCRO, OneBit, PowerSGD, TopK
 from smelt.train.gradients.dense import Dense
 from tests.train.parallel import run
@@ -76,12 +76,12 @@ def test_the_table_holds_the_arithmetic() -> None:
 @pytest.mark.parametrize("parameters", [1, 2, 1000, 1023 * 1025, 3_000_017])
 def test_an_imagined_model_has_its_parameters(parameters: int) -> None:
     layout = synthetic_layout(parameters)
-    assert layout.size == parameters
-    assert [piece.start for piece in layout.pieces] == [0, *[piece.stop for piece in layout.pieces[:-1]]]
+    assert layout.numel == parameters
+    assert [piece.start for piece in layout.slices] == [0, *[piece.stop for piece in layout.slices[:-1]]]
 
 
 COMPRESSORS = [
-    *(Dense(), Dense(values="bfloat16"), QSGD(), OneBit()),
+    *(Dense(), Dense(wire_dtype="bfloat16"), QSGD(), OneBit()),
     *(MiCRO(density=0.01), TopK(density=0.01), CLTk(density=0.01)),
 ]
 ALPHA, BANDWIDTH = 0.001, 1e7
@@ -89,13 +89,13 @@ ALPHA, BANDWIDTH = 0.001, 1e7
 
 def rehearsed() -> list[tuple[DryRunResult, int]]:
     """Of each compressor its rehearsal, and the bytes of a reducer that does the same steps."""
-    workers, layout = Workers(), synthetic_layout(20_000)
+    workers, layout = Comm(), synthetic_layout(20_000)
     gradient = synthetic_gradient(layout, workers, torch.device("cpu"))
     found = []
     for compressor in [*COMPRESSORS, PowerSGD()]:
         tried = dry_run_compressor(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
-        reducer = reducer_kind(compressor)(compressor, layout, Workers())
-        before = compressor.plain if isinstance(compressor, PowerSGD) else 0
+        reducer = reducer_class(compressor)(compressor, layout, Comm())
+        before = compressor.warmup_steps if isinstance(compressor, PowerSGD) else 0
         for _ in range(before + _STEPS):
             reducer.reduce(gradient)
         found.append((tried, reducer.traffic.bytes))
@@ -103,12 +103,12 @@ def rehearsed() -> list[tuple[DryRunResult, int]]:
 
 
 def test_what_is_far_slower_is_not_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, choose = [], TopK.choose
-    monkeypatch.setattr(TopK, "choose", lambda self, step: (sizes.append(len(step.memory)), choose(self, step))[1])
+    sizes, choose = [], TopK.select
+    monkeypatch.setattr(TopK, "select", lambda self, step: (sizes.append(len(step.residual)), choose(self, step))[1])
     layout, link = synthetic_layout(20_000), link_of(ALPHA, BANDWIDTH)
-    gradient = synthetic_gradient(layout, Workers(), torch.device("cpu"))
-    dry_run_compressor(TopK(density=0.01), gradient, layout, Workers(), link)
-    dry_run_compressor(TopK(density=0.01), gradient, layout, Workers(), link, best_seconds=0.0)
+    gradient = synthetic_gradient(layout, Comm(), torch.device("cpu"))
+    dry_run_compressor(TopK(density=0.01), gradient, layout, Comm(), link)
+    dry_run_compressor(TopK(density=0.01), gradient, layout, Comm(), link, best_seconds=0.0)
     assert sizes == [1024, *[20_000] * _STEPS, 1024, 20_000]
 
 
@@ -129,7 +129,7 @@ def test_bytes_are_those_of_the_frame_and_all_workers_agree() -> None:
 
 def largest_messages() -> dict[str, int]:
     """Bytes of the longest message that each rehearsal really hands to the process group."""
-    workers, layout = Workers(), synthetic_layout(20_000)
+    workers, layout = Comm(), synthetic_layout(20_000)
     gradient = synthetic_gradient(layout, workers, torch.device("cpu"))
     found: dict[str, int] = {}
     sent: list[int] = []
@@ -137,8 +137,8 @@ def largest_messages() -> dict[str, int]:
     def watched(move: Callable[..., None]) -> Callable[..., None]:
         return lambda workers, *tensors: (sent.append(tensors[-1].nbytes), move(workers, *tensors))[1]
 
-    for name in ("_all_gather", "_all_reduce", "_all_to_all"):
-        setattr(Workers, name, watched(getattr(Workers, name)))
+    for name in ("_run_all_gather", "_run_all_reduce", "_run_all_to_all"):
+        setattr(Comm, name, watched(getattr(Comm, name)))
     for compressor in COMPRESSORS:
         sent.clear()
         dry_run_compressor(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
@@ -152,9 +152,9 @@ def test_a_whole_vector_is_not_sent_for_a_trial() -> None:
 
 
 def tried_on_a_part() -> tuple[DryRunResult, int]:
-    workers, layout = Workers(), synthetic_layout(5 * 2**19)
+    workers, layout = Comm(), synthetic_layout(5 * 2**19)
     gradient = synthetic_gradient(layout, workers, torch.device("cpu"))
-    return dry_run_compressor(Dense(), gradient, layout, workers, link_of(ALPHA, BANDWIDTH)), layout.size
+    return dry_run_compressor(Dense(), gradient, layout, workers, link_of(ALPHA, BANDWIDTH)), layout.numel
 
 
 def test_what_is_tried_on_a_part_counts_for_the_whole() -> None:

@@ -12,18 +12,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from smelt.train.gradients.autotune.auto import Auto
+from smelt.train.gradients.checkpoint import load, save
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import ExDyna, TopK
-from smelt.train.gradients.hsdp import AutoReplicas, Replicas, compress_replicas
-from smelt.train.gradients.settings import Settings
-from smelt.train.gradients.state import load, save
+from smelt.train.gradients.hsdp import AutoHSDPCompression, HSDPCompression, compress_hsdp
+from smelt.train.gradients.settings import CompressionSettings
 from tests.train.parallel import outcomes, run
 from tests.train.slow_link import slow_down
 from tests.train.synthetic import rank
 from tests.train.test_ddp import Net, data_of
 
 
-def build(compressor: Compressor, seed: int = 0) -> tuple[Net, Replicas | AutoReplicas]:
+def build(compressor: Compressor, seed: int = 0) -> tuple[Net, HSDPCompression | AutoHSDPCompression]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     model = Net()
     with torch.no_grad():
@@ -31,7 +31,9 @@ def build(compressor: Compressor, seed: int = 0) -> tuple[Net, Replicas | AutoRe
     for layer in (model.left, model.right):
         fully_shard(layer, mesh=mesh["shards"])
     fully_shard(model, mesh=mesh["shards"])
-    return model, compress_replicas(model, compressor, mesh["replicas"].get_group(), Settings(check=True))
+    return model, compress_hsdp(
+        model, compressor, mesh["replicas"].get_group(), CompressionSettings(check_conservation=True)
+    )
 
 
 def steps(model: Net, numbers: range) -> Any:
@@ -79,7 +81,7 @@ def stop_and_go_on(folder: Path) -> bool:
     for name, value in second.state_dict().items():
         value.to_local().copy_(kept[name])
     load(again, folder / "state")
-    return bool((steps(second, range(3, 6)) == expected).all()) and replicas.steps == again.steps == 6
+    return bool((steps(second, range(3, 6)) == expected).all()) and replicas.num_steps == again.num_steps == 6
 
 
 def test_replicas_stay_equal_and_go_on_to_the_bit(tmp_path: Path) -> None:
@@ -96,8 +98,8 @@ def chosen_by_auto() -> tuple[list[str], Any, list[int]]:
         fully_shard(layer, mesh=mesh["shards"])
     fully_shard(model, mesh=mesh["shards"])
     auto = Auto(density=0.01, methods=("micro",))
-    replicas = compress_replicas(model, auto, mesh["replicas"].get_group(), Settings(check=True))
-    assert isinstance(replicas, AutoReplicas)
+    replicas = compress_hsdp(model, auto, mesh["replicas"].get_group(), CompressionSettings(check_conservation=True))
+    assert isinstance(replicas, AutoHSDPCompression)
     optimiser, sent = torch.optim.SGD(model.parameters(), lr=0.01), []
     for number in range(auto.steps + 4):
         inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * number + rank()))
@@ -105,10 +107,10 @@ def chosen_by_auto() -> tuple[list[str], Any, list[int]]:
         optimiser.step()
         optimiser.zero_grad()
         sent.append(replicas.traffic.bytes)
-    assert replicas.decision is not None and replicas.steps == auto.steps + 4
+    assert replicas.decision is not None and replicas.num_steps == auto.steps + 4
     weights = torch.cat([each.detach().full_tensor().flatten() for each in model.parameters()]).numpy()
     choices = dict(
-        zip((layout.pieces[0].name for layout in replicas.layouts), replicas.decision.to_json()["choices"], strict=True)
+        zip((layout.slices[0].name for layout in replicas.layouts), replicas.decision.to_json()["choices"], strict=True)
     )
     return [choices[name] for name in ("1", "2", "root")], weights, [sent[0], sent[-1]]
 
@@ -125,12 +127,12 @@ def test_auto_finds_a_method_for_each_unit_and_all_shards_agree() -> None:
 
 
 def unsharded() -> None:
-    compress_replicas(Net(), TopK(), distributed.group.WORLD)
+    compress_hsdp(Net(), TopK(), distributed.group.WORLD)
 
 
 def with_two_dimensions() -> None:
     model = fully_shard(Net(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
-    compress_replicas(model, TopK(), distributed.group.WORLD)
+    compress_hsdp(model, TopK(), distributed.group.WORLD)
 
 
 def test_what_is_not_sharded_as_it_must_be_is_one_sentence() -> None:

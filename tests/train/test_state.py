@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,39 +13,39 @@ import torch.distributed as distributed
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.compression import Compression
+from smelt.train.gradients.checkpoint import load, save
+from smelt.train.gradients.comm import Comm
+from smelt.train.gradients.compression import BucketedCompression
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import DGC, SAGE, ExDyna, MiCRO, PowerSGD, TopK
 from smelt.train.gradients.ddp import compress_gradients
-from smelt.train.gradients.settings import Settings
-from smelt.train.gradients.state import load, save
+from smelt.train.gradients.settings import CompressionSettings
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
 from tests.train.test_ddp import data_of, many_buckets
 
 LAYOUT = layout_of()
-PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in LAYOUT.pieces]
+PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in LAYOUT.slices]
 
 
 def compression_of(
-    compressor: Compressor, settings: Settings | None = None, vector_mb: float | None = None
-) -> Compression:
-    return Compression(PARAMETERS, compressor, Workers(), settings, vector_mb=vector_mb)
+    compressor: Compressor, settings: CompressionSettings | None = None, bucket_cap_mb: float | None = None
+) -> BucketedCompression:
+    return BucketedCompression(PARAMETERS, compressor, Comm(), settings, bucket_cap_mb=bucket_cap_mb)
 
 
-def advance(compression: Compression, numbers: range) -> torch.Tensor:
+def advance(compression: BucketedCompression, numbers: range) -> torch.Tensor:
     """[elements]: what was applied in the last of the steps."""
     for number in numbers:
         for piece, view in LAYOUT.views(gradient_of(LAYOUT, number, rank())):
-            compression.put(piece.name, view.view(piece.shape))
-        taken = torch.empty(LAYOUT.size)
+            compression.add(piece.name, view.view(piece.shape))
+        taken = torch.empty(LAYOUT.numel)
         for piece, view in LAYOUT.views(taken):
-            compression.give(piece.name, view)
+            compression.write_back(piece.name, view)
     return taken
 
 
-def all_tensors(compression: Compression) -> dict[str, Any]:
+def all_tensors(compression: BucketedCompression) -> dict[str, Any]:
     return {
         f"{position}.{key}": value.clone().numpy()
         for position, reducer in enumerate(compression.reducers)
@@ -55,17 +56,17 @@ def all_tensors(compression: Compression) -> dict[str, Any]:
 def stop_and_go_on(compressors: list[Compressor], folder: Path) -> list[tuple[str, bool]]:
     found = []
     for compressor in compressors:
-        whole = compression_of(compressor, vector_mb=0.01)
+        whole = compression_of(compressor, bucket_cap_mb=0.01)
         expected = advance(whole, range(8))
-        first = compression_of(compressor, vector_mb=0.01)
+        first = compression_of(compressor, bucket_cap_mb=0.01)
         advance(first, range(5))
         save(first, folder / compressor.name)
-        second = compression_of(compressor, vector_mb=0.01)
+        second = compression_of(compressor, bucket_cap_mb=0.01)
         load(second, folder / compressor.name)
         same = torch.equal(advance(second, range(5, 8)), expected)
         ours, theirs = all_tensors(second), all_tensors(whole)
         same &= ours.keys() == theirs.keys() and all((ours[key] == theirs[key]).all() for key in theirs)
-        found.append((compressor.name, same and second.steps == 8))
+        found.append((compressor.name, same and second.num_steps == 8))
     return found
 
 
@@ -84,7 +85,7 @@ def train(folder: Path, numbers: range, keep: bool) -> dict[str, Any]:
     """Train a real model under DDP, from and to a folder."""
     model = many_buckets()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
-    compression = compress_gradients(model, ExDyna(density=0.05, sampled=3), vector_mb=0.008)
+    compression = compress_gradients(model, ExDyna(density=0.05, sampled_steps=3), bucket_cap_mb=0.008)
     if numbers.start:
         model.module.load_state_dict(load_file(folder / "model.safetensors"))
         load(compression, folder / "state")
@@ -110,20 +111,44 @@ def test_training_under_ddp_goes_on_to_the_bit_in_new_processes(tmp_path: Path) 
         assert all((expected[key] == found[key]).all() for key in expected)
 
 
+def resume_old_format(folder: Path) -> bool:
+    """Save, rewrite the metadata as version 0.1 wrote it, and resume."""
+    first = compression_of(DGC(density=0.05, steps_per_epoch=3))
+    advance(first, range(4))
+    save(first, folder)
+    distributed.barrier()
+    if rank() == 0:
+        path = folder / "gradients.json"
+        metadata = json.loads(path.read_text())
+        compressor = {"name": "dgc", "density": 0.05, "agreement": "own", "momentum": 0.9, "nesterov": False}
+        compressor |= {"masking": True, "clip": None, "warm_up": 4, "epoch": 3, "seed": 0}
+        settings = {"form": "code", "beta": 1.0, "values": "float32", "slots": None, "node": None, "check": False}
+        old = {"format": 1, "workers": 2, "shards": 1, "steps": 4, "compressor": compressor, "settings": settings}
+        path.write_text(json.dumps({**old, "vectors": metadata["buckets"]}))
+    distributed.barrier()
+    second = compression_of(DGC(density=0.05, steps_per_epoch=3))
+    load(second, folder)
+    return torch.equal(advance(second, range(4, 6)), advance(first, range(4, 6)))
+
+
+def test_a_checkpoint_of_version_0_1_resumes(tmp_path: Path) -> None:
+    assert run(2, resume_old_format, tmp_path / "state") == [True, True]
+
+
 def leave(compressor: Compressor, folder: Path) -> Any:
-    compression = compression_of(compressor, Settings(check=True))
+    compression = compression_of(compressor, CompressionSettings(check_conservation=True))
     advance(compression, range(6))
     save(compression, folder)
     return compression.reducers[0].residual.numpy()
 
 
 def take_over(compressor: Compressor, folder: Path) -> tuple[Any, Any, int]:
-    compression = compression_of(compressor, Settings(check=True))
+    compression = compression_of(compressor, CompressionSettings(check_conservation=True))
     load(compression, folder, resplit=True)
     before = compression.reducers[0].residual.clone().numpy()
     small = {key: value.tolist() for key, value in compression.reducers[0].state.items() if value.numel() < 10}
     advance(compression, range(6, 9))  # the debug mode counts what was taken over
-    return before, small, compression.reducers[0].number
+    return before, small, compression.reducers[0].iteration
 
 
 @pytest.mark.parametrize(
@@ -133,7 +158,7 @@ def take_over(compressor: Compressor, folder: Path) -> tuple[Any, Any, int]:
         (ExDyna(density=0.05), 2, 3),
         (DGC(density=0.05), 3, 2),
         (SAGE(density=0.05), 2, 3),
-        (PowerSGD(plain=2), 3, 2),
+        (PowerSGD(warmup_steps=2), 3, 2),
     ],
 )
 def test_another_number_of_workers_owes_the_same_mean(
@@ -150,8 +175,8 @@ def test_another_number_of_workers_owes_the_same_mean(
         assert new[0][1]["threshold"] == new[1][1]["threshold"]
 
 
-def go_on(compressor: Compressor, folder: Path, vector_mb: float | None = None) -> None:
-    load(compression_of(compressor, vector_mb=vector_mb), folder)
+def go_on(compressor: Compressor, folder: Path, bucket_cap_mb: float | None = None) -> None:
+    load(compression_of(compressor, bucket_cap_mb=bucket_cap_mb), folder)
 
 
 def keep(compressor: Compressor, folder: Path) -> None:
@@ -163,7 +188,7 @@ def keep(compressor: Compressor, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "workers", "arguments", "sentence"),
     [
-        ("", 3, (MiCRO(density=0.05),), "was written by 2 workers and there are 3; start as many"),
+        ("", 3, (MiCRO(density=0.05),), "was written by 2 ranks and there are 3; start as many"),
         ("", 2, (MiCRO(density=0.06),), "was written with another compressor"),
         ("", 2, (MiCRO(density=0.05), 0.01), "was written with another model"),
         ("gradients.json", 2, (MiCRO(density=0.05),), "gradients.json cannot be read"),
@@ -187,7 +212,7 @@ def test_what_cannot_go_on_is_one_sentence_on_every_worker(
 def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     run(2, keep, TopK(density=0.05), tmp_path / "state")
     for _, error in outcomes(2, keep, TopK(density=0.05), tmp_path / "state"):
-        assert "is there already; give every checkpoint a name of its own" in error
+        assert "exists already; give every checkpoint its own name" in error
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -12,43 +14,43 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto import Auto, AutoCompression
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.compression import Compression
+from smelt.train.gradients.checkpoint import CompressionState
+from smelt.train.gradients.comm import Comm
+from smelt.train.gradients.compression import BucketedCompression
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import ExDyna, PowerSGD
-from smelt.train.gradients.settings import Settings
-from smelt.train.gradients.stateful import GradientState
+from smelt.train.gradients.settings import CompressionSettings
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import every_compressor
 from tests.train.test_state import PARAMETERS, advance, all_tensors, compression_of
 
 
-def save(compression: Compression, model: dict[str, torch.Tensor], folder: Path) -> None:
-    state = {"model": model, "gradients": GradientState(compression)}
+def save(compression: BucketedCompression, model: dict[str, torch.Tensor], folder: Path) -> None:
+    state = {"model": model, "gradients": CompressionState(compression)}
     checkpoint.save(state, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
-def load(compression: Compression, model: dict[str, torch.Tensor], folder: Path) -> None:
-    state = {"model": model, "gradients": GradientState(compression)}
+def load(compression: BucketedCompression, model: dict[str, torch.Tensor], folder: Path) -> None:
+    state = {"model": model, "gradients": CompressionState(compression)}
     checkpoint.load(state, storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
 def stop_and_go_on(
-    compressors: list[Compressor], folder: Path, settings: Settings | None = None
+    compressors: list[Compressor], folder: Path, settings: CompressionSettings | None = None
 ) -> list[tuple[str, bool]]:
     found = []
     for compressor in compressors:
-        whole = compression_of(compressor, settings, vector_mb=0.01)
+        whole = compression_of(compressor, settings, bucket_cap_mb=0.01)
         expected = advance(whole, range(8))
-        first, model = compression_of(compressor, settings, vector_mb=0.01), {"weight": torch.arange(12.0)}
+        first, model = compression_of(compressor, settings, bucket_cap_mb=0.01), {"weight": torch.arange(12.0)}
         advance(first, range(5))
         save(first, model, folder / compressor.name)
-        second, other = compression_of(compressor, settings, vector_mb=0.01), {"weight": torch.zeros(12)}
+        second, other = compression_of(compressor, settings, bucket_cap_mb=0.01), {"weight": torch.zeros(12)}
         load(second, other, folder / compressor.name)
         same = torch.equal(advance(second, range(5, 8)), expected) and torch.equal(other["weight"], model["weight"])
         ours, theirs = all_tensors(second), all_tensors(whole)
         same &= ours.keys() == theirs.keys() and all((ours[key] == theirs[key]).all() for key in theirs)
-        found.append((compressor.name, same and second.steps == 8))
+        found.append((compressor.name, same and second.num_steps == 8))
     return found
 
 
@@ -62,7 +64,9 @@ def test_every_compressor_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 def test_counts_that_are_read_late_are_kept(tmp_path: Path) -> None:
-    found = run(2, stop_and_go_on, [ExDyna(density=0.02, sampled=0)], tmp_path, Settings(slots=2.0))
+    found = run(
+        2, stop_and_go_on, [ExDyna(density=0.02, sampled_steps=0)], tmp_path, CompressionSettings(fixed_capacity=2.0)
+    )
     assert found == [[("exdyna", True)]] * 2
 
 
@@ -78,6 +82,21 @@ def test_a_checkpoint_from_before_the_first_step(tmp_path: Path) -> None:
     assert run(2, before_the_first_step, tmp_path / "early") == [True, True]
 
 
+def test_a_checkpoint_of_version_0_1_is_recognized() -> None:
+    """Its identity was a hash over the old names of parameters and settings."""
+    compression = compression_of(ExDyna(density=0.02))
+    compressor = {"name": "exdyna", "density": 0.02, "sampled": 200, "seed": 0, "blocks": 1024, "balance": True}
+    settings = {"form": "code", "beta": 1.0, "values": "float32", "slots": None, "node": None, "check": False}
+    vectors = [[[part.name, list(part.shape)] for part in layout.slices] for layout in compression.layouts]
+    identity = {"compressor": compressor, "settings": settings, "vectors": vectors}
+    text = json.dumps([[1, 1], identity], sort_keys=True)
+    state = CompressionState(compression).state_dict()
+    state["worker-0.identity"] = torch.tensor(list(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+    CompressionState(compression_of(ExDyna(density=0.02))).load_state_dict(state)
+    with pytest.raises(ConfigError, match="written with another compressor"):
+        CompressionState(compression_of(ExDyna(density=0.03))).load_state_dict(state)
+
+
 def refuse(folder: Path) -> None:
     compression = compression_of(ExDyna(density=0.02))
     advance(compression, range(2))
@@ -91,10 +110,10 @@ def test_another_density_is_refused_on_every_worker(tmp_path: Path) -> None:
 
 
 def shapeless() -> None:
-    for kind, compressor in ((Compression, PowerSGD()), (AutoCompression, Auto())):
-        compression = kind(PARAMETERS, compressor, Workers(), Settings())
+    for kind, compressor in ((BucketedCompression, PowerSGD()), (AutoCompression, Auto())):
+        compression = kind(PARAMETERS, compressor, Comm(), CompressionSettings())
         with pytest.raises(ConfigError, match="use save and load of"):
-            GradientState(compression)
+            CompressionState(compression)
 
 
 def test_what_changes_its_shape_is_refused() -> None:
@@ -102,4 +121,4 @@ def test_what_changes_its_shape_is_refused() -> None:
 
 
 def test_pytorch_takes_it_for_what_it_is() -> None:
-    assert isinstance(GradientState(compression_of(ExDyna())), Stateful)
+    assert isinstance(CompressionState(compression_of(ExDyna())), Stateful)

@@ -9,7 +9,7 @@ import torch.distributed as distributed
 from torch.nn.functional import cross_entropy
 
 from smelt.train.gradients.compressors import MiCRO, TopK
-from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.gradients.step import CompressedStep
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import rank
@@ -20,7 +20,11 @@ def train(kind: str, branches: list[str]) -> Any:
     model = Net()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     compressor = "micro" if kind == "named" else TopK(density=1.0) if kind == "all" else MiCRO(density=0.1)
-    step = None if kind == "plain" else CompressedStep(model, compressor, Settings(check=True), vector_mb=0.01)
+    step = (
+        None
+        if kind == "plain"
+        else CompressedStep(model, compressor, CompressionSettings(check_conservation=True), bucket_cap_mb=0.01)
+    )
     for number, branch in enumerate(branches):
         inputs, labels = data_of(number, rank())
         optimiser.zero_grad()
@@ -54,4 +58,4 @@ def mismatched() -> None:
 
 def test_models_that_differ_are_one_sentence_on_every_worker() -> None:
     for _, error in outcomes(2, mismatched):
-        assert error.startswith("ConfigError: the workers do not have the same model")
+        assert error.startswith("ConfigError: the ranks do not have the same model")

@@ -13,11 +13,11 @@ from torch import Tensor
 from smelt.kernels import threshold_select as kernels
 from smelt.kernels.cpu import threshold_select as compiled
 from smelt.kernels.dispatch import use_backend
-from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.comm import Comm
 from smelt.train.gradients.compressor import Compressor
 from smelt.train.gradients.compressors import SAGE, ExDyna, HardThreshold, MiCRO, SIDCo
 from smelt.train.gradients.reducer import Reducer
-from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.settings import CompressionSettings
 from tests.train.synthetic import gradient_of, layout_of
 
 there = pytest.mark.skipif(compiled.library() is None, reason="needs an x86 processor and a C++ compiler")
@@ -68,24 +68,24 @@ def test_several_threads_find_the_same_in_the_same_order(start: int, stop: int, 
     assert torch.equal(found, plain(wanted, threshold, start, stop))
 
 
-def trained(compressor: Compressor, settings: Settings, device: str = "cpu") -> tuple[list[Tensor], Tensor]:
+def trained(compressor: Compressor, settings: CompressionSettings, device: str = "cpu") -> tuple[list[Tensor], Tensor]:
     """The results of some steps of one worker, and what it has not sent."""
-    reducer = Reducer(compressor, layout_of(), Workers(), settings, device=device)
+    reducer = Reducer(compressor, layout_of(), Comm(), settings, device=device)
     results = [reducer.reduce(gradient_of(reducer.layout, number, 0).to(device)).cpu() for number in range(6)]
-    reducer.settle()
+    reducer.resolve_deferred()
     return results, reducer.residual.cpu()
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, room: Any) -> list[int]:
     """Calls of a kernel, which still does its work."""
     calls: list[int] = []
-    real = room.add_and_compact
+    real = room.add_and_select
 
     def call(values: Tensor, *arguments: Any, **options: Any) -> Tensor:
         calls.append(len(values))
         return real(values, *arguments, **options)
 
-    monkeypatch.setattr(room, "add_and_compact", call)
+    monkeypatch.setattr(room, "add_and_select", call)
     return calls
 
 
@@ -93,12 +93,12 @@ def counted(monkeypatch: pytest.MonkeyPatch, room: Any) -> list[int]:
 @pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("slots", [None, 3.0])
 def test_the_frame_takes_the_compiled_pass(kind: Any, slots: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    compressor = kind(density=0.02, agreement="union") if kind is SAGE else kind(density=0.02)
+    compressor = kind(density=0.02, exchange_mode="union") if kind is SAGE else kind(density=0.02)
     with use_backend("reference"):
-        expected, left = trained(compressor, Settings(slots=slots))
+        expected, left = trained(compressor, CompressionSettings(fixed_capacity=slots))
     calls = counted(monkeypatch, compiled)
-    results, residual = trained(compressor, Settings(slots=slots))
-    assert calls == [layout_of().size] * 6
+    results, residual = trained(compressor, CompressionSettings(fixed_capacity=slots))
+    assert calls == [layout_of().numel] * 6
     assert all(map(torch.equal, results, expected))
     assert torch.equal(residual, left)
 
@@ -108,11 +108,13 @@ def test_the_frame_takes_the_compiled_pass(kind: Any, slots: float | None, monke
 def test_the_frame_takes_the_pass_of_a_gpu(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from smelt.kernels.gpu import threshold_select as triton
 
-    compressor = HardThreshold(density=0.02, threshold=0.01) if kind is HardThreshold else kind(density=0.02, sampled=0)
+    compressor = (
+        HardThreshold(density=0.02, threshold=0.01) if kind is HardThreshold else kind(density=0.02, sampled_steps=0)
+    )
     calls = counted(monkeypatch, triton)
-    results, residual = trained(compressor, Settings(slots=3.0), "cuda")
+    results, residual = trained(compressor, CompressionSettings(fixed_capacity=3.0), "cuda")
     assert len(calls) == 6
-    expected, left = trained(compressor, Settings(slots=3.0))
+    expected, left = trained(compressor, CompressionSettings(fixed_capacity=3.0))
     assert all(map(torch.equal, results, expected))
     assert torch.equal(residual, left)
 

@@ -30,9 +30,9 @@ from smelt.train.gradients.autotune.dry_run import (
 )
 from smelt.train.gradients.autotune.link import Link, measure_link
 from smelt.train.gradients.autotune.timed_comm import max_over_ranks
-from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.comm import Comm
 from smelt.train.gradients.compressors import COMPRESSORS, SAGE, HardThreshold
-from smelt.train.gradients.hierarchy import Nodes
+from smelt.train.gradients.hierarchy import NodeTopology
 from smelt.train.timing import synchronized_time
 from smelt.train.trainer.distributed import init_distributed
 
@@ -75,18 +75,18 @@ def run(
         )
     local_device = init_distributed("cuda" if device.startswith("cuda") else "cpu", _TIMEOUT)
     try:
-        workers = Workers()
-        nodes = None if node is None else Nodes.of(workers, node)
+        workers = Comm()
+        nodes = None if node is None else NodeTopology.create(workers, node)
         link = measure_link(workers, local_device)
         layout = synthetic_layout(int(parameters))
         gradient = synthetic_gradient(layout, workers, local_device, seed)
-        ddp = predict_ddp(layout.size, link, backward_ms / 1000)
+        ddp = predict_ddp(layout.numel, link, backward_ms / 1000)
         cast_seconds = max_over_ranks([_cast_seconds(gradient)], workers, local_device)[0]
-        ddp_bf16 = predict_ddp(layout.size, link, backward_ms / 1000, 2, cast_seconds, "ddp, bf16 hook")
+        ddp_bf16 = predict_ddp(layout.numel, link, backward_ms / 1000, 2, cast_seconds, "ddp, bf16 hook")
         predictions, copy_seconds, between = [ddp, ddp_bf16], 0.0, workers
         if nodes is not None:
             gradient, copy_seconds = _reduce_within_node(gradient, nodes)
-            layout, between = nodes.share(layout), nodes.peers
+            layout, between = nodes.shard(layout), nodes.inter_node
             link = measure_link(between, local_device)
         for compressor in compressors:
             if not workers.rank:
@@ -126,13 +126,13 @@ def show(link: Link, predictions: list[CostPrediction], parameters: int, node: i
     )
 
 
-def _reduce_within_node(gradient: torch.Tensor, nodes: Nodes) -> tuple[torch.Tensor, float]:
+def _reduce_within_node(gradient: torch.Tensor, nodes: NodeTopology) -> tuple[torch.Tensor, float]:
     """Return this rank's share of its node's mean, and the seconds that a step spends inside the node."""
-    padded = functional.pad(gradient, (0, -len(gradient) % nodes.inside.size))
-    nodes.gather(nodes.reduce(padded))  # opens connections
+    padded = functional.pad(gradient, (0, -len(gradient) % nodes.intra_node.world_size))
+    nodes.all_gather(nodes.reduce_scatter(padded))  # opens connections
     start = synchronized_time(gradient.device)
-    share = nodes.reduce(padded)
-    nodes.gather(share)
+    share = nodes.reduce_scatter(padded)
+    nodes.all_gather(share)
     return share, synchronized_time(gradient.device) - start
 
 

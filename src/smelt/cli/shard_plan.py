@@ -26,7 +26,7 @@ from smelt.train.fsdp.profile import estimate_layers, measure_collectives, profi
 from smelt.train.fsdp.search import PlanSearchResult, search_plan
 from smelt.train.fsdp.timeline import StepTimeline
 from smelt.train.fsdp.trace import measure_timeline
-from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.comm import Comm
 from smelt.train.trainer.config import TrainConfig
 from smelt.train.trainer.distributed import init_distributed
 from smelt.train.trainer.optimizer import autocast
@@ -63,7 +63,7 @@ def run(
         check_writable(report)
     device = init_distributed(train_config.device, train_config.timeout)
     try:
-        workers = Workers()
+        workers = Comm()
         task = build_task(train_config)
         task.network.to(device).train()
         step = _training_step(task, train_config, workers, device, seed)
@@ -75,7 +75,7 @@ def run(
         cluster = _cluster_spec(train_config, memory_gb, workers, device)
         result = search_plan(model, cluster)
         task.network.zero_grad()
-        apply_plan(result.plan, model, task.network, init_device_mesh(device.type, (workers.size,)))
+        apply_plan(result.plan, model, task.network, init_device_mesh(device.type, (workers.world_size,)))
         measured = measure_timeline(result.plan, model, task.network, step, device)
         if not workers.rank:
             content = report_content(config.stem, model, cluster, result, measured)
@@ -130,7 +130,7 @@ def _unit_name(layers: list[str]) -> str:
 
 
 def _training_step(
-    task: TrainingTask, config: TrainConfig, workers: Workers, device: torch.device, seed: int
+    task: TrainingTask, config: TrainConfig, workers: Comm, device: torch.device, seed: int
 ) -> Callable[[], None]:
     """Return forward and backward of this rank's first samples, the same each time."""
     indices = np.arange(workers.rank * config.batch_size, (workers.rank + 1) * config.batch_size) % len(task.train)
@@ -146,11 +146,13 @@ def _training_step(
     return step
 
 
-def _cluster_spec(config: TrainConfig, memory_gb: float | None, workers: Workers, device: torch.device) -> ClusterSpec:
+def _cluster_spec(config: TrainConfig, memory_gb: float | None, workers: Comm, device: torch.device) -> ClusterSpec:
     all_gather, reduce_scatter = measure_collectives(workers, device)
     on_gpu = device.type == "cuda"
     memory = float(torch.cuda.get_device_properties(device).total_memory) if on_gpu else math.inf
     if memory_gb is not None:
         memory = 1e9 * memory_gb
     state_factor = _STATE_FACTORS[config.optimizer.name] + (_MOMENTUM_FACTOR if config.optimizer.momentum else 0.0)
-    return ClusterSpec(workers.size, all_gather, reduce_scatter, memory, overlap=on_gpu, state_factor=state_factor)
+    return ClusterSpec(
+        workers.world_size, all_gather, reduce_scatter, memory, overlap=on_gpu, state_factor=state_factor
+    )

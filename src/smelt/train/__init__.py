@@ -1,12 +1,14 @@
-"""Training with little communication: gradient compression for DDP, FSDP2, pipelines and plain loops.
+"""Training with little communication: gradient compressors and the hooks that apply them.
 
-`compress_gradients` for DistributedDataParallel, `compress_replicas` between replicas of a sharded model (FSDP2),
-`compress_stage` for pipeline stages, `CompressedStep` for everything else; `smelt.train.gradients.state` saves
-residuals in a checkpoint.
+`compress_gradients` for DistributedDataParallel, `compress_hsdp` for sharded replicas (FSDP2), `compress_stage` for
+pipeline stages, `CompressedStep` for everything else; `smelt.train.gradients.checkpoint` saves and resumes residuals.
 """
 
+from typing import Any
+
+from smelt.config import parse, warn_renamed
 from smelt.train.gradients.autotune.auto import Auto
-from smelt.train.gradients.compression import Compression
+from smelt.train.gradients.compression import BucketedCompression
 from smelt.train.gradients.compressors import (
     DEFT,
     DGC,
@@ -23,13 +25,13 @@ from smelt.train.gradients.compressors import (
     RandomK,
     SIDCo,
     TopK,
-    compressor_named,
+    create_compressor,
 )
 from smelt.train.gradients.ddp import compress_gradients
-from smelt.train.gradients.hsdp import compress_replicas
+from smelt.train.gradients.hsdp import compress_hsdp
 from smelt.train.gradients.pipeline.slack import densities_from_slack
 from smelt.train.gradients.pipeline.stage import compress_stage
-from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.gradients.step import CompressedStep
 
 __all__ = [
@@ -39,9 +41,10 @@ __all__ = [
     "SAGE",
     "AdaComp",
     "Auto",
+    "BucketedCompression",
     "CLTk",
     "CompressedStep",
-    "Compression",
+    "CompressionSettings",
     "EFSign",
     "ExDyna",
     "HardThreshold",
@@ -50,11 +53,32 @@ __all__ = [
     "PowerSGD",
     "RandomK",
     "SIDCo",
-    "Settings",
     "TopK",
     "compress_gradients",
-    "compress_replicas",
+    "compress_hsdp",
     "compress_stage",
-    "compressor_named",
+    "create_compressor",
     "densities_from_slack",
 ]
+
+
+def _build_settings(**values: Any) -> CompressionSettings:
+    """Accept the old names of the fields too."""
+    return parse(CompressionSettings, values, "the settings")
+
+
+_RENAMED: dict[str, tuple[str, Any]] = {
+    "Compression": ("BucketedCompression", BucketedCompression),
+    "Settings": ("CompressionSettings", _build_settings),
+    "compress_replicas": ("compress_hsdp", compress_hsdp),
+    "compressor_named": ("create_compressor", create_compressor),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Return what a name of version 0.1 is called now."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    new_name, value = _RENAMED[name]
+    warn_renamed(name, new_name, "smelt.train")
+    return value

@@ -20,7 +20,7 @@ from smelt.train.fsdp.profile import estimate_layers, measure_collectives, profi
 from smelt.train.fsdp.search import search_plan
 from smelt.train.fsdp.timeline import COMPUTE, ROOT, StepTimeline, predict_timeline
 from smelt.train.fsdp.trace import measure_timeline
-from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.comm import Comm
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import rank
 
@@ -79,7 +79,7 @@ class Work:
 
 
 def known(network: nn.Module) -> ModelProfile:
-    return profile_layers(network, Work(network), Workers(), CPU)
+    return profile_layers(network, Work(network), Comm(), CPU)
 
 
 def trained(plan: ShardingPlan | None) -> Any:
@@ -104,7 +104,7 @@ def followed(plan: ShardingPlan, scaled: bool) -> tuple[Any, StepTimeline, StepT
     parameters = trained(plan)
     network = Network(scaled=scaled)
     model = known(network)
-    gather, scatter = measure_collectives(Workers(), CPU)
+    gather, scatter = measure_collectives(Comm(), CPU)
     predicted = predict_timeline(model, plan, ClusterSpec(2, gather, scatter, 1e12, overlap=False))
     apply_plan(plan, model, network, init_device_mesh("cpu", (2,)))
     return parameters, predicted, measure_timeline(plan, model, network, Work(network), CPU)
@@ -131,9 +131,9 @@ def planned() -> tuple[dict[str, Any], ShardingPlan]:
     """From measuring to a plan that fits, without anything told."""
     network = Network()
     model = known(network)
-    workers = Workers()
+    workers = Comm()
     gather, scatter = measure_collectives(workers, CPU)
-    cluster = ClusterSpec(workers.size, gather, scatter, 1e9, overlap=False)
+    cluster = ClusterSpec(workers.world_size, gather, scatter, 1e9, overlap=False)
     found = search_plan(model, cluster)
     return model.to_json(), found.plan
 
@@ -155,7 +155,7 @@ def test_the_layers_are_found_measured_and_the_same_on_all_workers() -> None:
 
 def counted() -> dict[str, Any]:
     network = Network(tied=True)
-    return estimate_layers(network, Work(network), 1e6, Workers(), CPU).to_json()
+    return estimate_layers(network, Work(network), 1e6, Comm(), CPU).to_json()
 
 
 def test_operations_over_speed_are_times_and_tied_layers_stay_with_the_root() -> None:
@@ -195,7 +195,7 @@ def test_what_does_not_fit_is_one_sentence(what: str, words: str) -> None:
 def test_one_worker_alone_measures_its_layers_but_no_link() -> None:
     assert not distributed.is_initialized()
     network, tokens = Network(), torch.zeros(2, 3, dtype=torch.long)
-    model = profile_layers(network, lambda: network(tokens).sum().backward(), Workers(), CPU)
+    model = profile_layers(network, lambda: network(tokens).sum().backward(), Comm(), CPU)
     assert model.bytes == sum(each.numel() * 4 for each in network.parameters())
     with pytest.raises(ConfigError, match="start several with torchrun"):
-        measure_collectives(Workers(), CPU)
+        measure_collectives(Comm(), CPU)

@@ -51,7 +51,7 @@ def language(folder: Path, **changes: Any) -> dict[str, Any]:
         "batch_size": 4,
         "steps": 6,
         "optimizer": {"lr": 5e-3},
-        "gradients": "exdyna:density=0.05,sampled=2",
+        "gradients": "exdyna:density=0.05,sampled_steps=2",
         "evaluate": {"every": 3, "samples": 16},
         "checkpoint": {"every": 3},
         "device": "cpu",

@@ -49,8 +49,8 @@ MODEL = {"model": "a-model"}
         ({"gradients": "none:density=1"}, "none has no parameter 'density'"),
         ({"gradients": "auto:densty=1"}, "auto has no parameter 'densty'; did you mean 'density'?"),
         ({"gradients": "dgc"}, "dgc has a momentum of its own"),
-        ({"exchange": {"values": "int4"}}, "values is one of"),
-        ({"exchange": {"value": "int8"}}, "did you mean 'values'?"),
+        ({"exchange": {"wire_dtype": "int4"}}, "wire_dtype is one of"),
+        ({"exchange": {"wire_type": "int8"}}, "did you mean 'wire_dtype'?"),
         ({"checkpoint": {"keep": 0}}, "keep is 0"),
         ({"data": {"seq_len": 1}}, "seq_len is 1"),
     ],
@@ -93,7 +93,7 @@ def test_old_keys_work_with_a_warning_and_runs_started_with_them_resume(tmp_path
 
 def test_ways_to_send_gradients() -> None:
     assert build_compressor(None) is None and build_compressor("none") is None
-    assert build_compressor("bf16") == Dense(values="bfloat16")
+    assert build_compressor("bf16") == Dense(wire_dtype="bfloat16")
     assert build_compressor("exdyna:density=0.001,balance=false") == ExDyna(density=0.001, balance=False)
     assert build_compressor({"method": "dgc", "momentum": 0}) == DGC(momentum=0)
     assert build_compressor({"method": "auto", "methods": ["micro"]}) == Auto(methods=("micro",))

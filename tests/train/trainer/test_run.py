@@ -42,10 +42,10 @@ def everything(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"gradients": "exdyna:density=0.05,sampled=2", "max_grad_norm": 1.0, "gradient_accumulation_steps": 2},
+        {"gradients": "exdyna:density=0.05,sampled_steps=2", "max_grad_norm": 1.0, "gradient_accumulation_steps": 2},
         {
             "gradients": "topk:density=0.05",
-            "exchange": {"slots": 2.0},
+            "exchange": {"fixed_capacity": 2.0},
             "precision": "fp16",
             "optimizer": {"name": "sgd", "lr": 0.1, "momentum": 0.9},
         },
@@ -81,7 +81,7 @@ def test_density_one_and_none_are_the_same_training(tmp_path: Path) -> None:
 
 
 def test_the_loss_falls_and_the_log_says_what_was_sent(tmp_path: Path) -> None:
-    lines = trained(2, language(tmp_path, steps=40, gradients="exdyna:density=0.2,sampled=5"), tmp_path / "run")
+    lines = trained(2, language(tmp_path, steps=40, gradients="exdyna:density=0.2,sampled_steps=5"), tmp_path / "run")
     assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
     assert lines[-1]["evaluation"]["loss"] < 0.8 * lines[2]["evaluation"]["loss"]
     assert all(0.1 < line["density"] < 0.4 for line in lines)
@@ -108,7 +108,7 @@ def test_the_loss_falls_and_the_log_says_what_was_sent(tmp_path: Path) -> None:
 
 
 def test_nodes_send_inside_and_between_and_go_on_to_the_bit(tmp_path: Path) -> None:
-    content = language(tmp_path, exchange={"node": 2}, checkpoint={"every": 2}, steps=4)
+    content = language(tmp_path, exchange={"ranks_per_node": 2}, checkpoint={"every": 2}, steps=4)
     whole = trained(4, content, tmp_path / "run")
     assert all(line["intra_node_bytes"] > 0 and line["bytes"] > 0 for line in whole)
     kept = everything(tmp_path / "run" / "checkpoints" / "step-4")

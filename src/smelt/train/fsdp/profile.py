@@ -22,8 +22,8 @@ from smelt.train.fsdp.plan import LayerProfile, ModelProfile
 from smelt.train.fsdp.timeline import BACKWARD, FORWARD
 from smelt.train.gradients.autotune.link import AlphaBeta, fit_alpha_beta
 from smelt.train.gradients.autotune.timed_comm import max_over_ranks
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.layers import layers_of
+from smelt.train.gradients.comm import Comm
+from smelt.train.gradients.layers import find_layers
 from smelt.train.timing import DeviceClock, Timestamp, synchronized_time
 
 ROOT_NAME = "root"
@@ -33,9 +33,7 @@ _COLLECTIVE_REPEATS = 7
 _Times = dict[tuple[str, str], float]  # (layer, forward or backward) -> seconds
 
 
-def profile_layers(
-    network: nn.Module, step: Callable[[], object], workers: Workers, device: torch.device
-) -> ModelProfile:
+def profile_layers(network: nn.Module, step: Callable[[], object], workers: Comm, device: torch.device) -> ModelProfile:
     """Measure each layer. `step` runs forward and backward of one batch and must be repeatable."""
     layers = _shardable_layers(network)
     for _ in range(_WARMUP_STEPS):
@@ -48,7 +46,7 @@ def profile_layers(
 
 
 def estimate_layers(
-    network: nn.Module, step: Callable[[], object], flops_per_second: float, workers: Workers, device: torch.device
+    network: nn.Module, step: Callable[[], object], flops_per_second: float, workers: Comm, device: torch.device
 ) -> ModelProfile:
     """Estimate each layer's time from its FLOPs, two thirds of a step being backward.
 
@@ -75,26 +73,26 @@ def estimate_layers(
     return _combine(network, layers, list(forward_order), times, _activation_bytes(layers, step), workers, device)
 
 
-def measure_collectives(workers: Workers, device: torch.device) -> tuple[AlphaBeta, AlphaBeta]:
+def measure_collectives(workers: Comm, device: torch.device) -> tuple[AlphaBeta, AlphaBeta]:
     """Measure all-gather and reduce-scatter; all ranks call it together and get the same result."""
-    others = workers.size - 1
+    others = workers.world_size - 1
     if not others:
         raise ConfigError("a single rank has no link to measure; start several with torchrun.")
     return (
-        _fit_collective(lambda rows: workers.gather(rows[0], "link"), others, workers, device),
-        _fit_collective(lambda rows: workers.scatter_sum(rows, "link"), others, workers, device),
+        _fit_collective(lambda rows: workers.all_gather(rows[0], "link"), others, workers, device),
+        _fit_collective(lambda rows: workers.reduce_scatter(rows, "link"), others, workers, device),
     )
 
 
 def _fit_collective(
-    collective: Callable[[Tensor], Tensor], others: int, workers: Workers, device: torch.device
+    collective: Callable[[Tensor], Tensor], others: int, workers: Comm, device: torch.device
 ) -> AlphaBeta:
     received, seconds = [], []
     for size in _COLLECTIVE_SIZES:
-        rows = torch.zeros(workers.size, max(size // 4 // workers.size, 1), device=device)
+        rows = torch.zeros(workers.world_size, max(size // 4 // workers.world_size, 1), device=device)
         times = []
         for _ in range(_COLLECTIVE_REPEATS + 1):  # the first opens connections and is not counted
-            workers.gather(torch.zeros(1, device=device), "agreement")  # start together
+            workers.all_gather(torch.zeros(1, device=device), "agreement")  # start together
             start = synchronized_time(device)
             collective(rows)
             times.append(synchronized_time(device) - start)
@@ -105,7 +103,7 @@ def _fit_collective(
 
 def _shardable_layers(network: nn.Module) -> dict[str, nn.Module]:
     """Return the layers that share no parameters with others; those that do must stay with the root."""
-    layers = layers_of(network)
+    layers = find_layers(network)
     owners = Counter(parameter for layer in layers.values() for parameter in set(layer.parameters()))
     return {
         name: layer for name, layer in layers.items() if all(owners[parameter] == 1 for parameter in layer.parameters())
@@ -179,7 +177,7 @@ def _combine(
     forward_order: list[str],
     times: _Times,
     activations: Counter[str],
-    workers: Workers,
+    workers: Comm,
     device: torch.device,
 ) -> ModelProfile:
     """Make the profile from the largest numbers of all ranks."""

@@ -1,96 +1,108 @@
-"""The gradients of some parameters as one vector: they come one by one, are reduced together, and go one by one."""
+"""A bucket of gradients: collected tensor by tensor, reduced together, and written back tensor by tensor."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from smelt.train.gradients.gradient_views import Given, Pieces
-from smelt.train.gradients.hierarchy import Nodes
-from smelt.train.gradients.layout import Layout
-from smelt.train.gradients.means import Mean, Whole
-from smelt.train.gradients.reducer import Reducer
+from smelt.train.gradients.gradient_views import BucketGradient, GradientViews
+from smelt.train.gradients.hierarchy import NodeTopology
+from smelt.train.gradients.layout import BucketLayout
+from smelt.train.gradients.reducer import DenseMean, MeanGradient, Reducer
 
 
-class Vector:
-    """Some parameters as one flat vector. Where there are nodes its reducer has a share of it."""
+class GradientBucket:
+    """The gradients of some parameters. With a node topology its reducer holds this rank's shard of the bucket."""
 
-    def __init__(self, device: torch.device, layout: Layout, reducer: Reducer, nodes: Nodes | None = None) -> None:
+    def __init__(
+        self, device: torch.device, layout: BucketLayout, reducer: Reducer, nodes: NodeTopology | None = None
+    ) -> None:
         self.layout, self.reducer, self.nodes, self.device = layout, reducer, nodes, device
-        self._room = torch.zeros(reducer.layout.size * (1 if nodes is None else nodes.inside.size), device=device)
-        self._views = {piece.name: view.view(piece.shape) for piece, view in layout.views(self._room)}
-        self._starts = {piece.name: piece.start for piece in layout.pieces}
-        self._left: dict[str, Tensor] = {}  # gradients that stay where they are until they are reduced
-        self._mean: Mean | None = None  # once it is reduced
+        numel = reducer.layout.numel * (1 if nodes is None else nodes.intra_node.world_size)  # padded to equal shards
+        self._buffer = torch.zeros(numel, device=device)
+        self._views = {part.name: view.view(part.shape) for part, view in layout.views(self._buffer)}
+        self._starts = {part.name: part.start for part in layout.slices}
+        self._uncopied: dict[str, Tensor] = {}  # gradients that are read in place until the bucket is reduced
+        self._mean: MeanGradient | None = None  # once reduced
         if device.type != "cpu":
-            reducer.room = torch.empty(reducer.layout.size + 1, device=device)
-        self.arrived: set[str] = set()
-        self.done = False
-        self.inside, self.total_inside = 0, 0  # bytes from workers of the same node, in the last step and in all
+            reducer.output_buffer = torch.empty(reducer.layout.numel + 1, device=device)
+        self.received: set[str] = set()  # names of parameters
+        self.reduced = False
+        self.intra_node_bytes, self.total_intra_node_bytes = 0, 0  # in the last step and in all
 
     @property
     def names(self) -> list[str]:
-        """Of the parameters."""
+        """Names of the parameters."""
         return list(self._starts)
 
     @property
     def complete(self) -> bool:
-        return not self.done and len(self.arrived) == len(self._starts)
+        """Whether all gradients have been added and the bucket waits to be reduced."""
+        return not self.reduced and len(self.received) == len(self._starts)
 
     @property
     def flat(self) -> Tensor:
-        """[elements]: all that has arrived, side by side."""
-        return self._side_by_side()[: self.layout.size]
+        """[numel]: all gradients added so far, in one vector."""
+        return self._copied()[: self.layout.numel]
 
-    def put(self, name: str, gradient: Tensor, *, stays: bool = False) -> None:
-        """`stays`: it is as it is until it is reduced; on a CPU, where a copy costs as much as all the rest, none is
-        made then. On a GPU one pass over one vector is better than one over each tensor."""
-        if stays and self.device.type == "cpu":
-            self._left[name] = gradient
+    def add(self, name: str, gradient: Tensor, *, stable: bool = False) -> None:
+        """Add a gradient. `stable`: nothing changes it until the bucket is reduced.
+
+        Stable gradients are not copied on CPU, where a copy costs as much as all the rest. On a GPU one pass over one
+        vector is faster than one per tensor.
+        """
+        if stable and self.device.type == "cpu":
+            self._uncopied[name] = gradient
         else:
             self._views[name].copy_(gradient)
-        self.arrived.add(name)
+        self.received.add(name)
 
-    def given(self, scale: Tensor | None) -> Given:
-        """What the reducer is handed: the vector, or this worker's share of the node's mean. `scale`: of the loss."""
-        if scale is None and self.nodes is None and len(self._left) == len(self._starts):
-            return Pieces(self.layout, [self._left[piece.name] for piece in self.layout.pieces])
-        flat = self._side_by_side()
-        given = flat if scale is None else flat / scale
-        return given if self.nodes is None else self.nodes.reduce(given)
+    def gradient(self, scale: Tensor | None) -> BucketGradient:
+        """Return the reducer's input: the bucket, or this rank's shard of the node's mean. `scale`: of the loss."""
+        if scale is None and self.nodes is None and len(self._uncopied) == len(self._starts):
+            return GradientViews(self.layout, [self._uncopied[part.name] for part in self.layout.slices])
+        flat = self._copied()
+        unscaled = flat if scale is None else flat / scale
+        return unscaled if self.nodes is None else self.nodes.reduce_scatter(unscaled)
 
-    def reduce(self, scale: Tensor | None, watch_unused: bool) -> None:
-        before = 0 if self.nodes is None else self.nodes.inside.arrived["inside"]
-        given = self.given(scale)
+    def reduce(self, scale: Tensor | None, track_unused: bool) -> None:
+        """Replace the bucket by its mean over all ranks."""
+        before = 0 if self.nodes is None else self.nodes.intra_node.bytes_received["intra_node"]
+        gradient = self.gradient(scale)
         used = None
-        if watch_unused:
-            pieces = given.tensors if isinstance(given, Pieces) else (v for _, v in self.reducer.layout.views(given))
-            used = torch.stack([piece.count_nonzero() > 0 for piece in pieces])
-        mean = self.reducer.mean(given, used=used)
+        if track_unused:
+            views = (
+                gradient.tensors
+                if isinstance(gradient, GradientViews)
+                else (view for _, view in self.reducer.layout.views(gradient))
+            )
+            used = torch.stack([view.count_nonzero() > 0 for view in views])
+        mean = self.reducer.mean(gradient, used=used)
         if self.nodes is not None:
-            mean = Whole(self.nodes.gather(mean.dense()))
-            self.inside = self.nodes.inside.arrived["inside"] - before
-            self.total_inside += self.inside
-        self._mean = mean if scale is None else mean.scaled(scale)
-        self._left.clear()
-        self.done = True
+            mean = DenseMean(self.nodes.all_gather(mean.to_dense()))
+            self.intra_node_bytes = self.nodes.intra_node.bytes_received["intra_node"] - before
+            self.total_intra_node_bytes += self.intra_node_bytes
+        self._mean = mean if scale is None else mean.scale(scale)
+        self._uncopied.clear()
+        self.reduced = True
 
-    def give(self, name: str, gradient: Tensor) -> None:
-        """A gradient of any shape becomes its mean over all workers."""
-        assert self.done and self._mean is not None
-        self._mean.into(self._starts[name], gradient)
-        self.arrived.discard(name)
-        if not self.arrived:
-            self.done = False
+    def write_back(self, name: str, gradient: Tensor) -> None:
+        """Overwrite a gradient with its mean over all ranks."""
+        assert self.reduced and self._mean is not None
+        self._mean.copy_into(self._starts[name], gradient)
+        self.received.discard(name)
+        if not self.received:
+            self.reduced = False
 
-    def clear(self) -> None:
-        self.arrived.clear()
-        self._left.clear()
-        self.done = False
+    def reset(self) -> None:
+        """Drop all gradients."""
+        self.received.clear()
+        self._uncopied.clear()
+        self.reduced = False
 
-    def _side_by_side(self) -> Tensor:
-        """What has arrived, with room behind it that nodes need to share it evenly."""
-        for name, gradient in self._left.items():
+    def _copied(self) -> Tensor:
+        """Return all gradients in one vector, padded to equal shards if there are nodes."""
+        for name, gradient in self._uncopied.items():
             self._views[name].copy_(gradient)
-        self._left.clear()
-        return self._room
+        self._uncopied.clear()
+        return self._buffer

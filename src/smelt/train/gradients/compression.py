@@ -1,9 +1,9 @@
-"""The gradients of a model, compressed: flat vectors with a reducer each, filled tensor by tensor as backward goes on.
+"""Compressed gradients of a model: buckets with one reducer each, filled tensor by tensor during backward.
 
-The vectors are made once from the list of parameters, last one first, since their gradients are ready first. They do
-not follow the buckets of DDP, which change after the first iteration and start anew in every run: so no state is ever
-moved, and a resumed run finds its own. A vector is reduced when all of its tensors have arrived and those before it are
-done, which is the same order on every worker.
+Buckets are made once from the list of parameters, last parameter first, since its gradient is ready first. They do not
+follow DDP's buckets, which change after the first iteration and start anew in every run: so no state ever moves, and a
+resumed run finds its own. A bucket is reduced when all its gradients have been added and all buckets before it are
+reduced, which is the same order on every rank.
 """
 
 from __future__ import annotations
@@ -18,210 +18,228 @@ import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.train.gradients.bucket import Vector
-from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.bucket import GradientBucket
+from smelt.train.gradients.comm import Comm, Traffic
 from smelt.train.gradients.compressor import Compressor
-from smelt.train.gradients.compressors.powersgd import PowerSGD
+from smelt.train.gradients.compressors.powersgd import PowerSGD, PowerSGDReducer
 from smelt.train.gradients.dense import Dense, DenseReducer
-from smelt.train.gradients.hierarchy import Nodes
-from smelt.train.gradients.layout import Layout
-from smelt.train.gradients.low_rank import LowRankReducer
+from smelt.train.gradients.hierarchy import NodeTopology
+from smelt.train.gradients.layout import BucketLayout
 from smelt.train.gradients.reducer import Reducer
-from smelt.train.gradients.settings import Settings
-from smelt.train.gradients.traffic import Traffic, total
+from smelt.train.gradients.settings import CompressionSettings
 
-Named = tuple[str, Tensor]
+NamedParameter = tuple[str, Tensor]
 
 
-class Compressed(ABC):
-    """Reducers that belong to one model: what a checkpoint holds, whatever hands the gradients in."""
+class GradientCompression(ABC):
+    """The reducers of one model: what a checkpoint saves, however gradients are collected."""
 
     compressor: Compressor
-    settings: Settings
-    workers: Workers  # that keep a state each
-    shards: int = 1  # workers that hold different parts of one model
+    settings: CompressionSettings
+    comm: Comm  # all ranks that keep a state each
+    shards: int = 1  # ranks that hold different parts of one model
 
     @property
     @abstractmethod
     def reducers(self) -> list[Reducer]:
-        """In the same order on every worker."""
+        """In the same order on every rank."""
 
     @property
-    def layouts(self) -> list[Layout]:
-        """Of whole vectors, the same on every worker: a reducer may have a part of one."""
+    def layouts(self) -> list[BucketLayout]:
+        """Layouts of complete buckets, equal on every rank; a reducer may hold a shard of one."""
         return [reducer.layout for reducer in self.reducers]
 
     @property
-    def steps(self) -> int:
-        """That were applied."""
-        return self.reducers[0].number
+    def num_steps(self) -> int:
+        """Number of steps that were applied."""
+        return self.reducers[0].iteration
 
     @property
     def traffic(self) -> Traffic:
-        """Of the last step, on this worker."""
-        return total(reducer.traffic for reducer in self.reducers)
+        """Traffic of the last step, on this rank."""
+        return sum((reducer.traffic for reducer in self.reducers), Traffic())
 
     @property
-    def total(self) -> Traffic:
-        """Of all steps, on this worker."""
-        return total(reducer.total for reducer in self.reducers)
+    def total_traffic(self) -> Traffic:
+        """Traffic of all steps, on this rank."""
+        return sum((reducer.total_traffic for reducer in self.reducers), Traffic())
 
-    def settle(self) -> None:
-        """Put everything back if the last step was not finite somewhere, as the gradient scaler skipped it too."""
-        finite = [reducer.settle() for reducer in self.reducers]
+    def resolve_deferred(self) -> None:
+        """Roll back the last step if it was not finite on some rank, as the gradient scaler skipped it too."""
+        finite = [reducer.resolve_deferred() for reducer in self.reducers]
         if not all(finite):
             for reducer in self.reducers:
-                reducer.undo()
+                reducer.rollback()
 
 
-class Compression(Compressed):
-    """What `compress_gradients` gives back: the state of compression on this worker, and what it sends."""
+class BucketedCompression(GradientCompression):
+    """What `compress_gradients` returns: the state of compression on this rank, and its traffic."""
 
     def __init__(
         self,
-        parameters: Iterable[Named],
+        parameters: Iterable[NamedParameter],
         compressor: Compressor,
-        workers: Workers,
-        settings: Settings | None = None,
+        comm: Comm,
+        settings: CompressionSettings | None = None,
         *,
-        vector_mb: float | None = None,
+        bucket_cap_mb: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        watch_unused: bool = False,
+        track_unused: bool = False,
     ) -> None:
-        self.compressor, self.workers, self.settings = compressor, workers, settings or Settings()
-        self._scaler, self._watch_unused = scaler, watch_unused
-        self.nodes = None if self.settings.node is None else Nodes.of(workers, self.settings.node)
-        self.shards = 1 if self.nodes is None else self.nodes.inside.size
-        rate = None if optimizer is None else _rate_of(optimizer)
-        self.vectors = []
-        for group in _groups(list(parameters), vector_mb):
-            layout, device = Layout.of(group), group[0][1].device
+        compressor.check_optimizer(optimizer)
+        self.compressor, self.comm, self.settings = compressor, comm, settings or CompressionSettings()
+        self._scaler, self._track_unused = scaler, track_unused
+        ranks_per_node = self.settings.ranks_per_node
+        self.nodes = None if ranks_per_node is None else NodeTopology.create(comm, ranks_per_node)
+        self.shards = 1 if self.nodes is None else self.nodes.intra_node.world_size
+        learning_rate = None if optimizer is None else _learning_rate_of(optimizer)
+        self.buckets = []
+        for group in _split_into_buckets(list(parameters), bucket_cap_mb):
+            layout, device = BucketLayout.from_tensors(group), group[0][1].device
             if self.nodes is not None:
-                workers.require_equal(str(layout), "model")
-            own = layout if self.nodes is None else self.nodes.share(layout)
-            reducer = self.make_reducer(own, device, rate, scaler is not None)
-            self.vectors.append(Vector(device, layout, reducer, self.nodes))
-        self._home = {name: vector for vector in self.vectors for name in vector.names}
-        self._next = 0  # vector to be reduced
-        self.around: Callable[[], AbstractContextManager[None]] = nullcontext  # each reduction: such as a clock
+                comm.require_equal(str(layout), "model")
+            own = layout if self.nodes is None else self.nodes.shard(layout)
+            reducer = self.make_reducer(own, device, learning_rate, scaler is not None)
+            self.buckets.append(GradientBucket(device, layout, reducer, self.nodes))
+        self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
+        self._next = 0  # index of the bucket to reduce next
+        self.reduce_context: Callable[[], AbstractContextManager[None]] = nullcontext  # entered for every reduction
 
     @property
     def reducers(self) -> list[Reducer]:
-        return [vector.reducer for vector in self.vectors]
+        return [bucket.reducer for bucket in self.buckets]
 
     @property
-    def layouts(self) -> list[Layout]:
-        return [vector.layout for vector in self.vectors]
+    def layouts(self) -> list[BucketLayout]:
+        return [bucket.layout for bucket in self.buckets]
 
     @property
-    def between(self) -> Workers:
-        """Those that compressed gradients travel between: all workers, or one of each node."""
-        return self.workers if self.nodes is None else self.nodes.peers
+    def reduction_comm(self) -> Comm:
+        """The ranks that exchange compressed gradients: all of them, or one per node."""
+        return self.comm if self.nodes is None else self.nodes.inter_node
 
     @property
     def traffic(self) -> Traffic:
-        return super().traffic + Traffic(inside=sum(vector.inside for vector in self.vectors))
+        return super().traffic + Traffic(intra_node=sum(bucket.intra_node_bytes for bucket in self.buckets))
 
     @property
-    def total(self) -> Traffic:
-        return super().total + Traffic(inside=sum(vector.total_inside for vector in self.vectors))
+    def total_traffic(self) -> Traffic:
+        intra_node = sum(bucket.total_intra_node_bytes for bucket in self.buckets)
+        return super().total_traffic + Traffic(intra_node=intra_node)
 
     @property
-    def plain(self) -> bool:
-        """Whether DDP should send its buckets by itself, as if there were no compression."""
+    def uses_plain_ddp(self) -> bool:
+        """Whether DDP should all-reduce its buckets itself, without compression."""
         return False
 
     def make_reducer(
-        self, layout: Layout, device: torch.device, rate: Callable[[], float] | None, rollback: bool
+        self,
+        layout: BucketLayout,
+        device: torch.device,
+        learning_rate: Callable[[], float] | None,
+        allow_rollback: bool,
     ) -> Reducer:
-        """Of one vector."""
-        settings = replace(self.settings, node=None)
-        return reducer_of(self.compressor, layout, self.between, settings, device, rate, rollback)
+        """Return the reducer of one bucket."""
+        settings = replace(self.settings, ranks_per_node=None)
+        comm = self.reduction_comm
+        return build_reducer(self.compressor, layout, comm, settings, device, learning_rate, allow_rollback)
 
-    def put(self, name: str, gradient: Tensor) -> bool:
-        """Take one gradient in, which nobody changes until `give` does; whether vectors were reduced because of it."""
-        if not self._next and not any(vector.arrived for vector in self.vectors):
-            self.settle()
-        self._home[name].put(name, gradient, stays=True)
+    def add(self, name: str, gradient: Tensor) -> bool:
+        """Add a gradient, which must not change until `write_back`; return whether buckets were reduced."""
+        if not self._next and not any(bucket.received for bucket in self.buckets):
+            self.resolve_deferred()
+        self._bucket_of[name].add(name, gradient, stable=True)
         before = self._next
-        while self._next < len(self.vectors) and self.vectors[self._next].complete:
-            with self.around():
-                self.reduce_vector(self.vectors[self._next])
+        while self._next < len(self.buckets) and self.buckets[self._next].complete:
+            with self.reduce_context():
+                self.reduce_bucket(self.buckets[self._next])
             self._next += 1
         return self._next > before
 
-    def reduce_vector(self, vector: Vector) -> None:
-        """All gradients of a vector have arrived."""
-        vector.reduce(self._scale(), self._watch_unused)
+    def reduce_bucket(self, bucket: GradientBucket) -> None:
+        """Reduce a bucket that is complete."""
+        bucket.reduce(self._loss_scale(), self._track_unused)
 
-    def done(self, name: str) -> bool:
-        """Whether the mean of this gradient is known."""
-        return self._home[name].done
+    def is_reduced(self, name: str) -> bool:
+        """Return whether the mean of this gradient is known."""
+        return self._bucket_of[name].reduced
 
-    def give(self, name: str, gradient: Tensor) -> None:
-        """A gradient becomes its mean over all workers."""
-        self._home[name].give(name, gradient)
-        if self._next == len(self.vectors) and not any(other.done for other in self.vectors):
+    def write_back(self, name: str, gradient: Tensor) -> None:
+        """Overwrite a gradient with its mean over all ranks."""
+        self._bucket_of[name].write_back(name, gradient)
+        if self._next == len(self.buckets) and not any(other.reduced for other in self.buckets):
             self._next = 0
 
-    def abandon(self) -> None:
-        """Forget gradients that have arrived in a step that ended in an error."""
+    def reset(self) -> None:
+        """Drop the gradients of a step that ended in an error."""
         self._next = 0
-        for vector in self.vectors:
-            vector.clear()
+        for bucket in self.buckets:
+            bucket.reset()
 
-    def _scale(self) -> Tensor | None:
-        """Of the loss, without asking the device."""
-        return None if self._scaler is None else self._scaler.scale(torch.ones(1, device=self.vectors[0].device))
-
-
-def _groups(parameters: list[Named], vector_mb: float | None) -> Iterator[list[Named]]:
-    """The parameters from the last to the first, cut where the device changes or a vector would grow too long."""
-    if not parameters:
-        raise ConfigError("there is no gradient to compress; the model has no parameter that is trained.")
-    if vector_mb is not None and not vector_mb > 0:
-        raise ConfigError(f"vector_mb is {vector_mb:g}; it must be above 0, or None for the whole model in one vector.")
-    limit = torch.inf if vector_mb is None else vector_mb * 2**20 / 4  # elements of float32
-    group: list[Named] = []
-    size = 0
-    for name, parameter in reversed(parameters):
-        full = group and (size + parameter.numel() > limit or parameter.device != group[0][1].device)
-        if full:
-            yield group
-            group, size = [], 0
-        group.append((name, parameter))
-        size += parameter.numel()
-    yield group
+    def _loss_scale(self) -> Tensor | None:
+        """Return the scale without a sync."""
+        return None if self._scaler is None else self._scaler.scale(torch.ones(1, device=self.buckets[0].device))
 
 
-def reducer_of(
+def build_reducer(
     compressor: Compressor,
-    layout: Layout,
-    workers: Workers,
-    settings: Settings,
+    layout: BucketLayout,
+    comm: Comm,
+    settings: CompressionSettings,
     device: torch.device,
-    rate: Callable[[], float] | None = None,
-    rollback: bool = False,
+    learning_rate: Callable[[], float] | None = None,
+    allow_rollback: bool = False,
 ) -> Reducer:
-    """The reducer that a compressor needs for one vector."""
-    own = Workers(workers.group)  # counts its own bytes
-    kind = reducer_kind(compressor)
-    return kind(compressor, layout, own, settings, device=device, learning_rate=rate, rollback=rollback)
+    """Return the reducer that a compressor needs for one bucket."""
+    own = Comm(comm.group)  # counts its own bytes
+    reducer: Reducer = reducer_class(compressor)(
+        compressor,
+        layout,
+        own,
+        settings,
+        device=device,
+        learning_rate=learning_rate,
+        allow_rollback=allow_rollback,
+    )
+    return reducer
 
 
-def reducer_kind(compressor: Compressor) -> Any:
-    """The class of it; all are made from the same arguments."""
+def reducer_class(compressor: Compressor) -> Any:
+    """Return the class of a compressor's reducer; all take the same arguments."""
     if isinstance(compressor, PowerSGD):
-        return LowRankReducer
+        return PowerSGDReducer
     return DenseReducer if isinstance(compressor, Dense) else Reducer
 
 
-def _rate_of(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
-    def rate() -> float:
+def _split_into_buckets(
+    parameters: list[NamedParameter], bucket_cap_mb: float | None
+) -> Iterator[list[NamedParameter]]:
+    """Yield parameters from last to first, split where the device changes or a bucket would exceed its cap."""
+    if not parameters:
+        raise ConfigError("there is no gradient to compress; the model has no trainable parameter.")
+    if bucket_cap_mb is not None and not bucket_cap_mb > 0:
+        raise ConfigError(f"bucket_cap_mb is {bucket_cap_mb:g}; it must be above 0, or None for a single bucket.")
+    limit = torch.inf if bucket_cap_mb is None else bucket_cap_mb * 2**20 / 4  # elements of float32
+    group: list[NamedParameter] = []
+    numel = 0
+    for name, parameter in reversed(parameters):
+        full = group and (numel + parameter.numel() > limit or parameter.device != group[0][1].device)
+        if full:
+            yield group
+            group, numel = [], 0
+        group.append((name, parameter))
+        numel += parameter.numel()
+    yield group
+
+
+def _learning_rate_of(optimizer: torch.optim.Optimizer) -> Callable[[], float]:
+    def learning_rate() -> float:
         rates = {float(group["lr"]) for group in optimizer.param_groups}
         if len(rates) > 1:
-            raise ConfigError("form='paper' needs one learning rate for all parameters; use form='code' with several.")
+            raise ConfigError(
+                "error_feedback='lr_scaled' needs one learning rate for all parameters; use 'gradient' with several."
+            )
         return rates.pop()
 
-    return rate
+    return learning_rate

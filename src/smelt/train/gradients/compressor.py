@@ -1,9 +1,9 @@
 """The contract of a gradient compressor: a frozen dataclass of checked parameters and a state of plain tensors.
 
-A compressor holds no data of a run. What it must remember lies in the `State` it is handed, so that a checkpoint can
-hold it; what a vector still has to send lies in the residual, which belongs to the frame (`reducer.py`). There are two
-kinds. A `Sparsifier` says which elements travel; the frame agrees on them with the other workers, sends their values
-and empties the residual there. A `Coder` writes all elements into a short message of its own.
+A compressor holds no data of a run. What it must remember between steps lies in the `CompressorState` that it is
+passed, so that a checkpoint can save it; gradients that were not sent yet lie in the residual, which belongs to
+`reducer.py`. There are two kinds. A `Sparsifier` selects elements; the reducer exchanges the indices with the other
+ranks, sends the values and clears the residual there. A `GradientEncoder` encodes all elements in a few bits.
 """
 
 from __future__ import annotations
@@ -15,100 +15,115 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from smelt.config import renamed
 from smelt.errors import ConfigError
 from smelt.kernels.threshold_select import add_and_select, threshold_select
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.gradient_views import Given, Pieces, flat_of
-from smelt.train.gradients.layout import Layout
+from smelt.registry import Registry
+from smelt.train.gradients.comm import Comm
+from smelt.train.gradients.gradient_views import BucketGradient, GradientViews, flatten_gradient
+from smelt.train.gradients.layout import BucketLayout
 
-State = dict[str, Tensor]  # elementwise parts have the length of the vector; all others are small and on the CPU
+CompressorState = dict[str, Tensor]  # elementwise tensors have the bucket's length; all others are small and on CPU
 
-AGREEMENTS = ("union", "own")
+EXCHANGE_MODES = ("union", "own")  # of sparsifiers whose ranks select independently
 
 
 @dataclass
-class Step:
-    """One vector in one step of training, as a compressor sees it."""
+class CompressionStep:
+    """One bucket in one training step, as a compressor sees it."""
 
-    number: int  # steps of this vector before this one
-    given: Given  # what this step adds
-    memory: Tensor  # [elements] float32: the residual; with what is given once it was added
-    layout: Layout
-    workers: Workers
-    state: State
-    counts: list[int]  # how many each worker chose in the step before; empty in the first
-    slots: int | None = None  # a selection must have this length, whatever it holds; None: any
-    added: bool = False
+    iteration: int  # steps of this bucket before this one
+    gradient: BucketGradient  # to be added to the residual
+    residual: Tensor  # [numel] float32; includes the gradient after `accumulate`
+    layout: BucketLayout
+    comm: Comm
+    state: CompressorState
+    counts: list[int]  # how many elements each rank selected in the previous step; empty in the first
+    capacity: int | None = None  # length that every selection is padded or cut to; None: any length
+    accumulated: bool = False
 
     @property
-    def gradient(self) -> Tensor:
-        """[elements] float32: what is given, side by side."""
-        return flat_of(self.given)
+    def flat_gradient(self) -> Tensor:
+        """[numel] float32"""
+        return flatten_gradient(self.gradient)
 
-    def add(self) -> Tensor:
-        """The residual with what is given added to it, in place and once: what may be sent."""
-        if not self.added:
-            self.added = True
-            self.given.add_to(self.memory) if isinstance(self.given, Pieces) else self.memory.add_(self.given)
-        return self.memory
+    def accumulate(self) -> Tensor:
+        """Add the gradient to the residual, in place and once, and return the sum: what may be sent."""
+        if not self.accumulated:
+            self.accumulated = True
+            if isinstance(self.gradient, GradientViews):
+                self.gradient.add_to(self.residual)
+            else:
+                self.residual.add_(self.gradient)
+        return self.residual
 
-    def at(self, places: Tensor) -> Tensor:
-        """What may be sent, at these places."""
-        if self.added or isinstance(self.given, Pieces):
-            return self.add()[places]
-        return self.memory[places] + self.given[places]
+    def accumulated_at(self, indices: Tensor) -> Tensor:
+        """Return residual plus gradient at some indices."""
+        if self.accumulated or isinstance(self.gradient, GradientViews):
+            return self.accumulate()[indices]
+        return self.residual[indices] + self.gradient[indices]
 
-    def above(self, threshold: float, start: int, stop: int) -> Tensor:
-        """Where what may be sent reaches the threshold inside [start, stop), ascending; added in the same pass."""
-        if self.added or isinstance(self.given, Pieces):
-            return threshold_select(self.add(), threshold, start, stop, self.slots)
-        self.added = True
-        return add_and_select(self.memory, self.given, threshold, start, stop, self.slots)
+    def select_above(self, threshold: float, start: int, stop: int) -> Tensor:
+        """Accumulate, and return ascending indices in [start, stop) where the magnitude reaches the threshold."""
+        if self.accumulated or isinstance(self.gradient, GradientViews):
+            return threshold_select(self.accumulate(), threshold, start, stop, self.capacity)
+        self.accumulated = True
+        return add_and_select(self.residual, self.gradient, threshold, start, stop, self.capacity)
 
-    def generator(self, seed: int, own: bool) -> torch.Generator:
-        """Random numbers that depend on the seed, the step and, if `own`, the worker; nothing needs to be saved."""
-        place = self.workers.rank + 1 if own else 0
-        generator = torch.Generator(device=self.memory.device)
-        return generator.manual_seed(((seed * 1_000_003 + self.number) * 4_099 + place) % 2**63)
+    def generator(self, seed: int, *, per_rank: bool) -> torch.Generator:
+        """Return a generator seeded by the step and, if `per_rank`, the rank, so that nothing needs to be saved."""
+        stream = self.comm.rank + 1 if per_rank else 0
+        generator = torch.Generator(device=self.residual.device)
+        return generator.manual_seed(((seed * 1_000_003 + self.iteration) * 4_099 + stream) % 2**63)
 
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """Its fields are its parameters."""
+    """A gradient compression method; its fields are its parameters."""
 
     name: ClassVar[str]
     paper: ClassVar[str]
-    carried: ClassVar[tuple[str, ...]] = ()  # small state that stays true when the number of workers changes
+    summary: ClassVar[str]  # when to use it
+    portable_state: ClassVar[tuple[str, ...]] = ()  # small state that stays valid when the world size changes
 
     @abstractmethod
-    def target(self, elements: int) -> float:
-        """How many elements of a vector it means to send."""
+    def target_count(self, numel: int) -> float:
+        """Return how many elements of a bucket should be sent."""
 
-    def start(self, layout: Layout, workers: int) -> State:
-        """The state before the first step."""
+    def init_state(self, layout: BucketLayout, world_size: int) -> CompressorState:
+        """Return the state before the first step."""
         return {}
 
-    def contribution(self, step: Step) -> Given:
-        """What this step adds to the residual: the gradient, unless a method corrects it first."""
-        return step.given
+    def correct_gradient(self, step: CompressionStep) -> BucketGradient:
+        """Return what this step adds to the residual: the gradient unless a method corrects it (momentum)."""
+        return step.gradient
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:  # noqa: B027 - optional
+        """Raise ConfigError if the optimizer that gets the reduced gradients does not fit the method.
+
+        None: the optimizer is not known, so a method that depends on it warns.
+        """
 
     @property
-    def feeds_back(self) -> bool:
-        """Whether what was not sent is kept for the next step."""
+    def uses_error_feedback(self) -> bool:
+        """Whether elements that were not sent are kept for the next step."""
         return True
 
 
+COMPRESSORS: Registry[Compressor] = Registry("gradient compressor", key="method")
+
+
 @dataclass(frozen=True)
-class Chosen:
-    """What one worker wants sent."""
+class SelectedIndices:
+    """The elements that one rank wants to send."""
 
     indices: Tensor  # [count] int64, ascending
-    common: Tensor | None = None  # [count] int64: what all workers send whole, the same on each, outside `indices`
+    dense: Tensor | None = None  # [count] int64: sent by all ranks in addition, the same on each, not in `indices`
 
 
 @dataclass(frozen=True)
 class Sparsifier(Compressor):
-    """Chooses elements; `density` is the share of all that it means to send."""
+    """Select elements to send; `density` is the target share of all elements."""
 
     density: float = 0.001  # above 0 and at most 1
 
@@ -121,75 +136,73 @@ class Sparsifier(Compressor):
 
     @property
     @abstractmethod
-    def route(self) -> str:
-        """How the workers come to one set of indices.
+    def exchange_mode(self) -> str:
+        """How the ranks arrive at the indices to send.
 
-        "exclusive": they choose in places that do not overlap, and all send all that anyone chose.
-        "union": they choose anywhere, and all send all that anyone chose.
-        "own": each sends what it chose itself, as pairs.
-        "leader": all send what the worker `number mod n` chose.
-        "known": all choose the same without a word.
+        "exclusive": ranks select in ranges that do not overlap; all ranks send the values at all selected indices.
+        "union": ranks select anywhere; all ranks send the values at all selected indices.
+        "own": each rank sends (index, value) pairs of its own selection.
+        "leader": all ranks send the values at the indices that rank `iteration % world_size` selected.
+        "known": all ranks select the same indices without communication.
         """
 
     @abstractmethod
-    def choose(self, step: Step) -> Chosen:
-        """Add the gradient to the residual and choose; every worker calls it in every step."""
+    def select(self, step: CompressionStep) -> SelectedIndices:
+        """Accumulate the gradient and select elements; called on every rank in every step."""
 
-    def settle(self, step: Step, sent: Tensor) -> None:
-        """Told which elements this worker has sent: [count] int64."""
+    def on_sent(self, step: CompressionStep, sent: Tensor) -> None:
+        """Update the state after this rank sent the elements at `sent`, [count] int64."""
 
-    def target(self, elements: int) -> float:
-        return count(self.density, elements)
+    def target_count(self, numel: int) -> float:
+        return topk_count(self.density, numel)
 
 
 @dataclass(frozen=True)
-class Independent(Sparsifier):
-    """A sparsifier whose workers choose anywhere, each by itself."""
+class IndependentSparsifier(Sparsifier):
+    """A sparsifier whose ranks select anywhere, independently of each other."""
 
-    agreement: str = "union"  # "union": all send all that anyone chose; "own": each sends what it chose
+    # "union": all ranks send the values at every selected index; "own": each sends its own (index, value) pairs
+    exchange_mode: str = renamed("agreement", default="union")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.agreement not in AGREEMENTS:
-            raise ConfigError(f"{self.name}: agreement is one of {', '.join(AGREEMENTS)}, not {self.agreement!r}.")
-
-    @property
-    def route(self) -> str:
-        return self.agreement
+        if self.exchange_mode not in EXCHANGE_MODES:
+            options = ", ".join(EXCHANGE_MODES)
+            raise ConfigError(f"{self.name}: exchange_mode is one of {options}, not {self.exchange_mode!r}.")
 
 
 @dataclass(frozen=True)
-class Message:
-    """What a coder sends: first a part whose length all workers know, then one whose length the first one tells."""
+class EncodedGradient:
+    """What a rank sends: a part whose size all ranks know, then one whose size follows from the first."""
 
     fixed: Tensor  # [bytes] uint8
     variable: Tensor  # [bytes] uint8
 
 
-class Coder(Compressor):
-    """Writes the vector in few bits."""
+class GradientEncoder(Compressor):
+    """Encode every element of the bucket in a few bits."""
 
     @abstractmethod
-    def encode(self, step: Step) -> Message:
-        """Add the gradient to the residual and write it."""
+    def encode(self, step: CompressionStep) -> EncodedGradient:
+        """Accumulate the gradient and encode the sum."""
 
     @abstractmethod
-    def variable_size(self, fixed: Tensor, layout: Layout) -> int:
-        """Bytes that follow a fixed part."""
+    def variable_size(self, fixed: Tensor, layout: BucketLayout) -> int:
+        """Return the bytes of the variable part that belongs to a fixed part."""
 
     @abstractmethod
-    def decode(self, fixed: Tensor, variable: Tensor, layout: Layout) -> Tensor:
-        """What a worker's message says: [elements] float32. The residual keeps what it does not say."""
+    def decode(self, fixed: Tensor, variable: Tensor, layout: BucketLayout) -> Tensor:
+        """Decode to [numel] float32. The residual keeps the difference to what was encoded."""
 
 
-def count(density: float, elements: int) -> int:
-    """k = floor(d G), and at least one element of a vector that has any."""
-    return min(max(int(density * elements), 1), elements)
+def topk_count(density: float, numel: int) -> int:
+    """Return k = floor(d G), at least one element of a bucket that has any."""
+    return min(max(int(density * numel), 1), numel)
 
 
-def first_threshold(density: float, elements: int) -> float:
-    """1 / (2 sqrt k), where nothing better is known; everything passes when everything is asked for."""
-    return 0.5 / max(count(density, elements), 1) ** 0.5 if density < 1 else 0.0
+def initial_threshold(density: float, numel: int) -> float:
+    """Return 1 / (2 sqrt k), for lack of anything better; 0 at density 1, so that everything passes."""
+    return 0.5 / max(topk_count(density, numel), 1) ** 0.5 if density < 1 else 0.0
 
 
 def require_positive(name: str, key: str, value: float) -> None:

@@ -1,8 +1,8 @@
-"""Compressed gradients in DistributedDataParallel: `compress_gradients(model, ExDyna(density=0.001))` and no more.
+"""Compressed gradients in DistributedDataParallel: `compress_gradients(model, ExDyna(density=0.001))`.
 
-A communication hook, called by DDP once for every bucket of gradients. Gradients that are accumulated in `no_sync` stay
-where they are until a backward that synchronises hands the sums to the hook. With a hook DDP does not divide by the
-number of workers; the reducers do.
+A communication hook, called by DDP once per bucket. Gradients accumulated in `no_sync` stay where they are until a
+backward that synchronizes passes their sums to the hook. With a hook DDP does not divide by the world size; the
+reducers do.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types themselves.
@@ -17,55 +17,57 @@ from torch.nn.parallel import DistributedDataParallel
 
 from smelt.errors import ConfigError, SmeltError
 from smelt.train.gradients.autotune.auto import AutoCompression, compression_class, resolve_compressor
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.compression import Compression
+from smelt.train.gradients.comm import Comm
+from smelt.train.gradients.compression import BucketedCompression
 from smelt.train.gradients.compressor import Compressor
-from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.deprecated import renamed_parameter
+from smelt.train.gradients.settings import CompressionSettings
 
 
+@renamed_parameter("vector_mb", "bucket_cap_mb")
 def compress_gradients(
     model: DistributedDataParallel,
     compressor: Compressor | str,
-    settings: Settings | None = None,
+    settings: CompressionSettings | None = None,
     *,
-    vector_mb: float | None = None,
+    bucket_cap_mb: float | None = None,
     scaler: torch.amp.GradScaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-) -> Compression:
-    """From the next backward on the workers send each other only what the compressor chooses.
+) -> BucketedCompression:
+    """Compress the gradients that the ranks exchange, from the next backward on.
 
-    `vector_mb`: how long the vectors are that are compressed each by itself while backward goes on; None: the whole
-    model is one, as DEFT and a single threshold for everything need it. `scaler`: the gradient scaler, if the loss is
-    scaled. `optimizer`: whose learning rate `Settings(form="paper")` reads. The compressor "auto", or `Auto(...)`,
-    finds out in the first steps which one pays, if any does.
+    `bucket_cap_mb`: size of the buckets that are compressed one by one during backward; None: the whole model is one
+    bucket, as DEFT and a single threshold for everything need it. `scaler`: the gradient scaler, if the loss is scaled.
+    `optimizer`: provides the learning rate for `error_feedback="lr_scaled"`, and is checked against a compressor's own
+    momentum. The compressor "auto", or `Auto(...)`, measures in the first steps which one pays off, if any.
     """
     if not isinstance(model, DistributedDataParallel):
         raise ConfigError(
             f"compress_gradients takes a DistributedDataParallel, not {type(model).__name__}; wrap the model, or use "
-            "smelt.train.gradients.step.CompressedStep."
+            "smelt.train.CompressedStep."
         )
     if isinstance(compressor, str):
         compressor = resolve_compressor(compressor)
-    named = {parameter: name for name, parameter in _trained(model)}
+    names = {parameter: name for name, parameter in _trainable_parameters(model)}
     compression = compression_class(compressor)(
-        ((name, parameter) for parameter, name in named.items()),
+        ((name, parameter) for parameter, name in names.items()),
         compressor,
-        Workers(model.process_group),
+        Comm(model.process_group),
         settings,
-        vector_mb=vector_mb,
+        bucket_cap_mb=bucket_cap_mb,
         scaler=scaler,
         optimizer=optimizer,
-        watch_unused=model.find_unused_parameters or model.static_graph,
+        track_unused=model.find_unused_parameters or model.static_graph,
     )
     if isinstance(compression, AutoCompression):
         compression.overlaps_backward = True
-    model.register_comm_hook(_Hook(compression, named, []), _reduce_bucket)
+    model.register_comm_hook(_HookState(compression, names, []), _reduce_ddp_bucket)
     return compression
 
 
 @dataclass
-class _Bucket:
-    """A bucket whose gradients wait for their vectors."""
+class _PendingBucket:
+    """A DDP bucket whose gradients wait for their means."""
 
     gradients: dict[str, Tensor]
     buffer: Tensor
@@ -73,50 +75,51 @@ class _Bucket:
 
 
 @dataclass
-class _Hook:
-    compression: Compression
+class _HookState:
+    compression: BucketedCompression
     names: dict[torch.nn.Parameter, str]
-    waiting: list[_Bucket]
+    pending: list[_PendingBucket]
 
 
-def _reduce_bucket(state: _Hook, bucket: distributed.GradBucket) -> Future[Tensor]:
-    if state.compression.plain:
-        return _send_plainly(state.compression, bucket)
+def _reduce_ddp_bucket(state: _HookState, bucket: distributed.GradBucket) -> Future[Tensor]:
+    if state.compression.uses_plain_ddp:
+        return _all_reduce_plain(state.compression, bucket)
     names = (state.names[parameter] for parameter in bucket.parameters())  # type: ignore[index]
-    entry = _Bucket(dict(zip(names, bucket.gradients(), strict=True)), bucket.buffer(), _future(bucket.buffer()))
-    state.waiting.append(entry)
+    gradients = dict(zip(names, bucket.gradients(), strict=True))
+    current = _PendingBucket(gradients, bucket.buffer(), _new_future(bucket.buffer()))
+    state.pending.append(current)
     try:
-        for name, gradient in entry.gradients.items():
-            state.compression.put(name, gradient)
+        for name, gradient in current.gradients.items():
+            state.compression.add(name, gradient)
     except SmeltError:
-        state.compression.abandon()
-        state.waiting.clear()
+        state.compression.reset()
+        state.pending.clear()
         raise
-    for ready in [each for each in state.waiting if all(map(state.compression.done, each.gradients))]:
+    for ready in [other for other in state.pending if all(map(state.compression.is_reduced, other.gradients))]:
         for name, gradient in ready.gradients.items():
-            state.compression.give(name, gradient)
+            state.compression.write_back(name, gradient)
         ready.future.set_result(ready.buffer)
-        state.waiting.remove(ready)
-    return entry.future
+        state.pending.remove(ready)
+    return current.future
 
 
-def _future(buffer: Tensor) -> Future[Tensor]:
-    """That holds a tensor of that device when it is done; where it is a GPU, who waits for it waits in its stream."""
+def _new_future(buffer: Tensor) -> Future[Tensor]:
+    """Return a future for a tensor on the buffer's device; on a GPU a waiter waits in its own stream."""
     return Future(devices=[buffer.device] if buffer.is_cuda else [])
 
 
-def _send_plainly(compression: Compression, bucket: distributed.GradBucket) -> Future[Tensor]:
-    """As DDP does it without a hook: while backward goes on."""
+def _all_reduce_plain(compression: BucketedCompression, bucket: distributed.GradBucket) -> Future[Tensor]:
+    """All-reduce beside backward, as DDP does without a hook."""
     assert isinstance(compression, AutoCompression)
     if bucket.is_last():
-        compression.pass_by()
-    buffer = bucket.buffer().div_(compression.workers.size)
-    sent = distributed.all_reduce(buffer, group=compression.workers.group, async_op=True)
-    assert sent is not None
-    return sent.get_future().then(lambda future: future.value()[0])
+        compression.record_external_step()
+    buffer = bucket.buffer().div_(compression.comm.world_size)
+    work = distributed.all_reduce(buffer, group=compression.comm.group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda future: future.value()[0])
 
 
-def _trained(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
+def _trainable_parameters(model: DistributedDataParallel) -> list[tuple[str, torch.nn.Parameter]]:
     ignored = set(model.parameters_to_ignore)
     named = model.module.named_parameters()
     return [(name, parameter) for name, parameter in named if parameter.requires_grad and name not in ignored]

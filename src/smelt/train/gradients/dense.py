@@ -1,4 +1,4 @@
-"""No compression, in the frame: all elements travel, as float32 or in 16 bits, so that `auto` can choose it."""
+"""No compression: every element is sent, as float32 or rounded to 16 or 8 bits; the baseline that `auto` can choose."""
 
 from __future__ import annotations
 
@@ -7,48 +7,51 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from smelt.config import renamed
 from smelt.errors import ConfigError
 from smelt.train.gradients.compressor import Compressor
-from smelt.train.gradients.control_flags import Marks
-from smelt.train.gradients.gradient_views import Given
+from smelt.train.gradients.encoding import WIRE_DTYPES, all_reduce_values
+from smelt.train.gradients.gradient_views import BucketGradient
+from smelt.train.gradients.index_exchange import StatusFlags
 from smelt.train.gradients.reducer import Reducer
-from smelt.train.gradients.values import VALUES, sum_values
 
 
 @dataclass(frozen=True)
 class Dense(Compressor):
-    """Everything is sent in every step; what rounding loses stays in the residual."""
+    """Send everything in every step; the residual keeps the rounding error."""
 
     name: ClassVar[str] = "dense"
-    paper: ClassVar[str] = "none: what every compressor is measured against"
+    paper: ClassVar[str] = "none: the baseline of every compressor"
 
-    values: str = "float32"  # or float16, bfloat16, int8
+    wire_dtype: str = renamed("values", default="float32")  # or float16, bfloat16, int8
 
     def __post_init__(self) -> None:
-        if self.values not in VALUES:
-            raise ConfigError(f"dense: values is one of {', '.join(VALUES)}, not {self.values!r}.")
+        if self.wire_dtype not in WIRE_DTYPES:
+            raise ConfigError(f"dense: wire_dtype is one of {', '.join(WIRE_DTYPES)}, not {self.wire_dtype!r}.")
 
-    def target(self, elements: int) -> float:
-        return elements
+    def target_count(self, numel: int) -> float:
+        return numel
 
 
 class DenseReducer(Reducer):
-    """A reducer that sends its whole vector."""
+    """All-reduce the whole bucket."""
 
-    def _reduce(self, given: Given, marks: Marks, divisor: float) -> tuple[Given, Tensor] | None:
+    def _reduce(
+        self, gradient: BucketGradient, flags: StatusFlags, divisor: float
+    ) -> tuple[BucketGradient, Tensor] | None:
         assert isinstance(self.compressor, Dense)
-        gathered = self.workers.gather(marks.encode(self.residual.device), "counts")
-        if not marks.all_finite(gathered):
+        gathered = self.comm.all_gather(flags.encode(self.residual.device), "counts")
+        if not flags.all_finite(gathered):
             return None
-        waiting, allowed = self._open(given).add(), marks.allowed(gathered, self.layout)
-        sent = waiting if allowed is None else waiting * allowed[:-1]
-        summed, error = sum_values(sent, self.workers, self.compressor.values)
-        self.residual.copy_(error if allowed is None else error + waiting - sent)
-        self.traffic = self._account(self.layout.size, 0, 0)
-        return given, summed.div_(divisor)
+        accumulated, mask = self._begin(gradient).accumulate(), flags.used_mask(gathered, self.layout)
+        sent = accumulated if mask is None else accumulated * mask[:-1]
+        summed, error = all_reduce_values(sent, self.comm, self.compressor.wire_dtype)
+        self.residual.copy_(error if mask is None else error + accumulated - sent)
+        self.traffic = self._account(self.layout.numel, 0, 0)
+        return gradient, summed.div_(divisor)
 
-    def pass_by(self, size: int) -> None:
-        """Count a step in which somebody else has sent the vector, and so many bytes arrived."""
-        self.number += 1
-        self.workers.arrived["values"] += size
-        self.traffic = self._account(self.layout.size, 0, 0)
+    def record_external_step(self, num_bytes: int) -> None:
+        """Count a step in which DDP itself has sent the bucket and this rank received `num_bytes`."""
+        self.iteration += 1
+        self.comm.bytes_received["values"] += num_bytes
+        self.traffic = self._account(self.layout.numel, 0, 0)

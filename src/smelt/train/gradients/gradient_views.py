@@ -1,4 +1,4 @@
-"""The gradients of a vector where backward left them: who only adds them to a memory needs no copy side by side."""
+"""Gradients of a bucket read where backward left them, without a copy into one flat vector."""
 
 from __future__ import annotations
 
@@ -7,18 +7,21 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from smelt.train.gradients.layout import Layout
+from smelt.train.gradients.layout import BucketLayout
 
-_NEAR = 1 << 17  # elements that a processor's own cache holds beside as many of the memory
+_CHUNK = 1 << 17  # elements that fit into a core's cache beside as many of the residual
 
 
-class Pieces:
-    """One tensor for each piece of the layout, in its order and of its size. Whether they are finite is found by a look
-    at all of them, or on the way when they are added; what is not finite never leaves."""
+class GradientViews:
+    """One tensor per slice of the layout, in its order.
 
-    def __init__(self, layout: Layout, tensors: Sequence[Tensor]) -> None:
+    Whether all are finite is checked either by a pass over them or while they are added to the residual. Nothing that
+    is not finite is ever sent.
+    """
+
+    def __init__(self, layout: BucketLayout, tensors: Sequence[Tensor]) -> None:
         self.layout, self.tensors = layout, tensors
-        self._finite: Tensor | None = None  # [] bool, once it is known
+        self._finite: Tensor | None = None  # [] bool, once known
 
     def all_finite(self) -> Tensor:
         """[] bool"""
@@ -26,49 +29,50 @@ class Pieces:
             self._finite = torch.tensor(all(bool(all_finite(tensor)) for tensor in self.tensors))
         return self._finite
 
-    def flat(self) -> Tensor:
-        """[elements] float32, a copy; zeros unless all is finite."""
+    def flatten(self) -> Tensor:
+        """Copy into [numel] float32; zeros unless everything is finite."""
         if not self.all_finite():
-            return torch.zeros(self.layout.size)
+            return torch.zeros(self.layout.numel)
         return torch.cat([tensor.reshape(-1).float() for tensor in self.tensors])
 
-    def add_to(self, memory: Tensor) -> Tensor:
-        """[elements], in place, up to what is not finite."""
+    def add_to(self, residual: Tensor) -> Tensor:
+        """Add to [numel] in place, up to the first chunk that is not finite."""
         if self._finite is None:
-            self._finite = torch.tensor(all(map(_add_finite, self._own(memory), self.tensors)))
+            self._finite = torch.tensor(all(map(_add_if_finite, self._views(residual), self.tensors)))
         elif self._finite:
-            for own, tensor in zip(self._own(memory), self.tensors, strict=True):
-                own.add_(tensor)
-        return memory
+            for view, tensor in zip(self._views(residual), self.tensors, strict=True):
+                view.add_(tensor)
+        return residual
 
-    def _own(self, memory: Tensor) -> Iterator[Tensor]:
+    def _views(self, residual: Tensor) -> Iterator[Tensor]:
         """The part of each tensor, in its shape."""
-        return (view.view_as(tensor) for (_, view), tensor in zip(self.layout.views(memory), self.tensors, strict=True))
+        views = zip(self.layout.views(residual), self.tensors, strict=True)
+        return (view.view_as(tensor) for (_, view), tensor in views)
 
 
-def _add_finite(memory: Tensor, gradient: Tensor) -> bool:
-    """Add piece by piece what was just looked at and is still near the processor; whether all is finite."""
-    if not gradient.is_contiguous():
-        return bool(all_finite(gradient)) and memory.add_(gradient) is memory
-    for own, part in zip(memory.view(-1).split(_NEAR), gradient.view(-1).split(_NEAR), strict=True):
-        if not all_finite(part):
-            return False
-        own.add_(part)
-    return True
+BucketGradient = Tensor | GradientViews  # the gradients of one bucket: [numel], or one tensor per parameter
 
 
-Given = Tensor | Pieces  # the gradients of one vector, [elements] or in pieces
+def flatten_gradient(gradient: BucketGradient) -> Tensor:
+    """[numel] float32"""
+    return gradient.flatten() if isinstance(gradient, GradientViews) else gradient.float()
 
 
-def flat_of(given: Given) -> Tensor:
-    """[elements] float32."""
-    return given.flat() if isinstance(given, Pieces) else given.float()
-
-
-def all_finite(given: Given) -> Tensor:
-    """[] bool. A finite sum has only finite parts, and a sum is the fastest look at a vector that a CPU has."""
-    if isinstance(given, Pieces):
-        return given.all_finite()
-    if given.device.type == "cpu" and given.sum().isfinite():
+def all_finite(gradient: BucketGradient) -> Tensor:
+    """[] bool. A finite sum has only finite terms, and summing is the fastest check on CPU."""
+    if isinstance(gradient, GradientViews):
+        return gradient.all_finite()
+    if gradient.device.type == "cpu" and gradient.sum().isfinite():
         return torch.tensor(True)
-    return torch.linalg.vector_norm(given, torch.inf).isfinite()
+    return torch.linalg.vector_norm(gradient, torch.inf).isfinite()
+
+
+def _add_if_finite(residual: Tensor, gradient: Tensor) -> bool:
+    """Check and add chunk by chunk while the chunk is in cache; return whether everything is finite."""
+    if not gradient.is_contiguous():
+        return bool(all_finite(gradient)) and residual.add_(gradient) is residual
+    for own, chunk in zip(residual.view(-1).split(_CHUNK), gradient.view(-1).split(_CHUNK), strict=True):
+        if not all_finite(chunk):
+            return False
+        own.add_(chunk)
+    return True

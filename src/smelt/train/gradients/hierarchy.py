@@ -1,10 +1,10 @@
-"""Dense inside a node, sparse between nodes: the workers of a node add up their gradients, then each has a share of
-the sum to compress, together with its peers in the other nodes, and the node puts the shares together again.
+"""Two-level reduction: dense inside a node, compressed between nodes.
 
-Between nodes then travels what n nodes send, not what n m workers would, over the links of all m workers of a node; the
-memory of a worker is that of its share. The workers of a node are those of consecutive ranks, as torchrun counts them.
-(The two levels are common practice, such as in 1-bit Adam, Tang et al., ICML 2021; which worker has which share is
-ours.)
+The ranks of a node reduce-scatter their gradients, each compresses its shard of the sum together with the ranks that
+hold the same shard in the other nodes, and the node all-gathers the shards. So n nodes exchange what n ranks would, not
+n m ranks, over the links of all m ranks of a node, and a rank's residual is that of its shard. The ranks of a node are
+consecutive, as torchrun numbers them. (Two levels are common practice, such as in 1-bit Adam, Tang et al., ICML 2021;
+the assignment of shards is ours.)
 """
 
 from __future__ import annotations
@@ -17,74 +17,61 @@ import torch.distributed as distributed
 from torch import Tensor
 
 from smelt.errors import ConfigError
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.groups import part_of_group
-from smelt.train.gradients.layout import Layout, Piece
-
-LOCAL = "local"  # as many as torchrun has started on each machine
+from smelt.train.gradients.comm import Comm, new_subgroup
+from smelt.train.gradients.layout import BucketLayout
+from smelt.train.gradients.settings import LOCAL
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """Where one worker stands."""
+class NodeTopology:
+    """The two groups that a rank belongs to."""
 
-    inside: Workers  # of its node
-    peers: Workers  # one of each node, with the same place in it and the same share
+    intra_node: Comm  # the ranks of its node
+    inter_node: Comm  # one rank per node, with the same local rank and shard
 
     @classmethod
-    def of(cls, workers: Workers, node: int | str) -> Nodes:
-        """All workers call it together. `node`: workers of a node, or "local"."""
-        size = _size(workers, node)
-        ranks = distributed.get_process_group_ranks(workers.group)
-        first, place = workers.rank // size * size, workers.rank % size
-        groups = (ranks[first : first + size], ranks[place::size])
-        inside, peers = (part_of_group(each, workers.group) for each in groups)
-        return cls(Workers(inside), Workers(peers))
+    def create(cls, comm: Comm, ranks_per_node: int | str) -> NodeTopology:
+        """Create both groups; called on all ranks together. `ranks_per_node`: a number, or "local"."""
+        size = _num_local_ranks(comm, ranks_per_node)
+        ranks = distributed.get_process_group_ranks(comm.group)
+        first, local_rank = comm.rank // size * size, comm.rank % size
+        groups = (ranks[first : first + size], ranks[local_rank::size])
+        intra_node, inter_node = (new_subgroup(members, comm.group) for members in groups)
+        return cls(Comm(intra_node), Comm(inter_node))
 
-    def share(self, layout: Layout) -> Layout:
-        """The part of a vector that this worker compresses; all parts are of one size, the last ones padded."""
-        size = -(-layout.size // self.inside.size)
-        return part_of(layout, self.inside.rank * size, size)
+    def shard(self, layout: BucketLayout) -> BucketLayout:
+        """Return the part of a bucket that this rank compresses; all shards have one size, the last are padded."""
+        numel = -(-layout.numel // self.intra_node.world_size)
+        return layout.cut(self.intra_node.rank * numel, numel)
 
-    def reduce(self, flat: Tensor) -> Tensor:
-        """[workers of the node * share] -> [share]: the node's mean.
+    def reduce_scatter(self, flat: Tensor) -> Tensor:
+        """[ranks_per_node * shard] -> [shard]: the node's mean.
 
-        Where any share is not finite all become so: a compressor refuses a step by what it is given itself, and the
-        peers of other shares must refuse the same one.
+        If any shard is not finite all become so: a reducer rejects a step by its own gradient, and the reducers of the
+        other shards must reject the same step.
         """
-        share = self.inside.scatter_sum(flat.view(self.inside.size, -1), "inside").div_(self.inside.size)
-        spoilt = torch.linalg.vector_norm(share, torch.inf) * 0  # 0, or not a number
-        return share.add_(self.inside.sum(spoilt.view(1), "inside"))
+        rows = flat.view(self.intra_node.world_size, -1)
+        shard = self.intra_node.reduce_scatter(rows, "intra_node").div_(self.intra_node.world_size)
+        poison = torch.linalg.vector_norm(shard, torch.inf) * 0  # 0, or NaN
+        return shard.add_(self.intra_node.all_reduce(poison.view(1), "intra_node"))
 
-    def gather(self, share: Tensor) -> Tensor:
-        """[share] -> [workers of the node * share]"""
-        return self.inside.gather(share, "inside").flatten()
-
-
-def part_of(layout: Layout, start: int, size: int) -> Layout:
-    """`size` elements of a vector from `start` on. A tensor that is cut is one row there; what lies past the end of
-    the vector is a tensor of its own."""
-    pieces, stop = [], start + size
-    for piece in layout.pieces:
-        first, last = max(piece.start, start), min(piece.stop, stop)
-        if first < last:
-            row = (last - first,) if len(piece.shape) < 2 else (1, last - first)
-            pieces.append(Piece(piece.name, piece.shape if last - first == piece.size else row, first - start))
-    filled = sum(piece.size for piece in pieces)
-    if filled < size:
-        pieces.append(Piece("", (1, size - filled), filled))
-    return Layout(tuple(pieces))
+    def all_gather(self, shard: Tensor) -> Tensor:
+        """[shard] -> [ranks_per_node * shard]"""
+        return self.intra_node.all_gather(shard, "intra_node").flatten()
 
 
-def _size(workers: Workers, node: int | str) -> int:
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if node == LOCAL else int(node)
+def _num_local_ranks(comm: Comm, ranks_per_node: int | str) -> int:
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if ranks_per_node == LOCAL else int(ranks_per_node)
     if not size:
-        raise ConfigError('node is "local", and LOCAL_WORLD_SIZE is not set; start with torchrun, or give a number.')
-    workers.require_equal(str(size), "number of workers in a node")
-    if workers.size % size:
-        raise ConfigError(f"{workers.size} workers cannot be nodes of {size}; start as many on every node.")
-    if workers.size == size:
         raise ConfigError(
-            f"all {size} workers are in one node, so nothing travels between nodes; leave node at None, or start more."
+            'ranks_per_node is "local", but LOCAL_WORLD_SIZE is not set; start with torchrun, or pass a number.'
+        )
+    comm.require_equal(str(size), "number of ranks per node")
+    if comm.world_size % size:
+        raise ConfigError(f"{comm.world_size} ranks cannot be split into nodes of {size}; start as many on every node.")
+    if comm.world_size == size:
+        raise ConfigError(
+            f"all {size} ranks are in one node, so nothing is sent between nodes; leave ranks_per_node at None, or "
+            "start more."
         )
     return size

@@ -1,32 +1,33 @@
-"""The layers of any model, in the order in which they stand: the blocks of its largest list, and what is beside it."""
+"""The layers of any model in order: the blocks of its largest list, and the modules beside it."""
 
 from __future__ import annotations
 
 from torch import nn
 
-
-def layers_of(model: nn.Module) -> dict[str, nn.Module]:
-    """By name. Modules without parameters are none; parameters that the model holds itself are in none."""
-    lists = {name: each for name, each in model.named_modules() if isinstance(each, _LISTS) and len(each) > 1}
-    blocks = max(lists, key=lambda name: _size(lists[name]), default="")
-    found: dict[str, nn.Module] = {}
-
-    def look(module: nn.Module, before: str) -> None:
-        for name, child in module.named_children():
-            whole = before + name
-            holds_blocks = blocks == whole or blocks.startswith(f"{whole}.")
-            if holds_blocks or isinstance(child, _NEVER_CALLED):
-                look(child, f"{whole}.")
-            elif _size(child):
-                found[whole] = child
-
-    look(model, "")
-    return found
-
-
-_LISTS = (nn.ModuleList, nn.Sequential)
+_BLOCK_LISTS = (nn.ModuleList, nn.Sequential)
 _NEVER_CALLED = (nn.ModuleList, nn.ModuleDict)
 
 
-def _size(module: nn.Module) -> int:
+def find_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return layers by name, without modules that have no parameters; the model's own parameters are in none."""
+    lists = {
+        name: module for name, module in model.named_modules() if isinstance(module, _BLOCK_LISTS) and len(module) > 1
+    }
+    blocks = max(lists, key=lambda name: _num_parameters(lists[name]), default="")
+    layers: dict[str, nn.Module] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            path = prefix + name
+            holds_blocks = blocks == path or blocks.startswith(f"{path}.")
+            if holds_blocks or isinstance(child, _NEVER_CALLED):
+                visit(child, f"{path}.")
+            elif _num_parameters(child):
+                layers[path] = child
+
+    visit(model, "")
+    return layers
+
+
+def _num_parameters(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())

@@ -1,268 +1,351 @@
-"""The frame around a compressor: one flat vector of gradients in, its mean over all workers out, the rest remembered.
+"""Reduce one bucket of gradients with a compressor and error feedback.
 
-Error feedback (Stich 2018, Karimireddy 2019) in two forms. Code form: memory += g; what is sent leaves the memory; the
-mean of what was sent is the gradient that the optimiser sees. Paper form: memory += lr g, and the optimiser sees the
-mean over lr, so that a changed learning rate does not rescale what is old.
+Error feedback (Stich 2018, Karimireddy 2019) comes in two forms. "gradient": residual += g; what is sent leaves the
+residual; the mean of what was sent is the gradient that the optimizer gets. "lr_scaled": residual += lr g, and the
+optimizer gets the mean over lr, so that a changed learning rate does not rescale old gradients.
 
-Two ways of agreeing on indices. Without `slots` the counts travel first and the gather is padded to the longest. With
-`slots` every worker sends as many as was fixed beforehand, in one message, and the host learns the counts only
-when the next step begins: no step waits for the device. A selection past its slots stays in the memory.
+Indices are exchanged in two ways. Without `fixed_capacity` counts are sent first and the all-gather is padded to the
+longest selection. With it every rank sends a fixed number of indices in one message, and the host learns the counts
+only when the next step begins, so no step synchronizes. Selected elements beyond the capacity stay in the residual.
 
-A gradient that is not finite travels as a mark beside the count. Without `rollback` it is an error on every worker;
-with it (for loss scaling) the step's result is infinite on all of them and `undo` puts everything back. With `slots`
-the error comes when the next step begins, and the result until then is zero.
+A flag beside the counts tells whether a gradient is finite. If not, without `allow_rollback` every rank raises an
+error; with it (for loss scaling) the result is infinite on all ranks and `rollback` restores the state before the step.
+With a fixed capacity the error is raised when the next step begins, and the result until then is zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import ceil
 
 import torch
 from torch import Tensor
 
 from smelt.errors import ConfigError, DataError
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.compressor import Coder, Compressor, Sparsifier, State, Step
-from smelt.train.gradients.conservation import Conservation
-from smelt.train.gradients.control_flags import Late, Marks
-from smelt.train.gradients.gradient_views import Given, Pieces, all_finite, flat_of
-from smelt.train.gradients.index_exchange import Agreed, agree, agree_in_slots
-from smelt.train.gradients.indices import blocks_of
-from smelt.train.gradients.layout import Layout
-from smelt.train.gradients.means import Few, Mean, Whole
-from smelt.train.gradients.messages import gather_messages, gather_pairs
-from smelt.train.gradients.settings import Settings
-from smelt.train.gradients.traffic import Traffic
-from smelt.train.gradients.values import sum_values
+from smelt.train.gradients.comm import Comm, Traffic
+from smelt.train.gradients.compressor import CompressionStep, Compressor, CompressorState, GradientEncoder, Sparsifier
+from smelt.train.gradients.conservation import ConservationCheck
+from smelt.train.gradients.encoding import all_reduce_values, num_index_blocks
+from smelt.train.gradients.gradient_views import BucketGradient, GradientViews, all_finite, flatten_gradient
+from smelt.train.gradients.index_exchange import (
+    DeferredStatus,
+    ExchangedIndices,
+    StatusFlags,
+    all_gather_encoded,
+    all_gather_pairs,
+    exchange_fixed_capacity,
+    exchange_indices,
+)
+from smelt.train.gradients.layout import BucketLayout
+from smelt.train.gradients.settings import CompressionSettings
+
+
+@dataclass(frozen=True)
+class DenseMean:
+    """The mean gradient of a bucket as one flat vector."""
+
+    flat: Tensor  # [numel]
+
+    def to_dense(self) -> Tensor:
+        return self.flat
+
+    def scale(self, factor: Tensor) -> DenseMean:
+        return DenseMean(self.flat * factor)
+
+    def copy_into(self, start: int, gradient: Tensor) -> None:
+        """Overwrite a gradient with the part of the mean that begins at `start`."""
+        gradient.copy_(self.flat[start : start + gradient.numel()].view_as(gradient))
+
+
+@dataclass(frozen=True)
+class SparseMean:
+    """The mean gradient of a bucket as indices and values.
+
+    Never made dense on CPU, where a pass over memory costs more than writing the few values: each gradient is zeroed in
+    place and the values are written into it.
+    """
+
+    indices: Tensor  # [count] int64, ascending
+    values: Tensor  # [count]
+    numel: int
+
+    @classmethod
+    def from_unsorted(cls, indices: Tensor, values: Tensor, numel: int) -> SparseMean:
+        """Sort unique indices, unless they are sorted."""
+        if not bool((indices[1:] > indices[:-1]).all()):
+            indices, order = indices.sort()
+            values = values[order]
+        return cls(indices, values, numel)
+
+    def to_dense(self) -> Tensor:
+        return self._part(0, self.numel)
+
+    def scale(self, factor: Tensor) -> SparseMean:
+        return SparseMean(self.indices, self.values * factor, self.numel)
+
+    def copy_into(self, start: int, gradient: Tensor) -> None:
+        """Overwrite a gradient with the part of the mean that begins at `start`."""
+        if not gradient.is_contiguous():
+            gradient.copy_(self._part(start, gradient.numel()).view_as(gradient))
+            return
+        gradient.zero_()
+        self._write_values(start, gradient.view(-1))
+
+    def _part(self, start: int, numel: int) -> Tensor:
+        part = torch.zeros(numel, dtype=self.values.dtype, device=self.values.device)
+        self._write_values(start, part)
+        return part
+
+    def _write_values(self, start: int, flat: Tensor) -> None:
+        ends = torch.tensor([start, start + len(flat)], device=self.indices.device)
+        first, last = torch.searchsorted(self.indices, ends).tolist()
+        flat[self.indices[first:last] - start] = self.values[first:last].to(flat.dtype)
+
+
+MeanGradient = DenseMean | SparseMean
 
 
 class Reducer:
-    """Compresses one flat vector, step after step."""
+    """Reduce one bucket, step after step."""
 
     def __init__(
         self,
         compressor: Compressor,
-        layout: Layout,
-        workers: Workers,
-        settings: Settings | None = None,
+        layout: BucketLayout,
+        comm: Comm,
+        settings: CompressionSettings | None = None,
         *,
         device: torch.device | str = "cpu",
         learning_rate: Callable[[], float] | None = None,
-        rollback: bool = False,
+        allow_rollback: bool = False,
     ) -> None:
-        self.compressor, self.layout, self.workers = compressor, layout, workers
-        self.settings = settings or Settings()
-        self.learning_rate, self.rollback = learning_rate, rollback
-        if not layout.size:
-            raise ConfigError("there is no gradient to compress; the model has no parameter that is trained.")
-        self.settings.require_fit(compressor, learning_rate is not None)
-        workers.require_equal(str(layout), "model")
-        workers.require_equal(f"{compressor} {self.settings}", "gradient compression")
-        workers.arrived.clear()
-        self._memory = torch.zeros(layout.size + 1, device=device)  # the last one is where empty slots point
-        self.room: Tensor | None = None  # [elements + 1]: a result may stand there until the next; None: each is new
-        self.state: State = compressor.start(layout, workers.size)
-        self.number = 0
+        self.compressor, self.layout, self.comm = compressor, layout, comm
+        self.settings = settings or CompressionSettings()
+        self.learning_rate, self.allow_rollback = learning_rate, allow_rollback
+        if not layout.numel:
+            raise ConfigError("there is no gradient to compress; the model has no trainable parameter.")
+        self.settings.require_compatible(compressor, has_learning_rate=learning_rate is not None)
+        comm.require_equal(str(layout), "model")
+        comm.require_equal(f"{compressor} {self.settings}", "gradient compression")
+        comm.bytes_received.clear()
+        self._buffer = torch.zeros(layout.numel + 1, device=device)  # padding indices point at the last element
+        self.output_buffer: Tensor | None = None  # [numel + 1], reused for every result; None: allocate each
+        self.state: CompressorState = compressor.init_state(layout, comm.world_size)
+        self.iteration = 0
         self.counts: list[int] = []
         self.traffic = Traffic()  # of the last step
-        self.total = Traffic()  # of all steps, also of those that were undone
-        self.conservation = Conservation(self.residual) if self.settings.check else None
-        self._late: Late | None = None
-        self._before: dict[str, Tensor] | None = None
+        self.total_traffic = Traffic()  # of all steps, also those rolled back
+        self.conservation = ConservationCheck(self.residual) if self.settings.check_conservation else None
+        self._deferred_status: DeferredStatus | None = None
+        self._before: dict[str, Tensor] | None = None  # tensors before the last step
+        self._failed = False  # the last step was not finite
 
     @property
     def residual(self) -> Tensor:
-        """[elements] float32: what this worker has not sent yet."""
-        return self._memory[: self.layout.size]
+        """[numel] float32: gradients that this rank has not sent yet."""
+        return self._buffer[: self.layout.numel]
 
-    def reduce(self, gradient: Given, *, used: Tensor | None = None) -> Tensor:
-        """The mean over all workers of what was sent, [elements] float32."""
-        return self.mean(gradient, used=used).dense()
+    def reduce(self, gradient: BucketGradient, *, used: Tensor | None = None) -> Tensor:
+        """Return the mean over all ranks of what was sent, [numel] float32."""
+        return self.mean(gradient, used=used).to_dense()
 
-    def mean(self, gradient: Given, *, used: Tensor | None = None) -> Mean:
-        """The same, as it comes.
+    def mean(self, gradient: BucketGradient, *, used: Tensor | None = None) -> MeanGradient:
+        """Return the mean over all ranks of what was sent.
 
-        `used`: [pieces] bool, false where this worker had no gradient; what nobody has a gradient for is not sent.
+        `used`: [slices] bool, false where this rank had no gradient; a slice that no rank used is not sent.
         """
-        if not self.settle():
-            self.undo()
-        if self.rollback:
+        if not self.resolve_deferred():
+            self.rollback()
+        if self.allow_rollback:
             self._before = {name: tensor.clone() for name, tensor in self.tensors().items()}
-        rate = self._rate()
-        given, finite = self._joining(gradient)
-        given = given if rate == 1 else flat_of(given) * rate
-        old = self.residual.clone() if self.settings.beta != 1 else None
-        found = self._reduce(given, Marks(finite, used), self.workers.size * rate)
-        if found is None:  # somebody's gradient is not finite
-            self._refuse(self.number)
-            return Whole(torch.full_like(self.residual, torch.inf))
-        added, sent = found
-        mean = sent if isinstance(sent, Few) else Whole(sent)
+        rate = self._current_rate()
+        gradient, finite = self._prepare(gradient)
+        gradient = gradient if rate == 1 else flatten_gradient(gradient) * rate
+        old = self.residual.clone() if self.settings.residual_momentum != 1 else None
+        reduced = self._reduce(gradient, StatusFlags(finite, used), self.comm.world_size * rate)
+        if reduced is None:  # not finite on some rank
+            self._reject(self.iteration)
+            return DenseMean(torch.full_like(self.residual, torch.inf))
+        accumulated, sent = reduced
+        mean = sent if isinstance(sent, SparseMean) else DenseMean(sent)
         if old is not None:
-            self.residual.sub_(old).mul_(self.settings.beta).add_(old)
-        if not self.compressor.feeds_back:
+            self.residual.sub_(old).mul_(self.settings.residual_momentum).add_(old)
+        if not self.compressor.uses_error_feedback:
             self.residual.zero_()
-        self.number += 1
-        if self.conservation is not None and self.compressor.feeds_back and self.settle():
-            self.conservation.add(flat_of(added), mean.dense() * (self.workers.size * rate))
-            self.conservation.require(self.residual / self.settings.beta, self.workers)
+        self.iteration += 1
+        if self.conservation is not None and self.compressor.uses_error_feedback and self.resolve_deferred():
+            self.conservation.add(flatten_gradient(accumulated), mean.to_dense() * (self.comm.world_size * rate))
+            self.conservation.require(self.residual / self.settings.residual_momentum, self.comm)
         return mean
 
-    def settle(self) -> bool:
-        """Read what the last step left to be read late; whether its gradients were finite on all workers."""
-        if self._late is not None:
-            found, self._late = self._late.read(), None
-            *self.counts, chosen, finite = found.tolist()
-            self.traffic = self._account(chosen, self._slots() * self.workers.size, self.traffic.padding)
+    def resolve_deferred(self) -> bool:
+        """Read the deferred status of the last step; return whether its gradients were finite on all ranks."""
+        if self._deferred_status is not None:
+            status, self._deferred_status = self._deferred_status.read(), None
+            *self.counts, num_selected, finite = status.tolist()
+            padded_count = self._capacity() * self.comm.world_size
+            self.traffic = self._account(num_selected, padded_count, self.traffic.padding)
             if not finite:
-                self._refuse(self.number - 1)
-        return self._before is None or "failed" not in self._before
+                self._reject(self.iteration - 1)
+        return not self._failed
 
-    def undo(self) -> None:
-        """Put back what was before the last step (with `rollback`)."""
+    def rollback(self) -> None:
+        """Restore the state before the last step (with `allow_rollback`)."""
         assert self._before is not None
-        before = {name: tensor for name, tensor in self._before.items() if name != "failed"}
-        self.restore(before)
-        self._before = None
+        self.restore(self._before)
+        self._before, self._failed = None, False
 
     def tensors(self) -> dict[str, Tensor]:
-        """All that must be kept to go on exactly from here."""
-        small = {"step": torch.tensor(self.number), "counts": torch.tensor(self.counts, dtype=torch.int64)}
+        """Return everything that is needed to resume bit-exactly."""
+        small = {"step": torch.tensor(self.iteration), "counts": torch.tensor(self.counts, dtype=torch.int64)}
         state = {f"state.{key}": value for key, value in self.state.items()}
-        checked = {} if self.conservation is None else self.conservation.tensors()
-        return {"residual": self.residual, **small, **state, **checked}
+        check = {} if self.conservation is None else self.conservation.tensors()
+        return {"residual": self.residual, **small, **state, **check}
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Go on from what `tensors` gave."""
-        self._late = None
+        """Resume from what `tensors` returned."""
+        self._deferred_status = None
         self.residual.copy_(tensors["residual"])
-        self.number, self.counts = int(tensors["step"]), tensors["counts"].tolist()
+        self.iteration, self.counts = int(tensors["step"]), tensors["counts"].tolist()
         for key in self.state:
             self.state[key] = tensors[f"state.{key}"].to(self.state[key].device, copy=True)
         if self.conservation is not None:
             self.conservation.restore(tensors)
 
-    def _reduce(self, given: Given, marks: Marks, divisor: float) -> tuple[Given, Tensor | Few] | None:
-        """What this worker added to its memory, and what all have sent, summed and divided: [elements] each.
+    def target_per_rank(self) -> float:
+        """Return how many elements one rank should select."""
+        exclusive = isinstance(self.compressor, Sparsifier) and self.compressor.exchange_mode == "exclusive"
+        return self.compressor.target_count(self.layout.numel) / (self.comm.world_size if exclusive else 1)
 
-        None when somebody's gradient is not finite.
+    def _reduce(
+        self, gradient: BucketGradient, flags: StatusFlags, divisor: float
+    ) -> tuple[BucketGradient, Tensor | SparseMean] | None:
+        """Return what this rank added to its residual, and the sum of what all ranks sent over the divisor.
+
+        None if a gradient is not finite on some rank.
         """
-        step = self._open(given)
-        made = self._sparse if isinstance(self.compressor, Sparsifier) else self._coded
-        mean = made(step, marks, divisor)
-        return None if mean is None else (step.given, mean)
+        step = self._begin(gradient)
+        reduce = self._reduce_sparse if isinstance(self.compressor, Sparsifier) else self._reduce_encoded
+        mean = reduce(step, flags, divisor)
+        return None if mean is None else (step.gradient, mean)
 
-    def _open(self, given: Given) -> Step:
-        slots = self._slots() if self.settings.slots is not None else None
-        parts = (self.number, given, self.residual, self.layout, self.workers, self.state, self.counts, slots)
-        step = Step(*parts)
-        step.given = self.compressor.contribution(step)
+    def _begin(self, gradient: BucketGradient) -> CompressionStep:
+        capacity = self._capacity() if self.settings.fixed_capacity is not None else None
+        step = CompressionStep(
+            self.iteration, gradient, self.residual, self.layout, self.comm, self.state, self.counts, capacity
+        )
+        step.gradient = self.compressor.correct_gradient(step)
         return step
 
-    def _sparse(self, step: Step, marks: Marks, divisor: float) -> Tensor | Few | None:
-        """The mean over all workers of the chosen elements, zero elsewhere."""
+    def _reduce_sparse(self, step: CompressionStep, flags: StatusFlags, divisor: float) -> Tensor | SparseMean | None:
+        """Return the mean over all ranks of the selected elements, zero elsewhere."""
         sparsifier = self.compressor
         assert isinstance(sparsifier, Sparsifier)
-        chosen = sparsifier.choose(step)
-        if step.slots is not None:
-            return self._in_slots(step, sparsifier, agree_in_slots(chosen, step, marks), divisor)
-        blocks = blocks_of(self.layout.size, self.workers_target() if sparsifier.route != "known" else 0)
-        agreed = agree(chosen, sparsifier.route, step, marks, blocks)
-        if not agreed.finite:
+        selected, mode = sparsifier.select(step), sparsifier.exchange_mode
+        if step.capacity is not None:
+            exchanged = exchange_fixed_capacity(selected, step, flags)
+            return self._reduce_fixed_capacity(step, sparsifier, exchanged, divisor)
+        blocks = num_index_blocks(self.layout.numel, self.target_per_rank() if mode != "known" else 0)
+        exchanged = exchange_indices(selected, mode, step, flags, blocks)
+        if not exchanged.finite:
             return None
-        self.counts = agreed.counts
-        if sparsifier.route == "own":
-            summed, sent, number, padding = gather_pairs(agreed, step, self.settings.values)
-            mean: Tensor | Few = summed.div_(divisor)
-            if len(agreed.common):
-                summed.add_(self._scattered(agreed.common, self._shared(agreed.common, divisor)))
-            number += len(agreed.common)
+        self.counts = exchanged.counts
+        if mode == "own":
+            summed, sent, num_selected, padding = all_gather_pairs(exchanged, step, self.settings.wire_dtype)
+            mean: Tensor | SparseMean = summed.div_(divisor)
+            if len(exchanged.dense):
+                summed.add_(self._scatter(exchanged.dense, self._all_reduce_at(exchanged.dense, divisor)))
         else:
-            sent, padding, number = torch.cat([agreed.indices, agreed.common]), 0, len(agreed.indices)
-            values = self._shared(sent, divisor)
+            sent, padding = torch.cat([exchanged.indices, exchanged.dense]), 0
+            num_selected = len(exchanged.indices)
+            values = self._all_reduce_at(sent, divisor)
             on_cpu = values.device.type == "cpu"
-            mean = Few.of(sent, values, self.layout.size) if on_cpu else self._scattered(sent, values)
-            number += len(agreed.common)
-        sparsifier.settle(step, sent)
-        self.traffic = self._account(number, agreed.slots, agreed.padding + padding)
+            numel = self.layout.numel
+            mean = SparseMean.from_unsorted(sent, values, numel) if on_cpu else self._scatter(sent, values)
+        num_selected += len(exchanged.dense)
+        sparsifier.on_sent(step, sent)
+        self.traffic = self._account(num_selected, exchanged.padded_count, exchanged.padding + padding)
         return mean
 
-    def _shared(self, indices: Tensor, divisor: float) -> Tensor:
-        """All workers send these elements [count]; their means, and the memory keeps what rounding lost."""
-        values, error = sum_values(self._memory.index_select(0, indices), self.workers, self.settings.values)
-        self._memory[indices] = error
-        return values.div_(divisor)
+    def _reduce_fixed_capacity(
+        self, step: CompressionStep, sparsifier: Sparsifier, exchanged: ExchangedIndices, divisor: float
+    ) -> Tensor:
+        mean = self._scatter(exchanged.indices, self._all_reduce_at(exchanged.indices, divisor))
+        sparsifier.on_sent(step, exchanged.indices)
+        self._deferred_status = DeferredStatus(exchanged.deferred)
+        self.traffic = Traffic(padding=exchanged.padding)
+        return torch.where(exchanged.deferred[-1] > 0, mean, torch.inf if self.allow_rollback else 0.0)
 
-    def _scattered(self, indices: Tensor, values: Tensor) -> Tensor:
-        """[elements], zero but for these."""
-        mean = torch.zeros_like(self._memory) if self.room is None else self.room.zero_()
-        mean[indices] = values
-        return mean[: self.layout.size]
-
-    def _in_slots(self, step: Step, sparsifier: Sparsifier, agreed: Agreed, divisor: float) -> Tensor:
-        mean = self._scattered(agreed.indices, self._shared(agreed.indices, divisor))
-        sparsifier.settle(step, agreed.indices)
-        self._late = Late(agreed.late)
-        self.traffic = Traffic(padding=agreed.padding)
-        return torch.where(agreed.late[-1] > 0, mean, torch.inf if self.rollback else 0.0)
-
-    def _coded(self, step: Step, marks: Marks, divisor: float) -> Tensor | None:
-        """The mean over all workers of what their messages say."""
-        coder = self.compressor
-        assert isinstance(coder, Coder)
-        message = coder.encode(step)
-        found = gather_messages(message, coder, step, marks)
-        if found is None:
+    def _reduce_encoded(self, step: CompressionStep, flags: StatusFlags, divisor: float) -> Tensor | None:
+        """Return the mean over all ranks of the decoded gradients."""
+        encoder = self.compressor
+        assert isinstance(encoder, GradientEncoder)
+        gathered = all_gather_encoded(encoder.encode(step), encoder, step, flags)
+        if gathered is None:
             return None
-        summed, own, chosen, padding = found
+        summed, own, num_selected, padding = gathered
         self.residual.sub_(own)
-        self.traffic = self._account(chosen, 0, padding)
+        self.traffic = self._account(num_selected, 0, padding)
         return summed.div_(divisor)
 
-    def _refuse(self, number: int) -> None:
+    def _all_reduce_at(self, indices: Tensor, divisor: float) -> Tensor:
+        """Return the means [count] of the elements at `indices`; the residual there becomes the rounding error."""
+        values, error = all_reduce_values(self._buffer.index_select(0, indices), self.comm, self.settings.wire_dtype)
+        self._buffer[indices] = error
+        return values.div_(divisor)
+
+    def _scatter(self, indices: Tensor, values: Tensor) -> Tensor:
+        """[numel], zero except at `indices`"""
+        mean = torch.zeros_like(self._buffer) if self.output_buffer is None else self.output_buffer.zero_()
+        mean[indices] = values
+        return mean[: self.layout.numel]
+
+    def _reject(self, iteration: int) -> None:
         if self._before is None:
             raise DataError(
-                f"the gradients of step {number} are not finite on at least one worker; lower the learning rate, "
-                "or give the gradient scaler if the loss is scaled."
+                f"the gradients of step {iteration} are not finite on at least one rank; lower the learning rate, "
+                "or pass the gradient scaler if the loss is scaled."
             )
-        self._before["failed"] = torch.tensor(True)
+        self._failed = True
 
-    def _account(self, chosen: int, slots: int, padding: int) -> Traffic:
-        arrived = dict(self.workers.arrived)
-        self.workers.arrived.clear()
-        target = self.compressor.target(self.layout.size)
-        parts = {key: arrived.get(key, 0) for key in ("counts", "plan", "indices", "values")}
+    def _account(self, num_selected: int, padded_count: int, padding: int) -> Traffic:
+        received = dict(self.comm.bytes_received)
+        self.comm.bytes_received.clear()
         traffic = Traffic(
-            **parts, padding=padding, elements=self.layout.size, target=target, chosen=chosen, slots=slots
+            **{key: received.get(key, 0) for key in ("counts", "plan", "indices", "values")},
+            padding=padding,
+            numel=self.layout.numel,
+            target_count=self.compressor.target_count(self.layout.numel),
+            num_selected=num_selected,
+            padded_count=padded_count,
         )
-        self.total = self.total + traffic
+        self.total_traffic = self.total_traffic + traffic
         return traffic
 
-    def workers_target(self) -> float:
-        """How many elements one worker means to choose."""
-        exclusive = isinstance(self.compressor, Sparsifier) and self.compressor.route == "exclusive"
-        return self.compressor.target(self.layout.size) / (self.workers.size if exclusive else 1)
+    def _capacity(self) -> int:
+        assert self.settings.fixed_capacity is not None
+        return min(ceil(self.settings.fixed_capacity * self.target_per_rank()), self.layout.numel)
 
-    def _slots(self) -> int:
-        assert self.settings.slots is not None
-        return min(ceil(self.settings.slots * self.workers_target()), self.layout.size)
+    def _prepare(self, gradient: BucketGradient) -> tuple[BucketGradient, Callable[[], Tensor]]:
+        """Replace a gradient that is not finite by zeros, so that this rank still joins the collectives.
 
-    def _joining(self, gradient: Given) -> tuple[Given, Callable[[], Tensor]]:
-        """Zeros in place of what is not finite, so that this worker can still join the others until all know of it; and
-        whether it is, which pieces find out while they are added."""
-        if isinstance(gradient, Pieces):
+        Also return whether it is finite; views find out while they are accumulated.
+        """
+        if isinstance(gradient, GradientViews):
             return gradient, gradient.all_finite
         finite = all_finite(gradient)
-        if self._memory.device.type == "cpu":
+        if self._buffer.device.type == "cpu":
             return gradient.float() if finite else torch.zeros_like(self.residual), lambda: finite
-        return torch.where(finite, gradient.float(), 0.0), lambda: finite  # the host does not wait for the answer
+        return torch.where(finite, gradient.float(), 0.0), lambda: finite  # no sync
 
-    def _rate(self) -> float:
-        if self.settings.form == "code":
+    def _current_rate(self) -> float:
+        if self.settings.error_feedback == "gradient":
             return 1.0
         assert self.learning_rate is not None
         rate = self.learning_rate()
         if not rate > 0:
-            raise ConfigError(f"the learning rate is {rate:g}; form='paper' needs one above 0, form='code' does not.")
+            raise ConfigError(
+                f"the learning rate is {rate:g}; error_feedback='lr_scaled' needs one above 0, 'gradient' does not."
+            )
         return rate

@@ -1,56 +1,71 @@
-"""What can be told to the frame, whatever the compressor."""
+"""Settings of gradient compression that do not depend on the compressor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from smelt.config import renamed
 from smelt.errors import ConfigError
-from smelt.train.gradients.compressor import Coder, Compressor, Sparsifier
-from smelt.train.gradients.values import VALUES
+from smelt.train.gradients.compressor import Compressor, GradientEncoder, Sparsifier
+from smelt.train.gradients.encoding import WIRE_DTYPES
 
-FORMS = ("code", "paper")
-_SLOT_ROUTES = ("exclusive", "union")
-_ROOM = 1.2  # a count that is cut off at its target could not tell that it was passed
+ERROR_FEEDBACK = ("gradient", "lr_scaled")
+OLD_ERROR_FEEDBACK = {"code": "gradient", "paper": "lr_scaled"}
+LOCAL = "local"  # as many ranks per node as torchrun has started on each machine
+_FIXED_CAPACITY_MODES = ("exclusive", "union")
+_MIN_CAPACITY = 1.2  # a count that is cut off at its target cannot show that it was exceeded
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Error feedback, the form of values on the wire, and checks."""
+class CompressionSettings:
+    """Error feedback, the encoding of values, the node topology, and checks."""
 
-    form: str = "code"  # "code": the memory holds gradients; "paper": gradients times the learning rate of their step
-    beta: float = (
-        1.0  # low-pass filter of the memory (ScaleCom): 1 is plain error feedback, about 0.1 for large batches
-    )
-    values: str = "float32"  # or float16, bfloat16, int8; what rounding loses stays in the residual
-    slots: float | None = None  # room for indices, as a multiple of the target; None: counts first, then their length
-    node: int | str | None = None  # workers of a node, or "local": dense inside it, compressed between nodes; None: no
-    check: bool = False  # compare what was applied and what is left with what was given, after every step
+    # "gradient": the residual holds gradients; "lr_scaled": gradients times the learning rate of their step
+    error_feedback: str = renamed("form", default="gradient", renamed_values=OLD_ERROR_FEEDBACK)
+    # low-pass filter of the residual (ScaleCom): 1 is plain error feedback, about 0.1 suits large batches
+    residual_momentum: float = renamed("beta", default=1.0)
+    # or float16, bfloat16, int8; the residual keeps the rounding error
+    wire_dtype: str = renamed("values", default="float32")
+    # capacity for indices as a multiple of the target, so that no step synchronizes; None: exchange counts first
+    fixed_capacity: float | None = renamed("slots", default=None)
+    # or "local": dense inside a node, compressed between nodes; None: no hierarchy
+    ranks_per_node: int | str | None = renamed("node", default=None)
+    # debug: compare what was applied and the residuals with the gradients after every step
+    check_conservation: bool = renamed("check", default=False)
 
     def __post_init__(self) -> None:
-        for key, value, options in (("form", self.form, FORMS), ("values", self.values, VALUES)):
-            if value not in options:
-                raise ConfigError(f"{key} is one of {', '.join(options)}, not {value!r}.")
-        if not 0 < self.beta <= 1:
-            raise ConfigError(f"beta is {self.beta:g}; it must be above 0 and at most 1, which is no filter.")
-        if self.slots is not None and not self.slots >= 1:
-            raise ConfigError(f"slots is {self.slots:g}; it must be at least 1, or None.")
-        if self.node is not None and self.node != "local" and not (isinstance(self.node, int) and self.node >= 2):
-            raise ConfigError(f'node is {self.node!r}; it is the number of workers in a node, at least 2, or "local".')
+        for key, options in (("error_feedback", ERROR_FEEDBACK), ("wire_dtype", WIRE_DTYPES)):
+            if getattr(self, key) not in options:
+                raise ConfigError(f"{key} is one of {', '.join(options)}, not {getattr(self, key)!r}.")
+        if not 0 < self.residual_momentum <= 1:
+            raise ConfigError(
+                f"residual_momentum is {self.residual_momentum:g}; it must be above 0 and at most 1 (no filter)."
+            )
+        if self.fixed_capacity is not None and not self.fixed_capacity >= 1:
+            raise ConfigError(f"fixed_capacity is {self.fixed_capacity:g}; it must be at least 1, or None.")
+        ranks = self.ranks_per_node
+        if ranks is not None and ranks != LOCAL and not (isinstance(ranks, int) and ranks >= 2):
+            raise ConfigError(f'ranks_per_node is {ranks!r}; it must be a number of ranks, at least 2, or "local".')
 
-    def require_fit(self, compressor: Compressor, has_rate: bool) -> None:
-        """Refuse what does not go together."""
-        if self.form == "paper" and not has_rate:
-            raise ConfigError("form='paper' keeps gradients times the learning rate; give the optimiser too.")
-        if isinstance(compressor, Coder) and self.values != "float32":
-            raise ConfigError(f"{compressor.name} writes values in its own way; leave values at float32.")
-        if self.slots is not None:
-            self._require_slots(compressor, self.slots)
+    def require_compatible(self, compressor: Compressor, *, has_learning_rate: bool) -> None:
+        """Raise ConfigError if the settings do not fit the compressor."""
+        if self.error_feedback == "lr_scaled" and not has_learning_rate:
+            raise ConfigError("error_feedback='lr_scaled' needs the learning rate; pass the optimizer too.")
+        if isinstance(compressor, GradientEncoder) and self.wire_dtype != "float32":
+            raise ConfigError(f"{compressor.name} has its own encoding of values; leave wire_dtype at float32.")
+        if self.fixed_capacity is not None:
+            self._require_fixed_capacity(compressor, self.fixed_capacity)
 
-    def _require_slots(self, compressor: Compressor, slots: float) -> None:
-        name, route = compressor.name, compressor.route if isinstance(compressor, Sparsifier) else ""
-        if route not in _SLOT_ROUTES:
-            raise ConfigError(f"{name} has no selections to put into slots; leave slots at None.")
-        if route == "union" and self.values != "float32":  # an element that stands in two slots would be rounded twice
-            raise ConfigError(f"the workers of {name} choose the same elements; with slots, use values='float32'.")
-        if route == "exclusive" and slots < _ROOM:
-            raise ConfigError(f"slots is {slots:g}; {name} steers by its counts and needs at least {_ROOM:g}.")
+    def _require_fixed_capacity(self, compressor: Compressor, capacity: float) -> None:
+        name, mode = compressor.name, compressor.exchange_mode if isinstance(compressor, Sparsifier) else ""
+        if mode not in _FIXED_CAPACITY_MODES:
+            raise ConfigError(f"{name} does not support a fixed capacity; leave fixed_capacity at None.")
+        if mode == "union" and self.wire_dtype != "float32":  # an element that is sent twice would be rounded twice
+            raise ConfigError(
+                f"the ranks of {name} may select the same elements; with fixed_capacity use wire_dtype='float32'."
+            )
+        if mode == "exclusive" and capacity < _MIN_CAPACITY:
+            raise ConfigError(
+                f"fixed_capacity is {capacity:g}; {name} adjusts its threshold by the counts and needs at least "
+                f"{_MIN_CAPACITY:g}."
+            )

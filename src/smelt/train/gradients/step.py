@@ -1,6 +1,6 @@
-"""Compressed gradients without DDP: all at once, after backward and before the step of the optimiser.
+"""Compressed gradients without DDP: reduced all at once, between backward and the optimizer step.
 
-The plainest form, for models that DDP does not take; nothing is sent while backward runs.
+The simplest form, for models that DDP does not support; nothing is sent during backward.
 """
 
 from __future__ import annotations
@@ -10,45 +10,47 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from smelt.train.gradients.autotune.auto import compression_class, resolve_compressor
-from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.comm import Comm
 from smelt.train.gradients.compressor import Compressor
-from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.deprecated import renamed_parameter
+from smelt.train.gradients.settings import CompressionSettings
 
 
 class CompressedStep:
-    """`CompressedStep(model, MiCRO()).reduce()` between `loss.backward()` and `optimizer.step()`."""
+    """Call `CompressedStep(model, MiCRO()).reduce()` between `loss.backward()` and `optimizer.step()`."""
 
+    @renamed_parameter("vector_mb", "bucket_cap_mb")
     def __init__(
         self,
         model: nn.Module,
         compressor: Compressor | str,
-        settings: Settings | None = None,
+        settings: CompressionSettings | None = None,
         *,
         group: ProcessGroup | None = None,
-        vector_mb: float | None = None,
+        bucket_cap_mb: float | None = None,
         scaler: torch.amp.GradScaler | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         if isinstance(compressor, str):
             compressor = resolve_compressor(compressor)
-        self._parameters = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        self._parameters = {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
         self.compression = compression_class(compressor)(
             self._parameters.items(),
             compressor,
-            Workers(group),
+            Comm(group),
             settings,
-            vector_mb=vector_mb,
+            bucket_cap_mb=bucket_cap_mb,
             scaler=scaler,
             optimizer=optimizer,
         )
 
     def reduce(self) -> None:
-        """Every gradient becomes its mean over all workers; what has none on this worker counts as zero."""
+        """Replace every gradient by its mean over all ranks; a missing gradient counts as zero."""
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                self.compression.put(name, parameter.grad)
+                self.compression.add(name, parameter.grad)
             for name, parameter in self._parameters.items():
                 assert parameter.grad is not None
-                self.compression.give(name, parameter.grad)
+                self.compression.write_back(name, parameter.grad)

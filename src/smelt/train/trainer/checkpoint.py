@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from smelt.errors import ConfigError, DataError
 from smelt.files import explain_disk_errors, write_atomically
-from smelt.train.gradients import state
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.compression import Compression
+from smelt.train.gradients import checkpoint as gradient_checkpoint
+from smelt.train.gradients.comm import Comm, run_on_all_ranks
+from smelt.train.gradients.compression import BucketedCompression
 
 MODEL, OPTIMIZER, GRADIENTS, PROGRESS = "model.safetensors", "optimizer.safetensors", "gradients", "position.json"
 _NAME = re.compile(r"step-(\d+)")
@@ -52,7 +52,7 @@ class TrainState:
     network: nn.Module
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
-    compression: Compression | None
+    compression: BucketedCompression | None
     progress: TrainProgress
 
 
@@ -76,7 +76,7 @@ def prepare_folder(folder: Path) -> None:
         shutil.rmtree(incomplete, ignore_errors=True)
 
 
-def save(train_state: TrainState, folder: Path, keep: int, workers: Workers) -> None:
+def save(train_state: TrainState, folder: Path, keep: int, workers: Comm) -> None:
     """Write step-N below `folder`, which all ranks must see; returns when it is complete."""
     target = folder / f"step-{train_state.progress.step}"
     partial = folder / f".{target.name}.partial"
@@ -85,7 +85,7 @@ def save(train_state: TrainState, folder: Path, keep: int, workers: Workers) -> 
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(target, ignore_errors=True)
     _barrier(workers)
-    state.together(
+    run_on_all_ranks(
         workers,
         lambda: _write(train_state, partial, is_main),
         f"another rank could not write its part of {target}.",
@@ -97,21 +97,21 @@ def save(train_state: TrainState, folder: Path, keep: int, workers: Workers) -> 
     _barrier(workers)
 
 
-def load(train_state: TrainState, checkpoint: Path, workers: Workers, *, resplit: bool) -> None:
+def load(train_state: TrainState, checkpoint: Path, workers: Comm, *, resplit: bool) -> None:
     """Restore a run from a checkpoint; `resplit` allows another world size."""
-    state.together(
+    run_on_all_ranks(
         workers,
-        lambda: _read(train_state, checkpoint, resplit, workers.size),
+        lambda: _read(train_state, checkpoint, resplit, workers.world_size),
         f"another rank could not read {checkpoint}.",
     )
     if train_state.compression is not None:
-        state.load(train_state.compression, checkpoint / GRADIENTS, resplit=resplit)
-    train_state.progress.world_size = workers.size
+        gradient_checkpoint.load(train_state.compression, checkpoint / GRADIENTS, resplit=resplit)
+    train_state.progress.world_size = workers.world_size
 
 
 def _write(train_state: TrainState, folder: Path, is_main: bool) -> None:
     if train_state.compression is not None:
-        state.write(train_state.compression, folder / GRADIENTS)
+        gradient_checkpoint.write(train_state.compression, folder / GRADIENTS)
     if not is_main:
         return
     _write_tensors(folder / MODEL, _model_tensors(train_state.network))
@@ -213,5 +213,5 @@ def _step(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def _barrier(workers: Workers) -> None:
-    workers.gather(torch.zeros(1), "agreement")
+def _barrier(workers: Comm) -> None:
+    workers.all_gather(torch.zeros(1), "agreement")

@@ -8,7 +8,7 @@ from typing import Any, get_type_hints
 
 from smelt.config import parse, read_yaml, renamed, renamed_keys, suggest
 from smelt.errors import ConfigError
-from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.trainer.gradient_sync import build_compressor, check_single_momentum, normalize_gradients
 
 TASKS = ("language", "images")
@@ -111,8 +111,10 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     gradients: str | dict[str, Any] | None = "auto"  # none, bf16, or a compressor: exdyna:density=0.001, or its keys
-    exchange: Settings = field(default_factory=Settings)  # how compressed gradients are sent; ignored with none
-    vector_mb: float | None = None  # size of the buckets that are compressed separately; None: the model is one
+    # how compressed gradients are sent; ignored with none
+    exchange: CompressionSettings = field(default_factory=CompressionSettings)
+    # size of the buckets that are compressed separately; None: the model is one
+    bucket_cap_mb: float | None = renamed("vector_mb", default=None)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     timeout: float = 60.0  # seconds that a rank waits for another before the run ends
@@ -128,7 +130,7 @@ class TrainConfig:
             steps=self.steps,
         )
         _check_at_least(0, seed=self.seed)
-        _check_positive(timeout=self.timeout, max_grad_norm=self.max_grad_norm, vector_mb=self.vector_mb)
+        _check_positive(timeout=self.timeout, max_grad_norm=self.max_grad_norm, bucket_cap_mb=self.bucket_cap_mb)
         object.__setattr__(self, "gradients", normalize_gradients(self.gradients))
         compressor = build_compressor(self.gradients)
         has_momentum = self.optimizer.name == "adamw" or self.optimizer.momentum > 0

@@ -11,13 +11,13 @@ from torch.nn.parallel import DistributedDataParallel
 from smelt.config import as_number, parse, suggest
 from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.auto import Auto, AutoCompression
-from smelt.train.gradients.compression import Compression
+from smelt.train.gradients.comm import Traffic
+from smelt.train.gradients.compression import BucketedCompression
 from smelt.train.gradients.compressor import Compressor
-from smelt.train.gradients.compressors import COMPRESSORS, DGC, compressor_named
+from smelt.train.gradients.compressors import COMPRESSORS, DGC, create_compressor
 from smelt.train.gradients.ddp import compress_gradients
 from smelt.train.gradients.dense import Dense
-from smelt.train.gradients.settings import Settings
-from smelt.train.gradients.traffic import Traffic
+from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.timing import PhaseTimer
 
 NONE, BF16 = "none", "bf16"
@@ -50,8 +50,8 @@ def build_compressor(spec: str | dict[str, Any] | None) -> Compressor | None:
     if method in (NONE, BF16):
         if parameters:
             raise ConfigError(f"gradients: {method} has no parameter {next(iter(parameters))!r:.80}.")
-        return None if method == NONE else Dense(values="bfloat16")
-    return compressor_named(method, **parameters)
+        return None if method == NONE else Dense(wire_dtype="bfloat16")
+    return create_compressor(method, **parameters)
 
 
 def check_single_momentum(compressor: Compressor | None, optimizer_has_momentum: bool) -> None:
@@ -69,25 +69,25 @@ class GradientSync:
         self,
         model: DistributedDataParallel,
         compressor: Compressor | None,
-        settings: Settings,
-        vector_mb: float | None,
+        settings: CompressionSettings,
+        bucket_cap_mb: float | None,
         optimizer: torch.optim.Optimizer,
         scaler: torch.amp.GradScaler | None,
         timer: PhaseTimer,
     ) -> None:
         self._elements = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self._world_size = torch.distributed.get_world_size()
-        self.compression: Compression | None = None
+        self.compression: BucketedCompression | None = None
         if compressor is not None:
             self.compression = compress_gradients(
-                model, compressor, settings, vector_mb=vector_mb, optimizer=optimizer, scaler=scaler
+                model, compressor, settings, bucket_cap_mb=bucket_cap_mb, optimizer=optimizer, scaler=scaler
             )
-            self.compression.around = lambda: timer.phase("reduce")
+            self.compression.reduce_context = lambda: timer.phase("reduce")
 
-    def settle(self) -> None:
+    def resolve_deferred(self) -> None:
         """Read the deferred status of the last step."""
         if self.compression is not None:
-            self.compression.settle()
+            self.compression.resolve_deferred()
 
     @property
     def traffic(self) -> Traffic:
@@ -95,7 +95,7 @@ class GradientSync:
         if self.compression is not None:
             return self.compression.traffic
         values = 2 * (self._world_size - 1) * 4 * self._elements // self._world_size
-        return Traffic(values=values, elements=self._elements, target=self._elements, chosen=self._elements)
+        return Traffic(values=values, numel=self._elements, target_count=self._elements, num_selected=self._elements)
 
     @property
     def decision(self) -> dict[str, Any] | None:

@@ -27,8 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from smelt.errors import DataError
 from smelt.files import atomic_folder
 from smelt.measure.machine import machine
-from smelt.train.gradients import state
-from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.comm import Comm, run_on_all_ranks
 from smelt.train.timing import PhaseTimer
 from smelt.train.trainer import checkpoint
 from smelt.train.trainer.checkpoint import TrainProgress, TrainState
@@ -47,7 +46,7 @@ class Trainer:
     """One training run on one rank."""
 
     def __init__(self, config: TrainConfig, out: Path, device: torch.device, *, resume: bool, resplit: bool) -> None:
-        self.config, self.device, self.workers = config, device, Workers()
+        self.config, self.device, self.comm = config, device, Comm()
         self.folder = RunFolder(out)
         self._on_all_ranks(lambda: self.folder.check_usable(config, resume), f"{out} is refused on another rank.")
         self.task = self._on_all_ranks(lambda: build_task(config), "another rank could not load model or data.")
@@ -55,19 +54,19 @@ class Trainer:
         self.timer = PhaseTimer(device)
         self.scaler = grad_scaler_for(config.precision, device)
         self.optimizer = build_optimizer(self.task.network, config.optimizer, scaled=self.scaler is not None)
-        self.workers.require_equal(json.dumps([config.to_json(), self.task.metadata]), "configuration and data")
+        self.comm.require_equal(json.dumps([config.to_json(), self.task.metadata]), "configuration and data")
         device_ids = [device.index] if device.type == "cuda" else None
         self.model = DistributedDataParallel(self.task.network, device_ids=device_ids, gradient_as_bucket_view=True)
         self.gradient_sync = GradientSync(
             self.model,
             build_compressor(config.gradients),
             config.exchange,
-            config.vector_mb,
+            config.bucket_cap_mb,
             self.optimizer,
             self.scaler,
             self.timer,
         )
-        self.progress = TrainProgress(world_size=self.workers.size)
+        self.progress = TrainProgress(world_size=self.comm.world_size)
         self._decision: dict[str, Any] | None = None  # of `auto`
         self.sampler = ShuffledSampler(len(self.task.train), config.seed)
         self._start_or_resume(resume, resplit)
@@ -96,8 +95,8 @@ class Trainer:
             self.progress.seconds = perf_counter() - self._started
             self.log(entry, is_last)
             if is_last or (config.checkpoint.every and step % config.checkpoint.every == 0):
-                checkpoint.save(self.state, self.folder.checkpoints, config.checkpoint.keep, self.workers)
-        if self.workers.rank == 0:
+                checkpoint.save(self.state, self.folder.checkpoints, config.checkpoint.keep, self.comm)
+        if self.comm.rank == 0:
             self._save_model()
 
     def train_step(self) -> dict[str, Any]:
@@ -107,14 +106,14 @@ class Trainer:
         set_lr(self.optimizer, lr)
         losses = [self._forward_backward(micro_step) for micro_step in range(config.gradient_accumulation_steps)]
         with self.timer.phase("optimizer"):
-            self.gradient_sync.settle()  # so that the traffic is known
+            self.gradient_sync.resolve_deferred()  # so that the traffic is known
             grad_norm = self._clip_grad_norm()
             local_loss = float(torch.stack(losses).mean())
             traffic = self.gradient_sync.traffic
-            loss, received, intra_node = self._mean_over_ranks(local_loss, traffic.bytes, traffic.inside)
+            loss, received, intra_node = self._mean_over_ranks(local_loss, traffic.bytes, traffic.intra_node)
             skipped = self._optimizer_step(grad_norm, loss)
         progress.step += 1
-        progress.samples += config.batch_size * config.gradient_accumulation_steps * self.workers.size
+        progress.samples += config.batch_size * config.gradient_accumulation_steps * self.comm.world_size
         progress.bytes += received
         progress.skipped += skipped
         progress.seconds = perf_counter() - self._started
@@ -131,13 +130,13 @@ class Trainer:
             "intra_node_bytes": intra_node,
             "density": traffic.density,
             "build_up": traffic.build_up,
-            "padding": traffic.inefficiency if traffic.slots else None,
+            "padding": traffic.padding_overhead if traffic.padded_count else None,
             "phases": self.timer.pop_seconds(),
         }
 
     def log(self, entry: dict[str, Any], is_last: bool) -> None:
         """Append an entry to the run's log, and print one every few seconds; on rank 0 only."""
-        if self.workers.rank:
+        if self.comm.rank:
             return
         self.folder.append_log(entry)
         if self.gradient_sync.decision is not None and self._decision is None:
@@ -153,7 +152,7 @@ class Trainer:
         config, is_last = self.config, micro_step == self.config.gradient_accumulation_steps - 1
         with self.timer.phase("data"):
             start = batch_start(
-                self.progress.samples, micro_step, config.batch_size, self.workers.size, self.workers.rank
+                self.progress.samples, micro_step, config.batch_size, self.comm.world_size, self.comm.rank
             )
             batch = self.task.train.batch(self.sampler.indices(start, config.batch_size))
             batch = {name: tensor.to(self.device) for name, tensor in batch.items()}
@@ -181,7 +180,7 @@ class Trainer:
         """Average values over all ranks; what is not finite on one is not finite on all."""
         total = torch.tensor(values, dtype=torch.float64)
         distributed.all_reduce(total)
-        mean: list[float] = (total / self.workers.size).tolist()
+        mean: list[float] = (total / self.comm.world_size).tolist()
         return mean
 
     def _optimizer_step(self, grad_norm: float, loss: float) -> bool:
@@ -207,12 +206,12 @@ class Trainer:
         """Load the newest checkpoint if there is one; the log is cut to end where the run starts."""
         latest = checkpoint.latest(self.folder.checkpoints)
         if latest is not None:
-            checkpoint.load(self.state, latest, self.workers, resplit=resplit)
-        elif resume and self.workers.rank == 0:
+            checkpoint.load(self.state, latest, self.comm, resplit=resplit)
+        elif resume and self.comm.rank == 0:
             print(f"  no checkpoint in {self.folder.checkpoints}; starting from the first step", file=sys.stderr)
         self._decision = self.folder.read_metadata().get("decision") if self.folder.exists() else None
-        self.workers.gather(torch.zeros(1), "agreement")  # all ranks have read what is rewritten now
-        if self.workers.rank == 0:
+        self.comm.all_gather(torch.zeros(1), "agreement")  # all ranks have read what is rewritten now
+        if self.comm.rank == 0:
             self.folder.truncate_log(self.progress.step)
             self._write_metadata()
             checkpoint.prepare_folder(self.folder.checkpoints)
@@ -221,7 +220,7 @@ class Trainer:
         network = self.task.network
         metadata = {
             "config": self.config.to_json(),
-            "world_size": self.workers.size,
+            "world_size": self.comm.world_size,
             "backend": distributed.get_backend(),
             "device": self.device.type,
             "parameters": sum(parameter.numel() for parameter in network.parameters()),
@@ -240,7 +239,7 @@ class Trainer:
     def _on_all_ranks(self, work: Callable[[], Any], other_failed: str) -> Any:
         """Return this rank's result; if any rank fails, all end with a sentence."""
         results: list[Any] = []
-        state.together(self.workers, lambda: results.append(work()), other_failed)
+        run_on_all_ranks(self.comm, lambda: results.append(work()), other_failed)
         return results[0]
 
 

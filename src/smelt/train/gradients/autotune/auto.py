@@ -33,18 +33,16 @@ from smelt.train.gradients.autotune.cost_model import (
 from smelt.train.gradients.autotune.dry_run import dry_run_compressor
 from smelt.train.gradients.autotune.link import Link, measure_link
 from smelt.train.gradients.autotune.timed_comm import max_over_ranks
-from smelt.train.gradients.bucket import Vector
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.compression import Compression, reducer_of
+from smelt.train.gradients.bucket import GradientBucket
+from smelt.train.gradients.comm import Comm, Traffic
+from smelt.train.gradients.compression import BucketedCompression, build_reducer
 from smelt.train.gradients.compressor import Compressor
-from smelt.train.gradients.compressors import COMPRESSORS, PowerSGD, compressor_named
+from smelt.train.gradients.compressors import COMPRESSORS, PowerSGD, create_compressor
 from smelt.train.gradients.dense import Dense, DenseReducer
-from smelt.train.gradients.gradient_views import Given, flat_of
-from smelt.train.gradients.layout import Layout
-from smelt.train.gradients.means import Mean
-from smelt.train.gradients.reducer import Reducer
-from smelt.train.gradients.settings import Settings
-from smelt.train.gradients.traffic import Traffic
+from smelt.train.gradients.gradient_views import BucketGradient, flatten_gradient
+from smelt.train.gradients.layout import BucketLayout
+from smelt.train.gradients.reducer import MeanGradient, Reducer
+from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.timing import synchronized_time
 
 log = logging.getLogger("smelt.train")
@@ -74,30 +72,34 @@ class Auto(Compressor):
         """Return the compressors to compare; the first is dense."""
         return [Dense(), *(build_candidate(name, self.density) for name in self.methods)]
 
-    def target(self, elements: int) -> float:
-        return elements
+    def check_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        for compressor in self.candidates():
+            compressor.check_optimizer(optimizer)
+
+    def target_count(self, numel: int) -> float:
+        return numel
 
 
 def build_candidate(name: str, density: float) -> Compressor:
     """Build a method by name, with the density if it has one."""
     if name == _BF16:
-        return Dense(values="bfloat16")
+        return Dense(wire_dtype="bfloat16")
     if name == PowerSGD.name:  # `auto` itself has sent everything long enough
-        return PowerSGD(plain=2)
+        return PowerSGD(warmup_steps=2)
     has_density = name in COMPRESSORS and "density" in COMPRESSORS[name].__dataclass_fields__
-    return compressor_named(name, **({"density": density} if has_density else {}))
+    return create_compressor(name, **({"density": density} if has_density else {}))
 
 
 def resolve_compressor(name: str) -> Compressor:
     """Build a compressor or `auto` by name, with default parameters."""
-    return Auto() if name == Auto.name else compressor_named(name)
+    return Auto() if name == Auto.name else create_compressor(name)
 
 
-def compression_class(compressor: Compressor) -> type[Compression]:
-    return AutoCompression if isinstance(compressor, Auto) else Compression
+def compression_class(compressor: Compressor) -> type[BucketedCompression]:
+    return AutoCompression if isinstance(compressor, Auto) else BucketedCompression
 
 
-class AutoCompression(Compression):
+class AutoCompression(BucketedCompression):
     """Compression that chooses its methods after several steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -116,112 +118,123 @@ class AutoCompression(Compression):
         return all(reducer.decided for reducer in self._auto_reducers())
 
     @property
-    def plain(self) -> bool:
+    def uses_plain_ddp(self) -> bool:
         return self.overlaps_backward and all(reducer.choice == 0 for reducer in self._auto_reducers())
 
-    def pass_by(self) -> None:
+    def record_external_step(self) -> None:
         """Account for a step whose gradients DDP has sent itself."""
-        workers = self.workers.size
+        workers = self.comm.world_size
         for reducer, layout in zip(self._auto_reducers(), self.layouts, strict=True):
-            reducer.pass_by(2 * (workers - 1) * 4 * layout.size // workers)
+            reducer.record_external_step(2 * (workers - 1) * 4 * layout.numel // workers)
 
     def make_reducer(
-        self, layout: Layout, device: torch.device, rate: Callable[[], float] | None, rollback: bool
+        self,
+        layout: BucketLayout,
+        device: torch.device,
+        learning_rate: Callable[[], float] | None,
+        allow_rollback: bool,
     ) -> AutoReducer:
         assert isinstance(self.compressor, Auto)
-        candidates, settings = self.compressor.candidates(), replace(self.settings, node=None)
+        candidates, settings = self.compressor.candidates(), replace(self.settings, ranks_per_node=None)
         return AutoReducer(
-            self.compressor, candidates, layout, self.between, settings, device, rate=rate, rollback=rollback
+            self.compressor,
+            candidates,
+            layout,
+            self.reduction_comm,
+            settings,
+            device,
+            learning_rate=learning_rate,
+            allow_rollback=allow_rollback,
         )
 
-    def put(self, name: str, gradient: Tensor) -> bool:
-        if not self.decided and not self._next and not any(vector.arrived for vector in self.vectors):
+    def add(self, name: str, gradient: Tensor) -> bool:
+        if not self.decided and not self._next and not any(bucket.received for bucket in self.buckets):
             self.begin_step()
-        return super().put(name, gradient)
+        return super().add(name, gradient)
 
     def begin_step(self) -> None:
         """Record that the first gradient of a step before the decision is ready."""
         self._predictions.clear()
         self._timer.begin_step()
 
-    def reduce_vector(self, vector: Vector) -> None:
+    def reduce_bucket(self, bucket: GradientBucket) -> None:
         if self.decided:
-            super().reduce_vector(vector)
+            super().reduce_bucket(bucket)
             return
         assert isinstance(self.compressor, Auto)
-        last = self.is_last(vector)
+        last = self.is_last(bucket)
         start = perf_counter()
         measuring = self._timer.steps > self.compressor.steps
         if measuring:
-            self._try_candidates(vector)
-        super().reduce_vector(vector)
+            self._try_candidates(bucket)
+        super().reduce_bucket(bucket)
         self._timer.reduced(start, last)
         if measuring and last:
             self._decide()
 
-    def is_last(self, vector: Vector) -> bool:
+    def is_last(self, bucket: GradientBucket) -> bool:
         """Return whether all other buckets of this step have been reduced."""
-        return vector is self.vectors[-1]
+        return bucket is self.buckets[-1]
 
     def _auto_reducers(self) -> list[AutoReducer]:
-        return [vector.reducer for vector in self.vectors if isinstance(vector.reducer, AutoReducer)]
+        return [bucket.reducer for bucket in self.buckets if isinstance(bucket.reducer, AutoReducer)]
 
-    def _try_candidates(self, vector: Vector) -> None:
+    def _try_candidates(self, bucket: GradientBucket) -> None:
         """Dry-run all candidates on a bucket, if its gradients are finite on all ranks."""
-        if self.workers.size == 1:
+        if self.comm.world_size == 1:
             return
-        gradient = flat_of(vector.given(self._scale()))
-        finite = self.workers.gather(gradient.isfinite().all().view(1), "agreement")
+        gradient = flatten_gradient(bucket.gradient(self._loss_scale()))
+        finite = self.comm.all_gather(gradient.isfinite().all().view(1), "agreement")
         self._finite &= bool(finite.all())
         if not self._finite:
             return
         assert isinstance(self.compressor, Auto)
         if self._link is None:
-            self._link = measure_link(self.between, gradient.device, _LINK_REPEATS)
+            self._link = measure_link(self.reduction_comm, gradient.device, _LINK_REPEATS)
             one_level = self.nodes is None
-            self._ddp_link = self._link if one_level else measure_link(self.workers, gradient.device, _LINK_REPEATS)
-        copy_seconds = max_over_ranks([_copy_seconds(vector)], self.workers, gradient.device)[0]
+            self._ddp_link = self._link if one_level else measure_link(self.comm, gradient.device, _LINK_REPEATS)
+        copy_seconds = max_over_ranks([_copy_seconds(bucket)], self.comm, gradient.device)[0]
         predictions: dict[int, CostPrediction] = {}
         for index, compressor in enumerate(self.compressor.candidates()):
-            settings = settings_for(compressor, replace(self.settings, check=False, node=None))
+            settings = settings_for(compressor, replace(self.settings, check_conservation=False, ranks_per_node=None))
             try:
-                layout = vector.reducer.layout
+                layout = bucket.reducer.layout
                 best_seconds = min((prediction.exposed for prediction in predictions.values()), default=inf)
                 result = dry_run_compressor(
-                    compressor, gradient, layout, self.between, self._link, settings, best_seconds
+                    compressor, gradient, layout, self.reduction_comm, self._link, settings, best_seconds
                 )
             except ConfigError as error:  # the same on every rank: incompatible with the settings
                 log.info("auto leaves %s out: %s", compressor.name, error)
                 continue
             prediction = predict_compressor(result, copy_seconds)
-            if self.between is not self.workers:
-                prediction = agree_on_prediction(prediction, self.workers, gradient.device)
+            if self.reduction_comm is not self.comm:
+                prediction = agree_on_prediction(prediction, self.comm, gradient.device)
             predictions[index] = prediction
         self._candidate_indices = list(predictions)
-        self._predictions[self.vectors.index(vector)] = tuple(predictions.values())
+        self._predictions[self.buckets.index(bucket)] = tuple(predictions.values())
 
     def _decide(self) -> None:
-        if self.workers.size == 1:
+        if self.comm.world_size == 1:
             log.warning("auto: there is a single rank, so nothing is sent and nothing is compressed.")
-            self._use([0] * len(self.vectors))
+            self._use([0] * len(self.buckets))
             return
         if not self._finite:  # a step that the gradient scaler will skip; measure the next one
             self._finite, self._predictions = True, {}
             return
         assert self._link is not None
         assert self._ddp_link is not None
-        device = self.vectors[0].device
-        buckets = tuple(self._predictions[index] for index in range(len(self.vectors)))
+        device = self.buckets[0].device
+        buckets = tuple(self._predictions[index] for index in range(len(self.buckets)))
         timings = [median(self._timer.backward), median(self._timer.other)]
-        backward, other = max_over_ranks(timings, self.workers, device)
-        elements = sum(layout.size for layout in self.layouts)
+        backward, other = max_over_ranks(timings, self.comm, device)
+        elements = sum(layout.numel for layout in self.layouts)
         uncompressed = predict_ddp(elements, self._ddp_link, backward, name="dense by DDP")
         if not self.overlaps_backward:
             uncompressed = _sum_predictions([methods[0] for methods in buckets])
         chosen = torch.tensor(choose_methods(buckets, uncompressed, other), device=device)
-        choices = tuple(self.workers.broadcast(chosen, 0, "agreement").tolist())
+        choices = tuple(self.comm.broadcast(chosen, 0, "agreement").tolist())
         self.decision = AutoDecision(self._link, buckets, uncompressed, backward, other, choices)
-        if self.workers.rank == 0:
+        if self.comm.rank == 0:
             log.info("auto: %s", self.decision.text())
             if not any(choices):
                 log.warning("auto: on this link no method is predicted to pay; gradients are sent uncompressed.")
@@ -243,17 +256,18 @@ class AutoReducer(Reducer):
         self,
         compressor: Compressor,
         candidates: list[Compressor],
-        layout: Layout,
-        workers: Workers,
-        settings: Settings,
+        layout: BucketLayout,
+        workers: Comm,
+        settings: CompressionSettings,
         device: torch.device,
         *,
-        rate: Callable[[], float] | None,
-        rollback: bool,
+        learning_rate: Callable[[], float] | None,
+        allow_rollback: bool,
     ) -> None:
-        own = Workers(workers.group)
-        super().__init__(compressor, layout, own, replace(settings, slots=None), device=device, learning_rate=rate)
-        self._candidates, self._inner_settings, self._rollback = candidates, settings, rollback
+        own = Comm(workers.group)
+        without_capacity = replace(settings, fixed_capacity=None)
+        super().__init__(compressor, layout, own, without_capacity, device=device, learning_rate=learning_rate)
+        self._candidates, self._inner_settings, self._allow_rollback = candidates, settings, allow_rollback
         self.choice = _UNDECIDED
         self._steps_before, self._traffic_before = 0, Traffic()  # the choice
         self._inner = self._build(0)
@@ -267,28 +281,28 @@ class AutoReducer(Reducer):
         """Use a candidate from the next step on; everything was sent so far, so there is no residual."""
         self.choice = choice
         if choice:
-            self._steps_before, self._traffic_before = self.number, self.total
+            self._steps_before, self._traffic_before = self.iteration, self.total_traffic
             self._inner = self._build(choice)
             self._inner.traffic = self.traffic  # of the last step, until there is another
         self._mirror()
 
-    def pass_by(self, size: int) -> None:
+    def record_external_step(self, size: int) -> None:
         assert isinstance(self._inner, DenseReducer)
-        self._inner.pass_by(size)
+        self._inner.record_external_step(size)
         self._mirror()
 
-    def mean(self, gradient: Given, *, used: Tensor | None = None) -> Mean:
+    def mean(self, gradient: BucketGradient, *, used: Tensor | None = None) -> MeanGradient:
         mean = self._inner.mean(gradient, used=used)
         self._mirror()
         return mean
 
-    def settle(self) -> bool:
-        finite = self._inner.settle()
+    def resolve_deferred(self) -> bool:
+        finite = self._inner.resolve_deferred()
         self._mirror()
         return finite
 
-    def undo(self) -> None:
-        self._inner.undo()
+    def rollback(self) -> None:
+        self._inner.rollback()
         self._mirror()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -303,19 +317,19 @@ class AutoReducer(Reducer):
     def _build(self, choice: int) -> Reducer:
         compressor, device = self._candidates[choice], self.residual.device
         settings, rate = settings_for(compressor, self._inner_settings), self.learning_rate
-        reducer = reducer_of(compressor, self.layout, self.workers, settings, device, rate, self._rollback)
-        reducer.room = self.room
+        reducer = build_reducer(compressor, self.layout, self.comm, settings, device, rate, self._allow_rollback)
+        reducer.output_buffer = self.output_buffer
         return reducer
 
     def _mirror(self) -> None:
-        self._memory, self.state = self._inner._memory, self._inner.state
-        self.number, self.counts = self._steps_before + self._inner.number, self._inner.counts
-        self.traffic, self.total = self._inner.traffic, self._traffic_before + self._inner.total
+        self._buffer, self.state = self._inner._buffer, self._inner.state
+        self.iteration, self.counts = self._steps_before + self._inner.iteration, self._inner.counts
+        self.traffic, self.total_traffic = self._inner.traffic, self._traffic_before + self._inner.total_traffic
 
 
-def settings_for(compressor: Compressor, settings: Settings) -> Settings:
+def settings_for(compressor: Compressor, settings: CompressionSettings) -> CompressionSettings:
     """Drop settings that do not apply: dense gradients have no slots."""
-    return replace(settings, slots=None) if isinstance(compressor, Dense) else settings
+    return replace(settings, fixed_capacity=None) if isinstance(compressor, Dense) else settings
 
 
 class _StepTimer:
@@ -343,17 +357,17 @@ class _StepTimer:
         self._reduce_seconds += perf_counter() - since
 
 
-def _copy_seconds(vector: Vector) -> float:
+def _copy_seconds(bucket: GradientBucket) -> float:
     """Measure how long copying a bucket in and out takes, within a node too."""
-    flat, device = vector.flat, vector.device
+    flat, device = bucket.flat, bucket.device
     other = flat.clone()
     start = synchronized_time(device)
     other.copy_(flat)
-    if device.type != "cpu" or vector.nodes is not None:  # otherwise gradients are read in place
+    if device.type != "cpu" or bucket.nodes is not None:  # otherwise gradients are read in place
         flat.copy_(other)
         other.copy_(flat)
-    if vector.nodes is not None:
-        vector.nodes.gather(flat_of(vector.given(None)))
+    if bucket.nodes is not None:
+        bucket.nodes.all_gather(flatten_gradient(bucket.gradient(None)))
     return synchronized_time(device) - start
 
 

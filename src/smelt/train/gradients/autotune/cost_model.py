@@ -16,7 +16,7 @@ import torch
 from smelt.train.gradients.autotune.dry_run import DryRunResult
 from smelt.train.gradients.autotune.link import Link
 from smelt.train.gradients.autotune.timed_comm import max_over_ranks
-from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.comm import Comm
 
 _DDP_BUCKET_BYTES = 25 * 2**20  # DDP's default
 
@@ -54,7 +54,7 @@ def predict_compressor(dry_run: DryRunResult, copy_seconds: float = 0.0) -> Cost
     return CostPrediction(dry_run.method, dry_run.bytes, dry_run.calls, dry_run.communication, 0.0, compute)
 
 
-def agree_on_prediction(prediction: CostPrediction, workers: Workers, device: torch.device) -> CostPrediction:
+def agree_on_prediction(prediction: CostPrediction, workers: Comm, device: torch.device) -> CostPrediction:
     """Take the slowest rank's numbers on every rank: with nodes each rank has tried a share of its own."""
     numbers = [prediction.bytes, prediction.communication, prediction.compute]
     size, communication, compute = max_over_ranks(numbers, workers, device)

@@ -18,17 +18,15 @@ import torch
 from torch import Tensor
 
 from smelt.train.gradients.autotune.link import Link
-from smelt.train.gradients.autotune.timed_comm import CollectiveCall, TimedComm, max_over_ranks
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.compression import reducer_kind
-from smelt.train.gradients.compressor import Coder, Compressor
+from smelt.train.gradients.autotune.timed_comm import CollectiveCall, FakeComm, TimedComm, max_over_ranks
+from smelt.train.gradients.comm import Comm
+from smelt.train.gradients.compression import reducer_class
+from smelt.train.gradients.compressor import Compressor, GradientEncoder
 from smelt.train.gradients.compressors.powersgd import PowerSGD
 from smelt.train.gradients.dense import Dense
-from smelt.train.gradients.fake_comm import EchoWorkers
-from smelt.train.gradients.hierarchy import part_of
-from smelt.train.gradients.layout import Layout, Piece
+from smelt.train.gradients.layout import BucketLayout, ParamSlice
 from smelt.train.gradients.reducer import Reducer
-from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.settings import CompressionSettings
 from smelt.train.timing import synchronized_time
 
 _STEPS = 2
@@ -52,49 +50,51 @@ class DryRunResult:
 def method_label(compressor: Compressor) -> str:
     """Return a compressor's name in tables."""
     if isinstance(compressor, Dense):
-        return {"float32": "dense", "bfloat16": "bf16", "float16": "fp16"}.get(compressor.values, compressor.values)
+        return {"float32": "dense", "bfloat16": "bf16", "float16": "fp16"}.get(
+            compressor.wire_dtype, compressor.wire_dtype
+        )
     return compressor.name
 
 
 def dry_run_compressor(
     compressor: Compressor,
     gradient: Tensor,  # [elements]
-    layout: Layout,
-    workers: Workers,
+    layout: BucketLayout,
+    workers: Comm,
     link: Link,
-    settings: Settings | None = None,
+    settings: CompressionSettings | None = None,
     best_seconds: float = inf,
 ) -> DryRunResult:
     """Try a compressor; all ranks call it together and get the same result.
 
     A method that takes more than twice `best_seconds` in its first step gets no second one.
     """
-    elements, device, barrier = layout.size, gradient.device, Workers(workers.group)
+    elements, device, barrier = layout.numel, gradient.device, Comm(workers.group)
     timed = TimedComm(workers.group)
-    if isinstance(compressor, Dense | Coder):
-        timed, layout = EchoWorkers(workers.group), part_of(layout, 0, min(_SAMPLE_ELEMENTS, elements))
-        gradient = gradient[: layout.size]
-    scale = elements / layout.size
+    if isinstance(compressor, Dense | GradientEncoder):
+        timed, layout = FakeComm(workers.group), layout.cut(0, min(_SAMPLE_ELEMENTS, elements))
+        gradient = gradient[: layout.numel]
+    scale = elements / layout.numel
 
-    def build_reducer(layout: Layout) -> Reducer:
-        kind = reducer_kind(compressor)
+    def build_reducer(layout: BucketLayout) -> Reducer:
+        kind = reducer_class(compressor)
         reducer: Reducer = kind(
-            compressor, layout, timed, settings or Settings(), device=device, learning_rate=lambda: 1.0
+            compressor, layout, timed, settings or CompressionSettings(), device=device, learning_rate=lambda: 1.0
         )
         if isinstance(compressor, PowerSGD):  # skip its first steps, which send everything
-            reducer.restore({**reducer.tensors(), "step": torch.tensor(compressor.plain)})
+            reducer.restore({**reducer.tensors(), "step": torch.tensor(compressor.warmup_steps)})
         return reducer
 
-    warmup_layout = part_of(layout, 0, min(_WARMUP_ELEMENTS, layout.size))
+    warmup_layout = layout.cut(0, min(_WARMUP_ELEMENTS, layout.numel))
     build_reducer(warmup_layout).mean(gradient[:_WARMUP_ELEMENTS])
     reducer = build_reducer(layout)
     steps = []  # bytes, calls, predicted seconds of communication, seconds of compute
     for index in range(_STEPS):
-        barrier.gather(torch.zeros(1, device=device), "agreement")  # start together
+        barrier.all_gather(torch.zeros(1, device=device), "agreement")  # start together
         timed.calls.clear()
         start = synchronized_time(device)
         reducer.mean(gradient)
-        reducer.settle()
+        reducer.resolve_deferred()
         elapsed = synchronized_time(device) - start
         calls = [replace(call, bytes=int(call.bytes * scale)) for call in timed.calls]
         steps.append(_step_costs(compressor, calls, reducer.traffic.values, elapsed, link))
@@ -121,7 +121,7 @@ def _step_costs(
     return sum(call.bytes for call in all_calls), len(all_calls), communication, max(elapsed - in_collectives, 0.0)
 
 
-def synthetic_layout(parameters: int) -> Layout:
+def synthetic_layout(parameters: int) -> BucketLayout:
     """Lay out a model with this many parameters: square matrices, and a short vector for the remainder."""
     side = min(_MATRIX_SIDE, int(parameters**0.5))
     rows, rest = divmod(parameters, side)
@@ -129,12 +129,12 @@ def synthetic_layout(parameters: int) -> Layout:
     shapes += [(rows % side, side)] if rows % side else []
     shapes += [(rest,)] if rest else []
     starts = [0, *accumulate(map(prod, shapes))]
-    return Layout(tuple(Piece(f"part {index}", shape, starts[index]) for index, shape in enumerate(shapes)))
+    return BucketLayout(tuple(ParamSlice(f"part {index}", shape, starts[index]) for index, shape in enumerate(shapes)))
 
 
-def synthetic_gradient(layout: Layout, workers: Workers, device: torch.device, seed: int = 0) -> Tensor:
+def synthetic_gradient(layout: BucketLayout, workers: Comm, device: torch.device, seed: int = 0) -> Tensor:
     """Draw a gradient, [elements]: heavy tails and a component that all ranks share; real ones may differ."""
     common, local = (torch.Generator(device).manual_seed(1009 * seed + stream) for stream in (0, workers.rank + 1))
-    value = torch.randn(layout.size, generator=local, device=device)
-    value.add_(torch.randn(layout.size, generator=common, device=device), alpha=0.3)
-    return value.mul_(torch.empty(layout.size, device=device).exponential_(generator=local).sqrt_())
+    value = torch.randn(layout.numel, generator=local, device=device)
+    value.add_(torch.randn(layout.numel, generator=common, device=device), alpha=0.3)
+    return value.mul_(torch.empty(layout.numel, device=device).exponential_(generator=local).sqrt_())

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from smelt.errors import ConfigError
 from smelt.train.gradients.autotune.timed_comm import COLLECTIVES, TimedComm, max_over_ranks
-from smelt.train.gradients.comm import Workers
+from smelt.train.gradients.comm import Comm
 
 _SIZES = (2**10, 2**15, 2**18, 2**20, 2**22, 2**24)  # bytes that arrive
 _REPEATS = 5
@@ -70,14 +70,14 @@ class Link:
         return asdict(self)
 
 
-def measure_link(workers: Workers, device: torch.device | str = "cpu", repeats: int = _REPEATS) -> Link:
+def measure_link(workers: Comm, device: torch.device | str = "cpu", repeats: int = _REPEATS) -> Link:
     """Time every collective at several sizes; all ranks of the group must call it together."""
-    if workers.size == 1:
+    if workers.world_size == 1:
         raise ConfigError("a single rank has no link to measure; start several with torchrun.")
     device = torch.device(device)
     timed = TimedComm(workers.group)
     fits = {name: _fit_collective(name, timed, device, repeats) for name in COLLECTIVES}
-    return Link(workers.size, str(distributed.get_backend(workers.group)), fits)
+    return Link(workers.world_size, str(distributed.get_backend(workers.group)), fits)
 
 
 def fit_alpha_beta(sizes: list[int], seconds: list[float]) -> tuple[float, float]:
@@ -121,7 +121,7 @@ def _time_collective(
     call = _collective_call(collective, size, workers, device)
     timings = []
     for _ in range(repeats + 1):  # the first opens connections and is not counted
-        workers.gather(torch.zeros(1, device=device), "agreement")  # start together
+        workers.all_gather(torch.zeros(1, device=device), "agreement")  # start together
         call()
         timings.append(workers.calls[-1])
     return timings[-1].bytes, max_over_ranks([timing.seconds for timing in timings[1:]], workers, device)
@@ -129,18 +129,18 @@ def _time_collective(
 
 def _collective_call(collective: str, size: int, workers: TimedComm, device: torch.device) -> Callable[[], Tensor]:
     """Return a call of the collective that brings about `size` bytes to each rank."""
-    others = workers.size - 1
+    others = workers.world_size - 1
     message = {
-        "all-reduce": size * workers.size // (2 * others),
+        "all-reduce": size * workers.world_size // (2 * others),
         "all-gather": size // others,
         "broadcast": size,
-        "all-to-all": size * workers.size // others,
+        "all-to-all": size * workers.world_size // others,
     }[collective]
-    values = torch.zeros(max(message // 4 // workers.size, 1), workers.size, device=device).T.contiguous()
+    values = torch.zeros(max(message // 4 // workers.world_size, 1), workers.world_size, device=device).T.contiguous()
     calls: dict[str, Callable[[], Tensor]] = {
-        "all-reduce": lambda: workers.sum(values, "link"),
-        "all-gather": lambda: workers.gather(values, "link"),
+        "all-reduce": lambda: workers.all_reduce(values, "link"),
+        "all-gather": lambda: workers.all_gather(values, "link"),
         "broadcast": lambda: workers.broadcast(values, 0, "link"),
-        "all-to-all": lambda: workers.exchange(values, "link"),
+        "all-to-all": lambda: workers.all_to_all(values, "link"),
     }
     return calls[collective]

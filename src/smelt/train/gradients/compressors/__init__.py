@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
-from smelt.errors import ConfigError
-from smelt.train.gradients.compressor import Compressor
+from smelt.train.gradients.compressor import COMPRESSORS, Compressor
 from smelt.train.gradients.compressors.adacomp import AdaComp
 from smelt.train.gradients.compressors.cltk import CLTk
 from smelt.train.gradients.compressors.deft import DEFT
@@ -23,27 +21,27 @@ from smelt.train.gradients.compressors.sage import SAGE
 from smelt.train.gradients.compressors.sidco import SIDCo
 from smelt.train.gradients.compressors.topk import TopK
 
-COMPRESSORS: dict[str, type[Compressor]] = {
-    kind.name: kind
-    for kind in (
-        *(ExDyna, MiCRO, DEFT, SAGE, AdaComp),
-        *(TopK, CLTk, HardThreshold, DGC, SIDCo, RandomK),
-        *(EFSign, OneBit, QSGD, PowerSGD),
-    )
-}
-_KINDS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+__all__ = [
+    "COMPRESSORS",
+    "DEFT",
+    "DGC",
+    "QSGD",
+    "SAGE",
+    "AdaComp",
+    "CLTk",
+    "EFSign",
+    "ExDyna",
+    "HardThreshold",
+    "MiCRO",
+    "OneBit",
+    "PowerSGD",
+    "RandomK",
+    "SIDCo",
+    "TopK",
+    "create_compressor",
+]
 
 
-def compressor_named(name: str, /, **parameters: Any) -> Compressor:
-    """A compressor from its name; unknown names, unknown parameters and values of the wrong kind are errors."""
-    if name not in COMPRESSORS:
-        raise ConfigError(f"there is no gradient compressor {name!r}; there are {', '.join(COMPRESSORS)}.")
-    declared = {field.name: str(field.type) for field in fields(COMPRESSORS[name])}
-    for key, value in parameters.items():
-        if key not in declared:
-            raise ConfigError(f"the compressor {name} has no parameter {key!r}; it has {', '.join(declared)}.")
-        kind, _, optional = declared[key].partition(" | ")
-        fits = isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
-        if not fits and not (optional and value is None):
-            raise ConfigError(f"{key} of the compressor {name} must be {declared[key]}, not {value!r}.")
-    return COMPRESSORS[name](**parameters)
+def create_compressor(name: str, /, **parameters: Any) -> Compressor:
+    """Create a compressor by name; unknown names, unknown parameters and values of the wrong type are errors."""
+    return COMPRESSORS.build(name, **parameters)

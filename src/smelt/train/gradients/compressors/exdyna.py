@@ -1,33 +1,35 @@
-"""ExDyna: MiCRO whose ranges are made of small blocks, which move between neighbours until the counts even out."""
+"""ExDyna: MiCRO with ranges made of small blocks, which move between neighbors until the counts are even."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from smelt.errors import ConfigError
-from smelt.train.gradients.compressor import State, Step
-from smelt.train.gradients.exclusive import ExclusiveThreshold, equal_range
-from smelt.train.gradients.layout import Layout
+from smelt.train.gradients.compressor import COMPRESSORS, CompressionStep, CompressorState
+from smelt.train.gradients.exclusive import ExclusiveThreshold, even_range
+from smelt.train.gradients.layout import BucketLayout
 
 _ALIGNMENT = 32  # elements that a block's size is a multiple of
-_BAND = 1.05  # a partition this far above the mean gives a block to a neighbour this far below it
+_BAND = 1.05  # a partition this far above the mean gives a block to a neighbor this far below it
 
 
-@dataclass(frozen=True)
-class ExDyna(ExclusiveThreshold):
-    """One block a step moves between a full partition and a poor one beside it; no partition falls below a quarter
-    of its first size. A vector too short for `blocks` blocks of 32 elements is cut as MiCRO cuts it."""
-
-    name: ClassVar[str] = "exdyna"
-    paper: ClassVar[str] = (
+@COMPRESSORS.register(
+    "exdyna",
+    paper=(
         "Yoon and Oh, Preserving Near-Optimal Gradient Sparsification Cost for Scalable Distributed Deep Learning, "
         "CCGrid 2024 (arXiv 2402.13781)"
-    )
+    ),
+)
+@dataclass(frozen=True)
+class ExDyna(ExclusiveThreshold):
+    """The default choice on slow links: a steady density, no build-up and the least padding of indices.
 
-    blocks: int = 1024  # that the vector is cut into
+    Per step one block moves between a full partition and a poor one beside it; no partition falls below a quarter of
+    its first size. A bucket too short for `blocks` blocks of 32 elements is split as MiCRO splits it."""
+
+    blocks: int = 1024  # that the bucket is split into
     balance: bool = True  # off: the ranges stay as they are at first
 
     def __post_init__(self) -> None:
@@ -35,35 +37,37 @@ class ExDyna(ExclusiveThreshold):
         if self.blocks < 1:
             raise ConfigError(f"exdyna: blocks is {self.blocks}; it must be at least 1.")
 
-    def start(self, layout: Layout, workers: int) -> State:
-        ranges = [equal_range(partition, self.blocks, workers) for partition in range(workers)]
-        return {**super().start(layout, workers), "partition": torch.tensor([stop - start for start, stop in ranges])}
+    def init_state(self, layout: BucketLayout, world_size: int) -> CompressorState:
+        ranges = [even_range(partition, self.blocks, world_size) for partition in range(world_size)]
+        blocks = torch.tensor([stop - start for start, stop in ranges])
+        return {**super().init_state(layout, world_size), "partition": blocks}
 
-    def range_of(self, partition: int, step: Step) -> tuple[int, int]:
-        elements, workers = len(step.memory), step.workers.size
-        size = self.block_size(elements)
-        if not size or self.blocks < workers:
-            return equal_range(partition, elements, workers)
+    def range_of(self, partition: int, step: CompressionStep) -> tuple[int, int]:
+        numel, world_size = len(step.residual), step.comm.world_size
+        size = self.block_size(numel)
+        if not size or self.blocks < world_size:
+            return even_range(partition, numel, world_size)
         ends = step.state["partition"].cumsum(0).tolist()  # in blocks
         start = size * ends[partition - 1] if partition else 0
-        return start, elements if partition == workers - 1 else size * ends[partition]
+        return start, numel if partition == world_size - 1 else size * ends[partition]
 
-    def block_size(self, elements: int) -> int:
-        return elements // self.blocks // _ALIGNMENT * _ALIGNMENT
+    def block_size(self, numel: int) -> int:
+        return numel // self.blocks // _ALIGNMENT * _ALIGNMENT
 
-    def rearrange(self, step: Step) -> None:
+    def rebalance(self, step: CompressionStep) -> None:
         if not self.balance:
             return
-        workers, chosen, elements = step.workers.size, sum(step.counts), len(step.memory)
-        counts = [step.counts[(partition - (step.number - 1)) % workers] for partition in range(workers)]  # unrotated
-        mean = max(1, chosen // workers)
-        moved = self.block_size(elements) * chosen // elements  # elements that a block brings along
-        lowest = max(1, self.blocks // (4 * workers))
+        world_size, num_selected, numel = step.comm.world_size, sum(step.counts), len(step.residual)
+        previous = step.iteration - 1
+        counts = [step.counts[(partition - previous) % world_size] for partition in range(world_size)]  # unrotated
+        mean = max(1, num_selected // world_size)
+        moved = self.block_size(numel) * num_selected // numel  # elements that a block brings along
+        lowest = max(1, self.blocks // (4 * world_size))
         blocks = step.state["partition"].tolist()
-        for left, right in zip(range(workers - 1), range(1, workers), strict=True):
+        for left, right in zip(range(world_size - 1), range(1, world_size), strict=True):
             for giver, taker in ((left, right), (right, left)):
-                unequal = counts[giver] > _BAND * mean and counts[taker] < mean / _BAND
-                if unequal and blocks[giver] > lowest:
+                uneven = counts[giver] > _BAND * mean and counts[taker] < mean / _BAND
+                if uneven and blocks[giver] > lowest:
                     blocks[giver] -= 1
                     blocks[taker] += 1
                     counts[giver] -= moved

@@ -1,19 +1,25 @@
-"""Hard threshold: everything above one level for the whole run."""
+"""Hard threshold: every element above one fixed threshold for the whole run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from smelt.train.gradients.compressor import Chosen, Independent, Step, first_threshold, require_positive
+from smelt.train.gradients.compressor import (
+    COMPRESSORS,
+    CompressionStep,
+    IndependentSparsifier,
+    SelectedIndices,
+    initial_threshold,
+    require_positive,
+)
 
 
+@COMPRESSORS.register(
+    "threshold", paper="Sahu et al., Rethinking Gradient Sparsification as Total Error Minimization, NeurIPS 2021"
+)
 @dataclass(frozen=True)
-class HardThreshold(Independent):
-    """|memory| >= threshold, by default 1 / (2 sqrt k); the density drifts with the scale of the gradients."""
-
-    name: ClassVar[str] = "threshold"
-    paper: ClassVar[str] = "Sahu et al., Rethinking Gradient Sparsification as Total Error Minimization, NeurIPS 2021"
+class HardThreshold(IndependentSparsifier):
+    """The best loss per step if bytes may vary: |residual| >= threshold; the density drifts with the gradients."""
 
     threshold: float | None = None  # None: 1 / (2 sqrt k), k = floor(d G)
 
@@ -22,7 +28,7 @@ class HardThreshold(Independent):
         if self.threshold is not None:
             require_positive(self.name, "threshold", self.threshold)
 
-    def choose(self, step: Step) -> Chosen:
-        elements = len(step.memory)
-        threshold = self.threshold or first_threshold(self.density, elements)
-        return Chosen(step.above(threshold, 0, elements))
+    def select(self, step: CompressionStep) -> SelectedIndices:
+        numel = len(step.residual)
+        threshold = self.threshold or initial_threshold(self.density, numel)
+        return SelectedIndices(step.select_above(threshold, 0, numel))

@@ -1,23 +1,23 @@
-"""MiCRO: equal ranges, one for each worker, and one threshold that keeps the number selected near its target."""
+"""MiCRO: equal ranges, one per rank, and one threshold that keeps the selected count near its target."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from smelt.train.gradients.compressor import Step
-from smelt.train.gradients.exclusive import ExclusiveThreshold, equal_range
+from smelt.train.gradients.compressor import COMPRESSORS, CompressionStep
+from smelt.train.gradients.exclusive import ExclusiveThreshold, even_range
 
 
-@dataclass(frozen=True)
-class MiCRO(ExclusiveThreshold):
-    """The flat vector in n equal ranges that rotate among the workers; the threshold moves by at most 0.5 % a step."""
-
-    name: ClassVar[str] = "micro"
-    paper: ClassVar[str] = (
+@COMPRESSORS.register(
+    "micro",
+    paper=(
         "Yoon and Oh, MiCRO: Near-Zero Cost Gradient Sparsification for Scaling and Accelerating Distributed DNN "
         "Training, HiPC 2023 (arXiv 2310.00967)"
-    )
+    ),
+)
+@dataclass(frozen=True)
+class MiCRO(ExclusiveThreshold):
+    """The cheapest sparsifier: n equal ranges that rotate among the ranks; the threshold moves by 0.5 % per step."""
 
-    def range_of(self, partition: int, step: Step) -> tuple[int, int]:
-        return equal_range(partition, len(step.memory), step.workers.size)
+    def range_of(self, partition: int, step: CompressionStep) -> tuple[int, int]:
+        return even_range(partition, len(step.residual), step.comm.world_size)

@@ -1,41 +1,39 @@
-"""Random-k: elements drawn by a seed that all workers share, so that no index travels."""
+"""Random-k: elements drawn with a seed that all ranks share, so that no index is sent."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from smelt.train.gradients.compressor import Chosen, Sparsifier, Step, count
+from smelt.train.gradients.compressor import COMPRESSORS, CompressionStep, SelectedIndices, Sparsifier, topk_count
 
 
+@COMPRESSORS.register("randomk", paper="Stich et al., Sparsified SGD with Memory, NeurIPS 2018")
 @dataclass(frozen=True)
 class RandomK(Sparsifier):
-    """floor(d G) elements, each equally likely in every step; a point of reference, no substitute for the others."""
-
-    name: ClassVar[str] = "randomk"
-    paper: ClassVar[str] = "Stich et al., Sparsified SGD with Memory, NeurIPS 2018"
+    """A reference point, no substitute for the others: floor(d G) elements, each equally likely in every step."""
 
     seed: int = 0
 
     @property
-    def route(self) -> str:
+    def exchange_mode(self) -> str:
         return "known"
 
-    def choose(self, step: Step) -> Chosen:
-        elements = len(step.add())
-        return Chosen(drawn(elements, count(self.density, elements), step.generator(self.seed, own=False)))
+    def select(self, step: CompressionStep) -> SelectedIndices:
+        numel = len(step.accumulate())
+        generator = step.generator(self.seed, per_rank=False)
+        return SelectedIndices(random_subset(numel, topk_count(self.density, numel), generator))
 
 
-def drawn(elements: int, number: int, generator: torch.Generator) -> Tensor:
-    """A subset of so many elements, each subset equally likely, ascending; few are drawn without shuffling all."""
+def random_subset(numel: int, k: int, generator: torch.Generator) -> Tensor:
+    """Return k of `numel` indices, each subset equally likely, ascending; a small k is drawn without a shuffle."""
     pool = torch.arange(0)
-    if number < elements / 10:
-        size = int(1.1 * number) + 10  # some come twice
-        pool = torch.randint(elements, (size,), generator=generator, device=generator.device).unique()
-    if len(pool) < number:
-        pool = torch.arange(elements, device=generator.device)
+    if k < numel / 10:
+        size = int(1.1 * k) + 10  # some are drawn twice
+        pool = torch.randint(numel, (size,), generator=generator, device=generator.device).unique()
+    if len(pool) < k:
+        pool = torch.arange(numel, device=generator.device)
     order = torch.randperm(len(pool), generator=generator, device=generator.device)
-    return pool[order[:number]].sort().values
+    return pool[order[:k]].sort().values

@@ -1,37 +1,46 @@
-"""Top-k: the largest elements of the whole vector, or of every tensor."""
+"""Top-k: the largest elements of the bucket, or of every tensor."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from smelt.train.gradients.compressor import Chosen, Independent, Step, count
+from smelt.train.gradients.compressor import (
+    COMPRESSORS,
+    CompressionStep,
+    IndependentSparsifier,
+    SelectedIndices,
+    topk_count,
+)
 
 
-@dataclass(frozen=True)
-class TopK(Independent):
-    """The floor(d G) largest |memory|, exactly; of all workers together up to n times as many are sent."""
-
-    name: ClassVar[str] = "topk"
-    paper: ClassVar[str] = (
+@COMPRESSORS.register(
+    "topk",
+    paper=(
         "Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017; Stich et al., Sparsified "
         "SGD with Memory, NeurIPS 2018"
-    )
+    ),
+)
+@dataclass(frozen=True)
+class TopK(IndependentSparsifier):
+    """The reference for selection quality: the floor(d G) largest |residual|; n ranks send up to n times as many."""
 
     per_tensor: bool = False  # the same density in every tensor, at least one element each
 
-    def choose(self, step: Step) -> Chosen:
-        memory = step.add()
+    def select(self, step: CompressionStep) -> SelectedIndices:
+        accumulated = step.accumulate()
         if not self.per_tensor:
-            return Chosen(largest(memory, count(self.density, len(memory))))
-        views = ((piece, view) for piece, view in step.layout.views(memory) if piece.size)
-        found = [largest(view, count(self.density, piece.size)) + piece.start for piece, view in views]
-        return Chosen(torch.cat(found) if found else memory.new_empty(0, dtype=torch.int64))
+            return SelectedIndices(topk_indices(accumulated, topk_count(self.density, len(accumulated))))
+        indices = [
+            topk_indices(view, topk_count(self.density, part.numel)) + part.start
+            for part, view in step.layout.views(accumulated)
+            if part.numel
+        ]
+        return SelectedIndices(torch.cat(indices) if indices else accumulated.new_empty(0, dtype=torch.int64))
 
 
-def largest(values: Tensor, number: int) -> Tensor:
-    """Where the `number` largest magnitudes are, ascending."""
-    return values.abs().topk(number, sorted=False).indices.sort().values
+def topk_indices(values: Tensor, k: int) -> Tensor:
+    """Return the indices of the k largest magnitudes, ascending."""
+    return values.abs().topk(k, sorted=False).indices.sort().values

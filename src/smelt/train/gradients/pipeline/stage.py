@@ -1,16 +1,16 @@
-"""Compressed gradients of one pipeline stage, between its replicas, layer by layer while backward goes on.
+"""Compressed gradients between the replicas of one pipeline stage, layer by layer during backward.
 
-Every layer is a vector with a memory of its own. When the last micro-batch has added its part to all gradients of a
-layer (post-accumulate hooks), the layer is handed to a thread, which reduces it with the same layer of the other
-replicas while backward goes on with the layers before it; on a GPU on a stream of its own. `finish` waits for what is
-under way. Layers are reduced from the last to the first, on every replica in this order, whatever the order in which
-their gradients come. The thread has a process group to itself, so that nothing can come between its collectives.
+Every layer is a bucket with its own residual. When the last micro-batch has contributed to all gradients of a layer
+(post-accumulate hooks), the layer is passed to a thread, which reduces it with the other replicas while backward
+continues with the layers before it; on a GPU on a stream of its own. `finish` waits for pending reductions. Layers are
+reduced from last to first, in this order on every replica, whatever the order in which their gradients arrive. The
+thread has its own process group, so that nothing can come between its collectives.
 
-Works with the schedules of `torch.distributed.pipelining` and with plain accumulation of gradients. A schedule that
-computes gradients of weights apart from backward (zero bubble) calls no hooks: its layers are sent by `finish`.
+Works with the schedules of `torch.distributed.pipelining` and with plain gradient accumulation. A schedule that
+computes weight gradients apart from backward (zero bubble) calls no hooks: its layers are sent by `finish`.
 
-The layer-overlapped form is our design after a name without a paper (see `slack.py`). It would have one threshold a
-stage; here each layer has its own controller, with k = d G of the layer, so that every compressor fits.
+The layer-overlapped form is our design after a name without a paper (see `slack.py`). It would have one threshold per
+stage; here each layer has its own controller, with k = d G of the layer, so that every compressor works.
 """
 
 from __future__ import annotations
@@ -26,183 +26,186 @@ import torch.distributed as distributed
 from torch import Tensor, nn
 
 from smelt.errors import ConfigError
-from smelt.train.gradients.bucket import Vector
-from smelt.train.gradients.comm import Workers
-from smelt.train.gradients.compression import Compressed, Named, reducer_of
+from smelt.train.gradients.bucket import GradientBucket
+from smelt.train.gradients.comm import Comm, new_subgroup
+from smelt.train.gradients.compression import GradientCompression, NamedParameter, build_reducer
 from smelt.train.gradients.compressor import Compressor, Sparsifier
-from smelt.train.gradients.compressors import compressor_named
+from smelt.train.gradients.compressors import create_compressor
 from smelt.train.gradients.dense import Dense
-from smelt.train.gradients.groups import part_of_group
-from smelt.train.gradients.layers import layers_of
-from smelt.train.gradients.layout import Layout
-from smelt.train.gradients.pipeline.slack import WHOLE
+from smelt.train.gradients.deprecated import renamed_parameter
+from smelt.train.gradients.layers import find_layers
+from smelt.train.gradients.layout import BucketLayout
+from smelt.train.gradients.pipeline.slack import DENSE
 from smelt.train.gradients.reducer import Reducer
-from smelt.train.gradients.settings import Settings
+from smelt.train.gradients.settings import CompressionSettings
 
 
+@renamed_parameter("whole", "dense_parameters")
 def compress_stage(
     module: nn.Module,
     compressor: Compressor | str,
     group: distributed.ProcessGroup,
-    settings: Settings | None = None,
+    settings: CompressionSettings | None = None,
     *,
     microbatches: int,
     densities: Sequence[float] | None = None,
     stage: int = 0,
-    whole: Sequence[str] = (),
+    dense_parameters: Sequence[str] = (),
     scale_grads: bool = True,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> StageCompression:
-    """From the next backward on the replicas of a stage send each other only what the compressor chooses.
+    """Compress the gradients that the replicas of a pipeline stage exchange, from the next backward on.
 
-    `group`: the workers that hold this stage, one of each replica; all take the parameters of the first.
-    `microbatches`, `scale_grads`: as the schedule has them (gradients divided by the number of micro-batches at its
-    end). `densities`: of all stages, as `densities_from_slack` gives them, and which of them is `stage`; one of 1 sends
-    whole vectors. `whole`: names of parameters that another stage holds too (tied embeddings) and that are sent whole,
-    so that both copies can be added up afterwards. After every step of the schedule call `finish()`.
+    `group`: the ranks that hold this stage, one per replica; all take the parameters of the first. `microbatches`,
+    `scale_grads`: as the schedule has them (gradients divided by the number of micro-batches at its end). `densities`:
+    of all stages, as `densities_from_slack` returns them, and which of them is `stage`; 1 sends everything.
+    `dense_parameters`: names of parameters that another stage holds too (tied embeddings) and that are sent dense, so
+    that both copies can be added up afterwards. `optimizer`: checked against the compressor's own momentum. Call
+    `finish()` after every step of the schedule.
     """
     if isinstance(compressor, str):
-        compressor = compressor_named(compressor)
+        compressor = create_compressor(compressor)
     if microbatches < 1:
-        raise ConfigError(f"microbatches is {microbatches}; give the number that the schedule cuts a batch into.")
-    if settings is not None and settings.node is not None:
-        raise ConfigError("replicas of a stage are reduced between all of them; leave node at None.")
+        raise ConfigError(f"microbatches is {microbatches}; pass the number that the schedule splits a batch into.")
+    if settings is not None and settings.ranks_per_node is not None:
+        raise ConfigError("the replicas of a stage have no node hierarchy; leave ranks_per_node at None.")
+    compressor.check_optimizer(optimizer)
     if densities is not None:
         compressor = _at_density(compressor, densities, stage)
-    return StageCompression(module, compressor, group, settings or Settings(), microbatches, whole, scale_grads)
+    settings = settings or CompressionSettings()
+    return StageCompression(module, compressor, group, settings, microbatches, dense_parameters, scale_grads)
 
 
-class StageCompression(Compressed):
-    """What `compress_stage` gives back. `smelt.train.gradients.state` saves it, each stage into a folder of its own."""
+class StageCompression(GradientCompression):
+    """What `compress_stage` returns. `smelt.train.gradients.checkpoint` saves it, each stage in its own folder."""
 
     def __init__(
         self,
         module: nn.Module,
         compressor: Compressor,
         group: distributed.ProcessGroup,
-        settings: Settings,
+        settings: CompressionSettings,
         microbatches: int,
-        whole: Sequence[str],
+        dense_parameters: Sequence[str],
         scale_grads: bool,
     ) -> None:
         self.compressor, self.settings, self.microbatches = compressor, settings, microbatches
-        self.workers = Workers(group)
+        self.comm = Comm(group)
         self._divisor = microbatches if scale_grads else 1
-        self._parameters = {name: each for name, each in module.named_parameters() if each.requires_grad}
-        _require_known(whole, self._parameters)
+        self._parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
+        _require_known(dense_parameters, self._parameters)
         for tensor in (*module.parameters(), *module.buffers()):
             distributed.broadcast(tensor.detach(), group=group, group_src=0)
-        own = Workers(part_of_group(distributed.get_process_group_ranks(group), group))
-        self.vectors: list[Vector] = []  # the last layer first
-        for named in _layers(module, whole):
-            kind: Compressor = Dense() if named[0][0] in whole else compressor
-            layout, device = Layout.of(named), named[0][1].device
-            fitting = replace(settings, slots=None) if isinstance(kind, Dense) else settings
-            self.vectors.append(Vector(device, layout, reducer_of(kind, layout, own, fitting, device)))
-        self._home = {name: vector for vector in self.vectors for name in vector.names}
-        self._passes: Counter[str] = Counter()  # micro-batches whose gradients have come
-        self._under_way: list[Future[None]] = []
-        self._thread = ThreadPoolExecutor(1, "gradients")
-        device = self.vectors[0].device
+        own = Comm(new_subgroup(distributed.get_process_group_ranks(group), group))
+        self.buckets: list[GradientBucket] = []  # the last layer first
+        for named in _group_by_layer(module, dense_parameters):
+            method: Compressor = Dense() if named[0][0] in dense_parameters else compressor
+            layout, device = BucketLayout.from_tensors(named), named[0][1].device
+            compatible = replace(settings, fixed_capacity=None) if isinstance(method, Dense) else settings
+            self.buckets.append(GradientBucket(device, layout, build_reducer(method, layout, own, compatible, device)))
+        self._bucket_of = {name: bucket for bucket in self.buckets for name in bucket.names}
+        self._num_backwards: Counter[str] = Counter()  # micro-batches whose gradients were accumulated, by parameter
+        self._pending: list[Future[None]] = []
+        self._executor = ThreadPoolExecutor(1, "gradients")
+        device = self.buckets[0].device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         for name, parameter in self._parameters.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._arrived, name))
+            parameter.register_post_accumulate_grad_hook(partial(self._on_accumulated, name))
 
     @property
     def reducers(self) -> list[Reducer]:
-        return [vector.reducer for vector in self.vectors]
+        return [bucket.reducer for bucket in self.buckets]
 
     def finish(self) -> None:
-        """Wait until every gradient is the mean over all replicas; between the schedule's step and the optimiser's.
+        """Wait until every gradient is the mean over all replicas; call it between schedule and optimizer step.
 
         An error, such as gradients that are not finite, ends all replicas of the stage here, not in the thread.
         """
         try:
-            self._require_passes(max(self._passes.values(), default=0))
+            self._require_all_microbatches(max(self._num_backwards.values(), default=0))
             with torch.no_grad():
                 for name, parameter in self._parameters.items():
-                    if name not in self._home[name].arrived:  # a schedule has scaled it by now
-                        self._put(name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
-                for reduced in self._under_way:
-                    reduced.result()
+                    if name not in self._bucket_of[name].received:  # a schedule has scaled it by now
+                        self._add(name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+                for reduction in self._pending:
+                    reduction.result()
                 if self._stream is not None:
                     torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
                 for name, parameter in self._parameters.items():
                     if parameter.grad is None:
                         parameter.grad = torch.zeros_like(parameter)
-                    self._home[name].give(name, parameter.grad)
+                    self._bucket_of[name].write_back(name, parameter.grad)
         finally:
-            self._passes.clear()
-            self._under_way.clear()
-            for vector in self.vectors:
-                vector.clear()
+            self._num_backwards.clear()
+            self._pending.clear()
+            for bucket in self.buckets:
+                bucket.reset()
 
-    def _arrived(self, name: str, parameter: Tensor) -> None:
-        """A backward has added to a gradient; if it was that of the last micro-batch, the gradient is final."""
-        self._passes[name] += 1
-        if self._passes[name] > self.microbatches:
-            self._require_passes(self._passes[name])
-        if self._passes[name] == self.microbatches:
+    def _on_accumulated(self, name: str, parameter: Tensor) -> None:
+        """Take a gradient once the last micro-batch has been accumulated into it."""
+        self._num_backwards[name] += 1
+        if self._num_backwards[name] > self.microbatches:
+            self._require_all_microbatches(self._num_backwards[name])
+        if self._num_backwards[name] == self.microbatches:
             assert parameter.grad is not None
             with torch.no_grad():
-                self._put(name, parameter.grad / self._divisor)
+                self._add(name, parameter.grad / self._divisor)
 
-    def _put(self, name: str, gradient: Tensor) -> None:
-        """Take a gradient in and launch what is complete now, in the order that all replicas keep."""
-        self._home[name].put(name, gradient)
-        while len(self._under_way) < len(self.vectors):
-            vector = self.vectors[len(self._under_way)]
-            if not vector.complete:
+    def _add(self, name: str, gradient: Tensor) -> None:
+        """Add a gradient and launch the buckets that are complete now, in the order that all replicas keep."""
+        self._bucket_of[name].add(name, gradient)
+        while len(self._pending) < len(self.buckets):
+            bucket = self.buckets[len(self._pending)]
+            if not bucket.complete:
                 break
-            moment = None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
-            self._under_way.append(self._thread.submit(self._reduce, vector, moment))
+            copied = None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
+            self._pending.append(self._executor.submit(self._reduce, bucket, copied))
 
-    def _reduce(self, vector: Vector, moment: torch.cuda.Event | None) -> None:
-        """In the thread. `moment`: when the gradients are in the vector."""
+    def _reduce(self, bucket: GradientBucket, copied: torch.cuda.Event | None) -> None:
+        """Reduce in the thread. `copied`: the event after which the gradients are in the bucket."""
         if self._stream is None:
-            vector.reduce(None, watch_unused=False)
+            bucket.reduce(None, track_unused=False)
             return
         with torch.cuda.stream(self._stream):
-            assert moment is not None
-            self._stream.wait_event(moment)
-            vector.reduce(None, watch_unused=False)
+            assert copied is not None
+            self._stream.wait_event(copied)
+            bucket.reduce(None, track_unused=False)
 
-    def _require_passes(self, number: int) -> None:
-        if number not in (0, self.microbatches):
+    def _require_all_microbatches(self, count: int) -> None:
+        if count not in (0, self.microbatches):
             raise ConfigError(
-                f"gradients came {number} times in a step of {self.microbatches} micro-batches; give microbatches as "
-                "the schedule has them, and call finish() after every step."
+                f"{count} backward passes ran in a step of {self.microbatches} micro-batches; pass microbatches as the "
+                "schedule has them, and call finish() after every step."
             )
 
 
-def _layers(module: nn.Module, whole: Sequence[str]) -> list[list[Named]]:
-    """Trained parameters by layer, the last layer first; what is sent whole stands by itself.
+def _group_by_layer(module: nn.Module, dense_parameters: Sequence[str]) -> list[list[NamedParameter]]:
+    """Group trainable parameters by layer, the last layer first; each dense parameter is a group of its own.
 
-    What no layer holds comes last: when its gradient is ready is not known, and nothing should wait for it.
+    Parameters outside all layers come last: when their gradients are ready is not known, and nothing should wait.
     """
-    trained = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    groups: list[list[Named]] = []
-    for part in (*reversed(layers_of(module).values()), module):
-        own = [(trained.pop(parameter), parameter) for parameter in part.parameters() if parameter in trained]
-        groups.append([named for named in own if named[0] not in whole])
-        groups += [[named] for named in own if named[0] in whole]
-    found = [group for group in groups if group]
-    if not found:
-        raise ConfigError("there is no gradient to compress; the stage has no parameter that is trained.")
-    return found
+    trainable = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    groups: list[list[NamedParameter]] = []
+    for layer in (*reversed(find_layers(module).values()), module):
+        own = [(trainable.pop(parameter), parameter) for parameter in layer.parameters() if parameter in trainable]
+        groups.append([named for named in own if named[0] not in dense_parameters])
+        groups += [[named] for named in own if named[0] in dense_parameters]
+    groups = [group for group in groups if group]
+    if not groups:
+        raise ConfigError("there is no gradient to compress; the stage has no trainable parameter.")
+    return groups
 
 
 def _at_density(compressor: Compressor, densities: Sequence[float], stage: int) -> Compressor:
     if not 0 <= stage < len(densities):
-        raise ConfigError(f"there is no density for stage {stage}; {len(densities)} were given.")
+        raise ConfigError(f"there is no density for stage {stage}; {len(densities)} were passed.")
     if not isinstance(compressor, Sparsifier):
-        raise ConfigError(f"{compressor.name} has no density; leave densities out, or take a sparsifier such as micro.")
-    chosen = replace(compressor, density=densities[stage])
-    return Dense() if densities[stage] == WHOLE else chosen
+        raise ConfigError(f"{compressor.name} has no density; leave densities out, or use a sparsifier such as micro.")
+    with_density = replace(compressor, density=densities[stage])
+    return Dense() if densities[stage] == DENSE else with_density
 
 
 def _require_known(names: Sequence[str], parameters: dict[str, nn.Parameter]) -> None:
     for name in names:
         if name not in parameters:
-            raise ConfigError(
-                f"the stage has no trained parameter {name!r} to send whole; it has {', '.join(parameters)}."
-            )
+            raise ConfigError(f"the stage has no trainable parameter {name!r}; it has {', '.join(parameters)}.")
