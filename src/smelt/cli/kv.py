@@ -104,5 +104,5 @@ def _show(model: str, profiled: EvictionProfile, content: dict[str, Any]) -> Non
     )
     for scope, over in content["over_ideal"].items():
         console.print(
-            f"Pages shared by {content['heads_that_share']} heads, {scope}: {over:.2f} times the memory without sharing."
+            f"Pages of {content['heads_that_share']} heads, {scope}: {over:.2f} times the memory without sharing."
         )
