@@ -94,7 +94,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 
 def llama_recipe(place: Place, **step: Any) -> dict[str, Any]:
     return {
-        "data": {"source": place / "text.txt", "samples": 24, "length": 32, "batch": 2},
+        "data": {"source": place / "text.txt", "samples": 24, "seq_len": 32, "batch_size": 2},
         "evaluate": {"context": 64, "limit": 1500},
         "steps": [{"method": "fisher", "budget": {"parameters": 0.8}, **step}],
     }
@@ -102,7 +102,7 @@ def llama_recipe(place: Place, **step: Any) -> dict[str, Any]:
 
 def bert_recipe(place: Place, **step: Any) -> dict[str, Any]:
     return {
-        "data": {"source": place / "rows.jsonl", "samples": 48, "length": 32, "batch": 4},
+        "data": {"source": place / "rows.jsonl", "samples": 48, "seq_len": 32, "batch_size": 4},
         "steps": [{"method": "fisher", "budget": {"macs": 0.7}, **step}],
     }
 
@@ -244,6 +244,12 @@ def _arrange(moment: Moment) -> None:
             os.kill(os.getpid(), moment.signal)
 
     os.replace = replace_and_stop
+
+
+def resume(out: Path | str) -> list[str]:
+    """`--resume`, once there is an unfinished run to resume."""
+    partial = Path(f"{out}.partial")
+    return ["--resume"] if (partial / "run.json").exists() else []
 
 
 def same_bytes(one: Path, two: Path) -> bool:

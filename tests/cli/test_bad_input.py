@@ -158,7 +158,7 @@ def test_a_budget_that_cannot_be_met(place: Place, smelt_here: Smelt, tmp_path: 
 
 
 def test_samples_longer_than_the_model_takes(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
-    refused_run("llama", llama(place, {"length": 500}), "at most 128", place, smelt_here, tmp_path)
+    refused_run("llama", llama(place, {"seq_len": 500}), "context is 128", place, smelt_here, tmp_path)
 
 
 def test_a_prompt_for_a_model_that_does_not_speak(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:

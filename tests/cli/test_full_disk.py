@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from smelt.compression.recipe.plan import CompressionPlan
-from tests.cli.conftest import Forked, Place, Smelt, llama_recipe, same_bytes
+from tests.cli.conftest import Forked, Place, Smelt, llama_recipe, resume, same_bytes
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -45,11 +45,11 @@ def test_at_any_moment(
 ) -> None:
     """The disk grows after each failure, so that the run fails a little later each time."""
     monkeypatch.setattr(CompressionPlan, "check", lambda _: None)  # which would refuse most of these before they begin
-    arguments = ["compress", place / "llama", "-r", place / "llama.yaml", "--no-speed", "--resume", "-o"]
+    arguments = ["compress", place / "llama", "-r", place / "llama.yaml", "--no-speed", "-o"]
     out, failed_at = disk.folder / "out", set()
     for size in range(4, 600, 32):
         disk.resize(size)
-        done = smelt_here(*arguments, str(out))
+        done = smelt_here(*arguments, str(out), *resume(out))
         if done.code == 0:
             break
         done.refused("the disk is full")
@@ -78,7 +78,7 @@ def test_for_the_result_as_json(disk: Disk, place: Place, smelt_here: Smelt) -> 
 
 def test_by_activations_past_the_memory_limit(disk: Disk, place: Place, forked: Forked) -> None:
     content = {**llama_recipe(place), "memory_limit": "1 kB"}
-    content["data"] |= {"samples": 64, "length": 128}
+    content["data"] |= {"samples": 64, "seq_len": 128}
     disk.resize(256)
     out = str(disk.folder / "out")
     done = forked("compress", place / "llama", "-r", place.recipe("limited.yaml", content), "-o", out, "--no-speed")

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Forked, Moment, Place, same_bytes
+from tests.cli.conftest import Forked, Moment, Place, resume, same_bytes
 
 FILES = ["run.json", "quality-before.json", "gradients-00000.safetensors", "block-001.safetensors", "step-0", "out"]
 
 
 def arguments(place: Place, out: Path) -> list[str]:
-    return ["compress", place / "llama", "-r", place / "llama.yaml", "-o", str(out), "--no-speed", "--resume"]
+    return ["compress", place / "llama", "-r", place / "llama.yaml", "-o", str(out), "--no-speed", *resume(out)]
 
 
 def names(folder: Path) -> list[str]:

@@ -17,7 +17,7 @@ SIZES = {"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("data", [{"samples": 10**9}, {"length": 10**9}, {"batch": 10**8, "samples": 10**8}])
+@pytest.mark.parametrize("data", [{"samples": 10**9}, {"seq_len": 10**9}, {"batch_size": 10**8, "samples": 10**8}])
 def test_what_cannot_fit_is_refused_before_anything_is_read(
     data: dict[str, int], place: Place, smelt_here: Smelt, tmp_path: Path
 ) -> None:
@@ -70,7 +70,7 @@ def test_the_peak_of_memory_is_about_what_was_foreseen(
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     character_tokenizer().save_pretrained(tmp_path / "model")
     content = llama_recipe(place, method=method)
-    content["data"] |= {"samples": 16 if method == "wanda-sp" else 8, "length": 256, "batch": 8}
+    content["data"] |= {"samples": 16 if method == "wanda-sp" else 8, "seq_len": 256, "batch_size": 8}
     arguments = [str(tmp_path / "model"), "-r", place.recipe("memory.yaml", content), "-o", str(tmp_path / "out")]
     smelt_here("plan", *arguments, "--json", str(tmp_path / "r.json"))
     foreseen = json.loads((tmp_path / "r.json").read_text())["peak_memory"]

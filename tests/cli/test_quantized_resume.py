@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.cli.conftest import Forked, Moment, Place, same_bytes
+from tests.cli.conftest import Forked, Moment, Place, resume, same_bytes
 
 
 def test_a_killed_quantisation_ends_with_the_same_bytes(place: Place, forked: Forked, tmp_path: Path) -> None:
     recipe = place.recipe(
         "gptq.yaml",
         {
-            "data": {"source": place / "text.txt", "samples": 16, "length": 32, "batch": 2},
+            "data": {"source": place / "text.txt", "samples": 16, "seq_len": 32, "batch_size": 2},
             "evaluate": {"context": 64, "limit": 1500},
             "steps": [{"method": "gptq", "group_size": 16}],
         },
     )
-    arguments = ["compress", place / "llama", "-r", recipe, "--no-speed", "--resume", "-o"]
+    arguments = ["compress", place / "llama", "-r", recipe, "--no-speed", "-o"]
+    out = str(tmp_path / "out")
     whole = forked(*arguments, str(tmp_path / "whole"))
     assert whole.code == 0, whole
     for block in ("block-0.safetensors", "block-1.json"):  # before its facts are there, and after
-        assert forked(*arguments, str(tmp_path / "out"), moment=Moment(block)).code == -9
+        assert forked(*arguments, out, *resume(out), moment=Moment(block)).code == -9
         assert (tmp_path / "out.partial" / "step-0-work" / block).exists()
         assert not (tmp_path / "out").exists()
-    resumed = forked(*arguments, str(tmp_path / "out"))
+    resumed = forked(*arguments, out, "--resume")
     assert resumed.code == 0, resumed
     assert same_bytes(tmp_path / "out", tmp_path / "whole")

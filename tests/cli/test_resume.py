@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Done, Forked, Moment, Place, Smelt, llama_recipe, same_bytes
+from tests.cli.conftest import Done, Forked, Moment, Place, Smelt, llama_recipe, resume, same_bytes
 
 KILLED = -9
 
@@ -46,7 +46,7 @@ def test_a_run_killed_at_every_file_it_writes_ends_with_the_same_bytes(
     """Each life of the run gets a file or two further and dies while it puts the next in place."""
     out, seen = tmp_path / "out", set()
     for life in range(50):
-        done = compress(forked, place, out, "--resume", moment=Moment(number=2 + life % 2, before=True))
+        done = compress(forked, place, out, *resume(out), moment=Moment(number=2 + life % 2, before=True))
         if done.code != KILLED:
             break
         assert not out.exists()
@@ -63,10 +63,10 @@ def test_two_steps_and_a_kill_between_them(place: Place, forked: Forked, tmp_pat
     content = llama_recipe(place, repair="tune")
     content["steps"].append({"method": "magnitude", "budget": {"parameters": 0.9}})
     recipe = place.recipe("two.yaml", content)
-    arguments = ["compress", place / "llama", "-r", recipe, "--no-speed", "--resume", "-o"]
+    arguments = ["compress", place / "llama", "-r", recipe, "--no-speed", "-o"]
     assert forked(*arguments, str(tmp_path / "whole")).code == 0
     assert forked(*arguments, str(tmp_path / "out"), moment=Moment("step-0.json")).code == KILLED
-    assert forked(*arguments, str(tmp_path / "out")).code == 0
+    assert forked(*arguments, str(tmp_path / "out"), "--resume").code == 0
     assert same_bytes(tmp_path / "out", tmp_path / "whole")
     history = json.loads((tmp_path / "out" / "smelt.json").read_text())["history"]
     assert [step["method"] for step in history] == ["fisher", "magnitude"]
@@ -76,13 +76,14 @@ def test_what_a_killed_process_put_on_disk_to_save_memory_does_not_pile_up(
     place: Place, forked: Forked, tmp_path: Path
 ) -> None:
     recipe = place.recipe("limited.yaml", {**llama_recipe(place), "memory_limit": "1 kB"})
-    arguments = ["compress", place / "llama", "-r", recipe, "-o", str(tmp_path / "out"), "--no-speed", "--resume"]
+    out = str(tmp_path / "out")
+    arguments = ["compress", place / "llama", "-r", recipe, "-o", out, "--no-speed"]
     piles = []
     for block in ("block-001.safetensors", "block-002.safetensors"):
-        assert forked(*arguments, moment=Moment(block)).code == KILLED
+        assert forked(*arguments, *resume(out), moment=Moment(block)).code == KILLED
         piles.append({path.name for path in (tmp_path / "out.partial").glob("activations-*")})
     assert all(piles) and not piles[0] & piles[1]
-    assert forked(*arguments).code == 0
+    assert forked(*arguments, "--resume").code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -103,6 +104,12 @@ def test_without_resume_an_unfinished_run_is_pointed_out(
     done = smelt_here("compress", place / "llama", "-r", place / "llama.yaml", "-o", str(out))
     done.refused("add --resume")
     assert (tmp_path / "out.partial" / "step-0.json").exists()
+
+
+def test_resuming_where_there_is_nothing_to_resume(place: Place, smelt_here: Smelt, tmp_path: Path) -> None:
+    arguments = ["compress", place / "llama", "-r", place / "llama.yaml", "-o", str(tmp_path / "out"), "--resume"]
+    smelt_here(*arguments).refused("there is nothing to resume at")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("what", ["recipe", "seed", "model"])

@@ -18,7 +18,6 @@ from smelt.cli.recipes import (
     read_recipe,
     settings_of,
 )
-from smelt.compression.recipe.plan import plan
 from smelt.compression.recipe.run import compress
 from smelt.files import check_writable
 from smelt.progress import progress_bars
@@ -61,8 +60,6 @@ def run(
     settings = settings_of(bits, group_size, parameters)
     read = read_recipe(recipe, method=method, settings=settings, data=data, evaluation=eval_data, seed=seed)
     check_writable(out)
-    if device == "cpu":
-        plan(model, read, out).check()
     with progress_bars() as progress:
         result = compress(
             model, read, out,

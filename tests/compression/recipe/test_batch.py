@@ -35,14 +35,14 @@ def test_it_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_where_the_recipe_says_so() -> None:
     anatomy = anatomy_of(BUILDS["llama"]())
     steps = [{"method": "rtn", "group_size": -1}]
-    open_one = with_batch(Recipe.parse({"data": {"batch": "auto"}, "steps": steps}), anatomy, CPU)
+    open_one = with_batch(Recipe.parse({"data": {"batch_size": "auto"}, "steps": steps}), anatomy, CPU)
     assert open_one.data.batch_size == batch.LARGEST
-    assert with_batch(Recipe.parse({"data": {"batch": 3}, "steps": steps}), anatomy, CPU).data.batch_size == 3
+    assert with_batch(Recipe.parse({"data": {"batch_size": 3}, "steps": steps}), anatomy, CPU).data.batch_size == 3
     with pytest.raises(RecipeError, match="batch"):
-        Recipe.parse({"data": {"batch": "all"}, "steps": steps})
+        Recipe.parse({"data": {"batch_size": "all"}, "steps": steps})
 
 
 def test_what_cannot_be_offloaded(tmp_path: Path) -> None:
     recipe = Recipe.parse({"steps": [{"method": "random", "budget": {"macs": 0.5}}]})
-    with pytest.raises(RecipeError, match="whole model in one place"):
+    with pytest.raises(RecipeError, match="whole model on one device"):
         compress("nowhere", recipe, tmp_path / "out", offload=True)

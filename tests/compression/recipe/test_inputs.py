@@ -29,7 +29,7 @@ STEP = {"method": "fisher", "budget": {"parameters": 0.8}}
 
 
 def recipe(source: str | Path = "default", **more: object) -> Recipe:
-    data = {"source": str(source), "samples": 8, "length": 16, "batch": 3}
+    data = {"source": str(source), "samples": 8, "seq_len": 16, "batch_size": 3}
     return Recipe.parse({"steps": [STEP], "data": data, **more})
 
 

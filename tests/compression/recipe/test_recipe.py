@@ -107,7 +107,7 @@ steps:
     budget: {macs: 0.6}
   - {method: gptq, group: 64, inputs: int8, bits: 4}
   - method: rotate
-    block_inputs: true
+    stream: true
 """
 NEW = """# a recipe of version 0.1
 seed: 3

@@ -41,7 +41,7 @@ class LatencyTables:
 def search_under_latency(
     anatomy: Anatomy, parts: Sequence[Candidates], keep: float, workload: Workload, seed: int
 ) -> KeptUnits:
-    """CostMetric this machine, then search."""
+    """Measure latency tables on this machine, then search."""
     if any(part.kind == "channels" for part in anatomy.parts):
         raise RecipeError("a latency budget is for attention and feed-forward parts; for convolutions use macs.")
     if any(part.mixture is not None for part in anatomy.parts):

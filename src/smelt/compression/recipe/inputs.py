@@ -1,4 +1,4 @@
-"""From a recipe's settings to what the methods see and what the result is judged on; the two never overlap."""
+"""Load the calibration and evaluation data of a recipe; the two never overlap."""
 
 from __future__ import annotations
 
@@ -18,19 +18,41 @@ from smelt.models.model import Model
 from smelt.progress import NullProgress, Progress
 
 Data = TextData | LabeledData | MultipleChoiceData
-HELD_OUT = 0.2  # of the calibration data, where no other data was named to evaluate on
+HELD_OUT = 0.2  # fraction of the calibration data, if the recipe names no evaluation data
 
 
 def needs_data(recipe: Recipe) -> bool:
-    """Whether a step looks at data, be it only for its repair; data that was named is used in any case."""
+    """Whether a step uses data, if only for its repair; data named in the recipe is always used."""
     return any(step.uses_data for step in recipe.steps) or recipe.data.source != "default"
 
 
 def calibration_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
-    """All of the data that calibration may draw from, once it is sure that this model can take it."""
-    settings = recipe.data
+    """Load all data that calibration may draw from, and check that the model can use it."""
     if model.tokenizer is None:
-        raise DataError("this model has no tokenizer, so text cannot be given to it; use a method that needs no data.")
+        raise DataError("this model has no tokenizer, so it cannot be calibrated on text; use a method without data.")
+    return _usable_data(recipe, model)
+
+
+def check_data(recipe: Recipe, outline: Model) -> None:
+    """Check, on a model without weights, that the data exists and suits the model and its context length."""
+    if not needs_data(recipe):
+        if recipe.evaluate.source is not None:
+            _read(recipe.evaluate, outline, "evaluation")
+        return
+    calibrated = next((step.name for step in recipe.steps if step.uses_data), None)
+    if outline.task == "images":
+        raise DataError(
+            f"{calibrated or 'this recipe'} needs calibration data, which Smelt can read only for text models; for an "
+            "image model use a method that needs no data, such as rtn, hqq or magnitude."
+        )
+    data, held_out = split(recipe, _usable_data(recipe, outline))
+    if calibrated is not None and not isinstance(data, LabeledData):
+        _check_context(recipe.data, outline)
+    evaluation_data(recipe, held_out, outline)
+
+
+def _usable_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
+    settings = recipe.data
     data = _read(settings, model, "calibration")
     if isinstance(data, MultipleChoiceData):
         raise DataError(f"{settings.source} holds multiple-choice rows, which calibration cannot use; give text.")
@@ -42,7 +64,7 @@ def calibration_data(recipe: Recipe, model: Model) -> TextData | LabeledData:
 
 
 def _read(settings: CalibrationSettings | EvaluationSettings, model: Model, part: str) -> Data:
-    """What the settings name. A language model reads the text column of labeled rows as text when that is named."""
+    """Load the data that the settings name; a language model reads a named text column of labeled rows as text."""
     kind = "text" if model.task == "language" and settings.text is not None and settings.label is None else None
     return load_data(
         settings.source or "default",
@@ -55,7 +77,7 @@ def _read(settings: CalibrationSettings | EvaluationSettings, model: Model, part
 
 
 def split(recipe: Recipe, data: TextData | LabeledData) -> tuple[TextData | LabeledData, Data | None]:
-    """What calibration sees, and what is held out when nothing else was named to evaluate on."""
+    """Split into calibration data and, if the recipe names no evaluation data, a held-out part."""
     if recipe.evaluate.source is not None or recipe.data.source == "default":
         return data, None
     if isinstance(data, LabeledData):
@@ -72,7 +94,7 @@ def split(recipe: Recipe, data: TextData | LabeledData) -> tuple[TextData | Labe
 
 
 def evaluation_data(recipe: Recipe, held_out: Data | None, model: Model) -> Data | None:
-    """What before and after are compared on, or None where there is nothing fit for this model."""
+    """Return the data on which before and after are compared, or None if nothing suits this model."""
     if recipe.evaluate.source is not None:
         return _read(recipe.evaluate, model, "evaluation")
     if held_out is not None and _measurable(model, held_out):
@@ -83,7 +105,7 @@ def evaluation_data(recipe: Recipe, held_out: Data | None, model: Model) -> Data
 
 
 def _measurable(model: Model, data: Data) -> bool:
-    """Whether there is a measurement of this kind of model on this kind of data."""
+    """Whether there is a metric for this kind of model on this kind of data."""
     if isinstance(data, LabeledData):
         return model.task == "classification" or (model.task == "embedding" and data.second is not None)
     return model.task == "language"
@@ -92,7 +114,7 @@ def _measurable(model: Model, data: Data) -> bool:
 def calibration_batches(
     settings: CalibrationSettings, data: TextData | LabeledData, model: Model, seed: int
 ) -> list[Batch]:
-    """Windows of text of exactly the length asked for, or labeled rows cut to what the model takes."""
+    """Return windows of text of exactly `seq_len` tokens, or labeled rows truncated to the model's context length."""
     assert model.tokenizer is not None
     assert settings.batch_size is not None
     longest = getattr(model.network.config, "max_position_embeddings", settings.seq_len)
@@ -101,10 +123,7 @@ def calibration_batches(
             data, model.tokenizer, samples=settings.samples, max_length=min(settings.seq_len, longest),
             batch_size=settings.batch_size, seed=seed, replace=settings.samples > len(data),
         )  # fmt: skip
-    if settings.seq_len > longest:
-        raise RecipeError(
-            f"the recipe asks for samples of {settings.seq_len} tokens; this model takes at most {longest}."
-        )
+    _check_context(settings, model)
     return text_batches(
         data,
         model.tokenizer,
@@ -134,13 +153,19 @@ def measure_quality(
 
 
 def fingerprint(batches: Sequence[Batch]) -> str:
-    """A short name of the exact calibration data, for the record and for resuming."""
+    """Return a short hash of the exact calibration data, for the record and for resuming."""
     digest = hashlib.sha256()
     for batch in batches:
         for name in sorted(batch):
             digest.update(name.encode())
             digest.update(batch[name].contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _check_context(settings: CalibrationSettings, model: Model) -> None:
+    longest = getattr(model.network.config, "max_position_embeddings", settings.seq_len)
+    if settings.seq_len > longest:
+        raise RecipeError(f"seq_len of the recipe is {settings.seq_len} tokens; this model's context is {longest}.")
 
 
 def _check_kind(model: Model, data: TextData | LabeledData, source: str) -> None:
@@ -153,7 +178,7 @@ def _check_kind(model: Model, data: TextData | LabeledData, source: str) -> None
 
 
 def _fitting_labels(model: Model, data: LabeledData) -> LabeledData:
-    """The data with labels as the model's loss takes them: classes it knows, or numbers where it has one output."""
+    """Return the data with labels for the model's loss: known classes, or numbers for a model with one output."""
     classes = model.network.config.num_labels
     if classes == 1:
         return replace(data, labels=data.labels.astype(np.float32), regression=True)
@@ -167,7 +192,7 @@ def _fitting_labels(model: Model, data: LabeledData) -> LabeledData:
 
 
 def _check_loss(recipe: Recipe, model: Model) -> None:
-    """A method that follows gradients needs a head that gives a loss."""
+    """Check that the model has a head with a loss if a method needs gradients."""
     name = next((step.name for step in recipe.steps if "gradients" in step.needs), None)
     if name is not None and model.task == "embedding":
         raise RecipeError(f"{name} needs a head with a loss, which this model lacks; use flap, wanda-sp or magnitude.")

@@ -1,7 +1,7 @@
-"""Running a recipe: load, measure, apply each step, measure again, save, prove in a clean process, report.
+"""Run a recipe: check, load, measure, apply each step, measure again, save, reload in a clean process, report.
 
-Everything goes into a work folder beside the result until it is complete. A killed run goes on from there and ends
-with the same bytes; the result appears in one step.
+Everything goes into a work folder next to the result until it is complete. An interrupted run resumes from there and
+ends with the same bytes; the result appears in one step.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from smelt.compression.recipe.inputs import (
     Data,
     calibration_batches,
     calibration_data,
+    check_data,
     evaluation_data,
     fingerprint,
     measure_quality,
     needs_data,
     split,
 )
+from smelt.compression.recipe.plan import plan
 from smelt.compression.recipe.recipe import Recipe, bytes_of
 from smelt.compression.recipe.record import Before, after_record, run_record, size_of
 from smelt.data import Batch
@@ -40,7 +42,7 @@ from smelt.files import atomic_folder, check_writable
 from smelt.measure.eval_result import EvalResult
 from smelt.measure.memory import PeakMemory
 from smelt.models.artifact import load_artifact, save_artifact
-from smelt.models.load import load
+from smelt.models.load import load, skeleton
 from smelt.models.model import Model
 from smelt.models.verify import verify
 from smelt.progress import NullProgress, Progress
@@ -51,8 +53,8 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a run gave: the folder, the model, and the record that the report is drawn from."""
+class CompressionResult:
+    """The result of a run: the folder, the model, and the record from which the report is drawn."""
 
     folder: Path
     model: Model
@@ -71,23 +73,28 @@ def compress(
     samples: list[str] | None = None,
     progress: Progress | None = None,
     say: Say = lambda _: None,
-) -> Result:
-    """Make the smaller model and prove it. `samples` are prompts to continue before and after. With `offload` the model
-    stays in host memory and its blocks come to the device one at a time."""
+) -> CompressionResult:
+    """Compress a model by a recipe, and verify that the result reloads.
+
+    What cannot work (an unsupported model, missing data, too little memory or disk) is an error before the model is
+    loaded. `samples` are prompts to complete before and after. With `offload` the model stays in host memory and its
+    blocks are moved to the device one at a time.
+    """
     folder = Path(folder)
     run = _Run(source, recipe, folder, device, offload, progress or NullProgress(), say)
-    found = run.look(resume)
+    unfinished = run.find_unfinished(resume)
+    run.check()
     model, batches, evaluation = run.inputs()
     sentences = [model.generate(prompt) for prompt in samples or []]
-    run.open(found, batches)
+    run.open(unfinished, batches)
     try:
         before = run.before(model, evaluation, sentences)
         steps = run.steps(model, batches)
     except (BudgetError, ConfigError, DataError):
-        run.checkpoint.clear()  # the same run would only come to the same end
+        run.checkpoint.clear()  # resuming would only fail again
         raise
     run.finish(before, evaluation, steps, speed, samples or [])
-    return Result(folder, run.model, run.record)
+    return CompressionResult(folder, run.model, run.record)
 
 
 class _Run:
@@ -95,51 +102,64 @@ class _Run:
         self, source: str, recipe: Recipe, folder: Path, device: str, offload: bool, progress: Progress, say: Say
     ) -> None:
         self.source, self.recipe, self.folder, self.device = source, recipe, folder, device
-        self.home = "cpu" if offload else device  # where the model lies
-        whole = [step.name for step in recipe.steps if not step.offloads]
-        if offload and whole:
-            raise RecipeError(f"{whole[0]} needs the whole model in one place; leave --offload out.")
+        self.home = "cpu" if offload else device  # where the weights are
+        resident = [step.name for step in recipe.steps if not step.offloads]
+        if offload and resident:
+            raise RecipeError(f"{resident[0]} needs the whole model on one device; remove --offload.")
         self.progress, self.say = progress, say
         self.work = folder.with_name(folder.name + ".partial")
         self.checkpoint = Checkpoint(self.work)
         self.record: dict[str, Any] = {}
         self.model: Model
 
-    def look(self, resume: bool) -> dict[str, Any] | None:
-        """The mark of a killed run to go on with, if there is one; what stands in the way is refused."""
+    def find_unfinished(self, resume: bool) -> dict[str, Any] | None:
+        """Return the identity of the interrupted run to resume, if any; refuse a folder that is in the way."""
         check_writable(self.folder)
         check_writable(self.work / "run.json")
         if os.path.lexists(self.folder):
             raise SmeltError(f"{self.folder} exists already; choose another folder or remove it.")
-        found = self.checkpoint.load_facts("run")
-        if found is None and self.work.exists() and any(not file.name.startswith(".") for file in self.work.iterdir()):
-            raise SmeltError(f"{self.work} is in the way and no unfinished run; remove it or choose another folder.")
-        if found is not None and not resume:
-            raise SmeltError(f"{self.work} holds an unfinished run; add --resume to go on with it, or remove it.")
-        if found is not None and {**self._mark(), "calibration": found.get("calibration")} != found:
+        unfinished = self.checkpoint.load_facts("run")
+        if (
+            unfinished is None
+            and self.work.exists()
+            and any(not file.name.startswith(".") for file in self.work.iterdir())
+        ):
+            raise SmeltError(f"{self.work} exists and is not an unfinished run; remove it or choose another folder.")
+        if unfinished is None and resume:
+            raise SmeltError(f"there is nothing to resume at {self.work}; run without --resume to start.")
+        if unfinished is not None and not resume:
+            raise SmeltError(f"{self.work} holds an unfinished run; add --resume to continue it, or remove it.")
+        if unfinished is not None and {**self._identity(), "calibration": unfinished.get("calibration")} != unfinished:
             raise SmeltError(f"{self.work} holds an unfinished run of something else; remove it, or repeat that run.")
-        return found
+        return unfinished
 
-    def open(self, found: dict[str, Any] | None, batches: list[Batch]) -> None:
-        """Begin the work folder, or take up that of a killed run once it is sure that its data has not changed."""
+    def check(self) -> None:
+        """Raise, before any weight is loaded, what the recipe, the model's configuration and the data already tell."""
+        estimate = plan(self.source, self.recipe, self.folder)
+        if self.device == "cpu":
+            estimate.check()
+        check_data(self.recipe, Model(skeleton(self.source)))
+
+    def open(self, unfinished: dict[str, Any] | None, batches: list[Batch]) -> None:
+        """Start the work folder, or continue that of an interrupted run if its data has not changed."""
         calibration = fingerprint(batches)
-        if found is None:
-            self.checkpoint.save_facts("run", {**self._mark(), "calibration": calibration})
-        elif found["calibration"] != calibration:
-            raise SmeltError(f"the data has changed since the unfinished run in {self.work}; remove it and start anew.")
+        if unfinished is None:
+            self.checkpoint.save_facts("run", {**self._identity(), "calibration": calibration})
+        elif unfinished["calibration"] != calibration:
+            raise SmeltError(f"the data has changed since the unfinished run in {self.work}; remove it and start over.")
         for left_behind in (*self.work.glob("activations-*"), *self.work.glob(".*.tmp")):
             shutil.rmtree(left_behind, ignore_errors=True)
 
-    def _mark(self) -> dict[str, Any]:
-        """What must be the same for a killed run to go on, as JSON gives it back."""
-        mark = {
+    def _identity(self) -> dict[str, Any]:
+        """Return what must be unchanged to resume a run, as JSON returns it."""
+        identity = {
             "recipe": self.recipe.to_json(),
             "source": self.source,
             "device": self.device,
             "smelt": __version__,
             "torch": torch.__version__,
         }
-        plain: dict[str, Any] = json.loads(json.dumps(mark))
+        plain: dict[str, Any] = json.loads(json.dumps(identity))
         return plain
 
     def inputs(self) -> tuple[Model, list[Batch], Data | None]:
@@ -155,15 +175,15 @@ class _Run:
         return model, batches, evaluation_data(self.recipe, held_out, model)
 
     def before(self, model: Model, evaluation: Data | None, sentences: list[str]) -> Before:
-        """What is known of the model before any change: measured once, kept for a resumed run."""
+        """Measure the model before any change; the result is checkpointed."""
         quality = None
         if evaluation is not None:
-            self.say(f"measuring the model as it is on {evaluation.name}")
-            quality = self._kept_quality("before", model, evaluation)
+            self.say(f"measuring the source model on {evaluation.name}")
+            quality = self._checkpointed_quality("before", model, evaluation)
         return Before(size_of(model, self.recipe), quality, sentences)
 
     def steps(self, model: Model, batches: list[Batch]) -> list[dict[str, Any]]:
-        """Apply the steps, each from where a killed run left it."""
+        """Apply the steps, skipping those that an interrupted run finished."""
         records = []
         for position, step in enumerate(self.recipe.steps):
             name = f"step-{position}"
@@ -219,10 +239,10 @@ class _Run:
         quality = None
         if evaluation is not None:
             self.say(f"measuring the result on {evaluation.name}")
-            quality = self._kept_quality("after", self.model, evaluation)
+            quality = self._checkpointed_quality("after", self.model, evaluation)
         base = load(self.source, device=self.home) if speed or quality is not None else None
         if speed:
-            self.say("timing both, in turns")
+            self.say("timing both models, alternating")
         after = after_record(self.model, base, before, quality, evaluation, self.recipe, speed, prompts)
         self.record = run_record(self.source, self.folder.name, self.recipe, before, after, steps, self.model, prompts)
         self.say("saving, and reloading in a clean process")
@@ -235,8 +255,8 @@ class _Run:
         self.model.source = str(self.folder)
         shutil.rmtree(self.work, ignore_errors=True)
 
-    def _kept_quality(self, name: str, model: Model, data: Data) -> EvalResult:
-        """CostMetric, or take the measurement of the killed run."""
+    def _checkpointed_quality(self, name: str, model: Model, data: Data) -> EvalResult:
+        """Measure, or return the measurement of the interrupted run."""
         kept, facts = self.checkpoint.load(f"quality-{name}"), self.checkpoint.load_facts(f"quality-{name}")
         if kept is not None and facts is not None:
             arrays = {key: tensor.numpy() for key, tensor in kept.items()}
@@ -250,6 +270,6 @@ class _Run:
 
 
 def _states(model: Model) -> set[tuple[str, int, int]]:
-    """Each tensor's name, place and number of writes so far: what is not in a later set was changed in between."""
+    """Return each tensor's name, address and version: an entry missing from a later set was changed in between."""
     tensors = itertools.chain(model.network.named_parameters(), model.network.named_buffers())
     return {(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors}
