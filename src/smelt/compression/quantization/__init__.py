@@ -1,4 +1,4 @@
-"""Quantisation: one file a method, all in one frame. Importing this room puts them on the list."""
+"""Quantization, one file per method; importing the package registers them."""
 
 from smelt.compression.quantization import (
     aqas,

@@ -28,9 +28,9 @@ from smelt.numerics.integer import DenormalInteger, Integer
 @METHODS.register("aqas", paper="Lee et al., 2023 (arXiv 2311.05161)", needs=("calibration data",))
 @dataclass(frozen=True)
 class Aqas(ScaleSearch):
-    """Choose channel scales by the joint error of rounded weights and inputs; 4-bit dINT weights, 8-bit inputs.
+    """Search channel scales by the joint error of weights and inputs; for 4-bit weights with 8-bit inputs.
 
-    Give the data's `length` the length of the task's inputs: scales found on long sequences can hurt short ones.
+    Set the data's `seq_len` to the length of the task's inputs: scales found on long sequences can hurt short ones.
     """
 
     group_size: int = -1

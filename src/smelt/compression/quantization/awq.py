@@ -15,7 +15,7 @@ from smelt.compression.quantization.scale_search import STEPS, Candidate, ScaleS
 @METHODS.register("awq", paper="Lin et al., 2024 (arXiv 2306.00978)", needs=("calibration data",))
 @dataclass(frozen=True)
 class Awq(ScaleSearch):
-    """Protect the channels with large inputs by a scale, found by trial, and clip each group of weights."""
+    """Protect weight channels with large inputs by searched scales; for 3 and 4-bit weights with few samples."""
 
     clip: bool = True  # search a clip range per group; never for queries and keys
 

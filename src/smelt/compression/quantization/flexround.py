@@ -24,9 +24,9 @@ from smelt.numerics.integer import Integer
 )
 @dataclass(frozen=True)
 class FlexRound(LearnedQuantization):
-    """Learn a divisor for every weight, which decides how it is rounded, and a step for every group.
+    """Learn the rounding of every weight block by block; for few bits where long calibration is affordable.
 
-    The papers train on 512 samples of 1024 tokens in batches of two: `samples`, `length`, `batch` in the recipe's data.
+    The papers train on 512 samples of 1024 tokens in batches of two (`data` of the recipe).
     """
 
     group_size: int = -1  # weights of a row that share a scale; -1: per-channel

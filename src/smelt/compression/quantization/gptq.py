@@ -16,7 +16,7 @@ from smelt.numerics.format import QuantizedTensor
 @METHODS.register("gptq", paper="Frantar et al., 2023 (arXiv 2210.17323)", needs=("calibration data",))
 @dataclass(frozen=True)
 class Gptq(Quantization):
-    """Round column by column, each error made up for by the columns that follow."""
+    """Quantize column by column with error feedback; the usual choice for 3 to 8-bit weights with data."""
 
     damping: float = DAMPING  # relative to the mean of the Hessian diagonal
     act_order: bool = True  # quantize columns in order of decreasing Hessian diagonal, with fixed qparams

@@ -21,7 +21,7 @@ LARGEST_ZERO = 6e4  # that float16 holds
 @METHODS.register("hqq", paper="Badri and Shaji, 2023 (Half-Quadratic Quantization)")
 @dataclass(frozen=True)
 class Hqq(Quantization):
-    """Move each group's zero point, which need not be whole, to where few large errors buy many small ones."""
+    """Optimize the zero point of each group without data; better than rtn at 4 bits and below."""
 
     group_size: int = 64
     lp_norm: float = renamed("power", default=0.7)  # p of the l_p norm

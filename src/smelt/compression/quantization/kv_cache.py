@@ -20,7 +20,7 @@ from smelt.models.model import Model
 @METHODS.register("kv-cache", paper="Ashkboos et al., 2024 (QuaRot's cache, arXiv 2404.00456)")
 @dataclass(frozen=True)
 class KvCache(Method):
-    """Hold the keys and values of a language model in a number format; weights stay as they are."""
+    """Quantize the KV cache of a language model; for long contexts, weights unchanged."""
 
     offloads: ClassVar[bool] = True
     format: str = "int4-asym/128@float16"  # of keys and values: a name from `smelt formats`, or none

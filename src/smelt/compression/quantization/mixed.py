@@ -31,7 +31,7 @@ from smelt.numerics.integer import Integer
 @METHODS.register("mixed", paper="after Yao et al., 2021 (HAWQ-V3, arXiv 2011.10680)", needs=("calibration data",))
 @dataclass(frozen=True)
 class MixedPrecision(Quantization):
-    """Give each group of layers the bits that the whole needs most there, under an average of bits a weight."""
+    """Choose the bit width of each group of layers under an average; for a fixed size at the best quality."""
 
     bits: float = 4.0  # type: ignore[assignment]  # mean per weight, scales and zero points included
     bit_widths: str = renamed("choices", default="2,3,4,8")  # widths to choose from

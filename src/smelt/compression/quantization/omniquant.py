@@ -19,10 +19,10 @@ START = 4.0  # of a gate: the range begins at sigmoid(4) = 0.982 of itself
 @METHODS.register("omniquant", paper="Shao et al., 2024 (OmniQuant, arXiv 2308.13137)", needs=("calibration data",))
 @dataclass(frozen=True)
 class OmniQuant(LearnedQuantization):
-    """Learn how far each group's range is clipped, block by block, so that the block gives what it gave.
+    """Learn the clip range of each group block by block; for 2 and 3-bit weights without weight training.
 
     This is the paper's learnable weight clipping, all that it uses for weights alone; its learnable equivalent
-    transformation is not here. Its batches have one sample: `batch: 1` in the recipe's data.
+    transformation is not here. Its batches have one sample: `batch_size: 1` in the recipe's data.
     """
 
     epochs: int = 20  # over the calibration data, per block; 0: clip every range to 0.982

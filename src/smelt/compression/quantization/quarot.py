@@ -16,7 +16,7 @@ from smelt.models.model import Model
 @METHODS.register("quarot", paper="Ashkboos et al., 2024 (arXiv 2404.00456)", needs=("calibration data",))
 @dataclass(frozen=True)
 class QuaRot(RotatedQuantization):
-    """Rotate stream, values, heads and filters by random Hadamard matrices, then round weights and inputs."""
+    """Remove outliers by random Hadamard rotations; for 4-bit weights and 4-bit activations (W4A4)."""
 
     @property
     def uses_data(self) -> bool:

@@ -33,7 +33,7 @@ Batch = dict[str, Tensor]
 @METHODS.register("rilq", paper="Lee et al., 2025 (RILQ, arXiv 2412.01129)", needs=("calibration data",))
 @dataclass(frozen=True)
 class Rilq(Method):
-    """Make up for the error of a quantised model by low-rank factors on all layers, trained together.
+    """Train low-rank adapters that compensate quantization error; after a 2 or 3-bit quantizer.
 
     The step comes after a quantiser. `init: svd` with no updates is LoftQ's first round. `merge: true` is the
     mechanism of QA-LoRA; that RILQ's merged inference works so is from memory (medium): the paper was not at hand.

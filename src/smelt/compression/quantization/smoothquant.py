@@ -21,7 +21,7 @@ SMALLEST = 1e-5  # scale
 @METHODS.register("smoothquant", paper="Xiao et al., 2023 (arXiv 2211.10438)", needs=("calibration data",))
 @dataclass(frozen=True)
 class SmoothQuant(Quantization):
-    """Divide input channels by a closed form of both ranges, the weights take it up; 8-bit weights and inputs.
+    """Move activation outliers into the weights; for 8-bit weights and 8-bit activations (W8A8).
 
     Only layers that a norm feeds are smoothed. `static_activations: true` fixes the scale of the inputs beforehand.
     """

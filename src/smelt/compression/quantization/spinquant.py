@@ -40,7 +40,7 @@ Round = Callable[[Tensor], Tensor]
 @METHODS.register("spinquant", paper="Liu et al., 2025 (arXiv 2405.16406)", needs=("calibration data", "gradients"))
 @dataclass(frozen=True)
 class SpinQuant(RotatedQuantization):
-    """Learn the rotations of stream and values from the loss under rounded inputs, then round as QuaRot does."""
+    """Learn the rotations of QuaRot by gradients; for W4A4 where minutes of training are affordable."""
 
     offloads: ClassVar[bool] = False  # the loss is that of the whole network
     rotate_heads: bool = False  # Hadamard-rotate the attention output-projection input online, across heads
