@@ -25,15 +25,15 @@ def apply_rope(  # type: ignore[no-untyped-def]
     """Load heads at source + offset [..., HEAD_DIM], normalize them if NORM, and rotate by the angle of a position, in
     float32. The other half of a head is loaded as well."""
     partner = tl.where(lane < HALF, lane + HALF, lane - HALF)
-    x = tl.load(source + offset + lane, mask=inside, partner_x=0.0).to(tl.float32)
-    partner_x = tl.load(source + offset + partner, mask=inside, partner_x=0.0).to(tl.float32)
+    x = tl.load(source + offset + lane, mask=inside, other=0.0).to(tl.float32)
+    partner_x = tl.load(source + offset + partner, mask=inside, other=0.0).to(tl.float32)
     in_head = lane < head_dim
     if NORM:
         inv_rms = tl.rsqrt(tl.sum(x * x, axis=-1, keep_dims=True) / head_dim + epsilon)
-        x = x * inv_rms * tl.load(norm + lane, mask=in_head, partner_x=0.0).to(tl.float32)
-        partner_x = partner_x * inv_rms * tl.load(norm + partner, mask=in_head, partner_x=0.0).to(tl.float32)
-    cos_row = tl.load(cos + angle * head_dim + lane, mask=in_head, partner_x=0.0)
-    sin_row = tl.load(sin + angle * head_dim + lane, mask=in_head, partner_x=0.0)
+        x = x * inv_rms * tl.load(norm + lane, mask=in_head, other=0.0).to(tl.float32)
+        partner_x = partner_x * inv_rms * tl.load(norm + partner, mask=in_head, other=0.0).to(tl.float32)
+    cos_row = tl.load(cos + angle * head_dim + lane, mask=in_head, other=0.0)
+    sin_row = tl.load(sin + angle * head_dim + lane, mask=in_head, other=0.0)
     return x * cos_row + tl.where(lane < HALF, -partner_x, partner_x) * sin_row
 
 
@@ -94,7 +94,7 @@ def rope_and_store_kv_kernel(  # type: ignore[no-untyped-def]
         store_heads(key_pages, rows, key, written, lane, head_dim, HEAD_DIM, FORMAT, ROW_BYTES, HALF_DIM)
     else:
         at = (heads + kv_heads + kv_head)[:, None] * head_dim
-        value = tl.load(source + at + lane, mask=inside, partner_x=0.0)
+        value = tl.load(source + at + lane, mask=inside, other=0.0)
         store_heads(value_pages, rows, value, written, lane, head_dim, HEAD_DIM, FORMAT, ROW_BYTES, HALF_DIM)
 
 
