@@ -231,11 +231,11 @@ def test_no_more_frames_are_encoded_at_once_than_there_is_room_for() -> None:
 
 def test_empty_frames_that_a_network_takes_for_padding_are_refused() -> None:
     stream = stream_of("smolvlm")
-    with pytest.raises(DataError, match="zero everywhere, for padding, so normalize"):
+    with pytest.raises(DataError, match="zero everywhere for padding, so normalize"):
         stream.push(torch.zeros(2, 3, 32, 32))
     stream.push(film(2))
     before = stream.num_seen
-    with pytest.raises(DataError, match="zero everywhere, for padding, so normalize"):
+    with pytest.raises(DataError, match="zero everywhere for padding, so normalize"):
         stream.push(torch.cat((film(1), torch.zeros(1, 3, 32, 32))))
     assert stream.num_seen == before and stream.length == len(PREFIX) + 2 * 4
 
