@@ -50,7 +50,8 @@ def measured(requests: int, at_once: int) -> dict[str, Any]:
             code = server.end()
     return {
         "requests": requests, "at_once": at_once, "seconds": round(seconds, 1), "outcomes": found,
-        "blocks_used_at_the_end": state["blocks_used"], "answers_at_the_end": state["answers"], "ended": state["ended"],
+        "blocks_used_at_the_end": state["blocks_used"], "answers_at_the_end": state["admitted"],
+        "ended": state["finished"],
         "restarts": state["restarts"], "memory_mib": [round(value / 2**20, 1) for value in memory], "exit_code": code,
     }  # fmt: skip
 

@@ -12,18 +12,17 @@ import numpy as np
 import pytest
 
 from smelt.errors import DataError, RequestError
-from smelt.loadtest.arrivals import arrivals
+from smelt.loadtest.generator import arrivals
 from smelt.loadtest.http import Address
-from smelt.loadtest.prompts import Length, prompts_from, random_prompts
-from smelt.loadtest.series import series
-from smelt.loadtest.summary import limits_from, percentile, summarise, tokens_by_second, under_way
-from smelt.loadtest.timeline import Timeline
+from smelt.loadtest.prompts import LengthRange, prompts_from, random_prompts
+from smelt.loadtest.summary import concurrency, limits_from, percentile, series, summarize, tokens_by_second
+from smelt.loadtest.timeline import RequestTimeline
 
 # Sent at 1 s: text at 1.2, 1.3 and 1.6, six tokens. Sent at 2 s: one token at 2.5. Failed between 2 s and 3 s.
 LINES = [
-    Timeline(due=1.0, sent=1.0, pieces=[1.2, 1.3, 1.6], ended=1.6, input_tokens=10, output_tokens=6),
-    Timeline(due=1.9, sent=2.0, pieces=[2.5], ended=2.5, input_tokens=20, output_tokens=1),
-    Timeline(due=2.0, sent=2.0, ended=3.0, failure="status 503"),
+    RequestTimeline(due=1.0, sent=1.0, pieces=[1.2, 1.3, 1.6], ended=1.6, input_tokens=10, output_tokens=6),
+    RequestTimeline(due=1.9, sent=2.0, pieces=[2.5], ended=2.5, input_tokens=20, output_tokens=1),
+    RequestTimeline(due=2.0, sent=2.0, ended=3.0, failure="status 503"),
 ]
 
 
@@ -35,27 +34,27 @@ def test_latencies_of_one_request() -> None:
 
 
 def test_the_summary_by_hand() -> None:
-    found = summarise(LINES, {"ttft": 300.0, "tpot": 100.0})
+    found = summarize(LINES, {"ttft": 300.0, "tpot": 100.0})
     assert (found.requests, found.answered, found.failures) == (3, 2, {"status 503": 1})
     assert found.seconds == pytest.approx(2.0)  # 1 s to 3 s
     assert found.requests_per_second == pytest.approx(1.0)
     assert found.output_tokens_per_second == pytest.approx(3.5)
     assert found.total_tokens_per_second == pytest.approx(18.5)
     assert found.peak_tokens_per_second == pytest.approx(6.0)
-    assert found.most_at_once == 2
+    assert found.peak_concurrency == 2
     assert found.ttft is not None and found.ttft.mean == pytest.approx(350) and found.ttft.p50 == pytest.approx(350)
     assert found.tpot is not None and found.tpot.mean == pytest.approx(80)  # one token alone has no such time
-    assert found.itl is not None and found.itl.mean == pytest.approx(200) and found.itl.largest == pytest.approx(300)
+    assert found.itl is not None and found.itl.mean == pytest.approx(200) and found.itl.max == pytest.approx(300)
     assert found.e2el is not None and found.e2el.p90 == pytest.approx(590)
     assert (found.good, found.goodput) == (1, pytest.approx(0.5))  # the other's first token came after 500 ms
-    assert summarise(LINES).goodput is None and summarise(LINES, {"e2el": 1.0}).good == 0
-    assert summarise([]).ttft is None and summarise([]).requests_per_second == 0
+    assert summarize(LINES).goodput is None and summarize(LINES, {"e2el": 1.0}).good == 0
+    assert summarize([]).ttft is None and summarize([]).requests_per_second == 0
 
 
 def test_tokens_fall_into_seconds_by_their_pieces() -> None:
-    lines = [Timeline(sent=5.0, pieces=[5.5, 6.5, 6.9, 8.1], ended=8.1, output_tokens=8)]
+    lines = [RequestTimeline(sent=5.0, pieces=[5.5, 6.5, 6.9, 8.1], ended=8.1, output_tokens=8)]
     assert tokens_by_second(lines) == [2.0, 4.0, 0.0, 2.0]
-    assert under_way(lines) == [(5.0, 1), (8.1, 0)]
+    assert concurrency(lines) == [(5.0, 1), (8.1, 0)]
     assert series(lines)["tokens"] == [(0.0, 2.0), (1.0, 4.0), (2.0, 0.0), (3.0, 2.0), (4.0, 0.0)]
 
 
@@ -85,13 +84,13 @@ def test_arrivals_by_seed() -> None:
 
 
 def test_random_prompts_have_their_lengths() -> None:
-    drawn = random_prompts(50, Length(5, 9), Length(3, 4), seed=2)
+    drawn = random_prompts(50, LengthRange(5, 9), LengthRange(3, 4), seed=2)
     assert {len(str(prompt.content).split()) for prompt in drawn} == {5, 6, 7, 8, 9}
     assert {prompt.output for prompt in drawn} == {3, 4}
     assert (
         drawn
-        == random_prompts(50, Length(5, 9), Length(3, 4), seed=2)
-        != random_prompts(50, Length(5, 9), Length(3, 4))
+        == random_prompts(50, LengthRange(5, 9), LengthRange(3, 4), seed=2)
+        != random_prompts(50, LengthRange(5, 9), LengthRange(3, 4))
     )
 
 
@@ -100,7 +99,7 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     file.write_text(
         '{"prompt": "one", "max_tokens": 5}\n{"messages": [{"role": "user", "content": "two"}], "prompt": "2"}\n'
     )
-    plain, chats = (prompts_from(file, 4, Length(9, 9), chat=chat) for chat in (False, True))
+    plain, chats = (prompts_from(file, 4, LengthRange(9, 9), chat=chat) for chat in (False, True))
     assert sorted((str(prompt.content), prompt.output) for prompt in plain) == [
         ("2", 9),
         ("2", 9),
@@ -111,20 +110,20 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
     for row in ('{"prompt": 3}', '{"prompt": "x", "max_tokens": -1}', '{"text": "x"}'):
         file.write_text(row)
         with pytest.raises(DataError, match="row 1 has"):
-            prompts_from(file, 1, Length(1, 1), chat=False)
+            prompts_from(file, 1, LengthRange(1, 1), chat=False)
 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "9:3", "a", "1:2:3", "99999999"])
 def test_wrong_lengths(text: str) -> None:
-    with pytest.raises(RequestError, match="is no length"):
-        Length.parse(text)
+    with pytest.raises(RequestError, match="is not a length"):
+        LengthRange.parse(text)
 
 
 def test_lengths_and_limits_are_read() -> None:
-    assert Length.parse("128") == Length(128, 128) and str(Length.parse("64:256")) == "64:256"
+    assert LengthRange.parse("128") == LengthRange(128, 128) and str(LengthRange.parse("64:256")) == "64:256"
     assert limits_from(["ttft=500", "tpot=50"]) == {"ttft": 500.0, "tpot": 50.0}
     for word in ("ttft", "ttft=", "ttft=-1", "itl=3", "ttft=inf", "ttft=nan"):
-        with pytest.raises(RequestError, match="is no limit"):
+        with pytest.raises(RequestError, match="is not a limit"):
             limits_from([word])
 
 

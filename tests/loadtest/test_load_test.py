@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from smelt.errors import RequestError
-from smelt.loadtest.generator import LoadTest, Result, load_test
-from smelt.loadtest.prompts import Length
+from smelt.loadtest.generator import LoadTest, LoadTestResult, load_test
+from smelt.loadtest.prompts import LengthRange
 from tests.cli.conftest import Smelt, smelt_here  # noqa: F401
 from tests.loadtest.sse_server import SseServer
 
-SHORT = {"input": Length(5, 5), "output": Length(8, 8)}
+SHORT = {"input": LengthRange(5, 5), "output": LengthRange(8, 8)}
 
 
-def measured(server: SseServer, **options: Any) -> Result:
+def measured(server: SseServer, **options: Any) -> LoadTestResult:
     return load_test(LoadTest(server.url, **{"requests": 10, "rate": math.inf, **SHORT, **options}))
 
 
@@ -40,7 +40,7 @@ def test_times_are_those_of_the_server(chat: bool) -> None:
     assert 359 <= found.e2el.p50 < 500, found.e2el
     assert found.e2el.p50 == pytest.approx(found.ttft.p50 + 7 * found.tpot.p50, rel=0.1)
     assert found.output_tokens == 80 and found.input_tokens == 70  # as the server counted
-    assert found.most_at_once == 10 and found.good >= 8
+    assert found.peak_concurrency == 10 and found.good >= 8
 
 
 def test_several_tokens_in_a_piece_are_counted_by_usage_else_by_pieces() -> None:
@@ -60,7 +60,7 @@ def test_the_loop_is_open() -> None:
         for line in result.timelines:
             assert 0 <= line.late < 0.05
         assert result.timelines[-1].due > 0.05
-        limited = measured(server, rate=40.0, seed=5, at_once=4).timelines
+        limited = measured(server, rate=40.0, seed=5, max_concurrency=4).timelines
     assert [line.due for line in limited] == [line.due for line in result.timelines]
     assert max(line.late for line in limited) > 0.5
     assert all(line.ttft < 0.7 for line in limited)  # which begins when it is sent
@@ -68,13 +68,13 @@ def test_the_loop_is_open() -> None:
 
 def test_at_most_so_many_at_once() -> None:
     with SseServer(first=0.05, gap=0.0) as server:
-        assert measured(server, at_once=3, warmups=0).summary.most_at_once == 3
+        assert measured(server, max_concurrency=3, warmups=0).summary.peak_concurrency == 3
         assert server.most_at_once == 3
 
 
 def test_what_is_sent() -> None:
     with SseServer(first=0, gap=0, tokenizes=True) as server:
-        result = measured(server, requests=3, input=Length(4, 6), warmups=2, seed=9)
+        result = measured(server, requests=3, input=LengthRange(4, 6), warmups=2, seed=9)
         sent = [body["prompt"] for body in server.bodies]
         assert result.settings["input_unit"] == "tokens" and len(sent) == 5
         assert all(isinstance(prompt, list) and 4 <= len(prompt) <= 6 for prompt in sent)
@@ -82,7 +82,7 @@ def test_what_is_sent() -> None:
         assert (body["model"], body["max_tokens"], body["ignore_eos"], body["stream"]) == ("tiny", 8, True, True)
         assert body["stream_options"] == {"include_usage": True}
         server.tokenizes, server.bodies = False, []
-        assert measured(server, requests=3, ignore_end=False, seed=9).settings["input_unit"] == "words"
+        assert measured(server, requests=3, ignore_eos=False, seed=9).settings["input_unit"] == "words"
         assert "ignore_eos" not in server.bodies[0] and len(server.bodies[1]["prompt"].split()) == 5
 
 
@@ -98,7 +98,7 @@ def test_failures_are_counted_by_kind() -> None:
 
 def test_what_cannot_work_is_one_sentence() -> None:
     with SseServer(first=0, gap=0, key="secret", models=("a", "b")) as server:
-        with pytest.raises(RequestError, match=r"wants a key \(status 401\); give the file"):
+        with pytest.raises(RequestError, match=r"requires an API key \(status 401\); pass its file"):
             measured(server)
         with pytest.raises(RequestError, match="has no model 'c'; it has a, b"):
             measured(server, key="secret", model="c")
@@ -134,10 +134,10 @@ def test_the_command(smelt_here: Smelt, tmp_path: Path) -> None:  # noqa: F811
         limits = ["--slo", "ttft=500", "--slo", "tpot=50", "--api-key-file", str(key)]
         done = smelt_here("load-test", server.url, *options, *limits, *files)
         assert done.code == 0, done.err
-        smelt_here("load-test", server.url).refused("wants a key")
-        smelt_here("load-test", server.url, "--slo", "speed=3").refused("is no limit")
-        smelt_here("load-test", server.url, "--input-len", "x").refused("is no length")
-    smelt_here("load-test", "ftp://localhost").refused("is no address of a server")
+        smelt_here("load-test", server.url).refused("requires an API key")
+        smelt_here("load-test", server.url, "--slo", "speed=3").refused("is not a limit")
+        smelt_here("load-test", server.url, "--input-len", "x").refused("is not a length")
+    smelt_here("load-test", "ftp://localhost").refused("is not the address of a server")
     smelt_here("load-test", "http://127.0.0.1:1").refused("does not answer")
     assert (
         "11 of 12" in done.out and "failed: status 429" in done.out and "goodput (ttft 500 ms, tpot 50 ms)" in done.out
@@ -170,6 +170,6 @@ def test_control_c_reports_what_had_ended(tmp_path: Path) -> None:
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=60)
-    assert process.returncode == 0 and "stopped; this is what had ended" in said
+    assert process.returncode == 0 and "stopped; only finished requests are included" in said
     found = json.loads((tmp_path / "r.json").read_text())
     assert found["stopped"] and 5 <= found["summary"]["answered"] < 400

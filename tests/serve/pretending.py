@@ -6,17 +6,16 @@ import sys
 
 _BEGINNING = """
 import sys, time
-from smelt.serve.worker.pipe import Pipe
+from smelt.serve.worker.messages import *
 pipe = Pipe(int(sys.argv[1]))
-send = lambda **message: pipe.send(message)
-options = pipe.receive()
+start = pipe.receive()
 state = dict.fromkeys(("running", "waiting", "blocks_used", "steps", "computed_tokens", "preemptions", "prompt_tokens",
                        "cached_tokens", "generated_tokens"), 0) | {"blocks": 8}
-ready = lambda: send(kind="ready", folder=options["model"], context=64, longest=64, vocabulary=257, blocks=8, block=16,
-                     path="none", state=state)
+ready = lambda: pipe.send(EngineReady(folder=start.model, max_model_len=64, max_request_tokens=64, vocab_size=257,
+                                      backend="none", blocks=8, block_size=16, state=state))
 """
 
 
 def pretending(script: str) -> tuple[str, ...]:
-    """The command that runs this script; in it are `pipe`, `send`, `options` and `ready()`."""
+    """Return the command that runs this script; in it are `pipe`, `start`, `state` and `ready()`."""
     return (sys.executable, "-c", _BEGINNING + script)

@@ -96,7 +96,7 @@ class Server:
     def wait_until_idle(self, seconds: float = PATIENCE) -> dict[str, Any]:
         """Until nothing runs and every block is free."""
         return self.wait_until(
-            lambda state: not (state["running"] or state["waiting"] or state["blocks_used"] or state["answers"]),
+            lambda state: not (state["running"] or state["waiting"] or state["blocks_used"] or state["admitted"]),
             seconds,
         )
 

@@ -11,7 +11,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from smelt.serve.server.connection import Connection
+from smelt.serve.server.connection import TimedConnection
 from smelt.serve.server.settings import ServerLimits
 
 HEAD = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -36,7 +36,7 @@ def talked(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", *
         config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)
         config.load()
         state, loop = ServerState(), asyncio.get_running_loop()
-        server = await loop.create_server(lambda: Connection(config, state, {}), "127.0.0.1", 0)
+        server = await loop.create_server(lambda: TimedConnection(config, state, {}), "127.0.0.1", 0)
         async with server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1)
             async with asyncio.timeout(60):
@@ -44,7 +44,7 @@ def talked(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", *
             writer.transport.abort()
             await asyncio.sleep(0.05)
 
-    monkeypatch.setattr(Connection, "limits", ServerLimits(**limits))
+    monkeypatch.setattr(TimedConnection, "limits", ServerLimits(**limits))
     asyncio.run(main())
     return seen
 

@@ -90,9 +90,9 @@ def _killed(server: Server) -> None:
         assert health.status_code == 503 and "not running" in health.text
         meanwhile = server.post("/v1/completions", {"prompt": "x"})
         assert meanwhile.status_code == 503 and "retry-after" in meanwhile.headers
-    state = server.wait_until(lambda state: not state["trouble"])
+    state = server.wait_until(lambda state: not state["unhealthy_reason"])
     assert server.get("/health").status_code == 200
-    assert state["restarts"] == 1 and state["blocks_used"] == 0 and state["ended"]["error"] == 48
+    assert state["restarts"] == 1 and state["blocks_used"] == 0 and state["finished"]["error"] == 48
     assert server.complete("hello", max_tokens=20)["choices"] == expected
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from smelt.serve.server.metrics import Meters, one_two_five
-from smelt.serve.server.prometheus import Histogram, Single, exposition
+from smelt.serve.server.metrics import ServerMetrics, length_buckets
+from smelt.serve.server.prometheus import Counter, Histogram, render
 from tests.serve.served import NAME, Server, pieces
 
 NAMES = {
@@ -87,31 +87,31 @@ def test_running_and_cache_use_are_seen_while_it_runs(server: Server) -> None:
         server.wait_until(lambda state: state["running"] == 3)
         with server.paused():
             state = server.state()
-            assert 0 < state["blocks_used"] <= state["blocks"] and state["answers"] == state["running"] == 3
+            assert 0 < state["blocks_used"] <= state["blocks"] and state["admitted"] == state["running"] == 3
             assert metrics(server)["vllm:num_requests_running"] == 3
     server.wait_until_idle()
 
 
 def test_the_text_form() -> None:
-    counter, histogram = Single("counter", "x", "Told.", "why", ("a",)), Histogram("y", "Told.", (1, 2.5))
-    counter.add(2, 'b"\n\\')
+    counter, histogram = Counter("x", "Told.", "why", ("a",)), Histogram("y", "Told.", (1, 2.5))
+    counter.inc(2, 'b"\n\\')
     for value in (0.5, 1, 2, 3):
         histogram.observe(value)
-    assert exposition([counter, histogram], {"m": "n"}).splitlines() == [
+    assert render([counter, histogram], {"m": "n"}).splitlines() == [
         "# HELP x_total Told.", "# TYPE x_total counter", 'x_total{m="n",why="a"} 0',
         'x_total{m="n",why="b\\"\\n\\\\"} 2', "# HELP y Told.", "# TYPE y histogram", 'y_bucket{m="n",le="1"} 2',
         'y_bucket{m="n",le="2.5"} 3', 'y_bucket{m="n",le="+Inf"} 4', 'y_sum{m="n"} 6.5', 'y_count{m="n"} 4',
     ]  # fmt: skip
-    assert one_two_five(2048) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
+    assert length_buckets(2048) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
 
 
 def test_counts_go_on_when_the_engine_begins_again() -> None:
-    meters = Meters("x", 128)
+    metrics = ServerMetrics("x", 128)
     state = {"running": 1, "waiting": 0, "blocks": 10, "blocks_used": 5, "steps": 4, "computed_tokens": 40,
              "preemptions": 2, "prompt_tokens": 30, "cached_tokens": 10, "generated_tokens": 4}  # fmt: skip
-    meters.observe_engine(state)
-    assert meters.cache_use.total == 0.5 and meters.step_tokens.count == 4
-    meters.engine_lost()
-    assert meters.running.total == meters.blocks_used.total == 0
-    meters.observe_engine({**state, "steps": 5, "prompt_tokens": 7})
-    assert meters.preemptions.total == 4 and meters.cache_asked.total == 37
+    metrics.update_engine_state(state)
+    assert metrics.kv_cache_usage.value == 0.5 and metrics.iteration_tokens.count == 4
+    metrics.reset_engine_state()
+    assert metrics.running.value == metrics.blocks_used.value == 0
+    metrics.update_engine_state({**state, "steps": 5, "prompt_tokens": 7})
+    assert metrics.preemptions.value == 4 and metrics.prefix_cache_queries.value == 37

@@ -18,7 +18,7 @@ import pytest
 from smelt.errors import SmeltError
 from smelt.serve.server import auth
 from smelt.serve.server.auth import check_binding, is_loopback, known_key, read_keys
-from smelt.serve.server.middleware import Guard
+from smelt.serve.server.middleware import RequestGuard
 from smelt.serve.server.settings import ServerLimits, ServerSettings
 from tests.serve.conftest import KEYS
 from tests.serve.served import Server
@@ -182,7 +182,7 @@ def guarded(settings: ServerSettings, messages: list[dict[str, Any]], headers: l
             assert set(json.loads(message["body"])["error"]) == {"message", "type", "param", "code"}
 
     scope = {"type": "http", "headers": headers, "raw_path": b"/", "query_string": b"", "method": "POST", "path": "/"}
-    asyncio.run(Guard(app, settings)(scope, receive, send))
+    asyncio.run(RequestGuard(app, settings)(scope, receive, send))
     return statuses[0] if statuses else 0
 
 
@@ -221,6 +221,6 @@ def test_what_fails_inside_is_told_without_a_word_of_the_request(caplog: pytest.
         "query_string": b"",
         "method": "GET",
     }
-    asyncio.run(Guard(app, ServerSettings("x"))({**scope, "path": "/"}, receive, send))
+    asyncio.run(RequestGuard(app, ServerSettings("x"))({**scope, "path": "/"}, receive, send))
     assert sent[0]["status"] == 500 and b"secret" not in sent[1]["body"]
     assert "secret" not in caplog.text

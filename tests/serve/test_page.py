@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from smelt.serve.server.page import PAGE, POLICY
+from smelt.serve.server.status import CONTENT_SECURITY_POLICY, PAGE
 from tests.serve.browser import CHROMIUM, Browser
 from tests.serve.served import Server
 
 
 def test_it_is_whole_by_itself(server: Server) -> None:
     answer = server.get("/")
-    assert answer.text == PAGE and answer.headers["content-security-policy"] == POLICY
+    assert answer.text == PAGE and answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
     assert "http://" not in PAGE.replace("http://www.w3.org/2000/svg", "") and "https://" not in PAGE
-    assert "default-src 'none'" in POLICY and "unsafe" not in POLICY
+    assert "default-src 'none'" in CONTENT_SECURITY_POLICY and "unsafe" not in CONTENT_SECURITY_POLICY
 
 
 def wait_for(browser: Browser, expression: str, seconds: float = 120.0) -> None:
@@ -40,9 +40,9 @@ def test_the_counters_move(server: Server, tmp_path: Path) -> None:
         assert server.state()["generated_tokens"] == before + 4000
         wait_for(browser, f"document.getElementById('generated').textContent !== {shown!r}")
         wait_for(browser, "document.getElementById('speed').textContent !== '0'")
-        assert browser.ask("document.querySelectorAll('#between rect').length") >= 8
+        assert browser.ask("document.querySelectorAll('#inter_token_latency rect').length") >= 8
         assert browser.ask("document.querySelector('#history path') !== null")
-        assert browser.ask("document.getElementById('between_told').textContent").startswith("median ")
+        assert browser.ask("document.getElementById('inter_token_latency_summary').textContent").startswith("median ")
         if folder := os.environ.get("SMELT_SCREENSHOTS"):
             for scheme in ("light", "dark"):
                 browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])

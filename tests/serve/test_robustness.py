@@ -23,7 +23,7 @@ def test_two_hundred_visitors(server: Server) -> None:
     found = asyncio.run(visits(server.url, range(200)))
     assert "wrong" not in found and found["leaves"] >= 30 and found["leaves early"] >= 20 and found["stop"] >= 30
     state = server.wait_until_idle()
-    assert state["blocks_used"] == 0 and state["answers"] == 0 and state["ended"]["error"] == 0
+    assert state["blocks_used"] == 0 and state["admitted"] == 0 and state["finished"]["error"] == 0
     assert server.resident_bytes() - before < ALLOWED
 
 
@@ -50,20 +50,20 @@ def test_who_leaves_frees_its_blocks(server: Server, stream: bool) -> None:
     with posted(server, {**LONG, "n": 4, "stream": stream}):
         server.wait_until(lambda state: state["running"] == 4)
     after = server.wait_until_idle()
-    assert after["ended"]["abort"] == before["ended"]["abort"] + 4
-    assert after["ended"]["length"] == before["ended"]["length"], "nothing was computed to its end"
+    assert after["finished"]["abort"] == before["finished"]["abort"] + 4
+    assert after["finished"]["length"] == before["finished"]["length"], "nothing was computed to its end"
 
 
 def test_a_hundred_long_requests_that_leave_do_not_delay_the_next(server: Server) -> None:
     before = server.wait_until_idle()
     connections = [posted(server, LONG) for _ in range(100)]
-    server.wait_until(lambda state: state["answers"] == 100)
+    server.wait_until(lambda state: state["admitted"] == 100)
     for connection in connections:
         connection.close()
     assert server.complete("hello", max_tokens=5)["usage"]["completion_tokens"] == 5
     after = server.wait_until_idle()
-    assert after["ended"]["abort"] == before["ended"]["abort"] + 100
-    assert after["ended"]["length"] == before["ended"]["length"] + 1, "only the last was computed to its end"
+    assert after["finished"]["abort"] == before["finished"]["abort"] + 100
+    assert after["finished"]["length"] == before["finished"]["length"] + 1, "only the last was computed to its end"
 
 
 def test_who_does_not_read_is_dropped_while_others_are_served(server: Server) -> None:
@@ -72,7 +72,7 @@ def test_who_does_not_read_is_dropped_while_others_are_served(server: Server) ->
         server.wait_until(lambda state: state["running"] == 4)
         assert server.complete("hello", max_tokens=5)["choices"][0]["text"]
         after = server.wait_until_idle()
-        assert after["ended"]["abort"] == before["ended"]["abort"] + 4
+        assert after["finished"]["abort"] == before["finished"]["abort"] + 4
         silent.settimeout(PATIENCE)
         content = b""
         try:
@@ -101,7 +101,7 @@ def test_priorities_go_first(server: Server) -> None:
                 for priority, n in ((-1000, 128), (-1000, 128), (7, 100), (5, 100), (-5, 100)):  # 256 run at once
                     tasks.append(asyncio.create_task(ask(priority, n)))
                     answers += n
-                    while server.state()["answers"] < answers:
+                    while server.state()["admitted"] < answers:
                         await asyncio.sleep(0.02)
             await asyncio.gather(*tasks)
 

@@ -16,7 +16,7 @@ from smelt.serve.server import generation, stream
 from smelt.serve.server.app import create_app
 from smelt.serve.server.service import Service
 from smelt.serve.server.settings import ServerLimits, ServerSettings
-from smelt.serve.server.tokenization import Texts, _Decoder
+from smelt.serve.server.tokenization import AsyncTokenizer, _FastDecoder
 from smelt.serve.worker.client import EngineClient
 from tests.character_tokenizer import character_tokenizer
 from tests.serve.pretending import pretending
@@ -55,9 +55,9 @@ def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             bodies: list[dict[str, Any]] = [{"prompt": "x", "stream": stream} for stream in (True, False)]
             found = [await client.post("/v1/completions", json=body) for body in bodies]
-        assert service.admission.taken == 0 and service.meters.ended.values["abort"] == 2
+        assert service.admission.admitted == 0 and service.metrics.finished.values["abort"] == 2
         service.admission.close()
-        assert service.trouble == "the server is shutting down."
+        assert service.unhealthy_reason == "the server is shutting down."
         await service.stop()
         return found
 
@@ -81,11 +81,11 @@ def test_tokens_that_show_nothing(
     script = f"""
 ready()
 while True:
-    name = pipe.receive().get("name")
+    request_id = pipe.receive().request_id
     for place, token in enumerate({tokens}):
         time.sleep(0.1)
         end = "length" if place == {len(tokens) - 1} else ""
-        send(kind="events", state=state, events=[[name, 0, token, None, end, 0, 0.0]])
+        pipe.send(StepOutput(state, [SampledToken(request_id, 0, token, None, end, 0, 0.0)]))
 """
     monkeypatch.setattr(EngineClient, "command", pretending(script))
     ping_soon(monkeypatch)
@@ -107,10 +107,10 @@ def test_tokens_that_come_together(
     script = f"""
 ready()
 while True:
-    name = pipe.receive().get("name")
+    request_id = pipe.receive().request_id
     ends = [""] * {len(tokens) - 1} + ["length"]
-    events = [[name, 0, token, None, end, 0, 0.0] for token, end in zip({tokens}, ends)]
-    send(kind="events", state=state, events=events)
+    sampled = [SampledToken(request_id, 0, token, None, end, 0, 0.0) for token, end in zip({tokens}, ends)]
+    pipe.send(StepOutput(state, sampled))
 """
     monkeypatch.setattr(EngineClient, "command", pretending(script))
 
@@ -121,8 +121,8 @@ while True:
 
 @pytest.mark.parametrize("each", [tokenizer(), character_tokenizer()], ids=["bytes", "characters"])
 def test_the_quick_way_to_text_is_the_same_text(each: Any) -> None:
-    texts = Texts(each, 100)
-    assert isinstance(texts._decoder, _Decoder)
+    texts = AsyncTokenizer(each, 100)
+    assert isinstance(texts._decoder, _FastDecoder)
     for tokens in ([1, 2, 3], [98, 5, 5, 200 % len(each), len(each) - 1], list(range(len(each)))):
         options = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
         assert texts._decoder.decode(tokens, **options) == each.decode(tokens, **options)
@@ -132,12 +132,12 @@ def test_the_quick_way_to_text_is_the_same_text(each: Any) -> None:
             return "mine"
 
     own = Own(tokenizer_object=each.backend_tokenizer)
-    assert Texts(own, 100)._decoder is own
+    assert AsyncTokenizer(own, 100)._decoder is own
 
 
 def test_bytes_of_tokens() -> None:
     """Also of those that are only a part of a character."""
-    texts = Texts(tokenizer(), 100)
+    texts = AsyncTokenizer(tokenizer(), 100)
     ids = tokenizer()("é🙂a")["input_ids"]
     assert b"".join(texts.token(token)[1] for token in ids) == "é🙂a".encode()
     assert texts.token(ids[-1]) == ("a", b"a") and texts.token(256) == ("<end>", b"<end>")

@@ -12,28 +12,28 @@ import pytest
 
 from smelt.errors import SmeltError
 from smelt.serve.engine.sampling_params import SamplingParams
-from smelt.serve.server.metrics import Meters
+from smelt.serve.server.metrics import ServerMetrics
 from smelt.serve.server.settings import ServerLimits
-from smelt.serve.server.supervisor import Supervisor
+from smelt.serve.server.supervisor import EngineSupervisor
 from smelt.serve.worker import loop
 from smelt.serve.worker.client import EngineClient, OtherModelError, WorkerDiedError
-from smelt.serve.worker.pipe import pipe_pair
+from smelt.serve.worker.messages import StartEngine, StartFailed, pipe_pair
 from tests.serve.pretending import pretending
 from tests.serve.served import PATIENCE
 
 LISTENS = "ready()\nwhile True: pipe.receive()"
 
 
-def supervised(script: str, **limits: float) -> Supervisor:
+def supervised(script: str, **limits: float) -> EngineSupervisor:
     client = EngineClient("nothing")
     client.command = pretending(script)  # type: ignore[assignment]
-    found = Supervisor(client, ServerLimits(**limits))  # type: ignore[arg-type]
-    found.meters = Meters("x", 64)
+    found = EngineSupervisor(client, ServerLimits(**limits))  # type: ignore[arg-type]
+    found.metrics = ServerMetrics("x", 64)
     return found
 
 
-def _restarted(found: Supervisor, times: int) -> Callable[[], bool]:
-    return lambda: found.meters is not None and found.meters.restarts.total == times and not found.trouble
+def _restarted(found: EngineSupervisor, times: int) -> Callable[[], bool]:
+    return lambda: found.metrics is not None and found.metrics.restarts.value == times and not found.unhealthy_reason
 
 
 async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> None:
@@ -45,8 +45,8 @@ async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> Non
 @pytest.mark.parametrize(
     ("script", "kind", "told"),
     [
-        ("send(kind='failed', sentence='no such model.')", SmeltError, "no such model"),
-        ("send(kind='other', folder='x', task='images')", OtherModelError, "for images"),
+        ("pipe.send(StartFailed('no such model.'))", SmeltError, "no such model"),
+        ("pipe.send(NotALanguageModel('x', 'images'))", OtherModelError, "for images"),
         ("sys.exit(3)", SmeltError, "ended while it was starting"),
     ],
 )
@@ -59,10 +59,11 @@ def test_the_true_process_says_why_it_cannot_start(monkeypatch: pytest.MonkeyPat
     ours, theirs = pipe_pair()
     monkeypatch.setattr(sys, "argv", ["loop", str(theirs.detach())])
     monkeypatch.setattr(loop.signal, "signal", lambda *_: None)
-    ours.send({"model": "/there/is/nothing"})
+    ours.send(StartEngine("/there/is/nothing"))
     with pytest.raises(SystemExit, match="2"):
         loop.main()
-    assert ours.receive()["sentence"].startswith("no model at /there/is/nothing")
+    failed = ours.receive()
+    assert isinstance(failed, StartFailed) and failed.message.startswith("no model at /there/is/nothing")
 
 
 def test_one_that_dies_again_and_again_is_given_up() -> None:
@@ -71,8 +72,8 @@ def test_one_that_dies_again_and_again_is_given_up() -> None:
         await found.start()
         async with asyncio.timeout(PATIENCE):
             await found.watch()
-        assert found.given_up.is_set() and found.meters is not None and found.meters.restarts.total == 2
-        assert found.trouble == "the engine's process is not running."
+        assert found.given_up.is_set() and found.metrics is not None and found.metrics.restarts.value == 2
+        assert found.unhealthy_reason == "the engine's process is not running."
 
     asyncio.run(main())
 
@@ -98,22 +99,22 @@ def test_one_that_stands_still_is_noticed_and_replaced_and_blocks_nobody() -> No
         found = supervised(LISTENS, step_timeout=0.6)
         await found.start()
         client = found.client
-        assert client.process is not None and found.trouble == ""
+        assert client.process is not None and found.unhealthy_reason == ""
         first = client.process.pid
         os.kill(first, signal.SIGSTOP)
         await asyncio.sleep(0.8)
-        assert found.trouble == ""  # nobody waits for it
+        assert found.unhealthy_reason == ""  # nobody waits for it
         streams = [
             client.stream([[9] * 2000] * 8, SamplingParams()) for _ in range(40)
         ]  # would wait for ever, if it waited
         assert client.alive
-        await until(lambda: "no step was finished for 0.6 seconds" in found.trouble)
+        await until(lambda: "no step was finished for 0.6 seconds" in found.unhealthy_reason)
         watching = asyncio.create_task(found.watch())
         for stream in streams:
             with pytest.raises(WorkerDiedError):
                 async with asyncio.timeout(PATIENCE):
                     await stream.next()
-        await until(lambda: not found.trouble)
+        await until(lambda: not found.unhealthy_reason)
         assert client.process.pid != first and client.silent_seconds == 0
         watching.cancel()
         await client.stop()

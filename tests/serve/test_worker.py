@@ -14,9 +14,9 @@ from smelt.errors import RequestError, SmeltError
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.sampling_params import SamplingParams
-from smelt.serve.worker.client import EngineClient, Stream, TokenEvent, WorkerDiedError
-from smelt.serve.worker.loop import Loop
-from smelt.serve.worker.pipe import Pipe, pipe_pair
+from smelt.serve.worker.client import EngineClient, TokenEvent, TokenStream, WorkerDiedError
+from smelt.serve.worker.loop import EngineWorker
+from smelt.serve.worker.messages import Pipe, StartEngine, pipe_pair
 from tests.serve.served import PATIENCE, language_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -24,7 +24,7 @@ LONG = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
 PROMPTS = [[5, 9, 77, 30], [101] * 40, [3]]
 
 
-async def drained(stream: Stream) -> list[TokenEvent]:
+async def drained(stream: TokenStream) -> list[TokenEvent]:
     events = []
     try:
         while found := await stream.next():
@@ -63,7 +63,7 @@ async def samples(client: EngineClient) -> None:
             for event in found:
                 counts[event.answer] += event.token is not None
             if counts[1] >= 5:
-                stream.end(1)
+                stream.abort(1)
     finally:
         stream.close()
     assert counts[0] == counts[2] == 1500 and 5 <= counts[1] < 1500
@@ -118,6 +118,6 @@ def test_the_engine_is_given_the_model_by_its_name(model_folder: Path, monkeypat
     """Not by the folder that the name stands for: that of a bundled model holds floats, its name means few bits."""
     monkeypatch.setenv("HOME", str(model_folder.parent))
     ours, theirs = pipe_pair()
-    ours.send({"model": f"~/{model_folder.name}", "kv_cache_bytes": 10**6})
-    loop = Loop(Pipe(theirs.detach()))
+    ours.send(StartEngine(f"~/{model_folder.name}", {"kv_cache_bytes": 10**6}))
+    loop = EngineWorker(Pipe(theirs.detach()))
     assert loop.engine.model.source == f"~/{model_folder.name}" and loop.folder == str(model_folder)

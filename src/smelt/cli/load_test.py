@@ -1,4 +1,4 @@
-"""`smelt load-test`: latencies, throughput and goodput of a server under load."""
+"""`smelt load-test`: measure latencies, throughput and goodput of a server under load."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ import typer
 from smelt.cli.output import JsonOption, SeedOption, console, say, table, write_json
 from smelt.errors import SmeltError
 from smelt.files import check_writable
-from smelt.loadtest.generator import LoadTest, Result, load_test
-from smelt.loadtest.prompts import Length
-from smelt.loadtest.series import plain_timelines, series
-from smelt.loadtest.summary import limits_from
+from smelt.loadtest.generator import LoadTest, LoadTestResult, load_test
+from smelt.loadtest.prompts import LengthRange
+from smelt.loadtest.summary import limits_from, plain_timelines, series
 from smelt.measure.machine import machine
 from smelt.progress import progress_bars
 from smelt.report.load_test import latency_rows, render_load, throughput_rows
 from smelt.report.page import write_page
 
-_MOST_KEY = 4096
+_MAX_KEY_LENGTH = 4096
 
 
 def run(
@@ -31,29 +30,33 @@ def run(
     ] = math.inf,
     requests: Annotated[int, typer.Option("--num-requests", min=1, max=1_000_000, help="Requests to send.")] = 100,
     burstiness: Annotated[float, typer.Option(help="1: Poisson; less: in bursts; more: evenly.")] = 1.0,
-    max_concurrency: Annotated[int | None, typer.Option(min=1, help="At once, at most; others wait here.")] = None,
-    model: Annotated[str | None, typer.Option(help="By default the first one that the server lists.")] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Maximum concurrent requests; others wait in the client.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="By default the first that the server lists.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions, not /v1/completions.")] = False,
     input_length: Annotated[
         str, typer.Option("--input-len", metavar="N|A:B", help="Tokens of a random prompt.")
     ] = "128",
     output_length: Annotated[str, typer.Option("--output-len", metavar="N|A:B", help="Tokens of an answer.")] = "128",
-    prompts: Annotated[Path | None, typer.Option(help="JSONL with `prompt` or `messages` a row.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Answers get their full length.")] = True,
+    prompts: Annotated[Path | None, typer.Option(help="JSONL rows with `prompt` or `messages`.")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="Generate the full length.")] = True,
     temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0: the most likely token.")] = 0.0,
-    slo: Annotated[list[str] | None, typer.Option(metavar="NAME=MS", help="ttft, tpot or e2el of good ones.")] = None,
+    slo: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=MS", help="Goodput objective: ttft, tpot or e2el.")
+    ] = None,
     warmups: Annotated[int, typer.Option("--num-warmups", min=0, max=1000, help="Requests before the run.")] = 1,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a request may take.")] = 600.0,
-    api_key_file: Annotated[Path | None, typer.Option(help="A file that holds the server's key.")] = None,
-    report: Annotated[Path | None, typer.Option("-o", "--report", help="Also write a page with plots.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds per request.")] = 600.0,
+    api_key_file: Annotated[Path | None, typer.Option(help="A file with the server's API key.")] = None,
+    report: Annotated[Path | None, typer.Option("-o", "--report", help="Also write an HTML report.")] = None,
     json_file: JsonOption = None,
     seed: SeedOption = 0,
 ) -> None:
     if report is not None:
         check_writable(report)
     test = LoadTest(
-        url, requests, rate, burstiness, max_concurrency, model, chat, Length.parse(input_length),
-        Length.parse(output_length), prompts, ignore_eos, temperature, warmups, timeout, _key(api_key_file), seed,
+        url, requests, rate, burstiness, max_concurrency, model, chat, LengthRange.parse(input_length),
+        LengthRange.parse(output_length), prompts, ignore_eos, temperature, warmups, timeout, _key(api_key_file), seed,
         limits_from(slo or []),
     )  # fmt: skip
     with progress_bars() as progress:
@@ -69,27 +72,27 @@ def run(
     write_json(json_file, {**content, "requests": plain_timelines(result.timelines)})
     if report is not None:
         write_page(render_load({**content, "series": series(result.timelines)}), report)
-        say(f"{report} is written.")
+        say(f"{report} was written.")
 
 
-def _show(result: Result, summary: dict[str, Any]) -> None:
+def _show(result: LoadTestResult, summary: dict[str, Any]) -> None:
     if result.stopped:
-        say("stopped; this is what had ended.")
+        say("stopped; only finished requests are included.")
     settings = result.settings
     title = f"{settings['model']} at {settings['url']}, prompts counted in {settings['input_unit']}"
-    console.print(table(title, ["what", "value"], throughput_rows(summary)))
-    headings = ["milliseconds", "mean", "p50", "p90", "p99", "largest"]
+    console.print(table(title, ["measure", "value"], throughput_rows(summary)))
+    headings = ["milliseconds", "mean", "p50", "p90", "p99", "max"]
     console.print(table("latency", headings, latency_rows(summary)))
 
 
 def _key(path: Path | None) -> str:
-    """The key in a file, which is one line of printable ASCII."""
+    """Read an API key: one line of printable ASCII."""
     if path is None:
         return ""
     try:
         key = path.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise SmeltError(f"{path} cannot be read as a key ({type(error).__name__}).") from error
-    if not key or len(key) > _MOST_KEY or not all(32 < ord(letter) < 127 for letter in key):
-        raise SmeltError(f"{path} does not hold a key: one line of letters, digits and signs is expected.")
+        raise SmeltError(f"{path} cannot be read as an API key ({type(error).__name__}).") from error
+    if not key or len(key) > _MAX_KEY_LENGTH or not all(32 < ord(letter) < 127 for letter in key):
+        raise SmeltError(f"{path} does not contain a key: one line of printable ASCII is expected.")
     return key

@@ -1,1 +1,1 @@
-"""The load generator: requests to any OpenAI-compatible server at times drawn beforehand, and what they measured."""
+"""Load test of any OpenAI-compatible server: latencies, throughput and goodput at a request rate."""

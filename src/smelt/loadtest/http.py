@@ -1,4 +1,4 @@
-"""A small HTTP/1.1 client on asyncio's streams: one request a connection, the answer read as it comes."""
+"""A small HTTP/1.1 client on asyncio streams: one request per connection, the response read as it arrives."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from urllib.parse import urlsplit
 from smelt.errors import RequestError
 
 _LIMIT = 2**20  # bytes of a line, a chunk or an answer that is read whole
-_MOST_HEADERS = 256
+_MAX_HEADERS = 256
 
 
-class Failed(Exception):
-    """An exchange that did not come to its end: of what kind, and what was said."""
+class ExchangeError(Exception):
+    """A failed request: the kind of failure, and details."""
 
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(kind, detail)
@@ -27,7 +27,7 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Address:
-    """Of a server. `prefix` stands before `/v1`."""
+    """The address of a server. `prefix` precedes `/v1`."""
 
     secure: bool
     host: str
@@ -40,14 +40,14 @@ class Address:
             parts = urlsplit(url.strip())
             port = parts.port
         except ValueError as error:
-            raise RequestError(f"{url!r:.80} is no address of a server ({error}).") from error
+            raise RequestError(f"{url!r:.80} is not the address of a server ({error}).") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise RequestError(f"{url!r:.80} is no address of a server; write it as http://localhost:8000.")
+            raise RequestError(f"{url!r:.80} is not the address of a server; write it as http://localhost:8000.")
         if parts.username is not None or parts.query or parts.fragment:
-            raise RequestError("the address holds more than a server and a path; a key is given with --api-key-file.")
+            raise RequestError("the address may have only a server and a path; pass a key with --api-key-file.")
         secure, prefix = parts.scheme == "https", parts.path.rstrip("/").removesuffix("/v1")
         if any(not 32 < ord(letter) < 127 for letter in parts.hostname + prefix):
-            raise RequestError(f"{url!r:.80} is no address of a server; letters outside of ASCII must be escaped.")
+            raise RequestError(f"{url!r:.80} is not the address of a server; non-ASCII characters must be escaped.")
         return cls(secure, parts.hostname, port or (443 if secure else 80), prefix)
 
     def __str__(self) -> str:
@@ -56,22 +56,22 @@ class Address:
 
 
 class Reply:
-    """The answer of a server: its head is read, its body comes."""
+    """A response whose headers have been read."""
 
     def __init__(self, status: int, headers: dict[str, str], reader: asyncio.StreamReader) -> None:
         self.status, self.headers, self._reader = status, headers, reader
 
     async def blocks(self) -> AsyncIterator[bytes]:
-        """The body as it comes, to its true end: a connection that breaks before it is a failure."""
+        """Yield the body as it arrives; fail if the connection closes before its end."""
         if "chunked" in self.headers.get("transfer-encoding", "").lower():
-            while size := _size(await self._reader.readuntil(b"\n")):
+            while size := _chunk_size(await self._reader.readuntil(b"\n")):
                 yield (await self._reader.readexactly(size + 2))[:-2]
         elif "content-length" in self.headers:
-            left = _whole(self.headers["content-length"])
+            left = _integer(self.headers["content-length"])
             while left:
                 block = await self._reader.read(min(left, _LIMIT))
                 if not block:
-                    raise Failed("cut off", "the connection was closed in the middle of an answer")
+                    raise ExchangeError("cut off", "the connection was closed in the middle of a response")
                 left -= len(block)
                 yield block
         else:
@@ -79,23 +79,23 @@ class Reply:
                 yield block
 
     async def lines(self) -> AsyncIterator[bytes]:
-        held = b""
+        rest = b""
         async for block in self.blocks():
-            *lines, held = (held + block).split(b"\n")
+            *lines, rest = (rest + block).split(b"\n")
             for line in lines:
                 yield line.rstrip(b"\r")
-            if len(held) > _LIMIT:
-                raise Failed("not understood", "a line of the answer has no end")
-        if held:
-            yield held
+            if len(rest) > _LIMIT:
+                raise ExchangeError("not understood", "a line of the answer has no end")
+        if rest:
+            yield rest
 
     async def json(self) -> Any:
-        """The whole body; None where it is not JSON."""
+        """Return the body as JSON, or None if it is not JSON."""
         body = b""
         async for block in self.blocks():
             body += block
             if len(body) > 16 * _LIMIT:
-                raise Failed("not understood", "the answer is too long")
+                raise ExchangeError("not understood", "the answer is too long")
         with suppress(ValueError, RecursionError):
             return json.loads(body)
         return None
@@ -103,23 +103,23 @@ class Reply:
 
 @asynccontextmanager
 async def exchange(address: Address, path: str, content: Any = None, key: str = "") -> AsyncIterator[Reply]:
-    """A GET, or a POST of JSON where there is content. What goes wrong, inside too, is a `Failed`."""
+    """Send a GET, or a POST of JSON if there is content. Failures, also inside, are raised as `ExchangeError`."""
     writer: asyncio.StreamWriter | None = None
     try:
         try:
             context = ssl.create_default_context() if address.secure else None
             reader, writer = await asyncio.open_connection(address.host, address.port, ssl=context, limit=_LIMIT)
         except OSError as error:  # refused, unknown, unreachable, or no trust
-            raise Failed("no connection", error.strerror or str(error)) from error
-        writer.write(_head_and_body(address, path, content, key))
+            raise ExchangeError("no connection", error.strerror or str(error)) from error
+        writer.write(_request_bytes(address, path, content, key))
         await writer.drain()
-        yield await _head(reader)
+        yield await _read_head(reader)
     except asyncio.IncompleteReadError as error:
-        raise Failed("cut off", "the connection was closed in the middle of an answer") from error
+        raise ExchangeError("cut off", "the connection was closed in the middle of a response") from error
     except (ValueError, asyncio.LimitOverrunError) as error:
-        raise Failed("not understood", f"the answer is not HTTP as we know it ({error})") from error
+        raise ExchangeError("not understood", f"the response is not valid HTTP ({error})") from error
     except OSError as error:
-        raise Failed("cut off", error.strerror or str(error)) from error
+        raise ExchangeError("cut off", error.strerror or str(error)) from error
     finally:
         if writer is not None:
             writer.close()
@@ -127,7 +127,7 @@ async def exchange(address: Address, path: str, content: Any = None, key: str = 
                 await writer.wait_closed()
 
 
-def _head_and_body(address: Address, path: str, content: Any, key: str) -> bytes:
+def _request_bytes(address: Address, path: str, content: Any, key: str) -> bytes:
     body = b"" if content is None else json.dumps(content).encode()
     host = str(address).partition("//")[2].partition("/")[0]
     lines = [
@@ -141,29 +141,29 @@ def _head_and_body(address: Address, path: str, content: Any, key: str) -> bytes
     return "\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + body
 
 
-async def _head(reader: asyncio.StreamReader) -> Reply:
+async def _read_head(reader: asyncio.StreamReader) -> Reply:
     words = (await reader.readuntil(b"\n")).decode("latin-1").split(None, 2)
     if len(words) < 2 or not words[0].startswith("HTTP/"):
-        raise Failed("not understood", "the server does not speak HTTP")
+        raise ExchangeError("not understood", "the server does not speak HTTP")
     headers: dict[str, str] = {}
-    for _ in range(_MOST_HEADERS):
+    for _ in range(_MAX_HEADERS):
         line = (await reader.readuntil(b"\n")).decode("latin-1").strip()
         if not line:
-            return Reply(_whole(words[1]), headers, reader)
+            return Reply(_integer(words[1]), headers, reader)
         name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
-    raise Failed("not understood", "the answer has too many headers")
+    raise ExchangeError("not understood", "the answer has too many headers")
 
 
-def _whole(text: str) -> int:
+def _integer(text: str) -> int:
     if not text.isdecimal() or len(text) > 18:
-        raise Failed("not understood", "the answer is not HTTP as we know it")
+        raise ExchangeError("not understood", "the response is not valid HTTP")
     return int(text)
 
 
-def _size(line: bytes) -> int:
-    """Of a chunk, in hexadecimal before any `;`."""
+def _chunk_size(line: bytes) -> int:
+    """Parse the size of a chunk: hexadecimal before any `;`."""
     size = int(line.split(b";")[0].strip() or b"-1", 16)
     if not 0 <= size <= 16 * _LIMIT:
-        raise Failed("not understood", "a chunk of the answer has an impossible size")
+        raise ExchangeError("not understood", "a chunk of the answer has an impossible size")
     return size

@@ -1,4 +1,4 @@
-"""What is asked: random words of the default text, or prompts from a file, drawn by the seed."""
+"""Prompts of a load test: random words of the default text, or rows of a file, drawn by the seed."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from smelt.data.files import read_rows
 from smelt.data.text import load_text
 from smelt.errors import DataError, RequestError
 
-MOST_LENGTH = 1_000_000
+MAX_LENGTH = 1_000_000
 
 
 @dataclass(frozen=True)
-class Length:
-    """So many, or any number between two, each as likely: `128` or `64:256`."""
+class LengthRange:
+    """A fixed length, or a uniform range: `128` or `64:256`."""
 
     low: int
     high: int
 
-    def draw(self, chance: random.Random) -> int:
-        return chance.randint(self.low, self.high)
+    def draw(self, generator: random.Random) -> int:
+        return generator.randint(self.low, self.high)
 
     def __str__(self) -> str:
         return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
 
     @classmethod
-    def parse(cls, text: str) -> Length:
-        found = re.fullmatch(r"(\d{1,7})(?::(\d{1,7}))?", text.strip())
-        low = int(found[1]) if found else 0
-        high = int(found[2] or low) if found else 0
-        if not 1 <= low <= high <= MOST_LENGTH:
-            raise RequestError(f"{text!r:.40} is no length; give a number such as 128, or a range such as 64:256.")
+    def parse(cls, text: str) -> LengthRange:
+        match = re.fullmatch(r"(\d{1,7})(?::(\d{1,7}))?", text.strip())
+        low = int(match[1]) if match else 0
+        high = int(match[2] or low) if match else 0
+        if not 1 <= low <= high <= MAX_LENGTH:
+            raise RequestError(f"{text!r:.40} is not a length; use a number such as 128, or a range such as 64:256.")
         return cls(low, high)
 
 
@@ -52,27 +52,30 @@ class Prompt:
         return [entry for entry in self.content if isinstance(entry, dict)]
 
 
-def random_prompts(count: int, words: Length, output: Length, seed: int = 0) -> list[Prompt]:
+def random_prompts(count: int, words: LengthRange, output: LengthRange, seed: int = 0) -> list[Prompt]:
     """Words of the default text, each drawn by itself, so that no two prompts begin alike."""
-    chance = random.Random(f"prompts {seed}")
+    generator = random.Random(f"prompts {seed}")
     known = load_text("default").joined.split()
-    return [Prompt(" ".join(chance.choices(known, k=words.draw(chance))), output.draw(chance)) for _ in range(count)]
+    return [
+        Prompt(" ".join(generator.choices(known, k=words.draw(generator))), output.draw(generator))
+        for _ in range(count)
+    ]
 
 
-def prompts_from(path: Path, count: int, output: Length, *, chat: bool, seed: int = 0) -> list[Prompt]:
+def prompts_from(path: Path, count: int, output: LengthRange, *, chat: bool, seed: int = 0) -> list[Prompt]:
     """Rows with a `prompt`, or with `messages` for a chat; `max_tokens` in a row says how long its answer may be."""
-    chance, rows = random.Random(f"prompts {seed}"), read_rows(path)
-    all_of_them = [_from_row(row, f"{path} row {number}", chat) for number, row in enumerate(rows, 1)]
+    generator, rows = random.Random(f"prompts {seed}"), read_rows(path)
+    contents = [_from_row(row, f"{path} row {number}", chat) for number, row in enumerate(rows, 1)]
     drawn: list[Prompt] = []
     while len(drawn) < count:  # every row once in a random order, then all of them again
-        for content, asked in chance.sample(all_of_them, len(all_of_them)):
-            drawn.append(Prompt(content, asked or output.draw(chance)))
+        for content, asked in generator.sample(contents, len(contents)):
+            drawn.append(Prompt(content, asked or output.draw(generator)))
     return drawn[:count]
 
 
 def _from_row(row: dict[str, Any], where: str, chat: bool) -> tuple[str | list[dict[str, Any]], int]:
     asked = row.get("max_tokens", 0)
-    if type(asked) is not int or not 0 <= asked <= MOST_LENGTH:
+    if type(asked) is not int or not 0 <= asked <= MAX_LENGTH:
         raise DataError(f"{where} has max_tokens {asked!r:.40}, which is no number of tokens.")
     messages = row.get("messages")
     if chat and isinstance(messages, list) and messages and all(isinstance(entry, dict) for entry in messages):

@@ -1,4 +1,4 @@
-"""What all requests together measured: latencies, throughput, goodput, failures."""
+"""Summarize a load test: latencies, throughput, goodput, failures, and series for plots."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from smelt.errors import RequestError
-from smelt.loadtest.timeline import Timeline
+from smelt.loadtest.timeline import RequestTimeline
 
 PERCENTILES = (50, 90, 99)
-LIMITED = ("ttft", "tpot", "e2el")
+OBJECTIVES = ("ttft", "tpot", "e2el")
 
 
 @dataclass(frozen=True)
-class Spread:
+class LatencyStats:
     """A latency over all requests, in milliseconds."""
 
     mean: float
     p50: float
     p90: float
     p99: float
-    largest: float
+    max: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Spread | None:
+    def of(cls, seconds: Sequence[float]) -> LatencyStats | None:
         if not seconds:
             return None
         ordered = sorted(1000 * value for value in seconds)
@@ -36,7 +36,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Summary:
-    """Times in milliseconds but for `seconds`, which lie between the first request sent and the last one ended."""
+    """Latencies in milliseconds; `seconds` from the first request sent to the last one finished."""
 
     requests: int
     answered: int
@@ -47,23 +47,23 @@ class Summary:
     requests_per_second: float
     output_tokens_per_second: float
     total_tokens_per_second: float
-    peak_tokens_per_second: float  # the best of all seconds
-    most_at_once: int  # requests under way
-    ttft: Spread | None
-    tpot: Spread | None
-    itl: Spread | None
-    e2el: Spread | None
-    late: Spread | None  # sent after they were due
-    limits: dict[str, float]  # what a good request must keep to
+    peak_tokens_per_second: float  # over the best second
+    peak_concurrency: int
+    ttft: LatencyStats | None
+    tpot: LatencyStats | None
+    itl: LatencyStats | None
+    e2el: LatencyStats | None
+    late: LatencyStats | None  # delay between schedule and sending
+    limits: dict[str, float]  # latency objectives of goodput
     good: int
-    goodput: float | None  # good requests a second
+    goodput: float | None  # requests per second that meet all objectives
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def summarise(timelines: Sequence[Timeline], limits: Mapping[str, float] | None = None) -> Summary:
-    """`limits` in milliseconds, of `ttft`, `tpot` and `e2el`: a request is good when it keeps to all of them."""
+def summarize(timelines: Sequence[RequestTimeline], limits: Mapping[str, float] | None = None) -> Summary:
+    """Summarize a run. `limits` are goodput objectives in milliseconds for `ttft`, `tpot` and `e2el`."""
     limits = dict(limits or {})
     answered = [line for line in timelines if not line.failure]
     start = min((line.sent for line in timelines), default=0.0)
@@ -83,33 +83,33 @@ def summarise(timelines: Sequence[Timeline], limits: Mapping[str, float] | None 
         output_tokens_per_second=tokens * per_second,
         total_tokens_per_second=(tokens + inputs) * per_second,
         peak_tokens_per_second=max(tokens_by_second(timelines), default=0.0),
-        most_at_once=max((count for _, count in under_way(timelines)), default=0),
-        ttft=Spread.of([line.ttft for line in answered]),
-        tpot=Spread.of([line.tpot for line in answered if line.output_tokens > 1]),
-        itl=Spread.of([gap for line in answered for gap in line.gaps]),
-        e2el=Spread.of([line.latency for line in answered]),
-        late=Spread.of([line.late for line in timelines]),
+        peak_concurrency=max((count for _, count in concurrency(timelines)), default=0),
+        ttft=LatencyStats.of([line.ttft for line in answered]),
+        tpot=LatencyStats.of([line.tpot for line in answered if line.output_tokens > 1]),
+        itl=LatencyStats.of([gap for line in answered for gap in line.gaps]),
+        e2el=LatencyStats.of([line.latency for line in answered]),
+        late=LatencyStats.of([line.late for line in timelines]),
         limits=limits,
         good=good,
         goodput=good * per_second if limits else None,
     )
 
 
-def is_good(line: Timeline, limits: Mapping[str, float]) -> bool:
-    found = {"ttft": line.ttft, "tpot": line.tpot, "e2el": line.latency}
-    return all(1000 * found[name] <= limit for name, limit in limits.items())
+def is_good(line: RequestTimeline, limits: Mapping[str, float]) -> bool:
+    latencies = {"ttft": line.ttft, "tpot": line.tpot, "e2el": line.latency}
+    return all(1000 * latencies[name] <= limit for name, limit in limits.items())
 
 
 def percentile(ordered: Sequence[float], rank: float) -> float:
-    """Between the two nearest values, as NumPy has it."""
-    place = (len(ordered) - 1) * rank / 100
-    low = math.floor(place)
+    """Interpolate linearly between the two nearest values, as NumPy does."""
+    position = (len(ordered) - 1) * rank / 100
+    low = math.floor(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
-def tokens_by_second(timelines: Sequence[Timeline]) -> list[float]:
-    """Output tokens that came in each second since the first request. A piece counts for an equal share of its
+def tokens_by_second(timelines: Sequence[RequestTimeline]) -> list[float]:
+    """Return the output tokens in each second since the first request. Every chunk counts for an equal share of its
     request's tokens, since a server may send several tokens at once."""
     start = min((line.sent for line in timelines), default=0.0)
     bins: Counter[int] = Counter()
@@ -119,18 +119,18 @@ def tokens_by_second(timelines: Sequence[Timeline]) -> list[float]:
     return [float(bins[second]) for second in range(max(bins, default=-1) + 1)]
 
 
-def under_way(timelines: Sequence[Timeline]) -> list[tuple[float, int]]:
-    """How many requests there were at once, at each time at which that changed."""
+def concurrency(timelines: Sequence[RequestTimeline]) -> list[tuple[float, int]]:
+    """Return the number of concurrent requests at each time when it changes."""
     changes = sorted([(line.sent, 1) for line in timelines] + [(line.ended, -1) for line in timelines])
-    found, count = [], 0
+    points, count = [], 0
     for time, change in changes:
         count += change
-        found.append((time, count))
-    return found
+        points.append((time, count))
+    return points
 
 
 def limits_from(words: Sequence[str]) -> dict[str, float]:
-    """`ttft=500` as {"ttft": 500.0}."""
+    """Parse `ttft=500` to {"ttft": 500.0}."""
     limits = {}
     for word in words:
         name, _, value = word.partition("=")
@@ -138,6 +138,40 @@ def limits_from(words: Sequence[str]) -> dict[str, float]:
             limits[name] = float(value)
         except ValueError:
             limits[name] = math.nan
-        if name not in LIMITED or not 0 < limits[name] < math.inf:
-            raise RequestError(f"{word!r:.40} is no limit; write milliseconds, such as ttft=500, tpot=50 or e2el=9000.")
+        if name not in OBJECTIVES or not 0 < limits[name] < math.inf:
+            raise RequestError(
+                f"{word!r:.40} is not a limit; use milliseconds, such as ttft=500, tpot=50 or e2el=9000."
+            )
     return limits
+
+
+def series(timelines: Sequence[RequestTimeline]) -> dict[str, Any]:
+    """Return latencies in milliseconds over seconds since the first request, and sorted for their distributions."""
+    start = min((line.sent for line in timelines), default=0.0)
+    answered = sorted((line for line in timelines if not line.failure), key=lambda line: line.sent)
+    several = [line for line in answered if line.output_tokens > 1]
+    tokens = tokens_by_second(timelines)
+    return {
+        "ttft": [(line.sent - start, 1000 * line.ttft) for line in answered],
+        "tpot": [(line.sent - start, 1000 * line.tpot) for line in several],
+        "tokens": [*((float(second), count) for second, count in enumerate(tokens)), (float(len(tokens)), 0.0)],
+        "concurrency": [(time - start, float(count)) for time, count in concurrency(timelines)],
+        "sorted": {
+            "ttft": sorted(1000 * line.ttft for line in answered),
+            "tpot": sorted(1000 * line.tpot for line in several),
+            "itl": sorted(1000 * gap for line in answered for gap in line.gaps),
+            "e2el": sorted(1000 * line.latency for line in answered),
+        },
+    }
+
+
+def plain_timelines(timelines: Sequence[RequestTimeline]) -> list[dict[str, Any]]:
+    """Return one object per request, times in milliseconds: enough to recompute every figure."""
+    return [
+        {
+            "due": round(1000 * line.due, 3), "sent": round(1000 * line.sent, 3), "ended": round(1000 * line.ended, 3),
+            "input_tokens": line.input_tokens, "output_tokens": line.output_tokens, "failure": line.failure,
+            "pieces": [round(1000 * piece, 3) for piece in line.pieces],
+        }
+        for line in timelines
+    ]  # fmt: skip

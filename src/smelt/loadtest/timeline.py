@@ -1,7 +1,7 @@
-"""What happened to one request, on the client's clock. Times are seconds since the run began.
+"""The timeline of one request on the client's clock, in seconds since the start of the run.
 
-    TTFT  = first piece of text - sent             E2EL = last piece - sent
-    ITL   = gaps between pieces of text            TPOT = (E2EL - TTFT) / (output tokens - 1), 0 for one token
+    TTFT  = first chunk of text - sent             E2EL = last chunk - sent
+    ITL   = gaps between chunks of text            TPOT = (E2EL - TTFT) / (output tokens - 1), 0 for one token
 
 `sent` is taken before the connection is opened: a user waits for that too.
 """
@@ -13,17 +13,17 @@ from itertools import pairwise
 
 
 @dataclass
-class Timeline:
-    """A request that was answered, or the kind of failure that ended it."""
+class RequestTimeline:
+    """A finished request, or the failure that ended it."""
 
-    due: float = 0.0  # when it should have been sent
+    due: float = 0.0  # scheduled send time
     sent: float = 0.0
-    pieces: list[float] = field(default_factory=list)  # when text came
-    ended: float = 0.0  # when the answer was whole, or had failed
+    pieces: list[float] = field(default_factory=list)  # arrival times of text
+    ended: float = 0.0  # end of the answer, or failure
     input_tokens: int = 0
     output_tokens: int = 0
-    failure: str = ""  # empty: it was answered
-    detail: str = ""  # what the server said to a failure
+    failure: str = ""  # empty: success
+    detail: str = ""  # the server's message
 
     @property
     def ttft(self) -> float:
@@ -43,5 +43,5 @@ class Timeline:
 
     @property
     def late(self) -> float:
-        """How long after its time it was sent: the client was busy, or waited for its turn."""
+        """Delay between schedule and sending: the client was busy, or at its maximum concurrency."""
         return self.sent - self.due

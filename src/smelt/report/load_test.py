@@ -44,7 +44,7 @@ def render_load(run: Run) -> str:
 def latency_rows(summary: Run) -> list[list[str]]:
     """Format name, mean, percentiles and maximum in milliseconds of every measured latency."""
     spreads = [(name, summary.get(key)) for key, name in LATENCIES.items()]
-    columns = ("mean", "p50", "p90", "p99", "largest")
+    columns = ("mean", "p50", "p90", "p99", "max")
     return [[name, *(f"{spread[column]:,.1f}" for column in columns)] for name, spread in spreads if spread]
 
 
@@ -56,7 +56,7 @@ def throughput_rows(summary: Run) -> list[list[str]]:
         ["output tokens per second", f"{summary['output_tokens_per_second']:,.1f}"],
         ["total tokens per second", f"{summary['total_tokens_per_second']:,.1f}"],
         ["peak output tokens per second", f"{summary['peak_tokens_per_second']:,.0f}"],
-        ["peak concurrent requests", f"{summary['most_at_once']:,}"],
+        ["peak concurrent requests", f"{summary['peak_concurrency']:,}"],
     ]
     if summary["goodput"] is not None:
         kept = ", ".join(f"{name} {limit:g} ms" for name, limit in summary["limits"].items())
@@ -121,7 +121,7 @@ def _over_time(run: Run) -> list[Markup]:
         if points:
             upright = Axis("ms", max(value for _, value in points), limits.get(key), "limit")
             graphs.append(dots(LATENCIES[key], points, Axis("seconds", last), upright))
-    for key, title in (("tokens", "output tokens per second"), ("under_way", "running requests")):
+    for key, title in (("tokens", "output tokens per second"), ("concurrency", "running requests")):
         points = series[key]
         if points:
             upright = Axis("", max(value for _, value in points))

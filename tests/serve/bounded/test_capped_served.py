@@ -27,7 +27,7 @@ def small(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 def test_a_prompt_longer_than_the_models_context(small: Server) -> None:
-    assert len(TEXT) > 3 * CONTEXT and small.state()["path"].endswith(f"KV cache of {CAP} tokens")
+    assert len(TEXT) > 3 * CONTEXT and small.state()["backend"].endswith(f"KV cache of {CAP} tokens")
     assert small.state()["blocks"] == 4 * MOST  # four requests of any length
     answer = small.complete(TEXT, max_tokens=300, ignore_eos=True)
     assert answer["usage"]["prompt_tokens"] == len(TEXT) and answer["usage"]["completion_tokens"] == 300

@@ -23,7 +23,7 @@ def test_a_conversation_over_http(model_folder: Path, tmp_path: Path) -> None:
     options = ("--kv-profile", str(written(tmp_path)), "--kv-cache-dtype", "int8", "--kv-cache-gib", "0.02")
     server = start(model_folder, tmp_path, *options)
     try:
-        assert server.get("/state").json()["path"].endswith("per-head cache, int8 KV cache")
+        assert server.get("/state").json()["backend"].endswith("per-head cache, int8 KV cache")
         text = "once upon a time there was a cache that forgot what nobody looked at. " * 8
         first = server.complete(text, max_tokens=8, ignore_eos=True)
         again = server.complete(text, max_tokens=8, ignore_eos=True)

@@ -1,7 +1,7 @@
-"""One replica: an engine in its own process beside a Ray actor, which hands requests in and events out.
+"""One replica: a Ray actor that passes requests to an engine in a subprocess, and tokens back.
 
-What comes in and what goes out is JSON, as on the pipe to the engine. An actor whose engine has died ends, so that
-Ray starts another: there is one way in which replicas come back, whatever it was that died.
+Messages are JSON, as on the pipe to the engine. An actor whose engine died exits, so that Ray starts another: replicas
+are replaced in one way, whichever process died.
 """
 
 from __future__ import annotations
@@ -12,78 +12,83 @@ import os
 import socket
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from typing import Any
 
 from smelt.errors import RequestError
 from smelt.serve.engine.sampling_params import SamplingParams
-from smelt.serve.worker.client import EngineClient, Stream, WorkerDiedError
+from smelt.serve.worker.client import EngineClient, TokenStream, WorkerDiedError
+from smelt.serve.worker.messages import SubmitRequest, decode
 
-FAREWELL = 0.2  # seconds in which those who wait are told, before the actor ends
+EXIT_DELAY = 0.2  # seconds for pending requests to get their error before the actor exits
 
 
 class Replica:
-    """Deployed by `smelt.serve.cluster.ray_serve`; Ray makes it, calls it and looks after its health."""
+    """Deployed by `smelt.serve.cluster.ray_serve`; Ray creates it, calls it and checks its health."""
 
     async def __init__(  # type: ignore[misc]  # Ray awaits it
-        self, model: str, options: dict[str, Any], silence_seconds: float, rate: float, local: bool
+        self, model: str, options: dict[str, Any], step_timeout: float, rate: float, local: bool
     ) -> None:
         if local:
             _listen_on_loopback_only()
-        self._silence, self._rate = silence_seconds, rate
-        self._streams: dict[str, Stream] = {}
+        self._step_timeout, self._rate = step_timeout, rate
+        self._streams: dict[str, TokenStream] = {}
         self._client = EngineClient(model, **options)
         await self._client.start()
-        self._ending = asyncio.create_task(self._end_with_the_engine())
+        self._ending = asyncio.create_task(self._exit_with_engine())
 
     async def generate(self, message: str) -> AsyncGenerator[str, None]:
-        """The events of one prompt's answers. Whoever stops reading aborts them."""
-        asked = json.loads(message)
+        """Stream the tokens of one prompt's answers; they are aborted when the caller stops reading."""
+        request = decode(message)
+        assert isinstance(request, SubmitRequest)
         try:
             stream = self._client.stream(
-                [asked["prompt"]], SamplingParams.from_json(asked["sampling"]), priority=asked["priority"],
-                salt=bytes.fromhex(asked["salt"]), adapter=asked["adapter"],
+                [request.prompt], SamplingParams.from_json(request.sampling), priority=request.priority,
+                salt=bytes.fromhex(request.salt), adapter=request.adapter,
             )  # fmt: skip
         except WorkerDiedError:
             yield json.dumps({"died": True})
             return
-        self._streams[asked["name"]] = stream
+        self._streams[request.request_id] = stream
         try:
             while events := await stream.next():
-                yield json.dumps({**self._seen(), "events": [astuple(event) for event in events]})
-                await asyncio.sleep(len(self._streams) / self._rate)  # the next message holds all that comes meanwhile
+                yield json.dumps({**self._status(), "events": [astuple(event) for event in events]})
+                await asyncio.sleep(
+                    len(self._streams) / self._rate
+                )  # the next message has all tokens sampled meanwhile
         except RequestError as error:
-            yield json.dumps({"refused": str(error)})
+            yield json.dumps({"rejected": str(error)})
         except WorkerDiedError:
             yield json.dumps({"died": True})
         finally:
-            self._streams.pop(asked["name"], None)
+            self._streams.pop(request.request_id, None)
             stream.close()
 
-    async def look(self, aborted: Sequence[tuple[str, int]]) -> str:
-        """How it goes here. Answers that nobody wants any longer are told on this occasion."""
-        for name, answer in aborted:
-            if name in self._streams:
-                self._streams[name].end(answer)
+    async def poll(self, aborted: Sequence[tuple[str, int]]) -> str:
+        """Abort these samples and return the state."""
+        for request_id, sample in aborted:
+            if request_id in self._streams:
+                self._streams[request_id].abort(sample)
         process = self._client.process
         return json.dumps({
-            **self._seen(), "facts": self._client.facts, "machine": socket.gethostname(), "process": os.getpid(),
+            **self._status(), "engine": None if self._client.engine is None else asdict(self._client.engine),
+            "machine": socket.gethostname(), "process": os.getpid(),
             "worker": process.pid if process is not None else None,
         })  # fmt: skip
 
     async def check_health(self) -> None:
-        """Asked by Ray, which replaces a replica that raises."""
+        """Raise if unhealthy; Ray calls this and replaces such a replica."""
         if not self._client.alive:
             raise WorkerDiedError("the engine's process is not running.")
-        if self._client.silent_seconds > self._silence:
-            raise WorkerDiedError(f"no step was finished for {self._silence:g} seconds.")
+        if self._client.silent_seconds > self._step_timeout:
+            raise WorkerDiedError(f"no step was finished for {self._step_timeout:g} seconds.")
 
-    def _seen(self) -> dict[str, Any]:
+    def _status(self) -> dict[str, Any]:
         return {"replica": _name(), "now": time.monotonic(), "state": self._client.state}
 
-    async def _end_with_the_engine(self) -> None:
+    async def _exit_with_engine(self) -> None:
         await self._client.lost.wait()
-        await asyncio.sleep(FAREWELL)
+        await asyncio.sleep(EXIT_DELAY)
         os._exit(1)
 
 
@@ -94,10 +99,11 @@ def _name() -> str:
 
 
 def _listen_on_loopback_only() -> None:
-    """Ray Serve opens a port at every replica for calls that we do not use, on all addresses whatever the node's own
-    is, and has no setting for it. Where this function is missing Ray has changed: better no replica than an open port.
+    """Close the gRPC port that Ray Serve opens at every replica, on all addresses and without a setting for it.
+
+    If Ray has changed and the patched function is missing, the replica fails to start: better than an open port.
     """
     from ray.serve._private import replica
 
-    opened = replica.add_port_to_grpc_server
-    replica.add_port_to_grpc_server = lambda server, _: opened(server, "127.0.0.1:0")
+    add_port = replica.add_port_to_grpc_server
+    replica.add_port_to_grpc_server = lambda server, _: add_port(server, "127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""Looks after the replicas: Ray starts them again, and when they die too often the server gives up."""
+"""Supervise the replicas: Ray restarts them, and after too many deaths the server gives up."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 from smelt.serve.cluster.client import ClusterClient
 from smelt.serve.cluster.ray_serve import Placement, RayServe
 from smelt.serve.server.settings import ServerLimits, ServerSettings
-from smelt.serve.server.supervisor import TICK, Supervisor
+from smelt.serve.server.supervisor import CHECK_SECONDS, EngineSupervisor
 from smelt.serve.worker.client import Observer
 
 log = logging.getLogger("smelt.serve")
 
 
-class ClusterSupervisor(Supervisor):
-    """Of all replicas together."""
+class ClusterSupervisor(EngineSupervisor):
+    """Supervise all replicas together."""
 
     client: ClusterClient
 
@@ -26,14 +26,14 @@ class ClusterSupervisor(Supervisor):
         self._allowed = limits.max_restarts * replicas
 
     @property
-    def trouble(self) -> str:
-        return super().trouble if self.client.alive else "no replica is running."
+    def unhealthy_reason(self) -> str:
+        return super().unhealthy_reason if self.client.alive else "no replica is running."
 
     async def watch(self) -> None:
         while not self.given_up.is_set():
-            for name in await self.client.look():
+            for name in await self.client.poll():
                 self._lost(name)
-            await asyncio.sleep(TICK)
+            await asyncio.sleep(CHECK_SECONDS)
 
     def _lost(self, name: str) -> None:
         now = time.monotonic()
@@ -41,18 +41,18 @@ class ClusterSupervisor(Supervisor):
         while now - self._restarts[0] > self.limits.restart_window:
             self._restarts.popleft()
         if len(self._restarts) > self._allowed:
-            log.error("replica %s died once more after %d others; giving up", name, self._allowed)
+            log.error("replica %s died after %d others; giving up", name, self._allowed)
             self.given_up.set()
             return
         log.error("replica %s died; Ray starts another (%d of %d)", name, len(self._restarts), self._allowed)
-        if self.meters is not None:
-            self.meters.restarts.add()
+        if self.metrics is not None:
+            self.metrics.restarts.inc()
 
 
 def supervised(
     placement: Placement, settings: ServerSettings, observe: Observer, options: dict[str, Any]
 ) -> ClusterSupervisor:
-    """What the service is given in the place of an engine of its own."""
+    """Run the engines as Ray Serve replicas instead of in a subprocess."""
     client = ClusterClient(
         settings.model, RayServe(placement), step_timeout=settings.limits.step_timeout, observe=observe,
         device=settings.device, **options,

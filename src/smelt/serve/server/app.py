@@ -1,4 +1,4 @@
-"""The application: every route behind the guard."""
+"""The FastAPI application: every route behind the middleware."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp
 
-from smelt.serve.server import chat, completions, embeddings, operate, tokens
-from smelt.serve.server.errors import ApiError, on_api_error, on_http_error, on_wrong_shape
-from smelt.serve.server.middleware import Guard
+from smelt.serve.server import chat, completions, embeddings, status, tokens
+from smelt.serve.server.errors import ApiError, on_api_error, on_http_error, on_validation_error
+from smelt.serve.server.middleware import RequestGuard
 from smelt.serve.server.service import Service
 from smelt.serve.worker.client import WorkerDiedError
 from smelt.version import __version__
 
 
 def create_app(service: Service) -> ASGIApp:
-    # The pages that FastAPI would add load scripts from elsewhere; a redirect would repeat the Host it was given.
+    # FastAPI's docs pages would load scripts from other sites; its redirects would repeat the Host header of a client.
     app = FastAPI(title="smelt serve", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
-    for module in (completions, chat, embeddings, tokens, operate):
+    for module in (completions, chat, embeddings, tokens, status):
         app.include_router(module.router)
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(WorkerDiedError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)
-    app.add_exception_handler(RequestValidationError, on_wrong_shape)
-    return Guard(app, service.settings)
+    app.add_exception_handler(RequestValidationError, on_validation_error)
+    return RequestGuard(app, service.settings)

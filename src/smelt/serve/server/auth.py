@@ -1,4 +1,4 @@
-"""Who may talk to the server: API keys, and which names and pages a server on this machine answers to."""
+"""API keys, and the checks of Host and Origin that protect a server on loopback."""
 
 from __future__ import annotations
 
@@ -13,40 +13,39 @@ from urllib.parse import urlsplit
 
 from smelt.errors import SmeltError
 
-LEAST_KEY = 8  # characters
-_MOST_FILE = 1 << 20
+MIN_KEY_LENGTH = 8
+_MAX_FILE_BYTES = 1 << 20
 Headers = Iterable[tuple[bytes, bytes]]
 
 
 def read_keys(path: Path) -> frozenset[bytes]:
-    """The SHA-256 of every key in a file, one a line; empty lines and those that begin with # do not count."""
+    """Return the SHA-256 of each key in a file, one per line; empty lines and lines that begin with # are skipped."""
     try:
         with path.open("rb") as file:
-            content = file.read(_MOST_FILE)
+            content = file.read(_MAX_FILE_BYTES)
     except OSError as error:
-        raise SmeltError(f"the file of API keys {path} cannot be read ({error.strerror}).") from error
+        raise SmeltError(f"the API key file {path} cannot be read ({error.strerror}).") from error
     lines = [line.strip() for line in content.splitlines()]
     keys = [line for line in lines if line and not line.startswith(b"#")]
     if not keys:
-        raise SmeltError(f"{path} holds no API key; write one a line, for example from `openssl rand -hex 32`.")
-    if any(len(key) < LEAST_KEY for key in keys):
-        raise SmeltError(f"{path} holds a key of fewer than {LEAST_KEY} characters, which can be guessed; use longer.")
+        raise SmeltError(f"{path} holds no API key; write one per line, for example from `openssl rand -hex 32`.")
+    if any(len(key) < MIN_KEY_LENGTH for key in keys):
+        raise SmeltError(f"{path} holds a key of fewer than {MIN_KEY_LENGTH} characters; use longer ones.")
     return frozenset(hashlib.sha256(key).digest() for key in keys)
 
 
 def known_key(keys: Iterable[bytes], headers: Headers) -> bytes | None:
-    """The digest of the key that a request carries, if it is one of ours. All keys are compared, each in the same
-    time whatever it is."""
-    given = hashlib.sha256(_given_key(headers)).digest()
-    found = None
+    """Return the digest of the request's key if it is valid. Every key is compared, each in constant time."""
+    digest = hashlib.sha256(_request_key(headers)).digest()
+    match = None
     for key in keys:
-        if hmac.compare_digest(key, given):
-            found = key
-    return found
+        if hmac.compare_digest(key, digest):
+            match = key
+    return match
 
 
-def _given_key(headers: Headers) -> bytes:
-    """As `Authorization: Bearer`, as `X-Api-Key`, or as the password that a browser asks for."""
+def _request_key(headers: Headers) -> bytes:
+    """Read `Authorization: Bearer`, `X-Api-Key`, or the password of HTTP Basic that a browser prompts for."""
     for name, value in headers:
         if name == b"x-api-key":
             return value.strip()
@@ -74,26 +73,25 @@ def is_loopback(host: str) -> bool:
 def check_binding(host: str, keys: frozenset[bytes]) -> None:
     if not keys and not is_loopback(host):
         raise SmeltError(
-            f"{host} can be reached from other machines; give --api-key-file, or bind to 127.0.0.1 (the default)."
+            f"{host} can be reached from other machines; use --api-key-file, or bind to 127.0.0.1 (the default)."
         )
 
 
 def host_allowed(headers: Headers) -> bool:
-    """Whether a request to a server on this machine calls it by a name of this machine. A foreign name that was made
-    to point here (DNS rebinding) is none."""
+    """Check that the Host header is a loopback name, which stops DNS rebinding."""
     hosts = [value for name, value in headers if name == b"host"]
-    return len(hosts) == 1 and is_loopback(_name(hosts[0]))
+    return len(hosts) == 1 and is_loopback(_host_name(hosts[0]))
 
 
 def origin_allowed(headers: Headers) -> bool:
-    """Whether a request comes from our own page, or from no page at all."""
-    found = dict(headers)
-    origin = found.get(b"origin")
-    return origin is None or urlsplit(origin).netloc == found.get(b"host", b"")
+    """Check that a request comes from the server's own page, or from no page at all."""
+    fields = dict(headers)
+    origin = fields.get(b"origin")
+    return origin is None or urlsplit(origin).netloc == fields.get(b"host", b"")
 
 
-def _name(host: bytes) -> str:
-    """Without the port."""
+def _host_name(host: bytes) -> str:
+    """Strip the port."""
     text = host.decode("latin-1").lower()
     if text.startswith("["):
         return text[1:].partition("]")[0]

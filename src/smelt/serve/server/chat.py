@@ -11,11 +11,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.generation import Delta, Generation, sampling_of
-from smelt.serve.server.schemas import ChatRequest, Message, extras
+from smelt.serve.server.generation import Delta, Generation, sampling_params_of
+from smelt.serve.server.schemas import ChatMessage, ChatRequest, extras
 from smelt.serve.server.service import Service
-from smelt.serve.server.stream import Chunk, EventStream, collected
-from smelt.serve.server.tokenization import Texts
+from smelt.serve.server.stream import Chunk, EventStreamResponse, collect
+from smelt.serve.server.tokenization import AsyncTokenizer
 from smelt.serve.server.unsupported import check_supported
 
 router = APIRouter()
@@ -28,27 +28,27 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     _ = service.client
     check_supported(body)
     if body.top_logprobs and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
-    prompt = await service.texts.chat(plain_messages(body.messages))
-    sampling = sampling_of(
+        raise ApiError(400, "top_logprobs requires logprobs to be true.", param="top_logprobs")
+    prompt = await service.tokenizer.encode_chat(plain_messages(body.messages))
+    sampling = sampling_params_of(
         body, max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None, vocabulary=service.vocabulary,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None, vocab_size=service.vocab_size,
     )  # fmt: skip
     generation = Generation(service, [prompt], body, sampling, request.state.key)
     writer = _Writer(service, body, generation)
     generation.start()
     if body.stream:
-        return EventStream(generation, writer.chunks)
-    return JSONResponse(writer.whole(await collected(request, generation)))
+        return EventStreamResponse(generation, writer.chunks)
+    return JSONResponse(writer.response(await collect(request, generation)))
 
 
-def plain_messages(messages: list[Message]) -> list[dict[str, str]]:
-    """Roles and texts: all that a template is given."""
-    return [{"role": message.role, "content": _text(message, place)} for place, message in enumerate(messages)]
+def plain_messages(messages: list[ChatMessage]) -> list[dict[str, str]]:
+    """Return the roles and texts, which is all that a chat template sees."""
+    return [{"role": message.role, "content": _text(message, index)} for index, message in enumerate(messages)]
 
 
-def _text(message: Message, place: int) -> str:
-    param = f"messages.{place}"
+def _text(message: ChatMessage, index: int) -> str:
+    param = f"messages.{index}"
     if extras(message).get("tool_calls"):
         raise ApiError(400, f"{param}: tools are not supported yet.", param=param, code="unsupported")
     if isinstance(message.content, str):
@@ -60,16 +60,16 @@ def _text(message: Message, place: int) -> str:
 
 
 class _Writer:
-    """The form of the answers to one request."""
+    """Write the responses to one request."""
 
     def __init__(self, service: Service, body: ChatRequest, generation: Generation) -> None:
-        self.texts, self.body, self.generation = service.texts, body, generation
+        self.tokenizer, self.body, self.generation = service.tokenizer, body, generation
         self.head = {
             "id": f"chatcmpl-{body.request_id or uuid.uuid4().hex}", "object": "chat.completion",
             "created": int(time.time()), "model": body.model or service.name,
         }  # fmt: skip
 
-    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+    def response(self, answers: list[Delta]) -> dict[str, Any]:
         choices = [
             self._choice(answer, message={"role": "assistant", "content": answer.text, "refusal": None})
             for answer in answers
@@ -79,43 +79,44 @@ class _Writer:
     async def chunks(self) -> AsyncIterator[Chunk]:
         head = {**self.head, "object": "chat.completion.chunk"}
         options = self.body.stream_options
-        always = options is not None and bool(options.continuous_usage_stats)
-        begun: set[int] = set()
+        usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
+        started: set[int] = set()
         async for deltas in self.generation.deltas():
             yield None
             for delta in deltas:
-                usage = {"usage": self.generation.usage} if always else {}
-                if delta.index not in begun:
-                    begun.add(delta.index)
+                usage = {"usage": self.generation.usage} if usage_in_chunks else {}
+                if delta.index not in started:
+                    started.add(delta.index)
                     first = self._choice(Delta(delta.index), delta={"role": "assistant", "content": ""})
                     yield {**head, "choices": [first], **usage}
                 if delta.text or delta.logprobs or delta.reason or self.body.return_token_ids:
-                    said = {"content": delta.text} if delta.text else {}
-                    yield {**head, "choices": [self._choice(delta, delta=said)], **usage}
+                    content = {"content": delta.text} if delta.text else {}
+                    yield {**head, "choices": [self._choice(delta, delta=content)], **usage}
         if options is not None and options.include_usage:
             yield {**head, "choices": [], "usage": self.generation.usage}
 
-    def _choice(self, found: Delta, **said: Any) -> dict[str, Any]:
+    def _choice(self, answer: Delta, **content: Any) -> dict[str, Any]:
         choice: dict[str, Any] = {
-            "index": found.index, **said, "logprobs": self._logprobs(found), "finish_reason": found.reason or None,
+            "index": answer.index, **content, "logprobs": self._logprobs(answer),
+            "finish_reason": answer.reason or None,
         }  # fmt: skip
         if self.body.return_token_ids:
-            choice["token_ids"] = found.tokens
+            choice["token_ids"] = answer.tokens
         return choice
 
-    def _logprobs(self, found: Delta) -> dict[str, Any] | None:
+    def _logprobs(self, answer: Delta) -> dict[str, Any] | None:
         if not self.body.logprobs:
             return None
         content = [
             {
-                **_entry(self.texts, each.token, each.own),
-                "top_logprobs": [_entry(self.texts, *pair) for pair in each.top],
+                **_entry(self.tokenizer, logprob.token, logprob.own),
+                "top_logprobs": [_entry(self.tokenizer, *pair) for pair in logprob.top],
             }
-            for each in found.logprobs
+            for logprob in answer.logprobs
         ]
         return {"content": content, "refusal": None}
 
 
-def _entry(texts: Texts, token: int, value: float) -> dict[str, Any]:
-    text, content = texts.token(token)
+def _entry(tokenizer: AsyncTokenizer, token: int, value: float) -> dict[str, Any]:
+    text, content = tokenizer.token(token)
     return {"token": text, "logprob": value, "bytes": list(content)}

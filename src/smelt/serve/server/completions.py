@@ -11,15 +11,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.generation import Delta, Generation, Logprob, sampling_of
+from smelt.serve.server.generation import Delta, Generation, TokenLogprob, sampling_params_of
 from smelt.serve.server.schemas import CompletionRequest
 from smelt.serve.server.service import Service
-from smelt.serve.server.stream import Chunk, EventStream, collected
-from smelt.serve.server.tokenization import Texts
+from smelt.serve.server.stream import Chunk, EventStreamResponse, collect
+from smelt.serve.server.tokenization import AsyncTokenizer
 from smelt.serve.server.unsupported import check_supported
 
 router = APIRouter()
-DEFAULT_TOKENS = 16
+DEFAULT_MAX_TOKENS = 16
 
 
 @router.post("/v1/completions")
@@ -30,54 +30,54 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
     check_supported(body)
     if body.echo and body.logprobs is not None:
         raise ApiError(
-            400, "echo: log-probabilities of the prompt are not supported; ask for one of both.", param="echo"
+            400, "echo: log-probabilities of the prompt are not supported; leave out echo or logprobs.", param="echo"
         )
     texts, prompts = await _prompts(service, body)
-    sampling = sampling_of(
-        body, max_tokens=body.max_tokens or DEFAULT_TOKENS, logprobs=body.logprobs, vocabulary=service.vocabulary
+    sampling = sampling_params_of(
+        body, max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS, logprobs=body.logprobs, vocab_size=service.vocab_size
     )
     generation = Generation(service, prompts, body, sampling, request.state.key)
     writer = _Writer(service, body, generation, texts if body.echo else [""] * len(prompts))
     generation.start()
     if body.stream:
-        return EventStream(generation, writer.chunks)
-    return JSONResponse(writer.whole(await collected(request, generation)))
+        return EventStreamResponse(generation, writer.chunks)
+    return JSONResponse(writer.response(await collect(request, generation)))
 
 
 async def _prompts(service: Service, body: CompletionRequest) -> tuple[list[str], list[list[int]]]:
-    """Every prompt as text, where it is needed, and as tokens."""
-    given: Any = body.prompt
-    several = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
+    """Return every prompt as text, which only `echo` needs, and as tokens."""
+    content: Any = body.prompt
+    inputs = content if isinstance(content, list) and not isinstance(content[0], int) else [content]
     texts, prompts = [], []
-    for each in several:
-        if isinstance(each, str):
-            prompts.append(await service.texts.encode(each))
-            texts.append(each)
+    for prompt in inputs:
+        if isinstance(prompt, str):
+            prompts.append(await service.tokenizer.encode(prompt))
+            texts.append(prompt)
         else:
-            service.check_tokens(each)
-            prompts.append(each)
-            texts.append(await service.texts.decode(each) if body.echo else "")
+            service.check_tokens(prompt)
+            prompts.append(prompt)
+            texts.append(await service.tokenizer.decode(prompt) if body.echo else "")
     return texts, prompts
 
 
 class _Writer:
-    """The form of the answers to one request."""
+    """Write the responses to one request."""
 
     def __init__(self, service: Service, body: CompletionRequest, generation: Generation, echoes: list[str]) -> None:
-        self.texts, self.body, self.generation, self.echoes = service.texts, body, generation, echoes
+        self.tokenizer, self.body, self.generation, self.echoes = service.tokenizer, body, generation, echoes
         self.head = {
             "id": f"cmpl-{body.request_id or uuid.uuid4().hex}", "object": "text_completion",
             "created": int(time.time()), "model": body.model or service.name,
         }  # fmt: skip
         self.lengths = [len(self._echo(answer.index)) for answer in generation.answers]
 
-    def whole(self, answers: list[Delta]) -> dict[str, Any]:
+    def response(self, answers: list[Delta]) -> dict[str, Any]:
         choices = [self._choice(answer, self._echo(answer.index)) for answer in answers]
         return {**self.head, "choices": choices, "usage": self.generation.usage}
 
     async def chunks(self) -> AsyncIterator[Chunk]:
         options = self.body.stream_options
-        always = options is not None and bool(options.continuous_usage_stats)
+        usage_in_chunks = options is not None and bool(options.continuous_usage_stats)
         echoed: set[int] = set()
         async for deltas in self.generation.deltas():
             yield None
@@ -85,7 +85,7 @@ class _Writer:
                 echo = "" if delta.index in echoed else self._echo(delta.index)
                 echoed.add(delta.index)
                 if delta.text or delta.logprobs or delta.reason or echo or self.body.return_token_ids:
-                    usage = {"usage": self.generation.usage} if always else {}
+                    usage = {"usage": self.generation.usage} if usage_in_chunks else {}
                     yield {**self.head, "choices": [self._choice(delta, echo)], **usage}
         if options is not None and options.include_usage:
             yield {**self.head, "choices": [], "usage": self.generation.usage}
@@ -106,17 +106,18 @@ class _Writer:
     def _logprobs(self, delta: Delta) -> dict[str, Any] | None:
         if self.body.logprobs is None:
             return None
-        tokens = [self.texts.token(each.token)[0] for each in delta.logprobs]
+        tokens = [self.tokenizer.token(logprob.token)[0] for logprob in delta.logprobs]
         offsets = []
         for token in tokens:
             offsets.append(self.lengths[delta.index])
             self.lengths[delta.index] += len(token)
         return {
-            "tokens": tokens, "token_logprobs": [each.own for each in delta.logprobs],
-            "top_logprobs": [_top(self.texts, each) for each in delta.logprobs], "text_offset": offsets,
+            "tokens": tokens, "token_logprobs": [logprob.own for logprob in delta.logprobs],
+            "top_logprobs": [_top(self.tokenizer, logprob) for logprob in delta.logprobs], "text_offset": offsets,
         }  # fmt: skip
 
 
-def _top(texts: Texts, found: Logprob) -> dict[str, float]:
-    """The most likely tokens, and the one that was drawn."""
-    return {texts.token(token)[0]: value for token, value in [*found.top, (found.token, found.own)]}
+def _top(tokenizer: AsyncTokenizer, logprob: TokenLogprob) -> dict[str, float]:
+    """Return the most likely tokens and the sampled one."""
+    pairs = [*logprob.top, (logprob.token, logprob.own)]
+    return {tokenizer.token(token)[0]: value for token, value in pairs}

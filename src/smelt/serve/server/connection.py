@@ -1,4 +1,4 @@
-"""One connection: uvicorn's, and dropped when its client neither sends nor reads for too long."""
+"""uvicorn's HTTP connection with timeouts: a client that neither sends nor reads is dropped."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.settings import ServerLimits
 
-_TCP_INFO_ACKED = 120  # where Linux' struct tcp_info has tcpi_bytes_acked
+_TCP_INFO_ACKED = 120  # offset of tcpi_bytes_acked in Linux' struct tcp_info
 
 
-class Connection(H11Protocol):
-    """A client that does not finish the head of a request, or does not read its answer, is let go; its request is
-    then aborted like that of any client that leaves."""
+class TimedConnection(H11Protocol):
+    """Drop a client that does not finish its request headers or does not read the response.
+
+    Its request is then aborted like that of any client that disconnects.
+    """
 
     limits = ServerLimits()
 
@@ -29,31 +31,31 @@ class Connection(H11Protocol):
         now = self.loop.time()
         self._idle_since, self._progress_at = now, now
         self._unacked, self._acked = 0, 0
-        self._watch: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
         if len(self.connections) > self.limits.max_connections:
             transport.abort()
         else:
-            self._look_again()
+            self._schedule_check()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()
             return
-        body = json.dumps(ApiError(400, "this is no valid HTTP request, or its head is too long.").body).encode()
+        body = json.dumps(ApiError(400, "this is not a valid HTTP request, or its headers are too long.").body).encode()
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
 
-    def _look_again(self) -> None:
-        soon = min(self.limits.header_timeout, self.limits.client_timeout) / 4
-        self._watch = self.loop.call_later(soon, self._look)
+    def _schedule_check(self) -> None:
+        delay = min(self.limits.header_timeout, self.limits.client_timeout) / 4
+        self._timer = self.loop.call_later(delay, self._check)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         now = self.loop.time()
         cycle: Any = self.cycle
         if cycle is not None and not cycle.response_complete:
@@ -65,13 +67,13 @@ class Connection(H11Protocol):
         if now - self._idle_since > self.limits.header_timeout or now - self._progress_at > self.limits.client_timeout:
             self.transport.abort()
         else:
-            self._look_again()
+            self._schedule_check()
 
     def _sent(self) -> tuple[int, int]:
-        """Bytes that the client has not acknowledged, and bytes that it has.
+        """Return how many bytes the client has not acknowledged, and how many it has.
 
-        The kernel buffers megabytes of a connection, so the transport's own buffer alone would show a client that does
-        not read only after all of that is full.
+        The kernel buffers megabytes per connection, so the transport's own buffer alone would reveal a client that
+        does not read only after all of that is full.
         """
         unacked, acked = self.transport.get_write_buffer_size(), 0
         connection = self.transport.get_extra_info("socket")
@@ -80,6 +82,6 @@ class Connection(H11Protocol):
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_ACKED + 8)
             unacked += struct.unpack("i", queued)[0]
             acked = struct.unpack_from("=Q", info, _TCP_INFO_ACKED)[0]
-        except (OSError, AttributeError, struct.error):  # not Linux, or closed meanwhile
+        except (OSError, AttributeError, struct.error):  # not Linux, or already closed
             pass
         return unacked, acked

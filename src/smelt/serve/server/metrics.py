@@ -1,114 +1,124 @@
-"""What the server counts and times, under the names that vLLM gave these things, and its last two minutes."""
+"""The server's metrics under vLLM's names, and a history of the last two minutes."""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import Any
 
-from smelt.serve.server.prometheus import Histogram, Single, exposition
+from smelt.serve.server.prometheus import Counter, Gauge, Histogram, render
 
-FIRST_TOKEN = (
+FIRST_TOKEN_BUCKETS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560),
 )
-BETWEEN = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-WHOLE = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-STEP = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-REMEMBERED = 120  # seconds
+TOKEN_BUCKETS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+REQUEST_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
+STEP_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+HISTORY_SECONDS = 120
 
 
-def one_two_five(most: int) -> list[int]:
-    """1, 2, 5, 10, 20, ... up to `most`."""
-    found = [digit * 10**power for power in range(len(str(most))) for digit in (1, 2, 5)]
-    return [value for value in found if value <= most] or [1]
+def length_buckets(max_model_len: int) -> list[int]:
+    """Return 1, 2, 5, 10, 20, ... up to `max_model_len`."""
+    buckets = [digit * 10**power for power in range(len(str(max_model_len))) for digit in (1, 2, 5)]
+    return [bound for bound in buckets if bound <= max_model_len] or [1]
 
 
-class Meters:
-    """All of them. `context` is the longest a request can be."""
+class ServerMetrics:
+    """All metrics of one server."""
 
-    def __init__(self, model: str, context: int) -> None:
+    def __init__(self, model: str, max_model_len: int) -> None:
         self.model = model
-        lengths = one_two_five(context)
-        self.running = Single("gauge", "vllm:num_requests_running", "Answers that are being computed.")
-        self.waiting = Single("gauge", "vllm:num_requests_waiting", "Answers that wait for their turn.")
-        self.cache_use = Single("gauge", "vllm:kv_cache_usage_perc", "Share of the cache's blocks in use; 1 is all.")
-        self.prompt_tokens = Single("counter", "vllm:prompt_tokens", "Tokens of prompts that were answered.")
-        self.generated_tokens = Single("counter", "vllm:generation_tokens", "Tokens that were generated.")
-        self.preemptions = Single("counter", "vllm:num_preemptions", "Requests that gave their blocks back.")
-        self.ended = Single(
-            "counter", "vllm:request_success", "Answers that ended, by the reason.", "finished_reason",
+        lengths = length_buckets(max_model_len)
+        self.running = Gauge("vllm:num_requests_running", "Sequences in the running batch.")
+        self.waiting = Gauge("vllm:num_requests_waiting", "Sequences that wait to be scheduled.")
+        self.kv_cache_usage = Gauge("vllm:kv_cache_usage_perc", "Fraction of KV cache blocks in use; 1 is all.")
+        self.prompt_tokens = Counter("vllm:prompt_tokens", "Prompt tokens of accepted requests.")
+        self.generated_tokens = Counter("vllm:generation_tokens", "Generated tokens.")
+        self.preemptions = Counter("vllm:num_preemptions", "Preempted sequences.")
+        self.finished = Counter(
+            "vllm:request_success", "Finished sequences by reason.", "finished_reason",
             ("stop", "length", "abort", "error"),
         )  # fmt: skip
-        self.cache_asked = Single("counter", "vllm:prefix_cache_queries", "Tokens looked for in the prefix cache.")
-        self.cache_found = Single("counter", "vllm:prefix_cache_hits", "Tokens found there.")
-        self.first_token = Histogram(
-            "vllm:time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN
+        self.prefix_cache_queries = Counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self.prefix_cache_hits = Counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.")
+        self.time_to_first_token = Histogram(
+            "vllm:time_to_first_token_seconds", "Time from arrival to the first token.", FIRST_TOKEN_BUCKETS
         )
-        self.between = Histogram("vllm:inter_token_latency_seconds", "Between two tokens of an answer.", BETWEEN)
-        self.per_token = Histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time of an answer's tokens after the first.", BETWEEN
+        self.inter_token_latency = Histogram(
+            "vllm:inter_token_latency_seconds", "Time between two tokens of a sequence.", TOKEN_BUCKETS
         )
-        self.whole = Histogram("vllm:e2e_request_latency_seconds", "From arrival to the end of an answer.", WHOLE)
-        self.queued = Histogram("vllm:request_queue_time_seconds", "From arrival to the first step.", WHOLE)
-        self.computing = Histogram("vllm:request_inference_time_seconds", "From the first step to the end.", WHOLE)
-        self.prefill = Histogram("vllm:request_prefill_time_seconds", "From the first step to the first token.", WHOLE)
-        self.decode = Histogram("vllm:request_decode_time_seconds", "From the first token to the last.", WHOLE)
-        self.prompt_length = Histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", lengths)
-        self.answer_length = Histogram("vllm:request_generation_tokens", "Tokens of an answer.", lengths)
-        self.step_tokens = Histogram("vllm:iteration_tokens_total", "Tokens computed in a step.", STEP)
-        self.asked_samples = Histogram("vllm:request_params_n", "What requests asked for as n.", (1, 2, 5, 10, 20))
-        self.asked_tokens = Histogram("vllm:request_params_max_tokens", "What they asked for as max_tokens.", lengths)
-        self.blocks = Single("gauge", "smelt:kv_blocks", "Blocks of the cache.")
-        self.blocks_used = Single("gauge", "smelt:kv_blocks_used", "Blocks of the cache in use.")
-        self.restarts = Single("counter", "smelt:engine_restarts", "Times the engine's process was started again.")
-        self.refused = Single("counter", "smelt:requests_refused", "Requests refused because the queue was full.")
-        self.embedded = Single("counter", "smelt:embeddings", "Texts that were turned into vectors.")
-        self._before: dict[str, int] = {}
-        self.history: deque[dict[str, float]] = deque(maxlen=REMEMBERED)
-        self._tokens_before = 0.0
+        self.time_per_output_token = Histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time per token of a sequence after its first.",
+            TOKEN_BUCKETS,
+        )
+        self.e2e_latency = _request_time("e2e_request_latency", "arrival to the end of a sequence")
+        self.queue_time = _request_time("request_queue_time", "arrival to the first step")
+        self.inference_time = _request_time("request_inference_time", "the first step to the end")
+        self.prefill_time = _request_time("request_prefill_time", "the first step to the first token")
+        self.decode_time = _request_time("request_decode_time", "the first token to the last")
+        self.request_prompt_tokens = Histogram("vllm:request_prompt_tokens", "Tokens per prompt.", lengths)
+        self.request_generation_tokens = Histogram("vllm:request_generation_tokens", "Tokens per sequence.", lengths)
+        self.iteration_tokens = Histogram("vllm:iteration_tokens_total", "Tokens computed per step.", STEP_BUCKETS)
+        self.request_n = Histogram("vllm:request_params_n", "The requests' n.", (1, 2, 5, 10, 20))
+        self.request_max_tokens = Histogram("vllm:request_params_max_tokens", "The requests' max_tokens.", lengths)
+        self.blocks = Gauge("smelt:kv_blocks", "KV cache blocks.")
+        self.blocks_used = Gauge("smelt:kv_blocks_used", "KV cache blocks in use.")
+        self.restarts = Counter("smelt:engine_restarts", "Restarts of the engine's process.")
+        self.refused = Counter("smelt:requests_refused", "Requests refused because the queue was full.")
+        self.embeddings = Counter("smelt:embeddings", "AsyncTokenizer that were embedded.")
+        self._last_state: dict[str, int] = {}
+        self.history: deque[dict[str, float]] = deque(maxlen=HISTORY_SECONDS)
+        self._last_tokens = 0.0
 
-    def observe_engine(self, state: dict[str, int]) -> None:
-        """The engine told its state; its own counts begin again at 0 when its process does."""
+    def update_engine_state(self, state: dict[str, int]) -> None:
+        """Take a state that the engine reported; its counts restart at 0 with its process."""
         self.running.set(state["running"])
         self.waiting.set(state["waiting"])
         self.blocks.set(state["blocks"])
         self.blocks_used.set(state["blocks_used"])
-        self.cache_use.set(state["blocks_used"] / max(state["blocks"], 1))
-        before = self._before if self._before.get("steps", 0) <= state["steps"] else {}
-        new = {name: value - before.get(name, 0) for name, value in state.items()}
-        self.preemptions.add(new["preemptions"])
-        self.cache_asked.add(new["prompt_tokens"])
-        self.cache_found.add(new["cached_tokens"])
-        if new["steps"] and new["computed_tokens"]:
-            self.step_tokens.observe(new["computed_tokens"] / new["steps"], new["steps"])
-        self._before = dict(state)
+        self.kv_cache_usage.set(state["blocks_used"] / max(state["blocks"], 1))
+        last = self._last_state if self._last_state.get("steps", 0) <= state["steps"] else {}
+        increase = {name: value - last.get(name, 0) for name, value in state.items()}
+        self.preemptions.inc(increase["preemptions"])
+        self.prefix_cache_queries.inc(increase["prompt_tokens"])
+        self.prefix_cache_hits.inc(increase["cached_tokens"])
+        if increase["steps"] and increase["computed_tokens"]:
+            self.iteration_tokens.observe(increase["computed_tokens"] / increase["steps"], increase["steps"])
+        self._last_state = dict(state)
 
-    def engine_lost(self) -> None:
-        for gauge in (self.running, self.waiting, self.blocks_used, self.cache_use):
+    def reset_engine_state(self) -> None:
+        """Zero the gauges when the engine is gone."""
+        for gauge in (self.running, self.waiting, self.blocks_used, self.kv_cache_usage):
             gauge.set(0)
-        self._before = {}
+        self._last_state = {}
 
-    def remember(self) -> None:
-        """Once a second."""
-        tokens = self.generated_tokens.total + self.prompt_tokens.total * (self.blocks.total == 0)
+    def record_history(self) -> None:
+        """Append one second to the history; called once per second."""
+        tokens = self.generated_tokens.value + self.prompt_tokens.value * (self.blocks.value == 0)
         self.history.append({
-            "tokens": tokens - self._tokens_before, "running": self.running.total, "waiting": self.waiting.total,
-            "cache": self.cache_use.total,
+            "tokens": tokens - self._last_tokens, "running": self.running.value, "waiting": self.waiting.value,
+            "kv_cache_usage": self.kv_cache_usage.value,
         })  # fmt: skip
-        self._tokens_before = tokens
+        self._last_tokens = tokens
 
-    def text(self) -> str:
-        meters = [each for each in vars(self).values() if isinstance(each, Single | Histogram)]
-        return exposition(meters, {"model_name": self.model})
+    def render(self) -> str:
+        """Return the response of /metrics."""
+        metrics = [metric for metric in vars(self).values() if isinstance(metric, Counter | Gauge | Histogram)]
+        return render(metrics, {"model_name": self.model})
 
-    def plain(self) -> dict[str, Any]:
-        """For the page."""
-        counts = ("running", "waiting", "blocks", "blocks_used", "prompt_tokens", "generated_tokens", "preemptions",
-                  "cache_asked", "cache_found", "restarts", "refused", "embedded")  # fmt: skip
-        times = ("first_token", "between", "whole", "queued")
+    def snapshot(self) -> dict[str, Any]:
+        """Return plain values for the live page."""
+        values = ("running", "waiting", "blocks", "blocks_used", "prompt_tokens", "generated_tokens", "preemptions",
+                  "prefix_cache_queries", "prefix_cache_hits", "restarts", "refused", "embeddings")  # fmt: skip
+        latencies = ("time_to_first_token", "inter_token_latency", "e2e_latency", "queue_time")
         return {
-            **{name: getattr(self, name).total for name in counts},
-            "ended": self.ended.values,
-            "latency": {name: getattr(self, name).plain() for name in times},
+            **{name: getattr(self, name).value for name in values},
+            "finished": self.finished.values,
+            "latency": {name: getattr(self, name).snapshot() for name in latencies},
             "history": list(self.history),
         }
+
+
+def _request_time(name: str, interval: str) -> Histogram:
+    return Histogram(f"vllm:{name}_seconds", f"Time from {interval}.", REQUEST_BUCKETS)

@@ -1,4 +1,4 @@
-"""What every request passes before anything looks at its path: sizes, names, keys, its body. Plain ASGI."""
+"""ASGI middleware that checks every request before it is routed: sizes, host and origin, API key, body."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from smelt.serve.server.settings import ServerSettings
 
 log = logging.getLogger("smelt.serve")
 _CLOSE = {"connection": "close"}
-DRAINED, DRAIN_SECONDS = 8, 1.0  # how much more than allowed is read of a body that is refused, and for how long
+DRAIN_FACTOR, DRAIN_SECONDS = 8, 1.0  # how much of a refused body is read and discarded, and for how long
 
 
-class Guard:
-    """Around the whole application. There is no route that it lets through unseen."""
+class RequestGuard:
+    """Wrap the whole application: no route bypasses it."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self.app, self.keys, self.limits = app, settings.keys, settings.limits
@@ -30,7 +30,7 @@ class Guard:
             return
         started = False
 
-        async def noticed(message: Message) -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal started
             started = True
             await send(message)
@@ -38,14 +38,14 @@ class Guard:
         try:
             self._check(scope)
             body = await self._body(scope, receive)
-            await self.app(scope, _replayed(body, receive), noticed)
+            await self.app(scope, _replay(body, receive), send_and_note)
         except ClientGoneError:
             return
         except Exception as error:
             if not isinstance(error, ApiError):
-                log.error("a request failed: %s at %s", type(error).__name__, _where(error))
+                log.error("a request failed: %s at %s", type(error).__name__, _location(error))
             if started:
-                raise ConnectionAbortedError from None  # nothing can be told any more: the connection is closed
+                raise ConnectionAbortedError from None  # too late for an error response: close the connection
             await as_api_error(error).response(scope, receive, send)
 
     def _check(self, scope: Scope) -> None:
@@ -53,29 +53,27 @@ class Guard:
         size = sum(len(name) + len(value) + 4 for name, value in headers)
         if size + len(scope["raw_path"]) + len(scope["query_string"]) > self.limits.max_header_bytes:
             raise ApiError(
-                431, f"the head of a request may have {self.limits.max_header_bytes:,} bytes.", headers=_CLOSE
+                431, f"request headers may have at most {self.limits.max_header_bytes:,} bytes.", headers=_CLOSE
             )
         if self.local and not host_allowed(headers):
-            raise ApiError(403, "this server answers only to names of this machine, such as localhost.")
+            raise ApiError(403, "this server accepts only loopback names, such as localhost, as its Host.")
         if not origin_allowed(headers):
-            raise ApiError(403, "pages of other sites may not use this server.")
+            raise ApiError(403, "requests from pages of other sites are not allowed.")
         scope.setdefault("state", {})["key"] = b""
         if self.keys:
             key = known_key(self.keys, headers)
             if key is None:
                 challenge = {"www-authenticate": 'Bearer, Basic realm="smelt (the password is an API key)"'}
-                raise ApiError(
-                    401, "an API key is needed, and this is none.", code="invalid_api_key", headers=challenge
-                )
+                raise ApiError(401, "a valid API key is required.", code="invalid_api_key", headers=challenge)
             scope["state"]["key"] = key
 
     async def _body(self, scope: Scope, receive: Receive) -> bytes:
-        """All of it, counted as it comes: what a header says about its length is only a hint."""
-        most = self.limits.max_body_bytes
-        too_large = ApiError(413, f"the body of a request may have {most:,} bytes.", headers=_CLOSE)
-        told = dict(scope["headers"]).get(b"content-length", b"")
-        if told.isdigit() and (len(told) > 18 or int(told) > most):
-            await _drain(receive, DRAINED * most)
+        """Read the body, counting bytes as they arrive: Content-Length is only a hint."""
+        limit = self.limits.max_body_bytes
+        too_large = ApiError(413, f"a request body may have at most {limit:,} bytes.", headers=_CLOSE)
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        if declared.isdigit() and (len(declared) > 18 or int(declared) > limit):
+            await _drain(receive, DRAIN_FACTOR * limit)
             raise too_large
         body = bytearray()
         try:
@@ -85,41 +83,41 @@ class Guard:
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
                     body += message.get("body", b"")
-                    if len(body) > most:
-                        await _drain(receive, DRAINED * most)
+                    if len(body) > limit:
+                        await _drain(receive, DRAIN_FACTOR * limit)
                         raise too_large
                     if not message.get("more_body", False):
                         return bytes(body)
         except TimeoutError:
-            raise ApiError(408, "the body of the request did not come in time.", headers=_CLOSE) from None
+            raise ApiError(408, "the request body did not arrive in time.", headers=_CLOSE) from None
 
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body in one piece, then what comes after it."""
-    given = False
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return the body as one message, then the messages after it."""
+    sent = False
 
     async def replay() -> Message:
-        nonlocal given
-        if given:
+        nonlocal sent
+        if sent:
             return await receive()
-        given = True
+        sent = True
         return {"type": "http.request", "body": body, "more_body": False}
 
     return replay
 
 
-def _where(error: BaseException) -> str:
-    """File and line, without the message: it may hold what a client sent."""
+def _location(error: BaseException) -> str:
+    """Return file and line without the message, which may quote the request."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown place"
+    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "an unknown location"
 
 
-async def _drain(receive: Receive, most: int) -> None:
-    """Read on for a moment: a connection that is closed while its client writes loses the answer as well."""
+async def _drain(receive: Receive, limit: int) -> None:
+    """Discard the rest of the body: closing a connection while the client still writes loses the response too."""
     with suppress(TimeoutError):
         async with asyncio.timeout(DRAIN_SECONDS):
-            while most > 0:
+            while limit > 0:
                 message = await receive()
                 if message["type"] == "http.disconnect" or not message.get("more_body", False):
                     return
-                most -= len(message.get("body", b""))
+                limit -= len(message.get("body", b""))

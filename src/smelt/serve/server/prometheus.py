@@ -1,4 +1,4 @@
-"""Counters, gauges and histograms, and Prometheus' text form of them."""
+"""Counters, gauges and histograms, and their Prometheus text format."""
 
 from __future__ import annotations
 
@@ -18,64 +18,78 @@ def _number(value: float) -> str:
     return str(int(value)) if float(value).is_integer() else repr(float(value))
 
 
-class Single:
-    """A counter or a gauge; with a label, one value for each value of the label."""
+class Gauge:
+    """One number that goes up and down."""
 
-    def __init__(self, kind: str, name: str, told: str, label: str = "", values: Sequence[str] = ("",)) -> None:
-        self.kind, self.name, self.told, self.label = kind, name, told, label
-        self.values: dict[str, float] = dict.fromkeys(values, 0)
+    type = "gauge"
 
-    def add(self, amount: float = 1, label: str = "") -> None:
-        self.values[label] = self.values.get(label, 0) + amount
+    def __init__(self, name: str, documentation: str) -> None:
+        self.name, self.documentation, self.value = name, documentation, 0.0
 
     def set(self, value: float) -> None:
-        self.values[""] = value
+        self.value = value
+
+    def lines(self, labels: dict[str, str]) -> Iterator[str]:
+        yield f"{self.name}{_labels(labels)} {_number(self.value)}"
+
+
+class Counter:
+    """A count that only grows; with a label, one count per label value."""
+
+    type = "counter"
+
+    def __init__(self, name: str, documentation: str, label: str = "", label_values: Sequence[str] = ("",)) -> None:
+        self.name, self.documentation, self.label = f"{name}_total", documentation, label
+        self.values: dict[str, float] = dict.fromkeys(label_values, 0)
+
+    def inc(self, amount: float = 1, label: str = "") -> None:
+        self.values[label] = self.values.get(label, 0) + amount
 
     @property
-    def total(self) -> float:
+    def value(self) -> float:
         return sum(self.values.values())
 
-    def lines(self, common: dict[str, str]) -> Iterator[str]:
-        name = self.name + ("_total" if self.kind == "counter" else "")
-        for value, count in self.values.items():
-            yield f"{name}{_labels(common | ({self.label: value} if self.label else {}))} {_number(count)}"
+    def lines(self, labels: dict[str, str]) -> Iterator[str]:
+        for label_value, count in self.values.items():
+            own = {self.label: label_value} if self.label else {}
+            yield f"{self.name}{_labels(labels | own)} {_number(count)}"
 
 
 class Histogram:
-    """How many values fell below each bound."""
+    """Counts of values per bucket."""
 
-    kind = "histogram"
+    type = "histogram"
 
-    def __init__(self, name: str, told: str, bounds: Sequence[float]) -> None:
-        self.name, self.told, self.bounds = name, told, list(bounds)
-        self.counts = [0] * (len(self.bounds) + 1)  # the last: above all bounds
+    def __init__(self, name: str, documentation: str, buckets: Sequence[float]) -> None:
+        self.name, self.documentation, self.buckets = name, documentation, list(buckets)
+        self.counts = [0] * (len(self.buckets) + 1)  # the last: above every bucket
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
+        self.counts[bisect_left(self.buckets, value)] += times
         self.sum += value * times
 
     @property
     def count(self) -> int:
         return sum(self.counts)
 
-    def plain(self) -> dict[str, Any]:
-        """For the page."""
-        return {"bounds": self.bounds, "counts": self.counts, "sum": self.sum, "count": self.count}
+    def snapshot(self) -> dict[str, Any]:
+        """Return plain values for the live page."""
+        return {"buckets": self.buckets, "counts": self.counts, "sum": self.sum, "count": self.count}
 
-    def lines(self, common: dict[str, str]) -> Iterator[str]:
-        below = 0
-        for bound, count in zip([*map(_number, self.bounds), "+Inf"], self.counts, strict=True):
-            below += count
-            yield f"{self.name}_bucket{_labels(common | {'le': bound})} {below}"
-        yield f"{self.name}_sum{_labels(common)} {_number(self.sum)}"
-        yield f"{self.name}_count{_labels(common)} {below}"
+    def lines(self, labels: dict[str, str]) -> Iterator[str]:
+        cumulative = 0
+        for bound, count in zip([*map(_number, self.buckets), "+Inf"], self.counts, strict=True):
+            cumulative += count
+            yield f"{self.name}_bucket{_labels(labels | {'le': bound})} {cumulative}"
+        yield f"{self.name}_sum{_labels(labels)} {_number(self.sum)}"
+        yield f"{self.name}_count{_labels(labels)} {cumulative}"
 
 
-def exposition(meters: Sequence[Single | Histogram], common: dict[str, str]) -> str:
-    """Prometheus' text format 0.0.4."""
+def render(metrics: Sequence[Counter | Gauge | Histogram], labels: dict[str, str]) -> str:
+    """Format the metrics as Prometheus' text format 0.0.4; `labels` are added to each."""
     lines: list[str] = []
-    for meter in meters:
-        name = meter.name + ("_total" if meter.kind == "counter" else "")
-        lines += [f"# HELP {name} {meter.told}", f"# TYPE {name} {meter.kind}", *meter.lines(common)]
+    for metric in metrics:
+        lines += [f"# HELP {metric.name} {metric.documentation}", f"# TYPE {metric.name} {metric.type}"]
+        lines += metric.lines(labels)
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""What requests look like. Fields that do not exist are ignored, as OpenAI does; values are not converted."""
+"""Request schemas. Unknown fields are ignored, as OpenAI does; values are not converted."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ MOST_STOP_CHARACTERS = 512
 INT64 = 2**63 - 1
 
 
-def _whole_characters(text: str) -> str:
-    """JSON can spell halves of characters, which no tokenizer takes."""
+def _complete_characters(text: str) -> str:
+    """Refuse lone surrogates, which JSON can spell but no tokenizer accepts."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ValueError("half of a character is no text") from None
+        raise ValueError("the text contains half of a character") from None
     return text
 
 
-Text = Annotated[str, AfterValidator(_whole_characters)]
+Text = Annotated[str, AfterValidator(_complete_characters)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True, min_length=1)]
 Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
@@ -32,17 +32,17 @@ Stop = Annotated[Text, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 
 
-class Strict(BaseModel):
+class StrictModel(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, protected_namespaces=())
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictModel):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class Generation(Strict):
-    """What both ways to generate share."""
+class GenerationRequest(StrictModel):
+    """Fields that completions and chat completions share."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -76,30 +76,30 @@ class Generation(Strict):
     user: str | None = None
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationRequest):
     prompt: Text | Tokens | Texts | TokenLists
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool | None = None
 
 
-class Part(Strict):
+class ContentPart(StrictModel):
     type: str
     text: Text | None = None
 
 
-class Message(Strict):
+class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[Part], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
+    content: Text | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MOST_MESSAGES)] | None = None
 
 
-class ChatRequest(Generation):
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+class ChatRequest(GenerationRequest):
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
 
-class EmbeddingRequest(Strict):
+class EmbeddingRequest(StrictModel):
     model: str | None = None
     input: Text | Tokens | Texts | TokenLists
     encoding_format: Literal["float", "base64"] | None = None
@@ -107,26 +107,34 @@ class EmbeddingRequest(Strict):
     user: str | None = None
 
 
-class TokenizeRequest(Strict):
+class TokenizeRequest(StrictModel):
     model: str | None = None
     prompt: Text | None = None
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Strict):
+class DetokenizeRequest(StrictModel):
     model: str | None = None
     tokens: Annotated[list[Token], Field(fail_fast=True)]
 
 
 FIELDS: frozenset[str] = frozenset(
     name
-    for schema in (CompletionRequest, ChatRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest, Message, Part)
+    for schema in (
+        CompletionRequest,
+        ChatRequest,
+        EmbeddingRequest,
+        TokenizeRequest,
+        DetokenizeRequest,
+        ChatMessage,
+        ContentPart,
+    )
     for name in (*schema.model_fields, "include_usage", "continuous_usage_stats")
 )
 
 
-def extras(schema: Strict) -> dict[str, Any]:
-    """Fields that a client sent and the schema does not know."""
+def extras(schema: StrictModel) -> dict[str, Any]:
+    """Return the fields of a request that its schema does not know."""
     return schema.model_extra or {}

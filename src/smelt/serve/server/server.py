@@ -1,4 +1,4 @@
-"""A server from its start to its end: the socket, the model, the signals."""
+"""Run a server from start to end: the socket, the model, the signals."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ import uvicorn
 from smelt.errors import SmeltError
 from smelt.serve.server.app import create_app
 from smelt.serve.server.auth import check_binding
-from smelt.serve.server.connection import Connection
+from smelt.serve.server.connection import TimedConnection
 from smelt.serve.server.errors import ApiError
 from smelt.serve.server.service import Service, Supervise, own_process
 from smelt.serve.server.settings import ServerSettings
 
 log = logging.getLogger("smelt.serve")
-KEEP_ALIVE = 5  # seconds that an idle connection stays open
+KEEP_ALIVE_SECONDS = 5  # that an idle connection stays open
 
 
 def serve(settings: ServerSettings, supervise: Supervise = own_process) -> int:
-    """Serve until a signal comes; the exit code: 0, or 1 when the engine died too often."""
+    """Serve until a signal arrives. Return the exit code: 0, or 1 if the engine died too often."""
     check_binding(settings.host, settings.keys)
-    _say_what_happens()
-    _allow_many_files()
-    with bound(settings.host, settings.port) as listener:
-        return asyncio.run(_Running(settings, listener, supervise).run())
+    _set_up_logging()
+    _raise_file_limit()
+    with bind_socket(settings.host, settings.port) as listener:
+        return asyncio.run(_ServerRun(settings, listener, supervise).run())
 
 
-class _Running:
+class _ServerRun:
     def __init__(self, settings: ServerSettings, listener: socket.socket, supervise: Supervise) -> None:
         self.settings, self.listener = settings, listener
         self.stopping = asyncio.Event()
@@ -46,12 +46,12 @@ class _Running:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop)
         try:
-            return await self._serve() if await self._loaded() else 0
+            return await self._serve() if await self._load() else 0
         finally:
             await self.service.stop()
 
-    async def _loaded(self) -> bool:
-        """Whether the model was loaded before somebody wanted to stop."""
+    async def _load(self) -> bool:
+        """Load the model; return False if a signal to stop came first."""
         loading, stopping = asyncio.create_task(self.service.start()), asyncio.create_task(self.stopping.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -65,29 +65,29 @@ class _Running:
 
     async def _serve(self) -> int:
         service, limits = self.service, self.settings.limits
-        Connection.limits = limits
+        TimedConnection.limits = limits
         config = uvicorn.Config(
-            create_app(service), http=Connection, ws="none", lifespan="off", loop="asyncio", log_config=None,
-            access_log=False, server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE,
+            create_app(service), http=TimedConnection, ws="none", lifespan="off", loop="asyncio", log_config=None,
+            access_log=False, server_header=False, proxy_headers=False, timeout_keep_alive=KEEP_ALIVE_SECONDS,
             h11_max_incomplete_event_size=limits.max_header_bytes,
             timeout_graceful_shutdown=int(limits.shutdown_timeout) + 3,
         )  # fmt: skip
         self.server = _Uvicorn(config)
-        tasks = [asyncio.create_task(self._remember())]
+        tasks = [asyncio.create_task(self._record_history())]
         if service.supervisor is not None:
-            tasks += [asyncio.create_task(service.supervisor.watch()), asyncio.create_task(self._give_up())]
+            tasks += [asyncio.create_task(service.supervisor.watch()), asyncio.create_task(self._exit_when_given_up())]
         host, port = self.listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        log.warning("%s is served at http://%s:%d (Ctrl-C stops it)", service.name, shown, port)
+        address = f"[{host}]" if ":" in host else host
+        log.warning("%s is served at http://%s:%d (Ctrl-C stops it)", service.name, address, port)
         await self.server.serve(sockets=[self.listener])
         for task in tasks:
             task.cancel()
-        died = service.supervisor is not None and service.supervisor.given_up.is_set()
+        given_up = service.supervisor is not None and service.supervisor.given_up.is_set()
         log.warning("stopped")
-        return 1 if died else 0
+        return 1 if given_up else 0
 
     def _stop(self) -> None:
-        """First: finish what runs, within the time for it. Again: at once."""
+        """Handle a signal: the first lets running requests finish, the second exits immediately."""
         if self.stopping.is_set():
             if self.server is not None:
                 self.server.force_exit = True
@@ -102,42 +102,42 @@ class _Running:
 
     def _cancel(self) -> None:
         if self.service.supervisor is not None:
-            error = ApiError(503, "the server is shutting down; the answer was cut off.", code="shutting_down")
+            error = ApiError(503, "the server is shutting down; the answer is incomplete.", code="shutting_down")
             self.service.supervisor.client.fail(error)
 
-    async def _give_up(self) -> None:
+    async def _exit_when_given_up(self) -> None:
         assert self.service.supervisor is not None and self.server is not None
         await self.service.supervisor.given_up.wait()
         self.service.admission.close()
         self.server.should_exit = True
 
-    async def _remember(self) -> None:
+    async def _record_history(self) -> None:
         while True:
             await asyncio.sleep(1)
-            self.service.meters.remember()
+            self.service.metrics.record_history()
 
 
 class _Uvicorn(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals are ours: uvicorn would end with the signal's exit code."""
+        """Leave signals to `_ServerRun`: uvicorn would exit with the signal's code."""
         yield
 
 
-def bound(host: str, port: int) -> socket.socket:
-    """A socket at the address, not listening yet; taken before the model is loaded, since it may be in use."""
+def bind_socket(host: str, port: int) -> socket.socket:
+    """Bind a socket before the model is loaded, since the port may be taken; it does not listen yet."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
-        raise SmeltError(f"cannot listen at {host} port {port} ({error.strerror}); choose others.") from error
-    return found
+        raise SmeltError(f"cannot listen on {host} port {port} ({error.strerror}); choose another port.") from error
+    return listener
 
 
-def _say_what_happens() -> None:
-    """To standard error: starts, stops, deaths. Never anything of a request."""
+def _set_up_logging() -> None:
+    """Log starts, stops and crashes to standard error; never anything of a request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("smelt: %(message)s"))
     for name, level in (("smelt.serve", logging.INFO), ("uvicorn.error", logging.CRITICAL)):
@@ -146,8 +146,8 @@ def _say_what_happens() -> None:
         logger.setLevel(level)
 
 
-def _allow_many_files() -> None:
-    """Every connection is one."""
+def _raise_file_limit() -> None:
+    """Allow more open files: every connection needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 16384)), hard))

@@ -1,4 +1,4 @@
-"""Answering while the client is there: as server-sent events, or in one piece. Who leaves is noticed in both."""
+"""Respond as server-sent events or in one piece; both notice when the client disconnects."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from smelt.serve.worker.client import WorkerDiedError
 
 PING = b": still here\n\n"
 DONE = b"data: [DONE]\n\n"
-Chunk = dict[str, Any] | None  # None: nothing to say; after a while the client is to know that we are still here
+Chunk = dict[str, Any] | None  # None: nothing new, so a ping may be due
 
 
-def event(content: Any) -> bytes:
+def sse_event(content: Any) -> bytes:
     return b"data: " + json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n"
 
 
-class EventStream(Response):
-    """The chunks of a generation. An error after the first byte is an event, too."""
+class EventStreamResponse(Response):
+    """Send the chunks of a generation; an error after the first byte is sent as an event."""
 
     media_type = "text/event-stream"
 
@@ -49,40 +49,40 @@ class EventStream(Response):
             pass
         except Exception as error:
             reason = "error" if isinstance(error, WorkerDiedError) else "abort"
-            content = event(as_api_error(error).body) + DONE
+            content = sse_event(as_api_error(error).body) + DONE
             await send({"type": "http.response.body", "body": content})
         finally:
             watcher.cancel()
             self.generation.close(reason)
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
-        said = time.monotonic()
+        last_sent = time.monotonic()
         async for chunk in self.chunks():
-            if chunk is not None or time.monotonic() - said >= PING_SECONDS:
-                yield PING if chunk is None else event(chunk)
-                said = time.monotonic()
+            if chunk is not None or time.monotonic() - last_sent >= PING_SECONDS:
+                yield PING if chunk is None else sse_event(chunk)
+                last_sent = time.monotonic()
 
 
-async def collected(request: Request, generation: Generation) -> list[Delta]:
-    """Every answer in one piece."""
+async def collect(request: Request, generation: Generation) -> list[Delta]:
+    """Wait for all answers."""
     reason = "abort"
-    whole = [Delta(answer.index) for answer in generation.answers]
+    answers = [Delta(answer.index) for answer in generation.answers]
     watcher = asyncio.create_task(_watch(request.receive, generation))
     try:
-        async with aclosing(generation.deltas()) as found:
-            async for deltas in found:
+        async with aclosing(generation.deltas()) as updates:
+            async for deltas in updates:
                 for delta in deltas:
-                    whole[delta.index].extend(delta)
+                    answers[delta.index].extend(delta)
     except WorkerDiedError:
         reason = "error"
         raise
     finally:
         watcher.cancel()
         generation.close(reason)
-    return whole
+    return answers
 
 
 async def _watch(receive: Receive, generation: Generation) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    generation.leave()
+    generation.disconnect()

@@ -1,4 +1,4 @@
-"""Keeps the engine's process running: starts it again when it dies, kills it when it hangs, gives up in the end."""
+"""Keep the engine's process running: restart it when it dies, kill it when it hangs, give up after too many deaths."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import Any
 
 from smelt.errors import SmeltError
-from smelt.serve.server.metrics import Meters
+from smelt.serve.server.metrics import ServerMetrics
 from smelt.serve.server.settings import ServerLimits
 from smelt.serve.worker.client import EngineClient
+from smelt.serve.worker.messages import EngineReady
 
 log = logging.getLogger("smelt.serve")
-TICK = 0.25  # seconds between two looks at the process
+CHECK_SECONDS = 0.25  # between two checks of the process
 
 
-class Supervisor:
-    """One engine process at a time. `facts` stay known while it is started again."""
+class EngineSupervisor:
+    """Supervise one engine process. `engine` stays known while it restarts."""
 
     def __init__(self, client: EngineClient, limits: ServerLimits) -> None:
         self.client, self.limits = client, limits
-        self.facts: dict[str, Any] = {}
-        self.meters: Meters | None = None
+        self.engine: EngineReady | None = None
+        self.metrics: ServerMetrics | None = None
         self.given_up = asyncio.Event()
         self._restarts: deque[float] = deque()
 
     async def start(self) -> None:
         await self.client.start()
-        self.facts = dict(self.client.facts)
+        self.engine = self.client.engine
 
     @property
-    def trouble(self) -> str:
-        """Why nothing is generated; empty when all is well."""
+    def unhealthy_reason(self) -> str:
+        """Why nothing can be generated now; empty if healthy."""
         if not self.client.alive:
             return "the engine's process is not running."
         if self.client.silent_seconds > self.limits.step_timeout:
@@ -41,36 +41,34 @@ class Supervisor:
         return ""
 
     async def watch(self) -> None:
-        """Until cancelled, or until it has died too often."""
+        """Supervise until cancelled or given up."""
         while not self.given_up.is_set():
             try:
-                await asyncio.wait_for(self.client.lost.wait(), TICK)
+                await asyncio.wait_for(self.client.lost.wait(), CHECK_SECONDS)
             except TimeoutError:
-                if self.client.silent_seconds > self.limits.step_timeout + TICK:
+                if self.client.silent_seconds > self.limits.step_timeout + CHECK_SECONDS:
                     log.error("the engine finished no step for %g seconds; killing it", self.limits.step_timeout)
                     self.client.kill()
                 continue
-            if self.meters is not None:
-                self.meters.engine_lost()
-            await self._start_again()
+            if self.metrics is not None:
+                self.metrics.reset_engine_state()
+            await self._restart()
 
-    async def _start_again(self) -> None:
-        now = time.monotonic()
+    async def _restart(self) -> None:
+        now, limit = time.monotonic(), self.limits.max_restarts
         while self._restarts and now - self._restarts[0] > self.limits.restart_window:
             self._restarts.popleft()
-        if len(self._restarts) >= self.limits.max_restarts:
-            log.error("the engine's process died once more after %d restarts; giving up", len(self._restarts))
+        if len(self._restarts) >= limit:
+            log.error("the engine's process died again after %d restarts; giving up", len(self._restarts))
             self.given_up.set()
             return
         self._restarts.append(now)
-        log.error(
-            "the engine's process died; starting it again (%d of %d)", len(self._restarts), self.limits.max_restarts
-        )
-        if self.meters is not None:
-            self.meters.restarts.add()
+        log.error("the engine's process died; restarting it (%d of %d)", len(self._restarts), limit)
+        if self.metrics is not None:
+            self.metrics.restarts.inc()
         try:
             await self.client.start()
-            log.warning("the engine runs again")
+            log.warning("the engine is running again")
         except SmeltError as error:
-            log.error("it could not be started: %s", error)
+            log.error("the engine could not be restarted: %s", error)
             self.client.lost.set()

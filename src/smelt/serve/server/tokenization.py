@@ -1,4 +1,4 @@
-"""Text to tokens and back, with the model's own tokenizer and chat template. Long texts are read in a thread."""
+"""Tokenize and detokenize with the model's tokenizer and chat template; long texts in a thread."""
 
 from __future__ import annotations
 
@@ -16,82 +16,81 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-QUICK = 4096  # characters that are read on the spot
+INLINE_CHARACTERS = 4096  # up to which a text is tokenized on the event loop
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Texts:
-    """A tokenizer as the server uses it. `most` tokens is the longest prompt."""
+class AsyncTokenizer:
+    """The server's tokenizer. Prompts have at most `max_tokens` tokens."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, most: int) -> None:
-        self.tokenizer, self.most = tokenizer, most
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, max_tokens: int) -> None:
+        self.tokenizer, self.max_tokens = tokenizer, max_tokens
         inner = getattr(tokenizer, "backend_tokenizer", None)
         if inner is not None:  # set once: changing it later would not be safe between threads
             inner.no_truncation()
             inner.no_padding()
-        self._longest = max((len(token) for token in tokenizer.get_vocab()), default=1)
-        self._decoder: Any = _Decoder(inner) if _decodes_plainly(tokenizer) else tokenizer
+        self._max_token_length = max((len(token) for token in tokenizer.get_vocab()), default=1)
+        self._decoder: Any = _FastDecoder(inner) if _uses_standard_decode(tokenizer) else tokenizer
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         byte_level = inner is not None and "ByteLevel" in repr(inner.decoder)
-        self._bytes_of = {letter: byte for byte, letter in _byte_letters().items()} if byte_level else {}
+        self._byte_of = {character: byte for byte, character in _byte_characters().items()} if byte_level else {}
         self.token = lru_cache(maxsize=65536)(self._token)
 
     async def encode(self, text: str, *, special: bool = True, param: str = "prompt") -> list[int]:
-        """Refuses what is surely too long before reading it."""
-        if len(text) > self.most * self._longest:
-            told = f"{param} has {len(text):,} characters; more than {self.most:,} tokens cannot be served."
-            raise ApiError(400, told, param=param, code="context_length_exceeded")
+        """Tokenize a text; refuse one that is certainly too long without tokenizing it."""
+        if len(text) > self.max_tokens * self._max_token_length:
+            message = f"{param} has {len(text):,} characters; the limit is {self.max_tokens:,} tokens."
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
         return await self._run(len(text), lambda: _ids(self.tokenizer(text, add_special_tokens=special)))
 
-    async def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """The messages in the form that the model was trained on, up to where its answer begins."""
+    async def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Apply the chat template, with the generation prompt, and tokenize."""
         if not self.tokenizer.chat_template:
             raise ApiError(
-                400, "this model has no chat template; use /v1/completions, or put a chat_template.jinja beside it.",
+                400, "the model has no chat template; use /v1/completions, or add a chat_template.jinja to it.",
                 param="messages", code="no_chat_template",
             )  # fmt: skip
         size = sum(len(message["content"]) for message in messages)
-        text = await self._run(QUICK + size, lambda: self._rendered(messages))
+        text = await self._run(INLINE_CHARACTERS + size, lambda: self._render(messages))
         return await self.encode(text, special=False, param="messages")
 
     async def decode(self, tokens: Sequence[int]) -> str:
         return await self._run(len(tokens), lambda: str(self.tokenizer.decode(list(tokens))))
 
-    def stream(self, prompt: Sequence[int], stop: Sequence[str], include_stop: bool = False) -> Detokenizer:
+    def detokenizer(self, prompt: Sequence[int], stop: Sequence[str], include_stop: bool = False) -> Detokenizer:
         return Detokenizer(self._decoder, prompt, stop, include_stop=include_stop)
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _rendered(self, messages: list[dict[str, str]]) -> str:
-        """By transformers, whose environment for templates is a sandbox."""
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        """Apply the template with transformers, which runs it in a sandbox."""
         try:
             return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
         except Exception as error:  # a template may raise anything, with any text
             roles = ", ".join(message["role"] for message in messages[:8])
-            told = f"the model's chat template does not accept messages in this order of roles: {roles}."
-            raise ApiError(400, told, param="messages") from error
+            message = f"the model's chat template does not accept messages in this order of roles: {roles}."
+            raise ApiError(400, message, param="messages") from error
 
     async def _run(self, size: int, work: Callable[[], T]) -> T:
-        if size <= QUICK:
+        if size <= INLINE_CHARACTERS:
             return work()
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _token(self, token: int) -> tuple[str, bytes]:
-        """What one token says, and its bytes, which may be a part of a character."""
+        """Return the text and the bytes of one token; the bytes may be part of a character."""
         text = str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
         piece = str(self.tokenizer.convert_ids_to_tokens(token))
         if INCOMPLETE in text:
-            if self._bytes_of and all(letter in self._bytes_of for letter in piece):
-                return text, bytes(self._bytes_of[letter] for letter in piece)
-            if found := _BYTE.fullmatch(piece):
-                return text, bytes([int(found[1], 16)])
+            if self._byte_of and all(character in self._byte_of for character in piece):
+                return text, bytes(self._byte_of[character] for character in piece)
+            if match := _BYTE.fullmatch(piece):
+                return text, bytes([int(match[1], 16)])
         return text, text.encode("utf-8", "replace")
 
 
-class _Decoder:
-    """The tokenizer's inner part alone: every token of every answer is decoded, and the outer part takes most of the
-    time."""
+class _FastDecoder:
+    """The Rust tokenizer alone: every token is decoded, and transformers' wrapper would take most of the time."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -101,19 +100,19 @@ class _Decoder:
         return str(self._inner.decode(tokens, skip_special_tokens))
 
 
-def _decodes_plainly(tokenizer: Any) -> bool:
-    """Whether the outer part adds nothing of its own when it decodes."""
-    places = [getattr(getattr(type(tokenizer), name, None), "__module__", "") for name in ("decode", "_decode")]
-    return places == ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
+def _uses_standard_decode(tokenizer: Any) -> bool:
+    """Return whether transformers' wrapper adds nothing of its own when it decodes."""
+    modules = [getattr(getattr(type(tokenizer), name, None), "__module__", "") for name in ("decode", "_decode")]
+    return modules == ["transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers"]
 
 
 def _ids(encoded: Any) -> list[int]:
-    found: list[int] = encoded["input_ids"]
-    return found
+    ids: list[int] = encoded["input_ids"]
+    return ids
 
 
-def _byte_letters() -> dict[int, str]:
-    """The letters that byte-level tokenizers write bytes with: printable ones as themselves, others from 256 on."""
+def _byte_characters() -> dict[int, str]:
+    """Map each byte to its character in byte-level BPE: printable ones to themselves, others from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + place) for place, byte in enumerate(others)}
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(others)}

@@ -21,11 +21,11 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages.", param="prompt")
     if body.messages is not None:
-        tokens = await service.texts.chat(plain_messages(body.messages))
+        tokens = await service.tokenizer.encode_chat(plain_messages(body.messages))
     else:
-        tokens = await service.texts.encode(body.prompt or "", special=body.add_special_tokens is not False)
-    strings = [service.texts.token(token)[0] for token in tokens] if body.return_token_strs else None
-    return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens, "token_strs": strings}
+        tokens = await service.tokenizer.encode(body.prompt or "", special=body.add_special_tokens is not False)
+    strings = [service.tokenizer.token(token)[0] for token in tokens] if body.return_token_strs else None
+    return {"count": len(tokens), "max_model_len": service.max_model_len, "tokens": tokens, "token_strs": strings}
 
 
 @router.post("/detokenize")
@@ -33,4 +33,4 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, str
     service: Service = request.app.state.service
     service.check_model(body.model)
     service.check_tokens(body.tokens)
-    return {"prompt": await service.texts.decode(body.tokens)}
+    return {"prompt": await service.tokenizer.decode(body.tokens)}

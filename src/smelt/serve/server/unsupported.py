@@ -1,14 +1,11 @@
-"""Fields that would change the answer and that this server does not honour: a sentence, not silence.
-
-Tools enter here: what a field asks for becomes a constraint on the sampling, or an error.
-"""
+"""Refuse fields that would change the answer and are not supported, instead of ignoring them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from smelt.serve.server.errors import ApiError
-from smelt.serve.server.schemas import Generation, extras
+from smelt.serve.server.schemas import GenerationRequest, extras
 
 _REASONS = {
     "tools": "tools are not supported yet",
@@ -32,16 +29,16 @@ _REASONS = {
 _EMPTY: tuple[Any, ...] = (None, False, "", [], {})
 
 
-def check_supported(body: Generation) -> None:
-    given = extras(body)
+def check_supported(body: GenerationRequest) -> None:
+    fields = extras(body)
     for name, reason in _REASONS.items():
-        if given.get(name) not in _EMPTY:
+        if fields.get(name) not in _EMPTY:
             raise ApiError(400, f"{name}: {reason}.", param=name, code="unsupported")
-    best_of = given.get("best_of")
+    best_of = fields.get("best_of")
     if best_of is not None and best_of != (body.n or 1):
         raise ApiError(400, "best_of: only the same number as n is supported.", param="best_of", code="unsupported")
-    if given.get("tool_choice") not in (None, "none", "auto"):
+    if fields.get("tool_choice") not in (None, "none", "auto"):
         raise ApiError(400, f"tool_choice: {_REASONS['tools']}.", param="tool_choice", code="unsupported")
-    modalities = given.get("modalities")
+    modalities = fields.get("modalities")
     if modalities not in (None, ["text"]):
         raise ApiError(400, "modalities: this server answers with text only.", param="modalities", code="unsupported")

@@ -1,7 +1,7 @@
-"""The server's side of the engine's process: start it, submit requests, read their events, see whether it lives.
+"""The client of the engine's process: start it, submit requests, stream their tokens, check that it is alive.
 
-One thread reads the pipe and hands everything to the event loop, another writes to it; nothing here waits for the
-engine, not even for one that has stopped reading.
+One thread reads the pipe and passes messages to the event loop, another writes; the event loop never blocks on the
+engine, not even on one that has stopped reading.
 """
 
 from __future__ import annotations
@@ -17,51 +17,63 @@ from typing import Any
 
 from smelt.errors import RequestError, SmeltError
 from smelt.serve.engine.sampling_params import SamplingParams
-from smelt.serve.worker.pipe import Message, Pipe, pipe_pair
+from smelt.serve.worker.messages import (
+    AbortSample,
+    EngineReady,
+    NotALanguageModel,
+    Pipe,
+    RequestRejected,
+    StartEngine,
+    StartFailed,
+    StepOutput,
+    SubmitRequest,
+    WorkerMessage,
+    pipe_pair,
+)
 from smelt.subprocesses import python_command, python_environment
 
 Observer = Callable[[dict[str, int]], None]
 
 
 class WorkerDiedError(SmeltError):
-    """The engine's process is gone; requests that were under way are lost."""
+    """The engine's process has ended; its requests are lost."""
 
 
 class OtherModelError(SmeltError):
-    """The model is no language model."""
+    """The model is not a language model."""
 
     def __init__(self, folder: str, task: str) -> None:
-        super().__init__(f"{folder} is no language model but one for {task}: it cannot generate.")
+        super().__init__(f"{folder} is not a language model but one for {task}: it cannot generate.")
         self.folder, self.task = folder, task
 
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """A token of one answer, or its end, or both. Answers are counted prompt by prompt, sample by sample."""
+    """A token of one answer, or its end, or both. Answers are numbered prompt by prompt, sample by sample."""
 
     answer: int
     token: int | None
     logprobs: tuple[float, list[tuple[int, float]]] | None
     reason: str
-    cached: int  # tokens of the prompt that were in the prefix cache
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
     started: float  # when the engine first computed some of it, by time.monotonic()
 
 
-class Stream:
-    """The events of the answers to some prompts, as they come. Close it: what is left is aborted in the engine."""
+class TokenStream:
+    """The tokens of a request's answers as they arrive. `close` aborts what has not finished."""
 
-    def __init__(self, client: EngineClient, names: list[str], samples: int) -> None:
-        self._client, self._names, self._samples = client, names, samples
-        self._open = set(range(len(names) * samples))
+    def __init__(self, client: EngineClient, request_ids: list[str], samples: int) -> None:
+        self._client, self._request_ids, self._samples = client, request_ids, samples
+        self._open = set(range(len(request_ids) * samples))
         self._queue: asyncio.Queue[TokenEvent | Exception] = asyncio.Queue()
 
-    async def next(self, seconds: float | None = None) -> list[TokenEvent]:
-        """All that came since; nothing when all answers have ended, or nothing came for so many seconds."""
-        found: list[TokenEvent] = []
-        while self._open and (not found or not self._queue.empty()):
+    async def next(self, timeout: float | None = None) -> list[TokenEvent]:
+        """Return all new events; none if every answer has finished or the timeout has passed."""
+        events: list[TokenEvent] = []
+        while self._open and (not events or not self._queue.empty()):
             if self._queue.empty():
                 try:
-                    async with asyncio.timeout(seconds):
+                    async with asyncio.timeout(timeout):
                         event = await self._queue.get()
                 except TimeoutError:
                     break
@@ -71,64 +83,63 @@ class Stream:
                 self._open.clear() if isinstance(event, WorkerDiedError) else self.close()
                 raise event
             if event.answer in self._open:
-                found.append(event)
+                events.append(event)
                 if event.reason:
                     self._open.discard(event.answer)
-        return found
+        return events
 
-    def end(self, answer: int) -> None:
-        """No more of this answer is wanted."""
+    def abort(self, answer: int) -> None:
         if answer in self._open:
             self._open.discard(answer)
-            self._client.abort(self._names[answer // self._samples], answer % self._samples)
+            self._client.abort(self._request_ids[answer // self._samples], answer % self._samples)
 
     def close(self) -> None:
         for answer in list(self._open):
-            self.end(answer)
-        self._client.forget(self._names)
+            self.abort(answer)
+        self._client.forget(self._request_ids)
 
-    def give(self, event: TokenEvent | Exception) -> None:
+    def put(self, event: TokenEvent | Exception) -> None:
         self._queue.put_nowait(event)
 
 
 class EngineClient:
-    """One engine process. Made and used on one event loop. `observe` is told every state that the engine sends."""
+    """One engine process, used from one event loop. `observe` is called with every state that the engine reports."""
 
-    command = tuple(python_command("-m", "smelt.serve.worker.loop"))  # followed by the number of its end of the pipe
+    command = tuple(python_command("-m", "smelt.serve.worker.loop"))  # and the descriptor of its pipe
 
     def __init__(self, source: str, *, observe: Observer | None = None, **options: Any) -> None:
         self.source, self.options, self._observe = source, options, observe
-        self.facts: Message = {}
+        self.engine: EngineReady | None = None  # while it runs
         self.state: dict[str, int] = {}
-        self.replicas: dict[str, Message] = {}  # where there are several engines: what is known of each, by its name
+        self.replicas: dict[str, dict[str, Any]] = {}  # status of each engine by name, if there are several
         self.process: subprocess.Popen[bytes] | None = None
-        self.lost = asyncio.Event()  # the process that was started is gone
+        self.lost = asyncio.Event()  # the process has ended
         self._pipe: Pipe | None = None
-        self._outgoing: SimpleQueue[Message | None] = SimpleQueue()
-        self._streams: dict[str, tuple[Stream, int]] = {}  # by name: the stream and the place of its prompt
-        self._names = 0
-        self._moved = 0.0
+        self._outgoing: SimpleQueue[WorkerMessage | None] = SimpleQueue()
+        self._streams: dict[str, tuple[TokenStream, int]] = {}  # by request id: the stream, and its first answer there
+        self._num_requests = 0
+        self._last_step = 0.0
         self._ready: asyncio.Future[None] | None = None
 
     @property
     def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None and bool(self.facts)
+        return self.process is not None and self.process.poll() is None and self.engine is not None
 
     @property
     def silent_seconds(self) -> float:
-        """How long requests have been waiting without any step being finished."""
-        return time.monotonic() - self._moved if self._streams else 0.0
+        """How long requests have waited without a finished step."""
+        return time.monotonic() - self._last_step if self._streams else 0.0
 
     async def start(self) -> None:
         """Start the process and wait until its model is loaded."""
         loop = asyncio.get_running_loop()
-        self.facts, self._ready, self._outgoing = {}, loop.create_future(), SimpleQueue()
+        self.engine, self._ready, self._outgoing = None, loop.create_future(), SimpleQueue()
         self.lost.clear()
         self._pipe, theirs = pipe_pair()
         with theirs:
             command = [*self.command, str(theirs.fileno())]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=python_environment())
-        self._outgoing.put({"model": self.source, **self.options})
+        self._outgoing.put(StartEngine(self.source, self.options))
         threading.Thread(target=self._read, args=(loop, self._pipe), daemon=True).start()
         threading.Thread(target=_write, args=(self._pipe, self._outgoing), daemon=True).start()
         await self._ready
@@ -136,106 +147,105 @@ class EngineClient:
     def stream(
         self, prompts: Sequence[list[int]], sampling: SamplingParams, *, priority: int = 0, salt: bytes = b"",
         adapter: str | None = None,
-    ) -> Stream:  # fmt: skip
-        """Submit prompts: their answers' events."""
+    ) -> TokenStream:  # fmt: skip
+        """Submit prompts and stream their answers."""
         if not self.alive:
             raise WorkerDiedError("the engine is not running.")
         if not self._streams:
-            self._moved = time.monotonic()
-        names = [str(self._names + place) for place in range(len(prompts))]
-        self._names += len(prompts)
-        stream = Stream(self, names, sampling.n)
-        for place, (name, prompt) in enumerate(zip(names, prompts, strict=True)):
-            self._streams[name] = (stream, place * sampling.n)
-            self._send({
-                "kind": "submit", "name": name, "prompt": prompt, "sampling": asdict(sampling), "priority": priority,
-                "salt": salt.hex(), "adapter": adapter,
-            })  # fmt: skip
+            self._last_step = time.monotonic()
+        request_ids = [str(self._num_requests + index) for index in range(len(prompts))]
+        self._num_requests += len(prompts)
+        stream = TokenStream(self, request_ids, sampling.n)
+        for index, (request_id, prompt) in enumerate(zip(request_ids, prompts, strict=True)):
+            self._streams[request_id] = (stream, index * sampling.n)
+            self._send(SubmitRequest(request_id, prompt, asdict(sampling), priority, salt.hex(), adapter))
         return stream
 
-    def abort(self, name: str, sample: int) -> None:
+    def abort(self, request_id: str, sample: int) -> None:
         if self.alive:
-            self._send({"kind": "abort", "name": name, "sample": sample})
+            self._send(AbortSample(request_id, sample))
 
-    def forget(self, names: Sequence[str]) -> None:
-        """Nobody reads what still comes for these."""
-        for name in names:
-            self._streams.pop(name, None)
+    def forget(self, request_ids: Sequence[str]) -> None:
+        """Drop whatever still arrives for these requests."""
+        for request_id in request_ids:
+            self._streams.pop(request_id, None)
 
     def fail(self, error: Exception) -> None:
-        """End every request with this error."""
+        """Fail every request with this error."""
         for stream, _ in list(self._streams.values()):
-            stream.give(error)
+            stream.put(error)
 
-    async def stop(self, seconds: float = 5.0) -> None:
-        """Close the pipe, at which the process ends; one that does not is killed."""
+    async def stop(self, timeout: float = 5.0) -> None:
+        """Close the pipe, which ends the process; kill it if it does not end in time."""
         self._outgoing.put(None)
         if self._pipe is not None:
             self._pipe.close()
         if self.process is None:
             return
-        for _ in range(int(seconds * 20)):
+        for _ in range(int(timeout * 20)):
             if self.process.poll() is not None:
                 return
             await asyncio.sleep(0.05)
         self.kill()
 
     def kill(self) -> None:
-        """End the process at once; whoever waits for it is told."""
+        """Kill the process; requests that wait for it fail."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: WorkerMessage) -> None:
         self._outgoing.put(message)
 
     def _read(self, loop: asyncio.AbstractEventLoop, pipe: Pipe) -> None:
         try:
             while True:
-                _call(loop, self._take, pipe, pipe.receive())
+                _call(loop, self._receive, pipe, pipe.receive())
         except (EOFError, OSError):
             _call(loop, self._lost, pipe)
 
-    def _take(self, pipe: Pipe, message: Message) -> None:
+    def _receive(self, pipe: Pipe, message: WorkerMessage) -> None:
         if pipe is not self._pipe:  # from a process that was replaced
             return
-        kind = message.pop("kind")
-        if "state" in message:
-            self.state, self._moved = message.pop("state"), time.monotonic()
-            if self._observe is not None:
-                self._observe(self.state)
-        if kind == "ready":
-            self.facts = message
-            self._settle(None)
-        elif kind == "other":
-            self._settle(OtherModelError(message["folder"], message["task"]))
-        elif kind == "failed":
-            self._settle(SmeltError(message["sentence"]))
-        elif kind == "refused":
-            self._give(message["name"], RequestError(message["sentence"]))
-        elif kind == "events":
-            for name, sample, token, logprobs, reason, cached, started in message["events"]:
-                if name in self._streams:
-                    answer = self._streams[name][1] + sample
-                    told = None if logprobs is None else (logprobs[0], [(pair[0], pair[1]) for pair in logprobs[1]])
-                    self._give(name, TokenEvent(answer, token, told, reason, cached, started))
+        if isinstance(message, StepOutput):
+            self._update_state(message.state)
+            for request_id, sample, token, logprobs, reason, cached, started in message.tokens:
+                if request_id in self._streams:
+                    answer = self._streams[request_id][1] + sample
+                    self._put(request_id, TokenEvent(answer, token, as_logprobs(logprobs), reason, cached, started))
+        elif isinstance(message, EngineReady):
+            self.engine = message
+            self._update_state(message.state)
+            self._finish_start(None)
+        elif isinstance(message, RequestRejected):
+            self._put(message.request_id, RequestError(message.message))
+        elif isinstance(message, NotALanguageModel):
+            self._finish_start(OtherModelError(message.folder, message.task))
+        elif isinstance(message, StartFailed):
+            self._finish_start(SmeltError(message.message))
 
-    def _give(self, name: str, event: TokenEvent | Exception) -> None:
-        if name in self._streams:
-            self._streams[name][0].give(event)
+    def _update_state(self, state: dict[str, int]) -> None:
+        self.state, self._last_step = state, time.monotonic()
+        if self._observe is not None:
+            self._observe(state)
+
+    def _put(self, request_id: str, event: TokenEvent | Exception) -> None:
+        if request_id in self._streams:
+            self._streams[request_id][0].put(event)
 
     def _lost(self, pipe: Pipe) -> None:
-        """The process has gone: nobody waits any longer."""
+        """Fail everything that waits for a process that has ended."""
         if pipe is not self._pipe:
             return
-        self.facts = {}
+        self.engine = None
+        self._outgoing.put(None)  # ends the thread that writes
         self.state = {**self.state, "running": 0, "waiting": 0, "blocks_used": 0}
-        self._settle(SmeltError("the engine's process ended while it was starting."))
+        self._finish_start(SmeltError("the engine's process ended while it was starting."))
         self.fail(WorkerDiedError("the engine's process ended; the request is lost, send it again."))
         self._streams.clear()
         self.lost.set()
 
-    def _settle(self, error: Exception | None) -> None:
+    def _finish_start(self, error: Exception | None) -> None:
         if self._ready is None or self._ready.done():
             return
         if error is None:
@@ -244,16 +254,21 @@ class EngineClient:
             self._ready.set_exception(error)
 
 
-def _write(pipe: Pipe, outgoing: SimpleQueue[Message | None]) -> None:
+def as_logprobs(content: Any) -> tuple[float, list[tuple[int, float]]] | None:
+    """Restore the tuples that JSON has made lists."""
+    return None if content is None else (content[0], [(token, logprob) for token, logprob in content[1]])
+
+
+def _write(pipe: Pipe, outgoing: SimpleQueue[WorkerMessage | None]) -> None:
     try:
         while (message := outgoing.get()) is not None:
             pipe.send(message)
-    except OSError:  # the process is gone, which the reader sees too
+    except OSError:  # the process has ended, which the reader notices too
         return
 
 
 def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    """From a thread; a loop that was closed meanwhile needs nothing more."""
+    """Call from another thread; ignore a loop that was closed meanwhile."""
     try:
         loop.call_soon_threadsafe(function, *arguments)
     except RuntimeError:

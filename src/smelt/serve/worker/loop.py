@@ -1,9 +1,8 @@
-"""The process that runs the engine: takes requests from the pipe, steps, and sends what each step gave.
+"""The process that runs the engine: receive requests, run steps, send what each step sampled.
 
     python -m smelt.serve.worker.loop DESCRIPTOR      (started by `smelt.serve.worker.client`)
 
-Its first message holds the options of the engine. It ends when the pipe is closed, so that no engine outlives its
-server.
+It ends when the pipe is closed, so that no engine outlives its server.
 """
 
 from __future__ import annotations
@@ -11,13 +10,29 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from smelt.errors import SmeltError
-from smelt.serve.worker.pipe import Message, Pipe
+from smelt.serve.worker.messages import (
+    AbortSample,
+    EngineReady,
+    NotALanguageModel,
+    Pipe,
+    RequestRejected,
+    SampledToken,
+    StartEngine,
+    StartFailed,
+    StepOutput,
+    SubmitRequest,
+    WorkerMessage,
+)
+
+if TYPE_CHECKING:
+    from smelt.serve.engine.engine import Event
+    from smelt.serve.engine.request import Request
 
 
-class Loop:
+class EngineWorker:
     """One engine and its pipe."""
 
     def __init__(self, pipe: Pipe) -> None:
@@ -25,100 +40,104 @@ class Loop:
         from smelt.models.model import Model
         from smelt.serve.engine.engine import Engine
 
-        self.pipe, options = pipe, pipe.receive()
-        self.folder = str(resolve(options["model"]))
+        start = pipe.receive()
+        assert isinstance(start, StartEngine)
+        self.pipe, self.folder = pipe, str(resolve(start.model))
         task = Model(skeleton(self.folder)).task
         if task != "language":
-            pipe.send({"kind": "other", "folder": self.folder, "task": task})
+            pipe.send(NotALanguageModel(self.folder, task))
             raise EOFError
-        self.engine = Engine(**options)  # by the name that was given: a bundled model is served in its own bits
+        # By name, not by folder: a bundled model's name also says in which format it is served.
+        self.engine = Engine(start.model, **start.options)
         self.engine.warmup()
-        self.requests: dict[str, list[Any]] = {}  # of each name, the requests that have not ended
-        pipe.send({"kind": "ready", **self._facts()})
+        self._samples: dict[str, list[Request | None]] = {}  # by request id; None: this sample has finished
+        self._ids: dict[Request, tuple[str, int]] = {}
+        pipe.send(self._ready())
 
     def run(self) -> None:
         while True:
-            while self.pipe.waiting(0.0 if self.engine.busy else None):
-                self.take(self.pipe.receive())
-            before = self.engine.state()["computed_tokens"]
+            while self.pipe.poll(0.0 if self.engine.busy else None):
+                self.handle(self.pipe.receive())
+            computed = self.engine.state()["computed_tokens"]
             events = self.engine.step()
-            state = self._state()
-            if events or state["state"]["computed_tokens"] != before:  # a step that did nothing is no sign of life
-                self.pipe.send({"kind": "events", "events": [_plain(event) for event in events], **state})
+            state = self.engine.state()
+            if events or state["computed_tokens"] != computed:  # a step that did nothing is no sign of life
+                self.pipe.send(
+                    StepOutput(state, [self._token(event) for event in events if event.request in self._ids])
+                )
             for event in events:
                 if event.reason:
-                    self._forget(event.request)
+                    self._remove(event.request)
 
-    def take(self, message: Message) -> None:
-        if message["kind"] == "submit":
+    def handle(self, message: WorkerMessage) -> None:
+        if isinstance(message, SubmitRequest):
             self._submit(message)
-        elif message["kind"] == "abort":
-            for request in self.requests.get(message["name"], []):
-                if request.id.sample == message["sample"]:
-                    self.engine.abort(request)
-                    self._forget(request)
-            self.pipe.send({"kind": "state", **self._state()})
+        elif isinstance(message, AbortSample):
+            samples = self._samples.get(message.request_id)
+            request = samples[message.sample] if samples is not None else None
+            if request is not None:
+                self.engine.abort(request)
+                self._remove(request)
+            self.pipe.send(StepOutput(self.engine.state()))
 
-    def _submit(self, message: Message) -> None:
+    def _submit(self, message: SubmitRequest) -> None:
         from smelt.serve.engine.sampling_params import SamplingParams
 
-        name = message["name"]
         try:
-            self.requests[name] = self.engine.submit(
-                message["prompt"],
-                SamplingParams.from_json(message["sampling"]),
-                name=name,
-                priority=message.get("priority", 0),
-                salt=bytes.fromhex(message.get("salt", "")),
-                adapter=message.get("adapter"),
+            requests = self.engine.submit(
+                message.prompt,
+                SamplingParams.from_json(message.sampling),
+                name=message.request_id,
+                priority=message.priority,
+                salt=bytes.fromhex(message.salt),
+                adapter=message.adapter,
             )
         except SmeltError as error:
-            self.pipe.send({"kind": "refused", "name": name, "why": type(error).__name__, "sentence": str(error)})
+            self.pipe.send(RequestRejected(message.request_id, str(error)))
+            return
+        self._samples[message.request_id] = [*requests]
+        self._ids.update({request: (message.request_id, sample) for sample, request in enumerate(requests)})
 
-    def _forget(self, request: Any) -> None:
-        name = request.id.name
-        left = [each for each in self.requests.get(name, []) if each is not request]
-        if left:
-            self.requests[name] = left
-        else:
-            self.requests.pop(name, None)
+    def _remove(self, request: Request) -> None:
+        request_id, sample = self._ids.pop(request, ("", 0))
+        samples = self._samples.get(request_id, [])
+        if samples:
+            samples[sample] = None
+            if not any(samples):
+                del self._samples[request_id]
 
-    def _facts(self) -> Message:
-        """What does not change."""
+    def _token(self, event: Event) -> SampledToken:
+        request = event.request
+        logprobs = None if event.logprobs is None else (event.logprobs.own, event.logprobs.top)
+        started = round(request.started, 6)
+        return SampledToken(
+            *self._ids[request], event.token, logprobs, event.reason, request.num_cached_tokens, started
+        )
+
+    def _ready(self) -> EngineReady:
         engine = self.engine
-        return {
-            "folder": self.folder,
-            "context": engine.max_model_len,
-            "longest": engine.max_request_tokens,
-            "vocabulary": engine.vocab_size,
-            "ends": list(engine.runner.eos_token_ids),
-            "path": engine.runner.backend,
-            "blocks": engine.pool.blocks,
-            "block": engine.pool.size,
-            **self._state(),
-        }
-
-    def _state(self) -> Message:
-        return {"state": self.engine.state()}
-
-
-def _plain(event: Any) -> list[Any]:
-    """[name, sample, token, logprobs, reason, tokens found in the cache, when it was first computed]"""
-    logprobs = None if event.logprobs is None else [event.logprobs.own, event.logprobs.top]
-    request = event.request
-    return [*request.id, event.token, logprobs, event.reason, request.num_cached_tokens, round(request.started, 6)]
+        return EngineReady(
+            folder=self.folder,
+            max_model_len=engine.max_model_len,
+            max_request_tokens=engine.max_request_tokens,
+            vocab_size=engine.vocab_size,
+            backend=engine.runner.backend,
+            blocks=engine.pool.blocks,
+            block_size=engine.pool.size,
+            state=engine.state(),
+        )
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to a whole group of processes: the server decides when to end
+    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the process group: the server decides when to stop
         signal.signal(number, signal.SIG_IGN)
     pipe = Pipe(int(sys.argv[1]))
     try:
-        Loop(pipe).run()
+        EngineWorker(pipe).run()
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        os._exit(0)  # the interpreter's own way out takes seconds
+        os._exit(0)  # the interpreter's own shutdown takes seconds
     except SmeltError as error:
-        pipe.send({"kind": "failed", "sentence": str(error)})
+        pipe.send(StartFailed(str(error)))
         sys.exit(2)
 
 

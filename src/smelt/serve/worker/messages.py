@@ -1,0 +1,150 @@
+"""Typed messages between the server and the engine's process, as JSON over a socket. Never pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+
+@dataclass(frozen=True)
+class StartEngine:
+    """The first message to the worker."""
+
+    model: str
+    options: dict[str, Any] = field(default_factory=dict)  # of the engine
+
+
+@dataclass(frozen=True)
+class SubmitRequest:
+    """Queue one prompt, which may be sampled several times."""
+
+    request_id: str
+    prompt: list[int]
+    sampling: dict[str, Any]  # SamplingParams as JSON
+    priority: int = 0
+    salt: str = ""  # hexadecimal
+    adapter: str | None = None
+
+
+@dataclass(frozen=True)
+class AbortSample:
+    request_id: str
+    sample: int
+
+
+@dataclass(frozen=True)
+class EngineReady:
+    """The model is loaded; everything but `state` stays as it is."""
+
+    folder: str
+    max_model_len: int
+    max_request_tokens: int
+    vocab_size: int
+    backend: str
+    blocks: int
+    block_size: int
+    state: dict[str, int]
+
+
+@dataclass(frozen=True)
+class NotALanguageModel:
+    folder: str
+    task: str
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    message: str
+
+
+@dataclass(frozen=True)
+class RequestRejected:
+    request_id: str
+    message: str
+
+
+class SampledToken(NamedTuple):
+    """A token of one sample, or its end, or both."""
+
+    request_id: str
+    sample: int
+    token: int | None
+    logprobs: tuple[float, Sequence[tuple[int, float]]] | None  # of the token, and of the most likely ones
+    reason: str  # not empty: the sample has finished
+    num_cached_tokens: int  # of the prompt, found in the prefix cache
+    started: float  # when the engine first computed some of it, by time.monotonic()
+
+
+@dataclass
+class StepOutput:
+    """What one step sampled; without tokens, only a new state."""
+
+    state: dict[str, int]
+    tokens: list[SampledToken] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = [SampledToken(*row) for row in self.tokens]
+
+
+WorkerMessage = (
+    StartEngine
+    | SubmitRequest
+    | AbortSample
+    | EngineReady
+    | NotALanguageModel
+    | StartFailed
+    | RequestRejected
+    | StepOutput
+)
+_CLASSES: dict[str, Any] = {
+    message.__name__: message
+    for message in (
+        *(StartEngine, SubmitRequest, AbortSample),
+        *(EngineReady, NotALanguageModel, StartFailed, RequestRejected, StepOutput),
+    )
+}
+
+
+def encode(message: WorkerMessage) -> bytes:
+    return json.dumps([type(message).__name__, vars(message)], separators=(",", ":")).encode()
+
+
+def decode(content: bytes | str) -> WorkerMessage:
+    name, fields = json.loads(content)
+    message: WorkerMessage = _CLASSES[name](**fields)
+    return message
+
+
+class Pipe:
+    """One end of the connection."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._connection = Connection(descriptor)
+
+    def send(self, message: WorkerMessage) -> None:
+        self._connection.send_bytes(encode(message))
+
+    def receive(self) -> WorkerMessage:
+        """Return the next message; raise EOFError if the other end is closed."""
+        return decode(self._connection.recv_bytes())
+
+    def poll(self, timeout: float | None = 0.0) -> bool:
+        """Return whether a message arrives within the timeout (None: wait for one)."""
+        return self._connection.poll(timeout)
+
+    def close(self) -> None:
+        """Shut down both directions, also for threads that read or write; the descriptor closes with this object."""
+        with socket.socket(fileno=os.dup(self._connection.fileno())) as end, suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
+
+
+def pipe_pair() -> tuple[Pipe, socket.socket]:
+    """Return our end, and the worker's end before it is handed over."""
+    ours, theirs = socket.socketpair()
+    return Pipe(ours.detach()), theirs
