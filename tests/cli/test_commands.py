@@ -153,7 +153,18 @@ def test_eval_exits_with_3_past_a_bound(
 
 
 def test_bench(place: Place, smelt_here: Smelt, pruned: Path, tmp_path: Path) -> None:
-    arguments = ["--seq-len", "16", "--batch-size", "2", "--repeats", "5", "--json", str(tmp_path / "r.json"), "--seed", "3"]
+    arguments = [
+        "--seq-len",
+        "16",
+        "--batch-size",
+        "2",
+        "--repeats",
+        "5",
+        "--json",
+        str(tmp_path / "r.json"),
+        "--seed",
+        "3",
+    ]
     done = smelt_here("bench", str(pruned), "--against", place / "llama", *arguments)
     found = result(tmp_path / "r.json")
     forward, decode = found["latency"]["forward"], found["latency"]["decode a token"]

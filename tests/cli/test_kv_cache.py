@@ -42,9 +42,13 @@ def test_it_is_said_once(
     found = evaluated(smelt_here, place, small, tmp_path)
     assert found["kv"] == "int2" and "keys and values in int2" in found["out"]
     assert (
-        found["quality"]["value"] == evaluated(smelt_here, place, small, tmp_path, "--kv-cache-dtype", "int2")["quality"]["value"]
+        found["quality"]["value"]
+        == evaluated(smelt_here, place, small, tmp_path, "--kv-cache-dtype", "int2")["quality"]["value"]
     )
-    assert found["quality"]["value"] > evaluated(smelt_here, place, small, tmp_path, "--kv-cache-dtype", "none")["quality"]["value"]
+    assert (
+        found["quality"]["value"]
+        > evaluated(smelt_here, place, small, tmp_path, "--kv-cache-dtype", "none")["quality"]["value"]
+    )
 
     done = smelt_here("inspect", str(small), "--json", str(tmp_path / "inspect.json"))
     assert "keys and values in int2" in done.out

@@ -23,7 +23,7 @@ NO_MEMORY = "out of memory; use fewer or shorter samples, or set memory_limit in
 def main(arguments: list[str] | None = None) -> None:
     """Run a command and exit; `--debug` may appear anywhere among the arguments."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    warnings.showwarning = _show_warning
+    warnings.showwarning = _show_warning  # type: ignore[assignment]
     if DEBUG in arguments:
         sys.exit(_call([argument for argument in arguments if argument != DEBUG]))
     try:
