@@ -40,7 +40,7 @@ def test_it_is_said_once(
     assert measured["samples"][1]["text"] == load(small).generate("the cat")
 
     found = evaluated(smelt_here, place, small, tmp_path)
-    assert found["kv"] == "int2" and "keys and values in int2" in found["out"]
+    assert found["kv"] == "int2" and "KV cache in int2" in found["out"]
     assert (
         found["quality"]["value"]
         == evaluated(smelt_here, place, small, tmp_path, "--kv-cache-dtype", "int2")["quality"]["value"]
@@ -51,7 +51,7 @@ def test_it_is_said_once(
     )
 
     done = smelt_here("inspect", str(small), "--json", str(tmp_path / "inspect.json"))
-    assert "keys and values in int2" in done.out
+    assert "KV cache in int2" in done.out
     assert json.loads((tmp_path / "inspect.json").read_text())["kv"]["format"] == "int2"
     assert "keys and values" not in smelt_here("inspect", place / "llama").out
 
