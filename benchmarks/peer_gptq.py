@@ -27,7 +27,7 @@ from smelt.data import load_text, text_batches
 from smelt.measure.perplexity import tokens_of
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import decoded
+from smelt.models.quantized import dequantized_weights
 
 CONTEXT = 1024
 SETTINGS = {"method": "gptq", "format": "int4-wide/64@float32", "damping": 0.01, "act_order": True}
@@ -111,7 +111,7 @@ def _ours(model: Model, batches: list[Any], windows: torch.Tensor) -> dict[str, 
     start = time.perf_counter()
     METHODS.build(SETTINGS).apply(model, MethodContext(batches=batches))
     seconds = time.perf_counter() - start
-    with decoded(model.network, torch.float32):
+    with dequantized_weights(model.network, torch.float32):
         return {"seconds": seconds, "perplexity": _perplexity(model.network, windows), "dense": dense}
 
 

@@ -26,7 +26,7 @@ from smelt.measure.divergence import logit_divergence
 from smelt.measure.perplexity import perplexity
 from smelt.models.load import load
 from smelt.models.model import Model
-from smelt.models.quantized import decoded
+from smelt.models.quantized import dequantized_weights
 
 CONTEXT, LENGTH, BATCH = 1024, 1024, 8
 PROMPTS, PROMPT, ANSWER = 64, 64, 64  # how many prompts the float model answers, their tokens, and its answers
@@ -266,7 +266,7 @@ class _Measure:
         self.base, self.test, self.limit = base, test, limit
 
     def __call__(self, model: Model) -> dict[str, float]:
-        with decoded(model.network, torch.float32):
+        with dequantized_weights(model.network, torch.float32):
             value = perplexity(model, self.test, context=CONTEXT, limit=self.limit, batch_size=BATCH).value
             apart = logit_divergence(
                 model, self.base, self.test, context=CONTEXT, limit=min(self.limit, 16 * CONTEXT), batch_size=BATCH
@@ -294,7 +294,7 @@ class _Answers:
     def __call__(self, model: Model) -> dict[str, float]:
         """The share of the answers' tokens that the model puts first after the same text, and how many tokens its own
         answers share with the float model's before they part."""
-        with decoded(model.network, torch.float32):
+        with dequantized_weights(model.network, torch.float32):
             logits = model.network(self.given).logits[:, PROMPT - 1 : -1]
             own = self._generated(model)
         same = (own == self.given)[:, PROMPT:].cumprod(1).sum(1)
