@@ -1,4 +1,4 @@
-"""Number formats as pure functions: codes, quantization parameters of groups, and how both are packed."""
+"""Number formats as pure functions: codes, quantization parameters per group, and packing."""
 
 from smelt.numerics.catalog import FORMATS, format_name, get_format
 from smelt.numerics.format import Format, QuantizedTensor, QuantParams

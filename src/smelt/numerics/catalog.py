@@ -1,7 +1,7 @@
-"""The catalog of formats by name. `int4/128@float16` is four-bit integers in groups of 128 with scales in float16.
+"""Catalog of formats by name. `int4/128@float16` is 4-bit integers in groups of 128 with scales in float16.
 
-A name is a base from the list, then optionally `/` and the group (a number, `row` or `tensor`), then optionally `@` and
-the number type of the scales. The canonical name of a format leaves out what its base already says.
+A name is a base from the list, optionally followed by `/` and the group size (a number, `row` or `tensor`) and by `@`
+and the scale dtype. The canonical name of a format omits what its base implies.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from smelt.numerics.format import PER_ROW, PER_TENSOR, Format
 from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled, SignedScales, TensorScaled, Ternary
 
-MX = 32  # values in a block of the OCP formats
+MX = 32  # block size of the OCP formats
 FORMATS: dict[str, Format] = {
     **{f"int{bits}": Integer(bits=bits) for bits in range(2, 9)},
     **{f"int{bits}-asym": Integer(bits=bits, symmetric=False) for bits in range(2, 9)},
@@ -45,38 +45,38 @@ _GROUPS = {"row": PER_ROW, "tensor": PER_TENSOR}
 
 
 def get_format(name: str) -> Format:
-    """Parse the name of a format."""
+    """Return the format with this name."""
     rest, at, scale = name.partition("@")
     base, slash, group = rest.partition("/")
     if base not in FORMATS:
         raise FormatError(f"there is no number format {base!r}; `smelt formats` lists them all.")
-    found = FORMATS[base]
+    number_format = FORMATS[base]
     if slash:
         if group not in _GROUPS and not (group.isdecimal() and int(group) > 0):
             raise FormatError(f"the group in {name!r} is a number, `row` or `tensor`.")
-        found = replace(found, group_size=_GROUPS[group] if group in _GROUPS else int(group))
+        number_format = replace(number_format, group_size=_GROUPS[group] if group in _GROUPS else int(group))
     if at:
-        if scale not in found.scale_dtypes:
-            raise FormatError(f"the scale type in {name!r} is one of {', '.join(found.scale_dtypes)}.")
-        found = replace(found, scale_dtype=scale)
-    return found
+        if scale not in number_format.scale_dtypes:
+            raise FormatError(f"the scale type in {name!r} is one of {', '.join(number_format.scale_dtypes)}.")
+        number_format = replace(number_format, scale_dtype=scale)
+    return number_format
 
 
 def format_name(number_format: Format) -> str:
     """Return the canonical name: `get_format` is the inverse."""
-    for base, found in FORMATS.items():
-        if found == number_format:
+    for base, candidate in FORMATS.items():
+        if candidate == number_format:
             return base
-    for base, found in FORMATS.items():
-        if _kind(found) == _kind(number_format):
-            words = {value: word for word, value in _GROUPS.items()}
-            group = words.get(number_format.group_size, str(number_format.group_size))
-            scale = f"@{number_format.scale_dtype}" if number_format.scale_dtype != found.scale_dtype else ""
-            return base + (f"/{group}" if number_format.group_size != found.group_size else "") + scale
+    for base, candidate in FORMATS.items():
+        if _kind(candidate) == _kind(number_format):
+            group_names = {size: name for name, size in _GROUPS.items()}
+            group = group_names.get(number_format.group_size, str(number_format.group_size))
+            scale = f"@{number_format.scale_dtype}" if number_format.scale_dtype != candidate.scale_dtype else ""
+            return base + (f"/{group}" if number_format.group_size != candidate.group_size else "") + scale
     raise FormatError(f"this format has no name: {number_format!r}.")
 
 
 def _kind(number_format: Format) -> tuple[object, ...]:
-    """All of a format but its group and the type of its scales."""
+    """Return the class and fields of a format, except group size and scale dtype."""
     others = (f.name for f in fields(number_format) if f.name not in ("group_size", "scale_dtype"))
     return type(number_format), *(getattr(number_format, name) for name in others)

@@ -1,8 +1,8 @@
-"""Element types: the values that the codes of a format stand for, before any scale.
+"""Element types: the values that codes represent before scaling.
 
-An element type is its table: `values[code]` is the value of a code. Rounding is to the nearest value, and to the even
-code where two are equally near, as IEEE 754 and the OCP formats ask; beyond the largest value it saturates. Codes that
-the type leaves unused, and codes of infinity and NaN, hold NaN: nothing is ever rounded to them.
+An element type is a table: `values[code]` is the value of a code. Rounding is to nearest, ties to the even code, as
+IEEE 754 and the OCP formats require; values out of range saturate. Unused codes and codes of infinity and NaN map to
+NaN: nothing is rounded to them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class ElementType:
-    """A table of at most 256 values, one for each code. Its name stands for it: NaN in a table equals nothing."""
+    """A table of at most 256 values, one per code. Compared by name, since NaN in a table never compares equal."""
 
     name: str
     bits: int
@@ -28,7 +28,7 @@ class ElementType:
 
     @cached_property
     def max_value(self) -> float:
-        """The largest positive value: what a scale maps the largest element of a group to."""
+        """The largest value: a scale maps the largest magnitude of a group to it."""
         return max(value for value in self.values if not math.isnan(value))
 
     @cached_property
@@ -36,7 +36,7 @@ class ElementType:
         return min(value for value in self.values if not math.isnan(value))
 
     def encode(self, x: Tensor) -> Tensor:  # any shape -> uint8 of that shape
-        """The code of the nearest value. NaN has no code of its own: its group's scale must carry it."""
+        """Return the code of the nearest value. NaN has no code: it must be carried by the scale of its group."""
         boundaries, codes = _search_tables(self, x.device)
         return codes[torch.bucketize(x.float().contiguous(), boundaries, right=True)]
 
@@ -44,13 +44,13 @@ class ElementType:
         return _values(self, codes.device, dtype)[codes.long()]
 
     def encode_stochastic(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """One of the two neighbouring values at random, the nearer the likelier, so that the mean is the input."""
+        """Round stochastically to one of the two neighboring values, such that the expectation is the input."""
         levels, codes = _levels(self, x.device)
         x = x.float().clamp(self.min_value, self.max_value).contiguous()
         low = (torch.bucketize(x, levels, right=True) - 1).clamp(0, len(levels) - 2)
-        share = (x - levels[low]) / (levels[low + 1] - levels[low])
-        draw = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
-        return codes[low + (draw < share).long()]
+        probability_up = (x - levels[low]) / (levels[low + 1] - levels[low])
+        uniform = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
+        return codes[low + (uniform < probability_up).long()]
 
 
 @lru_cache(maxsize=256)
@@ -60,31 +60,31 @@ def _values(elements: ElementType, device: torch.device, dtype: torch.dtype) -> 
 
 @lru_cache(maxsize=256)
 def _levels(elements: ElementType, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The values in ascending order, and the code of each. Of two zeros the positive one is used."""
-    found: dict[float, int] = {}
+    """Return the values in ascending order and their codes. Of two zeros, the positive one is used."""
+    code_of: dict[float, int] = {}
     for code, value in enumerate(elements.values):
         if not math.isnan(value):
-            found.setdefault(value + 0.0, code)
-    ordered = sorted(found.items())
+            code_of.setdefault(value + 0.0, code)
+    ordered = sorted(code_of.items())
     levels = torch.tensor([value for value, _ in ordered], device=device, dtype=torch.float32)
     return levels, torch.tensor([code for _, code in ordered], device=device, dtype=torch.uint8)
 
 
 @lru_cache(maxsize=256)
 def _search_tables(elements: ElementType, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Boundaries such that x >= boundary takes the upper level: the first number in float32 that is nearer to it. A
-    tie goes to the even code: where that is the lower one, the boundary is the next number above the middle."""
+    """Return boundaries such that x >= boundary rounds up: the first float32 that is nearer to the upper level. Ties go
+    to the even code: if that is the lower one, the boundary is the next float32 above the midpoint."""
     levels, codes = _levels(elements, torch.device("cpu"))
-    middle = (levels[1:].double() + levels[:-1].double()) / 2  # exact
-    boundary = middle.float()
+    midpoint = (levels[1:].double() + levels[:-1].double()) / 2  # exact
+    boundary = midpoint.float()
     lower_is_even = codes[:-1] % 2 == 0
-    below = (boundary < middle) | ((boundary == middle) & lower_is_even)
+    rounds_down = (boundary < midpoint) | ((boundary == midpoint) & lower_is_even)
     above = torch.nextafter(boundary, torch.full_like(boundary, math.inf))
-    return torch.where(below, above, boundary).to(device), codes.to(device)
+    return torch.where(rounds_down, above, boundary).to(device), codes.to(device)
 
 
 def minifloat(name: str, exponent: int, mantissa: int, bias: int, special: str = "none") -> ElementType:
-    """A small IEEE-like float. `special`: none (every code is finite), nan (all ones is NaN), ieee (inf and NaN)."""
+    """Return a small IEEE-like float. `special`: none (all codes finite), nan (all ones is NaN), ieee (inf and NaN)."""
     top = (1 << exponent) - 1
     values = []
     for code in range(1 << (exponent + mantissa)):
@@ -99,23 +99,23 @@ def minifloat(name: str, exponent: int, mantissa: int, bias: int, special: str =
 
 
 def mx_integers(bits: int) -> ElementType:
-    """Whole numbers with all but two bits behind the point, as in MXINT8. Codes ascend with values; the lowest value
-    is left out, so that the range is symmetric."""
+    """Return fixed-point numbers with all but two bits behind the point, as in MXINT8. Codes ascend with values; the
+    lowest value is left out, so that the range is symmetric."""
     half = 1 << (bits - 1)
     values = [2.0 ** (2 - bits) * (code - half) for code in range(2 * half)]
     return ElementType(f"int{bits}", bits, (NAN, *values[1:]))
 
 
 def normal_floats(bits: int) -> ElementType:
-    """Quantiles of the normal distribution with an exact zero, scaled to [-1, 1] (Dettmers et al., 2023)."""
+    """Return NormalFloat: normal quantiles with an exact zero, scaled to [-1, 1] (Dettmers et al., 2023)."""
     offset, half = 0.9677083, 1 << (bits - 1)
 
     def quantiles(count: int) -> list[float]:
-        return [NormalDist().inv_cdf(offset + (0.5 - offset) * place / count) for place in range(count)]
+        return [NormalDist().inv_cdf(offset + (0.5 - offset) * index / count) for index in range(count)]
 
     positive, negative = quantiles(half), [-value for value in quantiles(half - 1)]
-    largest = max(positive)
-    return ElementType(f"nf{bits}", bits, tuple(sorted(value / largest for value in [*positive, 0.0, *negative])))
+    max_value = max(positive)
+    return ElementType(f"nf{bits}", bits, tuple(sorted(value / max_value for value in [*positive, 0.0, *negative])))
 
 
 E2M1 = minifloat("e2m1", 2, 1, 1)

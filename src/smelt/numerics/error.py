@@ -14,9 +14,9 @@ def signal_to_noise(x: Tensor, rounded: Tensor) -> float:
 
 
 def underflow_share(x: Tensor, rounded: Tensor) -> tuple[float, float]:
-    """The share of values other than zero that were rounded to zero, and their share of the squared error."""
-    held = x != 0
-    lost = held & (rounded == 0)
+    """Return the share of nonzero values that were rounded to zero, and their share of the squared error."""
+    nonzero = x != 0
+    underflowed = nonzero & (rounded == 0)
     error = (x.double() - rounded.double()).square()
-    total, count = float(error.sum()), int(held.sum())
-    return int(lost.sum()) / max(count, 1), float(error[lost].sum()) / total if total else 0.0
+    total, count = float(error.sum()), int(nonzero.sum())
+    return int(underflowed.sum()) / max(count, 1), float(error[underflowed].sum()) / total if total else 0.0

@@ -87,16 +87,16 @@ class Format(ABC):
     def quantize(self, x: Tensor, *, generator: torch.Generator | None = None) -> QuantizedTensor:
         """Quantize a tensor [..., columns]: to nearest, or stochastically if a generator is given."""
         grouped = self.split_groups(x)
-        grid = self.compute_qparams(grouped, tensor_amax=self.tensor_amax(x))
+        qparams = self.compute_qparams(grouped, tensor_amax=self.tensor_amax(x))
         if generator is None:
-            codes = self.quantize_groups(grouped, grid)
+            codes = self.quantize_groups(grouped, qparams)
         else:
-            codes = self.quantize_groups_stochastic(grouped, grid, generator)
-        return QuantizedTensor(self, codes.flatten(-2)[..., : x.shape[-1]], grid)
+            codes = self.quantize_groups_stochastic(grouped, qparams, generator)
+        return QuantizedTensor(self, codes.flatten(-2)[..., : x.shape[-1]], qparams)
 
     def fake_quantize(self, x: Tensor) -> Tensor:
         """Quantize and dequantize, keeping shape and dtype."""
-        limit = min(torch.finfo(kind).max for kind in (x.dtype, torch.float32))  # may be rounded up past it
+        limit = min(torch.finfo(dtype).max for dtype in (x.dtype, torch.float32))  # dequantized values may exceed it
         return self.quantize(x).dequantize().clamp(-limit, limit).to(x.dtype)
 
     def bits_per_value(self, columns: int, rows: int = 1) -> float:
@@ -181,8 +181,8 @@ def packed_shapes(number_format: Format, rows: int, columns: int) -> dict[str, t
     example = number_format.quantize(torch.zeros(1, columns, device="cpu")).pack()
     shapes = {}
     for name, tensor in example.items():
-        whole = number_format.group_size == PER_TENSOR or name == "tensor"
-        shape = tuple(tensor.shape) if whole and name != "codes" else (rows, *tensor.shape[1:])
+        shared = number_format.group_size == PER_TENSOR or name == "tensor"
+        shape = tuple(tensor.shape) if shared and name != "codes" else (rows, *tensor.shape[1:])
         shapes[name] = (shape, tensor.dtype)
     assert shapes["codes"][0] == (rows, packed_columns(columns, number_format.bits))
     return shapes

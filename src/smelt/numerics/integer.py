@@ -18,7 +18,7 @@ _ZERO_BITS: dict[ZeroDtype, int] = {"code": 8, "float16": 16, "float32": 32}
 
 @dataclass(frozen=True)
 class Integer(Format):
-    """b-bit integers. Codes are unsigned: `value = (code - zero) * scale`, zero in the middle where it is symmetric.
+    """b-bit integers. Codes are unsigned: `value = (code - zero) * scale`, with zero in the middle if symmetric.
 
     `full_range` spreads a symmetric range over all codes, scale = amax / (2^b - 1) * 2, as compressed-tensors does: the
     largest value may lose half a step. Otherwise scale = amax / (2^(b-1) - 1).
@@ -27,7 +27,7 @@ class Integer(Format):
     bits: int = 4
     symmetric: bool = True
     full_range: bool = False
-    zero_dtype: ZeroDtype = "code"  # whole, as a code; or a fraction, stored in float16 or float32
+    zero_dtype: ZeroDtype = "code"  # an integer code, or fractional, stored in float16 or float32
 
     @property
     def qmax(self) -> int:
@@ -59,7 +59,7 @@ class Integer(Format):
         scale = torch.where(high == low, 1.0, exact_divide(high - low, self.num_steps))
         scale = round_scale(scale, self.scale_dtype)
         zero = (-low / scale).round().clamp(0, self.num_steps)
-        return QuantParams(scale, zero.nan_to_num(nan=0.0))  # the scale says NaN; a byte cannot
+        return QuantParams(scale, zero.nan_to_num(nan=0.0))  # NaN is carried by the scale: a byte cannot
 
     @property
     def num_steps(self) -> int:
@@ -67,11 +67,11 @@ class Integer(Format):
         return self.qmax
 
     def round_scale(self, scale: Tensor) -> Tensor:
-        """As it will be stored."""
+        """Round to the stored dtype."""
         return round_scale(scale, self.scale_dtype)
 
     def round_zero(self, zero: Tensor) -> Tensor:
-        """As it will be stored."""
+        """Round to the stored dtype."""
         if self.zero_dtype == "code":
             return zero.round().clamp(0, self.qmax)
         return zero.half().float() if self.zero_dtype == "float16" else zero.float()
@@ -109,9 +109,9 @@ class Integer(Format):
 
 @dataclass(frozen=True)
 class DenormalInteger(Integer):
-    """dINT: two codes are spent on plus and minus half a step, where most weights lie (Lee et al., 2023).
+    """dINT: two codes encode plus and minus half a step, where most weights lie (Lee et al., 2023).
 
-    The card has this form from memory, marked so: the two codes near zero are certain, the exact code points are not.
+    The two codes near zero are those of the paper; its exact code points are not confirmed.
     """
 
     symmetric: bool = False
@@ -153,7 +153,7 @@ class DenormalInteger(Integer):
         return self._nearest(stochastic_round(steps, grain, generator), qparams)
 
     def _nearest(self, steps: Tensor, grid: QuantParams) -> Tensor:
-        """Where there is no whole step on a side of zero, the half step is the end of the grid on that side."""
+        """Round to the nearest code. On a side of zero without a full step, the half step is the end of the grid."""
         zero = self.zero_point(grid)
         codes = (steps.round() + zero).nan_to_num(nan=0.0).clamp(0, self._last)
         codes = torch.where((steps >= 0.25) & ((steps < 0.75) | (zero >= self._last)), self.qmax - 1, codes)
@@ -164,7 +164,7 @@ class DenormalInteger(Integer):
         return self.doubled(codes, qparams) * (qparams.scale / 2)
 
     def doubled(self, codes: Tensor, qparams: QuantParams) -> Tensor:
-        """Whole numbers, twice the value in steps: what an int8 product takes, with half the scale."""
+        """Return integers, twice the value in steps, for int8 products with half the scale."""
         plain = 2 * (codes.float() - self.zero_point(qparams))
         return torch.where(codes == self.qmax - 1, 1.0, torch.where(codes == self.qmax, -1.0, plain))
 
@@ -173,7 +173,7 @@ class DenormalInteger(Integer):
 
     @property
     def _last(self) -> int:
-        """The largest ordinary code: a symmetric grid has as many steps below zero as above."""
+        """The largest code that is not a half step: a symmetric grid has as many steps below zero as above."""
         return 2 * (self.num_steps // 2) if self.symmetric else self.num_steps
 
 
@@ -190,14 +190,14 @@ def quantize_int8(x: Tensor, *, min_scale: float) -> tuple[Tensor, Tensor]:
 def stochastic_round(steps: Tensor, grain: Tensor | float, generator: torch.Generator | None) -> Tensor:
     """Round stochastically to one of the two neighboring multiples of the grain."""
     low = (steps / grain).floor() * grain
-    draw = torch.rand(steps.shape, generator=generator, device=steps.device, dtype=torch.float32)
-    return torch.where(draw < (steps - low) / grain, low + grain, low)
+    uniform = torch.rand(steps.shape, generator=generator, device=steps.device, dtype=torch.float32)
+    return torch.where(uniform < (steps - low) / grain, low + grain, low)
 
 
 def group_min_max(x: Tensor, number_format: Format) -> tuple[Tensor, Tensor]:
     """Return the smallest and largest value of each group, with zero included so that it is exact."""
-    kept = drop_infinities(x)
-    low, high = kept.amin(-1, keepdim=True).clamp(max=0), kept.amax(-1, keepdim=True).clamp(min=0)
+    finite = drop_infinities(x)
+    low, high = finite.amin(-1, keepdim=True).clamp(max=0), finite.amax(-1, keepdim=True).clamp(min=0)
     if number_format.group_size == PER_TENSOR:
         return -global_amax(-low), global_amax(high)
     return low, high

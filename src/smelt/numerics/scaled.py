@@ -1,4 +1,4 @@
-"""Elements times a shared scale: FP8, the OCP microscaling formats, NVFP4, AMXFP4, NormalFloat, ternary."""
+"""Formats of elements times a shared scale: FP8, OCP microscaling (MX), NVFP4, AMXFP4, NormalFloat, ternary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from smelt.numerics.scales import (
 
 @dataclass(frozen=True)
 class Scaled(Format):
-    """Every group has one scale, chosen so that its largest magnitude meets the largest element."""
+    """Elements with one scale per group that maps its largest magnitude to the largest element."""
 
     elements: ElementType = E2M1
 
@@ -46,7 +46,7 @@ class Scaled(Format):
         return torch.where(amax == 0, 1.0, scale)
 
     def scale_of(self, x: Tensor, qparams: QuantParams) -> Tensor:
-        """By what each value is divided. The values may be true or rounded ones: only their signs can matter."""
+        """Return the scale of each value. Values may be quantized or not: at most their signs matter."""
         return qparams.scale
 
     def quantize_groups(self, x: Tensor, qparams: QuantParams) -> Tensor:
@@ -67,7 +67,7 @@ class Scaled(Format):
 
 @dataclass(frozen=True)
 class SignedScales(Scaled):
-    """AMXFP4: positive and negative elements of a group have a scale each; the element's own sign tells which."""
+    """AMXFP4: separate scales for the positive and negative elements of a group, selected by the sign."""
 
     @property
     def qparams_bits(self) -> int:
@@ -86,7 +86,7 @@ class SignedScales(Scaled):
 
 @dataclass(frozen=True)
 class TensorScaled(Scaled):
-    """NVFP4: the scales of the groups are themselves scaled, by one number, to use the whole range of E4M3."""
+    """NVFP4: group scales in E4M3, with a per-tensor factor that makes them use its full range."""
 
     group_size: int = 16
     scale_dtype: ScaleDtype = "e4m3"
@@ -98,15 +98,15 @@ class TensorScaled(Scaled):
         return 32
 
     def tensor_amax(self, x: Tensor) -> Tensor:
-        """The largest magnitude. A NaN is its group's concern, and must not reach the others through this number."""
+        """Return the largest magnitude. NaN is ignored: it must not spread to other groups through this factor."""
         return global_amax(drop_infinities(x.float()).nan_to_num(nan=0.0).abs())
 
     def compute_qparams(
         self, x: Tensor, *, clip_ratio: Tensor | float = 1.0, tensor_amax: Tensor | None = None
     ) -> QuantParams:
-        largest = self.tensor_amax(x) if tensor_amax is None else tensor_amax
-        reach = 448.0 * self.elements.max_value
-        tensor = round_scale(torch.where(largest == 0, 1.0, reach / largest), "float32").reshape([1] * x.dim())
+        amax = self.tensor_amax(x) if tensor_amax is None else tensor_amax
+        max_magnitude = 448.0 * self.elements.max_value  # largest E4M3 scale times largest element
+        tensor = round_scale(torch.where(amax == 0, 1.0, max_magnitude / amax), "float32").reshape([1] * x.dim())
         stored = round_scale(
             exact_divide(group_amax(x, self) * clip_ratio * tensor, self.elements.max_value), self.scale_dtype
         )
@@ -119,10 +119,10 @@ class TensorScaled(Scaled):
 
 @dataclass(frozen=True)
 class Ternary(Scaled):
-    """Minus one, zero, one, times the mean magnitude of a group (Ma et al., 2024).
+    """-1, 0 or 1 times the mean magnitude of a group (Ma et al., 2024).
 
-    Zeros are left out of the mean: it then does not depend on how a short group is filled up, and weights that are
-    ternary already stay what they are.
+    Zeros are left out of the mean, so that it does not depend on padding and weights that are already ternary do not
+    change.
     """
 
     elements: ElementType = TERNARY
@@ -132,9 +132,9 @@ class Ternary(Scaled):
     def compute_qparams(
         self, x: Tensor, *, clip_ratio: Tensor | float = 1.0, tensor_amax: Tensor | None = None
     ) -> QuantParams:
-        kept = drop_infinities(x).abs()
-        total, held = kept.sum(-1, keepdim=True), (kept > 0).sum(-1, keepdim=True)
+        magnitudes = drop_infinities(x).abs()
+        total, count = magnitudes.sum(-1, keepdim=True), (magnitudes > 0).sum(-1, keepdim=True)
         if self.group_size == PER_TENSOR:
-            total, held = (part.sum().reshape([1] * x.dim()) for part in (total, held))
-        mean = total / held.clamp(min=1)
+            total, count = (part.sum().reshape([1] * x.dim()) for part in (total, count))
+        mean = total / count.clamp(min=1)
         return QuantParams(torch.where(mean == 0, 1.0, round_scale(mean * clip_ratio, self.scale_dtype)))

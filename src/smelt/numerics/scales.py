@@ -1,7 +1,7 @@
-"""How a scale is stored: the number types that a group's scale is rounded to before any element is.
+"""Stored dtypes of scales: a scale is rounded to its dtype before elements are quantized with it.
 
-A scale is never zero (it would divide by zero): where rounding makes it so, the smallest positive one takes its place,
-and a group of zeros has the scale one. NaN stays NaN, so that a group that held a NaN decodes to NaN.
+A scale is never zero (it is a divisor): if it rounds to zero, the smallest positive value is used, and a group of zeros
+has scale 1. NaN stays NaN, so that a group with a NaN dequantizes to NaN.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from smelt.numerics.gradient import straight_through
 
 ScaleDtype = Literal["float32", "float16", "bfloat16", "e8m0", "e8m0-up", "e4m3", "e5m2"]
-FLOAT_SCALES: tuple[ScaleDtype, ...] = ("float32", "float16", "bfloat16", "e4m3", "e5m2")  # any number, to the nearest
+FLOAT_SCALES: tuple[ScaleDtype, ...] = ("float32", "float16", "bfloat16", "e4m3", "e5m2")  # rounded to nearest
 POWER_OF_TWO_SCALES: tuple[ScaleDtype, ...] = ("e8m0", "e8m0-up")  # powers of two
 STORED_BITS = {"float32": 32, "float16": 16, "bfloat16": 16, "e8m0": 8, "e8m0-up": 8, "e4m3": 8, "e5m2": 8}
 _TORCH = {
@@ -31,21 +31,21 @@ BIAS, NAN_BYTE = 127, 255  # of E8M0
 
 
 def exact_divide(x: Tensor, number: float) -> Tensor:
-    """x / number, the same on every device: on a GPU PyTorch would multiply with the reciprocal of a plain number."""
+    """Return x / number, bit-identical on all devices: on GPU, PyTorch multiplies by the reciprocal of a scalar."""
     return x / x.new_full((), number)
 
 
 def round_scale(scale: Tensor, kind: ScaleDtype) -> Tensor:
-    """Scales (not powers of two) as they will be read back, in float32. Gradients pass as if nothing was rounded: those
-    of the conversion itself would be rounded to the same type, and overflow in it."""
+    """Round scales to a stored dtype (not a power-of-two one), in float32. Gradients pass straight through: those of
+    the conversion would be rounded to the same dtype, and overflow."""
     bounded = scale.float().clamp(max=_LARGEST[kind])
     stored = bounded.detach().to(_TORCH[kind]).float().clamp(min=_SMALLEST[kind])
     return straight_through(bounded, stored) if scale.requires_grad else stored
 
 
 def power_of_two_scale(largest: Tensor, kind: ScaleDtype, top_exponent: int) -> Tensor:
-    """The OCP rule: 2^(floor(log2 amax) - exponent of the element type's largest value). `e8m0-up` takes the next
-    power where the mantissa is 1.75 or more, which would otherwise saturate."""
+    """Return the OCP scale: 2^(floor(log2 amax) - exponent of the largest element). `e8m0-up` takes the next power if
+    the mantissa is 1.75 or more, which would otherwise saturate."""
     mantissa, exponent = torch.frexp(largest.float())  # mantissa in [0.5, 1)
     if kind == "e8m0-up":
         exponent = exponent + (mantissa >= 0.875).int()
@@ -54,7 +54,7 @@ def power_of_two_scale(largest: Tensor, kind: ScaleDtype, top_exponent: int) -> 
 
 
 def store_scale(scale: Tensor, kind: ScaleDtype) -> Tensor:
-    """As it lies on disk and in memory; E8M0 is a byte that holds the exponent."""
+    """Convert to the stored dtype; E8M0 is a byte with the exponent."""
     if kind not in POWER_OF_TWO_SCALES:
         return scale.to(_TORCH[kind])
     _, exponent = torch.frexp(scale)
@@ -62,12 +62,12 @@ def store_scale(scale: Tensor, kind: ScaleDtype) -> Tensor:
 
 
 def load_scale(stored: Tensor, kind: ScaleDtype) -> Tensor:
-    """The inverse of `store_scale`, in float32."""
+    """Invert `store_scale`, in float32."""
     return _powers_of_two(stored.device)[stored.int()] if kind in POWER_OF_TWO_SCALES else stored.float()
 
 
 @lru_cache(maxsize=16)
 def _powers_of_two(device: torch.device) -> Tensor:
-    """What each byte of E8M0 stands for. A table, because not every device computes powers exactly."""
+    """Return the value of each E8M0 byte. A table, because not every device computes powers exactly."""
     powers = [2.0 ** (byte - BIAS) for byte in range(NAN_BYTE)]
     return torch.tensor([*powers, float("nan")], device=device, dtype=torch.float32)

@@ -1,1 +1,1 @@
-"""Hardware as numbers: operators, the devices that run them, and the tables of how long they take."""
+"""Hardware targets: operators, the devices that run them, and latency tables."""

@@ -1,4 +1,4 @@
-"""Targets: hardware that answers how long an operator takes. `Device` is the hardware of this machine, measured."""
+"""Targets: hardware with operator latencies. `Device` measures the hardware of this machine."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from smelt.measure.machine import cpu_model, gpu_model
 from smelt.measure.memory import available_memory
 from smelt.targets.operators import AttentionOp, FeedForwardOp, Operator
 
-_ALIGNMENT = 64  # numbers; a tensor that starts in the middle of a cache line is slower than a trained one would be
-_MOST_TENSORS = 7  # of a block: input, weights, LayerNorm
+_ALIGNMENT = 64  # elements; a tensor that starts inside a cache line would be slower than an allocated one
+_MOST_TENSORS = 7  # per block: input, weights, LayerNorm
 
 
 class Target(Protocol):
-    """What a search may ask of hardware."""
+    """Hardware as a search sees it."""
 
     @property
     def name(self) -> str: ...
 
     def latency(self, operator: Operator) -> float:
-        """Seconds one call of the operator takes."""
+        """Return the latency of one call of the operator in seconds."""
         ...
 
     def fits(self, size: int) -> bool:
-        """Whether this many bytes find room."""
+        """Return whether this many bytes fit into memory."""
         ...
 
 
 class Device:
-    """The processor (`cpu`) or the first GPU (`cuda`) of this machine, measured on stand-alone blocks."""
+    """The CPU (`cpu`) or the first GPU (`cuda`) of this machine, measured on stand-alone blocks."""
 
     def __init__(self, kind: str = "cpu", *, warmup: int = 1, repeats: int = 3, seed: int = 0) -> None:
         if kind not in ("cpu", "cuda"):
@@ -54,13 +54,13 @@ class Device:
 
     @property
     def name(self) -> str:
-        """The hardware and what else decides its speed: threads and the version of torch."""
+        """The hardware and what else determines its speed: threads and torch version."""
         if self.kind == "cuda":
             return f"{gpu_model()}, torch {torch.__version__}"
         return f"{cpu_model()}, {torch.get_num_threads()} threads, torch {torch.__version__}"
 
     def latency(self, operator: Operator) -> float:
-        """Median seconds of the operator's block; a block without units is not run at all."""
+        """Return the median latency of the operator's block in seconds; 0 for a block without units."""
         if operator.parameters() == 0:
             return 0.0
         self._pool.start(operator)
@@ -70,7 +70,7 @@ class Device:
         return float(np.median(seconds))
 
     def fits(self, size: int) -> bool:
-        """Whether this many bytes find room in what is free now."""
+        """Return whether this many bytes fit into the memory that is free now."""
         if self.kind == "cuda":
             idle_in_torch = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             return size <= torch.cuda.mem_get_info()[0] + idle_in_torch
@@ -78,9 +78,9 @@ class Device:
 
 
 class _RandomPool:
-    """Random numbers to cut weights and inputs from, so that changing the width costs no new random draw.
+    """A pool of random numbers that weights and inputs are slices of, so that a new width needs no new random numbers.
 
-    Every tensor of a block has its own stretch of the pool: shared stretches would stay in the cache and look fast.
+    Tensors of a block do not overlap: shared memory would stay in the cache and look fast.
     """
 
     def __init__(self, device: str, seed: int) -> None:
@@ -90,12 +90,12 @@ class _RandomPool:
         self._used = 0
 
     def start(self, operator: Operator) -> None:
-        """Make room for all tensors of an operator and cut from the beginning again."""
+        """Grow the pool for all tensors of an operator and restart at its beginning."""
         dtype: torch.dtype = getattr(torch, operator.dtype)
         norm_and_input = operator.hidden * (2 + operator.batch * operator.tokens)
         needed = operator.parameters() + norm_and_input + _MOST_TENSORS * _ALIGNMENT
         if self._numbers.dtype != dtype or len(self._numbers) < needed:
-            # Scaled as trained weights are, so that nothing overflows on its way through a block.
+            # Scaled like trained weights, so that activations do not overflow.
             numbers = torch.randn(needed, generator=self._generator, device=self._device) / operator.hidden**0.5
             self._numbers = numbers.to(dtype)
         self._used = 0
@@ -111,11 +111,15 @@ def _block(operator: Operator, pool: _RandomPool) -> Callable[[], Tensor]:
 
 
 def _attention(operator: AttentionOp, pool: _RandomPool) -> Callable[[], Tensor]:
-    """Projections, scores, softmax, context, output projection, residual, LayerNorm."""
-    hidden, inner, shared = operator.hidden, operator.heads * operator.head_dim, operator.kv_heads * operator.head_dim
+    """Return a block of Q/K/V projections, attention, output projection, residual, LayerNorm."""
+    hidden, query_dim, kv_dim = (
+        operator.hidden,
+        operator.heads * operator.head_dim,
+        operator.kv_heads * operator.head_dim,
+    )
     states = pool.take(operator.batch, operator.tokens, hidden)  # [batch, tokens, hidden]
-    query, key, value = pool.take(inner, hidden), pool.take(shared, hidden), pool.take(shared, hidden)
-    output = pool.take(hidden, inner)
+    query, key, value = pool.take(query_dim, hidden), pool.take(kv_dim, hidden), pool.take(kv_dim, hidden)
+    output = pool.take(hidden, query_dim)
     scale, shift = pool.take(hidden), pool.take(hidden)
 
     def split(flat: Tensor, heads: int) -> Tensor:
@@ -129,22 +133,22 @@ def _attention(operator: AttentionOp, pool: _RandomPool) -> Callable[[], Tensor]
             is_causal=operator.causal,
             enable_gqa=operator.kv_heads != operator.heads,
         )  # [batch, heads, tokens, head_dim]
-        joined = context.transpose(1, 2).reshape(operator.batch, operator.tokens, inner)
+        joined = context.transpose(1, 2).reshape(operator.batch, operator.tokens, query_dim)
         return functional.layer_norm(states + functional.linear(joined, output), (hidden,), scale, shift)
 
     return block
 
 
 def _feed_forward(operator: FeedForwardOp, pool: _RandomPool) -> Callable[[], Tensor]:
-    """Linear, GELU (or SiLU with a gate), linear, residual, LayerNorm."""
-    hidden, filters = operator.hidden, operator.ffn_channels
+    """Return a block of linear, GELU (or SiLU with a gate), linear, residual, LayerNorm."""
+    hidden, ffn_channels = operator.hidden, operator.ffn_channels
     states = pool.take(operator.batch, operator.tokens, hidden)  # [batch, tokens, hidden]
-    up, down = pool.take(filters, hidden), pool.take(hidden, filters)
-    gate = pool.take(filters, hidden) if operator.gated else None
+    up, down = pool.take(ffn_channels, hidden), pool.take(hidden, ffn_channels)
+    gate = pool.take(ffn_channels, hidden) if operator.gated else None
     scale, shift = pool.take(hidden), pool.take(hidden)
 
     def block() -> Tensor:
-        inner = functional.linear(states, up)  # [batch, tokens, filters]
+        inner = functional.linear(states, up)  # [batch, tokens, ffn_channels]
         if gate is None:
             inner = functional.gelu(inner)
         else:

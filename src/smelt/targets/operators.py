@@ -1,4 +1,4 @@
-"""Operators as numbers: the two parts of a transformer block that a target is asked about."""
+"""Operators whose latency a target provides: the two parts of a transformer block, as sizes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _check_dtype(dtype: str) -> None:
 
 @dataclass(frozen=True)
 class AttentionOp:
-    """Attention over `tokens` positions; with `kv_heads` below `heads`, query heads share keys and values."""
+    """Attention over `tokens` positions; with `kv_heads` below `heads`, it is grouped-query attention."""
 
     hidden: int
     heads: int
@@ -33,23 +33,23 @@ class AttentionOp:
             raise ValueError(f"heads must be a multiple of kv_heads, not {self.heads} of {self.kv_heads}")
 
     def parameters(self) -> int:
-        """Weights of the query, key, value and output projections."""
+        """Return the number of weights of the query, key, value and output projections."""
         return 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
 
     def macs(self) -> int:
-        """Multiply-adds of the projections and of scores and context, these halved where the mask is causal."""
+        """Return multiply-adds of the projections and of scores and context, the latter halved if causal."""
         pairs = self.tokens * self.tokens
         products = 2 * self.heads * self.head_dim * pairs
         return self.batch * (self.tokens * self.parameters() + (products // 2 if self.causal else products))
 
     def bytes(self) -> int:
-        """What the weights take."""
+        """Return the size of the weights."""
         return self.parameters() * BYTES_OF_DTYPE[self.dtype]
 
 
 @dataclass(frozen=True)
 class FeedForwardOp:
-    """Two linear maps with an activation between; `gated` adds the third map that multiplies the activation."""
+    """Two linear layers with an activation between; `gated` adds a third that multiplies the activation."""
 
     hidden: int
     ffn_channels: int
@@ -64,15 +64,15 @@ class FeedForwardOp:
             raise ValueError(f"sizes must be positive (only filters may be 0): {self}")
 
     def parameters(self) -> int:
-        """Weights of the two or three linear maps."""
+        """Return the number of weights of the two or three linear layers."""
         return (3 if self.gated else 2) * self.ffn_channels * self.hidden
 
     def macs(self) -> int:
-        """Multiply-adds of the linear maps."""
+        """Return multiply-adds of the linear layers."""
         return self.batch * self.tokens * self.parameters()
 
     def bytes(self) -> int:
-        """What the weights take."""
+        """Return the size of the weights."""
         return self.parameters() * BYTES_OF_DTYPE[self.dtype]
 
 

@@ -1,4 +1,4 @@
-"""The latency look-up table: seconds of a part for every width, measured once, and the line fitted through it.
+"""Latency lookup table: seconds of an operator at each width, measured once, and a piecewise linear fit.
 
 Follows Kwon et al., "A Fast Post-Training Pruning Framework for Transformers", 2022 (arXiv 2204.09656).
 """
@@ -24,7 +24,7 @@ from smelt.targets.device import Target
 from smelt.targets.operators import AttentionOp, FeedForwardOp, Operator
 
 _FORMAT = 1
-_LARGEST_WIDTH = 1_000_000  # a table read from a file may not make us allocate without end
+_LARGEST_WIDTH = 1_000_000  # limits allocation for a table read from a file
 _KINDS: dict[str, type[AttentionOp] | type[FeedForwardOp]] = {"attention": AttentionOp, "feed-forward": FeedForwardOp}
 
 
@@ -33,7 +33,7 @@ _RENAMED_FIELDS = {"filters": "ffn_channels"}  # of tables written before versio
 
 @dataclass(frozen=True)
 class LatencyTable:
-    """Seconds at the measured widths, of one operator (kept at its full width) on one target."""
+    """Latency of one operator (given at full width) on one target, at the measured widths."""
 
     target: str
     operator: Operator
@@ -42,7 +42,7 @@ class LatencyTable:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Seconds for 0, 1 ... units: nothing costs nothing, and between measured widths the line is straight."""
+        """Latency for 0, 1, ... units: 0 for none, interpolated linearly between measured widths."""
         every_width = np.arange(self.widths[-1] + 1)
         seconds = np.interp(every_width, self.widths, self.measured)
         seconds[0] = 0.0
@@ -50,7 +50,7 @@ class LatencyTable:
 
     @property
     def key(self) -> str:
-        """What the table holds for; see `table_key`."""
+        """What the table is valid for; see `table_key`."""
         return table_key(self.target, self.operator)
 
     def to_json(self) -> str:
@@ -65,7 +65,7 @@ class LatencyTable:
 
     @classmethod
     def from_json(cls, text: str) -> LatencyTable:
-        """Read a table back; anything that is not one is a DataError."""
+        """Parse a table; raise DataError if it is not one."""
         try:
             return _table(json.loads(text))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
@@ -80,7 +80,7 @@ class LatencyTable:
             raise DataError(f"The latency table {path} cannot be read ({error}): measure it again.") from error
 
     def save(self, path: Path) -> None:
-        """Write the table whole or not at all."""
+        """Write the table atomically."""
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -92,13 +92,13 @@ class LatencyTable:
 
 
 def table_key(target: str, operator: Operator) -> str:
-    """One line that names machine, operator, batch, length and dtype: a kept table is good only for the same line."""
+    """Return a line with target, operator, batch size, length and dtype: saved tables are valid only for that line."""
     sizes = ", ".join(f"{name}={value}" for name, value in asdict(operator).items())
     return f"{target} | {_kind(operator)}({sizes})"
 
 
 def sample_widths(units: int, step: int = 1) -> list[int]:
-    """Widths to measure: one, every `step`-th, and all; what lies between is interpolated."""
+    """Return widths to measure: one, every `step`-th, and all; the others are interpolated."""
     return sorted({1, *range(step, units + 1, step), units})
 
 
@@ -111,23 +111,23 @@ def measure_table(
     rounds: int = 15,
     seed: int = 0,
 ) -> LatencyTable:
-    """Time the operator at these widths in several rounds, each in its own random order, and keep each width's median.
+    """Measure the operator at these widths in several rounds, each in random order, and keep the median per width.
 
-    A slow spell of the machine so falls on widths at random and is voted out, where an ordered sweep would turn it
-    into a step of the table. After `seconds` it stops, even in the first round: the two ends come first in it, and a
-    width that was never reached is interpolated.
+    A slow phase of the machine then hits random widths and the median drops it, where an ordered sweep would turn it
+    into a step of the table. Stops after `seconds`, even in the first round, which measures the two ends first; widths
+    that were not reached are interpolated.
     """
     order = sorted(set(widths))
     if not order or order[0] < 1:
         raise ValueError("the widths to measure must be one or more positive numbers")
     deadline = time.monotonic() + seconds
-    random = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     ends = [order[-1], order[0]]
     readings: dict[int, list[float]] = {width: [] for width in order}
-    for count in range(rounds):
-        shuffled = [int(width) for width in random.permutation(order)]
-        for position, width in enumerate(shuffled if count else dict.fromkeys(ends + shuffled)):
-            if time.monotonic() > deadline and (count or position >= len(ends)):
+    for round_index in range(rounds):
+        shuffled = [int(width) for width in rng.permutation(order)]
+        for position, width in enumerate(shuffled if round_index else dict.fromkeys(ends + shuffled)):
+            if time.monotonic() > deadline and (round_index or position >= len(ends)):
                 return _medians(target, make_operator(order[-1]), readings)
             readings[width].append(target.latency(make_operator(width)))
     return _medians(target, make_operator(order[-1]), readings)
@@ -139,7 +139,7 @@ def _medians(target: Target, operator: Operator, readings: dict[int, list[float]
 
 
 def _kind(operator: Operator) -> str:
-    return next(kind for kind, operator_class in _KINDS.items() if isinstance(operator, operator_class))
+    return next(name for name, operator_class in _KINDS.items() if isinstance(operator, operator_class))
 
 
 def _table(content: Any) -> LatencyTable:
@@ -174,7 +174,7 @@ def _operator(content: Any) -> Operator:
 
 @dataclass(frozen=True)
 class PiecewiseFit:
-    """Seconds of k units: 0 for none, `constant` up to `threshold`, then `slope` more for each further unit."""
+    """Latency of k units: 0 for none, `constant` up to `threshold`, then `slope` per additional unit."""
 
     threshold: int
     constant: float
@@ -186,9 +186,9 @@ class PiecewiseFit:
 
 
 def fit_piecewise(table: LatencyTable) -> PiecewiseFit:
-    """The piecewise line of least squared error over all thresholds."""
+    """Return the fit with the least squared error over all thresholds."""
     latencies = table.seconds[1:]
-    return min((_fit_at(latencies, threshold) for threshold in range(1, len(latencies) + 1)), key=lambda one: one.error)
+    return min((_fit_at(latencies, threshold) for threshold in range(1, len(latencies) + 1)), key=lambda fit: fit.error)
 
 
 def _fit_at(latencies: np.ndarray, threshold: int) -> PiecewiseFit:
