@@ -117,7 +117,7 @@ def test_neighbours_change_no_bit() -> None:
     [
         (BUILDS["gpt2"], "gpt2 is not among"),
         (BUILDS["opt"], "opt is not among"),
-        (lambda: quantised({"method": "quarot", "rounding": "rtn"}), "no compiled product"),
+        (lambda: quantised({"method": "quarot", "rounding": "rtn"}), "without a compiled kernel"),
     ],
     ids=["gpt2", "opt", "rotated inputs"],
 )
@@ -131,7 +131,7 @@ def test_others_run_as_they_are_and_it_is_told_why(build: Any, reason: str) -> N
 def test_a_layer_that_lost_everything_runs_as_it_is(empty: tuple[str, ...]) -> None:
     network = BUILDS["llama"]()
     cut(network, random_masks(network, empty=empty))
-    assert reason_against(Model(network)) == "a layer lost all of its heads or filters"
+    assert reason_against(Model(network)) == "a layer lost all of its heads or channels"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

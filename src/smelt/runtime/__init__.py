@@ -1,1 +1,1 @@
-"""Networks compiled to run: the decoder's structure, its CPU program and its fused GPU form. No requests here."""
+"""Compiled execution of a decoder: its structure, the CPU program and the fused GPU path. Knows no requests."""

@@ -1,4 +1,4 @@
-"""The network as one call of compiled code a step, for processors: no Python between its layers."""
+"""A decoder as one call of compiled code per step on CPU: no Python between its layers."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, decoder
 
 
 class Layers(Protocol):
-    """A cache, layer by layer."""
+    """A KV cache with pages for each layer."""
 
     def layer(self, index: int) -> LayerKVPages: ...
 
 
 class CompiledNetwork:
-    """`logits` of a step, by a program."""
+    """Compute the logits of a step with a compiled program."""
 
     name = "compiled-cpu"
 
     def __init__(
         self, model: Model, cache: Layers, max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int
     ) -> None:
-        kind = torch.bfloat16 if model.network.dtype == torch.bfloat16 else torch.float32
-        writer = _Writer(decoder_of(model, max_model_len), cache, max_num_batched_tokens, max_num_seqs, kind)
+        dtype = torch.bfloat16 if model.network.dtype == torch.bfloat16 else torch.float32
+        writer = _Writer(decoder_of(model, max_model_len), cache, max_num_batched_tokens, max_num_seqs, dtype)
         self._program, self._logits = writer.written()
 
     def logits(
@@ -49,7 +49,7 @@ class CompiledNetwork:
 
 
 def reason_against(model: Model, kind: str | None = None) -> str | None:
-    """Why a network is not compiled; None where it is. `kind`: of its pages' rows."""
+    """Return why a network cannot be compiled, or None if it can. `kind`: the KV cache dtype."""
     library = load_library() if model.device.type == "cpu" else None
     if library is None or not compiled.can_run(library):
         return "there is no compiled library for this device"
@@ -57,31 +57,31 @@ def reason_against(model: Model, kind: str | None = None) -> str | None:
         return reason
     for part in model.anatomy.parts:
         if part.kind == "heads" and (part.head_dim > MAX_HEAD_DIM or part.heads_per_unit > MAX_QUERIES_PER_KV_HEAD):
-            return "its heads are too wide"
+            return "its head_dim is too large"
         if (
             part.kind == "heads"
             and kind is not None
             and not KVQuantFormat.for_head_dim(kind, part.head_dim).is_simd_aligned
         ):
-            return "its heads are too narrow for this format of keys and values"
+            return "its head_dim is too small for this KV cache dtype"
         for projection in (*part.input_projections, part.output):
             if not _multiplies(projection.module):
-                return f"{projection.path} is of a kind that has no compiled product"
+                return f"{projection.path} is a layer without a compiled kernel"
     head = model.network.get_output_embeddings()
-    return None if _multiplies(head) else "the head is of a kind that has no compiled product"
+    return None if _multiplies(head) else "the LM head is a layer without a compiled kernel"
 
 
 def _multiplies(layer: nn.Module) -> bool:
-    """Whether the library has the product, and rounds the inputs itself where they are rounded."""
+    """Return whether the library has a kernel for a layer, including the quantization of its activations."""
     if not isinstance(layer, QuantizedLinear):
         return type(layer) is nn.Linear
     kernel = select_kernel(layer.packed, layer.inputs, torch.float32)
-    wanted = FloatLinear if layer.inputs is None else Int8Linear
-    return isinstance(kernel, wanted) and not layer.scheme.hadamard and not layer.scheme.rank
+    expected = FloatLinear if layer.inputs is None else Int8Linear
+    return isinstance(kernel, expected) and not layer.scheme.hadamard and not layer.scheme.rank
 
 
 class _Writer:
-    """Writes the operations of a network, with buffers for the largest step."""
+    """Emit the operations of a network, with buffers for the largest step."""
 
     def __init__(
         self, network: Decoder, cache: Layers, max_num_batched_tokens: int, max_num_seqs: int, kind: torch.dtype
@@ -92,37 +92,37 @@ class _Writer:
         self._buffers: dict[str, Tensor] = {}
 
     def written(self) -> tuple[Program, Tensor]:
-        """The program, and where its logits are."""
+        """Return the program and its logits buffer."""
         table, width = self.decoder.table, self.decoder.width
         hidden = torch.empty(self.max_num_batched_tokens, width)
         self.program.add(compiled.EMBED, weight=table, weight_type=table.dtype, y=hidden, width=width)
-        given: Tensor | None = None  # by the part before, not added yet
+        residual: Tensor | None = None  # output of the previous part, not yet added to hidden
         for part in self.decoder.parts:
             normed = self._buffer("normed", width)
-            self._norm(part.norm, hidden, given, normed)
-            mixed = self._attention(part, normed) if isinstance(part, Attention) else self._feed_forward(part, normed)
-            given = self._buffer("given", width)
-            self._product(part.output, mixed, given)
-        self._norm(self.decoder.norm, hidden, given, None)
+            self._norm(part.norm, hidden, residual, normed)
+            inner = self._attention(part, normed) if isinstance(part, Attention) else self._feed_forward(part, normed)
+            residual = self._buffer("given", width)
+            self._product(part.output, inner, residual)
+        self._norm(self.decoder.norm, hidden, residual, None)
         return self.program, self._head(hidden)
 
     def _head(self, hidden: Tensor) -> Tensor:
-        """The logits of the tokens for which they are wanted, in float32."""
+        """Return the float32 logits of the tokens that need them, [max_num_seqs, vocabulary]."""
         width = hidden.shape[1]
-        picked = torch.empty(self.max_num_seqs, width)
+        selected = torch.empty(self.max_num_seqs, width)
         normed = torch.empty(self.max_num_seqs, width, dtype=self._head_type())
-        self.program.add(compiled.PICK, x=hidden, y=picked, width=width)
-        self._norm(self.decoder.norm, picked, None, normed, count=compiled.LOGITS_TOKENS_ONLY)
+        self.program.add(compiled.PICK, x=hidden, y=selected, width=width)
+        self._norm(self.decoder.norm, selected, None, normed, count=compiled.LOGITS_TOKENS_ONLY)
         logits = torch.empty(self.max_num_seqs, rows_of(self.decoder.head))
         self._product(self.decoder.head, normed, logits, count=compiled.LOGITS_TOKENS_ONLY)
         return logits
 
     def _head_type(self) -> torch.dtype:
-        """Of the head's inputs. Its outputs are float32, which a packed product has only with inputs of the same."""
+        """Return the dtype of the head's inputs: a packed kernel has float32 outputs only for float32 inputs."""
         return torch.float32 if isinstance(self.decoder.head, QuantizedLinear) else self.type
 
     def _norm(self, norm: Norm, hidden: Tensor, given: Tensor | None, y: Tensor | None, count: int = 0) -> None:
-        """Add what the last part gave, then the norm of the sum (without y: only the sum)."""
+        """Add `given`, the previous part's output, to hidden in place, then norm the sum into y, if there is one."""
         self.program.add(
             compiled.ADD_NORM, x=hidden, other=given, y=y, weight=norm.weight, weight_type=norm.weight.dtype,
             type=self.type if y is None else y.dtype, width=hidden.shape[1], epsilon=norm.epsilon, count=count,
@@ -135,17 +135,17 @@ class _Writer:
             (queries, strides[0], part.heads, part.query_norm),
             (keys, strides[1], part.kv_heads, part.key_norm),
         ):
-            place = {"x": tensor, "y": tensor, "type": self.type, "x_stride": stride, "count": count}
+            operand = {"x": tensor, "y": tensor, "type": self.type, "x_stride": stride, "count": count}
             if norm is not None:
                 weight = {"weight": norm.weight, "weight_type": norm.weight.dtype, "epsilon": norm.epsilon}
-                self.program.add(compiled.HEAD_NORM, **place, **weight, width=part.width)
-            turn = {"weight": self.decoder.cosines, "other": self.decoder.sines}
-            self.program.add(compiled.ROTATE, **place, **turn, width=part.width)
+                self.program.add(compiled.HEAD_NORM, **operand, **weight, width=part.width)
+            rope = {"weight": self.decoder.cosines, "other": self.decoder.sines}
+            self.program.add(compiled.ROTATE, **operand, **rope, width=part.width)
             if pages.kv_quant is not None and pages.kv_quant.hadamard:
-                self.program.add(compiled.HADAMARD, **place, width=part.width)
-        mixed = self._buffer("mixed", part.heads * part.width)
+                self.program.add(compiled.HADAMARD, **operand, width=part.width)
+        y = self._buffer("mixed", part.heads * part.width)
         attention = self.program.attention(
-            queries, strides[0], pages, mixed, heads=part.heads, scale=part.scale, window=part.window
+            queries, strides[0], pages, y, heads=part.heads, scale=part.scale, window=part.window
         )
         for tensor, stride, page in ((keys, strides[1], pages.keys), (values, strides[2], pages.values)):
             self.program.add(
@@ -153,7 +153,7 @@ class _Writer:
                 width=part.kv_heads * part.width, detail=attention,
             )  # fmt: skip
         self.program.add(compiled.ATTEND, detail=attention)
-        return mixed
+        return y
 
     def _feed_forward(self, part: FeedForward, normed: Tensor) -> Tensor:
         (gate, up), strides = self._products((part.gate, part.up), normed)
@@ -162,18 +162,18 @@ class _Writer:
         return y
 
     def _products(self, layers: Sequence[nn.Module], x: Tensor) -> tuple[list[Tensor], list[int]]:
-        """What layers with one input give: where each lies, and how far its tokens are apart."""
+        """Apply layers that share an input; return their outputs and the stride between tokens of each."""
         sizes = [rows_of(layer) for layer in layers]
-        together = stacked(layers)
-        if together is None:
-            each = [self._buffer(f"apart {place} of {len(layers)}", size) for place, size in enumerate(sizes)]
-            for layer, y in zip(layers, each, strict=True):
+        merged = stacked(layers)
+        if merged is None:
+            outputs = [self._buffer(f"separate {index} of {len(layers)}", size) for index, size in enumerate(sizes)]
+            for layer, y in zip(layers, outputs, strict=True):
                 self._product(layer, x, y)
-            return each, sizes
-        whole = self._buffer(f"together {len(layers)}", sum(sizes))
-        self._product(together, x, whole)
-        starts = [sum(sizes[:place]) for place in range(len(sizes))]
-        return [whole.view(-1)[start:] for start in starts], [sum(sizes)] * len(sizes)
+            return outputs, sizes
+        output = self._buffer(f"merged {len(layers)}", sum(sizes))
+        self._product(merged, x, output)
+        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
+        return [output.view(-1)[offset:] for offset in offsets], [sum(sizes)] * len(sizes)
 
     def _product(self, layer: nn.Module, x: Tensor, y: Tensor, count: int = 0) -> None:
         bias: Tensor | None = layer.bias  # type: ignore[assignment]
@@ -188,7 +188,7 @@ class _Writer:
         self.program.packed(plan, x, y, count)
 
     def _buffer(self, name: str, width: int) -> Tensor:
-        """A buffer by name: layers use it one after the other. [most tokens, width]"""
+        """Return a buffer [max_num_batched_tokens, width] by name; layers reuse it."""
         key = f"{name} {width}"
         if key not in self._buffers:
             self._buffers[key] = torch.empty(self.max_num_batched_tokens, width, dtype=self.type)

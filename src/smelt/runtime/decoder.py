@@ -1,7 +1,7 @@
-"""Llama and its kin taken apart for the fast paths: what each layer is made of, in the order in which it runs.
+"""The structure of Llama-like decoders for the compiled paths: the parts of each layer in execution order.
 
-A fast path computes the same function from the same tensors, quantised or not, pruned or not. What is not known to be
-such a network runs as it is.
+A compiled path computes the same function from the same tensors, quantized or not, pruned or not. Any other network
+runs eagerly.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear
 from smelt.numerics.format import PER_TENSOR
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # RMS norms before, rotary halves, silu gates, nothing else
-ROTATIONS = ("default", "linear", "llama3", "yarn")  # that do not change with the length
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # pre-RMSNorm, half-split RoPE, SiLU gates, nothing else
+ROTATIONS = ("default", "linear", "llama3", "yarn")  # RoPE types that do not depend on the sequence length
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class Norm:
 
 @dataclass(frozen=True)
 class Attention:
-    index: int  # of the layer, as the cache counts them
+    index: int  # of the layer in the KV cache
     norm: Norm
     writers: tuple[nn.Module, nn.Module, nn.Module]  # queries, keys, values
     output: nn.Module
     heads: int
     kv_heads: int
-    width: int  # of a head
+    width: int  # head_dim
     scale: float
     window: int | None
-    query_norm: Norm | None = None  # of each head
+    query_norm: Norm | None = None  # per head
     key_norm: Norm | None = None
 
 
@@ -58,13 +58,13 @@ class FeedForward:
 
 @dataclass(frozen=True)
 class Decoder:
-    """`parts` are attention and feed-forward in turns; `cosines` and `sines` are those of every position."""
+    """`parts` in execution order; `cosines` and `sines` are the RoPE tables of all positions."""
 
     table: Tensor  # [vocabulary, hidden size]
     parts: tuple[Attention | FeedForward, ...]
     norm: Norm
     head: nn.Module
-    cosines: Tensor  # [positions, head size], float32
+    cosines: Tensor  # [positions, head_dim], float32
     sines: Tensor
 
     @property
@@ -73,19 +73,19 @@ class Decoder:
 
 
 def reason_against(model: Model) -> str | None:
-    """Why a network cannot be taken apart; None where it can."""
+    """Return why a network has no such structure, or None if it has."""
     config = model.network.config
     if config.model_type not in FAMILIES or config.hidden_act not in ("silu", "swish"):
         return f"{config.model_type} is not among {', '.join(FAMILIES)}"
     if model.network.model.rotary_emb.rope_type not in ROTATIONS:
-        return "its rotary positions change with the length"
+        return "its RoPE depends on the sequence length"
     if any(not part.units for part in model.anatomy.parts):
-        return "a layer lost all of its heads or filters"
+        return "a layer lost all of its heads or channels"
     return None
 
 
 def decoder_of(model: Model, context: int) -> Decoder:
-    """A network that `reason_against` has nothing against, for so many positions."""
+    """Return the structure of a supported network, with RoPE tables for `context` positions."""
     network: Any = model.network
     anatomy = model.anatomy
     assert anatomy.final_norm is not None
@@ -107,9 +107,10 @@ def _part(network: Any, block: Block, part: Part) -> Attention | FeedForward:
     if part.kind == "ffn_channels":
         up, gate = modules
         return FeedForward(norm, gate, up, output, part.units)
-    holder: Any = part.owner
+    module: Any = part.owner
     head_norms = [
-        None if (found := getattr(holder, name, None)) is None else Norm.of(found) for name in ("q_norm", "k_norm")
+        None if (norm_module := getattr(module, name, None)) is None else Norm.of(norm_module)
+        for name in ("q_norm", "k_norm")
     ]
     return Attention(
         index=part.block,
@@ -119,8 +120,8 @@ def _part(network: Any, block: Block, part: Part) -> Attention | FeedForward:
         heads=part.units * part.heads_per_unit,
         kv_heads=part.units,
         width=part.head_dim,
-        scale=float(holder.scaling),
-        window=_window(network, holder),
+        scale=float(module.scaling),
+        window=_window(network, module),
         query_norm=head_norms[0],
         key_norm=head_norms[1],
     )
@@ -128,10 +129,10 @@ def _part(network: Any, block: Block, part: Part) -> Attention | FeedForward:
 
 def _window(network: Any, attention: Any) -> int | None:
     if network.config.model_type == "mistral":
-        found = network.config.sliding_window
+        window = network.config.sliding_window
     else:
-        found = getattr(attention, "sliding_window", None)
-    return None if found is None else int(found)
+        window = getattr(attention, "sliding_window", None)
+    return None if window is None else int(window)
 
 
 def rows_of(layer: Any) -> int:
@@ -139,8 +140,8 @@ def rows_of(layer: Any) -> int:
 
 
 def stacked(layers: Sequence[nn.Module]) -> nn.Module | None:
-    """One layer whose rows are those of several with one input; these become views of it, so that no memory is added.
-    None where they do not fit together."""
+    """Merge layers that share an input into one; they become views of it, so that no memory is added. None if they
+    cannot be merged."""
     packed = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
     if len(packed) == len(layers):
         return _stacked_packed(packed)
@@ -149,22 +150,22 @@ def stacked(layers: Sequence[nn.Module]) -> nn.Module | None:
 
 def _stacked_packed(layers: list[QuantizedLinear]) -> QuantizedLinear | None:
     first = layers[0]
-    same = all(layer.scheme == first.scheme and layer.bias is None for layer in layers)
+    mergeable = all(layer.scheme == first.scheme and layer.bias is None for layer in layers)
     if (
-        not same
+        not mergeable
         or first.scheme.static
         or first.scheme.weight.group_size == PER_TENSOR
         or "tensor" in first.packed.tensors
     ):
         return None
     rows = [layer.out_features for layer in layers]
-    whole = QuantizedLinear(first.in_features, sum(rows), first.scheme, bias=False, dtype=torch.float32)
+    merged = QuantizedLinear(first.in_features, sum(rows), first.scheme, bias=False, dtype=torch.float32)
     for name in first.packed.tensors:
-        together = torch.cat([getattr(layer, name) for layer in layers])
-        setattr(whole, name, together)
-        for layer, part in zip(layers, together.split(rows), strict=True):
-            setattr(layer, name, part)
-    return whole
+        tensor = torch.cat([getattr(layer, name) for layer in layers])
+        setattr(merged, name, tensor)
+        for layer, view in zip(layers, tensor.split(rows), strict=True):
+            setattr(layer, name, view)
+    return merged
 
 
 def _stacked_plain(layers: Sequence[Any]) -> nn.Linear | None:
@@ -174,12 +175,12 @@ def _stacked_plain(layers: Sequence[Any]) -> nn.Linear | None:
     if any((layer.bias is None) != (first.bias is None) for layer in layers):
         return None
     rows = [layer.out_features for layer in layers]
-    whole = nn.Linear(first.in_features, sum(rows), bias=first.bias is not None, device="meta")
+    merged = nn.Linear(first.in_features, sum(rows), bias=first.bias is not None, device="meta")
     for name in ("weight", "bias"):
         if getattr(first, name) is None:
             continue
-        together = torch.cat([getattr(layer, name).detach() for layer in layers])
-        setattr(whole, name, nn.Parameter(together, requires_grad=False))
-        for layer, part in zip(layers, together.split(rows), strict=True):
-            getattr(layer, name).data = part
-    return whole
+        tensor = torch.cat([getattr(layer, name).detach() for layer in layers])
+        setattr(merged, name, nn.Parameter(tensor, requires_grad=False))
+        for layer, view in zip(layers, tensor.split(rows), strict=True):
+            getattr(layer, name).data = view
+    return merged

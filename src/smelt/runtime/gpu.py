@@ -1,7 +1,7 @@
-"""The network on a GPU: the same function as the module's, with its small operations fused in Triton.
+"""A decoder on a GPU: the same function as the module's, with its small operations fused in Triton kernels.
 
-Everything it is given lies on the device and nothing is read back, so that a step can be captured in a graph. A single
-token takes a shorter way, with norms, gates and additions inside the products.
+All inputs are on the device and nothing is read back, so a step can be captured in a CUDA graph. A single token takes a
+shorter path, with norms, gates and residual additions fused into the GEMVs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from smelt.kernels.gpu.rope import RotaryParams
 from smelt.kernels.gpu.vector import fused_gemv
 from smelt.runtime.decoder import Attention, Decoder, FeedForward, Norm, stacked
 
-# Queries, keys and values of all heads [tokens, heads * width], not yet turned -> [tokens, heads * width]
+# Queries, keys and values of all heads [tokens, heads * head_dim], before RoPE -> [tokens, heads * head_dim]
 Attend = Callable[[Tensor, Attention], Tensor]
 
 
 class FusedNetwork:
-    """Hidden states and logits from embedded tokens; what attention is comes from outside."""
+    """Compute hidden states and logits from embedded tokens; the caller provides the attention function."""
 
     def __init__(self, network: Decoder, max_num_seqs: int) -> None:
         self.decoder = network
@@ -35,15 +35,15 @@ class FusedNetwork:
         self._head = _Product([network.head])
 
     def hidden(self, hidden: Tensor, attend: Attend) -> Tensor:  # [tokens, width] -> the same
-        """What the last layer gives, before the last norm; in place."""
-        given: Tensor | None = None
+        """Run all layers in place and return the hidden states before the final norm."""
+        residual: Tensor | None = None
         for part, first, second in zip(self.decoder.parts, self._first, self._second, strict=True):
             if isinstance(part, FeedForward):
-                inner = first.gated(hidden, given, part.norm)
+                y = first.gated(hidden, residual, part.norm)
             else:
-                inner = attend(first.normed(hidden, given, part.norm), part)
-            given = second.added(inner, hidden)
-        return hidden if given is None else add_rms_norm(hidden, given, None, 0.0)
+                y = attend(first.normed(hidden, residual, part.norm), part)
+            residual = second.added(y, hidden)
+        return hidden if residual is None else add_rms_norm(hidden, residual, None, 0.0)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head.normed(hidden, None, self.decoder.norm)
@@ -56,35 +56,35 @@ class FusedNetwork:
 
 
 class _Product:
-    """Layers with one input as one product, side by side, and what stands before and after it."""
+    """Layers that share an input, merged into one GEMM if possible, with the operations fused before and after it."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        whole = layers[0] if len(layers) == 1 else stacked(layers)
-        self.layers = list(layers) if whole is None else [whole]
-        self.plain = whole is not None and type(whole) is nn.Linear
+        merged = layers[0] if len(layers) == 1 else stacked(layers)
+        self.layers = list(layers) if merged is None else [merged]
+        self.plain = merged is not None and type(merged) is nn.Linear
 
     def normed(self, hidden: Tensor, given: Tensor | None, norm: Norm) -> Tensor:
-        """Of the norm of hidden + given, a sum that takes hidden's place."""
+        """Project the norm of hidden + given; the sum replaces hidden in place."""
         if self.plain and len(hidden) == 1:
             return self._one(_sum(hidden, given), norm=norm.weight, epsilon=norm.epsilon)
         return self(add_rms_norm(hidden, given, norm.weight, norm.epsilon))
 
     def gated(self, hidden: Tensor, given: Tensor | None, norm: Norm) -> Tensor:
-        """The same; the first half of its rows gates the second."""
+        """Do the same, then gate: the first half of the output columns gates the second."""
         if self.plain and len(hidden) == 1 and self.layers[0].bias is None:
             return self._one(_sum(hidden, given), norm=norm.weight, epsilon=norm.epsilon, gated=True)
         return silu_and_mul(self(add_rms_norm(hidden, given, norm.weight, norm.epsilon)))
 
     def added(self, x: Tensor, hidden: Tensor) -> Tensor | None:
-        """What is still to be added to hidden; None where it has been."""
+        """Project x; return what is still to be added to hidden, or None if the kernel has added it."""
         if self.plain and len(x) == 1:
             self._one(x, added=hidden)
             return None
         return self(x)
 
     def __call__(self, x: Tensor) -> Tensor:
-        found = [layer(x) for layer in self.layers]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        outputs = [layer(x) for layer in self.layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
 
     def _one(self, x: Tensor, **around: Any) -> Tensor:
         layer: Any = self.layers[0]
