@@ -230,10 +230,10 @@ def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) 
 
 def test_what_cannot_be_run() -> None:
     network = BUILDS["llama"]()
-    with pytest.raises(ConfigError, match="pages of 32 tokens are to be chosen, and the engine's blocks have 4; give"):
+    with pytest.raises(ConfigError, match="page_size is 32, and the engine's block_size is 4; set block_size to 32"):
         selecting(network, SparseAttentionConfig())
     with pytest.raises(
-        ConfigError, match="up to 24 pages of one request, and the device has 8 slots for it; give more"
+        ConfigError, match="up to 24 pages of one request, and the device has 8 slots for it; configure more"
     ):
         selecting(network, ALL, OffloadConfig(num_slots=8))
     sliding = BUILDS["mistral"]()

@@ -1,4 +1,4 @@
-"""The pages of a GPU runner: what a step sends to the device about them, and attention over them."""
+"""The paged KV cache of a GPU runner: its block tables on the device, and attention over its pages."""
 
 from __future__ import annotations
 
@@ -26,36 +26,34 @@ Send = Callable[[np.ndarray[Any, Any]], Tensor]  # to the device
 
 @dataclass(frozen=True)
 class Mixed:
-    """A step of prompts, or of prompts beside single tokens."""
+    """A step with prompt chunks, possibly beside decode tokens."""
 
     attend: Attend
-    logits: Callable[
-        [Tensor, Tensor], Tensor
-    ]  # of the module as it is, from ids and the tokens whose logits are wanted
+    logits: Callable[[Tensor, Tensor], Tensor]  # eager, from ids and the rows that need logits
 
 
 class GpuPages(Protocol):
-    """What a GPU runner needs of its cache."""
+    """What a GPU runner needs of its KV cache."""
 
-    name: str  # in the path
+    name: str  # appended to the backend name
 
     def single(self, piece: ScheduledChunk) -> bool:
-        """Whether a piece is a token by itself, with nothing to be done when it is computed."""
+        """Return whether a chunk is a single token that the decode kernel can compute."""
 
     def before(self, step: ScheduledBatch) -> None:
-        """What changed since the last step."""
+        """Send what changed since the last step to the device."""
 
     def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
-        """Attention of one token for each request; nothing in it may depend on the step, so that it can be captured."""
+        """Return attention of one token per request; it must not depend on the step, so that it can be captured."""
 
     def mixed(self, pieces: list[ScheduledChunk], slots: Tensor, positions: Tensor, network: FusedNetwork) -> Mixed: ...
 
     def after(self, step: ScheduledBatch) -> None:
-        """What the step changed."""
+        """Update the cache after the step."""
 
 
 class PagedGpuPages:
-    """Pages of a layer hold all its heads, and every token."""
+    """Pages that hold every token, for all heads of a layer."""
 
     def __init__(
         self,
@@ -74,37 +72,39 @@ class PagedGpuPages:
         self._tables = torch.zeros(
             max_num_seqs + 1, -(-max_model_len // block_size), dtype=torch.int32, device=model.device
         )
-        self._written: list[tuple[list[int], int]] = [([], 0)] * max_num_seqs  # blocks of a row, and how many of them
+        self._written: list[tuple[list[int], int]] = [
+            ([], 0)
+        ] * max_num_seqs  # per row: blocks, and how many are written
 
     def single(self, piece: ScheduledChunk) -> bool:
         return piece.count == 1
 
     def before(self, step: ScheduledBatch) -> None:
-        """Blocks that requests were given since their last step, in one copy for all."""
-        places, blocks = [], []
+        """Write blocks allocated since the last step to the block tables, in one copy."""
+        entries, blocks = [], []
         width = self._tables.shape[1]
-        for piece in step.pieces:
-            request = piece.request
-            held, count = self._written[request.slot]
-            if held is not request.blocks:  # another request's, or those that it had before it was preempted
+        for chunk in step.pieces:
+            request = chunk.request
+            written, count = self._written[request.slot]
+            if written is not request.blocks:  # another request's, or its own before a preemption
                 count = 0
             if count < len(request.blocks):
-                places += [request.slot * width + place for place in range(count, len(request.blocks))]
+                entries += [request.slot * width + index for index in range(count, len(request.blocks))]
                 blocks += request.blocks[count:]
                 self._written[request.slot] = (request.blocks, len(request.blocks))
         if blocks:
-            both = self._send(np.array([places, blocks], dtype=np.int64))
-            self._tables.view(-1)[both[0]] = both[1].int()
+            update = self._send(np.array([entries, blocks], dtype=np.int64))
+            self._tables.view(-1)[update[0]] = update[1].int()
 
     def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
         from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
 
-        tokens = DecodeMetadata(slots, lengths, self._tables, network.arrived, self.max_model_len)
+        metadata = DecodeMetadata(slots, lengths, self._tables, network.arrived, self.max_model_len)
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
-            keys, values, *_, form = self.cache.layer(part.index)
-            turning = network.rotation(part)
-            return paged_decode(mixed, keys, values, tokens, turning, part.scale, part.window, kv_quant=form)
+            keys, values, *_, kv_quant = self.cache.layer(part.index)
+            rope = network.rotation(part)
+            return paged_decode(mixed, keys, values, metadata, rope, part.scale, part.window, kv_quant=kv_quant)
 
         return attend
 
@@ -112,30 +112,34 @@ class PagedGpuPages:
         from smelt.kernels.gpu.paged import QueryTiles, paged_prefill, prefill_config
         from smelt.kernels.gpu.rope import rope_and_store_kv
 
-        counts = [piece.count for piece in pieces]
-        lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)
+        counts = [chunk.count for chunk in pieces]
+        lengths = np.array([chunk.start + chunk.count for chunk in pieces], dtype=np.int32)
         bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        rows = self._send(np.array([piece.request.slot for piece in pieces], dtype=np.int64))
-        places = (
+        rows = self._send(np.array([chunk.request.slot for chunk in pieces], dtype=np.int64))
+        slot_mapping = (
             self._tables[slots, positions // self.block_size].long() * self.block_size + positions % self.block_size
         )
-        pages = AttentionMetadata(
+        metadata = AttentionMetadata(
             cu_seqlens_q=self._send(bounds), seq_lens=self._send(lengths), block_tables=self._tables[rows],
-            slot_mapping=places, max_seq_len=int(lengths.max()), query_lens=counts,
+            slot_mapping=slot_mapping, max_seq_len=int(lengths.max()), query_lens=counts,
         )  # fmt: skip
         first = self.cache.layer(min(self.cache.keys))
-        tiles = QueryTiles.of(counts, slots.device, prefill_config(pages, first.keys.shape[-1], first.kv_quant))
+        tiles = QueryTiles.of(counts, slots.device, prefill_config(metadata, first.keys.shape[-1], first.kv_quant))
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
-            keys, values, *_, form = self.cache.layer(part.index)
-            queries = rope_and_store_kv(mixed, positions, places, network.rotation(part), keys, values, kv_quant=form)
-            found = paged_prefill(queries, keys, values, pages, part.scale, part.window, tiles=tiles, kv_quant=form)
-            return found.flatten(1)
+            keys, values, *_, kv_quant = self.cache.layer(part.index)
+            queries = rope_and_store_kv(
+                mixed, positions, slot_mapping, network.rotation(part), keys, values, kv_quant=kv_quant
+            )
+            output = paged_prefill(
+                queries, keys, values, metadata, part.scale, part.window, tiles=tiles, kv_quant=kv_quant
+            )
+            return output.flatten(1)
 
         def logits(ids: Tensor, wanted: Tensor) -> Tensor:
-            return module_logits(self._module, paged(self.cache, pages), ids, positions, wanted)
+            return module_logits(self._module, paged(self.cache, metadata), ids, positions, wanted)
 
         return Mixed(attend, logits)
 
     def after(self, step: ScheduledBatch) -> None:
-        """Nothing: every token stays where it is."""
+        """Do nothing: every token stays in its slot."""

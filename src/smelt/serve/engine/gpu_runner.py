@@ -1,7 +1,7 @@
-"""Steps on a GPU: decoding in captured graphs, prompts launched as they come, and nothing waited for.
+"""Run steps on a GPU without synchronizing: decode in CUDA graphs, prefill eagerly.
 
-The token that a request was given stays on the device, where its next step finds it, so that the next step can be
-launched before this one's tokens are known here. Block tables lie on the device too; a step sends what changed.
+A sampled token stays on the device, where the next step reads it, so that step can be launched before the host knows
+the token. Block tables are on the device as well; a step sends what changed.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 if TYPE_CHECKING:
     from smelt.runtime.gpu import Attend
 
-SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))  # of batches that are captured
+SIZES = (1, 2, 4, *range(8, 65, 8), *range(80, 257, 16), *range(288, 1025, 32))  # captured batch sizes
 PagesFor = Callable[[Send], GpuPages]
-UNKNOWN = -1  # in place of a token that only the device knows
+UNKNOWN = -1  # stands for a token that only the device knows
 
 
 @dataclass
 class _Graph:
-    """A decoding step of one batch size, with the buffers it reads and writes."""
+    """The decode step of one batch size, with the buffers it reads and writes."""
 
     graph: Any
-    inputs: Tensor  # [3, size], int64: slots, lengths, tokens known here
+    inputs: Tensor  # [3, size], int64: slots, lengths, tokens known to the host
     tokens: Tensor  # [size]
     logits: Tensor  # [size, vocabulary]
 
 
 @dataclass(frozen=True)
 class GpuInflightBatch(InflightBatch):
-    """Its tokens are copied here as soon as they are there, beside the steps launched after it."""
+    """Copies its tokens to the host asynchronously, while later steps run."""
 
     host: Tensor
     done: Any
@@ -62,7 +62,7 @@ class GpuInflightBatch(InflightBatch):
 
 
 class GpuRunner:
-    """The runner's contract, on a device. Without CUDA (under Triton's interpreter) there are no graphs."""
+    """Implement `Runner` on a GPU. Without CUDA (under Triton's interpreter) there are no graphs."""
 
     name = "fused-gpu"
     max_inflight_steps = 1
@@ -80,7 +80,7 @@ class GpuRunner:
         self.graphs = graphs and model.device.type == "cuda"
         self._last = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=self.device)
         self._captured: dict[int, _Graph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self.graphs else None  # graphs run one after the other
+        self._pool = torch.cuda.graph_pool_handle() if self.graphs else None  # shared: graphs never run concurrently
 
     @property
     def backend(self) -> str:
@@ -88,41 +88,41 @@ class GpuRunner:
 
     @torch.inference_mode()
     def warmup(self) -> None:
-        """Captures every batch size that may come; the largest first, whose memory serves the others too."""
+        """Capture every batch size, the largest first: the others reuse its memory."""
         if self.graphs:
-            largest = next(size for size in SIZES if size >= min(self.max_num_seqs, SIZES[-1]))
-            for size in reversed([size for size in SIZES if size <= largest]):
+            max_size = next(size for size in SIZES if size >= min(self.max_num_seqs, SIZES[-1]))
+            for size in reversed([size for size in SIZES if size <= max_size]):
                 self._graph(size)
 
     @torch.inference_mode()
     def launch(self, step: ScheduledBatch) -> InflightBatch:
-        step.pieces.sort(key=lambda piece: not self.pages.single(piece))
+        step.pieces.sort(key=lambda chunk: not self.pages.single(chunk))
         self.pages.before(step)
-        giving = [piece.request for piece in step.pieces if piece.samples_token]
+        requests = [chunk.request for chunk in step.pieces if chunk.samples_token]
         adapted = self.adapters is not None and uses_adapters(step.pieces)
-        if len(giving) == len(step.pieces) == step.tokens <= SIZES[-1] and not adapted:
-            drawn: SamplerOutput | None = self._decode(step.pieces)
+        if len(requests) == len(step.pieces) == step.tokens <= SIZES[-1] and not adapted:
+            output: SamplerOutput | None = self._decode(step.pieces)
         else:
-            drawn = self._mixed(step.pieces, giving, adapted)
+            output = self._mixed(step.pieces, requests, adapted)
         self.pages.after(step)
-        if drawn is None or self.device.type != "cuda":
-            return InflightBatch(step, giving, drawn)
-        return GpuInflightBatch.of(step, giving, drawn)
+        if output is None or self.device.type != "cuda":
+            return InflightBatch(step, requests, output)
+        return GpuInflightBatch.of(step, requests, output)
 
     def _decode(self, pieces: list[ScheduledChunk]) -> SamplerOutput:
-        """One token for each request: a graph, padded up to a size that was captured."""
+        """Decode one token per request, padded to a captured batch size."""
         count = len(pieces)
         inputs = np.empty((3, next(size for size in SIZES if size >= count)), dtype=np.int64)
         inputs[:, count:] = [[self.max_num_seqs], [0], [0]]
-        inputs[:, :count] = np.array([_row(piece.request, piece.start) for piece in pieces]).T
-        sent = self._sent(inputs)
-        tokens, logits = self._replayed(sent) if self.graphs else self._decoding(sent)
-        requests = [piece.request for piece in pieces]
+        inputs[:, :count] = np.array([_row(chunk.request, chunk.start) for chunk in pieces]).T
+        on_device = self._sent(inputs)
+        tokens, logits = self._replayed(on_device) if self.graphs else self._decoding(on_device)
+        requests = [chunk.request for chunk in pieces]
         if all(request.sampling.plain for request in requests):
             return SamplerOutput(tokens[:count].clone())
-        drawn = sample(logits[:count], requests, self.eos_token_ids)
-        self._last[sent[0, :count]] = drawn.tokens
-        return drawn
+        output = sample(logits[:count], requests, self.eos_token_ids)
+        self._last[on_device[0, :count]] = output.tokens
+        return output
 
     def _replayed(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
         captured = self._graph(inputs.shape[1])
@@ -134,7 +134,7 @@ class GpuRunner:
         if size not in self._captured:
             inputs = torch.zeros(3, size, dtype=torch.int64, device=self.device)
             inputs[0] = self.max_num_seqs
-            for _ in range(2):  # what is compiled or chosen on first use must not be captured
+            for _ in range(2):  # compile and autotune before the capture
                 self._decoding(inputs)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -144,7 +144,7 @@ class GpuRunner:
         return self._captured[size]
 
     def _decoding(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """All of a decoding step on the device: tokens [size] and logits."""
+        """Run a decode step on the device; return tokens [size] and logits [size, vocabulary]."""
         from smelt.kernels.gpu.fused_ops import argmax_tokens, embed
 
         slots, lengths, known = inputs
@@ -154,59 +154,59 @@ class GpuRunner:
         return argmax_tokens(logits, slots, self._last), logits
 
     def _mixed(self, pieces: list[ScheduledChunk], giving: list[Request], adapted: bool) -> SamplerOutput | None:
-        """Prompts, or prompts behind single tokens; and whatever has adapters, which runs as it is."""
+        """Run a step with prompt chunks, behind decode tokens if any; steps with adapters run eagerly."""
         known, slots, positions = self._sent(_tokens_of(pieces))
-        wanted = self._sent(np.array(last_tokens(pieces), dtype=np.int64))
+        rows = self._sent(np.array(last_tokens(pieces), dtype=np.int64))
         if adapted:
             assert self.adapters is not None
             ids = torch.where(known >= 0, known, self._last[slots])
             with self.adapters.applied(pieces, self.device):
-                logits = self.pages.mixed(pieces, slots, positions, self.network).logits(ids, wanted)
+                logits = self.pages.mixed(pieces, slots, positions, self.network).logits(ids, rows)
         else:
-            logits = self._fused(known, slots, self._attend(pieces, slots, positions), wanted)
+            logits = self._fused(known, slots, self._attend(pieces, slots, positions), rows)
         if not giving:
             return None
-        drawn = sample(logits, giving, self.eos_token_ids)
-        self._last[slots[wanted]] = drawn.tokens
-        return drawn
+        output = sample(logits, giving, self.eos_token_ids)
+        self._last[slots[rows]] = output.tokens
+        return output
 
     def _attend(self, pieces: list[ScheduledChunk], slots: Tensor, positions: Tensor) -> Attend:
-        """Single tokens by the kernel that decodes, which reads keys once for all heads of a group."""
-        count = min(sum(self.pages.single(piece) for piece in pieces), SIZES[-1])
+        """Return attention that uses the decode kernel for single tokens: it reads keys once per head group."""
+        count = min(sum(self.pages.single(chunk) for chunk in pieces), SIZES[-1])
         if not count:
             return self.pages.mixed(pieces, slots, positions, self.network).attend
-        single = self.pages.decoding(slots[:count], positions[:count] + 1, self.network)
+        decode = self.pages.decoding(slots[:count], positions[:count] + 1, self.network)
         if count == len(pieces):
-            return single
-        others = self.pages.mixed(pieces[count:], slots[count:], positions[count:], self.network).attend
-        return lambda mixed, part: torch.cat((single(mixed[:count], part), others(mixed[count:], part)))
+            return decode
+        prefill = self.pages.mixed(pieces[count:], slots[count:], positions[count:], self.network).attend
+        return lambda mixed, part: torch.cat((decode(mixed[:count], part), prefill(mixed[count:], part)))
 
     def _fused(self, known: Tensor, slots: Tensor, attend: Attend, wanted: Tensor) -> Tensor:
-        """Logits of the wanted tokens."""
+        """Return the logits of the `wanted` rows."""
         from smelt.kernels.gpu.fused_ops import embed
 
         hidden = self.network.hidden(embed(known, slots, self._last, self.network.decoder.table), attend)
         return self.network.logits(hidden[wanted]) if len(wanted) else hidden
 
     def _sent(self, values: np.ndarray[Any, Any]) -> Tensor:
-        """On its way to the device."""
+        """Copy an array to the device asynchronously."""
         tensor = torch.from_numpy(np.ascontiguousarray(values))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor.clone()
 
 
 def _row(request: Request, at: int) -> tuple[int, int, int]:
-    """A request's slot, its length with the token at this position, and that token where it is known."""
+    """Return a request's slot, its length including position `at`, and the token there if known."""
     return request.slot, at + 1, request.tokens[at] if at < len(request.tokens) else UNKNOWN
 
 
 def _tokens_of(pieces: list[ScheduledChunk]) -> np.ndarray[Any, Any]:
-    """Of every token of a step: itself where it is known, its request's slot, its position. [3, tokens]"""
-    found = np.empty((3, sum(piece.count for piece in pieces)), dtype=np.int64)
-    at = 0
-    for piece in pieces:
-        known = piece.request.tokens[piece.start : piece.start + piece.count]
-        here = found[:, at : at + piece.count]
-        here[0] = [*known, *[UNKNOWN] * (piece.count - len(known))]
-        here[1], here[2] = piece.request.slot, np.arange(piece.start, piece.start + piece.count)
-        at += piece.count
-    return found
+    """Return token ids (where known), slots and positions of a step, [3, tokens]."""
+    tokens = np.empty((3, sum(chunk.count for chunk in pieces)), dtype=np.int64)
+    offset = 0
+    for chunk in pieces:
+        known = chunk.request.tokens[chunk.start : chunk.start + chunk.count]
+        span = tokens[:, offset : offset + chunk.count]
+        span[0] = [*known, *[UNKNOWN] * (chunk.count - len(known))]
+        span[1], span[2] = chunk.request.slot, np.arange(chunk.start, chunk.start + chunk.count)
+        offset += chunk.count
+    return tokens

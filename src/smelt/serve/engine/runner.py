@@ -1,6 +1,6 @@
-"""A step of the network: the buffers it reads, the pages it writes, and the tokens it gives.
+"""Run a step of the network: fill its input buffers, write the KV cache and sample tokens.
 
-Buffers are made once. A request's row of the block table is written when a block is added to it, not at every token.
+Buffers are allocated once. A request's row of the block table is written when a block is added, not for every token.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 @dataclass(frozen=True)
 class InflightBatch:
-    """A step under way, and whose tokens it gives."""
+    """A launched step, and the requests it samples tokens for."""
 
     step: ScheduledBatch
     giving: list[Request]
     drawn: SamplerOutput | None
 
     def tokens(self) -> list[int]:
-        """One for each of `giving`; waits until they are there."""
+        """Return one token for each of `giving`; wait until they are available."""
         return [] if self.drawn is None else list(self.drawn.tokens.tolist())
 
 
 class ModelRunner:
-    """Runs the network as it is, its attention on a paged cache; on a processor, as a program where there is one."""
+    """Run the network with attention over a paged KV cache: eagerly, or on CPU as a compiled program if possible."""
 
-    max_inflight_steps = 0  # steps that are launched before the one before them is read
+    max_inflight_steps = 0  # steps launched before the previous one is read
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class ModelRunner:
         adapters: Adapters | None = None,
         kind: str | None = None,
     ) -> None:
-        """`kind`: of the pages' rows, see `PagedCache`."""
+        """`kind`: the KV cache dtype, see `PagedCache`."""
         self.network, self.block_size, self.adapters, self.kind = model.network, block_size, adapters, kind
         self.device, self.dtype = model.device, model.network.dtype
         self.eos_token_ids = end_tokens(model)
@@ -65,18 +65,20 @@ class ModelRunner:
         if compiled and reason_against(model, kind) is None:
             self.compiled = CompiledNetwork(model, self.cache, max_num_batched_tokens, max_num_seqs, max_model_len)
         self._tables = np.zeros((max_num_seqs, -(-max_model_len // block_size)), dtype=np.int32)
-        self._written: list[tuple[list[int], int]] = [([], 0)] * max_num_seqs  # blocks of a row, and how many of them
+        self._written: list[tuple[list[int], int]] = [
+            ([], 0)
+        ] * max_num_seqs  # per row: blocks, and how many are written
         self._ids = np.zeros(max_num_batched_tokens, dtype=np.int64)
         self._positions = np.zeros(max_num_batched_tokens, dtype=np.int64)
         self._places = np.zeros(max_num_batched_tokens, dtype=np.int64)
 
     @property
     def backend(self) -> str:
-        """What computes a step."""
+        """Return what computes a step."""
         return f"{'eager' if self.compiled is None else self.compiled.name}{backend_suffix(self.kind)}"
 
     def warmup(self) -> None:
-        """Nothing is left for the first use."""
+        """Do nothing: nothing is compiled on first use."""
 
     @torch.inference_mode()
     def launch(self, step: ScheduledBatch) -> InflightBatch:
@@ -86,13 +88,13 @@ class ModelRunner:
             torch.tensor(last_tokens(step.pieces), dtype=torch.int64, device=self.device),
             self._pages(step.pieces, count),
         )
-        giving = [piece.request for piece in step.pieces if piece.samples_token]
+        requests = [chunk.request for chunk in step.pieces if chunk.samples_token]
         if self.adapters is not None and uses_adapters(step.pieces):
             with self.adapters.applied(step.pieces, self.device):
                 logits = module_logits(self.network, self._attend(pages), ids, positions, rows)
         else:
             logits = self._logits(ids, positions, rows, pages)
-        return InflightBatch(step, giving, sample(logits, giving, self.eos_token_ids) if giving else None)
+        return InflightBatch(step, requests, sample(logits, requests, self.eos_token_ids) if requests else None)
 
     def _logits(
         self, ids: Tensor, positions: Tensor, rows: Tensor, pages: AttentionMetadata
@@ -105,46 +107,46 @@ class ModelRunner:
         return paged(self.cache, pages)
 
     def _fill(self, pieces: list[ScheduledChunk]) -> int:
-        """Tokens, positions and places of a step, one piece behind the other."""
-        at = 0
-        for piece in pieces:
-            request, start, stop = piece.request, piece.start, piece.start + piece.count
-            here = slice(at, at + piece.count)
+        """Fill in the ids, positions and slots of a step, chunk after chunk; return the number of tokens."""
+        offset = 0
+        for chunk in pieces:
+            request, start, stop = chunk.request, chunk.start, chunk.start + chunk.count
+            span = slice(offset, offset + chunk.count)
             self._write_table(request)
-            place = self._place(piece)
-            positions = np.arange(place, place + piece.count)
+            position = self._place(chunk)
+            positions = np.arange(position, position + chunk.count)
             blocks = self._tables[request.slot, positions // self.block_size]
-            self._ids[here] = request.tokens[start:stop]
-            self._positions[here] = positions
-            self._places[here] = blocks.astype(np.int64) * self.block_size + positions % self.block_size
-            at += piece.count
-        return at
+            self._ids[span] = request.tokens[start:stop]
+            self._positions[span] = positions
+            self._places[span] = blocks.astype(np.int64) * self.block_size + positions % self.block_size
+            offset += chunk.count
+        return offset
 
     def _place(self, piece: ScheduledChunk) -> int:
-        """Where the first token of a piece lies among those of its request, and so its position."""
+        """Return the position of a chunk's first token in its request's KV cache."""
         return piece.start
 
     def _write_table(self, request: Request) -> None:
-        held, count = self._written[request.slot]
-        if held is not request.blocks:  # another request's, or those that it had before it was preempted
+        blocks, count = self._written[request.slot]
+        if blocks is not request.blocks:  # another request's, or its own before a preemption
             count = 0
         if count < len(request.blocks):
             self._tables[request.slot, count : len(request.blocks)] = request.blocks[count:]
             self._written[request.slot] = (request.blocks, len(request.blocks))
 
     def _pages(self, pieces: list[ScheduledChunk], count: int) -> AttentionMetadata:
-        lengths = np.array([self._place(piece) + piece.count for piece in pieces], dtype=np.int32)
-        counts = [piece.count for piece in pieces]
+        lengths = np.array([self._place(chunk) + chunk.count for chunk in pieces], dtype=np.int32)
+        counts = [chunk.count for chunk in pieces]
         starts = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        rows = [piece.request.slot for piece in pieces]
-        longest = int(lengths.max())
-        tables = self._tables[rows, : -(-longest // self.block_size)]
+        rows = [chunk.request.slot for chunk in pieces]
+        max_seq_len = int(lengths.max())
+        tables = self._tables[rows, : -(-max_seq_len // self.block_size)]
         return AttentionMetadata(
             cu_seqlens_q=self._on_device(starts),
             seq_lens=self._on_device(lengths),
             block_tables=self._on_device(tables),
             slot_mapping=self._on_device(self._places[:count]),
-            max_seq_len=longest,
+            max_seq_len=max_seq_len,
             query_lens=counts,
         )
 
@@ -155,26 +157,26 @@ class ModelRunner:
 def module_logits(
     network: PreTrainedModel, attend: Attend, ids: Tensor, positions: Tensor, rows: Tensor
 ) -> Tensor:  # [rows, vocabulary]
-    """By the network as it is, all tokens of a step behind one another."""
+    """Run the network eagerly on all tokens of a step as one sequence."""
     with attending(attend):
-        found = network(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
-    logits: Tensor = found.logits[0]
+        output = network(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows)
+    logits: Tensor = output.logits[0]
     return logits
 
 
 def last_tokens(pieces: list[ScheduledChunk]) -> list[int]:
-    """Where the tokens stand whose logits are wanted, in a step with all pieces behind one another."""
-    places, at = [], 0
-    for piece in pieces:
-        at += piece.count
-        if piece.samples_token:
-            places.append(at - 1)
-    return places
+    """Return the rows of a step's tokens that need logits."""
+    rows, offset = [], 0
+    for chunk in pieces:
+        offset += chunk.count
+        if chunk.samples_token:
+            rows.append(offset - 1)
+    return rows
 
 
 def end_tokens(model: Model) -> tuple[int, ...]:
-    """The model's own ends of text."""
-    found = getattr(model.network.generation_config, "eos_token_id", None)
-    if found is None and model.tokenizer is not None:
-        found = model.tokenizer.eos_token_id
-    return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
+    """Return the model's EOS token ids."""
+    eos = getattr(model.network.generation_config, "eos_token_id", None)
+    if eos is None and model.tokenizer is not None:
+        eos = model.tokenizer.eos_token_id
+    return tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),)

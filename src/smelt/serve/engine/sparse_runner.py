@@ -1,7 +1,7 @@
-"""A runner that evicts nothing and reads little: each step of an answer attends to the pages its queries point to.
+"""A runner with sparse page attention: nothing is evicted, and each decode step attends to the pages it selects.
 
-Prompts attend to all of themselves; so do the tokens of an answer that are computed again after a preemption. Pages
-lie on the device, or, with a residence, on the host, and the device holds those that were chosen lately.
+Prefill attends to everything, also when output tokens are recomputed after a preemption. Pages are on the device or,
+with an offload config, in host memory, and the device caches those selected recently.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 
 class SparseRunner(ModelRunner):
-    """Runs the network as it is. No program knows selection, so that `compiled` changes nothing."""
+    """Run the network eagerly: no compiled program has page selection, so `compiled` has no effect."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class SparseRunner(ModelRunner):
         heads = sparse_attention_heads(model)
         rows = {layer: rows_of(kind, width) for layer, (_, width) in heads.items()}
         _check_page(selection, block_size)
-        super().__init__(  # its pages are ours, and not of this cache: one block is the least it has
+        super().__init__(  # pages are in our own store: its cache gets one block, the minimum
             model,
             num_blocks=1,
             block_size=block_size,
@@ -66,21 +66,21 @@ class SparseRunner(ModelRunner):
         self.host: HostPageStore | None = None
         self.kind = kind
         pages: DevicePageStore | HostPageStore
-        held = {
+        row_shapes = {
             layer: (count, row_layout(rows[layer], width, self.dtype)[0]) for layer, (count, width) in heads.items()
         }
-        of = self.dtype if kind is None else KVQuantFormat.dtype
+        page_dtype = self.dtype if kind is None else KVQuantFormat.dtype
         if kv_offload is None:
-            pages = DevicePageStore(held, num_blocks, block_size, of, self.device)
+            pages = DevicePageStore(row_shapes, num_blocks, block_size, page_dtype, self.device)
         else:
             kv_offload = dataclasses.replace(kv_offload, num_slots=min(kv_offload.num_slots, num_blocks))
             _check_slots(selection, kv_offload, min(max_model_len, num_blocks * block_size))
-            pages = self.host = HostPageStore(held, num_blocks, block_size, of, self.device, kv_offload)
+            pages = self.host = HostPageStore(row_shapes, num_blocks, block_size, page_dtype, self.device, kv_offload)
         self.recorder = TraceRecorder(trace_metadata(model, selection, kv_offload, rows)) if record else None
-        digested = PageSummaryTable(selection.summary, heads, num_blocks, self.dtype, self.device)
-        self.attention = SparsePageAttention(selection, pages, digested, self.recorder, rows)
+        summaries = PageSummaryTable(selection.summary, heads, num_blocks, self.dtype, self.device)
+        self.attention = SparsePageAttention(selection, pages, summaries, self.recorder, rows)
         self.steps = 0
-        self._known: dict[Request, list[int]] = {}  # requests whose pages may be on the device, and their blocks
+        self._known: dict[Request, list[int]] = {}  # requests that may have pages on the device -> blocks
 
     @property
     def backend(self) -> str:
@@ -89,21 +89,21 @@ class SparseRunner(ModelRunner):
 
     @property
     def resident_pages(self) -> int:
-        """Pages of running requests that are on the device though their home is the host, over layers and heads."""
+        """Return how many offloaded pages of running requests are cached on the device, over layers and heads."""
         self._forget()
-        return 0 if self.host is None else sum(each.count for each in self.host.residents.values())
+        return 0 if self.host is None else sum(resident.count for resident in self.host.residents.values())
 
     def launch(self, step: ScheduledBatch) -> InflightBatch:
         self.steps += 1
         self._forget()
-        self._known |= {piece.request: piece.request.blocks for piece in step.pieces}
+        self._known |= {chunk.request: chunk.request.blocks for chunk in step.pieces}
         self._now = self._layout(step.pieces)
-        launched = super().launch(step)
+        inflight = super().launch(step)
         self.attention.page_store.end_step(self.steps)
-        return launched
+        return inflight
 
     def _attend(self, pages: AttentionMetadata) -> Attend:
-        """Over pages that are chosen, wherever the plain ones would be."""
+        """Return attention over selected pages in place of paged attention."""
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, _: int | None) -> Tensor:
             return self.attention.attend(layer, queries, keys, values, self._now, scale)
@@ -111,67 +111,69 @@ class SparseRunner(ModelRunner):
         return attend
 
     def _forget(self) -> None:
-        """Pages of requests that ended or were preempted leave the device."""
-        gone = [
+        """Drop the device's pages of requests that finished or were preempted."""
+        ended = [
             request
             for request, blocks in self._known.items()
             if request.state is not RequestStatus.RUNNING or request.blocks is not blocks
         ]
-        for request in gone:
+        for request in ended:
             del self._known[request]
-        if gone:
-            blocks = [block for held in self._known.values() for block in held]
+        if ended:
+            blocks = [block for request_blocks in self._known.values() for block in request_blocks]
             self.attention.page_store.retain_blocks(torch.tensor(blocks, dtype=torch.int64))
 
     def _layout(self, pieces: list[ScheduledChunk]) -> SparseBatch:
-        places, filled, reading, asking = [], [], [], []
-        at = 0
-        for piece in pieces:
-            blocks = torch.tensor(piece.request.blocks)
-            stop = piece.start + piece.count
-            positions = torch.arange(piece.start, stop)
-            places.append(blocks[positions // self.block_size] * self.block_size + positions % self.block_size)
-            filled.append(blocks[piece.start // self.block_size : stop // self.block_size])
-            if piece.count == 1 and piece.start >= len(piece.request.prompt):
-                asking.append((at, stop, piece.request))
+        slot_mapping, filled, prefill, decode = [], [], [], []
+        offset = 0
+        for chunk in pieces:
+            blocks = torch.tensor(chunk.request.blocks)
+            stop = chunk.start + chunk.count
+            positions = torch.arange(chunk.start, stop)
+            slot_mapping.append(blocks[positions // self.block_size] * self.block_size + positions % self.block_size)
+            filled.append(blocks[chunk.start // self.block_size : stop // self.block_size])
+            if chunk.count == 1 and chunk.start >= len(chunk.request.prompt):
+                decode.append((offset, stop, chunk.request))
             else:
-                reading.append(PrefillChunk(slice(at, at + piece.count), stop, blocks[: -(-stop // self.block_size)]))
-            at += piece.count
-        return SparseBatch(self.steps, torch.cat(places), torch.cat(filled), reading, list(self._waves(asking)))
+                prefill.append(
+                    PrefillChunk(slice(offset, offset + chunk.count), stop, blocks[: -(-stop // self.block_size)])
+                )
+            offset += chunk.count
+        return SparseBatch(self.steps, torch.cat(slot_mapping), torch.cat(filled), prefill, list(self._waves(decode)))
 
     def _waves(self, asking: list[tuple[int, int, Request]]) -> Iterator[DecodeBatch]:
-        """All requests that ask, or as many at once as the device has slots for."""
+        """Yield all decode requests in one batch, or as many at a time as the device has page slots for."""
         if not asking:
             return
         lengths = torch.tensor([length for _, length, _ in asking])
         tables = torch.zeros(len(asking), -(-int(lengths.max()) // self.block_size), dtype=torch.int64)
         for row, (_, length, request) in enumerate(asking):
-            held = -(-length // self.block_size)
-            tables[row, :held] = torch.tensor(request.blocks[:held])
+            num_pages = -(-length // self.block_size)
+            tables[row, :num_pages] = torch.tensor(request.blocks[:num_pages])
         tokens = torch.tensor([token for token, _, _ in asking])
-        together = DecodeBatch(
+        batch = DecodeBatch(
             tokens.to(self.device),
             lengths.to(self.device),
             tables.to(self.device),
-            [str(each.id) for _, _, each in asking],
+            [str(owner.id) for _, _, owner in asking],
         )
-        most = self.attention.page_store.max_pages_per_call
-        if most is None:
-            yield together
+        max_pages = self.attention.page_store.max_pages_per_call
+        if max_pages is None:
+            yield batch
         else:
-            yield from together.split(self.attention.config.num_selected_pages(lengths).tolist(), most)
+            yield from batch.split(self.attention.config.num_selected_pages(lengths).tolist(), max_pages)
 
 
 def _check_page(selection: SparseAttentionConfig, block_size: int) -> None:
     if selection.page_size != block_size:
-        told = f"pages of {selection.page_size} tokens are to be chosen, and the engine's blocks have {block_size}"
-        raise ConfigError(
-            f"{told}; give the engine blocks of {selection.page_size}, or the selection pages of {block_size}."
-        )
+        cause = f"page_size is {selection.page_size}, and the engine's block_size is {block_size}"
+        raise ConfigError(f"{cause}; set block_size to {selection.page_size}, or page_size to {block_size}.")
 
 
 def _check_slots(selection: SparseAttentionConfig, kv_offload: OffloadConfig, max_model_len: int) -> None:
-    most = selection.max_selected_pages(max_model_len)
-    if most > kv_offload.num_slots:
-        told = f"a head attends to up to {most} pages of one request, and the device has {kv_offload.num_slots} slots"
-        raise ConfigError(f"{told} for it; give more slots or a smaller budget.")
+    max_pages = selection.max_selected_pages(max_model_len)
+    if max_pages > kv_offload.num_slots:
+        cause = (
+            f"a head attends to up to {max_pages} pages of one request, and the device has {kv_offload.num_slots} slots"
+        )
+        raise ConfigError(f"{cause} for it; configure more slots or a smaller budget.")
