@@ -234,13 +234,16 @@ def test_shares_are_as_even_as_groups_let_them_be() -> None:
 def test_what_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="2 heads, too few for 3"):
         shard(Model(BUILDS["llama"]()), 0, 3)
-    with pytest.raises(ModelError, match="normed together and cannot be split"):
+    with pytest.raises(ModelError, match="normalized together and cannot be split"):
         shares(Model(split_experts(fused("olmoe"))), 2)
     cases = [
-        (described("int4", hadamard=True), "o_proj cannot be split .*: its inputs are rotated all together; use one"),
-        (described("int4", "nvfp4"), "a scale of its inputs in nvfp4 depends on all of them"),
-        (described("int4", "ternary"), "a scale of its inputs in ternary depends on all of them"),
-        (described("int4/48"), "the 2 heads of .* cannot be split over 2 devices: 48 inputs of what reads them share"),
+        (described("int4", hadamard=True), "o_proj cannot be split .*: its inputs are rotated together; use one"),
+        (described("int4", "nvfp4"), "the scale of its nvfp4 inputs depends on all of them"),
+        (described("int4", "ternary"), "the scale of its ternary inputs depends on all of them"),
+        (
+            described("int4/48"),
+            "the 2 heads of .* cannot be split over 2 devices: 48 inputs of the output projection share",
+        ),
     ]
     for scheme, sentence in cases:
         model = quantised(wide_llama(), [scheme] * 3)

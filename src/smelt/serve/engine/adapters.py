@@ -1,7 +1,7 @@
-"""Several adapters over one base model in one batch: each token gets what its request's adapter adds.
+"""LoRA adapters over one base model in one batch: each token gets the delta of its request's adapter.
 
-The product with the base is shared; the two thin products are done for the tokens of each adapter together (as in
-Punica and S-LoRA, 2024). A step without adapters costs nothing.
+The base GEMM is shared; the two low-rank products run once per adapter over its tokens (as in Punica and S-LoRA, 2024).
+A step without adapters costs nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smelt.serve.engine.scheduler import ScheduledChunk
 
 
 class Adapters:
-    """The adapters of a model by name, all of them in memory."""
+    """The LoRA adapters of a model by name, all in memory."""
 
     def __init__(self, model: Model, folders: Mapping[str, str | Path]) -> None:
         self.folders = {name: str(folder) for name, folder in folders.items()}
@@ -31,11 +31,13 @@ class Adapters:
             for name, folder in folders.items()
         }
         head = model.network.get_output_embeddings()
-        self._tokens: dict[str, Tensor] = {}  # of the step under way: whose tokens stand where
+        self._tokens: dict[str, Tensor] = {}  # of the current step: adapter -> rows of its tokens
         for path in {path for layers in self._factors.values() for path in layers}:
             layer = model.network.get_submodule(path)
             if layer is head:
-                raise ModelError(f"an adapter changes {path}, the head, which is shared by all requests; merge it.")
+                raise ModelError(
+                    f"an adapter changes the LM head ({path}), which all requests share; merge the adapter."
+                )
             layer.register_forward_hook(self._hook(path))
 
     @property
@@ -48,22 +50,22 @@ class Adapters:
 
     @contextmanager
     def applied(self, pieces: Sequence[ScheduledChunk], device: torch.device) -> Iterator[None]:
-        """Inside, the tokens of a step get what their adapters add."""
-        places = _places_by_adapter(pieces).items()
-        with self._at({name: torch.tensor(found, device=device) for name, found in places}):
+        """Apply adapters to the tokens of a step inside the context."""
+        rows = _places_by_adapter(pieces).items()
+        with self._at({name: torch.tensor(indices, device=device) for name, indices in rows}):
             yield
 
     def numbers(self, pieces: Sequence[ScheduledChunk]) -> Tensor:
-        """The number of each token's adapter, counted from one; zero: none. Nothing, where there are none at all."""
+        """Return each token's adapter number, counted from 1 (0: none); empty if no token has an adapter."""
         numbers = {name: number for number, name in enumerate(self._factors, 1)}
-        found = [numbers.get(piece.request.adapter or "", 0) for piece in pieces for _ in range(piece.count)]
-        return torch.tensor(found if any(found) else [], dtype=torch.int64)
+        token_numbers = [numbers.get(chunk.request.adapter or "", 0) for chunk in pieces for _ in range(chunk.count)]
+        return torch.tensor(token_numbers if any(token_numbers) else [], dtype=torch.int64)
 
     @contextmanager
     def applied_by(self, numbers: Tensor) -> Iterator[None]:
-        """As `applied`, by the numbers of the adapters."""
-        names = {name: (numbers == number).nonzero()[:, 0] for number, name in enumerate(self._factors, 1)}
-        with self._at({name: places for name, places in names.items() if len(places)}):
+        """Do the same as `applied`, by adapter numbers [tokens]."""
+        rows_by_name = {name: (numbers == number).nonzero()[:, 0] for number, name in enumerate(self._factors, 1)}
+        with self._at({name: rows for name, rows in rows_by_name.items() if len(rows)}):
             yield
 
     @contextmanager
@@ -75,12 +77,12 @@ class Adapters:
             self._tokens = {}
 
     def keep_rows(self, module: nn.Module, rows: Tensor) -> None:
-        """Of what is added to a layer, only these outputs are left."""
-        self._change(module, lambda held: Factors(held.down, held.up[rows.to(held.up.device)]))
+        """Keep only these output rows of a layer's adapters."""
+        self._change(module, lambda factors: Factors(factors.down, factors.up[rows.to(factors.up.device)]))
 
     def keep_columns(self, module: nn.Module, columns: Tensor) -> None:
-        """Of what a layer's factors read, only these inputs are left."""
-        self._change(module, lambda held: Factors(held.down[:, columns.to(held.down.device)], held.up))
+        """Keep only these input columns of a layer's adapters."""
+        self._change(module, lambda factors: Factors(factors.down[:, columns.to(factors.down.device)], factors.up))
 
     def _change(self, module: nn.Module, make: Callable[[Factors], Factors]) -> None:
         path = self._paths[id(module)]
@@ -90,32 +92,32 @@ class Adapters:
 
     def to(self, device: torch.device) -> None:
         for layers in self._factors.values():
-            for path, held in layers.items():
-                layers[path] = Factors(held.down.to(device), held.up.to(device))
+            for path, factors in layers.items():
+                layers[path] = Factors(factors.down.to(device), factors.up.to(device))
 
     def _hook(self, path: str) -> Any:
         def add(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            for name, places in self._tokens.items():
+            for name, rows in self._tokens.items():
                 factors = self._factors[name].get(path)
                 if factors is not None:
-                    x = args[0].flatten(0, -2)[places]
-                    more = (x @ factors.down.T) @ factors.up.T
-                    output = output.flatten(0, -2).index_add(0, places, more).view_as(output)
+                    x = args[0].flatten(0, -2)[rows]
+                    delta = (x @ factors.down.T) @ factors.up.T
+                    output = output.flatten(0, -2).index_add(0, rows, delta).view_as(output)
             return output
 
         return add
 
 
 def uses_adapters(pieces: Sequence[ScheduledChunk]) -> bool:
-    return any(piece.request.adapter is not None for piece in pieces)
+    return any(chunk.request.adapter is not None for chunk in pieces)
 
 
 def _places_by_adapter(pieces: Sequence[ScheduledChunk]) -> dict[str, list[int]]:
-    """Where the tokens of each adapter stand in a step."""
-    found: dict[str, list[int]] = {}
-    at = 0
-    for piece in pieces:
-        if piece.request.adapter is not None:
-            found.setdefault(piece.request.adapter, []).extend(range(at, at + piece.count))
-        at += piece.count
-    return found
+    """Return the rows of each adapter's tokens in a step."""
+    rows: dict[str, list[int]] = {}
+    offset = 0
+    for chunk in pieces:
+        if chunk.request.adapter is not None:
+            rows.setdefault(chunk.request.adapter, []).extend(range(offset, offset + chunk.count))
+        offset += chunk.count
+    return rows

@@ -1,7 +1,7 @@
-"""Where the paged cache meets the network: transformers asks for attention by name, and this is ours.
+"""Attention over the paged KV cache, registered with transformers by name.
 
-The network is run as it is, so that pruned layers, layers without attention and quantised ones need nothing of their
-own. It is called with all tokens of a step as one long sequence; what belongs to whom is in the pages of the moment.
+The network runs eagerly, so pruned layers, layers without attention and quantized ones need no special handling. It is
+called with all tokens of a step as one sequence; the attention metadata says which tokens belong to which request.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from smelt.kernels.paged import allocate_kv_pages, paged_attention, store_kv
 from smelt.models.anatomy import Anatomy
 
 NAME = "smelt-paged"
-# Of a layer, from queries, keys and values [tokens, heads, width], the scale of their products, and the window
+# (layer, queries, keys, values [tokens, heads, head_dim], softmax scale, sliding window) -> [tokens, heads, head_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor, float, int | None], Tensor]
 _moment = local()
 
 
 @dataclass(frozen=True)
 class PagedCache:
-    """KV cache of each layer, [num_blocks, block_size, kv_heads, head_dim], or bytes of rows in the layer's format.
-    Layers that lost heads hold less."""
+    """KV cache of each layer, [num_blocks, block_size, kv_heads, head_dim], or bytes of quantized rows. Layers with
+    pruned heads have fewer kv_heads."""
 
     keys: dict[int, Tensor]  # layer -> pages
     values: dict[int, Tensor]
-    size: int  # tokens a block
+    size: int  # tokens per block
     rows: dict[int, KVQuantFormat | None]
 
     @classmethod
@@ -48,16 +48,18 @@ class PagedCache:
         device: torch.device,
         kind: str | None = None,
     ) -> PagedCache:
-        """`kind`: the name of a row format, or None for the network's own numbers."""
+        """`kind`: a quantized KV cache dtype, or None for the model's own dtype."""
         shapes = _layers(anatomy)
-        rows = {layer: rows_of(kind, width) for layer, (_, width) in shapes.items()}
+        rows = {layer: rows_of(kind, head_dim) for layer, (_, head_dim) in shapes.items()}
 
         def pages() -> dict[int, Tensor]:
-            found = {}
-            for layer, (heads, width) in shapes.items():
-                last, held = row_layout(rows[layer], width, dtype)
-                found[layer] = allocate_kv_pages((num_blocks, block_size, heads, last), held, device)
-            return found
+            pages_by_layer = {}
+            for layer, (num_kv_heads, head_dim) in shapes.items():
+                row_size, row_dtype = row_layout(rows[layer], head_dim, dtype)
+                pages_by_layer[layer] = allocate_kv_pages(
+                    (num_blocks, block_size, num_kv_heads, row_size), row_dtype, device
+                )
+            return pages_by_layer
 
         return cls(pages(), pages(), block_size, rows)
 
@@ -70,26 +72,29 @@ def rows_of(kind: str | None, width: int) -> KVQuantFormat | None:
 
 
 def block_bytes(anatomy: Anatomy, block_size: int, dtype: torch.dtype, kind: str | None = None) -> int:
-    """What one block takes in all layers, keys and values together."""
-    return sum(2 * block_size * heads * row_bytes(width, dtype, kind) for heads, width in _layers(anatomy).values())
+    """Return the bytes of one block over all layers, keys and values."""
+    return sum(
+        2 * block_size * num_kv_heads * row_bytes(head_dim, dtype, kind)
+        for num_kv_heads, head_dim in _layers(anatomy).values()
+    )
 
 
 def row_bytes(width: int, dtype: torch.dtype, kind: str | None) -> int:
-    """What a head's key or value of a token takes."""
-    last, held = row_layout(rows_of(kind, width), width, dtype)
-    return last * held.itemsize
+    """Return the bytes of one head's key or value of one token."""
+    row_size, row_dtype = row_layout(rows_of(kind, width), width, dtype)
+    return row_size * row_dtype.itemsize
 
 
 def _layers(anatomy: Anatomy) -> dict[int, tuple[int, int]]:
-    """Key/value heads and their block_size, for every layer that has attention."""
+    """Return the number of KV heads and head_dim of every layer that has attention."""
     parts = [part for part in anatomy.parts if part.kind == "heads" and part.units]
     if not anatomy.family.causal:
-        raise ModelError("only language models that read from left to right can be served.")
+        raise ModelError("only causal language models can be served.")
     return {part.block: (part.units, part.head_dim) for part in parts}
 
 
 def paged(cache: PagedCache, pages: AttentionMetadata) -> Attend:
-    """Attention that reads and writes this cache."""
+    """Return attention that reads and writes this cache."""
 
     def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, window: int | None) -> Tensor:
         key_pages, value_pages, rows = cache.keys[layer], cache.values[layer], cache.rows[layer]
@@ -102,7 +107,7 @@ def paged(cache: PagedCache, pages: AttentionMetadata) -> Attend:
 
 @contextmanager
 def attending(attend: Attend) -> Iterator[None]:
-    """Inside, this is the network's attention."""
+    """Use this attention function in the network inside the context."""
     _moment.attend = attend
     try:
         yield
@@ -113,12 +118,12 @@ def attending(attend: Attend) -> Iterator[None]:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """As transformers calls it: [1, heads, tokens, head block_size] each; gives [1, tokens, heads, head block_size]."""
+    """Implement transformers' attention interface: [1, heads, tokens, head_dim] -> [1, tokens, heads, head_dim]."""
     if options.get("softcap") is not None or options.get("s_aux") is not None:
-        raise ModelError("this family's attention has caps or sinks, which the paged cache does not know.")
+        raise ModelError("this model's attention has soft-capping or sinks, which paged attention does not support.")
     layer: Any = module.layer_idx
     scale = options.get("scaling") or query.shape[-1] ** -0.5
-    queries, keys, values = (each[0].transpose(0, 1) for each in (query, key, value))
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     return _moment.attend(layer, queries, keys, values, scale, options.get("sliding_window"))[None], None
 
 

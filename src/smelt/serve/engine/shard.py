@@ -1,7 +1,7 @@
-"""A rank's share of a model: some heads and filters of every layer, and outputs that are summed over the ranks.
+"""Tensor-parallel shards: each rank keeps some heads and FFN channels of every layer; outputs are all-reduced.
 
-A share is what surgery leaves when all other units are removed, so that nothing here knows a family. Quantised layers
-are cut where their groups end; adapters are cut as their layers are.
+A shard is what surgery leaves after removing all other units, so nothing here depends on the model family. Quantized
+layers are split at group boundaries, adapters like their layers.
 """
 
 from __future__ import annotations
@@ -25,47 +25,49 @@ from smelt.serve.engine.adapters import Adapters
 
 
 def shares(model: Model, ranks: int) -> list[list[int]]:
-    """For every part, between which units it is cut, the ends included; what cannot be split is refused."""
+    """Return the unit boundaries of the ranks for every part, both ends included; refuse what cannot be split."""
     return [_cuts(part, ranks) for part in model.anatomy.parts]
 
 
 def _cuts(part: Part, ranks: int) -> list[int]:
-    """As even as it can be: where the output is quantised, its groups of inputs stay whole."""
+    """Split units as evenly as possible without splitting an input group of a quantized output projection."""
     if part.units < ranks:
         raise ModelError(f"{part.path} has {part.units} {part.kind}, too few for {ranks} devices.")
     if part.fixed:
-        raise ModelError(f"the {part.kind} of {part.path} are normed together and cannot be split; use one device.")
-    together = step = 1
+        raise ModelError(f"the {part.kind} of {part.path} are normalized together and cannot be split; use one device.")
+    group = units_per_group = 1
     if isinstance(part.output.module, QuantizedLinear):
-        against = _reason_against(part.output.module)
-        if against is not None:
-            raise ModelError(f"{part.output.path} cannot be split over several devices: {against}; use one device.")
-        together = _inputs_together(part.output.module)
-        step = math.lcm(together, part.columns_per_unit) // part.columns_per_unit
-    pieces = [(2 * part.units * each + ranks * step) // (2 * ranks * step) for each in range(ranks)]  # the nearest
-    cuts = [*(step * piece for piece in pieces), part.units]
+        reason = _reason_against(part.output.module)
+        if reason is not None:
+            raise ModelError(f"{part.output.path} cannot be split over several devices: {reason}; use one device.")
+        group = _inputs_together(part.output.module)
+        units_per_group = math.lcm(group, part.columns_per_unit) // part.columns_per_unit
+    groups = [
+        (2 * part.units * rank + ranks * units_per_group) // (2 * ranks * units_per_group) for rank in range(ranks)
+    ]  # rounded to nearest
+    cuts = [*(units_per_group * group_index for group_index in groups), part.units]
     if any(high <= low for low, high in pairwise(cuts)):
         raise ModelError(
-            f"the {part.units} {part.kind} of {part.path} cannot be split over {ranks} devices: {together} inputs of "
-            "what reads them share a scale; quantise with a smaller group or with a scale a row, or use fewer devices."
+            f"the {part.units} {part.kind} of {part.path} cannot be split over {ranks} devices: {group} inputs of "
+            "the output projection share a scale; use a smaller group_size, per-channel scales, or fewer devices."
         )
     return cuts
 
 
 def _reason_against(layer: QuantizedLinear) -> str | None:
-    """Why the inputs of a layer cannot lie on several devices."""
+    """Return why a layer's inputs cannot be split over several devices, or None."""
     if layer.scheme.hadamard:
-        return "its inputs are rotated all together"
+        return "its inputs are rotated together"
     if layer.inputs is None or layer.inputs.scale is not None:
         return None
-    form = layer.inputs.format
-    if isinstance(form, TensorScaled | Ternary):
-        return f"a scale of its inputs in {format_name(form)} depends on all of them"
+    format_ = layer.inputs.format
+    if isinstance(format_, TensorScaled | Ternary):
+        return f"the scale of its {format_name(format_)} inputs depends on all of them"
     return None
 
 
 def _inputs_together(layer: QuantizedLinear) -> int:
-    """Neighbouring inputs that must lie on one device."""
+    """Return how many adjacent inputs must stay on one device."""
     weights = layer.input_group_size if layer.input_group_size < layer.in_features else 1
     if layer.inputs is None or layer.inputs.scale is not None or _rounds_together(layer):
         return weights
@@ -73,7 +75,7 @@ def _inputs_together(layer: QuantizedLinear) -> int:
 
 
 def _rounds_together(layer: QuantizedLinear) -> bool:
-    """All inputs of a token share a scale that is taken from them."""
+    """Return whether all inputs of a token share one dynamic scale."""
     inputs = layer.inputs
     return (
         inputs is not None
@@ -83,7 +85,7 @@ def _rounds_together(layer: QuantizedLinear) -> bool:
 
 
 def shard(model: Model, rank: int, ranks: int, adapters: Adapters | None = None) -> None:
-    """Leave a rank's share of every layer and of its adapters, and sum the outputs over the ranks."""
+    """Keep a rank's shard of every layer and adapter, and all-reduce the outputs."""
     for position, cuts in enumerate(shares(model, ranks)):
         part = model.anatomy.parts[position]
         output: Any = part.output.module
@@ -103,19 +105,19 @@ def shard(model: Model, rank: int, ranks: int, adapters: Adapters | None = None)
 
 
 def _round_together(layer: QuantizedLinear) -> None:
-    """Let the scale of a token's inputs be that of the inputs on all ranks, not of those that are here."""
+    """Compute the dynamic scale of a token from its inputs on all ranks."""
     inputs = layer.inputs
     assert inputs is not None
-    form, clip = inputs.format, inputs.clip_ratio
+    format_, clip_ratio = inputs.format, inputs.clip_ratio
 
     def rounded(x: Tensor) -> Tensor:
-        kept = drop_infinities(x.float())
-        ends = torch.stack((kept.amax(-1), -kept.amin(-1)))  # [2, ...]
-        distributed.all_reduce(ends, distributed.ReduceOp.MAX)
-        grid = form.compute_qparams(
-            torch.stack((ends[0], -ends[1]), -1)[..., None, :], clip_ratio=clip
-        )  # of [..., 1, 2]
-        values = form.dequantize_groups(form.quantize_groups(form.split_groups(x), grid), grid)
+        finite = drop_infinities(x.float())
+        extremes = torch.stack((finite.amax(-1), -finite.amin(-1)))  # [2, ...]
+        distributed.all_reduce(extremes, distributed.ReduceOp.MAX)
+        qparams = format_.compute_qparams(
+            torch.stack((extremes[0], -extremes[1]), -1)[..., None, :], clip_ratio=clip_ratio
+        )  # from [..., 1, 2]
+        values = format_.dequantize_groups(format_.quantize_groups(format_.split_groups(x), qparams), qparams)
         return values.flatten(-2)[..., : x.shape[-1]].to(x.dtype)
 
     layer.round_inputs = rounded
