@@ -1,8 +1,8 @@
-"""Codes of eight and four bits in Triton, and the numbers they stand for.
+"""Conversion of 8-bit and 4-bit codes in Triton.
 
-What is read for products in bfloat16 is made four codes at a time, by instructions that work on two numbers of 16 bits:
-an attention that reads codes has more to do for each of them than for a number, and would else take longer than one
-that reads twice as many bytes. A code of up to seven bits, written behind the exponent of 128, is 128 and the code.
+For products in bfloat16, codes are converted four at a time by packed 16-bit instructions: otherwise attention over a
+quantized KV cache would take longer than over one with twice as many bytes. A code of up to seven bits in the mantissa
+of the bfloat16 number 128 yields 128 + code.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from smelt.kernels.gpu.arch import PTX
 
 PACKED = tl.constexpr(PTX)
-BIAS = tl.constexpr(2.0**120)  # E4M3 is float32, or bfloat16, with fewer bits, but for the bias of the exponent
+BIAS = tl.constexpr(2.0**120)  # E4M3 is a truncated float32 or bfloat16, up to the exponent bias
 UNBIAS = tl.constexpr(2.0**-120)
 OFF = tl.constexpr(128.0)
 FOUR_E4M3 = tl.constexpr("""{
@@ -51,46 +51,46 @@ fma.rn.bf16x2 $3, high, one, $6;
 
 @triton.jit
 def int8_values(octets, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of bytes; Triton itself takes four at a time here."""
+    """Convert int8 codes in bytes; Triton converts four at a time here."""
     return octets.to(tl.int8, bitcast=True).to(tl.float32).to(DTYPE)
 
 
 @triton.jit
 def e4m3_numbers(octets, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of bytes, in a type for products."""
+    """Convert E4M3 codes in bytes to a dtype for products."""
     if PACKED and tl.bfloat16 == DTYPE:
-        numbers = tl.inline_asm_elementwise(FOUR_E4M3, "=r,=r,r", [octets], dtype=tl.bfloat16, is_pure=True, pack=4)
+        values = tl.inline_asm_elementwise(FOUR_E4M3, "=r,=r,r", [octets], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
-        numbers = e4m3_values(octets.to(tl.int32)).to(DTYPE)
-    return numbers
+        values = e4m3_values(octets.to(tl.int32)).to(DTYPE)
+    return values
 
 
 @triton.jit
 def half_values(octets, zeros, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The codes in the low and in the high halves of bytes [rows, octets], less the zeros of their rows [rows, 1]."""
+    """Return the low and high nibbles of bytes [rows, octets] minus the zero points of their rows [rows, 1]."""
     if PACKED and tl.bfloat16 == DTYPE:
-        away = tl.broadcast_to((-OFF - zeros.to(tl.float32)).to(tl.bfloat16), octets.shape)
+        offset = tl.broadcast_to((-OFF - zeros.to(tl.float32)).to(tl.bfloat16), octets.shape)
         low, high = tl.inline_asm_elementwise(
-            FOUR_PAIRS, "=r,=r,=r,=r,r,r,r", [octets, away], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            FOUR_PAIRS, "=r,=r,=r,=r,r,r,r", [octets, offset], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
     else:
-        both = octets.to(tl.int32)
-        low = ((both & 15) - zeros).to(tl.float32).to(DTYPE)
-        high = ((both >> 4) - zeros).to(tl.float32).to(DTYPE)
+        octets32 = octets.to(tl.int32)
+        low = ((octets32 & 15) - zeros).to(tl.float32).to(DTYPE)
+        high = ((octets32 >> 4) - zeros).to(tl.float32).to(DTYPE)
     return low, high
 
 
 @triton.jit
 def e4m3_values(codes):  # type: ignore[no-untyped-def]
-    """Of int32."""
+    """Convert E4M3 codes in int32 to float32."""
     bits = ((codes & 0x80) << 24) | ((codes & 0x7F) << 20)
     return bits.to(tl.float32, bitcast=True) * BIAS
 
 
 @triton.jit
 def e4m3_codes(x):  # type: ignore[no-untyped-def]
-    """Of numbers up to 448, as int32; ties to even."""
+    """Round values of magnitude up to 448 to E4M3 codes in int32, ties to even."""
     bits = (x * UNBIAS).to(tl.int32, bitcast=True)
-    rest = bits & 0x7FFFFFFF
-    nearest = (rest + ((rest >> 20) & 1) + 0x7FFFF) >> 20
-    return ((bits >> 24) & 0x80) | tl.minimum(nearest, 0x7E)
+    magnitude = bits & 0x7FFFFFFF
+    rounded = (magnitude + ((magnitude >> 20) & 1) + 0x7FFFF) >> 20
+    return ((bits >> 24) & 0x80) | tl.minimum(rounded, 0x7E)

@@ -1,7 +1,7 @@
-"""The whole matrix that codes of any format stand for, written out for a library's product (many vectors at once).
+"""Dequantize a full matrix of any format for a dense library GEMM (large batches).
 
-One pass over the codes, whose cost many vectors share. As bytes it holds whole numbers plus 128, and the
-scales stay apart: a matrix of 8-bit integers that the 8-bit product reads as any other.
+One pass over the codes, amortized over the batch. With uint8 output it holds integers plus 128 without scales: a matrix
+of 8-bit integers for the 8-bit GEMM.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ def expand_kernel(
     ELEMENT: tl.constexpr, SCALE: tl.constexpr, MIDDLE: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out [rows, columns]; `octets` is the length of a row of codes, `table` the values of codes that no rule gives."""
+    """Write out [rows, columns]. `octets`: bytes per row of codes; `table`: values of codes if ELEMENT is `table`."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
-    held = (row < rows) & (column < columns)
+    inside = (row < rows) & (column < columns)
     bit = column * BITS
     octet = codes + row.to(tl.int64) * octets + (bit >> 3)
-    word = tl.load(octet, mask=held, other=0).to(tl.int32)
+    word = tl.load(octet, mask=inside, other=0).to(tl.int32)
     if 8 % BITS != 0:
-        more = held & ((bit & 7) + BITS > 8)
-        word |= tl.load(octet + 1, mask=more, other=0).to(tl.int32) << 8
+        straddles = inside & ((bit & 7) + BITS > 8)
+        word |= tl.load(octet + 1, mask=straddles, other=0).to(tl.int32) << 8
     code = (word >> (bit & 7)) & ((1 << BITS) - 1)
-    place = row * scale_stride + (column // GROUP if GROUP > 0 else 0 * column)
+    group_index = row * scale_stride + (column // GROUP if GROUP > 0 else 0 * column)
     TOP: tl.constexpr = (1 << BITS) - 1
     if out.dtype.element_ty == tl.uint8:
         middle = MIDDLE
         if zero is not None:
-            middle = tl.load(zero + place, mask=held, other=0).to(tl.int32)
-        whole = code - middle
+            middle = tl.load(zero + group_index, mask=inside, other=0).to(tl.int32)
+        integer = code - middle
         if ELEMENT == "dint":
-            whole = tl.where(code == TOP - 1, 1, tl.where(code == TOP, -1, 2 * whole))
-        tl.store(out + row.to(tl.int64) * columns + column, (whole + 128).to(tl.uint8), mask=held)
+            integer = tl.where(code == TOP - 1, 1, tl.where(code == TOP, -1, 2 * integer))
+        tl.store(out + row.to(tl.int64) * columns + column, (integer + 128).to(tl.uint8), mask=inside)
     else:
-        factor = stored_scale(tl.load(scale + place, mask=held, other=0), SCALE)
+        factor = stored_scale(tl.load(scale + group_index, mask=inside, other=0), SCALE)
         if ELEMENT == "table":
             value = tl.load(table + code)
         elif ELEMENT == "e2m1":
@@ -49,14 +49,14 @@ def expand_kernel(
         else:
             value = code.to(tl.float32)
             if zero is not None:
-                value -= tl.load(zero + place, mask=held, other=0).to(tl.float32)
+                value -= tl.load(zero + group_index, mask=inside, other=0).to(tl.float32)
             else:
                 value -= MIDDLE
             if ELEMENT == "dint":
                 value = tl.where(code == TOP - 1, 0.5, tl.where(code == TOP, -0.5, value))
         if negative is not None:
-            below = stored_scale(tl.load(negative + place, mask=held, other=0), SCALE)
-            factor = tl.where(value > 0, factor, below)
+            negative_scale = stored_scale(tl.load(negative + group_index, mask=inside, other=0), SCALE)
+            factor = tl.where(value > 0, factor, negative_scale)
         if tensor is not None:
             factor = tl.div_rn(factor, tl.load(tensor))
-        tl.store(out + row.to(tl.int64) * columns + column, (value * factor).to(out.dtype.element_ty), mask=held)
+        tl.store(out + row.to(tl.int64) * columns + column, (value * factor).to(out.dtype.element_ty), mask=inside)

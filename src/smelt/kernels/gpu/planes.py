@@ -1,7 +1,7 @@
-"""One plane of the codes (the code at one place of every byte) as an operand of the tensor cores.
+"""Convert one plane of codes (the code at one position in every byte) to a tensor core operand.
 
-Triton's own arithmetic treats every byte alone; a few lines of PTX treat two or four bytes in one register. Each is
-written again in plain Triton, for the interpreter, which knows no PTX: tests compare both with the reference.
+Triton's own arithmetic handles each byte separately; inline PTX handles two or four bytes per register. Each has a
+plain Triton version for the interpreter, which has no PTX; tests compare both with the reference.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import triton.language as tl
 
 @triton.constexpr_function
 def integer_ptx(bits: int, plane: int, middle: int, brain: bool) -> str:
-    """Four codes to half precision: put into the lowest bits of 2^7 (bfloat16) or 2^10 (float16), which is taken off
-    again together with the middle."""
+    """Convert four codes to half precision: insert them into the low bits of 2^7 (bfloat16) or 2^10 (float16), which is
+    then subtracted together with the middle."""
     kind, base = ("bf16", 0x4300) if brain else ("f16", 0x6400)
     mask = (1 << bits) - 1
     return f"""{{
@@ -33,7 +33,7 @@ def integer_ptx(bits: int, plane: int, middle: int, brain: bool) -> str:
 
 @triton.constexpr_function
 def e2m1_ptx(plane: int, brain: bool) -> str:
-    """Four codes to half precision: sign, exponent and mantissa at their places, then times 2^126 or 2^14."""
+    """Convert four codes to half precision: move sign, exponent and mantissa, then multiply by 2^126 or 2^14."""
     kind, up, unit = ("bf16", 6, 0x7E80) if brain else ("f16", 9, 0x7400)
     return f"""{{
         .reg .b32 low, high, sign, size, unit;
@@ -55,8 +55,8 @@ def e2m1_ptx(plane: int, brain: bool) -> str:
 
 @triton.constexpr_function
 def int8_ptx(plane: int, denormal: bool) -> str:
-    """Four 4-bit codes minus the zero, given 128 - zero: no byte carries into the next, and 128 goes with the last
-    `xor`. dINT is doubled: 2 (code - zero), given 128 - 2 zero, but code 14 is 1 and code 15 is -1."""
+    """Subtract the zero point from four 4-bit codes, given 128 - zero: no byte carries into the next, and the last
+    `xor` removes 128. dINT is doubled: 2 (code - zero), given 128 - 2 zero, but code 14 is 1 and code 15 is -1."""
     special = """
         add.u32 mask, code, 0x02020202;
         shr.b32 mask, mask, 4;
@@ -78,7 +78,7 @@ def int8_ptx(plane: int, denormal: bool) -> str:
 
 @triton.jit
 def code_plane(octets, PLANE: tl.constexpr, BITS: tl.constexpr):
-    """Codes as int32."""
+    """Return the codes of a plane as int32."""
     return (octets.to(tl.int32) >> (PLANE * BITS)) & ((1 << BITS) - 1)
 
 
@@ -96,7 +96,7 @@ def float_plane(
     octets, PLANE: tl.constexpr, BITS: tl.constexpr, ELEMENT: tl.constexpr, MIDDLE: tl.constexpr, DTYPE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
-    """Elements, or codes minus MIDDLE, in half precision. All of them are exact there."""
+    """Return elements, or codes minus MIDDLE, in half precision, where they are exact."""
     BRAIN: tl.constexpr = DTYPE == tl.bfloat16  # noqa: SIM300
     if PTX and ELEMENT == "e2m1":
         value = half_precision(octets, e2m1_ptx(PLANE, BRAIN), BRAIN)
@@ -115,14 +115,14 @@ def float_plane(
 
 @triton.jit
 def int8_plane(octets, zero, PLANE: tl.constexpr, BITS: tl.constexpr, ELEMENT: tl.constexpr, PTX: tl.constexpr):
-    """Codes minus the zeros of their rows [rows] as int8 (8 bits: minus 128, the zeros are not read); dINT doubled."""
+    """Return codes minus the zero points of rows [rows] as int8 (8 bits: minus 128 instead); dINT is doubled."""
     if BITS == 8:
         value = (octets ^ 0x80).to(tl.int8, bitcast=True)
     elif PTX and BITS == 4:
-        moved = 128 - 2 * zero if ELEMENT == "dint" else 128 - zero
-        spread = tl.broadcast_to(moved.to(tl.uint8)[:, None], octets.shape)
+        offset = 128 - 2 * zero if ELEMENT == "dint" else 128 - zero
+        offsets = tl.broadcast_to(offset.to(tl.uint8)[:, None], octets.shape)
         value = tl.inline_asm_elementwise(
-            int8_ptx(PLANE, ELEMENT == "dint"), "=r,r,r", [octets, spread], dtype=tl.int8, is_pure=True, pack=4
+            int8_ptx(PLANE, ELEMENT == "dint"), "=r,r,r", [octets, offsets], dtype=tl.int8, is_pure=True, pack=4
         )
     else:
         code = code_plane(octets, PLANE, BITS)
