@@ -1,4 +1,4 @@
-"""Smelt: a trained model, some data and a budget in; a smaller, faster model out, proven and reloadable."""
+"""Smelt: a trained model, some data and a budget in; a smaller, faster, verified model out."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _RENAMED = {"LiveEngine": "AsyncEngine", "Sampling": "SamplingParams"}  # accept
 if not TYPE_CHECKING:  # a type checker should see the names above and no others
 
     def __getattr__(name: str) -> Any:
-        """A public name from the file it lives in, when it is first asked for: `import smelt` alone loads no torch."""
+        """Import a public name on first access, so that `import smelt` alone does not import torch."""
         if name in _RENAMED:
             warnings.warn(f"smelt.{name} is now smelt.{_RENAMED[name]}.", FutureWarning, stacklevel=2)
             name = _RENAMED[name]

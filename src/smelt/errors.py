@@ -6,32 +6,32 @@ class SmeltError(Exception):
 
 
 class ModelError(SmeltError):
-    """The model cannot be found, read, or is of a kind Smelt does not know."""
+    """The model cannot be found or read, or its architecture is not supported."""
 
 
 class DataError(SmeltError):
-    """The data cannot be found, read, or does not hold what was asked of it."""
+    """The data cannot be found or read, or lacks what was requested."""
 
 
 class ConfigError(SmeltError):
-    """An option or a configuration key is unknown, has an impossible value, or does not go with another one."""
+    """An option or configuration key is unknown, invalid, or conflicts with another one."""
 
 
 class RecipeError(ConfigError):
-    """A compression recipe has an unknown key or an impossible value."""
+    """A compression recipe has an unknown key or an invalid value."""
 
 
 class BudgetError(SmeltError):
-    """The budget cannot be met by what the recipe may remove."""
+    """The recipe cannot meet the budget with what it may remove."""
 
 
 class ResourceError(SmeltError):
-    """The work does not fit: memory or disk."""
+    """There is not enough memory or disk space."""
 
 
 class FormatError(SmeltError):
-    """A number format that does not exist, or that cannot hold what is asked of it."""
+    """A number format does not exist or cannot represent the requested values."""
 
 
 class RequestError(SmeltError):
-    """A request that cannot be served as it is: a value out of range, a prompt that is too long, a full queue."""
+    """A request cannot be served: a value is out of range, the prompt is too long, or the queue is full."""

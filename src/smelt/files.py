@@ -16,7 +16,7 @@ def check_writable(path: Path) -> None:
     """Raise before any work starts if a path could not be written at the end."""
     with explain_disk_errors(path):
         with suppress(FileNotFoundError, NotADirectoryError):
-            path.lstat()  # a name too long, or a folder one may not look into
+            path.lstat()  # raises if the name is too long or a folder is not searchable
         parent = path.absolute().parent
         while not parent.exists():
             parent = parent.parent
@@ -43,7 +43,7 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 def atomic_folder(path: Path, inside: Path | None = None) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `path` when the block succeeds and deleted when it fails.
 
-    It lies beside `path`, or `inside` a folder on the same disk, where a killed process leaves it for others to remove.
+    It is created beside `path` or `inside` a folder on the same disk; a killed process leaves it there.
     """
     temporary = (inside or path.parent) / f".{path.name}.{os.getpid()}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -61,15 +61,15 @@ def atomic_folder(path: Path, inside: Path | None = None) -> Iterator[Path]:
 
 @contextmanager
 def explain_disk_errors(path: Path) -> Iterator[None]:
-    """Turn errors of a full disk or a missing permission into a ResourceError of one sentence."""
+    """Convert disk-full and permission errors into a one-sentence ResourceError."""
     try:
         yield
-    except Exception as error:  # safetensors and tokenizers report a full disk as errors of their own kinds
+    except Exception as error:  # safetensors and tokenizers raise their own types when the disk is full
         if _is_disk_full(error):
             message = f"the disk is full: {path} could not be written; free some space or choose another folder."
             raise ResourceError(message) from error
         if isinstance(error, OSError) and error.errno is not None:
-            message = f"{path} could not be written: {error.strerror}; choose a place you may write to."
+            message = f"{path} could not be written: {error.strerror}; choose a writable folder."
             raise ResourceError(message) from error
         raise
 

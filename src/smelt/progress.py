@@ -1,4 +1,4 @@
-"""Progress bars with the time left, on standard error; none where that is not a terminal."""
+"""Progress bars on standard error, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Item = TypeVar("Item")
 
 
 class Progress(Protocol):
-    """Reports progress: `track` wraps the iterable of a loop."""
+    """Progress reporter: `track` wraps the iterable of a loop."""
 
     def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]: ...
 
 
 class NullProgress:
-    """Shows nothing."""
+    """No-op progress reporter."""
 
     def track(self, items: Iterable[Item], what: str, total: int | None = None) -> Iterator[Item]:
         yield from items
 
 
 class ProgressBars:
-    """Draws one bar per loop, nested loops below each other."""
+    """Progress reporter with one bar per loop; bars of nested loops are stacked."""
 
     def __init__(self, progress: RichProgress):
         self._progress = progress

@@ -13,17 +13,17 @@ _PACKAGE_PARENT = Path(__file__).resolve().parents[1]
 def python_command(*arguments: str) -> list[str]:
     """Return the command line for `python *arguments`, e.g. `python_command("-m", "smelt.models.verify", folder)`.
 
-    `-P` keeps the working directory off `sys.path`: `python -m` would put it first, so that a downloaded model folder
-    with a file such as `safetensors.py` in it would run that file.
+    `-P` keeps the working directory off `sys.path`. Plain `python -m` puts it first, so a downloaded model folder that
+    contains a file such as `safetensors.py` would run that file.
     """
     return [sys.executable, "-P", *arguments]
 
 
 def python_environment() -> dict[str, str]:
-    """Return a copy of the environment in which Python, and what it starts, imports nothing from the working directory.
+    """Return a copy of the environment in which Python and its subprocesses import nothing from the working directory.
 
     Empty and relative entries of PYTHONPATH mean the working directory and are dropped. The folder of this package is
-    added if it is not an installed one, so that a source checkout works in the subprocess too.
+    added unless it is in site-packages, so that a source checkout works in the subprocess too.
     """
     environment = dict(os.environ)
     paths = [path for path in environment.pop("PYTHONPATH", "").split(os.pathsep) if Path(path).is_absolute()]

@@ -97,7 +97,7 @@ def _one(dtype: Any = "F32", shape: Any = (2, 3), offsets: Any = (0, 24)) -> dic
 _FITS = "header does not fit"
 _JSON = "not valid JSON"
 _SHAPE = "impossible shape"
-_BYTES = "which its shape and dtype do not give"
+_BYTES = "which does not match its shape and dtype"
 _ORDER = "overlaps another or leaves a gap"
 _TWICE = (
     b'{"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]},"a":{"dtype":"F32","shape":[6],"data_offsets":[0,24]}}'

@@ -78,14 +78,14 @@ def test_a_shorter_last_group_stays_the_last(name: str) -> None:
 
 def test_what_shares_a_scale_is_not_mixed() -> None:
     for columns in (torch.arange(16, 80), torch.arange(0, 128, 2)):
-        with pytest.raises(ModelError, match="32 inputs of a layer share a scale: they stay or leave together"):
+        with pytest.raises(ModelError, match="32 inputs of a layer share a scale: keep or remove them together"):
             layer("int4/32").keep_columns(columns)
     part = layer("int4/32")
     part.keep_columns(torch.arange(40, 60))  # a part of one group has the scale of that group
     assert torch.equal(part.weight, layer("int4/32").weight[:, 40:60])
     rotated = layer("int4")
     rotated.scheme = replace(rotated.scheme, hadamard=True)
-    with pytest.raises(ModelError, match="rotated all together"):
+    with pytest.raises(ModelError, match="cannot be removed individually"):
         rotated.keep_columns(torch.arange(64))
 
 

@@ -1,9 +1,9 @@
 """The structural view that every method works on: blocks, and in each block the parts whose units can be removed.
 
-A *part* is a set of units that leave together: attention heads (with grouped queries: a key/value head and the query
-heads that share it), feed-forward filters, or the inner channels of a residual convolution block. All parts look
-alike: some projections *write* the units, one projection reads them (`output`), so that a method needs one formula.
-Each expert of a mixture is a part with filters of its own.
+A *part* is a set of removable units: attention heads (with grouped-query attention: a KV head and its query heads),
+feed-forward channels, or the inner channels of a residual convolution block. All parts have the same structure:
+`input_projections` compute the units and `output` consumes them, so a method needs only one formula.
+Each expert of a mixture is a part of its own.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Kind = Literal["heads", "ffn_channels", "channels"]
 
 @dataclass(frozen=True)
 class Projection:
-    """A linear map inside the network, or one of several in one module (`part` of `parts`, as GPT-2's q, k, v)."""
+    """A linear layer, or one chunk of a fused one (`chunk` of `num_chunks`, as in GPT-2's q, k, v)."""
 
     module: Any  # Linear, Conv1D or Conv2d
     path: str
@@ -51,26 +51,26 @@ class Projection:
 
     @property
     def transposed(self) -> bool:
-        """The weight is stored as [in, out]."""
+        """Whether the weight is stored as [in, out]."""
         return isinstance(self.module, Conv1D)
 
     @property
     def out_features(self) -> int:
-        """How many outputs this projection has."""
+        """The number of outputs."""
         if isinstance(self.module, QuantizedLinear):
             return self.module.out_features // self.num_chunks
         return int(self.module.weight.shape[1 if self.transposed else 0]) // self.num_chunks
 
     @property
     def in_features(self) -> int:
-        """How many inputs this projection has."""
+        """The number of inputs."""
         if isinstance(self.module, QuantizedLinear):
             return self.module.in_features
         return int(self.module.weight.shape[0 if self.transposed else 1])
 
     @property
     def kernel_elements(self) -> int:
-        """Weights an input and an output have between them: those of a convolution's kernel, else one."""
+        """The number of weights per (input, output) pair: the kernel size of a convolution, else 1."""
         return int(self.module.weight[0, 0].numel()) if isinstance(self.module, nn.Conv2d) else 1
 
     @property
@@ -87,11 +87,11 @@ class Projection:
 
 @dataclass(frozen=True)
 class Mixture:
-    """The experts of a block: the router that dispatches tokens to them, and how many experts each token gets."""
+    """The experts of a block, the router that dispatches tokens to them, and the number of experts per token."""
 
     path: str
     module: Any  # SeparateExperts
-    router: Any  # it has a weight [experts, hidden] and reads what the experts read
+    router: Any  # has a weight [experts, hidden] and the same input as the experts
     router_path: str
     num_experts: int
     top_k: int
@@ -106,23 +106,22 @@ class Part:
 
     kind: Kind
     block: int
-    path: str  # of the module that runs the part; with `kind` it names the part
+    path: str  # of the module that runs the part; path and kind form its name
     units: int
     original_units: int
     input_projections: tuple[Projection, ...]
     rows_per_unit: tuple[int, ...]
     output: Projection
     columns_per_unit: int
-    owner: Any  # the module that remembers what was kept, and whose sizes change with it
-    norm: Any = None  # of a convolution: what follows it
+    owner: Any  # the module that records the kept units and whose sizes change with them
+    norm: Any = None  # of a convolution: the norm after it
     attention: AttentionPaths | None = None
     head_dim: int = 0
-    pre_norm: Any = (
-        None  # of a pre-norm block: the norm whose output only the input_projections read (and a mixture's router)
-    )
-    mixture: Mixture | None = None  # of an expert: what it belongs to
-    fixed: bool = False  # the units belong together: none of them can leave
-    clipped: bool = False  # the values are clipped on their way to the output: no scale or rotation passes
+    # Of a pre-norm block: the norm that feeds only the input projections (and a mixture's router).
+    pre_norm: Any = None
+    mixture: Mixture | None = None  # of an expert: the mixture it belongs to
+    fixed: bool = False  # the units are coupled: none can be removed
+    clipped: bool = False  # values are clipped before the output: no scale or rotation can be moved across
 
     @property
     def name(self) -> str:
@@ -130,24 +129,24 @@ class Part:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The original indices of the units that are left."""
+        """The original indices of the remaining units."""
         kept: tuple[int, ...] = getattr(self.owner, "smelt_kept_units", tuple(range(self.units)))
         return kept
 
     @property
     def heads_per_unit(self) -> int:
-        """Query heads a unit has (1 for anything but grouped-query attention)."""
+        """The number of query heads per unit (1 except for grouped-query attention)."""
         return self.columns_per_unit // self.head_dim if self.head_dim else 1
 
     @property
     def token_fraction(self) -> float:
-        """Of all tokens, those that come by: all, or an expert's share where the router spreads them evenly."""
+        """The fraction of tokens processed: 1, or top_k / num_experts for an expert (balanced routing assumed)."""
         return 1.0 if self.mixture is None else self.mixture.top_k / self.mixture.num_experts
 
 
 @dataclass(frozen=True)
 class Block:
-    """One residual block and its parts, in the order in which they run."""
+    """One residual block and its parts, in execution order."""
 
     index: int
     path: str
@@ -156,7 +155,7 @@ class Block:
 
     @property
     def norm_consumers(self) -> list[tuple[Any, list[Any]]]:
-        """Each norm before parts of the block, and all layers that read it: the projections, a mixture's router."""
+        """Each norm before parts of the block, with all layers that consume it: projections, a mixture's router."""
         norms: dict[int, tuple[Any, dict[int, Any]]] = {}
         for part in (part for part in self.parts if part.pre_norm is not None):
             _, layers = norms.setdefault(id(part.pre_norm), (part.pre_norm, {}))
@@ -169,7 +168,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """A network taken apart. It is a view of the moment: take a new one after surgery."""
+    """The structural view of a network. It is a snapshot: create a new one after surgery."""
 
     family: Family
     network: PreTrainedModel
@@ -182,17 +181,17 @@ class Anatomy:
 
     @property
     def final_norm(self) -> nn.Module | None:
-        """The norm between the last block and the head, where there is one."""
+        """The norm between the last block and the head, if any."""
         path = self.family.final_norm
         return self.network.base_model.get_submodule(path) if path and self.residual == "pre" else None
 
     @property
     def embeddings(self) -> tuple[nn.Module, ...]:
-        """The tables whose rows begin the residual stream."""
+        """The embedding tables that start the residual stream."""
         return tuple(self.network.base_model.get_submodule(path) for path in self.family.embeddings)
 
     def shape(self) -> list[dict[str, object]]:
-        """What is left in each part, as plain data: enough to rebuild the structure around the same weights."""
+        """Return the remaining units of each part as plain data, enough to rebuild the structure."""
         return [
             {
                 "part": part.name,
@@ -207,7 +206,7 @@ class Anatomy:
 
 
 def anatomy_of(network: PreTrainedModel) -> Anatomy:
-    """Take a transformers network apart by the data of its family."""
+    """Build the structural view of a transformers network."""
     config = network.config
     family = family_of(config.model_type)
     residual = family.residual
@@ -225,7 +224,7 @@ def anatomy_of(network: PreTrainedModel) -> Anatomy:
 
 
 def _block_modules(backbone: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of a block list; a `*` in the path runs over a list of lists (the stages of a ResNet)."""
+    """Yield the modules of a block list; a `*` in the path iterates over nested lists (the stages of a ResNet)."""
     head, star, tail = path.partition(".*.")
     for name, child in backbone.get_submodule(head).named_children():
         if star:
@@ -310,7 +309,7 @@ def _experts(paths: ExpertPaths, index: int, path: str, block: nn.Module) -> Ite
     module, router = block.get_submodule(paths.owner), block.get_submodule(paths.router)
     if not isinstance(module, SeparateExperts):
         raise ModelError(
-            f"the experts at {path}.{paths.owner} are fused; load the model with Smelt to have them apart."
+            f"the experts at {path}.{paths.owner} are fused; load the model with Smelt, which splits them."
         )
     mixture = Mixture(
         path=f"{path}.{paths.owner}", module=module, router=router, router_path=f"{path}.{paths.router}",

@@ -1,9 +1,9 @@
-"""The artifact: the folder Smelt writes, and reads back on any machine that has Smelt.
+"""The artifact: the model folder that Smelt writes and reads.
 
-`config.json`, `model.safetensors` and the tokenizer are as transformers has them; `smelt.json` holds what was done, the
-shape of every layer, and the KV cache format. The same model gives the same bytes; nothing in these files
-depends on time or machine. Layers of different widths are also written as transformers' `per_layer_config`; equal ones
-as the plain fields, so that such a folder opens in transformers itself.
+`config.json`, `model.safetensors` and the tokenizer are in transformers' format; `smelt.json` holds the history, the
+shape of every layer and the KV cache format. Saving is deterministic: the same model gives the same bytes. If layer
+widths differ, they are also written as `per_layer_config`; if they are equal, as the plain config fields, so that
+transformers itself can load the folder.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from smelt.models.weights import TensorHeader, read_headers, read_safetensors
 from smelt.version import __version__
 
 FORMAT = 2
-_OLD_FORMAT = 1  # its shape calls the part kind "ffn_channels" "filters"
+_OLD_FORMAT = 1  # calls the part kind "ffn_channels" "filters"
 
 
 def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = None) -> None:
-    """Write a model into an existing, empty folder. `record` joins `smelt.json`: measurements that do not vary."""
+    """Write a model into an existing, empty folder; `record` (reproducible measurements) is added to `smelt.json`."""
     network = model.network
     anatomy = model.anatomy
     packed = quantized_layers(network)
@@ -59,12 +59,12 @@ def save_artifact(model: Model, folder: Path, record: dict[str, Any] | None = No
 
 
 def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Model:
-    """Read a folder that `save_artifact` wrote."""
+    """Load a model that `save_artifact` wrote."""
     content = read_object(folder / "smelt.json")
     headers = read_headers(folder)
     shapes = {name: header.shape for name, header in headers.items()}
     outline = shaped_network(folder, content)
-    check_shapes(outline, shapes, folder)  # before anything real is allocated
+    check_shapes(outline, shapes, folder)  # before allocating memory
     _check_packed(outline, headers, folder)
     with parameters_on_meta():
         network = shaped_network(folder, content, device="cpu")
@@ -91,7 +91,7 @@ def load_artifact(folder: Path, *, dtype: torch.dtype | None = None, device: str
 
 
 def read_kv_cache_format(folder: str | Path) -> KVCacheFormat | None:
-    """Return the KV cache format saved in an artifact; None where it has none, or is no artifact."""
+    """Return the KV cache format saved in an artifact; None if it has none or the folder is not an artifact."""
     file = Path(folder).expanduser() / "smelt.json"
     return _kv_format(read_object(file), file.parent) if file.is_file() else None
 
@@ -101,7 +101,7 @@ def _kv_format(content: dict[str, Any], folder: Path) -> KVCacheFormat | None:
 
 
 def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: str = "meta") -> PreTrainedModel:
-    """The network of an artifact in its true shape, without its weights."""
+    """Build the network of an artifact in its saved shape, without its weights."""
     content = content if content is not None else read_object(folder / "smelt.json")
     shape = _current_shape(content, folder)
     values = read_object(folder / "config.json")
@@ -114,13 +114,13 @@ def shaped_network(folder: Path, content: dict[str, Any] | None = None, device: 
 
 
 def _current_shape(content: dict[str, Any], folder: Path) -> Any:
-    """Return the `shape` of a smelt.json in today's names, whichever format it was written in."""
-    written, shape = content.get("format"), content.get("shape")
-    if written == FORMAT:
+    """Return the `shape` of a smelt.json in current names, for any supported format version."""
+    format_version, shape = content.get("format"), content.get("shape")
+    if format_version == FORMAT:
         return shape
-    if written != _OLD_FORMAT:
+    if format_version != _OLD_FORMAT:
         raise ModelError(
-            f"{folder} was written in format {written!r}; this Smelt reads formats {_OLD_FORMAT} to {FORMAT}."
+            f"{folder} was written in format {format_version!r}; this Smelt reads formats {_OLD_FORMAT} to {FORMAT}."
         )
     if not isinstance(shape, list) or not all(isinstance(entry, dict) for entry in shape):
         return shape
@@ -134,16 +134,21 @@ def _current_part_name(name: Any) -> Any:
 
 
 def checked_shape(anatomy: Anatomy, shape: Any, folder: Path) -> list[dict[str, Any]]:
-    """The shape of a file from elsewhere, once it is sure that every entry fits this network."""
+    """Return the shape from an untrusted file after checking that every entry fits this network."""
     parts = {part.name: part for part in anatomy.parts}
     if not isinstance(shape, list) or {entry.get("part") for entry in shape if isinstance(entry, dict)} != set(parts):
         raise ModelError(f"{folder}: the shape in smelt.json does not name the parts of this network.")
     for entry in shape:
-        units, whole, kept = entry.get("units"), entry.get("of"), entry.get("kept")
-        here = parts[entry["part"]].units
-        fits = isinstance(units, int) and isinstance(whole, int) and 0 <= units <= whole and here in (units, whole)
+        units, original, kept = entry.get("units"), entry.get("of"), entry.get("kept")
+        current = parts[entry["part"]].units
+        fits = (
+            isinstance(units, int)
+            and isinstance(original, int)
+            and 0 <= units <= original
+            and current in (units, original)
+        )
         if fits and kept is not None:
-            numbers = isinstance(kept, list) and all(type(i) is int and 0 <= i < whole for i in kept)
+            numbers = isinstance(kept, list) and all(type(i) is int and 0 <= i < original for i in kept)
             fits = numbers and len(kept) == units and kept == sorted(set(kept))
         if not fits:
             raise ModelError(f"{folder}: the shape of {entry['part']} in smelt.json does not fit this network.")
@@ -151,7 +156,7 @@ def checked_shape(anatomy: Anatomy, shape: Any, folder: Path) -> list[dict[str, 
 
 
 def check_shapes(network: nn.Module, held: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Every tensor of the network is in the file in its shape, apart from names that share another's storage."""
+    """Check that the file holds every tensor of the network, except tied ones, in the right shape."""
     _add_biases(network, held)
     tied = set(getattr(network, "all_tied_weights_keys", {}))
     for name, tensor in network.state_dict().items():
@@ -162,20 +167,20 @@ def check_shapes(network: nn.Module, held: dict[str, tuple[int, ...]], folder: P
 
 
 def _check_packed(network: nn.Module, headers: dict[str, TensorHeader], folder: Path) -> None:
-    """Codes and scales are in the number types that their format stores them in."""
+    """Check that codes and scales have the dtypes of their format and that no layer has extra tensors."""
     for path, layer in quantized_layers(network).items():
         for name, tensor in layer.named_buffers():
-            held = headers[f"{path}.{name}"].torch_dtype
-            if held != tensor.dtype and name not in FACTORS:
-                raise ModelError(f"{folder}: {path}.{name} is {held} and not {tensor.dtype} as smelt.json says.")
+            dtype = headers[f"{path}.{name}"].torch_dtype
+            if dtype != tensor.dtype and name not in FACTORS:
+                raise ModelError(f"{folder}: {path}.{name} is {dtype} and not {tensor.dtype} as smelt.json says.")
         known = {f"{path}.{name}" for name in layer.state_dict()}
-        spare = next((name for name in headers if name.startswith(f"{path}.") and name not in known), None)
-        if spare is not None:
-            raise ModelError(f"{folder}: the weights hold {spare}, for which smelt.json has no place.")
+        unknown = next((name for name in headers if name.startswith(f"{path}.") and name not in known), None)
+        if unknown is not None:
+            raise ModelError(f"{folder}: the weights contain {unknown}, which smelt.json does not describe.")
 
 
 def _add_biases(network: nn.Module, held: dict[str, tuple[int, ...]]) -> None:
-    """A repair may have given a projection a bias where there was none: make room for those the file holds."""
+    """Add the biases that are in the file but not in the network: a repair may have added them."""
     for part in anatomy_of(network).parts:
         module = part.output.module
         if module.bias is None and f"{part.output.path}.bias" in held:
@@ -184,14 +189,14 @@ def _add_biases(network: nn.Module, held: dict[str, tuple[int, ...]]) -> None:
 
 
 def distinct_tensors(network: nn.Module) -> dict[str, Tensor]:
-    """Everything the network must remember, storage that has several names once."""
+    """Return the state dict on CPU, with shared storage included only once."""
     seen: set[tuple[int, int]] = set()
     tensors = {}
     for name, tensor in network.state_dict().items():
-        place = (tensor.data_ptr(), tensor.numel())
-        if tensor.numel() and place in seen:
+        span = (tensor.data_ptr(), tensor.numel())
+        if tensor.numel() and span in seen:
             continue
-        seen.add(place)
+        seen.add(span)
         tensors[name] = tensor.detach().cpu().contiguous()
     return tensors
 
@@ -206,7 +211,7 @@ def plain_config(network: PreTrainedModel) -> dict[str, Any]:
 
 
 def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
-    """Widths as transformers' configuration has them: one value where all layers agree, else an entry a layer."""
+    """Return widths as transformers config fields: one value if all layers agree, else one entry per layer."""
     names = anatomy.family.config_names
     layers: dict[str, dict[str, Any]] = {}
     for block in anatomy.blocks:
@@ -218,7 +223,7 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
                 sizes.setdefault("experts", []).append(part.units)
             else:
                 sizes[part.kind] = part.units
-        if len(set(sizes.get("experts", []))) == 1:  # else the list stays, for which transformers has no field
+        if len(set(sizes.get("experts", []))) == 1:  # otherwise keep the list, for which transformers has no field
             sizes["experts"] = sizes["experts"][0]
         layers[str(block.index)] = {names[kind]: size for kind, size in sizes.items() if kind in names}
     if not names or not _was_cut(anatomy):
@@ -235,9 +240,11 @@ def _was_cut(anatomy: Anatomy) -> bool:
 
 
 def _plain_fields_suffice(anatomy: Anatomy) -> bool:
-    """Fewer heads fit the plain fields only where the configuration gives the head size on its own and their number
-    divides the hidden size, which transformers insists on; and a bias that a repair added has no field at all:
-    transformers would drop it without an error."""
+    """Return whether the plain config fields describe the network.
+
+    After removing heads they do only if the config has its own `head_dim` and the number of heads divides the hidden
+    size, which transformers requires. A bias added by a repair has no field: transformers would silently drop it.
+    """
     if any(hasattr(part.output.module, "smelt_added_bias") for part in anatomy.parts):
         return False
     heads = [part for part in anatomy.parts if part.kind == "heads"]

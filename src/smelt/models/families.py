@@ -1,4 +1,4 @@
-"""Where each model family keeps its parts. A family is data: paths from the backbone, and the names of its attributes.
+"""Where each model family keeps its parts: module paths from the backbone and attribute names, as plain data.
 
 To add a family, add a row to FAMILIES; methods never name one.
 """
@@ -16,7 +16,7 @@ Residual = Literal["pre", "post"]
 
 @dataclass(frozen=True)
 class AttentionPaths:
-    """Paths from a block to its attention. `owner` is the module that runs it and may be replaced as a whole."""
+    """Paths from a block to its attention. `owner` is the module that runs it and that surgery may replace."""
 
     owner: str
     queries: str
@@ -26,20 +26,20 @@ class AttentionPaths:
     head_dim: str = "head_dim"
     # Attributes of the owner that its forward reads and that change with the heads: name -> "heads" or "width".
     attributes: Mapping[str, str] = field(default_factory=dict)
-    # The name of an argument that carries one plane a head (MPNet's shared position bias), sliced to the kept heads.
+    # The argument with one plane per head (MPNet's shared position bias), sliced to the kept heads.
     head_planes: str | None = None
-    joint_norms: bool = False  # queries and keys are normed over all heads at once: no head can leave
-    clip: str | None = None  # the configuration's bound of queries, keys and values, where it may have one
+    joint_norms: bool = False  # Q/K norms span all heads: no head can be removed
+    clip: str | None = None  # the config field with the clipping bound of queries, keys and values
 
     @property
     def fused(self) -> bool:
-        """Queries, keys and values live in one module, in that order."""
+        """Whether one module computes queries, keys and values, in that order."""
         return self.queries == self.keys == self.values
 
 
 @dataclass(frozen=True)
 class FeedForwardPaths:
-    """Paths from a block to its feed-forward: what writes the filters (up, perhaps gate), and what reads them."""
+    """Paths from a block to its feed-forward: input projections (up, optionally gate) and output projection."""
 
     input_projections: tuple[str, ...]
     output: str
@@ -47,20 +47,20 @@ class FeedForwardPaths:
 
 @dataclass(frozen=True)
 class ExpertPaths:
-    """Paths from a block to its experts and their router; `gate`, `up` and `down` are names inside one expert, those of
-    the checkpoints that are about."""
+    """Paths from a block to its experts and router. `gate`, `up` and `down` are layer names inside an expert, as in the
+    published checkpoints."""
 
     owner: str
     router: str
     gate: str
     up: str
     down: str
-    top_k: str = "top_k"  # the router's attribute: how many experts a token is handed to
+    top_k: str = "top_k"  # the router's attribute: the number of experts per token
 
 
 @dataclass(frozen=True)
 class ChannelPaths:
-    """A convolution and its norm inside a residual block, and the convolution that reads its channels."""
+    """A convolution with its norm in a residual block, and the convolution that consumes its channels."""
 
     input_projection: str
     norm: str
@@ -79,16 +79,16 @@ class Family:
     returns_tuple: bool = False  # a block returns (hidden states, ...) and not the hidden states themselves
     attention: AttentionPaths | None = None
     feed_forward: FeedForwardPaths | None = None
-    experts: ExpertPaths | None = None  # of a mixture; a block that has none has the feed-forward
-    channels: tuple[tuple[ChannelPaths, ...], ...] = ()  # alternatives; the one whose paths all exist holds
-    # Names in the configuration of what differs between layers after surgery, where transformers has a field for it.
+    experts: ExpertPaths | None = None  # of a mixture of experts; a block without experts has the feed-forward
+    channels: tuple[tuple[ChannelPaths, ...], ...] = ()  # alternatives; the first whose paths all exist is used
+    # Config fields of the sizes that surgery changes, where transformers has one.
     config_names: Mapping[str, str] = field(default_factory=dict)
-    # Of pre-norm families: the norms before attention and feed-forward (from a block), the one after the last block,
-    # and the tables whose rows begin the residual stream (from the backbone).
+    # Of pre-norm families: the norms before attention and feed-forward (from a block), the final norm, and the
+    # embedding tables that start the residual stream (from the backbone).
     norms: tuple[str, str] | None = None
     final_norm: str | None = None
     embeddings: tuple[str, ...] = ()
-    # The configuration flag that turns a pre-norm family into a post-norm one when false (OPT-350m).
+    # The config flag that, when false, makes a pre-norm family post-norm (OPT-350m).
     pre_norm_flag: str | None = None
 
 
@@ -278,9 +278,9 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def family_of(model_type: str) -> Family:
-    """The family of a configuration's `model_type`."""
+    """Return the family of a config's `model_type`."""
     for family in FAMILIES:
         if model_type in family.model_types:
             return family
-    known = ", ".join(sorted(kind for family in FAMILIES for kind in family.model_types))
-    raise ModelError(f"the architecture {model_type!r} is not one Smelt can take apart; it knows {known}.")
+    known = ", ".join(sorted(supported_type for family in FAMILIES for supported_type in family.model_types))
+    raise ModelError(f"the architecture {model_type!r} is not supported; Smelt supports {known}.")

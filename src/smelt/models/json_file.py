@@ -1,4 +1,4 @@
-"""JSON objects from files that nobody vouches for: broken, nested without end, or with a key given twice."""
+"""Read JSON objects from untrusted files: malformed, too deeply nested, or with duplicate keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LARGEST_FILE = 64 * 2**20
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, or a ModelError that names the file."""
+    """Read the JSON object in a file; raise a ModelError that names the file if it is invalid."""
     try:
         if path.stat().st_size > _LARGEST_FILE:
             raise ModelError(f"{path} is larger than {_LARGEST_FILE // 2**20} MiB, too large for the JSON of a model.")
@@ -23,7 +23,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in `raw`; `where` names it in the error."""
+    """Parse the JSON object in `raw`; `where` names it in errors."""
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
@@ -41,6 +41,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """What a foreign error says, short and without line breaks, to be put into a sentence of ours."""
-    words = " ".join(str(error).split())[:200].rstrip(".")
-    return words if " " in words else f"{type(error).__name__} {words}".strip()
+    """Return the message of a third-party error, shortened to one line, for use inside another message."""
+    text = " ".join(str(error).split())[:200].rstrip(".")
+    return text if " " in text else f"{type(error).__name__} {text}".strip()

@@ -1,4 +1,4 @@
-"""Loading: a bundled name, a folder, a GGUF file or a hub id becomes a model. No code that comes with it is run."""
+"""Load models from a bundled name, a folder, a GGUF file or a hub id, never running code that comes with them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ _FROM_HUB = [
 
 
 def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu", packed: bool = False) -> Model:
-    """The model that `spec` names, in eval mode, in its file's own float dtype unless another is asked for. `packed`:
-    quantized matrices of a GGUF file (a bundled one too) stay quantized; otherwise they are dequantized."""
+    """Load the model that `spec` names in eval mode, in the float dtype of its file unless `dtype` is set.
+
+    `packed` keeps the quantized matrices of a GGUF file (or bundled GGUF model) quantized instead of dequantizing them.
+    """
     _check_device(device)
     path = resolve(spec)
     if packed and str(spec) in BUNDLED:
@@ -41,7 +43,7 @@ def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "c
     if _is_artifact(path):
         return load_artifact(path, dtype=dtype, device=device)
     if packed and dtype is None and device.startswith("cuda"):
-        dtype = torch.bfloat16 if path.is_file() else None  # products with packed matrices are of half precision there
+        dtype = torch.bfloat16 if path.is_file() else None  # packed matmuls run in half precision on GPU
     network, tokenizer = _load_gguf(path, dtype, packed) if path.is_file() else _load_folder(path, dtype)
     try:
         return Model(network.to(device), tokenizer, source=str(spec))
@@ -50,7 +52,7 @@ def load(spec: str | Path, *, dtype: torch.dtype | None = None, device: str = "c
 
 
 def load_config(spec: str | Path) -> PreTrainedConfig:
-    """The config of the model that `spec` names, without its weights."""
+    """Load the config of the model that `spec` names, without its weights."""
     path = resolve(spec, config_only=True)
     if path.is_file():
         return gguf_config(read_gguf(path))
@@ -58,7 +60,7 @@ def load_config(spec: str | Path) -> PreTrainedConfig:
 
 
 def skeleton(spec: str | Path) -> PreTrainedModel:
-    """The network that `spec` names on the meta device: shapes without memory."""
+    """Build the network that `spec` names on the meta device, without allocating memory."""
     path = resolve(spec, config_only=True)
     if _is_artifact(path):
         return shaped_network(path).to("meta")
@@ -68,7 +70,7 @@ def skeleton(spec: str | Path) -> PreTrainedModel:
 
 
 def resolve(spec: str | Path, *, config_only: bool = False) -> Path:
-    """The folder or GGUF file that `spec` names, fetched first if need be (from the hub perhaps its config only)."""
+    """Return the folder or GGUF file that `spec` names, downloading it if necessary (`config_only`: from the hub)."""
     if str(spec) in BUNDLED:
         return ensure_bundled(str(spec))
     path = Path(spec).expanduser()
@@ -93,7 +95,7 @@ def _fetch_from_hub(hub_id: str, patterns: list[str]) -> Path:
         raise ModelError(
             f"no folder {hub_id} here, and the hub has no model of that name (or it is private)."
         ) from error
-    except Exception as error:  # network stacks raise many kinds
+    except Exception as error:  # network stacks raise many exception types
         raise ModelError(f"{hub_id} could not be fetched from the hub ({one_line(error)}).") from error
 
 
@@ -135,10 +137,13 @@ def _load_gguf(
 
 
 def _packed_network(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """In eval mode. What the file holds in floats is dense, in `dtype`; so is the table of embeddings. A head that
-    shares the table's weights becomes a layer of its own, and the configuration says so."""
+    """Build a network in eval mode with packed quantized matrices.
+
+    Float tensors and the embedding table are dense, in `dtype`. A tied quantized head becomes a separate layer, and the
+    config is updated accordingly.
+    """
     where = str(file.path)
-    matching_network(config, gguf_shapes(file), where)  # before anything real is allocated
+    matching_network(config, gguf_shapes(file), where)  # before allocating memory
     packed = gguf_packed(file, config)
     config.tie_word_embeddings = config.tie_word_embeddings and "lm_head" not in packed
     with parameters_on_meta():
@@ -147,7 +152,7 @@ def _packed_network(file: GgufFile, config: PreTrainedConfig, dtype: torch.dtype
     state = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     for path in list(packed):
         bias = state.pop(f"{path}.bias", None)
-        quantized = packed.pop(path)  # not held twice
+        quantized = packed.pop(path)  # do not keep two copies
         layer = QuantizedLinear.from_quantized(quantized, QuantizationScheme(quantized.format), bias=bias, dtype=dtype)
         replace_module(network, path, layer)
     network.load_state_dict(state, strict=False, assign=True)

@@ -1,7 +1,7 @@
-"""Low-rank adapters from a folder in PEFT's format: two thin matrices for each layer that was adapted.
+"""Load LoRA adapters in PEFT's format.
 
-Only what is plain LoRA is read: y = W x + s B (A x), with s = alpha / rank (or alpha / sqrt(rank)). Anything else in
-the folder that would change the result is refused.
+Only plain LoRA is supported: y = W x + s B (A x), with s = alpha / rank (or alpha / sqrt(rank)). Anything else in the
+folder that would change the result is rejected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smelt.models.weights import check_safetensors
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-# Keys that mean another method, or other changed weights, unless they have these values.
+# Keys that select another method or change other weights, unless they have these values.
 _PLAIN: dict[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "bias": (None, "none"),
@@ -35,14 +35,14 @@ _PLAIN: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Factors:
-    """Of one layer; the scale is in `up` already."""
+    """The LoRA factors of one layer; the scale is folded into `up`."""
 
     down: Tensor  # A [rank, in]
     up: Tensor  # s B [out, rank]
 
 
 def read_lora(folder: str | Path, network: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Factors]:
-    """The factors by the path of their layer, checked against the network."""
+    """Read the factors by layer path, checked against the network."""
     folder = Path(folder)
     scale = _scale(read_object(folder / CONFIG), folder)
     path = folder / WEIGHTS
@@ -51,22 +51,24 @@ def read_lora(folder: str | Path, network: nn.Module, dtype: torch.dtype, device
     check_safetensors(path)
     tensors = load_file(path)
     pairs = {name.removesuffix(DOWN) for name in tensors if name.endswith(DOWN)}
-    strange = [name for name in tensors if not name.endswith((DOWN, UP)) or name[: -len(DOWN)] not in pairs]
-    if strange or not pairs or 2 * len(pairs) != len(tensors):
-        raise ModelError(f"{path} holds more than pairs of low-rank matrices (such as {(strange or ['nothing'])[0]}).")
-    found = {}
+    unexpected = [name for name in tensors if not name.endswith((DOWN, UP)) or name[: -len(DOWN)] not in pairs]
+    if unexpected or not pairs or 2 * len(pairs) != len(tensors):
+        raise ModelError(
+            f"{path} holds more than pairs of low-rank matrices (such as {(unexpected or ['nothing'])[0]})."
+        )
+    layers = {}
     for name in sorted(pairs):
         layer = name.removeprefix(PREFIX)
         down, up = tensors[name + DOWN].float(), tensors[name + UP].float() * scale
         _check_shapes(network, layer, down, up, path)
-        found[layer] = Factors(down.to(device, dtype), up.to(device, dtype))
-    return found
+        layers[layer] = Factors(down.to(device, dtype), up.to(device, dtype))
+    return layers
 
 
 def _scale(config: dict[str, Any], folder: Path) -> float:
     kind = config.get("peft_type")
     if kind != "LORA":
-        raise ModelError(f"{folder} is an adapter of the kind {kind!r}; only LORA can be served.")
+        raise ModelError(f"{folder} is an adapter of type {kind!r}; only LORA can be served.")
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
             raise ModelError(f"{folder} uses {key}, which is not plain LoRA; merge it into the model before serving.")

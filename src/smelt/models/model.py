@@ -1,4 +1,4 @@
-"""The model: a trained network, its tokenizer, and the list of what was done to it."""
+"""The model: a trained network, its tokenizer and the compression steps applied to it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ _TASK_OF_HEAD = {
 
 @dataclass
 class Model:
-    """A network with its tokenizer. `history` lists the steps that were applied, as they stood in their recipes; `kv`
-    is the KV cache format, where it is not the network's own dtype."""
+    """A network with its tokenizer.
+
+    `history` lists the applied recipe steps; `kv` is the KV cache format if it differs from the network's dtype.
+    """
 
     network: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None = None
@@ -35,12 +37,12 @@ class Model:
 
     @property
     def anatomy(self) -> Anatomy:
-        """The structural view, read afresh from the network as it is now."""
+        """The structural view of the network in its current state."""
         return anatomy_of(self.network)
 
     @property
     def task(self) -> str:
-        """What the head is for: language, classification, images, masked-language, or embedding (no head)."""
+        """The task of the head: language, classification, images, masked-language, or embedding (no head)."""
         name = type(self.network).__name__
         return next((task for head, task in _TASK_OF_HEAD.items() if name.endswith(head)), "embedding")
 
@@ -52,12 +54,12 @@ class Model:
         return list(self.network.parameters())
 
     def new_cache(self) -> QuantizedKVCache | None:
-        """What a network call is given as `past_key_values`, for one batch; None: the network makes its own."""
+        """Return a KV cache to pass as `past_key_values` for one batch, or None if the network creates its own."""
         return None if self.kv is None else self.kv.cache(self.network.config)
 
     @torch.no_grad()
     def generate(self, prompt: str, max_new_tokens: int = 32) -> str:
-        """The prompt's greedy continuation."""
+        """Return the greedy continuation of the prompt."""
         if self.task != "language" or self.tokenizer is None:
             raise ModelError(
                 f"{self.source or 'this model'} cannot generate text: it has no language head or tokenizer."

@@ -1,6 +1,6 @@
-"""From a config and tensors to a network: shapes are compared on the meta device before real memory is touched.
+"""Build networks from a config and tensors; shapes are checked on the meta device before memory is allocated.
 
-The experts of a mixture are taken apart here, so that every network that Smelt builds has them one by one.
+Fused experts are split here, so that every network that Smelt builds has separate experts.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _AUTO_CLASS_OF_HEAD = {
     "ForMaskedLM": transformers.AutoModelForMaskedLM,
 }
 
-# An encoder without a head is often saved without the pooler on its first token, which then nobody reads. Under a
-# classifier the pooler's name has a prefix, and its loss is not harmless.
+# An encoder without a head is often saved without its pooler, which is then unused. Under a classifier the pooler's
+# name has a prefix, and it must not be missing.
 _HARMLESS_WHEN_MISSING = "pooler."
 
 
 def empty_network(config: PreTrainedConfig, where: str, device: str = "meta") -> PreTrainedModel:
-    """The network that the config describes, on the meta device unless told otherwise: shapes without memory."""
+    """Build the network that the config describes, by default on the meta device (no memory allocated)."""
     try:
         with torch.device(device), quiet_transformers():
             return split_experts(_auto_class(config).from_config(config, trust_remote_code=False))
-    except Exception as error:  # a foreign constructor fed with foreign values may raise anything
+    except Exception as error:  # a third-party constructor may raise anything on untrusted values
         raise ModelError(
             f"{where} does not describe a network that transformers can build ({one_line(error)})."
         ) from error
@@ -51,7 +51,7 @@ def _auto_class(config: PreTrainedConfig) -> Any:
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Networks built here have their parameters on the meta device and their buffers, which no file holds, for real."""
+    """Build networks with parameters on the meta device but real buffers, since buffers may not be in the file."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -67,7 +67,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def matching_network(config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]], where: str) -> PreTrainedModel:
-    """The empty network of the config, unless the shapes of the weights already show that they are not its own."""
+    """Build the empty network of the config; raise if the shapes of the weights do not match it."""
     layers = getattr(config, "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > len(shapes):
         raise ModelError(
@@ -79,19 +79,21 @@ def matching_network(config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]
             raise ModelError(
                 f"{where}: {name} is {list(shapes[name])}, but the config makes it {list(expected.shape)}."
             )
-    wanted = sum(parameter.numel() for parameter in empty.parameters())
-    held = sum(math.prod(shape) for shape in shapes.values())
-    # Names can differ between the file and the network, so the exact comparison comes after loading; this bound keeps
-    # a lying config from allocating much more than the file holds. Twice, for heads that share the embedding.
-    if wanted > 2 * held + 2**20:
-        raise ModelError(f"{where}: the config describes {wanted} parameters, but the weights hold only {held}.")
+    num_parameters = sum(parameter.numel() for parameter in empty.parameters())
+    num_stored = sum(math.prod(shape) for shape in shapes.values())
+    # Names can differ between file and network, so the exact comparison comes after loading; this bound keeps a
+    # malicious config from allocating much more than the file holds. Factor 2: heads may share the embedding.
+    if num_parameters > 2 * num_stored + 2**20:
+        raise ModelError(
+            f"{where}: the config describes {num_parameters} parameters, but the weights hold only {num_stored}."
+        )
     return empty
 
 
 def fill_network(empty: PreTrainedModel, tensors: dict[str, Tensor], dtype: torch.dtype, where: str) -> PreTrainedModel:
-    """The network with these tensors in it, in eval mode. transformers sees no file here, only names and tensors."""
+    """Load tensors into the network, in eval mode. transformers gets only names and tensors, no file."""
     try:
-        # What a file may lack is initialized at random; a fixed seed makes that the same every time.
+        # Tensors that a file may lack are initialized randomly; a fixed seed makes that deterministic.
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             network, report = type(empty).from_pretrained(
@@ -102,7 +104,7 @@ def fill_network(empty: PreTrainedModel, tensors: dict[str, Tensor], dtype: torc
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except Exception as error:  # foreign code on foreign values
+    except Exception as error:  # third-party code on untrusted values
         raise ModelError(f"{where} cannot be loaded ({one_line(error)}).") from error
     _check_report(report, where)
     return split_experts(network)
@@ -111,7 +113,7 @@ def fill_network(empty: PreTrainedModel, tensors: dict[str, Tensor], dtype: torc
 def _check_report(report: dict[str, Any], where: str) -> None:
     mismatched = sorted(name for name, *_ in report["mismatched_keys"])
     if mismatched:
-        raise ModelError(f"{where}: {_some(mismatched)} of another shape in the weights than the config makes it.")
+        raise ModelError(f"{where}: {_some(mismatched)} of another shape in the weights than in the config.")
     missing = sorted(name for name in report["missing_keys"] if not name.startswith(_HARMLESS_WHEN_MISSING))
     if missing:
         raise ModelError(f"{where}: {_some(missing)} missing from the weights; Smelt does not make up weights.")

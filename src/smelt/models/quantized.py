@@ -1,7 +1,7 @@
 """Linear layers with a quantized weight, and how they replace the layers of a network.
 
-A `QuantizationScheme` describes such a layer as plain data: enough to allocate the layer before its tensors
-are read. A kernel computes the product; `path` names the one that was chosen.
+A `QuantizationScheme` describes such a layer as plain data, enough to allocate it before its tensors are loaded. A
+kernel computes the matmul; `path` names the selected kernel.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ FACTORS = ("down", "up")
 
 @dataclass(frozen=True)
 class QuantizationScheme:
-    """How one layer computes: the format of its weight, of its inputs, and what is done to the inputs before."""
+    """How one layer computes: the formats of its weight and inputs, and the transformation of its inputs."""
 
     weight: Format
     inputs: Format | None = None
-    static: bool = False  # the scale of the inputs is fixed; otherwise it is taken from each input
+    static: bool = False  # the input scale is fixed; otherwise it is computed per input
     hadamard: bool = False  # the inputs are rotated by a Hadamard matrix, whose inverse is in the weight
-    rank: int = 0  # of a pair of low-rank factors added to the product
-    clip: float = 1.0  # the part of an input's range that its grid covers; what lies outside is clipped
+    rank: int = 0  # of the low-rank factors added to the output
+    clip: float = 1.0  # the fraction of the input range that the grid covers; values outside are clipped
 
     def to_json(self) -> dict[str, Any]:
         plain: dict[str, Any] = {"weight": format_name(self.weight)}
@@ -54,7 +54,7 @@ class QuantizationScheme:
 
     @classmethod
     def from_json(cls, plain: Any, place: str) -> QuantizationScheme:
-        """From a file: anything that is not what `to_json` writes is an error."""
+        """Parse an untrusted description; raise unless it has the form that `to_json` writes."""
         known = {"weight": str, "inputs": str, "static": bool, "hadamard": bool, "rank": int, "clip": float}
         if not isinstance(plain, dict) or any(type(value) is not known.get(key) for key, value in plain.items()):
             raise ModelError(f"{place}: this is not the description of a quantized layer: {plain!r}.")
@@ -64,7 +64,7 @@ class QuantizationScheme:
         except FormatError as error:
             raise ModelError(f"{place}: {error}") from error
         if scheme.static and (scheme.inputs is None or not scheme.inputs.has_scale_only):
-            raise ModelError(f"{place}: a fixed scale cannot be that of inputs in the format {inputs!r}.")
+            raise ModelError(f"{place}: a static scale is not possible for inputs in the format {inputs!r}.")
         rank, clip = plain.get("rank", 0), plain.get("clip", 1.0)
         if not 0 <= rank <= 65536:
             raise ModelError(f"{place}: a rank of {rank} is not possible.")
@@ -75,7 +75,7 @@ class QuantizationScheme:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """A kernel, and what it was prepared for. It holds the tensors, so that their identities stay theirs."""
+    """A selected kernel and its operands. It keeps the tensors alive, so that their ids stay unique."""
 
     key: tuple[Any, ...]
     kernel: LinearKernel
@@ -85,7 +85,7 @@ class _Chosen:
 
 
 class QuantizedLinear(nn.Module):
-    """Stands where a Linear (or GPT-2's Conv1D) stood. Its tensors are buffers: nothing of it is trained."""
+    """Quantized replacement for a Linear (or GPT-2's Conv1D). Its tensors are buffers: nothing is trainable."""
 
     def __init__(
         self, in_features: int, out_features: int, scheme: QuantizationScheme, *, bias: bool, dtype: torch.dtype
@@ -94,15 +94,15 @@ class QuantizedLinear(nn.Module):
         self.down: Tensor
         self.up: Tensor
         self.in_features, self.out_features, self.scheme = in_features, out_features, scheme
-        for name, (shape, kind) in packed_shapes(scheme.weight, out_features, in_features).items():
-            self.register_buffer(name, torch.empty(shape, dtype=kind, device="meta"))
+        for name, (shape, buffer_dtype) in packed_shapes(scheme.weight, out_features, in_features).items():
+            self.register_buffer(name, torch.empty(shape, dtype=buffer_dtype, device="meta"))
         if scheme.static:
             self.register_buffer(STATIC_SCALE, torch.empty(1, 1, 1, device="meta"))
         if scheme.rank:
             self.register_buffer("down", torch.empty(scheme.rank, in_features, dtype=dtype, device="meta"))
             self.register_buffer("up", torch.empty(out_features, scheme.rank, dtype=dtype, device="meta"))
         self.bias = nn.Parameter(torch.empty(out_features, dtype=dtype, device="meta"), False) if bias else None
-        self.round_inputs: Callable[[Tensor], Tensor] | None = None  # in place of what the scheme says
+        self.round_inputs: Callable[[Tensor], Tensor] | None = None  # overrides the input format of the scheme
         self._chosen: _Chosen | None = None
         self._decoded: Tensor | None = None
 
@@ -110,7 +110,7 @@ class QuantizedLinear(nn.Module):
     def from_quantized(
         cls, quantized: QuantizedTensor, scheme: QuantizationScheme, *, bias: Tensor | None, dtype: torch.dtype
     ) -> QuantizedLinear:
-        """A layer around a matrix that was just quantized. A static scale is fixed later; until then it is dynamic."""
+        """Create a layer from a quantized matrix. A static scale is set later; until then it is dynamic."""
         rows, columns = quantized.codes.shape
         layer = cls(columns, rows, scheme, bias=bias is not None, dtype=dtype)
         for name, tensor in quantized.pack().items():
@@ -122,19 +122,19 @@ class QuantizedLinear(nn.Module):
         return layer
 
     def set_static_input_scale(self, largest: Tensor) -> None:
-        """From the largest magnitude of every input that the calibration data showed."""
+        """Set the static scale from each input's largest magnitude over the calibration data."""
         assert self.scheme.inputs is not None
         scale = self.scheme.inputs.compute_qparams(largest.reshape(1, 1, -1), clip_ratio=self.scheme.clip).scale
         setattr(self, STATIC_SCALE, scale.float().reshape(1, 1, 1))
 
     def add_low_rank_factors(self, down: Tensor, up: Tensor) -> None:
-        """Add the product of two thin matrices, [rank, in] and [out, rank], to the layer."""
+        """Add the product of two low-rank factors, [rank, in] and [out, rank], to the layer."""
         self.scheme = replace(self.scheme, rank=len(down))
         self.register_buffer("down", down)
         self.register_buffer("up", up)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep these outputs, in this order, and delete all others: rows are packed one by one."""
+        """Keep these outputs, in this order, and remove all others (each row is packed separately)."""
         shared = set(GRID) if self.scheme.weight.group_size == PER_TENSOR else {"tensor"}
         for name in {"codes", *GRID, "up"} - shared:
             self._keep(name, 0, rows)
@@ -143,43 +143,47 @@ class QuantizedLinear(nn.Module):
         self.out_features, self._chosen = len(rows), None
 
     def keep_columns(self, columns: Tensor) -> None:
-        """Keep these inputs, in this order. Those that will share a scale must all have had the same one."""
+        """Keep these inputs, in this order. Inputs that end up in one group must have shared a scale before."""
         if self.scheme.hadamard:
-            raise ModelError("inputs that are rotated by a Hadamard matrix are rotated all together: none can leave.")
-        form, size = self.scheme.weight, self.input_group_size
-        groups = columns // size  # whose scale each had
-        chosen = groups[:: form.effective_group_size(len(columns))]
-        if not torch.equal(chosen.repeat_interleave(form.effective_group_size(len(columns)))[: len(columns)], groups):
-            raise ModelError(f"{size} inputs of a layer share a scale: they stay or leave together.")
-        codes = unpack(self.packed.tensors["codes"], form.bits, self.in_features).index_select(1, columns)
-        self.register_buffer("codes", pack(codes, form.bits))
+            raise ModelError("inputs that are rotated by a Hadamard matrix cannot be removed individually.")
+        weight_format, size = self.scheme.weight, self.input_group_size
+        groups = columns // size  # the old group of each kept input
+        kept_groups = groups[:: weight_format.effective_group_size(len(columns))]
+        if not torch.equal(
+            kept_groups.repeat_interleave(weight_format.effective_group_size(len(columns)))[: len(columns)], groups
+        ):
+            raise ModelError(f"{size} inputs of a layer share a scale: keep or remove them together.")
+        codes = unpack(self.packed.tensors["codes"], weight_format.bits, self.in_features).index_select(1, columns)
+        self.register_buffer("codes", pack(codes, weight_format.bits))
         for name in set(GRID) - {"tensor"}:
-            self._keep(name, 1, chosen)
+            self._keep(name, 1, kept_groups)
         self._keep("down", 1, columns)
         self.in_features, self._chosen = len(columns), None
 
     def _keep(self, name: str, dimension: int, index: Tensor) -> None:
-        held = self._buffers.get(name)
-        if held is not None:
-            self.register_buffer(name, held.index_select(dimension, index).contiguous())
+        buffer = self._buffers.get(name)
+        if buffer is not None:
+            self.register_buffer(name, buffer.index_select(dimension, index).contiguous())
 
     @property
     def input_group_size(self) -> int:
-        """Neighboring weights of a row that share a scale."""
+        """The number of adjacent weights in a row that share a scale."""
         return self.scheme.weight.effective_group_size(self.in_features)
 
     @property
     def parameter_count(self) -> int:
-        """Numbers that it stands for, but for a bias: of its matrix and of its low-rank factors."""
+        """The number of parameters of the matrix and the low-rank factors, without the bias."""
         return self.in_features * self.out_features + self.scheme.rank * (self.in_features + self.out_features)
 
     @property
     def bits_per_weight(self) -> float:
-        """Codes, scales and low-rank factors together."""
+        """Bits per weight of codes, scales and low-rank factors together."""
         size = self.in_features * self.out_features
         factors = self.scheme.rank * (self.in_features + self.out_features) / size
-        kind = self.down.dtype if self.scheme.rank else torch.float16
-        return self.scheme.weight.bits_per_value(self.in_features, self.out_features) + 8 * kind.itemsize * factors
+        factor_dtype = self.down.dtype if self.scheme.rank else torch.float16
+        return (
+            self.scheme.weight.bits_per_value(self.in_features, self.out_features) + 8 * factor_dtype.itemsize * factors
+        )
 
     @property
     def packed(self) -> PackedMatrix:
@@ -194,34 +198,36 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The matrix that the codes stand for, [out, in]: decoded anew at each call."""
+        """The dequantized weight [out, in], recomputed on every access."""
         return self.packed.unpack().dequantize()
 
     @property
     def path(self) -> str:
-        """The kernel that the last forward took."""
+        """The name of the kernel that the last forward used."""
         return self._chosen.kernel.name if self._chosen else "none yet"
 
     def forward(self, x: Tensor) -> Tensor:
         if self.scheme.hadamard:
             x = hadamard_transform(x)
-        taken = x if self.round_inputs is None else self.round_inputs(x)
+        rounded = x if self.round_inputs is None else self.round_inputs(x)
         if self._decoded is not None:
-            y = F.linear(taken if self.inputs is None else self.inputs.fake_quantize(taken), self._decoded, self.bias)
+            y = F.linear(
+                rounded if self.inputs is None else self.inputs.fake_quantize(rounded), self._decoded, self.bias
+            )
         else:
-            chosen = self._choice(x.dtype)
-            if torch.compiler.is_compiling():  # in a graph all must be reached from the module
+            choice = self._choice(x.dtype)
+            if torch.compiler.is_compiling():  # torch.compile must reach all tensors from the module
                 assert self._chosen is not None
-                y = self._chosen.kernel.run(taken, self.packed, self.inputs, self.bias, self._chosen.prepared)
+                y = self._chosen.kernel.run(rounded, self.packed, self.inputs, self.bias, self._chosen.prepared)
             else:
-                y = chosen.kernel.run(taken, chosen.packed, chosen.inputs, self.bias, chosen.prepared)
+                y = choice.kernel.run(rounded, choice.packed, choice.inputs, self.bias, choice.prepared)
         if self.scheme.rank:
             y = y + (x @ self.down.T.to(x.dtype)) @ self.up.T.to(x.dtype)
         return y
 
     @torch.compiler.assume_constant_result
     def _choice(self, dtype: torch.dtype) -> _Chosen:
-        """Made once for a type and a set of tensors, or when a test or benchmark asks for another kernel."""
+        """Return the selected kernel; reselect if the dtype, the tensors or the forced backend changed."""
         key = (dtype, forced_backend(), *map(id, self._buffers.values()))
         if self._chosen is None or self._chosen.key != key:
             packed, inputs = self.packed, self.inputs
@@ -230,7 +236,7 @@ class QuantizedLinear(nn.Module):
         return self._chosen
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy chooses its kernel anew: what a kernel has prepared can hold pointers, which cannot be copied."""
+        """Drop the selected kernel from copies: its prepared data can hold pointers, which cannot be copied."""
         return {**self.__dict__, "_chosen": None}
 
     def extra_repr(self) -> str:
@@ -239,7 +245,7 @@ class QuantizedLinear(nn.Module):
 
 @contextmanager
 def dequantized_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
-    """Inside, the layers hold their matrices in full: for many passes over one block, where memory is there for it."""
+    """Cache the dequantized weights inside the context, for many passes over one block if memory allows."""
     layers = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
     for layer in layers:
         layer._decoded = layer.weight.to(dtype)
@@ -251,13 +257,13 @@ def dequantized_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]
 
 
 def linear_weight(module: nn.Module) -> Tensor:
-    """The weight of a plain layer as [out, in], a view."""
+    """Return a view of the weight of a Linear or Conv1D as [out, in]."""
     weight: Any = module.weight
     return weight.T if isinstance(module, Conv1D) else weight
 
 
 def replace_module(network: nn.Module, path: str, new: nn.Module) -> None:
-    """Put another module at a path. What surgery noted on the old one (units kept, a bias added) stays noted."""
+    """Replace the module at a path, keeping the attributes that surgery recorded (kept units, added bias)."""
     parent, _, name = path.rpartition(".")
     for note, value in vars(network.get_submodule(path)).items():
         if note.startswith("smelt_"):
@@ -270,9 +276,9 @@ def quantized_layers(network: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def prepare_quantized_layers(network: nn.Module, schemes: Any, place: str) -> None:
-    """Exchange the named layers of a freshly built network for quantized ones without tensors."""
+    """Replace the named layers of a freshly built network by quantized ones without tensors."""
     if not isinstance(schemes, dict):
-        raise ModelError(f"{place}: the list of quantized layers is broken.")
+        raise ModelError(f"{place}: the list of quantized layers is invalid.")
     plain = {path: module for path, module in network.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     for path, description in schemes.items():
         if path not in plain:

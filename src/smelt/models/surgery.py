@@ -1,6 +1,6 @@
-"""Surgery: physically remove units. Afterwards the matrices are smaller and no mask is left.
+"""Surgery: physically remove units, so that the matrices get smaller and no mask is needed.
 
-Everything works on the meta device too, which is how a saved shape is laid out before its weights are read.
+Everything also works on the meta device, which is how a saved shape is restored before its weights are loaded.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from smelt.models.quantized import QuantizedLinear
 
 
 class NoAttention(nn.Module):
-    """Replaces an attention that lost all its heads: returns the output projection of an empty input (its bias).
+    """Replaces an attention without heads: returns the output projection of an empty input (its bias).
 
-    With a KV cache it still writes one value per token, since generation reads the sequence length from there.
+    It still writes one value per token to a KV cache, since generation reads the sequence length from the cache.
     """
 
     def __init__(self, output_name: str | None, output: nn.Module | None, layer_idx: int | None) -> None:
@@ -34,19 +34,19 @@ class NoAttention(nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         cache = kwargs.get("past_key_values")
         if cache is not None:
-            nothing = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
-            cache.update(nothing, nothing, self.layer_idx)
+            placeholder = hidden_states.new_zeros(hidden_states.shape[0], 1, hidden_states.shape[1], 1)
+            cache.update(placeholder, placeholder, self.layer_idx)
         context = hidden_states.new_zeros(*hidden_states.shape[:-1], 0)
         output = self.get_submodule(self.output_name)(context) if self.output_name else context
         return output, None
 
 
 def keep_units(network: nn.Module, part: Part, keep: Sequence[int]) -> None:
-    """Keep the units of a part at these positions (of what is there now), in this order, and delete all others."""
+    """Keep the units of a part at these current positions, in this order, and remove all others."""
     if list(keep) == list(range(part.units)):
         return
     if part.fixed:
-        raise ModelError(f"the {part.kind} of {part.path} are normed together, so that none of them can be removed.")
+        raise ModelError(f"the {part.kind} of {part.path} share one norm, so none of them can be removed.")
     index = torch.as_tensor(list(keep), dtype=torch.long, device=part.output.device)
     for module, rows in rows_to_keep(part, index):
         _keep_rows(module, rows)
@@ -61,14 +61,14 @@ def keep_units(network: nn.Module, part: Part, keep: Sequence[int]) -> None:
 
 
 def scale_units(part: Part, scale: Tensor) -> None:
-    """Fold one factor a unit into the projection that reads it."""
+    """Fold one factor per unit into the output projection."""
     factor = scale.to(part.output.weight).repeat_interleave(part.columns_per_unit)
     with torch.no_grad():
         part.output.weight.mul_(factor.view(1, -1, *[1] * (part.output.weight.dim() - 2)))
 
 
 def set_output(part: Part, weight: Tensor, bias: Tensor | None) -> None:
-    """Put a new weight [out, in] and bias into the projection that reads the part, which may have had no bias."""
+    """Set the weight [out, in] and bias of the output projection, adding a bias if it had none."""
     module = part.output.module
     with torch.no_grad():
         part.output.weight.copy_(weight)
@@ -82,29 +82,29 @@ def set_output(part: Part, weight: Tensor, bias: Tensor | None) -> None:
 
 
 def restore_shape(anatomy: Anatomy, shape: Sequence[dict[str, Any]]) -> None:
-    """Bring a freshly built network to a saved shape. Only sizes matter here: the weights are read afterwards."""
+    """Resize a freshly built network to a saved shape. Only sizes matter: weights are loaded afterwards."""
     parts = {part.name: part for part in anatomy.parts}
     for entry in shape:
         part = parts[entry["part"]]
         if part.units != entry["units"]:
             keep_units(anatomy.network, part, entry.get("kept", range(entry["units"])))
-        elif entry["units"] != entry["of"]:  # built at this width already: only the memory of what it was is missing
+        elif entry["units"] != entry["of"]:  # already built at this width: only record the original one
             part.owner.smelt_kept_units = tuple(entry.get("kept", range(entry["units"])))
             part.owner.smelt_original_units = entry["of"]
 
 
 def expand_units(index: Tensor, width: int) -> Tensor:
-    """Unit positions -> positions of the rows they own: [units] -> [units * width]."""
+    """Expand unit indices to the row indices they own: [units] -> [units * width]."""
     return (index[:, None] * width + torch.arange(width, device=index.device)).flatten()
 
 
 def rows_to_keep(part: Part, index: Tensor) -> list[tuple[nn.Module, Tensor]]:
-    """For each writing module once, the rows to keep; a fused module keeps the same units in each of its parts."""
+    """Return each input module once with its rows to keep; a fused module keeps the same units in each chunk."""
     rows: dict[int, tuple[nn.Module, list[Tensor]]] = {}
     for projection, span in zip(part.input_projections, part.rows_per_unit, strict=True):
         offset = projection.chunk * projection.out_features
         rows.setdefault(id(projection.module), (projection.module, []))[1].append(offset + expand_units(index, span))
-    return [(module, torch.cat(pieces)) for module, pieces in rows.values()]
+    return [(module, torch.cat(indices)) for module, indices in rows.values()]
 
 
 def _parameter(old: nn.Parameter, new: Tensor) -> nn.Parameter:
@@ -147,14 +147,14 @@ def _keep_norm(norm: Any, index: Tensor) -> None:
 
 
 def _remember(part: Part, keep: Sequence[int]) -> None:
-    """The original indices of what is left, on the module itself, so that a second surgery still knows them."""
+    """Record the original indices of the kept units on the module, for any later surgery."""
     kept = part.kept
     part.owner.smelt_kept_units = tuple(kept[i] for i in keep)
     part.owner.smelt_original_units = part.original_units
 
 
 def _settle_attention(network: nn.Module, part: Part, units: int) -> None:
-    """What else in an attention module depends on how many heads it has."""
+    """Update everything else in an attention module that depends on the number of heads."""
     paths, owner = part.attention, part.owner
     assert paths is not None
     if units == 0:
@@ -169,7 +169,7 @@ def _settle_attention(network: nn.Module, part: Part, units: int) -> None:
 
 
 class _PlaneSlicer:
-    """Slices an argument that carries one plane a head down to the heads that are left."""
+    """Slices an argument with one plane per head to the remaining heads."""
 
     def __init__(self, argument: str) -> None:
         self.argument = argument
@@ -192,16 +192,16 @@ def _replace_attention(network: nn.Module, part: Part) -> None:
     output = _empty_linear(part.output) if inside else None
     if not inside:
         _replace_empty_output(network, part.output)
-    nothing: Any = NoAttention(name, output, getattr(owner, "layer_idx", None))
-    setattr(nothing, paths.head_dim, part.head_dim)
-    nothing.smelt_kept_units, nothing.smelt_original_units = (), part.original_units
-    nothing.smelt_unit_width = part.columns_per_unit
-    nothing.train(owner.training)
-    _replace(network, part.path, nothing)
+    replacement: Any = NoAttention(name, output, getattr(owner, "layer_idx", None))
+    setattr(replacement, paths.head_dim, part.head_dim)
+    replacement.smelt_kept_units, replacement.smelt_original_units = (), part.original_units
+    replacement.smelt_unit_width = part.columns_per_unit
+    replacement.train(owner.training)
+    _replace(network, part.path, replacement)
 
 
 def _replace_empty_output(network: nn.Module, output: Projection) -> None:
-    """A projection that reads nothing is a plain Linear of width zero, since Conv1D cannot run on nothing."""
+    """Replace an empty Conv1D, which cannot run on zero inputs, by a Linear."""
     if output.transposed:
         _replace(network, output.path, _empty_linear(output))
 
@@ -219,8 +219,8 @@ def _empty_linear(output: Projection) -> nn.Module:
     for name in ("smelt_kept_units", "smelt_original_units"):
         if hasattr(old, name):
             setattr(linear, name, getattr(old, name))
-    made: nn.Module = linear
-    return made
+    empty: nn.Module = linear
+    return empty
 
 
 def _replace(network: nn.Module, path: str, module: nn.Module) -> None:

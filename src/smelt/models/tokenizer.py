@@ -1,4 +1,4 @@
-"""The tokenizer of a folder in Hugging Face format."""
+"""Load tokenizers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOKENIZER_FILES = [
 
 
 def load_tokenizer(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder in Hugging Face format, or None where it has no tokenizer files."""
+    """Load the tokenizer of a folder in Hugging Face format; None if it has no tokenizer files."""
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         return None
     try:
@@ -29,12 +29,12 @@ def load_tokenizer(folder: Path, config: PreTrainedConfig) -> PreTrainedTokenize
             return AutoTokenizer.from_pretrained(
                 str(folder), config=config, local_files_only=True, trust_remote_code=False
             )
-    except Exception as error:  # foreign code on foreign values
+    except Exception as error:  # third-party code on untrusted values may raise anything
         raise ModelError(f"the tokenizer in {folder} cannot be loaded ({one_line(error)}).") from error
 
 
 def tokenizer_of(path: Path) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder or GGUF file, without what it takes to load its weights, which is slow to import."""
+    """Load the tokenizer of a folder or GGUF file without importing the slow modules that load weights."""
     if path.is_file():
         from smelt.models.gguf import gguf_tokenizer, read_gguf
 

@@ -1,4 +1,4 @@
-"""Weights from safetensors files. Our own check of the header comes before anything else opens the file."""
+"""Read weights from safetensors files, after checking the header of each file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PACKED = {"U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.f
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What a safetensors header says of one tensor; `begin` and `end` are bytes after the header."""
+    """The header entry of one tensor; `begin` and `end` are byte offsets after the header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,12 +42,12 @@ class TensorHeader:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """None for those that no layer of ours holds."""
+        """The torch dtype, or None if no layer can hold it."""
         return (_FLOATS | _PACKED).get(self.dtype)
 
 
 def check_safetensors(path: Path) -> dict[str, TensorHeader]:
-    """The header of a safetensors file by tensor name, after checking that it describes exactly this file."""
+    """Return the header of a safetensors file by tensor name, after checking that it matches the file exactly."""
     entries, data_bytes = _read_header(path)
     headers = {name: _tensor_header(entry, f"{path}: tensor {name!r:.200}") for name, entry in entries.items()}
     _check_layout(headers, data_bytes, path)
@@ -55,7 +55,7 @@ def check_safetensors(path: Path) -> dict[str, TensorHeader]:
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header's entries and the number of bytes that follow it."""
+    """Return the header's entries and the number of bytes after it."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -82,7 +82,7 @@ def _tensor_header(entry: Any, where: str) -> TensorHeader:
         raise ModelError(f"{where} has impossible data_offsets.")
     begin, end = offsets
     if end - begin != math.prod(shape) * _BYTES_OF_DTYPE[dtype]:
-        raise ModelError(f"{where} has {end - begin} bytes, which its shape and dtype do not give.")
+        raise ModelError(f"{where} has {end - begin} bytes, which does not match its shape and dtype.")
     return TensorHeader(dtype, tuple(shape), begin, end)
 
 
@@ -91,12 +91,12 @@ def _are_sizes(values: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A foreign value inside a sentence; only a text is shown, since showing nested lists can itself fail."""
+    """Format an untrusted value for a message; only strings are shown, since repr of nested lists can fail."""
     return f"{value!r:.100}" if isinstance(value, str) else f"of type {type(value).__name__}"
 
 
 def _check_layout(headers: dict[str, TensorHeader], data_bytes: int, path: Path) -> None:
-    """Tensors must lie one after another from the first byte to the last: no overlap, no hole, no byte too many."""
+    """Check that the tensors cover the data exactly: no overlaps, no gaps, no extra bytes."""
     position = 0
     for name, header in sorted(headers.items(), key=lambda item: (item[1].begin, item[1].end)):
         if header.begin != position:
@@ -107,7 +107,7 @@ def _check_layout(headers: dict[str, TensorHeader], data_bytes: int, path: Path)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: one, or those its index names."""
+    """Return the safetensors files of a folder: a single file, or those listed in its index."""
     if (folder / INDEX).is_file():
         return _indexed_files(folder)
     if (folder / WEIGHTS).is_file():
@@ -127,7 +127,7 @@ def _indexed_files(folder: Path) -> list[Path]:
         raise ModelError(f"{folder / INDEX} has no weight_map that says which file holds which tensor.")
     names = list(weight_map.values())
     for name in names:
-        # A plain name only: an index must not lead out of its folder.
+        # Plain file names only: an index must not point outside its folder.
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
             raise ModelError(f"{folder / INDEX} names {_shown(name)}, which is not a safetensors file in this folder.")
         if not (folder / name).is_file():
@@ -136,7 +136,7 @@ def _indexed_files(folder: Path) -> list[Path]:
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """The checked headers of all safetensors files of a folder, as one."""
+    """Return the checked headers of all safetensors files of a folder, merged."""
     headers: dict[str, TensorHeader] = {}
     for path in weight_files(folder):
         for name, header in check_safetensors(path).items():
@@ -147,7 +147,7 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of a file or a folder, memory-mapped where the system can."""
+    """Read all tensors of a file or folder, memory-mapped where possible."""
     files = weight_files(path) if path.is_dir() else [path]
     tensors: dict[str, Tensor] = {}
     for file in files:
@@ -161,7 +161,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def float_dtype(headers: dict[str, TensorHeader]) -> torch.dtype:
-    """The float dtype that holds most of the elements."""
+    """Return the float dtype of most elements."""
     elements: Counter[str] = Counter()
     for header in headers.values():
         if header.dtype in _FLOATS:
