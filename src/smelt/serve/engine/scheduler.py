@@ -1,10 +1,10 @@
-"""Which tokens of which requests the next step computes (Yu et al., OSDI 2022, with blocks handed out on demand).
+"""Continuous batching: choose the tokens of the next step (Yu et al., OSDI 2022, with blocks allocated on demand).
 
-The batch is chosen again at every step. Running requests come first, in order; each gets its next token, or the next
-chunk of its prompt. Then waiting ones are admitted in order, as long as the whole of each fits; the first that does not
-fit ends the step, so that nobody is overtaken for ever. Who read a long prompt is promised some room for the answer:
-reading it again would cost more than the room does. When blocks run out all the same, the last running request is
-preempted: its blocks are given back and it computes all its tokens again later; none of those already known is lost.
+Every step is scheduled anew. Running requests come first, in order; each gets its next token or the next chunk of its
+prompt. Then waiting requests are admitted in order while all tokens of each fit; the first that does not fit ends the
+admission, so that no request starves. A request with a long prompt reserves blocks for its output: recomputing the
+prompt would cost more. If blocks run out anyway, the last running request is preempted: its blocks are released and
+its tokens are recomputed later; no sampled token is lost.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from smelt.errors import RequestError
 from smelt.serve.engine.kv_cache_manager import KVCacheManager
 from smelt.serve.engine.request import Request, RequestStatus
 
-ANSWERED = 8  # a prompt that is so many times as long as its answer is not read twice
+ANSWERED = 8  # blocks are reserved for an output of 1/8 of the prompt
 
 
-@dataclass(slots=True)  # not frozen: one is made for every token
+@dataclass(slots=True)  # not frozen: one is created per token
 class ScheduledChunk:
-    """Tokens `start` to `start + count` of a request. The last of all its tokens gives the next one."""
+    """Tokens `start` to `start + count` of a request. Computing its last token samples the next one."""
 
     request: Request
     start: int
@@ -32,15 +32,15 @@ class ScheduledChunk:
 
 @dataclass
 class ScheduledBatch:
-    """What is computed at once."""
+    """The chunks that one step computes."""
 
     pieces: list[ScheduledChunk] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks that are copied before: from, to
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks to copy before the step: from, to
 
     @property
     def tokens(self) -> int:
-        return sum(piece.count for piece in self.pieces)
+        return sum(chunk.count for chunk in self.pieces)
 
 
 class Scheduler:
@@ -74,19 +74,19 @@ class Scheduler:
     def add(self, request: Request) -> None:
         if len(self.waiting) >= self.max_queued:
             raise RequestError(f"{self.max_queued:,} requests are waiting already; try again later.")
-        longest = self.cache_manager.max_tokens_of(request)
-        if len(request.prompt) + 1 > longest:
+        max_tokens = self.cache_manager.max_tokens_of(request)
+        if len(request.prompt) + 1 > max_tokens:
             raise RequestError(
-                f"a prompt of {len(request.prompt):,} tokens is longer than the cache's {longest - 1:,}."
+                f"a prompt of {len(request.prompt):,} tokens is longer than the cache's {max_tokens - 1:,}."
             )
-        request.limit = longest
+        request.limit = max_tokens
         request.arrival = self._arrivals
         self._arrivals += 1
         self._wait(request)
 
     def finish(self, request: Request, reason: str) -> None:
-        """Finish or abort a request. Its blocks are free at once: a step under way was launched before any that could
-        write to them."""
+        """Finish or abort a request. Its blocks are free at once: any step that could overwrite them is launched after
+        those in flight."""
         if request.state is RequestStatus.FINISHED:
             return
         if request.state is RequestStatus.WAITING:
@@ -96,49 +96,50 @@ class Scheduler:
         request.state, request.reason = RequestStatus.FINISHED, reason
 
     def schedule(self) -> ScheduledBatch:
-        """The next step. Everything in it counts as computed from now on."""
+        """Schedule the next step; its tokens count as computed from now on."""
         step = ScheduledBatch()
         budget = self._schedule_running(step)
         if not step.preempted:
             self._admit(step, budget)
-        for piece in step.pieces:
-            piece.request.num_computed_tokens += piece.count
-            piece.request.num_inflight += piece.samples_token
+        for chunk in step.pieces:
+            chunk.request.num_computed_tokens += chunk.count
+            chunk.request.num_inflight += chunk.samples_token
         step.copies, self.cache_manager.copies = self.cache_manager.copies, []
         return step
 
     def on_token(self, request: Request, token: int) -> None:
-        """A step gave this token."""
+        """Append a sampled token."""
         request.num_inflight -= 1
         request.tokens.append(token)
         self.cache_manager.commit(request)
 
     def on_computed(self, request: Request) -> None:
-        """A step that gave no token is done."""
+        """Handle a finished step that sampled no token."""
         self.cache_manager.commit(request)
 
     def _schedule_running(self, step: ScheduledBatch) -> int:
-        budget, place = self.max_num_batched_tokens, 0
-        while place < len(self.running) and budget:
-            request = self.running[place]
-            planned, computed = request.num_expected_tokens, request.num_computed_tokens
+        budget, index = self.max_num_batched_tokens, 0
+        while index < len(self.running) and budget:
+            request = self.running[index]
+            expected, computed = request.num_expected_tokens, request.num_computed_tokens
             count = self.cache_manager.schedulable_tokens(request, budget, self.prefill_chunk_size)
-            ends = planned >= request.limit and request.num_inflight > 0  # the token under way is its last
-            if count and not ends:
+            finishing = expected >= request.limit and request.num_inflight > 0  # the token in flight is its last
+            if count and not finishing:
                 if not self._make_room(request, count, step):
                     break
-                step.pieces.append(ScheduledChunk(request, computed, count, computed + count == planned))
+                step.pieces.append(ScheduledChunk(request, computed, count, computed + count == expected))
                 budget -= count
-            place += 1
+            index += 1
         return budget
 
     def _make_room(self, request: Request, count: int, step: ScheduledBatch) -> bool:
-        """Blocks for so many more tokens, if need be at the cost of those that came last; False: at its own."""
-        wanted = self.cache_manager.blocks_needed(request, request.num_computed_tokens + count) - len(request.blocks)
-        if wanted <= 0:
+        """Allocate blocks for `count` more tokens, preempting the last requests if needed; False if `request` was
+        preempted itself."""
+        missing = self.cache_manager.blocks_needed(request, request.num_computed_tokens + count) - len(request.blocks)
+        if missing <= 0:
             return True
-        while not self.cache_manager.can_allocate(wanted):
-            victim = self.running[-1]  # nobody before it in this step: they are in order
+        while not self.cache_manager.can_allocate(missing):
+            victim = self.running[-1]  # not scheduled in this step yet: requests are in order
             self._preempt(victim, step)
             if victim is request:
                 return False
@@ -155,12 +156,12 @@ class Scheduler:
     def _admit(self, step: ScheduledBatch, budget: int) -> None:
         while self.waiting and budget and len(self.running) < self.max_num_seqs:
             request = self.waiting[0]
-            if request.num_inflight or not self._ready(request):  # its last token is not known yet
+            if request.num_inflight or not self._ready(request):  # its last token is still in flight
                 break
             if not self.cache_manager.admit(request, self._reserved_blocks(request)):
                 break
             count = self.cache_manager.schedulable_tokens(request, budget, self.prefill_chunk_size)
-            if not count:  # only whole chunks, and this one comes with the next step
+            if not count:  # only complete chunks: this one waits for the next step
                 self.cache_manager.release(request, "")
                 request.num_computed_tokens = 0
                 break
@@ -182,21 +183,21 @@ class Scheduler:
             budget -= count
 
     def _ready(self, request: Request) -> bool:
-        """A sibling waits for the prompt that it shares."""
+        """Return whether the prompt shared with a sibling is computed."""
         parent = request.parent
         return (
             parent is None or parent.state is RequestStatus.FINISHED or parent.num_computed_tokens >= len(parent.prompt)
         )
 
     def _reserved_blocks(self, request: Request) -> int:
-        """Blocks beside those for the tokens that a request has now: what running ones were admitted with and have not
-        taken yet, what it will be promised itself, and some to spare; nothing where it is alone."""
+        """Return the blocks to leave free beside a request's current tokens: outstanding reservations of running
+        requests, its own reservation, and the watermark; 0 if nothing is running."""
         if not self.running:
             return 0
         needed = self.cache_manager.blocks_needed
-        open_ = sum(needed(running, _expected_length(running)) - len(running.blocks) for running in self.running)
+        outstanding = sum(needed(running, _expected_length(running)) - len(running.blocks) for running in self.running)
         return (
-            open_
+            outstanding
             + needed(request, _expected_length(request))
             - needed(request, request.num_expected_tokens)
             + self.spare
@@ -214,5 +215,5 @@ class Scheduler:
 
 
 def _expected_length(request: Request) -> int:
-    """Tokens that a request is promised room for: with an answer up to a share of what it would have to read again."""
+    """Return the tokens that blocks are reserved for: the prompt and a share of its length as output."""
     return max(request.num_expected_tokens, min(request.limit, len(request.prompt) + len(request.prompt) // ANSWERED))

@@ -1,7 +1,7 @@
-"""Answers that must have a form: JSON, a JSON schema, a regular expression, a grammar. By llguidance, an extra.
+"""Structured output by llguidance (an extra): JSON, a JSON schema, a regular expression or a grammar.
 
-A matcher stands at one place of one answer and says which tokens may come next. What a form may cost is bounded: its
-text, its grammar, and the work of a step.
+A matcher tracks one answer and masks the tokens that may not come next. The cost of a constraint is bounded: its text,
+its grammar, and the work per step.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from smelt.errors import ModelError, RequestError
 from smelt.serve.engine.sampling_params import StructuredOutputParams
 
-if TYPE_CHECKING:  # a server imports this file before it has the time to import torch
+if TYPE_CHECKING:  # a server imports this file before torch
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
@@ -23,19 +23,19 @@ LIMITS: dict[str, Any] = {
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
-# One way to write each value: free white space would let a model write nothing else for ever.
+# A single layout: with flexible whitespace a model could write whitespace forever.
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-INSTALL = "answers in a form need llguidance: pip install 'smelt[serve]'."
+INSTALL = "structured output needs llguidance: pip install 'smelt[serve]'."
 
 
 class GrammarCompiler:
-    """Makes matchers for one tokenizer."""
+    """Compile constraints to matchers for one tokenizer."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int, ends: tuple[int, ...]) -> None:
         self._hf_tokenizer, self._vocabulary, self._ends = tokenizer, vocab_size, ends
 
     def matcher(self, form: StructuredOutputParams) -> GrammarMatcher:
-        """At the beginning of an answer. A form that cannot be is one sentence."""
+        """Return a matcher at the start of an answer; raise RequestError for an invalid constraint."""
         llguidance = _library()
         limits = llguidance.LLParserLimits(**LIMITS)
         inner = llguidance.LLMatcher(self._tokenizer, _grammar(form), log_level=0, limits=limits)
@@ -52,15 +52,15 @@ class GrammarCompiler:
                 self._hf_tokenizer, n_vocab=self._vocabulary, eos_token=list(self._ends) or None
             )
         except ValueError as error:
-            raise ModelError(f"answers in a form need a fast tokenizer ({_first_line(str(error))}).") from error
+            raise ModelError(f"structured output needs a fast tokenizer ({_first_line(str(error))}).") from error
 
 
 def check_structured_output(form: StructuredOutputParams) -> None:
-    """Refuse what cannot be followed, without any tokenizer and before anything is queued."""
+    """Refuse an invalid constraint before anything is queued; needs no tokenizer."""
     llguidance = _library()
-    told = llguidance.LLMatcher.validate_grammar(_grammar(form), limits=llguidance.LLParserLimits(**LIMITS))
-    if told:
-        raise RequestError(f"this {form.kind} cannot be followed: {_first_line(told)}")
+    error = llguidance.LLMatcher.validate_grammar(_grammar(form), limits=llguidance.LLParserLimits(**LIMITS))
+    if error:
+        raise RequestError(f"this {form.kind} cannot be followed: {_first_line(error)}")
 
 
 def _library() -> Any:
@@ -72,7 +72,7 @@ def _library() -> Any:
 
 
 class GrammarMatcher:
-    """What may come next in one answer."""
+    """Track one answer and the tokens allowed next."""
 
     def __init__(self, inner: Any, vocab_size: int) -> None:
         self._inner, self._vocabulary = inner, vocab_size
@@ -88,12 +88,12 @@ class GrammarMatcher:
         return torch.from_numpy(np.unpackbits(bits, bitorder="little")[: self._vocabulary].astype(bool))
 
     def take(self, token: int) -> None:
-        """The token that was drawn."""
+        """Advance by the sampled token."""
         self._inner.consume_token(token)
 
     @property
     def ended(self) -> bool:
-        """The answer is whole, and nothing more can come; or the work of a step grew beyond all bounds."""
+        """Return whether the answer is complete, or the work of a step exceeded its limit."""
         return bool(self._inner.is_stopped() or self._inner.is_error())
 
 
