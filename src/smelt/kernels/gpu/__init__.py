@@ -1,4 +1,4 @@
-"""Triton twins of products with a packed matrix, for CUDA devices. Triton is imported only where both are there."""
+"""Triton kernels for CUDA devices. Triton is imported only if both are available."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import torch
 
 
 def register_kernels() -> None:
-    """Put the kernels on the list of `smelt.kernels.linear`, where a CUDA device and Triton are there."""
+    """Register the kernels in `smelt.kernels.linear` if a CUDA device and Triton are available."""
     if torch.cuda.is_available() and importlib.util.find_spec("triton") is not None:
         importlib.import_module("smelt.kernels.gpu.linear").register_kernels()

@@ -1,7 +1,7 @@
-"""The inner loop of GPTQ: the columns of a block rounded one after the other, rows side by side in registers.
+"""The inner loop of GPTQ: quantize the columns of a block in order, with rows in parallel.
 
-Bit for bit what `smelt.compression.quantization.gptq` computes column by column (products and sums are rounded one by
-one, so no multiplication is fused with an addition), in one launch a block instead of several a column.
+Bit-identical to the plain loop over columns in `smelt.compression.quantization.gptq_rounding` (no fused multiply-add),
+in one launch per block instead of several per column.
 """
 
 from __future__ import annotations
@@ -19,49 +19,48 @@ def gptq_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
-    held = row < rows
-    inside = held[:, None] & (column < columns)[None, :]
+    row_mask = row < rows
+    inside = row_mask[:, None] & (column < columns)[None, :]
     values = tl.load(weight + row[:, None] * weight_stride + column[None, :], mask=inside, other=0.0)
     all_codes = tl.zeros([ROWS, COLUMNS], tl.float32)
     all_errors = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for here in range(columns):
-        chosen = (column == here)[None, :]
-        value = tl.sum(tl.where(chosen, values, 0.0), axis=1)  # [ROWS]
-        step = tl.load(scale + row * scale_stride + here, mask=held, other=1.0)
-        middle = tl.full([ROWS], MIDDLE, tl.float32)
+    for index in range(columns):
+        is_current = (column == index)[None, :]
+        value = tl.sum(tl.where(is_current, values, 0.0), axis=1)  # [ROWS]
+        step = tl.load(scale + row * scale_stride + index, mask=row_mask, other=1.0)
+        zero_point = tl.full([ROWS], MIDDLE, tl.float32)
         if zero is not None:
-            middle = tl.load(zero + row * zero_stride + here, mask=held, other=0.0)
+            zero_point = tl.load(zero + row * zero_stride + index, mask=row_mask, other=0.0)
         steps = tl.div_rn(value, step)
         if FRACTION:
-            steps += middle
+            steps += zero_point
         steps = tl.where(steps == steps, tl.minimum(tl.maximum(steps, -1048576.0), 1048576.0), 0.0)
-        code = (steps + 12582912.0) - 12582912.0  # to the nearest, ties to even
+        code = (steps + 12582912.0) - 12582912.0  # round to nearest, ties to even
         if not FRACTION:
-            code += middle
+            code += zero_point
         code = tl.minimum(tl.maximum(code, 0.0), top)
-        diagonal = tl.load(factor + here * factor_stride + here)
-        error = tl.div_rn(value - (code - middle) * step, tl.zeros([ROWS], tl.float32) + diagonal)
-        after = (column > here) & (column < columns)
-        line = tl.load(factor + here * factor_stride + column, mask=after, other=0.0)
-        values = tl.where(after[None, :], values - error[:, None] * line[None, :], values)
-        all_codes = tl.where(chosen, code[:, None], all_codes)
-        all_errors = tl.where(chosen, error[:, None], all_errors)
-    place = row[:, None] * columns + column[None, :]
-    tl.store(codes + place, all_codes.to(tl.int32).to(tl.uint8), mask=inside)
-    tl.store(errors + place, all_errors, mask=inside)
+        diagonal = tl.load(factor + index * factor_stride + index)
+        error = tl.div_rn(value - (code - zero_point) * step, tl.zeros([ROWS], tl.float32) + diagonal)
+        after = (column > index) & (column < columns)
+        factor_row = tl.load(factor + index * factor_stride + column, mask=after, other=0.0)
+        values = tl.where(after[None, :], values - error[:, None] * factor_row[None, :], values)
+        all_codes = tl.where(is_current, code[:, None], all_codes)
+        all_errors = tl.where(is_current, error[:, None], all_errors)
+    offset = row[:, None] * columns + column[None, :]
+    tl.store(codes + offset, all_codes.to(tl.int32).to(tl.uint8), mask=inside)
+    tl.store(errors + offset, all_errors, mask=inside)
 
 
 def gptq_block(
     weight: Tensor, factor: Tensor, scale: Tensor, zero: Tensor | None, qmax: int, *, default_zero: float = 0.0,
     fractional_zero: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Round the columns of `weight` [rows, columns] in order, at most 256 of them; the block itself is left as it was.
-    The tensors may be any views.
+    """Quantize the columns of `weight` [rows, columns] in order, at most 256, without changing it. Any views work.
 
-    `factor` [columns, columns] is the block on the diagonal of the upper factor; `scale` and `zero` [rows, columns] are
-    those of each value's group, all float32 (`zero` None: `middle` everywhere; `fraction`: zeros are no whole numbers,
-    and are added before rounding). Gives the codes (uint8) and the errors over the diagonal (float32), [rows, columns]:
-    the columns after the block lose `errors @ factor_right_of_the_block`.
+    `factor` [columns, columns] is the diagonal block of the upper Cholesky factor of the inverse Hessian; `scale` and
+    `zero` [rows, columns] are per value, all float32 (`zero` None: `default_zero`; `fractional_zero`: zero points are
+    fractional, and added before rounding). Returns codes (uint8) and errors divided by the diagonal (float32), [rows,
+    columns]: `errors @ factor_right_of_the_block` is to be subtracted from the columns after the block.
     """
     rows, columns = weight.shape
     weight, factor, scale = weight.contiguous(), factor.contiguous(), scale.contiguous()

@@ -1,4 +1,4 @@
-"""Which kernel a product takes, with which tiles, and its launch. The thresholds and tiles were measured on an H200."""
+"""Kernel selection, tile sizes and launches of products. Thresholds and tiles were tuned on an H200."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from smelt.kernels.gpu.gemm import add_parts_kernel, gemm_kernel
 from smelt.kernels.gpu.gemv import gemv_kernel
 from smelt.kernels.gpu.matrix import Matrix
 
-GEMV_BATCH = 2  # the most vectors that are multiplied one by one
-GEMM_BATCH = 64  # the most vectors for which codes are decoded in registers; for more, the matrix is written out
-INT8_BATCH = 1024  # the same for int8 inputs, where the matrix is written out as int8
+GEMV_BATCH = 2  # largest batch that runs as GEMVs
+GEMM_BATCH = 64  # largest batch with codes dequantized in registers; beyond, the matrix is dequantized first
+INT8_BATCH = 1024  # the same for int8 inputs, where the matrix is dequantized to int8
 
 
 def weight_only_path(batch: int, matrix: Matrix) -> str:
-    """`gemv`, `gemm` or `expand`."""
+    """Return `gemv`, `gemm` or `expand` (dequantize first)."""
     if batch <= GEMV_BATCH and chunk_of(matrix) is not None:
         return "gemv"
-    readable = matrix.element != "dint" and tile_of(matrix, 16) is not None
-    return "gemm" if batch <= GEMM_BATCH and readable else "expand"
+    supported = matrix.element != "dint" and tile_of(matrix, 16) is not None
+    return "gemm" if batch <= GEMM_BATCH and supported else "expand"
 
 
 def weight_only(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
-    """x [batch, columns] in half precision -> [batch, rows] in its type."""
+    """Multiply x [batch, columns] in half precision -> [batch, rows] in its dtype."""
     if x.shape[0] == 0 or matrix.rows == 0:
         return x.new_empty(x.shape[0], matrix.rows)
     if x.stride(1) != 1:
@@ -44,7 +44,7 @@ def weight_only(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
 
 
 def eight_bit_path(batch: int, matrix: Matrix) -> str:
-    """`scaled_mm` (PyTorch's), `gemm`, or `expand` to int8 first."""
+    """Return `scaled_mm` (PyTorch's), `gemm`, or `expand` (dequantize to int8 first)."""
     if matrix.element == "table":
         return "scaled_mm"
     return "expand" if batch > INT8_BATCH and matrix.bits < 8 else "gemm"
@@ -53,24 +53,24 @@ def eight_bit_path(batch: int, matrix: Matrix) -> str:
 def eight_bit(
     x: Tensor, matrix: Matrix, bias: Tensor | None, *, fixed: Tensor | None, clip: float, span: float, kind: str
 ) -> Tensor:
-    """x [batch, columns] in half precision -> [batch, rows] in its type, through int8 or E4M3."""
+    """Quantize x [batch, columns] to int8 or E4M3 and multiply -> [batch, rows] in the dtype of x."""
     if x.shape[0] == 0 or matrix.rows == 0:
         return x.new_empty(x.shape[0], matrix.rows)
     if x.stride(1) != 1:
         x = x.contiguous()
     path = eight_bit_path(x.shape[0], matrix)
     if path == "scaled_mm":
-        rounded, scales = round_rows(x, torch.float8_e4m3fn, span, kind, fixed, clip)
+        codes, scales = round_rows(x, torch.float8_e4m3fn, span, kind, fixed, clip)
         weight_scale = matrix.scale.float().reshape(1, -1).expand(1, matrix.rows).contiguous()
         weight = matrix.codes.view(torch.float8_e4m3fn).t()
-        y = torch._scaled_mm(rounded, weight, scales[:, None], weight_scale, out_dtype=x.dtype, use_fast_accum=True)
+        y = torch._scaled_mm(codes, weight, scales[:, None], weight_scale, out_dtype=x.dtype, use_fast_accum=True)
         return y if bias is None else y + bias
-    rounded, scales = round_rows(x, torch.int8, span, kind, fixed, clip)
-    return int8_product(rounded, scales, matrix, bias, x.dtype)
+    codes, scales = round_rows(x, torch.int8, span, kind, fixed, clip)
+    return int8_product(codes, scales, matrix, bias, x.dtype)
 
 
 def int8_product(rounded: Tensor, scales: Tensor, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """int8 [batch, columns] with a scale a row -> [batch, rows]."""
+    """Multiply int8 [batch, columns] with per-row scales -> [batch, rows]."""
     if eight_bit_path(rounded.shape[0], matrix) == "expand":
         codes = expand(matrix, torch.uint8)
         matrix = replace(matrix, codes=codes, bits=8, zero=None, middle=128)
@@ -78,7 +78,7 @@ def int8_product(rounded: Tensor, scales: Tensor, matrix: Matrix, bias: Tensor |
 
 
 def chunk_of(matrix: Matrix) -> int | None:
-    """How many codes of a row a thread of the GEMV takes at once; None where it cannot read the matrix."""
+    """Return how many codes of a row a GEMV thread reads at once; None if the GEMV does not support the matrix."""
     if matrix.element not in ("int", "e2m1") or matrix.octets % 4 or matrix.codes.data_ptr() % 16:
         return None
     for size in (16,) if matrix.bits == 8 else (32, 16) if matrix.bits == 4 else (32,):
@@ -88,14 +88,14 @@ def chunk_of(matrix: Matrix) -> int | None:
 
 
 def gemv_tiles(matrix: Matrix) -> tuple[int, int, int]:
-    """Rows, chunks, warps."""
+    """Return rows, chunks and warps."""
     if not whole_numbers(matrix):
         return (8, 128, 4) if matrix.negative is not None or matrix.group == 16 else (4, 64, 2)
     return (8, 32, 1) if matrix.bits == 4 and matrix.rows >= 8192 else (8, 128, 4)
 
 
 def whole_numbers(matrix: Matrix) -> bool:
-    """Whether the GEMV multiplies whole numbers; otherwise floats."""
+    """Return whether the GEMV multiplies integers; otherwise floats."""
     return matrix.element == "int" and 32 % matrix.bits == 0
 
 
@@ -115,8 +115,8 @@ def gemv(x: Tensor, matrix: Matrix, bias: Tensor | None) -> Tensor:
 
 
 def tile_of(matrix: Matrix, least: int) -> int | None:
-    """How many columns the GEMM takes at once: they lie in one group, or hold whole groups. `least` is the smallest
-    inner length of a tensor core's product. None where the GEMM cannot read the matrix."""
+    """Return columns per GEMM tile: within one group, or a multiple of the group size. `least` is the smallest K of a
+    tensor core instruction. None if the GEMM does not support the matrix."""
     planes = 8 // matrix.bits if matrix.bits in (2, 4, 8) else 0
     if not planes or matrix.element not in ("int", "dint", "e2m1") or matrix.table is not None:
         return None
@@ -131,7 +131,7 @@ def gemm(
     x: Tensor, matrix: Matrix, bias: Tensor | None, x_scale: Tensor | None, dtype: torch.dtype, *,
     tiles: tuple[int, int, int, int] | None = None, split: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [batch, columns] in half precision or int8 with a scale a row. `tiles`: rows, vectors, warps, stages."""
+    """Multiply x [batch, columns], float or int8 with per-row scales. `tiles`: rows, vectors, warps, stages."""
     batch, rows = x.shape[0], matrix.rows
     columns = tile_of(matrix, 32 if x.dtype == torch.int8 else 16)
     assert columns is not None
@@ -139,15 +139,16 @@ def gemm(
     grid = triton.cdiv(rows, tile_rows), triton.cdiv(batch, tile_batch)
     steps = triton.cdiv(matrix.columns, columns)
     split = split or parts_of(grid[0] * grid[1], steps, 256 if batch <= 32 else 128)
-    each = triton.cdiv(steps, split)
-    split = triton.cdiv(steps, each)
+    tiles_per_split = triton.cdiv(steps, split)
+    split = triton.cdiv(steps, tiles_per_split)
     y = torch.empty(batch, rows, dtype=dtype, device=x.device)
     target = y if split == 1 else torch.empty(split, batch, rows, dtype=torch.float32, device=x.device)
     gemm_kernel[(*grid, split)](
         x, matrix.codes, matrix.scale, matrix.zero, matrix.negative, matrix.tensor, x_scale, bias, target, batch, rows,
-        matrix.columns, x.stride(0), matrix.octets, matrix.scale_stride, each, BITS=matrix.bits, ELEMENT=matrix.element,
-        SCALE=matrix.scale_kind, MIDDLE=matrix.middle, GROUP=matrix.group, ROWS=tile_rows, BATCH=tile_batch,
-        COLUMNS=columns, SPLIT=split > 1, PTX=PTX, PDL=PDL, num_warps=warps, num_stages=stages, launch_pdl=PDL,
+        matrix.columns, x.stride(0), matrix.octets, matrix.scale_stride, tiles_per_split, BITS=matrix.bits,
+        ELEMENT=matrix.element, SCALE=matrix.scale_kind, MIDDLE=matrix.middle, GROUP=matrix.group, ROWS=tile_rows,
+        BATCH=tile_batch, COLUMNS=columns, SPLIT=split > 1, PTX=PTX, PDL=PDL, num_warps=warps, num_stages=stages,
+        launch_pdl=PDL,
     )  # fmt: skip
     if split > 1:
         size = 1024 if y.numel() > 1 << 17 else 256
@@ -158,7 +159,7 @@ def gemm(
 
 
 def gemm_tiles(batch: int, matrix: Matrix, integer: bool) -> tuple[int, int, int, int]:
-    """Rows, vectors, warps, stages; `integer`: the vectors are in int8."""
+    """Return rows, vectors, warps and stages; `integer`: x is int8."""
     if batch <= 16:
         return (128, 16, 4, 3) if matrix.element == "int" and matrix.bits < 8 and not integer else (64, 16, 4, 4)
     if batch <= 32:
@@ -167,7 +168,7 @@ def gemm_tiles(batch: int, matrix: Matrix, integer: bool) -> tuple[int, int, int
 
 
 def parts_of(programs: int, steps: int, enough: int) -> int:
-    """Into how many parts the columns are cut, so that enough programs share the work."""
+    """Return the number of splits of the columns (split-K) that yields enough programs."""
     parts = 1
     while programs * parts < enough and parts < 8 and steps >= 8 * parts:
         parts *= 2
@@ -175,7 +176,7 @@ def parts_of(programs: int, steps: int, enough: int) -> int:
 
 
 def expand(matrix: Matrix, dtype: torch.dtype) -> Tensor:
-    """The matrix [rows, columns] in a type; in uint8, whole numbers plus 128, without the scales."""
+    """Dequantize the matrix [rows, columns] to a dtype; for uint8, integers plus 128, without scales."""
     out = torch.empty(matrix.rows, matrix.columns, dtype=dtype, device=matrix.codes.device)
     if out.numel():
         expand_kernel[(triton.cdiv(matrix.rows, 4), triton.cdiv(matrix.columns, 1024))](
@@ -189,7 +190,7 @@ def expand(matrix: Matrix, dtype: torch.dtype) -> Tensor:
 def round_rows(
     x: Tensor, dtype: torch.dtype, span: float, kind: str, fixed: Tensor | None = None, clip: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """x [batch, columns] -> codes of that shape in int8 or E4M3, and a scale for each row in float32."""
+    """Quantize x [batch, columns] to int8 or E4M3 codes of that shape, with per-row scales in float32."""
     batch, columns = x.shape
     codes = torch.empty(batch, columns, dtype=dtype, device=x.device)
     scales = torch.empty(batch, dtype=torch.float32, device=x.device)

@@ -1,4 +1,4 @@
-"""The kernels of this folder as entries of the list in `smelt.kernels.linear`."""
+"""Triton linear kernels, to be registered in `smelt.kernels.linear`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLOATS = ("float32", "float16", "bfloat16")
 
 
 class WeightOnly(LinearKernel):
-    """Inputs in half precision, a matrix in any format: fast where `launch.weight_only_path` is not `expand`."""
+    """Inputs in half precision, a matrix in any format: fast unless `launch.weight_only_path` is `expand`."""
 
     name = "triton-weight-only"
 
@@ -41,7 +41,7 @@ class WeightOnly(LinearKernel):
 
 
 class EightBit(LinearKernel):
-    """int8 inputs with a scale a row or a fixed one, and 4- or 8-bit integers or dINT4; or E4M3 both."""
+    """int8 inputs with per-row or static scales and 4- or 8-bit integer or dINT4 weights; or E4M3 for both."""
 
     name = "triton-eight-bit"
 
@@ -68,12 +68,12 @@ class EightBit(LinearKernel):
 
 
 def runs_on(device: torch.device) -> bool:
-    """A CUDA device, or the CPU under Triton's interpreter."""
+    """Return whether kernels run on a device: CUDA, or the CPU under Triton's interpreter."""
     return device.type == ("cuda" if PTX else "cpu")
 
 
 def _rows_of(inputs: ActivationQuant) -> bool:
-    """Symmetric 8-bit integers or E4M3 with one scale a row, or one that was fixed beforehand."""
+    """Return whether inputs are symmetric 8-bit integers or E4M3 with per-row scales or one static scale."""
     number_format = inputs.format
     if inputs.scale is not None and inputs.scale.numel() != 1:
         return False
@@ -85,7 +85,7 @@ def _rows_of(inputs: ActivationQuant) -> bool:
 
 
 def _span(inputs: ActivationQuant) -> float:
-    """What the largest magnitude of a row becomes."""
+    """Return the code magnitude that the largest magnitude of a row maps to."""
     if isinstance(inputs.format, Integer):
         return inputs.format.qmax / 2 if inputs.format.full_range else inputs.format.qmax // 2
     return E4M3.max_value
@@ -99,12 +99,12 @@ def _integers(packed: PackedMatrix) -> bool:
 
 
 def _floats(packed: PackedMatrix) -> bool:
-    """A matrix that PyTorch's own product of E4M3 takes."""
+    """Return whether PyTorch's E4M3 GEMM supports the matrix."""
     number_format = packed.format
-    plain = isinstance(number_format, Scaled) and not isinstance(number_format, SignedScales | Ternary)
+    single_scale_format = isinstance(number_format, Scaled) and not isinstance(number_format, SignedScales | Ternary)
     one_scale = packed.tensors["scale"].shape[-2] == 1 and number_format.scale_dtype in FLOATS
-    whole = packed.rows % 16 == 0 and packed.columns % 16 == 0
-    return plain and one_scale and whole and getattr(number_format, "elements", None) == E4M3
+    aligned = packed.rows % 16 == 0 and packed.columns % 16 == 0
+    return single_scale_format and one_scale and aligned and getattr(number_format, "elements", None) == E4M3
 
 
 def register_kernels() -> None:

@@ -1,4 +1,4 @@
-"""A packed matrix as the kernels see it: tensors and the few words that say how to read them."""
+"""A packed matrix as kernel arguments: tensors and the parameters of their layout."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from smelt.numerics.format import PER_TENSOR, Format
 from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scaled import Scaled
 
-_SCALES = {"e8m0": "e8m0", "e8m0-up": "e8m0", "e4m3": "e4m3", "e5m2": "e5m2"}  # the others are floats that Triton knows
+_SCALES = {"e8m0": "e8m0", "e8m0-up": "e8m0", "e4m3": "e4m3", "e5m2": "e5m2"}  # others are float dtypes of Triton
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """`group` 0: a row has one group; `middle`: the code of zero where no zeros are stored."""
+    """A packed matrix. `group` 0: per-row scales; `middle`: the zero point if none is stored."""
 
     codes: Tensor  # uint8 [rows, octets]
-    scale: Tensor  # one-byte floats as uint8
+    scale: Tensor  # one-byte dtypes viewed as uint8
     zero: Tensor | None
     negative: Tensor | None
     tensor: Tensor | None
-    table: Tensor | None  # the values of codes that no rule gives, float32 [2^bits]
+    table: Tensor | None  # values of codes for element type `table`, float32 [2^bits]
     columns: int
     bits: int
     element: str  # int, dint, e2m1, table
@@ -43,7 +43,7 @@ class Matrix:
 
     @property
     def scale_stride(self) -> int:
-        """From a row's scales to the next row's; 0 where all rows share one."""
+        """Number of scales per row; 0 if all rows share one."""
         return self.scale.shape[1] if self.scale.shape[0] == self.rows and not self.shared else 0
 
     @property
@@ -51,12 +51,12 @@ class Matrix:
         return self.scale.numel() == 1
 
     def arguments(self) -> tuple[object, ...]:
-        """As a custom operator takes them, in the order of the fields."""
+        """Return the fields in order, as arguments of a custom operator."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
 
 def describe(packed: PackedMatrix) -> Matrix:
-    """Any format can be described; which kernel can read it is the kernels' matter."""
+    """Convert a packed matrix of any format; each kernel checks whether it supports it."""
     number_format, tensors = packed.format, packed.tensors
     element, middle, table = _element(number_format, packed.device)
     one_group = tensors["scale"].shape[-2] == 1

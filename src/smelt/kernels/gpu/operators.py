@@ -1,4 +1,4 @@
-"""The products as operators that `torch.compile` and graph capture see as one step each, with the shape they give."""
+"""Linear kernels as custom operators with shape inference, for `torch.compile` and graph capture."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def weight_only(
     tensor: Tensor | None, table: Tensor | None, columns: int, bits: int, element: str, scale_kind: str, group: int,
     middle: int,
 ) -> Tensor:  # fmt: skip
-    """x [batch, columns] in half precision times a packed matrix."""
+    """Multiply x [batch, columns] in half precision with a packed matrix."""
     matrix = Matrix(codes, scale, zero, negative, tensor, table, columns, bits, element, scale_kind, group, middle)
     return launch.weight_only(x, matrix, bias)
 
@@ -26,7 +26,7 @@ def eight_bit(
     scale: Tensor, zero: Tensor | None, negative: Tensor | None, tensor: Tensor | None, table: Tensor | None,
     columns: int, bits: int, element: str, scale_kind: str, group: int, middle: int,
 ) -> Tensor:  # fmt: skip
-    """x [batch, columns], rounded to int8 (E4M3 where the matrix is), times a packed matrix."""
+    """Quantize x [batch, columns] to int8 (E4M3 if the matrix is) and multiply with a packed matrix."""
     matrix = Matrix(codes, scale, zero, negative, tensor, table, columns, bits, element, scale_kind, group, middle)
     return launch.eight_bit(x, matrix, bias, fixed=fixed, clip=clip, span=span, kind=kind)
 

@@ -1,9 +1,9 @@
-"""Add, compare, compact in Triton: one pass over the vector, and one over a bit for each of its elements.
+"""Add a gradient and select above a threshold in Triton: one pass over the vector, and one over a bitmask of it.
 
-The first kernel adds, writes the sums back, and keeps of the comparison one bit an element, thirty-two in a word. The
-second turns bits into indices: where those of a program go is known from the counts of the programs before it, which
-the first one has added up. No order of programs matters, so the indices ascend and equal calls give equal bits; the
-host waits for nothing unless it asks how many there are. `smelt.kernels.threshold_select` says what is computed.
+The first kernel adds, stores the sums, and writes the comparison as a bitmask, 32 elements per word. The second
+converts the bitmask to indices: the output offset of a program is the sum of the counts of the programs before it,
+which the first kernel has accumulated. Results do not depend on the order of programs: indices ascend and calls are
+deterministic; the host synchronizes only if it needs the count. `smelt.kernels.threshold_select` has the reference.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 BITS = 32
-TILES = 4096, 8  # elements of a program that adds, and its warps
-SUMS = 2048  # counts that are added at once, and empty slots that are filled at once
+TILES = 4096, 8  # elements and warps of a program of the first kernel
+SUMS = 2048  # counts added at once, and padding slots filled at once
 
 
 @triton.jit(do_not_specialize=["begin", "first", "start", "stop"])  # ranges change from step to step
@@ -23,8 +23,8 @@ def add_kernel(  # type: ignore[no-untyped-def]
     values, gradient, words, sums, elements, begin, first, start, stop, threshold, WHOLE: tl.constexpr,
     TILE: tl.constexpr, BITS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """A tile, from `begin` on; the range begins in tile `first`. WHOLE: all of it lies inside the vector, so that it
-    is read four values at a time, which a mask of any length would forbid."""
+    """Process one tile, counted from `begin`; the range starts in tile `first`. WHOLE: the tile lies inside the vector,
+    so that loads are unmasked and vectorized."""
     tile = begin + tl.program_id(0)
     base = tile.to(tl.int64) * TILE
     row, bit = tl.arange(0, TILE // BITS), tl.arange(0, BITS)
@@ -38,17 +38,17 @@ def add_kernel(  # type: ignore[no-untyped-def]
     low = tl.maximum(start - base, 0).to(tl.int32)
     high = tl.minimum(stop - base, TILE).to(tl.int32)
     if low < high:
-        chosen = (lane >= low) & (lane < high) & (tl.abs(value) >= threshold)
-        word = tl.sum(tl.where(chosen, 1 << bit[None, :], 0), axis=1)  # no two bits meet: a sum is their union
-        own = tile - first
-        tl.store(words + own.to(tl.int64) * (TILE // BITS) + row, word)
-        number = tl.sum(tl.sum(chosen.to(tl.int32), axis=1), axis=0)
-        tl.atomic_add(sums + own // (WORDS * BITS // TILE), number, sem="relaxed")
+        selected = (lane >= low) & (lane < high) & (tl.abs(value) >= threshold)
+        word = tl.sum(tl.where(selected, 1 << bit[None, :], 0), axis=1)  # bits are distinct: the sum is their union
+        local_tile = tile - first
+        tl.store(words + local_tile.to(tl.int64) * (TILE // BITS) + row, word)
+        count = tl.sum(tl.sum(selected.to(tl.int32), axis=1), axis=0)
+        tl.atomic_add(sums + local_tile // (WORDS * BITS // TILE), count, sem="relaxed")
 
 
 @triton.jit
 def bits_in(word):  # type: ignore[no-untyped-def]
-    """How many bits of each uint32 are set, as int32."""
+    """Return the population count of each uint32, as int32."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     word = (word + (word >> 4)) & 0x0F0F0F0F
@@ -61,34 +61,34 @@ def place_kernel(  # type: ignore[no-untyped-def]
     words, sums, result, origin, length, groups, slots, elements, BITS: tl.constexpr, WORDS: tl.constexpr,
     SUMS: tl.constexpr,
 ):  # fmt: skip
-    """The indices of some words to their slots, and a share of the slots that are left over."""
+    """Write the indices of one group of words to their slots, and fill a share of the unused slots."""
     group = tl.program_id(0)
     before, total = 0, 0
-    for at in range(0, groups, SUMS):
-        other = at + tl.arange(0, SUMS)
-        found = tl.load(sums + other, mask=other < groups, other=0)
-        before += tl.sum(tl.where(other < group, found, 0), axis=0)
-        total += tl.sum(found, axis=0)
+    for start in range(0, groups, SUMS):
+        group_index = start + tl.arange(0, SUMS)
+        counts = tl.load(sums + group_index, mask=group_index < groups, other=0)
+        before += tl.sum(tl.where(group_index < group, counts, 0), axis=0)
+        total += tl.sum(counts, axis=0)
     if tl.load(sums + group) > 0:
-        place = group * WORDS + tl.arange(0, WORDS)
-        word = tl.load(words + place, mask=place < length, other=0).to(tl.uint32, bitcast=True)
-        number = bits_in(word)
-        slot = before + tl.cumsum(number, axis=0) - number
-        index = origin + place.to(tl.int64) * BITS
-        for _ in range(0, tl.max(number, axis=0)):
-            rest = word & (word - 1)
-            lowest = bits_in((word ^ rest) - 1)
+        word_index = group * WORDS + tl.arange(0, WORDS)
+        word = tl.load(words + word_index, mask=word_index < length, other=0).to(tl.uint32, bitcast=True)
+        count = bits_in(word)
+        slot = before + tl.cumsum(count, axis=0) - count
+        index = origin + word_index.to(tl.int64) * BITS
+        for _ in range(0, tl.max(count, axis=0)):
+            remaining = word & (word - 1)
+            lowest = bits_in((word ^ remaining) - 1)
             tl.store(result + slot, index + lowest, mask=(word != 0) & (slot < slots))
             slot += 1
-            word = rest
-    for at in range(total + group * SUMS, slots, groups * SUMS):
-        slot = at + tl.arange(0, SUMS)
+            word = remaining
+    for start in range(total + group * SUMS, slots, groups * SUMS):
+        slot = start + tl.arange(0, SUMS)
         tl.store(result + slot, tl.zeros([SUMS], tl.int64) + elements, mask=slot < slots)
 
 
 def words_for(length: int) -> int:
-    """Of a program that turns bits into indices: few, so that all multiprocessors have some, but each program adds up
-    the counts of all programs."""
+    """Return the number of words per program of the second kernel: small enough to occupy all SMs, but every program
+    sums the counts of all programs."""
     return 2048 if length <= 1 << 21 else 8192
 
 
@@ -96,13 +96,14 @@ def add_and_select(
     values: Tensor, gradient: Tensor | None, threshold: float, start: int, stop: int, capacity: int | None = None, *,
     tiles: tuple[int, int] | None = None, words: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """values [elements] float32 += gradient of any floating type, both contiguous; without a gradient they are only
-    read. -> [slots] int64, as `smelt.kernels.threshold_select` has it. `tiles`: elements of a program, and its warps;
-    `words` of a program of the second kernel, which must be those of whole tiles."""
+    """Add the gradient to `values` [elements] float32 (only read without a gradient) and return indices [slots] int64.
+
+    The contract of `smelt.kernels.threshold_select`; both tensors are contiguous. `tiles`: elements and warps of a
+    program; `words`: words per program of the second kernel, a multiple of those of a tile."""
     tile, warps = tiles or TILES
     elements, device = len(values), values.device
     first = start // tile
-    count = triton.cdiv(stop, tile) - first if stop > start else 0  # tiles that hold some of the range
+    count = triton.cdiv(stop, tile) - first if stop > start else 0  # tiles that overlap the range
     length = count * (tile // BITS)
     words = words or words_for(length)
     groups = max(triton.cdiv(length, words), 1)
@@ -110,10 +111,10 @@ def add_and_select(
     sums = torch.zeros(groups, dtype=torch.int32, device=device)
     begin, end = (first, first + count) if gradient is None else (0, triton.cdiv(elements, tile))
     full = elements // tile
-    for low, high, whole in ((begin, min(end, full), True), (max(begin, full), end, False)):
+    for low, high, unmasked in ((begin, min(end, full), True), (max(begin, full), end, False)):
         if low < high:
             add_kernel[(high - low,)](
-                values, gradient, bits, sums, elements, low, first, start, stop, threshold, WHOLE=whole, TILE=tile,
+                values, gradient, bits, sums, elements, low, first, start, stop, threshold, WHOLE=unmasked, TILE=tile,
                 BITS=BITS, WORDS=words, num_warps=warps,
             )  # fmt: skip
     if capacity is None:
