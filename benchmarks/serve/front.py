@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import httpx
 from common import table, write
-from tests.serve.served import Server, start, write_model
+from tests.serve.server_process import Server, start, write_model
 
 STREAMS, TOKENS = (1, 16, 64), 512
 

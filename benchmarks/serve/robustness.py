@@ -20,7 +20,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.serve.visitors import visits
-from tests.serve.served import start, write_model
+from tests.serve.server_process import start, write_model
 
 from smelt.measure.machine import machine
 

@@ -1,4 +1,4 @@
-"""The library is compiled once, whole or not at all; without a compiler everything works through the reference."""
+"""The library is compiled once and installed atomically; without a compiler everything falls back to the reference."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ shutil.copy({library!r}, sys.argv[sys.argv.index("-o") + 1])
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache."""
+    """Return an empty cache directory."""
     monkeypatch.setenv("SMELT_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache" / "kernels"
 
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A quick compiler that writes its calls down."""
+    """Return a fast fake compiler that records its calls."""
     script = tmp_path / "compiler"
     script.write_text(COMPILER.format(python=sys.executable, log=str(tmp_path / "calls"), library=str(MADE)))
     script.chmod(0o755)
@@ -75,7 +75,7 @@ def test_a_second_process_does_not_compile(tmp_path: Path, compiler: Path, cache
 
 
 @compiled
-def test_processes_that_compile_at_once(tmp_path: Path, compiler: Path, cache: Path) -> None:
+def test_concurrent_processes_compile_once(tmp_path: Path, compiler: Path, cache: Path) -> None:
     running = [subprocess.Popen([sys.executable, "-c", COMPILE]) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
     assert calls(tmp_path) > STEPS  # they did
@@ -84,7 +84,7 @@ def test_processes_that_compile_at_once(tmp_path: Path, compiler: Path, cache: P
 
 
 @compiled
-def test_another_source_is_compiled_anew(tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_source_is_recompiled(tmp_path: Path, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = ensure_compiled()
     source = tmp_path / "source"
     source.mkdir()
@@ -97,8 +97,8 @@ def test_another_source_is_compiled_anew(tmp_path: Path, compiler: Path, monkeyp
     assert calls(tmp_path) == 3 * STEPS
 
 
-def test_switched_off(tmp_path: Path) -> None:
-    """A process of its own goes the plain way, says nothing and writes nothing."""
+def test_kernels_can_be_disabled(tmp_path: Path) -> None:
+    """With kernels disabled, a fresh process uses the reference, prints nothing and writes nothing."""
     environment = {**os.environ, "SMELT_COMPILE": "0", "SMELT_CACHE": str(tmp_path / "untouched")}
     outcome = subprocess.run(
         [sys.executable, "-c", PRODUCT], env=environment, capture_output=True, text=True, check=True
@@ -107,13 +107,13 @@ def test_switched_off(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     assert load_library() is None
 
 
-def test_a_compiler_that_fails(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_compiler(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "compiler"
     broken.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('--version' not in sys.argv)\n")
     broken.chmod(0o755)
@@ -122,13 +122,13 @@ def test_a_compiler_that_fails(tmp_path: Path, cache: Path, monkeypatch: pytest.
     assert not list(cache.iterdir())
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+def test_an_unwritable_cache(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, not a folder")
     assert load_library() is None
 
 
 def test_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written for no processor in particular is compiled there, too."""
+    """The portable source also compiles for an architecture without specialized kernels."""
     monkeypatch.setattr(build.platform, "machine", lambda: "aarch64")
     assert load_library() is None
     for plain in (compact, feedback):
@@ -136,7 +136,7 @@ def test_another_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @compiled
-def test_a_library_that_others_may_write_is_not_loaded(compiler: Path) -> None:
+def test_a_library_writable_by_others_is_not_loaded(compiler: Path) -> None:
     assert load_library() is not None
     ensure_compiled().chmod(0o777)
     assert load_library() is None

@@ -1,4 +1,4 @@
-"""The inner loop of GPTQ, compiled, gives the very bits of the loop over columns."""
+"""The compiled inner loop of GPTQ is bit-identical to the Python loop over columns."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def format_of(kind: str, bits: int = 4, group: int = -1) -> Integer:
 
 
 def block_of(kind: str, rows: int, columns: int, bits: int = 4) -> Block:
-    """Every value with a scale and a zero of its own."""
+    """Return a random block with one scale and one zero point per value."""
     factor = torch.triu(torch.randn(columns, columns) * 0.1)
     factor.diagonal().copy_(torch.rand(columns) + 0.5)
     scale = (torch.rand(rows, columns) + 0.5) * 4 / 2**bits
@@ -96,7 +96,7 @@ def test_any_shape(two_threads: None, kind: str, rows: int, columns: int) -> Non
 @compiled
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_any_number_of_threads(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
-    """Five are more than there are tiles of rows."""
+    """Five threads are more than there are row tiles."""
     monkeypatch.setattr("smelt.kernels.cpu.gptq_rounding.threads_for", lambda work: threads)
     check("zeros", block_of("zeros", 50, 96))
     check("zeros", block_of("zeros", 3, 96))
@@ -104,7 +104,7 @@ def test_any_number_of_threads(monkeypatch: pytest.MonkeyPatch, threads: int) ->
 
 @compiled
 @pytest.mark.parametrize("shape", [(0, 16), (4, 0)])
-def test_nothing(shape: tuple[int, int]) -> None:
+def test_empty_blocks(shape: tuple[int, int]) -> None:
     codes, errors = fast("symmetric", block_of("symmetric", *shape))
     assert codes.shape == errors.shape == shape
     assert (codes.dtype, errors.dtype) == (torch.uint8, torch.float32)
@@ -112,8 +112,8 @@ def test_nothing(shape: tuple[int, int]) -> None:
 
 @compiled
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_without_a_place_on_the_grid(kind: str) -> None:
-    """NaN has the code 0 and infinities saturate; they spoil their own row and no other."""
+def test_nonfinite_values(kind: str) -> None:
+    """NaN gets code 0 and infinities saturate; they affect only their own row."""
     weight, factor, scale, zero = block_of(kind, 20, 48)
     odd = [torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 1e-45, -0.0, 3e9]
     for row, value in enumerate(odd):
@@ -127,7 +127,7 @@ def test_values_without_a_place_on_the_grid(kind: str) -> None:
 
 
 @compiled
-def test_ties_go_to_the_even_code() -> None:
+def test_ties_round_to_the_even_code() -> None:
     steps = torch.arange(-7.5, 8.0)
     weight, factor, scale = steps[:, None].clone(), torch.ones(1, 1), torch.ones(16, 1)
     codes, _ = check("symmetric", (weight, factor, scale, None))
@@ -138,7 +138,7 @@ def test_ties_go_to_the_even_code() -> None:
 @compiled
 @pytest.mark.parametrize("kind", KINDS)
 def test_views(kind: str) -> None:
-    """Blocks of larger tensors, transposed ones, one scale for many columns or rows."""
+    """Blocks of larger tensors, transposed blocks, and scales broadcast over columns or rows."""
     block = block_of(kind, 40, 64)
     check(kind, seen(block, lambda tensor: tensor.T.contiguous().T))
     check(kind, seen(block, lambda tensor: tensor[16:40, 16:40]))
@@ -160,8 +160,8 @@ def problem(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize("group", [-1, 0, 16, 48, 200, 256])
-def test_the_whole_method_with_the_kernel_and_without(kind: str, act_order: bool, group: int) -> None:
-    """Groups shorter than a block of columns, ragged ones, longer ones, whole rows and one scale for all."""
+def test_gptq_with_and_without_the_kernel(kind: str, act_order: bool, group: int) -> None:
+    """Groups shorter than a column block, partial groups, longer groups, per-row and per-tensor scales."""
     weight, hessian = problem(21, 288)
     run: Callable[[], Any] = partial(gptq, weight, hessian, format_of(kind, 3, group), act_order=act_order)
     found = run()
@@ -174,7 +174,7 @@ def test_the_whole_method_with_the_kernel_and_without(kind: str, act_order: bool
 
 @compiled
 @pytest.mark.parametrize("act_order", [True, False])
-def test_the_compiled_loop_is_taken(monkeypatch: pytest.MonkeyPatch, act_order: bool) -> None:
+def test_the_compiled_loop_is_used(monkeypatch: pytest.MonkeyPatch, act_order: bool) -> None:
     def never(*rest: Any) -> Any:
         raise AssertionError("the plain loop was taken")
 
@@ -185,13 +185,13 @@ def test_the_compiled_loop_is_taken(monkeypatch: pytest.MonkeyPatch, act_order: 
         gptq(*problem(8, 64), format_of("zeros", group=16), act_order=act_order)
 
 
-def test_the_reference_can_be_asked_for() -> None:
+def test_the_reference_can_be_requested() -> None:
     with use_backend("reference"):
         assert gptq_block_backend(HERE) == "reference"
         assert gptq_block_kernel(HERE) is None
 
 
-def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_can_be_disabled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMELT_COMPILE", "0")
     monkeypatch.setattr("smelt.kernels.cpu.gptq_rounding.library", library.__wrapped__)
     assert gptq_block_backend(HERE) == "reference"

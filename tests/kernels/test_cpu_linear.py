@@ -1,4 +1,4 @@
-"""Every compiled kernel gives what the reference gives: all formats, odd shapes, extreme values, any threads."""
+"""Every compiled kernel matches the reference: all formats, odd shapes, extreme values, any number of threads."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def product(
 def error(
     x: Tensor, y: Tensor, matrix: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None = None
 ) -> float:
-    """The largest difference from float64, in units of sum |x| |w| + |b|."""
+    """Return the largest difference from float64, in units of sum |x| |w| + |b|."""
     exact = x.double() if inputs is None else inputs.fake_quantize(x.float()).double()
     weight = matrix.unpack().dequantize().double()
     added = torch.zeros(matrix.rows, dtype=torch.float64) if bias is None else bias.double()
@@ -99,19 +99,19 @@ def threads(count: int) -> Iterator[None]:
 
 @compiled
 @pytest.mark.parametrize("name", FORMATS)
-def test_inputs_as_they_are(name: str) -> None:
+def test_float_inputs(name: str) -> None:
     check(kernels.FloatLinear(LIBRARY), name, None)
 
 
 @compiled
 @pytest.mark.parametrize("inputs", INPUTS)
 @pytest.mark.parametrize("name", INTEGERS)
-def test_inputs_as_whole_numbers(name: str, inputs: str) -> None:
+def test_integer_inputs(name: str, inputs: str) -> None:
     check(kernels.Int8Linear(LIBRARY), name, INPUTS[inputs])
 
 
 @compiled
-def test_inputs_that_are_rounded_elsewhere() -> None:
+def test_inputs_quantized_by_the_caller() -> None:
     for inputs in (
         ActivationQuant(get_format("int8-asym")),
         ActivationQuant(get_format("mxfp8-e4m3")),
@@ -126,8 +126,8 @@ def test_inputs_that_are_rounded_elsewhere() -> None:
 
 @compiled
 @pytest.mark.parametrize("machine", ["-march=x86-64", "-march=x86-64-v4"])
-def test_processors_that_can_do_less(machine: str) -> None:
-    """Without any vector instructions of ours, and without those for whole numbers and matrices."""
+def test_older_instruction_sets(machine: str) -> None:
+    """Without any of our vector instructions, and without those for integers and matrices."""
     library = load_library(machine)
     assert library is not None
     try:
@@ -160,7 +160,7 @@ def test_any_shape_of_x() -> None:
 @compiled
 @pytest.mark.parametrize("name", ["int4-asym/64@float16", "int8/64@float16", "nvfp4", "amxfp4"])
 @pytest.mark.parametrize("inputs", [None, "int8"])
-def test_threads_do_not_change_a_bit(name: str, inputs: str | None) -> None:
+def test_thread_count_changes_no_bit(name: str, inputs: str | None) -> None:
     matrix = packed(name, 1000, 576)  # no multiple of any block
     told = INPUTS[inputs] if inputs else None
     kernel = select_kernel(matrix, told, torch.float32)
@@ -174,7 +174,7 @@ def test_threads_do_not_change_a_bit(name: str, inputs: str | None) -> None:
 
 
 @compiled
-def test_a_token_does_not_feel_its_few_neighbours() -> None:
+def test_a_token_is_independent_of_its_small_batch() -> None:
     matrix = packed("int4-asym/64@float16", 100, 192)
     kernel, x = select_kernel(matrix, None, torch.float32), torch.randn(4, 192)
     for count in (2, 3, 4):
@@ -203,7 +203,7 @@ def test_extreme_scales(tokens: int) -> None:
 @compiled
 @pytest.mark.parametrize("tokens", [1, 7])
 def test_extreme_inputs(tokens: int) -> None:
-    """Zeros, subnormal and huge numbers, infinities (which saturate when rounded) and NaN (which stays)."""
+    """Zeros, subnormal and huge numbers, infinities (which saturate when quantized) and NaN (which propagates)."""
     matrix = packed("int8/32@float16", 24, 64)
     for value in (0.0, 1e-40, 1e-30, 1e30, 1e35):
         x = torch.full((tokens, 64), value)
@@ -225,7 +225,7 @@ def test_extreme_inputs(tokens: int) -> None:
 
 
 @compiled
-def test_a_bias_is_not_remembered() -> None:
+def test_a_bias_is_not_cached() -> None:
     matrix, x = packed("int4/32@float16", 24, 64), torch.randn(3, 64)
     tensors = (matrix.tensors["codes"], matrix.tensors["scale"], None, None, None)
     plain = torch.ops.smelt.cpu_linear(x, *tensors, None, None, "int4/32@float16")
@@ -236,15 +236,15 @@ def test_a_bias_is_not_remembered() -> None:
 
 
 @compiled
-def test_inputs_of_another_width_are_refused() -> None:
+def test_inputs_of_the_wrong_width_are_refused() -> None:
     matrix = packed("int4/32@float16", 24, 64)
     with pytest.raises(ValueError, match="63 columns"):
         product(select_kernel(matrix, None, torch.float32), torch.randn(3, 63), matrix, None)
 
 
 @compiled
-def test_a_grid_in_other_types_is_left_to_the_reference() -> None:
-    """As after `network.to(torch.bfloat16)`, which takes a quantised layer's grid along."""
+def test_qparams_of_other_dtypes_fall_back_to_the_reference() -> None:
+    """As after `network.to(torch.bfloat16)`, which also converts the qparams of a quantized layer."""
     matrix = packed("nvfp4", 24, 64)
     matrix.tensors["tensor"] = matrix.tensors["tensor"].bfloat16()
     assert select_kernel(matrix, None, torch.float32).name == "reference"
@@ -255,7 +255,7 @@ def test_a_grid_in_other_types_is_left_to_the_reference() -> None:
 
 
 @compiled
-def test_dense_products_between_ours_stay_right() -> None:
+def test_dense_products_between_kernel_calls_stay_correct() -> None:
     """The matrix units are shared with PyTorch's own kernels."""
     matrix, x = packed("int4/32@float16", 96, 64), torch.randn(40, 64).bfloat16()
     kernel, weight = select_kernel(matrix, None, torch.bfloat16), torch.randn(96, 64).bfloat16()
@@ -286,7 +286,7 @@ def layer(
 
 
 @compiled
-def test_a_layer_tells_its_path() -> None:
+def test_a_layer_reports_its_backend() -> None:
     x = torch.randn(2, 96)
     plain, rounded = layer(), layer(inputs=INPUTS["int8"])
     for module, path in ((plain, "cpu-float"), (rounded, "cpu-integer")):
@@ -302,7 +302,7 @@ def test_a_layer_tells_its_path() -> None:
 
 
 @compiled
-def test_a_layer_sees_its_tensors_change() -> None:
+def test_a_layer_notices_changed_tensors() -> None:
     module, x = layer(), torch.randn(2, 96)
     module(x)
     for change in (lambda: module.codes.random_(0, 256), lambda: setattr(module, "scale", module.scale * 2)):
@@ -324,8 +324,8 @@ def test_a_copy_of_a_layer_has_its_own_tensors() -> None:
 
 @compiled
 @pytest.mark.parametrize("inputs", [None, "int8"])
-def test_under_compile(inputs: str | None) -> None:
-    """Chosen at the first trace, one graph, and the operator's shapes are what it says."""
+def test_torch_compile(inputs: str | None) -> None:
+    """The kernel is chosen at the first trace, there is one graph, and the operator reports correct shapes."""
     module = layer(inputs=INPUTS[inputs] if inputs else None)
     graph = torch.compile(lambda x: torch.relu(module(x)) + 1, fullgraph=True, backend="aot_eager")
     with torch.no_grad():

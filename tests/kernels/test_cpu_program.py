@@ -1,4 +1,4 @@
-"""Operations of compiled programs against float64: products with plain matrices in every path there is."""
+"""Operations of compiled programs against float64: products with dense matrices on every code path."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_norm_and_gate(dtype: torch.dtype, width: int) -> None:
 
 
 def test_exponentials_far_from_zero() -> None:
-    """The gate at its ends: silu of large negative numbers is zero, of large positive ones themselves."""
+    """The gate at its extremes: silu(x) is 0 for large negative x and x for large positive x."""
     x = torch.tensor([[-1e30, -100.0, -88.5, -87.0, -20.0, 20.0, 88.0, 1e30]])
     both, gated = torch.cat([x, torch.ones_like(x)], dim=1), torch.empty_like(x)
     program = Program(LIBRARY)

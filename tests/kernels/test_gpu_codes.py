@@ -1,11 +1,11 @@
-"""Every code of eight and of four bits as a number, in float32 and in half precision, where four are made at a time."""
+"""Dequantize every 8-bit and 4-bit code, in float32 and in half precision, where four are converted at a time."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.kernels.gpu_machine import DEVICE, HALF
+from tests.kernels.triton_device import DEVICE, HALF
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
@@ -17,7 +17,7 @@ TYPES = [torch.float32, HALF]
 
 @triton.jit
 def byte_kernel(octets, numbers, EIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of all bytes."""
+    """Dequantize all bytes."""
     each = tl.arange(0, 256)[None, :]
     found = tl.load(octets + each)
     DTYPE: tl.constexpr = numbers.dtype.element_ty
@@ -26,7 +26,7 @@ def byte_kernel(octets, numbers, EIGHT: tl.constexpr):  # type: ignore[no-untype
 
 @triton.jit
 def halves_kernel(octets, numbers):  # type: ignore[no-untyped-def]
-    """Of all bytes less every zero: [16, 2, 256]"""
+    """Dequantize both halves of all bytes minus every zero point: [16, 2, 256]"""
     row, each = tl.arange(0, 16)[:, None], tl.arange(0, 256)[None, :]
     found = tl.load(octets + row * 0 + each)
     low, high = half_values(found, row, numbers.dtype.element_ty)
@@ -46,7 +46,7 @@ def test_every_byte(kind: torch.dtype, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_both_halves_of_every_byte_less_every_zero(dtype: torch.dtype) -> None:
+def test_both_halves_of_every_byte_minus_every_zero_point(dtype: torch.dtype) -> None:
     octets = torch.arange(256, dtype=torch.uint8)
     found = torch.empty(16, 2, 256, dtype=dtype, device=DEVICE)
     halves_kernel[(1,)](octets.to(DEVICE), found)

@@ -1,11 +1,11 @@
-"""Triton products with inputs rounded to 8 bits, against the reference in float64."""
+"""Triton products with inputs quantized to 8 bits, against the reference in float64."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.kernels.gpu_machine import DEVICE, HALF, TOLERANCE, distance  # isort: skip  (chooses the interpreter)
+from tests.kernels.triton_device import DEVICE, HALF, TOLERANCE, distance  # isort: skip  (chooses the interpreter)
 from smelt.kernels.gpu import launch
 from smelt.kernels.gpu.linear import EightBit
 from smelt.kernels.gpu.matrix import describe
@@ -35,7 +35,7 @@ def expected(x: torch.Tensor, matrix: PackedMatrix, inputs: ActivationQuant) -> 
 
 @pytest.mark.parametrize("path", ["gemm", "expand"])
 @pytest.mark.parametrize("name", NAMES)
-def test_agrees_with_the_rounded_inputs(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matches_the_product_of_quantized_inputs(name: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     matrix, inputs = packed(name, 11, 128), ActivationQuant(INT8)
     if path == "expand":
         monkeypatch.setattr(launch, "INT8_BATCH", 0)
@@ -49,7 +49,7 @@ def test_agrees_with_the_rounded_inputs(name: str, path: str, monkeypatch: pytes
     assert distance(found, expected(x, matrix, inputs) + bias.double()) < TOLERANCE[HALF]
 
 
-def test_inputs_are_rounded_exactly_as_the_format_says() -> None:
+def test_inputs_are_quantized_exactly_as_the_format_does() -> None:
     x = torch.randn(6, 100, device=DEVICE, dtype=HALF)
     x[1, 3], x[2, 4], x[2, 5], x[3] = float("nan"), float("inf"), float("-inf"), 0
     names = ["int8", "int8@float16"] + ["int8@bfloat16"] * (DEVICE == "cuda")  # the interpreter cuts bits off
@@ -61,13 +61,13 @@ def test_inputs_are_rounded_exactly_as_the_format_says() -> None:
         assert found.isnan().any(-1).tolist() == [False, True, False, False, False, False]
 
 
-def test_rows_longer_than_a_tile_are_rounded_the_same() -> None:
+def test_rows_longer_than_a_tile_are_quantized_the_same() -> None:
     x = torch.randn(1, 20000, device=DEVICE, dtype=HALF)
     codes, scales = launch.round_rows(x, torch.int8, 127.0, "float32")
     assert torch.equal((codes * scales[:, None]).cpu(), INT8.fake_quantize(x.cpu().float()))
 
 
-def test_a_clipped_range_and_a_fixed_scale() -> None:
+def test_a_clipped_range_and_a_static_scale() -> None:
     matrix = packed("int8/row", 16, 64)
     x = torch.randn(3, 64, device=DEVICE, dtype=HALF)
     for inputs in (
@@ -79,7 +79,7 @@ def test_a_clipped_range_and_a_fixed_scale() -> None:
         assert distance(found, expected(x, matrix, inputs)) < TOLERANCE[HALF]
 
 
-def test_formats_that_the_kernel_cannot_multiply_are_left_to_others() -> None:
+def test_unsupported_formats_are_left_to_other_kernels() -> None:
     matrix = packed("int4/row", 16, 64)
     for name in ("int8-asym", "int8/32", "int4", "mxfp8-e4m3", "int8@e4m3"):
         assert not KERNEL.supports(matrix, ActivationQuant(get_format(name)), HALF)
@@ -87,14 +87,14 @@ def test_formats_that_the_kernel_cannot_multiply_are_left_to_others() -> None:
         assert not KERNEL.supports(packed(name, 16, 64), ActivationQuant(INT8), HALF)
 
 
-def test_no_vectors_give_no_results() -> None:
+def test_an_empty_batch_gives_an_empty_result() -> None:
     matrix, inputs = packed("int8/row", 16, 64), ActivationQuant(INT8)
     empty = torch.empty(0, 64, device=DEVICE, dtype=HALF)
     assert KERNEL.run(empty, matrix, inputs, None, KERNEL.prepare(matrix, inputs)).shape == (0, 16)
 
 
 @pytest.mark.gpu
-def test_e4m3_goes_through_pytorchs_own_product() -> None:
+def test_e4m3_uses_pytorchs_own_product() -> None:
     number_format = get_format("fp8-e4m3")
     inputs = ActivationQuant(number_format)
     for rows, columns in ((512, 1024), (48, 80)):

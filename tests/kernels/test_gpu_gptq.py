@@ -1,4 +1,4 @@
-"""The inner loop of GPTQ in Triton gives the very bits of the loop over columns."""
+"""The Triton inner loop of GPTQ is bit-identical to the loop over columns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.gpu_machine import DEVICE  # isort: skip  (chooses the interpreter)
+from tests.kernels.triton_device import DEVICE  # isort: skip  (chooses the interpreter)
 from smelt.kernels.gpu.gptq import gptq_block
 from smelt.numerics import QuantParams
 from smelt.numerics.integer import Integer
@@ -15,7 +15,7 @@ from smelt.numerics.integer import Integer
 def column_by_column(
     weight: Tensor, factor: Tensor, grid: QuantParams, number_format: Integer
 ) -> tuple[Tensor, Tensor]:
-    """As `smelt.compression.quantization` rounds a block: grid [rows, columns, 1]."""
+    """Quantize a block as `smelt.compression.quantization` does: qparams [rows, columns, 1]."""
     part = weight.clone()
     codes, errors = torch.empty(part.shape, dtype=torch.uint8, device=part.device), torch.empty_like(part)
     for column in range(part.shape[1]):

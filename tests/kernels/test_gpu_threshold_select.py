@@ -1,4 +1,4 @@
-"""Add, compare, compact in Triton gives the very bits of PyTorch's own operations."""
+"""Add, compare and compact in Triton, bit-identical to PyTorch's own operations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.gpu_machine import DEVICE, HALF  # isort: skip  (chooses the interpreter)
+from tests.kernels.triton_device import DEVICE, HALF  # isort: skip  (chooses the interpreter)
 from smelt.kernels import threshold_select as dispatch
 from smelt.kernels.dispatch import use_backend
 from smelt.kernels.gpu import threshold_select as kernel
@@ -44,7 +44,7 @@ def test_bit_for_bit(elements: int, start: int, stop: int, dtype: torch.dtype) -
 
 @pytest.mark.parametrize("slots", [0, 1, 40, 5000])
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 2.5, float("inf")])
-def test_slots_hold_the_first_and_say_which_are_empty(threshold: float, slots: int) -> None:
+def test_fixed_capacity_keeps_the_first_matches_and_marks_empty_slots(threshold: float, slots: int) -> None:
     residual, gradient = torch.randn(3001, device=DEVICE), torch.zeros(3001, device=DEVICE)
     residual[7], residual[2900] = torch.inf, 0.1  # as close to the threshold as a number can be
     found = kernel.add_and_select(residual, gradient, threshold, 5, 2999, slots, tiles=TILES, words=WORDS)
@@ -69,7 +69,7 @@ def test_a_tile_with_many_matches_among_tiles_without() -> None:
     assert found.tolist() == [*range(5 * 256, 6 * 256), 40 * 256 - 1]
 
 
-def test_a_view_that_begins_anywhere() -> None:
+def test_a_view_at_any_offset() -> None:
     room, gradient = torch.randn(1003, device=DEVICE), torch.randn(1003, device=DEVICE)
     wanted = room.clone()
     wanted[3:1000] += gradient[1:998]
@@ -78,7 +78,7 @@ def test_a_view_that_begins_anywhere() -> None:
     assert torch.equal(found, plain(wanted[3:1000], 1.0, 0, 997))
 
 
-def test_the_tiles_that_are_taken() -> None:
+def test_tile_sizes() -> None:
     residual, gradient = torch.randn(9000, device=DEVICE), torch.randn(9000, device=DEVICE)
     wanted = residual + gradient
     found = kernel.add_and_select(residual, gradient, 3.0, 0, 9000, 200)
@@ -88,7 +88,7 @@ def test_the_tiles_that_are_taken() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_takes_the_kernel_and_waits_for_nothing() -> None:
+def test_a_gpu_uses_the_kernel_without_synchronizing() -> None:
     residual, gradient = torch.randn(100_000, device="cuda"), torch.randn(100_000, device="cuda")
     assert dispatch.select_backend(residual) == dispatch.GPU
     with use_backend("reference"):
@@ -104,7 +104,7 @@ def test_a_gpu_takes_the_kernel_and_waits_for_nothing() -> None:
 
 
 @pytest.mark.gpu
-def test_more_elements_than_32_bits_have_bytes() -> None:
+def test_more_elements_than_32_bit_byte_offsets_reach() -> None:
     elements = 2**30 + 12345
     values = torch.zeros(elements, device="cuda")
     places = torch.tensor([0, 2**29 + 1, 2**30 - 1, 2**30, elements - 1], device="cuda")

@@ -1,11 +1,11 @@
-"""Triton products with a packed matrix and inputs in half precision, against float64 and the plain reference."""
+"""Triton products with a packed matrix and half-precision inputs, against float64 and the reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from tests.kernels.gpu_machine import DEVICE, HALF, TOLERANCE, distance  # isort: skip  (chooses the interpreter)
+from tests.kernels.triton_device import DEVICE, HALF, TOLERANCE, distance  # isort: skip  (chooses the interpreter)
 from smelt.kernels.gpu import launch
 from smelt.kernels.gpu.linear import WeightOnly
 from smelt.kernels.gpu.matrix import describe
@@ -26,7 +26,7 @@ OTHERS = ("int2/64", "int3/32", "int5/64", "int4/tensor", "mxfp4", "nvfp4", "amx
 
 @pytest.fixture(autouse=True)
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter's time grows with the number of programs, and padding costs it nothing less than values do."""
+    """Use small tiles: the interpreter's time grows with the number of programs, and padding costs as much as values."""
     if DEVICE == "cpu":
         monkeypatch.setattr(launch, "gemv_tiles", lambda matrix: (4, 2, 1))
         monkeypatch.setattr(launch, "gemm_tiles", lambda batch, matrix, integer: (16, 16, 4, 1))
@@ -58,17 +58,17 @@ def test_several_vectors(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4/32", "int3/32", "dint4", "nf4", "mxfp6-e3m2", "ternary", "amxfp4", "fp8-e4m3"])
-def test_the_whole_matrix_is_what_the_codes_stand_for(name: str) -> None:
+def test_the_full_matrix_is_dequantized(name: str) -> None:
     matrix, quantized = packed(name, 5, 70)
     assert torch.equal(launch.expand(describe(matrix), torch.float32), quantized.dequantize())
 
 
 @pytest.mark.parametrize(("name", "columns"), [("int4/32", 70), ("mxfp4", 33), ("int3/row", 50), ("nf4", 64)])
-def test_columns_that_fill_no_chunk(name: str, columns: int) -> None:
+def test_columns_that_do_not_fill_a_chunk(name: str, columns: int) -> None:
     check(name, 1, 7, columns, "gemm" if name in ("int4/32", "mxfp4") else "expand")
 
 
-def test_the_sum_may_be_cut_into_parts() -> None:
+def test_split_k() -> None:
     matrix, quantized = packed("int4-asym/32", 20, 160)
     x, bias = torch.randn(3, 160, device=DEVICE, dtype=HALF), torch.randn(20, device=DEVICE, dtype=HALF)
     found = launch.gemm(x, describe(matrix), bias, None, HALF, tiles=(16, 16, 4, 1), split=3)
@@ -85,7 +85,7 @@ def test_inputs_of_any_shape_and_stride_with_a_bias() -> None:
         assert distance(found, x.double() @ quantized.dequantize().double().T + bias.double()) < TOLERANCE[HALF]
 
 
-def test_no_vectors_give_no_results() -> None:
+def test_an_empty_batch_gives_an_empty_result() -> None:
     matrix, _ = packed("int4/32", 12, 64)
     empty = torch.empty(0, 64, device=DEVICE, dtype=HALF)
     assert KERNEL.run(empty, matrix, None, None, KERNEL.prepare(matrix, None)).shape == (0, 12)
@@ -111,14 +111,14 @@ def test_large_and_small_inputs_keep_their_precision() -> None:
         assert distance(found, x.double() @ quantized.dequantize().double().T) < TOLERANCE[HALF]
 
 
-def test_inputs_in_single_precision_or_rounded_are_left_to_others() -> None:
+def test_float32_or_quantized_inputs_are_left_to_other_kernels() -> None:
     matrix, _ = packed("int4/32", 8, 64)
     assert KERNEL.supports(matrix, None, HALF)
     assert not KERNEL.supports(matrix, None, torch.float32)
 
 
 @pytest.mark.gpu
-def test_a_layer_takes_the_kernel_compiled_and_captured() -> None:
+def test_a_layer_uses_the_kernel_compiled_and_captured() -> None:
     from smelt.models.quantized import QuantizationScheme, QuantizedLinear
 
     for name in ("int4/128@float16", "mxfp4"):

@@ -1,4 +1,4 @@
-"""The fast transform against the whole matrix; the matrix against what makes it one of Hadamard's."""
+"""The fast transform against the full matrix, and the matrix against the definition of a Hadamard matrix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SIZES = (1, 2, 8, 64, 48, 128, 172, 344, 576, 1536, 2048)
 
 
 @pytest.mark.parametrize("size", (*ORDERS, 24, 64, 576, 688))
-def test_a_matrix_has_signs_only_and_orthogonal_rows(size: int) -> None:
+def test_a_matrix_has_only_signs_and_orthogonal_rows(size: int) -> None:
     matrix = hadamard_matrix(size)
     assert torch.equal((matrix * math.sqrt(size)).round().abs(), torch.ones(size, size, dtype=torch.float64))
     assert torch.allclose(matrix @ matrix.T, torch.eye(size, dtype=torch.float64), atol=1e-12)
@@ -25,7 +25,7 @@ def test_a_matrix_has_signs_only_and_orthogonal_rows(size: int) -> None:
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)]
 )
-def test_the_transform_is_the_product_with_the_matrix(size: int, dtype: torch.dtype, tolerance: float) -> None:
+def test_the_transform_equals_the_matrix_product(size: int, dtype: torch.dtype, tolerance: float) -> None:
     x = torch.randn(3, 5, size).to(dtype)
     for inverse in (False, True):
         matrix = hadamard_matrix(size).T if inverse else hadamard_matrix(size)
@@ -57,7 +57,7 @@ def test_an_outlier_is_spread_evenly() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 3, 6, 58, 86, 116, 1423])
-def test_sizes_without_a_matrix_are_told(size: int) -> None:
+def test_sizes_without_a_matrix_are_refused(size: int) -> None:
     assert hadamard_order(size) is None
     if size:
         with pytest.raises(ValueError, match=f"order {size}"):
@@ -67,11 +67,11 @@ def test_sizes_without_a_matrix_are_told(size: int) -> None:
 @pytest.mark.parametrize(
     "size", [11008, 13824, 14336, 18944, 4864, 8960, 5632, 6656, 9728, 17408, 25600, 960, 2560, 12288]
 )
-def test_widths_of_known_networks_have_one(size: int) -> None:
+def test_common_hidden_sizes_have_a_matrix(size: int) -> None:
     assert hadamard_order(size) is not None
 
 
-def test_gradients_pass_even_if_it_first_ran_without_them() -> None:
+def test_gradients_flow_even_if_the_first_call_had_none() -> None:
     with torch.inference_mode():
         hadamard_transform(torch.zeros(1, 320))
     x = torch.randn(2, 320, requires_grad=True)
@@ -80,7 +80,7 @@ def test_gradients_pass_even_if_it_first_ran_without_them() -> None:
     assert x.grad is not None and torch.allclose(x.grad, hadamard_transform(target, inverse=True), atol=1e-5)
 
 
-def test_it_is_one_graph() -> None:
+def test_it_compiles_to_one_graph() -> None:
     compiled = torch.compile(hadamard_transform, backend="eager", fullgraph=True)
     x = torch.randn(3, 1536)
     assert torch.equal(compiled(x), hadamard_transform(x))
@@ -88,6 +88,6 @@ def test_it_is_one_graph() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", SIZES)
-def test_a_gpu_agrees(size: int) -> None:
+def test_gpu_and_cpu_agree(size: int) -> None:
     x = torch.randn(7, size)
     assert torch.allclose(hadamard_transform(x.cuda()).cpu(), hadamard_transform(x), atol=1e-4)

@@ -1,4 +1,4 @@
-"""Rows of keys and values in few bits: what is read is what was written, to the precision of the format."""
+"""Quantized KV cache rows: a row reads back as written, within the precision of the format."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reference(name: str, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", KV_QUANT_DTYPES)
 @pytest.mark.parametrize("width", [16, 24, 64, 96, 128])
-def test_rows_hold_what_the_catalogues_format_holds(name: str, width: int) -> None:
+def test_rows_match_the_catalog_format(name: str, width: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(50, 3, width) * torch.logspace(-3, 3, 50)[:, None, None]
     rows = KVQuantFormat(name, width)
@@ -36,7 +36,7 @@ def test_rows_hold_what_the_catalogues_format_holds(name: str, width: int) -> No
 
 
 @pytest.mark.parametrize("name", KV_QUANT_DTYPES)
-def test_rows_of_nothing_and_of_one_sign(name: str) -> None:
+def test_rows_of_zeros_and_of_one_sign(name: str) -> None:
     rows = KVQuantFormat(name, 32)
     assert not bool(rows.dequantize(rows.quantize(torch.zeros(2, 32))).any())
     positive = 5 + torch.rand(4, 32)
@@ -45,7 +45,7 @@ def test_rows_of_nothing_and_of_one_sign(name: str) -> None:
     )
 
 
-def test_turning_leaves_products_and_spreads_what_stands_out() -> None:
+def test_the_hadamard_transform_keeps_products_and_spreads_outliers() -> None:
     torch.manual_seed(1)
     rows = KVQuantFormat.for_head_dim(INT4, 64)
     assert (

@@ -1,4 +1,4 @@
-"""Attention over pages against an oracle written by hand, on random page tables."""
+"""Paged attention against a hand-written oracle, on random block tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smelt.kernels.paged import paged_attention_reference, store_kv
 def oracle(
     queries: Tensor, keys: list[Tensor], values: list[Tensor], counts: list[int], scale: float, window: int | None
 ) -> Tensor:
-    """Query by query and head by head, in float64, from keys and values that never saw a page."""
+    """Compute attention query by query and head by head in float64, from contiguous keys and values."""
     rows, at = [], 0
     group = queries.shape[1] // keys[0].shape[1]
     for mine, theirs, count in zip(keys, values, counts, strict=True):
@@ -41,7 +41,7 @@ def oracle(
     width=st.sampled_from([1, 8, 24]),
     window=st.sampled_from([None, 1, 5]),
 )
-def test_random_page_tables(seed: int, size: int, heads: tuple[int, int], width: int, window: int | None) -> None:
+def test_random_block_tables(seed: int, size: int, heads: tuple[int, int], width: int, window: int | None) -> None:
     chance = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
@@ -81,14 +81,14 @@ def test_random_page_tables(seed: int, size: int, heads: tuple[int, int], width:
     assert torch.allclose(found.double(), wanted, atol=1e-5)
 
 
-def test_a_place_of_minus_one_is_written_nowhere() -> None:
+def test_a_slot_of_minus_one_is_not_written() -> None:
     pages = [torch.zeros(2, 4, 1, 3) for _ in range(2)]
     store_kv(torch.ones(2, 1, 3), torch.ones(2, 1, 3), *pages, torch.tensor([5, -1]))
     assert pages[0].sum() == 3 and bool((pages[0].flatten(0, 1)[5] == 1).all())
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_one_page_of_everything_is_plain_attention(window: int | None) -> None:
+def test_one_page_holding_everything_is_plain_attention(window: int | None) -> None:
     torch.manual_seed(0)
     keys, values, queries = torch.randn(7, 2, 8), torch.randn(7, 2, 8), torch.randn(7, 4, 8)
     pages = AttentionMetadata(

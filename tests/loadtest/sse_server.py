@@ -1,4 +1,4 @@
-"""A real server on loopback that streams completions with known delays, in a thread of its own."""
+"""A real server on loopback that streams completions with known delays, in its own thread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Body = dict[str, Any]
 
 @dataclass
 class SseServer:
-    """Sends the first piece after `first` seconds and each further one after `gap`; as many as are asked for."""
+    """Send the first chunk after `first` seconds and each further one after `gap`, as many as requested."""
 
     first: float = 0.05
     gap: float = 0.01

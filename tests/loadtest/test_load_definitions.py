@@ -1,4 +1,4 @@
-"""The definitions of the load test, on timelines made by hand, and the laws of its arrivals and prompts."""
+"""The load test's metric definitions on hand-made timelines, and the distributions of its arrivals and prompts."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_the_summary_by_hand() -> None:
     assert summarize([]).ttft is None and summarize([]).requests_per_second == 0
 
 
-def test_tokens_fall_into_seconds_by_their_pieces() -> None:
+def test_tokens_are_counted_in_the_second_of_their_chunk() -> None:
     lines = [RequestTimeline(sent=5.0, pieces=[5.5, 6.5, 6.9, 8.1], ended=8.1, output_tokens=8)]
     assert tokens_by_second(lines) == [2.0, 4.0, 0.0, 2.0]
     assert concurrency(lines) == [(5.0, 1), (8.1, 0)]
     assert series(lines)["tokens"] == [(0.0, 2.0), (1.0, 4.0), (2.0, 0.0), (3.0, 2.0), (4.0, 0.0)]
 
 
-def test_percentiles_are_those_of_numpy() -> None:
+def test_percentiles_match_numpy() -> None:
     chance = random.Random(0)
     for count in (1, 2, 7, 100):
         values = sorted(chance.random() for _ in range(count))
@@ -67,15 +67,15 @@ def test_percentiles_are_those_of_numpy() -> None:
 
 
 @pytest.mark.parametrize(("burstiness", "spread"), [(1.0, 1.0), (4.0, 0.5), (0.25, 2.0)])
-def test_gaps_have_the_mean_and_spread_of_their_law(burstiness: float, spread: float) -> None:
-    """A Gamma of shape k has a deviation of 1 / sqrt(k) of its mean."""
+def test_gaps_have_the_mean_and_spread_of_their_distribution(burstiness: float, spread: float) -> None:
+    """A Gamma distribution of shape k has a deviation of 1 / sqrt(k) of its mean."""
     times = arrivals(20_001, 4.0, burstiness, seed=1)
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert times[0] == 0 and statistics.mean(gaps) == pytest.approx(0.25, rel=0.05)
     assert statistics.stdev(gaps) / statistics.mean(gaps) == pytest.approx(spread, rel=0.05)
 
 
-def test_arrivals_by_seed() -> None:
+def test_arrivals_follow_the_seed() -> None:
     assert arrivals(9, 2.0, seed=3) == arrivals(9, 2.0, seed=3) != arrivals(9, 2.0, seed=4)
     assert arrivals(3, math.inf) == [0.0] * 3
     for rate, burstiness in ((0.0, 1.0), (-1.0, 1.0), (math.nan, 1.0), (1.0, 0.0), (1.0, math.inf)):
@@ -83,7 +83,7 @@ def test_arrivals_by_seed() -> None:
             arrivals(3, rate, burstiness)
 
 
-def test_random_prompts_have_their_lengths() -> None:
+def test_random_prompts_have_the_requested_lengths() -> None:
     drawn = random_prompts(50, LengthRange(5, 9), LengthRange(3, 4), seed=2)
     assert {len(str(prompt.content).split()) for prompt in drawn} == {5, 6, 7, 8, 9}
     assert {prompt.output for prompt in drawn} == {3, 4}
@@ -114,12 +114,12 @@ def test_prompts_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-3", "9:3", "a", "1:2:3", "99999999"])
-def test_wrong_lengths(text: str) -> None:
+def test_invalid_lengths(text: str) -> None:
     with pytest.raises(RequestError, match="is not a length"):
         LengthRange.parse(text)
 
 
-def test_lengths_and_limits_are_read() -> None:
+def test_lengths_and_limits_are_parsed() -> None:
     assert LengthRange.parse("128") == LengthRange(128, 128) and str(LengthRange.parse("64:256")) == "64:256"
     assert limits_from(["ttft=500", "tpot=50"]) == {"ttft": 500.0, "tpot": 50.0}
     for word in ("ttft", "ttft=", "ttft=-1", "itl=3", "ttft=inf", "ttft=nan"):

@@ -1,4 +1,4 @@
-"""The load generator against a real server whose delays are known."""
+"""The load generator against a real server with known delays."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def measured(server: SseServer, **options: Any) -> LoadTestResult:
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_times_are_those_of_the_server(chat: bool) -> None:
-    """A client can only be later than the server, and on a busy machine by some milliseconds."""
+def test_times_match_the_server(chat: bool) -> None:
+    """A client can only be later than the server, on a busy machine by some milliseconds."""
     with SseServer(first=0.15, gap=0.03) as server:
         found = measured(server, chat=chat, limits={"ttft": 400.0, "tpot": 60.0}).summary
     assert found.answered == 10 and not found.failures
@@ -43,7 +43,7 @@ def test_times_are_those_of_the_server(chat: bool) -> None:
     assert found.peak_concurrency == 10 and found.good >= 8
 
 
-def test_several_tokens_in_a_piece_are_counted_by_usage_else_by_pieces() -> None:
+def test_tokens_are_counted_by_usage_or_else_by_chunks() -> None:
     with SseServer(together=4, gap=0.04) as server:
         result = measured(server)
         assert result.summary.output_tokens == 80 and all(len(line.pieces) == 2 for line in result.timelines)
@@ -53,7 +53,7 @@ def test_several_tokens_in_a_piece_are_counted_by_usage_else_by_pieces() -> None
 
 
 def test_the_loop_is_open() -> None:
-    """Requests are sent at their times though none has been answered; with a limit they wait in the client."""
+    """Requests are sent on schedule even if none has been answered; with a limit they wait in the client."""
     with SseServer(first=0.5) as server:
         result = measured(server, rate=40.0, seed=5)
         assert server.most_at_once == 10
@@ -66,13 +66,13 @@ def test_the_loop_is_open() -> None:
     assert all(line.ttft < 0.7 for line in limited)  # which begins when it is sent
 
 
-def test_at_most_so_many_at_once() -> None:
+def test_concurrency_is_limited() -> None:
     with SseServer(first=0.05, gap=0.0) as server:
         assert measured(server, max_concurrency=3, warmups=0).summary.peak_concurrency == 3
         assert server.most_at_once == 3
 
 
-def test_what_is_sent() -> None:
+def test_request_bodies() -> None:
     with SseServer(first=0, gap=0, tokenizes=True) as server:
         result = measured(server, requests=3, input=LengthRange(4, 6), warmups=2, seed=9)
         sent = [body["prompt"] for body in server.bodies]
@@ -96,7 +96,7 @@ def test_failures_are_counted_by_kind() -> None:
     assert found.answered == 4 and found.ttft is not None
 
 
-def test_what_cannot_work_is_one_sentence() -> None:
+def test_invalid_options_are_one_sentence() -> None:
     with SseServer(first=0, gap=0, key="secret", models=("a", "b")) as server:
         with pytest.raises(RequestError, match=r"requires an API key \(status 401\); pass its file"):
             measured(server)
@@ -149,7 +149,7 @@ def test_the_command(smelt_here: Smelt, tmp_path: Path) -> None:  # noqa: F811
     assert "nan" not in page and "1 of 12 requests failed" in page
 
 
-def test_control_c_reports_what_had_ended(tmp_path: Path) -> None:
+def test_control_c_reports_finished_requests(tmp_path: Path) -> None:
     with SseServer(first=0.02, gap=0.001) as server:
         arguments = [
             "load-test",

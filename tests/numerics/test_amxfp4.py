@@ -1,4 +1,4 @@
-"""AMXFP4: two scales by sign. What its card says must hold exactly."""
+"""AMXFP4, two scales by sign: the claims of its card hold exactly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from smelt.numerics import get_format
 
 @pytest.mark.parametrize("scale", ["e5m2", "e4m3", "float16", "e8m0"])
 @pytest.mark.parametrize("sign", [1, -1])
-def test_on_one_sign_it_is_the_format_with_one_scale(scale: str, sign: int) -> None:
+def test_with_one_sign_it_equals_the_format_with_one_scale(scale: str, sign: int) -> None:
     x = sign * torch.rand(16, 128).square()
     assert torch.equal(get_format(f"amxfp4@{scale}").fake_quantize(x), get_format(f"fp4/32@{scale}").fake_quantize(x))
 
@@ -27,7 +27,7 @@ def test_the_other_sign_mirrors_the_codes() -> None:
 
 
 def test_each_sign_has_its_own_scale() -> None:
-    """A block whose positive values are a hundred times its negative ones keeps both."""
+    """A block whose positive values are a hundred times its negative ones represents both."""
     x = torch.where(torch.arange(32) % 2 == 0, 100.0, -1.0) * torch.linspace(0.5, 1, 32)
     grid = get_format("amxfp4@float32").quantize(x[None]).qparams
     assert grid.negative is not None

@@ -1,4 +1,4 @@
-"""Edges, the same for every format: zeros, infinities, NaN, subnormals, no rows, one column, other types and shapes."""
+"""Edge cases shared by every format: zeros, infinities, NaN, subnormals, no rows, one column, other dtypes and shapes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from smelt.numerics import QuantizedTensor, get_format
 from smelt.numerics.format import PER_TENSOR
 from smelt.numerics.scaled import Ternary
-from tests.numerics.named import NAMES
+from tests.numerics.format_names import NAMES
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -25,8 +25,9 @@ def test_zeros_stay_zeros(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_equal_values_lose_little(name: str) -> None:
-    """The largest value of a group is on the grid, up to the rounding of the scale and what a power of two gives up
-    (a quarter); a wide range loses half a step."""
+    """The largest value of a group is on the grid, up to the rounding of the scale and the loss of a power-of-two scale
+    (a quarter); a full range loses half a step.
+    """
     number_format = get_format(name)
     loss = 0.5 / (2 ** (number_format.bits - 1) - 0.5) if name.endswith("-wide") else 0.26
     for value in (3.0, -0.7, 40.0):
@@ -36,7 +37,7 @@ def test_all_equal_values_lose_little(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_infinity_saturates_and_does_not_count(name: str) -> None:
+def test_an_infinity_saturates_and_does_not_set_the_scale(name: str) -> None:
     number_format = get_format(name)
     x = torch.randn(2, 40)
     held = x.clone()
@@ -90,7 +91,7 @@ def test_subnormal_and_huge_values(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_at_all(name: str) -> None:
+def test_empty_tensors(name: str) -> None:
     number_format = get_format(name)
     for shape in ((0, 40), (0, 1), (2, 0), (0,), (0, 3, 8)):
         quantized = number_format.quantize(torch.empty(shape))
@@ -99,7 +100,7 @@ def test_nothing_at_all(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_few_and_odd_columns_are_those_of_a_filled_up_row(name: str) -> None:
+def test_partial_groups_match_a_padded_row(name: str) -> None:
     number_format = get_format(name)
     tolerance = 1e-6 if isinstance(number_format, Ternary) else 0.0  # a mean depends on the order of its sum
     for columns in (1, 2, 31, 33):
@@ -111,7 +112,7 @@ def test_few_and_odd_columns_are_those_of_a_filled_up_row(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_shapes_and_strides(name: str) -> None:
-    """Rows are independent, but for what a whole tensor shares: the same 12 of them in any shape and any memory."""
+    """Rows are independent except for tensor-wide scales: the same 12 rows in any shape and memory layout."""
     number_format = get_format(name)
     x = torch.randn(12, 40)
     expected = number_format.fake_quantize(x)
@@ -129,7 +130,7 @@ def test_other_shapes_and_strides(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_other_types(name: str) -> None:
+def test_other_dtypes(name: str) -> None:
     number_format = get_format(name)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):
         x = torch.randn(4, 40).to(dtype)
@@ -146,7 +147,7 @@ def test_the_largest_float16_does_not_become_an_infinity(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_group_longer_than_the_row_takes_no_more_memory_than_the_row(name: str) -> None:
+def test_a_group_longer_than_the_row_uses_no_extra_memory(name: str) -> None:
     number_format = get_format(name).with_group_size(10**15)
     x = torch.randn(2, 33)
     row = number_format.with_group_size(-1)

@@ -1,4 +1,4 @@
-"""Element types: their values code by code, rounding to the nearest even code, saturation, stochastic rounding."""
+"""Element types: their values code by code, round to nearest even, saturation, stochastic rounding."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def test_values_of_e2m1() -> None:
 
 
 def test_values_of_e2m3() -> None:
-    """Steps of an eighth up to 2, of a quarter up to 4, of a half up to 7.5."""
+    """Steps of an eighth up to 2, a quarter up to 4, a half up to 7.5."""
     magnitudes = [k / 8 for k in range(16)] + [2 + k / 4 for k in range(8)] + [4 + k / 2 for k in range(8)]
     assert E2M3.values == (*magnitudes, *(-value for value in magnitudes))
 
 
 def test_values_of_e3m2() -> None:
-    """Subnormals in sixteenths; then four values in each of the seven binades from 1/4 to 28."""
+    """Subnormals in sixteenths, then four values in each of the seven binades from 1/4 to 28."""
     magnitudes = [k / 16 for k in range(4)] + [2.0**e * (1 + k / 4) for e in range(-2, 5) for k in range(4)]
     assert E3M2.values == (*magnitudes, *(-value for value in magnitudes)) and E3M2.max_value == 28
 
 
 @pytest.mark.parametrize(("elements", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)], ids=["e4m3", "e5m2"])
-def test_values_of_fp8_are_those_of_torch(elements: ElementType, largest: float) -> None:
+def test_values_of_fp8_match_torch(elements: ElementType, largest: float) -> None:
     theirs = torch.arange(256, dtype=torch.uint8).view(TORCH[elements.name]).float()
     ours = torch.tensor(elements.values)
     assert torch.equal(ours.isnan(), ~theirs.isfinite())
@@ -57,8 +57,8 @@ def test_values_of_fp8_are_those_of_torch(elements: ElementType, largest: float)
 
 
 @pytest.mark.parametrize("elements", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_rounding_to_fp8_is_that_of_torch(elements: ElementType) -> None:
-    """Every magnitude from far below the subnormals to far above the largest, every tie and the numbers next to it."""
+def test_rounding_to_fp8_matches_torch(elements: ElementType) -> None:
+    """Every magnitude from far below the subnormals to far above the largest, every tie and its neighbors."""
     values = torch.tensor(sorted(set(finite_values(elements))))
     ties = (values[1:] + values[:-1]) / 2
     around = [torch.nextafter(ties, torch.full_like(ties, end)) for end in (-math.inf, math.inf)]
@@ -71,7 +71,7 @@ def test_rounding_to_fp8_is_that_of_torch(elements: ElementType) -> None:
 @pytest.mark.parametrize(
     ("x", "expected"), [(0.25, 0), (0.75, 1), (1.25, 1), (1.75, 2), (2.5, 2), (3.5, 4), (5, 4), (7, 6), (1e9, 6)]
 )
-def test_ties_of_e2m1_go_to_the_even_code(x: float, expected: float) -> None:
+def test_ties_of_e2m1_round_to_the_even_code(x: float, expected: float) -> None:
     assert E2M1.decode(E2M1.encode(torch.tensor([x, -x]))).tolist() == [expected, -expected]
 
 
@@ -93,8 +93,8 @@ def test_values_of_normal_floats() -> None:
 
 
 @pytest.mark.parametrize("elements", ALL, ids=IDS)
-def test_a_code_is_that_of_the_nearest_value(elements: ElementType) -> None:
-    """Against all values, in float64; also just beside each middle, where the nearer one must be told apart."""
+def test_values_round_to_the_nearest_code(elements: ElementType) -> None:
+    """Against all values in float64, also right next to each midpoint, where the nearer value must win."""
     values = torch.tensor(sorted(set(finite_values(elements))), dtype=torch.float64).float().double()
     middles = ((values[1:] + values[:-1]) / 2).float()
     beside = [torch.nextafter(middles, torch.full_like(middles, end)) for end in (-math.inf, math.inf)]
@@ -104,7 +104,7 @@ def test_a_code_is_that_of_the_nearest_value(elements: ElementType) -> None:
 
 
 @pytest.mark.parametrize("elements", ALL, ids=IDS)
-def test_values_stay_and_unused_codes_are_never_given(elements: ElementType) -> None:
+def test_representable_values_stay_and_unused_codes_never_occur(elements: ElementType) -> None:
     values = torch.tensor(finite_values(elements))
     extremes = torch.tensor([math.inf, -math.inf, 3e38, -3e38, 1e-45, -1e-45, 0.0, -0.0])
     codes = elements.encode(torch.cat([values, extremes]))
@@ -113,7 +113,7 @@ def test_values_stay_and_unused_codes_are_never_given(elements: ElementType) -> 
 
 
 @pytest.mark.parametrize("elements", ALL, ids=IDS)
-def test_stochastic_rounding_is_unbiased_and_lands_on_neighbours(elements: ElementType) -> None:
+def test_stochastic_rounding_is_unbiased_and_lands_on_neighbors(elements: ElementType) -> None:
     generator = torch.Generator().manual_seed(3)
     values = torch.tensor(sorted(set(finite_values(elements))))
     draws = 4000
@@ -126,20 +126,20 @@ def test_stochastic_rounding_is_unbiased_and_lands_on_neighbours(elements: Eleme
     assert float(deviation.abs().max()) < 4.5  # standard deviations of the mean
 
 
-def test_stochastic_rounding_keeps_values_and_saturates() -> None:
+def test_stochastic_rounding_keeps_representable_values_and_saturates() -> None:
     x = torch.tensor([*finite_values(E2M1), 7.0, -math.inf])
     assert E2M1.decode(E2M1.encode_stochastic(x)).tolist() == [*finite_values(E2M1), 6.0, -6.0]
 
 
-def test_an_element_type_is_known_by_its_name() -> None:
-    """NaN equals nothing: a copy that came through another process would else be another type."""
+def test_element_types_compare_by_name() -> None:
+    """NaN equals nothing, so comparing values would make a copy from another process a different type."""
     assert len({elements.name for elements in ALL}) == len(ALL)
     for elements in ALL:
         assert pickle.loads(pickle.dumps(elements)) == elements  # noqa: S301  (our own bytes)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_tables_do_not_depend_on_the_default_type(dtype: torch.dtype) -> None:
+def test_tables_do_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
     made = normal_floats(4)
     fresh = ElementType("fresh" + str(dtype), 4, made.values)  # with no tables made before
     x = 2 * torch.rand(100_000) - 1

@@ -1,4 +1,4 @@
-"""What holds for every format: nearest rounding, values that stay, names, what is stored and how large it is."""
+"""Properties of every format: round to nearest, idempotence, names, stored tensors and their size."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from smelt.numerics import FORMATS, QuantizedTensor, format_name, get_format
 from smelt.numerics.format import packed_shapes
 from smelt.numerics.integer import DenormalInteger, Integer
 from smelt.numerics.scales import POWER_OF_TWO_SCALES
-from tests.numerics.named import NAMES, every_value
+from tests.numerics.format_names import NAMES, every_value
 
 
 @st.composite
 def matrices(draw: st.DrawFn) -> Tensor:
-    """Small matrices of any odd shape: normal, constant or sparse, with values of very different size."""
+    """Draw small matrices of odd shapes: normal, constant or sparse, with values of very different magnitudes."""
     rows, columns = draw(st.integers(1, 4)), draw(st.integers(1, 70))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     x = torch.randn(rows, columns, generator=generator)
@@ -44,7 +44,7 @@ def round_trip(quantized: QuantizedTensor) -> QuantizedTensor:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=12)
 @given(x=matrices())
-def test_every_value_goes_to_the_nearest_on_its_grid(name: str, x: Tensor) -> None:
+def test_every_value_rounds_to_the_nearest_grid_value(name: str, x: Tensor) -> None:
     number_format = get_format(name)
     grouped = number_format.split_groups(x)
     grid = number_format.compute_qparams(grouped, tensor_amax=number_format.tensor_amax(x))
@@ -59,7 +59,7 @@ def test_every_value_goes_to_the_nearest_on_its_grid(name: str, x: Tensor) -> No
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=8)
 @given(x=matrices())
-def test_values_on_the_grid_stay(name: str, x: Tensor) -> None:
+def test_grid_values_are_unchanged(name: str, x: Tensor) -> None:
     number_format = get_format(name)
     grouped = number_format.split_groups(x)
     grid = number_format.compute_qparams(grouped, tensor_amax=number_format.tensor_amax(x))
@@ -74,15 +74,15 @@ def test_values_on_the_grid_stay(name: str, x: Tensor) -> None:
 @pytest.mark.parametrize("name", [name for name in NAMES if get_format(name).scale_dtype in POWER_OF_TWO_SCALES])
 @settings(max_examples=15)
 @given(x=matrices())
-def test_what_is_read_back_is_written_as_the_same_again(name: str, x: Tensor) -> None:
-    """Powers of two are found again exactly; other scales are, but for the last bit."""
+def test_requantizing_dequantized_values_gives_the_same_codes(name: str, x: Tensor) -> None:
+    """Power-of-two scales are recovered exactly, other scales up to the last bit."""
     number_format = get_format(name)
     rounded = number_format.fake_quantize(x)
     assert torch.equal(number_format.fake_quantize(rounded), rounded)
 
 
 @pytest.mark.parametrize("name", ["int4", "int8/16", "fp8-e4m3", "nf4", "ternary", "mxfp4-up", "amxfp4", "dint4-sym"])
-def test_rounding_twice_is_rounding_once(name: str) -> None:
+def test_rounding_is_idempotent(name: str) -> None:
     x = torch.randn(16, 256)
     rounded = get_format(name).fake_quantize(x)
     torch.testing.assert_close(get_format(name).fake_quantize(rounded), rounded, rtol=1e-5, atol=1e-6)
@@ -91,7 +91,7 @@ def test_rounding_twice_is_rounding_once(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=8)
 @given(x=matrices())
-def test_packed_and_unpacked(name: str, x: Tensor) -> None:
+def test_pack_and_unpack(name: str, x: Tensor) -> None:
     number_format = get_format(name)
     quantized = number_format.quantize(x)
     again = round_trip(quantized)
@@ -100,7 +100,7 @@ def test_packed_and_unpacked(name: str, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_shapes_are_known_beforehand_and_bits_are_those_stored(name: str) -> None:
+def test_declared_shapes_and_bits_match_the_stored_tensors(name: str) -> None:
     number_format = get_format(name)
     for rows, columns in ((1, 1), (3, 7), (4, 96), (5, 33)):
         packed = number_format.quantize(torch.randn(rows, columns)).pack()
@@ -118,17 +118,17 @@ def test_shapes_are_known_beforehand_and_bits_are_those_stored(name: str) -> Non
         ("dint4/32@e5m2", 4.5), ("ternary/64@float16", 2.25),
     ],
 )  # fmt: skip
-def test_bits_of_a_value(name: str, bits: float) -> None:
+def test_bits_per_value(name: str, bits: float) -> None:
     assert get_format(name).bits_per_value(4096, 4096) == bits
 
 
-def test_the_number_of_the_tensor_is_counted() -> None:
+def test_the_per_tensor_scale_is_counted() -> None:
     assert get_format("nvfp4").bits_per_value(64, 1) == 4.5 + 32 / 64
     assert get_format("int8/tensor").bits_per_value(64, 2) == 8 + 32 / 128
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_name_and_its_format(name: str) -> None:
+def test_names_round_trip(name: str) -> None:
     number_format = get_format(name)
     assert get_format(format_name(number_format)) == number_format
     assert name not in FORMATS or format_name(number_format) == name
@@ -163,7 +163,7 @@ def test_no_two_bases_are_the_same_format() -> None:
         ("int4@float16/32", "the scale type"),
     ],
 )
-def test_a_name_that_is_none(name: str, words: str) -> None:
+def test_invalid_names(name: str, words: str) -> None:
     with pytest.raises(FormatError, match=words.replace(".", r"\.")):
         get_format(name)
 
@@ -182,7 +182,7 @@ def test_a_name_that_is_none(name: str, words: str) -> None:
         ("dint4", {"zero_dtype": "float16"}, "is a code"),
     ],
 )
-def test_a_format_that_cannot_be(base: str, changes: dict[str, object], words: str) -> None:
+def test_invalid_formats(base: str, changes: dict[str, object], words: str) -> None:
     with pytest.raises(FormatError, match=words):
         replace(FORMATS[base], **changes)  # type: ignore[arg-type]
 
@@ -194,7 +194,7 @@ def test_a_format_without_a_name() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stochastic_rounding_is_unbiased_and_lands_on_neighbours(name: str) -> None:
+def test_stochastic_rounding_is_unbiased_and_lands_on_neighbors(name: str) -> None:
     number_format, generator, draws = get_format(name), torch.Generator().manual_seed(1), 1500
     x = torch.randn(2, 40)
     grouped = number_format.split_groups(x)
@@ -221,7 +221,7 @@ def test_a_generator_makes_quantize_stochastic() -> None:
     assert float(get_format("int4").fake_quantize(x)[0, 1:].abs().max()) == 0
 
 
-def test_a_narrowed_range_clips() -> None:
+def test_a_clip_ratio_clips() -> None:
     x = torch.randn(4, 64)
     for name in ("int4", "int4-asym", "dint4", "dint4-sym", "fp8-e4m3", "nf4", "nvfp4", "amxfp4@float32", "ternary"):
         number_format = get_format(name)
@@ -234,6 +234,6 @@ def test_a_narrowed_range_clips() -> None:
         assert torch.allclose(ratio, torch.full_like(ratio, 0.5), rtol=0.07), name  # but for the rounding to E4M3
 
 
-def test_denormal_integers_are_integers_with_two_codes_less() -> None:
+def test_dint_is_an_integer_format_with_two_fewer_codes() -> None:
     assert isinstance(get_format("dint4"), DenormalInteger) and format_name(DenormalInteger(bits=4)) == "dint4"
     assert format_name(Integer(bits=4, symmetric=False)) == "int4-asym"

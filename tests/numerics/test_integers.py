@@ -1,4 +1,4 @@
-"""Integers and dINT: steps, zero points, code tables by hand, and the product in whole numbers."""
+"""Integers and dINT: steps, zero points, hand-written code tables, and the integer product."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from smelt.numerics import Format, QuantParams, get_format
 from smelt.numerics.integer import DenormalInteger
-from tests.numerics.named import every_value
+from tests.numerics.format_names import every_value
 
 
 def fitted(number_format: Format, x: Tensor) -> tuple[Tensor, QuantParams]:
@@ -29,7 +29,9 @@ def test_the_error_is_at_most_half_a_step(bits: int, kind: str, group: str) -> N
 
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_ranges(bits: int) -> None:
-    """Symmetric: the largest magnitude is step 2^(b-1) - 1; wide: all codes span it; asymmetric: both ends are met."""
+    """Symmetric: the largest magnitude is step 2^(b-1) - 1; full range: all codes span it; asymmetric: both ends are
+    exact.
+    """
     x = torch.randn(4, 64)
     largest, (low, high) = x.abs().amax(1), x.aminmax(dim=1)
     top = 2 ** (bits - 1)
@@ -55,7 +57,7 @@ def test_the_asymmetric_rule_by_hand() -> None:
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("name", ["int4-asym", "dint4", "int4-float-zero", "int4-float32-zero"])
-def test_zero_is_exact_where_values_have_one_sign(sign: int, name: str) -> None:
+def test_zero_is_exact_for_values_of_one_sign(sign: int, name: str) -> None:
     x = sign * (5 + torch.rand(1, 64))
     _, grid = fitted(get_format(name), x)
     assert grid.zero is not None and float(grid.zero) in (0.0, 13.0 if name == "dint4" else 15.0)
@@ -65,18 +67,18 @@ def test_zero_is_exact_where_values_have_one_sign(sign: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["int4-asym", "dint4"])
 def test_the_zero_point_of_a_nan_is_a_byte(name: str) -> None:
-    """What NaN is as a byte differs from machine to machine."""
+    """NaN converts to a different byte on different machines."""
     grid = get_format(name).quantize(torch.tensor([[1.0, torch.nan]])).qparams
     assert grid.zero is not None and float(grid.zero) == 0.0
 
 
-def test_ties_of_integers_go_to_even() -> None:
+def test_integer_ties_round_to_even() -> None:
     x = torch.tensor([[0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 7.0]])
     assert get_format("int4").fake_quantize(x).tolist() == [[0, 2, 2, 0, -2, -2, 7]]
 
 
 def test_a_fractional_zero_point_is_kept() -> None:
-    """As HQQ leaves it: stored in float16, added before rounding."""
+    """As HQQ produces it: stored in float16, added before rounding."""
     number_format = get_format("int4-float-zero")
     grid = QuantParams(torch.full((1, 1, 1), 0.5), torch.full((1, 1, 1), 3.25))
     assert number_format.quantize_groups(torch.tensor([[[0.0, 0.25, 0.2]]]), grid).tolist() == [[[3, 4, 4]]]
@@ -88,7 +90,7 @@ def test_a_fractional_zero_point_is_kept() -> None:
 
 
 def test_the_codes_of_dint4() -> None:
-    """Codes 0 to 13 are whole steps around the zero point; 14 and 15 are plus and minus half a step."""
+    """Codes 0 to 13 are integer steps around the zero point; 14 and 15 are plus and minus half a step."""
     grid = QuantParams(torch.ones(1, 1, 1), torch.full((1, 1, 1), 5.0))
     values = every_value(get_format("dint4"), grid).flatten().tolist()
     assert values == [*range(-5, 9), 0.5, -0.5]
@@ -112,9 +114,10 @@ def test_the_thresholds_of_dint() -> None:
 
 
 @pytest.mark.parametrize("zero", [0.0, 6.0, 13.0])
-def test_what_lies_beyond_the_grid_of_dint_goes_to_its_end(zero: float) -> None:
-    """Error feedback moves weights out of the range that their grid was fitted to. With no whole step on a side of
-    zero the half step is the end there."""
+def test_dint_clamps_values_beyond_its_grid(zero: float) -> None:
+    """Error feedback moves weights out of the range their qparams were computed for. With no integer step on a side of
+    zero, the half step is the end there.
+    """
     number_format = get_format("dint4")
     grid = QuantParams(torch.ones(1, 1, 1), torch.full((1, 1, 1), zero))
     x = torch.tensor([[[-40.0, -0.8, 0.8, 40.0]]])
@@ -126,7 +129,7 @@ def test_what_lies_beyond_the_grid_of_dint_goes_to_its_end(zero: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["dint4", "dint4-sym", "dint3", "dint6"])
-def test_dint_in_whole_numbers_equals_the_float_path(name: str) -> None:
+def test_the_integer_product_of_dint_equals_the_float_path(name: str) -> None:
     """A row's int8 table, `2 (code - z)` and plus and minus one, times int8 inputs in int32, times half the scale."""
     number_format = get_format(name)
     assert isinstance(number_format, DenormalInteger)

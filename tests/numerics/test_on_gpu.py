@@ -1,4 +1,4 @@
-"""On a GPU every format gives the same codes and values as on the CPU, bit for bit."""
+"""On GPU every format gives the same codes and values as on CPU, bit for bit."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 from smelt.numerics import QuantizedTensor, get_format
 from smelt.numerics.scaled import Ternary
-from tests.numerics.named import NAMES
+from tests.numerics.format_names import NAMES
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_same_as_on_the_cpu(name: str) -> None:
+def test_gpu_matches_cpu(name: str) -> None:
     number_format = get_format(name)
     x = torch.randn(9, 77).pow(3)
     x[2, 3], x[4, 5], x[6] = math.inf, math.nan, 0.0
@@ -31,7 +31,7 @@ def test_the_same_as_on_the_cpu(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_can_be_captured_in_a_graph(name: str) -> None:
-    """Nothing in it waits for the device, once its tables are there."""
+    """Nothing synchronizes with the device once the tables exist."""
     number_format, x = get_format(name), torch.randn(4, 64, device="cuda")
     expected = number_format.fake_quantize(x)
     torch.cuda.synchronize()

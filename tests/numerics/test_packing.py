@@ -1,4 +1,4 @@
-"""Codes in bytes: round trips, the order of bits by hand, and sizes."""
+"""Packing codes into bytes: round trips, bit order by hand, and sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smelt.numerics.packing import pack, packed_columns, unpack
 
 
 def hexadecimal(codes: list[int], bits: int) -> str:
-    """The bytes of a row, the first one first."""
+    """Return the bytes of a row in order, as hexadecimal."""
     return bytes(pack(torch.tensor(codes, dtype=torch.uint8), bits).tolist()).hex()
 
 
@@ -49,7 +49,7 @@ def test_other_shapes_and_strides(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_all_ones_are_all_ones(bits: int) -> None:
-    """No code is lost to a word that is too small."""
+def test_all_ones_round_trip(bits: int) -> None:
+    """No code is truncated by a word that is too small."""
     codes = torch.full((8,), (1 << bits) - 1, dtype=torch.uint8)
     assert pack(codes, bits).tolist() == [255] * bits

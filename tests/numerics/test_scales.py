@@ -1,4 +1,4 @@
-"""Scales: the OCP rule by brute force, its rounding-up variant, how each type is stored, NVFP4's two levels."""
+"""Scales: the OCP rule by brute force, its rounding-up variant, how each dtype is stored, NVFP4's two levels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ POSITIVE = st.floats(2.0**-149, torch.finfo(torch.float32).max, width=32)
 
 
 def floor_log2(value: float) -> int:
-    """By comparison of exact fractions: the largest n with 2^n <= value."""
+    """Return the largest n with 2^n <= value, by comparing exact fractions."""
     exact, n = Fraction(value), -150
     while Fraction(2) ** (n + 1) <= exact:
         n += 1
@@ -69,7 +69,7 @@ def test_seven_quarters_itself_is_rounded_up() -> None:
     assert scale_of("mxfp4-up", float(torch.nextafter(torch.tensor(7.0), torch.tensor(0.0)))) == 1.0
 
 
-def test_the_largest_power_is_not_passed() -> None:
+def test_the_largest_power_is_not_exceeded() -> None:
     """The next byte would be NaN."""
     assert scale_of("mxint8@e8m0-up", 3.4e38) == 2.0**127
 
@@ -101,7 +101,7 @@ def test_a_scale_is_rounded_to_the_nearest(kind: ScaleDtype) -> None:
     assert torch.equal(round_scale(exact, kind), (exact / step).round() * step)
 
 
-def test_every_type_of_scale_is_either_rounded_or_a_power() -> None:
+def test_every_scale_dtype_is_either_rounded_or_a_power_of_two() -> None:
     assert set(FLOAT_SCALES) | set(POWER_OF_TWO_SCALES) == set(get_args(ScaleDtype)) == set(STORED_BITS)
 
 
@@ -122,7 +122,7 @@ def test_the_two_levels_of_nvfp4() -> None:
 
 
 def test_nvfp4_of_tiny_values() -> None:
-    """The tensor's number stays finite, and the values stay what they are."""
+    """The per-tensor scale stays finite, and the values survive."""
     x = torch.randn(4, 32) * 1e-37
     quantized = get_format("nvfp4").quantize(x)
     assert quantized.qparams.tensor is not None and bool(quantized.qparams.tensor.isfinite().all())
@@ -131,8 +131,8 @@ def test_nvfp4_of_tiny_values() -> None:
 
 @pytest.mark.parametrize("kind", FLOAT_SCALES)
 @pytest.mark.parametrize("slope", [1e-9, 1.0, 1e9])
-def test_gradients_pass_a_rounded_scale_whole(kind: ScaleDtype, slope: float) -> None:
-    """A conversion to float16 would round its gradient too: 1e9 would be infinite, 1e-9 nothing."""
+def test_gradients_pass_a_rounded_scale_unchanged(kind: ScaleDtype, slope: float) -> None:
+    """A conversion to float16 would round the gradient too: 1e9 would become infinite, 1e-9 zero."""
     scale = torch.tensor([0.37, 1.93], requires_grad=True)
     (round_scale(scale, kind) * slope).sum().backward()
     assert scale.grad is not None and torch.equal(scale.grad, torch.full((2,), slope))

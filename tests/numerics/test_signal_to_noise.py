@@ -1,4 +1,4 @@
-"""The signal-to-noise ratios of the method cards: what a NumPy emulation gave, our formats must give again."""
+"""Signal-to-noise ratios of the method cards: our formats reproduce the figures of a NumPy emulation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def drawn() -> dict[str, Tensor]:
 def test_the_table_of_the_amxfp4_card(name: str, column: int, drawn: dict[str, Tensor]) -> None:
     """The card does not say how its softmax rows were drawn. Of rows of 32 to 2048 keys with normal logits of standard
     deviation 0.5 to 8, those of 128 keys and 2 fit all nine figures; the next best miss one by 0.4 dB. They vary so
-    much that twice the card's sample is taken."""
+    much that twice the card's sample is taken.
+    """
     x = drawn[list(DRAWS)[column]]
     assert signal_to_noise(x, get_format(name).fake_quantize(x)) == pytest.approx(CARD[name][column], abs=0.05)
 
@@ -126,8 +127,9 @@ def test_normal_float(draw: str, expected: float, drawn: dict[str, Tensor]) -> N
     [("int4", 11.0, 19.0), ("mxfp4", 16.1, 19.0), ("nvfp4", 22.6, 20.1), ("amxfp4", 21.3, 19.8)],
 )
 def test_rotation_helps_coarse_scales_and_hurts_fine_ones(name: str, before: float, after: float) -> None:
-    """Tokens with 8 of 1024 channels 40 times as large. The card does not say which channels: at random ones the
-    figures vary by some tenths, so the mean over ten draws is compared, more loosely than above."""
+    """Tokens with 8 of 1024 channels 40 times as large. The card does not say which channels: with random ones the
+    figures vary by some tenths, so the mean over ten draws is compared, with a looser tolerance than above.
+    """
     draw, found = np.random.default_rng(0), []
     for _ in range(10):
         x = draw.standard_normal((128, 1024))

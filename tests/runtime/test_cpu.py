@@ -1,4 +1,4 @@
-"""The network as a program on a processor: which ones are, and that they give what the module gives."""
+"""Networks compiled to CPU programs: which ones are supported, and that they match the eager module."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ NETWORKS = {
 
 
 def logits(network: Any, compiled: bool, texts: list[list[int]]) -> Tensor:
-    """Of the last token of every text, after all of them were computed at once, in two chunks each."""
+    """Return the logits of the last token of every sequence, computed as one batch in two chunks each."""
     runner = ModelRunner(Model(copy.deepcopy(network)), **SIZES, compiled=compiled)
     assert runner.backend == ("compiled-cpu" if compiled else "eager")
     requests = [Request(RequestId(str(slot)), text, SamplingParams(), 96, slot=slot) for slot, text in enumerate(texts)]
@@ -90,7 +90,7 @@ TEXTS = [[5, 6, 7, 8, 9, 10, 11], [20], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39,
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_program_gives_what_the_network_gives(name: str) -> None:
+def test_a_program_matches_the_network(name: str) -> None:
     network = NETWORKS[name]()
     assert reason_against(Model(network)) is None
     found, wanted = logits(network, True, TEXTS), logits(network, False, TEXTS)
@@ -98,14 +98,14 @@ def test_a_program_gives_what_the_network_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "int4", "qwen3"])
-def test_in_half_precision(name: str) -> None:
+def test_half_precision(name: str) -> None:
     network = NETWORKS[name]().to(torch.bfloat16)
     found, wanted = logits(network, True, TEXTS), logits(network, False, TEXTS).float()
     exact = logits(copy.deepcopy(network).float(), False, TEXTS)
     assert (found - exact).norm() < 1.2 * (wanted - exact).norm() + 1e-3 * exact.norm()
 
 
-def test_neighbours_change_no_bit() -> None:
+def test_batch_composition_changes_no_bit() -> None:
     network = BUILDS["llama"]()
     together = logits(network, True, TEXTS)
     for row, text in enumerate(TEXTS):
@@ -121,14 +121,14 @@ def test_neighbours_change_no_bit() -> None:
     ],
     ids=["gpt2", "opt", "rotated inputs"],
 )
-def test_others_run_as_they_are_and_it_is_told_why(build: Any, reason: str) -> None:
+def test_unsupported_networks_run_eagerly_with_a_reason(build: Any, reason: str) -> None:
     network = build()
     assert reason in (reason_against(Model(network)) or "")
     assert ModelRunner(Model(network), **SIZES).backend == "eager"
 
 
 @pytest.mark.parametrize("empty", [("heads0",), ("ffn_channels1",)])
-def test_a_layer_that_lost_everything_runs_as_it_is(empty: tuple[str, ...]) -> None:
+def test_a_fully_pruned_layer_runs_eagerly(empty: tuple[str, ...]) -> None:
     network = BUILDS["llama"]()
     cut(network, random_masks(network, empty=empty))
     assert reason_against(Model(network)) == "a layer lost all of its heads or channels"

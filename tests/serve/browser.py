@@ -1,4 +1,4 @@
-"""Chromium through its DevTools protocol over a pair of pipes: just enough to open a page and ask it things."""
+"""Chromium through its DevTools protocol over a pair of pipes: just enough to open a page and evaluate scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that several files of tests share. How each of them ends is a test as well."""
+"""Servers shared by several test files. Their shutdown is tested as well."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 import pytest
 
-from tests.serve.served import NAME, PATIENCE, Server, start, write_model
+from tests.serve.server_process import NAME, PATIENCE, Server, start, write_model
 
 KEYS = ("first-key-of-the-test", "second-key-of-the-test")
 
@@ -22,7 +22,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """On loopback without a key."""
+    """Start a server on loopback without an API key."""
     found = start(model_folder, tmp_path_factory.mktemp("server"), "--kv-cache-gib", "0.02", "--client-timeout", "1")
     yield found
     found.wait_until_idle()
@@ -31,7 +31,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="session")
 def keyed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """On every address, with two keys, with little room, and without a second chance for its engine."""
+    """Start a server on every address, with two keys, a small queue, and no restart of its engine."""
     folder = tmp_path_factory.mktemp("keyed")
     (folder / "keys").write_text("# two keys\n" + "\n".join(KEYS) + "\n")
     options = ("--max-queued", "0", "--max-num-seqs", "2", "--kv-cache-gib", "0.01", "--max-restarts", "0")

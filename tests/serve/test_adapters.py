@@ -1,4 +1,4 @@
-"""Several adapters in one batch: each request gets what the model with its adapter merged would give."""
+"""Several adapters in one batch: each request matches the model with its adapter merged."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_prefix_cache_is_not_shared_across_adapters(served: tuple[Any, dict[
     assert cached == [False, True, False, False, True]
 
 
-def test_over_a_quantised_base(served: tuple[Any, dict[str, Path]]) -> None:
+def test_over_a_quantized_base(served: tuple[Any, dict[str, Path]]) -> None:
     network, folders = served
     model = Model(network)
     RoundToNearest(bits=4, group_size=16).apply(model, MethodContext())
@@ -93,7 +93,7 @@ def test_over_a_quantised_base(served: tuple[Any, dict[str, Path]]) -> None:
     assert base.output != adapted.output
 
 
-def test_another_scale(tmp_path: Path) -> None:
+def test_other_scales(tmp_path: Path) -> None:
     network = BUILDS["llama"]()
     folder = write_adapter(tmp_path / "a", network, 0, use_rslora=True)
     engine = Engine(Model(copy.deepcopy(network)), adapters={"a": folder}, **SMALL)
@@ -114,14 +114,14 @@ def test_another_scale(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_is_not_plain_is_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+def test_unsupported_adapters_are_refused(tmp_path: Path, change: dict[str, Any], told: str) -> None:
     network = BUILDS["llama"]()
     folder = write_adapter(tmp_path / "a", network, 0, **change)
     with pytest.raises(ModelError, match=told):
         Engine(Model(network), adapters={"a": folder}, **SMALL)
 
 
-def test_files_that_do_not_fit(tmp_path: Path) -> None:
+def test_files_that_do_not_match_the_model(tmp_path: Path) -> None:
     network = BUILDS["llama"]()
     other = write_adapter(tmp_path / "other", BUILDS["qwen2"](), 0)
     file = other / "adapter_model.safetensors"
@@ -147,7 +147,7 @@ def test_files_that_do_not_fit(tmp_path: Path) -> None:
         Engine(Model(network), adapters={"a": other}, **SMALL)
 
 
-def test_a_name_that_is_not_there(served: tuple[Any, dict[str, Path]]) -> None:
+def test_an_unknown_name(served: tuple[Any, dict[str, Path]]) -> None:
     engine = Engine(Model(served[0]), adapters=served[1], **SMALL)
     with pytest.raises(RequestError, match="no adapter 'b'; there are a0, a1, a2"):
         engine.submit([5], GREEDY, adapter="b")

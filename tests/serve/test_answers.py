@@ -1,4 +1,4 @@
-"""What is in the answers: transformers' tokens, the same text streamed and not, counts, seeds, stops, logprobs."""
+"""Contents of responses: transformers' tokens, the same text streamed or not, counts, seeds, stops, logprobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from smelt.serve.engine.request import Request, RequestId
 from smelt.serve.engine.sampling_params import SamplingParams
-from tests.serve.served import NAME, Server, language_model, pieces, tokenizer
+from tests.serve.server_process import NAME, Server, language_model, pieces, tokenizer
 
 FEW = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -30,7 +30,7 @@ def http(server: Server) -> Any:
 
 
 def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The choices put together, and the usage."""
+    """Assemble the choices of a stream, and return them with the usage."""
     with http.stream("POST", path, json={**body, "stream": True, "stream_options": {"include_usage": True}}) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         events = pieces(answer)
@@ -47,7 +47,7 @@ def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[
 
 
 @pytest.mark.parametrize("prompt", ["hello", "the quick brown fox " * 4, "über 語 🙂"])
-def test_greedy_tokens_are_those_of_transformers(server: Server, prompt: str) -> None:
+def test_greedy_tokens_match_transformers(server: Server, prompt: str) -> None:
     ids = torch.tensor([tokenizer()(prompt)["input_ids"]])
     with torch.no_grad():
         wanted = network().generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
@@ -59,7 +59,7 @@ def test_greedy_tokens_are_those_of_transformers(server: Server, prompt: str) ->
 
 
 def plain(text: str) -> str:
-    """Its characters of one byte; between them random bytes may be read in more than one way."""
+    """Keep only single-byte characters; random bytes between them can be decoded in more than one way."""
     return "".join(letter for letter in text if letter.isascii())
 
 
@@ -84,7 +84,7 @@ ROUNDING = 1e-5  # log-probabilities of one token in two batches agree within th
 
 
 def is_tie(body: dict[str, Any], sample: int, first: list[int], second: list[int]) -> bool:
-    """Whether two answers part at a draw that rounding errors of the logits can decide either way."""
+    """Return whether two answers diverge at a draw that rounding errors of the logits can decide either way."""
     place = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
     if place is None:
         return False
@@ -101,7 +101,7 @@ def is_tie(body: dict[str, Any], sample: int, first: list[int], second: list[int
 
 @FEW
 @given(body=SETTINGS, seed=st.integers(0, 2**62))
-def test_streamed_or_not_it_is_the_same(http: httpx.Client, body: dict[str, Any], seed: int) -> None:
+def test_streaming_does_not_change_the_answer(http: httpx.Client, body: dict[str, Any], seed: int) -> None:
     body = {**body, "seed": seed, "return_token_ids": True}
     whole = http.post("/v1/completions", json=body).json()
     choices, usage = streamed(http, "/v1/completions", body)
@@ -124,7 +124,7 @@ def test_streamed_or_not_it_is_the_same(http: httpx.Client, body: dict[str, Any]
     assert usage["prompt_tokens"] == len(tokenizer()(body["prompt"])["input_ids"])
 
 
-def test_a_tie_is_told_from_a_different_answer() -> None:
+def test_a_tie_is_distinguished_from_a_different_answer() -> None:
     body = {"prompt": "hello", "temperature": 0, "seed": 0}
     ids = torch.tensor([tokenizer()("hello")["input_ids"]])
     with torch.no_grad():
@@ -135,7 +135,7 @@ def test_a_tie_is_told_from_a_different_answer() -> None:
         assert is_tie(body, 0, [best], [second])
 
 
-def test_a_stop_text_ends_the_answer_before_it_and_in_the_engine(server: Server, http: httpx.Client) -> None:
+def test_a_stop_string_ends_the_answer_before_it_and_in_the_engine(server: Server, http: httpx.Client) -> None:
     body = {"prompt": "hello", "seed": 11, "max_tokens": 400, "ignore_eos": True}
     text = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     place = next(place for place in range(20, len(text)) if text.index(text[place : place + 2]) == place)
@@ -150,7 +150,7 @@ def test_a_stop_text_ends_the_answer_before_it_and_in_the_engine(server: Server,
     server.wait_until_idle()
 
 
-def test_stop_tokens_biases_and_the_end_of_text(server: Server) -> None:
+def test_stop_tokens_logit_bias_and_eos(server: Server) -> None:
     plain = server.complete(max_tokens=10, ignore_eos=True, return_token_ids=True)["choices"][0]["token_ids"]
     forced = server.complete(max_tokens=4, logit_bias={"65": 100}, return_token_ids=True)["choices"][0]
     assert forced["token_ids"] == [65] * 4
@@ -182,7 +182,7 @@ def test_several_prompts_and_echo(server: Server) -> None:
     ]
 
 
-def test_logprobs_are_those_of_the_network(server: Server) -> None:
+def test_logprobs_match_the_network(server: Server) -> None:
     prompt = tokenizer()("hello")["input_ids"]
     (choice,) = server.complete("hello", max_tokens=5, logprobs=2, return_token_ids=True)["choices"]
     with torch.no_grad():
@@ -191,7 +191,7 @@ def test_logprobs_are_those_of_the_network(server: Server) -> None:
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted.tolist(), abs=1e-4)
 
 
-def test_the_prefix_cache_is_one_for_each_salt(server: Server) -> None:
+def test_each_salt_has_its_own_prefix_cache(server: Server) -> None:
     prompt = "a prompt that nobody else in this file has, long enough for blocks " * 2
 
     def cached(**more: Any) -> int:
@@ -204,7 +204,7 @@ def test_the_prefix_cache_is_one_for_each_salt(server: Server) -> None:
     assert cached(cache_salt="mine") >= 96
 
 
-def test_chat_streams_every_sample_and_counts_on_the_way(http: httpx.Client) -> None:
+def test_chat_streams_every_sample_with_continuous_usage(http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "seed": 3, "max_tokens": 8}
     whole = http.post("/v1/chat/completions", json=body).json()
     choices, usage = streamed(http, "/v1/chat/completions", body)
@@ -216,7 +216,7 @@ def test_chat_streams_every_sample_and_counts_on_the_way(http: httpx.Client) -> 
     assert counts == sorted(counts) and counts[-1] == usage["completion_tokens"]
 
 
-def test_tokenize_and_back(server: Server) -> None:
+def test_tokenize_and_detokenize(server: Server) -> None:
     found = server.post("/tokenize", {"prompt": "über", "return_token_strs": True}).json()
     assert found["tokens"] == tokenizer()("über")["input_ids"] and found["count"] == 5 == len(found["token_strs"])
     assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "über"}

@@ -1,4 +1,4 @@
-"""Texts as they are written, to many at once on one event loop."""
+"""Streamed text for many requests at once on one event loop."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def whole(live: AsyncEngine, prompt: str, **settings: Any) -> tuple[str, s
     return text, reason, pieces
 
 
-def test_streams_give_what_generate_gives(live: AsyncEngine) -> None:
+def test_streams_match_generate(live: AsyncEngine) -> None:
     prompts = ["the cat ", "a bird", "the child sees the d"]
 
     async def all_at_once() -> list[tuple[str, str, int]]:
@@ -47,13 +47,13 @@ def test_streams_give_what_generate_gives(live: AsyncEngine) -> None:
     assert all(pieces > 5 for _, _, pieces in found)
 
 
-def test_a_stop_text_ends_a_stream_and_frees_its_blocks(live: AsyncEngine) -> None:
+def test_a_stop_string_ends_a_stream_and_frees_its_blocks(live: AsyncEngine) -> None:
     text, reason, _ = asyncio.run(whole(live, "the cat ", stop=("t h e",)))
     assert reason == "stop" and "t h e" not in text
     assert _free(live)
 
 
-def test_leaving_early_frees_its_blocks(live: AsyncEngine) -> None:
+def test_leaving_early_frees_the_blocks(live: AsyncEngine) -> None:
     async def leave() -> list[Request]:
         stream = live.stream("the cat ", smelt.SamplingParams(max_tokens=80, n=2, ignore_eos=True))
         async for _ in stream:
@@ -67,7 +67,7 @@ def test_leaving_early_frees_its_blocks(live: AsyncEngine) -> None:
     assert [request.reason for request in requests] == ["abort", "abort"]  # not by coming to their end
 
 
-def test_a_refused_request_is_an_error_for_its_caller_alone(live: AsyncEngine) -> None:
+def test_a_refused_request_fails_only_for_its_caller(live: AsyncEngine) -> None:
     async def both() -> list[Any]:
         return await asyncio.gather(whole(live, "x" * 200), whole(live, "the cat "), return_exceptions=True)
 
@@ -76,7 +76,7 @@ def test_a_refused_request_is_an_error_for_its_caller_alone(live: AsyncEngine) -
 
 
 def _free(live: AsyncEngine) -> bool:
-    """Soon, as the thread runs on its own."""
+    """Wait briefly until all blocks are free: the engine's thread runs on its own."""
     for _ in range(500):
         if not live.engine.busy and live.engine.pool.free == live.engine.pool.blocks:
             return True

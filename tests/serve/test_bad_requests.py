@@ -1,5 +1,6 @@
-"""Bad input is a 4xx with a sentence, whatever it is; afterwards the server answers as before. Many of these once
-brought down a server: the numbers are those of the reports (shared/field.md, F2)."""
+"""Bad input gets a 4xx with a sentence; afterwards the server answers as before. Many of these once crashed a server:
+the numbers are those of the reports (shared/field.md, F2).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.served import CONTEXT, Server
+from tests.serve.server_process import CONTEXT, Server
 
 SECRET = "zebra-secret"
 MESSAGES = [{"role": "user", "content": SECRET}]
@@ -123,7 +124,7 @@ def is_error(answer: httpx.Response) -> bool:
 
 
 @pytest.mark.parametrize(("path", "body"), BAD.values(), ids=BAD)
-def test_it_gets_a_sentence(server: Server, path: str, body: Any) -> None:
+def test_a_bad_field_gets_a_sentence(server: Server, path: str, body: Any) -> None:
     answer = server.http.post(
         server.url + path, content=json.dumps(body), headers={"content-type": "application/json"}, timeout=20
     )
@@ -134,7 +135,7 @@ def test_it_gets_a_sentence(server: Server, path: str, body: Any) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
 @pytest.mark.parametrize("field", ["temperature", "repetition_penalty", "top_p"])
-def test_numbers_that_are_none(server: Server, field: str, value: str, stream: bool) -> None:
+def test_non_finite_numbers(server: Server, field: str, value: str, stream: bool) -> None:
     """#45116 of vLLM."""
     body = f'{{"prompt": "x", "stream": {str(stream).lower()}, "{field}": {value}}}'
     answer = server.http.post(
@@ -148,15 +149,15 @@ def test_numbers_that_are_none(server: Server, field: str, value: str, stream: b
     [b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"prompt": "x", "prompt": ' + b"[" * 5000, b"null", b'"x"', b"5"],
     ids=lambda content: repr(content[:12]),
 )
-def test_bodies_that_are_no_json_object(server: Server, content: bytes) -> None:
+def test_bodies_that_are_not_a_json_object(server: Server, content: bytes) -> None:
     for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/embeddings"):
         answer = server.http.post(server.url + path, content=content, headers={"content-type": "application/json"})
         assert answer.status_code == 400 and is_error(answer)
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", None])
-def test_only_json_is_read(server: Server, kind: str | None) -> None:
-    """A page of another site can send the other types without asking first."""
+def test_only_json_is_accepted(server: Server, kind: str | None) -> None:
+    """Another site's page can send the other content types without a preflight request."""
     headers = {"content-type": kind} if kind else {}
     answer = server.http.post(server.url + "/v1/completions", content=b'{"prompt": "x"}', headers=headers)
     assert answer.status_code == 400 and is_error(answer)
@@ -197,7 +198,7 @@ def raw(server: Server, request: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("size", [40_000, 200_000, 5_000_000])
-def test_a_giant_header(server: Server, size: int) -> None:
+def test_a_huge_header(server: Server, size: int) -> None:
     """CVE-2025-48956."""
     found = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * size + b"\r\n\r\n")
     assert found[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431") or found == b""
@@ -223,13 +224,13 @@ def test_a_giant_header(server: Server, size: int) -> None:
     ids=lambda request: repr(request[:70]),
 )
 def test_broken_http(server: Server, request_: bytes) -> None:
-    """CVE-2025-23310 and CVE-2026-24208 of Triton's server: chunks, and paths that climb."""
+    """CVE-2025-23310 and CVE-2026-24208 of Triton's server: chunked bodies, and path traversal."""
     assert raw(server, request_ + b"\r\n\r\n")[:10] in (b"HTTP/1.1 4", b"")
     assert server.get("/health").status_code == 200
 
 
-def test_routes_that_are_not_there(server: Server) -> None:
-    """The doors of others: weights, RPC, adapters, jobs."""
+def test_unknown_routes(server: Server) -> None:
+    """Endpoints of other servers: weights, RPC, adapters, jobs."""
     for path in ("/update_weights_from_tensor", "/pause", "/invocations", "/v1/load_lora_adapter", "/v1/rerank",
                  "/docs", "/v1/completions/", "//v1/models", "/collective_rpc", "/api/jobs/"):  # fmt: skip
         answer = server.post(path, {})
@@ -243,7 +244,7 @@ def test_an_unknown_field_is_ignored(server: Server) -> None:
     assert server.complete("hello", some_new_field={"x": [1]})["choices"] == server.complete("hello")["choices"]
 
 
-def test_after_all_that_nothing_leaks_and_nothing_was_said(server: Server) -> None:
+def test_afterwards_nothing_leaked_and_nothing_was_logged(server: Server) -> None:
     server.wait_until_idle()
     assert server.state()["restarts"] == 0 and server.complete("hello")["choices"][0]["text"]
     log = server.log.read_text()

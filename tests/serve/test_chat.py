@@ -34,7 +34,7 @@ TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}\n{% en
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model of characters with 128 positions and a chat template."""
+    """Write a small character-level model with 128 positions and a chat template."""
     made = tmp_path_factory.mktemp("chat") / "model"
     trained_llama(sentences(400)).save_pretrained(made)
     tokenizer = character_tokenizer()
@@ -49,7 +49,7 @@ def talk(folder: Path) -> Conversation:
     return Conversation(Engine(str(folder), block_size=4), SamplingParams(max_tokens=12, temperature=0), "be kind.")
 
 
-def test_the_second_turn_computes_only_what_is_new(talk: Conversation) -> None:
+def test_the_second_turn_computes_only_new_tokens(talk: Conversation) -> None:
     first = "".join(talk.answer("the cat"))
     second = "".join(talk.answer("the dog"))
     assert first and second
@@ -60,7 +60,7 @@ def test_the_second_turn_computes_only_what_is_new(talk: Conversation) -> None:
     assert talk.engine.pool.free == talk.engine.pool.blocks
 
 
-def test_answers_are_those_of_the_engine(talk: Conversation) -> None:
+def test_answers_match_the_engine(talk: Conversation) -> None:
     pieces = list(talk.answer("the cat"))
     prompt = "s: be kind.\nu: the cat\na: "
     (wanted,) = Engine(talk.engine.model, prefix_cache=False).generate(
@@ -69,7 +69,7 @@ def test_answers_are_those_of_the_engine(talk: Conversation) -> None:
     assert "".join(pieces) == wanted.text and len(pieces) > 1
 
 
-def test_a_full_context_forgets_the_oldest(talk: Conversation) -> None:
+def test_a_full_context_drops_the_oldest_messages(talk: Conversation) -> None:
     gone = 0
     for number in range(8):
         text = f"the child {number}"
@@ -135,7 +135,7 @@ def test_a_template_that_refuses(talk: Conversation) -> None:
     assert talk.messages == []
 
 
-def test_nothing_steers_the_terminal() -> None:
+def test_control_characters_do_not_reach_the_terminal() -> None:
     assert harmless("a\x1b[31mb\x07\x9b2J\n\tü\u200d✓\r") == "a[31mb2J\n\tü\u200d✓"
 
 
@@ -144,7 +144,7 @@ def typed(smelt: Smelt, monkeypatch: pytest.MonkeyPatch, text: str, *arguments: 
     return smelt("chat", *arguments)
 
 
-def test_the_command_with_its_input_from_a_pipe(
+def test_the_command_with_piped_input(
     smelt_here: Smelt,  # noqa: F811
     folder: Path,
     tmp_path: Path,
@@ -165,7 +165,7 @@ def test_the_command_with_its_input_from_a_pipe(
 
 
 def test_at_a_terminal(folder: Path, tmp_path: Path) -> None:
-    """Ctrl-C stops a long answer and not the chat; what is typed next is understood; Ctrl-D ends it."""
+    """Ctrl-C stops a long answer but not the chat; the next input is processed; Ctrl-D ends it."""
     long = shutil.copytree(folder, tmp_path / "long")
     config = json.loads((long / "config.json").read_text())
     (long / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 8192}))
@@ -202,7 +202,7 @@ def _controlling_terminal() -> None:
 
 
 def _read_until(descriptor: int, words: str, process: subprocess.Popen[bytes], after: str = "") -> str:
-    """What the terminal shows up to these words, which come after others."""
+    """Return the terminal's output up to this text, which must follow other output."""
     seen, until = "", time.monotonic() + 60
     while words not in seen.partition(after)[2] if after else words not in seen:
         assert time.monotonic() < until and process.poll() is None, f"waited for {words!r}, saw {seen[-500:]!r}"

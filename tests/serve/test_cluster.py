@@ -1,6 +1,6 @@
-"""Two replicas on one machine by Ray Serve, as a user would start them. Needs `pip install 'smelt[cluster]'`.
+"""Two replicas on one machine with Ray Serve, started as a user would. Needs `pip install 'smelt[cluster]'`.
 
-One server for most tests, since starting Ray takes seconds; its end is a test as well.
+Most tests share one server, since starting Ray takes seconds; its shutdown is tested as well.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pytest
 
 from smelt.ray_start import ALONE
 from tests.serve.conftest import KEYS
-from tests.serve.served import NAME, Server, start
+from tests.serve.server_process import NAME, Server, start
 from tests.serve.test_lifecycle import Reader
 
 pytest.importorskip("ray", reason="needs Ray, which is large: pip install 'smelt[cluster]'")
@@ -47,7 +47,7 @@ LONG = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True, "
 
 
 def left_after(processes: list[Any], seconds: float) -> list[str]:
-    """What has not ended."""
+    """Return the processes that have not ended."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     return [" ".join(each.cmdline()) for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
@@ -83,7 +83,7 @@ def generated(server: Server) -> dict[str, int]:
     return {name: each["state"]["generated_tokens"] for name, each in server.state()["replicas"].items()}
 
 
-def test_both_replicas_answer_and_say_what_one_engine_says(cluster: Server, server: Server) -> None:
+def test_both_replicas_answer_like_a_single_engine(cluster: Server, server: Server) -> None:
     prompts = [f"prompt {number}" for number in range(24)]
     with ThreadPoolExecutor(12) as pool:
         answers = list(pool.map(lambda prompt: cluster.complete(prompt, max_tokens=12), prompts))
@@ -112,7 +112,7 @@ def test_the_official_client(cluster: Server, server: Server) -> None:
     assert samples.choices == same.choices and len({choice.message.content for choice in same.choices}) == 3
 
 
-def test_every_route_asks_for_the_key(cluster: Server) -> None:
+def test_every_route_requires_the_key(cluster: Server) -> None:
     for path in ("/", "/health", "/metrics", "/state", "/v1/models", "/-/routes", "/-/healthz", "/api/jobs/"):
         assert cluster.get(path, headers={"x-api-key": "wrong-key"}).status_code == 401, path
     assert cluster.post("/v1/completions", {"prompt": "x"}, headers={"x-api-key": ""}).status_code == 401
@@ -120,7 +120,7 @@ def test_every_route_asks_for_the_key(cluster: Server) -> None:
     assert {cluster.get(path).status_code for path in ("/-/routes", "/-/healthz", "/api/jobs/")} == {404}
 
 
-def test_a_wrong_request_is_refused_and_one_that_is_left_is_freed(cluster: Server) -> None:
+def test_a_bad_request_is_refused_and_an_abandoned_one_is_freed(cluster: Server) -> None:
     assert cluster.post("/v1/completions", {"prompt": "x", "max_tokens": 5000}).status_code == 400
     with cluster.http.stream("POST", cluster.url + "/v1/completions", json=LONG) as answer:
         lines = answer.iter_lines()  # held: when it is collected, the client has left
@@ -129,7 +129,7 @@ def test_a_wrong_request_is_refused_and_one_that_is_left_is_freed(cluster: Serve
     cluster.wait_until_idle(5)
 
 
-def test_metrics_are_of_all_replicas(cluster: Server) -> None:
+def test_metrics_cover_all_replicas(cluster: Server) -> None:
     state = cluster.wait_until_idle()
     every = [each["state"] for each in state["replicas"].values()]
     text = cluster.get("/metrics").text
@@ -141,7 +141,7 @@ def test_metrics_are_of_all_replicas(cluster: Server) -> None:
     assert 0 <= queued["sum"] < 60 * queued["count"]
 
 
-def test_ray_listens_on_loopback_only_asks_for_a_token_and_reports_nothing(cluster: Server) -> None:
+def test_ray_listens_on_loopback_requires_a_token_and_sends_no_usage_reports(cluster: Server) -> None:
     processes = psutil.Process(cluster.process.pid).children(recursive=True)
     listening = {
         connection.laddr
@@ -162,7 +162,7 @@ def test_ray_listens_on_loopback_only_asks_for_a_token_and_reports_nothing(clust
 
 
 def may_enter(port: int, token: str) -> bool:
-    """Whether somebody on this machine with such a token is let into Ray."""
+    """Return whether Ray accepts a local client with this token."""
     code = f"from ray._raylet import GcsClient; print(GcsClient(address='127.0.0.1:{port}').internal_kv_keys(b'', b''))"
     told = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
     environment = {**os.environ, **told, "RAY_gcs_rpc_server_connect_timeout_s": "2"}
@@ -171,7 +171,7 @@ def may_enter(port: int, token: str) -> bool:
 
 
 class Knocking(threading.Thread):
-    """Asks for a short answer again and again."""
+    """Request a short answer in a loop."""
 
     def __init__(self, server: Server) -> None:
         super().__init__(daemon=True)
@@ -184,7 +184,7 @@ class Knocking(threading.Thread):
             self.found.append(self.server.post("/v1/completions", body).status_code)
 
     def stop(self, after: int) -> None:
-        """When there were so many answers."""
+        """Stop after this many answers."""
         until = time.monotonic() + 20
         while len(self.found) < after:
             assert time.monotonic() < until
@@ -194,8 +194,8 @@ class Knocking(threading.Thread):
 
 
 @pytest.mark.parametrize("victim", ["process", "worker"])
-def test_a_killed_replica_is_replaced_and_the_others_go_on(cluster: Server, victim: str) -> None:
-    """The Ray actor, or the engine's process beside it."""
+def test_a_killed_replica_is_replaced_and_the_others_continue(cluster: Server, victim: str) -> None:
+    """Kill the Ray actor, or its engine process."""
     before = cluster.wait_until_idle()
     streams = []
     for _ in range(2):  # one after the other: each goes to the replica that has less to do
@@ -228,7 +228,7 @@ def test_a_killed_replica_is_replaced_and_the_others_go_on(cluster: Server, vict
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[str, str]]]:
-    """A Ray cluster that somebody else started, of one machine: its address, and what one must know to enter."""
+    """Start a separate Ray cluster of one machine; return its address and the credentials to join."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -255,7 +255,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_cluster_that_runs_already_is_used_and_left_as_it_was(
+def test_a_running_cluster_is_used_and_left_unchanged(
     head: tuple[str, dict[str, str]], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, told = head
@@ -275,7 +275,7 @@ def test_a_cluster_that_runs_already_is_used_and_left_as_it_was(
             found.process.kill()
 
 
-def test_what_goes_wrong_in_a_replica_is_one_sentence(
+def test_an_error_in_a_replica_is_one_sentence(
     head: tuple[str, dict[str, str]], model_folder: Path, tmp_path: Path
 ) -> None:
     address, told = head

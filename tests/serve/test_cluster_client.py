@@ -1,4 +1,4 @@
-"""All replicas as one engine, without Ray: who gets a prompt when a replica dies, what is added up, when it ends."""
+"""All replicas as one engine, without Ray: rerouting when a replica dies, aggregated counts, and shutdown."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def token(number: int, reason: str = "", answer: int = 0, started: float = 0.0) 
 
 
 class Call:
-    """What one replica answers; `None` waits for ever."""
+    """One replica's scripted response; `None` waits forever."""
 
     def __init__(self, script: list[Any]) -> None:
         self.script, self.cancelled = script, False
@@ -60,7 +60,7 @@ class Call:
 
 
 class Handle:
-    """Stands for Ray's: each request gets the next script, each look the answers of the replicas that are there."""
+    """Fake Ray handle: each request gets the next script, each poll the states of the living replicas."""
 
     def __init__(self, *scripts: list[Any]) -> None:
         self.scripts, self.calls = list(scripts), list[Call]()
@@ -114,7 +114,7 @@ async def all_of(client: ClusterClient, n: int = 1) -> list[TokenEvent]:
     return found
 
 
-def test_a_prompt_without_a_token_goes_to_another_replica() -> None:
+def test_a_request_without_any_token_moves_to_another_replica() -> None:
     async def main() -> None:
         handle = Handle([RuntimeError("gone")], [DIED], [told("b", token(7)), told("b", token(8, "stop"))])
         assert [event.token for event in await all_of(client_of(handle))] == [7, 8]
@@ -124,7 +124,7 @@ def test_a_prompt_without_a_token_goes_to_another_replica() -> None:
 
 
 @pytest.mark.parametrize("end", [DIED, RuntimeError("gone")], ids=["engine", "actor"])
-def test_what_was_begun_is_not_begun_again(end: Any) -> None:
+def test_a_started_answer_is_not_restarted(end: Any) -> None:
     async def main() -> None:
         handle = Handle([told("a", token(7)), end], [told("b", token(7, "stop"))])
         with pytest.raises(WorkerDiedError, match="send it again"):
@@ -134,7 +134,7 @@ def test_what_was_begun_is_not_begun_again(end: Any) -> None:
     run(main)
 
 
-def test_some_prompts_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_no_replica_can_take_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_file, "RETRY_SECONDS", 0)
 
     async def main() -> None:
@@ -148,8 +148,8 @@ def test_some_prompts_are_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     run(main)
 
 
-def test_times_are_on_our_clock() -> None:
-    """A replica on another machine counts its seconds from elsewhere."""
+def test_times_are_converted_to_the_local_clock() -> None:
+    """A replica on another machine has a different clock origin."""
 
     async def main() -> None:
         ahead = 5000.0
@@ -160,7 +160,7 @@ def test_times_are_on_our_clock() -> None:
     run(main)
 
 
-def test_who_leaves_cancels_and_one_sample_of_several_is_told_at_the_next_look() -> None:
+def test_leaving_cancels_and_one_aborted_sample_is_reported_at_the_next_poll() -> None:
     async def main() -> None:
         handle = Handle([told("a", token(7), token(8, answer=1)), None])
         client = client_of(handle)
@@ -179,7 +179,7 @@ def test_who_leaves_cancels_and_one_sample_of_several_is_told_at_the_next_look()
     run(main)
 
 
-def test_counts_never_fall_and_gauges_are_of_those_that_live(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_never_decrease_and_gauges_cover_living_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         seen: list[dict[str, int]] = []
         handle = Handle()
@@ -206,7 +206,7 @@ def test_counts_never_fall_and_gauges_are_of_those_that_live(monkeypatch: pytest
     run(main)
 
 
-def test_a_message_that_was_overtaken_does_not_turn_the_counts_back() -> None:
+def test_an_out_of_order_message_does_not_decrease_counters() -> None:
     async def main() -> None:
         seen: list[dict[str, int]] = []
         client = client_of(Handle([told("a", token(7, "stop"), steps=6, clock=-9)]), seen)
@@ -233,7 +233,7 @@ def test_replicas_that_die_too_often_are_given_up() -> None:
     run(main)
 
 
-def test_what_each_replica_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resources_per_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     assert placed(3, "", None, "cpu", 1) == Placement(3, cpus=2)
@@ -246,7 +246,7 @@ def test_what_each_replica_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Ray(ModuleType):
-    """Stands for the package: a cluster of two cores."""
+    """Fake Ray package: a cluster of two cores."""
 
     def init(self, **options: Any) -> None:
         assert options["address"] == "127.0.0.1:1"
@@ -262,8 +262,10 @@ class Ray(ModuleType):
         (Placement(1, "127.0.0.1:1", gpus=1), "1 replicas with 1 GPUs each were asked for; Ray has 0"),
     ],
 )
-def test_more_than_there_is(wanted: Placement, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray itself would wait for ever."""
+def test_more_resources_than_available_are_refused(
+    wanted: Placement, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself would wait forever."""
     monkeypatch.setitem(sys.modules, "ray", Ray("ray"))
     monkeypatch.setitem(sys.modules, "ray.serve", ModuleType("ray.serve"))
     with pytest.raises(SmeltError, match=r"no Ray cluster at 127\.0\.0\.1:1 "):
@@ -273,7 +275,7 @@ def test_more_than_there_is(wanted: Placement, sentence: str, monkeypatch: pytes
         RayServe(wanted)._connect()
 
 
-def test_our_sentence_is_found_in_what_ray_says() -> None:
+def test_our_message_is_extracted_from_rays_error() -> None:
     raised = 'Traceback:\n  File "replica.py", line 1\nsmelt.errors.ModelError: no model at x.\nsome more of Ray'
     assert _sentence(raised) == "no model at x."
     assert "Ray's own logs" in _sentence("RuntimeError: x")
@@ -287,7 +289,7 @@ def test_the_command_without_ray_or_with_a_wrong_number(tmp_path: Any) -> None:
         assert found.returncode == 2 and sentence in found.stderr and "Traceback" not in found.stderr, found.stderr
 
 
-def test_ray_is_imported_in_few_files_and_only_when_it_is_needed() -> None:
+def test_ray_is_imported_lazily_and_in_few_files() -> None:
     source = Path(smelt.__file__).parent
     wanted = re.compile(r"^ *(?:import|from) ray\b", re.MULTILINE)
     found = {file for file in source.rglob("*.py") if wanted.search(file.read_text(encoding="utf-8"))}

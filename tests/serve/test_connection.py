@@ -1,4 +1,4 @@
-"""A connection without a model behind it: who does not send, who does not read, and too many at once."""
+"""Connections without a model: clients that do not send, clients that do not read, and too many at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter, list[str]], Awaitab
 
 
 def talked(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", **limits: Any) -> list[str]:
-    """What the application saw while a client talked to it."""
+    """Run a client against the server and return what the application saw."""
     seen: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -50,7 +50,7 @@ def talked(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", *
 
 
 @pytest.mark.parametrize("slowly", [False, True])
-def test_who_does_not_finish_the_head_is_dropped(monkeypatch: pytest.MonkeyPatch, slowly: bool) -> None:
+def test_a_client_that_does_not_finish_its_headers_is_dropped(monkeypatch: pytest.MonkeyPatch, slowly: bool) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
         try:
             while slowly and not (reader.at_eof() or writer.transport.is_closing()):
@@ -65,7 +65,7 @@ def test_who_does_not_finish_the_head_is_dropped(monkeypatch: pytest.MonkeyPatch
     assert time.monotonic() - started > 0.3
 
 
-def test_who_does_not_read_is_dropped_and_the_application_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_dropped_and_the_application_notified(monkeypatch: pytest.MonkeyPatch) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
         writer.write(HEAD)
         while "gone" not in seen:
@@ -74,7 +74,7 @@ def test_who_does_not_read_is_dropped_and_the_application_knows(monkeypatch: pyt
     assert talked(monkeypatch, talk, b"x" * (1 << 20), client_timeout=0.3) == ["request", "gone"]
 
 
-def test_who_reads_slowly_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_reader_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
         writer.write(HEAD)
         size = 0

@@ -1,4 +1,4 @@
-"""Text as it streams: the pieces together are the whole, characters are never cut, stop texts never shown."""
+"""Streamed text: the chunks add up to the full text, characters are never split, stop strings never shown."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smelt.serve.engine.detokenizer import Detokenizer
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte is a token, so that most characters outside ASCII take several."""
+    """Return a tokenizer with one token per byte, so that most characters outside ASCII take several."""
     letters = pre_tokenizers.ByteLevel.alphabet()
     inner = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(sorted(letters))}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -23,7 +23,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Every byte is a token that stands for a byte of a character the vocabulary lacks, as in SentencePiece models."""
+    """Return a tokenizer with byte-fallback tokens for characters outside the vocabulary, as in SentencePiece models."""
     vocabulary = [(f"<0x{value:02X}>", 0.0) for value in range(256)] + [("<unk>", -9.0)]
     inner = Tokenizer(models.Unigram(vocabulary, unk_id=256, byte_fallback=True))
     inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -31,14 +31,14 @@ def fallback_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """Words with the space before them, of which the first of a text is not shown."""
+    """Return a tokenizer of words with a leading space, which is not shown at the start of a text."""
     inner = Tokenizer(models.WordLevel({"<s>": 0, "▁one": 1, "▁two": 2}, unk_token="<s>"))
     inner.decoder = decoders.Metaspace(prepend_scheme="always")
     return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>")
 
 
 class Spelled:
-    """Tokens that are any bytes of a text."""
+    """Tokens that are arbitrary bytes of a text."""
 
     def __init__(self, tokens: list[bytes]) -> None:
         self.tokens, self.longest = tokens, 0
@@ -65,7 +65,7 @@ def streamed(tokens: list[int], seed: int, stop: tuple[str, ...] = (), prompt: l
 
 @settings(max_examples=300, deadline=None)
 @given(TEXT, TEXT, st.integers(0, 99))
-def test_the_pieces_are_the_whole_and_characters_are_whole(before: str, text: str, seed: int) -> None:
+def test_chunks_add_up_to_the_text_and_characters_are_complete(before: str, text: str, seed: int) -> None:
     tokens = TOKENIZER(text)["input_ids"]
     pieces = streamed(tokens, seed, prompt=TOKENIZER(before)["input_ids"])
     assert "".join(pieces) == text
@@ -74,7 +74,7 @@ def test_the_pieces_are_the_whole_and_characters_are_whole(before: str, text: st
 
 @settings(max_examples=300, deadline=None)
 @given(TEXT, st.lists(st.text(alphabet="ab .é🙂", min_size=1, max_size=3), min_size=1, max_size=3), st.integers(0, 99))
-def test_nothing_of_a_stop_text_is_shown(text: str, stop: list[str], seed: int) -> None:
+def test_no_part_of_a_stop_string_is_shown(text: str, stop: list[str], seed: int) -> None:
     pieces = streamed(TOKENIZER(text)["input_ids"], seed, tuple(stop))
     ends = [place for each in stop if (place := text.find(each)) >= 0]
     shown = "".join(pieces)
@@ -85,14 +85,14 @@ def test_nothing_of_a_stop_text_is_shown(text: str, stop: list[str], seed: int) 
         assert len(shown) <= max(ends)
 
 
-def test_one_token_at_a_time_stops_at_the_first_stop_text() -> None:
+def test_token_by_token_it_stops_at_the_first_stop_string() -> None:
     stream = Detokenizer(TOKENIZER, [], ("###", "##b"))
     pieces = [stream.push([token]) for token in TOKENIZER("a##c##bd###")["input_ids"]]
     assert "".join(pieces) == "a##c" and stream.stopped == "##b"
     assert stream.push(TOKENIZER("more")["input_ids"]) == "" and stream.finish() == ""
 
 
-def test_what_may_become_a_stop_text_waits() -> None:
+def test_a_possible_stop_string_is_held_back() -> None:
     stream = Detokenizer(TOKENIZER, [], ("<end>",))
     assert [stream.push(TOKENIZER(part)["input_ids"]) for part in ("hello <e", "n", "tity> <en")] == [
         "hello ",
@@ -103,7 +103,7 @@ def test_what_may_become_a_stop_text_waits() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
-def test_an_answer_that_ends_inside_a_character_shows_what_there_is(cut: int) -> None:
+def test_an_answer_that_ends_inside_a_character_is_flushed(cut: int) -> None:
     stream = Detokenizer(TOKENIZER, [], ())
     assert stream.push(TOKENIZER("ok🙂")["input_ids"][: 2 + cut]) in ("", "ok")
     assert stream.finish().endswith("\ufffd")
@@ -114,7 +114,7 @@ BYTES = st.lists(st.sampled_from([*range(256), *[0x80, 0xE2, 0x82, 0xAC, 0xF0, 0
 
 @settings(max_examples=500, deadline=None)
 @given(BYTES, st.integers(0, 99), st.integers(1, 30))
-def test_bytes_that_are_no_text_do_not_wait_for_the_end(tokens: list[int], seed: int, most: int) -> None:
+def test_invalid_bytes_are_not_held_back(tokens: list[int], seed: int, most: int) -> None:
     chance, stream, shown, at = random.Random(seed), Detokenizer(TOKENIZER, []), "", 0
     while at < len(tokens):
         count = chance.randrange(1, most + 1)
@@ -127,7 +127,7 @@ def test_bytes_that_are_no_text_do_not_wait_for_the_end(tokens: list[int], seed:
 
 @settings(max_examples=300, deadline=None)
 @given(TEXT, TEXT, st.integers(0, 99), st.integers(1, 12))
-def test_characters_of_single_bytes_are_whole(text: str, before: str, seed: int, most: int) -> None:
+def test_multibyte_characters_are_emitted_complete(text: str, before: str, seed: int, most: int) -> None:
     tokens, chance = list(text.encode()), random.Random(seed)
     stream, pieces = Detokenizer(FALLBACK, list(before.encode())), []
     while tokens:
@@ -139,7 +139,7 @@ def test_characters_of_single_bytes_are_whole(text: str, before: str, seed: int,
 
 @settings(max_examples=500, deadline=None)
 @given(st.text(alphabet="a語🙂", max_size=12), st.integers(0, 999), st.integers(1, 9))
-def test_tokens_may_hold_parts_of_two_characters(text: str, seed: int, most: int) -> None:
+def test_tokens_may_contain_parts_of_two_characters(text: str, seed: int, most: int) -> None:
     chance, left, tokens = random.Random(seed), text.encode(), []
     while left:
         count = chance.randrange(1, 4)
@@ -154,19 +154,19 @@ def test_tokens_may_hold_parts_of_two_characters(text: str, seed: int, most: int
 
 
 @pytest.mark.parametrize("token", [b"a", b"\x80", b"\xf0"])
-def test_a_long_text_is_not_read_from_its_beginning(token: bytes) -> None:
+def test_a_long_text_is_not_decoded_from_the_start(token: bytes) -> None:
     tokenizer = Spelled([token])
     stream = Detokenizer(tokenizer, [])  # type: ignore[arg-type]
     assert len("".join(stream.push([0]) for _ in range(500))) >= 496
     assert tokenizer.longest <= 16
 
 
-def test_a_space_is_shown_behind_a_token_that_is_not() -> None:
+def test_a_space_is_shown_after_a_hidden_token() -> None:
     stream = Detokenizer(word_tokenizer(), [])
     assert [stream.push([token]) for token in (1, 0, 2, 0, 0, 1)] == ["one", "", " two", "", "", " one"]
 
 
-def test_bytes_without_a_character_are_shown_while_they_come() -> None:
+def test_bytes_without_a_character_are_shown_as_they_arrive() -> None:
     stream = Detokenizer(FALLBACK, [])
     shown = [stream.push([0x80]) for _ in range(40)]
     assert "".join(shown) == "\ufffd" * 37 and stream.finish() == "\ufffd" * 3

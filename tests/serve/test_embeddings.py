@@ -1,4 +1,4 @@
-"""A server of an encoder: vectors as sentence-transformers makes them, in both of OpenAI's forms."""
+"""A server of an encoder: embeddings match sentence-transformers, in both of OpenAI's encodings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from smelt.serve.server.service import Service
 from smelt.serve.server.settings import ServerSettings
 from smelt.serve.worker.client import EngineClient
 from tests.character_tokenizer import character_tokenizer
-from tests.serve.pretending import pretending
+from tests.serve.fake_engine import pretending
 from tests.tiny import BUILDS, ENCODER
 
 TEXTS = ["hello", "a longer text, so that there is padding", "x"]
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ask(folder: Path) -> Iterator[Any]:
-    """A service that found out by itself what its model is, asked without a socket between."""
+    """Send a request to a service that detected its model type by itself, without a socket."""
     runner = asyncio.Runner()
     service = Service(ServerSettings(str(folder)))
     with pytest.MonkeyPatch.context() as patch:
@@ -61,7 +61,7 @@ def ask(folder: Path) -> Iterator[Any]:
 
 
 def expected(folder: Path, text: str) -> torch.Tensor:
-    """By the formula: the mean over tokens, made one unit long."""
+    """Compute the formula: the mean over tokens, normalized to unit length."""
     network, tokenizer = hf.BertModel.from_pretrained(folder).eval(), character_tokenizer(encoder=True)
     with torch.no_grad():
         states = network(**tokenizer(text, return_tensors="pt")).last_hidden_state[0]
@@ -69,7 +69,7 @@ def expected(folder: Path, text: str) -> torch.Tensor:
     return mean / mean.norm()
 
 
-def test_vectors(ask: Any, folder: Path) -> None:
+def test_embeddings(ask: Any, folder: Path) -> None:
     answer = ask("POST", "/v1/embeddings", {"input": TEXTS, "model": "encoder"}).json()
     assert [each["index"] for each in answer["data"]] == [0, 1, 2] and answer["object"] == "list"
     for text, each in zip(TEXTS, answer["data"], strict=True):
@@ -85,7 +85,7 @@ def test_vectors(ask: Any, folder: Path) -> None:
     assert "smelt:embeddings_total" in ask("GET", "/metrics").text
 
 
-def test_what_an_encoder_does_not_do(ask: Any) -> None:
+def test_unsupported_requests_to_an_encoder(ask: Any) -> None:
     for path, body in (
         ("/v1/completions", {"prompt": "x"}), ("/v1/embeddings", {"input": []}), ("/v1/embeddings", {"input": [99]}),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
@@ -98,7 +98,7 @@ def test_what_an_encoder_does_not_do(ask: Any) -> None:
     assert ask("GET", "/").status_code == 200
 
 
-def test_positions_and_models_that_are_neither(tmp_path: Path) -> None:
+def test_too_many_positions_and_unsupported_models(tmp_path: Path) -> None:
     assert _positions(BUILDS["bert"]().base_model) == 512
     roberta = BUILDS["roberta"]().base_model
     assert _positions(roberta) == roberta.config.max_position_embeddings - 2

@@ -1,5 +1,6 @@
-"""The engine gives the tokens that transformers gives: alone, in any batch, in chunks, with and without the prefix
-cache, after preemption; for every family, pruned and quantised."""
+"""The engine's tokens match transformers: alone, in any batch, in chunks, with and without the prefix cache, after
+preemption; for every family, pruned and quantized.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ def prompts(count: int = 6, seed: int = 0) -> list[list[int]]:
 
 
 def expected(network: PreTrainedModel, prompt: list[int], count: int = 16) -> list[int]:
-    """By transformers, where nothing ends an answer early."""
+    """Generate with transformers, ignoring end-of-sequence tokens."""
     network = copy.deepcopy(network)
     network.generation_config.eos_token_id = None
     with torch.no_grad():
@@ -63,7 +64,7 @@ def run(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+def test_greedy_tokens_match_transformers(name: str) -> None:
     network = BUILDS[name]()
     wanted = [expected(network, prompt) for prompt in prompts()]
     assert answers(Engine(Model(network), **SMALL), prompts()) == wanted
@@ -71,7 +72,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def llama() -> tuple[PreTrainedModel, list[list[int]]]:
-    """A trained network, whose answers differ, and what transformers answers."""
+    """Return a trained network, whose answers differ, and transformers' answers."""
     network = copy.deepcopy(trained_llama(sentences(400)))
     return network, [expected(network, prompt) for prompt in prompts()]
 
@@ -124,7 +125,7 @@ def test_a_seeded_request_is_reproducible_in_any_batch(llama: tuple[PreTrainedMo
             assert [value for _, value in actual.top] == pytest.approx([value for _, value in expected_.top], abs=1e-5)
 
 
-def test_what_is_tried_beforehand_leaves_no_trace(llama: tuple[PreTrainedModel, Any]) -> None:
+def test_warmup_leaves_no_trace(llama: tuple[PreTrainedModel, Any]) -> None:
     engine = Engine(Model(copy.deepcopy(llama[0])), **SMALL)
     steps, before = [], engine.state()
     launch = engine.runner.launch
@@ -138,7 +139,7 @@ def test_what_is_tried_beforehand_leaves_no_trace(llama: tuple[PreTrainedModel, 
     assert request.num_cached_tokens == 0  # the same tokens, but nobody's to find
 
 
-def test_no_more_is_tried_than_may_wait(llama: tuple[PreTrainedModel, Any]) -> None:
+def test_warmup_respects_max_queued(llama: tuple[PreTrainedModel, Any]) -> None:
     engine = Engine(Model(copy.deepcopy(llama[0])), max_queued=2, **SMALL)
     engine.warmup([20] * 5)
     assert not engine.busy
@@ -162,10 +163,10 @@ def test_preemption_loses_nothing(llama: tuple[PreTrainedModel, list[list[int]]]
 
 
 @pytest.mark.parametrize("seed", [3, 5])
-def test_a_request_that_comes_back_to_its_row_has_its_new_blocks(
+def test_a_request_that_returns_to_its_row_uses_its_new_blocks(
     seed: int, llama: tuple[PreTrainedModel, list[list[int]]]
 ) -> None:
-    """With three rows a preempted request gets the row again that lists the blocks it had before."""
+    """With three rows a preempted request gets the same row again, which still lists its previous blocks."""
     network, texts = llama[0], prompts(6, seed)
     engine = Engine(
         Model(copy.deepcopy(network)),
@@ -185,21 +186,21 @@ def test_a_request_that_comes_back_to_its_row_has_its_new_blocks(
 @pytest.mark.parametrize(
     "empty", [(), ("heads0",), ("ffn_channels1",), ("heads0", "heads1", "heads2", "ffn_channels0")]
 )
-def test_a_pruned_network_with_layers_of_its_own_widths(empty: tuple[str, ...]) -> None:
+def test_a_pruned_network_with_per_layer_widths(empty: tuple[str, ...]) -> None:
     network = BUILDS["llama"]()
     cut(network, random_masks(network, empty=empty))
     wanted = [expected(network, prompt) for prompt in prompts()]
     assert answers(Engine(Model(network), **SMALL), prompts()) == wanted
 
 
-def test_a_quantised_network() -> None:
+def test_a_quantized_network() -> None:
     model = Model(BUILDS["llama"]())
     RoundToNearest(bits=4, group_size=16).apply(model, MethodContext())
     wanted = [expected(model.network, prompt) for prompt in prompts()]
     assert answers(Engine(model, **SMALL), prompts()) == wanted
 
 
-def test_a_sliding_window_is_kept() -> None:
+def test_a_sliding_window_is_respected() -> None:
     network = BUILDS["mistral"]()
     network.config.sliding_window = 6
     network = type(network)(network.config).eval()
@@ -211,7 +212,7 @@ def engine_of(network: PreTrainedModel, **more: Any) -> Engine:
     return Engine(Model(copy.deepcopy(network), character_tokenizer()), **{**SMALL, **more})
 
 
-def test_a_seed_gives_the_same_tokens_at_any_place_in_any_batch(llama: tuple[PreTrainedModel, Any]) -> None:
+def test_a_seed_gives_the_same_tokens_at_any_batch_position(llama: tuple[PreTrainedModel, Any]) -> None:
     network, _ = llama
     text, drawn = prompts()[0], SamplingParams(max_tokens=16, seed=7, temperature=1.3, top_p=0.95, ignore_eos=True)
     alone = answers(engine_of(network), [text], drawn)[0]
@@ -240,7 +241,7 @@ def test_samples_of_one_prompt_differ_and_share_its_blocks(llama: tuple[PreTrain
     assert engine.pool.free == engine.pool.blocks
 
 
-def test_generate_with_texts_and_a_stop_text(llama: tuple[PreTrainedModel, Any]) -> None:
+def test_generate_with_texts_and_a_stop_string(llama: tuple[PreTrainedModel, Any]) -> None:
     network, _ = llama
     plain, stopped = (
         engine_of(network).generate(["the cat "], SamplingParams(max_tokens=40, temperature=0, stop=stop))[0]
@@ -261,7 +262,7 @@ def test_an_aborted_request_frees_its_blocks(llama: tuple[PreTrainedModel, Any])
     assert kept.output == llama[1][1]
 
 
-def test_logprobs_are_those_of_the_network(llama: tuple[PreTrainedModel, Any]) -> None:
+def test_logprobs_match_the_network(llama: tuple[PreTrainedModel, Any]) -> None:
     network, _ = llama
     text = prompts()[0]
     answer = engine_of(network).generate([text], SamplingParams(max_tokens=5, temperature=0, logprobs=3))[0]
@@ -275,7 +276,7 @@ def test_logprobs_are_those_of_the_network(llama: tuple[PreTrainedModel, Any]) -
         assert [pair[1] for pair in found.top] == pytest.approx(values.tolist(), abs=1e-4)
 
 
-def test_end_tokens_and_stop_tokens_and_a_least_number(llama: tuple[PreTrainedModel, Any]) -> None:
+def test_eos_stop_tokens_and_min_tokens(llama: tuple[PreTrainedModel, Any]) -> None:
     network, wanted = llama
     text, answer = prompts()[0], wanted[0]
     stop = answer[4]
@@ -322,7 +323,7 @@ def test_bad_settings(wrong: dict[str, Any]) -> None:
         SamplingParams(**wrong)
 
 
-def test_what_cannot_be_served() -> None:
+def test_unsupported_models() -> None:
     with pytest.raises(ModelError, match="no language model"):
         Engine(Model(BUILDS["bert"]()))
     with pytest.raises(RequestError, match="hold no block"):

@@ -1,6 +1,7 @@
-"""The GPU's runner: the tokens of transformers, with the next step launched before this one is read.
+"""The GPU runner: transformers' tokens, with the next step launched before this one is read.
 
-On a CUDA device with graphs, elsewhere under Triton's interpreter."""
+On a CUDA device with CUDA graphs, elsewhere under Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.gpu_machine import DEVICE, HALF, distance  # isort: skip  (before anything imports Triton)
+from tests.kernels.triton_device import DEVICE, HALF, distance  # isort: skip  (before anything imports Triton)
 
 from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.gpu.fused_ops import add_rms_norm, argmax_tokens, embed, silu_and_mul
@@ -31,7 +32,7 @@ from tests.tiny import BUILDS
 
 @pytest.fixture(autouse=True)
 def _everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where there is no CUDA device."""
+    """Enable the GPU runner also without a CUDA device."""
 
     def chosen(parts: Any, num_blocks: int) -> Any:
         return (paged_gpu_runner if parts.config.compiled else paged_runner)(parts, num_blocks)
@@ -45,7 +46,7 @@ def engine_of(name: str, **more: Any) -> tuple[Engine, Any]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
-def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
+def test_greedy_tokens_match_transformers(name: str) -> None:
     engine, network = engine_of(name, prefill_chunk_size=9)
     texts, few = prompts(4), SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
     assert engine.runner.max_inflight_steps == 1
@@ -53,7 +54,7 @@ def test_greedy_tokens_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE != "cuda", reason="graphs are captured on a CUDA device")
-def test_a_prepared_engine_captures_and_compiles_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_warmup_nothing_is_captured_or_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton import knobs
 
     engine, network = engine_of("llama", max_num_seqs=12)
@@ -76,7 +77,7 @@ def test_preemption_and_the_prefix_cache() -> None:
     assert [each.output for each in requests] == [expected(network, text, 10) for text in texts]
 
 
-def test_what_needs_the_tokens_so_far_waits_for_them() -> None:
+def test_requests_that_need_previous_tokens_wait_for_them() -> None:
     plain = engine_of("llama")[0]
     asked = SamplingParams(max_tokens=8, temperature=0, repetition_penalty=5.0, ignore_eos=True)
     found = answers(plain, prompts(2), asked)
@@ -92,7 +93,7 @@ def test_what_needs_the_tokens_so_far_waits_for_them() -> None:
 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_greedy_tokens_in_few_bits_are_those_of_the_module(kind: str) -> None:
+def test_greedy_tokens_with_a_quantized_cache_match_the_module(kind: str) -> None:
     engine, network = engine_of("llama", kv_cache_dtype=kind)
     plain = Engine(Model(network), **SMALL, kv_cache_dtype=kind, compiled=False)
     texts = [each[-5:] for each in prompts(3)]
@@ -109,7 +110,7 @@ def random_pages(blocks: int, size: int, kv_heads: int, width: int, rows: KVQuan
 
 
 def alike(found: torch.Tensor, wanted: torch.Tensor, rows: KVQuantFormat | None) -> bool:
-    """Pages. Of bytes all but a few: a code may fall to the other side of a half. A scale may have another last bit."""
+    """Compare pages. Bytes may differ in a few codes (rounding at a half), scales in the last bit."""
     if rows is None:
         return torch.allclose(found, wanted, atol=1e-5)
     near = torch.allclose(
@@ -127,10 +128,8 @@ FEW_BITS = [each for kind in KV_QUANT_DTYPES for each in ((1, None, True, kind, 
 
 
 @pytest.mark.parametrize(("splits", "window", "normed", "kind", "width"), [*PLAIN, *FEW_BITS])
-def test_attention_of_single_tokens(
-    splits: int, window: int | None, normed: bool, kind: str | None, width: int
-) -> None:
-    """New keys are turned, written and seen; the same as turning and writing first, then the reference."""
+def test_decode_attention(splits: int, window: int | None, normed: bool, kind: str | None, width: int) -> None:
+    """New keys are rotated, written and attended to, as when rotating and writing first and then running the reference."""
     torch.manual_seed(0)
     lengths, size, heads, kv_heads = [300, 1, 64, 0], 16, 9, 3
     rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)
@@ -158,7 +157,7 @@ def test_attention_of_single_tokens(
 
 
 @pytest.mark.parametrize("around", ["plain", "normed", "gated", "added"])
-def test_products_of_one_vector(around: str) -> None:
+def test_matrix_vector_products(around: str) -> None:
     torch.manual_seed(4)
     x, matrix, bias, norm = torch.randn(1, 300), torch.randn(50, 300), torch.randn(50), torch.rand(300)
     there = [each.to(DEVICE) for each in (x, matrix, bias, norm)]
@@ -180,7 +179,7 @@ def test_products_of_one_vector(around: str) -> None:
     assert torch.allclose(found.cpu(), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_tokens_that_only_the_device_knows_are_embedded() -> None:
+def test_tokens_still_on_the_device_are_embedded() -> None:
     embeddings, last = torch.randn(10, 70, device=DEVICE), torch.tensor([3, 9, 5], device=DEVICE)
     known, slots = torch.tensor([4, -1, -1], device=DEVICE), torch.tensor([0, 2, 1], device=DEVICE)
     assert torch.equal(embed(known, slots, last, embeddings), embeddings[torch.tensor([4, 5, 9], device=DEVICE)])
@@ -196,7 +195,7 @@ def test_tokens_that_only_the_device_knows_are_embedded() -> None:
         (None, INT4, 16),
     ],
 )
-def test_attention_of_many_queries(window: int | None, kind: str | None, width: int) -> None:
+def test_prefill_attention(window: int | None, kind: str | None, width: int) -> None:
     torch.manual_seed(1)
     lengths, counts, size = [330, 5, 70], [100, 5, 1], 8
     rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)
@@ -213,8 +212,8 @@ def test_attention_of_many_queries(window: int | None, kind: str | None, width: 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 @pytest.mark.parametrize("width", [64, 128])
-def test_rows_of_few_bits_in_half_precision(kind: str, width: int) -> None:
-    """One token and many meet codes that were made numbers several at a time."""
+def test_quantized_rows_in_half_precision(kind: str, width: int) -> None:
+    """One token and many attend to codes that are dequantized several at a time."""
     torch.manual_seed(7)
     rows, size, length = KVQuantFormat.for_head_dim(kind, width), 16, 200
     pages = random_pages(40, size, 2, width, rows)
@@ -240,7 +239,7 @@ def test_rows_of_few_bits_in_half_precision(kind: str, width: int) -> None:
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_small_weights_are_not_lost_in_half_precision(kind: str) -> None:
-    """One key takes nearly all of the attention; what the many others give is still there."""
+    """One key takes nearly all of the attention; the contribution of the many others survives."""
     torch.manual_seed(6)
     rows, length = KVQuantFormat.for_head_dim(kind, 16), 640
     keys, values = 0.1 * torch.randn(80, 8, 1, 16), 1e-3 + 1e-4 * torch.rand(80, 8, 1, 16)
@@ -270,7 +269,7 @@ def test_small_operations() -> None:
     assert torch.allclose(found, torch.nn.functional.silu(both[:, :36]) * both[:, 36:], atol=1e-5)
 
 
-def test_the_most_likely_token_is_the_first_of_equals() -> None:
+def test_argmax_returns_the_first_of_equal_tokens() -> None:
     torch.manual_seed(5)
     logits = torch.randn(3, 9000, device=DEVICE)
     logits[0, [17, 5000]], logits[1, [8999, 4095]], logits[2, 4096] = 9.0, 9.0, 9.0
@@ -290,7 +289,7 @@ def test_the_most_likely_token_is_the_first_of_equals() -> None:
     ],
 )
 @pytest.mark.parametrize("together", [1, 2, 8])
-def test_rotation_and_writing(
+def test_rope_and_cache_writes(
     normed: bool, kind: str | None, width: int, together: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("smelt.kernels.gpu.rope.MANY_TOKENS", 1)
@@ -324,7 +323,7 @@ def test_rotation_and_writing(
         assert int((written.float().abs().sum((1, 2)) > 0).sum()) == 4  # the token without a place is nowhere
 
 
-def test_splits_keep_the_processors_busy_and_no_more() -> None:
+def test_splits_fill_the_multiprocessors() -> None:
     assert num_splits(1, 8, 8192, 132) == 32
     assert num_splits(256, 8, 8192, 132) == 1
     assert num_splits(1, 8, 100, 132) == 1

@@ -1,5 +1,6 @@
-"""Keys and values in few bits: the tokens of transformers with a cache in the same format, by every runner; whatever
-keeps, drops or chooses tokens works on them as on plain pages; and more of them fit."""
+"""Quantized KV cache: transformers' tokens with a cache in the same format on every runner; eviction, bounded caches
+and page selection work as on plain pages; and more tokens fit.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.kv_dtype import resolve_kv_cache_dtype
 from smelt.serve.engine.per_head.cache_manager import PerHeadCacheManager
 from smelt.serve.engine.sampling_params import SamplingParams
-from tests.serve.per_head.test_ragged_engine import retention
+from tests.serve.per_head.test_per_head_engine import retention
 from tests.serve.test_engine import GREEDY, SMALL, answers, prompts
 from tests.tiny import BUILDS
 from tests.trained import sentences, trained_llama
@@ -50,12 +51,12 @@ with_program = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
-    """A trained network, whose answers differ from each other."""
+    """Return a trained network, whose answers differ from each other."""
     return copy.deepcopy(trained_llama(sentences(400)))
 
 
 def wide() -> PreTrainedModel:
-    """Heads of 32 and 64 numbers have codes of four bits in whole registers."""
+    """Return a network with heads of 32 and 64, whose 4-bit codes fill complete registers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=99, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
@@ -80,7 +81,7 @@ def engine_of(network: PreTrainedModel, kind: str | None, **more: Any) -> Engine
 
 
 def same(found: list[list[int]], wanted: list[list[int]]) -> bool:
-    """But for a near tie: all answers begin alike, and all but one end alike."""
+    """Compare up to a near tie: all answers begin alike, and all but one end alike."""
     return sum(a != b for a, b in zip(found, wanted, strict=True)) <= 1 and all(
         a[:3] == b[:3] for a, b in zip(found, wanted, strict=True)
     )
@@ -88,7 +89,7 @@ def same(found: list[list[int]], wanted: list[list[int]]) -> bool:
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_tokens_are_those_of_a_cache_in_the_same_format(llama: PreTrainedModel, kind: str, compiled: bool) -> None:
+def test_tokens_match_a_cache_in_the_same_format(llama: PreTrainedModel, kind: str, compiled: bool) -> None:
     engine = engine_of(llama, kind, compiled=compiled)
     wanted = [by_transformers(llama, prompt, SAME[kind]) for prompt in prompts(4)]
     assert same(answers(engine, prompts(4)), wanted)
@@ -100,7 +101,7 @@ def test_tokens_are_those_of_a_cache_in_the_same_format(llama: PreTrainedModel, 
 
 @with_program
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_the_program_gives_what_the_module_gives(kind: str) -> None:
+def test_the_program_matches_the_module(kind: str) -> None:
     network = wide()
     engine, plain = engine_of(network, kind), engine_of(network, kind, compiled=False)
     assert engine.runner.backend == f"compiled-cpu, {kind} KV cache" and plain.runner.backend.startswith("eager")
@@ -133,7 +134,7 @@ def test_compiled_attention_over_rows(kind: str, width: int, window: int | None)
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_heads_that_keep_everything_are_plain_pages_in_the_same_format(kind: str, compiled: bool) -> None:
+def test_heads_that_keep_everything_match_plain_pages_in_the_same_format(kind: str, compiled: bool) -> None:
     network = wide()
     wanted = answers(engine_of(network, kind, compiled=False), prompts())
     engine = engine_of(network, kind, compiled=compiled, kv_profile=retention(1.0, 3, 1), prefix_cache=False)
@@ -142,7 +143,7 @@ def test_heads_that_keep_everything_are_plain_pages_in_the_same_format(kind: str
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_heads_that_keep_little(llama: PreTrainedModel, kind: str) -> None:
-    """The scorer sees keys that were rounded, and chooses nearly what it would choose from the others."""
+    """The scorer sees quantized keys, and selects nearly the same tokens."""
     texts = [each * 3 for each in prompts(4, seed=5)]
     wanted = answers(engine_of(llama, None, kv_profile=retention(0.4), prefix_cache=False), texts)
     engine = engine_of(llama, kind, kv_profile=retention(0.4))
@@ -162,14 +163,14 @@ def answers_without_a_check(engine: Engine, texts: list[list[int]]) -> list[list
 
 @pytest.mark.parametrize("residence", [None, OffloadConfig(num_slots=24, keep_steps=3, refresh_interval=2)], ids=str)
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_all_pages_chosen_are_plain_pages_in_the_same_format(kind: str, residence: OffloadConfig | None) -> None:
+def test_selecting_all_pages_matches_plain_pages_in_the_same_format(kind: str, residence: OffloadConfig | None) -> None:
     network, everything = wide(), SparseAttentionConfig(page_size=4, token_budget=96, sink_pages=1, recent_pages=1)
     wanted = answers(engine_of(network, kind), prompts(3))
     assert answers(engine_of(network, kind, page_selection=everything, kv_offload=residence), prompts(3)) == wanted
 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_a_text_that_fits_under_a_cap_is_plain_in_the_same_format(kind: str) -> None:
+def test_a_text_that_fits_a_bounded_cache_matches_plain_pages(kind: str) -> None:
     network = wide()
     wanted = answers(engine_of(network, kind, compiled=False), prompts())
     engine = engine_of(
@@ -183,8 +184,8 @@ def test_a_text_that_fits_under_a_cap_is_plain_in_the_same_format(kind: str) -> 
 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
-def test_a_pot_is_cooked_down_as_a_plain_one(kind: str) -> None:
-    """The same tokens stay, their keys turned to their new places before they are rounded again."""
+def test_a_bounded_cache_is_compressed_like_an_unquantized_one(kind: str) -> None:
+    """The same tokens stay, and their keys are rotated to their new positions before they are quantized again."""
     torch.manual_seed(5)
     model = Model(wide())
     distiller = InfiniPotCompressor(model, InfiniPot(prompt=(5, 6, 7)))
@@ -217,7 +218,7 @@ def test_more_tokens_fit(llama: PreTrainedModel) -> None:
     assert engine_of(wide(), INT8, **memory).pool.blocks == 37 and engine_of(wide(), INT4, **memory).pool.blocks == 71
 
 
-def test_what_a_model_was_made_with_is_what_it_is_served_with(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_artifacts_kv_dtype_is_the_default(caplog: pytest.LogCaptureFixture) -> None:
     model = Model(wide())
     assert resolve_kv_cache_dtype(model, None) is None and resolve_kv_cache_dtype(model, "model") is None
     for name, wanted in (
@@ -245,7 +246,7 @@ def test_what_a_model_was_made_with_is_what_it_is_served_with(caplog: pytest.Log
         caplog.clear()
 
 
-def test_what_is_refused() -> None:
+def test_unsupported_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="'int3'; there is model, int8, fp8, int4"):
         engine_of(BUILDS["llama"](), "int3")
     with pytest.raises(ModelError, match="on several devices yet"):
@@ -255,7 +256,7 @@ def test_what_is_refused() -> None:
         call(program(arguments), arguments)
 
 
-def test_prefixes_are_shared_as_ever(llama: PreTrainedModel) -> None:
+def test_prefixes_are_shared(llama: PreTrainedModel) -> None:
     engine = engine_of(llama, INT8)
     few = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     text = (prompts(1, seed=2)[0] * 3)[:70]

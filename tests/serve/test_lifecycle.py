@@ -1,5 +1,6 @@
-"""The engine killed, the server stopped: what clients see, and how the process ends. (A server that gives up is the end
-of the fixture `keyed`, one that is interrupted that of `server`.)"""
+"""Engine killed, server stopped: what clients see, and how the process ends. (A server that gives up is tested by the
+teardown of the fixture `keyed`, an interrupted one by that of `server`.)
+"""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from tests.serve.served import NAME, PATIENCE, Server, start, write_model
+from tests.serve.server_process import NAME, PATIENCE, Server, start, write_model
 
 CONTEXT = 32768  # answers of this length cannot end before a test is done with them
 LONG = {"prompt": "x", "max_tokens": 32000, "ignore_eos": True, "n": 16}
@@ -20,7 +21,7 @@ SHORT = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
 
 
 class Reader(threading.Thread):
-    """Reads one answer to its end, in the background."""
+    """Read one answer to its end in the background."""
 
     def __init__(self, server: Server, body: dict[str, Any], lines: int = 1) -> None:
         super().__init__(daemon=True)
@@ -49,7 +50,7 @@ class Reader(threading.Thread):
         return event["error"]
 
 
-def test_a_killed_engine_is_started_again_and_a_stopped_server_finishes_what_it_can(tmp_path: Path) -> None:
+def test_a_killed_engine_is_restarted_and_a_stopped_server_finishes_short_answers(tmp_path: Path) -> None:
     """One server for both, since starting one takes seconds."""
     model = write_model(tmp_path / NAME, CONTEXT)
     server = start(
@@ -97,7 +98,7 @@ def _killed(server: Server) -> None:
 
 
 def _stopped(server: Server) -> None:
-    """Short answers are finished, long ones cut off with an error, and nothing is left."""
+    """Short answers finish, long ones are cut off with an error, and no process is left."""
     worker = server.state()["worker"]
     long = Reader(server, {**LONG, "n": 4, "stream": True})
     assert long.begun.wait(PATIENCE)
@@ -115,7 +116,7 @@ def _stopped(server: Server) -> None:
     assert not Path(f"/proc/{worker}").exists()
 
 
-def test_a_port_that_is_taken_and_an_extra_that_is_missing(server: Server, model_folder: Path) -> None:
+def test_a_port_in_use_and_a_missing_extra(server: Server, model_folder: Path) -> None:
     port = server.url.rpartition(":")[2]
     command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model_folder), "--port", port]
     taken = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE)

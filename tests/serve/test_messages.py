@@ -1,4 +1,4 @@
-"""Messages between server and worker survive their encoding; what is no message is refused."""
+"""Messages between server and worker survive encoding; invalid messages are refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MESSAGES: list[WorkerMessage] = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_is_the_same_at_the_other_end(message: WorkerMessage) -> None:
+def test_a_message_round_trips(message: WorkerMessage) -> None:
     assert decode(encode(message)) == message and decode(encode(message).decode()) == message
     ours, theirs = pipe_pair()
     other = Pipe(theirs.detach())
@@ -47,6 +47,6 @@ def test_a_message_is_the_same_at_the_other_end(message: WorkerMessage) -> None:
 
 
 @pytest.mark.parametrize("content", [b'["Popen", {}]', b'["StartEngine", {"other": 1}]', b"{}", b"x"])
-def test_what_is_no_message_is_refused(content: bytes) -> None:
+def test_invalid_messages_are_refused(content: bytes) -> None:
     with pytest.raises((KeyError, TypeError, ValueError)):
         decode(content)

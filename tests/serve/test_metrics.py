@@ -1,4 +1,4 @@
-"""What /metrics and /state tell is what clients saw."""
+"""/metrics and /state report what clients saw."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from smelt.serve.server.metrics import ServerMetrics, length_buckets
 from smelt.serve.server.prometheus import Counter, Histogram, render
-from tests.serve.served import NAME, Server, pieces
+from tests.serve.server_process import NAME, Server, pieces
 
 NAMES = {
     "gauge": ["num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"],
@@ -38,13 +38,13 @@ def metrics(server: Server) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
-def test_every_name_is_there_with_its_type(server: Server, kind: str, name: str) -> None:
+def test_every_metric_is_exposed_with_its_type(server: Server, kind: str, name: str) -> None:
     text = server.get("/metrics").text
     assert f"# TYPE vllm:{name} {kind}\n" in text and f"# HELP vllm:{name} " in text
     assert re.search(rf'^vllm:{name}(_sum)?{{model_name="{NAME}"', text, re.MULTILINE)
 
 
-def test_the_counts_are_those_of_the_clients(server: Server) -> None:
+def test_counters_match_the_clients(server: Server) -> None:
     server.wait_until_idle()
     before = metrics(server)
     usages: list[dict[str, Any]] = [
@@ -79,7 +79,7 @@ def test_the_counts_are_those_of_the_clients(server: Server) -> None:
     assert all(value >= before[name] for name, value in after.items() if "_total" in name or "_bucket" in name)
 
 
-def test_running_and_cache_use_are_seen_while_it_runs(server: Server) -> None:
+def test_running_requests_and_cache_usage_are_reported_live(server: Server) -> None:
     body = {"prompt": "x" * 64, "max_tokens": 1900, "ignore_eos": True, "n": 3, "stream": True}
     with server.http.stream("POST", server.url + "/v1/completions", json=body, timeout=30) as answer:
         lines = answer.iter_lines()
@@ -92,7 +92,7 @@ def test_running_and_cache_use_are_seen_while_it_runs(server: Server) -> None:
     server.wait_until_idle()
 
 
-def test_the_text_form() -> None:
+def test_the_text_format() -> None:
     counter, histogram = Counter("x", "Told.", "why", ("a",)), Histogram("y", "Told.", (1, 2.5))
     counter.inc(2, 'b"\n\\')
     for value in (0.5, 1, 2, 3):
@@ -105,7 +105,7 @@ def test_the_text_form() -> None:
     assert length_buckets(2048) == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
 
 
-def test_counts_go_on_when_the_engine_begins_again() -> None:
+def test_counters_continue_after_an_engine_restart() -> None:
     metrics = ServerMetrics("x", 128)
     state = {"running": 1, "waiting": 0, "blocks": 10, "blocks_used": 5, "steps": 4, "computed_tokens": 40,
              "preemptions": 2, "prompt_tokens": 30, "cached_tokens": 10, "generated_tokens": 4}  # fmt: skip

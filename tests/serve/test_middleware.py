@@ -1,4 +1,4 @@
-"""Who may talk to the server: keys on every route, constant work for a comparison, names of this machine, own pages."""
+"""Access control: keys on every route, constant-time comparison, host names and origins of this machine only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from smelt.serve.server.auth import check_binding, is_loopback, known_key, read_
 from smelt.serve.server.middleware import RequestGuard
 from smelt.serve.server.settings import ServerLimits, ServerSettings
 from tests.serve.conftest import KEYS
-from tests.serve.served import Server
+from tests.serve.server_process import Server
 
 ROUTES = (
     *(
@@ -54,8 +54,8 @@ def test_every_route_needs_a_key(keyed: Server, method: str, path: str) -> None:
     assert all(status(**each) not in (401, 403) for each in right)
 
 
-def test_paths_that_look_like_others_need_a_key_too(keyed: Server) -> None:
-    """CVE-2026-48746: a guard that trusts the path can be walked around."""
+def test_disguised_paths_need_a_key_too(keyed: Server) -> None:
+    """CVE-2026-48746: a guard that trusts the path can be bypassed."""
     for path in (
         "/health/../v1/models",
         "//health",
@@ -67,7 +67,7 @@ def test_paths_that_look_like_others_need_a_key_too(keyed: Server) -> None:
         assert keyed.get(path).status_code == 401
 
 
-def test_the_challenge_and_no_word_about_keys(keyed: Server) -> None:
+def test_the_challenge_reveals_nothing_about_keys(keyed: Server) -> None:
     answer = keyed.get("/v1/models")
     assert (
         answer.headers["www-authenticate"].startswith("Bearer") and answer.json()["error"]["code"] == "invalid_api_key"
@@ -76,7 +76,7 @@ def test_the_challenge_and_no_word_about_keys(keyed: Server) -> None:
 
 
 def test_keys_do_not_share_cached_prompts(keyed: Server) -> None:
-    """CVE-2025-46570: who can time a prompt must not learn of another's."""
+    """CVE-2025-46570: timing a prompt must not reveal another key's prompts."""
 
     def cached(key: str) -> int:
         body = {"prompt": "a prompt long enough for several blocks " * 3, "max_tokens": 1}
@@ -87,7 +87,7 @@ def test_keys_do_not_share_cached_prompts(keyed: Server) -> None:
     assert [cached(key) > 0 for key in (KEYS[0], KEYS[1], KEYS[0], KEYS[1])] == [False, False, True, True]
 
 
-def test_a_full_queue_is_told_to_come_later(keyed: Server) -> None:
+def test_a_full_queue_returns_retry_after(keyed: Server) -> None:
     headers = {"authorization": f"Bearer {KEYS[0]}"}
     body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True, "n": 2}
     with keyed.http.stream("POST", keyed.url + "/v1/completions", json=body, headers=headers, timeout=30) as running:
@@ -112,14 +112,14 @@ def test_a_full_queue_is_told_to_come_later(keyed: Server) -> None:
         ({"host": "localhost", "origin": "https://evil.example"}, 403), ({"host": "localhost", "origin": "null"}, 403),
     ],
 )  # fmt: skip
-def test_names_and_origins(server: Server, headers: dict[str, str], status: int) -> None:
+def test_host_names_and_origins(server: Server, headers: dict[str, str], status: int) -> None:
     """DNS rebinding (CVE-2025-62593 of Ray), and pages of other sites."""
     answer = server.get("/health", headers=headers)
     assert answer.status_code == status
     assert not any(name.startswith("access-control") for name in answer.headers)
 
 
-def test_an_address_that_others_reach_needs_keys(tmp_path: Path) -> None:
+def test_a_public_address_needs_keys(tmp_path: Path) -> None:
     for host in ("0.0.0.0", "::", "192.168.1.5", "example.org", ""):
         with pytest.raises(SmeltError, match="--api-key-file"):
             check_binding(host, frozenset())
@@ -132,7 +132,7 @@ def test_an_address_that_others_reach_needs_keys(tmp_path: Path) -> None:
     assert ended.returncode == 2 and len(ended.stderr.splitlines()) == 1 and "--api-key-file" in ended.stderr
 
 
-def test_the_file_of_keys(tmp_path: Path) -> None:
+def test_the_key_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("\n# none\n  first-long-key \nsecond-long-key\n\n")
     assert read_keys(file) == {hashlib.sha256(key).digest() for key in (b"first-long-key", b"second-long-key")}
@@ -145,7 +145,7 @@ def test_the_file_of_keys(tmp_path: Path) -> None:
 
 
 def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CVE-2025-59425: digests, all of them, whichever it is."""
+    """CVE-2025-59425: compare digests of all keys, whichever matches."""
     keys = [hashlib.sha256(b"%d" % number).digest() for number in range(5)]
     seen: list[tuple[bytes, bytes]] = []
 
@@ -162,7 +162,7 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
 
 
 def guarded(settings: ServerSettings, messages: list[dict[str, Any]], headers: list[tuple[bytes, bytes]]) -> int:
-    """The status that the guard answers with, or 200 where the application is reached."""
+    """Return the middleware's status, or 200 where the request reaches the application."""
     statuses: list[int] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -186,7 +186,7 @@ def guarded(settings: ServerSettings, messages: list[dict[str, Any]], headers: l
     return statuses[0] if statuses else 0
 
 
-def test_a_body_is_counted_as_it_comes_and_must_come_in_time() -> None:
+def test_a_body_is_limited_in_size_and_time_as_it_arrives() -> None:
     settings = ServerSettings("x", limits=ServerLimits(max_body_bytes=100, body_timeout=0.05))
     host = [(b"host", b"localhost")]
     part: dict[str, Any] = {"type": "http.request", "body": b"x" * 60, "more_body": True}
@@ -202,7 +202,7 @@ def test_a_body_is_counted_as_it_comes_and_must_come_in_time() -> None:
     )
 
 
-def test_what_fails_inside_is_told_without_a_word_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_errors_reveal_nothing_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         raise ValueError("secret prompt")
 

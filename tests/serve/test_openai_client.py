@@ -1,4 +1,4 @@
-"""The official client, unchanged."""
+"""The official OpenAI client, unmodified."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.serve.conftest import KEYS
-from tests.serve.served import NAME, Server, tokenizer
+from tests.serve.server_process import NAME, Server, tokenizer
 
 GREEDY: dict[str, Any] = {"model": NAME, "temperature": 0}
 HELLO: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
@@ -57,7 +57,7 @@ def test_chat(client: openai.OpenAI) -> None:
     assert last.usage is not None and last.usage.completion_tokens == 9
 
 
-def test_samples_are_told_apart_by_their_index(client: openai.OpenAI) -> None:
+def test_samples_are_identified_by_their_index(client: openai.OpenAI) -> None:
     settings: dict[str, Any] = {"model": NAME, "n": 3, "seed": 5, "max_tokens": 20}
     whole = client.chat.completions.create(messages=HELLO, **settings)
     texts = [choice.message.content for choice in whole.choices]

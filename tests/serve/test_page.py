@@ -1,4 +1,4 @@
-"""The live page in a real browser: its counters move when a request is served, and it asks nobody else for anything."""
+"""The live page in a real browser: its counters move when a request is served, and it loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from smelt.serve.server.status import CONTENT_SECURITY_POLICY, PAGE
 from tests.serve.browser import CHROMIUM, Browser
-from tests.serve.served import Server
+from tests.serve.server_process import Server
 
 
-def test_it_is_whole_by_itself(server: Server) -> None:
+def test_the_page_is_self_contained(server: Server) -> None:
     answer = server.get("/")
     assert answer.text == PAGE and answer.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
     assert "http://" not in PAGE.replace("http://www.w3.org/2000/svg", "") and "https://" not in PAGE

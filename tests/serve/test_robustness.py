@@ -1,4 +1,4 @@
-"""Clients that leave, cancel, and do not read: every block comes back, memory stays flat, others are served."""
+"""Clients that leave, cancel, or do not read: every block is freed, memory stays flat, others are served."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import httpx
 import pytest
 from benchmarks.serve.visitors import visits
 
-from tests.serve.served import PATIENCE, Server
+from tests.serve.server_process import PATIENCE, Server
 
 ALLOWED = 32 << 20  # bytes of growth that buffers of the allocator may explain
 
 
-def test_two_hundred_visitors(server: Server) -> None:
+def test_two_hundred_mixed_clients(server: Server) -> None:
     server.wait_until_idle()
     asyncio.run(visits(server.url, range(1000, 1040)))  # what is allocated once is allocated now
     server.wait_until_idle()
@@ -31,7 +31,7 @@ LONG = {"prompt": "x" * 100, "max_tokens": 1900, "ignore_eos": True}
 
 
 def posted(server: Server, body: dict[str, object], receive_buffer: int | None = None) -> socket.socket:
-    """A connection that has sent a request and reads nothing."""
+    """Open a connection that sends a request and reads nothing."""
     host, _, port = server.url.removeprefix("http://").partition(":")
     content = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n" \
@@ -45,7 +45,7 @@ def posted(server: Server, body: dict[str, object], receive_buffer: int | None =
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_frees_its_blocks(server: Server, stream: bool) -> None:
+def test_a_client_that_leaves_frees_its_blocks(server: Server, stream: bool) -> None:
     before = server.wait_until_idle()
     with posted(server, {**LONG, "n": 4, "stream": stream}):
         server.wait_until(lambda state: state["running"] == 4)
@@ -54,7 +54,7 @@ def test_who_leaves_frees_its_blocks(server: Server, stream: bool) -> None:
     assert after["finished"]["length"] == before["finished"]["length"], "nothing was computed to its end"
 
 
-def test_a_hundred_long_requests_that_leave_do_not_delay_the_next(server: Server) -> None:
+def test_a_hundred_abandoned_long_requests_do_not_delay_the_next(server: Server) -> None:
     before = server.wait_until_idle()
     connections = [posted(server, LONG) for _ in range(100)]
     server.wait_until(lambda state: state["admitted"] == 100)
@@ -66,7 +66,7 @@ def test_a_hundred_long_requests_that_leave_do_not_delay_the_next(server: Server
     assert after["finished"]["length"] == before["finished"]["length"] + 1, "only the last was computed to its end"
 
 
-def test_who_does_not_read_is_dropped_while_others_are_served(server: Server) -> None:
+def test_a_client_that_does_not_read_is_dropped_while_others_are_served(server: Server) -> None:
     before = server.wait_until_idle()
     with posted(server, {**LONG, "n": 4, "logprobs": 20, "stream": True}, receive_buffer=4096) as silent:
         server.wait_until(lambda state: state["running"] == 4)
@@ -83,8 +83,8 @@ def test_who_does_not_read_is_dropped_while_others_are_served(server: Server) ->
     assert b"[DONE]" not in content
 
 
-def test_priorities_go_first(server: Server) -> None:
-    """Who matters more (a lower number) is begun before who came first."""
+def test_higher_priority_runs_first(server: Server) -> None:
+    """A request of higher priority (a lower number) starts before one that arrived earlier."""
     server.wait_until_idle()
     order: list[int] = []
 

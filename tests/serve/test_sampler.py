@@ -1,4 +1,4 @@
-"""Drawing tokens: against a slow oracle, by frequencies, and independent of who stands beside."""
+"""Sampling: against a slow oracle, by frequencies, and independent of the rest of the batch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def token(logits: Tensor, asked: Request, ends: tuple[int, ...] = ()) -> int:
 
 
 def allowed(logits: list[float], sampling: SamplingParams) -> dict[int, float]:
-    """The tokens that may be drawn and how likely each is, by hand."""
+    """Compute by hand which tokens may be sampled and their probabilities."""
     largest = max(logits)
     weights = [math.exp((value - largest) / sampling.temperature) for value in logits]
     whole = sum(weights)
@@ -72,7 +72,7 @@ def test_frequencies(asked: dict[str, Any]) -> None:
     st.floats(0, 0.9),
     st.integers(0, 99),
 )
-def test_nothing_outside_is_ever_drawn(
+def test_no_disallowed_token_is_sampled(
     values: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
     asked = request(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
@@ -86,7 +86,7 @@ def test_nothing_outside_is_ever_drawn(
     assert found in inside or found in near or found in wide
 
 
-def test_greedy_rows_stand_beside_drawn_ones() -> None:
+def test_greedy_and_sampled_rows_in_one_batch() -> None:
     torch.manual_seed(1)
     logits = torch.randn(3, WORDS)
     rows = [request(temperature=0), request(seed=5), request(temperature=0)]
@@ -95,7 +95,7 @@ def test_greedy_rows_stand_beside_drawn_ones() -> None:
     assert found[1] == token(logits[1], rows[1])
 
 
-def test_place_in_the_answer_and_seed_decide_alone() -> None:
+def test_only_position_and_seed_determine_the_sample() -> None:
     logits = torch.zeros(1000)
     first = [token(logits, request(output=(1,) * place, seed=3)) for place in range(20)]
     assert len(set(first)) > 15  # every place has a draw of its own
@@ -103,7 +103,7 @@ def test_place_in_the_answer_and_seed_decide_alone() -> None:
     assert first != [token(logits, request(output=(1,) * place, seed=4)) for place in range(20)]
 
 
-def test_bias_and_penalties() -> None:
+def test_logit_bias_and_penalties() -> None:
     logits = torch.tensor([3.0, 2.9, -1.0, 0.0])
     assert token(logits, request(temperature=0)) == 0
     assert token(logits, request(temperature=0, logit_bias={3: 5.0, 999: 1.0})) == 3
@@ -116,14 +116,14 @@ def test_bias_and_penalties() -> None:
     assert token(negative, request((0,), temperature=0, repetition_penalty=1.2)) == 1
 
 
-def test_ends_are_banned_before_the_least_number() -> None:
+def test_eos_is_banned_before_min_tokens() -> None:
     logits = torch.tensor([3.0, 2.0, 1.0])
     assert token(logits, request(temperature=0, min_tokens=1), ends=(0,)) == 1
     assert token(logits, request(temperature=0, min_tokens=1, stop_token_ids=(1,)), ends=(0,)) == 2
     assert token(logits, request(temperature=0, min_tokens=1, output=(2,)), ends=(0,)) == 0
 
 
-def test_logprobs_are_of_the_logits_before_any_change() -> None:
+def test_logprobs_use_the_unmodified_logits() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     drawn = sample(logits, [request(temperature=0, logprobs=2, logit_bias={0: 50.0})])
     found = drawn.logprobs(0, 2)

@@ -1,4 +1,4 @@
-"""Scheduler and block pool under random work: nothing leaks, nobody is overtaken, every request ends."""
+"""Scheduler and block pool under random load: nothing leaks, no request is overtaken, every request finishes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def request(name: int, prompt: list[int], answer: int, **more: object) -> Reques
 
 
 def check(scheduler: Scheduler) -> None:
-    """What must hold after every step."""
+    """Assert the invariants after every step."""
     pool = scheduler.cache_manager.pool
     held = Counter(block for each in scheduler.running for block in each.blocks)
     assert {block: count for block, count in enumerate(pool.references) if count} == dict(held)
@@ -42,7 +42,7 @@ def check(scheduler: Scheduler) -> None:
 
 
 class Clerk:
-    """Runs steps with a made-up model: the next token depends on all tokens before it, as a real one's does."""
+    """Run steps with a fake model: the next token depends on all tokens before it, as a real one's does."""
 
     def __init__(self, scheduler: Scheduler, ahead: int) -> None:
         self.scheduler, self.ahead = scheduler, ahead
@@ -83,7 +83,7 @@ class Clerk:
     prefix=st.booleans(),
     ahead=st.integers(0, 2),
 )
-def test_random_work(
+def test_random_requests(
     seed: int,
     blocks: int,
     size: int,
@@ -143,7 +143,7 @@ def steps_of(scheduler: Scheduler) -> list[ScheduledBatch]:
 
 
 def test_first_come_first_served() -> None:
-    """Who came earlier never has computed fewer steps than who came later, while both are there (Orca's invariant)."""
+    """An earlier request never has computed fewer steps than a later one while both are running (Orca's invariant)."""
     pool = BlockPool(1000, 4)
     scheduler = Scheduler(PagedCacheManager(pool), max_num_batched_tokens=12, max_num_seqs=3, prefill_chunk_size=8)
     requests = [request(place, [place] * (place * 7 % 20 + 1), 10) for place in range(12)]
@@ -177,7 +177,7 @@ def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
     assert [piece.request for piece in scheduler.schedule().pieces] == [late]
 
 
-def test_preemption_takes_the_last_and_keeps_its_tokens() -> None:
+def test_preemption_takes_the_last_request_and_keeps_its_tokens() -> None:
     scheduler = Scheduler(
         PagedCacheManager(BlockPool(4, 2, prefix_cache=False)), max_num_batched_tokens=64, max_num_seqs=4, watermark=0
     )
@@ -189,9 +189,10 @@ def test_preemption_takes_the_last_and_keeps_its_tokens() -> None:
     assert len(second.output) == 5
 
 
-def test_who_read_a_long_prompt_is_promised_room_for_the_answer() -> None:
-    """Of two prompts of 32 blocks and answers of 3 in 68 blocks one waits, so that neither is read twice; two short
-    prompts, which cost little to read again, run at once and one is preempted."""
+def test_blocks_for_the_answer_are_reserved_after_a_long_prefill() -> None:
+    """Of two requests with prompts of 32 blocks and answers of 3 in 68 blocks one waits, so that neither is prefilled
+    twice; two short prompts, which are cheap to recompute, run at once and one is preempted.
+    """
     scheduler = Scheduler(
         PagedCacheManager(BlockPool(68, 2, prefix_cache=False)), max_num_batched_tokens=256, max_num_seqs=4
     )
@@ -215,7 +216,7 @@ def test_who_read_a_long_prompt_is_promised_room_for_the_answer() -> None:
     assert len(steps_of(scheduler)[0].pieces) == 2 and short[1].preemptions > 0
 
 
-def test_chunks_of_a_prompt_beside_decoding() -> None:
+def test_prefill_chunks_run_beside_decoding() -> None:
     scheduler = Scheduler(PagedCacheManager(BlockPool(100, 4)), max_num_batched_tokens=5, max_num_seqs=4)
     scheduler.add(request(0, [1, 2], 6))
     steps = [scheduler.schedule()]
@@ -225,7 +226,7 @@ def test_chunks_of_a_prompt_beside_decoding() -> None:
     assert [(piece.start, piece.count, piece.samples_token) for piece in step.pieces] == [(2, 1, True), (0, 4, False)]
 
 
-def test_the_prefix_is_found_but_never_all_of_a_prompt() -> None:
+def test_a_cached_prefix_never_covers_the_full_prompt() -> None:
     pool = BlockPool(100, 4)
     scheduler = Scheduler(PagedCacheManager(pool))
     first, again, longer = request(0, list(range(8)), 3), request(1, list(range(8)), 3), request(2, list(range(12)), 3)
@@ -236,7 +237,7 @@ def test_the_prefix_is_found_but_never_all_of_a_prompt() -> None:
     assert [each.num_cached_tokens for each in (first, again, longer, other)] == [0, 4, 8, 0]
 
 
-def test_the_cache_can_be_switched_off() -> None:
+def test_the_prefix_cache_can_be_disabled() -> None:
     scheduler = Scheduler(PagedCacheManager(BlockPool(100, 4, prefix_cache=False)))
     for place in range(2):
         each = request(place, list(range(20)), 2)
@@ -259,7 +260,7 @@ def test_samples_share_the_blocks_of_their_prompt_without_a_prefix_cache() -> No
     assert pool.blocks - pool.free == 4
 
 
-def test_blocks_that_became_free_longest_ago_go_first_and_tails_before_heads() -> None:
+def test_least_recently_freed_blocks_are_evicted_first_and_tails_before_heads() -> None:
     pool = BlockPool(4, 2)
     text = pool.take(3)
     for place, block in enumerate(text):
@@ -269,7 +270,7 @@ def test_blocks_that_became_free_longest_ago_go_first_and_tails_before_heads() -
     assert pool.find([bytes([0]), bytes([1]), bytes([2])]) == text[:2]
 
 
-def test_giving_back_twice_and_taking_too_many_are_errors() -> None:
+def test_double_free_and_over_allocation_are_errors() -> None:
     pool = BlockPool(2, 4)
     taken = pool.take(1)
     pool.release(taken)
@@ -279,7 +280,7 @@ def test_giving_back_twice_and_taking_too_many_are_errors() -> None:
         pool.take(3)
 
 
-def test_digests_depend_on_all_before_and_on_salt_and_adapter() -> None:
+def test_block_hashes_depend_on_the_prefix_salt_and_adapter() -> None:
     base = chained([1, 2, 3, 4, 5], 2, [], root_digest(b"", None))
     assert len(base) == 2
     assert chained([9, 2, 3, 4], 2, [], root_digest(b"", None))[1] != base[1]

@@ -1,4 +1,4 @@
-"""Whatever a request holds, the answer is no 5xx: schemathesis in negative mode over the server's own description."""
+"""No request causes a 5xx: schemathesis in negative mode over the server's own OpenAPI description."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 
-from tests.serve.served import Server
+from tests.serve.server_process import Server
 
 MOST_SECONDS = 1.5  # for each route
 POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
 
 
 class Enough(Exception):
-    """The time is over."""
+    """The time is up."""
 
 
 def short(case: Any) -> bool:
-    """What is valid by accident should not generate for seconds."""
+    """Keep accidentally valid requests from generating for seconds."""
     return not (isinstance(case.body, dict) and isinstance(case.body.get("max_tokens"), int))
 
 
 @pytest.mark.parametrize("path", POSTS)
 @pytest.mark.parametrize("mode", [GenerationMode.NEGATIVE, GenerationMode.POSITIVE])
-def test_no_request_brings_a_5xx(server: Server, path: str, mode: GenerationMode) -> None:
+def test_no_request_causes_a_5xx(server: Server, path: str, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
     operation = schema[path]["POST"]
     until, statuses = time.monotonic() + MOST_SECONDS, []
@@ -80,13 +80,13 @@ FIELDS = (
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4), chat=st.booleans(), stream=st.booleans())
-def test_no_value_of_any_field_brings_a_5xx(server: Server, body: dict[str, Any], chat: bool, stream: bool) -> None:
+def test_no_field_value_causes_a_5xx(server: Server, body: dict[str, Any], chat: bool, stream: bool) -> None:
     needed: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]} if chat else {"prompt": "x"}
     path = "/v1/chat/completions" if chat else "/v1/completions"
     answer = server.post(path, {**needed, **body, "max_tokens": 2, "stream": stream})
     assert answer.status_code < 500, answer.text
 
 
-def test_the_server_is_as_before(server: Server) -> None:
+def test_the_server_still_works(server: Server) -> None:
     server.wait_until_idle()
     assert server.state()["restarts"] == 0 and "a request failed" not in server.log.read_text()

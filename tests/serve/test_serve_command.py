@@ -15,7 +15,7 @@ from smelt.serve.server.service import Service
 from smelt.serve.server.settings import ServerSettings
 from smelt.serve.worker.client import EngineClient
 from tests.cli.conftest import Smelt, smelt_here  # noqa: F401
-from tests.serve.served import PATIENCE
+from tests.serve.server_process import PATIENCE
 
 
 @pytest.mark.parametrize("command", RENAMED_FLAGS)

@@ -1,4 +1,4 @@
-"""A service with a process that stands for the engine's: silence, time that runs out, and the texts' quick way."""
+"""A service with a fake engine process: silence, timeouts, and the fast path to text."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from smelt.serve.server.settings import ServerLimits, ServerSettings
 from smelt.serve.server.tokenization import AsyncTokenizer, _FastDecoder
 from smelt.serve.worker.client import EngineClient
 from tests.character_tokenizer import character_tokenizer
-from tests.serve.pretending import pretending
-from tests.serve.served import tokenizer
+from tests.serve.fake_engine import pretending
+from tests.serve.server_process import tokenizer
 
 
 def ping_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def ping_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answered(model_folder: Path, path: str, body: dict[str, Any]) -> httpx.Response:
-    """What a service that serves nothing else says."""
+    """Return the answer of a service that serves nothing else."""
 
     async def main() -> httpx.Response:
         service = Service(ServerSettings(str(model_folder)))
@@ -44,7 +44,7 @@ def answered(model_folder: Path, path: str, body: dict[str, Any]) -> httpx.Respo
 
 
 def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A streaming client is told that we are still here; when the time is over, both are told so."""
+    """A streaming client receives keep-alive comments; after the timeout both clients get an error."""
     monkeypatch.setattr(EngineClient, "command", pretending("ready()\nwhile True: pipe.receive()"))
     ping_soon(monkeypatch)
 
@@ -73,10 +73,10 @@ def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     ("path", "asked"),
     [("completions", {"prompt": [1]}), ("chat/completions", {"messages": [{"role": "user", "content": "x"}]})],
 )
-def test_tokens_that_show_nothing(
+def test_tokens_without_visible_text(
     path: str, asked: dict[str, Any], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Held back because they may become a stop text: the engine is at work, but its client hears nothing for long."""
+    """Held back because they may become a stop string: the engine is working, but its client sees nothing for a while."""
     tokens = tokenizer()("stopstopsto")["input_ids"]
     script = f"""
 ready()
@@ -99,10 +99,10 @@ while True:
 @pytest.mark.parametrize(
     ("stop", "text", "reason", "count"), [(None, "abcSTOPdef", "length", 10), ("STOP", "abc", "stop", 7)]
 )
-def test_tokens_that_come_together(
+def test_several_tokens_in_one_message(
     stop: str | None, text: str, reason: str, count: int, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All in one message: they are read in one piece, and what comes after a stop text is neither shown nor counted."""
+    """All in one message: they are decoded as one chunk, and text after a stop string is neither shown nor counted."""
     tokens = tokenizer()("abcSTOPdef")["input_ids"]
     script = f"""
 ready()
@@ -120,7 +120,7 @@ while True:
 
 
 @pytest.mark.parametrize("each", [tokenizer(), character_tokenizer()], ids=["bytes", "characters"])
-def test_the_quick_way_to_text_is_the_same_text(each: Any) -> None:
+def test_the_fast_path_gives_the_same_text(each: Any) -> None:
     texts = AsyncTokenizer(each, 100)
     assert isinstance(texts._decoder, _FastDecoder)
     for tokens in ([1, 2, 3], [98, 5, 5, 200 % len(each), len(each) - 1], list(range(len(each)))):
@@ -136,14 +136,14 @@ def test_the_quick_way_to_text_is_the_same_text(each: Any) -> None:
 
 
 def test_bytes_of_tokens() -> None:
-    """Also of those that are only a part of a character."""
+    """Also for tokens that are only a part of a character."""
     texts = AsyncTokenizer(tokenizer(), 100)
     ids = tokenizer()("é🙂a")["input_ids"]
     assert b"".join(texts.token(token)[1] for token in ids) == "é🙂a".encode()
     assert texts.token(ids[-1]) == ("a", b"a") and texts.token(256) == ("<end>", b"<end>")
 
 
-def test_the_server_is_there_before_torch_is() -> None:
-    """The engine's process imports it; to do so here first would make every start some seconds longer."""
+def test_the_server_starts_without_importing_torch() -> None:
+    """The engine's process imports torch; importing it here would delay every start by seconds."""
     code = "import sys, smelt.cli.serve, smelt.serve.server.server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

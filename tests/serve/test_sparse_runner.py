@@ -1,5 +1,6 @@
-"""An engine whose answers attend to chosen pages: with all of them it gives the tokens of the plain engine, with few
-the same wherever pages lie; the device holds no more than it may, and nothing of what has ended."""
+"""An engine with sparse page attention: with all pages it gives the plain engine's tokens, with fewer the same wherever
+pages are stored; the device holds a bounded number of pages, and none of finished requests.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def selecting(
 
 @pytest.fixture(scope="module")
 def llama() -> tuple[PreTrainedModel, list[list[int]]]:
-    """A trained network, whose answers differ, and what the plain engine answers."""
+    """Return a trained network, whose answers differ, and the plain engine's answers."""
     network = copy.deepcopy(trained_llama(sentences(400)))
     return network, answers(Engine(Model(copy.deepcopy(network)), **SMALL), prompts())
 
@@ -68,7 +69,7 @@ def llama() -> tuple[PreTrainedModel, list[list[int]]]:
 @pytest.mark.parametrize(
     "more", [{}, {"prefill_chunk_size": 5}, {"max_num_batched_tokens": 7}, {"prefix_cache": False}], ids=str
 )
-def test_with_all_pages_it_is_the_plain_engine(
+def test_with_all_pages_it_matches_the_plain_engine(
     llama: tuple[PreTrainedModel, list[list[int]]], residence: OffloadConfig | None, more: dict[str, Any]
 ) -> None:
     network, wanted = llama
@@ -84,7 +85,7 @@ def long_answers(llama: tuple[PreTrainedModel, list[list[int]]]) -> list[list[in
 
 @pytest.mark.parametrize("residence", PLACES, ids=str)
 @pytest.mark.parametrize("prefix_cache", [True, False])
-def test_after_preemption_too(
+def test_after_preemption(
     llama: tuple[PreTrainedModel, Any],
     long_answers: list[list[int]],
     residence: OffloadConfig | None,
@@ -103,14 +104,14 @@ def test_after_preemption_too(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "llama-tied", "qwen2", "qwen3"])
-def test_every_family_without_windows(name: str) -> None:
+def test_every_family_without_sliding_windows(name: str) -> None:
     network = BUILDS[name]()
     engine, _ = selecting(network, ALL, TIGHT)
     assert answers(engine, prompts()) == [expected(network, prompt) for prompt in prompts()]
 
 
 @pytest.mark.parametrize("empty", [(), ("heads0",)])
-def test_a_pruned_network_with_layers_of_its_own_widths(empty: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_pruned_network_with_per_layer_widths(empty: tuple[str, ...], tmp_path: Path) -> None:
     network = BUILDS["llama"]()
     cut(network, random_masks(network, empty=empty))
     engine, runner = selecting(network, ALL, TIGHT, record=True)
@@ -121,7 +122,7 @@ def test_a_pruned_network_with_layers_of_its_own_widths(empty: tuple[str, ...], 
     assert len(shape.kv_heads) == 3 and (shape.kv_heads[0] == 0) == bool(empty)
 
 
-def test_a_network_in_a_small_type() -> None:
+def test_a_half_precision_network() -> None:
     network = BUILDS["llama"]().to(torch.bfloat16)
     wanted = answers(Engine(Model(copy.deepcopy(network)), compiled=False, **SMALL), prompts())
     assert [answers(selecting(network, ALL, place)[0], prompts()) for place in PLACES] == [wanted] * len(PLACES)
@@ -138,8 +139,10 @@ def test_adapters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("digest", [Quest(), ArkVale()], ids=str)
-def test_few_pages_wherever_they_lie(llama: tuple[PreTrainedModel, list[list[int]]], digest: Quest | ArkVale) -> None:
-    """The choice does not depend on what is on the device, nor on who else is in the batch."""
+def test_a_few_pages_wherever_they_are_stored(
+    llama: tuple[PreTrainedModel, list[list[int]]], digest: Quest | ArkVale
+) -> None:
+    """The selection does not depend on which pages are on the device, nor on the rest of the batch."""
     network, _ = llama
     selection = SparseAttentionConfig(digest, page_size=4, token_budget=12, sink_pages=1, recent_pages=1)
     long = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -152,7 +155,7 @@ def test_few_pages_wherever_they_lie(llama: tuple[PreTrainedModel, list[list[int
     assert alone != answers(Engine(Model(copy.deepcopy(network)), **SMALL), prompts(4), long)  # pages were left out
 
 
-def test_the_device_holds_no_more_than_its_slots_and_copies_less_when_pages_stay(
+def test_the_device_never_exceeds_its_slots_and_copies_less_when_pages_stay(
     llama: tuple[PreTrainedModel, list[list[int]]],
 ) -> None:
     copied = {}
@@ -172,8 +175,8 @@ def test_the_device_holds_no_more_than_its_slots_and_copies_less_when_pages_stay
     assert copied[0] > copied[1] > copied[6] > 0
 
 
-def test_nothing_is_kept_of_requests_that_ended_or_wait(llama: tuple[PreTrainedModel, Any]) -> None:
-    """Random aborts, and preemptions: whenever it is asked, only blocks of running requests are on the device."""
+def test_no_pages_of_finished_or_waiting_requests_are_kept(llama: tuple[PreTrainedModel, Any]) -> None:
+    """Random aborts and preemptions: at every check, only blocks of running requests are on the device."""
     engine, runner = selecting(
         llama[0], FEW, OffloadConfig(num_slots=64, keep_steps=1000), kv_cache_bytes=30 * BLOCK_BYTES
     )
@@ -195,7 +198,7 @@ def test_nothing_is_kept_of_requests_that_ended_or_wait(llama: tuple[PreTrainedM
 
 
 def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) -> None:
-    """A row for every token that was decoded, layer and head; most pages are those of the step before."""
+    """One row per decoded token, layer and head; most pages are those of the step before."""
     texts = [prompts()[0] + prompts()[1], prompts()[2]]
     engine, runner = selecting(
         llama[0],
@@ -228,7 +231,7 @@ def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) 
     assert sum(shared) / len(shared) > 0.5
 
 
-def test_what_cannot_be_run() -> None:
+def test_unsupported_settings() -> None:
     network = BUILDS["llama"]()
     with pytest.raises(ConfigError, match="page_size is 32, and the engine's block_size is 4; set block_size to 32"):
         selecting(network, SparseAttentionConfig())
@@ -241,7 +244,7 @@ def test_what_cannot_be_run() -> None:
         selecting(sliding, ALL)
 
 
-def test_a_budget_that_grows_needs_slots_for_the_longest_text() -> None:
+def test_a_growing_budget_needs_slots_for_the_longest_text() -> None:
     growing = SparseAttentionConfig(page_size=4, token_budget=8, budget_ratio=0.5, sink_pages=1, recent_pages=1)
     with pytest.raises(ConfigError, match="up to 12 pages"):
         selecting(BUILDS["llama"](), growing, OffloadConfig(num_slots=11))
@@ -261,8 +264,8 @@ def test_on_a_gpu(llama: tuple[PreTrainedModel, list[list[int]]], residence: Off
     torch.cuda.synchronize()
 
 
-def test_an_engine_is_told_what_to_choose() -> None:
-    """By fields, as they come from another process; blocks are the pages that are chosen."""
+def test_an_engine_takes_a_selection_config() -> None:
+    """By fields, as sent by another process; the selected pages are blocks."""
     engine = Engine(
         Model(BUILDS["llama"]()), max_model_len=96, kv_cache_bytes=10**7, page_selection={"page": 4, "budget": 96}
     )

@@ -1,4 +1,4 @@
-"""A stream of text beside an engine's requests: both run the same network, in turns, and neither disturbs the other."""
+"""A text stream beside an engine's requests: both run the same network in turns without disturbing each other."""
 
 from __future__ import annotations
 

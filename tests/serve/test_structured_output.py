@@ -1,4 +1,4 @@
-"""Forms of answers through HTTP, by the official client: schemas, objects, expressions, choices, grammars."""
+"""Structured output over HTTP with the official client: schemas, objects, regular expressions, choices, grammars."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.serve.served import NAME, Server, language_model, start
+from tests.serve.server_process import NAME, Server, language_model, start
 from tests.serve.test_adapters import write_adapter
 
 pytest.importorskip("llguidance")
@@ -25,7 +25,7 @@ SCHEMA = {
 
 
 class Colours(BaseModel):
-    """Every answer has an end, so that the test cannot pass by running out of tokens."""
+    """Every answer is finite, so that the test cannot pass by running out of tokens."""
 
     colour: Literal["red", "blue"]
     loud: bool
@@ -62,7 +62,7 @@ def test_the_client_parses_into_a_class(client: openai.OpenAI) -> None:
     ],
     ids=str,
 )
-def test_other_forms(client: openai.OpenAI, asked: dict[str, Any], pattern: str) -> None:
+def test_other_formats(client: openai.OpenAI, asked: dict[str, Any], pattern: str) -> None:
     answer = client.completions.create(
         model=NAME, prompt="hi", max_tokens=200, n=3, seed=5, extra_body={"structured_outputs": asked}
     )
@@ -91,7 +91,9 @@ def test_other_forms(client: openai.OpenAI, asked: dict[str, Any], pattern: str)
     ids=lambda value: str(value)[:60],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_wrong_forms_are_refused_before_anything_is_sent(server: Server, wrong: dict[str, Any], stream: bool) -> None:
+def test_invalid_formats_are_refused_before_anything_is_sent(
+    server: Server, wrong: dict[str, Any], stream: bool
+) -> None:
     body = {"model": NAME, "prompt": "hi", "stream": stream, **wrong}
     found = server.http.post(f"{server.url}/v1/completions", json=body)
     assert found.status_code == 400 and found.json()["error"]["message"]

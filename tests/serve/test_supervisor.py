@@ -1,4 +1,4 @@
-"""What watches over the engine's process, with a process that stands for it: one that cannot start, dies, or hangs."""
+"""The supervisor of the engine's process, with a fake engine that cannot start, dies, or hangs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from smelt.serve.server.supervisor import EngineSupervisor
 from smelt.serve.worker import loop
 from smelt.serve.worker.client import EngineClient, OtherModelError, WorkerDiedError
 from smelt.serve.worker.messages import StartEngine, StartFailed, pipe_pair
-from tests.serve.pretending import pretending
-from tests.serve.served import PATIENCE
+from tests.serve.fake_engine import pretending
+from tests.serve.server_process import PATIENCE
 
 LISTENS = "ready()\nwhile True: pipe.receive()"
 
@@ -50,12 +50,12 @@ async def until(condition: Callable[[], bool], seconds: float = PATIENCE) -> Non
         ("sys.exit(3)", SmeltError, "ended while it was starting"),
     ],
 )
-def test_what_cannot_be_started(script: str, kind: type[Exception], told: str) -> None:
+def test_an_engine_that_cannot_start(script: str, kind: type[Exception], told: str) -> None:
     with pytest.raises(kind, match=told):
         asyncio.run(supervised(script).start())
 
 
-def test_the_true_process_says_why_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_process_reports_why_it_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pipe_pair()
     monkeypatch.setattr(sys, "argv", ["loop", str(theirs.detach())])
     monkeypatch.setattr(loop.signal, "signal", lambda *_: None)
@@ -66,7 +66,7 @@ def test_the_true_process_says_why_it_cannot_start(monkeypatch: pytest.MonkeyPat
     assert isinstance(failed, StartFailed) and failed.message.startswith("no model at /there/is/nothing")
 
 
-def test_one_that_dies_again_and_again_is_given_up() -> None:
+def test_an_engine_that_keeps_dying_is_given_up() -> None:
     async def main() -> None:
         found = supervised("ready()", max_restarts=2)
         await found.start()
@@ -78,7 +78,7 @@ def test_one_that_dies_again_and_again_is_given_up() -> None:
     asyncio.run(main())
 
 
-def test_deaths_long_ago_do_not_count() -> None:
+def test_old_deaths_do_not_count() -> None:
     async def main() -> None:
         found = supervised(LISTENS, max_restarts=1, restart_window=0.0)
         await found.start()
@@ -92,7 +92,7 @@ def test_deaths_long_ago_do_not_count() -> None:
     asyncio.run(main())
 
 
-def test_one_that_stands_still_is_noticed_and_replaced_and_blocks_nobody() -> None:
+def test_a_hanging_engine_is_detected_and_replaced_without_blocking() -> None:
     """Not even with more submitted than its pipe holds."""
 
     async def main() -> None:
@@ -123,7 +123,7 @@ def test_one_that_stands_still_is_noticed_and_replaced_and_blocks_nobody() -> No
     asyncio.run(main())
 
 
-def test_one_that_does_not_end_is_killed() -> None:
+def test_an_engine_that_does_not_exit_is_killed() -> None:
     async def main() -> None:
         found = supervised("ready()\ntime.sleep(60)")
         await found.start()

@@ -1,4 +1,4 @@
-"""One model over several processes gives the tokens of one, quantised or adapted too; one that dies is noticed."""
+"""Tensor parallelism gives the tokens of one process, also quantized or with adapters; a dead rank is noticed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def saved(model: Model, folder: Path) -> str:
 
 @contextmanager
 def split(folder: str, **options: Any) -> Iterator[tuple[Engine, Any]]:
-    """An engine over two processes; the other one is gone afterwards."""
+    """Yield an engine over two processes, and check that the other one is gone afterwards."""
     engine = Engine(folder, tensor_parallel_size=2, **SMALL, **options)
     runner: Any = engine.runner
     try:
@@ -55,7 +55,7 @@ def split(folder: str, **options: Any) -> Iterator[tuple[Engine, Any]]:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_two_processes_give_the_tokens_of_one(name: str, tmp_path: Path) -> None:
+def test_two_processes_match_one(name: str, tmp_path: Path) -> None:
     folder = saved(Model(BUILDS[name](), source=name), tmp_path / "model")
     wanted = [expected(load(folder).network, text) for text in prompts(3)]
     with split(folder) as (engine, runner):
@@ -68,7 +68,7 @@ def test_two_processes_give_the_tokens_of_one(name: str, tmp_path: Path) -> None
 
 
 def test_adapters_over_two_processes(tmp_path: Path) -> None:
-    """A mixed batch gives what merged models give."""
+    """A mixed batch matches merged models."""
     network = BUILDS["llama"]()
     folders = {f"a{seed}": write_adapter(tmp_path / f"a{seed}", network, seed, rank=seed + 1) for seed in range(2)}
     names, text = [None, "a0", "a1", None, "a1"], prompts()[0]
@@ -81,7 +81,7 @@ def test_adapters_over_two_processes(tmp_path: Path) -> None:
 
 
 def wide_llama() -> Model:
-    """Wide enough for groups of 32 on two devices; three such groups of filters, which is no even number."""
+    """Build a network wide enough for groups of 32 on two devices; three such groups of FFN channels, an odd number."""
     torch.manual_seed(0)
     config = hf.LlamaConfig(**{**DECODER, "hidden_size": 64, "head_dim": 16, "intermediate_size": 96})
     network = hf.LlamaForCausalLM(config).eval()
@@ -96,7 +96,7 @@ def small_gpt2() -> Model:
 
 
 def quantised(model: Model, schemes: list[QuantizationScheme]) -> Model:
-    """Every linear layer of block i in the i-th scheme; factors and fixed scales as the scheme asks for them."""
+    """Quantize every linear layer of block i with the i-th scheme; factors and static scales as the scheme requires."""
     for block, scheme in zip(model.anatomy.blocks, schemes, strict=True):
         layers = {p.path: p.module for part in block.parts for p in (*part.input_projections, part.output)}
         for path, module in layers.items():
@@ -129,7 +129,7 @@ PLACES = {  # in one network: weights only, rounded inputs, low-rank factors
 
 
 @pytest.mark.parametrize("weight", PLACES)
-def test_a_quantised_model_over_two_processes_gives_the_same_tokens(weight: str, tmp_path: Path) -> None:
+def test_a_quantized_model_over_two_processes_gives_the_same_tokens(weight: str, tmp_path: Path) -> None:
     schemes = [described(weight), described(weight, **PLACES[weight]), described(weight, rank=RANK)]
     folder = saved(quantised(wide_llama(), schemes), tmp_path / "model")
     wanted = [expected(load(folder).network, text) for text in prompts(3)]
@@ -143,7 +143,7 @@ def test_a_quantised_model_over_two_processes_gives_the_same_tokens(weight: str,
 
 
 class Together:
-    """Ranks that are threads of one process: what they reduce is reduced over the threads."""
+    """Ranks that are threads of one process: all-reduce runs over the threads."""
 
     def __init__(self, ranks: int) -> None:
         self.slots: list[Any] = [None] * ranks
@@ -173,7 +173,7 @@ class Together:
 
 
 def logits(model: Model, adapters: Adapters) -> Tensor:
-    """Of nine tokens, three of them with an adapter."""
+    """Return the logits of nine tokens, three of them with an adapter."""
     ids = torch.randint(3, 99, (1, 9), generator=torch.Generator().manual_seed(1))
     with adapters.applied_by(torch.tensor([0, 1, 1, 0, 0, 0, 0, 1, 0])), torch.no_grad():
         found: Tensor = model.network(ids).logits
@@ -213,11 +213,12 @@ NARROW = [described("int4-asym/8@float16"), described("int8", "int8"), described
     [*((wide_llama, scheme) for scheme in SPLIT), *((small_gpt2, scheme) for scheme in NARROW)],
     ids=lambda given: given.__name__ if callable(given) else str(given.to_json()),
 )
-def test_ranks_compute_what_the_whole_does(
+def test_ranks_match_the_unsplit_model(
     build: Callable[[], Model], scheme: QuantizationScheme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also a rounding of inputs whose scale takes all of them, with biases, with query, key and value in one, and with
-    adapters, which read what is not rounded."""
+    """Also with input quantization whose scale covers all inputs, with biases, with fused QKV, and with adapters, which
+    read unquantized inputs.
+    """
     model = quantised(build(), [scheme] * 3)
     folders = {"a": write_adapter(tmp_path / "a", model.network, 0)} if build is wide_llama else {}
     for found in logits_of_ranks(model, 2, folders, monkeypatch):
@@ -225,13 +226,13 @@ def test_ranks_compute_what_the_whole_does(
         assert torch.allclose(found, logits(whole, Adapters(whole, folders)), rtol=1e-4, atol=2e-4)
 
 
-def test_shares_are_as_even_as_groups_let_them_be() -> None:
+def test_shards_are_as_even_as_groups_allow() -> None:
     model = quantised(wide_llama(), [described("int8"), described("int4/16"), described("mxfp4")])
     assert shares(model, 2) == [[0, 1, 2], [0, 48, 96], [0, 1, 2], [0, 48, 96], [0, 1, 2], [0, 64, 96]]
     assert shares(wide_llama(), 2)[1] == [0, 48, 96]
 
 
-def test_what_cannot_be_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ModelError, match="2 heads, too few for 3"):
         shard(Model(BUILDS["llama"]()), 0, 3)
     with pytest.raises(ModelError, match="normalized together and cannot be split"):

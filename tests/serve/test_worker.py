@@ -1,5 +1,6 @@
-"""The engine in a process of its own: what comes out is the engine's, and whoever leaves frees its blocks. What happens
-when it dies or hangs is in test_lifecycle.py."""
+"""The engine in its own process: the output is the engine's, and a client that leaves frees its blocks. Crashes and
+hangs are covered by test_lifecycle.py.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from smelt.serve.engine.sampling_params import SamplingParams
 from smelt.serve.worker.client import EngineClient, TokenEvent, TokenStream, WorkerDiedError
 from smelt.serve.worker.loop import EngineWorker
 from smelt.serve.worker.messages import Pipe, StartEngine, pipe_pair
-from tests.serve.served import PATIENCE, language_model
+from tests.serve.server_process import PATIENCE, language_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=1500, temperature=0, ignore_eos=True)
@@ -55,7 +56,7 @@ async def answers(client: EngineClient) -> None:
 
 
 async def samples(client: EngineClient) -> None:
-    """One of several samples is ended early; the others go on."""
+    """Abort one of several samples early; the others continue."""
     stream = client.stream([PROMPTS[0]], SamplingParams(max_tokens=1500, n=3, seed=1, ignore_eos=True))
     counts = [0, 0, 0]
     try:
@@ -87,7 +88,7 @@ async def refusal(client: EngineClient) -> None:
 
 
 async def waiting(client: EngineClient) -> None:
-    """Nothing comes for a while, then an error for everybody."""
+    """Nothing arrives for a while, then an error for every client."""
     stream = client.stream([PROMPTS[0]], LONG)
     assert await stream.next(0.00001) == []
     client.fail(SmeltError("enough"))
@@ -97,7 +98,7 @@ async def waiting(client: EngineClient) -> None:
 
 
 def test_a_process_and_its_client(model_folder: Path) -> None:
-    """One process for all of these, since starting one takes seconds; and it ends when it is told to."""
+    """One process for all of these, since starting one takes seconds; it exits on request."""
     parts: list[Callable[[EngineClient], Awaitable[None]]] = [answers, samples, leaving, refusal, waiting]
 
     async def main() -> None:
@@ -114,8 +115,8 @@ def test_a_process_and_its_client(model_folder: Path) -> None:
     asyncio.run(main())
 
 
-def test_the_engine_is_given_the_model_by_its_name(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not by the folder that the name stands for: that of a bundled model holds floats, its name means few bits."""
+def test_the_engine_receives_the_model_by_name(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by its folder: a bundled model's folder holds floats, its name means quantized weights."""
     monkeypatch.setenv("HOME", str(model_folder.parent))
     ours, theirs = pipe_pair()
     ours.send(StartEngine(f"~/{model_folder.name}", {"kv_cache_bytes": 10**6}))

@@ -1,4 +1,4 @@
-"""Budget rules: totals to the token, bounds, and each rule against its formula or a plain search."""
+"""Budget rules: exact totals, bounds, and each rule against its formula or a brute-force search."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ KEEPS = st.floats(0.01, 1.0)
 
 
 def scores_of(sizes: Sizes, seed: int, sink: int = 0, window: int = 0, levels: int | None = None) -> Tensor:
-    """Random scores, whose scale differs from head to head; few `levels` make many of them equal."""
+    """Return random scores whose scale differs per head; a small `levels` makes many of them equal."""
     layers, batch, heads, tokens = sizes
     random = torch.Generator().manual_seed(seed)
     scores = torch.rand(sizes, generator=random) * torch.rand(layers, batch, heads, 1, generator=random)
@@ -86,9 +86,7 @@ def test_totals_are_exact_and_bounds_hold(
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, keep=KEEPS, seed=st.integers(0, 2**32), share=st.floats(0, 1))
-def test_forced_tokens_that_differ_from_head_to_head_come_first(
-    sizes: Sizes, keep: float, seed: int, share: float
-) -> None:
+def test_forced_tokens_per_head_come_first(sizes: Sizes, keep: float, seed: int, share: float) -> None:
     layers, batch, heads, tokens = sizes
     scores = scores_of(sizes, seed)
     random = torch.Generator().manual_seed(seed)
@@ -118,7 +116,7 @@ def test_keep_of_one_keeps_all(sizes: Sizes, seed: int, sink: int) -> None:
     sizes=SIZES, keeps=st.tuples(KEEPS, KEEPS), seed=st.integers(0, 2**32), levels=st.sampled_from([None, 2]),
     safeguard=st.floats(0, 1),
 )  # fmt: skip
-def test_who_keeps_more_of_a_prompt_keeps_more_in_every_head(
+def test_a_larger_keep_keeps_at_least_as_much_in_every_head(
     sizes: Sizes, keeps: tuple[float, float], seed: int, levels: int | None, safeguard: float
 ) -> None:
     low, high = sorted(keeps)
@@ -134,7 +132,7 @@ def test_who_keeps_more_of_a_prompt_keeps_more_in_every_head(
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, keep=KEEPS, seed=st.integers(0, 2**32), levels=st.sampled_from([None, 1, 4]), part=st.floats(0, 1))
-def test_ada_is_the_search_by_hand(sizes: Sizes, keep: float, seed: int, levels: int | None, part: float) -> None:
+def test_ada_matches_brute_force(sizes: Sizes, keep: float, seed: int, levels: int | None, part: float) -> None:
     layers, batch, heads, tokens = sizes
     scores = scores_of(sizes, seed, 1, 2, levels)
     each = max(int(tokens * keep), int(num_forced(scores).max()))
@@ -154,7 +152,7 @@ def test_ada_is_the_search_by_hand(sizes: Sizes, keep: float, seed: int, levels:
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=SIZES, keep=KEEPS, seed=st.integers(0, 2**32), levels=st.sampled_from([None, 1, 4]))
-def test_global_topk_is_the_search_by_hand(sizes: Sizes, keep: float, seed: int, levels: int | None) -> None:
+def test_global_topk_matches_brute_force(sizes: Sizes, keep: float, seed: int, levels: int | None) -> None:
     layers, batch, heads, tokens = sizes
     scores = scores_of(sizes, seed, 1, 2, levels)
     counts = GlobalTopKBudget().counts(scores, keep)
@@ -178,7 +176,7 @@ def test_equal_scores_are_kept_equally() -> None:
     assert (AdaKVBudget().counts(scores, 0.5) == 10).all()
 
 
-def test_pyramid_is_its_formula() -> None:
+def test_pyramid_matches_its_formula() -> None:
     scores = scores_of((5, 1, 2, 400), 0, 2, 2)
     counts = PyramidKVBudget().counts(scores, 0.25)
     # n = 100: min = 100 / 20 = 5, max = 200 - 5 = 195, steps of 47.5
@@ -193,7 +191,7 @@ def test_pyramid_is_its_formula() -> None:
     layers=st.integers(2, 12), heads=st.integers(1, 4), tokens=st.integers(8, 400), keep=KEEPS, sink=st.integers(0, 8),
     beta=st.floats(1.5, 40.0),
 )  # fmt: skip
-def test_pyramid_falls_from_layer_to_layer_or_is_uniform(
+def test_pyramid_decreases_by_layer_or_is_uniform(
     layers: int, heads: int, tokens: int, keep: float, sink: int, beta: float
 ) -> None:
     scores = scores_of((layers, 2, heads, tokens), 0, min(sink, tokens))
@@ -213,19 +211,19 @@ def test_one_layer_has_no_pyramid() -> None:
     assert (PyramidKVBudget().counts(scores_of((1, 1, 2, 100), 0), 0.4) == 40).all()
 
 
-def test_head_is_its_formula() -> None:
+def test_head_matches_its_formula() -> None:
     scores = scores_of((2, 1, 2, 1000), 0)
     counts = HeadKVBudget([[4.0, 1.0], [2.0, 1.0]], beta=1.25).counts(scores, 0.1)
     # n = 100: 100 - 80 = 20 for each, and a pool of 4 * 80 = 320 by importance
     assert counts[:, 0].tolist() == [[20 + 160, 20 + 40], [20 + 80, 20 + 40]]
 
 
-def test_what_a_head_cannot_hold_goes_to_the_others() -> None:
+def test_budget_beyond_a_heads_length_goes_to_the_others() -> None:
     counts = HeadKVBudget([[1.0, 0.0, 0.0]], beta=1.0).counts(scores_of((1, 1, 3, 60), 0), 0.5)
     assert counts[0, 0].tolist() == [60, 15, 15]
 
 
-def test_static_keeps_what_the_profile_says() -> None:
+def test_static_follows_the_profile() -> None:
     shape = KVShape("llama", 2, 2, 8)
     profile = EvictionProfile(shape, "snapkv", 0.3, 4, ((0.1, 0.2), (0.3, 0.6)), ((0.05, 0.0), (0.1, 0.3)))
     scores = scores_of((2, 3, 2, 110), 0, 4, 6)  # 100 of 110 may go
@@ -248,7 +246,7 @@ def test_static_keeps_what_the_profile_says() -> None:
     ),
     aim=st.integers(0, 1200),
 )  # fmt: skip
-def test_fitted_counts_sum_up_between_their_bounds(cells: list[tuple[float, int, int]], aim: int) -> None:
+def test_fitted_counts_sum_to_the_total_within_bounds(cells: list[tuple[float, int, int]], aim: int) -> None:
     ideal = torch.tensor([[cell[0] for cell in cells]], dtype=torch.float64)
     low = torch.tensor([[cell[1] for cell in cells]])
     high = low + torch.tensor([[cell[2] for cell in cells]])
@@ -266,7 +264,7 @@ def test_fitted_rounds_the_largest_remainder_up() -> None:
 
 
 @pytest.mark.parametrize("keep", [0.0, 2.0, -0.5, math.nan])
-def test_a_keep_that_is_no_share_is_refused(keep: float) -> None:
+def test_a_keep_outside_0_to_1_is_refused(keep: float) -> None:
     for rule in rules(2, 2, 0):
         with pytest.raises(ConfigError, match="share of a prompt"):
             rule.counts(scores_of((2, 1, 2, 10), 0), keep)
@@ -300,7 +298,7 @@ def test_rules_by_name() -> None:
         ("static", {"profile": "a.json"}, "`profile` of the budget rule static must be a mapping"),
     ],
 )
-def test_what_a_rule_does_not_take_is_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
+def test_invalid_rule_parameters_are_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         make_budget_rule(name, **parameters)
 

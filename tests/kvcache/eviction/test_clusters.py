@@ -1,4 +1,4 @@
-"""Clusters of heads: the map is a bijection, and what sharing pages costs is in the order it must be."""
+"""Head clusters: the map is a bijection, and the cost of sharing pages is ordered as it must be."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def divisors(number: int) -> list[int]:
 
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[int, int, int]:
-    """Layers, heads, and a size of clusters that divides the heads."""
+    """Draw layers, heads, and a cluster size that divides the heads."""
     layers, heads = draw(st.integers(1, 8)), draw(st.integers(1, 12))
     return layers, heads, draw(st.sampled_from(divisors(heads)))
 
@@ -37,7 +37,7 @@ def budgets_of(layers: int, heads: int, seed: int, skew: float = 3.0) -> Tensor:
 
 
 def retrieval_profile(seed: int, layers: int = 36, heads: int = 8) -> Tensor:
-    """Most heads keep little, some more, and a few retrieval heads nearly all."""
+    """Return budgets where most heads keep little, some more, and a few retrieval heads nearly all."""
     random = torch.Generator().manual_seed(seed)
     budgets = 0.02 + 0.25 * torch.rand(layers, heads, generator=random, dtype=torch.float64) ** 3
     few = torch.randperm(layers * heads, generator=random)[:14]
@@ -68,7 +68,7 @@ def test_the_map_is_a_bijection(
         assert all(len({layer for layer, _ in cluster}) == 1 for cluster in made.members)
 
 
-def test_the_greediest_come_first_and_of_equals_the_earlier() -> None:
+def test_largest_budgets_come_first_and_ties_keep_their_order() -> None:
     budgets = torch.tensor([[0.1, 0.9, 0.5, 0.5], [0.5, 0.9, 0.1, 0.2]])
     expected = (((0, 1), (1, 1)), ((0, 2), (0, 3)), ((1, 0), (1, 3)), ((0, 0), (1, 2)))
     assert cluster_heads(budgets, 2).members == expected
@@ -81,7 +81,7 @@ def test_the_greediest_come_first_and_of_equals_the_earlier() -> None:
 @settings(max_examples=150, deadline=None)
 @given(shape=shapes(), seed=st.integers(0, 2**32), skew=st.floats(0, 6), block=st.integers(1, 32))
 def test_the_order_of_waste(shape: tuple[int, int, int], seed: int, skew: float, block: int) -> None:
-    """Within a layer (the size divides its heads) neighbours are one way to cut it, and sorting is the best way."""
+    """Within a layer (the size divides its heads) adjacent heads are one possible grouping, and sorting is the best."""
     layers, heads, size = shape
     budgets = budgets_of(layers, heads, seed, skew)
     for amounts in (budgets, num_pages(budgets, 5000, 4, 32, block)):
@@ -99,7 +99,7 @@ def test_the_order_of_waste(shape: tuple[int, int, int], seed: int, skew: float,
 
 @settings(max_examples=80, deadline=None)
 @given(layers=st.integers(1, 8), heads=st.integers(1, 8), seed=st.integers(0, 2**32), data=st.data())
-def test_no_map_wastes_less_than_the_global_one(layers: int, heads: int, seed: int, data: st.DataObject) -> None:
+def test_no_map_wastes_less_than_the_global_map(layers: int, heads: int, seed: int, data: st.DataObject) -> None:
     size = data.draw(st.sampled_from(divisors(layers * heads)))
     budgets = budgets_of(layers, heads, seed)
     least = sharing_overhead(budgets, cluster_heads(budgets, size)).clustered
@@ -110,7 +110,7 @@ def test_no_map_wastes_less_than_the_global_one(layers: int, heads: int, seed: i
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("size", [2, 4])
-def test_few_retrieval_heads_cost_little_more_than_the_ideal(seed: int, size: int) -> None:
+def test_a_few_retrieval_heads_cost_little_more_than_the_ideal(seed: int, size: int) -> None:
     budgets = retrieval_profile(seed)
     assert 1 < sharing_overhead(budgets, cluster_heads(budgets, size)).ratio < 1.06
     in_pages = num_pages(budgets, 32_000, 4, 32, 16)
@@ -131,7 +131,7 @@ def test_waste_by_hand() -> None:
     assert sharing_overhead(amounts, cluster_heads(amounts, 1)).ratio == 1
 
 
-def test_pages_are_counted_to_the_block() -> None:
+def test_pages_are_counted_exactly() -> None:
     budgets = torch.tensor([0.0, 0.3, 0.5, 1.0], dtype=torch.float64)
     # 36 in any case and 0, 300, 500, 1000 of the others, in blocks of 16
     assert num_pages(budgets, 1036, 4, 32, 16).tolist() == [3, 21, 34, 65]
@@ -149,7 +149,7 @@ def test_pages_are_counted_to_the_block() -> None:
         (2, "layer", "global, per_layer, adjacent, not 'layer'"),
     ],
 )
-def test_what_cannot_be_clustered_is_one_sentence(size: int, scope: str, sentence: str) -> None:
+def test_impossible_clusters_are_one_sentence(size: int, scope: str, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         cluster_heads(torch.rand(3, 4), size, scope)
 
@@ -163,7 +163,9 @@ def test_what_cannot_be_clustered_is_one_sentence(size: int, scope: str, sentenc
         ((((0, 1), (0, 0)), ((1, 0), (1, 1))), "in order"),
     ],
 )
-def test_a_map_that_is_no_bijection_is_refused(members: tuple[tuple[tuple[int, int], ...], ...], sentence: str) -> None:
+def test_a_map_that_is_not_a_bijection_is_refused(
+    members: tuple[tuple[tuple[int, int], ...], ...], sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         HeadClusters(2, 2, members)
 

@@ -1,4 +1,4 @@
-"""A prompt that is read with an eye on its attention, and answers when heads have lost some of it."""
+"""Prefill that records attention inputs, and answers after heads have lost some of the prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def given(name: str = "llama") -> tuple[Model, Tensor, Tensor]:
 
 
 def some(model: Model, count: int) -> Tensor:
-    """Each head keeps tokens of its own, all of them the same number. [layers, batch, kv_heads, tokens]"""
+    """Return a mask in which each head keeps different tokens, all heads the same number. [layers, batch, kv_heads,
+    tokens]
+    """
     parts = [part for part in model.anatomy.parts if part.kind == "heads"]
     draw = torch.rand(len(parts), 2, parts[0].units, PROMPT, generator=torch.Generator().manual_seed(2))
     return draw.argsort(-1).argsort(-1) < count
@@ -33,7 +35,7 @@ def some(model: Model, count: int) -> Tensor:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2"])
 @torch.no_grad()
-def test_reading_changes_nothing_and_gives_all_that_attention_had(name: str) -> None:
+def test_observing_changes_nothing_and_records_all_attention_inputs(name: str) -> None:
     model, prompt, more = given(name)
     plain = model.network(torch.cat((prompt, more), dim=1)).logits
     reading = record_prefill(model, prompt)
@@ -48,8 +50,8 @@ def test_reading_changes_nothing_and_gives_all_that_attention_had(name: str) -> 
 
 
 @torch.no_grad()
-def test_queries_are_turned_back_and_forth() -> None:
-    """The first layer's queries are a product of the embeddings: known without any attention."""
+def test_rope_on_queries_is_inverted_and_reapplied() -> None:
+    """The first layer's queries are a projection of the embeddings, known without any attention."""
     model, prompt, _ = given()
     network: Any = model.network
     layer = network.model.layers[0]
@@ -63,7 +65,7 @@ def test_queries_are_turned_back_and_forth() -> None:
 
 
 @torch.no_grad()
-def test_hiding_tokens_is_evicting_them() -> None:
+def test_masking_tokens_equals_evicting_them() -> None:
     model, prompt, more = given()
     reading, kept = record_prefill(model, prompt), some(model, 7)
     found = decode_logits(model, reading, kept, more)
@@ -78,7 +80,7 @@ def test_hiding_tokens_is_evicting_them() -> None:
 
 
 @torch.no_grad()
-def test_one_prompt_in_many_ways_at_once() -> None:
+def test_one_prompt_under_many_masks_in_one_batch() -> None:
     model, prompt, more = given()
     reading, ways = record_prefill(model, prompt[:1]), some(model, 7)
     together = decode_logits(model, reading, ways, more[:1])
@@ -87,7 +89,7 @@ def test_one_prompt_in_many_ways_at_once() -> None:
 
 
 @torch.no_grad()
-def test_what_is_hidden_has_no_say() -> None:
+def test_masked_tokens_have_no_effect() -> None:
     model, prompt, more = given()
     reading, kept = record_prefill(model, prompt), some(model, 12)
     before = decode_logits(model, reading, kept, more)
@@ -98,7 +100,7 @@ def test_what_is_hidden_has_no_say() -> None:
 
 @torch.no_grad()
 def test_attention_while_the_prompt_is_repeated() -> None:
-    """Against loops over one long text: prompt, request, and the prompt's pieces again."""
+    """Against loops over one long text: the prompt, the request, and the prompt's chunks again."""
     model, prompt, _ = given()
     prompt, ask, chunk = prompt[:1], torch.tensor([5, 6]), 12
     found = record_reconstruction(model, record_prefill(model, prompt), prompt, ask, chunk=chunk, sink=2).layers
@@ -119,7 +121,7 @@ def test_attention_while_the_prompt_is_repeated() -> None:
                 assert torch.allclose(seen.reconstruction[0, head, begin:end], largest, atol=1e-5)
 
 
-def test_what_cannot_be_compressed_is_refused() -> None:
+def test_unsupported_models_are_refused() -> None:
     ids = torch.ones(1, 4, dtype=torch.int64)
     with pytest.raises(ModelError, match="sliding"):
         record_prefill(Model(BUILDS["mistral"]()), ids)

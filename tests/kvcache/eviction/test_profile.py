@@ -1,4 +1,4 @@
-"""The profile of a model's heads: what it holds, how it is scaled, and which files are refused."""
+"""Profiles of a model's heads: contents, rescaling, and which files are refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def made(**changed: Any) -> EvictionProfile:
     return EvictionProfile.from_ratios(SHAPE, "snapkv", 0.3, found(), **settings)
 
 
-def test_mean_and_deviation_are_those_of_the_samples() -> None:
+def test_mean_and_deviation_match_the_samples() -> None:
     profile = made(alpha=1.5)
     assert profile.num_samples == 7
     assert np.allclose(profile.mean, found().numpy().mean(0), rtol=0, atol=1e-15)
@@ -47,7 +47,7 @@ def test_budgets_are_shares() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(values=st.lists(st.just(0.0) | st.floats(0.001, 1), min_size=1, max_size=20), share=st.floats(0, 1))
-def test_scaled_budgets_have_the_mean_that_is_asked(values: list[float], share: float) -> None:
+def test_scaled_budgets_have_the_requested_mean(values: list[float], share: float) -> None:
     budgets = torch.tensor(values, dtype=torch.float64)
     got = scale_budgets(budgets, share)
     assert got.mean().item() == pytest.approx(share, abs=1e-9)
@@ -60,7 +60,7 @@ def test_scaled_budgets_have_the_mean_that_is_asked(values: list[float], share: 
         assert factors.max().item() == pytest.approx(factors.min().item(), rel=1e-9)
 
 
-def test_rescaled_is_by_one_factor_and_up_to_one() -> None:
+def test_rescaling_uses_one_factor_and_caps_at_one() -> None:
     profile = EvictionProfile(
         KVShape("llama", 2, 2, 8), "knorm", 0.3, 3, ((0.1, 0.2), (0.2, 0.5)), ((0.0, 0.0), (0.0, 0.0))
     )
@@ -71,7 +71,7 @@ def test_rescaled_is_by_one_factor_and_up_to_one() -> None:
             profile.rescaled(keep)
 
 
-def test_ratios_leave_out_what_is_kept_in_any_case() -> None:
+def test_ratios_exclude_tokens_that_are_always_kept() -> None:
     counts = torch.tensor([[36, 136], [20, 1004]])
     assert retained_ratios(counts, 1004, sink=4, window=32).tolist() == [[0.0, 0.1], [0.0, 0.968]]
     with pytest.raises(DataError, match="4 tokens has none beyond the first 4"):
@@ -116,19 +116,19 @@ def test_a_profile_of_another_model_is_refused(other: KVShape) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 2, -1.0])
-def test_a_keep_that_is_no_share_is_refused(keep: float, tmp_path: Path) -> None:
+def test_a_keep_outside_0_to_1_is_refused(keep: float, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"keep is .* share of a prompt"):
         EvictionProfile.from_ratios(SHAPE, "snapkv", keep, found())
     with pytest.raises(ConfigError, match="share of a prompt"):
         EvictionProfile.load(written(tmp_path, keep_ratio=keep))
 
 
-def test_no_samples_are_refused() -> None:
+def test_an_empty_sample_is_refused() -> None:
     with pytest.raises(DataError, match="at least one sample"):
         EvictionProfile.from_ratios(SHAPE, "snapkv", 0.3, found()[:0])
 
 
-def test_clusters_are_of_the_largest_size_that_divides_and_come_back_from_the_file(tmp_path: Path) -> None:
+def test_cluster_size_is_the_largest_divisor_and_round_trips(tmp_path: Path) -> None:
     profile = made().with_clusters(4)
     assert profile.clusters is not None and profile.clusters.size == 3 and len(profile.num_splits) == 5
     largest = profile.clusters.cluster_max(profile.rescaled(0.3))
@@ -141,7 +141,7 @@ def test_clusters_are_of_the_largest_size_that_divides_and_come_back_from_the_fi
 
 
 def written(folder: Path, **changed: Any) -> Path:
-    """A file that is a profile but for what is changed; None takes it out."""
+    """Write a valid profile with the given changes; None removes a field."""
     path = folder / "model.kv.json"
     made().with_clusters(3).save(path)
     content = json.loads(path.read_text()) | changed
@@ -196,7 +196,7 @@ def test_a_damaged_profile_is_one_sentence(changed: dict[str, Any], sentence: st
         EvictionProfile.load(written(tmp_path, **changed))
 
 
-def test_what_is_no_profile_is_one_sentence(tmp_path: Path) -> None:
+def test_other_files_are_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "model.kv.json"
     with pytest.raises(ModelError, match="cannot be read"):
         EvictionProfile.load(path)

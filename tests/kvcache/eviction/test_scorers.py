@@ -1,4 +1,4 @@
-"""Scorers against their formulas written out with loops, and against what must not change them."""
+"""Scorers against their formulas written as loops, and their invariances."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ("streaming", "knorm", "keydiff", "tova", "snapkv", "expected", "kvzip")
 
 
 def turn(vectors: Tensor, first: int) -> Tensor:
-    """Rotary position: component i and i + half are turned by position / 50^(2i / width)."""
+    """Apply RoPE: rotate components i and i + half by position / 50^(2i / head_dim)."""
     half = vectors.shape[-1] // 2
     places = torch.arange(first, first + vectors.shape[-2], dtype=torch.float64)
     angles = places[:, None] / 50.0 ** (torch.arange(half) / half)
@@ -45,7 +45,7 @@ def seen_of(tokens: int = TOKENS, seed: int = 0) -> AttentionInputs:
 
 
 def by_loop(tokens: int, score: Callable[[int, int, int], float]) -> Tensor:
-    """`score(prompt, head, token)` of everything."""
+    """Evaluate `score(prompt, head, token)` for everything."""
     return torch.tensor(
         [[[score(b, h, t) for t in range(tokens)] for h in range(HEADS)] for b in range(BATCH)], dtype=torch.float64
     )
@@ -57,13 +57,13 @@ def softmax(logits: list[float]) -> list[float]:
 
 
 def logit(seen: AttentionInputs, b: int, head: int, place: int, t: int) -> float:
-    """Of the query of one head at one place with the key of token t."""
+    """Return the product of one head's query at one position with the key of token t."""
     query = seen.rotate(seen.queries[b, head, place : place + 1].double(), place)[0]
     return float(query @ seen.keys[b, head // GROUP, t].double()) * seen.scale
 
 
 def attention(seen: AttentionInputs, b: int, head: int, place: int) -> list[float]:
-    """Of one query on all tokens; none on those after it."""
+    """Return one query's attention to all tokens, zero for those after it."""
     found = softmax([logit(seen, b, head, place, t) for t in range(place + 1)])
     return found + [0.0] * (seen.seq_len - place - 1)
 
@@ -76,7 +76,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
 # The formulas, written out
 
 
-def test_all_scorers_are_on_the_list_under_their_names() -> None:
+def test_all_scorers_are_registered_under_their_names() -> None:
     assert sorted(SCORERS) == sorted(NAMES)
     assert all(scorer.name == name and "arXiv" in scorer.paper for name, scorer in SCORERS.items())
     assert [name for name, scorer in SCORERS.items() if scorer.needs_reconstruction] == ["kvzip"]
@@ -136,7 +136,7 @@ def test_snapkv_is_the_pooled_attention_of_the_window(window: int, kernel: int, 
     assert (found[..., before:] == torch.inf).all()
 
 
-def test_snapkv_can_take_the_strongest_logit_of_the_group() -> None:
+def test_snapkv_can_use_the_largest_logit_of_the_group() -> None:
     seen, window = seen_of(), 6
     before = TOKENS - window
 
@@ -161,7 +161,7 @@ def mean_rotation(future: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("sink", "future", "eps", "skip"), [(4, 512, 0.0, 4), (0, 3, 0.01, 0), (4, 1, 0.5, 2)])
-def test_expected_attention_is_its_formula(sink: int, future: int, eps: float, skip: int) -> None:
+def test_expected_attention_matches_its_formula(sink: int, future: int, eps: float, skip: int) -> None:
     seen = seen_of()
     rotation = mean_rotation(future)
 
@@ -183,7 +183,7 @@ def test_expected_attention_is_its_formula(sink: int, future: int, eps: float, s
     assert (found[..., :sink] == torch.inf).all()
 
 
-def test_kvzip_is_what_the_frame_found() -> None:
+def test_kvzip_uses_the_reconstruction_attention() -> None:
     seen = seen_of()
     assert seen.reconstruction is not None
     close(make_scorer("kvzip").score(seen), seen.reconstruction.double())
@@ -194,13 +194,13 @@ def test_kvzip_is_what_the_frame_found() -> None:
 # What they mean
 
 
-def test_keydiff_does_not_see_the_length_of_a_key() -> None:
+def test_keydiff_ignores_the_norm_of_a_key() -> None:
     seen = seen_of()
     longer = seen.keys * torch.linspace(0.1, 20, TOKENS)[:, None]
     close(make_scorer("keydiff").score(replace(seen, keys=longer)), make_scorer("keydiff").score(seen).double())
 
 
-def test_knorm_puts_short_keys_first() -> None:
+def test_knorm_ranks_short_keys_first() -> None:
     seen = seen_of()
     lengths = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1)) + 1.0
     keys = torch.nn.functional.normalize(seen.keys, dim=-1) * lengths[:, None]
@@ -216,7 +216,7 @@ def test_tova_gives_all_heads_the_same_and_sums_to_one() -> None:
 
 
 @pytest.mark.parametrize("variant", [{}, {"pool": "max"}, {"sharing": "max"}])
-def test_snapkv_finds_the_token_that_the_last_queries_look_for(variant: dict[str, Any]) -> None:
+def test_snapkv_finds_the_token_the_last_queries_attend_to(variant: dict[str, Any]) -> None:
     seen, window, needle = seen_of(), 6, 13
     looks = turn(seen.queries[:, :, -window:], TOKENS - window).unflatten(1, (HEADS, GROUP)).mean(dim=(2, 3))
     keys = seen.keys.clone()
@@ -226,7 +226,7 @@ def test_snapkv_finds_the_token_that_the_last_queries_look_for(variant: dict[str
 
 
 def test_snapkv_does_not_pool_across_its_window() -> None:
-    """All attention falls on the first token of the window: nothing of it may leak to those before."""
+    """All attention falls on the first token of the window; none may leak to earlier tokens."""
     seen, window = seen_of(), 6
     keys = seen.keys.clone()
     keys[:, :, -window] = 10
@@ -237,7 +237,7 @@ def test_snapkv_does_not_pool_across_its_window() -> None:
 
 
 def test_expected_attention_is_the_mean_over_gaussian_queries() -> None:
-    """E[exp(q.k)] at the next position, from queries drawn as the prompt's are distributed."""
+    """E[exp(q.k)] at the next position, from queries drawn from the prompt's distribution."""
     seen = seen_of()
     seen = replace(seen, values=torch.nn.functional.normalize(seen.values, dim=-1))
     generator = torch.Generator().manual_seed(3)
@@ -255,7 +255,7 @@ def test_expected_attention_is_the_mean_over_gaussian_queries() -> None:
 
 
 def test_expected_attention_of_equal_queries_is_their_attention() -> None:
-    """No spread and one position to come: the attention of the query itself, times the norm of the value."""
+    """With no variance and one future position: the attention of the query itself times the norm of the value."""
     seen = seen_of()
     same = replace(seen, queries=seen.queries[:, :, -1:].expand_as(seen.queries))
     query = turn(same.queries[:, :, :1], TOKENS).unflatten(1, (HEADS, GROUP))[:, :, :, 0]
@@ -263,7 +263,7 @@ def test_expected_attention_of_equal_queries_is_their_attention() -> None:
     close(make_scorer("expected", sink=0, future=1).score(same), wanted.double())
 
 
-def test_expected_attention_of_a_prompt_of_outliers_alone_is_finite() -> None:
+def test_expected_attention_of_only_outliers_is_finite() -> None:
     assert make_scorer("expected", sink=0, window=0, skip=4).scores(seen_of(3)).isfinite().all()
 
 
@@ -281,14 +281,14 @@ def test_the_first_and_the_last_tokens_are_always_kept(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tokens", [1, 3, 5, 8])
-def test_a_prompt_shorter_than_what_is_kept_stays_whole(name: str, tokens: int) -> None:
+def test_a_prompt_shorter_than_the_budget_is_not_evicted(name: str, tokens: int) -> None:
     found = make_scorer(name, sink=4, window=8).scores(seen_of(tokens))
     assert found.shape == (BATCH, HEADS, tokens)
     assert (found == torch.inf).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_prompts_and_half_precision_do_not_change_the_scores(name: str) -> None:
+def test_batching_and_half_precision_do_not_change_the_scores(name: str) -> None:
     seen = seen_of()
     whole = make_scorer(name, window=5).score(seen)
     assert seen.reconstruction is not None
@@ -325,7 +325,7 @@ def test_prompts_and_half_precision_do_not_change_the_scores(name: str) -> None:
         ("expected", {"skip": -1}, "skip is -1"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
+def test_invalid_parameters_are_refused_in_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_scorer(name, **parameters)
     assert sentence in str(caught.value)

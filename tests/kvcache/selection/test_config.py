@@ -1,4 +1,4 @@
-"""Which pages are chosen: the first, the last, the best; never more than the budget, and all where it allows all."""
+"""Page selection: the first, the last and the best pages; never more than the budget, and all where it allows all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smelt.kvcache.selection.config import SparseAttentionConfig
     lengths=st.lists(st.integers(1, 80), min_size=1, max_size=4), sink=st.integers(0, 2), window=st.integers(1, 3),
     more=st.integers(0, 6), share=st.sampled_from([0.0, 0.1, 0.5, 1.0]), seed=st.integers(0, 2**32),
 )  # fmt: skip
-def test_a_choice_against_brute_force(
+def test_selection_matches_brute_force(
     lengths: list[int], sink: int, window: int, more: int, share: float, seed: int
 ) -> None:
     page = 4
@@ -55,8 +55,10 @@ def test_a_budget_may_grow_with_the_length() -> None:
     assert growing.max_selected_pages(32000) == 100
 
 
-def test_pages_that_mean_nothing_are_not_chosen() -> None:
-    """A page that is not full has no summary; whatever its score, it is a recent page. Nor are pages behind it."""
+def test_pages_without_a_summary_are_not_selected() -> None:
+    """A partially filled page has no summary; whatever its score, it is a recent page. Pages after it are never
+    selected.
+    """
     scores = torch.tensor([[[0.0, 5.0, 1.0, -9.0, 99.0, 99.0]]])
     chosen = SparseAttentionConfig(page_size=8, token_budget=24, sink_pages=1, recent_pages=1).select_pages(
         scores, torch.tensor([8 * 3 + 2])
@@ -75,6 +77,6 @@ def test_pages_that_mean_nothing_are_not_chosen() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_chosen(wrong: dict[str, Any], told: str) -> None:
+def test_impossible_settings_are_refused(wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         SparseAttentionConfig(**wrong)

@@ -1,4 +1,4 @@
-"""Pages on the host and some of them on the device: what is asked for is there, is right, and is within the bound."""
+"""Pages on the host with some of them cached on the device: requested pages are present, correct and bounded in number."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def host(**more: int) -> HostPageStore:
 
 
 def fill(pages: HostPageStore | DevicePageStore, seed: int = 0) -> None:
-    """Every place of every layer."""
+    """Write every slot of every layer."""
     chance = torch.Generator().manual_seed(seed)
     for layer, (kv_heads, width) in HEADS.items():
         keys, values = torch.randn(2, BLOCKS * SIZE, kv_heads, width, generator=chance)
@@ -31,7 +31,7 @@ def fill(pages: HostPageStore | DevicePageStore, seed: int = 0) -> None:
 
 
 def asked(chance: random.Random, kv_heads: int, requests: int = 2, most: int = 3) -> tuple[Tensor, Tensor]:
-    """Different blocks for each head of a request; requests may share some. The last ones may not be meant."""
+    """Return different blocks for each head of a request; requests may share some. Trailing entries may be unused."""
     blocks = [[chance.sample(range(BLOCKS), most) for _ in range(kv_heads)] for _ in range(requests)]
     counts = torch.tensor([chance.randrange(1, most + 1) for _ in range(requests)])
     there = (torch.arange(most) < counts[:, None, None]).expand(requests, kv_heads, most)
@@ -39,9 +39,10 @@ def asked(chance: random.Random, kv_heads: int, requests: int = 2, most: int = 3
 
 
 @pytest.mark.parametrize(("keep_steps", "refresh_interval"), [(0, 1), (1, 1), (3, 1), (2, 4), (100, 7)])
-def test_resident_and_recalled_are_the_selection(keep_steps: int, refresh_interval: int) -> None:
-    """Over many steps with writes between them: whatever is asked for lies on the device as it lies on the host, what
-    was not there was copied and counted, and no head has more pages there than slots."""
+def test_resident_and_recalled_pages_are_the_selection(keep_steps: int, refresh_interval: int) -> None:
+    """Over many steps with writes between them: every requested page on the device equals the host's, missing pages
+    were copied and counted, and no head has more pages there than slots.
+    """
     pages, plain = (
         host(keep_steps=keep_steps, refresh_interval=refresh_interval),
         DevicePageStore(HEADS, BLOCKS, SIZE, torch.float32, CPU),
@@ -76,8 +77,10 @@ def test_resident_and_recalled_are_the_selection(keep_steps: int, refresh_interv
     assert (hits == 0) == (keep_steps == 0)
 
 
-def test_pages_stay_for_as_many_steps_as_the_rule_says() -> None:
-    """With keep_steps 2 and a look every 3 steps: at steps 3 and 6 those go that steps 2, 3 and 5, 6 did not choose."""
+def test_pages_stay_for_keep_steps() -> None:
+    """With keep_steps 2 and a check every 3 steps: steps 3 and 6 evict the pages that steps 2, 3 and 5, 6 did not
+    select.
+    """
     pages = host(keep_steps=2, refresh_interval=3)
     fill(pages)
     choices = {1: 7, 2: 8, 3: 9, 4: 10, 5: 9, 6: 9}
@@ -90,7 +93,7 @@ def test_pages_stay_for_as_many_steps_as_the_rule_says() -> None:
     assert left == {1: [7], 2: [7, 8], 3: [8, 9], 4: [8, 9, 10], 5: [8, 9, 10], 6: [9]}
 
 
-def test_when_slots_run_out_the_page_not_chosen_for_longest_goes() -> None:
+def test_full_slots_evict_the_least_recently_selected_page() -> None:
     pages = host(num_slots=3, keep_steps=100)
     there = torch.ones(1, 2, 1, dtype=torch.bool)
     for step, block in enumerate([0, 1, 2, 0, 3], start=1):
@@ -104,7 +107,7 @@ def test_when_slots_run_out_the_page_not_chosen_for_longest_goes() -> None:
         pages.gather_selected(0, torch.arange(4).expand(1, 2, 4), torch.ones(1, 2, 4, dtype=torch.bool), 7)
 
 
-def test_only_what_is_still_anyones_stays() -> None:
+def test_pages_of_no_request_are_dropped() -> None:
     pages = host()
     for layer, (kv_heads, _) in HEADS.items():
         blocks = torch.tensor([1, 4, 9]).expand(1, kv_heads, 3)
@@ -115,7 +118,7 @@ def test_only_what_is_still_anyones_stays() -> None:
     assert all(each.count == 0 and (each.slot_of == -1).all() for each in pages.residents.values())
 
 
-def test_a_prompt_sees_all_of_its_pages_in_order() -> None:
+def test_prefill_sees_all_of_its_pages_in_order() -> None:
     pages, plain = host(), DevicePageStore(HEADS, BLOCKS, SIZE, torch.float32, CPU)
     fill(pages)
     fill(plain)

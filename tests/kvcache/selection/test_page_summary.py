@@ -19,7 +19,7 @@ from smelt.kvcache.selection.page_summary import (
 
 
 def plain_scores(queries: Tensor, high: Tensor, low: Tensor) -> Tensor:
-    """The formula as it is written: sum_d max(q_d high_d, q_d low_d), then over the group."""
+    """Compute the formula directly: sum_d max(q_d high_d, q_d low_d), then over the group."""
     q = queries[:, :, :, None]  # [requests, kv_heads, group, 1, width]
     upper, lower = (corner.permute(0, 2, 1, 3)[:, :, None] for corner in (high, low))
     return torch.maximum(q * upper, q * lower).sum(-1).sum(2)
@@ -27,7 +27,7 @@ def plain_scores(queries: Tensor, high: Tensor, low: Tensor) -> Tensor:
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**32), group=st.integers(1, 4), width=st.sampled_from([1, 3, 8]), tokens=st.integers(1, 9))
-def test_scores_are_the_formula_and_bound_every_product_of_the_page(
+def test_scores_match_the_formula_and_bound_every_product_in_the_page(
     seed: int, group: int, width: int, tokens: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
@@ -44,7 +44,7 @@ def test_scores_are_the_formula_and_bound_every_product_of_the_page(
 
 
 def test_the_mean_cuboid_is_not_always_a_bound() -> None:
-    """One far key among many near ones is outside of the box."""
+    """One far key among many near ones lies outside the box."""
     keys = torch.zeros(1, 1, 1, 8, 1)
     keys[..., 0, :] = 8.0  # center 4, and all are 4 away from it
     keys[..., 1:, :] = torch.tensor([3.0, 4, 4, 4, 4, 5, 0])[:, None]
@@ -55,14 +55,14 @@ def test_the_mean_cuboid_is_not_always_a_bound() -> None:
     assert float(page_scores(query, *Quest().box(keys))) == 8
 
 
-def test_the_corners_of_a_page_in_a_small_type_are_of_that_type() -> None:
+def test_summaries_of_half_precision_pages_keep_their_dtype() -> None:
     keys = torch.randn(3, 2, 8, 4).bfloat16()
     for summary in (Quest(), ArkVale()):
         assert all(corner.dtype == torch.bfloat16 for corner in summary.box(keys))
 
 
 def test_pages_are_summarized_as_they_fill() -> None:
-    """Each block once: the others keep what they had, and scores follow the table, in any order."""
+    """Each block is summarized once, the others are unchanged, and scores follow the block table in any order."""
     heads, device = {0: (2, 4), 3: (1, 4)}, torch.device("cpu")
     table = PageSummaryTable(Quest(), heads, num_blocks=6, dtype=torch.float32, device=device)
     assert table.nbytes == 2 * 6 * (2 + 1) * 4 * 4
@@ -79,7 +79,7 @@ def test_pages_are_summarized_as_they_fill() -> None:
     assert not table.scores(3, torch.randn(1, 1, 1, 4), torch.tensor([[0, 1]])).any()
 
 
-def test_summaries_have_names() -> None:
+def test_summaries_by_name() -> None:
     assert {PAGE_SUMMARIES.build(name).name for name in PAGE_SUMMARIES} == {"quest", "arkvale"}
     with pytest.raises(ConfigError, match="no page summary 'max'; there are arkvale, quest"):
         PAGE_SUMMARIES.build("max")

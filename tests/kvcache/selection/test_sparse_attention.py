@@ -1,4 +1,4 @@
-"""Attention over chosen pages is attention that cannot see the others; over all pages it is the plain one."""
+"""Attention over selected pages equals attention with the others masked; over all pages it equals plain attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def selected(selection: SparseAttentionConfig, residence: OffloadConfig | None =
 
 
 class Texts:
-    """Keys and values of some requests, and blocks for them in no order."""
+    """Keys and values of several requests, in blocks in random order."""
 
     def __init__(self, lengths: list[int] = LENGTHS) -> None:
         self.lengths = lengths
@@ -48,7 +48,7 @@ class Texts:
         return self.blocks[request][positions // PAGE] * PAGE + positions % PAGE
 
     def read(self, attention: SparsePageAttention, chunk: int) -> None:
-        """All tokens but the new one, in chunks, each of which sees everything before it."""
+        """Prefill all tokens but the new one in chunks, each of which sees everything before it."""
         for request, length in enumerate(self.lengths):
             queries, parts = torch.randn(length, KV_HEADS * GROUP, WIDTH), []
             for start in range(0, length, chunk):
@@ -63,7 +63,7 @@ class Texts:
             torch.testing.assert_close(torch.cat(parts), wanted, atol=1e-5, rtol=1e-5)
 
     def new(self) -> SparseBatch:
-        """One more token of each."""
+        """Add one token to each request."""
         tables = torch.zeros(len(self.lengths), max(len(blocks) for blocks in self.blocks), dtype=torch.int64)
         for row, blocks in enumerate(self.blocks):
             tables[row, : len(blocks)] = blocks
@@ -79,7 +79,9 @@ class Texts:
 
 
 def expected(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
-    """The last tokens of a text [tokens, heads, width]; each head of keys sees [kv_heads, tokens] of it."""
+    """Compute attention for the last tokens of a text [tokens, heads, head_dim]; each KV head sees the mask [kv_heads,
+    tokens].
+    """
     new, length = len(queries), len(keys)
     mask = torch.ones(new, length, dtype=torch.bool).tril(length - new)
     if seen is not None:
@@ -90,7 +92,7 @@ def expected(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None)
 
 
 def pages_by_hand(selection: SparseAttentionConfig, queries: Tensor, keys: Tensor) -> Tensor:
-    """Which tokens each head of keys sees, from the keys themselves. [kv_heads, tokens]"""
+    """Return which tokens each KV head sees, computed from the keys themselves. [kv_heads, tokens]"""
     held = -(-len(keys) // PAGE)
     seen = torch.zeros(KV_HEADS, held * PAGE, dtype=torch.bool)
     always = {page for page in range(held) if page < selection.sink_pages or page >= held - selection.recent_pages}
@@ -112,7 +114,7 @@ def pages_by_hand(selection: SparseAttentionConfig, queries: Tensor, keys: Tenso
 )
 @pytest.mark.parametrize("digest", [Quest(), ArkVale()], ids=str)
 @pytest.mark.parametrize("kernel", ["reference", "fastest"])
-def test_a_choice_of_pages_hides_the_others(residence: OffloadConfig | None, digest: PageSummary, kernel: str) -> None:
+def test_selected_pages_hide_the_others(residence: OffloadConfig | None, digest: PageSummary, kernel: str) -> None:
     selection = SparseAttentionConfig(digest, page_size=PAGE, token_budget=4 * PAGE, sink_pages=1, recent_pages=1)
     attention, texts = selected(selection, residence), Texts()
     with use_backend("reference") if kernel == "reference" else nullcontext():
@@ -128,7 +130,7 @@ def test_a_choice_of_pages_hides_the_others(residence: OffloadConfig | None, dig
 
 @pytest.mark.parametrize("residence", [None, OffloadConfig(num_slots=40)], ids=str)
 def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig | None) -> None:
-    """To the bit."""
+    """Bit for bit."""
     attention, texts = selected(SparseAttentionConfig(page_size=PAGE, token_budget=BLOCKS * PAGE), residence), Texts()
     texts.read(attention, chunk=16)
     queries, layout = torch.randn(len(LENGTHS), KV_HEADS * GROUP, WIDTH), texts.new()
@@ -145,8 +147,8 @@ def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig
     assert torch.equal(found, paged_attention(queries, key_pages, value_pages, pages, SCALE))
 
 
-def test_prompts_and_answers_in_one_step() -> None:
-    """Rows of a step are told apart, whatever their order."""
+def test_prefill_and_decode_in_one_batch() -> None:
+    """Prefill and decode rows of a batch are told apart in any order."""
     selection = SparseAttentionConfig(Quest(), page_size=PAGE, token_budget=3 * PAGE, sink_pages=1, recent_pages=1)
     attention, texts = selected(selection), Texts([30, 11])
     texts.read(attention, chunk=64)

@@ -20,7 +20,7 @@ def test_merged_splits_equal_full_attention(num_splits: int, tokens: int, size: 
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_parts_of_parts_can_be_merged_and_empty_ones_weigh_nothing() -> None:
+def test_merged_splits_can_be_merged_again_and_empty_ones_weigh_nothing() -> None:
     queries, keys, values = torch.randn(2, 4, 8), torch.randn(2, 30, 8), torch.randn(2, 30, 8)
     parts = [
         partial_attention(queries, keys[:, cut], values[:, cut], 0.3) for cut in (slice(5), slice(5, 17), slice(17, 30))

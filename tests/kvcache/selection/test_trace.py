@@ -1,4 +1,4 @@
-"""A trace says what was chosen, comes back from its file as it was, and is refused when it is damaged."""
+"""Traces record the selected pages, round-trip through their file, and are refused when damaged."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ROWS = [
 ]
 
 
-def test_a_trace_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_a_trace_round_trips(tmp_path: Path) -> None:
     trace = recorded()
     assert list(trace.rows()) == ROWS and len(trace) == 6
     trace.write(tmp_path / "folder" / "run.trace")
@@ -66,12 +66,12 @@ def test_a_trace_of_version_0_1_is_read(tmp_path: Path) -> None:
     assert list(trace.rows()) == ROWS and trace.metadata == METADATA and trace.request_ids == ("a", "b")
 
 
-def test_a_trace_of_nothing(tmp_path: Path) -> None:
+def test_an_empty_trace(tmp_path: Path) -> None:
     TraceRecorder(METADATA).trace().write(tmp_path / "run.trace")
     assert len(read_trace(tmp_path / "run.trace")) == 0
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="could not be written"):
         recorded().write(tmp_path / "file" / "run.trace")
@@ -89,7 +89,7 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         ("recalled", lambda column: column[None]),
     ],
 )  # fmt: skip
-def test_rows_that_do_not_fit_together(tmp_path: Path, name: str, damage: Callable[[Tensor], Tensor]) -> None:
+def test_rows_of_mismatched_shapes(tmp_path: Path, name: str, damage: Callable[[Tensor], Tensor]) -> None:
     path = tmp_path / "run.trace"
     recorded().write(path)
     with safe_open(path, framework="pt") as file:
@@ -100,7 +100,7 @@ def test_rows_that_do_not_fit_together(tmp_path: Path, name: str, damage: Callab
         read_trace(path)
 
 
-def test_files_that_are_no_traces(tmp_path: Path) -> None:
+def test_files_that_are_not_traces(tmp_path: Path) -> None:
     path = tmp_path / "run.trace"
     with pytest.raises(DataError, match="cannot be read"):
         read_trace(path)

@@ -1,4 +1,4 @@
-"""The bounded cache: what is stored where, what is removed, and that it never grows."""
+"""The bounded KV cache: where tokens are stored, what is evicted, and that it never grows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ HEADS, CAP, WIDTH, LAYERS = 2, 10, 8, 3
 
 
 def filled(tokens: int, with_token_scores: bool = False) -> tuple[BoundedCache, Tensor]:
-    """A cache after so many random tokens, and their keys [layers, 1, heads, tokens, width]; values are these + 1."""
+    """Return a cache after this many random tokens, and their keys [layers, 1, heads, tokens, head_dim]; values are
+    keys + 1.
+    """
     cache = BoundedCache(CAP, BUILDS["llama"]().config, with_token_scores)
     keys = torch.randn(LAYERS, 1, HEADS, tokens, WIDTH)
     for layer in range(LAYERS):
@@ -23,7 +25,7 @@ def filled(tokens: int, with_token_scores: bool = False) -> tuple[BoundedCache, 
 
 
 def everything(cache: BoundedCache) -> list[Tensor]:
-    """Copies of all that it holds, free slots included."""
+    """Copy all tensors of the cache, free slots included."""
     return [tensor.clone() for layer in cache.layers for tensor in layer.tensors()]
 
 
@@ -31,7 +33,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
-def test_tokens_lie_in_the_order_they_came() -> None:
+def test_tokens_are_stored_in_order_of_arrival() -> None:
     cache, keys = filled(4)
     more = torch.randn(1, HEADS, 3, WIDTH)
     got, values = cache.update(more, more + 1, 0)
@@ -41,7 +43,7 @@ def test_tokens_lie_in_the_order_they_came() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_each_head_keeps_tokens_of_its_own_behind_those_that_always_stay(first: int) -> None:
+def test_each_head_keeps_its_own_tokens_after_the_prefix(first: int) -> None:
     cache, keys = filled(9, with_token_scores=True)
     for layer in cache.layers:
         layer.token_scores[:, :9] = layer.token_indices[:, :9] * 10.0
@@ -59,8 +61,8 @@ def test_each_head_keeps_tokens_of_its_own_behind_those_that_always_stay(first: 
         assert all(not tensor[:, cache.length :].any() for tensor in held.tensors())  # nothing is left of the others
 
 
-def test_keys_are_turned_when_they_move() -> None:
-    """They are told where they were, and nothing else of the layer is touched."""
+def test_keys_are_rotated_when_they_move() -> None:
+    """The rotation receives the old positions, and nothing else of the layer changes."""
     cache, keys = filled(9)
     places = torch.tensor([[0, 3, 4], [1, 2, 5]])
     cache.retain(0, places, 2, lambda kept, slots: kept + 100 * slots[..., None])
@@ -71,7 +73,7 @@ def test_keys_are_turned_when_they_move() -> None:
         assert torch.equal(cache.layers[0].keys[head, :2], keys[0, 0, head, :2])
 
 
-def test_what_is_cut_off_is_not_there_at_all() -> None:
+def test_truncated_tokens_are_gone() -> None:
     cache, _ = filled(4)
     before = everything(cache)
     with pytest.raises(KeyboardInterrupt), cache.transaction():
@@ -83,7 +85,7 @@ def test_what_is_cut_off_is_not_there_at_all() -> None:
     assert cache.length == 6
 
 
-def test_what_is_put_aside_leaves_no_trace_even_after_an_error() -> None:
+def test_temporary_tokens_leave_no_trace_even_after_an_error() -> None:
     cache, _ = filled(4)
     before = everything(cache)
     with cache.temporary():
@@ -95,13 +97,13 @@ def test_what_is_put_aside_leaves_no_trace_even_after_an_error() -> None:
     assert same(everything(cache), before) and {layer.length for layer in cache.layers} == {4}
 
 
-def test_bytes_are_those_of_its_tensors() -> None:
+def test_num_bytes_counts_its_tensors() -> None:
     slots = LAYERS * HEADS * CAP
     assert filled(1)[0].nbytes == filled(9)[0].nbytes == slots * (2 * WIDTH * 4 + 8)
     assert filled(1, with_token_scores=True)[0].nbytes == slots * (2 * WIDTH * 4 + 8 + 4)
 
 
-def test_it_never_holds_more_than_its_cap() -> None:
+def test_it_never_exceeds_its_capacity() -> None:
     cache, _ = filled(CAP)
     with pytest.raises(ResourceError, match=r"holds 10 tokens; 11"):
         cache.update(torch.ones(1, HEADS, 1, WIDTH), torch.ones(1, HEADS, 1, WIDTH), 0)
@@ -112,6 +114,6 @@ def test_sliding_layers_are_refused() -> None:
         BoundedCache(CAP, BUILDS["mistral"]().config)
 
 
-def test_the_topk_in_order() -> None:
+def test_topk_in_order() -> None:
     scores = torch.tensor([[1.0, 5.0, 2.0, 5.0, torch.inf], [3.0, 3.0, 3.0, 0.0, 3.0]])
     assert topk_in_order(scores, 3).tolist() == [[1, 3, 4], [0, 1, 2]]

@@ -1,4 +1,4 @@
-"""Which tokens of frames stay: the formulas with loops, and films whose redundancy is known."""
+"""Token eviction for frames: the formulas as loops, and videos of known redundancy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KEEP = 5  # frames
 
 
 def held(keys: Tensor, marks: Tensor, patch: Tensor | None = None) -> FrameTokens:
-    """Whole frames, unless it is said which patch each token is."""
+    """Return complete frames unless the patch of each token is given."""
     plain = torch.arange(keys.shape[1]).expand(len(keys), -1) % PATCHES
     return FrameTokens(keys, plain if patch is None else patch, marks, PATCHES)
 
@@ -31,14 +31,14 @@ def drawn(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def still(seed: int = 0) -> Tensor:
-    """The keys of one frame, FRAMES times. [heads, tokens, width]"""
+    """Return the keys of one frame, repeated FRAMES times. [heads, tokens, head_dim]"""
     return torch.randn(HEADS, 1, PATCHES, WIDTH, generator=torch.Generator().manual_seed(seed)).repeat(
         1, FRAMES, 1, 1
     ).flatten(1, 2)  # fmt: skip
 
 
-def test_tar_by_loops_when_heads_have_lost_tokens() -> None:
-    """Tokens of older frames are scattered: each is compared with its own patch, wherever it lies now."""
+def test_tar_matches_loops_when_heads_have_lost_tokens() -> None:
+    """Tokens of older frames are scattered: each is compared with its own patch, wherever it is stored now."""
     keys, _ = drawn()
     recent = torch.randn(HEADS, 3, PATCHES, WIDTH)
     patch = torch.randint(0, PATCHES, (HEADS, FRAMES * PATCHES))
@@ -62,8 +62,8 @@ def test_equal_frames_are_redundant_and_value_norms_decide() -> None:
         assert found[head].tolist() == [*best.sort().values.tolist(), *range(older, FRAMES * PATCHES)]
 
 
-def test_what_moved_stays() -> None:
-    """One patch a frame shows something else, always another patch, and values say nothing of it."""
+def test_moving_patches_stay() -> None:
+    """One patch per frame changes, always another patch, and values carry no information about it."""
     keys, moving = still().unflatten(1, (FRAMES, PATCHES)), []
     for frame in range(FRAMES - 2):
         keys[:, frame, frame % PATCHES] *= -1
@@ -77,7 +77,7 @@ def test_what_moved_stays() -> None:
 
 
 @pytest.mark.parametrize(("tar", "recent"), [(0.5, 0.25), (0.8, 0.125), (1.0, 0.5), (0.7, 0.25)])
-def test_the_whole_rule_by_loops(tar: float, recent: float) -> None:
+def test_the_full_rule_matches_loops(tar: float, recent: float) -> None:
     keys, marks = drawn(1)
     patch = torch.randint(0, PATCHES, (HEADS, FRAMES * PATCHES))
     last = int(recent * FRAMES) * PATCHES
@@ -96,7 +96,7 @@ def test_the_whole_rule_by_loops(tar: float, recent: float) -> None:
         assert found[head].tolist() == sorted(chosen | set(others[: count - len(chosen)]))
 
 
-def test_value_norms_and_their_neighbours() -> None:
+def test_value_norms_are_pooled_over_neighbors() -> None:
     values = torch.randn(HEADS, 5, 4, 4, WIDTH)
     norms = value_norms(values)
     assert torch.allclose(norms, values.square().sum(-1).sqrt(), atol=1e-6)
@@ -114,7 +114,7 @@ def test_value_norms_and_their_neighbours() -> None:
             assert torch.allclose(pool_by_depth(norms, layer, layers)[here], wanted[layer], atol=1e-6)
 
 
-def test_kernels_are_seven_five_and_three_where_there_is_room() -> None:
+def test_pooling_kernels_are_seven_five_and_three_where_they_fit() -> None:
     one = torch.zeros(1, 9, 9, 9)
     one[0, 4, 4, 4] = 1.0
     touched = [int((pool_by_depth(one, layer, 4) > 0).sum()) for layer in range(4)]
@@ -122,7 +122,7 @@ def test_kernels_are_seven_five_and_three_where_there_is_room() -> None:
     assert torch.equal(pool_by_depth(one[:, :1], 0, 4), one[:, :1])  # one frame: a kernel of one
 
 
-def test_pooled_marks_are_chosen_by_depth() -> None:
+def test_pooling_is_chosen_by_depth() -> None:
     values = torch.randn(HEADS, 3, 3, 3, WIDTH)
     assert torch.equal(InfiniPotV().token_scores(values, 0, 4), value_norms(values))
     pooled = InfiniPotV(pooling=True)

@@ -1,4 +1,4 @@
-"""Slots of tokens, against a cache that is filled token by token."""
+"""Token capacity in slots, against a cache that is filled token by token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from smelt.kvcache.streaming.config import BoundedCacheSize
 
 
 @given(st.integers(1, 20), st.integers(1, 12), st.integers(0, 9))
-def test_slots_are_those_of_a_cache_filled_token_by_token(keep: int, per_cycle: int, reserved: int) -> None:
+def test_capacity_matches_a_cache_filled_token_by_token(keep: int, per_cycle: int, reserved: int) -> None:
     size = BoundedCacheSize(keep + per_cycle + reserved, keep, reserved)
     length = 0
     for token in range(100):

@@ -25,7 +25,7 @@ TOKENS = {"image_token_id": 97, "video_token_id": 98}
 
 
 def qwen2_vl(sections: list[int]) -> PreTrainedModel:
-    """With so many of its four angles turned by time, rows and columns."""
+    """Build a Qwen2-VL model whose four rotary angles are split this way over time, rows and columns."""
     vision = {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4}
     text = {**TEXT, "rope_parameters": {**ROPE, "mrope_section": sections}}
     config = hf.Qwen2VLConfig(vision_config=vision, text_config=text, **TOKENS, vision_start_token_id=96)
@@ -56,7 +56,7 @@ def _llava_onevision() -> PreTrainedModel:
 
 
 def llava(config: Any, network: Any) -> PreTrainedModel:
-    """One of the family that takes images, by its classes."""
+    """Build a model of the LLaVA family from its classes."""
     return _made(
         network,
         config(
@@ -94,7 +94,7 @@ PATCHES = {
 
 
 def film(frames: int, seed: int = 0) -> Tensor:
-    """Noise, each frame a little different from the one before. [frames, 3, 32, 32]"""
+    """Return noise in which each frame differs a little from the one before. [frames, 3, 32, 32]"""
     generator = torch.Generator().manual_seed(seed)
     still = torch.randn(1, 3, 32, 32, generator=generator)
     return still + 0.5 * torch.randn(frames, 3, 32, 32, generator=generator)

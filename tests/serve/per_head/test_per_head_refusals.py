@@ -1,4 +1,4 @@
-"""What an engine with a profile refuses: one sentence, before anything is built."""
+"""Settings that an engine with a KV profile refuses: one sentence, before anything is built."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smelt.errors import ConfigError, ModelError, RequestError
 from smelt.kvcache.eviction.profile import EvictionProfile, KVShape
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from tests.serve.per_head.test_ragged_engine import SMALL, model_of
+from tests.serve.per_head.test_per_head_engine import SMALL, model_of
 from tests.tiny import DECODER
 
 SHAPE = KVShape("llama", 3, 2, 8)
@@ -39,7 +39,7 @@ def test_a_profile_of_another_model(other: KVShape) -> None:
         Engine(model_of("llama"), kv_profile=profile(other), **SMALL)
 
 
-def test_a_scorer_that_reads_twice() -> None:
+def test_a_scorer_that_needs_a_second_pass() -> None:
     with pytest.raises(ConfigError, match="kvzip reads a prompt twice, which a server does not"):
         Engine(model_of("llama"), kv_profile=profile(scorer="kvzip"), **SMALL)
 
@@ -55,12 +55,12 @@ def test_several_devices() -> None:
         Engine(model_of("llama"), kv_profile=profile(), tensor_parallel_size=2, **SMALL)
 
 
-def test_a_cache_without_room_for_a_chunk() -> None:
+def test_a_cache_smaller_than_a_chunk() -> None:
     with pytest.raises(RequestError, match=r"hold no block of 4 tokens.*beside the .* of a step's chunks"):
         Engine(model_of("llama"), kv_profile=profile(), block_size=4, max_model_len=96, kv_cache_bytes=20_000)
 
 
-def test_what_is_no_profile(tmp_path: Path) -> None:
+def test_other_files(tmp_path: Path) -> None:
     file = tmp_path / "other.json"
     file.write_text("{}")
     with pytest.raises(ModelError, match="not a KV cache profile"):

@@ -1,4 +1,4 @@
-"""Where the Triton kernels are tested: on a CUDA device, or else under Triton's interpreter on the CPU."""
+"""Pick the device for Triton kernel tests: CUDA, or Triton's interpreter on CPU."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 6e-4}  # the rounding of the r
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference over the norm of what was expected."""
+    """Return the relative error: norm of the difference over the norm of `expected`."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())

@@ -1,4 +1,4 @@
-"""What cannot be served under a cap: one sentence with the way out, from the engine and from the command line."""
+"""Settings that cannot be served with a bounded KV cache: one sentence with a way out, from the engine and the CLI."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smelt.kvcache.streaming import InfiniPot
 from smelt.kvcache.streaming.config import BoundedCacheConfig
 from smelt.models.model import Model
 from smelt.serve.engine.engine import Engine
-from tests.serve.bounded.test_capped_engine import BLOCK, BLOCK_BYTES, RULE, answers, words
+from tests.serve.bounded.test_bounded_engine import BLOCK, BLOCK_BYTES, RULE, answers, words
 from tests.tiny import BUILDS
 
 
@@ -65,18 +65,18 @@ def test_impossible_caps(options: dict[str, Any], kind: type[SmeltError], senten
         Engine(Model(BUILDS["llama"]()), block_size=BLOCK, **options)
 
 
-def test_the_least_cap_is_one_that_works() -> None:
+def test_the_smallest_cap_works() -> None:
     engine = Engine(Model(BUILDS["llama"]()), block_size=BLOCK, kv_token_cap=BoundedCacheConfig(13, method=RULE))
     assert len(answers(engine, [words(60)])[0]) == 16
 
 
 @pytest.mark.parametrize(("name", "sentence"), [("mistral", "sliding-window layers"), ("gpt2", "no rotary positions")])
-def test_models_whose_pots_cannot_be_cooked_down(name: str, sentence: str) -> None:
+def test_models_whose_cache_cannot_be_compressed(name: str, sentence: str) -> None:
     with pytest.raises(ModelError, match=sentence):
         Engine(Model(BUILDS[name]()), block_size=BLOCK, kv_token_cap=BoundedCacheConfig(40, method=RULE))
 
 
-def test_positions_must_be_numbered_anew() -> None:
+def test_positions_must_be_renumbered() -> None:
     with pytest.raises(ConfigError, match="leave `renumber` on"):
         BoundedCacheConfig(40, method=InfiniPot(renumber=False))
 

@@ -1,5 +1,6 @@
-"""An engine under a hard cap: the plain one while a text fits, a stream's pot when it does not; pages stay within the
-cap, are all given back, and no answer depends on who else is there."""
+"""An engine with a bounded KV cache matches the plain engine while a text fits and a text stream when it does not;
+pages stay within the cap, are all freed, and no answer depends on the rest of the batch.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
 
 
 def capped(network: PreTrainedModel | None = None, **more: Any) -> Engine:
-    """With room for 8 pots, unless told."""
+    """Build an engine with memory for 8 bounded caches by default."""
     given = {"block_size": BLOCK, "kv_cache_bytes": 8 * MOST * BLOCK_BYTES, **more}
     model = Model(copy.deepcopy(network) if network is not None else BUILDS["llama"]())
     return Engine(model, **{"kv_token_cap": BoundedCacheConfig(CAP, KEEP, RULE), **given})
@@ -45,7 +46,7 @@ def capped(network: PreTrainedModel | None = None, **more: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def llama() -> PreTrainedModel:
-    """A trained network, whose answers differ from each other."""
+    """Return a trained network, whose answers differ from each other."""
     return copy.deepcopy(trained_llama(sentences(400)))
 
 
@@ -72,7 +73,7 @@ LENGTHS = [200, 3, FULL, FULL + 1, 90, FULL - 2]
 
 
 def run(engine: Engine) -> None:
-    """To the end, with all that must hold after every step."""
+    """Run to the end, checking the invariants after every step."""
     while engine.busy:
         engine.step()
         check(engine)
@@ -101,7 +102,7 @@ def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = G
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "qwen2", "qwen3"])
-def test_a_text_that_fits_is_answered_as_by_the_plain_engine(name: str, compiled: bool) -> None:
+def test_a_text_that_fits_matches_the_plain_engine(name: str, compiled: bool) -> None:
     network = BUILDS[name]()
     texts = texts_of([1, 5, FULL - 16, 12])
     engine = capped(network, compiled=compiled)
@@ -110,7 +111,7 @@ def test_a_text_that_fits_is_answered_as_by_the_plain_engine(name: str, compiled
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_logits_that_fit_are_those_of_the_plain_engine(llama: PreTrainedModel, compiled: bool) -> None:
+def test_logits_of_a_text_that_fits_match_the_plain_engine(llama: PreTrainedModel, compiled: bool) -> None:
     asked, text = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, logprobs=20), words(FULL - 8, 3)
     plain = Engine(
         Model(copy.deepcopy(llama)), block_size=BLOCK, max_model_len=96, kv_cache_bytes=10**7, compiled=compiled
@@ -129,7 +130,7 @@ def logprobs(engine: Engine, text: list[int], sampling: SamplingParams) -> torch
     return torch.tensor(found)
 
 
-def test_a_network_in_a_small_type() -> None:
+def test_a_half_precision_network() -> None:
     network, texts = BUILDS["llama"]().to(torch.bfloat16), texts_of([1, 5, FULL - 16, 12])
     plain = Engine(
         Model(copy.deepcopy(network)), block_size=BLOCK, max_model_len=96, kv_cache_bytes=10**7, compiled=False
@@ -150,7 +151,7 @@ def streamed(network: PreTrainedModel) -> TextStream:
 
 
 def held(engine: Engine, request: Request, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of a running request: numbers [kv_heads, length], keys and values [kv_heads, length, width]."""
+    """Return a running request's token numbers [kv_heads, length], keys and values [kv_heads, length, head_dim]."""
     runner, length = runner_of(engine), memory_of(engine).size.length(request.num_computed_tokens)
     rows = torch.tensor([request.blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(length)])
     numbers = runner.pages.numbers.flatten(0, 1)[rows, layer].T.long()
@@ -161,8 +162,8 @@ def held(engine: Engine, request: Request, layer: int) -> tuple[torch.Tensor, to
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_a_long_text_lies_in_its_pages_as_in_a_streams_pot(llama: PreTrainedModel, compiled: bool) -> None:
-    """Over prompt and answer, after every step: the same tokens of every head, keys, values, and what is novel."""
+def test_the_pages_of_a_long_text_match_a_streams_cache(llama: PreTrainedModel, compiled: bool) -> None:
+    """Over prompt and answer, after every step: the same tokens per head, keys, values and novelty."""
     engine, stream = capped(llama, compiled=compiled, prefill_chunk_size=9), streamed(llama)
     request = engine.submit(words(150), LONG)[0]
     while engine.busy:
@@ -186,8 +187,8 @@ def test_a_long_text_lies_in_its_pages_as_in_a_streams_pot(llama: PreTrainedMode
     assert len(request.output) == 70 and stream.num_compressions == runner_of(engine).cooked > 5
 
 
-def test_the_answer_is_the_streams(llama: PreTrainedModel) -> None:
-    """As long as the stream has room for it."""
+def test_the_answer_matches_the_stream(llama: PreTrainedModel) -> None:
+    """As long as the answer fits into the stream's cache."""
     for length in (100, 131, FULL + 1):
         stream, text = streamed(llama), words(length, 4)
         stream.push(text)
@@ -203,7 +204,7 @@ def test_the_answer_is_the_streams(llama: PreTrainedModel) -> None:
 # The cap
 
 
-def test_a_conversation_many_times_the_cap_stays_within_it() -> None:
+def test_a_conversation_of_many_times_the_cap_stays_within_it() -> None:
     engine = capped(max_num_seqs=2)
     text: list[int] = words(10)
     longest = 0
@@ -232,7 +233,7 @@ def test_positions_stay_within_the_cap() -> None:
     assert CAP - len(PROMPT) <= max(positions) < CAP
 
 
-def test_a_short_request_reserves_what_it_has() -> None:
+def test_a_short_request_reserves_only_its_length() -> None:
     engine = capped()
     request = engine.submit(words(9), GREEDY)[0]
     engine.step()
@@ -240,7 +241,7 @@ def test_a_short_request_reserves_what_it_has() -> None:
     run(engine)
 
 
-def test_what_nobody_asked_to_end_ends() -> None:
+def test_a_request_without_a_token_limit_ends() -> None:
     engine = capped()
     assert engine.max_request_tokens == engine.max_model_len == 2**30
     request = engine.submit(words(100), SamplingParams(max_tokens=None, temperature=0, ignore_eos=True))[0]
@@ -278,9 +279,9 @@ def test_a_batch_changes_no_answer(llama: PreTrainedModel, alone: list[list[int]
     assert answers(engine, texts_of(LENGTHS), LONG) == alone  # on pages that were used before
 
 
-def test_a_prompt_is_cut_the_same_way_whoever_else_is_there() -> None:
+def test_prompt_chunks_do_not_depend_on_the_batch() -> None:
     def cut(engine: Engine, texts: list[list[int]]) -> dict[int, list[tuple[int, int]]]:
-        """Of each prompt, by its length: where its pieces begin, and their tokens."""
+        """Return, for each prompt by its length, where its chunks begin and their tokens."""
         found: dict[int, list[tuple[int, int]]] = {}
         launch = runner_of(engine).launch
 
@@ -299,7 +300,7 @@ def test_a_prompt_is_cut_the_same_way_whoever_else_is_there() -> None:
 
 
 def test_answers_after_preemption(llama: PreTrainedModel, alone: list[list[int]]) -> None:
-    """A pot that was cooked down often, also while it was answered, is lost, and made anew."""
+    """A cache that was compressed often, also during the answer, is dropped and recomputed."""
     engine = capped(llama, kv_cache_bytes=(MOST + 4) * BLOCK_BYTES)
     texts = texts_of(LENGTHS)
     long = engine.submit(texts[0], LONG, priority=1)[0]
@@ -311,8 +312,8 @@ def test_answers_after_preemption(llama: PreTrainedModel, alone: list[list[int]]
     assert [long.output, short.output] == alone[:2]
 
 
-def test_random_work_ends_and_leaks_nothing(llama: PreTrainedModel) -> None:
-    """Requests come, leave and go on from each other at random."""
+def test_random_requests_finish_and_leak_nothing(llama: PreTrainedModel) -> None:
+    """Requests arrive, leave and continue each other at random."""
     chance = random.Random(1)
     engine, ended, came = capped(llama, kv_cache_bytes=(3 * MOST + 1) * BLOCK_BYTES, max_num_batched_tokens=16), [], []
     for turn in range(400):
@@ -333,7 +334,7 @@ def test_random_work_ends_and_leaks_nothing(llama: PreTrainedModel) -> None:
     ]
 
 
-def test_who_leaves_gives_everything_back() -> None:
+def test_an_aborted_request_frees_everything() -> None:
     engine = capped()
     for steps in range(1, 12):
         request = engine.submit(words(200), LONG)[0]
@@ -343,7 +344,7 @@ def test_who_leaves_gives_everything_back() -> None:
         assert engine.pool.free == engine.pool.blocks and request.cache_state is None
 
 
-def test_adapters_look_at_the_pot_too(llama: PreTrainedModel, tmp_path: Path) -> None:
+def test_adapters_use_the_bounded_cache_too(llama: PreTrainedModel, tmp_path: Path) -> None:
     folder, text = write_adapter(tmp_path / "a", llama, seed=0), words(150, 2)
     engine = capped(llama, adapters={"a": folder})
     plain, changed = (engine.submit(text, LONG, adapter=name)[0] for name in (None, "a"))
@@ -357,7 +358,7 @@ def test_adapters_look_at_the_pot_too(llama: PreTrainedModel, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("length", [10, FULL - 3, FULL, 200])
-def test_the_next_turn_goes_on_from_the_pot(llama: PreTrainedModel, length: int) -> None:
+def test_the_next_turn_continues_from_the_session_cache(llama: PreTrainedModel, length: int) -> None:
     engine, other = capped(llama), capped(llama, prefix_cache=False)
     first = engine.submit(words(length), GREEDY)[0]
     while engine.busy:
@@ -369,7 +370,7 @@ def test_the_next_turn_goes_on_from_the_pot(llama: PreTrainedModel, length: int)
     assert [each.output for each in again] == [answers(other, [text], LONG)[0]] * 2
 
 
-def test_only_who_may_goes_on_from_a_pot(llama: PreTrainedModel) -> None:
+def test_a_session_cache_is_reused_only_with_the_same_salt_and_adapter(llama: PreTrainedModel) -> None:
     engine = capped(llama)
     first = engine.submit(words(50), GREEDY, salt=b"a")[0]
     while engine.busy:
@@ -381,7 +382,7 @@ def test_only_who_may_goes_on_from_a_pot(llama: PreTrainedModel) -> None:
     assert [each.num_cached_tokens for each in found] == [0, 65, 0]
 
 
-def test_pots_are_given_up_when_memory_is_wanted(llama: PreTrainedModel) -> None:
+def test_session_caches_are_evicted_when_memory_is_needed(llama: PreTrainedModel) -> None:
     engine = capped(llama, kv_cache_bytes=2 * MOST * BLOCK_BYTES)
     for seed in range(5):
         engine.submit(words(100, seed), GREEDY)

@@ -1,4 +1,4 @@
-"""`smelt serve MODEL --kv-token-cap N` over HTTP: texts longer than the model's context, in constant memory."""
+"""`smelt serve MODEL --kv-token-cap N` over HTTP: texts longer than the model's context in constant memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.served import CONTEXT, Server, pieces, start
+from tests.serve.server_process import CONTEXT, Server, pieces, start
 
 CAP, BLOCK = 256, 16
 MOST = CAP // BLOCK
@@ -34,7 +34,7 @@ def test_a_prompt_longer_than_the_models_context(small: Server) -> None:
     assert small.complete(TEXT, max_tokens=300, ignore_eos=True)["choices"] == answer["choices"]
 
 
-def test_a_conversation_goes_on_from_its_pot(small: Server) -> None:
+def test_a_conversation_continues_from_its_session_cache(small: Server) -> None:
     prompt = list(TEXT.encode()[:3000])
     for turn in range(3):
         answer = small.complete(prompt, max_tokens=8, ignore_eos=True, return_token_ids=True)
@@ -50,7 +50,7 @@ def test_an_answer_without_a_limit_ends(small: Server) -> None:
     assert answer["usage"]["prompt_tokens"] > 3000
 
 
-def test_several_clients_at_once_and_one_who_leaves(small: Server) -> None:
+def test_several_clients_at_once_and_one_that_disconnects(small: Server) -> None:
     body = {"prompt": TEXT, "max_tokens": 30_000, "temperature": 0, "ignore_eos": True, "stream": True}
     with small.http.stream("POST", small.url + "/v1/completions", json=body) as response:
         lines = response.iter_lines()  # held: when it is collected, the client has left
@@ -65,7 +65,7 @@ def test_several_clients_at_once_and_one_who_leaves(small: Server) -> None:
     small.wait_until_idle()
 
 
-def test_only_a_context_that_was_given_limits(small: Server) -> None:
+def test_only_an_explicit_max_model_len_limits(small: Server) -> None:
     assert small.get("/v1/models").json()["data"][0]["max_model_len"] == CONTEXT_GIVEN
     refused = small.post("/v1/completions", {"prompt": TEXT * 7, "max_tokens": 1})
     assert refused.status_code == 400 and refused.json()["error"]["code"] == "context_length_exceeded"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from smelt.kvcache.eviction.profile import EvictionProfile, KVShape
-from tests.serve.served import start
+from tests.serve.server_process import start
 
 
 def written(folder: Path, layers: int = 3) -> Path:

@@ -1,4 +1,4 @@
-"""A stream of frames on small vision-language models: against the plain network, and far past what fits."""
+"""A stream of frames on small vision-language models: against the plain network, and far beyond the cache's capacity."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from smelt.kvcache.streaming import InfiniPotV, RecentFrames, VideoStream
 from smelt.kvcache.streaming.frame_rule import FrameTokens
 from smelt.kvcache.streaming.position_ids import FramePositions
 from smelt.kvcache.streaming.vision import FrameEncoder
-from tests.kvcache.streaming.seeing import JOINED, PATCHES, SEEING, film, llava, qwen2_vl
 from tests.kvcache.streaming.test_bounded_cache import everything, same
+from tests.kvcache.streaming.vision_models import JOINED, PATCHES, SEEING, film, llava, qwen2_vl
 from tests.serve.test_detokenizer import byte_tokenizer
 from tests.tiny import BUILDS
 
@@ -30,7 +30,7 @@ def stream_of(name: str, **changes: Any) -> VideoStream:
 
 
 def plainly(name: str, network: Any, frames: Tensor) -> dict[str, Any]:
-    """What the network itself is given for prefix, frames and question: placeholders, and pixels beside them."""
+    """Return the network's own inputs for prefix, frames and question: placeholder tokens and pixels."""
     tokens = len(frames) // JOINED[name] * PATCHES[name] + (1 if name == "llava-onevision" else 0)
     placeholder = 97 if name in ("smolvlm", "llava") else 98
     ids = torch.tensor([[*PREFIX, *[placeholder] * tokens, *QUESTION]])
@@ -46,7 +46,7 @@ def plainly(name: str, network: Any, frames: Tensor) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_what_fits_is_answered_as_by_the_plain_network(name: str) -> None:
+def test_a_stream_that_fits_matches_the_plain_network(name: str) -> None:
     stream = stream_of(name)
     frames = film(FRAMES * JOINED[name])
     wanted = stream.network(**plainly(name, stream.network, frames)).logits[0, -len(QUESTION) :]
@@ -58,7 +58,7 @@ def test_what_fits_is_answered_as_by_the_plain_network(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_answers_are_those_that_the_network_generates(name: str) -> None:
+def test_answers_match_the_networks_generate(name: str) -> None:
     stream = stream_of(name, max_frames=6, keep_frames=5, rule="recent")
     stream.network.generation_config.eos_token_id = None
     frames = film(6 * JOINED[name])
@@ -69,7 +69,7 @@ def test_answers_are_those_that_the_network_generates(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_film_fifty_times_longer_stays_in_its_cap(name: str) -> None:
+def test_a_video_of_fifty_times_the_capacity_stays_bounded(name: str) -> None:
     stream = stream_of(name)
     stream.push(film(JOINED[name]))
     size, cap = stream.nbytes, len(PREFIX) + FRAMES * PATCHES[name] + len(stream._layout.trailing) + 16
@@ -87,8 +87,8 @@ def test_a_film_fifty_times_longer_stays_in_its_cap(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "smolvlm"])
-def test_heads_keep_whole_recent_frames_and_keys_as_they_were(name: str) -> None:
-    """After each time: time order, each token once, the recent frames whole; and keys and values not touched."""
+def test_heads_keep_complete_recent_frames_and_unchanged_keys(name: str) -> None:
+    """After each push: time order, each token once, recent frames complete, keys and values unchanged."""
     stream, patches = stream_of(name), PATCHES[name]
     frames = film(40 * JOINED[name])
     first = len(PREFIX)
@@ -111,8 +111,8 @@ def test_heads_keep_whole_recent_frames_and_keys_as_they_were(name: str) -> None
     assert stream.num_compressions > 10
 
 
-def test_rules_are_told_which_patch_each_token_is() -> None:
-    """Whatever stands in front of the frames."""
+def test_rules_receive_the_patch_of_each_token() -> None:
+    """Whatever precedes the frames."""
     told: list[Tensor] = []
 
     class Listening(RecentFrames):
@@ -127,7 +127,7 @@ def test_rules_are_told_which_patch_each_token_is() -> None:
 
 
 @pytest.mark.parametrize("pooling", [False, True])
-def test_value_norms_are_noted_while_frames_are_whole(pooling: bool) -> None:
+def test_value_norms_are_recorded_while_frames_are_complete(pooling: bool) -> None:
     stream = stream_of("qwen2-vl", rule=InfiniPotV(pooling=pooling))
     frames = film(2 * 30)
     noted: dict[tuple[int, int, int], float] = {}
@@ -149,10 +149,11 @@ def test_value_norms_are_noted_while_frames_are_whole(pooling: bool) -> None:
     assert len(noted) > 0
 
 
-def test_what_appeared_once_is_still_there() -> None:
-    """A still film but for one bright square in the first pair, on a network that does not turn keys by time: there the
-    first layer's keys show nothing but redundancy. That pair outlives the film, and most of what is always the same
-    goes."""
+def test_content_that_appeared_once_survives() -> None:
+    """A still video except for one bright square in the first pair, on a network that does not rotate keys by time,
+    where the first layer's keys show only redundancy. That pair survives the video, and most of the static content
+    is evicted.
+    """
     still = film(1).repeat(80, 1, 1, 1)
     still[:2, :, 8:16, 8:16] = 4.0
     stream = VideoStream(qwen2_vl([0, 2, 2]), max_frames=FRAMES, keep_frames=KEEP, rule=InfiniPotV(tar=0.7))
@@ -165,8 +166,8 @@ def test_what_appeared_once_is_still_there() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
-def test_positions_are_those_of_the_whole_film(name: str) -> None:
-    """As the network numbers prefix, all frames and the question, when it is given them together."""
+def test_positions_match_the_full_video(name: str) -> None:
+    """As the network numbers prefix, all frames and the question when it receives them together."""
     network: Any = SEEING[name]()
     shape = FrameEncoder(network).layout(film(1))
     numbering = FramePositions(network, len(PREFIX), shape)
@@ -184,8 +185,8 @@ def test_positions_are_those_of_the_whole_film(name: str) -> None:
             assert found.tolist() == [list(range(3, 3 + count * PATCHES[name] + 4))]
 
 
-def test_words_may_follow_the_longest_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A network whose words go on after the highest position of its frames, be that of time, row or column."""
+def test_text_positions_may_follow_the_longest_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network whose text continues after the highest position of its frames, be that time, row or column."""
     network: Any = SEEING["qwen2-vl"]()
 
     def highest(ids: Tensor, **given: Any) -> tuple[Tensor, None]:
@@ -203,7 +204,7 @@ def test_words_may_follow_the_longest_axis(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == [3, *(3 + max(4, 2 * count - 1) for count in range(1, 40))]
 
 
-def test_patches_by_loops() -> None:
+def test_patches_match_loops() -> None:
     encoder, frames = FrameEncoder(SEEING["qwen2-vl"]()), torch.randn(4, 3, 16, 32)
     patches, grid = encoder._patches(frames)
     assert grid.tolist() == [[2, 4, 8]] and patches.shape == (64, 3 * 2 * 4 * 4)
@@ -219,7 +220,7 @@ def test_patches_by_loops() -> None:
                         row += 1
 
 
-def test_no_more_frames_are_encoded_at_once_than_there_is_room_for() -> None:
+def test_frames_are_encoded_in_batches_that_fit() -> None:
     stream = stream_of("smolvlm")
     counts: list[int] = []
     stream.network.model.vision_model.register_forward_pre_hook(
@@ -229,7 +230,7 @@ def test_no_more_frames_are_encoded_at_once_than_there_is_room_for() -> None:
     assert max(counts) == FRAMES - KEEP and sum(counts) == 60 + 3  # its shape is found on three
 
 
-def test_empty_frames_that_a_network_takes_for_padding_are_refused() -> None:
+def test_all_zero_frames_treated_as_padding_are_refused() -> None:
     stream = stream_of("smolvlm")
     with pytest.raises(DataError, match="zero everywhere for padding, so normalize"):
         stream.push(torch.zeros(2, 3, 32, 32))
@@ -240,7 +241,7 @@ def test_empty_frames_that_a_network_takes_for_padding_are_refused() -> None:
     assert stream.num_seen == before and stream.length == len(PREFIX) + 2 * 4
 
 
-def test_the_last_frames_fill_the_pot() -> None:
+def test_the_last_frames_fill_the_cache() -> None:
     one, other = stream_of("smolvlm"), stream_of("smolvlm")
     for stream in (one, other):
         stream.push(film(FRAMES))
@@ -255,7 +256,7 @@ def test_the_last_frames_fill_the_pot() -> None:
 
 
 @pytest.mark.parametrize("rule", ["infinipot-v", "recent", "uniform"])
-def test_asking_leaves_the_pot_as_it_was_to_the_bit(rule: str) -> None:
+def test_asking_leaves_the_cache_bit_identical(rule: str) -> None:
     stream = stream_of("llava-onevision", rule=rule)
     stream.push(film(30))
     assert stream.cache is not None
@@ -266,7 +267,7 @@ def test_asking_leaves_the_pot_as_it_was_to_the_bit(rule: str) -> None:
     assert torch.equal(stream.answer(QUESTION, 5), said)
 
 
-def test_recent_keeps_the_last_frames_alone() -> None:
+def test_recent_keeps_only_the_last_frames() -> None:
     stream = stream_of("smolvlm", rule="recent", prefix=())
     stream.push(film(21))
     assert stream.cache is not None
@@ -290,7 +291,7 @@ def test_frames_are_preprocessed_by_the_given_function() -> None:
     assert torch.allclose(plain.logits(QUESTION), told.logits(QUESTION), atol=1e-5)
 
 
-def test_words_in_and_out() -> None:
+def test_text_in_and_out() -> None:
     network: Any = SEEING["smolvlm"]()
     network.resize_token_embeddings(300)
     stream = VideoStream(network, byte_tokenizer(), max_frames=FRAMES, keep_frames=KEEP, prefix="see: ")
@@ -333,7 +334,7 @@ def test_impossible_requests_are_refused() -> None:
         stream.ask("what?")
 
 
-def test_unfit_networks_are_refused() -> None:
+def test_unsupported_networks_are_refused() -> None:
     with pytest.raises(ModelError, match="no vision tower"):
         VideoStream(BUILDS["llama"]())
     with pytest.raises(ModelError, match="sliding"):

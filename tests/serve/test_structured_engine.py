@@ -1,4 +1,6 @@
-"""Answers in a form: whatever a network would rather say, what comes out has the form; what cannot be is refused."""
+"""Structured output from the engine: whatever the network prefers, the output matches the format; impossible formats
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,7 @@ def test_a_grammar(engine: Engine) -> None:
     )
 
 
-def test_any_object(engine: Engine) -> None:
+def test_any_json_object(engine: Engine) -> None:
     request = engine.submit(
         [5, 6], SamplingParams(max_tokens=60, seed=2, structured_output=StructuredOutputParams("json"))
     )[0]
@@ -83,7 +85,7 @@ def test_any_object(engine: Engine) -> None:
         assert isinstance(json.loads(text), dict)
 
 
-def test_beside_answers_without_a_form_and_after_preemption(engine: Engine) -> None:
+def test_beside_unconstrained_answers_and_after_preemption(engine: Engine) -> None:
     free = engine.submit([7, 8, 9], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))[0]
     alone = engine.submit([7, 8, 9], SamplingParams(max_tokens=30, temperature=0, ignore_eos=True))[0]
     formed = engine.submit(
@@ -116,7 +118,7 @@ def test_beside_answers_without_a_form_and_after_preemption(engine: Engine) -> N
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_forms_that_cannot_be(engine: Engine, form: tuple[str, str], told: str) -> None:
+def test_impossible_formats(engine: Engine, form: tuple[str, str], told: str) -> None:
     with pytest.raises(RequestError, match=told) as caught:
         engine.submit([5], SamplingParams(structured_output=StructuredOutputParams(*form)))
     assert "\n" not in str(caught.value) and not engine.busy
@@ -134,7 +136,7 @@ def test_forms_that_cannot_be(engine: Engine, form: tuple[str, str], told: str) 
     ],
     ids=["nested counts", "ambiguous", "large arrays", "deep"],
 )
-def test_forms_that_would_take_for_ever_do_not(engine: Engine, form: StructuredOutputParams) -> None:
+def test_exponential_formats_are_bounded(engine: Engine, form: StructuredOutputParams) -> None:
     start = time.perf_counter()
     with contextlib.suppress(RequestError):
         engine.submit([5], SamplingParams(max_tokens=3, structured_output=form))
@@ -143,7 +145,7 @@ def test_forms_that_would_take_for_ever_do_not(engine: Engine, form: StructuredO
     assert time.perf_counter() - start < 10
 
 
-def test_a_sampling_survives_json() -> None:
+def test_sampling_parameters_survive_json() -> None:
     from dataclasses import asdict
 
     sampling = SamplingParams(

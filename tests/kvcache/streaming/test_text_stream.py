@@ -1,4 +1,4 @@
-"""A stream of text: against the plain network while everything fits, against loops and masks when it does not."""
+"""A text stream: against the plain network while everything fits, against loops and masks when it does not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def words(count: int, seed: int = 1) -> Tensor:
 
 
 def numbers(stream: TextStream) -> Tensor:
-    """Which tokens of the stream each head holds: [layers, kv_heads, length]"""
+    """Return which tokens of the stream each head holds: [layers, kv_heads, length]"""
     return torch.stack([layer.token_indices[:, : stream.length] for layer in stream.cache.layers])
 
 
@@ -51,7 +51,7 @@ def numbers(stream: TextStream) -> Tensor:
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 @torch.no_grad()
-def test_what_fits_is_answered_as_by_the_plain_network(name: str) -> None:
+def test_a_stream_that_fits_matches_the_plain_network(name: str) -> None:
     stream, ids = stream_of(name, chunk_size=7), words(FULL)
     plain = stream.model.network(ids[None]).logits[0]
     stream.push(ids[:11])
@@ -66,7 +66,7 @@ def test_what_fits_is_answered_as_by_the_plain_network(name: str) -> None:
 
 
 @torch.no_grad()
-def test_an_empty_stream_answers_like_a_plain_network() -> None:
+def test_an_empty_stream_matches_the_plain_network() -> None:
     stream, ids = stream_of(), words(8)
     assert torch.allclose(stream.logits(ids), stream.model.network(ids[None]).logits[0, :-1], atol=1e-4)
     end = int(stream.answer(ids[:4], 1))
@@ -77,7 +77,7 @@ def test_an_empty_stream_answers_like_a_plain_network() -> None:
 # The cap
 
 
-def test_a_stream_fifty_times_longer_stays_in_its_cap() -> None:
+def test_a_stream_of_fifty_times_the_capacity_stays_bounded() -> None:
     stream, ids = stream_of(), words(50 * CAP)
     size, places = stream.nbytes, [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()]
     longest = 0
@@ -101,7 +101,7 @@ def test_a_stream_fifty_times_longer_stays_in_its_cap() -> None:
     assert size == layers * heads * CAP * (2 * width * 4 + 8) + CAP * (8 + 4)
 
 
-def test_pushing_in_pieces_is_pushing_at_once() -> None:
+def test_pushing_in_chunks_equals_pushing_at_once() -> None:
     one, other, ids = stream_of(), stream_of(chunk_size=5), words(4 * CAP)
     one.push(ids)
     for start in range(0, len(ids), 3):
@@ -114,8 +114,9 @@ def test_pushing_in_pieces_is_pushing_at_once() -> None:
 
 
 def by_hand(stream: TextStream, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention [layers, kv_heads, tokens] of the prompt's words and -log p of each token, with loops, from the plain
-    network."""
+    """Compute attention [layers, kv_heads, tokens] of the prompt's tokens and -log p of each token with loops over the
+    plain network.
+    """
     whole = torch.cat((ids, torch.tensor(PROMPT)))[None]
     count, reading = len(ids), record_prefill(stream.model, whole)
     with torch.no_grad():
@@ -136,7 +137,7 @@ def by_hand(stream: TextStream, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.5, 1.0])
-def test_novel_tokens_stay_for_all_heads_and_the_others_by_attention(alpha: float) -> None:
+def test_novel_tokens_stay_in_all_heads_and_others_by_attention(alpha: float) -> None:
     stream, ids = stream_of(rule={"alpha": alpha}), words(FULL + 1)
     stream.push(ids)
     attention, novelty = by_hand(stream, ids[:FULL])
@@ -150,7 +151,7 @@ def test_novel_tokens_stay_for_all_heads_and_the_others_by_attention(alpha: floa
 
 
 @torch.no_grad()
-def test_without_new_numbers_cooking_down_is_hiding_what_was_lost() -> None:
+def test_without_renumbering_compression_equals_masking_evicted_tokens() -> None:
     stream, ids = stream_of(rule={"renumber": False}), words(FULL + 6)
     stream.push(ids[:FULL])
     stream._compress()
@@ -159,7 +160,7 @@ def test_without_new_numbers_cooking_down_is_hiding_what_was_lost() -> None:
     assert torch.allclose(stream.logits(ids[FULL:])[1:], wanted[:-1], atol=1e-4)
 
 
-def test_a_token_that_is_kept_for_its_novelty_is_in_every_head_for_ever() -> None:
+def test_a_token_kept_for_novelty_stays_in_every_head() -> None:
     stream, ids = stream_of(), words(9 * CAP)
     for start in range(0, len(ids), 5):
         stream.push(ids[start : start + 5])
@@ -170,7 +171,7 @@ def test_a_token_that_is_kept_for_its_novelty_is_in_every_head_for_ever() -> Non
 
 
 def snapkv_in_chunks(model: Model, ids: Tensor, kernel: int) -> Tensor:
-    """The same in the plain way: a growing cache, cut by the scorer SnapKV whenever it has `FULL` tokens."""
+    """Run the plain equivalent: a growing cache, compressed by the SnapKV scorer whenever it holds `FULL` tokens."""
     network: Any = model.network
     prompt, scorer = torch.tensor(PROMPT)[None], SnapKV(sink=0, window=len(PROMPT), kernel=kernel)
     cache, which = DynamicCache(config=network.config), torch.zeros(3, 2, 0, dtype=torch.int64)
@@ -203,7 +204,7 @@ def snapkv_in_chunks(model: Model, ids: Tensor, kernel: int) -> Tensor:
 
 @pytest.mark.parametrize("kernel", [1, 5])
 @torch.no_grad()
-def test_without_novelty_it_is_snapkv_in_chunks(kernel: int) -> None:
+def test_without_novelty_it_equals_chunked_snapkv(kernel: int) -> None:
     ids = words(FULL + 3 * (FULL - KEEP))
     stream = stream_of(rule={"alpha": 0.0, "kernel": kernel, "renumber": False})
     stream.push(ids)
@@ -215,7 +216,7 @@ def test_without_novelty_it_is_snapkv_in_chunks(kernel: int) -> None:
 
 
 @torch.no_grad()
-def test_novelty_is_what_the_network_did_not_foresee() -> None:
+def test_novelty_is_the_negative_log_probability() -> None:
     network: Any = BUILDS["llama"]()
     ids = words(100)
     states = network.model(ids[None]).last_hidden_state[0]
@@ -232,7 +233,7 @@ def test_novelty_is_what_the_network_did_not_foresee() -> None:
 
 
 @torch.no_grad()
-def test_novelty_goes_on_over_pushes() -> None:
+def test_novelty_continues_across_pushes() -> None:
     stream, ids = stream_of(), words(20)
     for piece in (ids[:1], ids[1:8], ids[8:9], ids[9:]):
         stream.push(piece)
@@ -240,7 +241,7 @@ def test_novelty_goes_on_over_pushes() -> None:
     assert torch.allclose(stream._novelty.novelty[:20], novelty, atol=1e-4)
 
 
-def test_the_tracker_forgets_what_is_less_novel() -> None:
+def test_the_tracker_drops_less_novel_tokens() -> None:
     tracker = NoveltyTracker(8, torch.device("cpu"))
     tracker.add(0, torch.tensor([3.0, 1.0, 4.0, 1.5]))
     assert tracker.keep_top(2).tolist() == [0, 2]
@@ -253,7 +254,7 @@ def test_the_tracker_forgets_what_is_less_novel() -> None:
 
 
 def _keys_at(network: Any, ids: Tensor, positions: Tensor) -> Tensor:
-    """Keys of the first layer, [kv_heads, tokens, width], as the network computes them at these positions."""
+    """Return the first layer's keys, [kv_heads, tokens, head_dim], as the network computes them at these positions."""
     cache = DynamicCache(config=network.config)
     network(ids[None], position_ids=positions[None], past_key_values=cache)
     keys: Tensor = cache.layers[0].keys[0]
@@ -265,7 +266,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 
 @pytest.mark.parametrize("rope", [None, YARN])
 @torch.no_grad()
-def test_keys_turned_anew_are_those_computed_there(rope: dict[str, Any] | None) -> None:
+def test_rerotated_keys_equal_keys_computed_at_the_new_position(rope: dict[str, Any] | None) -> None:
     network = _made(hf.LlamaForCausalLM, hf.LlamaConfig(**DECODER, rope_parameters=rope))
     ids = words(12)
     old, new = torch.arange(40, 100, 5), torch.arange(12)
@@ -276,8 +277,8 @@ def test_keys_turned_anew_are_those_computed_there(rope: dict[str, Any] | None) 
 
 
 @torch.no_grad()
-def test_after_many_rounds_every_key_stands_at_its_slot() -> None:
-    """Keys of the first layer depend on their token and position alone."""
+def test_after_many_rounds_every_key_has_the_position_of_its_slot() -> None:
+    """Keys of the first layer depend only on their token and position."""
     stream, ids = stream_of(), words(8 * CAP)
     stream.push(ids)
     layer = stream.cache.layers[0]
@@ -293,7 +294,7 @@ def test_after_many_rounds_every_key_stands_at_its_slot() -> None:
 
 
 @pytest.mark.parametrize("pushed", [5, 3 * CAP + 1])
-def test_asking_leaves_the_pot_as_it_was_to_the_bit(pushed: int) -> None:
+def test_asking_leaves_the_cache_bit_identical(pushed: int) -> None:
     stream = stream_of()
     stream.push(words(pushed))
     before, length, seen = everything(stream.cache), stream.length, stream.num_seen
@@ -303,7 +304,7 @@ def test_asking_leaves_the_pot_as_it_was_to_the_bit(pushed: int) -> None:
     assert torch.equal(stream.answer(words(4), 4), first)
 
 
-def test_text_in_and_out_and_what_is_remembered() -> None:
+def test_text_in_and_out_and_memory_statistics() -> None:
     network = _made(hf.LlamaForCausalLM, hf.LlamaConfig(**{**DECODER, "vocab_size": 300}))
     model = Model(network, byte_tokenizer())
 
@@ -360,7 +361,7 @@ def test_a_cap_past_the_trained_window_is_refused() -> None:
         TextStream(Model(BUILDS["llama"]()), method=InfiniPot(prompt=PROMPT))
 
 
-def test_unfit_models_are_refused() -> None:
+def test_unsupported_models_are_refused() -> None:
     for name, sentence in (("mistral", "sliding"), ("gpt2", "no rotary positions"), ("bert", "only causal language")):
         with pytest.raises(ModelError, match=sentence):
             stream_of(name)

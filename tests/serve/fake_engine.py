@@ -1,4 +1,4 @@
-"""A process that stands for the engine's: it starts in no time, and says and does what a test wants."""
+"""A fake engine process: it starts quickly and runs a script supplied by the test."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ ready = lambda: pipe.send(EngineReady(folder=start.model, max_model_len=64, max_
 
 
 def pretending(script: str) -> tuple[str, ...]:
-    """Return the command that runs this script; in it are `pipe`, `start`, `state` and `ready()`."""
+    """Return the command that runs this script, in which `pipe`, `start`, `state` and `ready()` are defined."""
     return (sys.executable, "-c", _BEGINNING + script)

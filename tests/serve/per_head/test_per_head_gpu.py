@@ -1,4 +1,4 @@
-"""Pages of head clusters on a GPU, or under Triton's interpreter: the tokens of the module on the same pages."""
+"""Pages of head clusters on a GPU, or under Triton's interpreter: the same tokens as the module on the same pages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.kernels.gpu_machine import DEVICE  # isort: skip  (before anything imports Triton)
+from tests.kernels.triton_device import DEVICE  # isort: skip  (before anything imports Triton)
 
 from smelt.kernels.attention_metadata import AttentionMetadata
 from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
@@ -25,14 +25,14 @@ from smelt.serve.engine.engine import Engine
 from smelt.serve.engine.factory import per_head_gpu_runner
 from smelt.serve.engine.per_head.parts import AT_ONCE, OVERHEAD, parts_of, work_of
 from smelt.serve.engine.sampling_params import SamplingParams
-from tests.serve.per_head.test_ragged_engine import SMALL, check, prompts, retention, run, words
+from tests.serve.per_head.test_per_head_engine import SMALL, check, prompts, retention, run, words
 from tests.tiny import BUILDS
 
 FEW = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 
 
 def engine_of(monkeypatch: pytest.MonkeyPatch, name: str, **more: Any) -> Engine:
-    """On the fused path, also where there is no CUDA device."""
+    """Build an engine with the fused backend, also without a CUDA device."""
 
     def chosen(parts: Any, cache: Any, policy: Any, _: int) -> Any:
         return per_head_gpu_runner(parts, cache, policy)
@@ -52,7 +52,7 @@ EVERYTHING, LITTLE = [1.0, 1.0, 1.0], [0.5, 0.2, 0.0]
         ("llama", LITTLE, INT4),
     ],
 )
-def test_the_tokens_of_the_module(
+def test_the_tokens_match_the_module(
     monkeypatch: pytest.MonkeyPatch, name: str, shares: list[float], kind: str | None
 ) -> None:
     scorer = None if kind is None else make_scorer("snapkv", window=4)  # whose queries are to be as its keys
@@ -75,7 +75,7 @@ def test_the_tokens_of_the_module(
         assert int((mine.values.cpu() != other.values).any(-1).sum()) <= 8
 
 
-def test_a_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"kv_profile": retention([0.6, 0.3, 0.0]), "max_num_batched_tokens": 24}
     engines = [engine_of(monkeypatch, "llama", **settings), Engine(Model(BUILDS["llama"]()), **SMALL, **settings)]
     outputs = []
@@ -100,7 +100,7 @@ def test_a_conversation_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_heads_of_different_lengths_in_one_call(
     parts: list[int], kind: str | None, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three heads in three clusters, at different columns, against a loop over heads."""
+    """Three heads in three clusters, in different columns, against a loop over heads."""
     monkeypatch.setattr("smelt.kernels.gpu.rope.MANY_TOKENS", many)
     torch.manual_seed(0)
     size, heads, kv_heads, width, columns, clusters = 16, 6, 3, 24, 4, 5
@@ -150,8 +150,8 @@ def test_heads_of_different_lengths_in_one_call(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_last_queries_meet_keys_in_their_own_type(dtype: torch.dtype) -> None:
-    """Of numbers of 16 bits the products are those of float32, and so is what is observed of them."""
+def test_last_queries_are_scored_in_the_dtype_of_the_keys(dtype: torch.dtype) -> None:
+    """Products of 16-bit numbers are those of float32, and so are the observed scores."""
     torch.manual_seed(4)
     keys, queries = torch.randn(1, 2, 300, 32).to(dtype), torch.randn(1, 6, 40, 32).to(dtype)
     seen = [
@@ -164,7 +164,7 @@ def test_last_queries_meet_keys_in_their_own_type(dtype: torch.dtype) -> None:
     assert found.dtype == torch.float32 and torch.allclose(found.cpu(), wanted, atol=1e-4)
 
 
-def test_parts_follow_budgets() -> None:
+def test_splits_follow_budgets() -> None:
     assert parts_of((8, 4), 1, 6) == (16, 8)  # as many as there are places
     assert parts_of((8, 4), 1, 6, most=4) == (4, 2)
     assert parts_of((8, 7) * 4, 528, 132) == (1,) * 8  # there are enough
@@ -173,8 +173,8 @@ def test_parts_follow_budgets() -> None:
 
 
 @pytest.mark.parametrize("requests", [1, 3, 4, 16, 33, 64, 200])
-def test_no_other_way_to_cut_would_end_earlier(requests: int) -> None:
-    """Programs begin in the order of `work_of`, as soon as one of the places is free: step by step."""
+def test_no_other_split_would_finish_earlier(requests: int) -> None:
+    """Simulate programs starting in the order of `work_of`, each as soon as a slot is free."""
     shares = (64, 33, 17, 17, 7, 7, 4, 4)
 
     def ends(parts: tuple[int, ...]) -> float:
@@ -189,7 +189,7 @@ def test_no_other_way_to_cut_would_end_earlier(requests: int) -> None:
     assert mine < 1.35 * (requests * sum(shares) / 64 / (AT_ONCE * 132)) or requests < 4
 
 
-def test_long_parts_begin_first_and_every_part_is_there_once() -> None:
+def test_long_splits_start_first_and_each_occurs_once() -> None:
     shares, parts = [10, 64, 30], [1, 4, 3]
     work = work_of(shares, parts)
     assert [shares[head] / count for head, _, count in work] == [16] * 4 + [10] * 4

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, and a small model with random weights for it to serve."""
+"""A real server in its own process, and a small model with random weights for it to serve."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TEMPLATE = (
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte, and an end of text."""
+    """Return a tokenizer with one token per byte and an end-of-text token."""
     found = byte_tokenizer()
     found.add_special_tokens({"eos_token": "<end>"})
     found.chat_template = TEMPLATE
@@ -56,13 +56,13 @@ def write_model(folder: Path, context: int = CONTEXT) -> Path:
 
 
 def _client() -> httpx.Client:
-    """A new connection for each request: none that the server has closed meanwhile."""
+    """Use a new connection for each request, so that none was closed by the server in the meantime."""
     return httpx.Client(timeout=PATIENCE, verify=False, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 @dataclass
 class Server:
-    """One that runs, and what it said so far."""
+    """A running server and its output so far."""
 
     process: subprocess.Popen[bytes]
     url: str
@@ -86,7 +86,7 @@ class Server:
         return found
 
     def wait_until(self, condition: Any, seconds: float = PATIENCE) -> dict[str, Any]:
-        """Until the state is as wanted."""
+        """Wait until the state satisfies the condition."""
         until = time.monotonic() + seconds
         while not condition(state := self.state()):
             assert time.monotonic() < until, {name: state[name] for name in ("running", "waiting", "blocks_used")}
@@ -94,21 +94,21 @@ class Server:
         return state
 
     def wait_until_idle(self, seconds: float = PATIENCE) -> dict[str, Any]:
-        """Until nothing runs and every block is free."""
+        """Wait until nothing runs and every block is free."""
         return self.wait_until(
             lambda state: not (state["running"] or state["waiting"] or state["blocks_used"] or state["admitted"]),
             seconds,
         )
 
     def resident_bytes(self) -> int:
-        """Of the server and its engine."""
+        """Return the resident memory of the server and its engine."""
         pids = [self.process.pid, self.state()["worker"]]
         found = [re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text()) for pid in pids]
         return sum(int(each[1]) * 1024 for each in found if each)
 
     @contextmanager
     def paused(self, worker: int | None = None) -> Iterator[None]:
-        """Stop the engine's process inside, so that nothing ends meanwhile however slow the test is."""
+        """Suspend the engine's process inside the block, so that nothing finishes however slow the test is."""
         pid = self.state()["worker"] if worker is None else worker
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -123,13 +123,15 @@ class Server:
             time.sleep(0.02)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Ask it to stop: its exit code."""
+        """Stop the server and return its exit code."""
         self.process.send_signal(number)
         return self.process.wait(PATIENCE)
 
 
 def start(model: str | Path, folder: Path, *options: str, host: str = "127.0.0.1", own_session: bool = False) -> Server:
-    """A server that is ready. In a session of its own it can be sent a signal with all its processes, as by Ctrl-C."""
+    """Start a server and wait until it is ready. In its own session it can be sent a signal with all its processes, as
+    by Ctrl-C.
+    """
     log = folder / f"server-{time.monotonic_ns()}.log"
     command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model), "--port", "0", "--host", host, *options]
     with log.open("wb") as file:
@@ -145,7 +147,7 @@ def start(model: str | Path, folder: Path, *options: str, host: str = "127.0.0.1
 
 
 def pieces(response: httpx.Response) -> list[dict[str, Any]]:
-    """The events of a stream, without its end."""
+    """Return the events of a stream, without its end marker."""
     import json
 
     lines = [line.removeprefix("data: ") for line in response.iter_lines() if line.startswith("data: ")]

@@ -1,5 +1,6 @@
-"""A cache whose heads keep different numbers of tokens: with everything kept it is the plain one, otherwise the masked
-reference; what is reserved is what is used; conversations go on from what is left of them."""
+"""A KV cache whose heads keep different numbers of tokens: with everything kept it equals the plain cache, otherwise
+the masked reference; reserved blocks are the blocks used; conversations continue from what was kept.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ SMALL: dict[str, Any] = {"block_size": BLOCK, "max_model_len": 120, "kv_cache_by
 
 
 def shuffled(size: int, seed: int) -> HeadClusters:
-    """Any heads together, of any layers."""
+    """Cluster arbitrary heads of arbitrary layers."""
     cells = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
     random.Random(seed).shuffle(cells)
     return HeadClusters(LAYERS, HEADS, tuple(tuple(sorted(cells[at : at + size])) for at in range(0, len(cells), size)))
@@ -61,7 +62,7 @@ def prompts(count: int, seed: int = 0, most: int = 80) -> list[list[int]]:
 
 
 def run(engine: Engine) -> None:
-    """To the end, with all that must hold after every step."""
+    """Run to the end, checking the invariants after every step."""
     memory = engine.scheduler.cache_manager
     while engine.busy:
         engine.step()
@@ -73,7 +74,7 @@ def run(engine: Engine) -> None:
 
 
 def check(engine: Engine) -> None:
-    """Pages follow the accounting to the block, and none belongs to two."""
+    """Assert that pages match the accounting block for block, and none has two owners."""
     pool = engine.pool
     assert pool.free + sum(count > 0 for count in pool.references) == pool.blocks
     for request in engine.scheduler.running:
@@ -93,7 +94,7 @@ def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = G
     return [each.output for each in requests]
 
 
-def test_nothing_is_carried_of_what_was_tried_beforehand() -> None:
+def test_warmup_leaves_no_session_cache() -> None:
     engine = Engine(model_of("llama"), **SMALL, kv_profile=retention(0.3))
     before = engine.state()
     engine.warmup([60, 9])
@@ -101,7 +102,7 @@ def test_nothing_is_carried_of_what_was_tried_beforehand() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
-def test_everything_kept_is_the_plain_cache(family: str) -> None:
+def test_everything_kept_equals_the_plain_cache(family: str) -> None:
     texts = prompts(5)
     model = model_of(family)
     heads = sum(part.units for part in model.anatomy.parts if part.kind == "heads") // LAYERS
@@ -113,7 +114,7 @@ def test_everything_kept_is_the_plain_cache(family: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
-def test_logits_with_everything_kept_under_any_map_of_heads(size: int) -> None:
+def test_logits_with_everything_kept_under_any_cluster_map(size: int) -> None:
     text = words(90, seed=3)
     asked = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=20)
     plain = logprobs(Engine(model_of("llama"), **SMALL), text, asked)
@@ -132,8 +133,8 @@ def logprobs(engine: Engine, text: list[int], sampling: SamplingParams) -> torch
     return torch.tensor(found)
 
 
-def test_pages_are_what_the_budgets_say() -> None:
-    """To the page: what a request holds, and the ideal of its heads."""
+def test_pages_match_the_budgets() -> None:
+    """Page for page: the blocks of a request, and the ideal of its heads."""
     wanted = retention([0.5, 0.25, 0.1])
     engine = Engine(model_of("llama"), kv_profile=wanted, max_num_batched_tokens=32, **SMALL)
     text = words(103, seed=1)
@@ -145,7 +146,7 @@ def test_pages_are_what_the_budgets_say() -> None:
 
 
 @pytest.mark.parametrize("name", ["keydiff", "knorm", "streaming", "tova", "snapkv", "expected"])
-def test_a_prompt_in_one_chunk_is_compressed_as_the_reference_says(name: str) -> None:
+def test_a_prompt_in_one_chunk_matches_the_masked_reference(name: str) -> None:
     """The masked network, which frees nothing, gives the same logits."""
     scorer = make_scorer(name, sink=2, window=8)
     shares = [0.6, 0.3, 0.1]
@@ -164,8 +165,8 @@ def test_a_prompt_in_one_chunk_is_compressed_as_the_reference_says(name: str) ->
     torch.testing.assert_close(own[0], reference.log_softmax(-1).topk(20).values.sort().values, atol=2e-5, rtol=0)
 
 
-def test_a_prompt_in_two_chunks_is_compressed_as_the_reference_says() -> None:
-    """The second chunk sees what is left of the first, and judges the first one's window with its own tokens."""
+def test_a_prompt_in_two_chunks_matches_the_masked_reference() -> None:
+    """The second chunk sees what is left of the first, and scores the first one's window with its own tokens."""
     scorer = make_scorer("snapkv", sink=2, window=8)
     wanted, model = retention([0.6, 0.3, 0.1], seed=1, scorer=scorer), model_of("llama")
     *prompt, last = words(101, seed=6)
@@ -199,8 +200,8 @@ def test_a_prompt_in_two_chunks_is_compressed_as_the_reference_says() -> None:
     torch.testing.assert_close(found[0], reference.topk(20).values.sort().values, atol=2e-5, rtol=0)
 
 
-def test_turn_after_turn_with_everything_kept_is_the_plain_cache() -> None:
-    """What the next turn writes goes to pages of its own: two that go on from one text do not disturb each other."""
+def test_several_turns_with_everything_kept_equal_the_plain_cache() -> None:
+    """The next turn writes to its own pages: two requests that continue one text do not disturb each other."""
     engines = [
         Engine(model_of("llama"), kv_profile=retention(1.0), max_num_batched_tokens=24, **SMALL),
         Engine(model_of("llama"), **SMALL),
@@ -219,7 +220,7 @@ def test_turn_after_turn_with_everything_kept_is_the_plain_cache() -> None:
     assert engines[0].state()["cached_tokens"] > 0
 
 
-def test_the_program_gives_the_tokens_of_the_module() -> None:
+def test_the_program_matches_the_module() -> None:
     texts = prompts(5, seed=12)
     settings = {"kv_profile": retention([0.5, 0.2, 0.0]), "max_num_batched_tokens": 24, **SMALL}
     fast, plain = Engine(model_of("qwen3"), **settings), Engine(model_of("qwen3"), compiled=False, **settings)
@@ -229,7 +230,7 @@ def test_the_program_gives_the_tokens_of_the_module() -> None:
     assert answers(fast, texts) == answers(plain, texts)
 
 
-def test_what_is_kept_does_not_depend_on_who_else_is_there() -> None:
+def test_kept_tokens_do_not_depend_on_the_batch() -> None:
     texts = prompts(7, seed=2)
     settings = {"kv_profile": retention([0.5, 0.2, 0.0]), "max_num_batched_tokens": 24, **SMALL}
     alone = [answers(Engine(model_of("llama"), **settings), [text])[0] for text in texts]
@@ -238,7 +239,7 @@ def test_what_is_kept_does_not_depend_on_who_else_is_there() -> None:
     assert few == alone
 
 
-def test_a_tight_cache_preempts_and_answers_everyone() -> None:
+def test_a_tight_cache_preempts_and_answers_every_request() -> None:
     texts = prompts(6, seed=4)
     tight = {**SMALL, "kv_cache_bytes": 80_000}
     engine = Engine(
@@ -250,7 +251,7 @@ def test_a_tight_cache_preempts_and_answers_everyone() -> None:
     assert all(len(answer) == min(40, 120 - len(text)) for answer, text in zip(found, texts, strict=True))
 
 
-def test_pages_are_reserved_once_and_grow_only_with_what_is_written() -> None:
+def test_pages_are_reserved_once_and_grow_only_with_written_tokens() -> None:
     engine = Engine(model_of("llama"), kv_profile=retention([1.0, 0.1, 0.0]), max_num_batched_tokens=24, **SMALL)
     text = words(99, seed=8)
     request = engine.submit(text, GREEDY)[0]
@@ -269,8 +270,8 @@ def test_pages_are_reserved_once_and_grow_only_with_what_is_written() -> None:
     assert counts == sorted(counts)
 
 
-def test_a_conversation_goes_on_from_what_is_left_of_it() -> None:
-    """The second turn computes only what is new, and gives what the same engine gives that read turn after turn."""
+def test_a_conversation_continues_from_its_kept_tokens() -> None:
+    """The second turn computes only new tokens, and matches an engine that read turn after turn."""
     settings: dict[str, Any] = {"kv_profile": retention([0.6, 0.3, 0.0]), "max_num_batched_tokens": 24, **SMALL}
     first, more = words(70, seed=9), [11, 12, 13]
     engine = Engine(model_of("llama"), **settings)
@@ -297,7 +298,7 @@ def test_a_conversation_goes_on_from_what_is_left_of_it() -> None:
     run(engine)
 
 
-def test_another_salt_finds_nothing() -> None:
+def test_another_salt_gets_no_cache_hit() -> None:
     engine = Engine(model_of("llama"), kv_profile=retention(0.5), **SMALL)
     text = words(80, seed=9)
     engine.submit(text, GREEDY, salt=b"a")
@@ -310,7 +311,7 @@ def test_another_salt_finds_nothing() -> None:
     assert (other.num_cached_tokens, same.num_cached_tokens) == (0, len(text) - 1)
 
 
-def test_samples_of_one_prompt_share_what_is_left_of_it() -> None:
+def test_samples_of_one_prompt_share_its_kept_tokens() -> None:
     engine = Engine(model_of("llama"), kv_profile=retention(0.5), max_num_batched_tokens=24, **SMALL)
     text = words(80, seed=9)
     requests = engine.submit(text, SamplingParams(n=4, max_tokens=8, temperature=1.0, seed=3, ignore_eos=True))
@@ -325,7 +326,7 @@ def test_samples_of_one_prompt_share_what_is_left_of_it() -> None:
 
 
 def test_nothing_leaks_over_500_conversations() -> None:
-    """Random turns, ends and disconnects on a cache that must forget; in the end every page is free."""
+    """Random turns, ends and disconnects on a cache that must evict; at the end every page is free."""
     chance = random.Random(0)
     tight = {**SMALL, "kv_cache_bytes": 120_000}
     engine = Engine(
@@ -356,7 +357,7 @@ def test_nothing_leaks_over_500_conversations() -> None:
     run(engine)
 
 
-def test_chunks_are_about_equally_long_and_what_they_keep_adds_up() -> None:
+def test_chunks_have_about_equal_length_and_their_budgets_add_up() -> None:
     wanted = retention([0.5, 0.2, 0.0])
     for tokens in range(1, 200):
         kept_ = RequestRetention.empty(wanted, tokens)
@@ -374,7 +375,7 @@ def test_chunks_are_about_equally_long_and_what_they_keep_adds_up() -> None:
         assert all(length == tokens or length % BLOCK == 0 for length in lengths), "a page is left half empty"
 
 
-def test_what_a_chunk_moves_has_a_place_of_its_own() -> None:
+def test_moved_tokens_have_distinct_slots() -> None:
     wanted = retention([0.5, 0.2, 0.0])
     engine = Engine(model_of("llama"), kv_profile=wanted, max_num_batched_tokens=24, **SMALL)
     seen = []
@@ -389,7 +390,7 @@ def test_what_a_chunk_moves_has_a_place_of_its_own() -> None:
     assert len(seen) > 10 and all(len(set(row)) == len(row) for row in seen)
 
 
-def test_texts_used_longest_ago_are_forgotten_first() -> None:
+def test_session_caches_are_evicted_in_lru_order() -> None:
     texts, nothing = SessionCache(), np.zeros(1, dtype=np.int64)
     for length in (3, 5, 7):
         assert texts.add(b"", list(range(10)), PerHeadSession(length, nothing, {}))

@@ -1,4 +1,4 @@
-"""The formats that the tests of this room go through: every base, and groups and scales beyond the defaults."""
+"""The formats these tests cover: every base, and group sizes and scales beyond the defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = [*FORMATS, *VARIANTS]
 
 
 def every_value(number_format: Format, grid: QuantParams) -> Tensor:  # [..., groups, codes]
-    """What each code stands for in each group; NaN for codes that are not used."""
+    """Return the value of each code in each group; NaN for unused codes."""
     codes = torch.arange(1 << number_format.bits, dtype=torch.uint8)
     values = number_format.dequantize_groups(codes.expand(*grid.scale.shape[:-1], -1), grid)
     if isinstance(number_format, DenormalInteger) and number_format.symmetric:
