@@ -1,4 +1,4 @@
-"""Real workers for tests: processes joined by gloo on this machine, forked from one that has loaded torch already."""
+"""Real gloo ranks for tests, forked from a server process that has already imported torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import torch.distributed as distributed
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.train.parallel", "tests.train.preload"])
 GROUP_TIMEOUT = timedelta(seconds=120)  # a loaded machine is slow
-_PATIENCE = 500  # seconds; a deadlock ends sooner, by the timeout of the group
+_PATIENCE = 500  # seconds; a deadlock ends sooner, by the group's timeout
 
 
 def run(size: int, work: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
-    """What `work(*arguments)` returns on each of `size` workers; an error on one is an error here."""
+    """Return the result of `work(*arguments)` from each of `size` ranks; an error on one rank is raised here."""
     found = outcomes(size, work, *arguments, backend=backend)
     for _, error in found:
         assert not error, error
@@ -29,7 +29,7 @@ def run(size: int, work: Callable[..., Any], *arguments: Any, backend: str = "gl
 
 
 def outcomes(size: int, work: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[tuple[Any, str]]:
-    """Of each worker what it returned, and the error it ended with."""
+    """Return each rank's result and the error it ended with."""
     with tempfile.TemporaryDirectory() as folder:
         ends = [_CONTEXT.Pipe(duplex=False) for _ in range(size)]
         start = partial(_worker, size, folder, backend, work, arguments)

@@ -1,6 +1,6 @@
-"""What workers of tests use, so that it is loaded once."""
+"""Modules that test workers use, imported once in the fork server."""
 
-import torch._dynamo  # an optimiser asks for it
+import torch._dynamo  # imported by the optimizer
 import torch.nn.parallel
 import torch.optim
 

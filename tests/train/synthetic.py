@@ -1,4 +1,4 @@
-"""Gradients that look like real ones: heavy tails, layers of different scale, a part that all workers share."""
+"""Realistic synthetic gradients: heavy tails, per-layer scales, a component shared by all workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def layout_of(shapes: dict[str, tuple[int, ...]] | None = None) -> BucketLayout:
 
 
 def gradient_of(layout: BucketLayout, number: int, rank: int, shared: float = 0.3) -> Tensor:
-    """[elements]: Laplace-like, scales of the layers spread over 1.5 decades, the same for the same arguments."""
+    """Return a deterministic Laplace-like [elements] gradient with layer scales spread over 1.5 decades."""
     scales = torch.Generator().manual_seed(7)
     common, own = torch.Generator().manual_seed(number), torch.Generator().manual_seed(1_000_000 * (rank + 1) + number)
     size = layout.numel
@@ -34,7 +34,7 @@ def gradient_of(layout: BucketLayout, number: int, rank: int, shared: float = 0.
 
 
 def every_compressor(density: float) -> list[Compressor]:
-    """One of each kind, at the density where it has one."""
+    """Return one compressor of each type, at this density where it has one."""
     special: list[Compressor] = [
         DGC(density=density, momentum=0.9),
         SAGE(density=density, threshold=0.02),

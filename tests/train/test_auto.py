@@ -1,4 +1,4 @@
-"""`auto` in real training: it compresses where the link is slow, leaves DDP alone where it is fast, and says why."""
+"""`auto` in real training: compresses on a slow link, leaves DDP alone on a fast one, and reports why."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.train.parallel import run
 from tests.train.slow_link import slow_down
 from tests.train.synthetic import rank
 
-LOOK = Auto().steps  # before the measuring
+LOOK = Auto().steps  # before measuring
 
 
 class Lines(logging.Handler):
@@ -65,7 +65,7 @@ def flat(model: nn.Module) -> Any:
 
 
 def on_a_slow_link(folder: str) -> dict[str, Any]:
-    """Train, save, train on; then once more from the saved state."""
+    """Train, save, continue training; then resume from the saved state."""
     slow_down()
     lines = Lines()
     auto = Auto(density=0.01, methods=("micro", "bf16"))
@@ -97,8 +97,8 @@ def on_a_slow_link(folder: str) -> dict[str, Any]:
     }
 
 
-def test_a_slow_link_is_compressed_for_and_a_resumed_run_goes_on_exactly() -> None:
-    for _ in range(3):  # what else the machine does at the moment is in the times too
+def test_a_slow_link_is_compressed_and_a_resumed_run_is_bit_identical() -> None:
+    for _ in range(3):  # other load on the machine affects the times
         with tempfile.TemporaryDirectory() as folder:
             first, second = run(2, on_a_slow_link, folder)
         dense, _, micro = (first["decision"]["buckets"][0][place] for place in (0, 2, 1))
@@ -109,7 +109,7 @@ def test_a_slow_link_is_compressed_for_and_a_resumed_run_goes_on_exactly() -> No
     assert first["decision"]["exposed"] == micro["exposed"] < dense["exposed"] / 2
     assert first["bytes"][0] == dense["bytes"] and first["bytes"][1] < 0.05 * dense["bytes"]
     assert "bucket 0: micro" in first["info"] and "without compression" in first["info"] and not first["warnings"]
-    assert not second["info"]  # one worker speaks for all
+    assert not second["info"]  # rank 0 logs for all
     assert first["steps"] == (LOOK + 3, LOOK + 5)
     assert (first["weights"] == second["weights"]).all() and (first["weights"] == first["resumed"]).all()
     assert not first["measured again"]
@@ -131,9 +131,9 @@ def on_a_fast_link(compressor: Compressor | str | None) -> dict[str, Any]:
     return found
 
 
-def test_where_nothing_pays_ddp_is_left_alone_with_a_warning() -> None:
+def test_ddp_is_left_alone_with_a_warning_where_nothing_gains() -> None:
     plain = run(2, on_a_fast_link, None)[0]
-    for _ in range(3):  # what else the machine does at the moment can make a link look slow
+    for _ in range(3):  # other load on the machine can make a link look slow
         auto = run(2, on_a_fast_link, "auto")
         if auto[0]["plain"]:
             break
@@ -145,7 +145,7 @@ def test_where_nothing_pays_ddp_is_left_alone_with_a_warning() -> None:
 
 
 def with_a_bad_step() -> tuple[int, list[str]]:
-    """Without DDP, several vectors, loss scaling, and gradients that are not finite when it is time to measure."""
+    """Without DDP: several buckets, loss scaling, and nonfinite gradients at the step that measures."""
     slow_down()
     model = network(900)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -170,12 +170,12 @@ def with_a_bad_step() -> tuple[int, list[str]]:
     return decided, compression.decision.to_json()["choices"]
 
 
-def test_each_vector_has_its_own_method_and_a_skipped_step_is_not_measured() -> None:
+def test_each_bucket_has_its_own_method_and_a_skipped_step_is_not_measured() -> None:
     first, second = run(2, with_a_bad_step)
     assert first == second
     decided, choices = first
     assert decided == LOOK + 1
-    assert set(choices) == {"dense", "micro"} and choices.count("micro") == 1  # only the large matrix is worth it
+    assert set(choices) == {"dense", "micro"} and choices.count("micro") == 1  # only the large matrix gains
 
 
 @pytest.mark.parametrize(

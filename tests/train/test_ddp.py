@@ -1,4 +1,4 @@
-"""Compressed gradients under DDP as one trains with it: changing buckets, accumulation, unused parts, loss scaling."""
+"""Compressed gradients under DDP: rebuilt buckets, accumulation, unused parameters, loss scaling."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHECKED = CompressionSettings(check_conservation=True)
 
 
 class Net(nn.Module):
-    """Two ways through the middle, of which one may be left out."""
+    """Two branches in the middle, one of which may be unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def train(
     device: str = "cpu",
     settings: CompressionSettings = CHECKED,
 ) -> tuple[list[float], Tensor, int]:
-    """Losses, the last parameters, and how many steps were compressed."""
+    """Return the losses, the final parameters and the number of compressed steps."""
     model = many_buckets(device, gradient_as_bucket_view=accumulate > 1)
     compression = (
         None if compressor is None else compress_gradients(model, compressor, settings, bucket_cap_mb=bucket_cap_mb)
@@ -83,7 +83,7 @@ def train(
 
 @pytest.mark.parametrize("bucket_cap_mb", [None, 0.008])
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_density_one_trains_as_plain_ddp(bucket_cap_mb: float | None, accumulate: int) -> None:
+def test_density_one_trains_like_plain_ddp(bucket_cap_mb: float | None, accumulate: int) -> None:
     _, plain, _ = run(2, train, None, 5, None, accumulate)[0]
     found = run(2, train, TopK(density=1.0), 5, bucket_cap_mb, accumulate)
     for _, parameters, steps in found:
@@ -96,10 +96,10 @@ def test_density_one_trains_as_plain_ddp(bucket_cap_mb: float | None, accumulate
     ("compressor", "bucket_cap_mb"),
     [(ExDyna(density=0.05), 0.008), (DEFT(density=0.05), None), (EFSign(), 0.008), (PowerSGD(warmup_steps=2), None)],
 )
-def test_all_gradients_arrive_sooner_or_later_and_the_loss_falls(
+def test_all_gradients_are_applied_eventually_and_the_loss_falls(
     compressor: Compressor, bucket_cap_mb: float | None
 ) -> None:
-    """The debug mode raises if a changed bucket loses anything; with one vector or several."""
+    """The debug mode raises if a rebuilt bucket loses anything; with one bucket or several."""
     found = run(2, train, compressor, 20, bucket_cap_mb)
     losses, parameters, _ = found[0]
     assert sum(losses[-5:]) < 0.93 * sum(losses[:5])
@@ -110,7 +110,7 @@ BRANCHES = ["both", "left", "left", "right", "both", "left", "left", "right"]
 
 
 def leave_out(differ: bool, static: bool) -> float:
-    """Sum of local gradients, from a copy of the model, against what was applied and what is left."""
+    """Compare the summed local gradients of a model copy with the applied updates plus residuals."""
     branches = ["left"] * 6 if static else BRANCHES
     model = many_buckets(static_graph=True) if static else many_buckets(find_unused_parameters=True)
     compression = compress_gradients(model, TopK(density=0.05))
@@ -138,14 +138,14 @@ def leave_out(differ: bool, static: bool) -> float:
 
 
 @pytest.mark.parametrize(("differ", "static"), [(False, False), (True, False), (False, True)])
-def test_what_nobody_used_stays_in_the_memory(differ: bool, static: bool) -> None:
+def test_unused_parameters_keep_their_residual(differ: bool, static: bool) -> None:
     assert max(run(2, leave_out, differ, static)) < 1e-5
 
 
 def scaled(
     overflows: list[int], bucket_cap_mb: float | None, settings: CompressionSettings
 ) -> tuple[Tensor, list[float], Tensor, int]:
-    """Train with a scaled loss; in the steps named, worker 1 has an infinite gradient in its last layer."""
+    """Train with a scaled loss; in the given steps, rank 1 has an infinite gradient in its last layer."""
     model = many_buckets()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
@@ -180,8 +180,8 @@ def scaled(
     ],
     ids=["one", "several", "slots", "checked"],
 )
-def test_a_skipped_step_leaves_everything_as_it_was(bucket_cap_mb: float | None, settings: CompressionSettings) -> None:
-    """Scales are powers of two, so that another scale changes no bit."""
+def test_a_skipped_step_changes_no_state(bucket_cap_mb: float | None, settings: CompressionSettings) -> None:
+    """Scales are powers of two, so changing the scale changes no bit."""
     plain, _, plain_residual, _ = run(2, scaled, [], bucket_cap_mb, settings)[0]
     found = run(2, scaled, [2, 5], bucket_cap_mb, settings)
     for parameters, scales, _, number in found:
@@ -200,7 +200,7 @@ def spoiled() -> None:
         cross_entropy(model(inputs), labels).backward()
 
 
-def test_gradients_that_are_not_finite_are_one_sentence_on_every_worker() -> None:
+def test_nonfinite_gradients_raise_one_sentence_on_every_rank() -> None:
     for _, error in outcomes(2, spoiled):
         assert error.startswith("DataError: the gradients of step 1 are not finite on at least one rank")
 
@@ -211,12 +211,12 @@ def different_models() -> None:
     compress_gradients(DistributedDataParallel(wide), TopK())
 
 
-def test_models_that_differ_end_every_worker() -> None:
+def test_differing_models_fail_on_every_rank() -> None:
     for _, error in outcomes(2, different_models):
-        assert error  # DDP itself compares the shapes when it is made
+        assert error  # DDP itself compares shapes at construction
 
 
-def test_what_is_no_ddp_is_refused() -> None:
+def test_a_model_without_ddp_is_refused() -> None:
     with pytest.raises(ConfigError, match="takes a DistributedDataParallel, not Net"):
         compress_gradients(Net(), TopK())  # type: ignore[arg-type]
 
@@ -239,5 +239,5 @@ def paper_form() -> float:
     return loss.item()
 
 
-def test_the_paper_form_reads_the_learning_rate() -> None:
+def test_the_paper_form_of_error_feedback_reads_the_learning_rate() -> None:
     run(2, paper_form)

@@ -1,4 +1,4 @@
-"""A method is taken where the whole step gains by it, not only the wait."""
+"""A method is chosen where the step time gains, not only the communication time."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def waits(*seconds: float) -> list[CostPrediction]:
     ("rest", "methods", "dense", "found"),
     [
         (0.0, [10.0, 4.0, 6.0], 10.0, (1,)),
-        (0.0, [10.0, 12.0], 10.0, (0,)),  # nothing is shorter
-        (0.0, [10.0, 9.0], 10.0, (0,)),  # too little
-        (100.0, [10.0, 1.0], 10.0, (0,)),  # ten times shorter, and no step would notice
+        (0.0, [10.0, 12.0], 10.0, (0,)),  # no gain
+        (0.0, [10.0, 9.0], 10.0, (0,)),  # too small a gain
+        (100.0, [10.0, 1.0], 10.0, (0,)),  # ten times shorter, but hidden by backward
         (1.0, [10.0, 1.0], 10.0, (1,)),
         (0.0, [10.0, 4.0], 4.4, (0,)),  # DDP hides most of what it sends
     ],
@@ -28,7 +28,7 @@ def test_a_method_must_shorten_the_step(
     assert choose_methods([waits(*methods)], waits(dense)[0], rest) == found
 
 
-def test_all_vectors_together_must_gain() -> None:
+def test_all_buckets_together_must_gain() -> None:
     vectors = [waits(10.0, 2.0), waits(5.0, 6.0)]
     assert choose_methods(vectors, waits(15.0)[0]) == (1, 0)
     assert choose_methods(vectors, waits(7.0 * MIN_SPEEDUP * 0.99)[0]) == (0, 0)

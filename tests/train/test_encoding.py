@@ -1,4 +1,4 @@
-"""Encodings are decoded to what was encoded: indices, values, bits; and the compaction against a loop."""
+"""Index, value and bit encodings round-trip; compaction matches a loop."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_indices_round_trip(positions: list[int], in_blocks: bool, padding: int)
     assert torch.equal(decoded, indices)
 
 
-def test_blocks_are_used_where_they_are_smaller() -> None:
+def test_block_encoding_is_used_where_it_is_smaller() -> None:
     assert encoding.num_index_blocks(10 * encoding.INDEX_BLOCK, 21) == 10
     assert encoding.num_index_blocks(10 * encoding.INDEX_BLOCK, 20) == 0
 
 
 @given(st.integers(0, 600), st.sampled_from(encoding.WIRE_DTYPES), st.floats(-30, 30))
-def test_values_round_trip_within_their_rounding(count: int, wire_dtype: str, exponent: float) -> None:
+def test_values_round_trip_within_rounding(count: int, wire_dtype: str, exponent: float) -> None:
     values = torch.randn(count) * 2.0**exponent
     data = encoding.encode_values(values, wire_dtype)
     assert len(data) == encoding.encoded_size(count, wire_dtype)
@@ -65,7 +65,7 @@ def test_compaction_equals_a_loop(one: int, other: int, threshold: float, capaci
 
 
 def test_compaction_of_many_chunks() -> None:
-    """Also with a last chunk that is no multiple of eight, and with all or nothing selected."""
+    """Also with a last chunk that is not a multiple of eight, and with all or nothing selected."""
     residual = torch.zeros(200_001)
     gradient = torch.randn(200_001)
     indices = add_and_select(residual, gradient, 2.0, 7, 190_000)

@@ -1,4 +1,4 @@
-"""MiCRO and ExDyna: ranges that tile the vector, a density that holds, and less padding where blocks may move."""
+"""MiCRO and ExDyna: ranges tile the vector, density stays on target, and moving blocks reduce padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNEVEN = {"hot": (61, 257), "cold": (129, 251), "warm": (63, 254), "bias": (13,)
 
 
 def follow(kinds: list[ExclusiveThreshold], shapes: dict[str, tuple[int, ...]], steps: int, after: int) -> Any:
-    """Traffic from step `after` on, the last result and the ranges of every step."""
+    """Return the traffic from step `after` on, the last result and the ranges of every step."""
     layout = layout_of(shapes)
     gradients = [gradient_of(layout, number, rank()) for number in range(steps)]
     found = []
@@ -50,8 +50,8 @@ def test_exdyna_without_balancing_is_micro_bit_for_bit(workers: int) -> None:
         assert micro_ranges == ranges
 
 
-def test_density_holds_and_moving_blocks_pad_less() -> None:
-    """The last 40 of 100 steps, of which 50 sampled, so that the controller alone holds it."""
+def test_density_is_kept_and_moving_blocks_pad_less() -> None:
+    """Check the last 40 of 100 steps; the first 50 are sampled, so here the controller alone sets the density."""
     kinds = [MiCRO(density=0.01, sampled_steps=50), ExDyna(density=0.01, sampled_steps=50, blocks=64)]
     found = run(4, follow, kinds, UNEVEN, 100, 60)
     (micro, micro_padding, _, _), (exdyna, exdyna_padding, _, ranges) = found[0]
@@ -69,14 +69,14 @@ def test_density_holds_and_moving_blocks_pad_less() -> None:
     assert all(each[1][3] == ranges for each in found)
 
 
-def test_density_holds_from_the_first_step_by_sampling() -> None:
+def test_sampling_keeps_density_from_the_first_step() -> None:
     (low, _, _, _), (deft, _, _, _) = run(3, follow, [MiCRO(density=0.02), DEFT(density=0.02)], UNEVEN, 3, 0)[0]
     assert 0.85 < low < 1.15
     assert deft == pytest.approx(1.0)
 
 
 def follow_a_jump(factor: float) -> list[float]:
-    """Build-up of each step; gradients change their scale when the start, which is sampled, lies behind."""
+    """Return the build-up of each step; gradients change scale after the sampled start."""
     reducer, found = build_reducer(MiCRO(density=0.02, sampled_steps=5), layout=layout_of(UNEVEN)), []
     for number in range(40):
         reducer.reduce(gradient_of(reducer.layout, number, rank()) * (1.0 if number < 20 else factor))
@@ -84,15 +84,15 @@ def follow_a_jump(factor: float) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("factor", "lowest"), [(10.0, 0.85), (0.3, 0.75)])  # small ones empty the memory step by step
-def test_density_comes_back_when_gradients_change_their_scale(factor: float, lowest: float) -> None:
+@pytest.mark.parametrize(("factor", "lowest"), [(10.0, 0.85), (0.3, 0.75)])  # small ones drain the residual slowly
+def test_density_recovers_when_gradients_change_scale(factor: float, lowest: float) -> None:
     found = run(2, follow_a_jump, factor)[0]
-    assert not 0.85 < found[20] < 1.15  # nobody could know
+    assert not 0.85 < found[20] < 1.15  # the jump is unpredictable
     assert lowest < sum(found[21:]) / len(found[21:]) < 1.15
 
 
 def only_one_has_gradients() -> float:
-    """How much is left after every worker had every range once."""
+    """Return the residual left after every rank had every range once."""
     reducer = build_reducer(MiCRO(density=0.9, sampled_steps=0))
     reducer.state["threshold"] = torch.tensor(1e-30, dtype=torch.float64)
     for number in range(3):
@@ -101,18 +101,18 @@ def only_one_has_gradients() -> float:
     return float(reducer.residual.abs().max())
 
 
-def test_ranges_rotate_so_that_every_worker_selects_everywhere() -> None:
+def test_ranges_rotate_over_all_ranks() -> None:
     assert max(run(3, only_one_has_gradients)) == 0
 
 
-def test_a_vector_too_short_for_blocks_is_cut_as_micro_cuts_it() -> None:
+def test_a_vector_too_short_for_blocks_is_split_like_micro() -> None:
     small = {"a": (50, 7)}
     kinds = [MiCRO(density=0.1), ExDyna(density=0.1)]
     for (_, _, micro, _), (_, _, exdyna, _) in run(3, follow, kinds, small, 5, 0):
         assert (micro == exdyna).all()
 
 
-def test_a_selection_is_never_empty() -> None:
+def test_the_selection_is_never_empty() -> None:
     reducer = build_reducer(MiCRO(density=0.01, sampled_steps=0))
     reducer.reduce(torch.zeros(reducer.layout.numel))
     assert reducer.counts == [1]

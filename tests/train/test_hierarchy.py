@@ -1,4 +1,4 @@
-"""Nodes of two: nothing is lost, all workers agree bit for bit, and between nodes it is as if each were one worker."""
+"""Hierarchical reduction on nodes of two: nothing is lost, ranks agree bit for bit, each node acts as one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.train.synthetic import every_compressor, gradient_of, layout_of, rank
 from tests.train.test_ddp import Net, data_of
 
 LAYOUT = layout_of()
-PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in reversed(LAYOUT.slices)]  # cut in this order again
+PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in reversed(LAYOUT.slices)]  # split in this order again
 
 
 def compression_of(
@@ -47,7 +47,7 @@ def compression_of(
 
 
 def advance(compression: BucketedCompression, gradients: list[Tensor]) -> list[Tensor]:
-    """What every step applies: [elements] each."""
+    """Return the [elements] update of every step."""
     found = []
     for gradient in gradients:
         for piece, view in LAYOUT.views(gradient):
@@ -63,7 +63,7 @@ def own_gradients(steps: int) -> list[Tensor]:
 
 
 def pending(compression: BucketedCompression) -> Tensor:
-    """[elements] float64: what all nodes have not sent yet."""
+    """Return the [elements] float64 sum of all nodes' residuals."""
     (reducer,) = compression.reducers
     size, place = reducer.layout.numel, rank() % 2
     whole = torch.zeros(2 * size, dtype=torch.float64)
@@ -73,7 +73,7 @@ def pending(compression: BucketedCompression) -> Tensor:
 
 
 def account(cases: list[tuple[Compressor, dict[str, Any]]]) -> list[tuple[str, float, Any]]:
-    """The name, the error of the sums over all steps, and the results."""
+    """Return the name, the error of the sums over all steps, and the results."""
     found = []
     gradients = own_gradients(8)
     for compressor, settings in cases:
@@ -87,7 +87,7 @@ def account(cases: list[tuple[Compressor, dict[str, Any]]]) -> list[tuple[str, f
     return found
 
 
-def test_nothing_is_lost_and_all_workers_hold_the_same() -> None:
+def test_no_gradient_is_lost_and_all_ranks_agree() -> None:
     kinds = [each for each in every_compressor(0.02) if each.name != "dgc"] + [DGC(density=0.02, momentum=0.0)]
     cases: list[tuple[Compressor, dict[str, Any]]] = [(kind, {}) for kind in kinds]
     cases += [
@@ -109,13 +109,13 @@ def in_nodes(compressor: Compressor) -> Any:
 
 
 def one_a_node(compressor: Compressor) -> Any:
-    """Two workers that are each given the mean of a node."""
+    """Run two ranks, each with the mean gradient of one node."""
     means = [(gradient_of(LAYOUT, n, 2 * rank()) + gradient_of(LAYOUT, n, 2 * rank() + 1)) / 2 for n in range(6)]
     return torch.stack(advance(compression_of(compressor, ranks_per_node=None), means)).numpy()
 
 
-def test_between_nodes_it_is_as_if_each_were_one_worker() -> None:
-    """A fixed threshold does not care how the vector is cut."""
+def test_between_nodes_each_node_acts_as_one_rank() -> None:
+    """A fixed threshold does not depend on how the vector is split."""
     kind = HardThreshold(density=0.02, threshold=0.02)
     (expected, _), (found, *_) = run(2, one_a_node, kind), run(4, in_nodes, kind)
     assert 0 < (expected != 0).mean() < 0.5
@@ -145,7 +145,7 @@ def of_another_size(folder: Path) -> None:
     load(compression_of(ExDyna(density=0.02)), folder, resplit=True)
 
 
-def test_a_stopped_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     kinds = [ExDyna(density=0.02), DGC(density=0.02), PowerSGD(warmup_steps=3)]
     assert run(4, stop_and_go_on, kinds, tmp_path) == [[True] * 3] * 4
     for _, error in outcomes(6, of_another_size, tmp_path / "exdyna"):
@@ -155,12 +155,12 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path: Path) -> None:
 def spoil(settings: dict[str, Any], value: float) -> None:
     gradients = own_gradients(3)
     if rank() == 3:
-        gradients[1][5] = value  # of a parameter that lies in one share only
+        gradients[1][5] = value  # in a parameter that lies in one share only
     advance(compression_of(MiCRO(density=0.02), **settings), gradients)
 
 
 @pytest.mark.parametrize(("settings", "value"), [({}, torch.nan), ({"fixed_capacity": 2.0}, torch.inf)], ids=str)
-def test_gradients_that_are_not_finite_are_one_sentence_on_every_worker(settings: dict[str, Any], value: float) -> None:
+def test_nonfinite_gradients_raise_one_sentence_on_every_rank(settings: dict[str, Any], value: float) -> None:
     for result, error in outcomes(4, spoil, settings, value):
         assert result is None
         assert error.startswith("DataError: the gradients of step 1 are not finite")
@@ -174,7 +174,7 @@ class Scaler(torch.amp.GradScaler):
 
 
 def skip_a_step() -> tuple[bool, bool]:
-    """A step that is not finite on one worker is so on all, and leaves no trace."""
+    """A step that is nonfinite on one rank is skipped on all and changes no state."""
     scaler, gradients = Scaler("cpu"), own_gradients(3)
     compression = BucketedCompression(
         PARAMETERS, MiCRO(density=0.02), Comm(), CompressionSettings(ranks_per_node=2), scaler=scaler
@@ -188,7 +188,7 @@ def skip_a_step() -> tuple[bool, bool]:
     return bool(skipped.isinf().all()), same
 
 
-def test_a_step_that_a_scaler_skips_leaves_no_trace() -> None:
+def test_a_step_skipped_by_the_scaler_changes_no_state() -> None:
     assert run(4, skip_a_step) == [(True, True)] * 4
 
 
@@ -208,7 +208,7 @@ def trained(node: int | None, branches: list[str]) -> tuple[Any, int, int, int]:
     return parameters, traffic.bytes, traffic.intra_node, len(compression.reducers[0].residual)
 
 
-def test_under_ddp_also_with_parameters_that_nobody_used() -> None:
+def test_under_ddp_with_unused_parameters() -> None:
     branches = ["both", "left", "left", "right", "both"]
     found = run(4, trained, 2, branches)
     parameters, _, inside, share = found[0]
@@ -222,7 +222,7 @@ def test_under_ddp_also_with_parameters_that_nobody_used() -> None:
 
 
 def leave_out() -> tuple[bool, bool]:
-    """Of the parameters that nobody used in the second step, whether some wait, and whether these were left alone."""
+    """Return whether the branch unused in step two has a residual, and whether that step left it unchanged."""
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
     (reducer,) = compress_gradients(model, TopK(density=0.5), CompressionSettings(ranks_per_node=2)).reducers
     waiting = []
@@ -235,14 +235,14 @@ def leave_out() -> tuple[bool, bool]:
     return bool(waiting[0].any()), torch.equal(*waiting)
 
 
-def test_what_waits_for_a_parameter_that_nobody_used_goes_on_waiting() -> None:
+def test_residuals_of_unused_parameters_stay_pending() -> None:
     found = run(4, leave_out)
     assert any(some for some, _ in found)
     assert all(same for _, same in found)
 
 
 def slow_between_nodes() -> None:
-    """For the rest of this process: 2 MB a second, but not inside a node."""
+    """Limit the rest of this process to 2 MB per second, except inside a node."""
     module: Any = smelt.train.gradients.comm
     for place, name in ((distributed, "all_reduce"), (module, "_all_gather"), (distributed, "all_to_all_single")):
         real = getattr(place, name)
@@ -257,7 +257,7 @@ def slow_between_nodes() -> None:
 
 def by_itself() -> tuple[Any, Any, int, int]:
     slow_between_nodes()
-    smelt.train.gradients.autotune.link._SIZES = (2**10, 2**13, 2**16)  # larger ones only take longer
+    smelt.train.gradients.autotune.link._SIZES = (2**10, 2**13, 2**16)  # larger trials only take longer
     torch.manual_seed(1)
     model = DistributedDataParallel(torch.nn.Linear(500, 200))
     compression = compress_gradients(
@@ -294,13 +294,13 @@ def of_shards() -> None:
     compress_hsdp(model, TopK(), distributed.group.WORLD, CompressionSettings(ranks_per_node=2))
 
 
-def test_sharded_models_are_reduced_inside_nodes_already() -> None:
+def test_sharded_models_are_already_reduced_inside_nodes() -> None:
     for _, error in outcomes(2, of_shards):
         assert "is reduced inside its nodes already; leave ranks_per_node at None" in error
 
 
 def tiny() -> list[float]:
-    """One element, two workers in a node: a share of padding alone."""
+    """One element, two ranks per node: one share is only padding."""
     compression = BucketedCompression(
         [("a", torch.zeros(1))],
         TopK(density=1.0),
@@ -318,7 +318,7 @@ def test_a_vector_shorter_than_a_node() -> None:
 
 
 def refusals(cases: list[tuple[int | str, str | None]]) -> list[str]:
-    """The sentence for each number of workers in a node, and what torchrun says it is."""
+    """Return the error for each ranks_per_node and the value torchrun sets."""
     found = []
     for node, told in cases:
         os.environ.pop("LOCAL_WORLD_SIZE", None)
@@ -332,7 +332,7 @@ def refusals(cases: list[tuple[int | str, str | None]]) -> list[str]:
     return found
 
 
-def test_nodes_that_cannot_be_are_one_sentence() -> None:
+def test_invalid_nodes_raise_one_sentence() -> None:
     cases = {
         (3, None): "4 ranks cannot be split into nodes of 3",
         (4, None): "all 4 ranks are in one node",
@@ -347,13 +347,13 @@ def test_nodes_that_cannot_be_are_one_sentence() -> None:
 
 
 @pytest.mark.parametrize("node", [1, 0, "all"])
-def test_a_node_that_is_none(node: Any) -> None:
+def test_an_invalid_node_size(node: Any) -> None:
     with pytest.raises(ConfigError, match='at least 2, or "local"'):
         CompressionSettings(ranks_per_node=node)
 
 
 @given(st.integers(1, 7), st.lists(st.integers(0, 3), min_size=1, max_size=3))
-def test_parts_tile_the_vector(parts: int, sides: list[int]) -> None:
+def test_shares_tile_the_vector(parts: int, sides: list[int]) -> None:
     layout = layout_of({"a": (3, *sides), "b": (4,), "c": (2, 5)})
     size = -(-layout.numel // parts)
     found = [layout.cut(number * size, size) for number in range(parts)]
@@ -373,6 +373,6 @@ def waits() -> list[float]:
     return [group_timeout(group).total_seconds() for group in (None, nodes.intra_node.group, nodes.inter_node.group)]
 
 
-def test_groups_of_nodes_wait_as_long_as_the_run() -> None:
-    """PyTorch's own would wait half an hour for a worker that is frozen."""
+def test_node_groups_use_the_timeout_of_the_run() -> None:
+    """PyTorch's default would wait half an hour for a frozen worker."""
     assert run(4, waits) == [[GROUP_TIMEOUT.total_seconds()] * 3] * 4

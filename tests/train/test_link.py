@@ -1,4 +1,4 @@
-"""The link between real workers: a line that tells the speed it really has, the same on all of them."""
+"""The link model between real ranks: the fitted line matches the true speed and is equal on all ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.train.parallel import run
 from tests.train.slow_link import ALPHA, BANDWIDTH, slow_down
 
 
-def test_a_line_is_found_again() -> None:
+def test_a_known_line_is_recovered() -> None:
     sizes = [1_000, 30_000, 1_000_000, 16_000_000]
     alpha, beta = fit_alpha_beta(sizes, [1e-4 + 2e-9 * size for size in sizes])
     assert alpha == pytest.approx(1e-4) and beta == pytest.approx(2e-9)
 
 
-def test_an_error_of_the_largest_message_does_not_spoil_alpha() -> None:
-    """Least squares of the absolute error would make alpha -0.7 ms."""
+def test_an_error_in_the_largest_message_does_not_spoil_alpha() -> None:
+    """Absolute least squares would give alpha = -0.7 ms."""
     sizes = [1_000, 30_000, 1_000_000, 16_000_000]
     seconds = [1e-4 + 2e-9 * size for size in sizes]
     seconds[-1] *= 1.3
@@ -33,7 +33,7 @@ def test_an_error_of_the_largest_message_does_not_spoil_alpha() -> None:
 @pytest.mark.parametrize(
     ("seconds", "alpha", "beta"), [([3e-3, 2e-3, 1e-3], 0.00135, 0.0), ([1e-6, 1e-3, 9e-3], 0.0, 1.5e-9)]
 )
-def test_neither_part_falls_below_zero(seconds: list[float], alpha: float, beta: float) -> None:
+def test_alpha_and_beta_are_never_negative(seconds: list[float], alpha: float, beta: float) -> None:
     found = fit_alpha_beta([1_000, 1_000_000, 4_000_000], seconds)
     assert found == (pytest.approx(alpha, rel=0.02), pytest.approx(beta, rel=0.5)) and min(found) == 0
 
@@ -50,7 +50,7 @@ def near(line: dict[str, Any]) -> bool:
 
 
 def test_the_speed_of_a_known_link_is_measured() -> None:
-    for _ in range(3):  # what else the machine does at the moment is in the times too
+    for _ in range(3):  # other load on the machine affects the times
         links = run(2, measured)
         if all(near(line) for line in links[0]["collectives"].values()):
             break
@@ -62,6 +62,6 @@ def test_the_speed_of_a_known_link_is_measured() -> None:
         assert len(line["sizes"]) >= 3 and line["seconds"][0] < line["seconds"][-1]
 
 
-def test_one_worker_has_no_link() -> None:
+def test_a_single_rank_has_no_link() -> None:
     with pytest.raises(ConfigError, match="start several with torchrun"):
         measure_link(Comm())

@@ -1,6 +1,6 @@
-"""Training on a GPU: DDP's hook with every compressor, steps that do not wait, the whole loop.
+"""Training on a GPU: the DDP hook with every compressor, steps without synchronization, the trainer.
 
-NCCL refuses two workers on one GPU, so where two share one gloo carries their tensors; the loop alone runs under NCCL.
+NCCL refuses two ranks on one GPU, so ranks that share one use gloo; only the trainer runs under NCCL.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.train.test_ddp import train
 from tests.train.trainer.runs import commanded, language, trained, write_config
 
 pytestmark = pytest.mark.gpu
-DRAWN = {"randomk", "qsgd", "sage", "powersgd"}  # from random numbers, which a GPU has others of
+DRAWN = {"randomk", "qsgd", "sage", "powersgd"}  # they draw random numbers, which differ on a GPU
 
 
 def trained_with(compressors: list[Compressor], device: str) -> dict[str, Any]:
-    """Of each the losses and the last parameters, or what went wrong."""
+    """Return each rank's losses and final parameters, or its error."""
     found: dict[str, Any] = {}
     for compressor in compressors:
         try:
@@ -41,7 +41,7 @@ def trained_with(compressors: list[Compressor], device: str) -> dict[str, Any]:
     return found
 
 
-def test_every_compressor_trains_as_on_a_cpu() -> None:
+def test_every_compressor_trains_as_on_cpu() -> None:
     compressors = every_compressor(0.1)
     here, there = run(2, trained_with, compressors, "cuda")
     expected = run(2, trained_with, compressors, "cpu")[0]
@@ -56,8 +56,8 @@ def test_every_compressor_trains_as_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize("slots", [None, 2.0])
-def test_a_group_that_carries_tensors_of_a_gpu_only(slots: float | None) -> None:
-    """As one has it after `init_process_group("nccl")`: the workers still agree on what lies in the CPU's memory."""
+def test_a_process_group_for_gpu_tensors_only(slots: float | None) -> None:
+    """As after `init_process_group("nccl")`: ranks still agree on CPU tensors."""
     compressor, settings = ExDyna(density=0.1, sampled_steps=2), CompressionSettings(fixed_capacity=slots)
     found = run(2, train, compressor, 5, None, 1, "cuda", settings, backend="cuda:gloo")
     expected = run(2, train, compressor, 5, None, 1, "cuda", settings)
@@ -65,7 +65,7 @@ def test_a_group_that_carries_tensors_of_a_gpu_only(slots: float | None) -> None
     assert found[0][0] == pytest.approx(expected[0][0], rel=1e-5)
 
 
-def test_density_one_trains_as_plain_ddp() -> None:
+def test_density_one_trains_like_plain_ddp() -> None:
     plain = run(2, train, None, 5, None, 1, "cuda")[0]
     dense = run(2, train, TopK(density=1.0), 5, 0.008, 1, "cuda")[0]
     assert dense[1] == pytest.approx(plain[1], abs=1e-5)
@@ -73,13 +73,13 @@ def test_density_one_trains_as_plain_ddp() -> None:
 
 
 @pytest.mark.parametrize("kind", [MiCRO, ExDyna, HardThreshold], ids=lambda kind: kind.name)
-def test_a_step_in_slots_does_not_wait_for_the_device(kind: Any) -> None:
+def test_a_fixed_capacity_step_does_not_synchronize(kind: Any) -> None:
     compressor = (
         HardThreshold(density=0.02, threshold=0.01) if kind is HardThreshold else kind(density=0.02, sampled_steps=0)
     )
     reducer = Reducer(compressor, layout_of(), Comm(), CompressionSettings(fixed_capacity=3.0), device="cuda")
     gradients = [gradient_of(reducer.layout, number, 0).cuda() for number in range(6)]
-    for gradient in gradients[:2]:  # kernels are loaded
+    for gradient in gradients[:2]:  # kernels are compiled and loaded
         reducer.reduce(gradient)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -109,7 +109,7 @@ def test_a_step_in_slots_does_not_wait_for_the_device(kind: Any) -> None:
     ],
     ids=lambda changes: changes["gradients"].partition(":")[0],
 )
-def test_the_loop_learns_and_goes_on(changes: dict[str, Any], tmp_path: Path) -> None:
+def test_the_trainer_learns_and_resumes(changes: dict[str, Any], tmp_path: Path) -> None:
     content = language(tmp_path, device="cuda", **changes)
     whole = trained(2, content, tmp_path / "run")
     assert whole[-1]["loss"] < whole[0]["loss"] - 0.05
@@ -135,14 +135,14 @@ def test_the_command_runs_under_nccl(tmp_path: Path) -> None:
     assert lines[-1]["loss"] < lines[0]["loss"]
 
 
-def test_a_gradient_that_is_not_finite_ends_both_workers() -> None:
+def test_a_nonfinite_gradient_fails_both_ranks() -> None:
     for kind in (SAGE(density=0.1), MiCRO(density=0.1), TopK(density=0.1)):
         found = run(2, spoilt, kind)
         assert all("not finite" in each for each in found), kind
 
 
 def spoilt(compressor: Compressor) -> str:
-    """What a worker says whose gradient, or another's, is not a number."""
+    """Return the error of a rank when its own or a peer's gradient is NaN."""
     workers = Comm()
     reducer = Reducer(compressor, layout_of(), workers, CompressionSettings(), device="cuda")
     gradient = gradient_of(reducer.layout, 0, workers.rank).cuda()

@@ -1,4 +1,4 @@
-"""Two stages with two replicas each, real processes and PyTorch's own schedules: gradients layer by layer."""
+"""Per-layer gradient reduction in a real pipeline: two stages, two replicas each, PyTorch's schedules."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def batch_of(number: int, replica: int) -> tuple[Tensor, Tensor]:
 
 
 class Worker:
-    """One of four: a stage of a replica, with its schedule and its compression."""
+    """One of four ranks: a stage of a replica, with its schedule and its compression."""
 
     def __init__(self, compressor: Compressor, schedule: str = "1f1b", **options: Any) -> None:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "stages"))
         self.replica, self.place = divmod(rank(), 2)
         self.module = stages()[self.place]
-        self.module[0].up.bias.data += self.replica  # replicas that start unequal
+        self.module[0].up.bias.data += self.replica  # replicas start unequal
         group = mesh["replicas"].get_group()
         options = {"settings": CompressionSettings(check_conservation=True), "microbatches": PARTS, **options}
         self.compression: StageCompression = compress_stage(self.module, compressor, group, **options)
@@ -63,7 +63,7 @@ class Worker:
         self.optimiser = torch.optim.SGD(self.module.parameters(), lr=0.2)
 
     def steps(self, numbers: range) -> Any:
-        """The stage's parameters after them."""
+        """Train for these steps and return the stage's parameters."""
         for number in numbers:
             inputs, labels = batch_of(number, self.replica)
             self.optimiser.zero_grad()
@@ -84,7 +84,7 @@ def pipelined(compressor: Compressor, schedule: str, steps: int, options: dict[s
 
 
 def alone(steps: int) -> list[Any]:
-    """One process with the whole model and the batches of both replicas; the parameters of each stage."""
+    """Train the full model in one process on both replicas' batches; return each stage's parameters."""
     parts = stages()
     model = nn.Sequential(*parts)
     optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
@@ -101,15 +101,15 @@ def alone(steps: int) -> list[Any]:
     ("schedule", "options"),
     [("gpipe", {}), ("1f1b", {}), ("1f1b", {"densities": [1.0, 1.0], "stage": 0, "dense_parameters": ["1.up.weight"]})],
 )
-def test_density_one_is_plain_averaging(schedule: str, options: dict[str, Any]) -> None:
+def test_density_one_is_the_plain_mean(schedule: str, options: dict[str, Any]) -> None:
     expected = alone(4)
     for place, (parameters, reductions) in enumerate(run(4, pipelined, TopK(density=1.0), schedule, 4, options)):
         assert abs(parameters - expected[place % 2]).max() < 1e-6
-        assert reductions == [4] * (3 + len(options.get("dense_parameters", ())))  # one a step, not one a micro-batch
+        assert reductions == [4] * (3 + len(options.get("dense_parameters", ())))  # per step, not per micro-batch
 
 
 def beside_the_pipeline(compressor: Compressor, steps: int) -> tuple[Any, Any]:
-    """The same densities and layers in two workers that hold the whole model and do not pipeline."""
+    """Train with the same densities and layers on two ranks with the full model and no pipeline."""
     parts = stages()
     model = nn.Sequential(*parts[0], *parts[1])
     group = distributed.group.WORLD
@@ -125,8 +125,8 @@ def beside_the_pipeline(compressor: Compressor, steps: int) -> tuple[Any, Any]:
     return flat(parts[0]), flat(parts[1])
 
 
-def test_sparse_stages_learn_as_data_parallel_alone() -> None:
-    """The check inside the frame ends a worker whose gradients are lost; replicas agree to the bit."""
+def test_sparse_stages_learn_like_data_parallel() -> None:
+    """The reducer's debug check fails a rank that loses gradients; replicas agree bit for bit."""
     compressor = MiCRO(density=0.1)
     found = [parameters for parameters, _ in run(4, pipelined, compressor, "1f1b", 6, {})]
     assert (found[0] == found[2]).all() and (found[1] == found[3]).all()
@@ -135,7 +135,7 @@ def test_sparse_stages_learn_as_data_parallel_alone() -> None:
 
 
 def conserved() -> list[float]:
-    """Of each layer: what was given (from a copy without hooks), against what was applied and what is left."""
+    """Per layer, compare the gradients of a copy without hooks with applied updates plus residuals."""
     module, twin = stages()[0], stages()[0]
     compression = compress_stage(module, MiCRO(density=0.05), distributed.group.WORLD, microbatches=PARTS)
     given = applied = torch.zeros(sum(each.numel() for each in twin.parameters()))
@@ -159,12 +159,12 @@ def conserved() -> list[float]:
     return float((both[0] - both[1] - applied).abs().max() / both[0].abs().max())
 
 
-def test_nothing_is_lost() -> None:
+def test_no_gradient_is_lost() -> None:
     assert max(run(2, conserved)) < 1e-5
 
 
 def overlapping() -> list[str]:
-    """Backward of the first layer does not go on until the last layer has been reduced."""
+    """Backward of the first layer waits until the last layer has been reduced."""
     worker = Worker(TopK(density=0.1))
     events: list[str] = []
     reduced = threading.Event()
@@ -188,7 +188,7 @@ def overlapping() -> list[str]:
     return events
 
 
-def test_late_layers_are_reduced_while_early_ones_go_backward() -> None:
+def test_late_layers_are_reduced_during_backward_of_early_ones() -> None:
     for events in run(4, overlapping):
         assert events == ["the last layer is reduced", "the first layer goes backward"]
 
@@ -206,7 +206,7 @@ def stop_and_go_on(folder: Path) -> bool:
     return bool((again.steps(range(3, 5)) == expected).all())
 
 
-def test_a_stage_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_a_resumed_stage_is_bit_identical(tmp_path: Path) -> None:
     assert run(4, stop_and_go_on, tmp_path) == [True] * 4
 
 
@@ -242,7 +242,7 @@ def without_a_density() -> None:
         (without_a_density, "ConfigError: efsign has no density"),
     ],
 )
-def test_what_goes_wrong_is_one_sentence_on_every_replica(work: Any, sentence: str) -> None:
+def test_errors_are_one_sentence_on_every_replica(work: Any, sentence: str) -> None:
     for _, error in outcomes(2, work):
         assert error.startswith(sentence)
 
@@ -253,11 +253,11 @@ def waits() -> list[float]:
     return [group_timeout(group).total_seconds() for group in (None, compression.reducers[0].workers.group)]
 
 
-def test_its_own_group_waits_as_long_as_the_run() -> None:
+def test_its_process_group_uses_the_timeout_of_the_run() -> None:
     assert run(2, waits) == [[GROUP_TIMEOUT.total_seconds()] * 2] * 2
 
 
-def test_layers_are_the_blocks_and_what_stands_beside_them() -> None:
+def test_layers_are_the_blocks_and_the_modules_around_them() -> None:
     model = nn.ModuleDict({"inner": nn.Module(), "head": nn.Linear(2, 2)})
     model["inner"].embed = nn.Embedding(3, 2)
     model["inner"].turn = nn.Tanh()

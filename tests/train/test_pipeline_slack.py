@@ -1,4 +1,4 @@
-"""Densities from slack: the drain of 1F1B played through, and the rule of the card with its checks."""
+"""Densities from pipeline slack: a simulated 1F1B drain, and the rule of the method card."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def link_of(alpha: float, bandwidth: float, workers: int = 8) -> Link:
 
 @given(st.integers(1, 6), st.integers(1, 9), st.floats(0.1, 3.0))
 def test_stage_s_ends_s_backwards_before_the_first(stages: int, microbatches: int, ratio: float) -> None:
-    """The formula slack = s t_b, against the whole schedule."""
+    """Check slack = s t_b against the full schedule."""
     ends = simulate_1f1b([1.0] * stages, [ratio] * stages, microbatches)
     slacks = [max(ends) - end for end in ends]
     assert slacks == pytest.approx([stage * ratio for stage in range(stages)])
@@ -34,21 +34,21 @@ def test_stage_s_ends_s_backwards_before_the_first(stages: int, microbatches: in
     assert ends[0] == pytest.approx((1 + ratio) * (microbatches + stages - 1))  # the known length of 1F1B
 
 
-def test_unequal_stages_have_the_time_of_those_before_them() -> None:
+def test_unequal_stages_have_the_time_of_the_stages_before_them() -> None:
     forward, backward = [1.0, 2.0, 1.5], [2.0, 4.0, 3.0]
     ends = simulate_1f1b(forward, backward, 5)
     assert [ends[0] - end for end in ends] == pytest.approx(slack_per_stage(backward)) == [0.0, 2.0, 6.0]
 
 
-def test_what_is_longer_than_its_slack_holds_the_step_up() -> None:
-    """Played through: every stage sends after its last backward, and the step ends when all have sent."""
+def test_communication_longer_than_its_slack_delays_the_step() -> None:
+    """Simulate: every stage sends after its last backward, and the step ends when all have sent."""
     backward, sent = [0.2] * 4, [0.3, 0.1, 0.9, 0.5]
     ends = simulate_1f1b([0.1] * 4, backward, 6)
     step = max(end + each for end, each in zip(ends, sent, strict=True))
     assert exposed_time(slack_per_stage(backward), sent) == pytest.approx(step - max(ends)) == pytest.approx(0.5)
 
 
-def test_times_are_those_of_the_cost_model() -> None:
+def test_times_match_the_cost_model() -> None:
     link = link_of(
         0.0, 12.5e9
     )  # the card: 25.6 M elements, 8 workers, 100 Gb/s, exclusive at 0.001: 0.13 ms with alphas
@@ -79,6 +79,6 @@ def test_a_slow_link_leaves_every_stage_at_the_floor() -> None:
 
 
 @pytest.mark.parametrize(("floor", "backward", "words"), [(0.0, [1.0], "floor is 0"), (0.1, [1.0, 2.0], "1 stages")])
-def test_what_makes_no_sense_is_one_sentence(floor: float, backward: list[float], words: str) -> None:
+def test_invalid_arguments_raise_one_sentence(floor: float, backward: list[float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         densities_from_slack([[10]], backward, link_of(0, 1), floor)

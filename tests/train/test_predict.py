@@ -1,4 +1,4 @@
-"""What is predicted: the formulas against the card's numbers, the bytes against those that the frame really sends."""
+"""Predicted cost: formulas against the method card, bytes against those the reducer sends."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def wait(method: str, seconds: float) -> CostPrediction:
     return CostPrediction(method, 0, 1, seconds, 0.0, 0.0)
 
 
-def test_plain_ddp_costs_what_the_card_says() -> None:
+def test_plain_ddp_cost_matches_the_card() -> None:
     """G = 25.6 M, 8 workers at 100 Gb/s: 14.4 ms; 64 workers at 10 Gb/s: 165 ms."""
     for workers, bandwidth, seconds in ((8, 12.5e9, 0.0144), (64, 1.25e9, 0.165)):
         assert predict_ddp(25_600_000, link_of(0, bandwidth, workers)).exposed == pytest.approx(seconds, rel=0.03)
 
 
-def test_backward_hides_all_of_ddp_but_its_last_bucket_and_nothing_of_a_compressor() -> None:
+def test_backward_overlaps_ddp_but_its_last_bucket_and_no_compressor() -> None:
     elements, link = 4 * 25 * 2**18, link_of(0.001, 1e9)  # four buckets of 25 MiB
     open_ended = predict_ddp(elements, link)
     one = 0.001 + 25 * 2**20 / 1e9
@@ -59,14 +59,14 @@ def test_backward_hides_all_of_ddp_but_its_last_bucket_and_nothing_of_a_compress
     assert predict_compressor(DryRunResult("micro", 10, 10, 2, 0.5, 0.25), copy_seconds=0.125).exposed == 0.875
 
 
-def test_each_vector_has_its_cheapest_method_unless_the_whole_does_not_pay() -> None:
+def test_each_bucket_has_its_cheapest_method_unless_the_total_does_not_gain() -> None:
     vectors = [[wait("dense", 4.0), wait("micro", 1.0)], [wait("dense", 1.0), wait("micro", 2.0)]]
     assert choose_methods(vectors, wait("ddp", 5.0)) == (1, 0)
-    assert choose_methods(vectors, wait("ddp", 2.05)) == (0, 0)  # a gain of 2 % is none
+    assert choose_methods(vectors, wait("ddp", 2.05)) == (0, 0)  # a gain of 2% is too small
     assert choose_methods(vectors, wait("ddp", 1.0)) == (0, 0)
 
 
-def test_the_table_holds_the_arithmetic() -> None:
+def test_the_table_contains_the_terms_of_the_sum() -> None:
     found = [wait("ddp", 0.5), CostPrediction("micro", 2_000_000, 4, 0.125, 0.025, 0.15)]
     assert speedups(found, found[0]) == pytest.approx([1.0, 2.0])
     assert table_rows(found, found[0])[1] == ["micro", "2.000", "4", "125.000", "25.000", "150.000", "250.000", "2.00x"]
@@ -74,7 +74,7 @@ def test_the_table_holds_the_arithmetic() -> None:
 
 
 @pytest.mark.parametrize("parameters", [1, 2, 1000, 1023 * 1025, 3_000_017])
-def test_an_imagined_model_has_its_parameters(parameters: int) -> None:
+def test_a_synthetic_layout_has_the_requested_size(parameters: int) -> None:
     layout = synthetic_layout(parameters)
     assert layout.numel == parameters
     assert [piece.start for piece in layout.slices] == [0, *[piece.stop for piece in layout.slices[:-1]]]
@@ -88,7 +88,7 @@ ALPHA, BANDWIDTH = 0.001, 1e7
 
 
 def rehearsed() -> list[tuple[DryRunResult, int]]:
-    """Of each compressor its rehearsal, and the bytes of a reducer that does the same steps."""
+    """Return each compressor's dry run, and the bytes of a reducer that does the same steps."""
     workers, layout = Comm(), synthetic_layout(20_000)
     gradient = synthetic_gradient(layout, workers, torch.device("cpu"))
     found = []
@@ -102,7 +102,7 @@ def rehearsed() -> list[tuple[DryRunResult, int]]:
     return found
 
 
-def test_what_is_far_slower_is_not_looked_at_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_far_slower_methods_are_not_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, choose = [], TopK.select
     monkeypatch.setattr(TopK, "select", lambda self, step: (sizes.append(len(step.residual)), choose(self, step))[1])
     layout, link = synthetic_layout(20_000), link_of(ALPHA, BANDWIDTH)
@@ -112,14 +112,14 @@ def test_what_is_far_slower_is_not_looked_at_twice(monkeypatch: pytest.MonkeyPat
     assert sizes == [1024, *[20_000] * _STEPS, 1024, 20_000]
 
 
-def test_bytes_are_those_of_the_frame_and_all_workers_agree() -> None:
+def test_bytes_match_the_reducer_and_all_ranks_agree() -> None:
     first, second = run(2, rehearsed)
     assert [tried for tried, _ in first] == [tried for tried, _ in second]
     for tried, sent in first:
         larger = max(sent, *(other for each, other in second if each.method == tried.method))
         assert tried.bytes == pytest.approx(larger, abs=4), tried.method  # a broadcast counts at its source too
         assert tried.communication == pytest.approx(tried.calls * ALPHA + tried.bytes / BANDWIDTH, rel=0.01)
-        # PowerSGD's collectives are not timed but taken from the link, and this one is slower than the real one
+        # PowerSGD's collectives are predicted from the link model, which is slower here than the real link
         assert tried.compute > 0 or tried.method == "powersgd"
     by_method = {tried.method: tried for tried, _ in first}
     assert by_method["dense"].bytes == 80_000 + 4 and by_method["bf16"].bytes == 40_000 + 4
@@ -128,7 +128,7 @@ def test_bytes_are_those_of_the_frame_and_all_workers_agree() -> None:
 
 
 def largest_messages() -> dict[str, int]:
-    """Bytes of the longest message that each rehearsal really hands to the process group."""
+    """Return the bytes of the longest message that each dry run sends."""
     workers, layout = Comm(), synthetic_layout(20_000)
     gradient = synthetic_gradient(layout, workers, torch.device("cpu"))
     found: dict[str, int] = {}
@@ -146,7 +146,7 @@ def largest_messages() -> dict[str, int]:
     return found
 
 
-def test_a_whole_vector_is_not_sent_for_a_trial() -> None:
+def test_a_trial_does_not_send_a_full_bucket() -> None:
     for found in run(2, largest_messages):
         assert {name for name, size in found.items() if size > 100} == {"micro", "topk", "cltk"}
 
@@ -157,7 +157,7 @@ def tried_on_a_part() -> tuple[DryRunResult, int]:
     return dry_run_compressor(Dense(), gradient, layout, workers, link_of(ALPHA, BANDWIDTH)), layout.numel
 
 
-def test_what_is_tried_on_a_part_counts_for_the_whole() -> None:
+def test_a_trial_on_a_slice_is_extrapolated() -> None:
     found, elements = run(2, tried_on_a_part)[0]
     assert found.elements == elements and found.bytes == pytest.approx(4 * elements, abs=16)
     assert found.communication == pytest.approx(2 * ALPHA + 4 * elements / BANDWIDTH, rel=0.01)

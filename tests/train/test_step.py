@@ -1,4 +1,4 @@
-"""The plain form: gradients become their means over all workers before the optimiser's step."""
+"""Without DDP: gradients become their means over all ranks before the optimizer step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_density_one_is_the_plain_mean_also_where_a_gradient_is_missing() -> Non
     assert abs(run(3, train, "all", branches)[0] - run(3, train, "plain", branches)[0]).max() < 1e-6
 
 
-def test_all_workers_end_with_the_same_parameters() -> None:
+def test_all_ranks_end_with_the_same_parameters() -> None:
     for kind in ("sparse", "named"):
         first, *others = run(3, train, kind, ["both"] * 6)
         assert all((first == other).all() for other in others)
@@ -56,6 +56,6 @@ def mismatched() -> None:
     CompressedStep(torch.nn.Linear(4, 5 + rank()), TopK())
 
 
-def test_models_that_differ_are_one_sentence_on_every_worker() -> None:
+def test_differing_models_raise_one_sentence_on_every_rank() -> None:
     for _, error in outcomes(2, mismatched):
         assert error.startswith("ConfigError: the ranks do not have the same model")

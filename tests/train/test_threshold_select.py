@@ -1,4 +1,4 @@
-"""The pass over all gradients: compiled it gives the bits of PyTorch's own operations, and the frame does take it."""
+"""Threshold selection: the compiled kernel matches PyTorch bit for bit, and the reducer uses it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def plain(values: Tensor, threshold: float, start: int, stop: int) -> Tensor:
     st.booleans(),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_compiled_bit_for_bit(
+def test_compiled_matches_eager_bit_for_bit(
     one: int, other: int, threshold: float, slots: int | None, add: bool, dtype: torch.dtype
 ) -> None:
     start, stop = sorted((one, other))
     residual, gradient = torch.randn(200), torch.randn(200).to(dtype)
-    residual[::17] = 0.1  # as close to a threshold as a number can be
+    residual[::17] = 0.1  # as close to a threshold as float32 allows
     gradient[::17] = 0.0
     residual[50], gradient[50], residual[90] = torch.inf, 1.0, torch.nan
     wanted = residual + gradient if add else residual.clone()
@@ -55,7 +55,7 @@ def test_compiled_bit_for_bit(
 @there
 @pytest.mark.parametrize(("start", "stop"), [(0, 200_001), (70_001, 140_003), (130_000, 130_007)])
 @pytest.mark.parametrize("threshold", [2.0, 0.0])
-def test_several_threads_find_the_same_in_the_same_order(start: int, stop: int, threshold: float) -> None:
+def test_several_threads_select_the_same_in_the_same_order(start: int, stop: int, threshold: float) -> None:
     residual, gradient = torch.randn(200_001), torch.randn(200_001)
     wanted = residual + gradient
     before = torch.get_num_threads()
@@ -69,7 +69,7 @@ def test_several_threads_find_the_same_in_the_same_order(start: int, stop: int, 
 
 
 def trained(compressor: Compressor, settings: CompressionSettings, device: str = "cpu") -> tuple[list[Tensor], Tensor]:
-    """The results of some steps of one worker, and what it has not sent."""
+    """Return the results of some steps of one rank, and its residual."""
     reducer = Reducer(compressor, layout_of(), Comm(), settings, device=device)
     results = [reducer.reduce(gradient_of(reducer.layout, number, 0).to(device)).cpu() for number in range(6)]
     reducer.resolve_deferred()
@@ -77,7 +77,7 @@ def trained(compressor: Compressor, settings: CompressionSettings, device: str =
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, room: Any) -> list[int]:
-    """Calls of a kernel, which still does its work."""
+    """Count the calls of a kernel without replacing it."""
     calls: list[int] = []
     real = room.add_and_select
 
@@ -92,7 +92,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, room: Any) -> list[int]:
 @there
 @pytest.mark.parametrize("kind", METHODS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("slots", [None, 3.0])
-def test_the_frame_takes_the_compiled_pass(kind: Any, slots: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reducer_uses_the_compiled_kernel(kind: Any, slots: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     compressor = kind(density=0.02, exchange_mode="union") if kind is SAGE else kind(density=0.02)
     with use_backend("reference"):
         expected, left = trained(compressor, CompressionSettings(fixed_capacity=slots))
@@ -105,7 +105,7 @@ def test_the_frame_takes_the_compiled_pass(kind: Any, slots: float | None, monke
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [MiCRO, ExDyna, HardThreshold], ids=lambda kind: kind.name)
-def test_the_frame_takes_the_pass_of_a_gpu(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reducer_uses_the_gpu_kernel(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from smelt.kernels.gpu import threshold_select as triton
 
     compressor = (
@@ -119,7 +119,7 @@ def test_the_frame_takes_the_pass_of_a_gpu(kind: Any, monkeypatch: pytest.Monkey
     assert torch.equal(residual, left)
 
 
-def test_without_a_compiler_the_plain_way_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_eager_fallback_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "library", lambda: None)
     values = torch.randn(100)
     assert kernels.select_backend(values) == "reference"

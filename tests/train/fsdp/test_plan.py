@@ -1,4 +1,4 @@
-"""Plans for sharded data parallel: timelines whose length can be worked out by hand, and the best of all plans."""
+"""FSDP sharding plans: timelines of known length, and the search against brute force."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model_of(layers: int, size: int = MB, forward: float = 1.0, backward: float 
 
 
 def cluster_of(seconds: float, *, memory: float = 1e12, overlap: bool = True, alpha: float = 0.0) -> ClusterSpec:
-    """Two workers, between which a megabyte of parameters takes so long."""
+    """Return a two-rank link on which a megabyte of parameters takes this long."""
     speed = AlphaBeta(alpha, 2 * seconds / MB)
     return ClusterSpec(2, speed, speed, memory, overlap)
 
@@ -45,9 +45,9 @@ def random_model(seed: int, layers: int) -> ModelProfile:
     )
 
 
-def test_what_computing_hides_is_not_exposed() -> None:
-    """Left are the first gather, which nothing precedes, the last scatter, which nothing follows, and the gather of
-    the last layer for backward, unless it stays whole after forward."""
+def test_overlapped_communication_is_not_exposed() -> None:
+    """Exposed: the first all-gather, the last reduce-scatter, and the backward all-gather of
+    the last layer, unless it stays unsharded after forward."""
     last_kept = ShardingPlan((*one_each(5).units[:-1], ShardUnit(4, 5, False)))
     for seconds in (1e-6, 0.5, 0.99):
         assert predict_timeline(model_of(5), one_each(5), cluster_of(seconds)).exposed_seconds == pytest.approx(
@@ -59,8 +59,8 @@ def test_what_computing_hides_is_not_exposed() -> None:
     assert predict_timeline(model_of(5), one_each(5), cluster_of(0.0)).exposed_seconds == 0.0
 
 
-def test_what_nothing_hides_is_the_sum() -> None:
-    """Computing takes no time: gathers of forward, of backward, and scatters, one after the other."""
+def test_without_compute_the_step_is_the_sum_of_collectives() -> None:
+    """With no compute time: forward all-gathers, backward all-gathers and reduce-scatters in sequence."""
     idle = model_of(4, forward=0.0, backward=0.0)
     assert predict_timeline(idle, one_each(4), cluster_of(1.0)).seconds == pytest.approx(4 + 4 + 4)
     assert predict_timeline(idle, one_each(4, reshard_after_forward=False), cluster_of(1.0)).seconds == pytest.approx(
@@ -72,8 +72,8 @@ def test_what_nothing_hides_is_the_sum() -> None:
     assert waiting.seconds == pytest.approx(12 + 4 * 3) and waiting.exposed_seconds == pytest.approx(12)
 
 
-def test_a_scatter_holds_computing_up_until_the_one_before_is_done() -> None:
-    """Backward 1 s, scatter 3 s: at the end of each backward but the first one scatter is waited for."""
+def test_backward_waits_for_the_previous_reduce_scatter() -> None:
+    """Backward 1 s, reduce-scatter 3 s: each backward but the first waits for one reduce-scatter."""
     slow = ClusterSpec(2, AlphaBeta(0, 0), AlphaBeta(0, 6 / MB), 1e12)
     found = predict_timeline(model_of(3, forward=0.0, backward=1.0), one_each(3, reshard_after_forward=False), slow)
     starts = {
@@ -83,8 +83,8 @@ def test_a_scatter_holds_computing_up_until_the_one_before_is_done() -> None:
     assert found.seconds == 10.0
 
 
-def test_the_order_is_that_of_fsdp() -> None:
-    """The next gather is issued before the scatter of what is computed; the root comes first and last."""
+def test_the_event_order_matches_fsdp() -> None:
+    """The next all-gather is issued before the current reduce-scatter; the root comes first and last."""
     model = replace(model_of(2), root=LayerProfile("root", MB, 0.0, 0.0))
     order = predict_timeline(model, one_each(2), cluster_of(0.1)).order
     assert order == [
@@ -97,24 +97,24 @@ def test_the_order_is_that_of_fsdp() -> None:
 
 
 def test_memory_is_counted_by_hand() -> None:
-    """Two layers of 1 MB, nothing ahead in forward, all computing 1 s, collectives no time."""
+    """Two layers of 1 MB, no forward prefetch, 1 s of compute each, free collectives."""
     free = cluster_of(0.0)
     shards = 4.0 * 2 * MB / 2
     assert (
         predict_timeline(model_of(2), one_each(2, forward=0), free).peak_memory == shards + 3 * MB
-    )  # whole and in a buffer; ahead
+    )  # unsharded and in a buffer; prefetched
     kept = predict_timeline(model_of(2), one_each(2, reshard_after_forward=False, forward=0), free)
-    assert kept.peak_memory == shards + 3 * MB  # both whole, and a buffer or a gradient
+    assert kept.peak_memory == shards + 3 * MB  # both unsharded, and a buffer or a gradient
     far = predict_timeline(model_of(3), one_each(3, forward=2), free)
-    assert far.peak_memory == 1.5 * shards + 4 * MB  # the first whole and in a buffer, two more in theirs
+    assert far.peak_memory == 1.5 * shards + 4 * MB  # the first unsharded and in a buffer, two more in their buffers
     busy = ModelProfile(tuple(replace(layer, activations=10 * MB) for layer in model_of(2).layers))
     assert predict_timeline(busy, one_each(2, forward=0), free).peak_memory == shards + 23 * MB
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("tight", [False, True])
-def test_brute_force_finds_nothing_better(seed: int, tight: bool) -> None:
-    """All cuts, all sets that stay whole, all depths, written out anew."""
+def test_the_plan_matches_brute_force(seed: int, tight: bool) -> None:
+    """Enumerate all groupings, all sets of unsharded layers and all prefetch depths independently."""
     model, cluster = random_model(seed, 4), cluster_of(0.15, alpha=0.05)
     timelines = []
     for number in range(4):
@@ -137,7 +137,7 @@ def test_brute_force_finds_nothing_better(seed: int, tight: bool) -> None:
     assert climbed.timeline.peak_memory is not None and climbed.timeline.peak_memory <= memory
 
 
-def test_the_last_layer_stays_whole_and_memory_decides_about_the_others() -> None:
+def test_the_last_layer_stays_unsharded_and_memory_decides_for_the_others() -> None:
     model, cluster = model_of(5, forward=0.2, backward=0.4), cluster_of(0.5)
     roomy = search_plan(model, cluster)
     assert not any(unit.reshard_after_forward for unit in roomy.plan.units)  # nothing is gathered twice
@@ -147,13 +147,13 @@ def test_the_last_layer_stays_whole_and_memory_decides_about_the_others() -> Non
     assert roomy.timeline.seconds < tight.timeline.seconds
 
 
-def test_where_starting_costs_much_layers_are_gathered_together() -> None:
+def test_high_latency_groups_layers_into_one_all_gather() -> None:
     dear = search_plan(model_of(5, forward=0.01, backward=0.02), cluster_of(0.001, alpha=1.0))
     cheap = search_plan(model_of(5, forward=0.01, backward=0.02), cluster_of(0.01))
     assert len(dear.plan.units) == 1 and len(cheap.plan.units) > 1
 
 
-def test_a_large_model_is_planned_within_its_memory() -> None:
+def test_a_large_model_is_planned_within_memory() -> None:
     model, cluster = random_model(9, 40), cluster_of(0.5, alpha=0.01)
     usual = predict_timeline(model, one_each(40), cluster)
     roomy = search_plan(model, cluster)
@@ -165,7 +165,7 @@ def test_a_large_model_is_planned_within_its_memory() -> None:
     assert roomy.timeline.seconds < tight.timeline.seconds < usual.seconds
 
 
-def test_what_cannot_be_planned_is_one_sentence() -> None:
+def test_invalid_plans_raise_one_sentence() -> None:
     with pytest.raises(ResourceError, match="no plan fits: the smallest needs"):
         search_plan(model_of(3), cluster_of(1.0, memory=1000.0))
     with pytest.raises(ConfigError, match="plan for at least two"):

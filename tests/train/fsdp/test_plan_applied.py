@@ -1,4 +1,4 @@
-"""Plans on real workers: trained as plain FSDP2 trains, and events in the order that was predicted."""
+"""Plans on real ranks: the training result of plain FSDP2, and events in the predicted order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """An embedding, blocks, a head; and a scale, which no layer holds, if it is trained."""
+    """An embedding, blocks, a head, and optionally a trained scale outside any layer."""
 
     def __init__(self, tied: bool = False, scaled: bool = True) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Network(nn.Module):
 
 
 class Work:
-    """Forward and backward of one batch, as often as it is called."""
+    """Return a function that runs forward and backward on one batch."""
 
     def __init__(self, network: nn.Module, number: int = 0) -> None:
         self._network = network
@@ -100,7 +100,7 @@ def trained(plan: ShardingPlan | None) -> Any:
 
 
 def followed(plan: ShardingPlan, scaled: bool) -> tuple[Any, StepTimeline, StepTimeline]:
-    """Parameters after training, and both timelines."""
+    """Return the parameters after training and both timelines."""
     parameters = trained(plan)
     network = Network(scaled=scaled)
     model = known(network)
@@ -111,12 +111,12 @@ def followed(plan: ShardingPlan, scaled: bool) -> tuple[Any, StepTimeline, StepT
 
 
 def events(timeline: StepTimeline) -> list[tuple[str, int]]:
-    """Without what the root computes, and the scatters that end backward as a set: the root's may come first."""
+    """Drop the root's compute, and compare the final reduce-scatters as a set: the root's may come first."""
     order = [each for each in timeline.order if each[0] not in COMPUTE or each[1] != ROOT]
     return [*order[:-2], *sorted(order[-2:])]
 
 
-def test_every_plan_trains_as_plain_sharding_and_goes_in_the_order_that_was_predicted() -> None:
+def test_every_plan_trains_like_plain_fsdp_in_the_predicted_order() -> None:
     plain = run(2, trained, None)[0]
     for name, plan in PLANS.items():
         for parameters, predicted, real in run(2, followed, plan, name != "together"):
@@ -128,7 +128,7 @@ def test_every_plan_trains_as_plain_sharding_and_goes_in_the_order_that_was_pred
 
 
 def planned() -> tuple[dict[str, Any], ShardingPlan]:
-    """From measuring to a plan that fits, without anything told."""
+    """Measure, then plan within memory, with no settings."""
     network = Network()
     model = known(network)
     workers = Comm()
@@ -138,7 +138,7 @@ def planned() -> tuple[dict[str, Any], ShardingPlan]:
     return model.to_json(), found.plan
 
 
-def test_the_layers_are_found_measured_and_the_same_on_all_workers() -> None:
+def test_layers_are_detected_and_measured_equally_on_all_ranks() -> None:
     first, second = run(2, planned)
     assert first == second
     model, plan = first
@@ -158,7 +158,7 @@ def counted() -> dict[str, Any]:
     return estimate_layers(network, Work(network), 1e6, Comm(), CPU).to_json()
 
 
-def test_operations_over_speed_are_times_and_tied_layers_stay_with_the_root() -> None:
+def test_times_are_flops_over_speed_and_tied_layers_stay_with_the_root() -> None:
     model = run(2, counted)[0]
     assert [layer["name"] for layer in model["layers"]] == ["blocks.0", "blocks.1", "blocks.2"]
     products = 2 * 8 * 6 * 24 * 64 * 2  # two matrices, forward
@@ -187,12 +187,12 @@ def refused(what: str) -> None:
         ("twice", "was applied to"),
     ],
 )
-def test_what_does_not_fit_is_one_sentence(what: str, words: str) -> None:
+def test_invalid_models_raise_one_sentence(what: str, words: str) -> None:
     for _, error in outcomes(2, refused, what):
         assert error.startswith("ConfigError") and words in error
 
 
-def test_one_worker_alone_measures_its_layers_but_no_link() -> None:
+def test_a_single_rank_measures_layers_but_no_link() -> None:
     assert not distributed.is_initialized()
     network, tokens = Network(), torch.zeros(2, 3, dtype=torch.long)
     model = profile_layers(network, lambda: network(tokens).sum().backward(), Comm(), CPU)

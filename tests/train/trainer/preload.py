@@ -1,4 +1,4 @@
-"""What workers of these tests use, so that it is loaded once."""
+"""Modules that these tests' workers use, imported once in the fork server."""
 
 import transformers.models.llama.modeling_llama
 import transformers.models.resnet.modeling_resnet

@@ -1,4 +1,4 @@
-"""Small runs for tests: a configuration, data beside it, and workers that go through the whole loop."""
+"""Small training runs for tests: a config, its data, and ranks that run the trainer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LLAMA = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
     "max_position_embeddings": 64,
-    "attention_dropout": 0.1,  # so that a resumed run must draw the same numbers
+    "attention_dropout": 0.1,  # so that a resumed run must restore the RNG state
 }
 RESNET = {
     "model_type": "resnet",
@@ -43,7 +43,7 @@ RESNET = {
 
 
 def language(folder: Path, **changes: Any) -> dict[str, Any]:
-    """The keys of a run on text; the text is written beside it."""
+    """Return the config keys of a run on text, and write the text."""
     (folder / "text.txt").write_text(TEXT)
     return {
         "model": LLAMA,
@@ -60,7 +60,7 @@ def language(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def images(folder: Path, **changes: Any) -> dict[str, Any]:
-    """The keys of a run on squares that lie above or below, in IDX files."""
+    """Return the config keys of a run that classifies squares by position, in IDX files."""
     generator = np.random.Generator(np.random.PCG64(0))
     for stem, count in (("train", 256), ("t10k", 64)):
         labels = generator.integers(0, 2, count).astype(np.uint8)
@@ -98,19 +98,19 @@ def write_config(path: Path, content: dict[str, Any]) -> Path:
 
 
 def through(content: dict[str, Any], out: Path, resume: bool = False, resplit: bool = False) -> None:
-    """What one worker does; where there is a GPU all workers share it."""
+    """Run one rank; all ranks share the GPU if there is one."""
     device = torch.device("cuda", 0) if content["device"] == "cuda" else torch.device("cpu")
     Trainer(config_of(content), out, device, resume=resume, resplit=resplit).train()
 
 
 def trained(workers: int, content: dict[str, Any], out: Path, **options: bool) -> list[dict[str, Any]]:
-    """The lines of a run that went to its end."""
+    """Return the log lines of a completed run."""
     parallel.run(workers, _through, content, out, options)
     return RunFolder(out).read_log()
 
 
 def refused(workers: int, content: dict[str, Any], out: Path, **options: bool) -> list[str]:
-    """The error of each worker."""
+    """Return the error of each rank."""
     return [error.partition("\n")[0] for _, error in parallel.outcomes(workers, _through, content, out, options)]
 
 

@@ -1,4 +1,4 @@
-"""What a configuration may say, and the sentence about everything else."""
+"""Valid training configs, and one-sentence errors for everything else."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ MODEL = {"model": "a-model"}
         ({"data": {"seq_len": 1}}, "seq_len is 1"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(content: dict[str, Any], words: str) -> None:
+def test_invalid_configs_raise_one_sentence(content: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_of({**MODEL, **content})
     assert words in str(caught.value)
 
 
-def test_a_file_is_read_and_the_command_line_wins(tmp_path: Path) -> None:
+def test_the_command_line_overrides_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("model: a-model\noptimizer: {lr: 3e-4}\ngradients: micro\nmax_grad_norm: 1\nprecision: off\n")
     read = TrainConfig.load(path)
@@ -91,7 +91,7 @@ def test_old_keys_work_with_a_warning_and_runs_started_with_them_resume(tmp_path
         config.check_same_run(before, tmp_path)
 
 
-def test_ways_to_send_gradients() -> None:
+def test_gradient_compression_settings() -> None:
     assert build_compressor(None) is None and build_compressor("none") is None
     assert build_compressor("bf16") == Dense(wire_dtype="bfloat16")
     assert build_compressor("exdyna:density=0.001,balance=false") == ExDyna(density=0.001, balance=False)
@@ -100,7 +100,7 @@ def test_ways_to_send_gradients() -> None:
     assert normalize_gradients("auto:density=0.01") == {"method": "auto", "density": 0.01}
 
 
-def test_the_rate_rises_and_falls() -> None:
+def test_the_learning_rate_warms_up_and_decays() -> None:
     cosine = ScheduleConfig("cosine", warmup_steps=4, min_lr_ratio=0.1)
     rates = [lr_at(step, 12, 2.0, cosine) for step in range(13)]
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
@@ -109,8 +109,8 @@ def test_the_rate_rises_and_falls() -> None:
     assert lr_at(9, 12, 2.0, ScheduleConfig("constant")) == 2.0
 
 
-def test_workers_share_out_every_sample_once_an_epoch() -> None:
-    """Also when the number of workers changes on the way; another seed is another order."""
+def test_ranks_split_every_sample_once_per_epoch() -> None:
+    """Also when the world size changes midway; another seed gives another order."""
 
     def seen(start: int, steps: int, workers: int, batch: int, accumulate: int) -> tuple[list[int], int]:
         found: list[int] = []
@@ -130,7 +130,7 @@ def test_workers_share_out_every_sample_once_an_epoch() -> None:
     assert not np.array_equal(ShuffledSampler(24, 7).indices(0, 24), ShuffledSampler(24, 8).indices(0, 24))
 
 
-def test_the_page_has_every_key_and_no_other() -> None:
+def test_the_docs_page_lists_exactly_the_keys() -> None:
     page = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     table = page.partition("| key | default | meaning |")[2].partition("\n\n")[0]
     shown = set(re.findall(r"^\| `([\w.]+)` \|", table, re.M))

@@ -21,7 +21,7 @@ LOOPBACK = ipaddress.ip_address("127.0.0.1")
 
 @pytest.fixture
 def env(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Two ranks on one node; the variables are put back afterwards, also those that the code sets."""
+    """Set the environment of two ranks on one node, and restore every variable afterwards."""
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "GROUP_RANK"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
@@ -37,9 +37,9 @@ def loopback_interface() -> str:
     return name
 
 
-def test_an_address_has_its_interface_and_a_route_its_source() -> None:
+def test_interface_of_an_address_and_source_of_a_route() -> None:
     assert interface_of(ipaddress.ip_address("127.0.1.1")) == loopback_interface()
-    assert interface_of(ipaddress.ip_address("192.0.2.1")) is None  # reserved for documentation: nobody has it
+    assert interface_of(ipaddress.ip_address("192.0.2.1")) is None  # reserved for documentation: unreachable
     assert route_source(ipaddress.ip_address("127.0.0.5")).is_loopback
 
 
@@ -55,7 +55,7 @@ def test_an_interface_that_was_chosen_is_kept(env: pytest.MonkeyPatch) -> None:
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
 
 
-def test_a_loopback_master_of_several_nodes_ends_with_cause_and_way_out(env: pytest.MonkeyPatch) -> None:
+def test_a_loopback_master_of_several_nodes_raises_cause_and_fix(env: pytest.MonkeyPatch) -> None:
     env.setenv("MASTER_ADDR", "localhost")
     env.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(ResourceError) as caught:
@@ -75,7 +75,7 @@ def test_the_masters_own_node_may_resolve_it_to_loopback_if_an_interface_is_chos
         select_network_interface()
 
 
-def test_a_master_without_address_is_named(env: pytest.MonkeyPatch) -> None:
+def test_an_unresolvable_master_is_named(env: pytest.MonkeyPatch) -> None:
     def unknown(*_: object, **__: object) -> None:
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -111,7 +111,7 @@ torch.distributed.destroy_process_group()
 
 @pytest.mark.slow
 def test_two_nodes_whose_names_resolve_to_loopback_find_each_other() -> None:
-    """Two network namespaces joined by a cable; the host's own name is a loopback address in both."""
+    """Two linked network namespaces; the host's own name resolves to loopback in both."""
     tools = all(shutil.which(tool) for tool in ("ip", "unshare", "nsenter"))
     if not tools or subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode:
         pytest.skip("network namespaces are not permitted here")

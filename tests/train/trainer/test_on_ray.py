@@ -1,6 +1,6 @@
-"""The run whose workers Ray Train starts, as a person starts it: equal to torchrun's, and one that loses a worker.
+"""Training on Ray from the command line: equal to torchrun, and recovering from a lost worker.
 
-Ray needs half a minute to start two workers, so that each of its runs here shows several things.
+Ray needs half a minute to start two workers, so each run checks several things.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Start = Callable[..., Run]
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Starts the command in the folder of its file; what still runs after a test is told to end, with its Ray."""
+    """Start the command in its config's folder; terminate what still runs after the test, with its Ray."""
     runs: list[Run] = []
 
     def starts(config: Path, *words: str, workers: int = 2) -> Run:
@@ -55,7 +55,7 @@ def start() -> Iterator[Start]:
 
 
 def ended(run: Run) -> tuple[int, str, str]:
-    """Its code, its output and its errors."""
+    """Return the exit code, stdout and stderr."""
     output, said = run.communicate(timeout=PATIENCE)
     return run.returncode, output, said
 
@@ -67,7 +67,7 @@ def family(run: Run) -> list[Any]:
 def workers_of(run: Run) -> list[Any]:
     found = []
     for process in family(run):
-        with suppress(psutil.Error):  # it has ended meanwhile
+        with suppress(psutil.Error):  # it has ended in the meantime
             found += [process] if process.cmdline()[:1] == ["ray::RayTrainWorker"] else []
     return found
 
@@ -81,7 +81,7 @@ def wait_for(place: Path, run: Run) -> None:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """Of Ray: its own results, a folder of it in the home, and temporary ones."""
+    """Return Ray's leftovers: results, its folder in the home directory, and temporary folders."""
     own = [*folder.glob(".*.ray"), *folder.glob("ray_results")]
     return own + list(Path(tempfile.gettempdir()).glob("smelt-ray-*"))
 
@@ -95,9 +95,9 @@ def losses(out: Path) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in RunFolder(out).read_log()]
 
 
-def test_two_workers_of_ray_give_the_weights_of_two_of_torchrun_to_the_bit(tmp_path: Path, start: Start) -> None:
+def test_two_ray_workers_match_two_torchrun_ranks_bit_for_bit(tmp_path: Path, start: Start) -> None:
     content = language(tmp_path)
-    near = {**content, "data": {**content["data"], "train": "text.txt"}}  # relative, as Ray moves workers elsewhere
+    near = {**content, "data": {**content["data"], "train": "text.txt"}}  # relative; Ray changes the directory
     run = start(write_config(tmp_path / "small.yaml", near), "--out", "on-ray")
     wait_for(tmp_path / "on-ray" / "run.json", run)
     processes = family(run)
@@ -119,7 +119,7 @@ def test_two_workers_of_ray_give_the_weights_of_two_of_torchrun_to_the_bit(tmp_p
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_started_again_and_the_run_ends_with_the_same_weights(tmp_path: Path, start: Start) -> None:
+def test_a_killed_worker_is_restarted_and_the_run_ends_with_the_same_weights(tmp_path: Path, start: Start) -> None:
     content = language(tmp_path, steps=120, evaluate={"samples": 4}, checkpoint={"every": 5, "keep": 2})
     config, out = write_config(tmp_path / "long.yaml", content), tmp_path / "run"
     run = start(config, "--out", "run", "--restarts", "1")
@@ -140,7 +140,7 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_with_the_same_weights
 
 
 @pytest.mark.slow
-def test_without_restarts_a_killed_worker_ends_the_run_with_a_sentence(tmp_path: Path, start: Start) -> None:
+def test_without_restarts_a_killed_worker_fails_the_run_with_one_sentence(tmp_path: Path, start: Start) -> None:
     content = language(tmp_path, steps=100_000, schedule={"name": "constant"}, checkpoint={"every": 5, "keep": 2})
     config, out = write_config(tmp_path / "long.yaml", content), tmp_path / "run"
     run = start(config, "--out", "run")
@@ -158,11 +158,11 @@ def test_without_restarts_a_killed_worker_ends_the_run_with_a_sentence(tmp_path:
 
 
 @pytest.mark.slow
-def test_what_a_worker_refuses_is_one_sentence_and_not_tried_again(tmp_path: Path, start: Start) -> None:
+def test_a_config_error_on_a_worker_is_one_sentence_and_not_retried(tmp_path: Path, start: Start) -> None:
     content = language(tmp_path)
     content["data"]["train"] = str(tmp_path / "missing.txt")
     run = start(write_config(tmp_path / "no_data.yaml", content), "--restarts", "99")
-    code, _, said = ended(run)  # which waits less long than 99 starts take
+    code, _, said = ended(run)  # the wait is shorter than 99 starts
     assert (code, said.count("\n")) == (2, 1), said
     assert said.startswith("smelt: ") and "missing.txt" in said
     assert leftovers(tmp_path) == []
@@ -180,7 +180,7 @@ def test_what_a_worker_refuses_is_one_sentence_and_not_tried_again(tmp_path: Pat
         ([LostWorkerError("another rank"), KeyError("mine")], KeyError, "mine"),
     ],
 )
-def test_of_several_errors_the_cause_is_told(
+def test_of_several_errors_the_cause_is_reported(
     failures: list[Exception], kind: type[Exception], sentence: str, tmp_path: Path
 ) -> None:
     from ray.train import WorkerGroupError
@@ -189,7 +189,7 @@ def test_of_several_errors_the_cause_is_told(
     assert type(told) is kind and sentence in str(told)
 
 
-def test_more_workers_than_processors_are_refused_with_their_number(tmp_path: Path, start: Start) -> None:
+def test_more_workers_than_cpus_are_refused_with_the_count(tmp_path: Path, start: Start) -> None:
     config = write_config(tmp_path / "small.yaml", language(tmp_path))
     code, output, said = ended(start(config, workers=1000))
     assert (code, output) == (2, "")
@@ -200,8 +200,8 @@ def test_more_workers_than_processors_are_refused_with_their_number(tmp_path: Pa
 
 
 @pytest.mark.parametrize("address", [None, "auto"])
-def test_reports_home_are_off_before_ray_starts_or_is_joined(address: str | None) -> None:
-    """Ray turns them off by itself where it starts in a process, so that its own workers do not show it."""
+def test_usage_reports_are_off_before_ray_starts_or_is_joined(address: str | None) -> None:
+    """Ray turns usage reports off itself when it starts in-process, so its own workers do not show it."""
     code = (
         "import os; from smelt.train import on_ray\n"
         "on_ray._connect = lambda *_: print(os.environ['RAY_USAGE_STATS_ENABLED'])\n"
@@ -226,13 +226,13 @@ REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
 
 
 def main_without_starting(words: list[str]) -> None:
-    """The command, in which starting a Ray would be a bug."""
+    """Run the command with a Ray that fails if started."""
     on_ray.start_alone = None  # type: ignore[assignment]
     on_ray.main(words)
 
 
 @pytest.mark.parametrize(("changes", "words", "sentence"), REFUSED)
-def test_what_is_wrong_is_reported_before_ray_starts(
+def test_config_errors_are_reported_before_ray_starts(
     changes: dict[str, Any], words: list[str], sentence: str, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path / "wrong.yaml", {**language(tmp_path), **changes})

@@ -1,4 +1,4 @@
-"""The page says what the log says."""
+"""The training report shows the numbers of the log."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def curves(page: str) -> list[list[tuple[int, int]]]:
     return [[tuple(map(int, point.split(","))) for point in each.split()] for each in drawn]  # type: ignore[misc]
 
 
-def test_numbers_of_the_log_stand_on_the_page() -> None:
+def test_numbers_of_the_log_are_on_the_page() -> None:
     page = render_training([run_of()])
     for text in ("1.00", "1.25", "3.49", "4 kB", "1 kB", "1.1", "0.25", "2.0 s", "llama", "1,234"):
         assert text in page, text
@@ -65,7 +65,7 @@ def test_curves_go_through_the_points_of_the_log() -> None:
     )
 
 
-def test_several_runs_are_told_apart_and_a_wide_axis_is_logarithmic() -> None:
+def test_several_runs_are_distinguished_and_a_wide_axis_is_logarithmic() -> None:
     plain = run_of("plain", metadata=facts("none"))
     plain["log"] = [line(step, bytes=1e6, total_bytes=1e6 * step, padding=None) for step in (1, 2, 3, 4)]
     page = render_training([run_of(), plain])
@@ -77,7 +77,7 @@ def test_several_runs_are_told_apart_and_a_wide_axis_is_logarithmic() -> None:
     assert scale_of("", [0.0, 0.0]).last > 0
 
 
-def test_a_run_that_is_not_done_says_so_and_one_without_padding_has_no_graph() -> None:
+def test_an_unfinished_run_says_so_and_a_run_without_padding_has_no_graph() -> None:
     short = run_of()
     short["log"] = [line(1, padding=None)]
     page = render_training([short])
@@ -86,7 +86,7 @@ def test_a_run_that_is_not_done_says_so_and_one_without_padding_has_no_graph() -
     assert summary(short)["padding"] is None
 
 
-def test_many_points_are_means() -> None:
+def test_many_points_are_averaged() -> None:
     points, every = averaged([(float(place), float(place % 2)) for place in range(4000)])
     assert (len(points), every) == (400, 10)
     assert all(value == 0.5 for _, value in points)
@@ -116,7 +116,7 @@ def test_the_command_reads_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("lines", "words"), [(None, "run.json does not exist"), ("", "no step"), ("{}\n", "no step of")]
 )
-def test_what_is_no_run_is_refused(lines: str | None, words: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_is_refused(lines: str | None, words: str, tmp_path: Path) -> None:
     if lines is not None:
         RunFolder(tmp_path).write_metadata(facts())
         (tmp_path / "run.jsonl").write_text(lines)
@@ -125,11 +125,11 @@ def test_what_is_no_run_is_refused(lines: str | None, words: str, tmp_path: Path
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
+def test_a_truncated_line_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "run.jsonl").write_text(json.dumps(line(1)) + "\n" + json.dumps(line(2))[:40])
     assert RunFolder(tmp_path).read_log() == [line(1)]
 
 
-def test_several_runs_need_a_place(tmp_path: Path) -> None:
+def test_several_runs_need_an_output_path(tmp_path: Path) -> None:
     with pytest.raises(SmeltError, match="give -o with the page"):
         smelt("train-report", str(tmp_path), str(tmp_path))

@@ -1,4 +1,4 @@
-"""Whole runs by real workers: they learn, go on to the bit, and say what was sent."""
+"""Complete runs on real ranks: they learn, resume bit for bit, and log the traffic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def everything(folder: Path) -> dict[str, Any]:
-    """The content of every file of a checkpoint, times left out."""
+    """Return the content of every checkpoint file, without times."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".safetensors":
@@ -52,14 +52,14 @@ def everything(folder: Path) -> dict[str, Any]:
     ],
     ids=["exdyna-accumulated", "topk-fp16"],
 )
-def test_a_resumed_run_equals_one_that_was_not_stopped(changes: dict[str, Any], tmp_path: Path) -> None:
-    """Weights, optimiser, residuals, thresholds, scaler, position in the data: bit for bit."""
+def test_a_resumed_run_equals_an_uninterrupted_one(changes: dict[str, Any], tmp_path: Path) -> None:
+    """Weights, optimizer, residuals, thresholds, scaler and data position match bit for bit."""
     content = language(tmp_path, **changes)
     whole = trained(2, content, tmp_path / "run")
     kept = everything(tmp_path / "run" / "checkpoints" / "step-6")
     assert sum(name.startswith("gradients/") for name in kept) == 2
     told = json.loads((tmp_path / "run" / "checkpoints" / "step-6" / "gradients" / "gradients.json").read_text())
-    assert told["steps"] == 6  # passes that are accumulated send nothing
+    assert told["steps"] == 6  # accumulated passes send nothing
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
     resumed = trained(2, content, tmp_path / "run", resume=True)
     assert everything(tmp_path / "run" / "checkpoints" / "step-6") == kept
@@ -69,7 +69,7 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(changes: dict[str, Any], 
     assert all(line["bytes"] > 0 and 0.02 < line["density"] < 0.2 for line in resumed)
 
 
-def test_density_one_and_none_are_the_same_training(tmp_path: Path) -> None:
+def test_density_one_and_no_compression_train_the_same(tmp_path: Path) -> None:
     plain = trained(2, language(tmp_path, gradients="none"), tmp_path / "plain")
     dense = trained(2, language(tmp_path, gradients={"method": "topk", "density": 1}), tmp_path / "dense")
     for name, tensor in weights(tmp_path / "plain", 6).items():
@@ -80,7 +80,7 @@ def test_density_one_and_none_are_the_same_training(tmp_path: Path) -> None:
     assert dense[-1]["density"] == 1
 
 
-def test_the_loss_falls_and_the_log_says_what_was_sent(tmp_path: Path) -> None:
+def test_the_loss_falls_and_the_log_reports_the_traffic(tmp_path: Path) -> None:
     lines = trained(2, language(tmp_path, steps=40, gradients="exdyna:density=0.2,sampled_steps=5"), tmp_path / "run")
     assert lines[-1]["loss"] < 0.7 * lines[0]["loss"]
     assert lines[-1]["evaluation"]["loss"] < 0.8 * lines[2]["evaluation"]["loss"]
@@ -100,14 +100,14 @@ def test_the_loss_falls_and_the_log_says_what_was_sent(tmp_path: Path) -> None:
         "step-40",
     ]
     model = smelt.load(tmp_path / "run" / "model")
-    assert set(model.generate("3 times ", 4)) <= set(TEXT)  # its tokenizer is there too
+    assert set(model.generate("3 times ", 4)) <= set(TEXT)  # the tokenizer is saved too
     assert model.tokenizer is not None and model.tokenizer.encode("é\n") == [
         *model.tokenizer.encode("é"),
         *model.tokenizer.encode("\n"),
     ]
 
 
-def test_nodes_send_inside_and_between_and_go_on_to_the_bit(tmp_path: Path) -> None:
+def test_hierarchical_runs_send_inside_and_between_nodes_and_resume_bit_identically(tmp_path: Path) -> None:
     content = language(tmp_path, exchange={"ranks_per_node": 2}, checkpoint={"every": 2}, steps=4)
     whole = trained(4, content, tmp_path / "run")
     assert all(line["intra_node_bytes"] > 0 and line["bytes"] > 0 for line in whole)
@@ -117,7 +117,7 @@ def test_nodes_send_inside_and_between_and_go_on_to_the_bit(tmp_path: Path) -> N
     assert everything(tmp_path / "run" / "checkpoints" / "step-4") == kept
 
 
-def test_accumulated_passes_are_one_larger_batch(tmp_path: Path) -> None:
+def test_accumulated_passes_equal_one_larger_batch(tmp_path: Path) -> None:
     still = {**language(tmp_path)["model"], "attention_dropout": 0.0}
     common = {"model": still, "gradients": "none", "steps": 3}
     trained(2, language(tmp_path, **common, batch_size=2, gradient_accumulation_steps=2), tmp_path / "parts")
@@ -126,8 +126,8 @@ def test_accumulated_passes_are_one_larger_batch(tmp_path: Path) -> None:
         assert torch.allclose(tensor, weights(tmp_path / "whole", 3)[name], atol=2e-4), name
 
 
-def test_a_classifier_learns_and_stops_before_its_end(tmp_path: Path) -> None:
-    """The running means of its norms are in the checkpoint as well."""
+def test_a_classifier_learns_and_is_saved(tmp_path: Path) -> None:
+    """The checkpoint includes the running means of batch norms."""
     lines = trained(2, images(tmp_path, gradients="micro:density=0.1", precision="bf16"), tmp_path / "run")
     assert lines[-1]["evaluation"]["accuracy"] > 0.9
     facts = RunFolder(tmp_path / "run").read_metadata()["data"]
@@ -136,7 +136,7 @@ def test_a_classifier_learns_and_stops_before_its_end(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "model" / "config.json").is_file()
 
 
-def test_another_number_of_workers_is_refused_and_resplit_goes_on(tmp_path: Path) -> None:
+def test_another_world_size_is_refused_and_resplit_resumes(tmp_path: Path) -> None:
     content = language(tmp_path, steps=3)
     trained(2, content, tmp_path / "run")
     longer = {**content, "steps": 6}
@@ -148,7 +148,7 @@ def test_another_number_of_workers_is_refused_and_resplit_goes_on(tmp_path: Path
     assert lines[-1]["bytes"] == 0
 
 
-def test_what_is_not_finite_ends_every_worker_with_a_sentence(tmp_path: Path) -> None:
+def test_nonfinite_gradients_fail_every_rank_with_one_sentence(tmp_path: Path) -> None:
     for method in ("none", "exdyna:density=0.05"):
         content = language(tmp_path, gradients=method, optimizer={"name": "sgd", "lr": 1e30})
         errors = refused(2, content, tmp_path / method[:4])
@@ -156,7 +156,7 @@ def test_what_is_not_finite_ends_every_worker_with_a_sentence(tmp_path: Path) ->
         assert all("DataError" in error and "not finite" in error for error in errors), errors
 
 
-def test_a_run_is_not_written_over_nor_gone_on_with_otherwise(tmp_path: Path) -> None:
+def test_a_run_is_not_overwritten_nor_resumed_with_other_settings(tmp_path: Path) -> None:
     content = language(tmp_path, steps=1)
     trained(1, content, tmp_path / "run")
     before = everything(tmp_path / "run")
@@ -177,7 +177,7 @@ def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
     assert "optimizer.safetensors cannot be read" in error and "remove" in error
 
 
-def test_what_a_model_cannot_take_is_said(tmp_path: Path) -> None:
+def test_incompatible_models_raise_one_sentence(tmp_path: Path) -> None:
     few = {**language(tmp_path)["model"], "vocab_size": 50}
     (error,) = refused(1, language(tmp_path, model=few), tmp_path / "few")
     assert "the model knows 50; set vocab_size" in error

@@ -1,4 +1,4 @@
-"""The command under torchrun, as a person starts it: a worker that is killed, and what comes after."""
+"""The command under torchrun: a killed worker, and resuming after it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def children(process: int) -> list[int]:
 
 
 def worker_of(torchrun: int, rank: int) -> int:
-    """Its process id, by what torchrun gave it."""
+    """Return the worker's process ID from its torchrun environment."""
     for process in children(torchrun):
         words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
         if f"RANK={rank}".encode() in words:
@@ -31,7 +31,7 @@ def worker_of(torchrun: int, rank: int) -> int:
     raise AssertionError("the worker is not there")
 
 
-def test_a_killed_worker_ends_the_run_with_a_sentence_and_resume_goes_on(tmp_path: Path) -> None:
+def test_a_killed_worker_fails_the_run_with_one_sentence_and_resume_continues(tmp_path: Path) -> None:
     out, folder = tmp_path / "run", RunFolder(tmp_path / "run")
     content = language(
         tmp_path,
@@ -52,7 +52,7 @@ def test_a_killed_worker_ends_the_run_with_a_sentence_and_resume_goes_on(tmp_pat
         assert time.monotonic() - killed < 40
     assert run.returncode != 0
     sentences = [line for line in said.splitlines() if line.startswith("smelt: ")]
-    assert len(sentences) == 1, said  # the other worker's, and no traceback of it
+    assert len(sentences) == 1, said  # the other rank's error, without a traceback
     assert "another rank has ended or does not answer" in sentences[0]
     assert "--resume continues from step-" in sentences[0]
     assert "this is a bug" not in said
@@ -60,16 +60,16 @@ def test_a_killed_worker_ends_the_run_with_a_sentence_and_resume_goes_on(tmp_pat
     before = {line["step"]: line["loss"] for line in folder.read_log()}
     held = max(int(place.name.removeprefix("step-")) for place in folder.checkpoints.glob("step-*"))
     shorter = write_config(tmp_path / "long.yaml", {**content, "steps": held + 3})
-    (folder.checkpoints / ".step-99.partial").mkdir()  # as if it had been killed while it wrote
+    (folder.checkpoints / ".step-99.partial").mkdir()  # as if killed while writing
     for code, said in commanded(2, [str(shorter), "--out", str(out), "--resume"], tmp_path):
         assert code == 0, said
     lines = folder.read_log()
     assert [line["step"] for line in lines] == list(range(1, held + 4))
     assert {line["step"]: line["loss"] for line in lines[:held]} == {step: before[step] for step in range(1, held + 1)}
-    assert not list(folder.checkpoints.glob(".*"))  # what was half-written is gone
+    assert not list(folder.checkpoints.glob(".*"))  # the partial checkpoint is gone
 
 
-def test_alone_it_is_one_worker_and_every_end_is_a_code_and_at_most_a_sentence(tmp_path: Path) -> None:
+def test_without_torchrun_it_is_one_rank_and_errors_are_an_exit_code_and_one_sentence(tmp_path: Path) -> None:
     content = language(tmp_path, steps=2)
     words = [str(write_config(tmp_path / "one.yaml", content)), "--out", str(tmp_path / "run")]
     ((code, said),) = commanded(1, [*words, "--gradients", "auto", "--resume"], tmp_path)

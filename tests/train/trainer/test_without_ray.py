@@ -1,4 +1,4 @@
-"""Training on Ray where it is not installed, or where it was imported before: one sentence."""
+"""Training on Ray where it is not installed, or was already imported: one sentence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def main_after_importing_ray(words: list[str]) -> None:
     main(words)
 
 
-def test_without_ray_the_command_says_what_to_install(tmp_path: Path) -> None:
+def test_without_ray_the_error_says_what_to_install(tmp_path: Path) -> None:
     config = write_config(tmp_path / "small.yaml", language(tmp_path))
     words = [str(config), "--workers", "2", "--out", str(tmp_path / "run")]
     ((code, said),) = commanded(1, words, tmp_path, main_without_ray)
@@ -33,7 +33,7 @@ def test_without_ray_the_command_says_what_to_install(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_a_ray_that_was_imported_before_is_not_started_open_to_others(tmp_path: Path) -> None:
+def test_an_already_imported_ray_is_not_started_open_to_the_network(tmp_path: Path) -> None:
     config = write_config(tmp_path / "small.yaml", language(tmp_path))
     words = [str(config), "--workers", "2", "--out", str(tmp_path / "run")]
     ((code, said),) = commanded(1, words, tmp_path, main_after_importing_ray)

@@ -1,4 +1,4 @@
-"""Gradients that are taken where they lie give the bits of those side by side, and what is not finite is not kept."""
+"""Gradient views give the same bits as one flat bucket, and nonfinite gradients leave no residual."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in layout_of().sl
 
 
 def both_ways(steps: int) -> list[tuple[str, bool]]:
-    """Of each compressor whether the means of all steps, and what is left, are the same bits."""
+    """Return, per compressor, whether all means and residuals are bit-identical."""
     found = []
     for compressor in every_compressor(0.05):
         pieces = BucketedCompression(PARAMETERS, compressor, Comm())
@@ -35,13 +35,13 @@ def both_ways(steps: int) -> list[tuple[str, bool]]:
     return found
 
 
-def test_the_bits_are_those_of_one_vector() -> None:
+def test_gradient_views_match_one_flat_vector_bit_for_bit() -> None:
     for worker in run(2, both_ways, 5):
         assert len(worker) > 10 and all(same for _, same in worker), worker
 
 
 def broken() -> list[tuple[str, str, bool]]:
-    """One worker has a gradient that is not finite in one of its tensors."""
+    """Run with one rank whose gradient is nonfinite in one tensor."""
     found = []
     for compressor in every_compressor(0.1):
         compression = BucketedCompression(PARAMETERS, compressor, Comm())
@@ -58,7 +58,7 @@ def broken() -> list[tuple[str, str, bool]]:
     return found
 
 
-def test_what_is_not_finite_in_one_tensor_is_told_to_all_and_not_kept() -> None:
+def test_a_nonfinite_tensor_raises_on_all_ranks_and_leaves_no_residual() -> None:
     for worker in run(2, broken):
         for name, error, finite in worker:
             assert "not finite on at least one rank" in error and finite, name
@@ -66,8 +66,8 @@ def test_what_is_not_finite_in_one_tensor_is_told_to_all_and_not_kept() -> None:
 
 @pytest.mark.parametrize("looked", [False, True])
 @pytest.mark.parametrize("place", [None, 0, 1 << 17, 399_999, 400_007])
-def test_pieces_are_added_up_to_what_is_not_finite(place: int | None, looked: bool) -> None:
-    """A long tensor, which is added in parts, and one whose numbers do not lie in their order."""
+def test_gradient_views_are_added_and_checked_for_nonfinite_values(place: int | None, looked: bool) -> None:
+    """A long tensor, which is added in chunks, and a noncontiguous one."""
     layout = BucketLayout.from_tensors([("long", torch.empty(4, 100_000)), ("turned", torch.empty(20, 30))])
     flat, memory = torch.randn(layout.numel), torch.randn(layout.numel)
     if place is not None:

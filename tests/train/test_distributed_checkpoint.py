@@ -1,4 +1,4 @@
-"""Compressed gradients in a checkpoint of torch.distributed.checkpoint: a run goes on to the bit, without a pickle."""
+"""Compression state in torch.distributed.checkpoint: resuming is bit-identical, without pickle."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from smelt.train.gradients.compressors import ExDyna, PowerSGD
 from smelt.train.gradients.settings import CompressionSettings
 from tests.train.parallel import outcomes, run
 from tests.train.synthetic import every_compressor
-from tests.train.test_state import PARAMETERS, advance, all_tensors, compression_of
+from tests.train.test_checkpoint import PARAMETERS, advance, all_tensors, compression_of
 
 
 def save(compression: BucketedCompression, model: dict[str, torch.Tensor], folder: Path) -> None:
@@ -54,7 +54,7 @@ def stop_and_go_on(
     return found
 
 
-def test_every_compressor_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_every_compressor_resumes_bit_identically(tmp_path: Path) -> None:
     compressors = [each for each in every_compressor(0.02) if not isinstance(each, PowerSGD)]
     for worker in run(2, stop_and_go_on, compressors, tmp_path):
         assert len(worker) == 14
@@ -63,7 +63,7 @@ def test_every_compressor_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert len(files) == 28 and all(path.suffix == ".safetensors" for path in files)
 
 
-def test_counts_that_are_read_late_are_kept(tmp_path: Path) -> None:
+def test_deferred_counts_are_kept(tmp_path: Path) -> None:
     found = run(
         2, stop_and_go_on, [ExDyna(density=0.02, sampled_steps=0)], tmp_path, CompressionSettings(fixed_capacity=2.0)
     )
@@ -116,9 +116,9 @@ def shapeless() -> None:
             CompressionState(compression)
 
 
-def test_what_changes_its_shape_is_refused() -> None:
+def test_a_changed_shape_is_refused() -> None:
     run(2, shapeless)
 
 
-def test_pytorch_takes_it_for_what_it_is() -> None:
+def test_pytorch_recognizes_it_as_stateful() -> None:
     assert isinstance(CompressionState(compression_of(ExDyna())), Stateful)

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on to the bit; with another number of workers nothing that is pending is lost."""
+"""Resuming is bit-identical; with another world size no pending residual is lost."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compression_of(
 
 
 def advance(compression: BucketedCompression, numbers: range) -> torch.Tensor:
-    """[elements]: what was applied in the last of the steps."""
+    """Return the [elements] update of the last step."""
     for number in numbers:
         for piece, view in LAYOUT.views(gradient_of(LAYOUT, number, rank())):
             compression.add(piece.name, view.view(piece.shape))
@@ -70,7 +70,7 @@ def stop_and_go_on(compressors: list[Compressor], folder: Path) -> list[tuple[st
     return found
 
 
-def test_every_compressor_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_every_compressor_resumes_bit_identically(tmp_path: Path) -> None:
     for worker in run(2, stop_and_go_on, every_compressor(0.02), tmp_path):
         assert len(worker) == 15
         assert all(same for _, same in worker), worker
@@ -82,7 +82,7 @@ def test_every_compressor_goes_on_to_the_bit(tmp_path: Path) -> None:
 
 
 def train(folder: Path, numbers: range, keep: bool) -> dict[str, Any]:
-    """Train a real model under DDP, from and to a folder."""
+    """Train a real model under DDP, from and to a checkpoint folder."""
     model = many_buckets()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
     compression = compress_gradients(model, ExDyna(density=0.05, sampled_steps=3), bucket_cap_mb=0.008)
@@ -102,8 +102,8 @@ def train(folder: Path, numbers: range, keep: bool) -> dict[str, Any]:
     return parameters | all_tensors(compression)
 
 
-def test_training_under_ddp_goes_on_to_the_bit_in_new_processes(tmp_path: Path) -> None:
-    """New processes start with the buckets of a first iteration, which the state must not mind."""
+def test_ddp_training_resumes_bit_identically_in_new_processes(tmp_path: Path) -> None:
+    """New processes start with first-iteration buckets; the state must not depend on them."""
     whole = run(2, train, tmp_path, range(9), False)
     run(2, train, tmp_path, range(5), True)
     for expected, found in zip(whole, run(2, train, tmp_path, range(5, 9), False), strict=True):
@@ -147,7 +147,7 @@ def take_over(compressor: Compressor, folder: Path) -> tuple[Any, Any, int]:
     load(compression, folder, resplit=True)
     before = compression.reducers[0].residual.clone().numpy()
     small = {key: value.tolist() for key, value in compression.reducers[0].state.items() if value.numel() < 10}
-    advance(compression, range(6, 9))  # the debug mode counts what was taken over
+    advance(compression, range(6, 9))  # the debug mode counts the loaded residuals
     return before, small, compression.reducers[0].iteration
 
 
@@ -161,7 +161,7 @@ def take_over(compressor: Compressor, folder: Path) -> tuple[Any, Any, int]:
         (PowerSGD(warmup_steps=2), 3, 2),
     ],
 )
-def test_another_number_of_workers_owes_the_same_mean(
+def test_another_world_size_keeps_the_mean_residual(
     tmp_path: Path, compressor: Compressor, before: int, after: int
 ) -> None:
     old = run(before, leave, compressor, tmp_path / "state")
@@ -195,7 +195,7 @@ def keep(compressor: Compressor, folder: Path) -> None:
         ("gradients-00001.safetensors", 2, (MiCRO(density=0.05),), "gradients-00001.safetensors cannot be read"),
     ],
 )
-def test_what_cannot_go_on_is_one_sentence_on_every_worker(
+def test_an_incompatible_checkpoint_raises_one_sentence_on_every_rank(
     tmp_path: Path, spoil: str, workers: int, arguments: tuple[Any, ...], sentence: str
 ) -> None:
     run(2, keep, MiCRO(density=0.05), tmp_path / "state")
@@ -209,7 +209,7 @@ def test_what_cannot_go_on_is_one_sentence_on_every_worker(
         assert all(sentence in error for error in errors)
 
 
-def test_a_checkpoint_is_never_written_over(tmp_path: Path) -> None:
+def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     run(2, keep, TopK(density=0.05), tmp_path / "state")
     for _, error in outcomes(2, keep, TopK(density=0.05), tmp_path / "state"):
         assert "exists already; give every checkpoint its own name" in error
@@ -225,6 +225,6 @@ def lose_the_disk(folder: Path) -> None:
     save(compression, folder / "state")
 
 
-def test_a_place_that_cannot_be_written_is_told_to_every_worker(tmp_path: Path) -> None:
+def test_an_unwritable_folder_raises_on_every_rank(tmp_path: Path) -> None:
     for _, error in outcomes(2, lose_the_disk, tmp_path / "place"):
         assert error.startswith("ResourceError")

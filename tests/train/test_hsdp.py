@@ -1,4 +1,4 @@
-"""Sharded replicas: dense inside, compressed between them; density 1 is plain training of the whole batch."""
+"""HSDP: dense inside a replica, compressed between replicas; density 1 equals training on the full batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def build(compressor: Compressor, seed: int = 0) -> tuple[Net, HSDPCompression |
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     model = Net()
     with torch.no_grad():
-        model.first.bias += seed  # replicas that start unequal
+        model.first.bias += seed  # replicas start unequal
     for layer in (model.left, model.right):
         fully_shard(layer, mesh=mesh["shards"])
     fully_shard(model, mesh=mesh["shards"])
@@ -52,7 +52,7 @@ def sharded(compressor: Compressor, number: int) -> tuple[Any, int]:
 
 
 def plain(number: int) -> Any:
-    """One worker with the batches of all four."""
+    """Train one rank on the batches of all four."""
     model = Net()
     optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
     for step in range(number):
@@ -64,7 +64,7 @@ def plain(number: int) -> Any:
     return torch.cat([each.detach().flatten() for each in model.parameters()]).numpy()
 
 
-def test_density_one_trains_as_one_worker_with_all_batches() -> None:
+def test_density_one_trains_like_one_rank_with_all_batches() -> None:
     found = run(4, sharded, TopK(density=1.0), 4)
     assert abs(found[0][0] - plain(4)).max() < 1e-6
     assert all((parameters == found[0][0]).all() for parameters, _ in found)
@@ -84,13 +84,13 @@ def stop_and_go_on(folder: Path) -> bool:
     return bool((steps(second, range(3, 6)) == expected).all()) and replicas.num_steps == again.num_steps == 6
 
 
-def test_replicas_stay_equal_and_go_on_to_the_bit(tmp_path: Path) -> None:
+def test_replicas_stay_equal_and_resume_bit_identically(tmp_path: Path) -> None:
     assert run(4, stop_and_go_on, tmp_path) == [True] * 4
     assert len(list((tmp_path / "state").glob("*.safetensors"))) == 4
 
 
 def chosen_by_auto() -> tuple[list[str], Any, list[int]]:
-    """What auto decides on a slow link for a large unit, a small one and the rest, and bytes before and after."""
+    """Return auto's choices on a slow link for a large unit, a small one and the rest, and bytes before and after."""
     slow_down()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     model = torch.nn.Sequential(torch.nn.Linear(6, 900), torch.nn.Linear(900, 900), torch.nn.Linear(900, 3))
@@ -115,13 +115,13 @@ def chosen_by_auto() -> tuple[list[str], Any, list[int]]:
     return [choices[name] for name in ("1", "2", "root")], weights, [sent[0], sent[-1]]
 
 
-def test_auto_finds_a_method_for_each_unit_and_all_shards_agree() -> None:
-    for _ in range(3):  # what else the machine does at the moment is in the times too
+def test_auto_chooses_a_method_for_each_unit_and_all_shards_agree() -> None:
+    for _ in range(3):  # other load on the machine affects the times
         found = run(4, chosen_by_auto)
         if found[0][0] == ["micro", "dense", "dense"]:
             break
     for choices, weights, (before, after) in found:
-        assert choices == ["micro", "dense", "dense"]  # only the large matrix is worth it
+        assert choices == ["micro", "dense", "dense"]  # only the large matrix gains
         assert after < 0.2 * before
         assert (weights == found[0][1]).all()
 
@@ -135,7 +135,7 @@ def with_two_dimensions() -> None:
     compress_hsdp(model, TopK(), distributed.group.WORLD)
 
 
-def test_what_is_not_sharded_as_it_must_be_is_one_sentence() -> None:
+def test_invalid_sharding_raises_one_sentence() -> None:
     for work, sentence in ((unsharded, "fully_shard was applied to"), (with_two_dimensions, "a mesh of one dimension")):
         for _, error in outcomes(2, work):
             assert error.startswith("ConfigError")

@@ -1,4 +1,4 @@
-"""A sparse mean is written where gradients lie, whatever their order, shape and type."""
+"""A sparse mean is written into the gradients in place, whatever their order, shape and dtype."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from smelt.train.gradients.compressors import TopK
 from smelt.train.gradients.reducer import DenseMean, SparseMean
 
 
-def test_parts_of_a_sparse_mean_are_those_of_the_whole_one() -> None:
+def test_slices_of_a_sparse_mean_match_the_dense_mean() -> None:
     generator = torch.Generator().manual_seed(0)
     indices = torch.randperm(60, generator=generator)[:17]
     values = torch.randn(17, generator=generator)
@@ -30,7 +30,7 @@ def test_parts_of_a_sparse_mean_are_those_of_the_whole_one() -> None:
         assert torch.equal(found.scale(torch.tensor(2.0)).to_dense(), 2 * whole)
 
 
-def test_what_nobody_sent_is_zero() -> None:
+def test_unsent_elements_are_zero() -> None:
     gradient = torch.ones(6)
     SparseMean.from_unsorted(torch.tensor([9]), torch.tensor([3.0]), 10).copy_into(0, gradient)
     assert not gradient.any()
@@ -38,12 +38,12 @@ def test_what_nobody_sent_is_zero() -> None:
     assert not gradient.any()
 
 
-def test_a_gradient_is_not_held_once_it_is_reduced() -> None:
+def test_a_gradient_is_released_once_reduced() -> None:
     compression = BucketedCompression([("a", torch.zeros(4))], TopK(density=0.5), Comm())
     gradient, mean = torch.tensor([1.0, 4.0, -3.0, 2.0]), torch.empty(4)
     held = weakref.ref(gradient)
     compression.add("a", gradient)
-    assert torch.equal(gradient, torch.tensor([1.0, 4.0, -3.0, 2.0]))  # taken where it is, and left as it is
+    assert torch.equal(gradient, torch.tensor([1.0, 4.0, -3.0, 2.0]))  # read in place and not modified
     del gradient
     compression.write_back("a", mean)
     assert held() is None and mean.tolist() == [0.0, 4.0, -3.0, 0.0]

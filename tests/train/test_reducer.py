@@ -1,4 +1,4 @@
-"""Nothing is lost, all workers agree bit for bit, density 1 is the plain mean: every compressor, every setting."""
+"""Reducer invariants for every compressor: no gradient is lost, ranks agree bit for bit, density 1 is the mean."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def digest(tensor: Tensor) -> str:
 def conserve(
     compressors: list[Compressor], settings: CompressionSettings, steps: int
 ) -> list[tuple[str, float, list[str]]]:
-    """The name, the error of the sums over all steps, and hashes of some results."""
+    """Return the name, the error of the sums over all steps, and hashes of some results."""
     found = []
     gradients = [gradient_of(layout_of(), number, rank()) for number in range(steps)]
     for compressor in compressors:
@@ -60,13 +60,13 @@ def conserve(
 
 
 def with_plain_dgc(density: float) -> list[Compressor]:
-    """DGC conserves velocities; without momentum these are the gradients."""
+    """DGC conserves velocities, which without momentum are the gradients."""
     others = [compressor for compressor in every_compressor(density) if compressor.name != "dgc"]
     return [*others, DGC(density=density, momentum=0.0)]
 
 
 @pytest.mark.parametrize(("workers", "steps"), [(1, 20), (3, 20), pytest.param(2, 200, marks=pytest.mark.slow)])
-def test_nothing_is_lost_and_all_workers_hold_the_same(workers: int, steps: int) -> None:
+def test_no_gradient_is_lost_and_all_ranks_agree(workers: int, steps: int) -> None:
     found = run(workers, conserve, with_plain_dgc(0.02), CompressionSettings(), steps)
     assert len(found[0]) == 15
     for name, error, _ in found[0]:
@@ -84,7 +84,7 @@ def test_nothing_is_lost_and_all_workers_hold_the_same(workers: int, steps: int)
     ],
     ids=str,
 )
-def test_nothing_is_lost_by_rounded_values_or_a_filter(settings: CompressionSettings) -> None:
+def test_no_gradient_is_lost_by_rounded_values_or_a_filter(settings: CompressionSettings) -> None:
     kinds = [kind(density=0.02) for kind in (ExDyna, DEFT, SAGE, CLTk, TopK)]
     found = run(3, conserve, kinds, settings, 15)
     for name, error, _ in found[0]:
@@ -100,7 +100,7 @@ def check_in_debug_mode(compressors: list[Compressor]) -> int:
     return len(compressors)
 
 
-def test_the_debug_mode_is_content_with_every_compressor_also_with_momentum() -> None:
+def test_the_debug_mode_accepts_every_compressor_with_and_without_momentum() -> None:
     assert run(2, check_in_debug_mode, every_compressor(0.05)) == [15, 15]
 
 
@@ -111,13 +111,13 @@ def lose() -> None:
     reducer.reduce(gradient_of(reducer.layout, 1, rank()))
 
 
-def test_the_debug_mode_sees_what_was_made_up() -> None:
+def test_the_debug_mode_detects_an_invented_value() -> None:
     with pytest.raises(AssertionError, match="gradients were lost or added"):
         run(2, lose)
 
 
 def everything_at_once(kinds: list[type[Any]]) -> dict[str, float]:
-    """How far density 1 is from the plain mean, after some steps."""
+    """Return the error of density 1 against the plain mean after some steps."""
     found = {}
     for kind in kinds:
         more = {"momentum": 0.0} if kind is DGC else {}
@@ -139,7 +139,7 @@ def test_density_one_is_the_plain_mean() -> None:
 
 
 def paper_form() -> tuple[float, float, float]:
-    """A memory of lr g: sums of lr times what was applied plus residuals; and the difference to the code form."""
+    """Residuals of lr * g: check lr-weighted sums plus residuals, and the difference from the code form."""
     rates = [0.1, 0.1, 0.01, 0.01, 0.5]
     now = [0.0]
     layout = layout_of()
@@ -162,7 +162,7 @@ def paper_form() -> tuple[float, float, float]:
     return account.error(paper.residual, paper.comm), differences[1], differences[2]
 
 
-def test_the_forms_of_error_feedback_differ_only_when_the_learning_rate_changes() -> None:
+def test_error_feedback_forms_differ_only_when_the_learning_rate_changes() -> None:
     error, before, after = run(2, paper_form)[0]
     assert error < 1e-5
     assert before < 1e-7 < after
@@ -182,13 +182,13 @@ def account_of(compressor: Compressor, settings: CompressionSettings) -> list[tu
 
 
 def test_every_byte_is_counted() -> None:
-    """By hand, for 4 workers: 3 others' selections padded to the longest, and a ring of the values."""
+    """By hand, for 4 ranks: 3 peers' selections padded to the longest, and a ring all-reduce of the values."""
     elements = layout_of().numel
     number = int(0.05 * elements)
     for counts, plan, indices, values, padding, chosen in run(4, account_of, TopK(density=0.05), CompressionSettings())[
         0
     ]:
-        assert counts == 3 * (4 + 4 + 4)  # the mark, the count, and the count of the only block
+        assert counts == 3 * (4 + 4 + 4)  # the flag, the count, and the count of the only block
         assert plan == 0
         assert indices == 3 * number * 2  # 16 bits inside the block
         assert values == 2 * 3 * 4 * chosen // 4
@@ -199,14 +199,14 @@ def test_every_byte_is_counted() -> None:
     )[0]:
         part = -(-number // 4)
         assert (counts, indices, chosen) == (3 * 8, 0, number)
-        assert values == 3 * (part + 4 * -(-part // 256)) * 2  # to the one who adds, and back
+        assert values == 3 * (part + 4 * -(-part // 256)) * 2  # to the reducing rank, and back
     rows = run(4, account_of, MiCRO(density=0.05), CompressionSettings())
     for step in range(3):
         others = sum(rows[other][step][2] - rows[other][step][4] for other in range(4))  # without padding
         assert others == 3 * 2 * rows[0][step][5]
 
 
-def test_signs_take_one_bit() -> None:
+def test_signs_take_one_bit_each() -> None:
     elements = layout_of().numel
     for _, _, _, values, padding, _ in run(2, account_of, EFSign(), CompressionSettings())[0]:
         assert values == 4 + 6 * 4 + -(-elements // 8)
@@ -229,7 +229,7 @@ def in_slots(compressor: Compressor, slots: float, steps: int) -> tuple[float, l
     return account.error(fixed.residual, fixed.comm), sizes, most, same
 
 
-def test_slots_have_one_size_and_give_the_same_result_while_there_is_room() -> None:
+def test_fixed_capacity_gives_the_same_result_until_it_overflows() -> None:
     for compressor in (TopK(density=0.02), MiCRO(density=0.02), ExDyna(density=0.02)):
         error, sizes, _, same = run(3, in_slots, compressor, 3.0, 20)[0]
         assert error < 1e-5
@@ -237,7 +237,7 @@ def test_slots_have_one_size_and_give_the_same_result_while_there_is_room() -> N
         assert len(set(sizes[1:])) == 1
 
 
-def test_what_finds_no_slot_stays_in_the_memory() -> None:
+def test_overflow_beyond_fixed_capacity_stays_in_the_residual() -> None:
     error, _, chosen, same = run(3, in_slots, HardThreshold(density=0.01, threshold=0.01), 1.0, 20)[0]
     assert error < 1e-5
     assert not same
@@ -264,7 +264,7 @@ def spoil(compressor: Compressor, settings: CompressionSettings, value: float) -
     ],
     ids=["exdyna", "deft", "adacomp", "slots"],
 )
-def test_gradients_that_are_not_finite_are_one_sentence_on_every_worker(
+def test_nonfinite_gradients_raise_one_sentence_on_every_rank(
     compressor: Compressor, settings: CompressionSettings, value: float
 ) -> None:
     for result, error in outcomes(3, spoil, compressor, settings, value):
@@ -278,7 +278,7 @@ def huge() -> float:
     return float(reducer.reduce(torch.full((reducer.layout.numel,), 1e36)).max())
 
 
-def test_a_sum_that_overflows_is_no_gradient_that_does() -> None:
+def test_an_overflowing_sum_is_not_a_nonfinite_gradient() -> None:
     assert run(1, huge)[0] == pytest.approx(1e36, rel=1e-6)
 
 
@@ -289,7 +289,7 @@ def different(what: str) -> None:
 
 
 @pytest.mark.parametrize(("what", "named"), [("model", "model"), ("settings", "gradient compression")])
-def test_workers_that_differ_are_told_so_on_every_worker(what: str, named: str) -> None:
+def test_differing_ranks_raise_on_every_rank(what: str, named: str) -> None:
     for _, error in outcomes(3, different, what):
         assert error.startswith(f"ConfigError: the ranks do not have the same {named}")
 
@@ -307,7 +307,7 @@ def test_workers_that_differ_are_told_so_on_every_worker(what: str, named: str) 
         (TopK(), {"wire_dtype": "int4"}, "one of float32, float16, bfloat16, int8"),
     ],
 )
-def test_settings_that_do_not_go_together_are_one_sentence(
+def test_incompatible_settings_raise_one_sentence(
     compressor: Compressor, settings: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):

@@ -1,4 +1,4 @@
-"""What each paper says of its method, on vectors small enough to check."""
+"""Each compressor's published behavior, on vectors small enough to check."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ONE_MATRIX = {"a": (200, 250)}
 
 @pytest.mark.parametrize("density", [0, 2, -0.1, math.nan])
 @pytest.mark.parametrize("kind", [kind for kind in COMPRESSORS.values() if issubclass(kind, Sparsifier)])
-def test_a_density_that_cannot_be_is_refused(kind: Any, density: float) -> None:
+def test_an_invalid_density_is_refused(kind: Any, density: float) -> None:
     with pytest.raises(ConfigError, match="above 0 and at most 1"):
         kind(density=density)
 
@@ -60,18 +60,18 @@ def test_a_density_that_cannot_be_is_refused(kind: Any, density: float) -> None:
         ("threshold", {"threshold": -1.0}, "must be above 0"),
     ],
 )
-def test_bad_parameters_are_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
+def test_invalid_parameters_raise_one_sentence(name: str, parameters: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         create_compressor(name, **parameters)
 
 
-def test_a_compressor_prints_as_the_call_that_makes_it() -> None:
+def test_the_repr_of_a_compressor_is_its_constructor_call() -> None:
     made = create_compressor("sage", density=0.01, threshold=None)
     assert eval(repr(made), {"SAGE": SAGE}) == made  # noqa: S307
 
 
 def counts(compressor: Compressor, steps: int, shapes: dict[str, tuple[int, ...]] = ONE_MATRIX) -> list[int]:
-    """How many a single worker sends in each step, of Gaussian gradients."""
+    """Return how many elements of Gaussian gradients a single rank sends in each step."""
     reducer = build_reducer(compressor, layout=layout_of(shapes))
     generator = torch.Generator().manual_seed(1)
     found = []
@@ -84,7 +84,7 @@ def counts(compressor: Compressor, steps: int, shapes: dict[str, tuple[int, ...]
 @pytest.mark.parametrize(
     ("shape", "length", "first", "low", "high"), [((100, 50, 10), 50, 8.7, 4.7, 5.3), ((200, 250), 500, 37, 4.5, 6.5)]
 )
-def test_adacomp_sends_about_five_a_bin(
+def test_adacomp_sends_about_five_per_bin(
     shape: tuple[int, ...], length: int, first: float, low: float, high: float
 ) -> None:
     found = [number / (math.prod(shape) / length) for number in counts(AdaComp(), 150, {"a": shape})]
@@ -97,7 +97,7 @@ def test_adacomp_with_factor_one_sends_the_largest_of_each_bin() -> None:
     assert counts(AdaComp(factor=3.0), 5)[-1] > counts(AdaComp(factor=2.0), 5)[-1] > 100
 
 
-def test_adacomp_sends_signs_of_the_mean_maximum_and_vectors_whole() -> None:
+def test_adacomp_sends_signs_of_the_mean_maximum_and_1d_parameters_dense() -> None:
     layout = layout_of({"w": (3, 10), "b": (3,)})
     reducer = build_reducer(AdaComp(matrix_bin=10), layout=layout)
     gradient = torch.tensor([0.1, -4.0, *[0.0] * 8, 2.0, *[0.5] * 9, *[0.0] * 10, 7.0, 8.0, 9.0])
@@ -109,24 +109,24 @@ def test_adacomp_sends_signs_of_the_mean_maximum_and_vectors_whole() -> None:
     assert not build_reducer(AdaComp(matrix_bin=10), layout=layout).reduce(torch.zeros(33)).any()
 
 
-def test_sage_finds_its_density_from_a_threshold_far_too_high() -> None:
+def test_sage_reaches_its_density_from_a_threshold_far_too_high() -> None:
     found = np.array(counts(SAGE(density=0.01, threshold=50.0), 200)) / (0.01 * 50_000)
     assert found[0] == 0
     assert 0.5 < found[120:].mean() < 2.0
     assert counts(HardThreshold(density=0.01, threshold=50.0), 20)[-1] == 0
 
 
-def test_deft_shares_follow_norms_and_pass_on_what_is_too_much() -> None:
+def test_deft_shares_follow_norms_and_redistribute_the_excess() -> None:
     sizes = [10, 1000, 1000, 5]
     shares = allocate_counts(400, [100.0, 1.0, 3.0, 1.0], sizes)
     assert shares[0] == 10  # saturated
     assert sum(shares) == 400
     assert shares[2] == pytest.approx(3 * shares[1], rel=0.05)
     assert allocate_counts(2015, [1.0, 5.0, 1.0, 1.0], sizes) == sizes
-    assert min(allocate_counts(2, [1.0] * 4, sizes)) == 1  # one a layer, whatever the target
+    assert min(allocate_counts(2, [1.0] * 4, sizes)) == 1  # one per layer, whatever the target
 
 
-def test_deft_cuts_what_is_larger_than_a_share_and_balances_bins() -> None:
+def test_deft_splits_layers_larger_than_a_share_and_balances_bins() -> None:
     layout = layout_of({"big": (70, 10), "small": (3,), "other": (5, 20)})
     ranges = split_layers(layout, 4)
     assert [place for start, stop in ranges for place in range(start, stop)] == list(range(803))
@@ -141,12 +141,12 @@ def deft_counts() -> tuple[list[int], int, float]:
     return reducer.counts, reducer.traffic.num_selected, reducer.traffic.target_count
 
 
-def test_deft_never_selects_twice() -> None:
+def test_deft_never_selects_an_element_twice() -> None:
     own, chosen, target = run(3, deft_counts)[0]
-    assert sum(own) <= chosen == target  # whole layers are nobody's own
+    assert sum(own) <= chosen == target  # unsplit layers are not exclusive to a rank
 
 
-def test_sidco_reads_the_threshold_of_exponential_data_exactly() -> None:
+def test_sidco_estimates_the_threshold_of_exponential_data_exactly() -> None:
     values = torch.empty(200_000).exponential_(generator=torch.Generator().manual_seed(0))
     for kind in ("exponential", "pareto"):
         number = int((values >= SIDCo(density=0.01, distribution=kind).threshold(values, 1)).sum())
@@ -154,8 +154,8 @@ def test_sidco_reads_the_threshold_of_exponential_data_exactly() -> None:
 
 
 @pytest.mark.parametrize(("kind", "power"), [("exponential", 1.0), ("exponential", 1.5), ("pareto", 1.5)])
-def test_sidco_comes_near_its_target_on_other_tails(kind: str, power: float) -> None:
-    """Fresh vectors each time: the memory is emptied, so that only the stages can learn."""
+def test_sidco_comes_close_to_its_target_on_other_tails(kind: str, power: float) -> None:
+    """Use fresh vectors and empty the residual each time, so that only the stages adapt."""
     reducer = build_reducer(SIDCo(density=0.005, distribution=kind), layout=layout_of(ONE_MATRIX))
     generator, found = torch.Generator().manual_seed(3), []
     for _ in range(60):
@@ -168,7 +168,7 @@ def test_sidco_comes_near_its_target_on_other_tails(kind: str, power: float) -> 
 
 
 def momentum_sgd(nesterov: bool) -> float:
-    """The difference of DGC that sends all and forgets nothing from the velocity of the mean gradient."""
+    """Return the difference between DGC that sends everything and the velocity of the mean gradient."""
     reducer = build_reducer(DGC(density=1.0, momentum=0.8, masking=False, nesterov=nesterov))
     parameter = torch.zeros(reducer.layout.numel, requires_grad=True)
     optimiser = torch.optim.SGD([parameter], lr=1.0, momentum=0.8, nesterov=nesterov)
@@ -185,11 +185,11 @@ def momentum_sgd(nesterov: bool) -> float:
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_dgc_that_sends_all_is_momentum_sgd(nesterov: bool) -> None:
+def test_dgc_at_density_one_is_momentum_sgd(nesterov: bool) -> None:
     assert max(run(2, momentum_sgd, nesterov)) < 1e-6
 
 
-def test_dgc_forgets_the_velocity_of_what_it_sent_but_not_of_vectors() -> None:
+def test_dgc_clears_the_velocity_of_sent_elements_but_not_of_1d_parameters() -> None:
     reducer = build_reducer(DGC(density=0.1), layout=layout_of({"w": (10, 10), "b": (4,)}))
     sent = reducer.reduce(gradient_of(reducer.layout, 0, 0)) != 0
     assert int(sent[:100].sum()) == 10
@@ -245,7 +245,7 @@ def test_dgc_warms_up_and_clips() -> None:
     assert float(reducer.reduce(torch.ones(reducer.layout.numel)).norm()) == pytest.approx(0.5, rel=1e-4)
 
 
-def test_dgc_counts_come_near_their_target_without_a_sort_of_everything() -> None:
+def test_dgc_counts_come_close_to_their_target_without_a_full_sort() -> None:
     found = counts(DGC(density=0.01, momentum=0.0), 20)
     assert all(0.8 * 500 <= number <= 500 for number in found)
 
@@ -266,7 +266,7 @@ def test_cltk_is_topk_when_all_workers_have_the_same_data() -> None:
     assert run(3, leader_against_topk, False)[0] == (False, [number] * 6)
 
 
-def test_cltk_by_chunks_takes_one_of_each() -> None:
+def test_chunked_cltk_takes_one_element_per_chunk() -> None:
     reducer = build_reducer(CLTk(density=0.1, chunked=True), layout=layout_of({"a": (10, 10)}))
     places = reducer.reduce(gradient_of(reducer.layout, 0, 0)).nonzero().flatten()
     assert (places // 10).tolist() == list(range(10))
@@ -282,7 +282,7 @@ def test_topk_takes_the_largest_of_all_or_of_every_tensor() -> None:
         assert int((values != 0).sum()) == max(1, int(0.01 * piece.numel))
 
 
-def test_qsgd_is_right_on_average_and_fits_its_bits() -> None:
+def test_qsgd_is_unbiased_and_fits_its_bits() -> None:
     gradient = gradient_of(layout_of(), 0, 0)
     for levels, width in [(1, 2), (7, 4), (127, 8)]:
         quantizer = QSGD(levels=levels, error_feedback=False)
@@ -295,7 +295,7 @@ def test_qsgd_is_right_on_average_and_fits_its_bits() -> None:
         assert not reducer.residual.any()
 
 
-def test_signs_with_memory_reach_the_minimum_where_signs_alone_do_not() -> None:
+def test_signs_with_error_feedback_reach_the_minimum_where_signs_alone_do_not() -> None:
     """Two data points whose gradients have the signs (1, -1) or (-1, 1): signs alone stay on the line x + y = 2."""
     losses = {}
     rows = torch.tensor([[1.5, -0.5], [-0.5, 1.5]])
@@ -311,7 +311,7 @@ def test_signs_with_memory_reach_the_minimum_where_signs_alone_do_not() -> None:
     assert losses["with"] < 0.01 < losses["without"]
 
 
-def test_one_bit_keeps_the_sum_of_every_tensor() -> None:
+def test_one_bit_preserves_the_sum_of_every_tensor() -> None:
     gradient = gradient_of(layout_of(), 0, 0)
     sent = build_reducer(OneBit()).reduce(gradient)
     for (_, given), (_, said) in zip(layout_of().views(gradient), layout_of().views(sent), strict=True):
@@ -319,9 +319,9 @@ def test_one_bit_keeps_the_sum_of_every_tensor() -> None:
         assert len(said.unique()) <= 2
 
 
-def test_random_elements_are_as_many_as_asked_for_and_all_alike() -> None:
+def test_random_k_selects_the_requested_count_uniformly() -> None:
     generator = torch.Generator().manual_seed(0)
-    for number in (5, 30):  # of few some are drawn twice, of many all are shuffled
+    for number in (5, 30):  # small counts are drawn with possible repeats, large ones by a shuffle
         draws = [random_subset(100, number, generator) for _ in range(2000)]
         assert all(len(draw.unique()) == number for draw in draws)
         often = torch.bincount(torch.cat(draws), minlength=100) / 2000
