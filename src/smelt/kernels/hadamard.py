@@ -1,8 +1,8 @@
-"""The Hadamard transform of the last axis, orthonormal: the plain reference is the product with the whole matrix.
+"""Orthonormal Hadamard transform of the last axis; the reference is the product with the full matrix.
 
 A size n = k 2^m needs a Hadamard matrix of order k = 4 x (odd factor): Paley's two constructions and Williamson's four
-circulants give one for every odd factor up to 27 and for most of the larger ones that widths of networks have. The
-transform is a few products with small matrices, of which the whole is the Kronecker product: n (k + 64 + ...) work.
+circulants give one for every odd factor up to 27 and for most larger ones that occur as layer widths. The matrix is a
+Kronecker product of small ones, so that the transform takes a few small products: n (k + 64 + ...) work.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-LARGEST_FACTOR = 64  # of two: products of this size run at full speed, and a few of them make any size
-# Where Paley has nothing: first rows of four symmetric circulants of this odd order, whose squares add up to 4 n I.
+LARGEST_FACTOR = 64  # a power of two: products of this size run at full speed, and a few suffice for any n
+# Orders without a Paley construction: first rows of four symmetric circulants whose squares add up to 4 n I.
 # The sign of entry i (and n - i) is bit i - 1; entry 0 is one. Found by search, checked by the tests.
 WILLIAMSON = {
     13: (40, 46, 46, 23),
@@ -27,7 +27,7 @@ _Rows = tuple[tuple[int, ...], ...]
 
 @torch.compiler.assume_constant_result
 def hadamard_order(size: int) -> int | None:
-    """The order k of the stored factor for a size, or None where there is no matrix of this form."""
+    """Return the order k of the base matrix for a size; None if there is no matrix of this form."""
     if size < 1:
         return None
     odd = size // (size & -size)
@@ -36,9 +36,9 @@ def hadamard_order(size: int) -> int | None:
 
 
 def hadamard_transform(x: Tensor, *, inverse: bool = False) -> Tensor:  # [..., n] -> [..., n]
-    """x H / sqrt(n), H = (Hadamard of order 2^m) x (Hadamard of order k), in the dtype of x but at least float32.
+    """Return x H / sqrt(n), H = (Hadamard of order 2^m) x (Hadamard of order k), computed in at least float32.
 
-    `inverse` is the product with the transpose, which is another matrix only where k > 1."""
+    `inverse` multiplies with the transpose, which differs only if k > 1."""
     size = x.shape[-1]
     order = _order(size)
     y = x if x.dtype == torch.float64 else x.float()
@@ -54,7 +54,7 @@ def hadamard_transform(x: Tensor, *, inverse: bool = False) -> Tensor:  # [..., 
 
 
 def hadamard_matrix(size: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """The whole orthonormal matrix: the reference."""
+    """Return the full orthonormal matrix: the reference."""
     order = _order(size)
     matrix = torch.ones(1, 1, dtype=dtype)
     for _ in range((size // order).bit_length() - 1):
@@ -70,7 +70,7 @@ def _order(size: int) -> int:
 
 
 def _innermost(size: int, order: int) -> int:
-    """The size of the first product: the stored factor, with as many twos as keep it small."""
+    """Return the size of the first product: the base order times the powers of two that keep it small."""
     inner = order
     while inner < size and 2 * inner <= LARGEST_FACTOR:
         inner *= 2
@@ -84,15 +84,15 @@ def _factor(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _kept_factor(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    with torch.inference_mode(False):  # kept for later, when gradients may be wanted
+    with torch.inference_mode(False):  # cached: later calls may need gradients
         return hadamard_matrix(size).to(device, dtype)
 
 
 @lru_cache(maxsize=16)
 def _base(order: int) -> _Rows | None:
-    """A Hadamard matrix of order 1 or 4 x odd, as rows of plus and minus one; None where no construction here has it.
+    """Return a Hadamard matrix of order 1 or 4 x odd, as rows of +1 and -1; None if no construction applies.
 
-    Paley's first construction takes a prime `order - 1`, 3 modulo 4; his second a prime `order / 2 - 1`, 1 modulo 4.
+    Paley's first construction needs a prime `order - 1`, 3 modulo 4; his second a prime `order / 2 - 1`, 1 modulo 4.
     """
     if order == 1:
         return ((1,),)
@@ -112,19 +112,19 @@ def _base(order: int) -> _Rows | None:
 
 
 def _williamson(size: int) -> _Rows:
-    """Four circulants A, B, C, D in the pattern of the quaternions."""
+    """Return four circulants A, B, C, D in the pattern of the quaternions."""
     rows = [[1] + [1 - 2 * (bits >> (min(i, size - i) - 1) & 1) for i in range(1, size)] for bits in WILLIAMSON[size]]
     pattern = (((0, 1), (1, 1), (2, 1), (3, 1)), ((1, -1), (0, 1), (3, -1), (2, 1)),
                ((2, -1), (3, 1), (0, 1), (1, -1)), ((3, -1), (2, -1), (1, 1), (0, 1)))  # fmt: skip
     return tuple(
-        tuple(sign * rows[which][(j - i) % size] for which, sign in blocks for j in range(size))
+        tuple(sign * rows[circulant][(j - i) % size] for circulant, sign in blocks for j in range(size))
         for blocks in pattern
         for i in range(size)
     )
 
 
 def _conference(prime: int, corner: int) -> list[list[int]]:
-    """A matrix of order prime + 1 with zeros on the diagonal, else plus and minus one, and orthogonal rows."""
+    """Return a matrix of order prime + 1 with orthogonal rows, zero on the diagonal and +1 or -1 elsewhere."""
     squares = {value * value % prime for value in range(1, prime)}
 
     def residue(value: int) -> int:

@@ -1,10 +1,10 @@
-"""Products with packed matrices on x86 processors, compiled for the machine on first use. See `source/linear.cpp`."""
+"""Linear layers with packed matrices on x86 CPUs, compiled on first use. See `source/linear.cpp`."""
 
 from __future__ import annotations
 
 
 def register_kernels() -> None:
-    """Put the kernels where they are chosen from; without a compiler or on another processor there are none."""
+    """Register the kernels; there are none without a compiler or on other CPUs."""
     from smelt.kernels.cpu.build import load_library
     from smelt.kernels.cpu.kernels import FloatLinear, Int8Linear
     from smelt.kernels.linear import register

@@ -1,8 +1,8 @@
-"""The compiled library: made once by the system's C++ compiler, kept in the cache, loaded by every later process.
+"""Build the compiled library with the system's C++ compiler on first use, cache it, and load it.
 
-Its name holds a hash of the source, the compiler and the processor, so that nothing stale is ever loaded. Whatever
-fails (no compiler, another architecture, a cache that cannot be written) means that there is no library, and the plain
-paths are taken. `SMELT_COMPILE=0` asks for that.
+Its file name contains a hash of the source, the compiler and the CPU, so that a stale library is never loaded. If
+anything fails (no compiler, another architecture, a cache that is not writable), there is no library and the reference
+is used, as with `SMELT_COMPILE=0`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from smelt.cache import cache_folder
 
 SOURCE = Path(__file__).parent / "source"
 NATIVE = "-march=native"
-# Threads come from the OpenMP runtime that PyTorch has loaded: the library is not linked with one of its own, since two
-# pools of threads would fight for the cores.
+# Threads come from the OpenMP runtime that PyTorch has loaded: the library links none of its own, as two thread pools
+# would compete for the cores.
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-w")
-UNITS: dict[str, tuple[str, ...]] = {"linear": (), "program": ()}  # what is compiled, with flags of its own
+UNITS: dict[str, tuple[str, ...]] = {"linear": (), "program": ()}  # source files, with extra flags
 X86 = ("x86_64", "AMD64")
-_PATIENCE = 300  # seconds for the compiler
+_PATIENCE = 300  # seconds until the compiler is stopped
 
 
 def load_library(machine: str = NATIVE) -> ctypes.CDLL | None:
-    """The library for this machine, compiled if it is not in the cache; None where that cannot be."""
+    """Return the library for this machine, compiled if not cached; None if that is not possible."""
     return load_units(UNITS, _declared, machine)
 
 
@@ -40,7 +40,7 @@ def load_units(
     units: Mapping[str, tuple[str, ...]], declared: Callable[[ctypes.CDLL], ctypes.CDLL], machine: str = NATIVE,
     *, portable: bool = False,
 ) -> ctypes.CDLL | None:  # fmt: skip
-    """A library of other units, in the same manner; on any processor, if they are written for none in particular."""
+    """Return a library of other units; `portable` units compile on any CPU."""
     if os.environ.get("SMELT_COMPILE") == "0" or not (portable or platform.machine() in X86):
         return None
     try:
@@ -52,21 +52,21 @@ def load_units(
 
 
 def ensure_compiled(machine: str = NATIVE, units: Mapping[str, tuple[str, ...]] = UNITS) -> Path:
-    """The library's file."""
+    """Return the path of the library, compiled if necessary."""
     compiler = _compiler()
     path = cache_folder() / "kernels" / f"smelt-{_fingerprint(compiler, machine, units)}.so"
-    if not path.is_file():  # it got this name by a rename, so it is whole
+    if not path.is_file():  # complete if it exists, since it is created by a rename
         _compile(compiler, machine, path, units)
-    owner = path.stat()
-    if owner.st_uid not in (os.geteuid(), 0) or owner.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = path.stat()
+    if status.st_uid not in (os.geteuid(), 0) or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"{path} could have been written by another user")
     return path
 
 
 def _show_openmp() -> None:
-    """On ARM PyTorch loads its OpenMP runtime for itself alone: what is loaded is opened once more, for all to see."""
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
-    for path in (Path(name) for name in sorted(mapped)):
+    """Reopen PyTorch's OpenMP runtime with global symbols: on ARM, PyTorch loads it locally."""
+    libraries = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if ".so" in line}
+    for path in (Path(name) for name in sorted(libraries)):
         if path.name.startswith(("libgomp", "libomp", "libiomp")) and "torch" in path.parent.parts[-2:]:
             with suppress(OSError):
                 ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
@@ -74,13 +74,13 @@ def _show_openmp() -> None:
 
 def _compiler() -> str:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
-        if name and (found := shutil.which(name)):
-            return found
+        if name and (path := shutil.which(name)):
+            return path
     raise FileNotFoundError("there is no C++ compiler")
 
 
 def _fingerprint(compiler: str, machine: str, units: Mapping[str, tuple[str, ...]]) -> str:
-    """Of all that the library depends on."""
+    """Return a hash of everything that the library depends on."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE).stdout
     parts = [version, " ".join((*FLAGS, machine)).encode(), str(units).encode(), _processor()]
     sources = (file for file in sorted(SOURCE.iterdir()) if file.suffix != ".cpp" or file.stem in units)
@@ -89,38 +89,38 @@ def _fingerprint(compiler: str, machine: str, units: Mapping[str, tuple[str, ...
 
 
 def _processor() -> bytes:
-    """The name and the abilities of the processor, which `-march=native` stands for."""
+    """Return the CPU model and its features, which `-march=native` depends on."""
     lines = Path("/proc/cpuinfo").read_bytes().splitlines()
-    wanted = (b"model name", b"flags", b"CPU implementer", b"CPU part", b"Features")  # on x86, on ARM
-    return b"\n".join(next((line for line in lines if line.startswith(word)), b"") for word in wanted)
+    keys = (b"model name", b"flags", b"CPU implementer", b"CPU part", b"Features")  # on x86, on ARM
+    return b"\n".join(next((line for line in lines if line.startswith(key)), b"") for key in keys)
 
 
 def _compile(compiler: str, machine: str, path: Path, units: Mapping[str, tuple[str, ...]]) -> None:
-    """Beside its place, then renamed: two processes that compile at once both end with a whole file."""
+    """Compile to a temporary file, then rename it: processes that compile at once all see a complete file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".compiling-") as folder:
-        parts, made = [Path(folder) / f"{name}.o" for name in units], Path(folder) / "smelt.so"
+        objects, library = [Path(folder) / f"{name}.o" for name in units], Path(folder) / "smelt.so"
         commands = [
-            [compiler, *FLAGS, *flags, machine, "-c", str(SOURCE / f"{name}.cpp"), "-o", str(part)]
-            for (name, flags), part in zip(units.items(), parts, strict=True)
+            [compiler, *FLAGS, *flags, machine, "-c", str(SOURCE / f"{name}.cpp"), "-o", str(object_file)]
+            for (name, flags), object_file in zip(units.items(), objects, strict=True)
         ]
-        for command in (*commands, [compiler, "-shared", *map(str, parts), "-o", str(made)]):
+        for command in (*commands, [compiler, "-shared", *map(str, objects), "-o", str(library)]):
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=_PATIENCE)
-        made.chmod(0o755)
-        made.replace(path)
+        library.chmod(0o755)
+        library.replace(path)
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, integer, whole = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.smelt_plan_size.argtypes, library.smelt_plan_size.restype = [], integer
-    library.smelt_has_int8.argtypes, library.smelt_has_int8.restype = [pointer], whole
-    library.smelt_has_gemm.argtypes, library.smelt_has_gemm.restype = [pointer], whole
-    library.smelt_linear.argtypes, library.smelt_linear.restype = [pointer] * 3 + [integer] * 2 + [whole], None
-    library.smelt_program_sizes.argtypes, library.smelt_program_sizes.restype = [whole], integer
-    library.smelt_run.argtypes, library.smelt_run.restype = [pointer, integer, pointer], None
-    library.smelt_attend.argtypes, library.smelt_attend.restype = [pointer, pointer, whole], None
+    pointer, int64, int32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.smelt_plan_size.argtypes, library.smelt_plan_size.restype = [], int64
+    library.smelt_has_int8.argtypes, library.smelt_has_int8.restype = [pointer], int32
+    library.smelt_has_gemm.argtypes, library.smelt_has_gemm.restype = [pointer], int32
+    library.smelt_linear.argtypes, library.smelt_linear.restype = [pointer] * 3 + [int64] * 2 + [int32], None
+    library.smelt_program_sizes.argtypes, library.smelt_program_sizes.restype = [int32], int64
+    library.smelt_run.argtypes, library.smelt_run.restype = [pointer, int64, pointer], None
+    library.smelt_attend.argtypes, library.smelt_attend.restype = [pointer, pointer, int32], None
     library.smelt_dequantize.argtypes, library.smelt_dequantize.restype = (
-        [pointer] + [integer] * 2 + [pointer, whole],
+        [pointer] + [int64] * 2 + [pointer, int32],
         None,
     )
     return library

@@ -1,4 +1,4 @@
-"""The kernels that are chosen on x86: weights in few bits with inputs as they are, or rounded to whole numbers."""
+"""Linear kernels on x86: packed weights with float or integer inputs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from smelt.kernels.linear import REFERENCE, ActivationQuant, LinearKernel, Packe
 
 @dataclass
 class Prepared:
-    """The tasks of a matrix, one for each type of x. They point into the tensors of the packed matrix."""
+    """Tasks of a matrix, one per dtype of x. They point into the tensors of the packed matrix."""
 
     tasks: dict[torch.dtype, operator.Task]
     packed: PackedMatrix
-    kind: str  # of the product, as the operator is told
+    kind: str  # formats of the product, as passed to the operator
 
 
 class FloatLinear(LinearKernel):
-    """Weights become float32 values in registers. Inputs of any other kind are rounded before."""
+    """Dequantize weights to float32 in registers. Quantized inputs are fake-quantized first."""
 
     name = "cpu-float"
     integers = False
@@ -37,17 +37,17 @@ class FloatLinear(LinearKernel):
         operator.use(library)
 
     def supports(self, packed: PackedMatrix, inputs: ActivationQuant | None, dtype: torch.dtype) -> bool:
-        whole = all(tensor.is_contiguous() for tensor in packed.tensors.values())
-        there = packed.device.type == "cpu" and packed.rows > 0 and packed.columns > 0
-        return there and whole and dtype in FLOAT_TYPES and supports_format(packed.format, packed.tensors)
+        contiguous = all(tensor.is_contiguous() for tensor in packed.tensors.values())
+        on_cpu = packed.device.type == "cpu" and packed.rows > 0 and packed.columns > 0
+        return on_cpu and contiguous and dtype in FLOAT_TYPES and supports_format(packed.format, packed.tensors)
 
     def prepare(self, packed: PackedMatrix, inputs: ActivationQuant | None) -> Prepared:
-        told = inputs if self.integers else None
+        quant = inputs if self.integers else None
         tasks = {}
         for dtype in FLOAT_TYPES:
-            plan = make_linear_plan(packed.format, packed.rows, packed.columns, packed.tensors, told, dtype)
+            plan = make_linear_plan(packed.format, packed.rows, packed.columns, packed.tensors, quant, dtype)
             tasks[dtype] = operator.Task(self.library, plan)
-        return Prepared(tasks, packed, operator.kind(packed.format, told))
+        return Prepared(tasks, packed, operator.kind(packed.format, quant))
 
     def run(
         self, x: Tensor, packed: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None, prepared: Prepared
@@ -65,7 +65,7 @@ class FloatLinear(LinearKernel):
     def _dense(
         self, x: Tensor, packed: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None, prepared: Prepared
     ) -> Tensor:
-        """A product that gradients pass through."""
+        """Multiply with the dequantized matrix, so that gradients pass through."""
         if torch.compiler.is_compiling():
             return REFERENCE.run(x, packed, inputs, bias, None)
         weight = operator.decoded(self.library, prepared.tasks[x.dtype], 0, packed.rows, x.dtype)
@@ -73,7 +73,7 @@ class FloatLinear(LinearKernel):
 
 
 class Int8Linear(FloatLinear):
-    """Inputs become int8 (or fewer bits), and whole numbers are multiplied."""
+    """Quantize inputs to int8 (or fewer bits) and multiply integers."""
 
     name = "cpu-integer"
     integers = True

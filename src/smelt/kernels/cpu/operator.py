@@ -1,7 +1,7 @@
-"""The product as an operator of PyTorch, so that `torch.compile` can put it into a graph.
+"""The linear kernel as a PyTorch operator, so that `torch.compile` can trace it.
 
-Inside a graph the tensors are arguments like any other; the plan that points to them is found by their addresses. A
-plan says nothing that these and the names of the formats do not determine, so none can be stale.
+In a graph the tensors are ordinary arguments; the plan that points to them is looked up by their addresses. A plan is
+fully determined by addresses and format names, so that it cannot be stale.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from smelt.kernels.linear import ActivationQuant
 from smelt.numerics.catalog import format_name, get_format
 from smelt.numerics.format import Format
 
-FEW, FEW_ROUNDED = 4, 1  # tokens up to which a row of the matrix is multiplied with each of them as it is read
-DENSE = 16  # tokens from which the matrix is decoded for a dense product, where the library has no way for so many
+FEW, FEW_ROUNDED = 4, 1  # most tokens for GEMV, with float and with quantized inputs
+DENSE = 16  # fewest tokens for a dense GEMM with a dequantized matrix, if the library has no GEMM
 NEVER = 1 << 62
-SLAB = 1 << 22  # values that are decoded at once
+SLAB = 1 << 22  # values dequantized at once
 _MOST_TASKS = 65536
 _tasks: dict[tuple[Any, ...], Task] = {}
 _library: Any = None
@@ -33,13 +33,13 @@ _definitions.define(
 
 
 def use(library: Any) -> None:
-    """The library that the operator calls."""
+    """Set the library that the operator calls."""
     global _library
     _library = library
 
 
 class Task:
-    """A plan with what has to be known at each call."""
+    """A plan and what each call needs to know."""
 
     __slots__ = ("address", "biased", "columns", "dense_from", "few", "plan", "rows")
 
@@ -61,7 +61,7 @@ class Task:
 
 
 def run(library: Any, task: Task, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x [..., columns] -> [..., rows]."""
+    """Multiply x [..., columns] -> [..., rows]."""
     rows, columns = task.rows, task.columns
     if x.shape[-1] != columns:
         raise ValueError(f"the inputs have {x.shape[-1]} columns, the matrix has {columns}")
@@ -78,32 +78,32 @@ def run(library: Any, task: Task, x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def decoded(library: Any, task: Task, first: int, last: int, dtype: torch.dtype) -> Tensor:
-    """Rows of the matrix in full: [last - first, columns]."""
+    """Dequantize rows of the matrix: [last - first, columns]."""
     out = torch.empty(last - first, task.columns, dtype=dtype)
     library.smelt_dequantize(task.address, first, last, out.data_ptr(), threads_for(out.numel()))
     return out
 
 
 def _by_slabs(library: Any, task: Task, x: Tensor, bias: Tensor | None) -> Tensor:
-    """Decode some rows, multiply, decode the next."""
-    rows, size = task.rows, max(1, SLAB // task.columns)
-    if rows <= size:
+    """Dequantize and multiply some rows at a time."""
+    rows, slab_rows = task.rows, max(1, SLAB // task.columns)
+    if rows <= slab_rows:
         return F.linear(x, decoded(library, task, 0, rows, x.dtype), bias)
     y = torch.empty((*x.shape[:-1], rows), dtype=x.dtype)
-    for first in range(0, rows, size):
-        last = min(first + size, rows)
-        part = None if bias is None else bias[first:last]
-        y[..., first:last] = F.linear(x, decoded(library, task, first, last, x.dtype), part)
+    for first in range(0, rows, slab_rows):
+        last = min(first + slab_rows, rows)
+        bias_slice = None if bias is None else bias[first:last]
+        y[..., first:last] = F.linear(x, decoded(library, task, first, last, x.dtype), bias_slice)
     return y
 
 
 def threads_for(work: int) -> int:
-    """As PyTorch is set, but one where waking another thread would take longer than the work (multiplications)."""
+    """Return the number of threads: one if the work (multiplications) is smaller than the overhead of more."""
     return 1 if work < 1 << 16 else torch.get_num_threads()
 
 
 def kind(weight: Format, inputs: ActivationQuant | None) -> str:
-    """The formats of a product in one word, as a graph can hold it."""
+    """Return the formats of a product as a string, which a graph can hold."""
     return (
         format_name(weight)
         if inputs is None
@@ -113,8 +113,8 @@ def kind(weight: Format, inputs: ActivationQuant | None) -> str:
 
 def _read_kind(kind: str, x_scale: Tensor | None) -> tuple[Format, ActivationQuant | None]:
     weight, *inputs = kind.split()
-    told = ActivationQuant(get_format(inputs[0]), x_scale, float(inputs[1])) if inputs else None
-    return get_format(weight), told
+    quant = ActivationQuant(get_format(inputs[0]), x_scale, float(inputs[1])) if inputs else None
+    return get_format(weight), quant
 
 
 @torch.library.impl(_definitions, "cpu_linear", "CPU")
@@ -122,16 +122,16 @@ def _linear(
     x: Tensor, codes: Tensor, scale: Tensor, zero: Tensor | None, negative: Tensor | None, divisor: Tensor | None,
     bias: Tensor | None, x_scale: Tensor | None, kind: str,
 ) -> Tensor:  # fmt: skip
-    places = [0 if tensor is None else tensor.data_ptr() for tensor in (zero, negative, divisor, x_scale)]
-    key = (kind, codes.data_ptr(), scale.data_ptr(), *places, scale.dtype, x.shape[-1], len(codes), x.dtype)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in (zero, negative, divisor, x_scale)]
+    key = (kind, codes.data_ptr(), scale.data_ptr(), *addresses, scale.dtype, x.shape[-1], len(codes), x.dtype)
     task = _tasks.get(key)
     if task is None:
         if len(_tasks) >= _MOST_TASKS:
             _tasks.clear()
         tensors = {"codes": codes, "scale": scale, "zero": zero, "negative": negative, "tensor": divisor}
-        there = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        weight, told = _read_kind(kind, x_scale)
-        plan = make_linear_plan(weight, len(codes), x.shape[-1], there, told, x.dtype)
+        present = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        weight, quant = _read_kind(kind, x_scale)
+        plan = make_linear_plan(weight, len(codes), x.shape[-1], present, quant, x.dtype)
         task = _tasks[key] = Task(_library, plan)
     return run(_library, task, x, bias)
 

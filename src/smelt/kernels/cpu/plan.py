@@ -45,12 +45,13 @@ def supports_format(number_format: Format, tensors: dict[str, Tensor]) -> bool:
     """Return whether the compiled code supports a format and the dtypes of its quantization parameters."""
     if type(number_format) not in _VALUES:
         return False
-    types = {name: tensor.dtype for name, tensor in tensors.items()}
-    same = (
-        types.get("negative", types["scale"]) == types["scale"] and types.get("tensor", torch.float32) == torch.float32
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    consistent = (
+        dtypes.get("negative", dtypes["scale"]) == dtypes["scale"]
+        and dtypes.get("tensor", torch.float32) == torch.float32
     )
-    zero = types.get("zero", torch.uint8)
-    return same and types["scale"] in (*DTYPE_CODES, *BYTES) and zero in (*DTYPE_CODES, torch.uint8)
+    zero_dtype = dtypes.get("zero", torch.uint8)
+    return consistent and dtypes["scale"] in (*DTYPE_CODES, *BYTES) and zero_dtype in (*DTYPE_CODES, torch.uint8)
 
 
 def supports_inputs(inputs: ActivationQuant | None) -> bool:

@@ -1,6 +1,6 @@
 """A network as a list of operations for the compiled code: the same structures as in `source/program.cpp`.
 
-A program points into tensors, which it keeps. Buffers are as large as the largest step.
+A program points into tensors and keeps them alive. Buffers are sized for the largest step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from smelt.kernels.cpu.plan import DTYPE_CODES, FLOAT_INPUTS, LinearPlan
 from smelt.kernels.kv_quant import FP8, INT4, INT8, KVQuantFormat
 
 EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, HADAMARD, WRITE, ATTEND, GATE, PICK = range(11)
-ROWS = {INT8: 16, FP8: 17, INT4: 18}  # types of pages whose rows are bytes
-LOGITS_TOKENS_ONLY = -1  # in `count`: the operation runs on the tokens whose logits are wanted
+ROWS = {INT8: 16, FP8: 17, INT4: 18}  # page types of quantized rows
+LOGITS_TOKENS_ONLY = -1  # in `count`: the operation runs only on tokens that need logits
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 
 
@@ -76,13 +76,13 @@ class AttentionStruct(ctypes.Structure):
 
 
 def can_run(library: Any) -> bool:
-    """Whether the library has programs on this machine, laid out as they are here."""
-    sizes = [library.smelt_program_sizes(which) for which in range(4)]
-    return sizes == [ctypes.sizeof(kind) for kind in (Operation, _Step, DenseMatrix, AttentionStruct)]
+    """Return whether the library supports programs on this machine, with the same struct layout."""
+    sizes = [library.smelt_program_sizes(index) for index in range(4)]
+    return sizes == [ctypes.sizeof(struct) for struct in (Operation, _Step, DenseMatrix, AttentionStruct)]
 
 
 class Program:
-    """Operations in order, and what they point to."""
+    """A sequence of operations and the objects they point to."""
 
     def __init__(self, library: Any) -> None:
         self.library = library
@@ -91,17 +91,17 @@ class Program:
         self._array: Any = None
 
     def add(self, kind: int, **fields: Any) -> None:
-        """One more operation; tensors and structures may be given for pointers, and torch types for numbers."""
+        """Append an operation. Tensors and structures become pointers, torch dtypes their codes."""
         self._operations.append(Operation(kind=kind, **{name: self._plain(value) for name, value in fields.items()}))
 
     def keep(self, thing: Any) -> None:
-        """Something that operations point into."""
+        """Keep an object alive that operations point into."""
         self._kept.append(thing)
 
     def packed(self, plan: LinearPlan, x: Tensor, y: Tensor, count: int = 0) -> None:
-        """y = x times a packed matrix."""
-        few = FEW if plan.inputs == FLOAT_INPUTS else FEW_ROUNDED
-        self.add(PACKED, detail=plan, x=x, y=y, width=few, count=count)
+        """Append a product of x with a packed matrix."""
+        max_gemv_tokens = FEW if plan.inputs == FLOAT_INPUTS else FEW_ROUNDED
+        self.add(PACKED, detail=plan, x=x, y=y, width=max_gemv_tokens, count=count)
 
     def dense(self, weight: Tensor, bias: Tensor | None, x: Tensor, y: Tensor, count: int = 0) -> None:
         matrix = DenseMatrix(
@@ -116,22 +116,25 @@ class Program:
         self, queries: Tensor, stride: int, pages: LayerKVPages, results: Tensor, *, heads: int, scale: float,
         window: int | None,
     ) -> AttentionStruct:  # fmt: skip
-        """The detail of an attention; also of what writes to its pages."""
+        """Return the `detail` of an attention operation, and of the operations that write to its pages."""
         _, block_size, _, head_dim = pages.keys.shape
-        own: dict[str, Any] = _page_type(pages.keys, pages.kv_quant)
+        page_fields: dict[str, Any] = _page_type(pages.keys, pages.kv_quant)
         if pages.head_cluster is not None and pages.head_column is not None:
-            own |= {"head_cluster": self._plain(pages.head_cluster), "head_column": self._plain(pages.head_column)}
-            own |= {"heads_per_page": pages.heads_per_page}
+            page_fields |= {
+                "head_cluster": self._plain(pages.head_cluster),
+                "head_column": self._plain(pages.head_column),
+            }
+            page_fields |= {"heads_per_page": pages.heads_per_page}
         return AttentionStruct(
             heads=heads, kv_heads=pages.num_kv_heads,
             head_dim=head_dim if pages.kv_quant is None else pages.kv_quant.head_dim, block_size=block_size,
             query_stride=stride, window=window or 0, scale=scale, type=DTYPE_CODES[queries.dtype],
             queries=self._plain(queries), key_pages=self._plain(pages.keys), value_pages=self._plain(pages.values),
-            results=self._plain(results), **own,
+            results=self._plain(results), **page_fields,
         )  # fmt: skip
 
     def run(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: AttentionMetadata) -> None:
-        """One step: all tokens of it, and the rows whose logits are wanted."""
+        """Run one step with all of its tokens; `rows` are the tokens that need logits."""
         if self._array is None or len(self._array) != len(self._operations):
             self._array = (Operation * len(self._operations))(*self._operations)
         step = _Step(
@@ -155,7 +158,7 @@ def attention(
     library: Any, queries: Tensor, key_pages: Tensor, value_pages: Tensor, pages: AttentionMetadata, scale: float,
     window: int | None = None, rows: KVQuantFormat | None = None,
 ) -> Tensor:  # fmt: skip
-    """`smelt.kernels.paged.paged_reference`, compiled."""
+    """Compute `smelt.kernels.paged.paged_attention_reference` with the compiled code."""
     tokens, heads, head_dim = queries.shape
     queries = queries.contiguous()
     results = torch.empty_like(queries)
@@ -179,13 +182,13 @@ def _page_type(pages: Tensor, rows: KVQuantFormat | None) -> dict[str, int]:
 
 
 def _metadata_struct(pages: AttentionMetadata) -> _Metadata:
-    own = {}
+    cluster_fields = {}
     if pages.request_slots is not None and pages.seq_len_offsets is not None:
-        own = {
+        cluster_fields = {
             "request_slots": pages.request_slots.data_ptr(), "seq_len_offsets": pages.seq_len_offsets.data_ptr(),
             "cluster_stride": pages.block_tables.stride(1), "offset_stride": pages.seq_len_offsets.stride(0),
         }  # fmt: skip
     return _Metadata(
         requests=len(pages.seq_lens), cu_seqlens_q=pages.cu_seqlens_q.data_ptr(), seq_lens=pages.seq_lens.data_ptr(),
-        block_tables=pages.block_tables.data_ptr(), table_stride=pages.block_tables.stride(0), **own,
+        block_tables=pages.block_tables.data_ptr(), table_stride=pages.block_tables.stride(0), **cluster_fields,
     )  # fmt: skip
