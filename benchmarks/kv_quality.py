@@ -1,11 +1,11 @@
-"""What SmolLM2-135M can still answer when a part of its prompt's keys and values is lost: scorers x budgets x keep.
+"""Quality of SmolLM2-135M after evicting a part of its prompt's KV cache: scorers x budgets x keep.
 
     PYTHONPATH=benchmarks python benchmarks/kv_quality.py [--prompts 16] [--seeds 1] [--resume]
 
-Every prompt is read once and compressed before the question is seen. A needle in WikiText (1,024 tokens) and a table of
-names and codes (512 tokens) are answered or not; of a text's continuation (128 tokens after 1,024) the perplexity is
-measured. The static budgets come from a profile of other prompts, by the same scorer under `ada`. Tokens are hidden by
-a mask, head by head: the reference of what an engine frees.
+Every prompt is prefilled once and compressed before the question is seen. A needle in WikiText (1,024 tokens) and a
+table of names and codes (512 tokens) are answered or not; for a text's continuation (128 tokens after 1,024) the
+perplexity is measured. The static budgets come from a profile of other prompts, by the same scorer under `ada`. Tokens
+are masked per head: the reference for what an engine frees.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def _options() -> argparse.Namespace:
 
 
 def prepared(model: Model, each: Asked) -> RecordedPrefill:
-    """Read, and repeated for the scorer that wants it."""
+    """Prefill the prompts, and repeat them for scorers that need a second pass."""
     return prefill_for(model, each.prompt, make_scorer("kvzip"))
 
 
 def profiled(model: Model, readings: list[RecordedPrefill]) -> dict[tuple[str, float], EvictionProfile]:
-    """For every scorer and share: what `ada` lets each head keep of these prompts."""
+    """Return, for every scorer and keep ratio, how much `ada` lets each head keep of these prompts."""
     found = {}
     for name in SCORERS:
         scores = [score_layers(reading, make_scorer(name, **FORCED)) for reading in readings]
@@ -86,7 +86,7 @@ def profiled(model: Model, readings: list[RecordedPrefill]) -> dict[tuple[str, f
 def judged(
     model: Model, each: Asked, profiles: dict[tuple[str, float], EvictionProfile]
 ) -> dict[str, dict[str, float]]:
-    """For the whole prompt and every way to keep some of it: was the answer right, and how likely was it."""
+    """Score the full cache and every way to compress it: whether the answer is right, and its likelihood."""
     reading = prepared(model, each)
     ways: dict[str, Tensor] = {}
     for name in SCORERS:

@@ -1,12 +1,12 @@
-"""What SmolLM2-135M loses when every step attends to some pages only, and what it costs to fetch them from the host.
+"""Quality of SmolLM2-135M with sparse page attention, and the cost of fetching pages from the host.
 
     PYTHONPATH=benchmarks python benchmarks/kv_select.py [--resume]
 
-Prompts are read once, with attention to everything; then tokens are given one by one, as when decoding, for every
-digest and share of pages. `continuation`: perplexity of the next 40 tokens of a text. `needle`: a fact in WikiText; its
-question comes token by token too, and is answered exactly or not. Overlap is how much of a step's choice the step
-before it had chosen. Copies are from the engine's own host pages to a second buffer, counted in bytes from the second
-token on; there are slots enough for all pages.
+Prompts are prefilled once with full attention; then tokens are fed one by one, as when decoding, for every page summary
+and share of pages. `continuation`: perplexity of the next 40 tokens of a text. `needle`: a fact in WikiText; its
+question is fed token by token too, and is answered exactly or not. Overlap is the share of a step's selection that the
+step before had selected. Copies go from the engine's own host pages to a second buffer, counted in bytes from the
+second token on; there are slots for all pages.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SEED = 0  # of the prompts
 
 @dataclass(frozen=True)
 class Way:
-    """How pages are chosen and kept."""
+    """How pages are selected and kept."""
 
     digest: PageSummary
     share: float
@@ -79,7 +79,7 @@ def _options() -> argparse.Namespace:
 
 
 def judged(model: Model, questions: list[Asked], page: int) -> dict[str, dict[str, float]]:
-    """For every way: how likely and how right the answers were, what was chosen, and what was copied."""
+    """Return, for every configuration, likelihood and accuracy of the answers, the selection, and the bytes copied."""
     reading = Texts(model, questions, page)
     ways = {
         _key(name, share): Way(PAGE_SUMMARIES.build(name), share) for name in PAGE_SUMMARIES for share in SHARES[1:]
@@ -95,7 +95,7 @@ def _key(digest: str, share: float, steady: int = 8) -> str:
 
 
 class Texts:
-    """Prompts that were read by one runner, beside one another, to be gone on from in many ways."""
+    """Prompts prefilled by one runner in one batch, to be continued under many configurations."""
 
     def __init__(self, model: Model, questions: list[Asked], page: int) -> None:
         self.model, self.questions, self.page = model, [_shortened(each) for each in questions], page
@@ -153,7 +153,7 @@ class Texts:
         }  # fmt: skip
 
     def _begin(self, way: Way) -> TraceRecorder:
-        """A way of its own: digests of what was read, an empty device, and a new trace."""
+        """Start a configuration: summaries of the prefilled pages, an empty device, and a new trace."""
         heads, device = sparse_attention_heads(self.model), self.model.device
         digested = PageSummaryTable(way.digest, heads, self.blocks, self.model.network.dtype, device)
         full = torch.cat([torch.tensor(each.blocks[: len(each.prompt) // self.page]) for each in self.requests])
@@ -169,8 +169,9 @@ class Texts:
         return recorder
 
     def _next(self, here: list[int], step: int) -> list[tuple[float, bool]]:
-        """One token of each of these goes in; how likely the one after it was, and whether it was the likeliest. A bias
-        makes it the one that is drawn, which changes no probability that is told."""
+        """Feed one token to each; return the likelihood of the next one, and whether it was the most likely. A logit
+        bias forces it to be sampled, which changes no reported probability.
+        """
         pieces = []
         for number in here:
             request = self.requests[number]
@@ -195,8 +196,9 @@ def _shortened(each: Asked) -> Asked:
 
 
 def overlaps(trace: Trace) -> tuple[float, float]:
-    """Of the pages that a step chose, the share that the step before had chosen: of all, and of those that were free to
-    be chosen."""
+    """Return the share of a step's selected pages that the step before had selected: of all pages, and of those that
+    could be selected freely.
+    """
     before: dict[tuple[str, int, int], set[int]] = {}
     every: list[float] = []
     free: list[float] = []
@@ -212,7 +214,7 @@ def overlaps(trace: Trace) -> tuple[float, float]:
 
 
 def chosen_share(trace: Trace) -> float:
-    """Pages that were attended to, of those there were."""
+    """Return the share of pages that were attended to."""
     counts = trace.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
     held = trace.pages[trace.ends - 1].long() + 1  # the last page is always chosen
     return float(counts.sum() / held.sum())

@@ -1,11 +1,11 @@
-"""A stream in bounded memory: does the pot keep its size and its speed, and what does it still know?
+"""Streams in bounded memory: does the cache keep its size and speed, and what does it still know?
 
     PYTHONPATH=benchmarks python benchmarks/kv_stream.py [--parts stream passkey alpha video] [--seeds 2]
 
 `stream`: 200,000 tokens of WikiText-2 through SmolLM2-135M. `passkey`: a number hidden at five depths of a long text
-and asked for at its end. `alpha`: the perplexity of a text's continuation, by the share that is kept for its novelty.
-`video`: 2,000 synthetic frames through a small vision-language model with random weights. A part that is run replaces
-its own rows and leaves those of the others.
+and asked for at its end. `alpha`: the perplexity of a text's continuation, by the share of tokens kept for novelty.
+`video`: 2,000 synthetic frames through a small vision-language model with random weights. A part that runs replaces its
+own rows and leaves those of the others.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    """By which a row is known that need not be made again."""
+    """Return the key that identifies a row, so that it need not be measured again."""
     return tuple(row.get(name) for name in ("haystack", "length", "depth", "seed", "way", "number", "rule"))
 
 
@@ -105,7 +105,7 @@ def long_stream(options: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iter
 
 
 def _over_time(steps: list[tuple[int, int, int, float, float]]) -> dict[str, Any]:
-    """Steps of a stream: bytes and tokens held, resident memory, speed by the clock and by the processor's time."""
+    """Measure steps of a stream: cache bytes and tokens, resident memory, speed by wall clock and by CPU time."""
     held, lengths, resident, wall, busy = ([step[at] for step in steps] for at in range(5))
     tenth = len(steps) // 10
     return {
@@ -178,7 +178,7 @@ _RUNS = {"stream": long_stream, "passkey": passkeys, "alpha": shares, "video": v
 
 
 def _resident() -> int:
-    """Bytes of this process in memory, now."""
+    """Return the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 

@@ -1,4 +1,4 @@
-"""Long texts for a stream: WikiText-2 as it is, and texts with a passkey in them."""
+"""Long texts for a stream: WikiText-2 itself, and texts with a passkey in them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def drawn_text(tokenizer: Any, split: str, start: int, count: int) -> list[int]:
 
 
 def with_passkey(tokenizer: Any, haystack: str, length: int, depth: float, number: int) -> list[int]:
-    """A text of `length` tokens that says the number at this part of its length."""
+    """Return a text of `length` tokens that states the number at this fraction of its length."""
     if haystack == "filler":
         filler = tokenizer(FILLER)["input_ids"]
         hay = (filler * (length // len(filler) + 1))[:length]

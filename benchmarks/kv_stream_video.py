@@ -1,4 +1,4 @@
-"""A small vision-language model with random weights, and a film for it: a still background and one moving square."""
+"""A small vision-language model with random weights, and a video for it: a still background and one moving square."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def small_network(seed: int) -> PreTrainedModel:
 
 
 def film(first: int, count: int, seed: int) -> Tensor:
-    """Frames from this one on: [count, 3, SIDE, SIDE]"""
+    """Return frames from this one on: [count, 3, SIDE, SIDE]"""
     generator = torch.Generator().manual_seed(seed)
     frames = torch.randn(3, SIDE, SIDE, generator=generator).repeat(count, 1, 1, 1)
     for at in range(count):

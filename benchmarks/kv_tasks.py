@@ -1,5 +1,6 @@
-"""Long prompts with a question after them: a needle in real text, a table of keys and values, and the text's own
-continuation. The question is not part of what is compressed."""
+"""Long prompts followed by a question: a needle in real text, a lookup table, and the text's own continuation. The
+question is not part of what is compressed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ CITIES = ["Oslo", "Lima", "Cairo", "Quito", "Seoul", "Dakar", "Riga", "Porto", "
 
 @dataclass(frozen=True)
 class Asked:
-    """Tokens: what is read and compressed, what comes after it, and how many of the last of these are the answer."""
+    """Token ids: the prompt to compress, the tokens after it, and how many of the last of these are the answer."""
 
     task: str
     prompt: list[int]

@@ -1,9 +1,9 @@
-"""What it costs that heads share pages: on a skewed profile of 36 layers of 8 heads, and on a profile of a real model.
+"""The cost of heads sharing pages: on a skewed profile of 36 layers of 8 heads, and on a profile of a real model.
 
     python benchmarks/kv_waste.py [--profile MODEL.kv.json]
 
-Pages of 16 tokens for a prompt of 32,768: every head for itself (the ideal), clusters over all layers, within a layer,
-neighbours as they lie, and all heads as much as the greediest.
+Pages of 16 tokens for a prompt of 32,768: every head on its own (the ideal), clusters over all layers, clusters within
+a layer, adjacent heads, and every head as much as the largest.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def skewed(seed: int) -> Tensor:
-    """A few retrieval heads keep nearly everything, the others between a hundredth and a third: [36, 8]."""
+    """Return budgets in which a few retrieval heads keep nearly everything, the others 1% to 33%: [36, 8]."""
     generator = torch.Generator().manual_seed(seed)
     shares = torch.rand(36, 8, generator=generator, dtype=torch.float64)
     many = torch.rand(36, 8, generator=generator) < 0.08

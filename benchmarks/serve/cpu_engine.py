@@ -1,9 +1,9 @@
-"""The engine on a processor: SmolLM2-135M in its own four bits, beside llama.cpp, OpenVINO GenAI and transformers.
+"""The engine on CPU: SmolLM2-135M in its own 4-bit format, beside llama.cpp, OpenVINO GenAI and transformers.
 
     PYTHONPATH=benchmarks python benchmarks/serve/cpu_engine.py --gguf FILE [--llama-cpp PYTHON] [--openvino PYTHON]
 
-FILE is the bundled model's GGUF file; PYTHON are interpreters of environments that have those packages. Greedy, nothing
-ends early; one stream and sixteen, all from the same file and prompts. Nothing else should run meanwhile.
+FILE is the bundled model's GGUF file; PYTHON are interpreters of environments with those packages. Greedy, no early
+stop; one stream and sixteen, all from the same file and prompts. Nothing else should run meanwhile.
 """
 
 from __future__ import annotations

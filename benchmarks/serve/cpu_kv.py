@@ -1,9 +1,9 @@
-"""A compressed cache on a processor: SmolLM2-135M in its own four bits, long prompts, against our own plain pages.
+"""A compressed KV cache on CPU: SmolLM2-135M in its own 4-bit format, long prompts, against plain pages.
 
     PYTHONPATH=benchmarks python benchmarks/serve/cpu_kv.py [--keep 0.25] [--prompt 2000] [--requests 8]
 
-Each engine gets the same memory for keys and values and the same requests, pieces of the default text, all at once;
-then some conversations have a second turn. The profile is made here, from other pieces. Nothing else should run.
+Each engine gets the same KV cache memory and the same requests, chunks of the default text, all at once; then some
+conversations have a second turn. The profile is made here from other chunks. Nothing else should run.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def words_of(model: Model) -> dict[str, list[int]]:
-    """The default text, as tokens."""
+    """Return the default text as tokens."""
     assert model.tokenizer is not None
     return {
         name: model.tokenizer("\n".join(default_documents(name).values()), verbose=False)["input_ids"]
@@ -65,7 +65,7 @@ def profile_of(model: Model, words: list[int], keep: float) -> EvictionProfile:
 
 
 def second_turn(engine: Engine, texts: list[list[int]]) -> dict[str, Any]:
-    """Of a conversation each, one after the other: what is read again, and the time to the first token."""
+    """Run a second turn of each conversation in sequence: tokens recomputed, and time to first token."""
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     cached, seconds = 0, 0.0
     for text in texts:

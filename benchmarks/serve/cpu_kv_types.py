@@ -1,10 +1,10 @@
-"""Keys and values in few bits on a processor: what fits, how fast it is, and what it does to perplexity.
+"""Quantized KV cache on CPU: capacity, speed, and perplexity.
 
     PYTHONPATH=benchmarks python benchmarks/serve/cpu_kv_types.py [--prompt 2000] [--requests 8] [--texts 24]
 
-SmolLM2-135M in its own four bits, whose network computes in float32. Perplexity is of pieces of the default evaluation
-text, every token attending to keys and values as pages hold them. Then each engine gets the same memory and the same
-requests, all at once: plain pages in each type, and head clusters that keep a quarter, in the network's own and in
+SmolLM2-135M in its own 4-bit format, which computes in float32. Perplexity is over chunks of the default evaluation
+text, every token attending to the KV cache as stored in pages. Then each engine gets the same memory and the same
+requests, all at once: plain pages in each dtype, and head clusters that keep a quarter, in the network's dtype and in
 int8. Nothing else should run.
 """
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 @torch.inference_mode()
 def perplexity(model: Model, texts: list[list[int]], kind: str | None) -> float:
-    """A text is one chunk: keys and values are written to their pages, and read from there."""
+    """Return the perplexity; a text is one chunk, whose KV cache is written to pages and read from there."""
     blocks = LENGTH // BLOCK
     cache = PagedCache.empty(model.anatomy, blocks, BLOCK, model.network.dtype, model.device, kind)
     model.network.set_attn_implementation(NAME)

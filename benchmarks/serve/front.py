@@ -1,10 +1,10 @@
-"""What stands before the engine: how soon a server is ready, and what a streamed token costs its processes.
+"""Overhead in front of the engine: how soon a server is ready, and what a streamed token costs its processes.
 
     PYTHONPATH=benchmarks python benchmarks/serve/front.py [--starts 3]
 
-Start-up is of `smelt serve smollm2-135m`, from the command to the first 200 of /health, the model in the cache. The
-cost is processor time, by the system's own count, of a small model with random weights, whose network costs next to
-nothing. Nothing else should run meanwhile.
+Startup is of `smelt serve smollm2-135m`, from the command to the first 200 of /health, with the model in the cache. The
+cost is CPU time, as counted by the system, of a small model with random weights, whose network costs next to nothing.
+Nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def seconds_until_ready(model: str) -> float:
 
 
 async def streamed(server: Server, streams: int) -> dict[str, Any]:
-    """Answers of TOKENS tokens to so many clients at once: tokens a second, and processor time a token."""
+    """Stream TOKENS tokens to this many clients at once: tokens per second, and CPU time per token."""
     processes = {"server": server.process.pid, "engine": server.state()["worker"]}
     before, begun = {name: _processor_seconds(pid) for name, pid in processes.items()}, time.monotonic()
     async with httpx.AsyncClient(timeout=120) as client:
@@ -78,7 +78,7 @@ async def streamed(server: Server, streams: int) -> dict[str, Any]:
 
 
 async def _answer(client: httpx.AsyncClient, url: str, number: int) -> int:
-    """The number of its chunks."""
+    """Return the number of chunks of one answer."""
     asked = {"prompt": f"client {number}", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     count = 0
     async with client.stream("POST", f"{url}/v1/completions", json=asked) as answer:

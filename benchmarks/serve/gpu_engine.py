@@ -2,9 +2,9 @@
 
     PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_engine.py [--shapes 1b 8b] [--no-peers] [--resume]
 
-256 tokens in, 256 out, greedy. For one stream the time of a token is compared with the weights' bytes over the
-bandwidth of a large copy. The share of a decoding step in which the GPU has nothing to do comes from a trace of its
-kernels. Every row says which path computed it.
+256 tokens in, 256 out, greedy. For one stream the time per token is compared with the weights' bytes over the bandwidth
+of a large copy. The idle share of the GPU in a decode step comes from a trace of its kernels. Every row names the
+backend that computed it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _options() -> argparse.Namespace:
 
 
 def _guarded(shape: str, who: str, work: Any) -> list[dict[str, Any]]:
-    """What fails is written down, and the rest goes on."""
+    """Record a failure, and continue with the rest."""
     try:
         found: list[dict[str, Any]] = work()
         return found
@@ -112,7 +112,7 @@ def ours(network: Any, shape: str, bandwidth: float) -> list[dict[str, Any]]:
 
 
 def generate(engine: Engine, streams: int) -> tuple[float, float]:
-    """Seconds for everything, and the median of a decoding step."""
+    """Return the total seconds, and the median time of a decode step."""
     sampling = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -128,7 +128,9 @@ def generate(engine: Engine, streams: int) -> tuple[float, float]:
 
 
 def traced(engine: Engine, streams: int) -> tuple[float, dict[str, float]]:
-    """Of 40 decoding steps in the middle of a run: one minus the time in kernels, and the kernels that take most."""
+    """Trace 40 decode steps in the middle of a run: one minus the share of time in kernels, and the most expensive
+    kernels.
+    """
     sampling = SamplingParams(max_tokens=ANSWER, temperature=0, ignore_eos=True)
     for prompt in prompts(streams):
         engine.submit(prompt, sampling)
@@ -156,7 +158,7 @@ def traced(engine: Engine, streams: int) -> tuple[float, dict[str, float]]:
 
 
 def peers(network: Any, shape: str) -> list[dict[str, Any]]:
-    """transformers: one stream with a static cache and compiled, many by continuous batching."""
+    """Measure transformers: one stream with a static cache and compiled, many by continuous batching."""
     rows: list[dict[str, Any]] = []
     inputs = torch.tensor(prompts(1), device="cuda")
     settings = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 0}

@@ -1,12 +1,11 @@
-"""A compressed cache on one GPU: Llama 8B shape with random weights, long prompts, against our own plain pages.
+"""A compressed KV cache on one GPU: Llama 8B shape with random weights, long prompts, against plain pages.
 
     PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_kv.py [--prompt 32768] [--requests 64] [--cache-gb 64]
         [--kv-types int8 fp8 int4]
 
-Each engine gets the same memory for keys and values and the same requests, all at once. The profile is made up: a
-tenth of the heads keeps nearly everything, the others little, 25 % in all; random weights would keep alike in all
-heads. How much a head keeps decides about time and memory, which tokens these are does not: the weights need not mean
-anything.
+Each engine gets the same KV cache memory and the same requests, all at once. The profile is synthetic: a tenth of the
+heads keeps nearly everything, the others little, 25% in total; with random weights all heads would keep the same. Time
+and memory depend on how many tokens a head keeps, not on which: the weights need not be meaningful.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def main() -> None:
 
 
 def _path(settings: dict[str, Any]) -> str:
-    """What is to compute the steps of such an engine."""
+    """Return the backend that should compute the steps of such an engine."""
     pages = ", per-head cache" if "kv_profile" in settings else ""
     return f"fused-gpu{pages}{backend_suffix(settings.get('kv_cache_dtype'))} with CUDA graphs"
 
@@ -91,7 +90,7 @@ def _options() -> argparse.Namespace:
 
 
 def profile(keep: float) -> EvictionProfile:
-    """Skewed, the same at every call."""
+    """Return a skewed profile, the same at every call."""
     check_keep(keep)
     generator = torch.Generator().manual_seed(SEED)
     shares = torch.rand(LAYERS, KV_HEADS, generator=generator).double()

@@ -1,9 +1,9 @@
-"""One layer's attention to one token of a few and of many requests, in pages of head clusters: how heads are cut.
+"""One layer's decode attention for small and large batches, in pages of head clusters: how heads are split.
 
     PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_kv_parts.py [--prompt 32768] [--kv-types int8 fp8 int4]
 
-Parts in proportion to budgets, as the table of `serve/engine/ragged/parts.py` says, against one number of parts for all
-heads; pages of clusters that keep everything against plain ones, and plain ones in few bits.
+Splits in proportion to budgets, as in the table of `serve/engine/per_head/parts.py`, against one number of splits for
+all heads; pages of clusters that keep everything against plain ones, and plain ones quantized.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def splitting(length: int, bandwidth: float, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """For one token of 4 and of 64 requests."""
+    """Measure one token of 4 and of 64 requests."""
     rows = []
     for requests in (4, 64):
         for heads, budgets in (("skewed", SKEWED), ("even", (1.0,) * KV_HEADS)):
@@ -87,7 +87,7 @@ def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[
 
 
 def _plain(length: int, requests: int, kind: str | None) -> dict[str, Any]:
-    """The same with plain pages, in the network's own numbers or in rows of few bits; bytes as they are stored."""
+    """Measure plain pages, in the network's dtype or quantized; bytes as stored."""
     form = None if kind is None else KVQuantFormat.for_head_dim(kind, WIDTH)
     last, dtype = row_layout(form, WIDTH, torch.bfloat16)
     blocks = length // SIZE + 1

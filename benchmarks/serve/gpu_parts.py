@@ -2,8 +2,8 @@
 
     PYTHONPATH=src:benchmarks python benchmarks/serve/gpu_parts.py [--tune]
 
-Shapes of Llama 1B and 8B, bf16, random values. Times are of calls inside a captured graph; matrices and pages are more
-than the cache holds and taken in turn. `--tune` measures other tiles beside those that are taken.
+Shapes of Llama 1B and 8B, bf16, random values. Times are of calls inside a CUDA graph; matrices and pages exceed the L2
+cache and are used in turn. `--tune` measures other tile sizes beside the configured ones.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _random(*shape: int) -> Tensor:
 
 
 def vectors(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
-    """Products of one vector: ours with what is around them, PyTorch's without."""
+    """Measure matrix-vector products: ours with their fused operations, PyTorch's without."""
     hidden, inner, head = WIDTHS[shape]
     kinds = {
         "queries, keys, values": ((HEADS + 2 * KV_HEADS) * head, hidden, "norm"),
@@ -139,14 +139,15 @@ def _decoding(shape: str, requests: int, bandwidth: float, tune: bool) -> list[d
 
 
 def prefilling(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
-    """32 prompts of 256 tokens, and a chunk of 4,096 at the end of a long one, against PyTorch's attention without
-    pages."""
+    """Measure 32 prompts of 256 tokens, and a chunk of 4,096 at the end of a long one, against PyTorch's unpaged
+    attention.
+    """
     short = _prefilling(shape, "prompts, 32 of 256", 32, 256, 256, tune)
     return short + _prefilling(shape, "the last 4,096 of 20,480 tokens", 1, 4096, 20480, tune)
 
 
 def _prefilling(shape: str, work: str, count: int, new: int, length: int, tune: bool) -> list[dict[str, Any]]:
-    """`new` tokens each of so many requests, at the end of `length`."""
+    """Measure `new` tokens for each request, at the end of `length`."""
     rows, width = [], WIDTHS[shape][2]
     blocks = -(-length // SIZE)
     tables = torch.randperm(count * blocks, device="cuda").view(count, -1).int()

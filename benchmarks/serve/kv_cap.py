@@ -1,10 +1,10 @@
-"""A hard cap: does what a request holds, and the time it takes, stay the same however long its text is?
+"""A hard cap on the KV cache: do memory and time per request stay constant however long its text is?
 
     PYTHONPATH=benchmarks python benchmarks/serve/kv_cap.py [--tokens 20000] [--cap 512] [--answer 1000]
 
-SmolLM2-135M in its own four bits, one request with a prompt of many tokens of the default text, on one thread; under a
-cap, and on plain pages, whose prompt ends where the model's positions do. Over every thousand tokens: the bytes of the
-pages that the request holds, and the seconds, by the clock and of the processor.
+SmolLM2-135M in its own 4-bit format, one request with a long prompt from the default text, on one thread; under a cap,
+and on plain pages, where the prompt ends at the model's context length. Per thousand tokens: the bytes of the request's
+pages, and the seconds, by wall clock and CPU time.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def measured(engine: Engine, tokens: int, answer: int) -> dict[str, Any]:
-    """Over each thousand tokens of the prompt, and over the answer."""
+    """Measure each thousand tokens of the prompt, and the answer."""
     tokens = min(tokens, engine.max_model_len - answer)
     sampling = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
     request = engine.submit(_words(engine, tokens), sampling)[0]
@@ -53,7 +53,7 @@ def measured(engine: Engine, tokens: int, answer: int) -> dict[str, Any]:
 
 
 class Stretch:
-    """Some tokens of one request: what it held at most, and how long a thousand of them took."""
+    """Some tokens of one request: its peak page bytes, and the time per thousand tokens."""
 
     def __init__(self, engine: Engine) -> None:
         anatomy, dtype, size = engine.model.anatomy, engine.model.network.dtype, engine.pool.size
@@ -68,7 +68,7 @@ class Stretch:
         self._seen = request.num_computed_tokens
 
     def end(self) -> dict[str, float]:
-        """And begin another."""
+        """Finish this stretch and begin another."""
         thousands = (self._seen - self._first) / 1000
         found = {
             "tokens": self._seen, "bytes": self._bytes, "seconds": (time.perf_counter() - self._wall) / thousands,

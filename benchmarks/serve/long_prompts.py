@@ -1,4 +1,4 @@
-"""Long prompts through an engine, all at once: how many requests fit, how fast they are read, and how fast answered."""
+"""Long prompts through an engine, all at once: how many requests fit, prefill speed, and decode speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from smelt.serve.engine.sampling_params import SamplingParams
 
 
 def answered(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, Any]:
-    """Everything from the first prompt to the last token; and the steps in which all that run only decode."""
+    """Measure everything from the first prompt to the last token, and the steps in which all running requests only
+    decode.
+    """
     sampling = SamplingParams(max_tokens=answer, temperature=0, ignore_eos=True)
     start = last = time.perf_counter()
     requests = [engine.submit(text, sampling)[0] for text in texts]

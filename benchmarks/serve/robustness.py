@@ -1,9 +1,9 @@
-"""Two thousand clients against a real server, of which many leave, cancel or read slowly: does every block come back,
-and does memory stay flat?
+"""Two thousand clients against a real server, many of which leave, cancel or read slowly: is every block freed, and
+does memory stay flat?
 
     python benchmarks/serve/robustness.py [--requests 2000] [--out results/robustness.json]
 
-The model is a small one with random weights, so that the server and not the network is what is tried.
+The model is small with random weights, so that the server and not the network is tested.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Clients as they are: some read to the end, some leave in the middle, some before anything came, some read slowly.
+"""Realistic clients: some read to the end, some leave in the middle or before the first token, some read slowly.
 
 Used by tests/serve/test_robustness.py with a few hundred of them, and by robustness.py with thousands.
 """
@@ -16,7 +16,7 @@ KINDS = ("whole", "stream", "leaves", "leaves early", "slow", "stop")
 
 
 async def visit(client: httpx.AsyncClient, number: int) -> str:
-    """One request, decided by its number: what became of it."""
+    """Run one request whose behavior depends on its number; return its outcome."""
     chance = random.Random(number)
     kind = KINDS[number % len(KINDS)]
     body: dict[str, Any] = {
@@ -55,7 +55,7 @@ async def _streamed(client: httpx.AsyncClient, body: dict[str, Any], kind: str, 
 
 
 async def visits(url: str, numbers: range, at_once: int = 40) -> Counter[str]:
-    """Many of them; how many ended how."""
+    """Run many of them; return how many ended in each way."""
     gate = asyncio.Semaphore(at_once)
     limits = httpx.Limits(max_connections=at_once, max_keepalive_connections=at_once)
 

@@ -1,4 +1,4 @@
-"""Edge cases shared by every format: zeros, infinities, NaN, subnormals, no rows, one column, other dtypes and shapes."""
+"""Edge cases of every format: zeros, infinities, NaN, subnormals, no rows, one column, other dtypes and shapes."""
 
 from __future__ import annotations
 

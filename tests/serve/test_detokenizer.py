@@ -23,7 +23,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with byte-fallback tokens for characters outside the vocabulary, as in SentencePiece models."""
+    """Return a tokenizer with byte-fallback tokens for unknown characters, as in SentencePiece models."""
     vocabulary = [(f"<0x{value:02X}>", 0.0) for value in range(256)] + [("<unk>", -9.0)]
     inner = Tokenizer(models.Unigram(vocabulary, unk_id=256, byte_fallback=True))
     inner.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -129,7 +129,7 @@ FEW_BITS = [each for kind in KV_QUANT_DTYPES for each in ((1, None, True, kind, 
 
 @pytest.mark.parametrize(("splits", "window", "normed", "kind", "width"), [*PLAIN, *FEW_BITS])
 def test_decode_attention(splits: int, window: int | None, normed: bool, kind: str | None, width: int) -> None:
-    """New keys are rotated, written and attended to, as when rotating and writing first and then running the reference."""
+    """New keys are rotated, written and attended to, as by rotating, writing and then running the reference."""
     torch.manual_seed(0)
     lengths, size, heads, kv_heads = [300, 1, 64, 0], 16, 9, 3
     rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)

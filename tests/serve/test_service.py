@@ -76,7 +76,7 @@ def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_tokens_without_visible_text(
     path: str, asked: dict[str, Any], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Held back because they may become a stop string: the engine is working, but its client sees nothing for a while."""
+    """Held back as a possible stop string: the engine is working, but its client sees nothing for a while."""
     tokens = tokenizer()("stopstopsto")["input_ids"]
     script = f"""
 ready()

@@ -1,4 +1,4 @@
-"""Pages on the host with some of them cached on the device: requested pages are present, correct and bounded in number."""
+"""Pages on the host with some cached on the device: requested pages are present, correct and bounded in number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stream of frames on small vision-language models: against the plain network, and far beyond the cache's capacity."""
+"""A stream of frames on small vision-language models: against the plain network, and far beyond the capacity."""
 
 from __future__ import annotations
 
