@@ -130,7 +130,7 @@ def test_a_model_without_a_template() -> None:
 
 def test_a_template_that_refuses(talk: Conversation) -> None:
     talk.tokenizer.chat_template = "{{ raise_exception('only one message') }}"
-    with pytest.raises(RequestError, match="does not take this conversation"):
+    with pytest.raises(RequestError, match="does not accept this conversation"):
         list(talk.answer("hello"))
     assert talk.messages == []
 

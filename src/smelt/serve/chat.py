@@ -1,4 +1,4 @@
-"""A conversation with a model: its messages, and the answers of an engine to them, piece by piece."""
+"""A conversation with a model: its messages, and an engine's streamed answers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Message = dict[str, str]
 
 @dataclass(frozen=True)
 class Turn:
-    """What one answer took."""
+    """Token counts and time of one answer."""
 
     prompt_tokens: int
-    cached_tokens: int  # of the prompt: those that were not computed again
+    cached_tokens: int  # prompt tokens from the prefix cache
     tokens: int
     seconds: float
     reason: str  # stop, length or abort
@@ -31,27 +31,25 @@ class Turn:
 
 
 class Conversation:
-    """Messages and answers. The engine's prefix cache keeps what was said, so that a turn computes what is new."""
+    """Messages and answers. Thanks to the engine's prefix cache a turn computes only what is new."""
 
     def __init__(self, engine: Engine, sampling: SamplingParams, system: str = "") -> None:
         tokenizer, source = engine.model.tokenizer, engine.model.source or "this model"
         if tokenizer is None or not tokenizer.chat_template:
-            raise ModelError(
-                f"{source} has no chat template, so it was not made for talking; choose an instruct model."
-            )
+            raise ModelError(f"{source} has no chat template, so it is not a chat model; choose an instruct model.")
         self.engine, self.sampling, self.tokenizer = engine, sampling, tokenizer
         self.system = system
         self.messages: list[Message] = []
         self.turns: list[Turn] = []
 
     def reset(self, system: str | None = None) -> None:
-        """Forget what was said; `system` is what the model is told before all else."""
+        """Clear the messages; `system` replaces the system prompt."""
         self.messages = []
         if system is not None:
             self.system = system
 
     def answer(self, text: str, stopped: Callable[[], bool] = lambda: False) -> Iterator[str]:
-        """The answer as it comes. Whatever came is part of the conversation, even when it was stopped."""
+        """Stream the answer to a user message. Even a stopped answer becomes part of the conversation."""
         self.messages.append({"role": "user", "content": text})
         try:
             prompt = self.prompt()
@@ -59,60 +57,60 @@ class Conversation:
         except Exception:
             self.messages.pop()
             raise
-        stream, said, begin = Detokenizer(self.tokenizer, prompt), "", time.perf_counter()
+        stream, text_so_far, started = Detokenizer(self.tokenizer, prompt), "", time.perf_counter()
         try:
             while not request.reason:
                 if stopped():
                     self.engine.abort(request)
                 tokens = [event.token for event in self.engine.step() if event.request is request]
-                piece = stream.update([token for token in tokens if token is not None], request.reason).text
-                said += piece
-                if piece:
-                    yield piece
+                delta = stream.update([token for token in tokens if token is not None], request.reason).text
+                text_so_far += delta
+                if delta:
+                    yield delta
         finally:
             self.engine.abort(request)
-            while self.engine.busy:  # nothing of it is left behind for the next turn
+            while self.engine.busy:  # leave nothing in flight for the next turn
                 self.engine.step()
-            self.messages.append({"role": "assistant", "content": said})
+            self.messages.append({"role": "assistant", "content": text_so_far})
             self.turns.append(
                 Turn(
                     len(prompt),
                     request.num_cached_tokens,
                     len(request.output),
-                    time.perf_counter() - begin,
+                    time.perf_counter() - started,
                     request.reason,
                 )
             )
 
     def trim(self, text: str) -> int:
-        """Forget the oldest messages until what is said next fits with room for an answer; how many went."""
-        gone = 0
+        """Drop the oldest messages until the next message and its answer fit; return how many were dropped."""
+        dropped = 0
         self.messages.append({"role": "user", "content": text})
         try:
-            room = min(self.sampling.max_tokens or self.engine.max_model_len, self.engine.max_model_len // 2)
-            while len(self.messages) > 1 and len(self.prompt()) + room > self.engine.max_model_len:
+            reserved = min(self.sampling.max_tokens or self.engine.max_model_len, self.engine.max_model_len // 2)
+            while len(self.messages) > 1 and len(self.prompt()) + reserved > self.engine.max_model_len:
                 count = 2 if len(self.messages) > 2 else 1  # a question goes with its answer
                 del self.messages[:count]
-                gone += count
+                dropped += count
         finally:
             self.messages.pop()
-        return gone
+        return dropped
 
     def prompt(self) -> list[int]:
-        """The conversation as the model's own template writes it, up to where its answer begins."""
+        """Return the conversation as token ids by the model's chat template, with the generation prompt."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         try:
             text = self.tokenizer.apply_chat_template(
                 [*system, *self.messages], add_generation_prompt=True, tokenize=False
             )
-        except Exception as error:  # a template is code of others, which raises what it likes
+        except Exception as error:  # a template is third-party code and may raise anything
             raise RequestError(
-                f"the model's chat template does not take this conversation ({one_line(error)})."
+                f"the model's chat template does not accept this conversation ({one_line(error)})."
             ) from error
         return list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
     def _sampling(self) -> SamplingParams:
-        """A seed for each turn, and the tokenizer's end of text beside the model's."""
+        """Use a new seed for each turn, and the tokenizer's EOS token beside the model's."""
         end = self.tokenizer.eos_token_id
         seed = None if self.sampling.seed is None else self.sampling.seed + len(self.turns)
         return replace(self.sampling, seed=seed, stop_token_ids=() if end is None else (end,))

@@ -1,5 +1,5 @@
-"""An encoder as a server uses it: the mean of the last hidden states of each text, made one unit long, as
-sentence-transformers does for the models it was made for (Reimers and Gurevych, EMNLP 2019)."""
+"""Text embeddings: mean-pooled last hidden states, normalized to unit length, as in sentence-transformers (Reimers
+and Gurevych, EMNLP 2019)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from transformers import PreTrainedModel
 from smelt.errors import ModelError
 from smelt.models.load import load
 
-BATCH = 32  # texts computed at once
+BATCH = 32  # texts per batch
 
 
 class Encoder:
-    """One model, computed in one thread; a batch that nobody waits for any longer is not begun."""
+    """One encoder model, run in one thread; a batch whose caller is gone is not started."""
 
     def __init__(self, source: str, device: str = "cpu") -> None:
         self.model = load(source, device=device)
         if self.model.tokenizer is None:
-            raise ModelError(f"{source} has no tokenizer: text cannot be served with it.")
+            raise ModelError(f"{source} has no tokenizer, so it cannot embed text.")
         self.tokenizer = self.model.tokenizer
         self.network = self.model.network.base_model.eval()
         config = self.network.config
@@ -33,31 +33,31 @@ class Encoder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="encoder")
 
     async def embed(self, texts: Sequence[list[int]]) -> list[list[float]]:
-        """A vector a text, of its tokens. Texts of like length are computed together."""
-        order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
-        found: dict[int, list[float]] = {}
+        """Return one embedding per tokenized text. Texts of similar length are batched together."""
+        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
+        embeddings: dict[int, list[float]] = {}
         for start in range(0, len(order), BATCH):
-            places = order[start : start + BATCH]
-            batch = [texts[place] for place in places]
+            indices = order[start : start + BATCH]
+            batch = [texts[index] for index in indices]
             vectors = await asyncio.get_running_loop().run_in_executor(self._thread, self._vectors, batch)
-            found.update(zip(places, vectors.tolist(), strict=True))
-        return [found[place] for place in range(len(texts))]
+            embeddings.update(zip(indices, vectors.tolist(), strict=True))
+        return [embeddings[index] for index in range(len(texts))]
 
     @torch.inference_mode()
-    def _vectors(self, texts: list[list[int]]) -> Tensor:  # [texts, width]
+    def _vectors(self, texts: list[list[int]]) -> Tensor:  # [texts, hidden size]
         longest = max(map(len, texts))
         ids = torch.tensor([text + [self._padding] * (longest - len(text)) for text in texts])
         mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
         ids, mask = ids.to(self.model.device), mask.to(self.model.device)
-        states = self.network(input_ids=ids, attention_mask=mask).last_hidden_state.float()  # [texts, longest, width]
+        states = self.network(input_ids=ids, attention_mask=mask).last_hidden_state.float()  # [texts, longest, hidden]
         weights = mask[..., None].float()
         means = (states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
         return torch.nn.functional.normalize(means, dim=-1).cpu()
 
 
 def _positions(network: PreTrainedModel) -> int:
-    """Tokens that have a position; some families count theirs from behind the padding."""
-    most = int(network.config.max_position_embeddings)
+    """Return the maximum sequence length; some families start positions after the padding index."""
+    max_positions = int(network.config.max_position_embeddings)
     table = getattr(getattr(network, "embeddings", None), "position_embeddings", None)
     padding = getattr(table, "padding_idx", None)
-    return most if padding is None else most - padding - 1
+    return max_positions if padding is None else max_positions - padding - 1

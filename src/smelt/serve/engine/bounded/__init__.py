@@ -1,1 +1,1 @@
-"""The engine under a hard cap: a request's keys and values are a pot, cooked down when it is full (InfiniPot)."""
+"""The engine with a bounded KV cache: a request's cache is compressed when it is full (InfiniPot)."""

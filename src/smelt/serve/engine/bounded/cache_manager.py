@@ -41,7 +41,7 @@ class BoundedCacheState(CacheState):
         return BoundedCacheState(self.ledger.copy(cap), self.next_novelty, list(source))
 
     def append(self, first: int, following_novelty: Tensor) -> None:
-        """Record tokens from number `first` on; `following_novelty` [tokens] is that of each one's successor."""
+        """Record tokens from text position `first` on; `following_novelty` [tokens] is that of each one's successor."""
         self.ledger.add(first, torch.cat((self.next_novelty, following_novelty[:-1])))
         self.next_novelty = following_novelty[-1:]
 
@@ -65,7 +65,7 @@ class BoundedCacheManager(KVCacheManager):
         self.sessions: SessionCache[BoundedSession] = SessionCache()
         self.copies = []
         self._empty = empty
-        self._session_blocks = 0  # held by finished sessions alone
+        self._session_blocks = 0  # held only by finished sessions
 
     def blocks_needed(self, request: Request, tokens: int) -> int:
         """All blocks of the cap, with the catalyst prompt, from the first compression on."""
@@ -91,7 +91,7 @@ class BoundedCacheManager(KVCacheManager):
         """Do nothing: a bounded cache changes until its request has finished, so nobody can share it before."""
 
     def schedulable_tokens(self, request: Request, budget: int, chunk_size: int) -> int:
-        """Return the tokens until the cache is full, in whole chunks: what is kept depends on the text alone."""
+        """Return the tokens until the cache is full, in complete chunks: what is kept depends on the text alone."""
         computed = request.num_computed_tokens
         count = min(request.num_expected_tokens - computed, chunk_size, self.size.tokens_until_full(computed))
         return count if count <= budget else 0

@@ -1,8 +1,8 @@
-"""Steps on pots. A pot that is full is cooked down before its next token is read: the catalyst prompt is put behind it
-and read by itself, so that what stays depends on this pot alone, and is taken away again (InfiniPot, arXiv 2410.01518).
+"""Run steps on bounded KV caches. A full cache is compressed before its next token: the catalyst prompt is appended and
+computed on its own, so that what is kept depends on this cache alone, then removed (InfiniPot, arXiv 2410.01518).
 
-Chunks of prompts run through the module, whose hidden states tell how novel each token is. A step in which every
-request gets its next token needs only the logits, so that it can run as a program on a processor.
+Prompt chunks run eagerly: the novelty of each token comes from the hidden states. A pure decode step needs only logits,
+so it can run as a compiled program on CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 
 class BoundedRunner(ModelRunner):
-    """The runner's contract, where positions are places in a pot."""
+    """Implement `Runner` where positions are slots of a bounded cache."""
 
     def __init__(
         self, model: Model, distiller: InfiniPotCompressor, pots: BoundedCacheSize, *, num_blocks: int, block_size: int,
@@ -50,7 +50,7 @@ class BoundedRunner(ModelRunner):
             kind=kind,
         )
         self.pots, self.pages, self.distiller = pots, BoundedCachePages(self.cache, num_blocks, self.dtype), distiller
-        self.cooked = 0  # pots that were cooked down, so far
+        self.cooked = 0  # compressions so far
 
     @property
     def backend(self) -> str:
@@ -59,25 +59,27 @@ class BoundedRunner(ModelRunner):
     @torch.inference_mode()
     def launch(self, step: ScheduledBatch) -> InflightBatch:
         self.pages.copy(step.copies)
-        for piece in step.pieces:
-            if self.pots.compresses_at(piece.start):
-                self._cook_down(piece.request)
+        for chunk in step.pieces:
+            if self.pots.compresses_at(chunk.start):
+                self._cook_down(chunk.request)
         count = self._fill(step.pieces)
         pages = self._pages(step.pieces, count)
         self.pages.number(pages.slot_mapping, self._numbers(step.pieces))
-        giving = [piece.request for piece in step.pieces if piece.samples_token]
-        logits, read = self._read(step.pieces, pages, count)
-        drawn = sample(logits, giving, self.eos_token_ids) if giving else None
-        given = read[:0] if drawn is None else F.cross_entropy(logits.float(), drawn.tokens, reduction="none")
-        _note(step.pieces, read, given)
-        return InflightBatch(step, giving, drawn)
+        requests = [chunk.request for chunk in step.pieces if chunk.samples_token]
+        logits, known_novelty = self._read(step.pieces, pages, count)
+        output = sample(logits, requests, self.eos_token_ids) if requests else None
+        sampled_novelty = (
+            known_novelty[:0] if output is None else F.cross_entropy(logits.float(), output.tokens, reduction="none")
+        )
+        _note(step.pieces, known_novelty, sampled_novelty)
+        return InflightBatch(step, requests, output)
 
     def _place(self, piece: ScheduledChunk) -> int:
         return self.pots.slot(piece.start)
 
     def _read(self, pieces: list[ScheduledChunk], pages: AttentionMetadata, count: int) -> tuple[Tensor, Tensor]:
-        """Logits [giving, vocabulary], and how novel the tokens are that follow those of this step and are known, one
-        piece behind the other."""
+        """Return logits [requests, vocabulary], and the novelty of the known tokens that follow those of this step,
+        chunk after chunk."""
         ids, positions = (self._on_device(buffer[:count]) for buffer in (self._ids, self._positions))
         rows = torch.tensor(last_tokens(pieces), dtype=torch.int64, device=self.device)
         if self.compiled is not None and len(rows) == count and not self._adapted(pieces):
@@ -89,36 +91,38 @@ class BoundedRunner(ModelRunner):
         known = torch.ones(count, dtype=torch.bool, device=self.device).index_fill_(0, rows, False)
         return head(states[rows]), token_novelty(states[known], self._following(pieces), head)
 
-    def _states(self, attend: Attend, ids: Tensor, positions: Tensor) -> Tensor:  # [tokens, width]
+    def _states(self, attend: Attend, ids: Tensor, positions: Tensor) -> Tensor:  # [tokens, hidden size]
         with attending(attend):
-            found: Any = self.network.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
-        states: Tensor = found.last_hidden_state[0]
+            output: Any = self.network.base_model(input_ids=ids[None], position_ids=positions[None], use_cache=False)
+        states: Tensor = output.last_hidden_state[0]
         return states
 
     def _cook_down(self, request: Request) -> None:
-        prompt, full = self.distiller.prompt, self.pots.max_text_tokens
+        prompt, num_text = self.distiller.prompt, self.pots.max_text_tokens
         self._write_table(request)
-        every = torch.arange(full + len(prompt))
+        positions = torch.arange(num_text + len(prompt))
         table = torch.from_numpy(self._tables[request.slot])
-        rows = (table[every // self.block_size].long() * self.block_size + every % self.block_size).to(self.device)
+        rows = (table[positions // self.block_size].long() * self.block_size + positions % self.block_size).to(
+            self.device
+        )
         attention: dict[int, Tensor] = {}
-        plain = paged(self.cache, self._behind(request, rows[full:]))
+        paged_attend = paged(self.cache, self._behind(request, rows[num_text:]))
 
         def attend(layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, _: int | None) -> Tensor:
-            found = plain(layer, queries, keys, values, scale, None)
-            held = self.pages.keys(layer, rows)[None]
-            attention[layer] = self.distiller.attention(queries.transpose(0, 1)[None], held, scale)
-            return found
+            output = paged_attend(layer, queries, keys, values, scale, None)
+            cached_keys = self.pages.keys(layer, rows)[None]
+            attention[layer] = self.distiller.attention(queries.transpose(0, 1)[None], cached_keys, scale)
+            return output
 
-        with self._adapters([ScheduledChunk(request, full, len(prompt), False)]):
-            self._states(attend, prompt, every[full:].to(self.device))
+        with self._adapters([ScheduledChunk(request, num_text, len(prompt), False)]):
+            self._states(attend, prompt, positions[num_text:].to(self.device))
         keep = self.pots.keep
         novel = bounded_state(request).ledger.keep_top(self.distiller.method.num_novel(keep))
-        self.pages.keep(rows[:full], attention, novel, keep, self.distiller)
+        self.pages.keep(rows[:num_text], attention, novel, keep, self.distiller)
         self.cooked += 1
 
     def _behind(self, request: Request, places: Tensor) -> AttentionMetadata:
-        """The catalyst prompt behind a full pot, at these places."""
+        """Return the attention metadata of the catalyst prompt after a full cache, in these slots."""
         new, length = len(places), self.pots.max_text_tokens + len(places)
 
         def sent(values: list[int]) -> Tensor:
@@ -128,14 +132,14 @@ class BoundedRunner(ModelRunner):
         return AttentionMetadata(sent([0, new]), sent([length]), table, places, length, [new])
 
     def _numbers(self, pieces: Sequence[ScheduledChunk]) -> Tensor:  # [tokens]
-        return torch.cat([torch.arange(piece.start, piece.start + piece.count) for piece in pieces]).to(self.device)
+        return torch.cat([torch.arange(chunk.start, chunk.start + chunk.count) for chunk in pieces]).to(self.device)
 
     def _following(self, pieces: Sequence[ScheduledChunk]) -> Tensor:
-        """The tokens that are known to come after those of a step: a piece that gives ends with the last one."""
-        found: list[int] = []
-        for piece in pieces:
-            found += piece.request.tokens[piece.start + 1 : piece.start + piece.count + 1]
-        return torch.tensor(found, dtype=torch.int64, device=self.device)
+        """Return the known successors of a step's tokens; the last token of a chunk that samples has none."""
+        tokens: list[int] = []
+        for chunk in pieces:
+            tokens += chunk.request.tokens[chunk.start + 1 : chunk.start + chunk.count + 1]
+        return torch.tensor(tokens, dtype=torch.int64, device=self.device)
 
     def _adapted(self, pieces: Sequence[ScheduledChunk]) -> bool:
         return self.adapters is not None and uses_adapters(pieces)
@@ -147,8 +151,8 @@ class BoundedRunner(ModelRunner):
 
 
 def _note(pieces: Sequence[ScheduledChunk], read: Tensor, given: Tensor) -> None:
-    """How novel tokens are: `read` of those that were known, `given` of those that were drawn, both in order."""
-    for piece in pieces:
-        known = piece.count - piece.samples_token
-        bounded_state(piece.request).append(piece.start, torch.cat((read[:known], given[: piece.samples_token])))
-        read, given = read[known:], given[int(piece.samples_token) :]
+    """Record the novelty of known tokens (`read`) and of sampled tokens (`given`), both in order."""
+    for chunk in pieces:
+        num_known = chunk.count - chunk.samples_token
+        bounded_state(chunk.request).append(chunk.start, torch.cat((read[:num_known], given[: chunk.samples_token])))
+        read, given = read[num_known:], given[int(chunk.samples_token) :]

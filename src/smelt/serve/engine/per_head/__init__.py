@@ -1,1 +1,1 @@
-"""The engine on a cache in which clusters of heads keep different numbers of tokens (Tangram)."""
+"""The engine with a per-head KV cache: clusters of heads keep different numbers of tokens (Tangram)."""

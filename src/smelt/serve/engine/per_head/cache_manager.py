@@ -1,4 +1,4 @@
-"""Pages of head clusters: reserved when a request is admitted, never taken back, and reusable in the next turn.
+"""Pages of head clusters: reserved when a request is admitted, kept until it ends, and reusable in the next turn.
 
 The last token of a prompt is computed by itself, so that a request with the same prompt, or one that continues it,
 finds all that is kept of the tokens before.
@@ -20,22 +20,22 @@ from smelt.serve.engine.session_cache import SessionCache
 
 @dataclass(eq=False)
 class PerHeadCacheState(CacheState):
-    """Where a request's pages lie. `places` are entries of its block table, cluster * width + page, one per block."""
+    """The pages of a request. `places` are entries of its block table, cluster * width + page, one per block."""
 
     kept: RequestRetention
-    pages: ClusterCounts  # of each cluster
+    pages: ClusterCounts  # per cluster
     places: list[int] = field(default_factory=list)
-    tails: dict[int, int] = field(default_factory=dict)  # place -> shared page that is not full, to be copied
+    tails: dict[int, int] = field(default_factory=dict)  # table entry -> shared partial page, to be copied
     capacity: int = -1  # tokens up to which no further page is needed
 
 
 @dataclass(frozen=True)
 class PerHeadSession:
-    """The first `tokens` of a text, as its clusters kept them."""
+    """The first `tokens` of a text, as retained by its clusters."""
 
     tokens: int
-    lengths: ClusterCounts  # of each cluster
-    pages: dict[int, int]  # place in the block table -> page
+    lengths: ClusterCounts  # per cluster
+    pages: dict[int, int]  # block table entry -> page
 
 
 class PerHeadCacheManager(KVCacheManager):
@@ -177,6 +177,6 @@ def places_between(pages: ClusterCounts, needed: ClusterCounts, width: int) -> l
 
 
 def _capacity(kept: RequestRetention, pages: ClusterCounts, tokens: int) -> int:
-    """Return how many tokens fit into so many pages of each cluster."""
+    """Return how many tokens fit into `pages` of each cluster."""
     free = pages * kept.policy.block_size - kept.lengths(max(tokens, kept.stop))
     return max(tokens, kept.stop) + int(free.min())

@@ -27,37 +27,39 @@ class ChunkCompressor:
     def __call__(self, step: PerHeadBatch, layer: int, queries: Tensor, scale: float) -> None:
         """Compress the chunks of a step in one layer; queries [tokens, heads, head_dim] are rotated."""
         for chunk in step.chunks:
-            mine = queries[chunk.first : chunk.first + chunk.count]
-            self._compress(step.cache, layer, chunk, mine.transpose(0, 1)[None], scale)
+            chunk_queries = queries[chunk.first : chunk.first + chunk.count]
+            self._compress(step.cache, layer, chunk, chunk_queries.transpose(0, 1)[None], scale)
 
     def _compress(self, cache: PerHeadCache, layer: int, chunk: Chunk, queries: Tensor, scale: float) -> None:
-        here, there = chunk.here[layer], chunk.there[layer]
-        pages = [each.view(-1, each.shape[-1]) for each in (cache.keys, cache.values)]
-        old = [each.index_select(0, here.flatten()) for each in pages]  # rows, [kv_heads * region, ...]
-        keys, values = (each.view(1, *here.shape, each.shape[-1]) for each in old)
+        source, target = chunk.here[layer], chunk.there[layer]
+        pages = [cache_rows.view(-1, cache_rows.shape[-1]) for cache_rows in (cache.keys, cache.values)]
+        region_rows = [
+            cache_rows.index_select(0, source.flatten()) for cache_rows in pages
+        ]  # rows, [kv_heads * region, ...]
+        keys, values = (cache_rows.view(1, *source.shape, cache_rows.shape[-1]) for cache_rows in region_rows)
         if cache.format is not None:
             keys, values = (
                 cache.format.dequantize_keys(keys, queries.dtype),
                 cache.format.dequantize(values, queries.dtype),
             )
         scores = self._scores(chunk, queries, keys, values, scale)
-        chosen = _chosen(scores, there.shape[1], chunk.judged.window)
-        for each, mine in zip(pages, old, strict=True):
-            each.index_copy_(0, there.flatten(), mine.index_select(0, chosen))
+        selected = _chosen(scores, target.shape[1], chunk.judged.window)
+        for cache_rows, old_rows in zip(pages, region_rows, strict=True):
+            cache_rows.index_copy_(0, target.flatten(), old_rows.index_select(0, selected))
 
     def _scores(self, chunk: Chunk, queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """[kv_heads, region]"""
+        """Score the tokens of a region, [kv_heads, region]."""
         scorer, first = chunk.judged.scorer, chunk.end - chunk.judged.region
-        plain = self.back(queries, chunk.end - chunk.count) if scorer.needs_unrotated_queries else queries[:, :, :0]
-        seen = AttentionInputs(
-            keys, values, plain, lambda x, at: self.turn(x, first + at), scale, rotated_queries=queries
+        unrotated = self.back(queries, chunk.end - chunk.count) if scorer.needs_unrotated_queries else queries[:, :, :0]
+        inputs = AttentionInputs(
+            keys, values, unrotated, lambda x, at: self.turn(x, first + at), scale, rotated_queries=queries
         )
-        return scorer.scores(seen)[0]
+        return scorer.scores(inputs)[0]
 
 
 def _chosen(scores: Tensor, most: int, window: int) -> Tensor:
-    """The best of each head's tokens before the window, the best first, and then the window: [kv_heads * most], where a
-    head's tokens lie behind those of the head before."""
+    """Return the indices of each head's best tokens before the window, best first, then the window: [kv_heads * most],
+    into the regions of all heads concatenated."""
     heads, region = scores.shape
     best = scores[:, : region - window].argsort(dim=1, descending=True, stable=True)[:, : most - window]
     last = torch.arange(region - window, region, device=scores.device).expand(heads, window)
@@ -66,12 +68,15 @@ def _chosen(scores: Tensor, most: int, window: int) -> Tensor:
 
 
 def write(step: PerHeadBatch, layer: int, keys: Tensor, values: Tensor) -> None:
-    """Append keys and values [tokens, kv_heads, ...] of new tokens to what each head holds."""
+    """Append keys and values [tokens, kv_heads, ...] of new tokens to each head's cache."""
     cache = step.cache
     heads = cache.cluster[layer]
-    places = step.positions[:, None] + cache.shifts[step.slots][:, heads]  # [tokens, kv_heads]
+    positions = step.positions[:, None] + cache.shifts[step.slots][:, heads]  # [tokens, kv_heads]
     rows = cache.rows(
-        step.slots[:, None].expand_as(places), heads.expand_as(places), cache.column[layer].expand_as(places), places
+        step.slots[:, None].expand_as(positions),
+        heads.expand_as(positions),
+        cache.column[layer].expand_as(positions),
+        positions,
     ).flatten()
     cache.keys.view(-1, keys.shape[-1]).index_copy_(0, rows, keys.flatten(0, 1))
     cache.values.view(-1, keys.shape[-1]).index_copy_(0, rows, values.flatten(0, 1))
@@ -79,14 +84,14 @@ def write(step: PerHeadBatch, layer: int, keys: Tensor, values: Tensor) -> None:
 
 def attend(
     step: PerHeadBatch, layer: int, queries: Tensor, scale: float
-) -> Tensor:  # [tokens, heads, width] -> the same
+) -> Tensor:  # [tokens, heads, head_dim] -> same shape
     cache, tokens = step.cache, len(queries)
     heads, columns = cache.cluster[layer], cache.column[layer]
-    most = -(-step.longest // cache.size)
-    tables = cache.tables[step.piece_slots][:, heads, :most] * cache.columns + columns[:, None].int()
+    max_pages = -(-step.longest // cache.size)
+    tables = cache.tables[step.piece_slots][:, heads, :max_pages] * cache.columns + columns[:, None].int()
     lengths = step.lengths[:, None] + cache.shifts[step.piece_slots][:, heads]  # [pieces, kv_heads]
     begins = torch.arange(len(heads), device=queries.device, dtype=torch.int32)[:, None] * tokens + step.bounds[:-1]
-    pages = AttentionMetadata(
+    metadata = AttentionMetadata(
         cu_seqlens_q=torch.cat((begins.flatten(), step.bounds[-1:] * len(heads))),
         seq_lens=lengths.T.flatten().int(),
         block_tables=tables.transpose(0, 1).flatten(0, 1).int().contiguous(),
@@ -94,10 +99,10 @@ def attend(
         max_seq_len=step.longest,
         query_lens=step.counts * len(heads),
     )
-    grouped = queries.unflatten(1, (len(heads), -1))  # [tokens, kv_heads, group, width]
+    grouped = queries.unflatten(1, (len(heads), -1))  # [tokens, kv_heads, group, head_dim]
     flat = grouped.transpose(0, 1).flatten(0, 1)
-    found = paged_attention(flat, cache.keys, cache.values, pages, scale, kv_quant=cache.format)
-    return found.unflatten(0, (len(heads), tokens)).transpose(0, 1).flatten(1, 2)
+    output = paged_attention(flat, cache.keys, cache.values, metadata, scale, kv_quant=cache.format)
+    return output.unflatten(0, (len(heads), tokens)).transpose(0, 1).flatten(1, 2)
 
 
 def per_head_attention(step: PerHeadBatch, compress: ChunkCompressor) -> Attend:
@@ -106,10 +111,10 @@ def per_head_attention(step: PerHeadBatch, compress: ChunkCompressor) -> Attend:
     def attend_and_compress(
         layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float, _: int | None
     ) -> Tensor:
-        asking, new_keys, new_values = quantize_qkv(step.cache.format, queries, keys, values)
+        new_queries, new_keys, new_values = quantize_qkv(step.cache.format, queries, keys, values)
         write(step, layer, new_keys, new_values)
-        found = attend(step, layer, asking, scale)
+        output = attend(step, layer, new_queries, scale)
         compress(step, layer, queries, scale)
-        return found
+        return output
 
     return attend_and_compress

@@ -1,4 +1,4 @@
-"""Pages of head clusters on a GPU: decoding reads how the work is shared out from a table that was made before."""
+"""Pages of head clusters on a GPU: decoding reads its work split from a precomputed table."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # needs Triton
 
 
 class PerHeadGpuPages:
-    """The pages' contract of a GPU runner, where clusters of heads keep different numbers of tokens."""
+    """Implement `GpuPages` for a per-head KV cache."""
 
     def __init__(
         self, model: Model, cache: PerHeadCache, retention: EvictionPolicy, max_model_len: int, send: Send
@@ -54,13 +54,13 @@ class PerHeadGpuPages:
     def decoding(self, slots: Tensor, lengths: Tensor, network: FusedNetwork) -> Attend:
         from smelt.kernels.gpu.paged import DecodeMetadata, paged_decode
 
-        tokens = DecodeMetadata(slots, lengths, self.cache.tables, network.arrived, self.max_model_len)
+        metadata = DecodeMetadata(slots, lengths, self.cache.tables, network.arrived, self.max_model_len)
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
-            pages, parts = self._layer(part.index, len(slots))
+            pages, splits = self._layer(part.index, len(slots))
             return paged_decode(
-                mixed, self.cache.keys, self.cache.values, tokens, network.rotation(part), part.scale, head_pages=pages,
-                splits=parts, kv_quant=self.cache.format,
+                mixed, self.cache.keys, self.cache.values, metadata, network.rotation(part), part.scale,
+                head_pages=pages, splits=splits, kv_quant=self.cache.format,
             )  # fmt: skip
 
         return attend
@@ -70,22 +70,22 @@ class PerHeadGpuPages:
         from smelt.kernels.gpu.rope import rope_and_store_kv
 
         step = step_of(self.cache, pieces, torch.stack((slots, positions)), self._send)
-        cache, form = self.cache, self.cache.format
-        pages = AttentionMetadata(step.bounds, step.lengths, cache.tables, positions, step.longest, step.counts)
-        tiles = QueryTiles.of(step.counts, slots.device, prefill_config(pages, cache.keys.shape[-1], form))
+        cache, kv_quant = self.cache, self.cache.format
+        metadata = AttentionMetadata(step.bounds, step.lengths, cache.tables, positions, step.longest, step.counts)
+        tiles = QueryTiles.of(step.counts, slots.device, prefill_config(metadata, cache.keys.shape[-1], kv_quant))
 
         def attend(mixed: Tensor, part: Attention) -> Tensor:
-            own, _ = self._layer(part.index, len(pieces))
+            head_pages, _ = self._layer(part.index, len(pieces))
             queries = rope_and_store_kv(
-                mixed, positions, slots, network.rotation(part), cache.keys, cache.values, own, form
+                mixed, positions, slots, network.rotation(part), cache.keys, cache.values, head_pages, kv_quant
             )
-            found = paged_prefill(
-                queries, cache.keys, cache.values, pages, part.scale, tiles=tiles, head_pages=own,
-                slots=step.piece_slots, kv_quant=form,
+            output = paged_prefill(
+                queries, cache.keys, cache.values, metadata, part.scale, tiles=tiles, head_pages=head_pages,
+                slots=step.piece_slots, kv_quant=kv_quant,
             )  # fmt: skip
-            # The judge decodes keys, which turns them back by the Hadamard matrix: its queries are to be as those are.
-            self._compress(step, part.index, queries if form is None else form.unrotate(queries), part.scale)
-            return found.flatten(1)
+            # Scoring dequantizes keys, which undoes their Hadamard rotation, so the queries must be unrotated as well.
+            self._compress(step, part.index, queries if kv_quant is None else kv_quant.unrotate(queries), part.scale)
+            return output.flatten(1)
 
         def logits(ids: Tensor, wanted: Tensor) -> Tensor:
             return module_logits(self._module, per_head_attention(step, self._compress), ids, positions, wanted)
@@ -93,8 +93,8 @@ class PerHeadGpuPages:
         return Mixed(attend, logits)
 
     def _layer(self, layer: int, requests: int) -> tuple[ClusteredHeadPages, int]:
-        """Whose pages are whose in a layer, and into how many parts a head's keys are split at most; made for the next
-        power of two of requests, so that few are made."""
+        """Return a layer's head pages and its maximum splits per head, rounded up to a power of two; cached per
+        power of two of requests."""
         from smelt.kernels.gpu.arch import num_sms
         from smelt.kernels.gpu.paged import BLOCK_N, num_splits
         from smelt.kernels.gpu.pages import ClusteredHeadPages
@@ -102,13 +102,13 @@ class PerHeadGpuPages:
         requests = 1 << (requests - 1).bit_length()
         if (layer, requests) not in self._layers:
             cache = self.cache
-            shares, chip = tuple(self.retention.head_splits[layer].tolist()), num_sms(cache.keys.device)
-            most = max(min(MOST_PARTS, self.max_model_len // (2 * BLOCK_N)), 1)
-            alike = (num_splits(requests, len(shares), self.max_model_len, chip),) * len(shares)
-            counts = alike if len(set(shares)) == 1 else parts_of(shares, requests, chip, most)
-            own = ClusteredHeadPages(
+            shares, sms = tuple(self.retention.head_splits[layer].tolist()), num_sms(cache.keys.device)
+            max_parts = max(min(MOST_PARTS, self.max_model_len // (2 * BLOCK_N)), 1)
+            uniform = (num_splits(requests, len(shares), self.max_model_len, sms),) * len(shares)
+            counts = uniform if len(set(shares)) == 1 else parts_of(shares, requests, sms, max_parts)
+            head_pages = ClusteredHeadPages(
                 cache.tables, cache.shifts, cache.cluster[layer], cache.column[layer], cache.columns,
                 torch.tensor(work_of(shares, counts), dtype=torch.int32, device=cache.keys.device),
             )  # fmt: skip
-            self._layers[layer, requests] = own, 1 << (max(counts) - 1).bit_length()
+            self._layers[layer, requests] = head_pages, 1 << (max(counts) - 1).bit_length()
         return self._layers[layer, requests]

@@ -1,4 +1,4 @@
-"""Steps of the network as it is, on pages of clusters."""
+"""Run steps on a per-head KV cache, eagerly or compiled on CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from smelt.serve.engine.scheduler import ScheduledBatch, ScheduledChunk
 
 
 class PerHeadRunner:
-    """The runner's contract, where clusters of heads keep different numbers of tokens."""
+    """Implement `Runner` for clusters of heads that keep different numbers of tokens."""
 
     max_inflight_steps = 0
 
@@ -46,12 +46,12 @@ class PerHeadRunner:
 
     @property
     def backend(self) -> str:
-        """What computes a step in which nothing is compressed; chunks of prompts run through the module."""
-        way = "eager" if self.compiled is None else self.compiled.name
-        return f"{way}, per-head cache{backend_suffix(self.kind)}"
+        """Return what computes a step without compression; prompt chunks always run eagerly."""
+        base = "eager" if self.compiled is None else self.compiled.name
+        return f"{base}, per-head cache{backend_suffix(self.kind)}"
 
     def warmup(self) -> None:
-        """Nothing is left for the first use."""
+        """Do nothing: nothing is compiled on first use."""
 
     @torch.inference_mode()
     def launch(self, step: ScheduledBatch) -> InflightBatch:
@@ -59,10 +59,12 @@ class PerHeadRunner:
         ids, tokens = self._tokens(step.pieces)
         logits = self._logits(ids, step_of(self.cache, step.pieces, tokens, self._sent), step.pieces)
         self._tables.after(step)
-        giving = [piece.request for piece in step.pieces if piece.samples_token]
-        return InflightBatch(step, giving, sample(logits, giving, self.eos_token_ids) if giving else None)
+        requests = [chunk.request for chunk in step.pieces if chunk.samples_token]
+        return InflightBatch(step, requests, sample(logits, requests, self.eos_token_ids) if requests else None)
 
-    def _logits(self, ids: Tensor, step: PerHeadBatch, pieces: list[ScheduledChunk]) -> Tensor:  # [giving, vocabulary]
+    def _logits(
+        self, ids: Tensor, step: PerHeadBatch, pieces: list[ScheduledChunk]
+    ) -> Tensor:  # [requests, vocabulary]
         adapted = self.adapters is not None and uses_adapters(pieces)
         rows = self._sent(np.array(last_tokens(pieces), dtype=np.int64))
         if self.compiled is not None and not step.chunks and not adapted:
@@ -71,10 +73,10 @@ class PerHeadRunner:
             return module_logits(self.network, per_head_attention(step, self._compress), ids, step.positions, rows)
 
     def _tokens(self, pieces: list[ScheduledChunk]) -> tuple[Tensor, Tensor]:
-        """Ids [tokens], and slots and positions [2, tokens]."""
-        ids = np.concatenate([piece.request.tokens[piece.start : piece.start + piece.count] for piece in pieces])
-        slots = np.repeat([piece.request.slot for piece in pieces], [piece.count for piece in pieces])
-        positions = np.concatenate([np.arange(piece.start, piece.start + piece.count) for piece in pieces])
+        """Return ids [tokens], and slots and positions [2, tokens]."""
+        ids = np.concatenate([chunk.request.tokens[chunk.start : chunk.start + chunk.count] for chunk in pieces])
+        slots = np.repeat([chunk.request.slot for chunk in pieces], [chunk.count for chunk in pieces])
+        positions = np.concatenate([np.arange(chunk.start, chunk.start + chunk.count) for chunk in pieces])
         return self._sent(ids.astype(np.int64)), self._sent(np.stack([slots, positions]).astype(np.int64))
 
     def _sent(self, values: np.ndarray[Any, Any]) -> Tensor:

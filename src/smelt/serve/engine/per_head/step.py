@@ -1,4 +1,4 @@
-"""What a step's attention needs to know: whose tokens are computed, where they go, and what is decided afterwards."""
+"""Attention metadata of a per-head step: its tokens, their cache rows, and the chunks compressed afterwards."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ Send = Callable[[np.ndarray[Any, Any]], Tensor]  # to the device
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a prompt whose tokens are judged when a layer's attention is done with them."""
+    """A prompt chunk that is compressed in each layer after its attention."""
 
-    first: int  # of its tokens in the step
+    first: int  # row of its first token in the step
     count: int
-    end: int  # tokens of the text that are read then
+    end: int  # tokens of the text up to its end
     judged: EvictionStep
-    chosen: Tensor  # [layers, kv_heads], int64: how many each head keeps of the region
-    here: Tensor  # [layers, kv_heads, region], int64: rows of the cache in which they lie
-    there: Tensor  # [layers, kv_heads, most], int64: rows to which the chosen ones go; see `chunk_of`
+    chosen: Tensor  # [layers, kv_heads], int64: retained tokens of the region
+    here: Tensor  # [layers, kv_heads, region], int64: cache rows of the region
+    there: Tensor  # [layers, kv_heads, max retained], int64: target rows; see `chunk_of`
 
 
 @dataclass(frozen=True)
 class PerHeadBatch:
-    """Tokens of all pieces behind one another."""
+    """Tokens of all scheduled chunks, concatenated."""
 
     cache: PerHeadCache
-    slots: Tensor  # [tokens], int64: whose
+    slots: Tensor  # [tokens], int64: slot of the request
     positions: Tensor  # [tokens], int64: in the text
     piece_slots: Tensor  # [pieces], int64
-    bounds: Tensor  # [pieces + 1], int32: where pieces begin
-    lengths: Tensor  # [pieces], int32: tokens of the text with the new ones
+    bounds: Tensor  # [pieces + 1], int32: first rows of the chunks
+    lengths: Tensor  # [pieces], int32: tokens of the text, including the new ones
     counts: list[int]
-    longest: int  # tokens that any cluster of any piece holds, at most
+    longest: int  # max cached tokens of any cluster of any chunk
     chunks: list[Chunk]
 
 
 class Tables:
-    """The host's side of the tables: what was written of each slot, and the staging area of a step."""
+    """Host-side state of the block tables: what was written per slot, and the staging pages of a step."""
 
     def __init__(self, cache: PerHeadCache, slots: int, send: Send) -> None:
         self.cache, self._send = cache, send
-        self._written: list[tuple[list[int], int]] = [([], 0)] * slots  # blocks of a slot, and how many of them
+        self._written: list[tuple[list[int], int]] = [([], 0)] * slots  # per slot: blocks, and how many are written
 
     def before(self, step: ScheduledBatch) -> None:
         if step.copies:
@@ -64,85 +64,93 @@ class Tables:
         self._shift(step.pieces, after=True)
 
     def _write(self, pieces: list[ScheduledChunk]) -> None:
-        """Pages that requests were given since their last step, and pages that a chunk borrows, in one copy."""
-        places: list[int] = []
+        """Write pages allocated since the last step, and staging pages of prompt chunks, in one copy."""
+        entries: list[int] = []
         pages: list[int] = []
-        borrowed = 0
+        num_staged = 0
         stride = self.cache.tables[0].numel()
-        for piece in pieces:
-            request, state = piece.request, per_head_state(piece.request)
-            held, count = self._written[request.slot]
-            if held is not request.blocks:
+        for scheduled in pieces:
+            request, state = scheduled.request, per_head_state(scheduled.request)
+            written, count = self._written[request.slot]
+            if written is not request.blocks:
                 count = 0
-            new = [request.slot * stride + place for place in state.places[count:]]
-            places += new
+            new_entries = [request.slot * stride + entry for entry in state.places[count:]]
+            entries += new_entries
             pages += request.blocks[count:]
             self._written[request.slot] = (request.blocks, len(request.blocks))
-            if piece.start < state.kept.stop:
-                lent = self._staged(piece, state)
-                places += [request.slot * stride + place for place in lent]
-                pages += self.cache.staging[borrowed : borrowed + len(lent)]
-                borrowed += len(lent)
-        if places:
-            both = self._send(np.array([places, pages], dtype=np.int64))
-            self.cache.tables.view(-1)[both[0]] = both[1].int()
+            if scheduled.start < state.kept.stop:
+                staged = self._staged(scheduled, state)
+                entries += [request.slot * stride + entry for entry in staged]
+                pages += self.cache.staging[num_staged : num_staged + len(staged)]
+                num_staged += len(staged)
+        if entries:
+            update = self._send(np.array([entries, pages], dtype=np.int64))
+            self.cache.tables.view(-1)[update[0]] = update[1].int()
 
     def _shift(self, pieces: list[ScheduledChunk], *, after: bool) -> None:
-        """How far clusters lag behind the text: before a chunk is read, or after."""
-        chunks = [piece for piece in pieces if piece.start < per_head_state(piece.request).kept.stop]
-        fresh = (
-            chunks if after else [piece for piece in pieces if piece.start == per_head_state(piece.request).kept.start]
+        """Update how far clusters lag behind the text, before or after a chunk is computed."""
+        chunks = [scheduled for scheduled in pieces if scheduled.start < per_head_state(scheduled.request).kept.stop]
+        changed = (
+            chunks
+            if after
+            else [scheduled for scheduled in pieces if scheduled.start == per_head_state(scheduled.request).kept.start]
         )
-        if not fresh:
+        if not changed:
             return
-        ends = [piece.start + (piece.count if after else 0) for piece in fresh]
+        ends = [scheduled.start + (scheduled.count if after else 0) for scheduled in changed]
         shifts = np.stack(
-            [per_head_state(piece.request).kept.lengths(end) - end for piece, end in zip(fresh, ends, strict=True)]
+            [
+                per_head_state(scheduled.request).kept.lengths(end) - end
+                for scheduled, end in zip(changed, ends, strict=True)
+            ]
         )
-        slots = self._send(np.array([piece.request.slot for piece in fresh], dtype=np.int64))
+        slots = self._send(np.array([scheduled.request.slot for scheduled in changed], dtype=np.int64))
         self.cache.shifts[slots] = self._send(shifts).int()
 
     def _staged(self, piece: ScheduledChunk, state: PerHeadCacheState) -> list[int]:
-        """Places behind a request's own pages that the chunk needs until it is judged."""
-        raw = state.kept.lengths(piece.start) + piece.count
-        return places_between(state.pages, -(-raw // self.cache.size), self.cache.tables.shape[2])
+        """Return the table entries beyond a request's own pages that a chunk needs until it is compressed."""
+        lengths = state.kept.lengths(piece.start) + piece.count
+        return places_between(state.pages, -(-lengths // self.cache.size), self.cache.tables.shape[2])
 
 
 def step_of(cache: PerHeadCache, pieces: list[ScheduledChunk], tokens: Tensor, send: Send) -> PerHeadBatch:
-    """`tokens` are slots and positions of all tokens, [2, tokens], on the device."""
-    counts = [piece.count for piece in pieces]
+    """Build the metadata of a step; `tokens` are slots and positions [2, tokens] on the device."""
+    counts = [scheduled.count for scheduled in pieces]
     bounds = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-    lengths = np.array([piece.start + piece.count for piece in pieces], dtype=np.int32)
-    longest = max(int(per_head_state(piece.request).kept.lengths(piece.start).max()) + piece.count for piece in pieces)
+    lengths = np.array([scheduled.start + scheduled.count for scheduled in pieces], dtype=np.int32)
+    max_seq_len = max(
+        int(per_head_state(scheduled.request).kept.lengths(scheduled.start).max()) + scheduled.count
+        for scheduled in pieces
+    )
     chunks = []
-    for first, piece in zip(bounds.tolist(), pieces, strict=False):
-        stop = piece.start + piece.count
-        kept = per_head_state(piece.request).kept
-        judged = kept.eviction_step(piece.start, stop) if piece.start < kept.stop else None
-        if judged is not None:
-            chunks.append(chunk_of(cache, piece, first, judged, send))
+    for first, scheduled in zip(bounds.tolist(), pieces, strict=False):
+        stop = scheduled.start + scheduled.count
+        kept = per_head_state(scheduled.request).kept
+        eviction = kept.eviction_step(scheduled.start, stop) if scheduled.start < kept.stop else None
+        if eviction is not None:
+            chunks.append(chunk_of(cache, scheduled, first, eviction, send))
     return PerHeadBatch(
-        cache, tokens[0], tokens[1], send(np.array([piece.request.slot for piece in pieces], dtype=np.int64)),
-        send(bounds), send(lengths), counts, longest, chunks,
+        cache, tokens[0], tokens[1], send(np.array([scheduled.request.slot for scheduled in pieces], dtype=np.int64)),
+        send(bounds), send(lengths), counts, max_seq_len, chunks,
     )  # fmt: skip
 
 
 def chunk_of(cache: PerHeadCache, piece: ScheduledChunk, first: int, judged: EvictionStep, send: Send) -> Chunk:
-    """All that does not depend on scores, for all layers at once. A head's best tokens go behind what is locked, the
-    best first, then the window; what it does not keep goes behind that, where nobody looks for it."""
-    locked, chosen = (counts[cache.cluster] for counts in send(np.stack([judged.locked, judged.retained])))
-    most = int(judged.retained.max())
-    rank = torch.arange(most - judged.window, device=locked.device).expand(*locked.shape, -1)
-    last = torch.arange(judged.window, device=locked.device).expand(*locked.shape, -1)
-    ahead = chosen[..., None] - judged.window
-    targets = torch.cat((torch.where(rank < ahead, rank, rank + judged.window), ahead + last), dim=-1)
-    every = torch.arange(judged.region, device=locked.device)
+    """Compute all that does not depend on scores, for all layers at once. A head's best tokens go after its locked
+    ones, best first, then the window; evicted tokens go after that, where nothing reads them."""
+    locked, retained = (counts[cache.cluster] for counts in send(np.stack([judged.locked, judged.retained])))
+    max_retained = int(judged.retained.max())
+    order = torch.arange(max_retained - judged.window, device=locked.device).expand(*locked.shape, -1)
+    window = torch.arange(judged.window, device=locked.device).expand(*locked.shape, -1)
+    num_best = retained[..., None] - judged.window
+    target_offsets = torch.cat((torch.where(order < num_best, order, order + judged.window), num_best + window), dim=-1)
+    offsets = torch.arange(judged.region, device=locked.device)
 
     def rows(places: Tensor) -> Tensor:
-        heads, columns = (each[..., None].expand_as(places) for each in (cache.cluster, cache.column))
+        heads, columns = (index[..., None].expand_as(places) for index in (cache.cluster, cache.column))
         return cache.rows(torch.full_like(places, piece.request.slot), heads, columns, locked[..., None] + places)
 
     return Chunk(
-        first, piece.count, piece.start + piece.count, judged, chosen, rows(every.expand(*locked.shape, -1)),
-        rows(targets),
+        first, piece.count, piece.start + piece.count, judged, retained, rows(offsets.expand(*locked.shape, -1)),
+        rows(target_offsets),
     )  # fmt: skip
