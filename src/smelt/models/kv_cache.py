@@ -1,8 +1,8 @@
 """Quantized KV cache: keys and values are packed in a number format and dequantized when attention reads them.
 
-Each head's vector of a token is a row: its groups have scales of their own, so that a cache grows token by token and
-beams are exchanged without touching a code. Keys can be rotated by a Hadamard matrix before they are rounded and back
-afterwards, which is QuaRot's rotation of queries and keys after the position embedding (Ashkboos et al., 2024).
+Each head's vector of a token is a row with its own group scales, so the cache can grow token by token and reorder beams
+without requantizing. Keys can be rotated by a Hadamard matrix before quantization and back after dequantization:
+QuaRot's rotation of queries and keys after RoPE (Ashkboos et al., 2024).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from smelt.kernels.hadamard import hadamard_order, hadamard_transform
 from smelt.numerics.catalog import get_format
 from smelt.numerics.format import PER_ROW, PER_TENSOR, Format, QuantizedTensor
 
-UNPACKED = "none"  # the name of no format: as the network gives them
+UNPACKED = "none"  # no format: stored in the network's dtype
 KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class PackedRows:
-    """Vectors [batch, heads, tokens, width] that grow along the tokens, in a format; or as they are, without one."""
+    """A growing tensor [batch, heads, tokens, width], quantized row by row; unquantized if the format is None."""
 
     def __init__(self, number_format: Format | None, clip: float, rotate: bool) -> None:
         self.format, self.clip, self.rotate = number_format, clip, rotate
@@ -49,7 +49,7 @@ class PackedRows:
         grid = self.format.compute_qparams(grouped, clip_ratio=self.clip, tensor_amax=self.format.tensor_amax(x))
         codes = self.format.quantize_groups(grouped, grid).flatten(-2)[..., : self.width]
         rows = (*x.shape[:3], 1, 1)
-        return {  # what a whole tensor shares is noted with every row, since the next tokens come with their own
+        return {  # store per-tensor values with every row, since later tokens have their own
             name: tensor.expand(rows) if name == "tensor" else tensor
             for name, tensor in QuantizedTensor(self.format, codes, grid).pack().items()
         }
@@ -73,12 +73,12 @@ class PackedRows:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def change(self, make: Callable[[Tensor], Tensor]) -> None:
-        """Replace every tensor, codes and scales alike."""
+        """Apply `make` to every tensor, codes and scales alike."""
         self.tensors = {name: make(tensor) for name, tensor in self.tensors.items()}
 
 
 class PackedLayer(DynamicLayer):
-    """One layer of the cache. Nothing but the packed rows outlives a call of `update`."""
+    """One layer of the cache. Only the packed rows persist between calls of `update`."""
 
     def __init__(self, rows: Callable[[bool], PackedRows]) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class PackedLayer(DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove > 0:
-            raise ValueError("the number of tokens to remove is given as a negative number")
+            raise ValueError("the number of tokens to remove must be negative or 0")
         if tokens_to_remove:
             self._change(lambda tensor: tensor[:, :, :tokens_to_remove].contiguous())
 
@@ -132,11 +132,11 @@ class PackedLayer(DynamicLayer):
 
 
 class QuantizedKVCache(Cache):
-    """Give it to a network as `past_key_values`, a new one for each sequence or batch.
+    """A quantized KV cache to pass to a network as `past_key_values`; create one per sequence or batch.
 
-    `number_format` is a name from `smelt formats` (or `none`), for both keys and values unless `values` says otherwise.
-    `clip` is the part of a group's range that its grid covers. All layers hold every token, also those of which a
-    sliding window reads only the last ones.
+    `number_format` is a name from `smelt formats` (or `none`) for keys and, unless `values` is set, for values.
+    `clip` is the fraction of a group's range that its grid covers. All layers keep every token, including layers with
+    sliding-window attention.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class QuantizedKVCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all layers hold."""
+        """The size of all layers in bytes."""
         return sum(rows.nbytes for layer in self.layers for rows in layer.rows)
 
 
@@ -173,22 +173,22 @@ class KVCacheFormat:
     """The KV cache format saved with a model: the number formats of keys and values, and how both are quantized."""
 
     format: str = UNPACKED
-    values: str | None = None  # where it is another one than that of the keys
+    values: str | None = None  # if it differs from that of the keys
     clip: float = 1.0
     rotate_keys: bool = False
 
     def cache(self, config: PreTrainedConfig) -> QuantizedKVCache:
-        """A new, empty one."""
+        """Create an empty cache."""
         return QuantizedKVCache(config, self.format, self.values, clip=self.clip, rotate_keys=self.rotate_keys)
 
     def check(self) -> None:
-        """Refuse what no cache can be made of."""
+        """Raise if no cache can be created with these settings."""
         for name in (self.format, self.values):
             _row_format(name or UNPACKED)
         _check_clip(self.clip)
 
     def bits(self, head_dim: int, dtype: torch.dtype) -> float:
-        """Of the key and the value of one head of one token."""
+        """Return the bits per token and head, key and value together."""
         formats = [_row_format(name) for name in (self.format, self.values or self.format)]
         return head_dim * sum(8 * dtype.itemsize if f is None else f.bits_per_value(head_dim) for f in formats)
 
@@ -200,26 +200,26 @@ class KVCacheFormat:
 
     @classmethod
     def from_json(cls, plain: Any, place: str) -> KVCacheFormat:
-        """From a file: anything that is not what `to_json` writes is an error."""
+        """Parse an untrusted description; raise unless it has the form that `to_json` writes."""
         known = {"format": (str,), "values": (str, type(None)), "clip": (float,), "rotate_keys": (bool,)}
         if not isinstance(plain, dict) or any(type(value) not in known.get(key, ()) for key, value in plain.items()):
             raise ModelError(f"{place}: this does not describe a KV cache format: {plain!r}.")
-        found = cls(**plain)
+        kv_format = cls(**plain)
         try:
-            found.check()
+            kv_format.check()
         except FormatError as error:
             raise ModelError(f"{place}: {error}") from error
-        return found
+        return kv_format
 
 
 def _check_clip(clip: float) -> None:
     if not 0 < clip <= 1:
-        raise FormatError(f"a cache's range is clipped to a part of it, between 0 and 1, not {clip}.")
+        raise FormatError(f"the clip ratio of a KV cache must be above 0 and at most 1, not {clip}.")
 
 
 def _row_format(given: str | Format) -> Format | None:
-    """A scale for a whole tensor becomes one for each row, since there is no whole tensor yet."""
+    """Return the format of a row; per-tensor scales become per-row scales, since the tensor is still growing."""
     if given == UNPACKED:
         return None
-    found = get_format(given) if isinstance(given, str) else given
-    return replace(found, group_size=PER_ROW) if found.group_size == PER_TENSOR else found
+    number_format = get_format(given) if isinstance(given, str) else given
+    return replace(number_format, group_size=PER_ROW) if number_format.group_size == PER_TENSOR else number_format

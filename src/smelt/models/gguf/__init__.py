@@ -1,4 +1,4 @@
-"""Models from GGUF files, read by our own code: container, block formats, Llama-like networks, tokenizers."""
+"""Read models from GGUF files: container, block formats, Llama-like networks, tokenizers."""
 
 from smelt.models.gguf.llama import gguf_config, gguf_shapes, gguf_tensors
 from smelt.models.gguf.packed import gguf_packed

@@ -1,8 +1,8 @@
-"""GGML's block formats as pure NumPy: packed bytes in, float32 out. The layouts are those of the public GGML format.
+"""Decode GGML's block formats in NumPy: packed bytes in, float32 out.
 
-A quantized row is a run of blocks; a block holds 32 (or, in the K formats, 256) weights that share scales. Each reader
-takes blocks as bytes, [blocks, bytes of a block]. Those of floats give weights, [blocks, weights of a block]; those of
-quantized blocks give what the bytes hold, from which weights are computed or packed layers are made.
+A quantized row is a sequence of blocks; a block holds 32 (in the K formats 256) weights that share scales. Each reader
+takes blocks as bytes, [blocks, bytes per block]. Readers of float formats return weights, [blocks, weights per block];
+those of quantized formats return `Levels`, which are dequantized or converted to packed layers.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]
 
-# Decoding in pieces keeps the temporary arrays in cache and small beside the result.
+# Decoding in chunks keeps the temporary arrays small and in cache.
 _WEIGHTS_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
 class Levels:
-    """What quantized blocks hold: a weight is `scale * (code - middle)`, or `scale * code + minimum`."""
+    """The content of quantized blocks: a weight is `scale * (code - middle)` or `scale * code + minimum`."""
 
-    codes: Bytes  # [blocks, groups of a block, weights of a group]
-    scale: Floats  # [blocks, groups of a block, 1]
+    codes: Bytes  # [blocks, groups per block, weights per group]
+    scale: Floats  # [blocks, groups per block, 1]
     middle: int = 0
-    minimum: Floats | None = None  # as the scale
+    minimum: Floats | None = None  # same shape as the scale
 
     def values(self) -> Floats:
         codes = self.codes.astype(np.float32)
@@ -37,21 +37,21 @@ class Levels:
 
 @dataclass(frozen=True)
 class BlockFormat:
-    """One of GGML's tensor types: how many weights a block holds, in how many bytes, and how to read them."""
+    """A GGML tensor type: weights per block, bytes per block, and the reader."""
 
     name: str
     weights: int
     bytes: int
     read: Callable[[Bytes], Floats | Levels]
-    bits: int = 0  # of a code; 0: the weights are floats
+    bits: int = 0  # per code; 0 for float formats
 
     def decode(self, blocks: Bytes) -> Floats:
-        found = self.read(blocks)
-        return found.values() if isinstance(found, Levels) else found
+        content = self.read(blocks)
+        return content.values() if isinstance(content, Levels) else content
 
 
 def dequantize(data: Bytes, block_format: BlockFormat, shape: tuple[int, ...]) -> Floats:
-    """The float32 tensor of the given shape that `data` holds; its size must fit exactly."""
+    """Dequantize `data` to a float32 tensor of this shape; the size must match exactly."""
     blocks = data.reshape(-1, block_format.bytes)
     weights = np.empty((len(blocks), block_format.weights), dtype=np.float32)
     step = max(1, _WEIGHTS_AT_ONCE // block_format.weights)
@@ -74,17 +74,17 @@ def _bf16(blocks: Bytes) -> Floats:
 
 
 def _half(blocks: Bytes, start: int) -> Floats:
-    """The float16 at byte `start` of each block, [blocks, 1]."""
+    """Read the float16 at byte `start` of each block, [blocks, 1]."""
     return _f16(np.ascontiguousarray(blocks[:, start : start + 2]))
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """All low halves, then all high halves: [..., n] -> [..., 2 n]."""
+    """Unpack all low nibbles, then all high nibbles: [..., n] -> [..., 2 n]."""
     return np.concatenate([packed & 0x0F, packed >> 4], axis=-1)
 
 
 def _fifth_bits(packed: Bytes) -> Bytes:
-    """32 bits in 4 bytes, lowest first, each as 0 or 16: [blocks, 4] -> [blocks, 32]."""
+    """Unpack 32 bits, lowest first, each as 0 or 16: [blocks, 4] -> [blocks, 32]."""
     return np.unpackbits(packed, axis=-1, bitorder="little") * np.uint8(16)
 
 
@@ -105,19 +105,19 @@ def _q5_1(blocks: Bytes) -> Levels:
 
 
 def _q8_0(blocks: Bytes) -> Levels:
-    return _one_group(blocks[:, 2:] ^ np.uint8(0x80), _half(blocks, 0), 128)  # signed bytes, counted from the lowest
+    return _one_group(blocks[:, 2:] ^ np.uint8(0x80), _half(blocks, 0), 128)  # signed to unsigned codes
 
 
 def _one_group(codes: Bytes, scale: Floats, middle: int = 0, minimum: Floats | None = None) -> Levels:
-    """A block whose weights share all."""
+    """Return blocks whose weights all share one scale and minimum."""
     return Levels(codes[:, None], scale[:, None], middle, None if minimum is None else minimum[:, None])
 
 
 def _scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:
-    """Eight 6-bit scales and eight 6-bit minima in 12 bytes: [blocks, 12] -> two of [blocks, 8, 1].
+    """Unpack eight 6-bit scales and eight 6-bit minima: [blocks, 12] -> two arrays [blocks, 8, 1].
 
-    The first four of each lie in the low six bits of bytes 0-3 and 4-7. The other four have their low halves in the
-    nibbles of bytes 8-11 and their upper two bits in what bytes 0-7 left free.
+    The first four of each are in the low six bits of bytes 0-3 and 4-7. The other four have their low four bits in the
+    nibbles of bytes 8-11 and their high two bits in the high bits of bytes 0-7.
     """
     first, second, third = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
     scales = np.concatenate([first & 0x3F, (third & 0x0F) | (first >> 6 << 4)], axis=-1)
@@ -126,7 +126,7 @@ def _scales_and_minima(packed: Bytes) -> tuple[Floats, Floats]:
 
 
 def _scaled_groups(blocks: Bytes, codes: Bytes) -> Levels:
-    """Q4_K and Q5_K: eight groups of 32, each with its scale and minimum."""
+    """Return the levels of Q4_K and Q5_K: eight groups of 32, each with a scale and a minimum."""
     scales, minima = _scales_and_minima(blocks[:, 4:16])
     return Levels(codes, _half(blocks, 0)[..., None] * scales, minimum=-(_half(blocks, 2)[..., None] * minima))
 
@@ -138,7 +138,7 @@ def _q4_k(blocks: Bytes) -> Levels:
 def _q5_k(blocks: Bytes) -> Levels:
     low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
     group = np.arange(8, dtype=np.uint8)[:, None]
-    fifth: Bytes = (blocks[:, None, 16:48] >> group) & np.uint8(1)  # bit g of byte l is that of weight l in group g
+    fifth: Bytes = (blocks[:, None, 16:48] >> group) & np.uint8(1)  # bit g of byte l belongs to weight l of group g
     return _scaled_groups(blocks, low | fifth * np.uint8(16))
 
 
@@ -147,7 +147,7 @@ def _q6_k(blocks: Bytes) -> Levels:
     low = _nibbles(blocks[:, 0:128].reshape(-1, 2, 64)).reshape(-1, 2, 4, 32)
     shift = np.array([0, 2, 4, 6], dtype=np.uint8)[:, None]
     high: Bytes = (blocks[:, 128:192].reshape(-1, 2, 1, 32) >> shift & np.uint8(3)) * np.uint8(16)
-    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)  # one for each 16 weights
+    scales = blocks[:, 192:208].view(np.int8).astype(np.float32)  # one per 16 weights
     return Levels((low | high).reshape(-1, 16, 16), (_half(blocks, 208) * scales)[..., None], 32)
 
 

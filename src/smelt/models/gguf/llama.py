@@ -1,4 +1,4 @@
-"""Llama-like networks from GGUF (llama, qwen2, qwen3): their metadata as a config, their tensors renamed."""
+"""Convert GGUF metadata and tensors of Llama-like networks (llama, qwen2, qwen3) to transformers' config and names."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ BLOCK_NAMES = {
 _BLOCK = re.compile(r"blk\.(\d{1,6})\.(\w+)\.(weight|bias)")
 ROTARY_FACTORS = "rope_freqs.weight"
 
-# Llama 3.x files carry only the factors; these published constants are then the same in all of them.
+# Llama 3.x files contain only the factors; these published constants are the same for all of them.
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
 def gguf_config(file: GgufFile) -> PreTrainedConfig:
-    """The transformers config that the file's metadata and tensors describe."""
+    """Build the transformers config from the file's metadata and tensors."""
     architecture = _architecture(file)
     heads = _whole(file, f"{architecture}.attention.head_count")
     width = _whole(file, f"{architecture}.embedding_length")
@@ -73,12 +73,12 @@ def gguf_config(file: GgufFile) -> PreTrainedConfig:
 
 
 def gguf_shapes(file: GgufFile) -> dict[str, tuple[int, ...]]:
-    """The tensors' shapes under their transformers names."""
+    """Return the shape of each tensor by its transformers name."""
     return {name: file.entries[source].shape for source, name in gguf_names(file)}
 
 
 def gguf_tensors(file: GgufFile, config: PreTrainedConfig, leave_out: Container[str] = ()) -> dict[str, Tensor]:
-    """The tensors in float32 under their transformers names."""
+    """Return the tensors, dequantized to float32, by their transformers names."""
     return {
         name: torch.from_numpy(in_order(file.tensor(source), name, file, config))
         for source, name in gguf_names(file)
@@ -87,7 +87,7 @@ def gguf_tensors(file: GgufFile, config: PreTrainedConfig, leave_out: Container[
 
 
 def in_order(rows: NDArray[Number], name: str, file: GgufFile, config: PreTrainedConfig) -> NDArray[Number]:
-    """Rows of a tensor, or what belongs to each of them, from GGUF's order to transformers'."""
+    """Reorder the rows of a tensor (or per-row data) from GGUF's order to transformers'."""
     if _architecture(file) == "llama" and ".q_proj." in name:
         rows = _rotary_halves(rows, config.num_attention_heads)
     if _architecture(file) == "llama" and ".k_proj." in name:
@@ -96,7 +96,7 @@ def in_order(rows: NDArray[Number], name: str, file: GgufFile, config: PreTraine
 
 
 def gguf_names(file: GgufFile) -> Iterator[tuple[str, str]]:
-    """Pairs of a tensor's name in the file and in transformers."""
+    """Yield each tensor's name in the file and in transformers."""
     for source in file.entries:
         match = _BLOCK.fullmatch(source)
         if source in OUTER_NAMES:
@@ -104,13 +104,13 @@ def gguf_names(file: GgufFile) -> Iterator[tuple[str, str]]:
         elif match and match[2] in BLOCK_NAMES:
             yield source, f"model.layers.{int(match[1])}.{BLOCK_NAMES[match[2]]}.{match[3]}"
         elif source != ROTARY_FACTORS:
-            raise ModelError(f"{file.path} holds the tensor {source!r:.80}, which Smelt does not know.")
+            raise ModelError(f"{file.path} holds the tensor {source!r:.80}, which Smelt does not support.")
 
 
 def _rotary_halves(weights: NDArray[Number], heads: int) -> NDArray[Number]:
-    """Of q or k: rotating pairs side by side -> first halves, second halves."""
+    """Reorder the rows of q or k from interleaved RoPE pairs to two halves per head."""
     if len(weights) % (2 * heads):
-        return weights  # a wrong shape, which the comparison with the config reports
+        return weights  # wrong shape: the comparison with the config reports it
     paired = weights.reshape(heads, -1, 2, *weights.shape[1:])  # [heads, head_dim / 2, 2, ...]
     return paired.swapaxes(1, 2).reshape(weights.shape)
 
@@ -130,7 +130,7 @@ def _vocabulary_size(file: GgufFile) -> int:
 
 
 def _special_tokens(file: GgufFile) -> dict[str, int]:
-    """The ids of special tokens, as far as the file gives them and they exist."""
+    """Return the ids of the special tokens that the file gives and that exist."""
     sources = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
     ids = {field: file.metadata.get(f"tokenizer.ggml.{source}_token_id") for field, source in sources.items()}
     size = _vocabulary_size(file)
@@ -139,7 +139,7 @@ def _special_tokens(file: GgufFile) -> dict[str, int]:
 
 def _rotary_parameters(file: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
     if _whole(file, f"{architecture}.rope.dimension_count", default=head_dim) != head_dim:
-        raise ModelError(f"{file.path} rotates only a part of each head, which Smelt does not read from GGUF.")
+        raise ModelError(f"{file.path} applies RoPE to only a part of each head, which Smelt does not read from GGUF.")
     theta = _real(file, f"{architecture}.rope.freq_base", default=10000.0)
     scaling = file.metadata.get(f"{architecture}.rope.scaling.type", "none")
     if ROTARY_FACTORS in file.entries:
@@ -157,25 +157,25 @@ def _rotary_parameters(file: GgufFile, architecture: str, head_dim: int) -> dict
             "factor": factor,
             "original_max_position_embeddings": original,
         }
-    raise ModelError(f"{file.path} scales its rotary positions by {scaling!r:.40}, which Smelt does not read.")
+    raise ModelError(f"{file.path} has the RoPE scaling {scaling!r:.40}, which Smelt does not support.")
 
 
 def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
-    """Llama 3's parameters behind the factors in the file, accepted only when they give back the same factors."""
+    """Infer Llama 3's RoPE scaling from the factors in the file; raise unless it reproduces them."""
     factors = file.tensor(ROTARY_FACTORS).ravel()
     factor = float(factors.max())
     expected = llama3_factors(factor, theta, head_dim) if factor > 0 else None
     if expected is None or factors.shape != expected.shape or not np.allclose(factors, expected, rtol=1e-3):
-        raise ModelError(f"{file.path} has rotary factors of a kind that Smelt does not know.")
+        raise ModelError(f"{file.path} has rotary factors that Smelt does not support.")
     return {"rope_type": "llama3", "factor": round(factor, 3), **LLAMA3}
 
 
 def llama3_factors(factor: float, theta: float, head_dim: int) -> Floats:
-    """By what Llama 3 divides each rotary frequency: 1 for short waves, `factor` for long ones, a ramp between."""
+    """Return Llama 3's divisor of each RoPE frequency: 1 for short wavelengths, `factor` for long, a ramp between."""
     wavelengths = 2 * math.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
-    kept = np.clip((LLAMA3["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
-    factors: Floats = (1 / ((1 - kept) / factor + kept)).astype(np.float32)
+    weight = np.clip((LLAMA3["original_max_position_embeddings"] / wavelengths - low) / (high - low), 0, 1)
+    factors: Floats = (1 / ((1 - weight) / factor + weight)).astype(np.float32)
     return factors
 
 
@@ -188,7 +188,7 @@ def _whole(file: GgufFile, key: str, default: int | None = None) -> int:
 
 def _real(file: GgufFile, key: str, default: float | None = None) -> float:
     value = file.metadata.get(key, default)
-    # The file holds a float32; its shortest decimal is what its maker wrote (1e-05, not 9.999999747378752e-06).
+    # The file stores a float32; its shortest decimal is the original value (1e-05, not 9.999999747378752e-06).
     number = float(str(np.float32(value))) if isinstance(value, float) else math.nan
     if not 0 < number < math.inf:
         raise ModelError(f"{file.path} has {key} = {value!r:.40}; a positive number is expected.")

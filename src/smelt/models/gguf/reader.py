@@ -1,7 +1,7 @@
-"""The GGUF container, read with suspicion: each count, length and offset is checked before it is used.
+"""Read the GGUF container as untrusted input: each count, length and offset is checked before use.
 
-Layout (little-endian): magic, version, number of tensors, number of metadata pairs; the pairs; a line on each tensor
-(name, dimensions, type, offset); padding to the alignment; the tensors' bytes.
+Layout (little-endian): magic, version, number of tensors, number of metadata pairs; the pairs; one record per tensor
+(name, dimensions, type, offset); padding to the alignment; the tensor data.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MOST_TENSORS = 2**16
 _MOST_PAIRS = 2**12
-_MOST_STRINGS = 2**20  # in one array; the largest vocabularies and merge lists have half as many
+_MOST_STRINGS = 2**20  # per array; the largest vocabularies and merge lists have half as many
 _MOST_DIMENSIONS = 4
 _LARGEST_ALIGNMENT = 2**16
 
@@ -32,7 +32,7 @@ _ARRAY = 9
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies in the file. The shape is in PyTorch's order, slowest dimension first."""
+    """The location of a tensor in the file. The shape is in PyTorch's order, slowest dimension first."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """A checked GGUF file: its metadata and the places of its tensors."""
+    """A checked GGUF file: its metadata and the locations of its tensors."""
 
     path: Path
     metadata: dict[str, Any]
@@ -51,22 +51,22 @@ class GgufFile:
     data: Bytes
 
     def tensor(self, name: str) -> Floats:
-        """The tensor's weights as float32."""
+        """Return the tensor, dequantized to float32."""
         entry = self.entries[name]
         return dequantize(self.bytes(name), entry.format, entry.shape)
 
     def bytes(self, name: str) -> Bytes:
-        """The tensor as it lies in the file."""
+        """Return the raw bytes of the tensor."""
         entry = self.entries[name]
         return self.data[entry.begin : entry.end]
 
 
 class _Damage(Exception):
-    """What is wrong with the file; `read_gguf` adds the file's name."""
+    """The file is damaged; `read_gguf` adds its name."""
 
 
 class _Cursor:
-    """Walks through the bytes and never past their end."""
+    """A bounds-checked reader of the file's bytes."""
 
     def __init__(self, data: Bytes):
         self.data = data
@@ -86,17 +86,17 @@ class _Cursor:
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
-            raise _Damage("a text in it is not UTF-8") from None
+            raise _Damage("a string in it is not UTF-8") from None
 
     def count(self, most: int, what: str) -> int:
         value = int(self.number("<Q"))
         if value > most:
-            raise _Damage(f"it claims {value} {what}; at most {most} are believable")
+            raise _Damage(f"it claims {value} {what}; at most {most} are accepted")
         return value
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """The file's metadata and tensor entries; tensor bytes stay on disk until they are asked for."""
+    """Read the metadata and tensor entries; tensor data is memory-mapped."""
     try:
         data: Bytes = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.empty(0, np.uint8)
     except (OSError, ValueError) as error:
@@ -113,7 +113,7 @@ def _read_header(cursor: _Cursor) -> tuple[dict[str, Any], dict[str, TensorEntry
         raise _Damage("it does not begin with GGUF")
     version = cursor.number("<I")
     if version not in _VERSIONS:
-        raise _Damage(f"its version is {version}; versions 2 and 3 are read")
+        raise _Damage(f"its version is {version}; versions 2 and 3 are supported")
     tensor_count = cursor.count(_MOST_TENSORS, "tensors")
     metadata = _read_metadata(cursor, cursor.count(_MOST_PAIRS, "metadata pairs"))
     entries = _read_entries(cursor, tensor_count, _alignment(metadata))
@@ -125,7 +125,7 @@ def _read_metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     for _ in range(count):
         key = cursor.text()
         if key in metadata:
-            raise _Damage(f"the metadata key {key!r:.80} is there twice")
+            raise _Damage(f"the metadata key {key!r:.80} appears twice")
         metadata[key] = _read_value(cursor, cursor.number("<I"))
     return metadata
 
@@ -141,13 +141,13 @@ def _read_value(cursor: _Cursor, kind: int) -> Any:
 
 
 def _read_array(cursor: _Cursor) -> Any:
-    """A list of texts, or a NumPy view of numbers. Arrays of arrays are in no model we read."""
-    kind = cursor.number("<I")
-    if kind == _STRING:
-        return [cursor.text() for _ in range(cursor.count(_MOST_STRINGS, "texts in an array"))]
-    if kind not in _SCALARS:
-        raise _Damage(f"an array in its metadata has elements of the unsupported type {kind}")
-    layout = np.dtype(_SCALARS[kind])
+    """Read a list of strings or a NumPy view of numbers. Nested arrays are not supported."""
+    element_type = cursor.number("<I")
+    if element_type == _STRING:
+        return [cursor.text() for _ in range(cursor.count(_MOST_STRINGS, "strings in an array"))]
+    if element_type not in _SCALARS:
+        raise _Damage(f"an array in its metadata has elements of the unsupported type {element_type}")
+    layout = np.dtype(_SCALARS[element_type])
     length = int(cursor.number("<Q"))
     return cursor.take(length * layout.itemsize).view(layout)
 
@@ -160,16 +160,16 @@ def _alignment(metadata: dict[str, Any]) -> int:
 
 
 def _read_entries(cursor: _Cursor, count: int, alignment: int) -> dict[str, TensorEntry]:
-    lines = [_read_line(cursor) for _ in range(count)]
+    records = [_read_line(cursor) for _ in range(count)]
     data_start = cursor.position + -cursor.position % alignment
     entries: dict[str, TensorEntry] = {}
-    for name, shape, block_format, offset in lines:
+    for name, shape, block_format, offset in records:
         begin = data_start + offset
         end = begin + math.prod(shape) // block_format.weights * block_format.bytes
         if name in entries:
-            raise _Damage(f"the tensor {name!r:.80} is there twice")
+            raise _Damage(f"the tensor {name!r:.80} appears twice")
         if offset % alignment or end > len(cursor.data):
-            raise _Damage(f"the tensor {name!r:.80} lies outside of the file or off its alignment")
+            raise _Damage(f"the tensor {name!r:.80} is outside of the file or not aligned")
         entries[name] = TensorEntry(name, shape, block_format, begin, end)
     _check_overlap(entries)
     return entries
@@ -181,17 +181,17 @@ def _read_line(cursor: _Cursor) -> tuple[str, tuple[int, ...], BlockFormat, int]
     if not 1 <= rank <= _MOST_DIMENSIONS:
         raise _Damage(f"the tensor {name!r:.80} has {rank} dimensions; 1 to {_MOST_DIMENSIONS} are expected")
     shape = tuple(int(cursor.number("<Q")) for _ in range(rank))[::-1]
-    kind, offset = cursor.number("<I"), int(cursor.number("<Q"))
-    if kind not in FORMATS:
+    tensor_type, offset = cursor.number("<I"), int(cursor.number("<Q"))
+    if tensor_type not in FORMATS:
         known = ", ".join(block_format.name for block_format in FORMATS.values())
-        raise _Damage(f"the tensor {name!r:.80} has the type {kind}; Smelt reads {known}")
-    if 0 in shape or math.prod(shape) >= 2**63 or shape[-1] % FORMATS[kind].weights:
+        raise _Damage(f"the tensor {name!r:.80} has the type {tensor_type}; Smelt reads {known}")
+    if 0 in shape or math.prod(shape) >= 2**63 or shape[-1] % FORMATS[tensor_type].weights:
         raise _Damage(f"the tensor {name!r:.80} has the impossible shape {list(shape)} for its type")
-    return name, shape, FORMATS[kind], offset
+    return name, shape, FORMATS[tensor_type], offset
 
 
 def _check_overlap(entries: dict[str, TensorEntry]) -> None:
-    """Tensors that share bytes would let a small file ask for a lot of memory."""
+    """Check that no tensors overlap: otherwise a small file could allocate a lot of memory."""
     position = 0
     for entry in sorted(entries.values(), key=lambda entry: entry.begin):
         if entry.begin < position:

@@ -1,4 +1,4 @@
-"""A fast tokenizer from GGUF metadata: byte-level BPE (`gpt2`) or SentencePiece BPE with byte fallback (`llama`)."""
+"""Build a tokenizer from GGUF metadata: byte-level BPE (`gpt2`) or SentencePiece BPE with byte fallback (`llama`)."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from smelt.models.gguf.reader import GgufFile
 from smelt.models.json_file import one_line
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
-_LONGEST_PIECE = 256  # characters; SentencePiece makes pieces of at most a few dozen
+_LONGEST_PIECE = 256  # characters; SentencePiece tokens have a few dozen at most
 
-# How text is cut into words before merging: the published patterns of Llama 3 and Qwen 2, which differ in how many
-# digits go together.
+# The pre-tokenization patterns of Llama 3 and Qwen 2, which differ only in the number of digits per token.
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -27,7 +26,7 @@ _WORDS = (
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """The metadata that every tokenizer needs."""
+    """The tokens, token types and metadata of a tokenizer."""
 
     tokens: list[str]
     kinds: list[int]
@@ -37,21 +36,21 @@ class _Vocabulary:
         return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds]
 
     def special(self, name: str) -> str | None:
-        """The token that the metadata names for a role: bos, eos, unknown, padding."""
+        """Return the token that the metadata gives for a role: bos, eos, unknown, padding."""
         number = self.metadata.get(f"tokenizer.ggml.{name}_token_id")
         return self.tokens[number] if type(number) is int and 0 <= number < len(self.tokens) else None
 
 
 def gguf_tokenizer(file: GgufFile) -> PreTrainedTokenizerBase | None:
-    """The file's tokenizer, or None where it has none."""
-    kind = file.metadata.get("tokenizer.ggml.model")
-    if kind in (None, "none"):
+    """Build the file's tokenizer, or return None if it has none."""
+    model = file.metadata.get("tokenizer.ggml.model")
+    if model in (None, "none"):
         return None
-    if kind not in ("gpt2", "llama"):
-        raise ModelError(f"{file.path} has a tokenizer of the kind {kind!r:.40}; Smelt reads gpt2 and llama from GGUF.")
+    if model not in ("gpt2", "llama"):
+        raise ModelError(f"{file.path} has a tokenizer of type {model!r:.40}; Smelt reads gpt2 and llama from GGUF.")
     vocabulary = _read_vocabulary(file)
     try:
-        tokenizer = _byte_level(vocabulary) if kind == "gpt2" else _sentence_piece(vocabulary)
+        tokenizer = _byte_level(vocabulary) if model == "gpt2" else _sentence_piece(vocabulary)
         _add_special_tokens(tokenizer, vocabulary)
         return _wrapped(tokenizer, vocabulary)
     except ModelError as error:
@@ -73,14 +72,14 @@ def _numbers(file: GgufFile, key: str, length: int, default: float) -> Any:
     if values is None:
         return np.full(length, default)
     if not isinstance(values, np.ndarray) or len(values) != length:
-        raise ModelError(f"{file.path} has a {key} that is not one number for each token.")
+        raise ModelError(f"{file.path} has a {key} that does not have one number per token.")
     return values
 
 
 def _byte_level(vocabulary: _Vocabulary) -> Tokenizer:
     merges = vocabulary.metadata.get("tokenizer.ggml.merges", [])
     if not isinstance(merges, list):
-        raise ModelError("has a tokenizer whose merges are not texts.")
+        raise ModelError("has a tokenizer whose merges are not strings.")
     name = vocabulary.metadata.get("tokenizer.ggml.pre", "default")
     tokenizer = Tokenizer(
         models.BPE(
@@ -102,7 +101,7 @@ def _halves(merge: str) -> tuple[str, str]:
 
 
 def word_splits(name: Any) -> list[Any]:
-    """The pre-tokenizer of that name. Another one would give other tokens, so an unknown name is an error."""
+    """Return the named pre-tokenizer; raise for an unknown name, since another one would give other tokens."""
     if name in ("gpt-2", "default"):
         return [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
     if name == "smollm":
@@ -128,39 +127,42 @@ def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
         )
     )
     replace = normalizers.Replace(" ", "▁")
-    unmark = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    restore_spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if vocabulary.metadata.get("tokenizer.ggml.add_space_prefix", True):
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replace])
-        tokenizer.decoder = decoders.Sequence([*unmark, decoders.Strip(" ", 1, 0)])
+        tokenizer.decoder = decoders.Sequence([*restore_spaces, decoders.Strip(" ", 1, 0)])
     else:
         tokenizer.normalizer = replace
-        tokenizer.decoder = decoders.Sequence(unmark)
+        tokenizer.decoder = decoders.Sequence(restore_spaces)
     return tokenizer
 
 
 def _merges_from_scores(vocabulary: _Vocabulary) -> Iterator[tuple[str, str]]:
-    """SentencePiece merges the neighbors whose union has the best score; as an ordered list of pairs that is every
-    way to cut a piece into two known ones, best piece first."""
+    """Convert SentencePiece scores to BPE merges.
+
+    SentencePiece merges the adjacent pair whose result has the best score. As an ordered list of merges, that is every
+    split of a token into two known tokens, best token first.
+    """
     scores = vocabulary.metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
-        raise ModelError("has a tokenizer without one score for each token.")
-    number = {token: index for index, token in enumerate(vocabulary.tokens)}
-    pieces = [index for index, kind in enumerate(vocabulary.kinds) if kind == NORMAL]
-    for index in sorted(pieces, key=lambda index: -scores[index]):
+        raise ModelError("has a tokenizer without one score per token.")
+    ids = {token: index for index, token in enumerate(vocabulary.tokens)}
+    normal = [index for index, token_type in enumerate(vocabulary.kinds) if token_type == NORMAL]
+    for index in sorted(normal, key=lambda index: -scores[index]):
         piece = vocabulary.tokens[index]
         if len(piece) > _LONGEST_PIECE:
-            raise ModelError(f"has a token of {len(piece)} characters; at most {_LONGEST_PIECE} are believable.")
+            raise ModelError(f"has a token of {len(piece)} characters; at most {_LONGEST_PIECE} are accepted.")
         cuts = [(piece[:cut], piece[cut:]) for cut in range(1, len(piece))]
-        known = [pair for pair in cuts if pair[0] in number and pair[1] in number]
-        yield from sorted(known, key=lambda pair: (number[pair[0]], number[pair[1]]))
+        known = [pair for pair in cuts if pair[0] in ids and pair[1] in ids]
+        yield from sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
 
 
 def _add_special_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
-    """Control tokens are found in text before any splitting; a start or end token is added where the file says so."""
+    """Add control tokens, matched before any splitting, and the bos/eos tokens if the file enables them."""
     controls = vocabulary.of_kind(CONTROL, UNKNOWN)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in controls])
-    own = vocabulary.of_kind(USER_DEFINED)
-    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in own])
+    user_defined = vocabulary.of_kind(USER_DEFINED)
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in user_defined])
     start = [token for token in [vocabulary.special("bos")] if token and _adds(vocabulary, "bos")]
     end = [token for token in [vocabulary.special("eos")] if token and _adds(vocabulary, "eos")]
     if start or end:
@@ -172,7 +174,7 @@ def _add_special_tokens(tokenizer: Tokenizer, vocabulary: _Vocabulary) -> None:
 
 
 def _adds(vocabulary: _Vocabulary, name: str) -> bool:
-    """Whether that token is added to every text. Older files do not say; then the model's family decides."""
+    """Return whether a token is added to every text. Older files do not say; then the model family decides."""
     family = vocabulary.metadata.get("tokenizer.ggml.model"), vocabulary.metadata.get("tokenizer.ggml.pre")
     usual = name == "bos" and (family[0] == "llama" or family[1] == "llama-bpe")
     return bool(vocabulary.metadata.get(f"tokenizer.ggml.add_{name}_token", usual))
