@@ -155,12 +155,12 @@ def test_no_two_bases_are_the_same_format() -> None:
         ("int4/0", "a number, `row` or `tensor`"),
         ("int4/-1", "a number, `row` or `tensor`"),
         ("int4/1.5", "a number, `row` or `tensor`"),
-        ("int4@", "the scale type in 'int4@' is one of float32, float16"),
-        ("int4@int8", "the scale type"),
-        ("int4@e8m0", "is one of float32, float16, bfloat16, e4m3, e5m2."),
-        ("ternary@e8m0-up", "the scale type"),
-        ("nvfp4@float16", "the scale type in 'nvfp4@float16' is one of e4m3."),
-        ("int4@float16/32", "the scale type"),
+        ("int4@", "the scale dtype in 'int4@' must be one of float32, float16"),
+        ("int4@int8", "the scale dtype"),
+        ("int4@e8m0", "must be one of float32, float16, bfloat16, e4m3, e5m2."),
+        ("ternary@e8m0-up", "the scale dtype"),
+        ("nvfp4@float16", "the scale dtype in 'nvfp4@float16' must be one of e4m3."),
+        ("int4@float16/32", "the scale dtype"),
     ],
 )
 def test_invalid_names(name: str, words: str) -> None:

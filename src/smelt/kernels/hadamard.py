@@ -65,7 +65,7 @@ def hadamard_matrix(size: int, dtype: torch.dtype = torch.float64) -> Tensor:
 def _order(size: int) -> int:
     order = hadamard_order(size)
     if order is None:
-        raise ValueError(f"there is no Hadamard matrix of order {size} here")
+        raise ValueError(f"no Hadamard matrix of order {size} is implemented")
     return order
 
 

@@ -53,11 +53,11 @@ def get_format(name: str) -> Format:
     number_format = FORMATS[base]
     if slash:
         if group not in _GROUPS and not (group.isdecimal() and int(group) > 0):
-            raise FormatError(f"the group in {name!r} is a number, `row` or `tensor`.")
+            raise FormatError(f"the group size in {name!r} must be a number, `row` or `tensor`.")
         number_format = replace(number_format, group_size=_GROUPS[group] if group in _GROUPS else int(group))
     if at:
         if scale not in number_format.scale_dtypes:
-            raise FormatError(f"the scale type in {name!r} is one of {', '.join(number_format.scale_dtypes)}.")
+            raise FormatError(f"the scale dtype in {name!r} must be one of {', '.join(number_format.scale_dtypes)}.")
         number_format = replace(number_format, scale_dtype=scale)
     return number_format
 

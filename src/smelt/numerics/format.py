@@ -141,10 +141,10 @@ class Format(ABC):
 
     def check(self) -> None:
         if self.group_size < PER_ROW:
-            raise FormatError(f"a group has at least one value, not {self.group_size}; -1 means a whole row.")
+            raise FormatError(f"a group has at least one value, not {self.group_size}; -1 means one group per row.")
         if self.scale_dtype not in self.scale_dtypes:
             raise FormatError(
-                f"this format has its scales in {', '.join(self.scale_dtypes)}, not in {self.scale_dtype}."
+                f"this format stores scales in {', '.join(self.scale_dtypes)}, not in {self.scale_dtype}."
             )
 
     def __post_init__(self) -> None:

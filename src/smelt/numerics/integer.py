@@ -39,9 +39,9 @@ class Integer(Format):
         if not 2 <= self.bits <= 8:
             raise FormatError(f"integers have 2 to 8 bits, not {self.bits}.")
         if self.symmetric and self.zero_dtype != "code":
-            raise FormatError("symmetric integers store no zero point, so it has no type.")
+            raise FormatError("symmetric integers have no zero point; leave out its dtype.")
         if self.full_range and not self.symmetric:
-            raise FormatError("wide is a way to place a symmetric range; leave it out with zero points.")
+            raise FormatError("full_range applies to a symmetric range; leave it out with zero points.")
 
     def compute_qparams(
         self, x: Tensor, *, clip_ratio: Tensor | float = 1.0, tensor_amax: Tensor | None = None
@@ -124,7 +124,7 @@ class DenormalInteger(Integer):
     def check(self) -> None:
         super().check()
         if self.bits < 3:
-            raise FormatError("dint has 3 to 8 bits: two codes are spent near zero.")
+            raise FormatError("dint has 3 to 8 bits: two codes encode half a step.")
         if self.zero_dtype != "code":
             raise FormatError("the zero point of dint is a code.")
 

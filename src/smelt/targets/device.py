@@ -41,7 +41,7 @@ class Device:
 
     def __init__(self, kind: str = "cpu", *, warmup: int = 1, repeats: int = 3, seed: int = 0) -> None:
         if kind not in ("cpu", "cuda"):
-            raise ResourceError(f"There is no device {kind!r}: it can be cpu or cuda.")
+            raise ResourceError(f"Unknown device {kind!r}: use cpu or cuda.")
         if kind == "cuda" and not torch.cuda.is_available():
             raise ResourceError("This machine has no CUDA device: measure on cpu instead.")
         self.kind = kind

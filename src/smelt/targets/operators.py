@@ -61,7 +61,7 @@ class FeedForwardOp:
     def __post_init__(self) -> None:
         _check_dtype(self.dtype)
         if min(self.hidden, self.tokens, self.batch) < 1 or self.ffn_channels < 0:
-            raise ValueError(f"sizes must be positive (only filters may be 0): {self}")
+            raise ValueError(f"sizes must be positive (only ffn_channels may be 0): {self}")
 
     def parameters(self) -> int:
         """Return the number of weights of the two or three linear layers."""

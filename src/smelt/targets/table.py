@@ -144,18 +144,18 @@ def _kind(operator: Operator) -> str:
 
 def _table(content: Any) -> LatencyTable:
     if not isinstance(content, dict) or set(content) != {"format", "target", "operator", "widths", "seconds"}:
-        raise ValueError("its keys are not those of a table")
+        raise ValueError("unexpected keys")
     if content["format"] != _FORMAT or not isinstance(content["target"], str):
-        raise ValueError("its format or target is unknown")
+        raise ValueError("unknown format or target")
     widths, measured = content["widths"], content["seconds"]
     if not (_is_list_of(int, widths) and widths[0] >= 1 and widths[-1] <= _LARGEST_WIDTH):
-        raise ValueError("its widths are not whole numbers in range")
+        raise ValueError("widths are not integers in range")
     if any(later <= earlier for earlier, later in pairwise(widths)):
-        raise ValueError("its widths do not increase")
+        raise ValueError("widths do not increase")
     if not _is_list_of(float, measured) or len(measured) != len(widths):
-        raise ValueError("it has not one time a width")
+        raise ValueError("the numbers of latencies and widths differ")
     if not all(math.isfinite(value) and value > 0 for value in measured):
-        raise ValueError("a time is not a positive number")
+        raise ValueError("a latency is not a positive number")
     return LatencyTable(content["target"], _operator(content["operator"]), tuple(widths), tuple(measured))
 
 
@@ -168,7 +168,7 @@ def _operator(content: Any) -> Operator:
     sizes = {_RENAMED_FIELDS.get(name, name): value for name, value in content.items() if name != "kind"}
     expected = {field.name: field.type for field in fields(operator_class)}
     if {name: type(value).__name__ for name, value in sizes.items()} != expected:
-        raise ValueError("its operator has a wrong field")
+        raise ValueError("unexpected operator fields")
     return operator_class(**sizes)
 
 

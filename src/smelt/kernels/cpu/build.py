@@ -76,7 +76,7 @@ def _compiler() -> str:
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         if name and (path := shutil.which(name)):
             return path
-    raise FileNotFoundError("there is no C++ compiler")
+    raise FileNotFoundError("no C++ compiler found")
 
 
 def _fingerprint(compiler: str, machine: str, units: Mapping[str, tuple[str, ...]]) -> str:

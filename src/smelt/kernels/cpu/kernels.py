@@ -32,7 +32,7 @@ class FloatLinear(LinearKernel):
 
     def __init__(self, library: Any) -> None:
         if library.smelt_plan_size() != ctypes.sizeof(LinearPlan):
-            raise OSError("the compiled library has another layout of plans")
+            raise OSError("the compiled library has a different plan layout")
         self.library = library
         operator.use(library)
 
