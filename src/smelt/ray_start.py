@@ -1,8 +1,8 @@
-"""A Ray of this process alone, or a cluster that runs already: what serving and training on Ray share.
+"""Start a private local Ray or join a running cluster; shared by serving and training.
 
-Whoever reaches Ray's ports can run code as its user, since Ray sends functions between its processes by pickle. One
-that is started here listens on loopback alone, asks for a token that only its own processes know, has no dashboard and
-reports nothing home. For a cluster this is its owner's work.
+Anyone who can reach Ray's ports can run code as its user, since Ray sends pickled functions between its processes. One
+started here listens on loopback only, requires a token known only to its own processes, has no dashboard and sends no
+usage statistics. Securing a cluster is up to its owner.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from smelt.errors import ResourceError
 log = logging.getLogger("smelt")
 ALWAYS = {"RAY_USAGE_STATS_ENABLED": "0"}
 ALONE = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the node's address is loopback: Ray's way of asking for it everywhere
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # makes Ray use loopback as the node's address
     "RAY_AUTH_MODE": "token",
 }
 QUIET: dict[str, Any] = {"configure_logging": False, "log_to_driver": False}
-STORE_BYTES = 80 << 20  # Ray's least, for objects that pass between processes; ours are short texts and errors
+STORE_BYTES = 80 << 20  # Ray's minimum for its object store; our objects are small
 KNOCK_SECONDS = 3.0
 
 
 def set_before(alone: bool) -> None:
-    """What Ray reads when it is imported, and never again."""
+    """Set the environment variables that Ray reads only when it is imported."""
     os.environ.update(ALWAYS)
     if alone and sys.modules.get("ray") is None:
         os.environ.update(ALONE, RAY_AUTH_TOKEN=secrets.token_hex(32))
     elif alone and not all(os.environ.get(name) == value for name, value in ALONE.items()):
         raise ResourceError(
-            "ray was imported before, so that a Ray that is started here would be open to others; import it later, or "
+            "ray was imported before, so a Ray started now would accept connections from others; import it later, or "
             "call ray.init yourself."
         )
 
 
 def start_alone(folder: str, **more: Any) -> None:
-    """`folder`: of Ray's own files."""
+    """Start a local Ray that keeps its files in `folder`."""
     import ray
 
     ray.init(
@@ -57,22 +57,22 @@ def join_cluster(address: str) -> None:
         ray.init(address=address, **QUIET)
     except (OSError, ValueError, RuntimeError) as error:
         raise ResourceError(
-            f"there is no Ray cluster at {address} that this machine belongs to, or it wants a token "
+            f"there is no Ray cluster at {address} that this machine belongs to, or it requires a token "
             "(RAY_AUTH_TOKEN); start one with `ray start`, and run this on one of its machines."
         ) from error
     if os.environ.get("RAY_AUTH_MODE") != "token":
-        log.warning("this Ray cluster asks for no token: whoever reaches its ports can run code on it")
+        log.warning("this Ray cluster requires no token: anyone who can reach its ports can run code on it")
 
 
 def take_signals_back() -> None:
-    """In the main thread. Ray puts handlers before those of Python, which print a stack for every SIGTERM."""
+    """Restore Python's signal handlers (in the main thread): those of Ray print a stack trace for every SIGTERM."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.getsignal(number))
         signal.siginterrupt(number, False)
 
 
 def _knock(address: str) -> None:
-    """Is anybody there? Ray itself would try for minutes and then end this process."""
+    """Check that the address accepts connections: Ray would retry for minutes and then exit this process."""
     host, colon, port = address.rpartition(":")
     if colon:
         socket.create_connection((host.strip("[]"), int(port)), timeout=KNOCK_SECONDS).close()

@@ -160,7 +160,7 @@ def test_the_command_with_piped_input(
     assert found["turns"][1]["cached_tokens"] > 0
     assert found["messages"][1]["content"] == done.out.splitlines()[2]
     long = typed(smelt_here, monkeypatch, "\n".join(["the child sees"] * 9), str(folder), *options)
-    assert "the context of 128 tokens is full: the oldest 2 messages are forgotten" in long.err
+    assert "the context of 128 tokens is full; the oldest 2 messages are dropped" in long.err
     typed(smelt_here, monkeypatch, "x", "nowhere").refused("no model at nowhere")
 
 

@@ -269,7 +269,7 @@ def test_a_running_cluster_is_used_and_left_unchanged(
         ours = [*replicas, *(child for replica in replicas for child in replica.children(recursive=True))]
         assert len(ours) == 4 and found.end(signal.SIGTERM) == 0, found.log.read_text()
         assert left_after(ours, 5) == []
-        assert raylet.is_running() and "asks for no token" not in found.log.read_text()
+        assert raylet.is_running() and "requires no token" not in found.log.read_text()
     finally:
         if found.process.poll() is None:
             found.process.kill()

@@ -258,8 +258,8 @@ class Ray(ModuleType):
 @pytest.mark.parametrize(
     ("wanted", "sentence"),
     [
-        (Placement(2, "127.0.0.1:1", cpus=9), "2 replicas with 9 CPUs each were asked for; Ray has 2"),
-        (Placement(1, "127.0.0.1:1", gpus=1), "1 replicas with 1 GPUs each were asked for; Ray has 0"),
+        (Placement(2, "127.0.0.1:1", cpus=9), "2 replicas with 9 CPUs each were requested; Ray has 2"),
+        (Placement(1, "127.0.0.1:1", gpus=1), "1 replicas with 1 GPUs each were requested; Ray has 0"),
     ],
 )
 def test_more_resources_than_available_are_refused(
@@ -278,7 +278,7 @@ def test_more_resources_than_available_are_refused(
 def test_our_message_is_extracted_from_rays_error() -> None:
     raised = 'Traceback:\n  File "replica.py", line 1\nsmelt.errors.ModelError: no model at x.\nsome more of Ray'
     assert _sentence(raised) == "no model at x."
-    assert "Ray's own logs" in _sentence("RuntimeError: x")
+    assert "see Ray's logs" in _sentence("RuntimeError: x")
 
 
 def test_the_command_without_ray_or_with_a_wrong_number(tmp_path: Any) -> None:

@@ -23,7 +23,7 @@ from smelt.serve.worker.client import EngineClient, Observer, TokenEvent, Worker
 from smelt.serve.worker.messages import AbortSample, EngineReady, SubmitRequest, WorkerMessage, encode
 
 log = logging.getLogger("smelt.serve")
-MAX_ATTEMPTS = 4  # times that a prompt is sent to a replica before it counts as lost
+MAX_ATTEMPTS = 4  # to send a prompt to a replica before it counts as lost
 RETRY_SECONDS = 0.4  # between attempts: a replica whose engine died is idle, so Ray prefers it until it has ended
 LOST_SECONDS = 1.0  # without an answer, after which a replica counts as lost
 POLL_TIMEOUT = 5.0
@@ -173,7 +173,7 @@ class ClusterClient(EngineClient):
         self._sum_states()
 
     def _update_replica(self, reply: dict[str, Any]) -> None:
-        """Take the state that comes with every message of a replica."""
+        """Update a replica's state from one of its messages."""
         name, now = reply["replica"], time.monotonic()
         known = self.replicas.get(name, {})
         self._clocks[name] = min(self._clocks.get(name, math.inf), now - reply["now"])  # from the fastest message

@@ -1,4 +1,4 @@
-"""How many replicas, where, and what each of them takes of a machine."""
+"""Placement of replicas: how many, where, and the resources of each."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from smelt.errors import SmeltError
 
 @dataclass(frozen=True)
 class Placement:
-    """What Ray is asked for."""
+    """The replicas to request from Ray."""
 
     replicas: int
-    cluster: str = ""  # the address of a Ray that runs; none: on this machine
-    cpus: float = 1.0  # of each; also the threads of its engine, unless OMP_NUM_THREADS says otherwise
-    gpus: int = 0  # of each
+    cluster: str = ""  # address of a running Ray cluster; empty: this machine
+    cpus: float = 1.0  # per replica; also its engine's threads, unless OMP_NUM_THREADS is set
+    gpus: int = 0  # per replica
 
 
 def placed(replicas: int, cluster: str, cpus: float | None, device: str, devices: int) -> Placement:
-    """From what a user said. On this machine the cores are shared out; of a cluster's each replica takes one."""
+    """Resolve the user's options. By default replicas on this machine share its cores; in a cluster each gets one."""
     if importlib.util.find_spec("ray") is None:
         raise SmeltError("replicas need Ray; `pip install 'smelt[cluster]'`.")
     if cluster.startswith("ray://"):
         raise SmeltError(
-            f"{cluster} is the address of Ray's client, through which answers cannot be streamed; run this on a "
-            "machine of the cluster and give HOST:PORT of its head, or auto."
+            f"{cluster} is a Ray Client address, which cannot stream answers; run this on a "
+            "machine of the cluster and give HOST:PORT of its head node, or auto."
         )
     if ":" in device:
         raise SmeltError(f"Ray chooses a GPU for each replica; use --device cuda instead of {device}.")

@@ -1,5 +1,5 @@
-"""Ray from its start to its end: on this machine only, or a cluster that runs already, with one application on it. The
-Ray that is started here leaves neither process nor file."""
+"""The lifecycle of one Ray Serve application, on a local Ray or a running cluster. A Ray started here leaves neither
+processes nor files behind."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from smelt.serve.cluster.placement import Placement
 
 T = TypeVar("T")
 log = logging.getLogger("smelt.serve")
-LOOK_SECONDS = 0.25  # between two looks at whether the replicas are there
+LOOK_SECONDS = 0.25  # between polls while replicas start
 HEALTH_PERIOD, HEALTH_TIMEOUT = 1.0, 10.0  # seconds
 STOP_SECONDS = 5.0
 
 ALWAYS = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    # Answers take seconds: which of two replicas has less to do is asked each time, not remembered for ten seconds.
+    # Answers take seconds: query queue lengths for every request instead of caching them for ten seconds.
     "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": "0",
     "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "0.5",
 }
 
 
 class RayServe:
-    """One application. Everything that waits for Ray runs in one thread, which lives as long as this does: Ray ties its
+    """One application. All blocking Ray calls run in one thread that lives as long as this object: Ray ties its
     processes to the thread that started them."""
 
     def __init__(self, placement: Placement) -> None:
@@ -46,7 +46,7 @@ class RayServe:
         self._begun = False
 
     async def start(self, target: type, arguments: dict[str, Any], requests: int) -> Any:
-        """The handle to the replicas, once they are all there. `requests` is how many one may be given at a time."""
+        """Start all replicas and return their handle. `requests` is the limit of ongoing requests per replica."""
         await self._run(self._connect)
         take_signals_back()
         handle = await self._run(partial(self._deploy, target, arguments, requests))
@@ -72,8 +72,8 @@ class RayServe:
         self._begun = True
         if self.local:
             self._folder = Path(tempfile.mkdtemp(prefix="smelt-ray-"))
-            least = self.placement.cpus * self.placement.replicas
-            start_alone(str(self._folder), num_cpus=max(os.cpu_count() or 1, int(least + 0.999)))
+            min_cpus = self.placement.cpus * self.placement.replicas
+            start_alone(str(self._folder), num_cpus=max(os.cpu_count() or 1, int(min_cpus + 0.999)))
         else:
             join_cluster(self.placement.cluster)
         self._check_room()
@@ -81,12 +81,12 @@ class RayServe:
     def _check_room(self) -> None:
         import ray
 
-        there, wanted = ray.cluster_resources(), self.placement
-        for kind, each in (("CPU", wanted.cpus), ("GPU", wanted.gpus)):
-            if each * wanted.replicas > there.get(kind, 0):
+        available, placement = ray.cluster_resources(), self.placement
+        for resource, amount in (("CPU", placement.cpus), ("GPU", placement.gpus)):
+            if amount * placement.replicas > available.get(resource, 0):
                 raise ResourceError(
-                    f"{wanted.replicas} replicas with {each:g} {kind}s each were asked for; Ray has "
-                    f"{there.get(kind, 0):g} here. Ask for fewer replicas, or for less with --replica-cpus."
+                    f"{placement.replicas} replicas with {amount:g} {resource}s each were requested; Ray has "
+                    f"{available.get(resource, 0):g} here. Request fewer replicas, or less with --replica-cpus."
                 )
 
     def _deploy(self, target: type, arguments: dict[str, Any], requests: int) -> Any:
@@ -94,12 +94,12 @@ class RayServe:
 
         quiet = {"log_level": "ERROR", "enable_access_log": False}
         serve.start(proxy_location="Disabled", logging_config=quiet)
-        wanted = self.placement
+        placement = self.placement
         deployment = serve.deployment(target).options(
-            num_replicas=wanted.replicas, max_ongoing_requests=requests, max_constructor_retry_count=1,
+            num_replicas=placement.replicas, max_ongoing_requests=requests, max_constructor_retry_count=1,
             health_check_period_s=HEALTH_PERIOD, health_check_timeout_s=HEALTH_TIMEOUT,
             graceful_shutdown_timeout_s=STOP_SECONDS, logging_config=quiet,
-            ray_actor_options={"num_cpus": wanted.cpus, "num_gpus": wanted.gpus},
+            ray_actor_options={"num_cpus": placement.cpus, "num_gpus": placement.gpus},
         )  # fmt: skip
         application = serve.RunTarget(deployment.bind(**arguments), self.name, route_prefix=None)
         (handle,) = serve.run_many([application], wait_for_applications_running=False)
@@ -108,13 +108,13 @@ class RayServe:
     def _ready(self) -> bool:
         from ray import serve
 
-        found = serve.status().applications.get(self.name)
-        if found is None or found.status == "DEPLOYING":
+        application = serve.status().applications.get(self.name)
+        if application is None or application.status == "DEPLOYING":
             return False
-        if found.status == "RUNNING":
+        if application.status == "RUNNING":
             return True
-        told = [found.message, *(each.message for each in found.deployments.values())]
-        raise SmeltError(_sentence("\n".join(told)))
+        messages = [application.message, *(deployment.message for deployment in application.deployments.values())]
+        raise SmeltError(_sentence("\n".join(messages)))
 
     def _disconnect(self) -> None:
         import ray
@@ -131,9 +131,9 @@ class RayServe:
 
 
 def _sentence(told: str) -> str:
-    """What our own error in a replica said, in all that Ray says about it."""
+    """Extract the message of a Smelt error in a replica from Ray's report."""
     for line in reversed(told.splitlines()):
-        kind, colon, rest = line.strip().partition(": ")
-        if colon and kind.startswith("smelt.errors."):
+        name, colon, rest = line.strip().partition(": ")
+        if colon and name.startswith("smelt.errors."):
             return rest
-    return "no replica could be started; Ray's own logs say more (RAY_SERVE_LOG_TO_STDERR=1 shows them)."
+    return "no replica could be started; see Ray's logs (RAY_SERVE_LOG_TO_STDERR=1 shows them)."

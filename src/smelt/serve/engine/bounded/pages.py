@@ -1,5 +1,5 @@
-"""Bounded KV caches in ordinary pages, with the text position of each cached token per head. All heads cache as many tokens,
-each its own."""
+"""Bounded KV caches in ordinary pages, with the text position of each cached token per head. Each head selects its own
+tokens, all heads the same number."""
 
 from __future__ import annotations
 
