@@ -37,11 +37,11 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def all_blocks(language: str, *, but: Path | None = None) -> list[Any]:
-    found = [
+    results = [
         (page, number, text) for page in PAGES if page != but for number, text in enumerate(blocks(page, language))
     ]
-    assert found, f"no {language} on any page: the pattern no longer finds the blocks"
-    return [pytest.param(text, id=f"{page.name}-{number}") for page, number, text in found]
+    assert results, f"no {language} on any page: the pattern no longer finds the blocks"
+    return [pytest.param(text, id=f"{page.name}-{number}") for page, number, text in results]
 
 
 def module_from(path: Path) -> Any:
@@ -53,15 +53,15 @@ def module_from(path: Path) -> Any:
 
 
 def test_the_page_of_methods_is_fresh() -> None:
-    made = module_from(ROOT / "docs" / "make_methods.py")
-    assert made.PAGE.read_text(encoding="utf-8") == made.page(), "docs/methods.md is stale: run `make docs`"
+    generator = module_from(ROOT / "docs" / "make_methods.py")
+    assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "docs/methods.md is stale: run `make docs`"
 
 
 def test_every_parameter_has_a_meaning() -> None:
-    made = module_from(ROOT / "docs" / "make_methods.py")
+    generator = module_from(ROOT / "docs" / "make_methods.py")
     for cls in METHODS.values():
         for field in fields(cls):  # type: ignore[arg-type]
-            assert made.meaning(cls, field.name), f"{cls.__name__}.{field.name} has no comment behind it"
+            assert generator.meaning(cls, field.name), f"{cls.__name__}.{field.name} has no comment behind it"
 
 
 def shell_commands() -> list[Any]:

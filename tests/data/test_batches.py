@@ -26,9 +26,9 @@ def windows(data: TextData, **options: int) -> torch.Tensor:
 
 def places(drawn: torch.Tensor, text: str) -> list[int]:
     characters = {number: token for token, number in VOCABULARY.items()}
-    found = [text.find("".join(characters[int(token)] for token in window)) for window in drawn]
-    assert min(found) >= 0, "a window is not a passage of the text"
-    return sorted(found)
+    results = [text.find("".join(characters[int(token)] for token in window)) for window in drawn]
+    assert min(results) >= 0, "a window is not a passage of the text"
+    return sorted(results)
 
 
 def test_windows_are_passages_that_do_not_overlap() -> None:
@@ -66,8 +66,8 @@ def test_windows_hold_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_seed_decides() -> None:
-    first, again, other = (windows(COUNTED, samples=20, length=50, seed=seed) for seed in (1, 1, 2))
-    assert torch.equal(first, again) and not torch.equal(first, other)
+    first, repeated, other = (windows(COUNTED, samples=20, length=50, seed=seed) for seed in (1, 1, 2))
+    assert torch.equal(first, repeated) and not torch.equal(first, other)
 
 
 def test_long_text_is_tokenized_only_as_far_as_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +82,14 @@ def test_long_text_is_tokenized_only_as_far_as_needed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(type(tokenizer), "__call__", counting)
     text_batches(COUNTED, tokenizer, samples=10, length=100, batch_size=10, seed=0)
     assert 2000 <= sum(map(len, seen)) < 6500
-    assert all(piece in COUNTED.joined for piece in seen)
+    assert all(text in COUNTED.joined for text in seen)
 
 
 @pytest.mark.parametrize("text", ["a b\n" * 999, "word " * 999, "x" * 5000, "", "\n" * 2000])
 def test_pieces_lose_nothing(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(batches_module, "_PIECE_CHARACTERS", 64)
-    pieces = list(batches_module._pieces(text))
-    assert "".join(pieces) == text and max(map(len, pieces)) <= 64
+    chunks = list(batches_module._pieces(text))
+    assert "".join(chunks) == text and max(map(len, chunks)) <= 64
 
 
 def labeled(data: LabeledData = LENGTHS, **options: object) -> list[Batch]:

@@ -23,10 +23,10 @@ def idx(values: np.ndarray, kind: int = 8) -> bytes:
 def test_idx(tmp_path: Path) -> None:
     (tmp_path / "train-images-idx3-ubyte").write_bytes(idx(PIXELS))
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(LABELS))
-    found = load_images(tmp_path)
-    assert found is not None
-    assert found.pixels.shape == (5, 1, 4, 6) and (found.pixels[:, 0] == PIXELS).all()
-    assert found.labels.tolist() == LABELS.tolist() and found.classes == 3 and len(found) == 5
+    images = load_images(tmp_path)
+    assert images is not None
+    assert images.pixels.shape == (5, 1, 4, 6) and (images.pixels[:, 0] == PIXELS).all()
+    assert images.labels.tolist() == LABELS.tolist() and images.classes == 3 and len(images) == 5
     assert load_images(tmp_path, "test") is None
 
 
@@ -45,10 +45,10 @@ def test_cifar(tmp_path: Path) -> None:
     rows = GENERATOR.integers(0, 10, (4, 3073)).astype(np.uint8)
     rows[:2].tofile(tmp_path / "data_batch_1.bin")
     rows[2:].tofile(tmp_path / "data_batch_2.bin")
-    found = load_images(tmp_path)
-    assert found is not None
-    assert found.labels.tolist() == rows[:, 0].tolist()
-    assert found.pixels[3, 1, 0, 5] == rows[3, 1 + 1024 + 5]
+    images = load_images(tmp_path)
+    assert images is not None
+    assert images.labels.tolist() == rows[:, 0].tolist()
+    assert images.pixels[3, 1, 0, 5] == rows[3, 1 + 1024 + 5]
     (tmp_path / "test_batch.bin").write_bytes(b"123")
     with pytest.raises(DataError, match="no whole number of images"):
         load_images(tmp_path, "test")
@@ -102,5 +102,5 @@ def test_a_broken_idx_file(content: bytes, words: str, tmp_path: Path) -> None:
 
 @pytest.mark.shared
 def test_the_real_digits(shared: Path) -> None:
-    found = load_images(shared / "data" / "mnist", "test")
-    assert found is not None and found.pixels.shape == (10_000, 1, 28, 28) and found.classes == 10
+    images = load_images(shared / "data" / "mnist", "test")
+    assert images is not None and images.pixels.shape == (10_000, 1, 28, 28) and images.classes == 10

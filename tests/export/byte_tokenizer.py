@@ -11,8 +11,8 @@ MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the"), ("e", "r"), ("1", 
 
 def byte_level(*, digits: bool = True, regex: bool = True) -> PreTrainedTokenizerFast:
     """`smollm` where digits stand alone, `gpt-2` where they do not."""
-    pieces = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
-    core = Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, MERGES))
+    vocabulary = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
+    core = Tokenizer(models.BPE({piece: number for number, piece in enumerate(vocabulary)}, MERGES))
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex)
     core.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), words]) if digits else words
     core.decoder = decoders.ByteLevel()

@@ -85,10 +85,10 @@ def test_transformers_gives_the_same_logits(name: str, tmp_path: Path) -> None:
     dtype = torch.bfloat16 if name in FOUR_BIT_FLOATS else torch.float32
     model = quantized(network(dtype=dtype, num_hidden_layers=1), SCHEMES[name][0])
     export(model, "compressed-tensors", tmp_path / "out")
-    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert theirs.dtype == dtype
+    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert reference.dtype == dtype
     with use_backend("reference"):
-        torch.testing.assert_close(logits(theirs), logits(model.network), atol=1e-5, rtol=0)
+        torch.testing.assert_close(logits(reference), logits(model.network), atol=1e-5, rtol=0)
 
 
 def test_transformers_rounds_scales_to_the_type_of_the_model_and_nothing_more(tmp_path: Path) -> None:
@@ -97,9 +97,9 @@ def test_transformers_rounds_scales_to_the_type_of_the_model_and_nothing_more(tm
     model = quantized(network(dtype=torch.bfloat16), scheme("int4/32@float16"))
     result = export(model, "compressed-tensors", tmp_path / "out")
     assert any("bfloat16" in note for note in result["notes"])
-    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with use_backend("reference"):
-        far = (logits(theirs) - logits(model.network)).abs().max()
+        far = (logits(reference) - logits(model.network)).abs().max()
         effect = (logits(network(dtype=torch.bfloat16)) - logits(model.network)).abs().max()
     assert far < effect / 8
 
@@ -125,8 +125,8 @@ def test_words_are_those_of_the_library(bits: int) -> None:
     codes = layer.packed.quantized().codes.short() - (1 << (bits - 1))
     assert torch.equal(packing.pack_to_int32(codes.to(torch.int8), bits), tensors["weight_packed"])
     zeros = layer.packed.tensors["zero"].squeeze(-1).short() - (1 << (bits - 1))
-    theirs = packing.pack_to_int32(zeros.to(torch.int8), bits, packed_dim=0)
-    assert torch.equal(theirs, tensors["weight_zero_point"].contiguous())
+    reference_values = packing.pack_to_int32(zeros.to(torch.int8), bits, packed_dim=0)
+    assert torch.equal(reference_values, tensors["weight_zero_point"].contiguous())
 
 
 def mixed(path: str) -> QuantizationScheme | None:
@@ -144,9 +144,9 @@ def test_mixed_schemes_are_groups_that_name_their_layers(tmp_path: Path) -> None
     with use_backend("reference"):
         assert torch.equal(logits(load(tmp_path / "out").network), logits(model.network))
     pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smelt[compressed-tensors]")
-    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     with use_backend("reference"):
-        torch.testing.assert_close(logits(theirs), logits(model.network), atol=1e-5, rtol=0)
+        torch.testing.assert_close(logits(reference), logits(model.network), atol=1e-5, rtol=0)
 
 
 def test_two_storages_are_mixed_precision(tmp_path: Path) -> None:
@@ -227,13 +227,13 @@ def test_a_model_that_is_not_quantized_is_refused(tmp_path: Path) -> None:
 
 def test_conv1d_is_refused(tmp_path: Path) -> None:
     config = hf.GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=99, n_positions=64)
-    made = hf.GPT2LMHeadModel(config).eval()
+    model = hf.GPT2LMHeadModel(config).eval()
     chosen = scheme("int8")
-    attention = made.transformer.h[0].attn
+    attention = model.transformer.h[0].attn
     matrix = chosen.weight.quantize(attention.c_attn.weight.detach().T.contiguous())
     attention.c_attn = QuantizedLinear.from_quantized(matrix, chosen, bias=attention.c_attn.bias, dtype=torch.float32)
     with pytest.raises(FormatError, match="Conv1D"):
-        export(Model(made), "compressed-tensors", tmp_path / "out")
+        export(Model(model), "compressed-tensors", tmp_path / "out")
 
 
 class TestDamage:

@@ -45,17 +45,17 @@ def kinds(file: Path) -> dict[str, str]:
     ],
 )
 def test_an_unquantized_network_comes_back_bit_for_bit(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    made = network(kind, **changes)
-    written(Model(made), tmp_path)
-    assert torch.equal(logits(load(tmp_path / "out" / "model.gguf").network), logits(made))
+    model = network(kind, **changes)
+    written(Model(model), tmp_path)
+    assert torch.equal(logits(load(tmp_path / "out" / "model.gguf").network), logits(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_stay_what_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
-    made = network(dtype=dtype, num_hidden_layers=1)
-    written(Model(made), tmp_path)
+    model = network(dtype=dtype, num_hidden_layers=1)
+    written(Model(model), tmp_path)
     read = load(tmp_path / "out" / "model.gguf", dtype=dtype).network
-    assert all(torch.equal(tensor, read.state_dict()[name]) for name, tensor in made.state_dict().items())
+    assert all(torch.equal(tensor, read.state_dict()[name]) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -79,9 +79,9 @@ def test_codes_are_carried_over_exactly(chosen: QuantizationScheme, kind: str, t
     written(model, tmp_path)
     file = tmp_path / "out" / "model.gguf"
     assert kinds(file)["blk.0.attn_k.weight"] == kinds(file)["blk.0.ffn_down.weight"] == kind
-    found = gguf_tensors(read_gguf(file), gguf_config(read_gguf(file)))
+    tensors = gguf_tensors(read_gguf(file), gguf_config(read_gguf(file)))
     for path, layer in quantized_layers(model.network).items():
-        assert torch.equal(found[f"{path}.weight"], layer.weight), path
+        assert torch.equal(tensors[f"{path}.weight"], layer.weight), path
 
 
 def test_a_minimum_that_is_a_float16_is_q4_1(tmp_path: Path) -> None:
@@ -119,27 +119,29 @@ def test_the_way_out_of_an_artifact(tmp_path: Path) -> None:
     ],
 )
 def test_types_that_are_asked_for(asked: str, inner: str, last: str, tmp_path: Path) -> None:
-    made = network(**WIDE)
-    written(Model(made), tmp_path, type=asked)
-    found = kinds(tmp_path / "out" / "model.gguf")
-    assert found["blk.0.attn_q.weight"] == found["token_embd.weight"] == inner
-    assert found["output.weight"] == last and found["output_norm.weight"] == "F32"
-    far = (logits(load(tmp_path / "out" / "model.gguf").network) - logits(made)).abs().max() / logits(made).abs().max()
+    model = network(**WIDE)
+    written(Model(model), tmp_path, type=asked)
+    types = kinds(tmp_path / "out" / "model.gguf")
+    assert types["blk.0.attn_q.weight"] == types["token_embd.weight"] == inner
+    assert types["output.weight"] == last and types["output_norm.weight"] == "F32"
+    far = (logits(load(tmp_path / "out" / "model.gguf").network) - logits(model)).abs().max() / logits(
+        model
+    ).abs().max()
     assert far < {"F16": 1e-3, "Q8_0": 0.02, "Q6_K": 0.08}.get(inner, 0.3)
 
 
 def test_rows_that_super_blocks_do_not_divide_take_the_next_type(tmp_path: Path) -> None:
     result = written(Model(network(intermediate_size=256)), tmp_path, type="q4_k")
-    found = kinds(tmp_path / "out" / "model.gguf")
-    assert found["blk.0.ffn_down.weight"] == "Q4_K" and found["blk.0.attn_q.weight"] == "Q5_0"
-    assert found["output.weight"] == "Q8_0"
+    types = kinds(tmp_path / "out" / "model.gguf")
+    assert types["blk.0.ffn_down.weight"] == "Q4_K" and types["blk.0.attn_q.weight"] == "Q5_0"
+    assert types["output.weight"] == "Q8_0"
     assert "12 in Q5_0" in result["notes"][0] or "13 in Q5_0" in result["notes"][0]
 
 
 def test_a_type_for_what_is_not_quantized(tmp_path: Path) -> None:
     written(quantized(network(), scheme("int4/32@float16")), tmp_path, type="q8_0")
-    found = kinds(tmp_path / "out" / "model.gguf")
-    assert found["token_embd.weight"] == "Q8_0" and found["blk.0.attn_q.weight"] == "Q4_0"
+    types = kinds(tmp_path / "out" / "model.gguf")
+    assert types["token_embd.weight"] == "Q8_0" and types["blk.0.attn_q.weight"] == "Q4_0"
 
 
 @pytest.mark.parametrize(
@@ -186,18 +188,18 @@ def test_layers_of_different_widths_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_weights_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -> None:
-    made = network()
-    made.lm_head.weight.data[3, 3] = value
+    model = network()
+    model.lm_head.weight.data[3, 3] = value
     with pytest.raises(FormatError, match="NaN or infinity"):
-        written(Model(made), tmp_path, type="q8_0")
+        written(Model(model), tmp_path, type="q8_0")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_too_large_for_f16_are_refused(tmp_path: Path) -> None:
-    made = network()
-    made.lm_head.weight.data[3, 3] = 1e6
+    model = network()
+    model.lm_head.weight.data[3, 3] = 1e6
     with pytest.raises(FormatError, match="too large for f16"):
-        written(Model(made), tmp_path, type="f16")
+        written(Model(model), tmp_path, type="f16")
 
 
 def test_an_unknown_type_is_refused(tmp_path: Path) -> None:
@@ -218,9 +220,9 @@ def test_an_unknown_type_is_refused(tmp_path: Path) -> None:
     ids=lambda rotary: rotary["rope_type"],
 )  # fmt: skip
 def test_scaled_rotary_positions(rotary: dict[str, Any], tmp_path: Path) -> None:
-    made = network(num_hidden_layers=1, head_dim=64, max_position_embeddings=16384, rope_parameters=rotary)
-    written(Model(made), tmp_path)
-    assert torch.equal(logits(load(tmp_path / "out" / "model.gguf").network), logits(made))
+    model = network(num_hidden_layers=1, head_dim=64, max_position_embeddings=16384, rope_parameters=rotary)
+    written(Model(model), tmp_path)
+    assert torch.equal(logits(load(tmp_path / "out" / "model.gguf").network), logits(model))
 
 
 def test_a_sliding_window_is_the_context(tmp_path: Path) -> None:
@@ -288,36 +290,40 @@ class TestOtherReaders:
         assert reader.fields["tokenizer.ggml.merges"].contents() == ours.metadata["tokenizer.ggml.merges"]
         assert {tensor.name for tensor in reader.tensors} == set(ours.entries)
         for tensor in reader.tensors:
-            theirs = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(ours.entries[tensor.name].shape)
-            assert np.array_equal(theirs, ours.tensor(tensor.name)), tensor.name
+            reference_values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(
+                ours.entries[tensor.name].shape
+            )
+            assert np.array_equal(reference_values, ours.tensor(tensor.name)), tensor.name
 
     @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])
     def test_transformers(self, kind: str, tmp_path: Path) -> None:
         pytest.importorskip("gguf")
         pytest.importorskip("accelerate", reason="transformers wants accelerate to read GGUF")
         changes = {"head_dim": 128} if kind == "Qwen3" else {}  # transformers does not read it from the file
-        made = network(kind, vocab_size=310, **changes)
-        written(Model(made, byte_level()), tmp_path, type="q8_0")
-        theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32)
+        model = network(kind, vocab_size=310, **changes)
+        written(Model(model, byte_level()), tmp_path, type="q8_0")
+        reference = hf.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", gguf_file="model.gguf", dtype=torch.float32
+        )
         ours = load(tmp_path / "out" / "model.gguf").network
-        torch.testing.assert_close(logits(theirs), logits(ours), atol=1e-6, rtol=0)
+        torch.testing.assert_close(logits(reference), logits(ours), atol=1e-6, rtol=0)
 
     @pytest.mark.parametrize("asked", ["f32", "q8_0", "q4_k"])
     def test_llama_cpp(self, asked: str, tmp_path: Path) -> None:
         """The engine itself: the same tokens, and logits as near as its arithmetic in few bits goes."""
         llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
-        made = network(vocab_size=310, **WIDE)
+        model = network(vocab_size=310, **WIDE)
         tokenizer = byte_level()
-        written(Model(made, tokenizer), tmp_path, type=asked)
+        written(Model(model, tokenizer), tmp_path, type=asked)
         file = tmp_path / "out" / "model.gguf"
         engine = llama_cpp.Llama(str(file), n_ctx=64, n_threads=1, logits_all=True, verbose=False)
         text = "in the winter there are 12 things"
         ids = engine.tokenize(text.encode(), add_bos=False)
         assert ids == tokenizer(text)["input_ids"]
         engine.eval(ids)
-        found = torch.from_numpy(np.array(engine.scores[: len(ids)]))
+        result = torch.from_numpy(np.array(engine.scores[: len(ids)]))
         expected = logits(load(file).network, torch.tensor([ids]))[0]
-        assert (found - expected).abs().max() < {"f32": 0.005}.get(asked, 0.05) * expected.abs().max()
+        assert (result - expected).abs().max() < {"f32": 0.005}.get(asked, 0.05) * expected.abs().max()
 
 
 def test_the_bundled_model_goes_out_as_it_came_in(tmp_path: Path) -> None:
@@ -328,6 +334,6 @@ def test_the_bundled_model_goes_out_as_it_came_in(tmp_path: Path) -> None:
         pytest.skip(str(error))
     written(model, tmp_path, type="q4_1")
     file = read_gguf(tmp_path / "out" / "model.gguf")
-    found = gguf_tensors(file, gguf_config(file))
+    tensors = gguf_tensors(file, gguf_config(file))
     state = model.network.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in found.items())
+    assert all(torch.equal(tensor, state[name]) for name, tensor in tensors.items())

@@ -51,16 +51,16 @@ def decibel(x: NDArray[np.float32], y: NDArray[np.float32]) -> float:
 def test_the_bytes_of_the_gguf_package(name: str) -> None:
     gguf = pytest.importorskip("gguf")
     x = np.concatenate([gaussian(), awkward()])
-    kind = getattr(gguf.GGMLQuantizationType, name)
-    assert np.array_equal(SIMPLE[name](x.reshape(-1, 32)).reshape(len(x), -1), gguf.quants.quantize(x, kind))
+    ggml_type = getattr(gguf.GGMLQuantizationType, name)
+    assert np.array_equal(SIMPLE[name](x.reshape(-1, 32)).reshape(len(x), -1), gguf.quants.quantize(x, ggml_type))
 
 
 @pytest.mark.parametrize("name", SEARCHED)
 def test_the_gguf_package_reads_the_same_weights(name: str) -> None:
     gguf = pytest.importorskip("gguf")
     data = SEARCHED[name](awkward())
-    theirs = gguf.quants.dequantize(data, getattr(gguf.GGMLQuantizationType, name))
-    assert np.array_equal(read_back(name, data), theirs)
+    reference_values = gguf.quants.dequantize(data, getattr(gguf.GGMLQuantizationType, name))
+    assert np.array_equal(read_back(name, data), reference_values)
 
 
 @pytest.mark.parametrize("name", CARD)
@@ -74,11 +74,11 @@ def test_the_decibels_of_the_card(name: str) -> None:
 @pytest.mark.parametrize("name", SEARCHED)
 def test_awkward_weights_stay_near(name: str) -> None:
     x = awkward()
-    found = read_back(name, SEARCHED[name](x))
-    assert np.array_equal(found[0], x[0])
+    result = read_back(name, SEARCHED[name](x))
+    assert np.array_equal(result[0], x[0])
     for row in (1, 2, 3, 5, 6, 7):
-        assert decibel(x[row], found[row]) > 18, row
-    assert np.isfinite(found).all()
+        assert decibel(x[row], result[row]) > 18, row
+    assert np.isfinite(result).all()
 
 
 @pytest.mark.parametrize("name", SEARCHED)
@@ -109,8 +109,8 @@ def test_levels_and_scales_are_carried_exactly(
     levels = generator.integers(lowest, highest + 1, (64, 32)).astype(np.int16)
     levels[0, :2] = lowest, highest
     scale = generator.standard_normal(64).astype(np.float16).astype(np.float32)
-    found = read_back(name, lay(levels, scale)).reshape(64, 32)
-    assert np.array_equal(found, levels * scale[:, None])
+    result = read_back(name, lay(levels, scale)).reshape(64, 32)
+    assert np.array_equal(result, levels * scale[:, None])
 
 
 def test_a_block_by_hand() -> None:

@@ -36,8 +36,8 @@ def test_symmetric_integers_are_read_by_us_and_by_transformers(name: str, tmp_pa
     expected, read = model.network(**ids()).logits, load(tmp_path / "out")
     assert len(quantized_layers(read.network)) == len(quantized_layers(model.network)) == 32
     assert torch.equal(read.network(**ids()).logits, expected)
-    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(theirs(**ids()).logits, expected, atol=1e-5, rtol=0)
+    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(reference(**ids()).logits, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def batch(size: int, length: int) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, 99, (size, length), generator=generator)
     mask = torch.ones_like(ids)
     mask[0, length // 2 :] = 0
-    kinds = (torch.arange(length) > 2).long().expand(size, -1)
-    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": kinds.contiguous()}
+    token_types = (torch.arange(length) > 2).long().expand(size, -1)
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": token_types.contiguous()}
 
 
 def test_a_pruned_encoder_at_any_batch_and_length(tmp_path: Path) -> None:
@@ -78,20 +78,20 @@ def test_eight_bit_layers_keep_their_codes(tmp_path: Path) -> None:
     runtime = needed()
     import onnx
 
-    made = encoder(**{**SMALL, "num_hidden_layers": 1})
+    net = encoder(**{**SMALL, "num_hidden_layers": 1})
     fixed = scheme("int8", "int8", static=True)
-    model = quantized(made, lambda path: scheme("int8-asym") if "attention" in path else fixed)
+    model = quantized(net, lambda path: scheme("int8-asym") if "attention" in path else fixed)
     logits(model.network)  # a network that has run holds what its kernels prepared
     export(model, "onnx", tmp_path / "out")
     graph = onnx.load(str(tmp_path / "out" / "model.onnx")).graph
-    kinds = [tensor.data_type for tensor in graph.initializer if len(tensor.dims) == 2]
-    assert kinds.count(onnx.TensorProto.UINT8) == 4 and kinds.count(onnx.TensorProto.INT8) == 2
+    types = [tensor.data_type for tensor in graph.initializer if len(tensor.dims) == 2]
+    assert types.count(onnx.TensorProto.UINT8) == 4 and types.count(onnx.TensorProto.INT8) == 2
     assert sum(node.op_type == "QuantizeLinear" for node in graph.node) == 2
     inputs = {name: tensor for name, tensor in batch(3, 9).items() if name != "token_type_ids"}
     with torch.no_grad():
         expected = model.network(**inputs).logits
-    found = run(runtime, tmp_path / "out", inputs, disable_quant_qdq="1")
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    results = run(runtime, tmp_path / "out", inputs, disable_quant_qdq="1")
+    torch.testing.assert_close(results, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,8 @@ def test_prices_of_llama_3_8b() -> None:
 def with_factors(build: Callable[[], hf.PreTrainedModel]) -> tuple[Model, Model]:
     """A quantized model, and the same one with low-rank factors beside every layer."""
     plain, model = (Model(build()) for _ in range(2))
-    for each in (plain, model):
-        RoundToNearest(bits=4, group_size=16).apply(each, MethodContext())
+    for variant in (plain, model):
+        RoundToNearest(bits=4, group_size=16).apply(variant, MethodContext())
     for layer in quantized_layers(model.network).values():
         layer.add_low_rank_factors(torch.randn(RANK, layer.in_features), torch.randn(layer.out_features, RANK))
     return plain, model
@@ -119,7 +119,7 @@ def test_low_rank_factors_are_counted(name: str, tmp_path: Path) -> None:
     plain, model = with_factors(BUILDS[name])
     layers = quantized_layers(model.network).values()
     added = RANK * sum(layer.in_features + layer.out_features for layer in layers)
-    before, after = (describe(each.anatomy, 7) for each in (plain, model))
+    before, after = (describe(variant.anatomy, 7) for variant in (plain, model))
     assert after["parameters"] - before["parameters"] == added
     assert after["block_parameters"] - before["block_parameters"] == added
     assert after["bytes"] - before["bytes"] == 4 * added
@@ -128,8 +128,8 @@ def test_low_rank_factors_are_counted(name: str, tmp_path: Path) -> None:
     assert sum(block["parameters"] for block in after["blocks"]) == after["block_parameters"]
     save_artifact(model, tmp_path)
     assert describe(anatomy_of(skeleton(tmp_path)), 7) == after
-    held = load_file(tmp_path / "model.safetensors").values()
-    assert count_bytes(model.network) == sum(tensor.nbytes for tensor in held)
+    tensors = load_file(tmp_path / "model.safetensors").values()
+    assert count_bytes(model.network) == sum(tensor.nbytes for tensor in tensors)
 
 
 def test_a_plan_counts_the_factors_that_will_be_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +150,6 @@ def test_of_a_mixture_the_factors_of_chosen_experts_are_counted() -> None:
         share = CHOSEN / EXPERTS if ".experts." in path else 1
         expected += share * RANK * (layer.in_features + layer.out_features)
     work = Workload(tokens=tokens)
-    met = [block_cost(each.anatomy, "macs", work) for each in (plain, model)]
+    met = [block_cost(variant.anatomy, "macs", work) for variant in (plain, model)]
     assert met[1] - met[0] == pytest.approx(tokens * expected)
     assert active_parameters(model.anatomy) - active_parameters(plain.anatomy) == pytest.approx(expected)

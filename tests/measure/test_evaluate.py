@@ -57,8 +57,8 @@ def test_regressor() -> None:
     expected = one_by_one(model, PAIRS)[:, 0]
     assert evaluate(model, PAIRS).value == pytest.approx(stats.spearmanr(expected, PAIRS.labels)[0])
     assert evaluate(model, PAIRS, metric="pearson").value == pytest.approx(stats.pearsonr(expected, PAIRS.labels)[0])
-    whole = replace(PAIRS, labels=np.arange(6), regression=False)
-    assert evaluate(model, whole).value == pytest.approx(stats.spearmanr(expected, whole.labels)[0])
+    integers = replace(PAIRS, labels=np.arange(6), regression=False)
+    assert evaluate(model, integers).value == pytest.approx(stats.spearmanr(expected, integers.labels)[0])
 
 
 @torch.no_grad()

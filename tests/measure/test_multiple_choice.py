@@ -34,7 +34,7 @@ def likelihood(model: Model, context: str, continuation: str) -> tuple[float, in
     tokens = [VOCABULARY[character] for character in context + gap + continuation]
     logits = model.network(input_ids=torch.tensor([tokens])).logits[0].double().log_softmax(-1)
     scored = range(len(context), len(tokens))
-    return sum(float(logits[place - 1, tokens[place]]) for place in scored), len(scored)
+    return sum(float(logits[position - 1, tokens[position]]) for position in scored), len(scored)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
@@ -62,11 +62,11 @@ def test_batches_without_a_padding_token(batch_size: int) -> None:
         for item in ITEMS
         for context, continuation in zip(item.contexts, item.continuations, strict=True)
     ]
-    found = choice_module._likelihoods(model, options, batch_size, NullProgress())
+    result = choice_module._likelihoods(model, options, batch_size, NullProgress())
     expected = [
         likelihood(model, c, t)[0] for item in ITEMS for c, t in zip(item.contexts, item.continuations, strict=True)
     ]
-    assert np.allclose(found, expected, rtol=1e-5)
+    assert np.allclose(result, expected, rtol=1e-5)
 
 
 def test_long_contexts_lose_their_beginning() -> None:

@@ -134,8 +134,8 @@ def test_clear_changes_have_a_clear_verdict() -> None:
 def test_the_seed_decides_and_json_is_plain() -> None:
     generator = np.random.default_rng(4)
     pair = [windowed(generator.normal(3, 1, 100), np.full(100, 9.0)) for _ in range(2)]
-    first, again, other = (compare(*pair, resamples=300, seed=seed) for seed in (5, 5, 6))
-    assert first == again and first.interval != other.interval
+    first, repeated, other = (compare(*pair, resamples=300, seed=seed) for seed in (5, 5, 6))
+    assert first == repeated and first.interval != other.interval
     plain = json.loads(json.dumps(first.to_json(), allow_nan=False))
     assert plain["interval"] == list(first.interval) and plain["verdict"] == first.verdict and plain["items"] == 100
 

@@ -34,13 +34,13 @@ def ids(model: Model, text: TextData = TEXT) -> torch.Tensor:
 def brute_force(model: Model, context: int, stride: int, limit: int) -> float:
     """Each token alone, from the whole logits of the first window that reaches it."""
     tokens, losses = ids(model)[:limit], []
-    for place in range(1, len(tokens)):
-        begin = max(0, math.ceil((place + 1 - context) / stride)) * stride
-        if begin == place:  # the first of its window
+    for position in range(1, len(tokens)):
+        begin = max(0, math.ceil((position + 1 - context) / stride)) * stride
+        if begin == position:  # the first of its window
             continue
         window = tokens[begin : begin + context][None]
-        probabilities = model.network(input_ids=window).logits[0, place - begin - 1].double().log_softmax(-1)
-        losses.append(-float(probabilities[tokens[place]]))
+        probabilities = model.network(input_ids=window).logits[0, position - begin - 1].double().log_softmax(-1)
+        losses.append(-float(probabilities[tokens[position]]))
     return math.exp(np.mean(losses))
 
 
@@ -66,9 +66,13 @@ def test_strided_equals_brute_force(context: int, stride: int) -> None:
 def test_overlapping_windows_score_every_token_once() -> None:
     for context, stride in ((7, 3), (8, 8), (5, 1)):
         scored = [
-            place for window in windows_over(50, context, stride) for place in range(window.scored_from, window.end)
+            position
+            for window in windows_over(50, context, stride)
+            for position in range(window.scored_from, window.end)
         ]
-        expected = [place for place in range(50) if place % context] if context == stride else list(range(1, 50))
+        expected = (
+            [position for position in range(50) if position % context] if context == stride else list(range(1, 50))
+        )
         assert scored == expected
 
 

@@ -69,10 +69,10 @@ def value(item: Any) -> bytes:
     if isinstance(item, list):
         if item and isinstance(item[0], str):
             return struct.pack("<IIQ", 9, 8, len(item)) + b"".join(text(element) for element in item)
-        kind, layout = _KINDS[type(item[0])]
-        return struct.pack("<IIQ", 9, kind, len(item)) + b"".join(struct.pack(layout, element) for element in item)
-    kind, layout = _KINDS[type(item)]
-    return struct.pack("<I", kind) + struct.pack(layout, item)
+        type_id, layout = _KINDS[type(item[0])]
+        return struct.pack("<IIQ", 9, type_id, len(item)) + b"".join(struct.pack(layout, element) for element in item)
+    type_id, layout = _KINDS[type(item)]
+    return struct.pack("<I", type_id) + struct.pack(layout, item)
 
 
 def matrix(name: str, values: np.ndarray) -> Tensor:

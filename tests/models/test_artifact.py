@@ -30,9 +30,9 @@ def pruned(name: str) -> Model:
 def test_saved_and_reloaded_is_the_same_to_the_bit(name: str, tmp_path: Path) -> None:
     model = pruned(name)
     save_artifact(model, tmp_path)
-    again = load_artifact(tmp_path)
-    assert torch.equal(again.network(**inputs(name)).logits, model.network(**inputs(name)).logits)
-    assert again.anatomy.shape() == model.anatomy.shape()
+    reloaded = load_artifact(tmp_path)
+    assert torch.equal(reloaded.network(**inputs(name)).logits, model.network(**inputs(name)).logits)
+    assert reloaded.anatomy.shape() == model.anatomy.shape()
     assert [p.name for p in tmp_path.iterdir() if p.suffix == ".bin"] == []
 
 
@@ -49,8 +49,8 @@ def test_an_added_bias_survives(tmp_path: Path) -> None:
     part = model.anatomy.parts[0]
     set_output(part, part.output.weight.clone(), torch.randn(part.output.out_features))
     save_artifact(model, tmp_path)
-    again = load_artifact(tmp_path)
-    assert torch.equal(again.network(**inputs("llama")).logits, model.network(**inputs("llama")).logits)
+    reloaded = load_artifact(tmp_path)
+    assert torch.equal(reloaded.network(**inputs("llama")).logits, model.network(**inputs("llama")).logits)
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "bert", "resnet"])
@@ -93,8 +93,8 @@ def test_equal_widths_open_in_transformers_itself(tmp_path: Path) -> None:
     save_artifact(Model(network), tmp_path)
     stock = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(stock(**inputs("llama")).logits, network(**inputs("llama")).logits)
-    again = load_artifact(tmp_path)
-    assert again.anatomy.shape() == anatomy_of(network).shape()
+    reloaded = load_artifact(tmp_path)
+    assert reloaded.anatomy.shape() == anatomy_of(network).shape()
 
 
 @torch.no_grad()

@@ -148,12 +148,12 @@ def test_a_conversion_that_fails_leaves_nothing(shelf: Path, monkeypatch: pytest
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
-    whole = BUNDLED["tiny"]
-    monkeypatch.setitem(BUNDLED, "tiny", replace(whole, convert=stop))
+    complete = BUNDLED["tiny"]
+    monkeypatch.setitem(BUNDLED, "tiny", replace(complete, convert=stop))
     with pytest.raises(KeyboardInterrupt):
         ensure_bundled("tiny")
     assert not list((cache_folder() / "models").iterdir())
-    monkeypatch.setitem(BUNDLED, "tiny", whole)
+    monkeypatch.setitem(BUNDLED, "tiny", complete)
     assert load("tiny").network.config.num_hidden_layers == 1
 
 

@@ -26,8 +26,8 @@ from tests.mixtures import BUILDS, CHOSEN, EXPERTS, HIDDEN, INNER, PLAIN, batche
 
 @torch.no_grad()
 def logits(network: Any, **settings: Any) -> Tensor:
-    found: Tensor = network(**ids(**settings)).logits
-    return found
+    logits: Tensor = network(**ids(**settings)).logits
+    return logits
 
 
 def labeled() -> list[dict[str, Tensor]]:
@@ -86,12 +86,12 @@ def test_what_is_saved_is_loaded_to_the_bit_and_opens_in_transformers(name: str,
     model = loaded(name, tmp_path / "source")
     (tmp_path / "out").mkdir()
     save_artifact(model, tmp_path / "out")
-    again = load_artifact(tmp_path / "out")
-    one, two = model.network.state_dict(), again.network.state_dict()
+    reloaded = load_artifact(tmp_path / "out")
+    one, two = model.network.state_dict(), reloaded.network.state_dict()
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
-    assert torch.equal(logits(again.network), logits(model.network))
-    theirs = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(logits(theirs), logits(model.network), atol=2e-6, rtol=0)
+    assert torch.equal(logits(reloaded.network), logits(model.network))
+    reference = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits(reference), logits(model.network), atol=2e-6, rtol=0)
 
 
 def test_generation_with_a_cache_equals_generation_without(tmp_path: Path) -> None:
@@ -118,10 +118,10 @@ def test_cut_experts_have_widths_of_their_own_and_are_saved_so(name: str, tmp_pa
     torch.testing.assert_close(logits(model.network), expected, atol=2e-6, rtol=0)
     (tmp_path / "out").mkdir()
     save_artifact(model, tmp_path / "out")
-    again = load_artifact(tmp_path / "out")
-    assert again.anatomy.shape() == model.anatomy.shape()
-    assert len({part.units for part in again.anatomy.parts if part.mixture}) > 1
-    assert torch.equal(logits(again.network), logits(model.network))
+    reloaded = load_artifact(tmp_path / "out")
+    assert reloaded.anatomy.shape() == model.anatomy.shape()
+    assert len({part.units for part in reloaded.anatomy.parts if part.mixture}) > 1
+    assert torch.equal(logits(reloaded.network), logits(model.network))
     widths = json.loads((tmp_path / "out" / "config.json").read_text())["per_layer_config"]["1"].values()
     assert any(isinstance(width, list) for width in widths)  # which transformers refuses, as it must
 

@@ -39,9 +39,9 @@ def test_blocks_equal_the_reference_package(kind: int) -> None:
     blocks = np.random.default_rng(kind).integers(0, 256, (7 * 5, block_format.bytes), dtype=np.uint8)
     with np.errstate(all="ignore"):  # random scales include infinities
         ours = dequantize(blocks.reshape(-1), block_format, (7, 5 * block_format.weights))
-        theirs = reference.dequantize(blocks, reference.GGMLQuantizationType(kind))
+        reference_values = reference.dequantize(blocks, reference.GGMLQuantizationType(kind))
     assert ours.dtype == np.float32
-    np.testing.assert_array_equal(ours.ravel(), np.asarray(theirs, dtype=np.float32).ravel())
+    np.testing.assert_array_equal(ours.ravel(), np.asarray(reference_values, dtype=np.float32).ravel())
 
 
 def test_a_block_by_hand() -> None:
@@ -58,9 +58,9 @@ def test_a_block_by_hand() -> None:
 
 def test_decoding_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = np.random.default_rng(0).integers(0, 60, 34 * 101, dtype=np.uint8)
-    whole = dequantize(blocks, FORMATS[8], (101, 32))
+    full = dequantize(blocks, FORMATS[8], (101, 32))
     monkeypatch.setattr("smelt.models.gguf.blocks._WEIGHTS_AT_ONCE", 96)
-    np.testing.assert_array_equal(dequantize(blocks, FORMATS[8], (101, 32)), whole)
+    np.testing.assert_array_equal(dequantize(blocks, FORMATS[8], (101, 32)), full)
 
 
 def _paired(weights: np.ndarray, heads: int) -> np.ndarray:
@@ -95,14 +95,14 @@ def _as_gguf(network: PreTrainedModel, metadata: dict[str, Any] | None = None) -
     if not config.tie_word_embeddings:
         file.tensors.append(matrix("output.weight", state["lm_head.weight"]))
     for block in range(config.num_hidden_layers):
-        for ours, theirs in BLOCK_NAMES.items():
+        for our_name, gguf_name in BLOCK_NAMES.items():
             for part in ("weight", "bias"):
-                values = state.get(f"model.layers.{block}.{theirs}.{part}")
+                values = state.get(f"model.layers.{block}.{gguf_name}.{part}")
                 if values is None:
                     continue
-                if arch == "llama" and ours in heads:
-                    values = _paired(values, heads[ours])
-                file.tensors.append(matrix(f"blk.{block}.{ours}.{part}", values))
+                if arch == "llama" and our_name in heads:
+                    values = _paired(values, heads[our_name])
+                file.tensors.append(matrix(f"blk.{block}.{our_name}.{part}", values))
     return file
 
 
@@ -266,11 +266,11 @@ def _sentence_piece_metadata(tokens: list[str], kinds: list[int], scores: list[f
 
 def test_sentence_piece_by_hand(tmp_path: Path) -> None:
     """'abc' can become ab+c or a+bc; the better score of 'bc' decides. What is not in the vocabulary becomes bytes."""
-    pieces = ["bc", "ab", "▁", "a", "b", "c"]
-    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
-    kinds = [2, 3, 3] + [6] * 256 + [1] * len(pieces)
-    scores = [0.0] * 259 + [-float(rank) for rank in range(len(pieces))]
-    file = Gguf(_sentence_piece_metadata(tokens, kinds, scores)).write(tmp_path / "spm.gguf")
+    vocabulary = ["bc", "ab", "▁", "a", "b", "c"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *vocabulary]
+    token_types = [2, 3, 3] + [6] * 256 + [1] * len(vocabulary)
+    scores = [0.0] * 259 + [-float(rank) for rank in range(len(vocabulary))]
+    file = Gguf(_sentence_piece_metadata(tokens, token_types, scores)).write(tmp_path / "spm.gguf")
     tokenizer = gguf_tokenizer(read_gguf(file))
     assert tokenizer is not None
     assert tokenizer.convert_ids_to_tokens(tokenizer("abc é")["input_ids"]) == [
@@ -291,8 +291,8 @@ def test_a_real_small_llama_with_its_tokenizer(shared: Path, tmp_path: Path) -> 
     for number, (left, right) in enumerate(merges):
         rank.setdefault(left + right, number)
     scores = [-float(rank.get(token, len(merges))) for token in tokens]
-    kinds = [2, 3, 3] + [6 if token.startswith("<0x") else 1 for token in tokens[3:]]
-    file = _as_gguf(original.network, _sentence_piece_metadata(tokens, kinds, scores))
+    token_types = [2, 3, 3] + [6 if token.startswith("<0x") else 1 for token in tokens[3:]]
+    file = _as_gguf(original.network, _sentence_piece_metadata(tokens, token_types, scores))
     loaded = load(file.write(tmp_path / "stories.gguf"))
     assert original.tokenizer is not None and loaded.tokenizer is not None
     for text in ["Once upon a time, there was a little girl named Lily.", "  two  spaces\nünïcode 你好", ""]:

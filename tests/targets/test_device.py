@@ -88,10 +88,10 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_more_filters_take_longer_in_every_dtype(dtype: str) -> None:
     device = Device("cpu", repeats=5)
-    few, many = (
+    narrow, many = (
         FeedForwardOp(hidden=256, ffn_channels=count, gated=True, tokens=64, dtype=dtype) for count in (32, 4096)
     )
-    assert min(device.latency(many) for _ in range(3)) > 3 * min(device.latency(few) for _ in range(6))
+    assert min(device.latency(many) for _ in range(3)) > 3 * min(device.latency(narrow) for _ in range(6))
 
 
 def test_fits_asks_what_is_free() -> None:

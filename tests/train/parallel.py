@@ -22,10 +22,10 @@ _PATIENCE = 500  # seconds; a deadlock ends sooner, by the group's timeout
 
 def run(size: int, work: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[Any]:
     """Return the result of `work(*arguments)` from each of `size` ranks; an error on one rank is raised here."""
-    found = outcomes(size, work, *arguments, backend=backend)
-    for _, error in found:
+    results = outcomes(size, work, *arguments, backend=backend)
+    for _, error in results:
         assert not error, error
-    return [result for result, _ in found]
+    return [result for result, _ in results]
 
 
 def outcomes(size: int, work: Callable[..., Any], *arguments: Any, backend: str = "gloo") -> list[tuple[Any, str]]:
@@ -37,11 +37,11 @@ def outcomes(size: int, work: Callable[..., Any], *arguments: Any, backend: str 
         for worker in workers:
             worker.start()
         try:
-            found = []
+            results = []
             for receive, _ in ends:
                 assert receive.poll(_PATIENCE), "a worker did not end"
-                found.append(receive.recv())
-            return found
+                results.append(receive.recv())
+            return results
         finally:
             for worker in workers:
                 worker.join(timeout=5)

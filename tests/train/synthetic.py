@@ -42,8 +42,8 @@ def every_compressor(density: float) -> list[Compressor]:
     ]
     special.append(PowerSGD(warmup_steps=3, rank=2))
     named = {compressor.name for compressor in special}
-    rest = [kind for name, kind in COMPRESSORS.items() if name not in named]
-    return [*special, *(_made(kind, density) for kind in rest)]
+    rest = [compressor_type for name, compressor_type in COMPRESSORS.items() if name not in named]
+    return [*special, *(_made(compressor_type, density) for compressor_type in rest)]
 
 
 def _made(kind: type[Compressor], density: float) -> Compressor:

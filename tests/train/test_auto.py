@@ -52,16 +52,16 @@ def data_of(number: int) -> tuple[Tensor, Tensor]:
 
 
 def train(model: nn.Module, steps: range) -> None:
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in steps:
         inputs, labels = data_of(number)
         cross_entropy(model(inputs), labels).backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def flat(model: nn.Module) -> Any:
-    return torch.cat([each.detach().flatten() for each in model.parameters()]).numpy()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
 
 
 def on_a_slow_link(folder: str) -> dict[str, Any]:
@@ -82,18 +82,18 @@ def on_a_slow_link(folder: str) -> dict[str, Any]:
 
     resumed = DistributedDataParallel(network(400))
     resumed.module.load_state_dict(weights)
-    again = compress_gradients(resumed, auto, CompressionSettings(check_conservation=True))
-    checkpoint.load(again, Path(folder) / "state")
+    repeated = compress_gradients(resumed, auto, CompressionSettings(check_conservation=True))
+    checkpoint.load(repeated, Path(folder) / "state")
     train(resumed, range(LOOK + 3, LOOK + 5))
     return {
         "decision": compression.decision.to_json(),
         "bytes": (before, after),
-        "steps": (steps, again.num_steps),
+        "steps": (steps, repeated.num_steps),
         "info": lines.of(logging.INFO),
         "warnings": lines.of(logging.WARNING),
         "weights": flat(model),
         "resumed": flat(resumed),
-        "measured again": again.decision is not None,  # type: ignore[attr-defined]
+        "measured again": repeated.decision is not None,  # type: ignore[attr-defined]
     }
 
 
@@ -101,7 +101,7 @@ def test_a_slow_link_is_compressed_and_a_resumed_run_is_bit_identical() -> None:
     for _ in range(3):  # other load on the machine affects the times
         with tempfile.TemporaryDirectory() as folder:
             first, second = run(2, on_a_slow_link, folder)
-        dense, _, micro = (first["decision"]["buckets"][0][place] for place in (0, 2, 1))
+        dense, _, micro = (first["decision"]["buckets"][0][position] for position in (0, 2, 1))
         if micro["exposed"] < dense["exposed"] / 2:
             break
     assert first["decision"] == second["decision"]
@@ -120,15 +120,15 @@ def on_a_fast_link(compressor: Compressor | str | None) -> dict[str, Any]:
     model = DistributedDataParallel(network(400), bucket_cap_mb=0.1)
     compression = None if compressor is None else compress_gradients(model, compressor)
     train(model, range(10))
-    found = {"weights": flat(model), "warnings": lines.of(logging.WARNING)}
+    result = {"weights": flat(model), "warnings": lines.of(logging.WARNING)}
     if compression is not None:
         return {
-            **found,
+            **result,
             "plain": compression.uses_plain_ddp,
             "steps": compression.num_steps,
             "bytes": compression.traffic.bytes,
         }
-    return found
+    return result
 
 
 def test_ddp_is_left_alone_with_a_warning_where_nothing_gains() -> None:
@@ -152,7 +152,7 @@ def with_a_bad_step() -> tuple[int, list[str]]:
     settings = CompressionSettings()
     auto = Auto(density=0.01, methods=("micro",))
     step = CompressedStep(model, auto, settings, bucket_cap_mb=0.3, scaler=scaler)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     decided = -1
     compression = step.compression
     assert isinstance(compression, AutoCompression)
@@ -161,9 +161,9 @@ def with_a_bad_step() -> tuple[int, list[str]]:
         loss = cross_entropy(model(inputs), labels) * (float("inf") if number == LOOK and rank() == 1 else 1)
         scaler.scale(loss).backward()
         step.reduce()
-        scaler.step(optimiser)
+        scaler.step(optimizer)
         scaler.update()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         if compression.decided and decided < 0:
             decided = number
     assert compression.decision is not None and torch.tensor(flat(model)).isfinite().all()

@@ -37,11 +37,11 @@ def compression_of(
 def advance(compression: BucketedCompression, numbers: range) -> torch.Tensor:
     """Return the [elements] update of the last step."""
     for number in numbers:
-        for piece, view in LAYOUT.views(gradient_of(LAYOUT, number, rank())):
-            compression.add(piece.name, view.view(piece.shape))
+        for entry, view in LAYOUT.views(gradient_of(LAYOUT, number, rank())):
+            compression.add(entry.name, view.view(entry.shape))
         taken = torch.empty(LAYOUT.numel)
-        for piece, view in LAYOUT.views(taken):
-            compression.write_back(piece.name, view)
+        for entry, view in LAYOUT.views(taken):
+            compression.write_back(entry.name, view)
     return taken
 
 
@@ -54,20 +54,20 @@ def all_tensors(compression: BucketedCompression) -> dict[str, Any]:
 
 
 def stop_and_go_on(compressors: list[Compressor], folder: Path) -> list[tuple[str, bool]]:
-    found = []
+    results = []
     for compressor in compressors:
-        whole = compression_of(compressor, bucket_cap_mb=0.01)
-        expected = advance(whole, range(8))
+        uninterrupted = compression_of(compressor, bucket_cap_mb=0.01)
+        expected = advance(uninterrupted, range(8))
         first = compression_of(compressor, bucket_cap_mb=0.01)
         advance(first, range(5))
         save(first, folder / compressor.name)
         second = compression_of(compressor, bucket_cap_mb=0.01)
         load(second, folder / compressor.name)
         same = torch.equal(advance(second, range(5, 8)), expected)
-        ours, theirs = all_tensors(second), all_tensors(whole)
-        same &= ours.keys() == theirs.keys() and all((ours[key] == theirs[key]).all() for key in theirs)
-        found.append((compressor.name, same and second.num_steps == 8))
-    return found
+        actual, theirs = all_tensors(second), all_tensors(uninterrupted)
+        same &= actual.keys() == theirs.keys() and all((actual[key] == theirs[key]).all() for key in theirs)
+        results.append((compressor.name, same and second.num_steps == 8))
+    return results
 
 
 def test_every_compressor_resumes_bit_identically(tmp_path: Path) -> None:
@@ -84,16 +84,16 @@ def test_every_compressor_resumes_bit_identically(tmp_path: Path) -> None:
 def train(folder: Path, numbers: range, keep: bool) -> dict[str, Any]:
     """Train a real model under DDP, from and to a checkpoint folder."""
     model = many_buckets()
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     compression = compress_gradients(model, ExDyna(density=0.05, sampled_steps=3), bucket_cap_mb=0.008)
     if numbers.start:
         model.module.load_state_dict(load_file(folder / "model.safetensors"))
         load(compression, folder / "state")
     for number in numbers:
         inputs, labels = data_of(number, rank())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         nn.functional.cross_entropy(model(inputs), labels).backward()
-        optimiser.step()
+        optimizer.step()
     if keep:
         save(compression, folder / "state")
         if rank() == 0:
@@ -104,11 +104,11 @@ def train(folder: Path, numbers: range, keep: bool) -> dict[str, Any]:
 
 def test_ddp_training_resumes_bit_identically_in_new_processes(tmp_path: Path) -> None:
     """New processes start with first-iteration buckets; the state must not depend on them."""
-    whole = run(2, train, tmp_path, range(9), False)
+    uninterrupted = run(2, train, tmp_path, range(9), False)
     run(2, train, tmp_path, range(5), True)
-    for expected, found in zip(whole, run(2, train, tmp_path, range(5, 9), False), strict=True):
-        assert expected.keys() == found.keys()
-        assert all((expected[key] == found[key]).all() for key in expected)
+    for expected, result in zip(uninterrupted, run(2, train, tmp_path, range(5, 9), False), strict=True):
+        assert expected.keys() == result.keys()
+        assert all((expected[key] == result[key]).all() for key in expected)
 
 
 def resume_old_format(folder: Path) -> bool:

@@ -66,19 +66,19 @@ def test_invalid_parameters_raise_one_sentence(name: str, parameters: dict[str, 
 
 
 def test_the_repr_of_a_compressor_is_its_constructor_call() -> None:
-    made = create_compressor("sage", density=0.01, threshold=None)
-    assert eval(repr(made), {"SAGE": SAGE}) == made  # noqa: S307
+    compressor = create_compressor("sage", density=0.01, threshold=None)
+    assert eval(repr(compressor), {"SAGE": SAGE}) == compressor  # noqa: S307
 
 
 def counts(compressor: Compressor, steps: int, shapes: dict[str, tuple[int, ...]] = ONE_MATRIX) -> list[int]:
     """Return how many elements of Gaussian gradients a single rank sends in each step."""
     reducer = build_reducer(compressor, layout=layout_of(shapes))
     generator = torch.Generator().manual_seed(1)
-    found = []
+    results = []
     for _ in range(steps):
         reducer.reduce(torch.randn(reducer.layout.numel, generator=generator))
-        found.append(reducer.traffic.num_selected)
-    return found
+        results.append(reducer.traffic.num_selected)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,9 @@ def counts(compressor: Compressor, steps: int, shapes: dict[str, tuple[int, ...]
 def test_adacomp_sends_about_five_per_bin(
     shape: tuple[int, ...], length: int, first: float, low: float, high: float
 ) -> None:
-    found = [number / (math.prod(shape) / length) for number in counts(AdaComp(), 150, {"a": shape})]
-    assert np.mean(found[:3]) == pytest.approx(first, rel=0.1)
-    assert low < np.mean(found[-30:]) < high
+    results = [number / (math.prod(shape) / length) for number in counts(AdaComp(), 150, {"a": shape})]
+    assert np.mean(results[:3]) == pytest.approx(first, rel=0.1)
+    assert low < np.mean(results[-30:]) < high
 
 
 def test_adacomp_with_factor_one_sends_the_largest_of_each_bin() -> None:
@@ -110,9 +110,9 @@ def test_adacomp_sends_signs_of_the_mean_maximum_and_1d_parameters_dense() -> No
 
 
 def test_sage_reaches_its_density_from_a_threshold_far_too_high() -> None:
-    found = np.array(counts(SAGE(density=0.01, threshold=50.0), 200)) / (0.01 * 50_000)
-    assert found[0] == 0
-    assert 0.5 < found[120:].mean() < 2.0
+    result = np.array(counts(SAGE(density=0.01, threshold=50.0), 200)) / (0.01 * 50_000)
+    assert result[0] == 0
+    assert 0.5 < result[120:].mean() < 2.0
     assert counts(HardThreshold(density=0.01, threshold=50.0), 20)[-1] == 0
 
 
@@ -129,7 +129,7 @@ def test_deft_shares_follow_norms_and_redistribute_the_excess() -> None:
 def test_deft_splits_layers_larger_than_a_share_and_balances_bins() -> None:
     layout = layout_of({"big": (70, 10), "small": (3,), "other": (5, 20)})
     ranges = split_layers(layout, 4)
-    assert [place for start, stop in ranges for place in range(start, stop)] == list(range(803))
+    assert [position for start, stop in ranges for position in range(start, stop)] == list(range(803))
     assert len(ranges) == 4 + 1 + 1
     bins = pack_into_bins([10, 10, 10, 10, 1, 5], [175, 175, 175, 175, 3, 100], 4)
     assert sorted(bins[:4]) == [0, 1, 2, 3]
@@ -148,8 +148,8 @@ def test_deft_never_selects_an_element_twice() -> None:
 
 def test_sidco_estimates_the_threshold_of_exponential_data_exactly() -> None:
     values = torch.empty(200_000).exponential_(generator=torch.Generator().manual_seed(0))
-    for kind in ("exponential", "pareto"):
-        number = int((values >= SIDCo(density=0.01, distribution=kind).threshold(values, 1)).sum())
+    for distribution in ("exponential", "pareto"):
+        number = int((values >= SIDCo(density=0.01, distribution=distribution).threshold(values, 1)).sum())
         assert abs(number - 2000) < 4 * math.sqrt(2000)
 
 
@@ -157,21 +157,21 @@ def test_sidco_estimates_the_threshold_of_exponential_data_exactly() -> None:
 def test_sidco_comes_close_to_its_target_on_other_tails(kind: str, power: float) -> None:
     """Use fresh vectors and empty the residual each time, so that only the stages adapt."""
     reducer = build_reducer(SIDCo(density=0.005, distribution=kind), layout=layout_of(ONE_MATRIX))
-    generator, found = torch.Generator().manual_seed(3), []
+    generator, results = torch.Generator().manual_seed(3), []
     for _ in range(60):
         reducer.residual.zero_()
         reducer.reduce(
             torch.randn(50_000, generator=generator).sign() * torch.randn(50_000, generator=generator).abs() ** power
         )
-        found.append(reducer.traffic.build_up)
-    assert 0.75 < np.mean(found[20:]) < 1.25
+        results.append(reducer.traffic.build_up)
+    assert 0.75 < np.mean(results[20:]) < 1.25
 
 
 def momentum_sgd(nesterov: bool) -> float:
     """Return the difference between DGC that sends everything and the velocity of the mean gradient."""
     reducer = build_reducer(DGC(density=1.0, momentum=0.8, masking=False, nesterov=nesterov))
     parameter = torch.zeros(reducer.layout.numel, requires_grad=True)
-    optimiser = torch.optim.SGD([parameter], lr=1.0, momentum=0.8, nesterov=nesterov)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.8, nesterov=nesterov)
     applied, worst = torch.zeros(reducer.layout.numel), 0.0
     for number in range(5):
         gradient = gradient_of(reducer.layout, number, rank())
@@ -179,7 +179,7 @@ def momentum_sgd(nesterov: bool) -> float:
         parameter.grad = gradient.clone()
         distributed.all_reduce(parameter.grad)
         parameter.grad /= reducer.comm.world_size
-        optimiser.step()
+        optimizer.step()
         worst = max(worst, float((applied - parameter.detach()).abs().max()))
     return worst
 
@@ -246,8 +246,8 @@ def test_dgc_warms_up_and_clips() -> None:
 
 
 def test_dgc_counts_come_close_to_their_target_without_a_full_sort() -> None:
-    found = counts(DGC(density=0.01, momentum=0.0), 20)
-    assert all(0.8 * 500 <= number <= 500 for number in found)
+    result = counts(DGC(density=0.01, momentum=0.0), 20)
+    assert all(0.8 * 500 <= number <= 500 for number in result)
 
 
 def leader_against_topk(same: bool) -> tuple[bool, list[int]]:
@@ -278,8 +278,8 @@ def test_topk_takes_the_largest_of_all_or_of_every_tensor() -> None:
     assert int((everywhere != 0).sum()) == int(0.01 * len(gradient))
     assert gradient.abs()[everywhere == 0].max() <= everywhere.abs()[everywhere != 0].min()
     each = build_reducer(TopK(density=0.01, per_tensor=True)).reduce(gradient)
-    for piece, values in layout_of().views(each):
-        assert int((values != 0).sum()) == max(1, int(0.01 * piece.numel))
+    for entry, values in layout_of().views(each):
+        assert int((values != 0).sum()) == max(1, int(0.01 * entry.numel))
 
 
 def test_qsgd_is_unbiased_and_fits_its_bits() -> None:
@@ -314,9 +314,9 @@ def test_signs_with_error_feedback_reach_the_minimum_where_signs_alone_do_not() 
 def test_one_bit_preserves_the_sum_of_every_tensor() -> None:
     gradient = gradient_of(layout_of(), 0, 0)
     sent = build_reducer(OneBit()).reduce(gradient)
-    for (_, given), (_, said) in zip(layout_of().views(gradient), layout_of().views(sent), strict=True):
-        assert float(given.sum()) == pytest.approx(float(said.sum()), abs=1e-5)
-        assert len(said.unique()) <= 2
+    for (_, given), (_, decoded) in zip(layout_of().views(gradient), layout_of().views(sent), strict=True):
+        assert float(given.sum()) == pytest.approx(float(decoded.sum()), abs=1e-5)
+        assert len(decoded.unique()) <= 2
 
 
 def test_random_k_selects_the_requested_count_uniformly() -> None:

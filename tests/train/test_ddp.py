@@ -49,7 +49,9 @@ def many_buckets(device: str = "cpu", **options: bool) -> DistributedDataParalle
 
 
 def flat_gradients(model: nn.Module) -> Tensor:
-    parts = [torch.zeros_like(each) if each.grad is None else each.grad for each in model.parameters()]
+    parts = [
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in model.parameters()
+    ]
     return torch.cat([part.flatten() for part in parts]).clone()
 
 
@@ -66,7 +68,7 @@ def train(
     compression = (
         None if compressor is None else compress_gradients(model, compressor, settings, bucket_cap_mb=bucket_cap_mb)
     )
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     losses = []
     for number in range(steps):
         for part in range(accumulate):
@@ -74,10 +76,10 @@ def train(
             with nullcontext() if part == accumulate - 1 else model.no_sync():
                 loss = cross_entropy(model(inputs.to(device)), labels.to(device))
                 loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
-    parameters = torch.cat([each.detach().flatten() for each in model.parameters()]).cpu()
+    parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).cpu()
     return losses, parameters.numpy(), 0 if compression is None else compression.num_steps
 
 
@@ -85,11 +87,11 @@ def train(
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_density_one_trains_like_plain_ddp(bucket_cap_mb: float | None, accumulate: int) -> None:
     _, plain, _ = run(2, train, None, 5, None, accumulate)[0]
-    found = run(2, train, TopK(density=1.0), 5, bucket_cap_mb, accumulate)
-    for _, parameters, steps in found:
+    results = run(2, train, TopK(density=1.0), 5, bucket_cap_mb, accumulate)
+    for _, parameters, steps in results:
         assert abs(parameters - plain).max() < 1e-6
         assert steps == 5
-    assert (found[0][1] == found[1][1]).all()
+    assert (results[0][1] == results[1][1]).all()
 
 
 @pytest.mark.parametrize(
@@ -100,10 +102,10 @@ def test_all_gradients_are_applied_eventually_and_the_loss_falls(
     compressor: Compressor, bucket_cap_mb: float | None
 ) -> None:
     """The debug mode raises if a rebuilt bucket loses anything; with one bucket or several."""
-    found = run(2, train, compressor, 20, bucket_cap_mb)
-    losses, parameters, _ = found[0]
+    results = run(2, train, compressor, 20, bucket_cap_mb)
+    losses, parameters, _ = results[0]
     assert sum(losses[-5:]) < 0.93 * sum(losses[:5])
-    assert (parameters == found[1][1]).all()
+    assert (parameters == results[1][1]).all()
 
 
 BRANCHES = ["both", "left", "left", "right", "both", "left", "left", "right"]
@@ -115,7 +117,7 @@ def leave_out(differ: bool, static: bool) -> float:
     model = many_buckets(static_graph=True) if static else many_buckets(find_unused_parameters=True)
     compression = compress_gradients(model, TopK(density=0.05))
     twin = Net()
-    given = applied = torch.zeros(sum(each.numel() for each in twin.parameters()))
+    total = applied = torch.zeros(sum(parameter.numel() for parameter in twin.parameters()))
     for number, branch in enumerate(branches):
         if differ and rank() == 1:
             branch = "both"
@@ -123,16 +125,16 @@ def leave_out(differ: bool, static: bool) -> float:
         for network in (model, twin):
             network.zero_grad()
             cross_entropy(network(inputs, branch), labels).backward()
-        given = given + flat_gradients(twin)
+        total = total + flat_gradients(twin)
         applied = applied + flat_gradients(model) * 2
     names = [name for name, _ in twin.named_parameters()]
     residual = {
         name: view
-        for piece, view in compression.reducers[0].layout.views(compression.reducers[0].residual)
-        for name in [piece.name]
+        for entry, view in compression.reducers[0].layout.views(compression.reducers[0].residual)
+        for name in [entry.name]
     }
     left = torch.cat([residual[name] for name in names])
-    both = torch.stack([given, left])
+    both = torch.stack([total, left])
     distributed.all_reduce(both)
     return float((both[0] - both[1] - applied).abs().max() / both[0].abs().max())
 
@@ -147,7 +149,7 @@ def scaled(
 ) -> tuple[Tensor, list[float], Tensor, int]:
     """Train with a scaled loss; in the given steps, rank 1 has an infinite gradient in its last layer."""
     model = many_buckets()
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
     compression = compress_gradients(model, ExDyna(density=0.05), settings, bucket_cap_mb=bucket_cap_mb, scaler=scaler)
     scales, number = [], 0
@@ -156,16 +158,16 @@ def scaled(
         loss = cross_entropy(model(inputs), labels)
         if attempt in overflows and rank() == 1:
             loss = loss + model.module.last.bias.sum() * torch.inf
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         scaler.scale(loss).backward()
-        scaler.step(optimiser)
+        scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
         number += attempt not in overflows
         if number == 8:
             break
     compression.resolve_deferred()
-    parameters = torch.cat([each.detach().flatten() for each in model.parameters()])
+    parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
     residual = torch.cat([reducer.residual for reducer in compression.reducers])
     return parameters.numpy(), scales, residual.numpy(), compression.reducers[0].iteration
 
@@ -183,12 +185,12 @@ def scaled(
 def test_a_skipped_step_changes_no_state(bucket_cap_mb: float | None, settings: CompressionSettings) -> None:
     """Scales are powers of two, so changing the scale changes no bit."""
     plain, _, plain_residual, _ = run(2, scaled, [], bucket_cap_mb, settings)[0]
-    found = run(2, scaled, [2, 5], bucket_cap_mb, settings)
-    for parameters, scales, _, number in found:
+    results = run(2, scaled, [2, 5], bucket_cap_mb, settings)
+    for parameters, scales, _, number in results:
         assert scales[:6] == [1024, 1024, 512, 512, 512, 256]
         assert (parameters == plain).all()
         assert number == 8
-    assert (found[0][2] == plain_residual).all()
+    assert (results[0][2] == plain_residual).all()
 
 
 def spoiled() -> None:
@@ -223,19 +225,19 @@ def test_a_model_without_ddp_is_refused() -> None:
 
 def paper_form() -> float:
     model = many_buckets()
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     compress_gradients(
         model,
         TopK(density=0.05),
         CompressionSettings(error_feedback="lr_scaled", check_conservation=True),
-        optimizer=optimiser,
+        optimizer=optimizer,
     )
     for number in range(4):
-        optimiser.param_groups[0]["lr"] = 0.2 / (number + 1)
+        optimizer.param_groups[0]["lr"] = 0.2 / (number + 1)
         inputs, labels = data_of(number, rank())
         loss = cross_entropy(model(inputs), labels)
         loss.backward()
-        optimiser.step()
+        optimizer.step()
     return loss.item()
 
 

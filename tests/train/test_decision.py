@@ -8,7 +8,7 @@ from smelt.train.gradients.autotune.cost_model import MIN_SPEEDUP, CostPredictio
 
 
 def waits(*seconds: float) -> list[CostPrediction]:
-    return [CostPrediction("any", 0, 1, each, 0.0, 0.0) for each in seconds]
+    return [CostPrediction("any", 0, 1, communication, 0.0, 0.0) for communication in seconds]
 
 
 @pytest.mark.parametrize(

@@ -38,24 +38,24 @@ def load(compression: BucketedCompression, model: dict[str, torch.Tensor], folde
 def stop_and_go_on(
     compressors: list[Compressor], folder: Path, settings: CompressionSettings | None = None
 ) -> list[tuple[str, bool]]:
-    found = []
+    results = []
     for compressor in compressors:
-        whole = compression_of(compressor, settings, bucket_cap_mb=0.01)
-        expected = advance(whole, range(8))
+        uninterrupted = compression_of(compressor, settings, bucket_cap_mb=0.01)
+        expected = advance(uninterrupted, range(8))
         first, model = compression_of(compressor, settings, bucket_cap_mb=0.01), {"weight": torch.arange(12.0)}
         advance(first, range(5))
         save(first, model, folder / compressor.name)
         second, other = compression_of(compressor, settings, bucket_cap_mb=0.01), {"weight": torch.zeros(12)}
         load(second, other, folder / compressor.name)
         same = torch.equal(advance(second, range(5, 8)), expected) and torch.equal(other["weight"], model["weight"])
-        ours, theirs = all_tensors(second), all_tensors(whole)
-        same &= ours.keys() == theirs.keys() and all((ours[key] == theirs[key]).all() for key in theirs)
-        found.append((compressor.name, same and second.num_steps == 8))
-    return found
+        actual, theirs = all_tensors(second), all_tensors(uninterrupted)
+        same &= actual.keys() == theirs.keys() and all((actual[key] == theirs[key]).all() for key in theirs)
+        results.append((compressor.name, same and second.num_steps == 8))
+    return results
 
 
 def test_every_compressor_resumes_bit_identically(tmp_path: Path) -> None:
-    compressors = [each for each in every_compressor(0.02) if not isinstance(each, PowerSGD)]
+    compressors = [compressor for compressor in every_compressor(0.02) if not isinstance(compressor, PowerSGD)]
     for worker in run(2, stop_and_go_on, compressors, tmp_path):
         assert len(worker) == 14
         assert all(same for _, same in worker), worker
@@ -64,18 +64,18 @@ def test_every_compressor_resumes_bit_identically(tmp_path: Path) -> None:
 
 
 def test_deferred_counts_are_kept(tmp_path: Path) -> None:
-    found = run(
+    results = run(
         2, stop_and_go_on, [ExDyna(density=0.02, sampled_steps=0)], tmp_path, CompressionSettings(fixed_capacity=2.0)
     )
-    assert found == [[("exdyna", True)]] * 2
+    assert results == [[("exdyna", True)]] * 2
 
 
 def before_the_first_step(folder: Path) -> bool:
     compression = compression_of(ExDyna(density=0.02))
     save(compression, {}, folder)
-    again = compression_of(ExDyna(density=0.02))
-    load(again, {}, folder)
-    return torch.equal(advance(again, range(3)), advance(compression, range(3)))
+    repeated = compression_of(ExDyna(density=0.02))
+    load(repeated, {}, folder)
+    return torch.equal(advance(repeated, range(3)), advance(compression, range(3)))
 
 
 def test_a_checkpoint_from_before_the_first_step(tmp_path: Path) -> None:
@@ -105,13 +105,13 @@ def refuse(folder: Path) -> None:
 
 
 def test_another_density_is_refused_on_every_worker(tmp_path: Path) -> None:
-    found = outcomes(2, refuse, tmp_path / "two")
-    assert all("written with another compressor, other settings" in error for _, error in found)
+    results = outcomes(2, refuse, tmp_path / "two")
+    assert all("written with another compressor, other settings" in error for _, error in results)
 
 
 def shapeless() -> None:
-    for kind, compressor in ((BucketedCompression, PowerSGD()), (AutoCompression, Auto())):
-        compression = kind(PARAMETERS, compressor, Comm(), CompressionSettings())
+    for wrapper, compressor in ((BucketedCompression, PowerSGD()), (AutoCompression, Auto())):
+        compression = wrapper(PARAMETERS, compressor, Comm(), CompressionSettings())
         with pytest.raises(ConfigError, match="use save and load of"):
             CompressionState(compression)
 

@@ -23,28 +23,28 @@ def follow(kinds: list[ExclusiveThreshold], shapes: dict[str, tuple[int, ...]], 
     """Return the traffic from step `after` on, the last result and the ranges of every step."""
     layout = layout_of(shapes)
     gradients = [gradient_of(layout, number, rank()) for number in range(steps)]
-    found = []
-    for kind in kinds:
-        reducer = build_reducer(kind, layout=layout)
+    values = []
+    for compressor in kinds:
+        reducer = build_reducer(compressor, layout=layout)
         traffic, results, ranges = [], [], []
         for number, gradient in enumerate(gradients):
             results.append(reducer.reduce(gradient))
             if number >= after:
                 traffic.append(reducer.traffic)
-            if isinstance(kind, ExclusiveThreshold):
+            if isinstance(compressor, ExclusiveThreshold):
                 step = CompressionStep(
                     0, gradient, reducer.residual, layout, reducer.comm, reducer.state, reducer.counts
                 )
-                ranges.append([kind.range_of(partition, step) for partition in range(reducer.comm.world_size)])
+                ranges.append([compressor.range_of(partition, step) for partition in range(reducer.comm.world_size)])
         everything = sum(traffic, Traffic())
-        found.append((everything.build_up, everything.padding_overhead, torch.stack(results).numpy(), ranges))
-    return found
+        values.append((everything.build_up, everything.padding_overhead, torch.stack(results).numpy(), ranges))
+    return values
 
 
 @pytest.mark.parametrize("workers", [2, 4])
 def test_exdyna_without_balancing_is_micro_bit_for_bit(workers: int) -> None:
-    kinds = [MiCRO(density=0.01, sampled_steps=5), ExDyna(density=0.01, sampled_steps=5, balance=False)]
-    for (_, _, micro, micro_ranges), (_, _, exdyna, ranges) in run(workers, follow, kinds, SHAPES, 12, 0):
+    compressors = [MiCRO(density=0.01, sampled_steps=5), ExDyna(density=0.01, sampled_steps=5, balance=False)]
+    for (_, _, micro, micro_ranges), (_, _, exdyna, ranges) in run(workers, follow, compressors, SHAPES, 12, 0):
         assert (micro == exdyna).all()
         assert micro.any()
         assert micro_ranges == ranges
@@ -52,9 +52,9 @@ def test_exdyna_without_balancing_is_micro_bit_for_bit(workers: int) -> None:
 
 def test_density_is_kept_and_moving_blocks_pad_less() -> None:
     """Check the last 40 of 100 steps; the first 50 are sampled, so here the controller alone sets the density."""
-    kinds = [MiCRO(density=0.01, sampled_steps=50), ExDyna(density=0.01, sampled_steps=50, blocks=64)]
-    found = run(4, follow, kinds, UNEVEN, 100, 60)
-    (micro, micro_padding, _, _), (exdyna, exdyna_padding, _, ranges) = found[0]
+    compressors = [MiCRO(density=0.01, sampled_steps=50), ExDyna(density=0.01, sampled_steps=50, blocks=64)]
+    results = run(4, follow, compressors, UNEVEN, 100, 60)
+    (micro, micro_padding, _, _), (exdyna, exdyna_padding, _, ranges) = results[0]
     topk = run(4, follow, [TopK(density=0.01)], UNEVEN, 5, 2)[0][0][0]
     assert 0.85 < micro < 1.15
     assert 0.85 < exdyna < 1.15
@@ -66,7 +66,7 @@ def test_density_is_kept_and_moving_blocks_pad_less() -> None:
         assert step[0][0] == 0
         assert step[-1][1] == size
         assert all(left[1] == right[0] and left[0] < left[1] for left, right in pairwise(step))
-    assert all(each[1][3] == ranges for each in found)
+    assert all(result[1][3] == ranges for result in results)
 
 
 def test_sampling_keeps_density_from_the_first_step() -> None:
@@ -77,18 +77,18 @@ def test_sampling_keeps_density_from_the_first_step() -> None:
 
 def follow_a_jump(factor: float) -> list[float]:
     """Return the build-up of each step; gradients change scale after the sampled start."""
-    reducer, found = build_reducer(MiCRO(density=0.02, sampled_steps=5), layout=layout_of(UNEVEN)), []
+    reducer, results = build_reducer(MiCRO(density=0.02, sampled_steps=5), layout=layout_of(UNEVEN)), []
     for number in range(40):
         reducer.reduce(gradient_of(reducer.layout, number, rank()) * (1.0 if number < 20 else factor))
-        found.append(reducer.traffic.build_up)
-    return found
+        results.append(reducer.traffic.build_up)
+    return results
 
 
 @pytest.mark.parametrize(("factor", "lowest"), [(10.0, 0.85), (0.3, 0.75)])  # small ones drain the residual slowly
 def test_density_recovers_when_gradients_change_scale(factor: float, lowest: float) -> None:
-    found = run(2, follow_a_jump, factor)[0]
-    assert not 0.85 < found[20] < 1.15  # the jump is unpredictable
-    assert lowest < sum(found[21:]) / len(found[21:]) < 1.15
+    result = run(2, follow_a_jump, factor)[0]
+    assert not 0.85 < result[20] < 1.15  # the jump is unpredictable
+    assert lowest < sum(result[21:]) / len(result[21:]) < 1.15
 
 
 def only_one_has_gradients() -> float:
@@ -107,8 +107,8 @@ def test_ranges_rotate_over_all_ranks() -> None:
 
 def test_a_vector_too_short_for_blocks_is_split_like_micro() -> None:
     small = {"a": (50, 7)}
-    kinds = [MiCRO(density=0.1), ExDyna(density=0.1)]
-    for (_, _, micro, _), (_, _, exdyna, _) in run(3, follow, kinds, small, 5, 0):
+    compressors = [MiCRO(density=0.1), ExDyna(density=0.1)]
+    for (_, _, micro, _), (_, _, exdyna, _) in run(3, follow, compressors, small, 5, 0):
         assert (micro == exdyna).all()
 
 
@@ -121,7 +121,7 @@ def test_the_selection_is_never_empty() -> None:
 def test_equal_ranges_tile() -> None:
     for elements, workers in [(10, 3), (3, 5), (12, 4)]:
         ranges = [even_range(partition, elements, workers) for partition in range(workers)]
-        assert [place for start, stop in ranges for place in range(start, stop)] == list(range(elements))
+        assert [position for start, stop in ranges for position in range(start, stop)] == list(range(elements))
 
 
 def test_the_threshold_moves_both_ways_inside_the_band() -> None:

@@ -18,21 +18,21 @@ PARAMETERS = [(piece.name, torch.zeros(piece.shape)) for piece in layout_of().sl
 
 def both_ways(steps: int) -> list[tuple[str, bool]]:
     """Return, per compressor, whether all means and residuals are bit-identical."""
-    found = []
+    results = []
     for compressor in every_compressor(0.05):
-        pieces = BucketedCompression(PARAMETERS, compressor, Comm())
-        layout = pieces.layouts[0]
+        separate = BucketedCompression(PARAMETERS, compressor, Comm())
+        layout = separate.layouts[0]
         plain = reducer_class(compressor)(compressor, layout, Comm())
         same = True
         for number in range(steps):
             gradient, mean = gradient_of(layout, number, rank()), torch.empty(layout.numel)
-            for piece, view in layout.views(gradient.clone()):
-                pieces.add(piece.name, view.view(piece.shape))
-            for piece, view in layout.views(mean):
-                pieces.write_back(piece.name, view.view(piece.shape))
+            for entry, view in layout.views(gradient.clone()):
+                separate.add(entry.name, view.view(entry.shape))
+            for entry, view in layout.views(mean):
+                separate.write_back(entry.name, view.view(entry.shape))
             same &= torch.equal(mean, plain.reduce(gradient))
-        found.append((compressor.name, same and torch.equal(pieces.reducers[0].residual, plain.residual)))
-    return found
+        results.append((compressor.name, same and torch.equal(separate.reducers[0].residual, plain.residual)))
+    return results
 
 
 def test_gradient_views_match_one_flat_vector_bit_for_bit() -> None:
@@ -42,20 +42,20 @@ def test_gradient_views_match_one_flat_vector_bit_for_bit() -> None:
 
 def broken() -> list[tuple[str, str, bool]]:
     """Run with one rank whose gradient is nonfinite in one tensor."""
-    found = []
+    results = []
     for compressor in every_compressor(0.1):
         compression = BucketedCompression(PARAMETERS, compressor, Comm())
         layout, error = compression.layouts[0], ""
         gradient = gradient_of(layout, 0, rank())
         gradient[layout.slices[1].start] = torch.nan if rank() == 1 else 1.0
         try:
-            for piece, view in layout.views(gradient):
-                compression.add(piece.name, view.view(piece.shape))
+            for entry, view in layout.views(gradient):
+                compression.add(entry.name, view.view(entry.shape))
         except DataError as told:
             error = str(told)
         kept = compression.reducers[0].tensors()
-        found.append((compressor.name, error, all(bool(tensor.isfinite().all()) for tensor in kept.values())))
-    return found
+        results.append((compressor.name, error, all(bool(tensor.isfinite().all()) for tensor in kept.values())))
+    return results
 
 
 def test_a_nonfinite_tensor_raises_on_all_ranks_and_leaves_no_residual() -> None:
@@ -72,17 +72,17 @@ def test_gradient_views_are_added_and_checked_for_nonfinite_values(place: int | 
     flat, memory = torch.randn(layout.numel), torch.randn(layout.numel)
     if place is not None:
         flat[place] = torch.inf
-    turned = flat[400_000:].view(20, 30).T.contiguous().T
-    pieces = GradientViews(layout, [flat[:400_000].view(4, 100_000), turned])
+    transposed = flat[400_000:].view(20, 30).T.contiguous().T
+    views = GradientViews(layout, [flat[:400_000].view(4, 100_000), transposed])
     if looked:
-        assert bool(pieces.all_finite()) is (place is None)
-    whole, before = memory + flat, memory.clone()
-    pieces.add_to(memory)
-    assert bool(pieces.all_finite()) is (place is None)
+        assert bool(views.all_finite()) is (place is None)
+    expected, before = memory + flat, memory.clone()
+    views.add_to(memory)
+    assert bool(views.all_finite()) is (place is None)
     if place is None:
-        assert torch.equal(memory, whole) and torch.equal(pieces.flatten(), flat)
+        assert torch.equal(memory, expected) and torch.equal(views.flatten(), flat)
         return
-    assert not pieces.flatten().any()
+    assert not views.flatten().any()
     added = 0 if looked else int((memory != before).nonzero()[-1]) + 1 if bool((memory != before).any()) else 0
-    assert torch.equal(memory[:added], whole[:added]) and torch.equal(memory[added:], before[added:])
+    assert torch.equal(memory[:added], expected[:added]) and torch.equal(memory[added:], before[added:])
     assert added <= place and (looked or place - added < 1 << 17)

@@ -48,14 +48,14 @@ def compression_of(
 
 def advance(compression: BucketedCompression, gradients: list[Tensor]) -> list[Tensor]:
     """Return the [elements] update of every step."""
-    found = []
+    results = []
     for gradient in gradients:
-        for piece, view in LAYOUT.views(gradient):
-            compression.add(piece.name, view.view(piece.shape))
-        found.append(torch.empty(LAYOUT.numel))
-        for piece, view in LAYOUT.views(found[-1]):
-            compression.write_back(piece.name, view)
-    return found
+        for entry, view in LAYOUT.views(gradient):
+            compression.add(entry.name, view.view(entry.shape))
+        results.append(torch.empty(LAYOUT.numel))
+        for entry, view in LAYOUT.views(results[-1]):
+            compression.write_back(entry.name, view)
+    return results
 
 
 def own_gradients(steps: int) -> list[Tensor]:
@@ -66,15 +66,15 @@ def pending(compression: BucketedCompression) -> Tensor:
     """Return the [elements] float64 sum of all nodes' residuals."""
     (reducer,) = compression.reducers
     size, place = reducer.layout.numel, rank() % 2
-    whole = torch.zeros(2 * size, dtype=torch.float64)
-    whole[place * size : (place + 1) * size] = reducer.residual
-    distributed.all_reduce(whole)
-    return whole[: LAYOUT.numel]
+    dense = torch.zeros(2 * size, dtype=torch.float64)
+    dense[place * size : (place + 1) * size] = reducer.residual
+    distributed.all_reduce(dense)
+    return dense[: LAYOUT.numel]
 
 
 def account(cases: list[tuple[Compressor, dict[str, Any]]]) -> list[tuple[str, float, Any]]:
     """Return the name, the error of the sums over all steps, and the results."""
-    found = []
+    values = []
     gradients = own_gradients(8)
     for compressor, settings in cases:
         compression = compression_of(compressor, check_conservation=True, **settings)
@@ -83,25 +83,27 @@ def account(cases: list[tuple[Compressor, dict[str, Any]]]) -> list[tuple[str, f
         distributed.all_reduce(given)
         compression.resolve_deferred()
         lost = given / 2 - 2 * torch.stack(results).double().sum(dim=0) - pending(compression)
-        found.append((compressor.name, float(lost.abs().max() / given.abs().max()), torch.stack(results).numpy()))
-    return found
+        values.append((compressor.name, float(lost.abs().max() / given.abs().max()), torch.stack(results).numpy()))
+    return values
 
 
 def test_no_gradient_is_lost_and_all_ranks_agree() -> None:
-    kinds = [each for each in every_compressor(0.02) if each.name != "dgc"] + [DGC(density=0.02, momentum=0.0)]
-    cases: list[tuple[Compressor, dict[str, Any]]] = [(kind, {}) for kind in kinds]
+    compressors = [compressor for compressor in every_compressor(0.02) if compressor.name != "dgc"] + [
+        DGC(density=0.02, momentum=0.0)
+    ]
+    cases: list[tuple[Compressor, dict[str, Any]]] = [(compressor_type, {}) for compressor_type in compressors]
     cases += [
-        (kind(density=0.02), each)
-        for kind in (ExDyna, MiCRO)
-        for each in ({"wire_dtype": "int8"}, {"fixed_capacity": 3.0})
+        (compressor_type(density=0.02), compressor)
+        for compressor_type in (ExDyna, MiCRO)
+        for compressor in ({"wire_dtype": "int8"}, {"fixed_capacity": 3.0})
     ]
     first, *others = run(4, account, cases)
     assert len(first) == 19
     for name, error, results in first:
         assert error < 1e-5, name
         assert results.any(), name
-    for each in others:
-        assert all((mine[2] == theirs[2]).all() for mine, theirs in zip(first, each, strict=True))
+    for compressor in others:
+        assert all((mine[2] == peer_result[2]).all() for mine, peer_result in zip(first, compressor, strict=True))
 
 
 def in_nodes(compressor: Compressor) -> Any:
@@ -116,20 +118,20 @@ def one_a_node(compressor: Compressor) -> Any:
 
 def test_between_nodes_each_node_acts_as_one_rank() -> None:
     """A fixed threshold does not depend on how the vector is split."""
-    kind = HardThreshold(density=0.02, threshold=0.02)
-    (expected, _), (found, *_) = run(2, one_a_node, kind), run(4, in_nodes, kind)
+    compressor = HardThreshold(density=0.02, threshold=0.02)
+    (expected, _), (results, *_) = run(2, one_a_node, compressor), run(4, in_nodes, compressor)
     assert 0 < (expected != 0).mean() < 0.5
-    assert (found == expected).all()
+    assert (results == expected).all()
 
 
 def test_density_one_is_the_plain_mean() -> None:
-    found = torch.from_numpy(run(4, in_nodes, TopK(density=1.0))[0])
+    result = torch.from_numpy(run(4, in_nodes, TopK(density=1.0))[0])
     expected = torch.stack([sum(gradient_of(LAYOUT, n, worker) for worker in range(4)) / 4 for n in range(6)])  # type: ignore[misc]
-    assert (found - expected).abs().max() < 1e-6
+    assert (result - expected).abs().max() < 1e-6
 
 
 def stop_and_go_on(compressors: list[Compressor], folder: Path) -> list[bool]:
-    gradients, found = own_gradients(8), []
+    gradients, results = own_gradients(8), []
     for compressor in compressors:
         expected = advance(compression_of(compressor), gradients)[-1]
         first = compression_of(compressor)
@@ -137,8 +139,8 @@ def stop_and_go_on(compressors: list[Compressor], folder: Path) -> list[bool]:
         save(first, folder / compressor.name)
         second = compression_of(compressor)
         load(second, folder / compressor.name)
-        found.append(torch.equal(advance(second, gradients[5:])[-1], expected))
-    return found
+        results.append(torch.equal(advance(second, gradients[5:])[-1], expected))
+    return results
 
 
 def of_another_size(folder: Path) -> None:
@@ -146,8 +148,8 @@ def of_another_size(folder: Path) -> None:
 
 
 def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
-    kinds = [ExDyna(density=0.02), DGC(density=0.02), PowerSGD(warmup_steps=3)]
-    assert run(4, stop_and_go_on, kinds, tmp_path) == [[True] * 3] * 4
+    compressors = [ExDyna(density=0.02), DGC(density=0.02), PowerSGD(warmup_steps=3)]
+    assert run(4, stop_and_go_on, compressors, tmp_path) == [[True] * 3] * 4
     for _, error in outcomes(6, of_another_size, tmp_path / "exdyna"):
         assert "4 ranks that hold shards of the model; start as many again" in error
 
@@ -194,31 +196,31 @@ def test_a_step_skipped_by_the_scaler_changes_no_state() -> None:
 
 def trained(node: int | None, branches: list[str]) -> tuple[Any, int, int, int]:
     model = DistributedDataParallel(Net(), find_unused_parameters=True)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     compression = compress_gradients(
         model, MiCRO(density=0.05, sampled_steps=0), CompressionSettings(ranks_per_node=node, check_conservation=True)
     )
     for number, branch in enumerate(branches):
         inputs, labels = data_of(number, rank())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         cross_entropy(model(inputs, branch), labels).backward()
-        optimiser.step()
-    parameters = torch.cat([each.detach().flatten() for each in model.parameters()]).numpy()
+        optimizer.step()
+    parameters = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
     traffic = compression.traffic
     return parameters, traffic.bytes, traffic.intra_node, len(compression.reducers[0].residual)
 
 
 def test_under_ddp_with_unused_parameters() -> None:
     branches = ["both", "left", "left", "right", "both"]
-    found = run(4, trained, 2, branches)
-    parameters, _, inside, share = found[0]
+    results = run(4, trained, 2, branches)
+    parameters, _, inside, share = results[0]
     elements = len(parameters)
     assert share == -(-elements // 2)
     assert inside == 4 * share + 4 + 4 * share  # half of the sum, whether it is finite, and the other half
-    assert all((each[0] == parameters).all() for each in found)
+    assert all((result[0] == parameters).all() for result in results)
     flat = run(4, trained, None, branches)
     assert flat[0][2] == 0
-    assert sum(each[1] for each in found) < 0.6 * sum(each[1] for each in flat)
+    assert sum(result[1] for result in results) < 0.6 * sum(result[1] for result in flat)
 
 
 def leave_out() -> tuple[bool, bool]:
@@ -230,15 +232,15 @@ def leave_out() -> tuple[bool, bool]:
         inputs, labels = data_of(0, rank())
         model.zero_grad()
         cross_entropy(model(inputs, branch), labels).backward()
-        views = [view for piece, view in reducer.layout.views(reducer.residual) if piece.name.startswith("right")]
+        views = [view for entry, view in reducer.layout.views(reducer.residual) if entry.name.startswith("right")]
         waiting.append(torch.cat([torch.zeros(1), *views]))
     return bool(waiting[0].any()), torch.equal(*waiting)
 
 
 def test_residuals_of_unused_parameters_stay_pending() -> None:
-    found = run(4, leave_out)
-    assert any(some for some, _ in found)
-    assert all(same for _, same in found)
+    results = run(4, leave_out)
+    assert any(some for some, _ in results)
+    assert all(same for _, same in results)
 
 
 def slow_between_nodes() -> None:
@@ -264,27 +266,27 @@ def by_itself() -> tuple[Any, Any, int, int]:
         model, Auto(density=0.01, methods=("micro",), steps=2), CompressionSettings(ranks_per_node=2)
     )
     assert isinstance(compression, AutoCompression)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(5):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         model(
             torch.randn(4, 500, generator=torch.Generator().manual_seed(10 * number + rank()))
         ).square().mean().backward()
-        optimiser.step()
+        optimizer.step()
     assert compression.decision is not None
     decision = compression.decision.to_json()
     return model.module.weight.detach().numpy(), decision, compression.traffic.bytes, compression.traffic.intra_node
 
 
 def test_auto_measures_between_nodes() -> None:
-    found = run(4, by_itself)
-    weight, decision, size, inside = found[0]
+    results = run(4, by_itself)
+    weight, decision, size, inside = results[0]
     assert decision["choices"] == ["micro"]
     assert decision["link"]["world_size"] == 2
     assert decision["uncompressed"]["bytes"] == 2 * 3 * 4 * (500 * 200 + 200) // 4  # of plain DDP between all four
     assert size < 0.1 * decision["uncompressed"]["bytes"] / 2
     assert inside == 4 * (500 * 200 + 200) + 4
-    for other in found[1:]:
+    for other in results[1:]:
         assert (other[0] == weight).all()
         assert other[1]["buckets"] == decision["buckets"]
 
@@ -319,17 +321,17 @@ def test_a_vector_shorter_than_a_node() -> None:
 
 def refusals(cases: list[tuple[int | str, str | None]]) -> list[str]:
     """Return the error for each ranks_per_node and the value torchrun sets."""
-    found = []
-    for node, told in cases:
+    results = []
+    for node, local_world_size in cases:
         os.environ.pop("LOCAL_WORLD_SIZE", None)
-        if told is not None:
-            os.environ["LOCAL_WORLD_SIZE"] = told
+        if local_world_size is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = local_world_size
         try:
             compression_of(TopK(), node)
-            found.append("")
+            results.append("")
         except ConfigError as error:
-            found.append(str(error))
-    return found
+            results.append(str(error))
+    return results
 
 
 def test_invalid_nodes_raise_one_sentence() -> None:
@@ -340,10 +342,10 @@ def test_invalid_nodes_raise_one_sentence() -> None:
         ("local", "4"): "all 4 ranks are in one node",
         ("local", "2"): "",
     }
-    for found in run(4, refusals, list(cases)):
-        for told, sentence in zip(cases.values(), found, strict=True):
-            assert told in sentence
-            assert bool(told) == bool(sentence)
+    for result in run(4, refusals, list(cases)):
+        for fragment, sentence in zip(cases.values(), result, strict=True):
+            assert fragment in sentence
+            assert bool(fragment) == bool(sentence)
 
 
 @pytest.mark.parametrize("node", [1, 0, "all"])
@@ -356,13 +358,13 @@ def test_an_invalid_node_size(node: Any) -> None:
 def test_shares_tile_the_vector(parts: int, sides: list[int]) -> None:
     layout = layout_of({"a": (3, *sides), "b": (4,), "c": (2, 5)})
     size = -(-layout.numel // parts)
-    found = [layout.cut(number * size, size) for number in range(parts)]
-    assert {part.numel for part in found} == {size}
-    flat = [name for part in found for piece in part.slices for name in [piece.name] * piece.numel]
-    expected = [name for piece in layout.slices for name in [piece.name] * piece.numel]
+    results = [layout.cut(number * size, size) for number in range(parts)]
+    assert {part.numel for part in results} == {size}
+    flat = [name for part in results for entry in part.slices for name in [entry.name] * entry.numel]
+    expected = [name for entry in layout.slices for name in [entry.name] * entry.numel]
     assert flat == expected + [""] * (parts * size - layout.numel)
-    for part in found:
-        assert [piece.start for piece in part.slices] == [
+    for part in results:
+        assert [entry.start for entry in part.slices] == [
             sum(p.size for p in part.slices[:n]) for n in range(len(part.slices))
         ]
 

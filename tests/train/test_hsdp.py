@@ -37,13 +37,13 @@ def build(compressor: Compressor, seed: int = 0) -> tuple[Net, HSDPCompression |
 
 
 def steps(model: Net, numbers: range) -> Any:
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for number in numbers:
         inputs, labels = data_of(number, rank())
         cross_entropy(model(inputs), labels).backward()
-        optimiser.step()
-        optimiser.zero_grad()
-    return torch.cat([each.detach().full_tensor().flatten() for each in model.parameters()]).numpy()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()]).numpy()
 
 
 def sharded(compressor: Compressor, number: int) -> tuple[Any, int]:
@@ -54,20 +54,20 @@ def sharded(compressor: Compressor, number: int) -> tuple[Any, int]:
 def plain(number: int) -> Any:
     """Train one rank on the batches of all four."""
     model = Net()
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for step in range(number):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         for worker in range(4):
             inputs, labels = data_of(step, worker)
             (cross_entropy(model(inputs), labels) / 4).backward()
-        optimiser.step()
-    return torch.cat([each.detach().flatten() for each in model.parameters()]).numpy()
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy()
 
 
 def test_density_one_trains_like_one_rank_with_all_batches() -> None:
-    found = run(4, sharded, TopK(density=1.0), 4)
-    assert abs(found[0][0] - plain(4)).max() < 1e-6
-    assert all((parameters == found[0][0]).all() for parameters, _ in found)
+    results = run(4, sharded, TopK(density=1.0), 4)
+    assert abs(results[0][0] - plain(4)).max() < 1e-6
+    assert all((parameters == results[0][0]).all() for parameters, _ in results)
 
 
 def stop_and_go_on(folder: Path) -> bool:
@@ -77,11 +77,11 @@ def stop_and_go_on(folder: Path) -> bool:
     save(replicas, folder / "state")
     kept = {name: value.to_local().clone() for name, value in model.state_dict().items()}
     expected = steps(model, range(3, 6))
-    second, again = build(compressor)
+    second, repeated = build(compressor)
     for name, value in second.state_dict().items():
         value.to_local().copy_(kept[name])
-    load(again, folder / "state")
-    return bool((steps(second, range(3, 6)) == expected).all()) and replicas.num_steps == again.num_steps == 6
+    load(repeated, folder / "state")
+    return bool((steps(second, range(3, 6)) == expected).all()) and replicas.num_steps == repeated.num_steps == 6
 
 
 def test_replicas_stay_equal_and_resume_bit_identically(tmp_path: Path) -> None:
@@ -100,15 +100,15 @@ def chosen_by_auto() -> tuple[list[str], Any, list[int]]:
     auto = Auto(density=0.01, methods=("micro",))
     replicas = compress_hsdp(model, auto, mesh["replicas"].get_group(), CompressionSettings(check_conservation=True))
     assert isinstance(replicas, AutoHSDPCompression)
-    optimiser, sent = torch.optim.SGD(model.parameters(), lr=0.01), []
+    optimizer, sent = torch.optim.SGD(model.parameters(), lr=0.01), []
     for number in range(auto.steps + 4):
         inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(10 * number + rank()))
         model(inputs).square().mean().backward()
-        optimiser.step()
-        optimiser.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         sent.append(replicas.traffic.bytes)
     assert replicas.decision is not None and replicas.num_steps == auto.steps + 4
-    weights = torch.cat([each.detach().full_tensor().flatten() for each in model.parameters()]).numpy()
+    weights = torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()]).numpy()
     choices = dict(
         zip((layout.slices[0].name for layout in replicas.layouts), replicas.decision.to_json()["choices"], strict=True)
     )
@@ -117,13 +117,13 @@ def chosen_by_auto() -> tuple[list[str], Any, list[int]]:
 
 def test_auto_chooses_a_method_for_each_unit_and_all_shards_agree() -> None:
     for _ in range(3):  # other load on the machine affects the times
-        found = run(4, chosen_by_auto)
-        if found[0][0] == ["micro", "dense", "dense"]:
+        results = run(4, chosen_by_auto)
+        if results[0][0] == ["micro", "dense", "dense"]:
             break
-    for choices, weights, (before, after) in found:
+    for choices, weights, (before, after) in results:
         assert choices == ["micro", "dense", "dense"]  # only the large matrix gains
         assert after < 0.2 * before
-        assert (weights == found[0][1]).all()
+        assert (weights == results[0][1]).all()
 
 
 def unsharded() -> None:

@@ -34,8 +34,8 @@ def test_an_error_in_the_largest_message_does_not_spoil_alpha() -> None:
     ("seconds", "alpha", "beta"), [([3e-3, 2e-3, 1e-3], 0.00135, 0.0), ([1e-6, 1e-3, 9e-3], 0.0, 1.5e-9)]
 )
 def test_alpha_and_beta_are_never_negative(seconds: list[float], alpha: float, beta: float) -> None:
-    found = fit_alpha_beta([1_000, 1_000_000, 4_000_000], seconds)
-    assert found == (pytest.approx(alpha, rel=0.02), pytest.approx(beta, rel=0.5)) and min(found) == 0
+    result = fit_alpha_beta([1_000, 1_000_000, 4_000_000], seconds)
+    assert result == (pytest.approx(alpha, rel=0.02), pytest.approx(beta, rel=0.5)) and min(result) == 0
 
 
 def measured() -> dict[str, Any]:

@@ -32,13 +32,13 @@ DRAWN = {"randomk", "qsgd", "sage", "powersgd"}  # they draw random numbers, whi
 
 def trained_with(compressors: list[Compressor], device: str) -> dict[str, Any]:
     """Return each rank's losses and final parameters, or its error."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for compressor in compressors:
         try:
-            found[compressor.name] = train(compressor, 8, device=device)
+            results[compressor.name] = train(compressor, 8, device=device)
         except Exception as error:
-            found[compressor.name] = f"{type(error).__name__}: {error}"
-    return found
+            results[compressor.name] = f"{type(error).__name__}: {error}"
+    return results
 
 
 def test_every_compressor_trains_as_on_cpu() -> None:
@@ -59,10 +59,10 @@ def test_every_compressor_trains_as_on_cpu() -> None:
 def test_a_process_group_for_gpu_tensors_only(slots: float | None) -> None:
     """As after `init_process_group("nccl")`: ranks still agree on CPU tensors."""
     compressor, settings = ExDyna(density=0.1, sampled_steps=2), CompressionSettings(fixed_capacity=slots)
-    found = run(2, train, compressor, 5, None, 1, "cuda", settings, backend="cuda:gloo")
+    results = run(2, train, compressor, 5, None, 1, "cuda", settings, backend="cuda:gloo")
     expected = run(2, train, compressor, 5, None, 1, "cuda", settings)
-    assert (found[0][1] == found[1][1]).all()
-    assert found[0][0] == pytest.approx(expected[0][0], rel=1e-5)
+    assert (results[0][1] == results[1][1]).all()
+    assert results[0][0] == pytest.approx(expected[0][0], rel=1e-5)
 
 
 def test_density_one_trains_like_plain_ddp() -> None:
@@ -111,8 +111,8 @@ def test_a_fixed_capacity_step_does_not_synchronize(kind: Any) -> None:
 )
 def test_the_trainer_learns_and_resumes(changes: dict[str, Any], tmp_path: Path) -> None:
     content = language(tmp_path, device="cuda", **changes)
-    whole = trained(2, content, tmp_path / "run")
-    assert whole[-1]["loss"] < whole[0]["loss"] - 0.05
+    uninterrupted = trained(2, content, tmp_path / "run")
+    assert uninterrupted[-1]["loss"] < uninterrupted[0]["loss"] - 0.05
     assert RunFolder(tmp_path / "run").read_metadata()["device"] == "cuda"
     last = tmp_path / "run" / "checkpoints" / "step-6"
     kept = load_file(last / "model.safetensors")
@@ -126,9 +126,9 @@ def test_the_command_runs_under_nccl(tmp_path: Path) -> None:
     content = language(
         tmp_path, device="cuda", gradients="exdyna:density=0.05,sampled_steps=2", exchange={"fixed_capacity": 2.0}
     )
-    words = [str(write_config(tmp_path / "run.yaml", content)), "--out", str(tmp_path / "run")]
-    ((code, said),) = commanded(1, words, tmp_path)
-    assert code == 0, said
+    arguments = [str(write_config(tmp_path / "run.yaml", content)), "--out", str(tmp_path / "run")]
+    ((code, stderr),) = commanded(1, arguments, tmp_path)
+    assert code == 0, stderr
     facts = json.loads((tmp_path / "run" / "run.json").read_text())
     assert "nccl" in facts["backend"]
     lines = RunFolder(tmp_path / "run").read_log()
@@ -136,9 +136,9 @@ def test_the_command_runs_under_nccl(tmp_path: Path) -> None:
 
 
 def test_a_nonfinite_gradient_fails_both_ranks() -> None:
-    for kind in (SAGE(density=0.1), MiCRO(density=0.1), TopK(density=0.1)):
-        found = run(2, spoilt, kind)
-        assert all("not finite" in each for each in found), kind
+    for compressor in (SAGE(density=0.1), MiCRO(density=0.1), TopK(density=0.1)):
+        results = run(2, spoilt, compressor)
+        assert all("not finite" in result for result in results), compressor
 
 
 def spoilt(compressor: Compressor) -> str:

@@ -74,26 +74,26 @@ class Worker:
 
 
 def flat(module: nn.Module) -> Any:
-    return torch.cat([each.detach().flatten() for each in module.parameters()]).numpy()
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).numpy()
 
 
 def pipelined(compressor: Compressor, schedule: str, steps: int, options: dict[str, Any]) -> tuple[Any, list[int]]:
     worker = Worker(compressor, schedule, **options)
-    found = worker.steps(range(steps))
-    return found, [reducer.iteration for reducer in worker.compression.reducers]
+    result = worker.steps(range(steps))
+    return result, [reducer.iteration for reducer in worker.compression.reducers]
 
 
 def alone(steps: int) -> list[Any]:
     """Train the full model in one process on both replicas' batches; return each stage's parameters."""
     parts = stages()
     model = nn.Sequential(*parts)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for number in range(steps):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         for replica in range(2):
             inputs, labels = batch_of(number, replica)
             (cross_entropy(model(inputs), labels) / 2).backward()
-        optimiser.step()
+        optimizer.step()
     return [flat(part) for part in parts]
 
 
@@ -103,8 +103,8 @@ def alone(steps: int) -> list[Any]:
 )
 def test_density_one_is_the_plain_mean(schedule: str, options: dict[str, Any]) -> None:
     expected = alone(4)
-    for place, (parameters, reductions) in enumerate(run(4, pipelined, TopK(density=1.0), schedule, 4, options)):
-        assert abs(parameters - expected[place % 2]).max() < 1e-6
+    for position, (parameters, reductions) in enumerate(run(4, pipelined, TopK(density=1.0), schedule, 4, options)):
+        assert abs(parameters - expected[position % 2]).max() < 1e-6
         assert reductions == [4] * (3 + len(options.get("dense_parameters", ())))  # per step, not per micro-batch
 
 
@@ -114,46 +114,46 @@ def beside_the_pipeline(compressor: Compressor, steps: int) -> tuple[Any, Any]:
     model = nn.Sequential(*parts[0], *parts[1])
     group = distributed.group.WORLD
     compression = compress_stage(model, compressor, group, microbatches=PARTS, scale_grads=False)
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     for number in range(steps):
         inputs, labels = batch_of(number, rank())
-        optimiser.zero_grad()
-        for some, wanted in zip(inputs.chunk(PARTS), labels.chunk(PARTS), strict=True):
-            (cross_entropy(model(some), wanted) / PARTS).backward()
+        optimizer.zero_grad()
+        for some, targets in zip(inputs.chunk(PARTS), labels.chunk(PARTS), strict=True):
+            (cross_entropy(model(some), targets) / PARTS).backward()
         compression.finish()
-        optimiser.step()
+        optimizer.step()
     return flat(parts[0]), flat(parts[1])
 
 
 def test_sparse_stages_learn_like_data_parallel() -> None:
     """The reducer's debug check fails a rank that loses gradients; replicas agree bit for bit."""
     compressor = MiCRO(density=0.1)
-    found = [parameters for parameters, _ in run(4, pipelined, compressor, "1f1b", 6, {})]
-    assert (found[0] == found[2]).all() and (found[1] == found[3]).all()
+    results = [parameters for parameters, _ in run(4, pipelined, compressor, "1f1b", 6, {})]
+    assert (results[0] == results[2]).all() and (results[1] == results[3]).all()
     expected = run(2, beside_the_pipeline, compressor, 6)[0]
-    assert abs(found[0] - expected[0]).max() < 1e-5 and abs(found[1] - expected[1]).max() < 1e-5
+    assert abs(results[0] - expected[0]).max() < 1e-5 and abs(results[1] - expected[1]).max() < 1e-5
 
 
 def conserved() -> list[float]:
     """Per layer, compare the gradients of a copy without hooks with applied updates plus residuals."""
     module, twin = stages()[0], stages()[0]
     compression = compress_stage(module, MiCRO(density=0.05), distributed.group.WORLD, microbatches=PARTS)
-    given = applied = torch.zeros(sum(each.numel() for each in twin.parameters()))
+    total = applied = torch.zeros(sum(parameter.numel() for parameter in twin.parameters()))
     for number in range(5):
         module.zero_grad()
         for some in batch_of(number, rank())[0].chunk(PARTS):
             module(some).square().sum().backward()
         compression.finish()
-        applied = applied + 2 * torch.cat([each.grad.flatten() for each in module.parameters()])
+        applied = applied + 2 * torch.cat([parameter.grad.flatten() for parameter in module.parameters()])
         twin.zero_grad()
         twin(batch_of(number, rank())[0]).square().sum().div(PARTS).backward()
-        given = given + torch.cat([each.grad.flatten() for each in twin.parameters()])
+        total = total + torch.cat([parameter.grad.flatten() for parameter in twin.parameters()])
     left = {
-        piece.name: view
+        entry.name: view
         for vector in compression.buckets
-        for piece, view in vector.layout.views(vector.reducer.residual)
+        for entry, view in vector.layout.views(vector.reducer.residual)
     }
-    both = torch.stack([given, torch.cat([left[name] for name, _ in module.named_parameters()])])
+    both = torch.stack([total, torch.cat([left[name] for name, _ in module.named_parameters()])])
     distributed.all_reduce(both)
     assert 0 < applied.count_nonzero() < 0.5 * applied.numel()
     return float((both[0] - both[1] - applied).abs().max() / both[0].abs().max())
@@ -200,10 +200,10 @@ def stop_and_go_on(folder: Path) -> bool:
     save(worker.compression, place)
     kept = {name: value.clone() for name, value in worker.module.state_dict().items()}
     expected = worker.steps(range(3, 5))
-    again = Worker(ExDyna(density=0.1))
-    again.module.load_state_dict(kept)
-    load(again.compression, place)
-    return bool((again.steps(range(3, 5)) == expected).all())
+    repeated = Worker(ExDyna(density=0.1))
+    repeated.module.load_state_dict(kept)
+    load(repeated.compression, place)
+    return bool((repeated.steps(range(3, 5)) == expected).all())
 
 
 def test_a_resumed_stage_is_bit_identical(tmp_path: Path) -> None:

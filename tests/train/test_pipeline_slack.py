@@ -44,7 +44,7 @@ def test_communication_longer_than_its_slack_delays_the_step() -> None:
     """Simulate: every stage sends after its last backward, and the step ends when all have sent."""
     backward, sent = [0.2] * 4, [0.3, 0.1, 0.9, 0.5]
     ends = simulate_1f1b([0.1] * 4, backward, 6)
-    step = max(end + each for end, each in zip(ends, sent, strict=True))
+    step = max(end + duration for end, duration in zip(ends, sent, strict=True))
     assert exposed_time(slack_per_stage(backward), sent) == pytest.approx(step - max(ends)) == pytest.approx(0.5)
 
 
@@ -63,12 +63,12 @@ def test_times_match_the_cost_model() -> None:
 
 def test_only_the_first_stage_is_exposed_and_density_grows() -> None:
     layers, backward, link = [[1_000_000] * 4] * 6, [0.005] * 6, link_of(1e-5, 1.25e9)
-    found = densities_from_slack(layers, backward, link, floor=0.001)
-    sent = [stage_time(sizes, density, link) for sizes, density in zip(layers, found, strict=True)]
-    assert found[0] == 0.001 and found[-1] == 1.0
-    assert found == sorted(found) and 0.001 < found[1] < found[2] < 1
+    result = densities_from_slack(layers, backward, link, floor=0.001)
+    sent = [stage_time(sizes, density, link) for sizes, density in zip(layers, result, strict=True)]
+    assert result[0] == 0.001 and result[-1] == 1.0
+    assert result == sorted(result) and 0.001 < result[1] < result[2] < 1
     assert exposed_time(slack_per_stage(backward), sent) == pytest.approx(sent[0])
-    for density, slack, sizes in zip(found[1:], slack_per_stage(backward)[1:], layers[1:], strict=True):
+    for density, slack, sizes in zip(result[1:], slack_per_stage(backward)[1:], layers[1:], strict=True):
         assert stage_time(sizes, density, link) <= slack * (1 + 1e-9)
         if density < 1:  # the largest that fits
             assert stage_time(sizes, density * 1.01, link) > slack

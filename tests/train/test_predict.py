@@ -67,17 +67,26 @@ def test_each_bucket_has_its_cheapest_method_unless_the_total_does_not_gain() ->
 
 
 def test_the_table_contains_the_terms_of_the_sum() -> None:
-    found = [wait("ddp", 0.5), CostPrediction("micro", 2_000_000, 4, 0.125, 0.025, 0.15)]
-    assert speedups(found, found[0]) == pytest.approx([1.0, 2.0])
-    assert table_rows(found, found[0])[1] == ["micro", "2.000", "4", "125.000", "25.000", "150.000", "250.000", "2.00x"]
-    assert len({len(line) for line in format_table(found, found[0]).splitlines()}) == 1
+    results = [wait("ddp", 0.5), CostPrediction("micro", 2_000_000, 4, 0.125, 0.025, 0.15)]
+    assert speedups(results, results[0]) == pytest.approx([1.0, 2.0])
+    assert table_rows(results, results[0])[1] == [
+        "micro",
+        "2.000",
+        "4",
+        "125.000",
+        "25.000",
+        "150.000",
+        "250.000",
+        "2.00x",
+    ]
+    assert len({len(line) for line in format_table(results, results[0]).splitlines()}) == 1
 
 
 @pytest.mark.parametrize("parameters", [1, 2, 1000, 1023 * 1025, 3_000_017])
 def test_a_synthetic_layout_has_the_requested_size(parameters: int) -> None:
     layout = synthetic_layout(parameters)
     assert layout.numel == parameters
-    assert [piece.start for piece in layout.slices] == [0, *[piece.stop for piece in layout.slices[:-1]]]
+    assert [entry.start for entry in layout.slices] == [0, *[entry.stop for entry in layout.slices[:-1]]]
 
 
 COMPRESSORS = [
@@ -91,15 +100,15 @@ def rehearsed() -> list[tuple[DryRunResult, int]]:
     """Return each compressor's dry run, and the bytes of a reducer that does the same steps."""
     workers, layout = Comm(), synthetic_layout(20_000)
     gradient = synthetic_gradient(layout, workers, torch.device("cpu"))
-    found = []
+    results = []
     for compressor in [*COMPRESSORS, PowerSGD()]:
         tried = dry_run_compressor(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
         reducer = reducer_class(compressor)(compressor, layout, Comm())
         before = compressor.warmup_steps if isinstance(compressor, PowerSGD) else 0
         for _ in range(before + _STEPS):
             reducer.reduce(gradient)
-        found.append((tried, reducer.traffic.bytes))
-    return found
+        results.append((tried, reducer.traffic.bytes))
+    return results
 
 
 def test_far_slower_methods_are_not_measured_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +140,7 @@ def largest_messages() -> dict[str, int]:
     """Return the bytes of the longest message that each dry run sends."""
     workers, layout = Comm(), synthetic_layout(20_000)
     gradient = synthetic_gradient(layout, workers, torch.device("cpu"))
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
     sent: list[int] = []
 
     def watched(move: Callable[..., None]) -> Callable[..., None]:
@@ -142,13 +151,13 @@ def largest_messages() -> dict[str, int]:
     for compressor in COMPRESSORS:
         sent.clear()
         dry_run_compressor(compressor, gradient, layout, workers, link_of(ALPHA, BANDWIDTH))
-        found[method_label(compressor)] = max(sent)
-    return found
+        results[method_label(compressor)] = max(sent)
+    return results
 
 
 def test_a_trial_does_not_send_a_full_bucket() -> None:
-    for found in run(2, largest_messages):
-        assert {name for name, size in found.items() if size > 100} == {"micro", "topk", "cltk"}
+    for result in run(2, largest_messages):
+        assert {name for name, size in result.items() if size > 100} == {"micro", "topk", "cltk"}
 
 
 def tried_on_a_part() -> tuple[DryRunResult, int]:
@@ -158,6 +167,6 @@ def tried_on_a_part() -> tuple[DryRunResult, int]:
 
 
 def test_a_trial_on_a_slice_is_extrapolated() -> None:
-    found, elements = run(2, tried_on_a_part)[0]
-    assert found.elements == elements and found.bytes == pytest.approx(4 * elements, abs=16)
-    assert found.communication == pytest.approx(2 * ALPHA + 4 * elements / BANDWIDTH, rel=0.01)
+    result, elements = run(2, tried_on_a_part)[0]
+    assert result.elements == elements and result.bytes == pytest.approx(4 * elements, abs=16)
+    assert result.communication == pytest.approx(2 * ALPHA + 4 * elements / BANDWIDTH, rel=0.01)

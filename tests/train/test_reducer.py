@@ -44,7 +44,7 @@ def conserve(
     compressors: list[Compressor], settings: CompressionSettings, steps: int
 ) -> list[tuple[str, float, list[str]]]:
     """Return the name, the error of the sums over all steps, and hashes of some results."""
-    found = []
+    results = []
     gradients = [gradient_of(layout_of(), number, rank()) for number in range(steps)]
     for compressor in compressors:
         reducer = build_reducer(compressor, settings)
@@ -55,8 +55,8 @@ def conserve(
             if number % 50 == 0:
                 hashes.append(digest(mean))
         error = account.error(reducer.residual / settings.residual_momentum, reducer.comm)
-        found.append((compressor.name, error, hashes))
-    return found
+        results.append((compressor.name, error, hashes))
+    return results
 
 
 def with_plain_dgc(density: float) -> list[Compressor]:
@@ -67,11 +67,11 @@ def with_plain_dgc(density: float) -> list[Compressor]:
 
 @pytest.mark.parametrize(("workers", "steps"), [(1, 20), (3, 20), pytest.param(2, 200, marks=pytest.mark.slow)])
 def test_no_gradient_is_lost_and_all_ranks_agree(workers: int, steps: int) -> None:
-    found = run(workers, conserve, with_plain_dgc(0.02), CompressionSettings(), steps)
-    assert len(found[0]) == 15
-    for name, error, _ in found[0]:
+    results = run(workers, conserve, with_plain_dgc(0.02), CompressionSettings(), steps)
+    assert len(results[0]) == 15
+    for name, error, _ in results[0]:
         assert error < 1e-5, name
-    assert all([entry[2] for entry in each] == [entry[2] for entry in found[0]] for each in found)
+    assert all([entry[2] for entry in result] == [entry[2] for entry in results[0]] for result in results)
 
 
 @pytest.mark.parametrize(
@@ -85,11 +85,11 @@ def test_no_gradient_is_lost_and_all_ranks_agree(workers: int, steps: int) -> No
     ids=str,
 )
 def test_no_gradient_is_lost_by_rounded_values_or_a_filter(settings: CompressionSettings) -> None:
-    kinds = [kind(density=0.02) for kind in (ExDyna, DEFT, SAGE, CLTk, TopK)]
-    found = run(3, conserve, kinds, settings, 15)
-    for name, error, _ in found[0]:
+    compressors = [compressor(density=0.02) for compressor in (ExDyna, DEFT, SAGE, CLTk, TopK)]
+    results = run(3, conserve, compressors, settings, 15)
+    for name, error, _ in results[0]:
         assert error < 1e-5, name
-    assert all([entry[2] for entry in each] == [entry[2] for entry in found[0]] for each in found)
+    assert all([entry[2] for entry in result] == [entry[2] for entry in results[0]] for result in results)
 
 
 def check_in_debug_mode(compressors: list[Compressor]) -> int:
@@ -118,10 +118,10 @@ def test_the_debug_mode_detects_an_invented_value() -> None:
 
 def everything_at_once(kinds: list[type[Any]]) -> dict[str, float]:
     """Return the error of density 1 against the plain mean after some steps."""
-    found = {}
-    for kind in kinds:
-        more = {"momentum": 0.0} if kind is DGC else {}
-        reducer = build_reducer(kind(density=1.0, **more))
+    results = {}
+    for compressor in kinds:
+        more = {"momentum": 0.0} if compressor is DGC else {}
+        reducer = build_reducer(compressor(density=1.0, **more))
         worst = 0.0
         for number in range(4):
             gradient = gradient_of(reducer.layout, number, rank())
@@ -129,8 +129,8 @@ def everything_at_once(kinds: list[type[Any]]) -> dict[str, float]:
             distributed.all_reduce(mean)
             mean /= reducer.comm.world_size
             worst = max(worst, float((reducer.reduce(gradient) - mean).abs().max() / mean.abs().max()))
-        found[kind.name] = worst
-    return found
+        results[compressor.name] = worst
+    return results
 
 
 def test_density_one_is_the_plain_mean() -> None:
@@ -170,15 +170,15 @@ def test_error_feedback_forms_differ_only_when_the_learning_rate_changes() -> No
 
 def account_of(compressor: Compressor, settings: CompressionSettings) -> list[tuple[int, ...]]:
     reducer = build_reducer(compressor, settings)
-    found = []
+    results = []
     for number in range(3):
         reducer.reduce(gradient_of(reducer.layout, number, rank()))
         reducer.resolve_deferred()
         traffic = reducer.traffic
-        found.append(
+        results.append(
             (traffic.counts, traffic.plan, traffic.indices, traffic.values, traffic.padding, traffic.num_selected)
         )
-    return found
+    return results
 
 
 def test_every_byte_is_counted() -> None:
@@ -217,7 +217,7 @@ def in_slots(compressor: Compressor, slots: float, steps: int) -> tuple[float, l
     layout = layout_of()
     fixed, free = build_reducer(compressor, CompressionSettings(fixed_capacity=slots)), build_reducer(compressor)
     account = ConservationCheck(fixed.residual)
-    sizes, most, same = [], [], True
+    sizes, max_counts, same = [], [], True
     for number in range(steps):
         gradient = gradient_of(layout, number, rank())
         mean = fixed.reduce(gradient)
@@ -225,8 +225,8 @@ def in_slots(compressor: Compressor, slots: float, steps: int) -> tuple[float, l
         account.add(gradient, mean.double() * fixed.comm.world_size)
         fixed.resolve_deferred()
         sizes.append(fixed.traffic.bytes)
-        most.append(fixed.traffic.num_selected)
-    return account.error(fixed.residual, fixed.comm), sizes, most, same
+        max_counts.append(fixed.traffic.num_selected)
+    return account.error(fixed.residual, fixed.comm), sizes, max_counts, same
 
 
 def test_fixed_capacity_gives_the_same_result_until_it_overflows() -> None:

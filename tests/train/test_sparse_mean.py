@@ -16,18 +16,18 @@ def test_slices_of_a_sparse_mean_match_the_dense_mean() -> None:
     generator = torch.Generator().manual_seed(0)
     indices = torch.randperm(60, generator=generator)[:17]
     values = torch.randn(17, generator=generator)
-    whole = torch.zeros(60)
-    whole[indices] = values
+    dense = torch.zeros(60)
+    dense[indices] = values
     mean = SparseMean.from_unsorted(indices, values, 60)
-    assert torch.equal(mean.to_dense(), whole) and mean.indices.tolist() == sorted(indices.tolist())
-    for found in (mean, DenseMean(whole)):
+    assert torch.equal(mean.to_dense(), dense) and mean.indices.tolist() == sorted(indices.tolist())
+    for result in (mean, DenseMean(dense)):
         plain, crossed, half = torch.full((5, 4), 7.0), torch.full((4, 5), 7.0).t(), torch.full((3,), 7.0).half()
-        found.copy_into(0, plain)
-        found.copy_into(20, crossed)
-        found.copy_into(57, half)
-        assert torch.equal(plain.flatten(), whole[:20]) and torch.equal(crossed, whole[20:40].view(5, 4))
-        assert torch.equal(half, whole[57:].half())
-        assert torch.equal(found.scale(torch.tensor(2.0)).to_dense(), 2 * whole)
+        result.copy_into(0, plain)
+        result.copy_into(20, crossed)
+        result.copy_into(57, half)
+        assert torch.equal(plain.flatten(), dense[:20]) and torch.equal(crossed, dense[20:40].view(5, 4))
+        assert torch.equal(half, dense[57:].half())
+        assert torch.equal(result.scale(torch.tensor(2.0)).to_dense(), 2 * dense)
 
 
 def test_unsent_elements_are_zero() -> None:
@@ -41,9 +41,9 @@ def test_unsent_elements_are_zero() -> None:
 def test_a_gradient_is_released_once_reduced() -> None:
     compression = BucketedCompression([("a", torch.zeros(4))], TopK(density=0.5), Comm())
     gradient, mean = torch.tensor([1.0, 4.0, -3.0, 2.0]), torch.empty(4)
-    held = weakref.ref(gradient)
+    reference = weakref.ref(gradient)
     compression.add("a", gradient)
     assert torch.equal(gradient, torch.tensor([1.0, 4.0, -3.0, 2.0]))  # read in place and not modified
     del gradient
     compression.write_back("a", mean)
-    assert held() is None and mean.tolist() == [0.0, 4.0, -3.0, 0.0]
+    assert reference() is None and mean.tolist() == [0.0, 4.0, -3.0, 0.0]

@@ -18,7 +18,7 @@ from tests.train.test_ddp import Net, data_of
 
 def train(kind: str, branches: list[str]) -> Any:
     model = Net()
-    optimiser = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.5)
     compressor = "micro" if kind == "named" else TopK(density=1.0) if kind == "all" else MiCRO(density=0.1)
     step = (
         None
@@ -27,7 +27,7 @@ def train(kind: str, branches: list[str]) -> Any:
     )
     for number, branch in enumerate(branches):
         inputs, labels = data_of(number, rank())
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         cross_entropy(model(inputs, branch), labels).backward()
         if step is not None:
             step.reduce()
@@ -36,8 +36,8 @@ def train(kind: str, branches: list[str]) -> Any:
                 parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 distributed.all_reduce(parameter.grad)
                 parameter.grad /= distributed.get_world_size()
-        optimiser.step()
-    return torch.cat([each.detach().flatten() for each in model.parameters()]).numpy()
+        optimizer.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).numpy()
 
 
 def test_density_one_is_the_plain_mean_also_where_a_gradient_is_missing() -> None:
@@ -46,8 +46,8 @@ def test_density_one_is_the_plain_mean_also_where_a_gradient_is_missing() -> Non
 
 
 def test_all_ranks_end_with_the_same_parameters() -> None:
-    for kind in ("sparse", "named"):
-        first, *others = run(3, train, kind, ["both"] * 6)
+    for mode in ("sparse", "named"):
+        first, *others = run(3, train, mode, ["both"] * 6)
         assert all((first == other).all() for other in others)
 
 

@@ -45,11 +45,11 @@ def test_compiled_matches_eager_bit_for_bit(
     residual[::17] = 0.1  # as close to a threshold as float32 allows
     gradient[::17] = 0.0
     residual[50], gradient[50], residual[90] = torch.inf, 1.0, torch.nan
-    wanted = residual + gradient if add else residual.clone()
-    found = compiled.add_and_select(residual, gradient if add else None, threshold, start, stop, slots)
-    matches = plain(wanted, threshold, start, stop).tolist()
-    assert found.tolist() == (matches if slots is None else [*matches, *[200] * slots][:slots])
-    assert torch.equal(residual.nan_to_num(), wanted.nan_to_num())
+    expected = residual + gradient if add else residual.clone()
+    result = compiled.add_and_select(residual, gradient if add else None, threshold, start, stop, slots)
+    matches = plain(expected, threshold, start, stop).tolist()
+    assert result.tolist() == (matches if slots is None else [*matches, *[200] * slots][:slots])
+    assert torch.equal(residual.nan_to_num(), expected.nan_to_num())
 
 
 @there
@@ -57,15 +57,15 @@ def test_compiled_matches_eager_bit_for_bit(
 @pytest.mark.parametrize("threshold", [2.0, 0.0])
 def test_several_threads_select_the_same_in_the_same_order(start: int, stop: int, threshold: float) -> None:
     residual, gradient = torch.randn(200_001), torch.randn(200_001)
-    wanted = residual + gradient
+    expected = residual + gradient
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        found = compiled.add_and_select(residual, gradient, threshold, start, stop)
+        result = compiled.add_and_select(residual, gradient, threshold, start, stop)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(residual, wanted)
-    assert torch.equal(found, plain(wanted, threshold, start, stop))
+    assert torch.equal(residual, expected)
+    assert torch.equal(result, plain(expected, threshold, start, stop))
 
 
 def trained(compressor: Compressor, settings: CompressionSettings, device: str = "cpu") -> tuple[list[Tensor], Tensor]:

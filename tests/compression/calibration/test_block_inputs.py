@@ -41,8 +41,8 @@ def test_mask_gradients_are_finite_differences(name: str) -> None:
     batch = {k: v.double() if v.is_floating_point() else v for k, v in labeled(name).items()}
     anatomy = anatomy_of(network)
     gradients = mask_gradients(anatomy, batch).double()
-    again = mask_gradients(anatomy, batch, checkpointing=True).double()
-    assert torch.allclose(gradients, again, atol=1e-8)
+    repeated = mask_gradients(anatomy, batch, checkpointing=True).double()
+    assert torch.allclose(gradients, repeated, atol=1e-8)
     # A small step where activations have kinks, a large one where the loss is float32.
     step, tolerance = (1e-3, 1e-3) if name.startswith("resnet") else (1e-2, 2e-4)
     position = 0
@@ -63,20 +63,20 @@ def test_finished_gradients_are_taken_from_the_checkpoint(tmp_path: Path) -> Non
     network = BUILDS["llama"]()
     batches = [labeled("llama", seed) for seed in range(10)]
     checkpoint = Checkpoint(tmp_path)
-    whole = all_mask_gradients(anatomy_of(network), batches, NullProgress(), checkpoint)
+    uninterrupted = all_mask_gradients(anatomy_of(network), batches, NullProgress(), checkpoint)
     (tmp_path / "gradients-00008.safetensors").unlink()
-    checkpoint.save("gradients-00000", {"gradients": torch.from_numpy(whole[:8]) * 2})
+    checkpoint.save("gradients-00000", {"gradients": torch.from_numpy(uninterrupted[:8]) * 2})
     resumed = all_mask_gradients(anatomy_of(network), batches, NullProgress(), checkpoint)
-    assert np.array_equal(resumed[:8], whole[:8] * 2) and np.array_equal(resumed[8:], whole[8:])
+    assert np.array_equal(resumed[:8], uninterrupted[:8] * 2) and np.array_equal(resumed[8:], uninterrupted[8:])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_past_the_limit_lie_on_disk_and_come_back_whole(dtype: torch.dtype, tmp_path: Path) -> None:
     tensors = [torch.randn(3, 5, 7).to(dtype) for _ in range(4)]
     size = tensors[0].numel() * tensors[0].element_size()
-    held = ActivationStore(limit=2 * size, folder=tmp_path)
+    store = ActivationStore(limit=2 * size, folder=tmp_path)
     for position, tensor in enumerate(tensors):
-        held[position] = tensor
-    assert held.bytes_in_memory == 2 * size and len(list(tmp_path.rglob("*.raw"))) == 2
-    held[3] = tensors[0]
-    assert all(torch.equal(held[i], tensors[i]) for i in range(3)) and torch.equal(held[3], tensors[0])
+        store[position] = tensor
+    assert store.bytes_in_memory == 2 * size and len(list(tmp_path.rglob("*.raw"))) == 2
+    store[3] = tensors[0]
+    assert all(torch.equal(store[i], tensors[i]) for i in range(3)) and torch.equal(store[3], tensors[0])

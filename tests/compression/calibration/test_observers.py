@@ -12,7 +12,7 @@ from smelt.compression.calibration.observers import STRIP, gram
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gram(columns: int, dtype: torch.dtype) -> None:
     x = torch.randn(columns, 40).to(dtype).T  # a view
-    found, whole = gram(x), x.double().T @ x.double()
-    assert found.dtype == torch.float32
-    assert torch.equal(found, found.T)
-    assert torch.allclose(found.double(), whole, rtol=1e-5, atol=1e-4)
+    result, expected = gram(x), x.double().T @ x.double()
+    assert result.dtype == torch.float32
+    assert torch.equal(result, result.T)
+    assert torch.allclose(result.double(), expected, rtol=1e-5, atol=1e-4)

@@ -165,7 +165,7 @@ def test_ordering_on_a_real_language_model(shared: Path) -> None:
     stories = base.network.generate(start, max_new_tokens=200, do_sample=True, pad_token_id=0)
     texts = [base.tokenizer.decode(story, skip_special_tokens=True) for story in stories]
     calibration, evaluation = TextData("stories", tuple(texts[:16])), TextData("more", tuple(texts[16:]))
-    found: dict[str, list[float]] = {"random": [], "range_search": [], "full": []}
+    perplexities: dict[str, list[float]] = {"random": [], "range_search": [], "full": []}
     for seed in range(3):
         batches = text_batches(calibration, base.tokenizer, samples=24, length=96, batch_size=4, seed=seed)
         for name, settings in {
@@ -177,6 +177,6 @@ def test_ordering_on_a_real_language_model(shared: Path) -> None:
             METHODS.build({**settings, "budget": {"parameters": 0.8}}).apply(
                 model, MethodContext(batches=batches, seed=seed)
             )
-            found[name].append(perplexity(model, evaluation, context=96).value)
-    means = {name: float(np.mean(values)) for name, values in found.items()}
+            perplexities[name].append(perplexity(model, evaluation, context=96).value)
+    means = {name: float(np.mean(values)) for name, values in perplexities.items()}
     assert means["full"] < means["search"] < means["random"], means

@@ -71,30 +71,30 @@ def test_lsmr_gives_the_damped_solution() -> None:
     matrix = torch.randn(12, 12).double() / 4
     gram, right = matrix.T @ matrix + torch.eye(12).double(), torch.randn(12).double()
     expected = torch.linalg.solve(gram @ gram + torch.eye(12).double(), gram @ right)
-    found = lsmr_solve(gram, right)
-    assert found is not None and torch.allclose(found, expected, atol=1e-4)
+    result = lsmr_solve(gram, right)
+    assert result is not None and torch.allclose(result, expected, atol=1e-4)
 
 
 def test_one_unit_does_not_crash_the_solver() -> None:
-    found = lsmr_solve(torch.tensor([[4.0]]).double(), torch.tensor([2.0]).double())
-    assert found is not None and found.item() == 0.5
+    result = lsmr_solve(torch.tensor([[4.0]]).double(), torch.tensor([2.0]).double())
+    assert result is not None and result.item() == 0.5
 
 
 @pytest.mark.parametrize("intercept", [False, True])
 def test_reconstruction_finds_a_projection_that_exists(intercept: bool) -> None:
     inputs, weight, _ = problem(rows=400)
     truth, offset = torch.randn_like(weight), torch.randn(weight.shape[0]) * intercept
-    found, bias = reconstruct(
+    result, bias = reconstruct(
         equations_of(inputs, inputs @ truth.T + offset), weight, damping=1e-8, intercept=intercept
     )
-    assert torch.allclose(found.float(), truth, atol=1e-3)
+    assert torch.allclose(result.float(), truth, atol=1e-3)
     assert (bias is not None) == intercept and (bias is None or torch.allclose(bias.float(), offset, atol=1e-3))
 
 
 def test_heavy_damping_keeps_the_old_weights() -> None:
     inputs, weight, targets = problem()
-    found, _ = reconstruct(equations_of(inputs, targets), weight, damping=1e9, intercept=False)
-    assert torch.allclose(found.float(), weight, atol=1e-4)
+    result, _ = reconstruct(equations_of(inputs, targets), weight, damping=1e9, intercept=False)
+    assert torch.allclose(result.float(), weight, atol=1e-4)
 
 
 def everything(network: torch.nn.Module) -> list[np.ndarray]:
@@ -139,21 +139,26 @@ def test_repair_brings_the_last_states_closer_than_cutting_alone(name: str, kind
 @pytest.mark.parametrize("kind", ["tune", "full"])
 def test_a_killed_repair_goes_on_to_the_same_bits(kind: str, tmp_path: Path) -> None:
     batches = [labeled("llama", seed) for seed in range(3)]
-    whole, resumed = BUILDS["llama"](), BUILDS["llama"]()
+    uninterrupted, resumed = BUILDS["llama"](), BUILDS["llama"]()
     settings = RepairSettings(kind, solver="ridge")
-    cut_and_repair(Model(whole), half(whole), settings, MethodContext(batches=batches, checkpoint=Checkpoint(tmp_path)))
+    cut_and_repair(
+        Model(uninterrupted),
+        half(uninterrupted),
+        settings,
+        MethodContext(batches=batches, checkpoint=Checkpoint(tmp_path)),
+    )
     (tmp_path / "block-002.safetensors").unlink()
     cut_and_repair(
         Model(resumed), half(resumed), settings, MethodContext(batches=batches, checkpoint=Checkpoint(tmp_path))
     )
-    for name, tensor in whole.state_dict().items():
+    for name, tensor in uninterrupted.state_dict().items():
         assert torch.equal(tensor, resumed.state_dict()[name]), name
 
 
 def test_memory_past_the_limit_changes_nothing(tmp_path: Path) -> None:
     batches = [labeled("bert", seed) for seed in range(3)]
-    whole, spilled = BUILDS["bert"](), BUILDS["bert"]()
-    cut_and_repair(Model(whole), half(whole), RepairSettings("full"), MethodContext(batches=batches))
+    in_memory, spilled = BUILDS["bert"](), BUILDS["bert"]()
+    cut_and_repair(Model(in_memory), half(in_memory), RepairSettings("full"), MethodContext(batches=batches))
     context = MethodContext(batches=batches, memory_limit=1, folder=tmp_path)
     cut_and_repair(Model(spilled), half(spilled), RepairSettings("full"), context)
-    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), spilled.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(in_memory.parameters(), spilled.parameters(), strict=True))

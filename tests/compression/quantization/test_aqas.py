@@ -75,20 +75,20 @@ def llama_like() -> tuple[Tensor, Tensor]:
 
 
 def test_a_layer_with_loud_channels_as_on_the_card() -> None:
-    found = decibels(*opt_like())
-    assert found == pytest.approx({"none": 18.2, "smooth": 21.9, "awq": 24.1, "aqas": 24.2}, abs=0.5)
+    result = decibels(*opt_like())
+    assert result == pytest.approx({"none": 18.2, "smooth": 21.9, "awq": 24.1, "aqas": 24.2}, abs=0.5)
 
 
 @pytest.mark.parametrize("made", [opt_like, llama_like])
 def test_it_never_loses(made: Any) -> None:
-    found = decibels(*made())
-    assert found["aqas"] >= max(found.values()) - 1e-6
+    result = decibels(*made())
+    assert result["aqas"] >= max(result.values()) - 1e-6
 
 
 def test_it_wins_where_neither_family_alone_does() -> None:
     """Uneven columns of the weights, which AWQ does not look at, and another exponent than SmoothQuant's."""
-    found = decibels(*llama_like())
-    assert found["aqas"] > max(found["none"], found["smooth"], found["awq"]) + 0.3
+    result = decibels(*llama_like())
+    assert result["aqas"] > max(result["none"], result["smooth"], result["awq"]) + 0.3
 
 
 def test_the_inputs_are_rounded_after_they_were_divided() -> None:
@@ -104,14 +104,14 @@ def test_the_inputs_are_rounded_after_they_were_divided() -> None:
 def test_both_families_are_tried_and_balanced() -> None:
     x, weight = opt_like()
     group: LayerGroup = layer_group(weight)
-    found = list(Aqas().candidates(group, x.abs().mean(0), x.abs().amax(0)))
-    assert [(c.family, round(20 * c.exponent)) for c in found] == [
+    result = list(Aqas().candidates(group, x.abs().mean(0), x.abs().amax(0)))
+    assert [(c.family, round(20 * c.exponent)) for c in result] == [
         (f, a) for f in ("mean", "smooth") for a in range(20)
     ]
-    assert torch.allclose(found[0].scale, torch.ones(512))
-    assert all(float(c.scale.max() * c.scale.min()) == pytest.approx(1, rel=1e-4) for c in found)
+    assert torch.allclose(result[0].scale, torch.ones(512))
+    assert all(float(c.scale.max() * c.scale.min()) == pytest.approx(1, rel=1e-4) for c in result)
     smooth = smoothing(group, x.abs().amax(0), 0.5)
-    assert torch.allclose(found[30].scale / found[30].scale[0], smooth / smooth[0])
+    assert torch.allclose(result[30].scale / result[30].scale[0], smooth / smooth[0])
 
 
 def run(settings: dict[str, Any]) -> tuple[Model, dict[str, Any]]:

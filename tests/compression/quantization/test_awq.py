@@ -48,9 +48,9 @@ def first_work(name: str, method: Awq) -> BlockWork:
 
 def test_no_scale_and_no_clip_is_round_to_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
     def only_none(self: Awq, group: Any, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
-        yield next(found(self, group, mean, largest))
+        yield next(candidates(self, group, mean, largest))
 
-    found = Awq.candidates
+    candidates = Awq.candidates
     monkeypatch.setattr(Awq, "candidates", only_none)
     model, _ = quantised("llama", clip=False, bits=3)
     plain = Model(BUILDS["llama"]())
@@ -74,8 +74,8 @@ def test_the_error_is_that_of_the_enclosing_module() -> None:
     work = first_work("llama", method)
     assert work.block_inputs is not None
     for group in layer_groups(work.block):
-        kind = ModuleOutputError if group.writes else LayerOutputError
-        around = kind(work.block_inputs, work.block, group, 10_000)
+        error_type = ModuleOutputError if group.writes else LayerOutputError
+        around = error_type(work.block_inputs, work.block, group, 10_000)
         weights = [method.weight_format.fake_quantize(layer.weight) for layer in group.layers]
         other: Any = copy.deepcopy(work.network)
         for layer, weight in zip(group.layers, weights, strict=True):
@@ -108,8 +108,8 @@ def test_trials_leave_no_trace() -> None:
     before = {key: tensor.clone() for key, tensor in work.network.state_dict().items()}
     assert work.block_inputs is not None
     for group in layer_groups(work.block):
-        kind = ModuleOutputError if group.writes else LayerOutputError
-        around = kind(work.block_inputs, work.block, group, 10_000)
+        error_type = ModuleOutputError if group.writes else LayerOutputError
+        around = error_type(work.block_inputs, work.block, group, 10_000)
         method.trial_error(group, around, torch.rand(group.columns) + 0.5)
     assert all(torch.equal(tensor, before[key]) for key, tensor in work.network.state_dict().items())
     for module in work.network.modules():
@@ -152,10 +152,10 @@ def exhaustive_clip(weight: Tensor, x: Tensor, number_format: Format, size: int)
 def test_the_clip_is_the_best_of_all_tried(name: str) -> None:
     number_format = get_format(name)
     weight, x = torch.distributions.StudentT(3.0).sample((70, 40)), torch.randn(50, 40)
-    found = weight.clone()
-    clip_(found, x, number_format)
-    assert torch.allclose(found, exhaustive_clip(weight, x, number_format, number_format.group_size))
-    assert not torch.equal(found, weight)
+    result = weight.clone()
+    clip_(result, x, number_format)
+    assert torch.allclose(result, exhaustive_clip(weight, x, number_format, number_format.group_size))
+    assert not torch.equal(result, weight)
 
 
 def test_queries_and_keys_are_never_clipped() -> None:

@@ -90,8 +90,8 @@ def test_every_method_takes_every_family(name: str, method: str) -> None:
     settings = {"method": method, "group_size": 16, "bits": 10.0 if method == "mixed" else 8}
     model = quantised(name, {**settings, **({"tokens": 30} if method in SEARCHES else {})})
     with torch.no_grad():
-        found, true = model.network(**inputs(name)).logits, BUILDS[name]()(**inputs(name)).logits
-    assert float((found - true).norm() / true.norm()) < 0.05
+        logits, true = model.network(**inputs(name)).logits, BUILDS[name]()(**inputs(name)).logits
+    assert float((logits - true).norm() / true.norm()) < 0.05
     gated = any("gate" in path for path in quantized_layers(model.network))
     assert len(quantized_layers(model.network)) == 3 * (4 if name == "gpt2" else 6 + gated)
 
@@ -110,13 +110,15 @@ def test_every_method_takes_every_family(name: str, method: str) -> None:
 )
 def test_a_killed_run_goes_on_to_the_same_bits(settings: dict[str, Any], tmp_path: Path) -> None:
     after = 2
-    whole = quantised("llama", settings)
+    uninterrupted = quantised("llama", settings)
     with pytest.raises(Killed):
         quantised("llama", settings, checkpoint=Checkpoint(tmp_path), progress=Dying(after))
     assert len(list(tmp_path.glob("block-*.json"))) == after
     resumed = quantised("llama", settings, checkpoint=Checkpoint(tmp_path))
-    assert same(whole, resumed)
-    schemes = [[layer.scheme for layer in quantized_layers(model.network).values()] for model in (whole, resumed)]
+    assert same(uninterrupted, resumed)
+    schemes = [
+        [layer.scheme for layer in quantized_layers(model.network).values()] for model in (uninterrupted, resumed)
+    ]
     assert schemes[0] == schemes[1]
 
 
@@ -155,7 +157,7 @@ FORMATS_SAVED = {
 }
 
 
-@pytest.mark.parametrize(("name", "number_format"), [(n, f) for n, found in FORMATS_SAVED.items() for f in found])
+@pytest.mark.parametrize(("name", "number_format"), [(n, f) for n, result in FORMATS_SAVED.items() for f in result])
 def test_what_is_saved_is_loaded_to_the_bit(name: str, number_format: str, tmp_path: Path) -> None:
     settings = {
         "method": "rtn",
@@ -166,10 +168,10 @@ def test_what_is_saved_is_loaded_to_the_bit(name: str, number_format: str, tmp_p
     }
     model = quantised(name, settings)
     save_artifact(model, tmp_path)
-    again = load_artifact(tmp_path)
-    assert same(model, again)
+    reloaded = load_artifact(tmp_path)
+    assert same(model, reloaded)
     with torch.no_grad():
-        assert torch.equal(model.network(**inputs(name)).logits, again.network(**inputs(name)).logits)
+        assert torch.equal(model.network(**inputs(name)).logits, reloaded.network(**inputs(name)).logits)
 
 
 def forged(tmp_path: Path, change: Any) -> Path:
@@ -289,5 +291,5 @@ def test_missing_data_is_said_at_once(method: str) -> None:
 
 def test_all_methods_are_on_the_list_with_their_papers() -> None:
     assert set(METHODS_HERE) <= set(METHODS)
-    found = [cls for name, cls in METHODS.items() if name in METHODS_HERE]
-    assert all(issubclass(cls, Quantization) and cls.paper and cls.summary.endswith(".") for cls in found)
+    results = [cls for name, cls in METHODS.items() if name in METHODS_HERE]
+    assert all(issubclass(cls, Quantization) and cls.paper and cls.summary.endswith(".") for cls in results)

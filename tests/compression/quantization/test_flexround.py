@@ -118,8 +118,8 @@ def test_the_seed_gives_the_bytes(tmp_path: Path) -> None:
     first, other = run(1), run(2)
     for left in (tmp_path / "1").glob("block-[12].*"):
         left.unlink()
-    again = run(1)
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    repeated = run(1)
+    assert all(torch.equal(first[name], repeated[name]) for name in first)
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 

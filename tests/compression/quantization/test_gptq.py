@@ -54,21 +54,21 @@ def test_uncorrelated_inputs_gain_nothing() -> None:
     x, weight = torch.randn(8192, 256), torch.randn(256, 256)
     plain = quality(x, weight, ROW4.fake_quantize(weight))
     for act_order in (False, True):
-        found = quality(x, weight, gptq(weight, hessian(x), ROW4, act_order=act_order).dequantize())
-        assert abs(found - plain) < 0.2
+        result = quality(x, weight, gptq(weight, hessian(x), ROW4, act_order=act_order).dequantize())
+        assert abs(result - plain) < 0.2
 
 
 @pytest.mark.parametrize(("number_format", "published"), [(ROW4, (19.4, 33.8, 36.2)), (ROW2, (5.4, 18.9, 22.0))])
 def test_common_directions_gain_what_the_card_says(number_format: Integer, published: tuple[float, ...]) -> None:
     x, weight = correlated(), torch.randn(256, 256)
     h = hessian(x)
-    found = (
+    results = (
         quality(x, weight, number_format.fake_quantize(weight)),
         quality(x, weight, gptq(weight, h, number_format, act_order=False).dequantize()),
         quality(x, weight, gptq(weight, h, number_format, act_order=True).dequantize()),
     )
-    assert found == pytest.approx(published, abs=1.5)  # the card does not say how strong its directions were
-    assert found[0] + 10 < found[1] < found[2] - 1
+    assert results == pytest.approx(published, abs=1.5)  # the card does not say how strong its directions were
+    assert results[0] + 10 < results[1] < results[2] - 1
 
 
 @pytest.mark.parametrize("act_order", [False, True])
@@ -86,10 +86,10 @@ def test_blocks_of_columns_change_nothing(group: int, act_order: bool) -> None:
 def test_a_grid_is_fitted_to_the_weights_as_they_are_when_it_is_reached() -> None:
     x, weight = correlated(1024, 128), torch.randn(8, 128)
     number_format = Integer(32, "float32", 2, symmetric=False)
-    found = gptq(weight, hessian(x), number_format, act_order=False)
+    result = gptq(weight, hessian(x), number_format, act_order=False)
     beforehand = number_format.quantize(weight)
-    assert torch.equal(found.qparams.scale[:, 0], beforehand.qparams.scale[:, 0])
-    assert not torch.equal(found.qparams.scale[:, 1:], beforehand.qparams.scale[:, 1:])
+    assert torch.equal(result.qparams.scale[:, 0], beforehand.qparams.scale[:, 0])
+    assert not torch.equal(result.qparams.scale[:, 1:], beforehand.qparams.scale[:, 1:])
     ordered = gptq(weight, hessian(x), number_format, act_order=True)
     assert torch.equal(ordered.qparams.scale, beforehand.qparams.scale)
 
@@ -114,11 +114,11 @@ def test_it_is_the_formula() -> None:
 @pytest.mark.parametrize(("name", "act_order"), [(name, position % 2 == 0) for position, name in enumerate(FORMATS)])
 def test_every_format_gains(name: str, act_order: bool) -> None:
     x, weight = correlated(512, 128), torch.randn(16, 128)
-    found = gptq(weight, hessian(x), FORMATS[name], act_order=act_order)
-    assert found.codes.shape == weight.shape
-    again = QuantizedTensor.from_packed(FORMATS[name], found.pack(), 128)
-    assert torch.equal(again.dequantize(), found.dequantize())
-    assert quality(x, weight, found.dequantize()) > quality(x, weight, FORMATS[name].fake_quantize(weight)) + 3
+    result = gptq(weight, hessian(x), FORMATS[name], act_order=act_order)
+    assert result.codes.shape == weight.shape
+    reloaded = QuantizedTensor.from_packed(FORMATS[name], result.pack(), 128)
+    assert torch.equal(reloaded.dequantize(), result.dequantize())
+    assert quality(x, weight, result.dequantize()) > quality(x, weight, FORMATS[name].fake_quantize(weight)) + 3
 
 
 def test_the_search_for_ranges_helps_where_two_bits_meet_long_tails() -> None:
@@ -130,17 +130,17 @@ def test_the_search_for_ranges_helps_where_two_bits_meet_long_tails() -> None:
 def test_columns_without_inputs_are_zero_and_the_rest_is_as_without_them() -> None:
     x, weight = correlated(512, 64), torch.randn(8, 64)
     x[:, 60:] = 0
-    found = gptq(weight, hessian(x), ROW4).dequantize()
-    assert torch.equal(found[:, 60:], torch.zeros(8, 4))
-    assert quality(x, weight, found) > 25
+    result = gptq(weight, hessian(x), ROW4).dequantize()
+    assert torch.equal(result[:, 60:], torch.zeros(8, 4))
+    assert quality(x, weight, result) > 25
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_fewer_inputs_than_columns(rows: int) -> None:
     x, weight = torch.randn(rows, 64), torch.randn(8, 64)
-    found = gptq(weight, hessian(x), ROW4)
-    assert bool(found.dequantize().isfinite().all())
-    assert quality(x, weight, found.dequantize()) > quality(x, weight, ROW4.fake_quantize(weight))
+    result = gptq(weight, hessian(x), ROW4)
+    assert bool(result.dequantize().isfinite().all())
+    assert quality(x, weight, result.dequantize()) > quality(x, weight, ROW4.fake_quantize(weight))
 
 
 def test_a_hessian_that_is_not_positive_is_damped_until_it_is() -> None:

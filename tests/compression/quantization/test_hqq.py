@@ -28,33 +28,33 @@ def start(weight: Tensor, bits: int) -> QuantizedTensor:
 def test_the_mean_error_falls_as_the_card_says(bits: int, before: float, after: float) -> None:
     """The card's draw is not known; with heavy tails another one differs by a percent or two."""
     weight = heavy_tails()
-    found = [float((q.dequantize() - weight).abs().mean()) for q in (start(weight, bits), Hqq(bits=bits).fit(weight))]
-    assert found == pytest.approx([before, after], rel=0.03)
-    assert found[1] / found[0] == pytest.approx(after / before, rel=0.01)
+    results = [float((q.dequantize() - weight).abs().mean()) for q in (start(weight, bits), Hqq(bits=bits).fit(weight))]
+    assert results == pytest.approx([before, after], rel=0.03)
+    assert results[1] / results[0] == pytest.approx(after / before, rel=0.01)
 
 
 def test_the_squared_error_falls_as_the_card_says() -> None:
     weight = heavy_tails()
     squares = [
-        float((found.dequantize() - weight).square().mean()) for found in (start(weight, 2), Hqq(bits=2).fit(weight))
+        float((result.dequantize() - weight).square().mean()) for result in (start(weight, 2), Hqq(bits=2).fit(weight))
     ]
     assert squares == pytest.approx([2.11e-4, 1.76e-4], rel=0.04)
 
 
 def test_zero_points_are_fractions_and_the_scale_is_never_changed() -> None:
     weight = heavy_tails()[:16]
-    found = Hqq().fit(weight)
-    assert found.qparams.zero is not None
-    assert float((found.qparams.zero - found.qparams.zero.round()).abs().mean()) > 0.1
-    assert torch.equal(found.qparams.scale, start(weight, 4).qparams.scale)
+    result = Hqq().fit(weight)
+    assert result.qparams.zero is not None
+    assert float((result.qparams.zero - result.qparams.zero.round()).abs().mean()) > 0.1
+    assert torch.equal(result.qparams.scale, start(weight, 4).qparams.scale)
 
 
 @pytest.mark.parametrize(("middle", "spread"), [(0.0, 0.0), (0.7, 0.0), (-3.0, 1e-6), (100.0, 1e-3), (-4e4, 1.0)])
 def test_groups_far_from_zero_and_groups_of_one_value(middle: float, spread: float) -> None:
     """A zero point far outside of the codes must stay within float16."""
     weight = middle + spread * torch.randn(4, 64)
-    found = Hqq().fit(weight).dequantize()
-    assert torch.allclose(found, weight, rtol=2e-3, atol=1e-6)
+    result = Hqq().fit(weight).dequantize()
+    assert torch.allclose(result, weight, rtol=2e-3, atol=1e-6)
 
 
 def test_in_the_frame_it_needs_no_data() -> None:

@@ -43,14 +43,14 @@ def made(**step: Any) -> Model:
 def generated(model: Model) -> tuple[Tensor, ...]:
     """The logits of each token, by generation as `Model.generate` does it."""
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    found: Any = model.network.generate(
+    result: Any = model.network.generate(
         **inputs("llama"),
         **options,
         past_key_values=model.new_cache(),
         output_logits=True,
         return_dict_in_generate=True,
     )
-    logits: tuple[Tensor, ...] = found.logits
+    logits: tuple[Tensor, ...] = result.logits
     return logits
 
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_one_sentence() -> None:
 
 
 def test_an_export_says_that_it_is_left_out(tmp_path: Path) -> None:
-    told = export(made(format="int8"), "gguf", tmp_path / "model.gguf", tokenizer=False)
-    assert [note for note in told["notes"] if "the KV cache format int8 is left out" in note]
+    result = export(made(format="int8"), "gguf", tmp_path / "model.gguf", tokenizer=False)
+    assert [note for note in result["notes"] if "the KV cache format int8 is left out" in note]
     plain = export(Model(BUILDS["llama"]()), "gguf", tmp_path / "plain.gguf", tokenizer=False)
     assert not any("keys" in note for note in plain["notes"])

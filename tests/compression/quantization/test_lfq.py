@@ -79,19 +79,19 @@ class Counted(LogitLoss):
 def test_slices_change_nothing_and_bound_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     start, target, mask = torch.randn(2, 9, 32), torch.randn(2, 9, 32), torch.ones(2, 9, dtype=torch.bool)
     mask[0, 5:] = False  # padding
-    found = []
+    results = []
     for most_bytes, most_rows in ((2**26, 14), (4 * 99 * 3, 3)):
         monkeypatch.setattr(smelt.measure.logits, "_MOST_BYTES", most_bytes)
         loss, student = Counted(Model(BUILDS["llama"]()).anatomy, CPU), start.clone().requires_grad_()
         value = loss(student, target, mask)
-        made = len(loss.rows)
+        num_slices = len(loss.rows)
         value.backward()
         assert max(loss.rows) == most_rows
-        assert len(loss.rows) == 2 * made  # again in the backward pass, so that none is kept until then
+        assert len(loss.rows) == 2 * num_slices  # again in the backward pass, so that none is kept until then
         assert student.grad is not None and float(student.grad[0, 5:].abs().max()) == 0
-        found.append((value, student.grad))
-    assert torch.allclose(found[0][0], found[1][0], atol=1e-6)
-    assert torch.allclose(found[0][1], found[1][1], atol=1e-7)
+        results.append((value, student.grad))
+    assert torch.allclose(results[0][0], results[1][0], atol=1e-6)
+    assert torch.allclose(results[0][1], results[1][1], atol=1e-7)
 
 
 class HardLabels(LogitLoss):
@@ -137,9 +137,9 @@ def soft(blockwise: tuple[Model, Path], tmp_path_factory: pytest.TempPathFactory
 def test_it_keeps_predictions_better_than_hidden_states_do(
     blockwise: tuple[Model, Path], soft: tuple[Model, Divergence]
 ) -> None:
-    without, (model, found) = divergence(blockwise[0]), soft
-    assert found.kl < 0.85 * without.kl
-    assert found.agreement >= without.agreement
+    without, (model, result) = divergence(blockwise[0]), soft
+    assert result.kl < 0.85 * without.kl
+    assert result.agreement >= without.agreement
     ratio = perplexity(model, HELD_OUT, context=64).value / perplexity(blockwise[0], HELD_OUT, context=64).value
     assert abs(ratio - 1) < 0.01
 

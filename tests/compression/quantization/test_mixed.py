@@ -45,9 +45,9 @@ def test_the_program_finds_the_best_of_all_combinations(seed: int) -> None:
     rows = np.arange(groups)
     possible = [c for c in itertools.product(range(choices), repeat=groups) if costs[rows, c].sum() <= budget]
     best = min(errors[rows, c].sum() for c in possible)
-    found = choose(errors, costs, budget)
-    assert costs[rows, found].sum() <= budget * (1 + 1e-9)
-    assert errors[rows, found].sum() == pytest.approx(best, rel=1e-6)
+    result = choose(errors, costs, budget)
+    assert costs[rows, result].sum() <= budget * (1 + 1e-9)
+    assert errors[rows, result].sum() == pytest.approx(best, rel=1e-6)
 
 
 def test_a_budget_that_is_met_exactly() -> None:
@@ -74,10 +74,10 @@ def test_the_average_is_kept_and_used(bits: float, rounding: str) -> None:
 
 def test_layers_that_share_an_input_share_a_width() -> None:
     model, _ = run({"bits": 5.0, "tokens": 40})
-    found = widths(model)
+    result = widths(model)
     for index in range(3):
         attention = f"model.layers.{index}.self_attn"
-        assert len({found[f"{attention}.{name}_proj"] for name in "qkv"}) == 1
+        assert len({result[f"{attention}.{name}_proj"] for name in "qkv"}) == 1
 
 
 def test_bits_go_where_errors_are_large() -> None:
@@ -86,8 +86,8 @@ def test_bits_go_where_errors_are_large() -> None:
     with torch.no_grad():
         model.network.model.layers[1].mlp.down_proj.weight.mul_(30)
     model, facts = run({"bits": 4.5, "tokens": 40}, model)
-    found = widths(model)
-    assert found["model.layers.1.mlp.down_proj"] > max(found[f"model.layers.{i}.mlp.down_proj"] for i in (0, 2))
+    result = widths(model)
+    assert result["model.layers.1.mlp.down_proj"] > max(result[f"model.layers.{i}.mlp.down_proj"] for i in (0, 2))
     errors = facts["layers"]["model.layers.1.mlp.down_proj"]["block_error"]
     assert list(errors) == ["2", "3", "4", "8"] and errors["2"] > errors["4"] > errors["8"] > 0
 

@@ -35,8 +35,8 @@ SMALL = {"group_size": 16}
 
 @torch.no_grad()
 def logits(model: Model) -> Tensor:
-    found: Tensor = model.network(**ids(seed=9)).logits
-    return found
+    logits: Tensor = model.network(**ids(seed=9)).logits
+    return logits
 
 
 def far(one: Tensor, two: Tensor) -> float:
@@ -46,11 +46,11 @@ def far(one: Tensor, two: Tensor) -> float:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every mixture once, and once with an expert that no token reaches."""
-    place = tmp_path_factory.mktemp("mixtures")
+    folder = tmp_path_factory.mktemp("mixtures")
     for name in BUILDS:
-        loaded(name, place / name)
-        loaded(name, place / f"{name}-starved", starved=True)
-    return {file.name: file for file in place.iterdir()}
+        loaded(name, folder / name)
+        loaded(name, folder / f"{name}-starved", starved=True)
+    return {file.name: file for file in folder.iterdir()}
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -81,8 +81,8 @@ def test_every_method_takes_a_mixture_with_an_expert_that_nothing_reaches(
     if method not in ("rtn", "hqq"):
         assert {"expert": LOST, "tokens": 0, "inputs": HIDDEN} in facts["few_tokens"]
     save_artifact(model, tmp_path)
-    again = load(tmp_path)
-    assert same(model, again) and torch.equal(logits(model), logits(again))
+    reloaded = load(tmp_path)
+    assert same(model, reloaded) and torch.equal(logits(model), logits(reloaded))
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -160,8 +160,8 @@ def _layer_errors(block_inputs: Any, block: Any, model: Model) -> Iterator[Tenso
     observe(block_inputs, block, {p.module: inputs.setdefault(p.module, []).append for p in projections})
     for projection in projections:
         x = torch.cat(inputs[projection.module])
-        true, found = x @ projection.module.weight.T, x @ model.network.get_submodule(projection.path).weight.T
-        yield (found - true).square().sum() / true.square().sum()
+        true, result = x @ projection.module.weight.T, x @ model.network.get_submodule(projection.path).weight.T
+        yield (result - true).square().sum() / true.square().sum()
     advance(block_inputs, block)
 
 
@@ -170,8 +170,8 @@ def test_an_expert_that_nothing_reaches_is_rounded_to_nearest(folders: dict[str,
     weight = model.network.get_submodule(f"{LOST}.w1").weight.detach().clone()
     method: Any = METHODS.build({"method": "gptq", **SMALL})
     method.apply(model, MethodContext(batches=batches()))
-    found = model.network.get_submodule(f"{LOST}.w1")
-    assert torch.equal(found.weight, round_to_nearest(weight, method.weight_format).dequantize())
+    result = model.network.get_submodule(f"{LOST}.w1")
+    assert torch.equal(result.weight, round_to_nearest(weight, method.weight_format).dequantize())
 
 
 def test_of_an_ordinary_layer_it_is_still_an_error(folders: dict[str, Path]) -> None:
@@ -208,12 +208,12 @@ def test_a_killed_run_goes_on_to_the_same_bits(
     settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path
 ) -> None:
     method, data = METHODS.build({**settings, **SMALL}), batches(padded=True)
-    whole, killed, resumed = (load(folders["qwen3-moe-starved"]) for _ in range(3))
-    facts = method.apply(whole, MethodContext(batches=data))
+    uninterrupted, killed, resumed = (load(folders["qwen3-moe-starved"]) for _ in range(3))
+    facts = method.apply(uninterrupted, MethodContext(batches=data))
     with pytest.raises(Killed):
         method.apply(killed, MethodContext(batches=data, checkpoint=Checkpoint(tmp_path), progress=Dying(1)))
-    again = method.apply(resumed, MethodContext(batches=data, checkpoint=Checkpoint(tmp_path)))
-    assert same(whole, resumed) and again["few_tokens"] == facts["few_tokens"]
+    repeated = method.apply(resumed, MethodContext(batches=data, checkpoint=Checkpoint(tmp_path)))
+    assert same(uninterrupted, resumed) and repeated["few_tokens"] == facts["few_tokens"]
 
 
 @pytest.mark.parametrize("name", BUILDS)

@@ -142,9 +142,9 @@ def test_a_run_that_is_taken_up_gives_the_same_bytes(fitted: tuple[Model, Path],
     OmniQuant(bits=2, group_size=16, epochs=5, lr=0.05).apply(
         model, MethodContext(batches=character_batches(), checkpoint=Checkpoint(tmp_path / "half"))
     )
-    expected, found = states(fitted[0]), states(model)
-    assert expected.keys() == found.keys()
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    expected, result = states(fitted[0]), states(model)
+    assert expected.keys() == result.keys()
+    assert all(torch.equal(expected[name], result[name]) for name in expected)
 
 
 def test_a_network_in_bfloat16_is_trained_in_float32_and_stays_as_it_was() -> None:

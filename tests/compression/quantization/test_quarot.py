@@ -42,8 +42,8 @@ def quarot(model: Model, seed: int = 0, name: str = "llama", **settings: object)
 
 @torch.no_grad()
 def logits(network: Any, name: str = "llama") -> Tensor:
-    found: Tensor = network(**inputs(name)).logits
-    return found
+    logits: Tensor = network(**inputs(name)).logits
+    return logits
 
 
 def with_outliers(seed: int) -> hf.PreTrainedModel:
@@ -141,9 +141,9 @@ def test_a_scheme_with_clipping_and_rotation_is_remembered(tmp_path: Path) -> No
     assert QuantizationScheme.from_json(scheme.to_json(), "here") == scheme
     assert "clip" not in QuantizationScheme(INT4, INT4).to_json()
     save_artifact(model, tmp_path)
-    again = load_artifact(tmp_path)
-    assert torch.equal(logits(again.network), logits(model.network))
-    assert {p: layer.scheme for p, layer in quantized_layers(again.network).items()} == {
+    reloaded = load_artifact(tmp_path)
+    assert torch.equal(logits(reloaded.network), logits(model.network))
+    assert {p: layer.scheme for p, layer in quantized_layers(reloaded.network).items()} == {
         p: layer.scheme for p, layer in quantized_layers(model.network).items()
     }
 

@@ -59,8 +59,8 @@ def repaired(place: str, **settings: Any) -> Model:
 
 def logits(model: Model) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model.network(**inputs("llama")).logits
-    return found
+        logits: Tensor = model.network(**inputs("llama")).logits
+    return logits
 
 
 @pytest.fixture(scope="module")
@@ -285,12 +285,12 @@ def test_a_killed_training_goes_on_to_the_same_bytes(place: str, tmp_path: Path)
         method.apply(model, MethodContext(batches=character_batches(samples=6), seed=seed, **context))
         return dict(model.network.state_dict())
 
-    whole, other = run(), run(seed=1)
+    uninterrupted, other = run(), run(seed=1)
     with pytest.raises(Killed):
         run(checkpoint=Checkpoint(tmp_path), progress=Killing(5))
     resumed = run(checkpoint=Checkpoint(tmp_path))
-    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
-    assert not all(torch.equal(whole[name], other[name]) for name in whole)
+    assert all(torch.equal(uninterrupted[name], resumed[name]) for name in uninterrupted)
+    assert not all(torch.equal(uninterrupted[name], other[name]) for name in uninterrupted)
 
 
 def test_the_best_factors_are_kept_and_training_stops(place: str) -> None:

@@ -57,8 +57,8 @@ def rotate(model: Model, seed: int = 0, **settings: object) -> dict[str, Any]:
 @torch.no_grad()
 def logits(model: Model) -> Tensor:
     name = model.source.removesuffix("-pruned")
-    found: Tensor = model.network(**inputs(name)).logits
-    return found
+    logits: Tensor = model.network(**inputs(name)).logits
+    return logits
 
 
 @pytest.mark.parametrize("keeps_mean", [False, True])
@@ -136,8 +136,8 @@ def test_low_precision_is_cast_once() -> None:
     rotations = random_rotations(anatomy_of(low), seed=0)
     for network in (low, exact):
         rotate_network(anatomy_of(network), rotations)
-    for (name, found), expected in zip(low.named_parameters(), exact.parameters(), strict=True):
-        assert found.dtype == torch.bfloat16 and torch.equal(found, expected.bfloat16()), name
+    for (name, result), expected in zip(low.named_parameters(), exact.parameters(), strict=True):
+        assert result.dtype == torch.bfloat16 and torch.equal(result, expected.bfloat16()), name
 
 
 def test_outliers_are_spread() -> None:
@@ -217,10 +217,10 @@ def test_an_artifact_remembers_it_bit_for_bit(name: str, tmp_path: Path) -> None
     model = Model(BUILDS[name](), source=name)
     rotate(model)
     save_artifact(model, tmp_path)
-    again = load_artifact(tmp_path)
-    assert torch.equal(logits(Model(again.network, source=name)), logits(model))
-    assert count_parameters(again.network) == count_parameters(model.network)
-    assert again.network.config.tie_word_embeddings is False
+    reloaded = load_artifact(tmp_path)
+    assert torch.equal(logits(Model(reloaded.network, source=name)), logits(model))
+    assert count_parameters(reloaded.network) == count_parameters(model.network)
+    assert reloaded.network.config.tie_word_embeddings is False
     stock = hf.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert torch.equal(logits(Model(stock, source=name)), logits(model))
 

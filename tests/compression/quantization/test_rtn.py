@@ -27,16 +27,16 @@ def test_no_error_is_beyond_half_a_step(
 ) -> None:
     weight = size * (torch.randn(6, 32, generator=torch.Generator().manual_seed(seed)) + shift)
     number_format = Integer(group, "float32", bits, symmetric)
-    found = round_to_nearest(weight, number_format)
-    steps = found.qparams.scale.expand(-1, -1, number_format.effective_group_size(32)).flatten(-2)[..., :32]
-    assert bool(((found.dequantize() - weight).abs() <= steps * 0.5001).all())
+    result = round_to_nearest(weight, number_format)
+    steps = result.qparams.scale.expand(-1, -1, number_format.effective_group_size(32)).flatten(-2)[..., :32]
+    assert bool(((result.dequantize() - weight).abs() <= steps * 0.5001).all())
 
 
 @pytest.mark.parametrize(("group", "decibel"), [(32, 21.85), (128, 19.95), (4096, 17.09)])
 def test_the_figures_of_the_card(group: int, decibel: float) -> None:
     weight = torch.randn(256, 4096)
-    found = round_to_nearest(weight, Integer(group, "float32", 4, symmetric=False))
-    assert signal_to_noise(weight, found.dequantize()) == pytest.approx(decibel, abs=0.05)
+    result = round_to_nearest(weight, Integer(group, "float32", 4, symmetric=False))
+    assert signal_to_noise(weight, result.dequantize()) == pytest.approx(decibel, abs=0.05)
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "int4/tensor", "int4-asym/tensor", "int3-asym/7"])

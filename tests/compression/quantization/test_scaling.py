@@ -47,9 +47,9 @@ def test_a_folded_network_computes_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_what_each_group_folds_into(name: str) -> None:
-    found = [None if source is None else source.name for _, source in every_source(anatomy_of(BUILDS[name]()).blocks)]
+    results = [None if source is None else source.name for _, source in every_source(anatomy_of(BUILDS[name]()).blocks)]
     norm = None if name in POST_NORM else "norm"
-    assert found == 3 * [norm, "values", norm, "up projection" if name in (*GATED, *RELU) else None]
+    assert results == 3 * [norm, "values", norm, "up projection" if name in (*GATED, *RELU) else None]
 
 
 def test_grouped_queries_share_the_mean_of_their_scales() -> None:

@@ -52,13 +52,13 @@ def test_one_loud_channel_as_on_the_card() -> None:
 
 def test_the_closed_form_looks_at_all_layers_that_share_the_input() -> None:
     group = layer_group(torch.tensor([[1.0, -4.0]]), torch.tensor([[-9.0, 2.0], [0.5, 0.0]]))
-    found = smoothing(group, torch.tensor([16.0, 25.0]), 0.25)
-    assert torch.allclose(found, torch.tensor([16.0**0.25 / 9.0**0.75, 25.0**0.25 / 4.0**0.75]))
+    result = smoothing(group, torch.tensor([16.0, 25.0]), 0.25)
+    assert torch.allclose(result, torch.tensor([16.0**0.25 / 9.0**0.75, 25.0**0.25 / 4.0**0.75]))
 
 
 def test_silent_channels_and_empty_columns_keep_a_positive_scale() -> None:
-    found = smoothing(layer_group(torch.tensor([[0.0, 1.0, 0.0]])), torch.tensor([3.0, 0.0, 0.0]), 0.5)
-    assert bool((found > 0).all()) and bool(found.isfinite().all())
+    result = smoothing(layer_group(torch.tensor([[0.0, 1.0, 0.0]])), torch.tensor([3.0, 0.0, 0.0]), 0.5)
+    assert bool((result > 0).all()) and bool(result.isfinite().all())
 
 
 @torch.no_grad()

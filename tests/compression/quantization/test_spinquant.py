@@ -49,12 +49,12 @@ def network_with_outliers() -> hf.PreTrainedModel:
 
 @torch.no_grad()
 def batches(network: Any, count: int = 2) -> list[dict[str, Tensor]]:
-    made = []
+    labeled = []
     for seed in range(count):
         batch = inputs("llama", batch=8, length=24, seed=seed)
         choice = network(**batch).logits.argmax(-1)
-        made.append({**batch, "labels": torch.cat((torch.zeros_like(choice[:, :1]), choice[:, :-1]), 1)})
-    return made
+        labeled.append({**batch, "labels": torch.cat((torch.zeros_like(choice[:, :1]), choice[:, :-1]), 1)})
+    return labeled
 
 
 def orthogonality(matrix: Tensor) -> float:
@@ -167,13 +167,13 @@ def test_the_network_that_is_trained_is_the_rotated_one(settings: dict[str, Any]
     assert start.stream is not None
     turns = {"stream": start.stream.float(), **{str(block): turn.float() for block, turn in start.values.items()}}
     with method.rounding_inputs(anatomy_of(network), turns):
-        found = network(**inputs("qwen3")).logits
+        logits = network(**inputs("qwen3")).logits
     rotate_network(anatomy_of(rotated), start)
     with really_rounded(anatomy_of(rotated), method):
         expected = rotated(**inputs("qwen3")).logits
     # a value on the edge between two steps may fall on either side
-    assert ((found - expected).abs() < 1e-4).float().mean() > 0.9
-    assert (found - expected).norm() < 0.1 * (found - plain).norm()
+    assert ((logits - expected).abs() < 1e-4).float().mean() > 0.9
+    assert (logits - expected).norm() < 0.1 * (logits - plain).norm()
     assert torch.equal(network(**inputs("qwen3")).logits, plain)
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
 
@@ -208,12 +208,14 @@ def test_rotations_that_are_no_better_are_not_kept(monkeypatch: pytest.MonkeyPat
     context = MethodContext(seed=0, batches=batches(model.network))
     uphill = spinquant.cayley_step
     monkeypatch.setattr(spinquant, "cayley_step", lambda turn, gradient, rate: uphill(turn, -gradient, rate))
-    found = SpinQuant(steps=10, input_activations="int3").rotations(model, context)
+    result = SpinQuant(steps=10, input_activations="int3").rotations(model, context)
     start = random_rotations(model.anatomy, seed=0)
-    assert found.facts["rotations_learned"] is False
-    assert found.facts["loss_learned_rotations"] > found.facts["loss_random_rotations"]
+    assert result.facts["rotations_learned"] is False
+    assert result.facts["loss_learned_rotations"] > result.facts["loss_random_rotations"]
     assert (
-        found.stream is not None and start.stream is not None and torch.allclose(found.stream, start.stream, atol=1e-6)
+        result.stream is not None
+        and start.stream is not None
+        and torch.allclose(result.stream, start.stream, atol=1e-6)
     )
 
 

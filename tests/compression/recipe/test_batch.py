@@ -20,12 +20,12 @@ CPU = torch.device("cpu")
 
 def test_it_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     anatomy = anatomy_of(BUILDS["llama"]())
-    found = []
+    results = []
     for memory in (0, 2**20, 2**24, 2**26, 2**40):
         monkeypatch.setattr(batch, "total_memory", lambda device, memory=memory: memory)
-        found.append(fitting_batch(anatomy, 128, gradients=False, device=CPU))
-    assert found[0] == 1 and found[-1] == batch.LARGEST
-    assert found == sorted(found) and len(set(found)) > 2
+        results.append(fitting_batch(anatomy, 128, gradients=False, device=CPU))
+    assert results[0] == 1 and results[-1] == batch.LARGEST
+    assert results == sorted(results) and len(set(results)) > 2
     monkeypatch.setattr(batch, "total_memory", lambda device: 2**26)
     assert fitting_batch(anatomy, 128, gradients=True, device=CPU) < fitting_batch(
         anatomy, 128, gradients=False, device=CPU

@@ -48,9 +48,9 @@ def language_model() -> Model:
 
 
 def test_labeled_rows_are_either_seen_or_held_out(tmp_path: Path) -> None:
-    made = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 25))
-    data = calibration_data(made, classifier())
-    seen, held_out = split(made, data)
+    config = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 25))
+    data = calibration_data(config, classifier())
+    seen, held_out = split(config, data)
     assert isinstance(seen, LabeledData) and isinstance(held_out, LabeledData)
     assert (len(seen), len(held_out)) == (40, 10)
     assert set(seen.first) | set(held_out.first) == {f"row {i}" for i in range(50)}
@@ -59,26 +59,26 @@ def test_labeled_rows_are_either_seen_or_held_out(tmp_path: Path) -> None:
 
 def test_text_is_cut_in_two(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(chr(97 + i // 100) for i in range(1000)))
-    made = recipe(tmp_path / "text.txt")
-    seen, held_out = split(made, calibration_data(made, language_model()))
+    config = recipe(tmp_path / "text.txt")
+    seen, held_out = split(config, calibration_data(config, language_model()))
     assert isinstance(seen, TextData) and isinstance(held_out, TextData)
     assert set(seen.joined) == set("abcdefgh") and set(held_out.joined) == set("ij")
 
 
 def test_the_default_text_has_a_part_for_each() -> None:
-    made, model = recipe(), language_model()
-    seen, held_out = split(made, calibration_data(made, model))
-    evaluation = evaluation_data(made, held_out, model)
+    config, model = recipe(), language_model()
+    seen, held_out = split(config, calibration_data(config, model))
+    evaluation = evaluation_data(config, held_out, model)
     assert isinstance(seen, TextData) and isinstance(evaluation, TextData)
     assert not set(seen.documents) & set(evaluation.documents)
 
 
 def test_other_data_to_evaluate_on_leaves_all_rows_to_calibration(tmp_path: Path) -> None:
     other = rows(tmp_path / "other.jsonl", [1, 0])
-    made = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 5), evaluate={"source": str(other)})
-    seen, held_out = split(made, calibration_data(made, classifier()))
+    config = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 5), evaluate={"source": str(other)})
+    seen, held_out = split(config, calibration_data(config, classifier()))
     assert isinstance(seen, LabeledData) and len(seen) == 10 and held_out is None
-    evaluation = evaluation_data(made, held_out, classifier())
+    evaluation = evaluation_data(config, held_out, classifier())
     assert isinstance(evaluation, LabeledData) and evaluation.name == str(other)
 
 
@@ -86,15 +86,15 @@ def test_what_cannot_be_measured_is_not_measured(tmp_path: Path) -> None:
     """A masked language model learns from text here, but nothing says how good it is at it."""
     (tmp_path / "text.txt").write_text("some words " * 100)
     network = transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)).eval()
-    model, made = Model(network, character_tokenizer(encoder=True)), recipe(tmp_path / "text.txt")
-    _, held_out = split(made, calibration_data(made, model))
-    assert evaluation_data(made, held_out, model) is None
+    model, config = Model(network, character_tokenizer(encoder=True)), recipe(tmp_path / "text.txt")
+    _, held_out = split(config, calibration_data(config, model))
+    assert evaluation_data(config, held_out, model) is None
 
 
 def test_whole_numbers_are_numbers_to_a_model_with_one_output(tmp_path: Path) -> None:
-    made, model = recipe(rows(tmp_path / "rows.jsonl", [1, 2, 5])), classifier(1)
-    data = calibration_data(made, model)
-    batches = calibration_batches(made.data, data, model, seed=0)
+    config, model = recipe(rows(tmp_path / "rows.jsonl", [1, 2, 5])), classifier(1)
+    data = calibration_data(config, model)
+    batches = calibration_batches(config.data, data, model, seed=0)
     assert batches[0]["labels"].dtype == torch.float32
     assert model.network(**batches[0]).loss.isfinite()
 

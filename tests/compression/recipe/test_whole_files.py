@@ -35,12 +35,12 @@ def test_a_file_is_replaced_in_one_step(tmp_path: Path) -> None:
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_folder_appears_when_it_is_complete(inside: bool, tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
-    place = tmp_path / "work" if inside else None
-    with atomic_folder(tmp_path / "out", place) as temporary:
+    folder = tmp_path / "work" if inside else None
+    with atomic_folder(tmp_path / "out", folder) as temporary:
         (temporary / "file").write_text("content")
-        assert temporary.parent == (place or tmp_path) and not (tmp_path / "out").exists()
+        assert temporary.parent == (folder or tmp_path) and not (tmp_path / "out").exists()
     assert (tmp_path / "out" / "file").read_text() == "content"
-    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "other", place) as temporary:
+    with pytest.raises(KeyboardInterrupt), atomic_folder(tmp_path / "other", folder) as temporary:
         (temporary / "file").write_text("content")
         raise KeyboardInterrupt
     assert names(tmp_path) == ["out", "work"] and names(tmp_path / "work") == []
@@ -93,12 +93,12 @@ class TestCheckpoint:
         assert kept.load("piece") is None and kept.load_facts("facts") is None
         kept.save("piece", self.TENSORS)
         kept.save_facts("facts", self.FACTS)
-        again = Checkpoint(tmp_path / "work").inside("step-0")
-        loaded = again.load("piece")
+        repeated = Checkpoint(tmp_path / "work").inside("step-0")
+        loaded = repeated.load("piece")
         assert loaded is not None and loaded.keys() == self.TENSORS.keys()
         assert all(torch.equal(loaded[name], tensor) for name, tensor in self.TENSORS.items())
-        assert again.load_facts("facts") == self.FACTS
-        again.clear()
+        assert repeated.load_facts("facts") == self.FACTS
+        repeated.clear()
         assert not (tmp_path / "work" / "step-0").exists()
 
     def test_without_a_folder_nothing_is_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

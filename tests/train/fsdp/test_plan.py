@@ -28,7 +28,7 @@ def cluster_of(seconds: float, *, memory: float = 1e12, overlap: bool = True, al
 
 def one_each(layers: int, reshard_after_forward: bool = True, forward: int = 1, backward: int = 1) -> ShardingPlan:
     return ShardingPlan(
-        tuple(ShardUnit(place, place + 1, reshard_after_forward) for place in range(layers)), forward, backward
+        tuple(ShardUnit(position, position + 1, reshard_after_forward) for position in range(layers)), forward, backward
     )
 
 
@@ -75,12 +75,13 @@ def test_without_compute_the_step_is_the_sum_of_collectives() -> None:
 def test_backward_waits_for_the_previous_reduce_scatter() -> None:
     """Backward 1 s, reduce-scatter 3 s: each backward but the first waits for one reduce-scatter."""
     slow = ClusterSpec(2, AlphaBeta(0, 0), AlphaBeta(0, 6 / MB), 1e12)
-    found = predict_timeline(model_of(3, forward=0.0, backward=1.0), one_each(3, reshard_after_forward=False), slow)
+    result = predict_timeline(model_of(3, forward=0.0, backward=1.0), one_each(3, reshard_after_forward=False), slow)
     starts = {
-        kind: [each.start for each in found.events if each.kind == kind] for kind in ("backward", "reduce-scatter")
+        event_kind: [rank_result.start for rank_result in result.events if rank_result.kind == event_kind]
+        for event_kind in ("backward", "reduce-scatter")
     }
     assert starts == {"backward": [0.0, 1.0, 4.0], "reduce-scatter": [1.0, 4.0, 7.0]}
-    assert found.seconds == 10.0
+    assert result.seconds == 10.0
 
 
 def test_the_event_order_matches_fsdp() -> None:
@@ -126,12 +127,12 @@ def test_the_plan_matches_brute_force(seed: int, tight: bool) -> None:
                     predict_timeline(model, ShardingPlan(units, f, b), cluster) for f in (0, 1, 2) for b in (1, 2)
                 ]
     assert len(timelines) == count_plans(4) == len(set(all_plans(4)))
-    peaks = sorted(each.peak_memory or 0 for each in timelines)
+    peaks = sorted(timeline.peak_memory or 0 for timeline in timelines)
     memory = peaks[len(peaks) // 10] if tight else peaks[-1]
-    best = min(each.seconds for each in timelines if (each.peak_memory or 0) <= memory)
-    found = search_plan(model, replace(cluster, memory=memory))
-    assert found.exhaustive and found.timeline.seconds == pytest.approx(best, abs=1e-11)
-    assert found.timeline.peak_memory is not None and found.timeline.peak_memory <= memory
+    best = min(timeline.seconds for timeline in timelines if (timeline.peak_memory or 0) <= memory)
+    result = search_plan(model, replace(cluster, memory=memory))
+    assert result.exhaustive and result.timeline.seconds == pytest.approx(best, abs=1e-11)
+    assert result.timeline.peak_memory is not None and result.timeline.peak_memory <= memory
     climbed = search_plan(model, replace(cluster, memory=memory), max_exhaustive=0)
     assert not climbed.exhaustive and climbed.timeline.seconds <= 1.05 * best
     assert climbed.timeline.peak_memory is not None and climbed.timeline.peak_memory <= memory

@@ -92,11 +92,11 @@ def trained(plan: ShardingPlan | None) -> Any:
         fully_shard(network, mesh=mesh)
     else:
         apply_plan(plan, known(network), network, mesh)
-    optimiser = torch.optim.SGD(network.parameters(), lr=0.3)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.3)
     for number in range(5):
         Work(network, number)()
-        optimiser.step()
-    return torch.cat([each.detach().full_tensor().flatten() for each in network.parameters()]).numpy()
+        optimizer.step()
+    return torch.cat([parameter.detach().full_tensor().flatten() for parameter in network.parameters()]).numpy()
 
 
 def followed(plan: ShardingPlan, scaled: bool) -> tuple[Any, StepTimeline, StepTimeline]:
@@ -112,7 +112,7 @@ def followed(plan: ShardingPlan, scaled: bool) -> tuple[Any, StepTimeline, StepT
 
 def events(timeline: StepTimeline) -> list[tuple[str, int]]:
     """Drop the root's compute, and compare the final reduce-scatters as a set: the root's may come first."""
-    order = [each for each in timeline.order if each[0] not in COMPUTE or each[1] != ROOT]
+    order = [event for event in timeline.order if event[0] not in COMPUTE or event[1] != ROOT]
     return [*order[:-2], *sorted(order[-2:])]
 
 
@@ -134,8 +134,8 @@ def planned() -> tuple[dict[str, Any], ShardingPlan]:
     workers = Comm()
     gather, scatter = measure_collectives(workers, CPU)
     cluster = ClusterSpec(workers.world_size, gather, scatter, 1e9, overlap=False)
-    found = search_plan(model, cluster)
-    return model.to_json(), found.plan
+    result = search_plan(model, cluster)
+    return model.to_json(), result.plan
 
 
 def test_layers_are_detected_and_measured_equally_on_all_ranks() -> None:
@@ -196,6 +196,6 @@ def test_a_single_rank_measures_layers_but_no_link() -> None:
     assert not distributed.is_initialized()
     network, tokens = Network(), torch.zeros(2, 3, dtype=torch.long)
     model = profile_layers(network, lambda: network(tokens).sum().backward(), Comm(), CPU)
-    assert model.bytes == sum(each.numel() * 4 for each in network.parameters())
+    assert model.bytes == sum(parameter.numel() * 4 for parameter in network.parameters())
     with pytest.raises(ConfigError, match="start several with torchrun"):
         measure_collectives(Comm(), CPU)

@@ -113,20 +113,20 @@ def test_ranks_split_every_sample_once_per_epoch() -> None:
     """Also when the world size changes midway; another seed gives another order."""
 
     def seen(start: int, steps: int, workers: int, batch: int, accumulate: int) -> tuple[list[int], int]:
-        found: list[int] = []
+        results: list[int] = []
         for _ in range(steps):
             for part in range(accumulate):
                 for rank in range(workers):
                     first = batch_start(start, part, batch, workers, rank)
-                    found += ShuffledSampler(24, 7).indices(first, batch).tolist()
+                    results += ShuffledSampler(24, 7).indices(first, batch).tolist()
             start += workers * batch * accumulate
-        return found, start
+        return results, start
 
     first, position = seen(0, 2, 2, 3, 1)
     rest, position = seen(position, 1, 3, 2, 2)
     assert sorted(first + rest) == list(range(24))
-    again, _ = seen(position, 2, 2, 3, 2)
-    assert sorted(again) == list(range(24)) and again != first + rest
+    repeated, _ = seen(position, 2, 2, 3, 2)
+    assert sorted(repeated) == list(range(24)) and repeated != first + rest
     assert not np.array_equal(ShuffledSampler(24, 7).indices(0, 24), ShuffledSampler(24, 8).indices(0, 24))
 
 
@@ -136,7 +136,7 @@ def test_the_docs_page_lists_exactly_the_keys() -> None:
     shown = set(re.findall(r"^\| `([\w.]+)` \|", table, re.M))
     parts = {"data": "DataConfig", "optimizer": "OptimizerConfig", "schedule": "ScheduleConfig",
              "evaluate": "EvaluateConfig", "checkpoint": "CheckpointConfig"}  # fmt: skip
-    wanted = {field.name for field in fields(TrainConfig)} - set(parts)
-    for key, kind in parts.items():
-        wanted |= {f"{key}.{field.name}" for field in fields(getattr(config, kind))}
-    assert shown == wanted
+    expected = {field.name for field in fields(TrainConfig)} - set(parts)
+    for key, type_name in parts.items():
+        expected |= {f"{key}.{field.name}" for field in fields(getattr(config, type_name))}
+    assert shown == expected

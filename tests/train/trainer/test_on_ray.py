@@ -56,8 +56,8 @@ def start() -> Iterator[Start]:
 
 def ended(run: Run) -> tuple[int, str, str]:
     """Return the exit code, stdout and stderr."""
-    output, said = run.communicate(timeout=PATIENCE)
-    return run.returncode, output, said
+    output, stderr = run.communicate(timeout=PATIENCE)
+    return run.returncode, output, stderr
 
 
 def family(run: Run) -> list[Any]:
@@ -65,11 +65,11 @@ def family(run: Run) -> list[Any]:
 
 
 def workers_of(run: Run) -> list[Any]:
-    found = []
+    results = []
     for process in family(run):
         with suppress(psutil.Error):  # it has ended in the meantime
-            found += [process] if process.cmdline()[:1] == ["ray::RayTrainWorker"] else []
-    return found
+            results += [process] if process.cmdline()[:1] == ["ray::RayTrainWorker"] else []
+    return results
 
 
 def wait_for(place: Path, run: Run) -> None:
@@ -87,8 +87,8 @@ def leftovers(folder: Path) -> list[Path]:
 
 
 def weights(out: Path) -> dict[str, bytes]:
-    found = load_file(RunFolder(out).model / "model.safetensors")
-    return {name: tensor.numpy().tobytes() for name, tensor in found.items()}
+    tensors = load_file(RunFolder(out).model / "model.safetensors")
+    return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
 
 
 def losses(out: Path) -> list[tuple[int, float]]:
@@ -101,14 +101,14 @@ def test_two_ray_workers_match_two_torchrun_ranks_bit_for_bit(tmp_path: Path, st
     run = start(write_config(tmp_path / "small.yaml", near), "--out", "on-ray")
     wait_for(tmp_path / "on-ray" / "run.json", run)
     processes = family(run)
-    environments = [each.environ() for each in workers_of(run)]
-    code, _, said = ended(run)
-    assert code == 0, said
+    environments = [worker.environ() for worker in workers_of(run)]
+    code, _, stderr = ended(run)
+    assert code == 0, stderr
     trained(2, content, tmp_path / "plain")
     assert losses(tmp_path / "on-ray") == losses(tmp_path / "plain")
     assert weights(tmp_path / "on-ray") == weights(tmp_path / "plain")
     assert RunFolder(tmp_path / "on-ray").read_metadata()["world_size"] == 2
-    assert "step 6 of 6: loss" in said and "Traceback" not in said
+    assert "step 6 of 6: loss" in stderr and "Traceback" not in stderr
 
     assert len(environments) == 2
     for environment in environments:
@@ -126,13 +126,13 @@ def test_a_killed_worker_is_restarted_and_the_run_ends_with_the_same_weights(tmp
     wait_for(out / "checkpoints" / "step-10", run)
     first = workers_of(run)
     first[1].kill()
-    again: set[Any] = set()
-    while run.poll() is None and len(again) < 2:
-        again |= {each for each in workers_of(run) if each not in first}
+    restarted: set[Any] = set()
+    while run.poll() is None and len(restarted) < 2:
+        restarted |= {worker for worker in workers_of(run) if worker not in first}
         time.sleep(0.1)
-    code, _, said = ended(run)
-    assert code == 0, said
-    assert len(again) == 2, "nobody was started again"
+    code, _, stderr = ended(run)
+    assert code == 0, stderr
+    assert len(restarted) == 2, "nobody was started again"
     trained(2, content, tmp_path / "undisturbed")
     assert losses(out) == losses(tmp_path / "undisturbed")
     assert weights(out) == weights(tmp_path / "undisturbed")
@@ -147,11 +147,11 @@ def test_without_restarts_a_killed_worker_fails_the_run_with_one_sentence(tmp_pa
     wait_for(out / "checkpoints" / "step-10", run)
     processes = family(run)
     workers_of(run)[1].kill()
-    code, _, said = ended(run)
-    sentences = [line for line in said.splitlines() if line.startswith("smelt: ")]
-    assert code == 2 and len(sentences) == 1, said
+    code, _, stderr = ended(run)
+    sentences = [line for line in stderr.splitlines() if line.startswith("smelt: ")]
+    assert code == 2 and len(sentences) == 1, stderr
     assert sentences[0].startswith("smelt: a worker has ended or does not answer; --resume continues from step-")
-    assert "Traceback" not in said and "this is a bug" not in said
+    assert "Traceback" not in stderr and "this is a bug" not in stderr
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert alive == []
     assert leftovers(tmp_path) == []
@@ -162,9 +162,9 @@ def test_a_config_error_on_a_worker_is_one_sentence_and_not_retried(tmp_path: Pa
     content = language(tmp_path)
     content["data"]["train"] = str(tmp_path / "missing.txt")
     run = start(write_config(tmp_path / "no_data.yaml", content), "--restarts", "99")
-    code, _, said = ended(run)  # the wait is shorter than 99 starts
-    assert (code, said.count("\n")) == (2, 1), said
-    assert said.startswith("smelt: ") and "missing.txt" in said
+    code, _, stderr = ended(run)  # the wait is shorter than 99 starts
+    assert (code, stderr.count("\n")) == (2, 1), stderr
+    assert stderr.startswith("smelt: ") and "missing.txt" in stderr
     assert leftovers(tmp_path) == []
 
 
@@ -185,16 +185,16 @@ def test_of_several_errors_the_cause_is_reported(
 ) -> None:
     from ray.train import WorkerGroupError
 
-    told = _cause_of(WorkerGroupError("all of them", dict(enumerate(failures))), tmp_path)
-    assert type(told) is kind and sentence in str(told)
+    message = _cause_of(WorkerGroupError("all of them", dict(enumerate(failures))), tmp_path)
+    assert type(message) is kind and sentence in str(message)
 
 
 def test_more_workers_than_cpus_are_refused_with_the_count(tmp_path: Path, start: Start) -> None:
     config = write_config(tmp_path / "small.yaml", language(tmp_path))
-    code, output, said = ended(start(config, workers=1000))
+    code, output, stderr = ended(start(config, workers=1000))
     assert (code, output) == (2, "")
-    assert said.startswith("smelt: 1000 workers need one CPU each; Ray has ")
-    assert said.count("\n") == 1 and "Ask for fewer workers" in said
+    assert stderr.startswith("smelt: 1000 workers need one CPU each; Ray has ")
+    assert stderr.count("\n") == 1 and "Ask for fewer workers" in stderr
     assert not (tmp_path / "runs").exists()
     assert leftovers(tmp_path) == []
 
@@ -210,8 +210,8 @@ def test_usage_reports_are_off_before_ray_starts_or_is_joined(address: str | Non
         "print(enabled())"
     )
     mine = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-    found = subprocess.run([sys.executable, "-c", code], env=mine, capture_output=True, text=True, check=False)
-    assert found.stdout.split() == ["0", "False"], found.stderr
+    result = subprocess.run([sys.executable, "-c", code], env=mine, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["0", "False"], result.stderr
 
 
 REFUSED: list[tuple[dict[str, Any], list[str], str]] = [
@@ -236,7 +236,7 @@ def test_config_errors_are_reported_before_ray_starts(
     changes: dict[str, Any], words: list[str], sentence: str, tmp_path: Path
 ) -> None:
     config = write_config(tmp_path / "wrong.yaml", {**language(tmp_path), **changes})
-    ((code, said),) = commanded(1, [str(config), "--workers", "2", *words], tmp_path, main_without_starting)
-    assert (code, said.count("\n")) == (2, 1), said
-    assert said.startswith("smelt: ") and sentence in said
+    ((code, stderr),) = commanded(1, [str(config), "--workers", "2", *words], tmp_path, main_without_starting)
+    assert (code, stderr.count("\n")) == (2, 1), stderr
+    assert stderr.startswith("smelt: ") and sentence in stderr
     assert not (tmp_path / "runs").exists()

@@ -41,8 +41,8 @@ def run_of(name: str = "one", **changes: Any) -> dict[str, Any]:
 
 
 def curves(page: str) -> list[list[tuple[int, int]]]:
-    drawn = re.findall(r'<polyline points="([^"]*)"', page)
-    return [[tuple(map(int, point.split(","))) for point in each.split()] for each in drawn]  # type: ignore[misc]
+    polylines = re.findall(r'<polyline points="([^"]*)"', page)
+    return [[tuple(map(int, point.split(","))) for point in points.split()] for points in polylines]  # type: ignore[misc]
 
 
 def test_numbers_of_the_log_are_on_the_page() -> None:
@@ -87,7 +87,7 @@ def test_an_unfinished_run_says_so_and_a_run_without_padding_has_no_graph() -> N
 
 
 def test_many_points_are_averaged() -> None:
-    points, every = averaged([(float(place), float(place % 2)) for place in range(4000)])
+    points, every = averaged([(float(position), float(position % 2)) for position in range(4000)])
     assert (len(points), every) == (400, 10)
     assert all(value == 0.5 for _, value in points)
 
@@ -102,8 +102,8 @@ def test_the_command_reads_a_real_run(tmp_path: Path, capsys: pytest.CaptureFixt
     assert smelt("train-report", str(tmp_path / "sparse"), "--json", str(tmp_path / "summary.json")) == 0
     page = (tmp_path / "sparse" / "report.html").read_text()
     lines = RunFolder(tmp_path / "sparse").read_log()
-    found = json.loads((tmp_path / "summary.json").read_text())["sparse"]
-    assert (found["steps"], found["loss"], found["bytes"]) == (6, lines[-1]["loss"], lines[-1]["total_bytes"])
+    report = json.loads((tmp_path / "summary.json").read_text())["sparse"]
+    assert (report["steps"], report["loss"], report["bytes"]) == (6, lines[-1]["loss"], lines[-1]["total_bytes"])
     assert f"{lines[-1]['loss']:.2f}" in page and f"{lines[-1]['loss']:.2f}" in capsys.readouterr().out
     assert (
         smelt("train-report", str(tmp_path / "sparse"), str(tmp_path / "auto"), "-o", str(tmp_path / "two.html")) == 0

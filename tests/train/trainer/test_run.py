@@ -30,13 +30,15 @@ def timeless(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def everything(folder: Path) -> dict[str, Any]:
     """Return the content of every checkpoint file, without times."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".safetensors":
-            found[str(path.relative_to(folder))] = path.read_bytes()
+            results[str(path.relative_to(folder))] = path.read_bytes()
         elif path.name == "position.json":
-            found["position"] = {key: value for key, value in json.loads(path.read_text()).items() if key != "seconds"}
-    return found
+            results["position"] = {
+                key: value for key, value in json.loads(path.read_text()).items() if key != "seconds"
+            }
+    return results
 
 
 @pytest.mark.parametrize(
@@ -55,15 +57,15 @@ def everything(folder: Path) -> dict[str, Any]:
 def test_a_resumed_run_equals_an_uninterrupted_one(changes: dict[str, Any], tmp_path: Path) -> None:
     """Weights, optimizer, residuals, thresholds, scaler and data position match bit for bit."""
     content = language(tmp_path, **changes)
-    whole = trained(2, content, tmp_path / "run")
+    uninterrupted = trained(2, content, tmp_path / "run")
     kept = everything(tmp_path / "run" / "checkpoints" / "step-6")
     assert sum(name.startswith("gradients/") for name in kept) == 2
-    told = json.loads((tmp_path / "run" / "checkpoints" / "step-6" / "gradients" / "gradients.json").read_text())
-    assert told["steps"] == 6  # accumulated passes send nothing
+    report = json.loads((tmp_path / "run" / "checkpoints" / "step-6" / "gradients" / "gradients.json").read_text())
+    assert report["steps"] == 6  # accumulated passes send nothing
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-6")
     resumed = trained(2, content, tmp_path / "run", resume=True)
     assert everything(tmp_path / "run" / "checkpoints" / "step-6") == kept
-    assert timeless(resumed) == timeless(whole)
+    assert timeless(resumed) == timeless(uninterrupted)
     assert [line["step"] for line in resumed] == [1, 2, 3, 4, 5, 6]
     assert all(before["seconds"] <= after["seconds"] for before, after in pairwise(resumed))
     assert all(line["bytes"] > 0 and 0.02 < line["density"] < 0.2 for line in resumed)
@@ -109,8 +111,8 @@ def test_the_loss_falls_and_the_log_reports_the_traffic(tmp_path: Path) -> None:
 
 def test_hierarchical_runs_send_inside_and_between_nodes_and_resume_bit_identically(tmp_path: Path) -> None:
     content = language(tmp_path, exchange={"ranks_per_node": 2}, checkpoint={"every": 2}, steps=4)
-    whole = trained(4, content, tmp_path / "run")
-    assert all(line["intra_node_bytes"] > 0 and line["bytes"] > 0 for line in whole)
+    uninterrupted = trained(4, content, tmp_path / "run")
+    assert all(line["intra_node_bytes"] > 0 and line["bytes"] > 0 for line in uninterrupted)
     kept = everything(tmp_path / "run" / "checkpoints" / "step-4")
     shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-4")
     trained(4, content, tmp_path / "run", resume=True)
@@ -178,10 +180,10 @@ def test_a_broken_checkpoint_is_named(tmp_path: Path) -> None:
 
 
 def test_incompatible_models_raise_one_sentence(tmp_path: Path) -> None:
-    few = {**language(tmp_path)["model"], "vocab_size": 50}
-    (error,) = refused(1, language(tmp_path, model=few), tmp_path / "few")
+    small_vocab = {**language(tmp_path)["model"], "vocab_size": 50}
+    (error,) = refused(1, language(tmp_path, model=small_vocab), tmp_path / "few")
     assert "the model knows 50; set vocab_size" in error
-    (error,) = refused(1, language(tmp_path, model={**few, "hiden_size": 3}), tmp_path / "key")
+    (error,) = refused(1, language(tmp_path, model={**small_vocab, "hiden_size": 3}), tmp_path / "key")
     assert "llama has no key 'hiden_size'" in error
     (error,) = refused(1, language(tmp_path, data={**language(tmp_path)["data"], "seq_len": 65}), tmp_path / "long")
     assert "the model reads 64 tokens and data.seq_len is 65" in error

@@ -16,17 +16,17 @@ START = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc
 
 
 def children(process: int) -> list[int]:
-    found = []
+    results = []
     for task in Path(f"/proc/{process}/task").iterdir():
-        found += [int(word) for word in (task / "children").read_text().split()]
-    return found
+        results += [int(word) for word in (task / "children").read_text().split()]
+    return results
 
 
 def worker_of(torchrun: int, rank: int) -> int:
     """Return the worker's process ID from its torchrun environment."""
     for process in children(torchrun):
-        words = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in words:
+        variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in variables:
             return process
     raise AssertionError("the worker is not there")
 
@@ -48,37 +48,39 @@ def test_a_killed_worker_fails_the_run_with_one_sentence_and_resume_continues(tm
             time.sleep(0.02)
         os.kill(worker_of(run.pid, 1), signal.SIGKILL)
         killed = time.monotonic()
-        _, said = run.communicate(timeout=60)
+        _, stderr = run.communicate(timeout=60)
         assert time.monotonic() - killed < 40
     assert run.returncode != 0
-    sentences = [line for line in said.splitlines() if line.startswith("smelt: ")]
-    assert len(sentences) == 1, said  # the other rank's error, without a traceback
+    sentences = [line for line in stderr.splitlines() if line.startswith("smelt: ")]
+    assert len(sentences) == 1, stderr  # the other rank's error, without a traceback
     assert "another rank has ended or does not answer" in sentences[0]
     assert "--resume continues from step-" in sentences[0]
-    assert "this is a bug" not in said
+    assert "this is a bug" not in stderr
 
     before = {line["step"]: line["loss"] for line in folder.read_log()}
-    held = max(int(place.name.removeprefix("step-")) for place in folder.checkpoints.glob("step-*"))
-    shorter = write_config(tmp_path / "long.yaml", {**content, "steps": held + 3})
+    last_step = max(int(place.name.removeprefix("step-")) for place in folder.checkpoints.glob("step-*"))
+    shorter = write_config(tmp_path / "long.yaml", {**content, "steps": last_step + 3})
     (folder.checkpoints / ".step-99.partial").mkdir()  # as if killed while writing
-    for code, said in commanded(2, [str(shorter), "--out", str(out), "--resume"], tmp_path):
-        assert code == 0, said
+    for code, stderr in commanded(2, [str(shorter), "--out", str(out), "--resume"], tmp_path):
+        assert code == 0, stderr
     lines = folder.read_log()
-    assert [line["step"] for line in lines] == list(range(1, held + 4))
-    assert {line["step"]: line["loss"] for line in lines[:held]} == {step: before[step] for step in range(1, held + 1)}
+    assert [line["step"] for line in lines] == list(range(1, last_step + 4))
+    assert {line["step"]: line["loss"] for line in lines[:last_step]} == {
+        step: before[step] for step in range(1, last_step + 1)
+    }
     assert not list(folder.checkpoints.glob(".*"))  # the partial checkpoint is gone
 
 
 def test_without_torchrun_it_is_one_rank_and_errors_are_an_exit_code_and_one_sentence(tmp_path: Path) -> None:
     content = language(tmp_path, steps=2)
-    words = [str(write_config(tmp_path / "one.yaml", content)), "--out", str(tmp_path / "run")]
-    ((code, said),) = commanded(1, [*words, "--gradients", "auto", "--resume"], tmp_path)
-    assert code == 0 and "step 2 of 2: loss" in said
-    assert "run/checkpoints; starting from the first step" in said  # there was nothing to resume
+    arguments = [str(write_config(tmp_path / "one.yaml", content)), "--out", str(tmp_path / "run")]
+    ((code, stderr),) = commanded(1, [*arguments, "--gradients", "auto", "--resume"], tmp_path)
+    assert code == 0 and "step 2 of 2: loss" in stderr
+    assert "run/checkpoints; starting from the first step" in stderr  # there was nothing to resume
     assert RunFolder(tmp_path / "run").read_metadata()["config"]["gradients"] == {"method": "auto"}
-    ((code, said),) = commanded(1, words, tmp_path)
-    assert (code, said.count("\n")) == (2, 1) and "smelt: " in said and "give --resume to continue" in said
+    ((code, stderr),) = commanded(1, arguments, tmp_path)
+    assert (code, stderr.count("\n")) == (2, 1) and "smelt: " in stderr and "give --resume to continue" in stderr
     wrong = write_config(tmp_path / "wrong.yaml", {"modle": "x", "model": "y"})
-    ((code, said),) = commanded(1, [str(wrong), "--out", str(tmp_path / "wrong")], tmp_path)
+    ((code, stderr),) = commanded(1, [str(wrong), "--out", str(tmp_path / "wrong")], tmp_path)
     assert code == 2 and not (tmp_path / "wrong").exists()
-    assert said == f"smelt: {wrong}: the configuration has no key 'modle'; did you mean 'model'?\n"
+    assert stderr == f"smelt: {wrong}: the configuration has no key 'modle'; did you mean 'model'?\n"

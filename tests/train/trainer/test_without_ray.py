@@ -26,16 +26,16 @@ def main_after_importing_ray(words: list[str]) -> None:
 
 def test_without_ray_the_error_says_what_to_install(tmp_path: Path) -> None:
     config = write_config(tmp_path / "small.yaml", language(tmp_path))
-    words = [str(config), "--workers", "2", "--out", str(tmp_path / "run")]
-    ((code, said),) = commanded(1, words, tmp_path, main_without_ray)
+    arguments = [str(config), "--workers", "2", "--out", str(tmp_path / "run")]
+    ((code, stderr),) = commanded(1, arguments, tmp_path, main_without_ray)
     assert code == 2
-    assert said == "smelt: Ray is not installed here; `pip install 'smelt[ray]'`.\n"
+    assert stderr == "smelt: Ray is not installed here; `pip install 'smelt[ray]'`.\n"
     assert not (tmp_path / "run").exists()
 
 
 def test_an_already_imported_ray_is_not_started_open_to_the_network(tmp_path: Path) -> None:
     config = write_config(tmp_path / "small.yaml", language(tmp_path))
-    words = [str(config), "--workers", "2", "--out", str(tmp_path / "run")]
-    ((code, said),) = commanded(1, words, tmp_path, main_after_importing_ray)
+    arguments = [str(config), "--workers", "2", "--out", str(tmp_path / "run")]
+    ((code, stderr),) = commanded(1, arguments, tmp_path, main_after_importing_ray)
     assert code == 2
-    assert said.startswith("smelt: ray was imported before") and said.count("\n") == 1
+    assert stderr.startswith("smelt: ray was imported before") and stderr.count("\n") == 1
