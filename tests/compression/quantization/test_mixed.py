@@ -130,7 +130,7 @@ def test_it_beats_one_width_for_all_of_the_same_size() -> None:
 
 
 def test_a_budget_below_the_narrowest_choice() -> None:
-    with pytest.raises(BudgetError, match=r"takes 3\.50 bits a weight") as caught:
+    with pytest.raises(BudgetError, match=r"takes 3\.50 bits per weight") as caught:
         run({"bits": 3.0})
     assert "\n" not in str(caught.value)
 

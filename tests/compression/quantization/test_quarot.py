@@ -200,7 +200,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
         ({"rounding": "hqq"}, "gptq, rtn"),
         ({"clip": 0.0}, "between 0.1 and 1"),
         ({"clip": 1.1}, "between 0.1 and 1"),
-        ({"static_activations": True}, "leave static out"),
+        ({"static_activations": True}, "leave static_activations out"),
         ({"input_activations": "int9"}, "no number format"),
         ({"damping": -1.0}, "damping"),
     ],

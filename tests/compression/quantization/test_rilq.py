@@ -271,7 +271,7 @@ class Killing:
 
     def track(self, items: Any, what: str, total: int | None = None) -> Iterator[Any]:
         for item in items:
-            if what == "training the factors" and item == self.update:
+            if what == "training the adapters" and item == self.update:
                 raise Killed
             yield item
 
@@ -331,13 +331,13 @@ def test_models_and_teachers_that_do_not_fit_are_refused(place: str, tmp_path: P
     assert "no model at" in refusal(Rilq(teacher="nowhere"), quantized(place))
     assert "at least two batches" in refusal(Rilq(), quantized(place), DataError, batches=1)
     save_artifact(quantized(place), tmp_path)
-    assert "is quantised itself" in refusal(Rilq(teacher=str(tmp_path)), quantized(place))
+    assert "is itself quantized" in refusal(Rilq(teacher=str(tmp_path)), quantized(place))
     twice = repaired(place, rank=2, updates=0)
-    assert "has low-rank factors already" in refusal(Rilq(), twice)
+    assert "has low-rank adapters already" in refusal(Rilq(), twice)
     encoder = Model(BUILDS["bert"]())
     RoundToNearest(bits=4, group_size=16).apply(encoder, MethodContext())
     assert "needs a language model" in refusal(Rilq(), encoder)
-    assert "`merge: true` needs that" in refusal(Rilq(merge=True), quantized(place, format="nf2/16"))
+    assert "`merge: true` needs them" in refusal(Rilq(merge=True), quantized(place, format="nf2/16"))
 
 
 def test_svd_is_refused_where_the_weights_were_changed_before(place: str) -> None:

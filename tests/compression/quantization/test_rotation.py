@@ -190,7 +190,7 @@ def test_other_networks_are_refused_with_the_reason() -> None:
         rotate(Model(hf.OPTForCausalLM(narrow)))
     packed = Model(BUILDS["llama"]())
     METHODS.build({"method": "rtn", "group_size": 16}).apply(packed, MethodContext())
-    with pytest.raises(ModelError, match="quantised already"):
+    with pytest.raises(ModelError, match="quantized already"):
         rotate(packed)
     with pytest.raises(RecipeError, match="nothing to do"):
         METHODS.build({"method": "rotate", "stream": False, "values": False})

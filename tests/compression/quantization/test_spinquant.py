@@ -244,7 +244,7 @@ def test_what_cannot_be_learned_is_refused() -> None:
         METHODS.build({"method": "spinquant", "input_activations": None})
     with pytest.raises(RecipeError, match="steps"):
         METHODS.build({"method": "spinquant", "steps": 0})
-    with pytest.raises(ModelError, match="layer norms"):
+    with pytest.raises(ModelError, match="has LayerNorm"):
         SpinQuant().apply(Model(BUILDS["gpt2"]()), MethodContext(batches=[inputs("gpt2")]))
     with pytest.raises(ModelError, match="post-norm"):
         SpinQuant().apply(Model(BUILDS["bert"]()), MethodContext(batches=[inputs("bert")]))

@@ -1,10 +1,10 @@
-"""AQAS: scales of input channels chosen by the error of the product of rounded weights and rounded inputs, for 4-bit
-weights with 8-bit inputs (Lee et al., EMNLP 2023, arXiv 2311.05161).
+"""AQAS: search input-channel scales by the joint quantization error of weights and activations, for W4A8
+(Lee et al., EMNLP 2023, arXiv 2311.05161).
 
-The paper's candidates are not known here; ours are those of AWQ and those of SmoothQuant together. Its weights are
-dINT, whose two codes near zero keep small weights from vanishing. Its third part, SLAC, is a rule for the data:
-calibrate with sequences as long as those of the task (`length` of the recipe's data), as the range of activations
-grows with the length in some families. The length is told with the result.
+The paper's candidates are not known to us; we try those of AWQ and of SmoothQuant. Weights are in dINT, whose two
+denormal codes keep small weights from underflowing to zero. The third part, SLAC, is a rule for the data: calibrate
+with sequences as long as those of the task (`seq_len` of the recipe's data), as activation ranges grow with the
+sequence length in some families. The result reports the calibration length.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Aqas(ScaleSearch):
     def weight_format(self) -> Format:
         if self.format is not None:
             return get_format(self.format)
-        kind = DenormalInteger if self.denormal else Integer
-        return kind(self.group_size, "float16", self.bits, self.symmetric)
+        integer = DenormalInteger if self.denormal else Integer
+        return integer(self.group_size, "float16", self.bits, self.symmetric)
 
     @property
     def trial_inputs(self) -> Format | None:
@@ -59,7 +59,7 @@ class Aqas(ScaleSearch):
             yield Candidate("smooth", exponent, balanced(scale.clamp(min=1e-5)))
 
     def note(self, layer: LinearLayer, matrix: QuantizedTensor) -> dict[str, Any]:
-        """The share of weights that were rounded to zero, and of the error that is theirs; the rest is rounding's."""
+        """Return the fraction of weights that underflowed to zero, and their share of the error."""
         vanished, underflow = underflow_share(layer.weight.detach(), matrix.dequantize())
         return {"vanished": vanished, "error_share": {"underflow": underflow, "rounding": 1 - underflow}}
 

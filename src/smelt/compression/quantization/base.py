@@ -45,7 +45,7 @@ from smelt.numerics.integer import Integer
 
 @dataclass(frozen=True)
 class Quantization(Method):
-    """Hold the linear layers of the blocks in few bits."""
+    """Quantize the linear layers of the blocks."""
 
     bits: int = 4  # per weight
     group_size: int = renamed("group", default=128)  # weights of a row that share a scale; -1: per-channel
@@ -82,8 +82,8 @@ class Quantization(Method):
     def input_format(self) -> Format | None:
         if self.input_activations is None:
             return None
-        found = get_format(self.input_activations)
-        return replace(found, group_size=PER_TENSOR) if self.static_activations else found
+        number_format = get_format(self.input_activations)
+        return replace(number_format, group_size=PER_TENSOR) if self.static_activations else number_format
 
     @property
     def scheme(self) -> QuantizationScheme:
@@ -94,14 +94,14 @@ class Quantization(Method):
         return super().uses_data or self.static_activations
 
     offloads: ClassVar[bool] = True
-    teacher: ClassVar[bool] = False  # the method compares with what the unchanged network gives
+    teacher: ClassVar[bool] = False  # needs the outputs of the original blocks
 
     def prepare(self, model: Model, context: MethodContext) -> Any:
-        """What is done to the whole network before the first block; each block's work is handed the result."""
+        """Process the network before the first block; the result is passed on as `BlockWork.prepared`."""
 
     @abstractmethod
     def quantize(self, work: BlockWork) -> None:
-        """Quantise every layer of a block, by `work.put`."""
+        """Quantize every layer of a block with `work.put`."""
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
@@ -117,18 +117,18 @@ class Quantization(Method):
         return {**run.facts(), **self.report(prepared)}
 
     def report(self, prepared: Any) -> dict[str, Any]:
-        """Facts besides those of the layers, from what `prepare` returned."""
+        """Return additional facts from the result of `prepare`."""
         return {}
 
     def conclude(self, model: Model, context: MethodContext) -> None:
-        """What is done to the whole network after the last block."""
+        """Process the network after the last block."""
 
     def check(self, anatomy: Anatomy) -> None:
-        """Everything that can be refused before any work starts."""
+        """Raise, before any work starts, if this network cannot be quantized with these settings."""
         if any(part.kind == "channels" for part in anatomy.parts):
-            raise ModelError(f"{self.name} quantises linear layers; this network is made of convolutions.")
+            raise ModelError(f"{self.name} quantizes linear layers; this network is made of convolutions.")
         if quantized_layers(anatomy.network):
-            raise ModelError("this model is quantised already; quantise the model it was made from.")
+            raise ModelError("this model is quantized already; quantize the model it was made from.")
         size = self.weight_format.group_size
         for layer in (layer for block in anatomy.blocks for group in layer_groups(block) for layer in group.layers):
             columns = layer.weight.shape[1]
@@ -147,16 +147,16 @@ class Quantization(Method):
         if not self.uses_data:
             return ResourceEstimate()
         rows = 4 * size.tokens * anatomy.parts[0].output.out_features
-        held = rows if memory_limit is None else min(rows, memory_limit)
+        stored = rows if memory_limit is None else min(rows, memory_limit)
         widest = max(part.output.in_features for part in anatomy.parts)
-        # Those of a block live at once, which with many experts is more than what the widest alone needs.
+        # All Hessians of a block exist at once, which with many experts exceeds the need of the widest layer.
         hessians = max(sum(group.columns**2 for group in layer_groups(block)) for block in anatomy.blocks)
-        return ResourceEstimate(passes=2.0, memory=held + 4 * max(5 * widest**2, hessians + 2 * widest**2))
+        return ResourceEstimate(passes=2.0, memory=stored + 4 * max(5 * widest**2, hessians + 2 * widest**2))
 
 
 @dataclass
 class BlockWork:
-    """One block being quantised: its groups of layers, the block_inputs before it, and where the results are put."""
+    """One block being quantized: its layer groups, its inputs, and the facts about its quantized layers."""
 
     block: Block
     block_inputs: BlockInputs | None
@@ -164,36 +164,38 @@ class BlockWork:
     network: nn.Module
     scheme: QuantizationScheme
     facts: dict[str, dict[str, Any]]
-    targets: ActivationStore | None = None  # what the block gave before any change to the network, a tensor a batch
+    targets: ActivationStore | None = None  # outputs of the original block, one tensor per batch
     last: bool = False  # no block follows
     prepared: Any = None  # what the method's `prepare` returned
-    tokens: Mapping[str, int] = field(default_factory=dict)  # that reach each expert, by its path
+    tokens: Mapping[str, int] = field(default_factory=dict)  # routed to each expert, by its path
 
     @property
     def groups(self) -> list[LayerGroup]:
         return layer_groups(self.block)
 
     def observe(self, observers: Sequence[tuple[LayerGroup, Observer]]) -> None:
-        """Show each group's inputs to its observer, in one pass that ends at the last of them: give them in order."""
+        """Feed each group's inputs to its observer in one pass, which ends at the last one: list them in run order."""
         assert self.block_inputs is not None
-        seen = {group.entrance: observer for group, observer in observers}
-        observe(self.block_inputs, self.block, seen, last=observers[-1][0].entrance)
+        by_module = {group.entrance: observer for group, observer in observers}
+        observe(self.block_inputs, self.block, by_module, last=observers[-1][0].entrance)
 
     def put(self, group: LayerGroup, quantized: Sequence[QuantizedTensor], **changes: Any) -> None:
-        """Exchange the layers of a group for packed ones; `changes` alter the scheme for this group."""
+        """Replace the layers of a group with quantized ones; `changes` override fields of the scheme."""
         for layer, matrix in zip(group.layers, quantized, strict=True):
             if not all(bool(tensor.isfinite().all()) for tensor in matrix.qparams.tensors().values()):
-                raise ModelError(f"{layer.path} holds values that {format_name(matrix.format)} has no scale for.")
+                raise ModelError(f"{layer.path} has values out of the range of {format_name(matrix.format)} scales.")
             scheme = replace(self.scheme, weight=matrix.format, **changes)
             error = _relative_error(layer.weight, matrix)
-            new = QuantizedLinear.from_quantized(matrix, scheme, bias=layer.module.bias, dtype=layer.weight.dtype)
-            replace_module(self.network, layer.path, new)
-            reached = {"tokens": self.tokens[group.part.path]} if group.part.path in self.tokens else {}
-            self.facts[layer.path] = {"scheme": scheme.to_json(), "relative_error": error, **reached}
+            quantized_layer = QuantizedLinear.from_quantized(
+                matrix, scheme, bias=layer.module.bias, dtype=layer.weight.dtype
+            )
+            replace_module(self.network, layer.path, quantized_layer)
+            tokens = {"tokens": self.tokens[group.part.path]} if group.part.path in self.tokens else {}
+            self.facts[layer.path] = {"scheme": scheme.to_json(), "relative_error": error, **tokens}
 
 
 class _Run:
-    """The walk through the blocks, with what it needs to be taken up again."""
+    """Quantize block after block, with checkpoints to resume from."""
 
     def __init__(self, method: Quantization, model: Model, context: MethodContext, prepared: Any) -> None:
         self.method, self.network, self.context, self.prepared = method, model.network, context, prepared
@@ -213,7 +215,7 @@ class _Run:
         checkpoint = self.context.checkpoint
         with on_device(block.module, self.context.device):
             if self.teacher is not None:
-                advance(self.teacher, block)  # what it holds now is the target of this block
+                advance(self.teacher, block)  # now has the targets of this block
             facts = checkpoint.load_facts(name)
             if facts is None:
                 facts = self._quantize(block)
@@ -239,15 +241,15 @@ class _Run:
         return work.facts
 
     def _fix_scales(self, block: Block) -> None:
-        """Give every layer the scale of the largest input that the calibration data brings to it."""
+        """Set each layer's static input scale from the largest input on the calibration data."""
         assert self.block_inputs is not None
         layers = {f"{block.path}.{name}": layer for name, layer in quantized_layers(block.module).items()}
-        seen: dict[nn.Module, AbsMaxObserver] = {layer: AbsMaxObserver() for layer in layers.values()}
+        observers: dict[nn.Module, AbsMaxObserver] = {layer: AbsMaxObserver() for layer in layers.values()}
         with dequantized_weights(block.module, self.block_inputs.hidden[0].dtype):
-            observe(self.block_inputs, block, seen)
-        share_expert_amax(block, {path: seen[layer] for path, layer in layers.items()})
+            observe(self.block_inputs, block, observers)
+        share_expert_amax(block, {path: observers[layer] for path, layer in layers.items()})
         for path, layer in layers.items():
-            layer.set_static_input_scale(observed(path, seen[layer].values))
+            layer.set_static_input_scale(observed(path, observers[layer].values))
 
     def _restore(self, block: Block, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         device = next(block.module.parameters()).device
@@ -257,9 +259,9 @@ class _Run:
         block.module.load_state_dict({name: t.to(device) for name, t in tensors.items()}, assign=True)
 
     def facts(self) -> dict[str, Any]:
-        """What was changed; a run that changed nothing is an error."""
+        """Return what changed; raise if no layer was quantized."""
         if not self.layers:
-            raise ModelError(f"{self.method.name} found no layer to quantise in this network.")
+            raise ModelError(f"{self.method.name} found no layer to quantize in this network.")
         bits = [layer.bits_per_weight for layer in quantized_layers(self.network).values()]
         sizes = [layer.in_features * layer.out_features for layer in quantized_layers(self.network).values()]
         experts = {"few_tokens": few_tokens(self.layers, self.network)} if self._counted else {}
@@ -278,13 +280,13 @@ class _Run:
 
 
 def _check_weights(anatomy: Anatomy) -> None:
-    """Before any work: a NaN or an infinity would spoil every layer after its own."""
+    """Raise if a weight is NaN or infinite: it would corrupt every later layer."""
     for layer in (layer for block in anatomy.blocks for group in layer_groups(block) for layer in group.layers):
         if not bool(layer.weight.isfinite().all()):
-            raise ModelError(f"{layer.path} holds NaN or infinity; it cannot be quantised.")
+            raise ModelError(f"{layer.path} contains NaN or infinity; it cannot be quantized.")
 
 
 def _relative_error(weight: Tensor, matrix: QuantizedTensor) -> float:
-    """Squared error of the weights over their squared size."""
-    true = weight.detach().float()
-    return float((matrix.dequantize() - true).square().sum() / true.square().sum().clamp(min=1e-30))
+    """Return the squared error of the weights relative to their squared norm."""
+    original = weight.detach().float()
+    return float((matrix.dequantize() - original).square().sum() / original.square().sum().clamp(min=1e-30))

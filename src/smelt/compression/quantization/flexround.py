@@ -1,4 +1,4 @@
-"""FlexRound: learned rounding, every weight with a divisor of its own (Lee et al., 2023), and its low-rank form LRQ."""
+"""FlexRound: learned rounding with one divisor per weight (Lee et al., 2023), and its low-rank form LRQ."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FlexRound(LearnedQuantization):
 
 
 class Full(nn.Module):
-    """A logarithm for every weight."""
+    """Full-rank log-divisors, one per weight."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -65,12 +65,12 @@ class Full(nn.Module):
 
 
 class LowRank(nn.Module):
-    """LRQ: the logarithms are L U + r + c, so that few parameters see all of the calibration data."""
+    """Low-rank log-divisors L U + r + c (LRQ), which overfit the calibration data less."""
 
     def __init__(self, weight: Tensor, rank: int, generator: torch.Generator) -> None:
         super().__init__()
         rows, columns = weight.shape
-        bound = 1 / math.sqrt(columns)  # Kaiming's, as torch draws the weight of a linear layer
+        bound = 1 / math.sqrt(columns)  # Kaiming uniform, as torch initializes linear layers
         right = torch.empty(rank, columns).uniform_(-bound, bound, generator=generator)
         self.left = nn.Parameter(torch.zeros(rows, rank, device=weight.device))
         self.right = nn.Parameter(right.to(weight.device))
@@ -82,7 +82,7 @@ class LowRank(nn.Module):
 
 
 class Divided(Quantizer):
-    """W' = s clip(round(W / (s exp(D + d)))): a step s for a group, D for every weight, d for a row; the zero stays."""
+    """W' = s clip(round(W / (s exp(D + d)))): s per group, D per weight, d per row; zero points are fixed."""
 
     zero: Tensor | None
 

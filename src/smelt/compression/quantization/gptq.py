@@ -1,4 +1,4 @@
-"""GPTQ: round column by column, and let the columns that follow make up for each error (Frantar et al., 2023)."""
+"""GPTQ: quantize column by column and compensate each error in the later columns (Frantar et al., 2023)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Gptq(Quantization):
     def quantize(self, work: BlockWork) -> None:
         groups = work.groups
         for batch in [[group] for group in groups] if self.sequential else [groups]:
-            seen = [(group, HessianObserver()) for group in batch]
-            work.observe(seen)
-            for group, moment in seen:
-                work.put(group, self.round(group, moment))
+            observers = [(group, HessianObserver()) for group in batch]
+            work.observe(observers)
+            for group, hessian in observers:
+                work.put(group, self.round(group, hessian))
 
     def round(self, group: LayerGroup, moment: HessianObserver) -> list[QuantizedTensor]:
         return round_group(

@@ -53,19 +53,19 @@ def round_group(
     if is_unreached(group, hessian_observer.matrix):
         return [round_to_nearest(layer.weight, number_format, search) for layer in group.layers]
     hessian = observed(group.path, hessian_observer.matrix)
-    rounded = partial(
+    quantize = partial(
         gptq, hessian=hessian, number_format=number_format, damping=damping, act_order=act_order, search=search
     )
     if number_format.group_size == PER_TENSOR:
-        return [rounded(layer.weight.detach()) for layer in group.layers]
-    whole = rounded(group.stacked())
-    grids = {
+        return [quantize(layer.weight.detach()) for layer in group.layers]
+    matrix = quantize(group.stacked())
+    qparams = {
         name: [tensor.clone() for _ in group.layers] if name == "tensor" else group.split(tensor)
-        for name, tensor in whole.qparams.tensors().items()
+        for name, tensor in matrix.qparams.tensors().items()
     }
     return [
-        QuantizedTensor(number_format, codes, QuantParams(**{name: parts[index] for name, parts in grids.items()}))
-        for index, codes in enumerate(group.split(whole.codes))
+        QuantizedTensor(number_format, codes, QuantParams(**{name: parts[index] for name, parts in qparams.items()}))
+        for index, codes in enumerate(group.split(matrix.codes))
     ]
 
 
@@ -125,10 +125,10 @@ def _rounding(number_format: Format, grids: _Grids, order: Tensor | None, weight
     kernel = gptq_block_kernel(weight.device)
     if kernel is not None and type(number_format) is Integer:
         return _kernel_rounding(kernel, number_format, grids, order, weight)
-    places = range(weight.shape[1]) if order is None else order.tolist()
+    columns = range(weight.shape[1]) if order is None else order.tolist()
 
     def plain(part: Tensor, inner: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
-        return _round_columns(part, inner, (grids.of(place, weight) for place in places[first:last]), number_format)
+        return _round_columns(part, inner, (grids.of(column, weight) for column in columns[first:last]), number_format)
 
     return plain
 
@@ -137,17 +137,21 @@ def _kernel_rounding(
     kernel: Callable[..., Any], number_format: Integer, grids: _Grids, order: Tensor | None, weight: Tensor
 ) -> Rounding:
     rows, columns = weight.shape
-    places = torch.arange(columns, device=weight.device) if order is None else order
-    group = places // grids.size
-    lines = {name: _lines(tensor, rows) for name, tensor in grids.whole().tensors().items()} if grids.fixed else {}
+    original_columns = torch.arange(columns, device=weight.device) if order is None else order
+    group = original_columns // grids.size
+    fixed_qparams = (
+        {name: _lines(tensor, rows) for name, tensor in grids.whole().tensors().items()} if grids.fixed else {}
+    )
 
     def fast(part: Tensor, inner: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
         if grids.fixed:
-            found = {name: tensor[group[first:last]].T for name, tensor in lines.items()}
+            qparams = {name: tensor[group[first:last]].T for name, tensor in fixed_qparams.items()}
         else:
-            found = {name: t[:, 0].expand(rows, last - first) for name, t in grids.of(first, weight).tensors().items()}
+            qparams = {
+                name: t[:, 0].expand(rows, last - first) for name, t in grids.of(first, weight).tensors().items()
+            }
         return kernel(
-            part, inner, found["scale"], found.get("zero"), number_format.qmax,
+            part, inner, qparams["scale"], qparams.get("zero"), number_format.qmax,
             default_zero=float(number_format.qmax // 2 + 1), fractional_zero=number_format.zero_dtype != "code",
         )  # fmt: skip
 
@@ -193,8 +197,8 @@ class _Grids:
         self.fixed = static or number_format.group_size <= 0
         self.grids: list[QuantParams] = []
         if self.fixed:
-            whole = self._fit(number_format.split_groups(weight))
-            self.grids = [_group(whole, index) for index in range(-(-weight.shape[1] // self.size))]
+            qparams = self._fit(number_format.split_groups(weight))
+            self.grids = [_group(qparams, index) for index in range(-(-weight.shape[1] // self.size))]
 
     def _fit(self, grouped: Tensor) -> QuantParams:
         if self.search:

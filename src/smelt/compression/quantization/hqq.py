@@ -1,4 +1,4 @@
-"""HQQ: zero points that minimise an l_p error of the weights, without data (Badri and Shaji, 2023)."""
+"""HQQ: zero points that minimize the l_p error of the weights, without data (Badri and Shaji, 2023)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class Hqq(Quantization):
 
     @torch.no_grad()
     def fit(self, weight: Tensor) -> QuantizedTensor:
-        """Half-quadratic splitting: `spared` carries the sparse part of the error, the zero point is a plain mean."""
+        """Quantize a matrix [out, in] by half-quadratic splitting.
+
+        Each iteration shrinks the error to its sparse part, then recomputes the zero point as a mean.
+        """
         number_format = self.weight_format
         grouped = number_format.split_groups(weight)
         low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
@@ -54,16 +57,16 @@ class Hqq(Quantization):
         inverse = torch.minimum(inverse, LARGEST_ZERO / low.abs())
         scale = number_format.round_scale(1 / inverse)
         zero = -low / scale
-        best, least = zero, torch.inf
+        best, best_error = zero, torch.inf
         for _ in range(self.iterations):
             codes = (grouped / scale + zero).round().clamp(0, number_format.qmax)
             error = grouped - (codes - zero) * scale
-            size = float(error.abs().mean())
-            if size >= least:
+            mean_error = float(error.abs().mean())
+            if mean_error >= best_error:
                 break
-            best, least = zero, size
-            spared = error.sign() * (error.abs() - error.abs().pow(self.lp_norm - 1) / self.beta).relu()
-            zero = (codes - (grouped - spared) / scale).mean(-1, keepdim=True)
+            best, best_error = zero, mean_error
+            sparse_error = error.sign() * (error.abs() - error.abs().pow(self.lp_norm - 1) / self.beta).relu()
+            zero = (codes - (grouped - sparse_error) / scale).mean(-1, keepdim=True)
         grid = QuantParams(scale, number_format.round_zero(best))
         codes = number_format.quantize_groups(grouped, grid).flatten(-2)[..., : weight.shape[1]]
         return QuantizedTensor(number_format, codes, grid)

@@ -1,7 +1,7 @@
-"""Keys and values in few bits while text is generated, as QuaRot has them (Ashkboos et al., 2024).
+"""Quantized KV cache during generation, as in QuaRot (Ashkboos et al., 2024).
 
-The paper rotates queries and keys alike before keys are rounded; to rotate keys and turn them back as they are read
-gives the same products. No weight is changed: the model remembers the format, and its cache is made in it.
+The paper rotates queries and keys before keys are quantized; rotating keys only, and back when they are read, gives the
+same products. Weights are unchanged: the model records the format of its KV cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class KvCache(Method):
 
     def check(self, anatomy: Anatomy) -> None:
         if not anatomy.family.causal or not anatomy.network.can_generate():
-            raise ModelError(f"{self.name} is for models that generate text: this one keeps no keys and values.")
+            raise ModelError(f"{self.name} is for models that generate text: this one has no KV cache.")
         self.kv.cache(anatomy.network.config)
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""The linear layers of a block in the groups that share an input: q, k, v together, then o; gate and up, then down.
+"""Linear layers of a block, grouped by shared input: q, k, v together, then o; gate and up, then down.
 
-Each expert of a mixture has its own groups, of the tokens that reach it.
+Each expert of a mixture has its own groups, which see the tokens routed to it.
 """
 
 from __future__ import annotations
@@ -20,42 +20,42 @@ from smelt.models.quantized import linear_weight, quantized_layers
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """One linear layer and its place in the network."""
+    """One linear layer and its path in the network."""
 
     module: Any  # Linear or Conv1D
     path: str
 
     @property
     def weight(self) -> Tensor:
-        """[out, in], a view of the layer's own storage."""
+        """Return the weight [out, in], a view of the layer's storage."""
         return linear_weight(self.module)
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """Layers that are fed by one tensor, and where in the block they stand."""
+    """Layers that share one input tensor, and the part of the block they belong to."""
 
-    part: Part  # that they belong to
-    writes: bool  # they write the part's units; otherwise they read them
+    part: Part
+    writes: bool  # the layers are the part's input projections; false: its output projection
     layers: tuple[LinearLayer, ...]
     router: LinearLayer | None = (
-        None  # of a mixture, where the group is the writers of all experts: it reads what they read
+        None  # of a mixture, if the group is the input projections of all experts: it shares their input
     )
 
     @property
     def entrance(self) -> Any:
-        """A module that is handed the group's whole input."""
+        """Return a module that receives the complete input of the group."""
         return self.layers[0].module if self.router is None else self.router.module
 
     @property
     def exit(self) -> Any:
-        """The module that gives what becomes of the units that the group writes."""
+        """Return the module that outputs the result of the part or mixture."""
         mixture = self.part.mixture
         return self.part.output.module if self.router is None or mixture is None else mixture.module
 
     @property
     def path(self) -> str:
-        """Of its first layer, which names the group."""
+        """Return the path of the first layer, which names the group."""
         return self.layers[0].path
 
     @property
@@ -63,72 +63,74 @@ class LayerGroup:
         return int(self.layers[0].weight.shape[1])
 
     def stacked(self) -> Tensor:  # [all outputs, in]
-        """The weights of all layers, one above the other, in float32."""
+        """Return the weights of all layers, concatenated by rows, in float32."""
         return torch.cat([layer.weight.detach().float() for layer in self.layers])
 
     def split(self, rows: Tensor) -> list[Tensor]:
-        """What belongs to each layer of something with a row for every output."""
+        """Split a tensor with one row per output into one tensor per layer."""
         return list(rows.split([layer.weight.shape[0] for layer in self.layers]))
 
 
 def layer_groups(block: Block) -> list[LayerGroup]:
-    """The groups of a block in the order in which they run."""
-    found = []
+    """Return the groups of a block in execution order."""
+    groups = []
     for part in block.parts:
         if not part.units:
             continue
         writers = {projection.path: projection.module for projection in part.input_projections}
-        found.append(LayerGroup(part, True, tuple(LinearLayer(module, path) for path, module in writers.items())))
-        found.append(LayerGroup(part, False, (LinearLayer(part.output.module, part.output.path),)))
-    return found
+        groups.append(LayerGroup(part, True, tuple(LinearLayer(module, path) for path, module in writers.items())))
+        groups.append(LayerGroup(part, False, (LinearLayer(part.output.module, part.output.path),)))
+    return groups
 
 
 def scale_groups(block: Block) -> list[LayerGroup]:
-    """The groups as a scale of their inputs sees them: what reads one norm is one group, and so the writers of all
-    experts of a mixture are, and their router with them."""
-    groups, found = layer_groups(block), []
+    """Return the groups that must share an input scale: the input projections of all experts of a mixture read the
+    same norm and are one group, together with their router."""
+    groups, merged = layer_groups(block), []
     for group in groups:
         mixture = group.part.mixture
         if mixture is None or not group.writes:
-            found.append(group)
-        elif all(one.router is None for one in found):
-            together = [one for one in groups if one.writes and one.part.mixture is mixture]
-            layers = tuple(layer for one in together for layer in one.layers)
-            found.append(LayerGroup(group.part, True, layers, LinearLayer(mixture.router, mixture.router_path)))
-    return found
+            merged.append(group)
+        elif all(other.router is None for other in merged):
+            experts = [other for other in groups if other.writes and other.part.mixture is mixture]
+            layers = tuple(layer for other in experts for layer in other.layers)
+            merged.append(LayerGroup(group.part, True, layers, LinearLayer(mixture.router, mixture.router_path)))
+    return merged
 
 
 def is_unreached(group: LayerGroup, statistic: Tensor | None) -> bool:
-    """No token of the calibration data came to this expert. Of any other layer that is an error: see `observed`."""
+    """Return whether no calibration token reached this expert. For any other layer that is an error: see `observed`."""
     return statistic is None and group.part.mixture is not None
 
 
 def observed(path: str, statistic: Tensor | None) -> Tensor:
-    """What an observer found of a layer's inputs, where it can be worked with."""
+    """Return an observer's statistic of a layer's inputs, or raise if it is missing or not finite."""
     if statistic is None:
         raise ModelError(f"{path} was never reached by the calibration data; give more of it.")
     if not bool(statistic.isfinite().all()):
-        raise DataError(f"the inputs of {path} are NaN or infinite on the calibration data; it cannot be quantised.")
+        raise DataError(f"the inputs of {path} are NaN or infinite on the calibration data; it cannot be quantized.")
     return statistic
 
 
 def few_tokens(layers: Mapping[str, Mapping[str, Any]], network: nn.Module) -> list[dict[str, Any]]:
-    """The experts that fewer tokens reached than a layer of theirs has inputs: what such a layer saw leaves directions
-    open (its Hessian has not full rank), and one that saw nothing was rounded without data."""
-    held, found = quantized_layers(network), dict[str, dict[str, Any]]()
+    """Return the experts that received fewer tokens than one of their layers has inputs.
+
+    The Hessian of such a layer is rank-deficient; an expert without tokens was quantized without data.
+    """
+    quantized, experts = quantized_layers(network), dict[str, dict[str, Any]]()
     for path, layer in layers.items():
-        if "tokens" in layer and layer["tokens"] < held[path].in_features:
-            expert = found.setdefault(path.rpartition(".")[0], {"tokens": layer["tokens"], "inputs": 0})
-            expert["inputs"] = max(expert["inputs"], held[path].in_features)
-    return [{"expert": path, **expert} for path, expert in found.items()]
+        if "tokens" in layer and layer["tokens"] < quantized[path].in_features:
+            expert = experts.setdefault(path.rpartition(".")[0], {"tokens": layer["tokens"], "inputs": 0})
+            expert["inputs"] = max(expert["inputs"], quantized[path].in_features)
+    return [{"expert": path, **expert} for path, expert in experts.items()]
 
 
 def share_expert_amax(block: Block, seen: Mapping[str, AbsMaxObserver]) -> None:
-    """An expert that no token reached takes the largest input that the others of its block saw at that place."""
+    """Give experts without tokens the largest input of the same layer over the other experts of the block."""
     experts = [part for part in block.parts if part.mixture is not None and part.units]
-    for same in zip(*((*part.input_projections, part.output) for part in experts), strict=True):
-        places = [seen[projection.path] for projection in same]
-        known = [place.values.amax(0, keepdim=True) for place in places if place.values is not None]
-        for place in places:
-            if place.values is None and known:
-                place.values = torch.stack(known).amax(0)
+    for projections in zip(*((*part.input_projections, part.output) for part in experts), strict=True):
+        observers = [seen[projection.path] for projection in projections]
+        known = [observer.values.amax(0, keepdim=True) for observer in observers if observer.values is not None]
+        for observer in observers:
+            if observer.values is None and known:
+                observer.values = torch.stack(known).amax(0)

@@ -1,7 +1,7 @@
-"""Fit a quantiser's own parameters to what a block gives: the loop that OmniQuant and FlexRound share.
+"""Train quantizer parameters by block reconstruction: the loop that OmniQuant and FlexRound share.
 
-The block runs in float32 with fake-quantised weights, on the inputs that the quantised blocks before it give; its
-target is what the unchanged network's block gave. Only one block's parameters, gradients and moments live at a time.
+The block runs in float32 with fake-quantized weights, on the outputs of the quantized blocks before it; its target is
+the output of the original block. Parameters, gradients and optimizer state exist for one block at a time.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from smelt.numerics.format import Format, QuantizedTensor, QuantParams
 from smelt.numerics.gradient import straight_through
 from smelt.numerics.integer import Integer
 
-Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # of output, target and mask: a mean over the real tokens
-COPIES = 6  # float32 numbers a weight of the block costs: the weight, its fake, the parameter, gradient, two moments
+Loss = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # (output, target, mask) -> mean over the unmasked tokens
+COPIES = 6  # float32 values per weight: the weight, its fake-quantized copy, parameter, gradient, two Adam moments
 
 
 class Quantizer(nn.Module):
-    """A matrix on a grid whose parameters are learned. `forward` gives, bit for bit, what `result` packs."""
+    """A quantized matrix with learned qparams. `forward` returns, bit for bit, the values that `result` packs."""
 
     grouped: Tensor
 
@@ -47,14 +47,14 @@ class Quantizer(nn.Module):
 
     @abstractmethod
     def grid(self) -> QuantParams:
-        """The grid as it will be stored, through which gradients pass."""
+        """Return the qparams as they will be stored, differentiable."""
 
     def divisor(self, scale: Tensor) -> Tensor:
-        """What the weights are divided by before they are rounded."""
+        """Return what the weights are divided by before rounding."""
         return scale
 
     def codes(self, grid: QuantParams) -> Tensor:
-        """Whole numbers in float32, through which gradients pass where nothing is clipped."""
+        """Return integer codes in float32; gradients pass straight through where nothing is clipped."""
         steps = self.grouped / self.divisor(grid.scale)
         return (straight_through(steps, steps.round()) + self.format.zero_point(grid)).clamp(0, self.format.qmax)
 
@@ -65,7 +65,7 @@ class Quantizer(nn.Module):
 
     @torch.no_grad()
     def result(self) -> QuantizedTensor:
-        """The matrix as the layer will hold it."""
+        """Return the quantized matrix as the layer will store it."""
         grid = self.grid()
         codes = self.codes(grid).nan_to_num(nan=0.0).to(torch.uint8).flatten(-2)[:, : self.columns]
         return QuantizedTensor(
@@ -75,34 +75,34 @@ class Quantizer(nn.Module):
 
 @dataclass(frozen=True)
 class LearnedQuantization(Quantization):
-    """Fit the parameters of a quantiser, block by block, by gradients. A batch of the calibration data is an update."""
+    """Train the parameters of a quantizer block by block. Each calibration batch is one update."""
 
     lr: float = renamed("rate", default=1e-2)  # of Adam
     lfq: bool = False  # fit the last block to the logits of the source model (LFQ) instead of its hidden states
 
     teacher: ClassVar[bool] = True
-    cosine: ClassVar[bool] = False  # the rate falls to zero along a cosine; otherwise it stays
+    cosine: ClassVar[bool] = False  # cosine decay of the learning rate to zero; false: constant
 
     def __post_init__(self) -> None:
         super().__post_init__()
         within(self.name, "lr", self.lr, 1e-8, 10.0)
-        found = self.weight_format
-        if type(found) is not Integer or found.zero_dtype != "code":
+        number_format = self.weight_format
+        if type(number_format) is not Integer or number_format.zero_dtype != "code":
             raise RecipeError(f"{self.name} learns the grid of plain integers: use bits, group and symmetric instead.")
 
     @abstractmethod
     def quantizer(self, weight: Tensor, generator: torch.Generator) -> Quantizer:
-        """The quantiser of one matrix, before any training."""
+        """Return the untrained quantizer of one matrix."""
 
     @abstractmethod
     def updates(self, batches: int) -> int:
-        """How many a block gets, with so many batches of calibration data."""
+        """Return the number of updates per block for this number of calibration batches."""
 
     @property
     def integer(self) -> Integer:
-        found = self.weight_format
-        assert isinstance(found, Integer)
-        return found
+        number_format = self.weight_format
+        assert isinstance(number_format, Integer)
+        return number_format
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
@@ -110,14 +110,14 @@ class LearnedQuantization(Quantization):
             LogitLoss.check(anatomy)
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
-        """Twice the hidden states (the target's and the inputs'), and a training of one block."""
+        """Count the hidden states twice (inputs and targets), plus the training of one block."""
         plain = super().estimate_resources(anatomy, size, memory_limit)
         batches = math.ceil(size.samples / size.batch_size)
         training = COPIES * 4 * block_parameters(anatomy) // len(anatomy.blocks)
         return ResourceEstimate(plain.passes + 1 + 3 * self.updates(batches) / batches, 2 * plain.memory + training)
 
     def quantize(self, work: BlockWork) -> None:
-        # A generator of each block's own: a run that is taken up again draws the same numbers.
+        # One generator per block, so that a resumed run draws the same numbers.
         generator = torch.Generator().manual_seed(work.context.seed + 1_000_003 * work.block.index)
         groups = work.groups
         quantizers = {layer: self.quantizer(layer.weight, generator) for group in groups for layer in group.layers}
@@ -126,7 +126,7 @@ class LearnedQuantization(Quantization):
             work.put(group, [quantizers[layer].result() for layer in group.layers])
 
     def _fit(self, work: BlockWork, quantizers: Mapping[LinearLayer, Quantizer], generator: torch.Generator) -> None:
-        """Adam on the block's loss, batches in an order of their own in every epoch."""
+        """Minimize the block's loss with Adam; batches are shuffled in every epoch."""
         assert work.block_inputs is not None and work.targets is not None
         updates = self.updates(len(work.block_inputs))
         block = FakeQuantized(work.block, quantizers, self.input_format)
@@ -144,10 +144,10 @@ class LearnedQuantization(Quantization):
             if not bool(loss.isfinite()):
                 raise DataError(
                     f"the loss of {work.block.path} is not a finite number: look for NaN in the weights and the "
-                    f"calibration data, or lower the rate of {self.name}."
+                    f"calibration data, or lower the lr of {self.name}."
                 )
             optimizer.zero_grad()
-            # A sum over the tokens: a mean's gradients would drown in Adam's epsilon where each weight has its own.
+            # Sum over the tokens: with one parameter per weight, gradients of a mean would vanish in Adam's epsilon.
             (loss * output.shape[-2]).backward()
             optimizer.step()
 
@@ -156,13 +156,13 @@ class LearnedQuantization(Quantization):
 
 
 def distance(output: Tensor, target: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean squared error over the real tokens."""
+    """Return the mean squared error over the unmasked tokens."""
     squares = (output - target).square()
     return squares.mean() if mask is None else squares[mask].mean()
 
 
 class FakeQuantized(nn.Module):
-    """A block in float32 with the weights that its quantisers give. The block itself is left as it is."""
+    """A block in float32 with fake-quantized weights. The original block is not modified."""
 
     def __init__(self, block: Block, quantizers: Mapping[LinearLayer, Quantizer], inputs: Format | None) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class FakeQuantized(nn.Module):
 
 @contextmanager
 def rounded_inputs(modules: list[nn.Module], inputs: ActivationQuant | None) -> Iterator[None]:
-    """Inside, the modules see their inputs rounded, and gradients pass."""
+    """Fake-quantize the modules' inputs inside the context, with straight-through gradients."""
 
     def before(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         assert inputs is not None
@@ -201,7 +201,7 @@ def rounded_inputs(modules: list[nn.Module], inputs: ActivationQuant | None) -> 
 
 
 def in_float32(value: Any) -> Any:
-    """A tensor of floats, or whatever holds such, in float32; everything else as it is."""
+    """Cast floating-point tensors, also in nested containers, to float32; leave everything else."""
     if isinstance(value, Tensor):
         return value.float() if value.is_floating_point() else value
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""LFQ: the last block is fitted to the network's own logits (Lee et al., 2026, arXiv 2605.29756).
+"""LFQ: fit the last block to the logits of the original network (Lee et al., 2026, arXiv 2605.29756).
 
-A small error of the last hidden state may flip the next token. So the last block's loss has the final norm and the head
-in it, both as they were: the cross-entropy between what the unchanged network predicts, all of its probabilities and
-not the text's next token, and what the quantised one does. Its least value is the entropy of those predictions.
+A small error of the last hidden state may flip the next token. So the last block's loss includes the unchanged final
+norm and head: the cross-entropy between the full distributions of the original and the quantized network, not the next
+token of the text. Its minimum is the entropy of the original distribution.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smelt.models.anatomy import Anatomy
 
 
 class LogitLoss:
-    """Mean over the real tokens of -sum_v p(v) log q(v), from the hidden states that the last block gives."""
+    """Mean over the unmasked tokens of -sum_v p(v) log q(v), from the outputs of the last block."""
 
     def __init__(self, anatomy: Anatomy, device: torch.device) -> None:
         norm, head = anatomy.final_norm, anatomy.network.get_output_embeddings()
@@ -29,7 +29,7 @@ class LogitLoss:
 
     @staticmethod
     def check(anatomy: Anatomy) -> None:
-        """Refuse a network whose logits do not come from the last block by a norm and a plain head."""
+        """Raise unless the logits are computed from the last block by a norm and a linear head."""
         head = anatomy.network.get_output_embeddings() if anatomy.family.causal else None
         hidden = anatomy.parts[-1].output.out_features
         if not isinstance(head, nn.Linear) or head.in_features != hidden:
@@ -46,5 +46,5 @@ class LogitLoss:
 
     def _cross_entropy(self, student: Tensor, teacher: Tensor) -> Tensor:
         with torch.no_grad():
-            wanted = self.logits(teacher).softmax(-1)
-        return -(wanted * self.logits(student).log_softmax(-1)).sum()
+            probabilities = self.logits(teacher).softmax(-1)
+        return -(probabilities * self.logits(student).log_softmax(-1)).sum()

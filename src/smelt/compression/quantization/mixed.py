@@ -1,8 +1,8 @@
-"""Mixed precision: few bits where they do little harm, more where they do, under an average that is given.
+"""Mixed precision: assign bit widths by sensitivity, under an average number of bits.
 
-Every group of layers is tried in every width, alone, and the error that this puts into the output of its block is
-noted. An integer program then chooses the widths, as in HAWQ-V3 (Yao et al., 2021), which takes its sensitivities from
-the Hessian instead. The average counts scales and zero points, so that it is what the weights take on disk.
+Each layer group is quantized alone at every width, and the error at the output of its block is its sensitivity. An
+integer program then chooses the widths, as in HAWQ-V3 (Yao et al., 2021), which takes sensitivities from the Hessian
+instead. The average includes scales and zero points: it is the size on disk.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class MixedPrecision(Quantization):
 
     def __post_init__(self) -> None:
         if self.format is not None:
-            raise RecipeError("mixed chooses among integers of several widths: give choices, and leave format out.")
+            raise RecipeError("mixed chooses among integer bit widths: set bit_widths, and leave format out.")
         if not all(choice.strip().isdecimal() for choice in self.bit_widths.split(",")):
             raise RecipeError(
-                f"bit_widths of mixed are widths with commas between, as 2,3,4,8, not {self.bit_widths!r}."
+                f"bit_widths of mixed are widths separated with commas, such as 2,3,4,8, not {self.bit_widths!r}."
             )
         super().__post_init__()
         one_of(self.name, "rounding", self.rounding, ROUNDINGS)
@@ -52,7 +52,7 @@ class MixedPrecision(Quantization):
 
     @property
     def widths(self) -> list[int]:
-        """The choices, narrow first."""
+        """Return the bit widths in ascending order."""
         return sorted({int(choice) for choice in self.bit_widths.split(",")})
 
     @property
@@ -72,12 +72,12 @@ class MixedPrecision(Quantization):
         least = sum(cost(group, self.formats[0]) for group in groups) / sum(map(weights, groups))
         if least > self.bits:
             raise BudgetError(
-                f"mixed: the narrowest choice takes {least:.2f} bits a weight with its scales, more than the "
-                f"{self.bits:g} allowed; allow more, add a narrower choice or make the group larger."
+                f"mixed: the smallest width takes {least:.2f} bits per weight with its scales, more than the "
+                f"{self.bits:g} allowed; allow more, add a smaller width or increase group_size."
             )
 
     def prepare(self, model: Model, context: MethodContext) -> dict[str, tuple[Format, list[float]]]:
-        """The format of each group, by the path of its first layer, and the error of every choice."""
+        """Return the format of each group, by the path of its first layer, and its error at every width."""
         errors = context.checkpoint.load_facts("sensitivity")
         if errors is None:
             errors = self.sensitivity(model, context)
@@ -91,27 +91,27 @@ class MixedPrecision(Quantization):
         }
 
     def sensitivity(self, model: Model, context: MethodContext) -> dict[str, list[float]]:
-        """For each group and choice, the squared error of the block's output over the output's squared size."""
+        """Return, per group and width, the squared error of the block's output relative to its squared norm."""
         block_inputs = capture_block_inputs(
             model.anatomy, context.batches, limit=context.memory_limit, folder=context.folder, device=context.device
         )
-        found: dict[str, list[float]] = {}
+        errors: dict[str, list[float]] = {}
         for block in context.progress.track(model.anatomy.blocks, f"{self.name}: sensitivity"):
             with on_device(block.module, context.device), torch.no_grad():
                 groups = layer_groups(block)
                 for group in groups:
                     around = BlockOutputError(block_inputs, block, group, self.search_tokens)
-                    found[group.path] = [self._error(group, around, choice) for choice in self.formats]
-                found |= stand_ins(groups, found)
+                    errors[group.path] = [self._error(group, around, choice) for choice in self.formats]
+                errors |= stand_ins(groups, errors)
                 advance(block_inputs, block)
-        return found
+        return errors
 
     def _error(self, group: LayerGroup, around: BlockOutputError, number_format: Format) -> float:
         error = (
             around.error([number_format.fake_quantize(layer.weight.float()) for layer in group.layers]) / around.size
         )
         if not error < float("inf"):
-            raise DataError(f"the block of {group.path} gives NaN or infinity on the calibration data.")
+            raise DataError(f"the block of {group.path} outputs NaN or infinity on the calibration data.")
         return error
 
     def quantize(self, work: BlockWork) -> None:
@@ -120,7 +120,7 @@ class MixedPrecision(Quantization):
             work.put(group, matrices)
             errors = dict(zip(map(str, self.widths), plan[group.path][1], strict=True))
             for layer in group.layers:
-                work.facts[layer.path]["block_error"] = errors  # of each choice
+                work.facts[layer.path]["block_error"] = errors  # by width
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         plain = super().estimate_resources(anatomy, size, memory_limit)
@@ -130,13 +130,12 @@ class MixedPrecision(Quantization):
 
 
 def stand_ins(groups: Sequence[LayerGroup], found: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """The errors of experts that no token reached on trial, which are all zero and would buy no bits: the mean of those
-    that their neighbours have."""
-    lost = [group for group in groups if group.part.mixture is not None and not any(found[group.path])]
+    """Return errors for experts that no token reached: the mean of the other experts, as zeros would earn no bits."""
+    unreached = [group for group in groups if group.part.mixture is not None and not any(found[group.path])]
     errors = {}
-    for group in lost:
-        alike = [one for one in groups if one.part.mixture is not None and one.writes == group.writes]
-        table = [found[one.path] for one in alike if any(found[one.path])]
+    for group in unreached:
+        peers = [other for other in groups if other.part.mixture is not None and other.writes == group.writes]
+        table = [found[other.path] for other in peers if any(found[other.path])]
         errors[group.path] = [sum(column) / len(table) for column in zip(*table, strict=True)] or found[group.path]
     return errors
 
@@ -146,16 +145,16 @@ def weights(group: LayerGroup) -> int:
 
 
 def cost(group: LayerGroup, number_format: Format) -> float:
-    """Bits that a group takes, with its scales."""
+    """Return the size of a group in bits, scales included."""
     shapes = [layer.weight.shape for layer in group.layers]
     return sum(rows * columns * number_format.bits_per_value(columns, rows) for rows, columns in shapes)
 
 
 def choose(errors: np.ndarray, costs: np.ndarray, budget: float) -> Sequence[int]:  # [groups, choices] each
-    """For each group one choice, such that the costs stay within the budget and the errors add up to the least."""
+    """Return one choice per group, such that the total error is minimal and the total cost within the budget."""
     groups, choices = errors.shape
     one_each = np.kron(np.eye(groups), np.ones(choices))  # [groups, groups * choices]
-    scale = errors.max() or 1.0  # small numbers would vanish in the solver's tolerances
+    scale = errors.max() or 1.0  # small errors would vanish in the solver's tolerances
     solved = milp(
         (errors / scale).ravel(),
         integrality=np.ones(errors.size),
@@ -167,5 +166,5 @@ def choose(errors: np.ndarray, costs: np.ndarray, budget: float) -> Sequence[int
         options={"mip_rel_gap": 0.0},
     )
     if solved.x is None:
-        raise BudgetError("mixed: no choice of widths meets the bits; allow more, or add a narrower choice.")
+        raise BudgetError("mixed: no choice of widths meets the average; allow more bits, or add a smaller width.")
     return [int(choice) for choice in solved.x.reshape(groups, choices).argmax(1)]

@@ -13,7 +13,7 @@ from smelt.numerics.format import QuantParams
 from smelt.numerics.gradient import straight_through
 from smelt.numerics.integer import Integer, group_min_max
 
-START = 4.0  # of a gate: the range begins at sigmoid(4) = 0.982 of itself
+START = 4.0  # initial gate: sigmoid(4) = 0.982 of the range
 
 
 @METHODS.register("omniquant", paper="Shao et al., 2024 (OmniQuant, arXiv 2308.13137)", needs=("calibration data",))
@@ -39,7 +39,7 @@ class OmniQuant(LearnedQuantization):
 
 
 class Clipped(Quantizer):
-    """max' = sigmoid(g1) max and min' = sigmoid(g2) min for every group; the grid lies between them."""
+    """Quantizer with learned clipping per group: max' = sigmoid(g1) max and min' = sigmoid(g2) min."""
 
     low: Tensor
     high: Tensor

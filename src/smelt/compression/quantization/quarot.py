@@ -1,6 +1,6 @@
-"""QuaRot: outliers are removed by random rotations, then weights and inputs are rounded to four bits.
+"""QuaRot: remove outliers with random rotations, then quantize weights and activations (Ashkboos et al., 2024).
 
-Ashkboos et al., 2024. The rotation of queries and keys only matters to a quantised cache: `models/kv_cache.py` has it.
+The rotation of queries and keys only matters to a quantized KV cache: see `models/kv_cache.py`.
 """
 
 from __future__ import annotations

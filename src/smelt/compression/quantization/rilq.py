@@ -1,7 +1,7 @@
-"""RILQ: low-rank factors on all quantised layers, trained together on the last hidden state (Lee et al., 2025).
+"""RILQ: low-rank adapters on all quantized layers, trained jointly on the last hidden state (Lee et al., 2025).
 
-At two bits the error of a layer has a high rank, and no thin factors can undo it there. Trained on what the whole
-network gives, layers with rank to spare make up for the others, and the rank hardly matters any more.
+At two bits the error of a layer has high rank, which no low-rank adapter can undo locally. Trained on the output of the
+network, layers with spare rank compensate for the others, and the result depends little on the rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from smelt.models.load import load, skeleton
 from smelt.models.model import Model
 from smelt.models.quantized import QuantizedLinear, linear_weight, quantized_layers, replace_module
 
-VALIDATION = 0.2  # of the batches, the last ones, on which the best factors are chosen
+VALIDATION = 0.2  # fraction of the batches, the last ones, that select the best adapters
 Batch = dict[str, Tensor]
 
 
@@ -35,8 +35,8 @@ Batch = dict[str, Tensor]
 class Rilq(Method):
     """Train low-rank adapters that compensate quantization error; after a 2 or 3-bit quantizer.
 
-    The step comes after a quantiser. `init: svd` with no updates is LoftQ's first round. `merge: true` is the
-    mechanism of QA-LoRA; that RILQ's merged inference works so is from memory (medium): the paper was not at hand.
+    Put it after a quantizer. `init: svd` with no updates is LoftQ's first round. `merge: true` works as in QA-LoRA;
+    that RILQ merges the same way is from memory (medium confidence): the paper was not at hand.
     """
 
     teacher: str | None = None  # the unquantized model, a name or folder; null: the source model of the run
@@ -62,12 +62,12 @@ class Rilq(Method):
     def check(self, anatomy: Anatomy) -> None:
         layers = quantized_layers(anatomy.network)
         if not layers:
-            raise ModelError("rilq makes up for the error of a quantiser: put one, such as rtn, before it.")
+            raise ModelError("rilq compensates the error of a quantizer: put one, such as rtn, before it.")
         if not anatomy.family.causal or anatomy.network.get_output_embeddings() is None:
             raise ModelError("rilq trains on the next token: it needs a language model.")
         for path, layer in layers.items():
             if layer.scheme.rank:
-                raise ModelError(f"{path} has low-rank factors already; start from the model without them.")
+                raise ModelError(f"{path} has low-rank adapters already; start from the model without them.")
             if self.merge:
                 check_mergeable(layer, path)
 
@@ -75,23 +75,23 @@ class Rilq(Method):
         hidden = 4 * size.tokens * anatomy.parts[0].output.out_features
         matrices = 4 * block_parameters(anatomy)
         training = matrices + 4 * 4 * self._factors(anatomy) + gradient_bytes(anatomy, size.batch_size, size.seq_len)
-        seen = self.updates * self.accumulation * size.batch_size / size.samples
-        kept = hidden if memory_limit is None else min(hidden, memory_limit)
-        return ResourceEstimate(passes=1 + 3 * seen, memory=kept + training)
+        epochs = self.updates * self.accumulation * size.batch_size / size.samples
+        stored = hidden if memory_limit is None else min(hidden, memory_limit)
+        return ResourceEstimate(passes=1 + 3 * epochs, memory=stored + training)
 
     def added_parameters(self, anatomy: Anatomy) -> int:
         return 0 if self.merge else self._factors(anatomy)
 
     def _factors(self, anatomy: Anatomy) -> int:
-        """Numbers of all factors, where every layer of the blocks has them and their inputs are not summed."""
-        used = (projection for part in anatomy.parts for projection in (*part.input_projections, part.output))
-        sizes = {each.path: (each.out_features * each.num_chunks, each.in_features) for each in used}
+        """Return the parameter count of adapters on all layers of the blocks, inputs not pooled."""
+        projections = (projection for part in anatomy.parts for projection in (*part.input_projections, part.output))
+        sizes = {layer.path: (layer.out_features * layer.num_chunks, layer.in_features) for layer in projections}
         return sum(min(self.rank, *size) * sum(size) for size in sizes.values())
 
     def apply(self, model: Model, context: MethodContext) -> dict[str, Any]:
         self.check(model.anatomy)
         if len(context.batches) < 2:
-            raise DataError("rilq needs at least two batches of calibration data: the last fifth only judges.")
+            raise DataError("rilq needs at least two batches of calibration data: the last fifth is for validation.")
         layers = quantized_layers(model.network)
         before, dtype = count_bytes(model.network), next(model.network.parameters()).dtype
         adapters = {path: Adapter(layer, self.rank, self.merge) for path, layer in layers.items()}
@@ -104,11 +104,12 @@ class Rilq(Method):
                 replace_module(model.network, path, adapters[path].merged_into(layer, path, dtype))
             else:
                 adapters[path].stored_beside(layer, dtype)
-        held = quantized_layers(model.network).values()
-        bits = sum(layer.bits_per_weight * layer.in_features * layer.out_features for layer in held)
+        adapted = quantized_layers(model.network).values()
+        bits = sum(layer.bits_per_weight * layer.in_features * layer.out_features for layer in adapted)
         return {
             "layers_adapted": len(layers),
-            "bits_per_weight": bits / sum(layer.in_features * layer.out_features for layer in held),  # factors included
+            "bits_per_weight": bits
+            / sum(layer.in_features * layer.out_features for layer in adapted),  # adapters included
             "bytes_before": before,
             "bytes_after": count_bytes(model.network),
             **facts,
@@ -117,7 +118,7 @@ class Rilq(Method):
     def _teach(
         self, model: Model, context: MethodContext, layers: dict[str, QuantizedLinear], adapters: dict[str, Adapter]
     ) -> ActivationStore:
-        """Begin the adapters, and take the teacher's last hidden states, a tensor a batch; then the teacher goes."""
+        """Initialize the adapters and return the teacher's last hidden states, one tensor per batch."""
         generator = torch.Generator().manual_seed(context.seed)
         for adapter in adapters.values():
             adapter.draw(generator)
@@ -140,15 +141,15 @@ class Rilq(Method):
             raise ModelError("rilq needs the model that was quantised: name it, as `teacher: FOLDER`.")
         outline = skeleton(spec)
         if quantized_layers(outline):
-            raise ModelError(f"the teacher {spec} is quantised itself; name the model it was made from, as `teacher:`.")
+            raise ModelError(f"the teacher {spec} is itself quantized; set `teacher` to the model it was made from.")
         ours, theirs = (network.config.get_text_config() for network in (model.network, outline))
         if (ours.hidden_size, ours.vocab_size) != (theirs.hidden_size, theirs.vocab_size):
-            raise ModelError(f"the teacher {spec} has another hidden size or vocabulary than this model; name another.")
+            raise ModelError(f"the teacher {spec} has another hidden size or vocabulary than this model; use another.")
         return load(spec, device=str(model.device))
 
 
 class _Training:
-    """Adam on all adapters, judged every so often, with what it needs to be taken up again."""
+    """Train all adapters with Adam and periodic validation; resumable."""
 
     def __init__(
         self,
@@ -171,12 +172,12 @@ class _Training:
         self.update = 0
 
     def run(self) -> dict[str, Any]:
-        """Train until nothing gets better; the adapters are then the best ones."""
+        """Train until validation stops improving, and restore the best adapters."""
         self._resume()
         if not self.losses:
             self._validate()
         settings = self.settings
-        for update in self.context.progress.track(range(self.update, settings.updates), "training the factors"):
+        for update in self.context.progress.track(range(self.update, settings.updates), "training the adapters"):
             if self._exhausted:
                 break
             self._step(update)
@@ -190,11 +191,11 @@ class _Training:
 
     @property
     def _exhausted(self) -> bool:
-        """The best validation lies too many validations back."""
+        """Return whether the best loss is `patience` or more validations old."""
         return len(self.losses) - 1 - self.losses.index(min(self.losses)) >= self.settings.patience
 
     def _step(self, update: int) -> None:
-        """One update; samples come in their order, over and over."""
+        """Run one optimizer update; batches are cycled in order."""
         self.optimizer.zero_grad()
         for micro in range(self.settings.accumulation):
             batch = self.train[(update * self.settings.accumulation + micro) % len(self.train)]
@@ -212,22 +213,23 @@ class _Training:
         self._keep()
 
     def loss(self, position: int) -> Tensor:
-        """(1 - truth) MSE of the last hidden state + truth CE of the next token, over the real tokens of a batch."""
-        batch, truth = self.context.batches[position], self.settings.gt_loss_weight
+        """Return (1 - w) MSE of the last hidden state + w cross-entropy of the next token, over the unmasked tokens
+        of a batch, with w = `gt_loss_weight`."""
+        batch, gt_weight = self.context.batches[position], self.settings.gt_loss_weight
         hidden = last_hidden_state(self.model, batch)  # [batch, tokens, hidden size]
         tokens = batch["input_ids"].to(hidden.device)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).to(hidden.device).bool()
         distance = (hidden.float() - self.states[position].to(hidden.device).float())[mask].square().mean()
-        keep = mask[:, :-1] & mask[:, 1:]
-        rows, following = hidden[:, :-1][keep], tokens[:, 1:][keep]
-        text = sum_in_chunks(self._next_token, rows, following, self.head.weight.shape[0]) / max(1, len(rows))
-        return (1 - truth) * distance + truth * text
+        valid = mask[:, :-1] & mask[:, 1:]
+        rows, following = hidden[:, :-1][valid], tokens[:, 1:][valid]
+        next_token = sum_in_chunks(self._next_token, rows, following, self.head.weight.shape[0]) / max(1, len(rows))
+        return (1 - gt_weight) * distance + gt_weight * next_token
 
     def _next_token(self, rows: Tensor, following: Tensor) -> Tensor:
         return F.cross_entropy(self.head(rows).float(), following, reduction="sum")
 
     def _keep(self) -> None:
-        """Tensors go to the one of two places that the facts do not point at, so that the pair always fits."""
+        """Save to alternating slots: the facts, written last, always name a complete one."""
         slot = f"factors-{len(self.losses) % 2}"
         tensors: dict[str, Tensor] = {f"now.{name}": parameter for name, parameter in self.parameters.items()}
         tensors |= {f"best.{name}": tensor for name, tensor in self.best.items()}
@@ -253,21 +255,20 @@ class _Training:
 
 
 def last_hidden_state(model: Model, batch: Batch) -> Tensor:
-    """What the head reads, after the final norm: [batch, tokens, hidden size]."""
+    """Return the input of the head, after the final norm: [batch, tokens, hidden size]."""
     inputs = {name: batch[name].to(model.device) for name in ("input_ids", "attention_mask") if name in batch}
     hidden: Tensor = model.network.base_model(**inputs, use_cache=False).last_hidden_state
     return hidden
 
 
 def _check_untransformed(model: Model, teacher: Model) -> None:
-    """What was not quantised is as the teacher has it: then the teacher's weights are those that were rounded."""
+    """Raise unless all unquantized weights equal the teacher's, so that the teacher has the weights before rounding."""
     theirs = dict(teacher.network.named_parameters())
     ours = {name: p for name, p in model.network.named_parameters() if name in theirs}
     same = all(p.shape == theirs[name].shape and torch.equal(p, theirs[name].to(p)) for name, p in ours.items())
     if not same or any(layer.scheme.hadamard for layer in quantized_layers(model.network).values()):
         raise ModelError(
-            "`init: svd` compares weights, and this network was changed otherwise before it was quantised; "
-            "use `init: zero`."
+            "`init: svd` compares weights, and this network was transformed before it was quantized; use `init: zero`."
         )
     if count_parameters(model.network) != count_parameters(teacher.network):
-        raise ModelError("`init: svd` compares weights, and the teacher has other ones; use `init: zero`.")
+        raise ModelError("`init: svd` compares weights, and the teacher has different ones; use `init: zero`.")

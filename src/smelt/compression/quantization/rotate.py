@@ -1,6 +1,6 @@
-"""Rotation on its own: weights without outliers, the same function (the first step of QuaRot, Ashkboos et al., 2024).
+"""Rotation alone: weights without outliers, same function (the first step of QuaRot, Ashkboos et al., 2024).
 
-Also of use before a comparison of quantisers: weights that already lie on some coarse grid do so no longer.
+Also useful before comparing quantizers: weights that were already on a coarse grid no longer are.
 """
 
 from __future__ import annotations

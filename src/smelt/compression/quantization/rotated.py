@@ -1,8 +1,8 @@
-"""The frame of methods that rotate before they round: every layer's inputs are spread out, then all is four bits.
+"""Base class of methods that rotate weights and activations before quantization.
 
-The rotations that cost nothing are merged into the weights (`rotation.py`). Two more are computed as the network runs:
-a Hadamard transform of what enters the layer that ends a feed-forward and of what enters an attention's output; its
-inverse is merged into that layer's weight here, just before the weight is rounded.
+Rotations without runtime cost are merged into the weights (`rotation.py`). Two more run online: a Hadamard transform of
+the inputs of the FFN down-projection and of the attention output projection. Its inverse is merged into the layer's
+weight here, just before the weight is quantized.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from smelt.numerics.format import QuantizedTensor
 
 @dataclass(frozen=True)
 class RotatedQuantization(Quantization):
-    """Rotate, then round weights and inputs."""
+    """Rotate, then quantize weights and activations."""
 
     group_size: int = -1  # weights of a row that share a scale; -1: per-channel
     symmetric: bool = True  # true: no zero points; false: one zero point per group
@@ -51,11 +51,11 @@ class RotatedQuantization(Quantization):
         within(self.name, "input_clip_ratio", self.input_clip_ratio, 0.1, 1.0)
         within(self.name, "damping", self.damping, 1e-6, 10.0)
         if self.static_activations:
-            raise RecipeError(f"{self.name} takes the scale of inputs from each token: leave static out.")
+            raise RecipeError(f"{self.name} computes input scales per token: leave static_activations out.")
 
     @abstractmethod
     def rotations(self, model: Model, context: MethodContext) -> Rotations:
-        """The matrices that are merged into the weights."""
+        """Return the rotations to merge into the weights."""
 
     @property
     def scheme(self) -> QuantizationScheme:
@@ -66,17 +66,17 @@ class RotatedQuantization(Quantization):
         check_rotatable(anatomy, self.name)
 
     def prepare(self, model: Model, context: MethodContext) -> dict[str, Any]:
-        """Rotate; the facts are those of the network before a tied head got its own weight."""
+        """Rotate the network; return facts, with its size before a tied head was untied."""
         size = count_bytes(model.network)
-        asked = [part for part in model.anatomy.parts if self._asked(part)]
+        parts = [part for part in model.anatomy.parts if self._asked(part)]
         rotations = self.rotations(model, context)
         rotated = rotate_network(model.anatomy, rotations, context.device)
         return {
             "bytes_before": size,
             **rotated,
             **rotations.facts,
-            "layers_rotating_their_inputs": sum(self.rotates(part) for part in asked),
-            "widths_without_hadamard": sorted({part.output.in_features for part in asked if not self.rotates(part)}),
+            "layers_rotating_their_inputs": sum(self.rotates(part) for part in parts),
+            "widths_without_hadamard": sorted({part.output.in_features for part in parts if not self.rotates(part)}),
         }
 
     def report(self, prepared: dict[str, Any]) -> dict[str, Any]:
@@ -86,14 +86,15 @@ class RotatedQuantization(Quantization):
         groups = [(group, HessianObserver()) for group in work.groups]
         if self.rounding == "gptq":
             work.observe(groups)
-        for group, moment in groups:
+        for group, hessian in groups:
             online = not group.writes and self.rotates(group.part)
             if online:
-                rotate_inputs(group, moment)
-            work.put(group, self.round(group, moment), hadamard=online)
+                rotate_inputs(group, hessian)
+            work.put(group, self.round(group, hessian), hadamard=online)
 
     def rotates(self, part: Part) -> bool:
-        """Whether what the part's output reads is transformed as the network runs; some widths have no such matrix."""
+        """Return whether the inputs of the part's output projection are rotated online; some sizes have no Hadamard
+        matrix."""
         return self._asked(part) and hadamard_order(part.output.in_features) is not None
 
     def _asked(self, part: Part) -> bool:
@@ -109,7 +110,7 @@ class RotatedQuantization(Quantization):
 
 @torch.no_grad()
 def rotate_inputs(group: LayerGroup, moment: HessianObserver) -> None:
-    """Merge the inverse of a transform of the inputs into the weights, and transform what is known of the inputs."""
+    """Merge the inverse of an online input rotation into the weights, and rotate the Hessian."""
     for layer in group.layers:
         layer.weight.copy_(hadamard_transform(layer.weight.double()))
     if moment.matrix is not None:

@@ -1,11 +1,11 @@
-"""Rotations that leave a network's function as it is (Ashkboos et al., 2024, QuaRot).
+"""Rotations that do not change a network's function (Ashkboos et al., 2024, QuaRot).
 
 A pre-norm network reads its residual stream through norms only. With their weights folded into the layers that read
-them, a norm commutes with an orthogonal matrix R: every row that enters the stream is multiplied by R, every layer that
-reads it by R too (W R, as x R (W R)^T = x W^T). A LayerNorm also subtracts the mean, and commutes with those R that map
-the vector of ones to itself: there R is one of them, where the paper folds the subtraction into what writes the stream
-and exchanges the module. Values and the attention output carry a second rotation a block, the same for all heads.
-Everything is computed in float64 and cast once.
+them, a norm commutes with an orthogonal matrix R: every row written to the stream is multiplied by R, and so is every
+layer that reads it (W R, as x R (W R)^T = x W^T). A LayerNorm also subtracts the mean, and commutes with those R that
+map the vector of ones to itself: we choose such an R, whereas the paper folds the subtraction into the layers that
+write the stream and replaces the module. Values and attention output have a second rotation per block, shared by all
+heads. Everything is computed in float64 and cast once.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ from smelt.kernels.hadamard import hadamard_matrix, hadamard_order
 from smelt.models.anatomy import Anatomy, Block, Part
 from smelt.models.quantized import linear_weight, quantized_layers
 
-ROWS = 8192  # of an embedding that are in float64 at a time
+ROWS = 8192  # of an embedding, converted to float64 at a time
 
 
 @dataclass(frozen=True)
 class Rotations:
-    """Orthogonal matrices, float64: of the residual stream, and of the values of blocks (by their index)."""
+    """Orthogonal matrices in float64: of the residual stream, and of the values by block index."""
 
     stream: Tensor | None = None  # [hidden, hidden]
     values: Mapping[int, Tensor] = field(default_factory=dict)  # [head_dim, head_dim] each
-    facts: Mapping[str, Any] = field(default_factory=dict)  # how they were found
+    facts: Mapping[str, Any] = field(default_factory=dict)  # about how they were chosen
 
 
 def check_rotatable(anatomy: Anatomy, name: str) -> None:
-    """Refuse, before any work, a network whose stream cannot be rotated."""
+    """Raise, before any work, if the residual stream of this network cannot be rotated."""
     if quantized_layers(anatomy.network):
-        raise ModelError("this model is quantised already; rotate the model it was made from.")
+        raise ModelError("this model is quantized already; rotate the model it was made from.")
     if anatomy.residual == "post":
-        raise ModelError(f"{name} needs norms before the layers; this network norms the stream itself (post-norm).")
+        raise ModelError(f"{name} needs a pre-norm network; this one is post-norm: it normalizes the residual stream.")
     head = anatomy.network.get_output_embeddings()
     if not isinstance(head, nn.Linear) or anatomy.final_norm is None or not anatomy.embeddings:
-        raise ModelError(f"{name} rotates language models with a linear head, and this network is none.")
+        raise ModelError(f"{name} rotates language models with a linear head, and this network is not one.")
     hidden = anatomy.parts[0].output.out_features
     if {table.shape[1] for table in (*_tables(anatomy), head.weight)} != {hidden}:
         raise ModelError(f"{name} needs embeddings as wide as the residual stream ({hidden}); here they are projected.")
 
 
 def _tables(anatomy: Anatomy) -> list[Any]:
-    """The embeddings' weights [rows, hidden]."""
+    """Return the weights of the embeddings [rows, hidden]."""
     return [table.weight for table in anatomy.embeddings]
 
 
@@ -61,19 +61,19 @@ def has_layer_norms(anatomy: Anatomy) -> bool:
 
 
 def random_rotations(anatomy: Anatomy, seed: int, *, stream: bool = True, values: bool = True) -> Rotations:
-    """A random rotation of the stream, and one of the values of every block that has an attention."""
+    """Return a random rotation of the residual stream, and one of the values per block with attention."""
     generator = torch.Generator().manual_seed(seed)
     hidden = anatomy.parts[0].output.out_features
-    turned = random_rotation(hidden, generator, keeps_mean=has_layer_norms(anatomy)) if stream else None
+    rotation = random_rotation(hidden, generator, keeps_mean=has_layer_norms(anatomy)) if stream else None
     heads = [part for part in anatomy.parts if part.kind == "heads" and part.units and not part.clipped]
     matrices = {part.block: random_rotation(part.head_dim, generator) for part in heads} if values else {}
-    return Rotations(turned, matrices)
+    return Rotations(rotation, matrices)
 
 
 def random_rotation(size: int, generator: torch.Generator, *, keeps_mean: bool = False) -> Tensor:  # [size, size]
-    """A Hadamard matrix between random signs, or any orthogonal matrix where there is none of that order.
+    """Return a Hadamard matrix with random signs, or a random orthogonal matrix if no Hadamard matrix has this order.
 
-    With `keeps_mean` the vector of ones is mapped to itself: the mean of a rotated vector is the mean it had.
+    With `keeps_mean` the vector of ones is mapped to itself, so that rotating a vector keeps its mean.
     """
     if hadamard_order(size) is None:
         return _random_orthogonal(size, generator, keeps_mean)
@@ -81,7 +81,7 @@ def random_rotation(size: int, generator: torch.Generator, *, keeps_mean: bool =
     before, after = _signs(size, generator), _signs(size, generator)
     if not keeps_mean:
         return before[:, None] * matrix * after
-    matrix = matrix * matrix[:, :1].sign()  # the first column is constant: the ones reach the first place only
+    matrix = matrix * matrix[:, :1].sign()  # the first column is constant: ones map to the first basis vector
     after[0] = 1
     return (matrix * after) @ matrix.T
 
@@ -91,7 +91,8 @@ def _signs(size: int, generator: torch.Generator) -> Tensor:
 
 
 def _random_orthogonal(size: int, generator: torch.Generator, keeps_mean: bool) -> Tensor:
-    """QR of Gaussian matrices, uniform over orthogonal ones; with the ones as first column of both, they map to it."""
+    """Return the product of two uniformly random orthogonal matrices (QR of Gaussian ones). With `keeps_mean` the first
+    column of both is constant, so that the vector of ones maps to itself."""
     factors = []
     for _ in range(2):
         gaussian = torch.randn(size, size, generator=generator, dtype=torch.float64)
@@ -104,7 +105,7 @@ def _random_orthogonal(size: int, generator: torch.Generator, keeps_mean: bool) 
 
 @torch.no_grad()
 def rotate_network(anatomy: Anatomy, rotations: Rotations, device: torch.device | None = None) -> dict[str, Any]:
-    """Rotate in place, one block at a time on `device`; the facts say what a tied head's own weight adds."""
+    """Rotate in place, one block at a time on `device`; return facts, such as the parameters added by untying."""
     added = 0
     if rotations.stream is not None:
         _check_norms(anatomy)
@@ -125,39 +126,41 @@ def rotate_network(anatomy: Anatomy, rotations: Rotations, device: torch.device 
 
 
 def untie(network: PreTrainedModel) -> int:
-    """Give a head that shares the embedding's weight its own copy; how many parameters that adds."""
+    """Untie the head from the input embedding; return the number of parameters added."""
     head, table = network.get_output_embeddings(), network.get_input_embeddings()
-    network.config.tie_word_embeddings = False  # how an artifact remembers it
+    network.config.tie_word_embeddings = False  # recorded in the artifact
     if head.weight.data_ptr() != table.weight.data_ptr():
         return 0
     head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=head.weight.requires_grad)
-    own = {name for name, module in network.named_modules() if module is head}
+    head_paths = {name for name, module in network.named_modules() if module is head}
     tied: dict[str, str] = getattr(network, "all_tied_weights_keys", {})
-    network.all_tied_weights_keys = {key: of for key, of in tied.items() if key.rpartition(".")[0] not in own}
+    network.all_tied_weights_keys = {
+        key: source for key, source in tied.items() if key.rpartition(".")[0] not in head_paths
+    }
     return int(head.weight.numel())
 
 
 def _rotate_block(block: Block, rotations: Rotations) -> None:
     device = block.parts[0].output.device
     if rotations.stream is not None:
-        turn = rotations.stream.to(device)
+        rotation = rotations.stream.to(device)
         for norm, readers in block.norm_consumers:
-            _fold_norm(norm, readers, turn)
+            _fold_norm(norm, readers, rotation)
             for reader in readers:
                 weight = linear_weight(reader)
-                weight.copy_(weight @ turn)
+                weight.copy_(weight @ rotation)
         for part in block.parts:
             for tensor in (part.output.weight, part.output.bias):  # [hidden, in], [hidden]
                 if tensor is not None:
-                    tensor.copy_(turn.T @ tensor)
+                    tensor.copy_(rotation.T @ tensor)
     for part in block.parts:
         if part.kind == "heads" and part.block in rotations.values:
             _rotate_values(part, rotations.values[part.block].to(device))
 
 
 def _fold_norm(norm: Any, readers: list[Any], turn: Tensor) -> None:
-    """Leave a norm without a weight. A bias goes on into the readers' biases; where one has none, the norm keeps it,
-    divided by the weight and rotated."""
+    """Fold a norm's weight into its readers. Its bias is folded into their biases; if one has none, the norm keeps its
+    bias, divided by the weight and rotated."""
     bias = getattr(norm, "bias", None)
     if bias is not None:
         if all(reader.bias is not None for reader in readers):
@@ -173,7 +176,7 @@ def _fold_norm(norm: Any, readers: list[Any], turn: Tensor) -> None:
 
 
 def _rotate_values(part: Part, turn: Tensor) -> None:
-    """Every head's values by one matrix, undone where the attention output reads them."""
+    """Rotate the values of every head by one matrix, and undo it in the attention output projection."""
     values, output = part.input_projections[2], part.output.weight
     for tensor in (values.weight, values.bias):  # [units * head_dim, ...]
         if tensor is not None:
@@ -197,24 +200,24 @@ def _rotate_head(anatomy: Anatomy, turn: Tensor) -> None:
 
 
 def _check_norms(anatomy: Anatomy) -> None:
-    """A bias that no reader can take needs a weight to be divided by."""
+    """Raise if a norm must keep its bias where its weight is zero, which would be a division by zero."""
     pairs = [pair for block in anatomy.blocks for pair in block.norm_consumers]
     for norm, readers in [*pairs, (anatomy.final_norm, [anatomy.network.get_output_embeddings()])]:
         bias = getattr(norm, "bias", None)
         if bias is None or all(reader.bias is not None for reader in readers):
             continue
         if bool(((norm.weight == 0) & (bias != 0)).any()):
-            raise ModelError("a norm has a bias where its weight is zero, which no rotation can be folded around.")
+            raise ModelError("a norm has a bias where its weight is zero; no rotation can be folded into it.")
 
 
 @contextmanager
 def _in_double(module: Any) -> Iterator[None]:
-    """Inside, the parameters are float64; afterwards they are cast back to what they were."""
-    kinds = [(parameter, parameter.dtype) for parameter in module.parameters()]
-    for parameter, _ in kinds:
+    """Convert the parameters to float64 inside the context, and back to their dtypes afterwards."""
+    dtypes = [(parameter, parameter.dtype) for parameter in module.parameters()]
+    for parameter, _ in dtypes:
         parameter.data = parameter.data.double()
     try:
         yield
     finally:
-        for parameter, kind in kinds:
-            parameter.data = parameter.data.to(kind)
+        for parameter, dtype in dtypes:
+            parameter.data = parameter.data.to(dtype)

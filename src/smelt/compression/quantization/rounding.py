@@ -1,4 +1,4 @@
-"""Round to nearest, and the search for a group's range (from the code of the GPTQ authors, 2023)."""
+"""Round-to-nearest, and the range search per group (from the code of the GPTQ authors, 2023)."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def round_to_nearest(weight: Tensor, number_format: Format, search: bool = False
 
 def search_qparams(grouped: Tensor, number_format: Format, whole: Tensor | None = None) -> QuantParams:
     """Return the qparams with the clip ratio of least |error|^2.4 for each group [..., groups, group_size]."""
-    best, least = number_format.compute_qparams(grouped, tensor_amax=whole), None
+    best, best_error = number_format.compute_qparams(grouped, tensor_amax=whole), None
     for step in range(SHRINKS + 1):
         grid = number_format.compute_qparams(grouped, clip_ratio=1 - step / 100, tensor_amax=whole)
         error = number_format.dequantize_groups(number_format.quantize_groups(grouped, grid), grid) - grouped
-        size = error.abs().pow(POWER).sum(-1, keepdim=True)
-        if grid.scale.shape != size.shape:  # one scale for the tensor
-            size = size.sum().expand_as(grid.scale)
-        if least is None:
-            best, least = grid, size
+        group_error = error.abs().pow(POWER).sum(-1, keepdim=True)
+        if grid.scale.shape != group_error.shape:  # one scale for the tensor
+            group_error = group_error.sum().expand_as(grid.scale)
+        if best_error is None:
+            best, best_error = grid, group_error
             continue
-        better = size < least
-        least = torch.where(better, size, least)
+        better = group_error < best_error
+        best_error = torch.where(better, group_error, best_error)
         best = QuantParams(
             **{
                 name: new if name == "tensor" else torch.where(better, new, getattr(best, name))

@@ -1,4 +1,4 @@
-"""Round to nearest: every group on its own, no data. The floor that every other method must beat."""
+"""Round-to-nearest without data: the baseline that every other method must beat."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The search for scales of input channels, by trial: of the candidates the one that harms the enclosing module least.
+"""Search input-channel scales: choose the candidate with the least error at the output of the enclosing module.
 
-The frame of AWQ (Lin et al., 2024) and AQAS (Lee et al., 2023), which differ in their candidates, in whether the inputs
-are rounded on trial as well, and in whether weights are clipped afterwards.
+Base class of AWQ (Lin et al., 2024) and AQAS (Lee et al., 2023), which differ in their candidates, in whether inputs
+are quantized during the search, and in whether weights are clipped afterwards.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from smelt.models.anatomy import Anatomy
 from smelt.numerics.format import Format, QuantizedTensor
 
 STEPS = 20  # exponents 0, 1/20, ..., 19/20
-NO_SOURCE = "nothing that writes these inputs takes a scale exactly"
+NO_SOURCE = "the scale cannot be folded exactly into what produces these inputs"
 NO_TOKENS = "no token of the calibration data reached this expert"
 
 
 class Statistics:
-    """Mean and largest magnitude of each input channel of a group."""
+    """Observer of the mean and maximum magnitude of each input channel of a group."""
 
     def __init__(self) -> None:
         self._mean, self._largest = MeanAbsObserver(), AbsMaxObserver()
@@ -51,7 +51,7 @@ class Statistics:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A scale, and where it comes from."""
+    """A scale, and the family and exponent it was computed with."""
 
     family: str
     exponent: float
@@ -60,7 +60,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """The best candidate of a group, its error, and the error without any scale."""
+    """The best candidate of a group, its error, and the error without scaling."""
 
     candidate: Candidate
     error: float
@@ -69,7 +69,7 @@ class Found:
 
 @dataclass(frozen=True)
 class ScaleSearch(Quantization):
-    """Scale input channels by search, then round."""
+    """Scale input channels by search, then quantize."""
 
     rounding: str = "rtn"  # after scaling: rtn or gptq
     clip: bool = False  # search a clip range per group after scaling; never for queries and keys
@@ -82,11 +82,11 @@ class ScaleSearch(Quantization):
 
     @abstractmethod
     def candidates(self, group: LayerGroup, mean: Tensor, largest: Tensor) -> Iterator[Candidate]:
-        """Scales to try, from a group's input statistics. The one with exponent 0 of the first family is no scale."""
+        """Yield scales to try from a group's input statistics. Exponent 0 of the first family means no scaling."""
 
     @property
     def trial_inputs(self) -> Format | None:
-        """What inputs are rounded to on trial."""
+        """Return the format of inputs during the search; None: not quantized."""
         return None
 
     def quantize(self, work: BlockWork) -> None:
@@ -94,44 +94,45 @@ class ScaleSearch(Quantization):
         if self.clip:
             clip_block(work, self.weight_format)
         for group, matrices in round_block(work, self.rounding, lambda _: self.weight_format):
-            parts = [self.note(layer, matrix) for layer, matrix in zip(group.layers, matrices, strict=True)]
+            all_facts = [self.note(layer, matrix) for layer, matrix in zip(group.layers, matrices, strict=True)]
             work.put(group, matrices)
-            for layer, part in zip(group.layers, parts, strict=True):
-                work.facts[layer.path] |= {"scaling": notes[layer.path], **part}
+            for layer, layer_facts in zip(group.layers, all_facts, strict=True):
+                work.facts[layer.path] |= {"scaling": notes[layer.path], **layer_facts}
 
     def note(self, layer: LinearLayer, matrix: QuantizedTensor) -> dict[str, Any]:
-        """What else is told of a rounded layer."""
+        """Return additional facts about a quantized layer."""
         return {}
 
     def scale(self, work: BlockWork) -> dict[str, dict[str, Any]]:
-        """Fold the best scale of every group; returns what was done to each layer."""
+        """Fold the best scale of every group; return facts by layer path."""
         statistics = [(group, Statistics()) for group in scale_groups(work.block)]
         work.observe(statistics)
         notes: dict[str, dict[str, Any]] = {}
-        for group, seen in statistics:
+        for group, observer in statistics:
             source = scale_source(work.block, group)
             note: dict[str, Any] = {"into": None, "reason": NO_SOURCE}
-            if seen.lack(group):
+            if observer.lack(group):
                 note["reason"] = NO_TOKENS
             elif source is not None:
-                around = self.around(work, group)
-                found = self.best(group, source, around, *seen.of(group))
-                fold_scale(group, source, found.candidate.scale)
+                output_error = self.around(work, group)
+                best = self.best(group, source, output_error, *observer.of(group))
+                fold_scale(group, source, best.candidate.scale)
                 note = {
-                    "into": source.name, "family": found.candidate.family, "exponent": found.candidate.exponent,
-                    "error": found.error, "error_unscaled": found.unscaled,
+                    "into": source.name, "family": best.candidate.family, "exponent": best.candidate.exponent,
+                    "error": best.error, "error_unscaled": best.unscaled,
                 }  # fmt: skip
             notes |= {layer.path: note for layer in group.layers}
         return notes
 
     def around(self, work: BlockWork, group: LayerGroup) -> OutputError:
-        """Where the error is taken: attention or feed-forward for what writes its units, else the layer itself."""
+        """Return where the error is measured: at the output of attention or FFN for their input projections, else at
+        the layer's own output."""
         assert work.block_inputs is not None
-        kind = ModuleOutputError if group.writes else LayerOutputError
-        return kind(work.block_inputs, work.block, group, self.search_tokens)
+        error_class = ModuleOutputError if group.writes else LayerOutputError
+        return error_class(work.block_inputs, work.block, group, self.search_tokens)
 
     def best(self, group: LayerGroup, source: ScaleSource, around: OutputError, mean: Tensor, largest: Tensor) -> Found:
-        """Try every candidate as it can be folded."""
+        """Return the best candidate, each rounded to what its source can fold."""
         best, unscaled = None, None
         for candidate in self.candidates(group, mean, largest):
             candidate = replace(candidate, scale=source.fitting(candidate.scale))
@@ -141,11 +142,11 @@ class ScaleSearch(Quantization):
                 best = Found(candidate, error, unscaled)
         assert best is not None
         if not best.error < torch.inf:
-            raise DataError(f"{group.part.path} gives NaN or infinity on the calibration data; it cannot be quantised.")
+            raise DataError(f"{group.part.path} outputs NaN or infinity on the calibration data; cannot quantize it.")
         return best
 
     def trial_error(self, group: LayerGroup, around: OutputError, scale: Tensor) -> float:
-        """Of the rounded product `Q(x / s) Q(W s)^T`, at the output of what is around the group."""
+        """Return the output error of the quantized product `Q(x / s) Q(W s)^T`."""
         weights = [self.weight_format.fake_quantize(layer.weight.float() * scale) / scale for layer in group.layers]
         return around.error(weights, self._rounding_of_inputs(scale))
 
@@ -156,8 +157,8 @@ class ScaleSearch(Quantization):
         return lambda x: (number_format.fake_quantize(x.float() / scale) * scale).to(x.dtype)
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
-        """A pass for the statistics, one for GPTQ, and the trials: four groups, each about a third of a block. Of every
-        further expert the inputs are taken once."""
+        """Count one pass for the statistics, one for GPTQ, and the trials: four groups, each about a third of a block,
+        plus one pass over the inputs of every further expert."""
         plain = super().estimate_resources(anatomy, size, memory_limit)
         share = min(1.0, max(self.search_tokens, size.batch_size * size.seq_len) / max(size.tokens, 1))
         experts = max(sum(part.mixture is not None for part in block.parts) for block in anatomy.blocks)
@@ -165,7 +166,7 @@ class ScaleSearch(Quantization):
 
 
 def power_family(base: Tensor, exponent: float) -> Tensor:
-    """base^exponent, scaled so that its largest and smallest values are each other's inverse."""
+    """Return base^exponent, scaled so that its maximum is the inverse of its minimum."""
     return balanced(base.clamp(min=1e-4).pow(exponent))
 
 

@@ -1,8 +1,8 @@
-"""Scales of input channels, folded into what produces the channels, so that the network computes the same function.
+"""Fold input-channel scales into what produces the channels, without changing the network's function.
 
-A group of layers reads x. Its weights are multiplied by s, channel by channel, and what writes x is divided by s: a
-norm's weight and bias, the rows of the values (for the attention output), or the rows of the up projection (for the
-layer that ends the feed-forward). AWQ, SmoothQuant and AQAS differ only in how they choose s.
+A layer group reads x. Its weights are multiplied by s per channel, and the source of x is divided by s: a norm's weight
+and bias, the rows of the value projection (for the attention output), or the rows of the up projection (for the
+down projection). AWQ, SmoothQuant and AQAS differ only in how they choose s.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from smelt.models.anatomy import Block, Part, Projection
 
 
 class ScaleSource(ABC):
-    """What writes the input channels of a group, and can be divided by a scale."""
+    """The producer of a group's input channels, which can be divided by a scale."""
 
     name: ClassVar[str]
 
     def fitting(self, scale: Tensor) -> Tensor:  # [columns] -> [columns]
-        """The nearest scale that can be folded exactly."""
+        """Return the nearest scale that can be folded exactly."""
         return scale
 
     @abstractmethod
     def divide(self, scale: Tensor) -> None:
-        """Make the channels smaller by a scale that fits."""
+        """Divide the channels by a scale returned by `fitting`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class NormSource(ScaleSource):
 
 @dataclass(frozen=True)
 class ProjectionSource(ScaleSource):
-    """The rows of a linear map whose outputs reach the group unchanged, or through what commutes with a scale."""
+    """A projection whose outputs reach the group unchanged, or through operations that commute with a scale."""
 
     projection: Projection
 
@@ -59,7 +59,7 @@ class ProjectionSource(ScaleSource):
 
 @dataclass(frozen=True)
 class UpSource(ProjectionSource):
-    """The up projection: its outputs are multiplied by the gate's, or pass a ReLU."""
+    """The up projection: its outputs are multiplied by the gate, or go through a ReLU."""
 
     name = "up projection"
 
@@ -72,22 +72,22 @@ class ValueSource(ProjectionSource):
     part: Part
 
     def fitting(self, scale: Tensor) -> Tensor:
-        """With grouped queries several heads read the same values: they share the mean of their scales."""
+        """Average the scales of query heads that share a KV head (grouped-query attention)."""
         return self._by_head(scale).mean(1, keepdim=True).expand(-1, self.part.heads_per_unit, -1).flatten()
 
     def divide(self, scale: Tensor) -> None:
         super().divide(self._by_head(scale)[:, 0].flatten())
 
-    def _by_head(self, scale: Tensor) -> Tensor:  # [columns] -> [key/value heads, query heads that share one, head_dim]
+    def _by_head(self, scale: Tensor) -> Tensor:  # [columns] -> [KV heads, query heads per KV head, head_dim]
         return scale.reshape(self.part.units, self.part.heads_per_unit, self.part.head_dim)
 
 
 def scale_source(block: Block, group: LayerGroup) -> ScaleSource | None:
-    """What a scale of this group can be folded into; None where nothing takes it exactly."""
+    """Return what a scale of this group can be folded into; None if it cannot be folded exactly."""
     part = group.part
-    if group.writes:  # of a post-norm block the residual reads the norm as well: no feeder
-        alone = part.mixture is None or group.router is not None  # one expert shares the norm with the others
-        return NormSource(part.pre_norm) if alone and getattr(part.pre_norm, "weight", None) is not None else None
+    if group.writes:  # in a post-norm block the residual also reads the norm: there `pre_norm` is None
+        exclusive = part.mixture is None or group.router is not None  # a single expert shares the norm with the others
+        return NormSource(part.pre_norm) if exclusive and getattr(part.pre_norm, "weight", None) is not None else None
     if part.kind == "heads":
         return None if part.clipped else ValueSource(part.input_projections[2], part)
     gated = len(part.input_projections) == 2
@@ -100,12 +100,12 @@ def scale_source(block: Block, group: LayerGroup) -> ScaleSource | None:
 
 @torch.no_grad()
 def fold_scale(group: LayerGroup, source: ScaleSource, scale: Tensor) -> None:
-    """Divide what writes the channels by a scale that fits, and multiply the group's weights by it. The router of a
-    mixture reads the same channels, so that its weight takes the scale up as well."""
+    """Divide the source by a scale, and multiply the group's weights by it. The router of a mixture reads the same
+    channels, so its weight is multiplied too."""
     source.divide(scale)
     for layer in (*group.layers, *([] if group.router is None else [group.router])):
         layer.weight.copy_(layer.weight * scale)
 
 
 def _divide(tensor: Tensor, scale: Tensor) -> None:
-    tensor.copy_(tensor / scale)  # a wider scale makes the quotient wide; it is rounded once, here
+    tensor.copy_(tensor / scale)  # type promotion keeps the quotient wide; it is rounded once, here

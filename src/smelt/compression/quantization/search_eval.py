@@ -1,9 +1,8 @@
-"""Other weights on trial: what the module around a group of layers gives with them, on a few batches.
+"""Evaluate candidate weights by the output error of the module around a layer group, on the first batches.
 
-The module is what AWQ's search looks at: the attention for q, k and v, the feed-forward for up and gate, and the layer
-itself for what reads their units. Attention and feed-forward end in the part's output projection, so that its output
-is the module's; the experts of a mixture are on trial together. While the feed-forward is on trial the attention before
-it is not run again.
+The module is that of AWQ's search: attention for q, k and v, the FFN for up and gate, and the layer itself for their
+output projections. Attention and FFN end in the part's output projection, so its output is the module's; the experts of
+a mixture are evaluated together. While the FFN is evaluated, recorded attention outputs are replayed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Change = Callable[[Tensor], Tensor]  # of a group's inputs
 
 
 def first_batches(block_inputs: BlockInputs, tokens: int) -> list[int]:
-    """The first batches, as many as together have at most so many positions; at least one."""
+    """Return the first batches with at most `tokens` positions in total, and at least one."""
     chosen, total = [0], _positions(block_inputs.hidden[0])
     for batch in range(1, len(block_inputs)):
         total += _positions(block_inputs.hidden[batch])
@@ -42,8 +41,8 @@ def _positions(hidden: Tensor) -> int:
 
 @contextmanager
 def trial_weights(group: LayerGroup, weights: Sequence[Tensor], change: Change | None = None) -> Iterator[None]:
-    """Inside, the group has these weights and its inputs are changed; afterwards it is as it was, to the bit."""
-    kept = [layer.weight.detach().clone() for layer in group.layers]
+    """Set the group's weights and transform its inputs inside the context; restore both bit for bit afterwards."""
+    original = [layer.weight.detach().clone() for layer in group.layers]
     hooks = []
     if change is not None:
         changed = _remembering(change)
@@ -54,11 +53,11 @@ def trial_weights(group: LayerGroup, weights: Sequence[Tensor], change: Change |
     finally:
         for hook in hooks:
             hook.remove()
-        _write(group, kept)
+        _write(group, original)
 
 
 def _remembering(change: Change) -> Change:
-    """Layers that are handed the same tensor one after the other get the same result, computed once."""
+    """Cache the last result, for layers that receive the same tensor one after the other."""
     last: list[Tensor] = []
 
     def changed(x: Tensor) -> Tensor:
@@ -76,24 +75,24 @@ def _write(group: LayerGroup, weights: Sequence[Tensor]) -> None:
 
 
 class OutputError(ABC):
-    """What is around a group of layers, and what it gave with the weights that the group has at the start."""
+    """Output error of the module around a layer group, against its outputs with the initial weights."""
 
-    truth: list[Tensor]  # [real tokens, outputs] a batch
+    truth: list[Tensor]  # [unmasked tokens, outputs] per batch
 
     @abstractmethod
     def outputs(self, weights: Sequence[Tensor], change: Change | None = None) -> Iterator[Tensor]:
-        """What it gives with these weights, batch by batch."""
+        """Yield the outputs with these weights, batch by batch."""
 
     @torch.no_grad()
     def error(self, weights: Sequence[Tensor], change: Change | None = None) -> float:
-        """Mean squared difference from the truth."""
+        """Return the mean squared error against the initial outputs."""
         pairs = zip(self.outputs(weights, change), self.truth, strict=True)
         total = sum(float((output.float() - true.float()).square().sum(dtype=torch.float64)) for output, true in pairs)
         return total / max(1, sum(true.numel() for true in self.truth))
 
 
 class LayerOutputError(OutputError):
-    """Of a single layer: its inputs are kept, and multiplied."""
+    """Error at the output of a single layer, from its recorded inputs."""
 
     def __init__(self, block_inputs: BlockInputs, block: Block, group: LayerGroup, tokens: int) -> None:
         (layer,) = group.layers
@@ -108,7 +107,7 @@ class LayerOutputError(OutputError):
 
 
 class ModuleOutputError(OutputError):
-    """Of layers that write a part's units: the part's output projection. The block runs no further."""
+    """Error of input projections at the part's output projection, where the forward pass stops."""
 
     def __init__(self, block_inputs: BlockInputs, block: Block, group: LayerGroup, tokens: int) -> None:
         self.block_inputs, self.block, self.group = block_inputs, block, group
@@ -129,7 +128,7 @@ class ModuleOutputError(OutputError):
 
 
 class BlockOutputError(ModuleOutputError):
-    """Of any layers: the hidden states that leave the block."""
+    """Error of any layers at the output of the block."""
 
     @torch.no_grad()
     def _outputs(self) -> Iterator[Tensor]:
@@ -140,25 +139,27 @@ class BlockOutputError(ModuleOutputError):
 
     @property
     def size(self) -> float:
-        """Mean square of the true output."""
+        """Return the mean square of the initial outputs."""
         total = sum(float(true.float().square().sum(dtype=torch.float64)) for true in self.truth)
         return total / sum(true.numel() for true in self.truth)
 
 
 class _Ended(Exception):
-    """The forward has passed the module that was asked for."""
+    """Raised to stop the forward pass after the requested module."""
 
 
 @torch.no_grad()
 def _runs(
     block_inputs: BlockInputs, block: Block, module: nn.Module, batches: Sequence[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """What enters and leaves a module of the block, batch by batch, real tokens only. The block runs no further. Where
-    nothing of a batch comes to the module, as may be with an expert, the batch is left out."""
-    seen: list[tuple[Tensor, Tensor]] = []
+    """Yield the input and output of a module of the block, batch by batch, unmasked tokens only.
+
+    The forward pass stops there. Batches that do not reach the module (an expert) are skipped.
+    """
+    recorded: list[tuple[Tensor, Tensor]] = []
 
     def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-        seen.append((args[0], output))
+        recorded.append((args[0], output))
         raise _Ended
 
     for batch in batches:
@@ -169,14 +170,14 @@ def _runs(
                     block_inputs.run(block.module, block.index, batch)
             finally:
                 handle.remove()
-        for states in (seen.pop() for _ in range(len(seen))):
-            entered, left = (routing.unpadded_rows(module, one, block_inputs.masks[batch]) for one in states)
-            yield entered, left
+        for states in (recorded.pop() for _ in range(len(recorded))):
+            inputs, outputs = (routing.unpadded_rows(module, state, block_inputs.masks[batch]) for state in states)
+            yield inputs, outputs
 
 
 @contextmanager
 def _recording(holder: nn.Module | None, held: list[Any]) -> Iterator[None]:
-    """Keep what a module gives."""
+    """Record the outputs of a module."""
     if holder is None:
         yield
         return
@@ -189,12 +190,12 @@ def _recording(holder: nn.Module | None, held: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def _repeating(holder: Any, held: list[Any]) -> Iterator[None]:
-    """A module gives again, call by call, what was kept."""
+    """Replay recorded outputs of a module, call by call."""
     if holder is None:
         yield
         return
-    again = iter(held)
-    holder.forward = lambda *args, **kwargs: next(again)
+    replay = iter(held)
+    holder.forward = lambda *args, **kwargs: next(replay)
     try:
         yield
     finally:

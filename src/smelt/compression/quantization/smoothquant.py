@@ -1,4 +1,4 @@
-"""SmoothQuant: move the outliers of activations into the weights, so that both fit eight bits (Xiao et al., 2023)."""
+"""SmoothQuant: move activation outliers into the weights, so that both fit 8 bits (Xiao et al., 2023)."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ class SmoothQuant(Quantization):
                 work.facts[layer.path]["scaling"] = notes.get(layer.path, {"into": None})
 
     def smooth(self, work: BlockWork) -> dict[str, dict[str, Any]]:
-        """Fold the scales of all groups that a norm feeds; returns what was done to each layer."""
+        """Fold the scales of all groups that read a norm; return facts by layer path."""
         groups = [group for group in scale_groups(work.block) if group.writes]
-        found = [(group, scale_source(work.block, group)) for group in groups]
-        seen = [(group, source, AbsMaxObserver()) for group, source in found if source is not None]
-        if seen:
-            work.observe([(group, largest) for group, _, largest in seen])
+        sources = [(group, scale_source(work.block, group)) for group in groups]
+        observers = [(group, source, AbsMaxObserver()) for group, source in sources if source is not None]
+        if observers:
+            work.observe([(group, observer) for group, _, observer in observers])
         notes: dict[str, dict[str, Any]] = {}
-        for group, source, largest in seen:
-            scale = smoothing(group, observed(group.path, largest.values), self.alpha)
+        for group, source, observer in observers:
+            scale = smoothing(group, observed(group.path, observer.values), self.alpha)
             fold_scale(group, source, scale)
             spread = float(scale.max() / scale.min())
             notes |= {layer.path: {"into": source.name, "spread": spread} for layer in group.layers}
@@ -63,6 +63,6 @@ class SmoothQuant(Quantization):
 
 @torch.no_grad()
 def smoothing(group: LayerGroup, largest: Tensor, alpha: float) -> Tensor:  # [columns] -> [columns]
-    """max|x|^alpha / max|w|^(1 - alpha) of each channel, over all layers that share the input."""
+    """Return max|x|^alpha / max|w|^(1 - alpha) per channel, over all layers that share the input."""
     weights = group.stacked().abs().amax(0)
     return (largest.pow(alpha) / weights.clamp(min=SMALLEST).pow(1 - alpha)).clamp(min=SMALLEST)

@@ -1,13 +1,13 @@
-"""SpinQuant: the rotations of stream and values are learned, by descent on orthogonal matrices (Liu et al., 2025).
+"""SpinQuant: learn the rotations of residual stream and values by Cayley SGD (Liu et al., 2025).
 
-Rotations start as random Hadamard matrices. The network's own loss is taken with its inputs to linear layers rounded,
-weights as they are (their rounding comes after). Nothing is rotated for that: with unrounded weights, rounding x R and
-turning the result back by R^T is the same, so that only the activations carry R.
+Rotations start as random Hadamard matrices. The loss is the network's own, with quantized inputs of linear layers and
+unquantized weights (they are quantized afterwards). The weights need no rotation for that: with unquantized weights,
+quantizing x R and rotating the result back by R^T is equivalent, so only the activations are rotated.
 
-Errors of rounding turn with the rotation; what it can change is how large they are, and that is the scale: gradients
-pass through it. The official code turns to QR once in about a hundred steps at random, here every step ends with a
-Newton step to the nearest orthogonal matrix; its inputs are asymmetric and whole, here symmetric and clipped
-as in QuaRot. Where the loss on the calibration data is no lower in the end, the random rotations are kept, and told so.
+A rotation changes the size of the rounding error through the scale, so gradients pass through the scale. The official
+code re-orthogonalizes by QR about once in a hundred steps at random; here every step ends with a Newton step to the
+nearest orthogonal matrix. Its inputs are asymmetric and not clipped; here they are symmetric and clipped as in QuaRot.
+If the loss on the calibration data does not decrease, the random rotations are kept, and the facts say so.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from smelt.models.anatomy import Anatomy
 from smelt.models.model import Model
 from smelt.numerics.format import Format, QuantParams
 
-ITERATIONS = 5  # of the fixed point that a step along the Cayley curve is
+ITERATIONS = 5  # of the fixed-point solver of a Cayley step
 Round = Callable[[Tensor], Tensor]
 
 
@@ -52,56 +52,59 @@ class SpinQuant(RotatedQuantization):
         within(self.name, "steps", self.steps, 1, 100_000)
         within(self.name, "lr", self.lr, 1e-6, 100.0)
         if self.input_activations is None:
-            raise RecipeError("spinquant learns from the rounding of inputs: give their format, or use quarot.")
+            raise RecipeError("spinquant learns from the quantization of inputs: set input_activations, or use quarot.")
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
         if has_layer_norms(anatomy):
-            raise ModelError("spinquant learns rotations under RMS norms; this network has layer norms: use quarot.")
+            raise ModelError("spinquant learns rotations under RMSNorm; this network has LayerNorm: use quarot.")
         if any(part.mixture is not None for part in anatomy.parts):
             raise ModelError(
-                "spinquant rounds all that reads a norm, which a mixture's router must not be: use quarot."
+                "spinquant quantizes all readers of a norm, which a mixture's router must not be: use quarot."
             )
         if any(part.clipped for part in anatomy.parts):
             raise ModelError("spinquant rotates the values of every block, and here they are clipped: use quarot.")
 
     def estimate_resources(self, anatomy: Anatomy, size: CalibrationSize, memory_limit: int | None) -> ResourceEstimate:
         rounding = super().estimate_resources(anatomy, size, memory_limit)
-        learning = 2 + 3 * self.steps * size.batch_size / size.samples  # a pass back costs two
+        learning = 2 + 3 * self.steps * size.batch_size / size.samples  # a backward pass costs two
         return ResourceEstimate(rounding.passes + learning, rounding.memory)
 
     def rotations(self, model: Model, context: MethodContext) -> Rotations:
-        kept, facts = context.checkpoint.load("rotations"), context.checkpoint.load_facts("rotations")
-        if kept is None or facts is None:
-            kept, facts = self._learned(model, context)
-            context.checkpoint.save("rotations", kept)
+        matrices, facts = context.checkpoint.load("rotations"), context.checkpoint.load_facts("rotations")
+        if matrices is None or facts is None:
+            matrices, facts = self._learned(model, context)
+            context.checkpoint.save("rotations", matrices)
             context.checkpoint.save_facts("rotations", facts)
-        exact = {name: nearest_orthogonal(matrix) for name, matrix in kept.items()}
+        exact = {name: nearest_orthogonal(matrix) for name, matrix in matrices.items()}
         return Rotations(exact.pop("stream"), {int(block): matrix for block, matrix in exact.items()}, facts)
 
     def _learned(self, model: Model, context: MethodContext) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The matrices after the last step, float32: `stream`, and those of the values by their block; and losses."""
+        """Return the learned matrices in float32 (`stream`, and those of values by block index), and the losses."""
         network, batches = model.network, context.batches
         start = random_rotations(model.anatomy, context.seed)
         assert start.stream is not None
         named = {"stream": start.stream, **{str(block): matrix for block, matrix in start.values.items()}}
-        turns = {name: matrix.to(model.device, torch.float32).requires_grad_() for name, matrix in named.items()}
-        with frozen(network), self.rounding_inputs(model.anatomy, turns):
-            before, first = _mean_loss(network, batches), {name: turn.detach().clone() for name, turn in turns.items()}
+        rotations = {name: matrix.to(model.device, torch.float32).requires_grad_() for name, matrix in named.items()}
+        with frozen(network), self.rounding_inputs(model.anatomy, rotations):
+            before, initial = (
+                _mean_loss(network, batches),
+                {name: rotation.detach().clone() for name, rotation in rotations.items()},
+            )
             for step in context.progress.track(range(self.steps), "rotations"):
                 loss = batch_loss(network, batches[step % len(batches)])
-                gradients = torch.autograd.grad(loss, list(turns.values()))
+                gradients = torch.autograd.grad(loss, list(rotations.values()))
                 rate = self.lr * (1 + math.cos(math.pi * step / self.steps)) / 2
                 with torch.no_grad():
-                    for turn, gradient in zip(turns.values(), gradients, strict=True):
-                        turn.copy_(cayley_step(turn, gradient, rate))
+                    for rotation, gradient in zip(rotations.values(), gradients, strict=True):
+                        rotation.copy_(cayley_step(rotation, gradient, rate))
             after = _mean_loss(network, batches)
         facts = {"loss_random_rotations": before, "loss_learned_rotations": after, "rotations_learned": after < before}
-        return ({name: turn.detach() for name, turn in turns.items()} if after < before else first), facts
+        return ({name: rotation.detach() for name, rotation in rotations.items()} if after < before else initial), facts
 
     @contextmanager
     def rounding_inputs(self, anatomy: Anatomy, turns: dict[str, Tensor]) -> Iterator[None]:
-        """Inside, what enters each linear layer is rotated, rounded and rotated back."""
+        """Rotate, quantize and rotate back the inputs of linear layers inside the context."""
         number_format = self.input_format
         assert number_format is not None
         parts = [part for part in anatomy.parts if part.units]
@@ -114,8 +117,8 @@ class SpinQuant(RotatedQuantization):
         for part, weight in zip(parts, weights, strict=True):
             part.pre_norm.weight = nn.Parameter(torch.ones_like(weight), requires_grad=False)
             hooks.append(part.pre_norm.register_forward_hook(_after_norm(turns["stream"], weight.detach(), round_)))
-            turn = turns[str(part.block)] if part.kind == "heads" else None
-            before = _before_output(turn, self.rotates(part), round_)
+            rotation = turns[str(part.block)] if part.kind == "heads" else None
+            before = _before_output(rotation, self.rotates(part), round_)
             hooks.append(part.output.module.register_forward_pre_hook(before))
         try:
             yield
@@ -132,7 +135,7 @@ def _mean_loss(network: PreTrainedModel, batches: Sequence[Batch]) -> float:
 
 
 def _after_norm(turn: Tensor, weight: Tensor, round_: Round) -> Any:
-    """A norm whose weight was taken out gives x; what goes on is the rounded x, in the old frame, times the weight."""
+    """Return a hook that rotates, quantizes and rotates back a norm's output before it is multiplied by the weight."""
 
     def after(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return (round_(output.float() @ turn) @ turn.T).to(output.dtype) * weight
@@ -156,7 +159,7 @@ def _by_head(x: Tensor, turn: Tensor) -> Tensor:  # [..., heads * head_dim]
 
 
 def cayley_step(turn: Tensor, gradient: Tensor, rate: float) -> Tensor:
-    """One step down along the Cayley curve through an orthogonal matrix [n, n]."""
+    """Take one Cayley SGD step from an orthogonal matrix [n, n]."""
     downhill = -gradient.T
     product = downhill @ turn
     half = product - 0.5 * (turn.T @ (turn @ product))
@@ -166,26 +169,28 @@ def cayley_step(turn: Tensor, gradient: Tensor, rate: float) -> Tensor:
     moved = start + step * downhill
     for _ in range(ITERATIONS):
         moved = start + step * (skew @ (start + moved)) / 2
-    turned = moved.T
-    return 1.5 * turned - 0.5 * turned @ (turned.T @ turned)
+    rotated = moved.T
+    return 1.5 * rotated - 0.5 * rotated @ (rotated.T @ rotated)
 
 
 def nearest_orthogonal(matrix: Tensor) -> Tensor:
-    """The orthogonal factor of the polar decomposition, float64."""
+    """Return the orthogonal factor of the polar decomposition, in float64."""
     left, _, right = torch.linalg.svd(matrix.double())
     return left @ right
 
 
 def rounded(x: Tensor, number_format: Format, clip: float = 1.0) -> Tensor:  # [..., columns] -> [..., columns]
-    """The values that a tensor written in a format is read back as, in the dtype of x. The grid is taken from x itself
-    and covers `clip` of its range; the gradient is one inside it and zero outside, apart from that of the scale."""
+    """Fake-quantize x in its own dtype, with qparams computed from x that cover `clip` of its range.
+
+    The gradient is one inside the range and zero outside, plus that of the scale.
+    """
     grouped = number_format.split_groups(x)
     grid = number_format.compute_qparams(grouped, clip_ratio=clip, tensor_amax=number_format.tensor_amax(x.detach()))
     with torch.no_grad():
         fixed = QuantParams(**{name: tensor.detach() for name, tensor in grid.tensors().items()})
         values, low, high = (
-            number_format.dequantize_groups(number_format.quantize_groups(each, fixed), fixed)
-            for each in (grouped, grouped.new_full((1,), -math.inf), grouped.new_full((1,), math.inf))
+            number_format.dequantize_groups(number_format.quantize_groups(source, fixed), fixed)
+            for source in (grouped, grouped.new_full((1,), -math.inf), grouped.new_full((1,), math.inf))
         )
         error, inside = values - grouped, (grouped >= low) & (grouped <= high)
     ratio = grid.scale / fixed.scale  # one, with the gradient of the scale
