@@ -31,9 +31,9 @@ from smelt.models.model import Model
 KEEP = (0.75, 0.5, 0.25, 0.1)
 LENGTHS = {"needle": 1024, "lookup": 512, "continuation": 1024}
 RULES = ("uniform", "pyramid", "ada", "global-topk", "static")
-FORCED = {"sink": 4, "window": 32}  # of every scorer
-BEFORE = 8  # prompts of a profile
-AT_ONCE = 14  # ways to go on from a prompt, in a batch
+FORCED = {"sink": 4, "window": 32}  # for every scorer
+BEFORE = 8  # prompts per profile
+AT_ONCE = 14  # configurations per prompt in one batch
 
 
 def main() -> None:
@@ -109,7 +109,7 @@ def _answers(
     after = torch.tensor([each.after])
     logits = decode_logits(model, reading, torch.cat(list(ways.values()), dim=1), after)
     wanted = after[0, -each.answer :]
-    rows = logits[:, -each.answer - 1 : -1].log_softmax(-1)  # [ways, answer, vocabulary]
+    rows = logits[:, -each.answer - 1 : -1].log_softmax(-1)  # [configurations, answer, vocab]
     own = rows.gather(-1, wanted.expand(len(rows), -1)[..., None])[..., 0]
     right = (rows.argmax(-1) == wanted).all(-1)
     shares = [way.double().mean().item() for way in ways.values()]

@@ -36,12 +36,12 @@ from smelt.serve.engine.sparse_runner import SparseRunner
 
 SINK, WINDOW = 2, 2
 SHARES = (1.0, 0.5, 0.25, 0.125)
-CASES = (  # task, tokens, prompts, tokens of a page
+CASES = (  # task, tokens, prompts, page_size
     ("needle", 2048, 6, 32), ("needle", 2048, 6, 16),
     ("continuation", 2048, 3, 32), ("continuation", 4096, 2, 32), ("continuation", 8064, 1, 32),
 )  # fmt: skip
-NEXT = 40  # tokens of a continuation
-STEADY = (0, 1, 8)  # steps that a page stays, for continuations with arkvale at a share of 25 %
+NEXT = 40  # continuation length
+STEADY = (0, 1, 8)  # keep_steps, for continuations with arkvale at a share of 25%
 CHUNK = 512
 SEED = 0  # of the prompts
 
@@ -144,7 +144,7 @@ class Texts:
                 if step >= len(self.questions[number].after) - 1 - self.questions[number].answer:
                     losses[number].append(-own)
                     right[number] &= is_best
-            copied = copied or self.pages.recalled_bytes  # the first token finds an empty device
+            copied = copied or self.pages.recalled_bytes  # the device is empty at the first token
         overlap, free = overlaps(recorder.trace())
         return {
             "loss": mean([mean(each) for each in losses]), "right": mean([float(each) for each in right]),
@@ -216,7 +216,7 @@ def overlaps(trace: Trace) -> tuple[float, float]:
 def chosen_share(trace: Trace) -> float:
     """Return the share of pages that were attended to."""
     counts = trace.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
-    held = trace.pages[trace.ends - 1].long() + 1  # the last page is always chosen
+    held = trace.pages[trace.ends - 1].long() + 1  # the last page is always selected
     return float(counts.sum() / held.sum())
 
 

@@ -32,7 +32,7 @@ from smelt.models.model import Model
 PARTS = ("stream", "passkey", "alpha", "video")
 CAP = 1024
 TOKENS, STEP = 200_000, 2_000  # of the long stream
-BEFORE, AFTER = 4096, 128  # tokens that are read and foreseen for the perplexity
+BEFORE, AFTER = 4096, 128  # tokens of context and of continuation for the perplexity
 FRAMES, FRAME_STEP = 2_000, 40
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 WAYS = {
@@ -44,7 +44,7 @@ WAYS = {
 }
 KEYS_CAP = 512
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-KEYS = (  # the text, its tokens, what is kept of it; the network was trained for 8192 tokens
+KEYS = (  # text, tokens, tokens kept; the network was trained on 8192 tokens
     ("filler", 4096, ("everything", "truncation", *WAYS)),
     ("filler", 32 * KEYS_CAP, ("truncation", "InfiniPot", "without CR-RoPE")),
     ("WikiText-2", 2048, ("everything", "truncation", *WAYS)),
@@ -233,7 +233,7 @@ def _passkey_page(rows: list[dict[str, Any]]) -> str:
 def _alpha_page(rows: list[dict[str, Any]]) -> str:
     cap, ways = rows[0]["cap"], list(dict.fromkeys(row["way"] for row in rows))
     by_way = {way: {row["number"]: row["loss"] for row in rows if row["way"] == way} for way in ways}
-    texts = set.intersection(*(set(losses) for losses in by_way.values()))  # that all ways have read
+    texts = set.intersection(*(set(losses) for losses in by_way.values()))  # read by all configurations
     cells = [[way, f"{math.exp(mean([by_way[way][number] for number in texts])):.2f}"] for way in ways]
     return (
         f"## The share kept for novelty\n\nPerplexity of {AFTER} tokens after {BEFORE:,} of WikiText-2, {len(texts)} "

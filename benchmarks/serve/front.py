@@ -38,7 +38,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         server = start(write_model(Path(folder) / "tiny"), Path(folder), "--kv-cache-gib", "0.1")
         try:
-            asyncio.run(streamed(server, 16))  # warms up
+            asyncio.run(streamed(server, 16))  # warmup
             rows += [{"what": "streams", **asyncio.run(streamed(server, streams))} for streams in STREAMS]
         finally:
             server.end()

@@ -41,7 +41,7 @@ def main() -> None:
         measures.append(("transformers", peers))
     for who, measure in measures:
         for shape in options.shapes:
-            network = random_network(shape)  # each its own: the engine lays its weights out anew
+            network = random_network(shape)  # one per engine, which rearranges its weights
             rows += _guarded(shape, who, lambda n=network, s=shape, m=measure: m(n, s))
             write("serve_gpu", rows, _text(rows, bandwidth))
             del network
@@ -74,7 +74,7 @@ def random_network(shape: str) -> Any:
     for name, parameter in network.named_parameters():
         parameter.data.fill_(1.0) if "norm" in name else parameter.data.normal_(0, 0.02)
     rotary = network.model.rotary_emb
-    rotary.inv_freq = type(rotary)(config).inv_freq.to("cuda")  # what to_empty left unset
+    rotary.inv_freq = type(rotary)(config).inv_freq.to("cuda")  # to_empty leaves it uninitialized
     rotary.original_inv_freq = rotary.inv_freq
     network.tie_weights()
     return network
@@ -87,7 +87,7 @@ def prompts(count: int) -> list[list[int]]:
 
 def ours(network: Any, shape: str, bandwidth: float) -> list[dict[str, Any]]:
     weights = sum(p.numel() * p.element_size() for p in network.parameters())
-    if shape == "8b":  # of the table of embeddings a token reads one row
+    if shape == "8b":  # a token reads one row of the embedding table
         weights -= network.get_input_embeddings().weight.nbytes
     engine = Engine(
         Model(network), max_model_len=CONTEXT, max_num_seqs=256, max_num_batched_tokens=8192, kv_cache_bytes=40 * 10**9,
@@ -96,7 +96,7 @@ def ours(network: Any, shape: str, bandwidth: float) -> list[dict[str, Any]]:
     assert engine.runner.backend == "fused-gpu with CUDA graphs", engine.runner.backend
     rows = []
     for streams in STREAMS[shape]:
-        generate(engine, streams)  # captures, compiles
+        generate(engine, streams)  # warmup: capture and compile
         seconds, decoding = generate(engine, streams)
         row: dict[str, Any] = {
             "shape": shape, "who": "engine", "path": engine.runner.backend, "streams": streams,
@@ -166,7 +166,7 @@ def peers(network: Any, shape: str) -> list[dict[str, Any]]:
     streams = PEER_STREAMS[shape]
 
     def one() -> list[dict[str, Any]]:
-        for _ in range(3):  # compiles
+        for _ in range(3):  # warmup: compile
             network.generate(inputs, cache_implementation="static", **settings)
         torch.cuda.synchronize()
         start = time.perf_counter()

@@ -69,7 +69,7 @@ def _path(settings: dict[str, Any]) -> str:
 
 
 def _freed() -> None:
-    gc.collect()  # an engine and its parts know one another
+    gc.collect()  # the engine has reference cycles
     torch.cuda.empty_cache()
 
 

@@ -25,7 +25,7 @@ from smelt.kvcache.eviction.clusters import splits_per_cluster
 from smelt.serve.engine.per_head.parts import parts_of, work_of
 
 KV_HEADS, WIDTH = 8, 128
-SKEWED = (1.0, 0.5, 0.25, 0.25, 0.1, 0.1, 0.05, 0.05)  # of what heads keep
+SKEWED = (1.0, 0.5, 0.25, 0.25, 0.1, 0.1, 0.05, 0.05)  # share of tokens that each head keeps
 COLUMNS, SIZE = 4, 16
 
 
@@ -92,9 +92,7 @@ def _plain(length: int, requests: int, kind: str | None) -> dict[str, Any]:
     last, dtype = row_layout(form, WIDTH, torch.bfloat16)
     blocks = length // SIZE + 1
     numbers = torch.randn(SIZE, KV_HEADS, WIDTH, device="cuda", dtype=torch.bfloat16)
-    block = (
-        numbers if form is None else form.quantize(numbers)
-    )  # one for all: what is in them does not decide about time
+    block = numbers if form is None else form.quantize(numbers)  # one for all: the contents do not affect the time
     pages = [block.expand(requests * blocks, -1, -1, -1).contiguous() for _ in range(2)]
     tables = torch.randperm(requests * blocks, device="cuda").view(requests, -1).int()
     arrived = torch.zeros(requests * KV_HEADS, dtype=torch.int32, device="cuda")

@@ -23,10 +23,10 @@ from smelt.kernels.gpu.arch import num_sms
 from smelt.kernels.gpu.rope import RotaryParams
 
 SEED, SIZE = 0, 16
-ROTATED = 400 * 2**20  # bytes of matrices or pages that are taken in turn
-WIDTHS = {"1b": (2048, 8192, 64), "8b": (4096, 14336, 128)}  # hidden, inner, of a head
+ROTATED = 400 * 2**20  # bytes of matrices or pages used in turn
+WIDTHS = {"1b": (2048, 8192, 64), "8b": (4096, 14336, 128)}  # hidden size, FFN size, head_dim
 VOCABULARY, HEADS, KV_HEADS = 128256, 32, 8
-LENGTH = 384  # tokens of a request, half way through its answer
+LENGTH = 384  # tokens of a request, halfway through its answer
 
 VECTOR_TILES = [(1, 1024, 4), (1, 2048, 4), (2, 512, 4), (2, 1024, 4), (2, 2048, 8), (4, 512, 4), (4, 1024, 4),
                 (4, 1024, 8), (4, 2048, 8), (8, 512, 4), (8, 512, 8), (8, 1024, 8), (16, 256, 4)]  # fmt: skip
@@ -88,7 +88,7 @@ def vectors(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
 
 def _check(found: Tensor, x: Tensor, norm: Tensor, matrix: Tensor, kind: str, y: Tensor) -> None:
     if kind == "add":
-        return  # in place, and called before: the tests have it
+        return  # works in place and was already called: covered by the tests
     wide = x.double()
     wide = wide * torch.rsqrt(wide.square().mean() + 1e-5) * norm.double()
     wanted = wide @ matrix.double().T

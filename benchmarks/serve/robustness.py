@@ -25,7 +25,7 @@ from tests.serve.server_process import start, write_model
 from smelt.measure.machine import machine
 
 WARM_UP = 200
-PARTS = 10  # memory is read after each
+PARTS = 10  # memory is measured after each
 
 
 def measured(requests: int, at_once: int) -> dict[str, Any]:

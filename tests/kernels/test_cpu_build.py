@@ -31,7 +31,7 @@ assert torch.allclose(layer(x), x @ layer.weight.T, atol=1e-4)
 print(layer.path)
 """
 COMPILE = "from smelt.kernels.cpu.build import ensure_compiled; ensure_compiled()"
-# Stands in for a compiler: writes down that it was called, then copies what the real one made.
+# Fake compiler: record the call, then copy the real compiler's output.
 COMPILER = """#!{python}
 import shutil, sys, time
 if "--version" in sys.argv:
@@ -78,7 +78,7 @@ def test_a_second_process_does_not_compile(tmp_path: Path, compiler: Path, cache
 def test_concurrent_processes_compile_once(tmp_path: Path, compiler: Path, cache: Path) -> None:
     running = [subprocess.Popen([sys.executable, "-c", COMPILE]) for _ in range(3)]
     assert [process.wait() for process in running] == [0, 0, 0]
-    assert calls(tmp_path) > STEPS  # they did
+    assert calls(tmp_path) > STEPS  # they did compile concurrently
     assert len(list(cache.iterdir())) == 1
     assert load_library() is not None
 

@@ -34,7 +34,7 @@ INTEGERS = (
 )
 SHAPES = ((33, 576), (5, 100), (17, 31), (1, 1), (70, 128))
 TOKENS = (1, 2, 3, 4, 5, 33, 97)
-# The largest error in units of sum |x| |w|: of float32 sums; and of a weight and an output rounded to bfloat16.
+# The largest error in units of sum |x| |w|: for float32 sums, and for weights and outputs rounded to bfloat16.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2.1 * 2.0**-8}
 INPUTS = {
     "int8": ActivationQuant(get_format("int8")),
@@ -161,7 +161,7 @@ def test_any_shape_of_x() -> None:
 @pytest.mark.parametrize("name", ["int4-asym/64@float16", "int8/64@float16", "nvfp4", "amxfp4"])
 @pytest.mark.parametrize("inputs", [None, "int8"])
 def test_thread_count_changes_no_bit(name: str, inputs: str | None) -> None:
-    matrix = packed(name, 1000, 576)  # no multiple of any block
+    matrix = packed(name, 1000, 576)  # not a multiple of any block
     told = INPUTS[inputs] if inputs else None
     kernel = select_kernel(matrix, told, torch.float32)
     for tokens in (1, 3, 16):

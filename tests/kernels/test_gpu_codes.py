@@ -41,7 +41,7 @@ def test_every_byte(kind: torch.dtype, dtype: torch.dtype) -> None:
     found = torch.empty(256, dtype=dtype, device=DEVICE)
     byte_kernel[(1,)](octets.to(DEVICE), found, EIGHT=kind == torch.int8)
     wanted = octets.view(kind).float()
-    real = ~wanted.isnan()  # E4M3 has two codes for what is not a number, which are never written
+    real = ~wanted.isnan()  # E4M3 has two NaN codes, which are never written
     assert torch.equal(found.cpu().float()[real], wanted[real])
 
 

@@ -52,10 +52,10 @@ def test_matches_the_product_of_quantized_inputs(name: str, path: str, monkeypat
 def test_inputs_are_quantized_exactly_as_the_format_does() -> None:
     x = torch.randn(6, 100, device=DEVICE, dtype=HALF)
     x[1, 3], x[2, 4], x[2, 5], x[3] = float("nan"), float("inf"), float("-inf"), 0
-    names = ["int8", "int8@float16"] + ["int8@bfloat16"] * (DEVICE == "cuda")  # the interpreter cuts bits off
+    names = ["int8", "int8@float16"] + ["int8@bfloat16"] * (DEVICE == "cuda")  # the interpreter truncates
     for number_format in map(get_format, names):
         codes, scales = launch.round_rows(x, torch.int8, 127.0, number_format.scale_dtype)
-        # on the CPU: on a GPU, PyTorch divides by a number as it multiplies with its inverse
+        # on CPU: on GPU, PyTorch divides by a scalar by multiplying with its inverse
         found, wanted = (codes * scales[:, None]).cpu(), number_format.fake_quantize(x.cpu().float())
         assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
         assert found.isnan().any(-1).tolist() == [False, True, False, False, False, False]
@@ -83,7 +83,7 @@ def test_unsupported_formats_are_left_to_other_kernels() -> None:
     matrix = packed("int4/row", 16, 64)
     for name in ("int8-asym", "int8/32", "int4", "mxfp8-e4m3", "int8@e4m3"):
         assert not KERNEL.supports(matrix, ActivationQuant(get_format(name)), HALF)
-    for name in ("int4/32", "int3/row", "int4-float-zero", "dint8", "mxfp4"):  # 32: half of what an int8 product takes
+    for name in ("int4/32", "int3/row", "int4-float-zero", "dint8", "mxfp4"):  # 32: half of the tile of an int8 product
         assert not KERNEL.supports(packed(name, 16, 64), ActivationQuant(INT8), HALF)
 
 

@@ -11,8 +11,8 @@ from smelt.kernels import threshold_select as dispatch
 from smelt.kernels.dispatch import use_backend
 from smelt.kernels.gpu import threshold_select as kernel
 
-TILES = 256, 4  # small ones, so that short vectors have many
-WORDS = 256  # that a program turns into indices: 32 tiles
+TILES = 256, 4  # small, so that short vectors have many
+WORDS = 256  # converted to indices by one program: 32 tiles
 GROUP = WORDS * kernel.BITS
 
 
@@ -27,8 +27,8 @@ def plain(values: Tensor, threshold: float, start: int, stop: int) -> Tensor:
         (1, 0, 1),
         (255, 0, 255),
         (1000, 0, 1000),
-        (1000, 300, 700),  # begins and ends inside tiles
-        (1000, 512, 768),  # a whole tile
+        (1000, 300, 700),  # starts and ends inside tiles
+        (1000, 512, 768),  # a full tile
         (1000, 0, 0),
         (1000, 1000, 1000),
         (2 * GROUP + 77, GROUP - 300, 2 * GROUP + 77),  # several groups
@@ -46,7 +46,7 @@ def test_bit_for_bit(elements: int, start: int, stop: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("threshold", [0.0, 0.1, 2.5, float("inf")])
 def test_fixed_capacity_keeps_the_first_matches_and_marks_empty_slots(threshold: float, slots: int) -> None:
     residual, gradient = torch.randn(3001, device=DEVICE), torch.zeros(3001, device=DEVICE)
-    residual[7], residual[2900] = torch.inf, 0.1  # as close to the threshold as a number can be
+    residual[7], residual[2900] = torch.inf, 0.1  # exactly at the threshold
     found = kernel.add_and_select(residual, gradient, threshold, 5, 2999, slots, tiles=TILES, words=WORDS)
     matches = plain(residual, threshold, 5, 2999).tolist()
     assert found.tolist() == [*matches, *[3001] * slots][:slots]

@@ -49,7 +49,7 @@ def check(name: str, batch: int, rows: int, columns: int, path: str) -> None:
 
 @pytest.mark.parametrize("name", WORDS + OTHERS)
 def test_one_vector(name: str) -> None:
-    check(name, 1, 3, 96, "gemv")  # more chunks than a tile holds, and rows that do not fill one
+    check(name, 1, 3, 96, "gemv")  # more chunks than a tile, and rows that do not fill one
 
 
 @pytest.mark.parametrize("name", [*WORDS, *(name for name in OTHERS if name not in ("int3/32", "int5/64"))])

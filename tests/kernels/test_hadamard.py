@@ -9,7 +9,7 @@ import torch
 
 from smelt.kernels.hadamard import hadamard_matrix, hadamard_order, hadamard_transform
 
-# Paley's first and second construction, Williamson's, powers of two, and what widths of networks are made of.
+# Paley's first and second construction, Williamson's, powers of two, and factors of common hidden sizes.
 ORDERS = (1, 2, 4, 12, 20, 28, 36, 44, 52, 60, 76, 92, 100, 108, 140, 148, 172)
 SIZES = (1, 2, 8, 64, 48, 128, 172, 344, 576, 1536, 2048)
 
@@ -45,7 +45,7 @@ def test_odd_shapes_and_extreme_values() -> None:
     assert hadamard_transform(torch.zeros(2, 0, 576)).shape == (2, 0, 576)
     assert hadamard_transform(torch.randn(64)).shape == (64,)
     assert hadamard_transform(torch.randn(64, 3).T).shape == (3, 64)  # not contiguous
-    large = torch.full((1, 4096), 1000.0, dtype=torch.float16)  # the sum alone would be out of range
+    large = torch.full((1, 4096), 1000.0, dtype=torch.float16)  # the plain sum would overflow
     assert hadamard_transform(large)[0, 0] == 64000
     assert bool(hadamard_transform(torch.full((1, 64), math.nan)).isnan().all())
 

@@ -9,7 +9,11 @@ from smelt.kernels.kv_quant import INT4, INT8, KV_QUANT_DTYPES, KVQuantFormat
 from smelt.numerics.catalog import get_format
 from smelt.numerics.format import Format
 
-CATALOGUE = {"int8": "int8", "fp8": "fp8-e4m3", "int4": "int4-asym/row@float16"}  # the same formats, by their reference
+CATALOGUE = {
+    "int8": "int8",
+    "fp8": "fp8-e4m3",
+    "int4": "int4-asym/row@float16",
+}  # the same formats in the reference implementation
 
 
 def reference(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -31,7 +35,7 @@ def test_rows_match_the_catalog_format(name: str, width: int) -> None:
     found = rows.dequantize(packed)
     step = found.abs().amax(-1, keepdim=True) / 100
     wanted = reference(name, x.flatten(0, 1)).view_as(x)
-    assert float(((found - wanted).abs() > 2 * step).float().mean()) < 0.002  # ties apart
+    assert float(((found - wanted).abs() > 2 * step).float().mean()) < 0.002  # except ties
     assert float((found - x).norm() / x.norm()) < {"int8": 0.01, "fp8": 0.04, "int4": 0.12}[name]
 
 
@@ -54,7 +58,7 @@ def test_the_hadamard_transform_keeps_products_and_spreads_outliers() -> None:
         and not KVQuantFormat.for_head_dim(INT8, 64).hadamard
     )
     queries, keys = torch.randn(20, 64), torch.randn(30, 64)
-    keys[:, 3] += 25  # a channel that is large in every key
+    keys[:, 3] += 25  # an outlier channel
     wanted = queries @ keys.T
     assert torch.allclose(rows.rotate(queries) @ rows.rotate(keys).T, wanted, atol=1e-3)
     assert torch.allclose(rows.unrotate(rows.rotate(keys)), keys, atol=1e-4)

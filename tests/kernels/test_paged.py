@@ -50,17 +50,19 @@ def test_random_block_tables(seed: int, size: int, heads: tuple[int, int], width
     lengths = [draw(1, 40) for _ in range(draw(1, 5))]
     counts = [draw(1, length + 1) for length in lengths]
     needed = [math.ceil(length / size) for length in lengths]
-    order = torch.randperm(sum(needed) + 3, generator=chance).tolist()  # blocks lie anywhere
+    order = torch.randperm(sum(needed) + 3, generator=chance).tolist()  # blocks in random order
     tables = torch.full((len(lengths), max(needed)), 0, dtype=torch.int32)
     for row, count in enumerate(needed):
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
-    pages = [torch.randn(sum(needed) + 3, size, heads[1], width, generator=chance) for _ in range(2)]  # full of rubbish
+    pages = [
+        torch.randn(sum(needed) + 3, size, heads[1], width, generator=chance) for _ in range(2)
+    ]  # filled with garbage
     keys, values = ([torch.randn(length, heads[1], width, generator=chance) for length in lengths] for _ in range(2))
 
     def places(row: int, positions: Tensor) -> Tensor:
         return tables[row].long()[positions // size] * size + positions % size
 
-    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):  # what was there before
+    for row, (length, count) in enumerate(zip(lengths, counts, strict=True)):  # the tokens before the chunk
         old = torch.arange(length - count)
         store_kv(keys[row][: length - count], values[row][: length - count], *pages, places(row, old))
     new = torch.cat(

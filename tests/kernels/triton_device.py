@@ -20,8 +20,8 @@ if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton was imported before its interpreter was asked for", allow_module_level=True)
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton itself and the kernels are imported
 
-HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16 of its own
-TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 6e-4}  # the rounding of the result, and of the matrix if written out
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no native bfloat16
+TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 6e-4}  # rounding of the result, and of the dequantized matrix
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -18,12 +18,14 @@ class SseServer:
 
     first: float = 0.05
     gap: float = 0.01
-    together: int = 1  # tokens in a piece
+    together: int = 1  # tokens per chunk
     usage: bool = True
     key: str = ""
     models: tuple[str, ...] = ("tiny",)
     tokenizes: bool = False
-    fails: Callable[[int], str] = lambda number: ""  # of the nth completion: "503", "cut", "error", "slow", or nothing
+    fails: Callable[[int], str] = lambda number: (
+        ""
+    )  # failure of the nth completion: "503", "cut", "error", "slow", or none
     bodies: list[Body] = field(default_factory=list)
     at_once: int = 0
     most_at_once: int = 0

@@ -43,7 +43,7 @@ def test_the_summary_by_hand() -> None:
     assert found.peak_tokens_per_second == pytest.approx(6.0)
     assert found.peak_concurrency == 2
     assert found.ttft is not None and found.ttft.mean == pytest.approx(350) and found.ttft.p50 == pytest.approx(350)
-    assert found.tpot is not None and found.tpot.mean == pytest.approx(80)  # one token alone has no such time
+    assert found.tpot is not None and found.tpot.mean == pytest.approx(80)  # a single token has none
     assert found.itl is not None and found.itl.mean == pytest.approx(200) and found.itl.max == pytest.approx(300)
     assert found.e2el is not None and found.e2el.p90 == pytest.approx(590)
     assert (found.good, found.goodput) == (1, pytest.approx(0.5))  # the other's first token came after 500 ms

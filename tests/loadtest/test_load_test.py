@@ -63,7 +63,7 @@ def test_the_loop_is_open() -> None:
         limited = measured(server, rate=40.0, seed=5, max_concurrency=4).timelines
     assert [line.due for line in limited] == [line.due for line in result.timelines]
     assert max(line.late for line in limited) > 0.5
-    assert all(line.ttft < 0.7 for line in limited)  # which begins when it is sent
+    assert all(line.ttft < 0.7 for line in limited)  # which starts when the request is sent
 
 
 def test_concurrency_is_limited() -> None:

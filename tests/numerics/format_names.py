@@ -22,5 +22,5 @@ def every_value(number_format: Format, grid: QuantParams) -> Tensor:  # [..., gr
     codes = torch.arange(1 << number_format.bits, dtype=torch.uint8)
     values = number_format.dequantize_groups(codes.expand(*grid.scale.shape[:-1], -1), grid)
     if isinstance(number_format, DenormalInteger) and number_format.symmetric:
-        values[..., -3] = torch.nan  # the code that is left over
+        values[..., -3] = torch.nan  # the unused code
     return values

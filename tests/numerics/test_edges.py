@@ -18,7 +18,7 @@ def test_zeros_stay_zeros(name: str) -> None:
     number_format = get_format(name)
     x = torch.zeros(3, 40)
     assert torch.equal(number_format.fake_quantize(x), x)
-    x[1, :2] = torch.tensor([1.0, -2.0])  # a group of zeros beside others
+    x[1, :2] = torch.tensor([1.0, -2.0])  # a group of zeros beside nonzero ones
     rounded = number_format.fake_quantize(x)
     assert torch.equal(rounded[x == 0], x[x == 0]) and float(rounded.abs().max()) > 0
 
@@ -64,7 +64,7 @@ def test_only_infinities(name: str) -> None:
 def test_a_nan_makes_its_group_nan_and_no_other(name: str) -> None:
     number_format = get_format(name)
     x = torch.randn(3, 70)
-    x[0, 69], x[1, 2] = 9.0, 0.0  # the largest of the tensor, which may count for all, is in another group
+    x[0, 69], x[1, 2] = 9.0, 0.0  # the tensor's amax, which may set a global scale, is in another group
     expected = number_format.fake_quantize(x)
     x[1, 2] = math.nan
     quantized = number_format.quantize(x)

@@ -141,7 +141,7 @@ def test_element_types_compare_by_name() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_tables_do_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
     made = normal_floats(4)
-    fresh = ElementType("fresh" + str(dtype), 4, made.values)  # with no tables made before
+    fresh = ElementType("fresh" + str(dtype), 4, made.values)  # without cached tables
     x = 2 * torch.rand(100_000) - 1
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

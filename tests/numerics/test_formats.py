@@ -231,7 +231,7 @@ def test_a_clip_ratio_clips() -> None:
             for shrink in (1.0, 0.5)
         )
         ratio = half.scale / whole.scale
-        assert torch.allclose(ratio, torch.full_like(ratio, 0.5), rtol=0.07), name  # but for the rounding to E4M3
+        assert torch.allclose(ratio, torch.full_like(ratio, 0.5), rtol=0.07), name  # up to the rounding to E4M3
 
 
 def test_dint_is_an_integer_format_with_two_fewer_codes() -> None:

@@ -22,7 +22,7 @@ class Browser:
         assert CHROMIUM is not None
         their_input, self._output = os.pipe()
         self._input, their_output = os.pipe()
-        # Chromium reads from descriptor 3 and writes to 4, whatever numbers ours have here.
+        # Chromium reads from descriptor 3 and writes to 4, whatever our own numbers are.
         moves = f"exec {CHROMIUM} {' '.join(OPTIONS)} --user-data-dir={folder} 3<&{their_input} 4>&{their_output}"
         self.process = subprocess.Popen(
             ["bash", "-c", moves], pass_fds=(their_input, their_output), stdout=subprocess.DEVNULL,

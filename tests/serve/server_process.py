@@ -23,7 +23,7 @@ from tests.serve.test_detokenizer import byte_tokenizer
 from tests.tiny import DECODER
 
 CONTEXT = 2048
-PATIENCE = 120.0  # seconds that a test waits for a state, on however slow a machine
+PATIENCE = 120.0  # seconds a test waits for a state, even on a slow machine
 NAME = "tiny"
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

@@ -38,7 +38,7 @@ def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[
     for event in events[:-1]:
         (part,) = event["choices"]
         whole = choices.setdefault(part["index"], {"text": "", "finish_reason": None, "logprobs": [], "token_ids": []})
-        assert whole["finish_reason"] is None  # nothing comes after the end
+        assert whole["finish_reason"] is None  # nothing follows the end
         whole["text"] += part["text"] if "text" in part else part["delta"].get("content", "")
         whole["finish_reason"] = part["finish_reason"]
         whole["logprobs"] += (part["logprobs"] or {}).get("token_logprobs", [])
@@ -156,7 +156,7 @@ def test_stop_tokens_logit_bias_and_eos(server: Server) -> None:
     assert forced["token_ids"] == [65] * 4
     letter = forced["text"][0]
     held = server.complete(max_tokens=4, logit_bias={"65": 100}, stop=[letter * 2 + "!", letter * 5])["choices"][0]
-    assert held["text"] == letter * 4 and held["finish_reason"] == "length"  # what was held back comes in the end
+    assert held["text"] == letter * 4 and held["finish_reason"] == "length"  # held-back text is flushed at the end
     stopped = server.complete(max_tokens=10, ignore_eos=True, stop_token_ids=[plain[3]], return_token_ids=True)
     (choice,) = stopped["choices"]
     assert choice["token_ids"] == plain[: plain.index(plain[3]) + 1] and choice["finish_reason"] == "stop"

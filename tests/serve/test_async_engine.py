@@ -64,7 +64,7 @@ def test_leaving_early_frees_the_blocks(live: AsyncEngine) -> None:
 
     requests = asyncio.run(leave())
     assert _free(live)
-    assert [request.reason for request in requests] == ["abort", "abort"]  # not by coming to their end
+    assert [request.reason for request in requests] == ["abort", "abort"]  # not by finishing
 
 
 def test_a_refused_request_fails_only_for_its_caller(live: AsyncEngine) -> None:

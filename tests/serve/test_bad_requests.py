@@ -174,7 +174,9 @@ def test_a_large_body_is_refused_with_and_without_its_length(server: Server) -> 
         while True:
             yield b"x" * 65536
 
-    with suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):  # it may be closed while we write
+    with suppress(
+        httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError
+    ):  # the server may close it while we write
         assert server.http.post(server.url + "/v1/completions", content=endless(), headers=headers).status_code == 413
     told = raw(
         server, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n"

@@ -56,7 +56,7 @@ def test_the_second_turn_computes_only_new_tokens(talk: Conversation) -> None:
     assert [message["content"] for message in talk.messages] == ["the cat", first, "the dog", second]
     assert talk.turns[0].cached_tokens == 0
     said = len(f"s: be kind.\nu: the cat\na: {first}")
-    assert talk.turns[1].cached_tokens >= said - 8 and talk.turns[1].prompt_tokens > said  # all of it, but for a block
+    assert talk.turns[1].cached_tokens >= said - 8 and talk.turns[1].prompt_tokens > said  # all but one block
     assert talk.engine.pool.free == talk.engine.pool.blocks
 
 
@@ -82,7 +82,7 @@ def test_a_full_context_drops_the_oldest_messages(talk: Conversation) -> None:
     with pytest.raises(RequestError, match="must fit into 128"):
         talk.trim("x" * 200)
         list(talk.answer("x" * 200))
-    assert talk.messages == before[len(before) :]  # trimmed away; the message itself is not kept
+    assert talk.messages == before[len(before) :]  # trimmed; the failed message is not kept
     assert "".join(talk.answer("the cat"))
 
 
@@ -95,7 +95,7 @@ def test_a_stopped_answer_is_kept_and_leaves_nothing_behind(talk: Conversation) 
     assert talk.engine.pool.free == talk.engine.pool.blocks and not talk.engine.busy
     coming = talk.answer("the dog")
     next(coming)
-    coming.close()  # whoever reads it may leave
+    coming.close()  # the reader may leave
     assert not talk.engine.busy and talk.messages[-1]["role"] == "assistant"
 
 
@@ -177,7 +177,7 @@ def test_at_a_terminal(folder: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     os.close(theirs)
     assert "Ctrl-C stops an answer" in _read_until(ours, "> ", process)
-    time.sleep(0.5)  # Python's own reader of lines misses a signal between its prompt and its waiting
+    time.sleep(0.5)  # Python's line reader misses a signal between printing its prompt and waiting
     os.write(ours, b"\x03")
     assert "Ctrl-D ends" in _read_until(ours, "> ", process)
     os.write(ours, b"the cat\n")
@@ -215,5 +215,5 @@ def _drain(descriptor: int) -> None:
     try:
         while select.select([descriptor], [], [], 10)[0] and os.read(descriptor, 4096):
             pass
-    except OSError:  # the other side is closed
+    except OSError:  # the other end is closed
         pass

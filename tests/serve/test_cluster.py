@@ -123,7 +123,7 @@ def test_every_route_requires_the_key(cluster: Server) -> None:
 def test_a_bad_request_is_refused_and_an_abandoned_one_is_freed(cluster: Server) -> None:
     assert cluster.post("/v1/completions", {"prompt": "x", "max_tokens": 5000}).status_code == 400
     with cluster.http.stream("POST", cluster.url + "/v1/completions", json=LONG) as answer:
-        lines = answer.iter_lines()  # held: when it is collected, the client has left
+        lines = answer.iter_lines()  # keep a reference: when it is collected, the client disconnects
         next(lines)
         cluster.wait_until(lambda state: state["running"] == 1 and state["waiting"] > 1)
     cluster.wait_until_idle(5)
@@ -198,7 +198,7 @@ def test_a_killed_replica_is_replaced_and_the_others_continue(cluster: Server, v
     """Kill the Ray actor, or its engine process."""
     before = cluster.wait_until_idle()
     streams = []
-    for _ in range(2):  # one after the other: each goes to the replica that has less to do
+    for _ in range(2):  # in sequence: each goes to the less busy replica
         streams.append(Reader(cluster, LONG))
         assert streams[-1].begun.wait(20)
     state = cluster.wait_until(lambda state: state["running"] == 2)
@@ -217,7 +217,7 @@ def test_a_killed_replica_is_replaced_and_the_others_continue(cluster: Server, v
     assert "died; Ray starts another" in cluster.log.read_text()
     new = next(iter(set(after["replicas"]) - set(before["replicas"])))
     until = time.monotonic() + 20
-    while not generated(cluster)[new]:  # it takes its share
+    while not generated(cluster)[new]:  # it gets requests
         assert time.monotonic() < until
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(lambda _: cluster.complete("hello", max_tokens=4), range(16)))

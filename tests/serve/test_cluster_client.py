@@ -195,7 +195,7 @@ def test_counters_never_decrease_and_gauges_cover_living_replicas(monkeypatch: p
         await client.poll()
         assert seen[-1]["steps"] == 77
         monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + LOST_SECONDS + 1)
-        handle.fault = TimeoutError()  # one hangs: nothing is known about any
+        handle.fault = TimeoutError()  # one hangs: no replica's state is known
         assert await client.poll() == [] and client.alive
         handle.fault = RuntimeError("no replica")
         assert sorted(await client.poll()) == ["a", "b"] and not client.alive

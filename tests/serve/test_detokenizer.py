@@ -80,7 +80,7 @@ def test_no_part_of_a_stop_string_is_shown(text: str, stop: list[str], seed: int
     shown = "".join(pieces)
     if not ends:
         assert shown == text
-    else:  # tokens that come together may hold a second stop text before the first one found
+    else:  # tokens that arrive together may contain a second stop string before the first match
         assert shown == text[: len(shown)] and not any(each in shown for each in stop)
         assert len(shown) <= max(ends)
 

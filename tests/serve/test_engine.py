@@ -92,7 +92,7 @@ def test_no_setting_changes_a_token(
         **SMALL,
     )
     assert answers(engine, prompts()) == wanted
-    assert answers(engine, prompts()) == wanted  # now from the prefix cache, where there is one
+    assert answers(engine, prompts()) == wanted  # now from the prefix cache, if enabled
 
 
 @pytest.mark.parametrize("requests", [1, 2, 6])
@@ -131,12 +131,12 @@ def test_warmup_leaves_no_trace(llama: tuple[PreTrainedModel, Any]) -> None:
     launch = engine.runner.launch
     engine.runner.launch = lambda step: (steps.append(step.tokens), launch(step))[1]  # type: ignore[method-assign]
     engine.warmup()
-    assert not steps  # a processor has nothing to compile
+    assert not steps  # nothing to compile on CPU
     engine.warmup([50, 7, 1000])
     assert sum(steps) >= 50 + 7 + 3 * 3 and engine.state() == before and not engine.busy
     request = engine.submit([0] * 40, GREEDY)[0]
     run(engine)
-    assert request.num_cached_tokens == 0  # the same tokens, but nobody's to find
+    assert request.num_cached_tokens == 0  # the same tokens, but no cached prefix
 
 
 def test_warmup_respects_max_queued(llama: tuple[PreTrainedModel, Any]) -> None:

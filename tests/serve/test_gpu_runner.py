@@ -81,7 +81,7 @@ def test_requests_that_need_previous_tokens_wait_for_them() -> None:
     plain = engine_of("llama")[0]
     asked = SamplingParams(max_tokens=8, temperature=0, repetition_penalty=5.0, ignore_eos=True)
     found = answers(plain, prompts(2), asked)
-    assert all(len(set(each)) == 8 for each in found)  # nothing comes twice
+    assert all(len(set(each)) == 8 for each in found)  # no token repeats
     drawn = SamplingParams(max_tokens=6, temperature=1.5, seed=3, ignore_eos=True)
     alone = answers(engine_of("llama")[0], prompts(1), drawn)
     engine = engine_of("llama")[0]
@@ -101,7 +101,7 @@ def test_greedy_tokens_with_a_quantized_cache_match_the_module(kind: str) -> Non
     assert engine.runner.backend.startswith("fused-gpu") and plain.runner.backend.startswith("eager")
     found, wanted = answers(engine, texts, few), answers(plain, texts, few)
     assert [each[:2] for each in found] == [each[:2] for each in wanted]
-    assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= 2  # but for a near tie
+    assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= 2  # up to a near tie
 
 
 def random_pages(blocks: int, size: int, kv_heads: int, width: int, rows: KVQuantFormat | None) -> list[torch.Tensor]:
@@ -151,7 +151,7 @@ def test_decode_attention(splits: int, window: int | None, normed: bool, kind: s
     found = paged_decode(mixed, *pages, tokens, rotation, 0.2, window, splits=splits, kv_quant=rows)
     wanted = paged_attention_reference(queries[:3], *pages, batch, 0.2, window, rows)
     assert torch.allclose(found[:3], wanted.flatten(1), atol=1e-4)
-    assert bool((found[3] == 0).all())  # a row that only fills the batch
+    assert bool((found[3] == 0).all())  # a padding row
     assert all(alike(page, other, rows) for page, other in zip(pages, others, strict=True))
     assert not bool(arrived.any())  # ready for the next call
 
@@ -320,7 +320,7 @@ def test_rope_and_cache_writes(
     for page, wanted in ((pages[0], keys), (pages[1], values)):
         written = page.cpu().flatten(0, 1)
         assert alike(written[places[real]], wanted[real], rows)
-        assert int((written.float().abs().sum((1, 2)) > 0).sum()) == 4  # the token without a place is nowhere
+        assert int((written.float().abs().sum((1, 2)) > 0).sum()) == 4  # the token without a slot is not written
 
 
 def test_splits_fill_the_multiprocessors() -> None:

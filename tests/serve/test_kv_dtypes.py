@@ -93,7 +93,7 @@ def test_tokens_match_a_cache_in_the_same_format(llama: PreTrainedModel, kind: s
     engine = engine_of(llama, kind, compiled=compiled)
     wanted = [by_transformers(llama, prompt, SAME[kind]) for prompt in prompts(4)]
     assert same(answers(engine, prompts(4)), wanted)
-    if kind == INT4 and compiled:  # and not those of a cache in none
+    if kind == INT4 and compiled:  # and differ from an unquantized cache
         caches = (SAME[kind], KVCacheFormat())
         packed_ones, plain_ones = ([by_transformers(llama, prompt, kv) for prompt in prompts(24)] for kv in caches)
         assert packed_ones != plain_ones
@@ -189,7 +189,7 @@ def test_a_bounded_cache_is_compressed_like_an_unquantized_one(kind: str) -> Non
     torch.manual_seed(5)
     model = Model(wide())
     distiller = InfiniPotCompressor(model, InfiniPot(prompt=(5, 6, 7)))
-    keys, values = torch.randn(2, 3, 40, 2, 64).unbind(0)  # [layers, tokens, kv_heads, width]
+    keys, values = torch.randn(2, 3, 40, 2, 64).unbind(0)  # [layers, tokens, kv_heads, head_dim]
     attention = {layer: torch.rand(2, 40) for layer in range(3)}
     rows = torch.randperm(48)[:40]
     found = []

@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.serve.server_process import NAME, PATIENCE, Server, start, write_model
 
-CONTEXT = 32768  # answers of this length cannot end before a test is done with them
+CONTEXT = 32768  # answers of this length cannot finish during a test
 LONG = {"prompt": "x", "max_tokens": 32000, "ignore_eos": True, "n": 16}
 SHORT = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
 
@@ -80,7 +80,7 @@ def _killed(server: Server) -> None:
     assert all(each.begun.wait(PATIENCE) and each.status == 200 for each in streams), streams[0].lines
     killed = server.wait_until(lambda state: state["running"] == 48)["worker"]
     os.kill(killed, signal.SIGKILL)
-    for each in (*streams, whole):  # none of them waits for the new engine, nor for a timeout, which are minutes
+    for each in (*streams, whole):  # none waits for the new engine or a timeout of minutes
         each.read()
     for each in streams:
         assert each.status == 200 and each.error["code"] == "engine_died" and each.lines[-1] == "data: [DONE]"

@@ -68,7 +68,7 @@ def test_samples_are_identified_by_their_index(client: openai.OpenAI) -> None:
         streamed[choice.index] += choice.delta.content or ""
         order.append(choice.index)
     assert streamed == texts
-    assert order != sorted(order)  # they come together, not one after the other
+    assert order != sorted(order)  # they are interleaved
 
 
 def test_async(server: Server) -> None:
@@ -97,7 +97,7 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert told is not None and told.content is not None and len(told.content) == 4
     for entry in told.content:
         assert entry.logprob == max(each.logprob for each in entry.top_logprobs) and len(entry.top_logprobs) == 3
-        assert entry.bytes is not None and len(entry.bytes) == 1  # a token is a byte
+        assert entry.bytes is not None and len(entry.bytes) == 1  # one token per byte
     completion = client.completions.create(prompt="hello", max_tokens=4, logprobs=2, **GREEDY)
     found = completion.choices[0].logprobs
     assert found is not None and found.tokens is not None and found.token_logprobs is not None

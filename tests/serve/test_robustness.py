@@ -12,12 +12,12 @@ from benchmarks.serve.visitors import visits
 
 from tests.serve.server_process import PATIENCE, Server
 
-ALLOWED = 32 << 20  # bytes of growth that buffers of the allocator may explain
+ALLOWED = 32 << 20  # bytes of growth attributed to allocator buffers
 
 
 def test_two_hundred_mixed_clients(server: Server) -> None:
     server.wait_until_idle()
-    asyncio.run(visits(server.url, range(1000, 1040)))  # what is allocated once is allocated now
+    asyncio.run(visits(server.url, range(1000, 1040)))  # warm up one-time allocations
     server.wait_until_idle()
     before = server.resident_bytes()
     found = asyncio.run(visits(server.url, range(200)))
@@ -97,7 +97,7 @@ def test_higher_priority_runs_first(server: Server) -> None:
                 order.append(priority)
 
             tasks, answers = [], 0
-            with server.paused():  # all of them are there before the first is begun
+            with server.paused():  # all arrive before the first starts
                 for priority, n in ((-1000, 128), (-1000, 128), (7, 100), (5, 100), (-5, 100)):  # 256 run at once
                     tasks.append(asyncio.create_task(ask(priority, n)))
                     answers += n

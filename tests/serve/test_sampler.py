@@ -78,7 +78,7 @@ def test_no_disallowed_token_is_sampled(
     asked = request(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
     found = token(torch.tensor(values), asked)
     inside = allowed(values, asked.sampling)
-    # At the very edge of top-p or min-p, float32 and float64 may differ; the token is then as good as allowed.
+    # At the edge of top-p or min-p, float32 and float64 may differ; the token then counts as allowed.
     near = {place for place in range(len(values)) if any(abs(values[place] - values[other]) < 1e-4 for other in inside)}
     wide = allowed(
         values, SamplingParams(temperature=temperature, top_k=top_k, top_p=min(1, top_p + 1e-4), min_p=min_p * 0.999)
@@ -98,7 +98,7 @@ def test_greedy_and_sampled_rows_in_one_batch() -> None:
 def test_only_position_and_seed_determine_the_sample() -> None:
     logits = torch.zeros(1000)
     first = [token(logits, request(output=(1,) * place, seed=3)) for place in range(20)]
-    assert len(set(first)) > 15  # every place has a draw of its own
+    assert len(set(first)) > 15  # every position has its own random number
     assert first == [token(logits, request((5, 6), output=(1,) * place, seed=3)) for place in range(20)]
     assert first != [token(logits, request(output=(1,) * place, seed=4)) for place in range(20)]
 

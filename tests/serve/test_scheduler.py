@@ -35,7 +35,7 @@ def check(scheduler: Scheduler) -> None:
     slots = [each.slot for each in scheduler.running]
     assert len(set(slots)) == len(slots) and all(0 <= slot < scheduler.max_num_seqs for slot in slots)
     shared = [block for block, count in held.items() if count > 1]
-    for block in shared:  # only blocks that are full are held twice
+    for block in shared:  # only full blocks are shared
         for each in scheduler.running:
             if block in each.blocks:
                 assert (each.blocks.index(block) + 1) * pool.size <= each.num_computed_tokens
@@ -47,7 +47,7 @@ class Clerk:
     def __init__(self, scheduler: Scheduler, ahead: int) -> None:
         self.scheduler, self.ahead = scheduler, ahead
         self.num_inflight: list[ScheduledBatch] = []
-        self.contents: dict[int, tuple[int, ...]] = {}  # block -> the tokens that lie in it
+        self.contents: dict[int, tuple[int, ...]] = {}  # block -> its tokens
         self.steps = 0
 
     def turn(self) -> bool:
@@ -123,7 +123,7 @@ def test_random_requests(
         expected = list(each.prompt)
         while len(expected) < len(each.tokens):
             expected.append(sum(expected) * 31 % 97)
-        assert each.tokens == expected  # nothing lost and nothing twice, also after preemption
+        assert each.tokens == expected  # no token lost or repeated, also after preemption
         if each.reason == "length":
             assert len(each.tokens) == each.limit
 
@@ -206,7 +206,7 @@ def test_blocks_for_the_answer_are_reserved_after_a_long_prefill() -> None:
     )
     for name in range(2):
         enough.add(request(name, [name] * 64, 6))
-    assert len(enough.schedule().pieces) == 2  # 32 and 3 of each, and one to spare
+    assert len(enough.schedule().pieces) == 2  # 32 + 3 for each, and one spare
     scheduler = Scheduler(
         PagedCacheManager(BlockPool(12, 2, prefix_cache=False)), max_num_batched_tokens=64, max_num_seqs=4, watermark=0
     )
@@ -266,7 +266,7 @@ def test_least_recently_freed_blocks_are_evicted_first_and_tails_before_heads() 
     for place, block in enumerate(text):
         pool.register(block, bytes([place]))
     pool.release(text)
-    pool.take(2)  # the one never used, then the tail
+    pool.take(2)  # the never used block, then the tail
     assert pool.find([bytes([0]), bytes([1]), bytes([2])]) == text[:2]
 
 

@@ -14,7 +14,7 @@ from schemathesis import GenerationMode
 
 from tests.serve.server_process import Server
 
-MOST_SECONDS = 1.5  # for each route
+MOST_SECONDS = 1.5  # per route
 POSTS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/tokenize", "/detokenize")
 
 

@@ -33,7 +33,7 @@ FEW = SparseAttentionConfig(page_size=4, token_budget=12, sink_pages=1, recent_p
 BLOCK_BYTES = 3 * 2 * 4 * 2 * 8 * 4
 TIGHT = OffloadConfig(
     num_slots=24, keep_steps=3, refresh_interval=2
-)  # one request of the longest kind, or a few short ones at once
+)  # one request of maximum length, or a few short ones at once
 PLACES = [None, OffloadConfig(keep_steps=2), TIGHT, OffloadConfig(num_slots=24, keep_steps=0)]
 
 
@@ -151,7 +151,7 @@ def test_a_few_pages_wherever_they_are_stored(
     assert all(each == alone for each in found)
     assert (
         answers(selecting(network, selection, prefill_chunk_size=1)[0], prompts(4), long) == alone
-    )  # a prompt sees all of itself
+    )  # prefill uses full attention
     assert alone != answers(Engine(Model(copy.deepcopy(network)), **SMALL), prompts(4), long)  # pages were left out
 
 
@@ -224,7 +224,7 @@ def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) 
             len(row.pages) == min(held, 5) and {0, held - 1} <= set(row.pages) and list(row.pages) == sorted(row.pages)
         )
         last = before.get((row.request, row.layer, row.head), set())
-        assert set(row.recalled) == set(row.pages) - last  # those of the last step stayed, and no others
+        assert set(row.recalled) == set(row.pages) - last  # only those of the last step stayed
         if last and held > 5:
             shared.append(len(last & set(row.pages)) / len(row.pages))
         before[row.request, row.layer, row.head] = set(row.pages)

@@ -103,10 +103,10 @@ def test_a_hanging_engine_is_detected_and_replaced_without_blocking() -> None:
         first = client.process.pid
         os.kill(first, signal.SIGSTOP)
         await asyncio.sleep(0.8)
-        assert found.unhealthy_reason == ""  # nobody waits for it
+        assert found.unhealthy_reason == ""  # the client does not wait
         streams = [
             client.stream([[9] * 2000] * 8, SamplingParams()) for _ in range(40)
-        ]  # would wait for ever, if it waited
+        ]  # would block forever if it waited
         assert client.alive
         await until(lambda: "no step was finished for 0.6 seconds" in found.unhealthy_reason)
         watching = asyncio.create_task(found.watch())

@@ -121,7 +121,7 @@ def described(weight: str, inputs: str | None = None, **changes: Any) -> Quantiz
     return QuantizationScheme(get_format(weight), get_format(inputs) if inputs else None, **changes)
 
 
-PLACES = {  # in one network: weights only, rounded inputs, low-rank factors
+PLACES = {  # in one network: weight-only, quantized inputs, low-rank factors
     "int4/16@float16": {"inputs": "int8", "static": True},
     "int8": {"inputs": "int8"},
     "mxfp4": {"inputs": "mxfp4"},
@@ -252,7 +252,7 @@ def test_unsupported_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ModelError, match=sentence):
             shard(model, 0, 2)
         after = model.network.state_dict()
-        assert all(torch.equal(before[name], after[name]) for name in before)  # nothing was cut before it was refused
+        assert all(torch.equal(before[name], after[name]) for name in before)  # nothing was split before the refusal
     monkeypatch.setattr(
         "smelt.serve.engine.tensor_parallel._start_others", lambda *_: pytest.fail("a process was started")
     )

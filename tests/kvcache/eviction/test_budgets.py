@@ -124,7 +124,7 @@ def test_a_larger_keep_keeps_at_least_as_much_in_every_head(
     by_threshold: list[BudgetRule] = [UniformBudget(), AdaKVBudget(safeguard), GlobalTopKBudget()]
     for rule in by_threshold:
         assert (rule.counts(scores, low) <= rule.counts(scores, high)).all(), rule
-    for rule in rules(sizes[0], sizes[2], seed):  # those that round, or fall back, do so in the total
+    for rule in rules(sizes[0], sizes[2], seed):  # rules that round or fall back keep only the total
         assert (rule.counts(scores, low).sum((0, 2)) <= rule.counts(scores, high).sum((0, 2))).all(), rule
     static = StaticBudget(profile_of(sizes[0], sizes[2], seed))
     assert (static.counts(scores, low) <= static.counts(scores, high) + 1).all()
@@ -229,7 +229,7 @@ def test_static_follows_the_profile() -> None:
     scores = scores_of((2, 3, 2, 110), 0, 4, 6)  # 100 of 110 may go
     counts = StaticBudget(profile, rescale=False).counts(scores, 0.3)
     assert counts[:, 1].tolist() == [[10 + 20, 10 + 20], [10 + 50, 10 + 100]]
-    # 33 a head, 10 of them forced: a mean of 0.23 where the budgets 0.2, 0.2, 0.5, 1 have 0.475
+    # 33 per head, 10 of them forced: a mean of 0.23 where the budgets 0.2, 0.2, 0.5, 1 have 0.475
     counts = StaticBudget(profile).counts(scores, 0.3)
     assert counts.sum((0, 2)).tolist() == [132] * 3
     assert counts[:, 0].tolist() == [[20, 20], [34, 58]]  # 9.684, 9.684, 24.211 and 48.421 besides the 10
@@ -255,7 +255,7 @@ def test_fitted_counts_sum_to_the_total_within_bounds(cells: list[tuple[float, i
     assert int(counts.sum()) == min(max(aim, int(low.sum())), int(high.sum()))
     free = [i for i in range(len(cells)) if low[0, i] < counts[0, i] < high[0, i]]
     shifts = [float(counts[0, i] - ideal[0, i]) for i in free]
-    assert not shifts or max(shifts) - min(shifts) <= 1 + 1e-5  # the same shift for all that have room
+    assert not shifts or max(shifts) - min(shifts) <= 1 + 1e-5  # the same shift for all that are not at a bound
 
 
 def test_fitted_rounds_the_largest_remainder_up() -> None:

@@ -104,7 +104,7 @@ def test_no_map_wastes_less_than_the_global_map(layers: int, heads: int, seed: i
     budgets = budgets_of(layers, heads, seed)
     least = sharing_overhead(budgets, cluster_heads(budgets, size)).clustered
     shuffled = budgets.flatten()[torch.randperm(budgets.numel(), generator=torch.Generator().manual_seed(seed))]
-    for other in (budgets, shuffled.view_as(budgets)):  # neighbours, and neighbours of any order
+    for other in (budgets, shuffled.view_as(budgets)):  # adjacent heads, in this order and in a random one
         assert least <= sharing_overhead(other, cluster_heads(other, size, "adjacent")).clustered * (1 + 1e-12)
 
 
@@ -133,7 +133,7 @@ def test_waste_by_hand() -> None:
 
 def test_pages_are_counted_exactly() -> None:
     budgets = torch.tensor([0.0, 0.3, 0.5, 1.0], dtype=torch.float64)
-    # 36 in any case and 0, 300, 500, 1000 of the others, in blocks of 16
+    # 36 always kept and 0, 300, 500, 1000 of the others, in blocks of 16
     assert num_pages(budgets, 1036, 4, 32, 16).tolist() == [3, 21, 34, 65]
     assert num_pages(budgets, 20, 4, 32, 16).tolist() == [2, 2, 2, 2]  # shorter than sink and window: all of it
     # 0.07 * 100 is a little more than 7 in floating point, and 30 + 7 fill one block of 37

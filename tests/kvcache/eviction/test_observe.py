@@ -41,7 +41,7 @@ def test_observing_changes_nothing_and_records_all_attention_inputs(name: str) -
     reading = record_prefill(model, prompt)
     assert torch.allclose(reading.logits, plain[:, PROMPT - 1], atol=1e-5)
     assert torch.allclose(decode_logits(model, reading, None, more), plain[:, PROMPT:], atol=1e-5)
-    assert torch.allclose(decode_logits(model, reading, None, more), plain[:, PROMPT:], atol=1e-5)  # nothing was left
+    assert torch.allclose(decode_logits(model, reading, None, more), plain[:, PROMPT:], atol=1e-5)  # unchanged cache
     assert reading.seq_len == PROMPT and len(reading.layers) == 3
     for seen in reading.layers:
         keys, queries = seen.keys, seen.rotate(seen.queries, 0)

@@ -55,7 +55,7 @@ def test_scaled_budgets_have_the_requested_mean(values: list[float], share: floa
     order = budgets.argsort()
     assert (got[order].diff() >= -1e-12).all()
     free = (budgets > 0) & (got < 1)
-    if free.any() and share > 0:  # one factor for all that are not at 1
+    if free.any() and share > 0:  # one factor for all below 1
         factors = (got / budgets)[free]
         assert factors.max().item() == pytest.approx(factors.min().item(), rel=1e-9)
 

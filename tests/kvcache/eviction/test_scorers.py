@@ -17,7 +17,7 @@ from smelt.kvcache.eviction.scorers import SCORERS, Knorm, make_scorer
 from smelt.registry import Registry
 
 BATCH, HEADS, GROUP, TOKENS, WIDTH = 2, 2, 3, 29, 8
-SCALE = 0.4  # not 1 / sqrt(width), so that nobody works that out alone
+SCALE = 0.4  # not 1 / sqrt(head_dim), so that a scorer must use the given scale
 NAMES = ("streaming", "knorm", "keydiff", "tova", "snapkv", "expected", "kvzip")
 
 
@@ -73,7 +73,7 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-6)
 
 
-# The formulas, written out
+# Formulas as loops
 
 
 def test_all_scorers_are_registered_under_their_names() -> None:
@@ -191,7 +191,7 @@ def test_kvzip_uses_the_reconstruction_attention() -> None:
         make_scorer("kvzip").score(replace(seen, reconstruction=None))
 
 
-# What they mean
+# Meaning
 
 
 def test_keydiff_ignores_the_norm_of_a_key() -> None:
@@ -212,7 +212,7 @@ def test_tova_gives_all_heads_the_same_and_sums_to_one() -> None:
     found = make_scorer("tova").score(seen_of())
     assert (found[:, 0] == found[:, 1]).all()
     torch.testing.assert_close(found.sum(dim=-1), torch.ones(BATCH, HEADS))
-    assert not torch.allclose(found[0], found[1])  # prompts stay apart
+    assert not torch.allclose(found[0], found[1])  # prompts are independent
 
 
 @pytest.mark.parametrize("variant", [{}, {"pool": "max"}, {"sharing": "max"}])
@@ -267,7 +267,7 @@ def test_expected_attention_of_only_outliers_is_finite() -> None:
     assert make_scorer("expected", sink=0, window=0, skip=4).scores(seen_of(3)).isfinite().all()
 
 
-# What all of them do
+# Behavior shared by all scorers
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,7 +14,7 @@ from smelt.kvcache.selection.page_cache import OffloadConfig
 from smelt.kvcache.selection.page_store import DevicePageStore
 
 HEADS, BLOCKS, SIZE = {0: (2, 4), 2: (3, 4)}, 12, 5
-PAGE_BYTES = 2 * SIZE * 4 * 4  # keys and values of one head
+PAGE_BYTES = 2 * SIZE * 4 * 4  # KV cache of one head
 CPU = torch.device("cpu")
 
 
@@ -68,7 +68,7 @@ def test_resident_and_recalled_pages_are_the_selection(keep_steps: int, refresh_
             assert torch.equal(found.values[found.block_tables[there]], wanted.values[wanted.block_tables[there]])
             assert found.recalled is not None and torch.equal(found.recalled, there & ~resident)
             copied = {tuple(pair) for pair in torch.stack((head, blocks), -1)[found.recalled].tolist()}
-            assert pages.recalled_bytes - before == len(copied) * PAGE_BYTES  # one that is shared: once
+            assert pages.recalled_bytes - before == len(copied) * PAGE_BYTES  # a shared page counts once
             assert (residents.block_in >= 0).sum(1).max() <= 6
             hits += int((there & resident).sum())
         pages.end_step(step)

@@ -20,7 +20,7 @@ from smelt.kvcache.selection.page_summary import (
 
 def plain_scores(queries: Tensor, high: Tensor, low: Tensor) -> Tensor:
     """Compute the formula directly: sum_d max(q_d high_d, q_d low_d), then over the group."""
-    q = queries[:, :, :, None]  # [requests, kv_heads, group, 1, width]
+    q = queries[:, :, :, None]  # [requests, kv_heads, group, 1, head_dim]
     upper, lower = (corner.permute(0, 2, 1, 3)[:, :, None] for corner in (high, low))
     return torch.maximum(q * upper, q * lower).sum(-1).sum(2)
 
@@ -31,7 +31,7 @@ def test_scores_match_the_formula_and_bound_every_product_in_the_page(
     seed: int, group: int, width: int, tokens: int
 ) -> None:
     random = torch.Generator().manual_seed(seed)
-    keys = torch.randn(2, 5, 3, tokens, width, generator=random)  # [requests, pages, kv_heads, tokens, width]
+    keys = torch.randn(2, 5, 3, tokens, width, generator=random)  # [requests, pages, kv_heads, tokens, head_dim]
     queries = torch.randn(2, 3, group, width, generator=random)
     for summary in (Quest(), ArkVale()):
         high, low = summary.box(keys)

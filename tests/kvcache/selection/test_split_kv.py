@@ -13,7 +13,7 @@ from smelt.kvcache.selection.split_kv import merge_splits, partial_attention, sp
 @pytest.mark.parametrize("tokens", [3, 8, 257])  # with 3 some splits are empty
 @pytest.mark.parametrize("size", [1.0, 40.0])  # sharp attention, whose exponentials would overflow
 def test_merged_splits_equal_full_attention(num_splits: int, tokens: int, size: float) -> None:
-    queries = size * torch.randn(2, 3, 4, 16)  # [requests, kv_heads, group, width]
+    queries = size * torch.randn(2, 3, 4, 16)  # [requests, kv_heads, group, head_dim]
     keys, values = torch.randn(2, 2, 3, tokens, 16)
     wanted = F.scaled_dot_product_attention(queries.double(), keys.double(), values.double(), scale=0.25).float()
     found = split_kv_attention(queries, keys, values, 0.25, num_splits)

@@ -58,7 +58,7 @@ def test_each_head_keeps_its_own_tokens_after_the_prefix(first: int) -> None:
             assert held.token_scores[head, : cache.length].tolist() == [number * 10.0 for number in wanted]
             assert torch.equal(held.keys[head, : cache.length], keys[layer, 0, head, wanted])
             assert torch.equal(held.values[head, : cache.length], keys[layer, 0, head, wanted] + 1)
-        assert all(not tensor[:, cache.length :].any() for tensor in held.tensors())  # nothing is left of the others
+        assert all(not tensor[:, cache.length :].any() for tensor in held.tensors())  # the others are zeroed
 
 
 def test_keys_are_rotated_when_they_move() -> None:

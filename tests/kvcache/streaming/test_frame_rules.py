@@ -45,7 +45,7 @@ def test_tar_matches_loops_when_heads_have_lost_tokens() -> None:
     found = temporal_novelty(keys, patch, recent)
     for head in range(HEADS):
         for token in range(FRAMES * PATCHES):
-            same = recent[head, :, patch[head, token]]  # [3, width]
+            same = recent[head, :, patch[head, token]]  # [3, head_dim]
             wanted = -F.cosine_similarity(keys[head, token].expand(3, -1), same, dim=-1).mean()
             assert abs(float(found[head, token] - wanted)) < 2e-5
 
@@ -57,7 +57,7 @@ def test_equal_frames_are_redundant_and_value_norms_decide() -> None:
     count = KEEP * PATCHES
     found = InfiniPotV().select(held(keys, marks), count)
     for head in range(HEADS):
-        older = (FRAMES - 2) * PATCHES  # a quarter of the frames are recent and stay
+        older = (FRAMES - 2) * PATCHES  # a quarter of the frames is recent and stays
         best = marks[head, :older].argsort(descending=True)[: count - 2 * PATCHES]
         assert found[head].tolist() == [*best.sort().values.tolist(), *range(older, FRAMES * PATCHES)]
 
@@ -101,7 +101,7 @@ def test_value_norms_are_pooled_over_neighbors() -> None:
     norms = value_norms(values)
     assert torch.allclose(norms, values.square().sum(-1).sqrt(), atol=1e-6)
     layers = 8
-    kernel = 3  # the longest odd one within four rows and columns
+    kernel = 3  # the largest odd size within four rows and columns
     padded = F.pad(norms, (1, 1, 1, 1, 1, 1))
     for frame, row, column in ((0, 0, 0), (2, 1, 3), (4, 3, 2)):
         here = (slice(None), frame, row, column)

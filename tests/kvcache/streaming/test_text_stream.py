@@ -26,7 +26,7 @@ from tests.serve.test_detokenizer import byte_tokenizer
 from tests.tiny import BUILDS, DECODER, _made
 
 CAP, KEEP, ROOM = 40, 14, 8
-FULL = CAP - ROOM  # tokens after which the pot is cooked down
+FULL = CAP - ROOM  # tokens after which the cache is compressed
 PROMPT = (5, 6, 7)
 
 
@@ -74,7 +74,7 @@ def test_an_empty_stream_matches_the_plain_network() -> None:
     assert stream.answer(ids[:4], 4).tolist() == []
 
 
-# The cap
+# Capacity
 
 
 def test_a_stream_of_fifty_times_the_capacity_stays_bounded() -> None:
@@ -110,7 +110,7 @@ def test_pushing_in_chunks_equals_pushing_at_once() -> None:
     assert torch.allclose(one.logits(ids[:4]), other.logits(ids[:4]), atol=1e-4)
 
 
-# What stays
+# Eviction
 
 
 def by_hand(stream: TextStream, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,8 +166,8 @@ def test_a_token_kept_for_novelty_stays_in_every_head() -> None:
         stream.push(ids[start : start + 5])
         held = set(stream._novelty.token_indices[: stream._novelty.length].tolist())
         assert all(held <= set(row.tolist()) for row in numbers(stream).flatten(0, 1))
-        assert bool((numbers(stream).diff(dim=-1) > 0).all())  # in the order of time, each once
-    assert {0} < held  # nothing foresaw the first token
+        assert bool((numbers(stream).diff(dim=-1) > 0).all())  # in time order, each once
+    assert {0} < held  # the first token has no prediction and is always novel
 
 
 def snapkv_in_chunks(model: Model, ids: Tensor, kernel: int) -> Tensor:
@@ -250,7 +250,7 @@ def test_the_tracker_drops_less_novel_tokens() -> None:
     assert tracker.novelty[:3].tolist() == [4.0, 9.0, 3.5] and tracker.nbytes == 8 * 12
 
 
-# New numbers
+# Renumbering positions
 
 
 def _keys_at(network: Any, ids: Tensor, positions: Tensor) -> Tensor:
@@ -273,7 +273,7 @@ def test_rerotated_keys_equal_keys_computed_at_the_new_position(rope: dict[str, 
     moved = position_remapper(network)(_keys_at(network, ids, old), old, new)
     assert torch.allclose(moved, _keys_at(network, ids, new), atol=1e-5)
     assert not torch.allclose(moved, _keys_at(network, ids, old), atol=1e-2)
-    assert torch.equal(position_remapper(network)(moved, new, new), moved)  # what stays loses nothing
+    assert torch.equal(position_remapper(network)(moved, new, new), moved)  # unmoved keys are exact
 
 
 @torch.no_grad()

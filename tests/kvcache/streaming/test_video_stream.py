@@ -50,7 +50,7 @@ def test_a_stream_that_fits_matches_the_plain_network(name: str) -> None:
     stream = stream_of(name)
     frames = film(FRAMES * JOINED[name])
     wanted = stream.network(**plainly(name, stream.network, frames)).logits[0, -len(QUESTION) :]
-    for start in range(0, len(frames), 3):  # pairs that come apart wait for each other
+    for start in range(0, len(frames), 3):  # a frame of a split pair waits for the other
         stream.push(frames[start : start + 3])
     assert stream.num_seen == FRAMES and stream.num_compressions == 0 and stream._layout.patches == PATCHES[name]
     assert torch.allclose(stream.logits(QUESTION), wanted, atol=1e-4)
@@ -74,7 +74,7 @@ def test_a_video_of_fifty_times_the_capacity_stays_bounded(name: str) -> None:
     stream.push(film(JOINED[name]))
     size, cap = stream.nbytes, len(PREFIX) + FRAMES * PATCHES[name] + len(stream._layout.trailing) + 16
     assert stream.cache is not None and stream.cache.capacity == cap
-    assert size == 4 * 2 * cap * (2 * 8 * 4 + 8 + 4)  # layers, heads; keys and values, a number and a mark
+    assert size == 4 * 2 * cap * (2 * 8 * 4 + 8 + 4)  # layers, heads; keys and values, a token number and a score
     places = [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()]
     frames, longest = film(50 * FRAMES * JOINED[name] - JOINED[name], seed=1), 0
     for start in range(0, len(frames), 31):
@@ -103,7 +103,7 @@ def test_heads_keep_complete_recent_frames_and_unchanged_keys(name: str) -> None
                 assert numbers[:first] == list(range(first)) and numbers == sorted(set(numbers))
                 if stream.num_compressions > before:
                     recent = range(first + (stream.num_seen - 3) * patches, first + stream.num_seen * patches)
-                    assert set(recent) <= set(numbers)  # two of eight, and the one that came since
+                    assert set(recent) <= set(numbers)  # two of eight, and the frame since then
                 for slot, number in enumerate(numbers):
                     now = (layer.keys[head, slot].clone(), layer.values[head, slot].clone())
                     was = kept.setdefault((at, head, number), now)
@@ -227,7 +227,7 @@ def test_frames_are_encoded_in_batches_that_fit() -> None:
         lambda _, __, named: counts.append(len(named["pixel_values"])), with_kwargs=True
     )
     stream.push(film(60))
-    assert max(counts) == FRAMES - KEEP and sum(counts) == 60 + 3  # its shape is found on three
+    assert max(counts) == FRAMES - KEEP and sum(counts) == 60 + 3  # three determine the shape
 
 
 def test_all_zero_frames_treated_as_padding_are_refused() -> None:
@@ -252,7 +252,7 @@ def test_the_last_frames_fill_the_cache() -> None:
     odd.push(film(3))
     assert odd.num_seen == 1
     odd.push(film(2), last=True)
-    assert odd.num_seen == 3  # the last frame stands for its missing partner
+    assert odd.num_seen == 3  # the last frame is duplicated to complete its pair
 
 
 @pytest.mark.parametrize("rule", ["infinipot-v", "recent", "uniform"])

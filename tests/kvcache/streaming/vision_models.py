@@ -83,7 +83,7 @@ SEEING: dict[str, Build] = {
     "llava": lambda: llava(hf.LlavaConfig, hf.LlavaForConditionalGeneration),
     "smolvlm": _smolvlm,
 }
-JOINED = {"qwen2-vl": 2, "qwen2.5-vl": 2, "llava-onevision": 1, "llava": 1, "smolvlm": 1}  # frames that become one
+JOINED = {"qwen2-vl": 2, "qwen2.5-vl": 2, "llava-onevision": 1, "llava": 1, "smolvlm": 1}  # frames merged into one
 PATCHES = {
     "qwen2-vl": 16,
     "qwen2.5-vl": 16,

@@ -31,7 +31,7 @@ from tests.trained import sentences, trained_llama
 PROMPT = (5, 6, 7)
 RULE = InfiniPot(prompt=PROMPT)
 CAP, KEEP, BLOCK = 42, 14, 4
-FULL, MOST = CAP - len(PROMPT), -(-CAP // BLOCK)  # tokens of a full pot, and its pages
+FULL, MOST = CAP - len(PROMPT), -(-CAP // BLOCK)  # tokens of a full cache, and its pages
 BLOCK_BYTES = 3 * 2 * BLOCK * (2 * 8 * 4 + 4)  # keys, values and numbers
 GREEDY = SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
@@ -143,7 +143,7 @@ def test_a_half_precision_network() -> None:
     assert len(answers(engine, [words(200)])[0]) == 16 and runner_of(engine).cooked > 5
 
 
-# A stream's pot
+# A stream's cache
 
 
 def streamed(network: PreTrainedModel) -> TextStream:
@@ -196,12 +196,12 @@ def test_the_answer_matches_the_stream(llama: PreTrainedModel) -> None:
         found = answers(
             capped(llama), [text], SamplingParams(max_tokens=min(free, 20), temperature=0, ignore_eos=True)
         )[0]
-        fits = FULL - stream.length + 1  # before the engine cooks down what it says itself
+        fits = FULL - stream.length + 1  # before the engine compresses its own answer
         stream.model.network.generation_config.eos_token_id = None
         assert stream.answer([], len(found))[:fits].tolist() == found[:fits]
 
 
-# The cap
+# Capacity
 
 
 def test_a_conversation_of_many_times_the_cap_stays_within_it() -> None:
@@ -253,7 +253,7 @@ def test_a_request_without_a_token_limit_ends() -> None:
     assert len(request.tokens) == 110
 
 
-# Nobody's answer depends on others
+# Answers do not depend on the batch
 
 
 @pytest.fixture(scope="module")
@@ -364,7 +364,7 @@ def test_the_next_turn_continues_from_the_session_cache(llama: PreTrainedModel, 
     while engine.busy:
         engine.step()
     text = [*first.tokens, *words(60, 1)]
-    again = [engine.submit(text, LONG)[0] for _ in range(2)]  # both of the same turn
+    again = [engine.submit(text, LONG)[0] for _ in range(2)]  # both continue the same turn
     run(engine)
     assert [each.num_cached_tokens for each in again] == [length + 15] * 2
     assert [each.output for each in again] == [answers(other, [text], LONG)[0]] * 2
@@ -375,7 +375,7 @@ def test_a_session_cache_is_reused_only_with_the_same_salt_and_adapter(llama: Pr
     first = engine.submit(words(50), GREEDY, salt=b"a")[0]
     while engine.busy:
         engine.step()
-    changed = [*first.tokens[:-1], (first.tokens[-1] + 1) % 99, 7]  # what was said last was something else
+    changed = [*first.tokens[:-1], (first.tokens[-1] + 1) % 99, 7]  # the last token differs
     found = [engine.submit([*first.tokens, 7], GREEDY, salt=salt)[0] for salt in (b"b", b"a")]
     found.append(engine.submit(changed, GREEDY, salt=b"a")[0])
     run(engine)

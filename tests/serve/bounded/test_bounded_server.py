@@ -53,7 +53,7 @@ def test_an_answer_without_a_limit_ends(small: Server) -> None:
 def test_several_clients_at_once_and_one_that_disconnects(small: Server) -> None:
     body = {"prompt": TEXT, "max_tokens": 30_000, "temperature": 0, "ignore_eos": True, "stream": True}
     with small.http.stream("POST", small.url + "/v1/completions", json=body) as response:
-        lines = response.iter_lines()  # held: when it is collected, the client has left
+        lines = response.iter_lines()  # keep a reference: when it is collected, the client disconnects
         first = json.loads(next(lines).removeprefix("data: "))
         assert first["choices"][0]["finish_reason"] is None, first
         assert 0 < small.state()["blocks_used"] <= MOST

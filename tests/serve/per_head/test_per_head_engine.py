@@ -394,9 +394,9 @@ def test_session_caches_are_evicted_in_lru_order() -> None:
     texts, nothing = SessionCache(), np.zeros(1, dtype=np.int64)
     for length in (3, 5, 7):
         assert texts.add(b"", list(range(10)), PerHeadSession(length, nothing, {}))
-    assert not texts.add(b"", list(range(10)), PerHeadSession(3, nothing, {}))  # known; and used now
+    assert not texts.add(b"", list(range(10)), PerHeadSession(3, nothing, {}))  # already cached; this refreshes it
     found = texts.find(b"", list(range(6)))
     assert found is not None and found.tokens == 5
-    assert texts.find(b"", list(range(3))) is None  # a token must be left to compute
+    assert texts.find(b"", list(range(3))) is None  # at least one token must remain to compute
     assert [texts.drop().tokens for _ in range(3)] == [7, 3, 5] and len(texts) == 0
     assert texts.find(b"", list(range(10))) is None

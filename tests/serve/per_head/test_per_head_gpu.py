@@ -55,7 +55,7 @@ EVERYTHING, LITTLE = [1.0, 1.0, 1.0], [0.5, 0.2, 0.0]
 def test_the_tokens_match_the_module(
     monkeypatch: pytest.MonkeyPatch, name: str, shares: list[float], kind: str | None
 ) -> None:
-    scorer = None if kind is None else make_scorer("snapkv", window=4)  # whose queries are to be as its keys
+    scorer = None if kind is None else make_scorer("snapkv", window=4)  # its queries must have the dtype of its keys
     settings: dict[str, Any] = {
         "kv_profile": retention(shares, scorer=scorer),
         "max_num_batched_tokens": 24,
@@ -69,7 +69,7 @@ def test_the_tokens_match_the_module(
     run(fused)
     run(plain)
     assert [each.output for each in found[0]] == [each.output for each in found[1]]
-    if kind is not None:  # the same tokens were kept, and lie where they lie there
+    if kind is not None:  # the same tokens were kept, in the same slots
         mine, other = fused.runner.pages.cache, plain.runner.cache
         assert int((mine.keys.cpu() != other.keys).any(-1).sum()) <= 8
         assert int((mine.values.cpu() != other.values).any(-1).sum()) <= 8
@@ -165,10 +165,10 @@ def test_last_queries_are_scored_in_the_dtype_of_the_keys(dtype: torch.dtype) ->
 
 
 def test_splits_follow_budgets() -> None:
-    assert parts_of((8, 4), 1, 6) == (16, 8)  # as many as there are places
+    assert parts_of((8, 4), 1, 6) == (16, 8)  # as many as there are slots
     assert parts_of((8, 4), 1, 6, most=4) == (4, 2)
-    assert parts_of((8, 7) * 4, 528, 132) == (1,) * 8  # there are enough
-    long, *others = parts_of((64, 1, 1, 1), 40, 132)  # one long head does not keep all waiting
+    assert parts_of((8, 7) * 4, 528, 132) == (1,) * 8  # enough programs without splitting
+    long, *others = parts_of((64, 1, 1, 1), 40, 132)  # one long head does not delay the others
     assert long >= 6 and set(others) == {1}
 
 
