@@ -121,7 +121,7 @@ def test_what_does_not_fit() -> None:
             "text holds plain text, but the model is a model for classification: give labeled rows",
         ),
         (classifier, choices, None, "choices holds multiple-choice rows"),
-        (Model(BUILDS["vit"]()), SINGLES, None, "no quality measurement yet for a model of the kind 'images'"),
+        (Model(BUILDS["vit"]()), SINGLES, None, "no quality measurement yet for models of the task 'images'"),
         (decoder, text, "accuracy", "'accuracy' does not fit plain text: there it is perplexity"),
         (
             classifier,

@@ -426,7 +426,7 @@ _BAD_GGUF: dict[str, tuple[bytes, str]] = {
     "text of 2**64 - 1 bytes": (_with_pair(struct.pack("<Q", 2**64 - 1)).to_bytes(), "cut off"),
     "text not UTF-8": (_with_pair(struct.pack("<Q", 2) + b"\xff\xfe").to_bytes(), "UTF-8"),
     "array of 2**62 numbers": (_with_pair(_array(4, 2**62)).to_bytes(), "cut off"),
-    "array of 2**62 texts": (_with_pair(_array(8, 2**62)).to_bytes(), "texts in an array"),
+    "array of 2**62 texts": (_with_pair(_array(8, 2**62)).to_bytes(), "strings in an array"),
     "array of a million texts": (_with_pair(_array(8, 2**20)).to_bytes(), "cut off"),
     "array of arrays": (_with_pair(_array(9, 1, struct.pack("<IQ", 9, 1) * 10_000)).to_bytes(), "unsupported type 9"),
     "array of nothing known": (_with_pair(_array(77, 1)).to_bytes(), "unsupported type 77"),

@@ -1,4 +1,4 @@
-"""How long a call takes: warm-up, then one reading a call, with the clock that the device needs."""
+"""Time calls: warmup, then one measurement per call, with the right clock for the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _seconds_on_cpu(function: Callable[[], object]) -> float:
 
 
 def _seconds_on_cuda(function: Callable[[], object]) -> float:
-    # The device is idle at the first event, so the time between the two holds the launches, as a user feels them.
+    # The device is idle at the first event, so the measured time includes the kernel launches, as users see it.
     torch.cuda.synchronize()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
@@ -29,7 +29,7 @@ def _seconds_on_cuda(function: Callable[[], object]) -> float:
 
 
 def stopwatch(device: torch.device | str) -> Stopwatch:
-    """The clock for a device: it runs a function once and gives the seconds that took."""
+    """Return the clock of a device: it calls a function once and returns the seconds."""
     return _seconds_on_cuda if torch.device(device).type == "cuda" else _seconds_on_cpu
 
 
@@ -41,7 +41,7 @@ def time_call(
     min_seconds: float = 0.0,
     device: torch.device | str = "cpu",
 ) -> np.ndarray:
-    """Seconds of each timed call: at least `repeats` of them, and more until they add up to `min_seconds`."""
+    """Return the seconds of each timed call: at least `repeats` calls, and more until they sum to `min_seconds`."""
     if warmup < 0 or repeats < 1:
         raise ValueError(f"warmup must be 0 or more and repeats 1 or more, not {warmup} and {repeats}")
     clock = stopwatch(device)

@@ -1,9 +1,8 @@
-"""What a network costs: parameters, bytes and multiply-accumulates, in all and for one unit of each part.
+"""The cost of a network in parameters, bytes and multiply-accumulates (MACs), in total and per unit of each part.
 
-MACs follow the usual count (Kwon et al., 2022): projections and both attention products of the blocks; embeddings,
-norms, routers, pooler and head are not counted. A causal attention needs half of the products. Of a mixture only the
-experts that are chosen for a token count, as if the router spread the tokens evenly. Low-rank factors beside a
-quantized layer count like any other matrices.
+MACs are counted as usual (Kwon et al., 2022): projections and both attention matmuls of the blocks, without embeddings,
+norms, routers, pooler and head. Causal attention counts half of the matmuls. Of a mixture only the top-k experts count,
+assuming balanced routing. Low-rank factors of a quantized layer count like other matrices.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ CostMetric = Literal["parameters", "macs", "bytes"]
 
 @dataclass(frozen=True)
 class Workload:
-    """The work that costs are counted for: `tokens` a sequence; for decoded bytes also the context and the batch."""
+    """The workload of the cost model: `tokens` per sequence; `context` and `batch` for the bytes of decoding."""
 
     tokens: int = 128
     context: int = 1024
@@ -32,26 +31,26 @@ class Workload:
 
 
 def count_parameters(network: nn.Module) -> int:
-    """All parameters, shared ones once."""
+    """Count all parameters, shared ones once."""
     packed = sum(layer.parameter_count for layer in quantized_layers(network).values())
     return packed + sum(parameter.numel() for parameter in network.parameters())
 
 
 def count_bytes(network: nn.Module) -> int:
-    """Bytes of everything the network must remember, shared tensors once."""
-    held: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in network.parameters()}
+    """Count the bytes of all weights, shared tensors once."""
+    stored: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in network.parameters()}
     for layer in quantized_layers(network).values():
-        held |= {id(tensor): tensor for tensor in layer.buffers()}
-    return sum(tensor.numel() * tensor.element_size() for tensor in held.values())
+        stored |= {id(tensor): tensor for tensor in layer.buffers()}
+    return sum(tensor.numel() * tensor.element_size() for tensor in stored.values())
 
 
 def block_parameters(anatomy: Anatomy) -> int:
-    """Parameters inside the blocks, norms and biases included."""
+    """Count the parameters in the blocks, including norms and biases."""
     return sum(count_parameters(block.module) for block in anatomy.blocks)
 
 
 def active_parameters(anatomy: Anatomy) -> float:
-    """Parameters inside the blocks that one token passes through: of a mixture, those of the experts chosen for it."""
+    """Count the parameters in the blocks that one token uses: of a mixture, those of its top-k experts."""
     idle = [
         (1 - part.token_fraction) * (part.units * unit_parameters(part) + shared_factors(part))
         for part in anatomy.parts
@@ -60,10 +59,12 @@ def active_parameters(anatomy: Anatomy) -> float:
 
 
 def unit_parameters(part: Part) -> int:
-    """Parameters that leave with one unit."""
+    """Count the parameters removed with one unit."""
     total = 0
-    for writer, span in zip(part.input_projections, part.rows_per_unit, strict=True):
-        total += span * (writer.in_features * writer.kernel_elements + _rank(writer) + (writer.bias is not None))
+    for projection, span in zip(part.input_projections, part.rows_per_unit, strict=True):
+        total += span * (
+            projection.in_features * projection.kernel_elements + _rank(projection) + (projection.bias is not None)
+        )
     if part.norm is not None:
         total += 2
     return total + (
@@ -74,12 +75,12 @@ def unit_parameters(part: Part) -> int:
 
 
 def shared_factors(part: Part) -> int:
-    """Parameters of low-rank factors that no unit takes along: those that read a writer's inputs, and those that write
-    the part's outputs."""
+    """Count the parameters of low-rank factors that are not removed with any unit: `down` of the input projections and
+    `up` of the output projection."""
     if not part.units:
         return 0
-    writers = {id(writer.module): _rank(writer) * writer.in_features for writer in part.input_projections}
-    return sum(writers.values()) + _rank(part.output) * part.output.out_features
+    input_factors = {id(source.module): _rank(source) * source.in_features for source in part.input_projections}
+    return sum(input_factors.values()) + _rank(part.output) * part.output.out_features
 
 
 def _rank(projection: Projection) -> int:
@@ -87,7 +88,10 @@ def _rank(projection: Projection) -> int:
 
 
 def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int, int] = (1, 1)) -> float:
-    """MACs that leave with one unit, for one sequence, or one image given the output positions of writer and reader."""
+    """Count the MACs removed with one unit, for one sequence or image.
+
+    `positions`: the output positions of the input and output convolution.
+    """
     if not part.units:
         return 0.0
     if part.kind == "channels":
@@ -102,13 +106,16 @@ def unit_macs(part: Part, workload: Workload, causal: bool, positions: tuple[int
 
 
 def shared_macs(part: Part, workload: Workload) -> float:
-    """MACs of a part for one sequence that no unit takes along."""
+    """Count the MACs of a part for one sequence that are not removed with any unit."""
     return workload.tokens * part.token_fraction * shared_factors(part)
 
 
 def unit_bytes(part: Part, workload: Workload) -> float:
-    """Bytes that decoding one token need not read without this unit: its weights and its share of the cache. An expert
-    is read if any sequence of the batch chooses it. Of plain layers: under a budget no others are cut."""
+    """Count the bytes that decoding one token reads for one unit: its weights and its share of the KV cache.
+
+    An expert is read if any sequence of the batch is routed to it. Layers must be unquantized: others are not pruned
+    under a budget.
+    """
     if not part.units:
         return 0.0
     size = part.output.weight.element_size()
@@ -118,32 +125,34 @@ def unit_bytes(part: Part, workload: Workload) -> float:
 
 
 def unit_costs(anatomy: Anatomy, measure: CostMetric, workload: Workload) -> list[float]:
-    """The price of one unit of every part."""
+    """Return the cost of one unit of every part."""
     if measure == "parameters":
         return [float(unit_parameters(part)) for part in anatomy.parts]
     if measure == "bytes":
         return [unit_bytes(part, workload) for part in anatomy.parts]
     causal, positions = anatomy.family.causal, channel_positions(anatomy, workload)
-    return [unit_macs(part, workload, causal, place) for part, place in zip(anatomy.parts, positions, strict=True)]
+    return [
+        unit_macs(part, workload, causal, position) for part, position in zip(anatomy.parts, positions, strict=True)
+    ]
 
 
 def block_cost(anatomy: Anatomy, measure: CostMetric, workload: Workload) -> float:
-    """What the blocks cost as they are now."""
+    """Return the current cost of the blocks."""
     return cost_with_units(anatomy, [part.units for part in anatomy.parts], measure, workload)
 
 
 def cost_with_units(anatomy: Anatomy, counts: Sequence[int], measure: CostMetric, workload: Workload) -> float:
-    """What the blocks would cost with so many units left in each part, norms and biases included."""
+    """Return the cost of the blocks with `counts` units in each part, including norms and biases."""
     if _has_channels(anatomy):
         return _convolution_cost(anatomy, counts, measure, workload)
-    prices = unit_costs(anatomy, measure, workload)
-    units = sum(price * count for price, count in zip(prices, counts, strict=True))
+    costs = unit_costs(anatomy, measure, workload)
+    units = sum(unit_cost * count for unit_cost, count in zip(costs, counts, strict=True))
     if measure == "macs":
         return units + sum(shared_macs(part, workload) for part in anatomy.parts)
     if measure == "bytes":
         return units
-    present = sum(price * part.units for price, part in zip(prices, anatomy.parts, strict=True))
-    return block_parameters(anatomy) - present + units
+    current = sum(unit_cost * part.units for unit_cost, part in zip(costs, anatomy.parts, strict=True))
+    return block_parameters(anatomy) - current + units
 
 
 def block_macs(anatomy: Anatomy, workload: Workload) -> float:
@@ -155,7 +164,7 @@ def _has_channels(anatomy: Anatomy) -> bool:
 
 
 def channel_positions(anatomy: Anatomy, workload: Workload) -> list[tuple[int, int]]:
-    """For convolution parts, how many output positions the writer and the reader have; (1, 1) for all others."""
+    """Return the output positions of the input and output convolution of each part; (1, 1) for other parts."""
     if not _has_channels(anatomy):
         return [(1, 1)] * len(anatomy.parts)
     sizes = _output_positions(anatomy, workload)
@@ -163,23 +172,23 @@ def channel_positions(anatomy: Anatomy, workload: Workload) -> list[tuple[int, i
 
 
 def _convolution_cost(anatomy: Anatomy, counts: Sequence[int], measure: CostMetric, workload: Workload) -> float:
-    """Neighboring parts share a convolution, so its cost is a product: prices a unit would count it twice."""
+    """Compute the cost per convolution: adjacent parts share one, so costs per unit would count it twice."""
     outputs = {id(p.input_projections[0].module): count for p, count in zip(anatomy.parts, counts, strict=True)}
     inputs = {id(p.output.module): count for p, count in zip(anatomy.parts, counts, strict=True)}
     positions = _output_positions(anatomy, workload) if measure == "macs" else {}
     total = 0.0 if measure == "macs" else float(block_parameters(anatomy))
     for module in (m for block in anatomy.blocks for m in block.module.modules() if isinstance(m, nn.Conv2d)):
         rows, columns = module.weight.shape[:2]
-        left = outputs.get(id(module), rows) * inputs.get(id(module), columns) * module.weight[0, 0].numel()
-        total += left * positions[id(module)] if measure == "macs" else left - module.weight.numel()
-    if measure != "macs":  # the norms behind what was cut
+        size = outputs.get(id(module), rows) * inputs.get(id(module), columns) * module.weight[0, 0].numel()
+        total += size * positions[id(module)] if measure == "macs" else size - module.weight.numel()
+    if measure != "macs":  # the norms of the removed channels
         total -= sum(2 * (part.units - count) for part, count in zip(anatomy.parts, counts, strict=True))
     return total if measure != "bytes" else total * anatomy.parts[0].output.weight.element_size()
 
 
 @torch.no_grad()
 def _output_positions(anatomy: Anatomy, workload: Workload) -> dict[int, int]:
-    """Output height x width of every convolution, from one forward of one image."""
+    """Measure output height x width of every convolution with one forward of one image."""
     sizes: dict[int, int] = {}
 
     def note(module: nn.Module, args: object, output: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""How far two language models' predictions lie apart, token by token, on the same windows of text."""
+"""Compare the next-token distributions of two language models on the same windows of text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from smelt.progress import NullProgress, Progress
 
 @dataclass(frozen=True)
 class Divergence:
-    """Means over tokens: KL(base || new) in nats, and the share of tokens where both put the same one first."""
+    """Means over tokens: KL(base || new) in nats, and the fraction of tokens with the same top prediction."""
 
     kl: float
     agreement: float
@@ -41,9 +41,10 @@ def logit_divergence(
     kv: str | None = None,
     progress: Progress = NullProgress(),  # noqa: B008
 ) -> Divergence:
-    """Runs both models over windows that lie side by side and compares their predictions of every scored token.
+    """Run both models over non-overlapping windows and compare their predictions of every scored token.
 
-    `kv` is the number format of the new model's KV cache, if not the one saved with it."""
+    `kv` is the number format of the new model's KV cache, if not the one saved with it.
+    """
     check_positive(batch_size=batch_size, limit=limit)
     vocabulary = _shared_vocabulary(new, base)
     for model in (new, base):
@@ -72,7 +73,7 @@ def _shared_vocabulary(new: Model, base: Model) -> int:
 def _compared(
     models: tuple[Model, Model], input_ids: Tensor, scored: Tensor, vocabulary: int, caches: tuple[NewCache | None, ...]
 ) -> Tensor:
-    """Sums over the scored tokens: divergence, agreements, tokens. [3], float64"""
+    """Sum over the scored tokens: divergence, agreements, count. [3], float64"""
     keep = scored.roll(-1, dims=1)
     new_rows, base_rows = (
         logit_rows(

@@ -1,4 +1,4 @@
-"""EvalResult: what a measurement of a model on data gave, with the score of every item so that two can be compared."""
+"""The result of evaluating a model on data, with one score per item for paired comparisons."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from smelt.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class EvalResult:
-    """One metric on one set of data.
+    """One metric on one data set.
 
-    `items` holds a score an item, better in the same direction as the metric: 1 or 0 for right or wrong, the mean
-    negative log-likelihood of a window, closeness in rank. `weights` are the tokens a window counts for. Predictions,
-    labels and logits are there where the metric is made of them.
+    `items` holds one score per item, with the same direction as the metric: 1 or 0 for right or wrong, the mean
+    negative log-likelihood of a window, or the closeness in rank. `weights` are the scored tokens per window.
+    Predictions, labels and logits are set if the metric uses them.
     """
 
     metric: str
@@ -31,7 +31,7 @@ class EvalResult:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """The result in plain values, with the number of items in place of the items."""
+        """Return the result as plain values, with the number of items instead of the items."""
         return {
             "metric": self.metric,
             "value": self.value,
@@ -43,11 +43,11 @@ class EvalResult:
 
 
 def meets_threshold(quality: EvalResult, minimum: float | None = None, maximum: float | None = None) -> bool:
-    """Whether the value is at least the minimum (metrics where more is better) or at most the maximum (perplexity)."""
+    """Return whether the value is at least the minimum (higher is better) or at most the maximum (perplexity)."""
     if minimum is not None and not quality.higher_is_better:
         raise DataError(f"A minimum makes no sense for {quality.metric}, where less is better: give a maximum.")
     if maximum is not None and quality.higher_is_better:
         raise DataError(f"A maximum makes no sense for {quality.metric}, where more is better: give a minimum.")
-    # A value that is not a number must not pass, hence "is within" and not "is not beyond".
+    # NaN must not pass, hence these comparisons instead of their negations.
     above = minimum is None or quality.value >= minimum
     return above and (maximum is None or quality.value <= maximum)

@@ -1,4 +1,4 @@
-"""The quality of a model on data: picks the measurement that fits both."""
+"""Evaluate a model on data: selects the measurement that fits both."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ _NAMES = {TextData: "plain text", LabeledData: "labeled rows", MultipleChoiceDat
 
 
 def evaluate(model: Model, data: Data, *, metric: str | None = None, **settings: Any) -> EvalResult:
-    """Perplexity on text, accuracy on multiple choice, the metric on labeled rows. `settings` go on to these."""
+    """Measure perplexity on text, accuracy on multiple choice, or `metric` on labeled rows, passing on `settings`."""
     _check_fit(model, data)
     if isinstance(data, LabeledData):
         return evaluate_task(model, data, metric=metric, **settings)
-    measured = "perplexity" if isinstance(data, TextData) else "accuracy"
-    if metric not in (None, measured):
-        raise DataError(f"The metric '{metric}' does not fit {_NAMES[type(data)]}: there it is {measured}.")
+    supported = "perplexity" if isinstance(data, TextData) else "accuracy"
+    if metric not in (None, supported):
+        raise DataError(f"The metric '{metric}' does not fit {_NAMES[type(data)]}: there it is {supported}.")
     if isinstance(data, TextData):
         return perplexity(model, data, **settings)
     return evaluate_multiple_choice(model, data, **settings)
 
 
 def _check_fit(model: Model, data: Data) -> None:
-    taken = _DATA_FOR_TASK.get(model.task)
-    if taken is None:
-        raise DataError(f"There is no quality measurement yet for a model of the kind '{model.task}'.")
-    if type(data) not in taken:
-        expected = " or ".join(_NAMES[kind] for kind in taken)
+    accepted = _DATA_FOR_TASK.get(model.task)
+    if accepted is None:
+        raise DataError(f"There is no quality measurement yet for models of the task '{model.task}'.")
+    if type(data) not in accepted:
+        expected = " or ".join(_NAMES[data_type] for data_type in accepted)
         raise DataError(
             f"{data.name} holds {_NAMES[type(data)]}, but {model.source or 'the model'} is a model for {model.task}: "
             f"give {expected}."

@@ -1,4 +1,4 @@
-"""Measured speed of a model: one forward, one decoded token, and two models side by side in one run."""
+"""Measure the latency of a model: one forward, one decoded token, and two models interleaved in one run."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from smelt.models.model import Model
 
 __all__ = ["Latency", "LatencyComparison", "compare_latency", "decode_latency", "latency", "time_call"]
 
-_IMAGE_SIDE = 224  # what image models without a fixed size (ResNet) were trained on
+_IMAGE_SIDE = 224  # the training size of image models without a fixed size (ResNet)
 _RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Median and interquartile range of the timed calls, with all that they depend on.
+    """Median and interquartile range of the timed calls, with the settings they depend on.
 
-    `length` counts the tokens of a row; an image counts as one, and `tokens_per_second` then counts images.
+    `length` is the number of tokens per row; an image counts as one, so `tokens_per_second` then counts images.
     """
 
     median_ms: float
@@ -40,7 +40,7 @@ class Latency:
 
 @dataclass(frozen=True)
 class LatencyComparison:
-    """Two models timed in turns. `ratio` is base over new: above 1 the new model is faster."""
+    """Two models timed alternately. `ratio` is base over new: above 1 the new model is faster."""
 
     new: Latency
     base: Latency
@@ -60,7 +60,7 @@ def latency(
     min_seconds: float = 0.0,
     seed: int = 0,
 ) -> Latency:
-    """Time one forward over random token ids, or random pixels where the model takes images."""
+    """Time one forward over random token ids, or random pixels for image models."""
     with _inference(model):
         forward = _forward(model, batch, length, seed)
         seconds = time_call(forward, warmup=warmup, repeats=repeats, min_seconds=min_seconds, device=model.device)
@@ -70,7 +70,7 @@ def latency(
 def decode_latency(
     model: Model, *, prompt: int = 128, tokens: int = 32, batch: int = 1, warmup: int = 4, seed: int = 0
 ) -> Latency:
-    """Time one token of greedy decoding, the KV cache filled by a random prompt of `prompt` tokens."""
+    """Time one token of greedy decoding after a random prompt of `prompt` tokens."""
     _check_decoding(model, prompt + warmup + tokens + 1)
     with _inference(model):
         step = _decode_step(model, _token_ids(model, batch, prompt, seed))
@@ -89,7 +89,7 @@ def compare_latency(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> LatencyComparison:
-    """Time both models in turns (new, base, new, base ...), so that the machine's drift falls on both alike."""
+    """Time both models alternately (new, base, new, base ...), so that drift of the machine affects both equally."""
     seconds = _in_turns(new, base, lambda model: _forward(model, batch, length, seed), warmup, repeats)
     new_latency, base_latency = (
         _summary(model, seconds[:, column], warmup=warmup, batch=batch, length=_length(model, length))
@@ -109,7 +109,7 @@ def compare_decode(
     seed: int = 0,
     confidence: float = 0.95,
 ) -> LatencyComparison:
-    """Time a decoded token of both models, in turns."""
+    """Time one decoded token of both models, alternately."""
     for model in (new, base):
         _check_decoding(model, prompt + warmup + tokens + 1)
     seconds = _in_turns(
@@ -140,9 +140,9 @@ def _comparison(new: Latency, base: Latency, seconds: np.ndarray, confidence: fl
 
 
 def ratio_interval(new: np.ndarray, base: np.ndarray, *, confidence: float, seed: int) -> tuple[float, float]:
-    """Bootstrap interval of median(base) / median(new); a round is drawn whole, as its two readings go together."""
-    picks = np.random.default_rng(seed).integers(len(new), size=(_RESAMPLES, len(new)))  # [resamples, rounds]
-    ratios = np.median(base[picks], axis=1) / np.median(new[picks], axis=1)
+    """Return the bootstrap interval of median(base) / median(new), resampling the pairs of measurements."""
+    sampled = np.random.default_rng(seed).integers(len(new), size=(_RESAMPLES, len(new)))  # [resamples, rounds]
+    ratios = np.median(base[sampled], axis=1) / np.median(new[sampled], axis=1)
     tail = 100 * (1 - confidence) / 2
     low, high = np.percentile(ratios, [tail, 100 - tail])
     return float(low), float(high)
@@ -150,7 +150,7 @@ def ratio_interval(new: np.ndarray, base: np.ndarray, *, confidence: float, seed
 
 @contextmanager
 def _inference(model: Model) -> Iterator[None]:
-    """Evaluation mode without gradients; the network's own mode comes back afterwards."""
+    """Use eval mode without gradients; restore the network's mode afterwards."""
     training = model.network.training
     model.network.eval()
     try:
@@ -173,7 +173,7 @@ def _forward(model: Model, batch: int, length: int, seed: int) -> Callable[[], o
 
 
 def _decode_step(model: Model, prompt: Tensor) -> Callable[[], object]:
-    """A function that decodes one more token each time it is called."""
+    """Return a function that decodes one token per call."""
     network = model.network
     output = network(input_ids=prompt, past_key_values=model.new_cache(), use_cache=True)
     cache, token = output.past_key_values, output.logits[:, -1:].argmax(-1)  # [batch, 1]
@@ -216,9 +216,11 @@ def _check_decoding(model: Model, length: int) -> None:
 
 
 def _check_length(model: Model, length: int) -> None:
-    longest = getattr(model.network.config, "max_position_embeddings", None)
-    if longest is not None and length > longest:
-        raise ModelError(f"{_name(model)} takes at most {longest} tokens, not {length}: ask for a smaller length.")
+    max_positions = getattr(model.network.config, "max_position_embeddings", None)
+    if max_positions is not None and length > max_positions:
+        raise ModelError(
+            f"{_name(model)} takes at most {max_positions} tokens, not {length}: ask for a smaller length."
+        )
 
 
 def _name(model: Model) -> str:

@@ -1,7 +1,7 @@
-"""Logits of chosen tokens in slices, so that a large vocabulary never fills the memory.
+"""Compute the logits of selected tokens in slices, so that a large vocabulary does not exhaust memory.
 
-For a window of 4,096 tokens and a vocabulary of 150,000 all logits together are 2.5 GB. Most language models end in a
-plain linear head: there the network runs once up to the head, and the head runs over a few hundred rows at a time.
+All logits of a window of 4,096 tokens with a vocabulary of 150,000 take 2.5 GB. Most language models end in a plain
+linear head: the network runs once up to the head, and the head runs over a few hundred rows at a time.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from transformers import Cache, PreTrainedModel
 _MOST_BYTES = 2**26
 
 LogitRows = Callable[[slice], Tensor]
-NewCache = Callable[[], Cache]  # makes the KV cache of a pass, where it is not the network's own
+NewCache = Callable[[], Cache]  # creates the KV cache of a forward, if not the network's own
 
 
 @contextmanager
 def eval_mode(network: PreTrainedModel) -> Iterator[None]:
-    """No gradients and no dropout inside; the network's mode is given back after."""
+    """Disable gradients and dropout; restore the network's mode afterwards."""
     training = network.training
     network.eval()
     try:
@@ -35,8 +35,8 @@ def eval_mode(network: PreTrainedModel) -> Iterator[None]:
 def logit_rows(
     network: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, keep: Tensor, cache: NewCache | None = None
 ) -> LogitRows:
-    """Runs the network; the result gives the float32 logits of any slice of the tokens marked in `keep`."""
-    # [batch, tokens] are the shapes of all three inputs; kept tokens are counted through the batch in order.
+    """Run the network and return a function from a slice of the tokens marked in `keep` to their float32 logits."""
+    # All three inputs are [batch, tokens]; kept tokens are numbered through the batch in order.
     hidden: list[Tensor] = []
     head = network.get_output_embeddings()
 
@@ -45,8 +45,10 @@ def logit_rows(
         return (inputs[0][:, -1:], *inputs[1:])
 
     def run() -> Tensor:
-        held = {} if cache is None else {"past_key_values": cache()}
-        logits: Tensor = network(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **held).logits
+        cache_arguments = {} if cache is None else {"past_key_values": cache()}
+        logits: Tensor = network(
+            input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **cache_arguments
+        ).logits
         return logits
 
     handle = head.register_forward_pre_hook(only_last)
@@ -57,13 +59,13 @@ def logit_rows(
     if torch.equal(last, head(hidden[0][:, -1:])):
         rows = hidden[0][keep]  # [kept, hidden size]
         return lambda part: head(rows[part]).float()
-    # Some networks scale or cap what the head gives; only their own full pass has it right.
+    # Some networks scale or cap the head's output, so only a full forward is correct.
     logits = run()[keep]
     return lambda part: logits[part].float()
 
 
 def slices(rows: int, vocabulary: int) -> Iterator[slice]:
-    """Slices over `rows` whose logits take at most some 64 MiB each."""
+    """Yield slices over `rows` whose logits take at most about 64 MiB each."""
     size = max(1, _MOST_BYTES // (4 * vocabulary))
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
 
@@ -71,11 +73,11 @@ def slices(rows: int, vocabulary: int) -> Iterator[slice]:
 def token_losses(
     network: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor, scored: Tensor, cache: NewCache | None = None
 ) -> Tensor:
-    """The negative log-likelihood of each token marked in `scored`, given those before it. [scored tokens], float64
+    """Return the negative log-likelihood of each token marked in `scored`. [scored tokens], float64
 
-    The first token of a row has nothing before it and must not be marked.
+    The first token of a row has no context and must not be marked.
     """
-    # The logits at one place speak about the next token.
+    # The logits at one position predict the next token.
     keep = scored.roll(-1, dims=1)
     targets = input_ids[scored]
     rows = logit_rows(network, input_ids, attention_mask, keep, cache)

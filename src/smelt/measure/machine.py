@@ -1,4 +1,4 @@
-"""The machine a figure was measured on: hardware and versions, and nothing that names a host, a user or a folder."""
+"""Describe the machine of a measurement: hardware and versions, but no host, user or folder names."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch
 
 from smelt.version import __version__
 
-# The two ways Linux spells the processor's name, on x86 and on most ARM machines.
+# The keys of the CPU name in /proc/cpuinfo, on x86 and on most ARM machines.
 _CPUINFO_NAMES = ("model name", "Model")
 
 
 def cpu_model() -> str:
-    """The processor's name as the system gives it."""
+    """Return the CPU name as the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -29,19 +29,19 @@ def cpu_model() -> str:
 
 
 def gpu_model() -> str | None:
-    """The name of the first CUDA device, or None where there is none."""
+    """Return the name of the first CUDA device, or None if there is none."""
     return torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
 
 
 def cores() -> int:
-    """The cores this process may run on, which in a container can be fewer than the machine has."""
+    """Return the number of cores this process may use, which can be fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to judge or repeat a measurement."""
+    """Return the facts needed to interpret or repeat a measurement."""
     facts: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": cores(),

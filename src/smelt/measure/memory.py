@@ -1,4 +1,4 @@
-"""Memory and disk: the peak a piece of work reached, and what is still free before it starts."""
+"""Measure peak memory, and the free memory and disk space."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _STATM = Path("/proc/self/statm")
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process now; where the system does not tell, the most it ever was."""
+    """Return the resident memory of this process, or its lifetime peak where the system reports no current value."""
     try:
         pages = int(_STATM.read_text().split()[1])
     except OSError:
@@ -32,10 +32,10 @@ def _lifetime_peak_bytes() -> int:
 
 
 class PeakMemory:
-    """The peak resident memory of this process inside a `with` region, read off every 5 ms by a thread.
+    """The peak resident memory of this process inside a `with` block, sampled every 5 ms by a thread.
 
-    `device_peak_bytes` is the most that torch allocated on all CUDA devices (0 without one). Resident memory may be
-    watched in nested regions; the CUDA counter is torch's own and is reset on entry, so there the inner region wins.
+    `device_peak_bytes` is torch's peak allocation summed over all CUDA devices (0 without one). Blocks may be nested
+    for resident memory, but not for CUDA: torch's counter is reset on entry.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class PeakMemory:
 
     @property
     def added_bytes(self) -> int:
-        """How far the peak lay above what the process held on entry."""
+        """The peak above the resident memory on entry."""
         return self.peak_bytes - self.before_bytes
 
     def __enter__(self) -> PeakMemory:
@@ -66,7 +66,7 @@ class PeakMemory:
         self._stop.set()
         self._sampler.join()
         self.peak_bytes = max(self.peak_bytes, resident_bytes())
-        # A lifetime peak that grew did so in here: it is exact, and catches what fell between two samples.
+        # If the lifetime peak grew, it did so inside the block; it is exact, and includes peaks between two samples.
         lifetime_peak = _lifetime_peak_bytes()
         if lifetime_peak > self._lifetime_before:
             self.peak_bytes = max(self.peak_bytes, lifetime_peak)
@@ -80,19 +80,19 @@ class PeakMemory:
 
 
 def total_memory(device: torch.device) -> int:
-    """All the memory a device has, used or not."""
+    """Return the total memory of a device."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that can still be taken on a device."""
+    """Return the free memory of a device in bytes."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes this process may still take: the system's free memory, or what its cgroup leaves it where that is less.
+    """Return the bytes this process can still allocate: the system's free memory, or less if its cgroup limits it.
 
     `root` is where `proc` and `sys` are mounted.
     """
@@ -109,7 +109,7 @@ def _system_available(root: Path) -> int:
 
 
 def _cgroup_headrooms(root: Path) -> list[int]:
-    """What each cgroup from this process's own up to the top leaves free; version 2 and version 1 alike."""
+    """Return the free memory of each cgroup from this process's own up to the root, for cgroup v1 and v2."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -128,13 +128,13 @@ def _cgroup_headrooms(root: Path) -> list[int]:
 
 
 def _upwards(mount: Path, path: str) -> list[Path]:
-    """The cgroup's folder and all above it. In a container the path may not exist below the mount: the mount does."""
+    """Return the cgroup's folder and its parents up to the mount, since in a container the path may not exist."""
     parts = [part for part in path.split("/") if part not in ("", "..")]
     return [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
 
 
 def _headroom(folder: Path, limit_name: str, usage_name: str, cache_name: str) -> int | None:
-    """Limit minus use, where the page cache that the kernel would give back does not count; None without a limit."""
+    """Return limit minus usage, not counting reclaimable page cache; None without a limit."""
     try:
         limit = (folder / limit_name).read_text().strip()
         usage = int((folder / usage_name).read_text())
@@ -148,7 +148,7 @@ def _headroom(folder: Path, limit_name: str, usage_name: str, cache_name: str) -
 
 
 def free_disk(path: Path | str) -> int:
-    """Free bytes where `path` lies or would lie: its nearest parent that exists is asked."""
+    """Return the free bytes on the disk of `path` or its nearest existing parent."""
     folder = Path(path).absolute()
     while not folder.exists():
         folder = folder.parent

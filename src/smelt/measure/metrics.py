@@ -1,8 +1,8 @@
 """Scores of predictions against labels: accuracy, F1, Matthews, Pearson and Spearman correlation.
 
-Every score takes `counts`, how often each item stands in the sample: [items], or [resamples, items] for many samples at
-once, which is what makes the bootstrap fast. Without them every item stands once. The result has the shape of `counts`
-without its last dimension.
+Every score takes `counts`, how often each item occurs in the sample: [items], or [resamples, items] for many samples at
+once, which makes the bootstrap fast. By default every item occurs once. The result has the shape of `counts` without
+its last dimension.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ Score = Callable[..., np.ndarray]
 
 
 def accuracy(predictions: np.ndarray, labels: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-    """The share of predictions that are right."""
+    """Return the fraction of correct predictions."""
     counts = _counts(labels, counts)
     return counts @ (predictions == labels).astype(float) / counts.sum(axis=-1)
 
 
 def f1(predictions: np.ndarray, labels: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-    """F1 of class 1 where the classes are 0 and 1; with more classes, the mean of each class's F1 (macro)."""
+    """Return the F1 of class 1 for classes 0 and 1; for more classes, the macro F1."""
     counts = _counts(labels, counts)
     classes = _classes(predictions, labels)
     classes = np.array([1]) if set(classes) <= {0, 1} else classes
     predicted, actual = predictions[:, None] == classes, labels[:, None] == classes  # [items, classes]
     right = counts @ (predicted & actual).astype(float)  # [..., classes]
     claimed_and_actual = counts @ (predicted.astype(float) + actual)
-    # A class that the sample lacks altogether takes no part in the mean.
+    # A class that does not occur in the sample is excluded from the mean.
     present = claimed_and_actual > 0
-    each = np.divide(2 * right, claimed_and_actual, out=np.zeros_like(right), where=present)
-    return each.sum(axis=-1) / np.maximum(present.sum(axis=-1), 1)
+    scores = np.divide(2 * right, claimed_and_actual, out=np.zeros_like(right), where=present)
+    return scores.sum(axis=-1) / np.maximum(present.sum(axis=-1), 1)
 
 
 def matthews(predictions: np.ndarray, labels: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-    """Matthews correlation, for two or more classes; 0 where predictions or labels are all the same."""
+    """Return the Matthews correlation for two or more classes; 0 if predictions or labels are constant."""
     counts = _counts(labels, counts)
     classes = _classes(predictions, labels)
     predicted = counts @ (predictions[:, None] == classes).astype(float)  # [..., classes]
@@ -47,19 +47,19 @@ def matthews(predictions: np.ndarray, labels: np.ndarray, counts: np.ndarray | N
 
 
 def pearson(predictions: np.ndarray, labels: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-    """Pearson correlation; 0 where predictions or labels are all the same."""
+    """Return the Pearson correlation; 0 if predictions or labels are constant."""
     counts = _counts(labels, counts)
     return _weighted_pearson(predictions.astype(float), labels.astype(float), counts)
 
 
 def spearman(predictions: np.ndarray, labels: np.ndarray, counts: np.ndarray | None = None) -> np.ndarray:
-    """Spearman correlation: Pearson's of the ranks, ties sharing their mean rank."""
+    """Return the Spearman correlation: Pearson's of the ranks, with ties at their mean rank."""
     counts = _counts(labels, counts)
     return _weighted_pearson(ranks(predictions, counts), ranks(labels, counts), counts)
 
 
 def ranks(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Each value's rank in the sample, from 1, ties sharing their mean rank. The shape of `counts`"""
+    """Return each value's rank in the sample, from 1, with ties at their mean rank. Same shape as `counts`."""
     distinct, group = np.unique(values, return_inverse=True)
     order = np.argsort(group, kind="stable")
     starts = np.searchsorted(group[order], np.arange(len(distinct)))
@@ -92,7 +92,7 @@ def _weighted_pearson(first: np.ndarray, second: np.ndarray, counts: np.ndarray)
 
 
 def _centered(values: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Distances from the mean; those that are only its rounding error are none."""
+    """Subtract the mean; differences within its rounding error become 0."""
     mean = (counts * values).sum(axis=-1, keepdims=True) / counts.sum(axis=-1, keepdims=True)
     distances = values - mean
     return np.where(np.abs(distances) > 1e-13 * np.abs(mean), distances, 0.0)

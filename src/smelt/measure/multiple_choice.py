@@ -1,7 +1,6 @@
-"""Multiple choice: a language model picks the option whose text it finds the most likely after its context.
+"""Multiple choice: a language model picks the option with the highest likelihood after its context.
 
-The log-likelihood of an option is divided by its number of tokens unless told otherwise, so that long options have a
-chance.
+By default the log-likelihood of an option is divided by its number of tokens, so that long options are not penalized.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def evaluate_multiple_choice(
     limit: int | None = None,
     progress: Progress = NullProgress(),  # noqa: B008
 ) -> EvalResult:
-    """The share of items, of all or the first `limit`, where the right option is the most likely one."""
+    """Return the accuracy: the fraction of (the first `limit`) items whose correct option is the most likely."""
     if normalize not in NORMALIZATIONS:
         raise DataError(f"There is no normalization '{normalize}': expected one of {', '.join(NORMALIZATIONS)}.")
     if model.task != "language" or model.tokenizer is None:
@@ -76,19 +75,19 @@ def evaluate_multiple_choice(
 
 
 def _option(tokenizer: PreTrainedTokenizerBase, context: str, continuation: str, positions: int | None) -> Option:
-    """A space goes between the two unless there is one. The longest contexts lose their beginning."""
+    """Tokenize context and continuation, separated by a space; contexts that are too long lose their beginning."""
     text = context if context[-1:].isspace() or continuation[:1].isspace() else context + " "
-    whole = list(tokenizer(text + continuation, verbose=False)["input_ids"])
-    before = tokenizer(context, verbose=False)["input_ids"]
-    # A tokenizer may merge across the seam: from the first token that differs on, all are the continuation's.
-    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(before, whole, strict=False)))
-    dropped = max(0, len(whole) - positions) if positions is not None else 0
-    # At least one token is scored, and never the first, which has nothing before it.
-    return Option(whole[dropped:], max(1, min(shared, len(whole) - 1) - dropped), len(continuation))
+    tokens = list(tokenizer(text + continuation, verbose=False)["input_ids"])
+    context_tokens = tokenizer(context, verbose=False)["input_ids"]
+    # A tokenizer may merge across the boundary: the continuation starts at the first token that differs.
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(context_tokens, tokens, strict=False)))
+    dropped = max(0, len(tokens) - positions) if positions is not None else 0
+    # At least one token is scored, but never the first, which has no context.
+    return Option(tokens[dropped:], max(1, min(shared, len(tokens) - 1) - dropped), len(continuation))
 
 
 def _likelihoods(model: Model, options: list[Option], batch_size: int, progress: Progress) -> np.ndarray:
-    """The log-likelihood of each option. [options]"""
+    """Return the log-likelihood of each option. [options]"""
     order = sorted(range(len(options)), key=lambda option: len(options[option].tokens))
     likelihoods = np.zeros(len(options))
     groups = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]

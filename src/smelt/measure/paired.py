@@ -1,8 +1,8 @@
-"""Two models on the same items: how far apart they are, and how sure that is.
+"""Paired comparison of two models on the same items: the difference and its confidence interval.
 
-The interval is a bootstrap over the items, both models always on the same resample. Its percentiles are widened for few
-items as Hesterberg (2015, "What Teachers Should Know About the Bootstrap") proposes. McNemar's exact test looks at the
-items that only one of the two got right.
+The interval is a paired bootstrap over the items. Its percentiles are widened for small samples (Hesterberg 2015, "What
+Teachers Should Know About the Bootstrap"). McNemar's exact test uses the items that only one of the two models got
+right.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Change:
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """The new model against the base one. Differences are new minus base; the ratio is for perplexity only."""
+    """The new model compared with the base model. Differences are new minus base; the ratio is for perplexity only."""
 
     metric: str
     data: str
@@ -53,20 +53,20 @@ class PairedComparison:
     gained: int | None  # items only the new model got right
     lost: int | None  # items only the base model got right
     mcnemar: float | None  # two-sided p-value
-    flips: float | None  # share of items with another prediction, right or wrong
+    flips: float | None  # fraction of items whose prediction changed, right or wrong
     divergence: float | None  # mean KL(base || new) of the predicted classes, in nats
     worst: tuple[Change, ...]
 
     @property
     def verdict(self) -> str:
-        """In one word or so, at the stated confidence: better, worse, or no clear difference."""
+        """The verdict at this confidence: better, worse, or no clear difference."""
         low, high = self.interval
         if low <= 0 <= high:
             return "no clear difference"
         return "better" if (low > 0) == self.higher_is_better else "worse"
 
     def to_json(self) -> dict[str, Any]:
-        """All of it in plain values, with the verdict. A bound that is not finite becomes null."""
+        """Return all fields and the verdict as plain values; non-finite bounds become null."""
         values = asdict(self) | {"verdict": self.verdict}
         for name in ("interval", "ratio_interval"):
             if values[name] is not None:
@@ -78,7 +78,7 @@ class PairedComparison:
 def compare(
     new: EvalResult, base: EvalResult, *, confidence: float = 0.95, resamples: int = 10_000, seed: int = 0
 ) -> PairedComparison:
-    """Compares two measurements of the same metric on the same items."""
+    """Compare two measurements of the same metric on the same items."""
     _check_pair(new, base, confidence, resamples)
     differences, ratios = _resampled(new, base, resamples, seed)
     gained, lost = _discordant(new, base)
@@ -107,7 +107,7 @@ def compare(
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """The two-sided exact p-value: as if each item that only one model got right were the toss of a coin."""
+    """Return the two-sided exact p-value of McNemar's test: each discordant item is a fair coin toss."""
     return float(min(1.0, 2 * stats.binom.cdf(min(gained, lost), gained + lost, 0.5)))
 
 
@@ -134,7 +134,7 @@ def _alike(first: np.ndarray | None, second: np.ndarray | None) -> bool:
 
 
 def _resampled(new: EvalResult, base: EvalResult, resamples: int, seed: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """The difference in each resample, and for perplexity the ratio. [resamples]"""
+    """Return the difference in each resample and, for perplexity, the ratio. [resamples]"""
     differences, ratios = [], []
     for counts in _sample_counts(len(new.items), resamples, seed):
         values, references = _values(new, counts), _values(base, counts)
@@ -145,17 +145,17 @@ def _resampled(new: EvalResult, base: EvalResult, resamples: int, seed: int) -> 
 
 
 def _sample_counts(items: int, resamples: int, seed: int) -> Iterator[np.ndarray]:
-    """How often each item stands in each resample, some resamples at a time. [resamples, items]"""
+    """Yield how often each item occurs in each resample, in chunks of resamples. [resamples, items]"""
     generator = np.random.Generator(np.random.PCG64(seed))
     step = max(1, _COUNTS_AT_ONCE // items)
     for start in range(0, resamples, step):
         rows = min(step, resamples - start)
-        drawn = generator.integers(0, items, (rows, items)) + items * np.arange(rows)[:, None]
-        yield np.bincount(drawn.ravel(), minlength=rows * items).reshape(rows, items).astype(np.float64)
+        sampled = generator.integers(0, items, (rows, items)) + items * np.arange(rows)[:, None]
+        yield np.bincount(sampled.ravel(), minlength=rows * items).reshape(rows, items).astype(np.float64)
 
 
 def _values(quality: EvalResult, counts: np.ndarray) -> np.ndarray:
-    """The metric in each resample. [resamples]"""
+    """Return the metric in each resample. [resamples]"""
     if quality.metric == "perplexity":
         assert quality.weights is not None
         return np.exp(counts @ (quality.weights * quality.items) / (counts @ quality.weights))
@@ -163,7 +163,7 @@ def _values(quality: EvalResult, counts: np.ndarray) -> np.ndarray:
 
 
 def _interval(values: np.ndarray, items: int, confidence: float) -> tuple[float, float]:
-    """Percentiles, moved outwards as far as Student's t lies outside the normal for so many items."""
+    """Return the percentile interval, widened by the ratio of Student's t to normal quantiles."""
     if items < 2:
         return -math.inf, math.inf
     tail = (1 - confidence) / 2
@@ -173,7 +173,7 @@ def _interval(values: np.ndarray, items: int, confidence: float) -> tuple[float,
 
 
 def _is_right(quality: EvalResult) -> np.ndarray | None:
-    """Which items are right, where a prediction can be right at all. [items]"""
+    """Return which predictions are correct, or None if the metric has no correct ones. [items]"""
     if quality.predictions is None or quality.labels is None or quality.metric in ("spearman", "pearson"):
         return None
     return quality.predictions == quality.labels
@@ -200,7 +200,7 @@ def _divergence(new: EvalResult, base: EvalResult) -> float | None:
 
 
 def _worst(new: EvalResult, base: EvalResult) -> tuple[Change, ...]:
-    """The items that lost the most, worst first."""
+    """Return the items that got worse the most, worst first."""
     gain = (new.items - base.items) * (1 if new.higher_is_better else -1)
     order = np.argsort(gain, kind="stable")[:_WORST]
     return tuple(Change(int(item), float(base.items[item]), float(new.items[item])) for item in order if gain[item] < 0)

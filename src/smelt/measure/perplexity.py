@@ -1,7 +1,8 @@
-"""Perplexity of a language model on text, over windows of a stated length that advance by a stated stride.
+"""Perplexity of a language model on text, over sliding windows of a fixed length and stride.
 
-With a stride as long as the window, windows do not overlap, and the first token of each is not scored. With a shorter
-one, a window scores only what the one before it did not reach, each token after at least `context - stride` others.
+With a stride equal to the window length, windows do not overlap and the first token of each is not scored. With a
+shorter stride, a window scores only the tokens after the previous window, each with at least `context - stride` tokens
+of context.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ def perplexity(
     kv: str | None = None,
     progress: Progress = NullProgress(),  # noqa: B008
 ) -> EvalResult:
-    """Perplexity over the text, or over its first `limit` tokens. Without a stride the windows lie side by side.
+    """Compute the perplexity of the text or its first `limit` tokens; without a stride windows do not overlap.
 
-    `kv` is the number format of the KV cache; without it, the one saved with the model."""
+    `kv` is the number format of the KV cache; by default the one saved with the model.
+    """
     stride = context if stride is None else stride
     check_positive(batch_size=batch_size, limit=limit)
     check_context(model, context, stride)
@@ -73,17 +75,17 @@ def perplexity(
 
 
 def cache_in(model: Model, kv: str | None) -> NewCache | None:
-    """What makes a cache in a format, or in the one that the model remembers; None where they are not rounded."""
-    held = model.kv if kv is None else KVCacheFormat(kv)
-    if held is None:
+    """Return a factory of KV caches in format `kv` or the model's own; None if the KV cache is not quantized."""
+    kv_format = model.kv if kv is None else KVCacheFormat(kv)
+    if kv_format is None:
         return None
-    new = partial(held.cache, model.network.config)
-    new()  # so that a name that does not exist is told before anything runs
-    return new
+    new_cache = partial(kv_format.cache, model.network.config)
+    new_cache()  # raises early if the format does not exist
+    return new_cache
 
 
 def check_context(model: Model, context: int, stride: int) -> None:
-    """Refuses windows that the model cannot take or that would skip text."""
+    """Raise if windows exceed the model's context or would skip text."""
     if model.task != "language":
         raise DataError(f"{model.source or 'This model'} is no language model ({model.task}): perplexity needs one.")
     if context < 2 or not 1 <= stride <= context:
@@ -96,7 +98,7 @@ def check_context(model: Model, context: int, stride: int) -> None:
 
 
 def tokens_of(model: Model, data: TextData, limit: int | None) -> Tensor:
-    """The text's first tokens, or all of them. [tokens]"""
+    """Tokenize the text and return its first `limit` tokens, or all. [tokens]"""
     tokenizer: PreTrainedTokenizerBase | None = model.tokenizer
     if tokenizer is None:
         raise DataError(f"{model.source or 'This model'} has no tokenizer: text cannot be measured with it.")
@@ -107,36 +109,36 @@ def tokens_of(model: Model, data: TextData, limit: int | None) -> Tensor:
 
 
 def windows_over(tokens: int, context: int, stride: int) -> Iterator[Window]:
-    """Windows that together score every token once, but for those with nothing before them."""
-    reached = 0
+    """Yield windows that together score every token with context exactly once."""
+    scored_to = 0
     for begin in range(0, tokens, stride):
         end = min(begin + context, tokens)
-        scored_from = max(reached, begin + 1)
+        scored_from = max(scored_to, begin + 1)
         if scored_from < end:
             yield Window(begin, end, scored_from)
-        reached = end
+        scored_to = end
         if end == tokens:
             return
 
 
 def batched_windows(windows: list[Window], batch_size: int) -> Iterator[list[Window]]:
-    """Windows in order, in groups of one length."""
-    for _, alike in groupby(windows, key=lambda window: window.end - window.begin):
-        group = list(alike)
+    """Yield batches of windows of equal length, in order."""
+    for _, same_length in groupby(windows, key=lambda window: window.end - window.begin):
+        group = list(same_length)
         for start in range(0, len(group), batch_size):
             yield group[start : start + batch_size]
 
 
 def window_inputs(tokens: Tensor, windows: list[Window], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The windows' tokens, and which of them are scored. Both [windows, length]"""
+    """Return the tokens of the windows and the mask of scored ones. Both [windows, length]"""
     input_ids = torch.stack([tokens[window.begin : window.end] for window in windows])
-    places = torch.arange(input_ids.shape[1])
-    scored = torch.stack([places >= window.scored_from - window.begin for window in windows])
+    positions = torch.arange(input_ids.shape[1])
+    scored = torch.stack([positions >= window.scored_from - window.begin for window in windows])
     return input_ids.to(device), scored.to(device)
 
 
 def _window_losses(model: Model, tokens: Tensor, windows: list[Window], cache: NewCache | None) -> list[float]:
-    """The mean negative log-likelihood of each window."""
+    """Return the mean negative log-likelihood of each window."""
     input_ids, scored = window_inputs(tokens, windows, model.device)
     losses = token_losses(model.network, input_ids, torch.ones_like(input_ids), scored, cache)
     counts = [window.end - window.scored_from for window in windows]

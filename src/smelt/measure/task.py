@@ -1,4 +1,4 @@
-"""EvalResult on labeled data: classifiers and regressors by their logits, embedding models by the cosine of pairs."""
+"""Evaluate on labeled data: classifiers and regressors by logits, embedding models by cosine similarity of pairs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def evaluate_task(
     limit: int | None = None,
     progress: Progress = NullProgress(),  # noqa: B008
 ) -> EvalResult:
-    """The metric over all items or the first `limit`. The default is accuracy for classes and Spearman for numbers."""
+    """Compute the metric over all items or the first `limit`; by default accuracy (classes) or Spearman (numbers)."""
     check_positive(limit=limit)
     data = data if limit is None else data.take(range(min(limit, len(data))))
     embedding = model.task == "embedding"
@@ -63,10 +63,10 @@ def _outputs(
     data: LabeledData,
     compute: Callable[[Batch], Tensor],
 ) -> np.ndarray:
-    """What `compute` gives for each item, in the items' order. Runs in order of length, so that little is padded."""
+    """Return the output of `compute` for each item, in order. Batches are sorted by length to reduce padding."""
     if model.tokenizer is None:
         raise DataError(f"{model.source or 'This model'} has no tokenizer: text cannot be measured with it.")
-    # A decoder that knows no padding token cannot find the end of a shorter row in a batch.
+    # A decoder without a padding token cannot find the end of a shorter row in a batch.
     batch_size = batch_size if model.network.config.pad_token_id is not None else 1
     order = sorted(
         range(len(data)), key=lambda item: len(data.first[item]) + len(data.second[item] if data.second else "")
@@ -99,7 +99,7 @@ def _checked_metric(metric: str | None, numbers: bool) -> str:
 
 
 def _model_labels(model: Model, data: LabeledData) -> np.ndarray:
-    """The labels as the model numbers them: by name where both the file and the model have names."""
+    """Map labels to the model's numbering by class name, if both the file and the model have names."""
     numbers = {str(name).lower(): number for name, number in model.network.config.label2id.items()}
     if data.classes is None or not all(name.lower() in numbers for name in data.classes):
         return data.labels
@@ -118,7 +118,7 @@ def _predictions(logits: np.ndarray, labels: np.ndarray, data: LabeledData, numb
 
 
 def _closeness(model: Model, data: LabeledData, outputs: Outputs) -> np.ndarray:
-    """The cosine between the embeddings of each pair. [items]"""
+    """Return the cosine similarity of each pair's embeddings. [items]"""
     if data.second is None:
         raise DataError(
             f"{data.name} has single texts, but an embedding model is measured on pairs: name a second column."
@@ -129,13 +129,13 @@ def _closeness(model: Model, data: LabeledData, outputs: Outputs) -> np.ndarray:
 
 
 def _embedded(model: Model, inputs: Batch) -> Tensor:
-    """The mean of the last hidden states over the real tokens, at length one. [rows, hidden size]"""
+    """Return the normalized mean of the last hidden states over non-padding tokens. [rows, hidden size]"""
     states = model.network(**inputs).last_hidden_state  # [rows, tokens, hidden size]
     mask = inputs["attention_mask"][:, :, None].to(states.dtype)
     return normalize((states * mask).sum(dim=1) / mask.sum(dim=1), dim=1)
 
 
 def _closeness_in_rank(predictions: np.ndarray, labels: np.ndarray) -> np.ndarray:
-    """1 where an item has the same rank among predictions as among labels, towards 0 the further apart. [items]"""
-    once = np.ones(len(labels))
-    return 1 - np.abs(ranks(predictions, once) - ranks(labels, once)) / len(labels)
+    """Return 1 for items with equal ranks in predictions and labels, approaching 0 as the ranks diverge. [items]"""
+    counts = np.ones(len(labels))
+    return 1 - np.abs(ranks(predictions, counts) - ranks(labels, counts)) / len(labels)
