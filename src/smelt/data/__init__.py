@@ -1,4 +1,4 @@
-"""Data: text, labeled tasks and multiple choice, from files, the hub or the built-in set; and batches of them."""
+"""Load text, labeled and multiple-choice data from files, the hub or the built-in set, and batch it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def load_data(
     label: str | None = None,
     split: str = "evaluation",
 ) -> TextData | LabeledData | MultipleChoiceData:
-    """Data of the kind named, or of the kind its columns show: options and an answer, a label, else text."""
+    """Load data as `kind`, or as its columns suggest: multiple choice, labeled (a label column), else text."""
     source = resolve_source(source, split)
     if kind in _OLD_KINDS:
         message = f"the data kind `{kind}` is now called `{_OLD_KINDS[kind]}`; the old name will stop working."

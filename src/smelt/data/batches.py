@@ -1,4 +1,4 @@
-"""Batches: data turned into the tensors a network takes. The same seed gives the same batches everywhere."""
+"""Convert data to batches of input tensors, deterministically for a given seed."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from smelt.errors import DataError
 
 Batch = dict[str, Tensor]
 
-# Long text is tokenized piece by piece, and only as many pieces as are needed.
+# Long text is tokenized in chunks, and only as many as needed.
 _PIECE_CHARACTERS = 32_768
 _PIECES_AT_ONCE = 8
-# Windows may overlap when the text is short, but not so far that they say the same thing twice over.
+# Windows may overlap if the text is short, but only up to this average number of uses per token.
 _MOST_USES_OF_A_TOKEN = 2
 
 
 def text_batches(
     data: TextData, tokenizer: PreTrainedTokenizerBase, *, samples: int, length: int, batch_size: int, seed: int
 ) -> list[Batch]:
-    """`samples` windows of exactly `length` tokens from random places.
+    """Sample `samples` windows of exactly `length` tokens at random positions.
 
-    They do not overlap unless the text is too short for that.
+    They do not overlap unless the text is too short.
     """
     check_positive(samples=samples, length=length, batch_size=batch_size)
     generator = np.random.Generator(np.random.PCG64(seed))
@@ -35,8 +35,8 @@ def text_batches(
     starts = _window_starts(len(tokens), samples, length, generator, data.name)
     windows = torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]))  # [samples, length]
     return [
-        {"input_ids": part, "attention_mask": torch.ones_like(part), "labels": part.clone()}
-        for part in windows.split(batch_size)
+        {"input_ids": window_batch, "attention_mask": torch.ones_like(window_batch), "labels": window_batch.clone()}
+        for window_batch in windows.split(batch_size)
     ]
 
 
@@ -51,26 +51,25 @@ def labeled_batches(
     replace: bool = False,
     shuffle: bool = True,
 ) -> list[Batch]:
-    """Items with their labels, each batch padded to its longest. `samples` None takes all of them.
+    """Batch items with their labels, padding each batch to its longest row. `samples` None takes all items.
 
-    With `replace` items are drawn independently, so that one may come twice; without `shuffle` the first ones are
-    taken in their order.
+    With `replace` items are sampled with replacement; without `shuffle` the first items are taken in order.
     """
     check_positive(samples=samples, max_length=max_length, batch_size=batch_size)
-    chosen = data.take(_chosen_items(data, samples, seed, replace, shuffle))
-    labels = torch.from_numpy(chosen.labels)
+    selected = data.take(_chosen_items(data, samples, seed, replace, shuffle))
+    labels = torch.from_numpy(selected.labels)
     padding = padding_token(tokenizer)
     batches = []
-    for start in range(0, len(chosen), batch_size):
+    for start in range(0, len(selected), batch_size):
         part = slice(start, start + batch_size)
-        texts = [chosen.first[part]] if chosen.second is None else [chosen.first[part], chosen.second[part]]
+        texts = [selected.first[part]] if selected.second is None else [selected.first[part], selected.second[part]]
         encoded = tokenizer(*map(list, texts), truncation=True, max_length=max_length, verbose=False)
         batches.append(padded(encoded, padding) | {"labels": labels[part]})
     return batches
 
 
 def padded(encoded: dict[str, list[list[int]]], padding: int) -> Batch:
-    """Rows of different lengths as tensors [rows, longest]: ids end in the padding token, all else in zeros."""
+    """Pad rows to tensors [rows, longest]: ids with the padding token, everything else with zeros."""
     longest = max(map(len, encoded["input_ids"]))
     return {
         name: torch.tensor([row + [padding if name == "input_ids" else 0] * (longest - len(row)) for row in rows])
@@ -79,13 +78,13 @@ def padded(encoded: dict[str, list[list[int]]], padding: int) -> Batch:
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token to pad with; a tokenizer that has none lends its end token, which the attention mask then hides."""
+    """Return the padding token, else the end token (which the attention mask hides), else 0."""
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id)
     return next((int(token) for token in candidates if token is not None), 0)
 
 
 def check_positive(**values: int | None) -> None:
-    """Refuses a number below one, by its name; None stands for a number that was not given."""
+    """Raise for a value below 1, naming it; None is not checked."""
     for name, value in values.items():
         if value is not None and value < 1:
             raise DataError(f"{name.replace('_', ' ').capitalize()} must be at least 1, not {value}.")
@@ -94,23 +93,23 @@ def check_positive(**values: int | None) -> None:
 def _sampled_tokens(
     text: str, tokenizer: PreTrainedTokenizerBase, enough: int, generator: np.random.Generator
 ) -> np.ndarray:
-    """The text's tokens in order; of a long text those of randomly chosen pieces, until there are `enough`."""
-    pieces = list(_pieces(text))
-    order = generator.permutation(len(pieces))
+    """Tokenize the text, or randomly indices chunks of a long text until there are `enough` tokens, in text order."""
+    texts = list(_pieces(text))
+    order = generator.permutation(len(texts))
     tokens: dict[int, np.ndarray] = {}
     count = 0
     for start in range(0, len(order), _PIECES_AT_ONCE):
         if count >= enough:
             break
-        chosen = order[start : start + _PIECES_AT_ONCE]
-        encoded = tokenizer([pieces[index] for index in chosen], add_special_tokens=False, verbose=False)["input_ids"]
-        tokens.update((int(index), np.array(row, dtype=np.int64)) for index, row in zip(chosen, encoded, strict=True))
+        indices = order[start : start + _PIECES_AT_ONCE]
+        encoded = tokenizer([texts[index] for index in indices], add_special_tokens=False, verbose=False)["input_ids"]
+        tokens.update((int(index), np.array(row, dtype=np.int64)) for index, row in zip(indices, encoded, strict=True))
         count += sum(map(len, encoded))
     return np.concatenate([tokens[index] for index in sorted(tokens)])
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text cut at line ends (at spaces where a line is too long) into pieces of a bounded size."""
+    """Yield chunks of bounded size, split at line ends (or at spaces if a line is too long)."""
     start = 0
     while len(text) - start > _PIECE_CHARACTERS:
         end = start + _PIECE_CHARACTERS
@@ -122,9 +121,9 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def _window_starts(tokens: int, samples: int, length: int, generator: np.random.Generator, name: str) -> np.ndarray:
-    """Where the windows begin, in random order. Without overlap: random gaps between windows that lie side by side."""
-    places = tokens - length + 1
-    if samples > places or samples * length > _MOST_USES_OF_A_TOKEN * tokens:
+    """Return the window starts in random order: random gaps between non-overlapping windows if the text suffices."""
+    num_starts = tokens - length + 1
+    if samples > num_starts or samples * length > _MOST_USES_OF_A_TOKEN * tokens:
         raise DataError(
             f"{name} has {tokens:,} tokens, too few for {samples:,} windows of {length:,}: "
             "give more text, or ask for fewer or shorter windows."
@@ -133,7 +132,7 @@ def _window_starts(tokens: int, samples: int, length: int, generator: np.random.
     if slack >= 0:
         starts = np.sort(generator.integers(0, slack + 1, samples)) + length * np.arange(samples)
     else:
-        starts = generator.choice(places, samples, replace=False)
+        starts = generator.choice(num_starts, samples, replace=False)
     return generator.permutation(starts)
 
 

@@ -1,8 +1,7 @@
-"""The built-in text: the prose about the language that every Python ships, so that nothing has to be downloaded.
+"""The built-in text: prose of the language reference that ships with Python, so nothing has to be downloaded.
 
-The topics repeat whole passages of each other. Each paragraph is therefore kept once only, in the longest topic that
-has it, and a topic belongs to calibration or evaluation by a hash of its name: the two share neither topic nor
-paragraph.
+Topics repeat passages of each other, so each paragraph is kept only in the longest topic that contains it. A hash of
+its name assigns a topic to calibration or evaluation: the splits share neither topics nor paragraphs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MARKUP = re.compile(r"::=|>>>|\||[-=*^~]{4}")
 
 
 def default_documents(split: str) -> dict[str, str]:
-    """The documents of a split, by topic, in the order of their names."""
+    """Return the documents of a split by topic, sorted by name."""
     return {topic: text for topic, text in _documents().items() if _split_of(topic) == split}
 
 
@@ -46,7 +45,7 @@ def _documents() -> dict[str, str]:
 
 
 def _prose(text: str) -> list[str]:
-    """The paragraphs that are sentences, each on one line; code, tables, headings and signatures are left out."""
+    """Return the paragraphs of prose, each on one line, without code, tables, headings and signatures."""
     paragraphs = (_FOOTNOTE_MARK.sub("", " ".join(block.split())) for block in _BLANK_LINE.split(text))
     return [paragraph for paragraph in paragraphs if _is_prose(paragraph)]
 

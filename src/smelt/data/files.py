@@ -1,7 +1,6 @@
-"""Reading files: plain text, or rows from JSONL, JSON, CSV, TSV and Parquet; each also gzipped.
+"""Read files: plain text, or rows from JSONL, JSON, CSV, TSV and Parquet, optionally gzipped.
 
-A file is read whole, but never more than `MOST_BYTES` of it, so that a small archive that unpacks without end is an
-error and not a full memory.
+At most `MOST_BYTES` are read, so that a decompression bomb raises an error instead of exhausting memory.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ _SUFFIXES = ", ".join(TEXT_SUFFIXES + TABLE_SUFFIXES)
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that says the format: `.gz` does not count, and a bare `.gz` is plain text."""
+    """Return the suffix that determines the format, ignoring `.gz`; a bare `.gz` is plain text."""
     if path.suffix.lower() != ".gz":
         return path.suffix.lower()
     return Path(path.stem).suffix.lower() or ".txt"
 
 
 def read_text(path: Path) -> str:
-    """The text of a plain text file, exactly as it stands there."""
+    """Read the text of a plain text file, unchanged."""
     text = _decoded(path)
     if not text.strip():
         raise DataError(f"{path} is empty: give a file with text in it.")
@@ -45,7 +44,7 @@ def read_text(path: Path) -> str:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a table, each a dictionary by column name."""
+    """Read the rows of a table as dictionaries by column name."""
     if not path.exists():
         raise _missing(path)
     suffix = suffix_of(path)
@@ -63,12 +62,12 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def columns_of(rows: list[Row]) -> list[str]:
-    """Every column that any row has, in the order of first appearance."""
+    """Return the columns of all rows, in order of first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def column_of(rows: list[Row], name: str, source: str) -> list[Any]:
-    """One column's values. A column that no row has is an error that lists those there are."""
+    """Return the values of a column; raise and list the columns if it does not exist."""
     columns = columns_of(rows)
     if name not in columns:
         raise DataError(f"{source} has no column '{name}': its columns are {', '.join(columns)}.")
@@ -76,7 +75,7 @@ def column_of(rows: list[Row], name: str, source: str) -> list[Any]:
 
 
 def text_column(rows: list[Row], name: str, source: str) -> tuple[str, ...]:
-    """One column whose values must all be text."""
+    """Return the values of a column, which must all be text."""
     values = column_of(rows, name, source)
     for number, value in enumerate(values, start=1):
         if not isinstance(value, str):
@@ -93,15 +92,15 @@ def _shown(value: Any) -> str:
 
 
 def _bytes(path: Path) -> bytes:
-    """The file's content, unpacked where it is gzip (told by its first bytes, not its name)."""
+    """Read the file's content, decompressing gzip (detected by its magic bytes, not its name)."""
     if path.is_dir():
         raise DataError(f"{path} is a folder: give a data file ({_SUFFIXES} or .gz of it).")
     if not path.is_file():
         raise _missing(path)
     try:
         with path.open("rb") as file:
-            packed = file.read(2) == _GZIP_MAGIC
-        with gzip.open(path, "rb") if packed else path.open("rb") as stream:
+            is_gzip = file.read(2) == _GZIP_MAGIC
+        with gzip.open(path, "rb") if is_gzip else path.open("rb") as stream:
             return _capped(stream, path)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is a broken gzip file ({error}): write or download it again.") from error
@@ -126,7 +125,7 @@ def _decoded(path: Path) -> str:
 
 
 def _json_rows(path: Path) -> list[Row]:
-    """A list of objects, or one object a line: which of the two is told by the first character."""
+    """Read a list of objects, or one object per line; the first character decides which."""
     text = _decoded(path)
     if text.lstrip().startswith("["):
         return [_as_row(value, path, number) for number, value in enumerate(_parsed(text, path, None), start=1)]
@@ -134,7 +133,7 @@ def _json_rows(path: Path) -> list[Row]:
 
 
 def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
-    # Only "\n" ends a line of JSONL: splitlines() would also cut inside strings, at U+2028 and its kin.
+    # Only "\n" ends a line of JSONL: splitlines() would also split inside strings, e.g. at U+2028.
     return ((number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip())
 
 
@@ -142,8 +141,10 @@ def _parsed(text: str, path: Path, line: int | None) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        where = line if line is not None else error.lineno
-        raise DataError(f"{path} line {where} is not valid JSON ({error.msg}): mend or remove the line.") from error
+        line_number = line if line is not None else error.lineno
+        raise DataError(
+            f"{path} line {line_number} is not valid JSON ({error.msg}): fix or remove the line."
+        ) from error
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} line {line or 1} holds JSON that cannot be read (too deep or too long).") from error
 
@@ -155,7 +156,7 @@ def _as_row(value: Any, path: Path, number: int) -> Row:
 
 
 def _separated_rows(path: Path, tab: bool) -> list[Row]:
-    """Rows under a header line. In TSV a quote is a plain character, as the GLUE files have it."""
+    """Read rows below a header line. In TSV a quote is a plain character, as in the GLUE files."""
     options: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if tab else {}
     previous_limit = csv.field_size_limit(MOST_BYTES)
     try:
@@ -169,7 +170,9 @@ def _separated_rows(path: Path, tab: bool) -> list[Row]:
 
 def _complete(row: dict[Any, Any], path: Path, line: int) -> Row:
     if None in row or None in row.values():
-        raise DataError(f"{path} line {line} has not as many fields as the header: check its separators and quotes.")
+        raise DataError(
+            f"{path} line {line} has another number of fields than the header: check its separators and quotes."
+        )
     return row
 
 

@@ -1,7 +1,7 @@
-"""Reading a data set from the Hugging Face hub through the `datasets` package, an extra.
+"""Read a data set from the Hugging Face hub through the optional `datasets` package.
 
 No code of a repository is ever run. A source is `hub:owner/name`, optionally with a configuration and a split:
-`hub:owner/name:configuration@split`. Without the split, calibration takes `train`; evaluation takes `validation`, else
+`hub:owner/name:configuration@split`. Without a split, calibration uses `train`; evaluation uses `validation`, else
 `test`, else `train`.
 """
 
@@ -20,7 +20,7 @@ _SPLITS = {"calibration": ("train",), "evaluation": ("validation", "test", "trai
 
 
 def is_hub(source: str) -> bool:
-    """Whether a source names the hub: by its prefix, or as `owner/name` where no such file is."""
+    """Return whether a source is on the hub: it has the prefix, or is `owner/name` and not an existing file."""
     if source.startswith(_PREFIX):
         return True
     looks_like_file = suffix_of(Path(source)) in TEXT_SUFFIXES + TABLE_SUFFIXES or Path(source).exists()
@@ -28,15 +28,15 @@ def is_hub(source: str) -> bool:
 
 
 def read_hub(source: str, purpose: str) -> list[Row]:
-    """The rows of one split."""
+    """Read the rows of one split."""
     match = _IDENTIFIER.fullmatch(source.removeprefix(_PREFIX))
     if match is None:
-        raise DataError(f"'{source}' is no data set on the hub: expected hub:owner/name:configuration@split.")
+        raise DataError(f"'{source}' is not a data set on the hub: expected hub:owner/name:configuration@split.")
     try:
         import datasets
     except ImportError as error:
         raise DataError(
-            f"'{source}' is no file here, and reading it from the hub needs one more package: "
+            f"'{source}' is not a local file, and reading it from the hub needs one more package: "
             "pip install smelt[datasets]."
         ) from error
     name, configuration = match["name"], match["configuration"]
@@ -45,7 +45,7 @@ def read_hub(source: str, purpose: str) -> list[Row]:
         rows: list[Row] = datasets.load_dataset(name, configuration, split=split).to_list()
     except DataError:
         raise
-    except Exception as error:  # the package raises its own, the network's and the file system's errors alike
+    except Exception as error:  # the package raises its own, network and file system errors
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"'{source}' cannot be read from the hub ({reason}): check the name and the network."

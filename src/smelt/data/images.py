@@ -1,8 +1,8 @@
-"""Labeled images from plain files: NumPy archives without pickles, IDX (MNIST and its kin), CIFAR-10's binary form.
+"""Load labeled images from NumPy archives without pickles, IDX files (MNIST), or CIFAR-10's binary files.
 
-An archive holds `x_train`, `y_train`, `x_test`, `y_test` as Keras has them, or `images` and `labels` of one part. IDX
-is a folder with `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and the same for `t10k`, each perhaps gzipped.
-CIFAR is a folder with `data_batch_1.bin` to `5` and `test_batch.bin`; its Python form is a pickle and is not read.
+An archive holds `x_train`, `y_train`, `x_test`, `y_test` as in Keras, or `images` and `labels` of one split. IDX is a
+folder with `train-images-idx3-ubyte`, `train-labels-idx1-ubyte` and the same for `t10k`, optionally gzipped. CIFAR is a
+folder with `data_batch_1.bin` to `5` and `test_batch.bin`; its Python version is a pickle and is not supported.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from smelt.errors import DataError
 PARTS = ("train", "test")
 
 _IDX = {"train": "train", "test": "t10k"}
-_IDX_BYTES = 8  # the code of unsigned bytes
+_IDX_BYTES = 8  # the type code of unsigned bytes
 _CIFAR = {"train": "data_batch_*.bin", "test": "test_batch.bin"}
 _CIFAR_SHAPE = (3, 32, 32)
 
 
 @dataclass(frozen=True)
 class ImageData:
-    """Images and the class of each. `name` says where they come from."""
+    """Images and their classes. `name` is their source."""
 
     name: str
     pixels: np.ndarray  # [images, channels, height, width] uint8
@@ -46,18 +46,18 @@ class ImageData:
 
 
 def load_images(source: str | Path, part: str = "train") -> ImageData | None:
-    """One part of a data set; None where the source is of one part only and the other is asked for.
+    """Load the train or test split (`part`) of a data set; None if the source has no test split.
 
-    `source` is a file or folder, or the name of a folder below SMELT_DATA.
+    `source` is a file, a folder, or the name of a folder in SMELT_DATA.
     """
     path = _where_is(source)
     try:
-        found = _archive(path, part) if path.suffix == ".npz" else _folder(path, part)
+        arrays = _archive(path, part) if path.suffix == ".npz" else _folder(path, part)
     except (OSError, EOFError, ValueError, KeyError, struct.error, zlib.error, zipfile.BadZipFile) as error:
         raise DataError(f"{source} cannot be read as images ({' '.join(str(error).split())[:200]}).") from error
-    if found is None:
+    if arrays is None:
         return None
-    return _checked(f"{source}/{part}", *found)
+    return _checked(f"{source}/{part}", *arrays)
 
 
 def _where_is(source: str | Path) -> Path:
@@ -67,15 +67,15 @@ def _where_is(source: str | Path) -> Path:
     if not path.exists():
         raise DataError(
             f"there are no images at {source}: give an .npz file, a folder with IDX files or with CIFAR-10's binary "
-            "files, or the name of a folder below SMELT_DATA."
+            "files, or the name of a folder in SMELT_DATA."
         )
     archives = sorted(path.glob("*.npz")) if path.is_dir() else []
     return archives[0] if len(archives) == 1 else path
 
 
 def _archive(path: Path, part: str) -> tuple[np.ndarray, np.ndarray] | None:
-    with zipfile.ZipFile(path) as packed:
-        if sum(entry.file_size for entry in packed.infolist()) > MOST_BYTES:
+    with zipfile.ZipFile(path) as archive:
+        if sum(entry.file_size for entry in archive.infolist()) > MOST_BYTES:
             raise DataError(f"{path} holds more than {MOST_BYTES / 2**30:.3g} GiB: give a smaller part of it.")
     with np.load(path, allow_pickle=False) as arrays:
         names = set(arrays.files)
@@ -94,36 +94,35 @@ def _folder(path: Path, part: str) -> tuple[np.ndarray, np.ndarray] | None:
         rows = np.concatenate([_cifar_rows(batch) for batch in batches])
         return rows[:, 1:].reshape(-1, *_CIFAR_SHAPE), rows[:, 0]
     stem = _IDX[part]
-    images, labels = (_idx(path, f"{stem}-{kind}-ubyte") for kind in ("images-idx3", "labels-idx1"))
+    images, labels = (_idx(path, f"{stem}-{suffix}-ubyte") for suffix in ("images-idx3", "labels-idx1"))
     if images is not None and labels is not None:
         return images, labels
     if part == "test":
         return None
     raise DataError(
-        f"{path} holds no images that Smelt reads: expected one .npz, {stem}-images-idx3-ubyte with its labels, or "
-        "data_batch_1.bin."
+        f"{path} contains no images: expected one .npz, {stem}-images-idx3-ubyte with its labels, or data_batch_1.bin."
     )
 
 
 def _cifar_rows(path: Path) -> np.ndarray:
-    """[images, 3073] uint8: a label and the pixels"""
+    """Read rows of a label and the pixels. [images, 3073] uint8"""
     row = 1 + math.prod(_CIFAR_SHAPE)
     content = np.fromfile(path, dtype=np.uint8)
     if not len(content) or len(content) % row:
-        raise DataError(f"{path} has {len(content)} bytes, which is no whole number of images of {row} bytes.")
+        raise DataError(f"{path} has {len(content)} bytes, which is not a multiple of {row} bytes per image.")
     return content.reshape(-1, row)
 
 
 def _idx(folder: Path, name: str) -> np.ndarray | None:
-    """Two zero bytes, the type, the number of dimensions, each as a big-endian 32-bit number, then the values."""
-    path = next((each for each in (folder / name, folder / f"{name}.gz") if each.is_file()), None)
+    """Read an IDX file: two zero bytes, type, number of dimensions, big-endian 32-bit dimensions, values."""
+    path = next((candidate for candidate in (folder / name, folder / f"{name}.gz") if candidate.is_file()), None)
     if path is None:
         return None
     with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
         content = file.read(MOST_BYTES)
-    zero, kind, dimensions = struct.unpack(">HBB", content[:4])
-    if zero or kind != _IDX_BYTES:
-        raise DataError(f"{path} is no IDX file of bytes.")
+    zero, type_code, dimensions = struct.unpack(">HBB", content[:4])
+    if zero or type_code != _IDX_BYTES:
+        raise DataError(f"{path} is not an IDX file of bytes.")
     shape = struct.unpack(f">{dimensions}I", content[4 : 4 + 4 * dimensions])
     values = np.frombuffer(content, dtype=np.uint8, offset=4 + 4 * dimensions)
     if len(values) != math.prod(shape):
@@ -135,7 +134,7 @@ def _checked(name: str, pixels: np.ndarray, labels: np.ndarray) -> ImageData:
     if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
         raise DataError(f"{name} holds {pixels.dtype} {list(pixels.shape)}: expected bytes, one image per row.")
     if not np.issubdtype(labels.dtype, np.integer) or labels.size != len(pixels) or not len(pixels):
-        raise DataError(f"{name} has {len(pixels):,} images and {labels.size:,} labels: expected a class for each.")
+        raise DataError(f"{name} has {len(pixels):,} images and {labels.size:,} labels: expected one class per image.")
     if pixels.ndim == 3:
         pixels = pixels[:, None]
     elif pixels.shape[1] not in (1, 3) and pixels.shape[-1] in (1, 3):

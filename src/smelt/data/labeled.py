@@ -1,4 +1,4 @@
-"""Labeled tasks: single sentences or pairs with a class or a number each, as in GLUE."""
+"""Load labeled data: single sentences or pairs, each with a class or a number, as in GLUE."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from smelt.data.files import Row, column_of, columns_of, read_rows, text_column
 from smelt.data.hub import is_hub, read_hub
 from smelt.errors import DataError
 
-# Text column, second text column: what GLUE-style files call them, the first that fits is taken.
+# First and second text column of GLUE-style files; the first match is used.
 _KNOWN_COLUMNS = (("sentence1", "sentence2"), ("question", "sentence"), ("sentence", None), ("text", None))
 
 
 @dataclass(frozen=True, eq=False)
 class LabeledData:
-    """Items with a label each. `classes` names them in label order where the file held words and not numbers."""
+    """Labeled items. `classes` are the class names in label order, if the file has names instead of numbers."""
 
     name: str
     first: tuple[str, ...]
@@ -32,7 +32,7 @@ class LabeledData:
         return len(self.first)
 
     def take(self, indices: Sequence[int] | np.ndarray) -> LabeledData:
-        """The items at these places, in this order."""
+        """Return the items at these indices, in this order."""
         first = tuple(self.first[index] for index in indices)
         second = None if self.second is None else tuple(self.second[index] for index in indices)
         return replace(self, first=first, second=second, labels=self.labels[np.asarray(indices, dtype=np.int64)])
@@ -46,7 +46,7 @@ def load_labeled(
     label: str = "label",
     split: str = "evaluation",
 ) -> LabeledData:
-    """Labeled items from a table. Without names the GLUE ones are taken: sentence, sentence1 + sentence2, or text."""
+    """Load labeled items from a table; by default from GLUE columns: sentence, sentence1 + sentence2, or text."""
     rows = read_hub(str(source), split) if is_hub(str(source)) else read_rows(Path(source))
     return labeled_from_rows(rows, str(source), text=text, pair=pair, label=label)
 
@@ -54,11 +54,11 @@ def load_labeled(
 def labeled_from_rows(
     rows: list[Row], source: str, *, text: str | None = None, pair: str | None = None, label: str = "label"
 ) -> LabeledData:
-    """Labeled items from rows that were read already."""
+    """Convert rows to labeled items."""
     if text is None and pair is None:
         text, pair = _guessed_columns(columns_of(rows), source)
     elif text is None:
-        raise DataError(f"{source} is given a second text column '{pair}' but no first one: name both.")
+        raise DataError(f"{source} has a second text column '{pair}' but no first one: name both.")
     values = column_of(rows, label, source)
     labels, classes = _as_labels(values, f"{source}, column '{label}'")
     first = text_column(rows, text, source)
@@ -74,7 +74,7 @@ def _guessed_columns(columns: list[str], source: str) -> tuple[str, str | None]:
 
 
 def _as_labels(values: list[Any], where: str) -> tuple[np.ndarray, tuple[str, ...] | None]:
-    """Numbers as they are, whole ones as classes; words as classes in sorted order."""
+    """Convert labels: integers and sorted strings to classes, other numbers to regression targets."""
     for number, value in enumerate(values, start=1):
         if value is None or (isinstance(value, str) and not value.strip()):
             raise DataError(f"{where} has no label in row {number}: remove the row or give it a label.")

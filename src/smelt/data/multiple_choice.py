@@ -1,4 +1,4 @@
-"""Multiple choice: for each item the text of every option, split into what is given and what is scored."""
+"""Load multiple-choice data: for each option of an item, a context and a scored continuation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smelt.errors import DataError
 
 @dataclass(frozen=True)
 class MultipleChoiceItem:
-    """One item: option i is `continuations[i]` after `contexts[i]`; `gold` is the index of the right one."""
+    """One item: option i is `continuations[i]` after `contexts[i]`; `gold` is the index of the correct one."""
 
     contexts: tuple[str, ...]
     continuations: tuple[str, ...]
@@ -22,7 +22,7 @@ class MultipleChoiceItem:
 
 @dataclass(frozen=True)
 class MultipleChoiceData:
-    """Items in order. `name` says where they come from."""
+    """Items in order. `name` is their source."""
 
     name: str
     items: tuple[MultipleChoiceItem, ...]
@@ -32,7 +32,7 @@ class MultipleChoiceData:
 
 
 def load_choices(source: str | Path, *, split: str = "evaluation") -> MultipleChoiceData:
-    """Multiple-choice items from a table in one of three forms, told by the columns.
+    """Load multiple-choice items from a table in one of three forms, detected by its columns:
 
     `query`, `choices`, `gold`; `question`, `choices`, `answer` (MMLU); or `context_options`, `continuation`, `gold`
     (WinoGrande: the same continuation is scored after each context).
@@ -42,18 +42,18 @@ def load_choices(source: str | Path, *, split: str = "evaluation") -> MultipleCh
 
 
 def has_choices(columns: list[str]) -> bool:
-    """Whether rows with these columns are multiple choice."""
+    """Return whether rows with these columns are multiple choice."""
     return any(set(form) <= set(columns) for form in _FORMS)
 
 
 def choices_from_rows(rows: list[Row], source: str) -> MultipleChoiceData:
-    """Multiple-choice items from rows that were read already."""
+    """Convert rows to multiple-choice items."""
     columns = columns_of(rows)
     form = next((form for form in _FORMS if set(form) <= set(columns)), None)
     if form is None:
         expected = "; ".join(", ".join(names) for names in _FORMS)
         raise DataError(
-            f"{source} is no multiple choice: expected the columns {expected}; it has {', '.join(columns)}."
+            f"{source} is not multiple choice: expected the columns {expected}; it has {', '.join(columns)}."
         )
     return MultipleChoiceData(
         source, tuple(_item(row, form, f"{source} row {n}") for n, row in enumerate(rows, start=1))
@@ -68,8 +68,8 @@ _FORMS = (
 
 
 def _item(row: Row, form: tuple[str, str, str], where: str) -> MultipleChoiceItem:
-    given, scored, gold = (row.get(name) for name in form)
-    options = max(len(value) if isinstance(value, list) else 0 for value in (given, scored))
+    context, scored, gold = (row.get(name) for name in form)
+    options = max(len(value) if isinstance(value, list) else 0 for value in (context, scored))
     if options < 2:
         raise DataError(f"{where} has fewer than two options.")
     if isinstance(gold, bool) or not isinstance(gold, int) or not 0 <= gold < options:
@@ -77,13 +77,13 @@ def _item(row: Row, form: tuple[str, str, str], where: str) -> MultipleChoiceIte
             f"{where} has {gold!r} in column '{form[2]}': expected the index of an option, 0 to {options - 1}."
         )
     return MultipleChoiceItem(
-        _as_texts(given, options, form[0], where), _as_texts(scored, options, form[1], where), gold
+        _as_texts(context, options, form[0], where), _as_texts(scored, options, form[1], where), gold
     )
 
 
 def _as_texts(value: Any, options: int, column: str, where: str) -> tuple[str, ...]:
-    """A text for each option: a list has one each, a single text serves them all."""
+    """Return one text per option: a list has one each, a single text is used for all."""
     texts = value if isinstance(value, list) else [value] * options
     if len(texts) != options or not all(isinstance(text, str) and text.strip() for text in texts):
-        raise DataError(f"{where} has not a text for each of the {options} options in column '{column}'.")
+        raise DataError(f"{where} does not have a text for each of the {options} options in column '{column}'.")
     return tuple(texts)

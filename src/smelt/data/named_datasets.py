@@ -1,7 +1,7 @@
-"""Data sets by a short name: a local copy under SMELT_DATA where there is one, otherwise the hub.
+"""Data sets with a short name: a local copy in SMELT_DATA if there is one, otherwise the hub.
 
-`wikitext2` is `$SMELT_DATA/wikitext2/test.raw.txt.gz` (for calibration: the training split), or the raw WikiText-2 of
-the hub.
+`wikitext2` is `$SMELT_DATA/wikitext2/test.raw.txt.gz` (for calibration: the training split), or the raw WikiText-2
+from the hub.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def resolve_source(source: str | Path, split: str) -> str | Path:
 
 
 def unknown_source(source: str) -> str:
-    """Begin the error for a source that is neither a file nor a short name: what was looked for, and the names."""
+    """Return the start of the error for a source that is neither a file nor a short name, with suggestions."""
     names = ["default", *NAMED_DATASETS]
     close = difflib.get_close_matches(source, names, n=1)
     hint = f" (did you mean {close[0]}?)" if close else ""

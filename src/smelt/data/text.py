@@ -1,4 +1,4 @@
-"""Text: documents to calibrate on or to measure perplexity on."""
+"""Load text documents for calibration or perplexity."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from smelt.errors import DataError
 
 @dataclass(frozen=True)
 class TextData:
-    """Documents in order. `name` says where they come from."""
+    """Documents in order. `name` is their source."""
 
     name: str
     documents: tuple[str, ...]
 
     @property
     def joined(self) -> str:
-        """All of it as one text, a blank line between documents."""
+        """All documents as one text, separated by blank lines."""
         return "\n\n".join(self.documents)
 
 
 def load_text(source: str | Path, *, column: str | None = None, split: str = "evaluation") -> TextData:
-    """Text from "default", a plain text file (one document), a table's text column, or the hub.
+    """Load text from "default", a plain text file (one document), a table's text column, or the hub.
 
-    `split` is "calibration" or "evaluation"; a file has no splits and gives the same text for both.
+    `split` is "calibration" or "evaluation"; a file has no splits: both give the same text.
     """
     if split not in SPLITS:
         raise DataError(f"There is no split '{split}': expected one of {', '.join(SPLITS)}.")
@@ -42,7 +42,7 @@ def load_text(source: str | Path, *, column: str | None = None, split: str = "ev
 
 
 def text_from_rows(rows: list[Row], source: str, column: str | None) -> TextData:
-    """Read one document per row, from the column named, `text`, or the only one that holds text."""
+    """Read one document per row from `column`, the column `text`, or the only column with text."""
     documents = text_column(rows, column or _guessed_column(rows, source), source)
     if not any(document.strip() for document in documents):
         raise DataError(f"{source} is empty: every text in it is blank.")
@@ -53,14 +53,14 @@ def _guessed_column(rows: list[Row], source: str) -> str:
     columns = columns_of(rows)
     if "text" in columns:
         return "text"
-    worded = [name for name in columns if any(_is_worded(row.get(name)) for row in rows[:100])]
-    if len(worded) != 1:
+    text_columns = [name for name in columns if any(_is_worded(row.get(name)) for row in rows[:100])]
+    if len(text_columns) != 1:
         raise DataError(f"{source} has no column 'text': name the column to read, one of {', '.join(columns)}.")
-    return worded[0]
+    return text_columns[0]
 
 
 def _is_worded(value: Any) -> bool:
-    """Whether a value is text; a number written as text, as in CSV, is not."""
+    """Return whether a value is text and not a number in text form, as in CSV."""
     if not isinstance(value, str):
         return False
     try:
