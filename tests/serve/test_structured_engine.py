@@ -114,7 +114,7 @@ def test_beside_unconstrained_answers_and_after_preemption(engine: Engine) -> No
         (("regex", "(unclosed"), "cannot be followed"),
         (("grammar", "no rules at all ::="), "cannot be followed"),
         (("xml", ""), "no form 'xml'"),
-        (("regex", "a" * 70_000), "the length of a form"),
+        (("regex", "a" * 70_000), "the length of a structured output"),
     ],
     ids=lambda value: str(value)[:30],
 )

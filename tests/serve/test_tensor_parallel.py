@@ -63,7 +63,7 @@ def test_two_processes_match_one(name: str, tmp_path: Path) -> None:
         runner._others[0].kill()
         runner._others[0].wait()
         engine.submit(prompts()[0], GREEDY)
-        with pytest.raises(RuntimeError, match="ended with -9"):
+        with pytest.raises(RuntimeError, match="exited with -9"):
             engine.step()
 
 

@@ -38,32 +38,32 @@ class AsyncEngine:
     async def stream(
         self, prompt: str | Sequence[int], sampling: SamplingParams | None = None, *, adapter: str | None = None
     ) -> AsyncIterator[TextDelta]:
-        """Yield the text of all samples as it is generated. Leaving early frees what the request holds."""
+        """Yield the text of all samples as it is generated. Leaving early releases the request's blocks."""
         tokenizer, sampling = self.engine.model.tokenizer, sampling or SamplingParams()
         if tokenizer is None:
-            raise ModelError("this model has no tokenizer: text cannot be made with it.")
+            raise ModelError("this model has no tokenizer, so it cannot generate text.")
         tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event | Exception]()
 
         def listen(event: Event | Exception) -> None:
-            with suppress(RuntimeError):  # the loop may have ended before it could say that nobody listens
+            with suppress(RuntimeError):  # the event loop may be closed already
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         requests: list[Request] = []
         self._orders.put(lambda: self._submit(tokens, sampling, adapter, requests, listen))
-        texts = [Detokenizer(tokenizer, tokens, sampling.stop) for _ in range(sampling.n)]
-        left = set(range(sampling.n))
+        detokenizers = [Detokenizer(tokenizer, tokens, sampling.stop) for _ in range(sampling.n)]
+        unfinished = set(range(sampling.n))
         try:
-            while left:
+            while unfinished:
                 event = await events.get()
                 if isinstance(event, Exception):
                     raise event
                 sample = event.request.id.sample
-                delta = texts[sample].update([] if event.token is None else [event.token], event.reason, sample)
-                if sample in left and (delta.text or delta.reason):
+                delta = detokenizers[sample].update([] if event.token is None else [event.token], event.reason, sample)
+                if sample in unfinished and (delta.text or delta.reason):
                     yield delta
                 if delta.reason:
-                    left.discard(sample)
+                    unfinished.discard(sample)
                     if not event.reason:
                         self._orders.put(lambda gone=event.request: self.engine.abort(gone))  # type: ignore[misc]
         finally:

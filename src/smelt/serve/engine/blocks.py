@@ -1,8 +1,7 @@
-"""The pool of cache blocks: reference counts, and the prefix cache over blocks that are full.
+"""The pool of KV cache blocks: reference counts, and the prefix cache over full blocks.
 
-A block that nobody holds stays known by its digest until it is handed out again; blocks that became free longest ago
-are handed out first. Digests are a chain, so that a block is found only behind the same tokens, the same salt and the
-same adapter.
+A free block stays in the prefix cache until it is allocated again; the least recently freed blocks are allocated first.
+Digests are chained, so a block matches only after the same tokens, with the same salt and adapter.
 """
 
 from __future__ import annotations
@@ -14,66 +13,66 @@ from collections.abc import Sequence
 
 
 class BlockPool:
-    """`blocks` blocks of `size` tokens each."""
+    """A pool of `blocks` blocks of `size` tokens each."""
 
     def __init__(self, blocks: int, size: int, *, prefix_cache: bool = True) -> None:
         self.blocks, self.size, self.prefix_cache = blocks, size, prefix_cache
         self.references = [0] * blocks
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # longest free first
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))  # least recently freed first
         self._digests: list[bytes | None] = [None] * blocks
         self._known: dict[bytes, int] = {}
 
     @property
     def free(self) -> int:
-        """Blocks that can be handed out."""
+        """Return how many blocks can be allocated."""
         return len(self._free)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Return how many blocks hold `tokens`."""
         return -(-tokens // self.size)
 
     def take(self, count: int) -> list[int]:
-        """So many fresh blocks; what the prefix cache knew them by is forgotten."""
+        """Allocate `count` blocks and remove them from the prefix cache."""
         if count > self.free:
-            raise RuntimeError(f"{count} blocks were asked for, {self.free} are free")
-        taken = [self._free.popitem(last=False)[0] for _ in range(count)]
-        for block in taken:
+            raise RuntimeError(f"{count} blocks were requested, {self.free} are free")
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
             self._forget(block)
             self.references[block] = 1
-        return taken
+        return blocks
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give blocks back, the last one first: the beginning of a text is more often wanted again than its end."""
+        """Drop a reference to each block, the last one first: the beginning of a text is more likely to be reused."""
         for block in reversed(blocks):
             if self.references[block] <= 0:
-                raise RuntimeError(f"block {block} was given back twice")
+                raise RuntimeError(f"block {block} was released twice")
             self.references[block] -= 1
             if self.references[block] == 0:
                 self._free[block] = None
 
     def share(self, blocks: Sequence[int]) -> None:
-        """One more holder for each of these blocks."""
+        """Add a reference to each of these blocks."""
         for block in blocks:
             if self.references[block] == 0:
                 del self._free[block]
             self.references[block] += 1
 
     def find(self, digests: Sequence[bytes]) -> list[int]:
-        """The longest run of known blocks from the beginning. They are not held yet: `share` them."""
-        found = []
+        """Return the longest cached prefix as blocks, without references: `share` them."""
+        prefix = []
         for digest in digests if self.prefix_cache else ():
             block = self._known.get(digest)
             if block is None:
                 break
-            found.append(block)
-        return found
+            prefix.append(block)
+        return prefix
 
     def free_among(self, blocks: Sequence[int]) -> int:
-        """How many of these blocks nobody holds: sharing them makes the pool smaller."""
+        """Return how many of these blocks are free: sharing them takes them from the pool."""
         return sum(self.references[block] == 0 for block in blocks)
 
     def register(self, block: int, digest: bytes) -> None:
-        """A block is full and can be found. Of two with the same content the first one stays the known one."""
+        """Add a full block to the prefix cache; of two with the same content the first stays."""
         if self.prefix_cache and digest not in self._known and self._digests[block] is None:
             self._known[digest], self._digests[block] = block, digest
 
@@ -85,7 +84,7 @@ class BlockPool:
 
 
 def chained(tokens: Sequence[int], size: int, digests: list[bytes], root: bytes) -> list[bytes]:
-    """Extend the digests of a text's full blocks, in place, to all that are full now."""
+    """Extend a text's block digests in place to all blocks that are full now."""
     for block in range(len(digests), len(tokens) // size):
         parent = digests[-1] if digests else root
         content = array("q", tokens[block * size : (block + 1) * size]).tobytes()
@@ -94,5 +93,5 @@ def chained(tokens: Sequence[int], size: int, digests: list[bytes], root: bytes)
 
 
 def root_digest(salt: bytes, adapter: str | None) -> bytes:
-    """Where a chain begins: what besides the tokens decides about keys and values."""
+    """Return the start of a digest chain: what determines the KV cache besides the tokens."""
     return hashlib.sha256(hashlib.sha256(salt).digest() + (adapter or "").encode()).digest()

@@ -84,12 +84,12 @@ class EngineConfig:
     def from_fields(cls, **values: Any) -> EngineConfig:
         """Build it from fields of this class and of `KVCacheConfig`, whose parts may be plain mappings."""
         values = {_current_name(name): value for name, value in values.items()}
-        cache_names = {each.name for each in fields(KVCacheConfig)}
+        cache_names = {cache_field.name for cache_field in fields(KVCacheConfig)}
         own = {name: value for name, value in values.items() if name not in cache_names and value is not None}
         cache = {name: value for name, value in values.items() if name in cache_names and value is not None}
-        for name, kind in (("page_selection", SparseAttentionConfig), ("kv_offload", OffloadConfig)):
+        for name, config_type in (("page_selection", SparseAttentionConfig), ("kv_offload", OffloadConfig)):
             if name in cache:
-                cache[name] = _built(kind, cache[name])
+                cache[name] = _built(config_type, cache[name])
         if isinstance(cache.get("kv_token_cap"), int):
             cache["kv_token_cap"] = BoundedCacheConfig(cache["kv_token_cap"])
         if cache or "kv_cache" not in own:
@@ -136,7 +136,7 @@ def _built(kind: type[T], value: T | Mapping[str, Any]) -> T:
 
 
 def _current_name(name: str) -> str:
-    known = [each.name for each in (*fields(EngineConfig), *fields(KVCacheConfig))]
+    known = [config_field.name for config_field in (*fields(EngineConfig), *fields(KVCacheConfig))]
     if name in known:
         return name
     if name in _RENAMED:

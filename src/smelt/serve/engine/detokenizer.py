@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # a server imports this file before it has the time to import transformers
+if TYPE_CHECKING:  # a server imports this file before transformers
     from transformers import PreTrainedTokenizerBase
 
 INCOMPLETE = "\ufffd"
@@ -83,14 +83,14 @@ class Detokenizer:
             self._begins.popleft()
         start = self._begins[0]
         before = self._decode(self._tokens[start : self._shown])
-        whole = self._decode(self._tokens[start:])
+        text = self._decode(self._tokens[start:])
         end = len(self._tokens)
-        if whole.endswith(INCOMPLETE) and not final:
-            end, whole = self._certain(start, before, whole)
+        if text.endswith(INCOMPLETE) and not final:
+            end, text = self._certain(start, before, text)
         if end > self._shown:
             self._begins.append(self._shown)
         self._shown = end
-        return whole[len(before) :]
+        return text[len(before) :]
 
     def _certain(self, start: int, before: str, whole: str) -> tuple[int, str]:
         """Return how many tokens spell complete characters, and their text. Bytes that begin no character are shown
@@ -113,13 +113,13 @@ class Detokenizer:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     def _released(self, final: bool) -> str:
-        ends = [(place, text) for text in self.stop if (place := self._held.find(text)) >= 0]
+        ends = [(position, text) for text in self.stop if (position := self._held.find(text)) >= 0]
         if ends:
-            place, self.stopped = min(ends)
-            released, self._held = self._held[:place], ""
+            position, self.stopped = min(ends)
+            released, self._held = self._held[:position], ""
             return released
-        kept = 0 if final else self._possible_stop()
-        released, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
+        num_held = 0 if final else self._possible_stop()
+        released, self._held = self._held[: len(self._held) - num_held], self._held[len(self._held) - num_held :]
         return released
 
     def _possible_stop(self) -> int:

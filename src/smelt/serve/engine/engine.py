@@ -193,17 +193,17 @@ class Engine:
         self._counts["steps"] += 1
         self._counts["computed_tokens"] += batch.tokens
         self._counts["preemptions"] += len(batch.preempted)
-        for piece in batch.pieces:
-            if piece.request.admitted_at == 0:
-                piece.request.admitted_at = self._counts["steps"]
-                piece.request.started = time.monotonic()
-                self._counts["prompt_tokens"] += len(piece.request.prompt)
-                self._counts["cached_tokens"] += piece.request.num_cached_tokens
+        for chunk in batch.pieces:
+            if chunk.request.admitted_at == 0:
+                chunk.request.admitted_at = self._counts["steps"]
+                chunk.request.started = time.monotonic()
+                self._counts["prompt_tokens"] += len(chunk.request.prompt)
+                self._counts["cached_tokens"] += chunk.request.num_cached_tokens
 
     def _read(self, inflight: InflightBatch) -> list[Event]:
-        for piece in inflight.step.pieces:
-            if not piece.samples_token:
-                self.scheduler.on_computed(piece.request)
+        for chunk in inflight.step.pieces:
+            if not chunk.samples_token:
+                self.scheduler.on_computed(chunk.request)
         output = inflight.drawn
         if output is None:
             return []
@@ -241,7 +241,7 @@ class Engine:
         sampling = sampling or SamplingParams()
         tokenizer = self.model.tokenizer
         if tokenizer is None:
-            raise ModelError("this model has no tokenizer: text cannot be made with it.")
+            raise ModelError("this model has no tokenizer, so it cannot generate text.")
         pending: dict[Request, _PendingOutput] = {}
         for prompt in prompts:
             tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)

@@ -41,14 +41,14 @@ CACHE_SHARE = {"cpu": 0.3, "cuda": 0.8}  # of the free memory: the default size 
 
 
 class Runner(Protocol):
-    """What the engine needs of a runner."""
+    """The interface of a runner."""
 
     max_inflight_steps: int  # steps launched before the previous one is read
     eos_token_ids: tuple[int, ...]
 
     @property
     def backend(self) -> str:
-        """What computes a step."""
+        """Return what computes a step."""
 
     def warmup(self) -> None:
         """Compile and capture what would otherwise be made on first use."""

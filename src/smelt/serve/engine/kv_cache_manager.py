@@ -1,7 +1,7 @@
-"""What requests hold of the pool: how many blocks, what they find there, and what they leave for others.
+"""Manage the KV cache blocks of requests: allocation, prefix reuse and release.
 
-The scheduler knows requests and tokens; how tokens become blocks is the memory's business. In the plain one every token
-is kept, all heads side by side, and full blocks are found again by the text before them.
+The scheduler deals with requests and tokens; a cache manager maps tokens to blocks. The paged one keeps every token of
+all heads and reuses full blocks by their prefix.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from smelt.serve.engine.request import Request, RequestStatus
 
 
 class KVCacheManager(ABC):
-    """Blocks of one pool for requests that wait, run and end."""
+    """Allocate blocks of one pool to requests."""
 
     pool: BlockPool
     copies: list[tuple[int, int]]  # blocks to copy before the next step: from, to
 
     @abstractmethod
     def blocks_needed(self, request: Request, tokens: int) -> int:
-        """Blocks that a request holds once so many of its tokens are computed."""
+        """Return the blocks that a request holds once `tokens` of it are computed."""
 
     @abstractmethod
     def admit(self, request: Request, reserved: int) -> bool:
-        """Begin a request with what is there of it already. False: it does not fit beside what was reserved."""
+        """Start a request with its cached prefix; return False if it does not fit beside `reserved` blocks."""
 
     @abstractmethod
     def allocate(self, request: Request, tokens: int) -> None:
-        """Take the blocks for so many tokens; they are there."""
+        """Allocate the blocks for `tokens`; the caller has checked that they are free."""
 
     @abstractmethod
     def commit(self, request: Request) -> None:
-        """Tokens of it were computed: what others can use of them is known from now on."""
+        """Make computed tokens of a request reusable by others."""
 
     def can_allocate(self, blocks: int) -> bool:
-        """Whether so many blocks can be taken now."""
+        """Return whether `blocks` can be allocated now."""
         return blocks <= self.pool.free
 
     def schedulable_tokens(self, request: Request, budget: int, chunk_size: int) -> int:
-        """How many tokens of a request the next step computes; 0 where there is no room for what must be whole."""
+        """Return how many tokens of a request the next step computes; 0 if a complete chunk exceeds the budget."""
         return min(request.num_expected_tokens - request.num_computed_tokens, budget, chunk_size)
 
     def release(self, request: Request, reason: str) -> None:
-        """Give its blocks back; `reason` is that of its end, empty when it was preempted."""
+        """Release the blocks of a request; `reason` is its finish reason, empty if it was preempted."""
         self.pool.release(request.blocks)
         request.blocks = []
 
     def drop_sessions(self) -> None:
-        """Give back what is only carried for requests to come; blocks of a plain cache are free as they are."""
+        """Release blocks kept only for future requests; a paged cache has none, its cached blocks are free."""
         return
 
     def max_tokens_of(self, request: Request) -> int:
-        """Tokens that the request could have with the whole pool."""
+        """Return the tokens that a request could have if it had the pool to itself."""
         low, high = 0, request.limit
         while low < high:
             middle = (low + high + 1) // 2
@@ -60,16 +60,16 @@ class KVCacheManager(ABC):
         return low
 
     def max_request_tokens(self, max_model_len: int) -> int:
-        """Tokens of the longest text that a request could have, where a context has so many."""
+        """Return the tokens of the longest possible request within `max_model_len`."""
         return min(max_model_len, self.pool.blocks * self.pool.size)
 
     def state(self) -> dict[str, int]:
-        """Numbers for an operator."""
+        """Return metrics."""
         return {"blocks": self.pool.blocks, "blocks_used": self.pool.blocks - self.pool.free}
 
 
 class PagedCacheManager(KVCacheManager):
-    """A block holds the same tokens for all layers and heads."""
+    """Manage blocks that hold the same tokens for all layers and heads."""
 
     def __init__(self, pool: BlockPool) -> None:
         self.pool, self.copies = pool, []
@@ -78,27 +78,27 @@ class PagedCacheManager(KVCacheManager):
         return self.pool.blocks_for(tokens)
 
     def admit(self, request: Request, reserved: int) -> bool:
-        found = self._shared(request)
-        wanted = self.pool.blocks_for(request.num_expected_tokens) - len(found) + self.pool.free_among(found)
-        if wanted + reserved > self.pool.free:
+        shared = self._shared(request)
+        needed = self.pool.blocks_for(request.num_expected_tokens) - len(shared) + self.pool.free_among(shared)
+        if needed + reserved > self.pool.free:
             return False
-        self.pool.share(found)
-        request.blocks, request.num_computed_tokens = list(found), len(found) * self.pool.size
-        request.registered = len(found)
+        self.pool.share(shared)
+        request.blocks, request.num_computed_tokens = list(shared), len(shared) * self.pool.size
+        request.registered = len(shared)
         return True
 
     def allocate(self, request: Request, tokens: int) -> None:
         request.blocks += self.pool.take(self.pool.blocks_for(tokens) - len(request.blocks))
 
     def commit(self, request: Request) -> None:
-        """Blocks that are full now can be found by others."""
+        """Add blocks that are full now to the prefix cache."""
         if not self.pool.prefix_cache or request.state is not RequestStatus.RUNNING:
             return
         full = min(request.num_computed_tokens, len(request.tokens)) // self.pool.size
         if full > request.registered:
             digests = self._chain(request)
-            for place in range(request.registered, full):
-                self.pool.register(request.blocks[place], digests[place])
+            for index in range(request.registered, full):
+                self.pool.register(request.blocks[index], digests[index])
             request.registered = full
 
     def max_tokens_of(self, request: Request) -> int:
@@ -109,13 +109,13 @@ class PagedCacheManager(KVCacheManager):
         request.registered = 0
 
     def _shared(self, request: Request) -> list[int]:
-        """Blocks that hold the beginning of the request already. Its last token is always computed: it gives logits."""
-        whole = (len(request.tokens) - 1) // self.pool.size
-        found = self.pool.find(self._chain(request)[:whole])
+        """Return cached blocks of a request's prefix. Its last token is always computed, for its logits."""
+        max_blocks = (len(request.tokens) - 1) // self.pool.size
+        blocks = self.pool.find(self._chain(request)[:max_blocks])
         parent = request.parent
-        if parent is not None and parent.state is RequestStatus.RUNNING and len(found) < whole:
-            found = parent.blocks[:whole]
-        return found
+        if parent is not None and parent.state is RequestStatus.RUNNING and len(blocks) < max_blocks:
+            blocks = parent.blocks[:max_blocks]
+        return blocks
 
     def _chain(self, request: Request) -> list[bytes]:
         return chained(request.tokens, self.pool.size, request.digests, root_digest(request.salt, request.adapter))

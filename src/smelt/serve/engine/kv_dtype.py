@@ -29,15 +29,15 @@ def resolve_kv_cache_dtype(model: Model, asked: str | None) -> str | None:
         return None if asked == OWN else asked
     if model.kv is None:
         return None
-    made = _same(model.kv, max(part.head_dim for part in model.anatomy.parts if part.kind == "heads"))
-    if made is None:
+    dtype = _same(model.kv, max(part.head_dim for part in model.anatomy.parts if part.kind == "heads"))
+    if dtype is None:
         message = "%s was compressed for a KV cache in %s, which has no paged kernel; the model's own dtype is used."
         log.warning(message, model.source or "this model", model.kv)
-    return made
+    return dtype
 
 
 def backend_suffix(dtype: str | None) -> str:
-    """Return what the name of a backend says about the KV cache."""
+    """Return the KV cache part of a backend's name."""
     return "" if dtype is None else f", {dtype} KV cache"
 
 
@@ -45,6 +45,6 @@ def _same(kv: KVCacheFormat, width: int) -> str | None:
     """Return the row format that stores the same: one scale per head, nothing clipped."""
     if kv.values not in (None, kv.format) or kv.clip != 1:
         return None
-    group = get_format(kv.format).group_size
-    whole = group == PER_ROW or group >= width
-    return SAME.get(kv.format.partition("/")[0].partition("@")[0]) if whole else None
+    group_size = get_format(kv.format).group_size
+    one_scale = group_size == PER_ROW or group_size >= width
+    return SAME.get(kv.format.partition("/")[0].partition("@")[0]) if one_scale else None

@@ -1,4 +1,4 @@
-"""What a request asks for: how its tokens are drawn, and when it ends."""
+"""Parameters of a request: how its tokens are sampled, and when it ends."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ LONGEST_FORM = 65_536  # characters
 
 @dataclass(frozen=True)
 class StructuredOutputParams:
-    """What an answer must look like: `json` (any object), `schema` (a JSON schema), `regex` or `grammar` (Lark's)."""
+    """A constraint on the output: `json` (any object), `schema` (a JSON schema), `regex` or `grammar` (Lark's)."""
 
     kind: str
     text: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in FORMS:
-            raise RequestError(f"there is no form {self.kind!r}; there are {', '.join(FORMS)}.")
-        _within("the length of a form", len(self.text), 0, LONGEST_FORM)
+            raise RequestError(f"there is no structured output {self.kind!r}; there are {', '.join(FORMS)}.")
+        _within("the length of a structured output constraint", len(self.text), 0, LONGEST_FORM)
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Checked when it is made. Temperature 0 takes the most likely token; the same seed draws the same tokens at any
-    place in any batch."""
+    """Sampling settings, validated on construction. Temperature 0 is greedy; the same seed samples the same tokens in
+    any batch."""
 
     max_tokens: int | None = 128  # None: until the context is full
-    min_tokens: int = 0  # before which nothing ends the request
+    min_tokens: int = 0  # before any stop condition applies
     temperature: float = 1.0
-    top_k: int = 0  # the so many most likely tokens; 0: all
-    top_p: float = 1.0  # the most likely tokens that together have this probability
-    min_p: float = 0.0  # tokens at least so likely as this share of the most likely one
-    presence_penalty: float = 0.0  # taken from the logit of every token that was generated
-    frequency_penalty: float = 0.0  # the same, for each time
+    top_k: int = 0  # sample from the k most likely tokens; 0: all
+    top_p: float = 1.0  # the most likely tokens with this total probability
+    min_p: float = 0.0  # minimum probability relative to the most likely token
+    presence_penalty: float = 0.0  # subtracted from the logits of generated tokens
+    frequency_penalty: float = 0.0  # the same, per occurrence
     repetition_penalty: float = 1.0  # divides the logits of tokens in prompt and output where positive, else multiplies
-    seed: int | None = None  # None: drawn by the engine
-    stop: tuple[str, ...] = ()  # texts that end the request; they are not part of the answer
-    stop_token_ids: tuple[int, ...] = ()  # tokens that do
-    ignore_eos: bool = False  # the model's own end of text does not
-    logprobs: int | None = None  # of the token drawn, and of so many of the most likely ones
-    n: int = 1  # answers to the same prompt
+    seed: int | None = None  # None: random
+    stop: tuple[str, ...] = ()  # strings that end the request; not part of the answer
+    stop_token_ids: tuple[int, ...] = ()  # tokens that end the request
+    ignore_eos: bool = False  # do not stop at the model's EOS tokens
+    logprobs: int | None = None  # of the sampled token, and of this many most likely ones
+    n: int = 1  # samples per prompt
     logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of these tokens
-    structured_output: StructuredOutputParams | None = None  # that the answer must have
+    structured_output: StructuredOutputParams | None = None  # constraint on the answer
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -66,7 +66,7 @@ class SamplingParams:
         _within("frequency_penalty", self.frequency_penalty, -2, 2)
         _within("repetition_penalty", self.repetition_penalty, 0.01, 100)
         _within("n", self.n, 1, MOST_SAMPLES)
-        _within("the number of stop texts", len(self.stop), 0, MOST_STOPS)
+        _within("the number of stop strings", len(self.stop), 0, MOST_STOPS)
         _within("the number of stop tokens", len(self.stop_token_ids), 0, MOST_STOPS)
         _within("the number of biases", len(self.logit_bias), 0, MOST_BIASES)
         if self.seed is not None:
@@ -74,9 +74,9 @@ class SamplingParams:
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MOST_LOGPROBS)
         if self.top_p == 0:
-            raise RequestError("top_p must be above 0; for the most likely token ask for temperature 0.")
+            raise RequestError("top_p must be above 0; for greedy sampling use temperature 0.")
         if any(not text for text in self.stop):
-            raise RequestError("an empty stop text would end every request at once; leave it out.")
+            raise RequestError("an empty stop string would end every request at once; leave it out.")
         for token in self.stop_token_ids:
             _within("a stop token", token, 0, 2**31)
         for token, value in self.logit_bias.items():
@@ -85,15 +85,15 @@ class SamplingParams:
 
     @classmethod
     def from_json(cls, plain: Mapping[str, Any]) -> SamplingParams:
-        """From what `dataclasses.asdict` makes of it, after a journey as JSON."""
-        form = plain.get("structured_output")
-        kept = {
+        """Build from `dataclasses.asdict` output that went through JSON."""
+        constraint = plain.get("structured_output")
+        converted = {
             "stop": tuple(plain.get("stop", ())),
             "stop_token_ids": tuple(plain.get("stop_token_ids", ())),
             "logit_bias": {int(token): value for token, value in plain.get("logit_bias", {}).items()},
-            "structured_output": None if form is None else StructuredOutputParams(**form),
+            "structured_output": None if constraint is None else StructuredOutputParams(**constraint),
         }
-        return cls(**{**plain, **kept})
+        return cls(**{**plain, **converted})
 
     @cached_property
     def greedy(self) -> bool:
@@ -101,17 +101,17 @@ class SamplingParams:
 
     @cached_property
     def penalized(self) -> bool:
-        """Whether the logits depend on what was generated so far."""
+        """Return whether the logits depend on earlier tokens."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @cached_property
     def needs_history(self) -> bool:
-        """Whether all tokens so far must be known here before the next one is drawn."""
+        """Return whether the host must know all earlier tokens before the next one is sampled."""
         return self.penalized or self.min_tokens > 0 or self.structured_output is not None
 
     @cached_property
     def plain(self) -> bool:
-        """The most likely token, and nothing else is asked."""
+        """Return whether plain argmax suffices."""
         return self.greedy and not self.needs_history and not self.logit_bias and self.logprobs is None
 
 

@@ -67,9 +67,9 @@ class SessionCache(Generic[SessionT]):
 
 def _digests(root: bytes, tokens: Sequence[int], lengths: Sequence[int]) -> list[bytes]:
     """Return the digests of the prefixes of these lengths, in ascending order."""
-    running, at, best = hashlib.sha256(root), 0, []
+    running, hashed, digests = hashlib.sha256(root), 0, []
     for length in lengths:
-        running.update(array("q", tokens[at:length]).tobytes())
-        at = length
-        best.append(running.copy().digest())
-    return best
+        running.update(array("q", tokens[hashed:length]).tobytes())
+        hashed = length
+        digests.append(running.copy().digest())
+    return digests

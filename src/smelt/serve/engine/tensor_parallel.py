@@ -1,7 +1,6 @@
-"""One model on several devices: each rank holds some heads and filters of every layer, and their outputs are summed.
+"""Tensor parallelism with torch.distributed: each rank has some heads and FFN channels of every layer.
 
-The first rank plans and samples; before a step it tells the others what to compute, in one tensor. What a rank holds is
-cut out in `shard.py`. By torch.distributed.
+Rank 0 schedules and samples; before each step it broadcasts its inputs to the others. `shard.py` splits the model.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from smelt.serve.engine.scheduler import ScheduledBatch
 from smelt.serve.engine.shard import shard, shares
 from smelt.subprocesses import python_command, python_environment
 
-PATIENCE = 300  # seconds that a rank waits for the others
-TENSORS = 8  # that a step is told by
+PATIENCE = 300  # seconds a rank waits for the others
+TENSORS = 8  # broadcast per step
 
 
 @dataclass(frozen=True)
 class RunnerSizes:
-    """Of a runner, as all ranks must have them."""
+    """Sizes of a runner, equal on all ranks."""
 
     num_blocks: int
     block_size: int
@@ -44,10 +43,10 @@ class RunnerSizes:
 
 
 class TensorParallelRunner(ModelRunner):
-    """The first rank's: what it computes, the others compute with it."""
+    """The runner of rank 0; the other ranks follow its steps."""
 
     def __init__(self, model: Model, sizes: RunnerSizes, ranks: int, kind: str, adapters: Adapters) -> None:
-        shares(model, ranks)  # what cannot be split is told before a process is started
+        shares(model, ranks)  # refuse what cannot be split before a process is started
         self._others = _start_others(model.source, sizes, ranks, kind, adapters)
         join(0, ranks, kind)
         shard(model, 0, ranks, adapters)
@@ -55,7 +54,7 @@ class TensorParallelRunner(ModelRunner):
         adapters.to(_device(kind, 0))
         super().__init__(model, **vars(sizes), compiled=False)
         self.ranks, self._shared_adapters = ranks, adapters
-        self._numbers = torch.zeros(0, dtype=torch.int64)  # of the adapters of a step's tokens
+        self._numbers = torch.zeros(0, dtype=torch.int64)  # adapter number of each token of a step
 
     @property
     def backend(self) -> str:
@@ -66,16 +65,16 @@ class TensorParallelRunner(ModelRunner):
         return super().launch(step)
 
     def _logits(self, ids: Tensor, positions: Tensor, rows: Tensor, pages: AttentionMetadata) -> Tensor:
-        gone = next((other for other in self._others if other.poll() is not None), None)
-        if gone is not None:
-            raise RuntimeError(f"a process that held a part of the model ended with {gone.returncode}")
-        paging = [pages.cu_seqlens_q, pages.seq_lens, pages.block_tables.flatten(), pages.slot_mapping]
-        _tell([ids, positions, rows, *paging, self._numbers], self.device)
+        ended = next((other for other in self._others if other.poll() is not None), None)
+        if ended is not None:
+            raise RuntimeError(f"a tensor-parallel worker exited with {ended.returncode}")
+        metadata = [pages.cu_seqlens_q, pages.seq_lens, pages.block_tables.flatten(), pages.slot_mapping]
+        _tell([ids, positions, rows, *metadata, self._numbers], self.device)
         with self._shared_adapters.applied_by(self._numbers):
             return super()._logits(ids, positions, rows, pages)
 
     def close(self) -> None:
-        """The other ranks end."""
+        """Stop the other ranks."""
         _tell([], self.device)
         for other in self._others:
             other.wait(PATIENCE)
@@ -85,10 +84,10 @@ class TensorParallelRunner(ModelRunner):
 def _start_others(
     source: str, sizes: RunnerSizes, ranks: int, kind: str, adapters: Adapters
 ) -> list[subprocess.Popen[bytes]]:
-    """Processes for all ranks but this one, which meet at a free port of this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    """Start processes for ranks 1 and up, with a rendezvous at a free local port."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     arguments = [source, json.dumps(adapters.folders), kind, str(ranks), *map(str, vars(sizes).values())]
     command = python_command("-m", "smelt.serve.engine.tensor_parallel")
@@ -108,7 +107,7 @@ def join(rank: int, ranks: int, kind: str) -> None:
 
 
 def _tell(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """First how long each is, then all of them behind one another. Nothing: the end."""
+    """Broadcast the lengths of the tensors, then their concatenation; no tensors mean the end."""
     lengths = torch.zeros(TENSORS, dtype=torch.int64)
     lengths[: len(tensors)] = torch.tensor([tensor.numel() for tensor in tensors], dtype=torch.int64)
     distributed.broadcast(lengths.to(device), 0)
@@ -129,7 +128,7 @@ def _told(device: torch.device) -> list[Tensor] | None:
 
 @torch.inference_mode()
 def follow(source: str, folders: dict[str, str], sizes: RunnerSizes, rank: int, ranks: int, kind: str) -> None:
-    """What another rank does: its share of every step, until it is told the end."""
+    """Run another rank: compute its shard of every step until rank 0 stops."""
     join(rank, ranks, kind)
     device = _device(kind, rank)
     model = load(source)
@@ -139,14 +138,14 @@ def follow(source: str, folders: dict[str, str], sizes: RunnerSizes, rank: int, 
     adapters.to(device)
     cache = PagedCache.empty(model.anatomy, sizes.num_blocks, sizes.block_size, model.network.dtype, device)
     model.network.set_attn_implementation(NAME)
-    while (told := _told(device)) is not None:
-        ids, positions, rows, starts, lengths, tables, places, numbers = told
+    while (tensors := _told(device)) is not None:
+        ids, positions, rows, starts, lengths, tables, slot_mapping, numbers = tensors
         counts = (starts[1:] - starts[:-1]).tolist()
-        pages = AttentionMetadata(
-            starts.int(), lengths.int(), tables.int().view(len(lengths), -1), places, int(lengths.max()), counts
+        metadata = AttentionMetadata(
+            starts.int(), lengths.int(), tables.int().view(len(lengths), -1), slot_mapping, int(lengths.max()), counts
         )
         with adapters.applied_by(numbers):
-            module_logits(model.network, paged(cache, pages), ids, positions, rows)
+            module_logits(model.network, paged(cache, metadata), ids, positions, rows)
     distributed.destroy_process_group()
 
 
