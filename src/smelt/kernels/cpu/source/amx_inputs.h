@@ -1,7 +1,7 @@
-// The inputs of many tokens as the matrix units (AMX) take them: packed once for all rows of the matrix.
+// Pack the inputs of many tokens for AMX, once for all rows of the matrix.
 //
-// Inputs in bfloat16 are taken as they are; a float32 input is the exact sum of three bfloat16 pieces, so that nothing
-// is lost but float32 rounding. Rounded inputs are int8.
+// bfloat16 inputs are used directly; a float32 input is split into three bfloat16 values whose sum is exact, so that
+// only float32 rounding is lost. Quantized inputs are int8.
 #pragma once
 
 #include "int8_gemv.h"
@@ -11,9 +11,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-constexpr int TILE = 16, TILE_BYTES = 1024, PAIR = 32;  // rows of a tile, its bytes, rows that are computed together
+constexpr int TILE = 16, TILE_BYTES = 1024, PAIR = 32;  // rows per tile, bytes per tile, rows computed together
 
-inline bool tiles_granted() {  // the system hands out the units' registers on demand
+inline bool tiles_granted() {  // the OS grants AMX registers on request
     static const bool granted = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
     return granted;
 }
@@ -28,7 +28,7 @@ inline bool exact_in_bfloat(const LinearPlan& plan) {
 inline bool has_float_tiles(const LinearPlan& plan) {
     return has_lanes(plan) && plan.groups_align(32) && can_pad(plan, 32) && exact_in_bfloat(plan) && tiles_granted();
 }
-// With inputs in bfloat16 the weights may be too, scales and all: as exact as a dense product in that type.
+// With bfloat16 inputs, scaled weights may be bfloat16 too: as exact as a dense product in that dtype.
 inline bool has_scaled_tiles(const LinearPlan& plan) {
     return has_lanes(plan) && plan.groups_align(32) && can_pad(plan, 32) && plan.x_type == BFLOAT16 && tiles_granted();
 }
@@ -36,7 +36,7 @@ inline bool has_int8_tiles(const LinearPlan& plan) {
     return has_int8(plan) && plan.group <= 32768 && tiles_granted();
 }
 
-inline void transpose(__m512i rows[16]) {  // 16 x 16 words of 32 bits
+inline void transpose(__m512i rows[16]) {  // 16 x 16 32-bit words
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {
         t[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
@@ -60,9 +60,9 @@ inline void transpose(__m512i rows[16]) {  // 16 x 16 words of 32 bits
 
 struct TileInputs {
     uint8_t* tiles;  // [blocks of 16 tokens, steps, pieces, TILE_BYTES]
-    float* sums;     // [blocks, groups, 16 tokens]: of the inputs, or of their codes
-    int32_t* offset_sums;  // [blocks, groups, 16 tokens]: the offset times the sum of the codes
-    float* scale;    // [blocks, 16 tokens], of codes
+    float* sums;     // [blocks, groups, 16 tokens]: sums of inputs or of their codes
+    int32_t* offset_sums;  // [blocks, groups, 16 tokens]: offset * sum of codes
+    float* scale;    // [blocks, 16 tokens]: scale of the codes
     int64_t blocks, steps;
     int pieces;
 };
@@ -80,21 +80,21 @@ inline TileInputs allocate_tile_inputs(const LinearPlan& plan, int64_t tokens, i
         pieces};
 }
 
-// What is left of numbers without the part that a bfloat16 holds; nothing of infinity and NaN.
+// Subtract the part that bfloat16 represents (truncated); 0 for infinity and NaN.
 inline __m512 without_upper_half(__m512 x) {
     const __m512i upper = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(int(0xffff0000)));
     const __mmask16 finite = _mm512_fpclass_ps_mask(x, 0x99) ^ 0xffff;
     return _mm512_maskz_sub_ps(finite, x, _mm512_castsi512_ps(upper));
 }
 
-// Two registers of numbers as 32 in bfloat16, by their upper halves: those of `low` in the lower half of each word.
+// Truncate two registers of float32 to 32 bfloat16 values, `low` in the lower half of each word.
 inline __m512i pair_up(__m512 low, __m512 high) {
     const __m512i lower = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
     return _mm512_mask_blend_epi16(0xaaaaaaaa, lower, _mm512_castps_si512(high));
 }
 
-// The order in which 32 weights are laid into the line of a tile. Four-bit codes: column 4 w + i at position 8 i + w,
-// which is one shift and one look-up. Others: lanes of the first 16 and of the second 16 in turns.
+// Order of 32 weights in a tile row. 4-bit codes: column 4 w + i at position 8 i + w, which takes one shift and one
+// lookup. Others: lanes of the first 16 and of the second 16 interleaved.
 template <int Bits>
 inline void order_inputs(__m512& low, __m512& high) {
     if constexpr (Bits == 4) {

@@ -1,8 +1,8 @@
-// Many tokens: the matrix units (AMX). Weights are the first operand, 16 rows at a time as they lie in memory; inputs
-// are the second, 16 tokens at a time. What a group of columns gives is scaled in float32.
+// GEMM for many tokens with AMX. Weights are the first operand, 16 rows at a time in memory order; inputs are the
+// second, 16 tokens at a time. The partial sums of a group of columns are scaled in float32.
 //
-// The weights are whole numbers (or values of few bits), exact in bfloat16 or int8; or, for many tokens in bfloat16,
-// the scaled values in that type, as a dense product has them.
+// Weights are unscaled values that are exact in bfloat16 or int8; or, for many tokens in bfloat16, dequantized to
+// bfloat16 as for a dense product.
 #pragma once
 
 #include "amx_inputs.h"
@@ -12,7 +12,7 @@ struct alignas(64) TileShapes {
     uint8_t palette = 1, start = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {};
     uint8_t rows[16] = {};
-    explicit TileShapes(int depth) {  // bytes of a row of weights that one product takes
+    explicit TileShapes(int depth) {  // bytes of a row of weights per product
         for (int tile = 0; tile < 8; ++tile) {
             row_bytes[tile] = uint16_t(tile == 4 || tile == 5 ? depth : 64);
             rows[tile] = uint8_t(tile >= 6 ? depth / 4 : TILE);
@@ -20,7 +20,7 @@ struct alignas(64) TileShapes {
     }
 };
 
-// The values of four-bit codes in bfloat16, twice: what lies above a code's four bits does not matter then.
+// bfloat16 values of 4-bit codes, repeated, so that the bits above a code do not matter.
 inline __m512i word_table(__m512 values) {
     const __m256i halves = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(values), 16));
     return _mm512_broadcast_i64x4(halves);
@@ -30,14 +30,14 @@ inline __m512 rounded_to_bfloat(__m512 values) {  // to nearest, ties away from 
     return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(values), _mm512_set1_epi32(0x8000)));
 }
 
-// A row of weights into its line of each tile: `tiles` is the line in the first one. Scaled: what is laid is
-// values * scale - shift, rounded to bfloat16; up to four bits that is done to the table of a group.
+// Write a row of weights to its row of each tile; `tiles` points to the row of the first tile. Scaled: write
+// values * scale - shift, rounded to bfloat16; up to 4 bits, by scaling the table of a group.
 template <int Bits, bool Scaled>
 inline void write_float_tiles(
     const LinearPlan& plan, const uint8_t* codes, const float* scale, const float* shift, int64_t steps, uint8_t* tiles) {
     const __m512i four = _mm512_set1_epi64(0x0004000400040004), eight = _mm512_add_epi64(four, four);
     const __m512i some = _mm512_mask_mov_epi64(_mm512_maskz_mov_epi64(0x0c, four), 0x30, eight);
-    const __m512i spread = _mm512_mask_add_epi64(some, 0xc0, eight, four);  // 0, 4, 8, 12 for a quarter each
+    const __m512i spread = _mm512_mask_add_epi64(some, 0xc0, eight, four);  // 0, 4, 8, 12, one per quarter
     const __m512 values = Bits == 8 ? _mm512_setzero_ps() : lane_table(plan);
     const __m512i shifts = lane_shifts<Bits>();
     const int64_t groups = Scaled ? plan.groups : 1, group = Scaled ? plan.group / 32 : steps;
@@ -77,7 +77,7 @@ inline void write_int8_tiles(const LinearPlan& plan, const uint8_t* codes, const
     }
 }
 
-struct TileBuffers {  // of a thread
+struct TileBuffers {  // per thread
     uint8_t *weights, *padded_row;
     float *scale, *shift, *part, *sum;
 };
@@ -94,7 +94,7 @@ inline TileBuffers tile_buffers(const LinearPlan& plan, int64_t row_groups, int6
         sum.take<float>(4 * TILE * TILE)};
 }
 
-// Where step `index` of a product lies: a tile a step, or two steps a tile where groups are half as deep as one.
+// Address of step `index` of a product: one step per tile, or two if groups are half as deep as a tile.
 template <bool Half>
 inline int64_t weight_place(int64_t index) {
     return Half ? index / 2 * TILE_BYTES + index % 2 * 32 : index * TILE_BYTES;
@@ -104,7 +104,7 @@ inline int64_t input_place(int64_t index, int pieces) {
     return Half ? index * (TILE_BYTES / 2) : index * pieces * TILE_BYTES;
 }
 
-// The products of one group: two tiles of rows with one or two tiles of tokens, into tiles 0 to 3.
+// Multiply one group: two tiles of rows with one or two tiles of tokens, into tiles 0 to 3.
 template <bool Whole, bool Half, int Blocks>
 inline void group_product(
     const uint8_t* const weights[2], const uint8_t* const x[2], int64_t begin, int64_t end, int pieces) {
@@ -139,7 +139,7 @@ inline void group_product(
     }
 }
 
-// Add a group's products, scaled, to the sums of the block of 16 rows `half` and of the tokens `block`.
+// Add the scaled products of a group to the sums of the 16 rows of `half` and the tokens of `block`.
 template <bool Whole>
 inline void add_group(
     const LinearPlan& plan, const TileInputs& in, int64_t block, int64_t g, int half, const float* part, float* sum,
@@ -186,7 +186,7 @@ inline void store_tile(
     }
 }
 
-// 32 rows with one or two blocks of 16 tokens. Direct: one group without a scale, its products are the results.
+// Multiply 32 rows with one or two blocks of 16 tokens. Direct: one unscaled group, whose products are the results.
 template <bool Whole, bool Half, bool Direct, int Blocks>
 inline void tile_block(
     const LinearPlan& plan, const TileInputs& in, int64_t block, int64_t row, int64_t tokens, void* y,
@@ -214,7 +214,7 @@ inline void tile_block(
         store_tile<Whole>(plan, in, block + part / 2, row + part % 2 * TILE, tokens, results + part * SIZE, y);
 }
 
-// `pack(block)` packs the inputs of 16 tokens; `lay(row, room)` lays the 32 rows from `row` on, with their scales.
+// `pack(block)` packs the inputs of 16 tokens; `lay(row, room)` writes 32 rows from `row` on and their scales.
 template <bool Whole, bool Half, bool Direct, class Pack, class Lay>
 inline void tile_product(
     const LinearPlan& plan, int64_t groups, const TileInputs& in, int64_t tokens, void* y, int threads, Pack pack, Lay lay) {

@@ -1,7 +1,7 @@
 // Attention of many requests over a paged KV cache, as defined by `smelt.kernels.paged`.
 //
-// The queries that share keys (some tokens of a request, all heads of a group) are computed together. Keys are taken in
-// spans of a fixed number, whose results are merged in order: what a query gets depends on nothing beside it.
+// Queries that share keys (some tokens of a request, all query heads of a KV head) are computed together. Keys are
+// processed in spans of fixed size and merged in order, so that results do not depend on the rest of the batch.
 #pragma once
 
 #include <vector>
@@ -13,30 +13,30 @@ struct AttentionMetadata {
     int64_t requests;
     const int32_t *cu_seqlens_q, *seq_lens, *block_tables;  // [requests + 1], [requests], [requests, table_stride]
     int64_t table_stride;
-    // Where clusters of heads have pages of their own (otherwise null): a request's row of the tables, which are [rows,
-    // clusters, most pages] then; and how many tokens each cluster holds less than the text has, [rows, clusters].
+    // With per-cluster pages (otherwise null): the row of each request in block_tables, which is [slots, clusters, max
+    // blocks] then; and tokens each cluster keeps minus tokens of the sequence, [slots, clusters].
     const int64_t* request_slots;
     const int32_t* seq_len_offsets;
     int64_t cluster_stride, offset_stride;
 };
 
 struct Attention {
-    int64_t heads, kv_heads, head_dim, block_size;  // of queries, of keys; of a head; tokens a page
-    int64_t query_stride, window;          // numbers between the queries of two tokens; positions seen, 0 for all
+    int64_t heads, kv_heads, head_dim, block_size;  // block_size: tokens per page
+    int64_t query_stride, window;          // values between the queries of two tokens; sliding window, 0 for none
     float scale;
-    DType type;             // of queries and results
-    int32_t page_type;       // a number, or a kind of rows
+    DType type;             // dtype of queries and results
+    int32_t page_type;       // DType, or a quantized row type
     const void *queries, *key_pages, *value_pages;
-    void* results;  // [tokens, heads, width]
-    const int64_t *head_cluster, *head_column;  // of each head of keys, where pages belong to clusters
-    int64_t heads_per_page;                  // heads of such a page
-    int64_t half, row_bytes;          // where rows are packed
+    void* results;  // [tokens, heads, head_dim]
+    const int64_t *head_cluster, *head_column;  // of each KV head, with per-cluster pages
+    int64_t heads_per_page;                  // heads of a cluster; 0: pages of a layer
+    int64_t half, row_bytes;          // of quantized rows
 
     RowShape rows() const { return {head_dim, half, row_bytes}; }
 };
 
-// Of one head of a request: its table, how many tokens it holds less than the text has, and where its keys lie in the
-// pages seen as rows of `width`.
+// For one head of a request: its row of block_tables, its seq_len offset, and where its keys are in pages viewed as
+// rows of `head_dim`.
 struct HeadPages {
     const int32_t* table;
     int64_t seq_len_offset, block_rows, token_rows, first_row;
@@ -49,18 +49,18 @@ inline HeadPages head_pages(const Attention& a, const AttentionMetadata& p, int6
             a.heads_per_page * a.block_size, 1, a.head_column[head] * a.block_size};
 }
 
-constexpr int64_t SPAN = 256, MAX_QUERIES = 16;  // keys a span; queries together
+constexpr int64_t SPAN = 256, MAX_QUERIES = 16;  // keys per span; queries computed together
 
-struct Partial {  // of one query: the largest score, the sum of the weights, the weighted values
+struct Partial {  // of one query: max score, sum of softmax weights, weighted values
     float max_score, sum;
     float values[MAX_HEAD_DIM];
 };
 
-struct Job {  // some tokens of a request, one head of keys
+struct Job {  // some tokens of a request, one KV head
     int64_t request, head, first, count;
 };
 
-// The sums of the lanes of sixteen registers, in their order.
+// Sum the lanes of each of 16 registers, in order.
 inline __m512 sum_sixteen(const __m512* r) {
     __m512 pairs[8], fours[4];
     for (int i = 0; i < 8; ++i)
@@ -75,7 +75,7 @@ inline __m512 sum_sixteen(const __m512* r) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(low, high, 0x88), _mm512_shuffle_f32x4(low, high, 0xdd));
 }
 
-// Where the keys of a span lie: rows of pages seen as [keys and heads, width].
+// Compute the row indices of the keys of a span.
 inline void key_row_indices(const HeadPages& h, int64_t block_size, int64_t begin, int64_t end, int64_t* rows) {
     int64_t page = begin / block_size, offset = begin % block_size;
     for (int64_t key = begin; key < end; ++key) {
@@ -84,7 +84,7 @@ inline void key_row_indices(const HeadPages& h, int64_t block_size, int64_t begi
     }
 }
 
-// The products of a query with sixteen keys, or with the first `here` of them.
+// Dot products of a query with 16 keys, or with the first `num_keys` of them.
 template <int32_t PageType, bool All>
 inline __m512 score_sixteen(const Attention& a, const int64_t* key_rows, int64_t num_keys, const float* query) {
     const RowShape shape = a.rows();
@@ -109,7 +109,7 @@ inline __m512 score_sixteen(const Attention& a, const int64_t* key_rows, int64_t
     return is_packed<PageType>() ? _mm512_mul_ps(dots_sum, _mm512_loadu_ps(scales)) : dots_sum;
 }
 
-// Of each query with the keys of a span: scores [rows, SPAN].
+// Compute scores [rows, SPAN] of each query with the keys of a span.
 template <int32_t PageType>
 inline void score_keys(
     const Attention& a, const int64_t* key_rows, int64_t keys, const float* queries, int64_t rows, float* scores) {
@@ -124,7 +124,7 @@ inline void score_keys(
         }
 }
 
-// Scores of one query become weights; those of keys low..high of the span are seen, the others weigh nothing.
+// Convert the scores of one query to softmax weights; keys low..high of the span are visible, others get 0.
 inline void softmax_weights(float* scores, int64_t keys, int64_t low, int64_t high, Partial& out) {
     const __m512 nothing = _mm512_set1_ps(-INFINITY);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -147,7 +147,7 @@ inline void softmax_weights(float* scores, int64_t keys, int64_t low, int64_t hi
     out.sum = _mm512_reduce_add_ps(sum);
 }
 
-// The values of a span, weighted, for `Rows` queries from `first` on.
+// Accumulate the weighted values of a span for `Rows` queries from `first` on.
 template <int32_t PageType, int Rows>
 inline void accumulate_rows(
     const Attention& a, const int64_t* key_rows, const float* zeros, int64_t keys, const float* weights, int64_t first,
@@ -166,7 +166,7 @@ inline void accumulate_rows(
     }
 }
 
-// Of packed values the scales go into the weights, which nobody needs after this.
+// Scales of quantized values are folded into the weights, which are not used afterward.
 template <int32_t PageType>
 inline void accumulate_values(
     const Attention& a, const int64_t* key_rows, int64_t keys, float* weights, int64_t rows, Partial* partial) {
@@ -183,7 +183,7 @@ inline void accumulate_values(
     for (; row < rows; ++row) accumulate_rows<PageType, 1>(a, key_rows, zeros, keys, weights, row, partial);
 }
 
-// One more span into the result so far.
+// Merge one span into the running result.
 inline void merge_partial(Partial& running, const Partial& next, int64_t head_dim) {
     if (next.max_score == -INFINITY) return;
     const float max_score = running.max_score > next.max_score ? running.max_score : next.max_score;
@@ -194,9 +194,9 @@ inline void merge_partial(Partial& running, const Partial& next, int64_t head_di
     for (int64_t k = 0; k < head_dim; ++k) running.values[k] = running.values[k] * alpha + next.values[k] * beta;
 }
 
-struct JobBuffers {  // of a thread
-    float *queries, *scores;  // [MOST_QUERIES, padded], [MOST_QUERIES, SPAN]
-    Partial *running, *next;   // [MOST_QUERIES] each
+struct JobBuffers {  // per thread
+    float *queries, *scores;  // [MAX_QUERIES, padded], [MAX_QUERIES, SPAN]
+    Partial *running, *next;   // [MAX_QUERIES] each
 };
 
 inline JobBuffers job_buffers(int64_t padded) {
@@ -237,7 +237,7 @@ inline void attend_tile(const Attention& a, const AttentionMetadata& p, const Jo
     const int64_t query_len = p.cu_seqlens_q[job.request + 1] - p.cu_seqlens_q[job.request];
     const HeadPages own = head_pages(a, p, job.request, job.head);
     const int64_t seq_len = p.seq_lens[job.request] + own.seq_len_offset;
-    const int64_t first = seq_len - query_len + job.first, last = first + job.count;  // of the queries
+    const int64_t first = seq_len - query_len + job.first, last = first + job.count;  // positions of the queries
     const int64_t seen = a.window && first >= a.window ? first - a.window + 1 : 0;
     for (int64_t begin = seen / SPAN * SPAN; begin < last; begin += SPAN) {
         const int64_t keys = (begin + SPAN < last ? begin + SPAN : last) - begin;
@@ -245,7 +245,7 @@ inline void attend_tile(const Attention& a, const AttentionMetadata& p, const Jo
         key_row_indices(own, a.block_size, begin, begin + keys, key_rows);
         score_keys<PageType>(a, key_rows, keys, buffers.queries, rows, buffers.scores);
         for (int64_t row = 0; row < rows; ++row) {
-            const int64_t position = first + row / group - begin;  // of the query, from the span's beginning
+            const int64_t position = first + row / group - begin;  // of the query, relative to the span
             softmax_weights(buffers.scores + row * SPAN, keys, a.window ? position - a.window + 1 : 0, position + 1, buffers.next[row]);
         }
         accumulate_values<PageType>(a, key_rows, keys, buffers.scores, rows, buffers.next);

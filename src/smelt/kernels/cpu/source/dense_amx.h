@@ -1,4 +1,4 @@
-// Products with matrices in bfloat16 for many tokens, on the matrix units (AMX): weights are read as they lie in memory.
+// GEMM with bfloat16 matrices for many tokens with AMX: weights are read in memory order.
 #pragma once
 
 #include "dense_gemv.h"
@@ -10,7 +10,7 @@ inline bool has_dense_tiles(const DenseMatrix& d, int64_t tokens) {
     return halves && tokens > 4 && d.columns % 32 == 0 && d.rows % 16 == 0 && tiles_granted();
 }
 
-// Inputs [tokens, columns] as tiles [blocks of 16 tokens, steps of 32 columns, TILE_BYTES]: a pair of columns a line.
+// Pack inputs [tokens, columns] as tiles [blocks of 16 tokens, steps of 32 columns, TILE_BYTES]: two columns per row.
 inline const uint8_t* dense_tile_inputs(const DenseMatrix& d, const void* x, int64_t tokens) {
     static thread_local Scratch room;
     const int64_t blocks = (tokens + TILE - 1) / TILE, steps = d.columns / 32;
@@ -29,7 +29,7 @@ inline const uint8_t* dense_tile_inputs(const DenseMatrix& d, const void* x, int
     return tiles;
 }
 
-// Sums [16 rows, 16 tokens] to their places, with the bias.
+// Store sums [16 rows, 16 tokens] with the bias.
 inline void store_dense_tile(const DenseMatrix& d, const float* sums, int64_t row, int64_t token, int64_t tokens, void* y) {
     __m512i lines[TILE];
     for (int r = 0; r < TILE; ++r) lines[r] = _mm512_load_si512(sums + r * TILE);
@@ -41,7 +41,7 @@ inline void store_dense_tile(const DenseMatrix& d, const float* sums, int64_t ro
     }
 }
 
-// Sixteen rows with up to two blocks of tokens.
+// Multiply 16 rows with up to two blocks of tokens.
 template <int Blocks>
 inline void dense_tile_rows(
     const DenseMatrix& d, const uint8_t* inputs, int64_t row, int64_t block, int64_t tokens, void* y, float* sums) {

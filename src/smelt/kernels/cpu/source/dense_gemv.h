@@ -1,6 +1,6 @@
-// Products with matrices that are not packed: x [tokens, columns] -> y [tokens, rows], weights in 16 or 32 bits.
+// Products with unquantized matrices: x [tokens, columns] -> y [tokens, rows], weights in 16 or 32 bits.
 //
-// The sums of a row and a token do not depend on their neighbours, so that a token gets the same result in any batch.
+// The sum of a row and a token does not depend on other tokens, so that results are the same in any batch.
 #pragma once
 
 #include "simd.h"

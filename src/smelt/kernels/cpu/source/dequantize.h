@@ -1,4 +1,4 @@
-// The scales of a row, and the plain decoding of whole rows that any format has.
+// Scales of rows, and the reference dequantization of rows in any format.
 #pragma once
 
 #include "plan.h"
@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-// What zero points take off: scale * (zero - centre), for `size` groups from the `first` on.
+// Compute the zero point term scale * (zero - center) of `size` groups from `first` on.
 inline void row_shifts(const LinearPlan& plan, int64_t first, int64_t size, const float* scale, float* shift) {
     int64_t i = 0;
 #ifdef __AVX512BW__
@@ -31,8 +31,8 @@ inline void row_shifts(const LinearPlan& plan, int64_t first, int64_t size, cons
     for (; i < size; ++i) shift[i] = scale[i] * (load_float(plan.zero, plan.zero_type, first + i) - plan.center);
 }
 
-// The scales of `count` rows in float32, row after row. Where there are zero points, `shift` is what is taken off the
-// product with a group for each unit of the sum of its inputs: scale * (zero - centre). Both have room for 16 more.
+// Load the scales of `count` rows in float32. With zero points, `shift` = scale * (zero - center) times the sum of the
+// inputs of a group is to be subtracted from its product. Both buffers have 16 extra elements.
 inline void row_scales(const LinearPlan& plan, int64_t row, int64_t count, float* scale, float* shift) {
     const int64_t first = row * plan.scale_stride, size = plan.scale_stride ? count * plan.groups : 1;
     int64_t i = 0;
@@ -69,7 +69,7 @@ inline void unpack_codes(const uint8_t* packed, int bits, int64_t columns, uint8
     }
 }
 
-// The values of a row: out [columns], for any format. `codes` is room for the unpacked codes.
+// Dequantize a row of any format to out [columns]. `codes` is a buffer for unpacked codes.
 inline void dequantize_row(const LinearPlan& plan, int64_t row, uint8_t* codes, float* out) {
     const uint8_t* packed = plan.row_codes(row);
     if (plan.bits == 8) codes = const_cast<uint8_t*>(packed);
@@ -105,7 +105,7 @@ inline void dequantize_row(const LinearPlan& plan, int64_t row, uint8_t* codes, 
     }
 }
 
-struct ThreadRowBuffers {  // of a thread
+struct ThreadRowBuffers {  // per thread
     Scratch codes, values;
 };
 
@@ -114,7 +114,7 @@ inline ThreadRowBuffers& row_buffers_of_thread() {
     return room;
 }
 
-// Rows `first` to `last` of the matrix, decoded: out [last - first, columns] in the type of x.
+// Dequantize rows `first` to `last` to out [last - first, columns] in the dtype of x.
 inline void dequantize_rows(const LinearPlan& plan, int64_t first, int64_t last, void* out, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = first; row < last; ++row) {
@@ -131,7 +131,7 @@ inline void dequantize_rows(const LinearPlan& plan, int64_t first, int64_t last,
     }
 }
 
-// Products with rows that are decoded one after the other: x [tokens, columns] in float32.
+// Reference product, one dequantized row at a time: x [tokens, columns] in float32.
 inline void reference_product(const LinearPlan& plan, const float* x, int64_t tokens, void* y, int threads) {
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < plan.rows; ++row) {

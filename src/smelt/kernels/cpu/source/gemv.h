@@ -1,17 +1,16 @@
-// Few tokens: every row of the matrix is read once, its codes become float32 values in registers, and each is
-// multiplied with the inputs of up to four tokens. All in float32; the sums of a row do not depend on its neighbours,
-// so that the result is the same for any number of threads. Codes are multiplied before scales are: inputs beyond 1e36
-// overflow.
+// GEMV for up to four tokens: each row of the matrix is read once, dequantized to float32 in registers and multiplied
+// with the inputs of all tokens. All in float32; the sums of a row do not depend on other rows, so that the result is
+// the same for any number of threads. Codes are multiplied before scales: inputs beyond 1e36 overflow.
 #pragma once
 
 #include "lanes.h"
 
 #ifdef SMELT_LANES
-constexpr int MAX_TOKENS = 4, BLOCK = 16;  // tokens at once; rows whose results are written at once
+constexpr int MAX_TOKENS = 4, BLOCK = 16;  // tokens at once; rows written at once
 
-struct RowBuffers {        // of a thread
+struct RowBuffers {        // per thread
     float *scale, *shift;  // [BLOCK, groups]
-    uint8_t* padded_row;        // [row_bytes + 64] for each of the last rows
+    uint8_t* padded_row;        // [row_bytes + 64] per row, for the last rows
 };
 
 inline RowBuffers row_buffers(const LinearPlan& plan) {
@@ -20,7 +19,7 @@ inline RowBuffers row_buffers(const LinearPlan& plan) {
     return {scale.take<float>(groups), shift.take<float>(groups), padded_row.take<uint8_t>(BLOCK * (plan.row_bytes() + 64))};
 }
 
-// The rows of a block: fewer at the end of the matrix, where the last one stands for those that are missing.
+// Pointers to the rows of a block; beyond the end of the matrix, the last row is repeated.
 inline void row_pointers(const LinearPlan& plan, int64_t row, const RowBuffers& room, const uint8_t* codes[BLOCK]) {
     for (int r = 0; r < BLOCK; ++r) {
         const int64_t valid = row + r < plan.rows ? row + r : plan.rows - 1;
@@ -29,7 +28,7 @@ inline void row_pointers(const LinearPlan& plan, int64_t row, const RowBuffers& 
 }
 
 struct RowInputs {
-    float* x;     // [tokens, padded] in the order of the lanes
+    float* x;     // [tokens, padded] in lane order
     float* sums;  // [tokens, padded_groups], sums of x
     int64_t padded, padded_groups;
 };
@@ -52,7 +51,7 @@ inline RowInputs row_inputs(const LinearPlan& plan, const void* x, int64_t token
     return in;
 }
 
-// The sums of the lanes of four registers.
+// Sum the lanes of each of four registers.
 inline __m128 sum_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
     const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
@@ -61,7 +60,7 @@ inline __m128 sum_lanes(__m512 a, __m512 b, __m512 c, __m512 d) {
     return _mm_add_ps(_mm256_castps256_ps128(two), _mm256_extractf128_ps(two, 1));
 }
 
-// What the zero points take off, lane by lane: sum over groups of shift * sum of inputs.
+// Zero point term, per lane: sum over groups of shift * sum of inputs.
 inline __m512 zero_point_term(const LinearPlan& plan, const float* shift, const float* sums) {
     __m512 total = _mm512_setzero_ps();
     for (int64_t g = 0; g < plan.groups; g += 16) {
@@ -71,7 +70,7 @@ inline __m512 zero_point_term(const LinearPlan& plan, const float* shift, const 
     return total;
 }
 
-// Sixteen numbers, or the `left` ones that there are, in the type of x.
+// Store 16 values, or the first `left`, in the dtype of x.
 inline void store_values(const LinearPlan& plan, void* to, int64_t place, int64_t left, __m512 values) {
     const __mmask16 valid = __mmask16(left >= 16 ? 0xffff : (1u << left) - 1);
     if (plan.x_type == FLOAT32) return _mm512_mask_storeu_ps(static_cast<float*>(to) + place, valid, values);
@@ -83,7 +82,7 @@ inline void store_values(const LinearPlan& plan, void* to, int64_t place, int64_
     _mm512_mask_cvtepi32_storeu_epi16(static_cast<uint16_t*>(to) + place, valid, _mm512_srli_epi32(nearest, 16));
 }
 
-// The results of a block of rows for one token, with the bias: as many as there are rows.
+// Store the results of a block of rows for one token, with the bias.
 inline void store_block(const LinearPlan& plan, void* y, int64_t token, int64_t row, __m512 values) {
     const int64_t left = plan.rows - row;
     const __mmask16 valid = __mmask16(left >= BLOCK ? 0xffff : (1u << left) - 1);
@@ -97,7 +96,7 @@ inline void store_block(const LinearPlan& plan, void* y, int64_t token, int64_t 
     store_values(plan, y, token * plan.rows + row, left, values);
 }
 
-// Products of `Rows` rows with `Tokens` tokens: sums [tokens, BLOCK], a column a row.
+// Multiply `Rows` rows with `Tokens` tokens: sums [tokens, BLOCK], one column per row.
 template <int Bits, int Rows, int Tokens>
 inline void multiply_rows(
     const LinearPlan& plan, const uint8_t* const* codes, const float* scale, const float* shift, const RowInputs& in,
@@ -140,7 +139,7 @@ template <int Bits, int Tokens>
 inline void multiply_block(
     const LinearPlan& plan, int64_t row, const uint8_t* const* codes, const RowInputs& in, int64_t token, void* y,
     const RowBuffers& room) {
-    constexpr int Rows = Tokens <= 2 ? 4 : 2;  // as many as there are registers for
+    constexpr int Rows = Tokens <= 2 ? 4 : 2;  // limited by the number of registers
     alignas(64) float sums[Tokens * BLOCK];
     for (int r = 0; r < BLOCK; r += Rows)
         multiply_rows<Bits, Rows, Tokens>(
@@ -169,7 +168,7 @@ inline void row_product(const LinearPlan& plan, const void* x, int64_t tokens, v
     }
 }
 
-// `decode_rows` sixteen codes at a time.
+// `decode_rows`, 16 codes at a time.
 template <int Bits>
 inline void dequantize_lanes(const LinearPlan& plan, int64_t first, int64_t last, void* out, int threads) {
     const __m512 table = Bits == 8 ? _mm512_setzero_ps() : lane_table(plan);

@@ -1,31 +1,31 @@
 // The inner loop of GPTQ: quantize columns in order and propagate each error to the columns that follow.
 //
-// Rows never mix, so that sixteen of them lie side by side, column after column, in a tile that stays in the nearest
-// cache. Products and sums are rounded one by one, as the plain loop does it; this unit must be compiled with
-// -ffp-contract=off, or they would be fused and the last bits would differ.
+// Rows are independent, so that 16 of them form a column-major tile that stays in the L1 cache. Products and sums are
+// rounded separately, as in the plain loop; this file must be compiled with -ffp-contract=off, or fused multiply-adds
+// would change the last bits.
 #include "plan.h"
 
-struct Matrix {  // any view of one, in float32; strides count values
+struct Matrix {  // any float32 view; strides in values
     const float* data;
     int64_t row_stride, column_stride;
 };
 
-struct GptqBlock {                // laid out as in gptq_rounding.py; nothing here is owned
+struct GptqBlock {                // same layout as in gptq_rounding.py; owns nothing
     Matrix weight, scale, zero;  // [rows, columns]; zero.data null: `default_zero` everywhere
     const float* hinv;         // [columns, columns], upper
-    int64_t hinv_stride;       // from line to line
+    int64_t hinv_stride;       // between rows
     uint8_t* codes;              // [rows, columns]
-    float* errors;               // [rows, columns], over the diagonal
+    float* errors;               // [rows, columns], divided by the diagonal
     int64_t rows, columns;
     float qmax, default_zero;
-    int32_t fractional_zero;  // zero points are fractional, and are added before rounding
+    int32_t fractional_zero;  // zero points are fractional, and added before rounding
 };
 
 namespace {
 
 constexpr int LANES = 16;
 
-struct TileBuffers {  // of a thread: [columns, LANES] each
+struct TileBuffers {  // per thread: [columns, LANES] each
     Scratch values, scale, zero, codes;
 };
 
@@ -34,7 +34,7 @@ TileBuffers& tile_buffers() {
     return buffers;
 }
 
-// The columns of up to sixteen rows; the lanes beyond the last row repeat it.
+// Load the columns of up to 16 rows; lanes beyond the last row repeat it.
 void read_tile(const Matrix& from, int64_t row, int64_t rows, int64_t columns, float* tile) {
     if (rows == LANES && from.row_stride == 1) {
         for (int64_t k = 0; k < columns; ++k)
@@ -53,7 +53,7 @@ void write_tile(const float* tile, int64_t row, int64_t rows, int64_t columns, T
         for (int64_t k = 0; k < columns; ++k) to[(row + lane) * columns + k] = T(tile[k * LANES + lane]);
 }
 
-// One column: its codes, and its errors over the diagonal in the place of its values. NaN has the code 0.
+// Quantize one column and replace its values by errors divided by the diagonal. NaN gets code 0.
 template <bool FractionalZero>
 void round_column(float* values, const float* scale, const float* zero, float qmax, float diagonal, float* codes) {
 #pragma omp simd
@@ -66,7 +66,7 @@ void round_column(float* values, const float* scale, const float* zero, float qm
     }
 }
 
-// The columns after it lose the error times the factor.
+// Subtract the error times the factor from the columns that follow.
 void propagate_error(const float* __restrict error, const float* __restrict hinv_row, int64_t columns, float* __restrict values) {
     for (int64_t k = 0; k < columns; ++k) {
 #pragma omp simd

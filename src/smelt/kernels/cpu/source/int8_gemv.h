@@ -1,8 +1,8 @@
-// Inputs as int8 with a scale a token: whole numbers are multiplied and added exactly, then scaled.
+// GEMV with int8 inputs and per-token scales: integer products and sums are exact, then scaled.
 //
-// A chunk is 64 codes. Eight-bit codes are multiplied as they lie in memory; four-bit codes become bytes, the first 32
-// columns in the lower half. `offset` makes all bytes unsigned, as the instruction wants the weights; what it adds to
-// a product is a multiple of the inputs' sum and is taken off beforehand, in whole numbers.
+// A chunk is 64 codes. 8-bit codes are multiplied in memory order; 4-bit codes are unpacked to bytes, the first 32
+// columns in the lower half. `offset` makes all bytes unsigned, as the instruction requires for weights; its
+// contribution, a multiple of the sum of the inputs, is subtracted beforehand, in integers.
 #pragma once
 
 #include "gemv.h"
@@ -11,7 +11,7 @@
 #define SMELT_INT8 1
 constexpr int CHUNK = 64;
 
-// Whether the product can be computed in whole numbers.
+// Whether the product can be computed in integers.
 inline bool has_int8(const LinearPlan& plan) {
     const bool uniform = plan.values == UNIFORM && (plan.bits == 4 || plan.bits == 8);
     const bool denormal = plan.values == DENORMAL && plan.bits == 4 && (!plan.zero || plan.zero_type == BYTE);
@@ -27,7 +27,7 @@ inline int offset_of(const LinearPlan& plan) {
     return plan.values == DENORMAL ? 32 : plan.bits == 8 ? 128 : 8;
 }
 
-// dINT: bytes of twice the value plus the offset, one table for every zero point. [16 zeros][16 codes]
+// dINT: twice the value plus the offset, one table per zero point. [16 zero points][16 codes]
 struct DoubledTables {
     alignas(64) uint8_t bytes[16][16];
     DoubledTables() {
@@ -49,13 +49,13 @@ inline __m512i nibbles(const uint8_t* codes) {  // 32 bytes -> 64 codes in the o
     return _mm512_and_si512(_mm512_srlv_epi16(_mm512_permutexvar_epi64(pairs, bytes), shifts), _mm512_set1_epi8(15));
 }
 
-enum Kind { BYTES, NIBBLES, DOUBLED };  // codes as they are, four bits, four bits of dINT
+enum Kind { BYTES, NIBBLES, DOUBLED };  // 8-bit codes, 4-bit codes, 4-bit dINT
 
 inline Kind kind_of(const LinearPlan& plan) {
     return plan.values == DENORMAL ? DOUBLED : plan.bits == 4 ? NIBBLES : BYTES;
 }
 
-// The groups of the two halves of a chunk, walking along a row.
+// Groups of the two halves of a chunk, advancing along a row.
 struct Walk {
     const LinearPlan& plan;
     int64_t low = 0, high = 0;
@@ -65,7 +65,7 @@ struct Walk {
     }
 };
 
-// A chunk of a row as unsigned bytes; `zero` are the row's zero points where the format is dINT.
+// Load a chunk of a row as unsigned bytes; `zero`: the zero points of the row (dINT).
 template <Kind K>
 inline __m512i chunk_bytes(const LinearPlan& plan, const uint8_t* codes, int64_t k, const uint8_t* zero, const Walk& walk) {
     if constexpr (K == BYTES) return _mm512_loadu_si512(codes + k);
@@ -84,14 +84,14 @@ inline const uint8_t* zeros_of(const LinearPlan& plan, int64_t row) {
                      : nullptr;
 }
 
-// Scales and shifts as `row_scales`; dINT has its zero points in the bytes, and twice the value.
+// Scales and shifts as in `row_scales`; for dINT, bytes include zero points and are doubled.
 inline void int8_scales(const LinearPlan& plan, int64_t row, int64_t count, float* scale, float* shift) {
     row_scales(plan, row, count, scale, shift);
     if (plan.values != DENORMAL) return;
     for (int64_t i = 0; i < count * plan.groups; ++i) scale[i] *= 0.5f, shift[i] = 0.0f;
 }
 
-// The codes of a token's inputs, rounded as `numerics.integer` does: codes [padded], zero beyond the last column.
+// Quantize the inputs of a token as `numerics.integer` does: codes [padded], 0 beyond the last column.
 inline float quantize_inputs(const LinearPlan& plan, const void* x, int64_t token, int8_t* codes, int64_t padded) {
     float scale = plan.inputs == FIXED_SCALE ? *plan.x_scale : 0.0f;
     if (plan.inputs == PER_TOKEN_SCALE) {
@@ -111,15 +111,15 @@ inline float quantize_inputs(const LinearPlan& plan, const void* x, int64_t toke
     for (int64_t k = 0; k < padded; k += 16) {
         __m512 steps = _mm512_div_ps(inputs_at(plan, x, token, k), step);
         steps = _mm512_roundscale_ps(steps, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-        steps = _mm512_max_ps(_mm512_min_ps(steps, high), low);  // NaN becomes `high`; the scale carries it then
+        steps = _mm512_max_ps(_mm512_min_ps(steps, high), low);  // NaN becomes `high`; it is carried by the scale
         _mm_store_si128((__m128i*)(codes + k), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(steps)));
     }
     return scale;
 }
 
 struct Int8Inputs {
-    int8_t* codes;   // [tokens, padded] in the order of the chunk
-    int32_t* offset_sums;  // [tokens, padded / 4]: minus the offset times the sum of four codes, what a product starts from
+    int8_t* codes;   // [tokens, padded] in chunk order
+    int32_t* offset_sums;  // [tokens, padded / 4]: -offset * sum of four codes, where sums start
     float* sums;     // [tokens, groups]
     float* scale;    // [tokens]
     int64_t padded, padded_groups;
@@ -158,7 +158,7 @@ inline Int8Inputs int8_inputs(const LinearPlan& plan, const void* x, int64_t tok
     return in;
 }
 
-// Products of four rows with a token: sums [4].
+// Multiply four rows with a token: sums [4].
 template <Kind K>
 inline void int8_dot(
     const LinearPlan& plan, int64_t row, const uint8_t* const* codes, const float* scale, const float* shift,

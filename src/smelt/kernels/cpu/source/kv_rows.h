@@ -9,8 +9,8 @@
 #include "simd.h"
 
 #ifdef SMELT_LANES
-constexpr int32_t INT8_ROWS = 16, FP8_ROWS = 17, INT4_ROWS = 18;  // types of pages, beside those of numbers
-constexpr int64_t MAX_HEAD_DIM = 256;                               // numbers a head
+constexpr int32_t INT8_ROWS = 16, FP8_ROWS = 17, INT4_ROWS = 18;  // page types of quantized rows, besides DType
+constexpr int64_t MAX_HEAD_DIM = 256;                               // largest supported
 
 struct RowShape {
     int64_t head_dim, half_dim, bytes;  // values; int4 codes in low nibbles; bytes of a row
@@ -39,14 +39,14 @@ inline float row_zero(const void* pages, const RowShape& s, int64_t row) {
     return Kind == INT4_ROWS ? float(row_at(pages, s, row)[s.bytes - 2]) : 0.0f;
 }
 
-// E4M3 is float32 with fewer bits, but for the bias of the exponent.
+// E4M3 is a truncated float32, up to the exponent bias.
 inline __m512 e4m3_values(__m512i code) {
     const __m512i sign = _mm512_slli_epi32(_mm512_and_si512(code, _mm512_set1_epi32(0x80)), 24),
                   rest = _mm512_slli_epi32(_mm512_and_si512(code, _mm512_set1_epi32(0x7f)), 20);
     return _mm512_mul_ps(_mm512_castsi512_ps(_mm512_or_si512(sign, rest)), _mm512_set1_ps(0x1p120f));
 }
 
-inline __m512i e4m3_codes(__m512 values) {  // of up to 448; ties to even
+inline __m512i e4m3_codes(__m512 values) {  // of magnitude up to 448; ties to even
     const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(values, _mm512_set1_ps(0x1p-120f))),
                   rest = _mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)),
                   odd = _mm512_and_si512(_mm512_srli_epi32(rest, 20), _mm512_set1_epi32(1)),
@@ -55,7 +55,7 @@ inline __m512i e4m3_codes(__m512 values) {  // of up to 448; ties to even
     return _mm512_or_si512(sign, _mm512_min_epi32(nearest, _mm512_set1_epi32(0x7e)));
 }
 
-// Sixteen numbers of a row from the k-th on: of packed ones, codes less the zero.
+// Load 16 values of a row from the k-th on; of quantized rows, codes minus the zero point.
 template <int32_t Kind>
 inline __m512 load_row(const void* pages, const RowShape& s, int64_t row, int64_t k, __mmask16 valid, float zero) {
     if (!is_packed<Kind>()) return load_floats(pages, DType(Kind), row * s.head_dim + k, valid);
@@ -70,7 +70,7 @@ inline __m512 load_row(const void* pages, const RowShape& s, int64_t row, int64_
 }
 
 inline void min_max(const float* x, int64_t head_dim, float& high, float& low) {
-    __m512 high_lanes = _mm512_setzero_ps(), low_lanes = _mm512_setzero_ps();  // nothing lies on one side of zero alone
+    __m512 high_lanes = _mm512_setzero_ps(), low_lanes = _mm512_setzero_ps();  // the range includes zero
     for (int64_t k = 0; k < head_dim; k += 16) {
         const __m512 values = _mm512_maskz_loadu_ps(first_lanes(head_dim - k), x + k);
         high_lanes = _mm512_max_ps(high_lanes, values), low_lanes = _mm512_min_ps(low_lanes, values);
@@ -96,7 +96,7 @@ inline void quantize_int4(const float* x, const RowShape& s, float high, float l
     std::memcpy(to + s.bytes - 4, word, 4);
 }
 
-// A row of float32 into its place.
+// Quantize and store a row of float32.
 inline void quantize_row(int32_t kind, const float* x, const RowShape& s, void* pages, int64_t row) {
     uint8_t* to = static_cast<uint8_t*>(pages) + row * s.bytes;
     float high, low;

@@ -1,7 +1,7 @@
-// Sixteen codes at once, AVX-512: how they are read from a row, in which order, and turned into values.
+// Load and dequantize 16 codes of a row at once with AVX-512.
 //
-// The order is free as long as the inputs are laid out in the same one. Four-bit codes come in the order 0 8 1 9 ...,
-// which takes one shift and one table look-up; all others in the order of the columns.
+// Any order works as long as inputs are laid out the same way. 4-bit codes come in the order 0 8 1 9 ..., which takes
+// one shift and one table lookup; all others in column order.
 #pragma once
 
 #include "dequantize.h"
@@ -9,7 +9,7 @@
 #if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define SMELT_LANES 1
 
-// The 16 values that a code of up to four bits can have; the bits above a code are those of its neighbour.
+// Values of codes of up to 4 bits, repeated to 16: the bits above a code belong to its neighbor.
 inline __m512 lane_table(const LinearPlan& plan) {
     alignas(64) float values[16];
     for (int index = 0; index < 16; ++index) {
@@ -35,7 +35,7 @@ inline T unaligned(const uint8_t* bytes) {
     return value;
 }
 
-// Values of the 16 codes that start at a whole byte. Reads at most 16 bytes, and never fewer than the codes have.
+// Values of 16 codes that start at a byte boundary. Reads at most 16 bytes, possibly beyond the codes.
 template <int Bits>
 inline __m512 lane_values(const uint8_t* codes, __m512 table, __m512i shifts) {
     if constexpr (Bits == 8) {
@@ -52,7 +52,7 @@ inline __m512 lane_values(const uint8_t* codes, __m512 table, __m512i shifts) {
     }
 }
 
-// Whether columns can be made up to a multiple of `step`: their inputs are zero, so their codes must not be NaN.
+// Whether columns can be padded to a multiple of `step`: inputs there are zero, so that no code may be NaN.
 inline bool can_pad(const LinearPlan& plan, int64_t step) {
     if (plan.columns % step == 0 || plan.values != TABLE) return true;
     for (int code = 0; code < 1 << plan.bits; ++code)
@@ -60,7 +60,7 @@ inline bool can_pad(const LinearPlan& plan, int64_t step) {
     return true;
 }
 
-// Formats that these lanes read: up to four bits by a table, eight bits as whole numbers around 128.
+// Supported formats: up to 4 bits by a table, 8 bits as integers minus 128.
 inline bool has_lanes(const LinearPlan& plan) {
     const bool tabled = plan.values == UNIFORM || plan.values == TABLE || (plan.values == DENORMAL && !plan.zero);
     const bool narrow = plan.bits >= 2 && plan.bits <= 4 && tabled;
@@ -68,7 +68,7 @@ inline bool has_lanes(const LinearPlan& plan) {
     return (narrow || wide) && plan.groups_align(16) && can_pad(plan, 16);
 }
 
-// The codes of a row, of which 64 bytes beyond the end may be read: the last rows of a matrix are copied aside.
+// Codes of a row, readable 64 bytes beyond the end: the last rows of a matrix are copied to a padded buffer.
 inline const uint8_t* padded_row_codes(const LinearPlan& plan, int64_t row, uint8_t* padded_row) {
     const int64_t bytes = plan.row_bytes();
     if ((plan.rows - row - 1) * bytes >= 64) return plan.row_codes(row);
@@ -77,8 +77,8 @@ inline const uint8_t* padded_row_codes(const LinearPlan& plan, int64_t row, uint
     return padded_row;
 }
 
-// Asks for bytes that will be read some rows later, since rows lie one after the other: a core computes on what it has
-// while more is on its way. Measured: less is too late.
+// Prefetch codes of later rows, which are contiguous, to overlap loads with computation. Measured: shorter distances
+// are too late.
 constexpr int64_t PREFETCH_BYTES = 8192;
 
 inline void prefetch_codes(const uint8_t* codes, int64_t begin, int64_t end) {
@@ -92,7 +92,7 @@ inline __m512 load_inputs(const LinearPlan& plan, const void* x, int64_t index) 
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 }
 
-// Columns k to k + 16 of a token in float32, zero beyond the last.
+// Load columns k to k + 16 of a token in float32, 0 beyond the last.
 inline __m512 inputs_at(const LinearPlan& plan, const void* x, int64_t token, int64_t k) {
     if (k + 16 <= plan.columns) return load_inputs(plan, x, token * plan.columns + k);
     alignas(64) float values[16] = {};

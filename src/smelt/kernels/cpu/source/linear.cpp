@@ -1,5 +1,5 @@
-// Products with packed matrices on x86: x [tokens, columns] -> y [tokens, rows], both in the type the plan says.
-// Compiled for the machine it runs on; what that machine lacks is left out, and the plain path takes its place.
+// Products with packed matrices on x86: x [tokens, columns] -> y [tokens, rows], both in the dtype of the plan.
+// Compiled for the machine it runs on; paths that the CPU does not support fall back to the reference.
 #include "amx_tiles.h"
 
 namespace {
@@ -26,7 +26,7 @@ void int8_gemv_tokens(const LinearPlan& plan, const void* x, int64_t tokens, voi
 #endif
 
 #ifdef SMELT_TILES
-constexpr int64_t SCALED_FROM = 24;  // tokens: from here on scaling weights costs less than scaling products
+constexpr int64_t SCALED_FROM = 24;  // tokens from which scaling weights is cheaper than scaling products
 
 template <bool Scaled>
 void amx_tokens(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int threads) {
@@ -63,12 +63,12 @@ void plain(const LinearPlan& plan, const void* x, int64_t tokens, void* y, int t
 
 extern "C" {
 
-// The size of a plan, so that a caller with another idea of it is found out.
+// Size of a plan, so that callers can check its layout.
 int64_t smelt_plan_size() {
     return sizeof(LinearPlan);
 }
 
-// Whether inputs can be rounded here and multiplied in whole numbers.
+// Whether inputs can be quantized and multiplied in integers.
 int smelt_has_int8(const LinearPlan* plan) {
 #ifdef SMELT_INT8
     return has_int8(*plan);
@@ -77,7 +77,7 @@ int smelt_has_int8(const LinearPlan* plan) {
 #endif
 }
 
-// Whether many tokens are computed here quickly; otherwise decoding the matrix for a dense product is better.
+// Whether there is a fast GEMM; otherwise dequantize the matrix for a dense product.
 int smelt_has_gemm(const LinearPlan* plan) {
 #ifdef SMELT_TILES
     if (plan->inputs != FLOAT_INPUTS) return has_int8_tiles(*plan);
@@ -87,7 +87,7 @@ int smelt_has_gemm(const LinearPlan* plan) {
 #endif
 }
 
-// `few`: tokens up to which a row of the matrix is multiplied with each of them as it is read.
+// `few`: largest number of tokens for GEMV.
 void smelt_linear(const LinearPlan* plan, const void* x, void* y, int64_t tokens, int64_t few, int threads) {
     const bool rounded = plan->inputs != FLOAT_INPUTS;
 #ifdef SMELT_TILES

@@ -1,5 +1,5 @@
-// What a product needs to know: the packed matrix as it lies in memory, and how its codes and scales are read.
-// The fields are laid out as in plan.py; nothing here is owned.
+// Description of a product: the packed matrix in memory, and how its codes and scales are read. Same layout as in
+// plan.py; owns nothing.
 #pragma once
 
 #include <cmath>
@@ -9,28 +9,28 @@
 #include <new>
 #include <omp.h>
 
-enum Values : int32_t { UNIFORM, TABLE, TWO_SCALES, DENORMAL };  // how a code becomes a value
+enum Values : int32_t { UNIFORM, TABLE, TWO_SCALES, DENORMAL };  // how codes are dequantized
 enum DType : int32_t { NONE, FLOAT32, FLOAT16, BFLOAT16, BYTE };
 enum Inputs : int32_t { FLOAT_INPUTS, PER_TOKEN_SCALE, FIXED_SCALE };
 
 struct LinearPlan {
     int64_t rows, columns;
-    int64_t group, groups;  // values that share a scale; how many such groups a row has
-    int64_t scale_stride;   // scales a row, 0 where all rows share one
+    int64_t group, groups;  // values per group; groups per row
+    int64_t scale_stride;   // scales per row; 0 if all rows share one
     int32_t bits;
     Values values;
     DType scale_type, zero_type, bias_type, x_type;
     Inputs inputs;
-    float center;  // the code of zero where there is no zero point; otherwise what is taken off codes first
-    float span, lowest, highest;  // of the inputs' codes: largest magnitude / span is the scale
+    float center;  // zero point if none is stored; otherwise subtracted from codes first
+    float span, lowest, highest;  // of input codes: scale = amax / span
     float clip;
     const uint8_t* codes;                 // [rows, row_bytes]
     const void *scale, *zero, *negative;  // [rows, groups]
-    const float* divisor;                 // one number that divides all scales
-    const float* scale_table;             // the 256 values of a scale that is one byte
-    const float* table;                   // the value of each code, 256
+    const float* divisor;                 // scalar that divides all scales
+    const float* scale_table;             // values of one-byte scales, 256
+    const float* table;                   // values of codes, 256
     const void* bias;                     // [rows]
-    const float* x_scale;                 // the fixed one
+    const float* x_scale;                 // static scale of the inputs
 
     int64_t row_bytes() const { return (columns * bits + 7) / 8; }
     const uint8_t* row_codes(int64_t row) const { return codes + row * row_bytes(); }
@@ -42,7 +42,7 @@ inline int64_t round_up(int64_t value, int64_t step) {
     return (value + step - 1) / step * step;
 }
 
-// Memory of a thread that stays between calls, so that a call allocates nothing.
+// Thread-local buffer that is kept between calls, so that calls do not allocate.
 class Scratch {
   public:
     ~Scratch() { std::free(data_); }
@@ -63,7 +63,7 @@ class Scratch {
     size_t size_ = 0;
 };
 
-// The rows of this thread, in whole blocks, inside a parallel region.
+// Rows of this thread, a multiple of the block size, inside a parallel region.
 struct Share {
     int64_t first, last;
 };
@@ -74,8 +74,8 @@ inline Share static_share(int64_t rows, int64_t block) {
     return {blocks * thread / threads * block, last < rows ? last : rows};
 }
 
-// Blocks of rows that a thread takes at a time, inside a parallel region: about an eighth of its share. They are handed
-// out as threads come for more, so that one that is held up takes fewer.
+// Chunk size of dynamic scheduling, in blocks of rows, inside a parallel region: about an eighth of a thread's share,
+// so that a delayed thread gets fewer.
 inline int dynamic_chunk(int64_t rows, int64_t block) {
     const int64_t blocks = (rows + block - 1) / block, some = blocks / (8 * omp_get_num_threads());
     return int(some < 1 ? 1 : some);
@@ -102,7 +102,7 @@ inline float bfloat_to_float(uint16_t b) {
     return value;
 }
 
-inline uint16_t float_to_bfloat(float value) {  // to nearest, ties to even
+inline uint16_t float_to_bfloat(float value) {  // round to nearest, ties to even
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     if (std::isnan(value)) return uint16_t((bits >> 16) | 0x40);

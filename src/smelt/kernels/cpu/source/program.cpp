@@ -1,6 +1,6 @@
-// A network as a list of operations over buffers that were laid out beforehand: one call computes one step.
+// Run a network as a list of operations over preallocated buffers: one call per step.
 //
-// What the network gives for a token depends on that token's own request alone, whatever else is in the step.
+// The outputs of a token depend only on its own request, not on the rest of the batch.
 #include "attention.h"
 #include "dense_amx.h"
 
@@ -11,21 +11,21 @@ namespace {
 
 enum Kind : int32_t { EMBED, ADD_NORM, PACKED, DENSE, HEAD_NORM, ROTATE, HADAMARD, WRITE, ATTEND, GATE, PICK };
 
-// The fields mean something else for each kind; see `program.py`, which has the same ones.
+// The meaning of fields depends on the kind; same layout as in `program.py`.
 struct Operation {
     Kind kind;
-    DType type;                        // of what is read or written in 16 or 32 bits
-    const void *detail, *x, *other;     // a plan, a matrix, an attention; what is read
+    DType type;                        // dtype of inputs or outputs in 16 or 32 bits
+    const void *detail, *x, *other;     // plan, matrix or attention; inputs
     const void* weight;
     void* y;
-    int64_t width, x_stride, count;  // numbers a token; between tokens; heads, rows of a table, tokens
+    int64_t width, x_stride, count;  // values per token; stride between tokens; heads, rows of a table, tokens
     float epsilon;
     DType weight_type;
 };
 
 struct Step {
     int64_t tokens, num_logits;
-    const int64_t *ids, *positions, *slot_mapping, *rows;  // [tokens] three times, [wanted]
+    const int64_t *ids, *positions, *slot_mapping, *rows;  // [tokens] each, rows: [num_logits]
     AttentionMetadata metadata;
     int32_t threads;
 };
@@ -60,7 +60,7 @@ void embed(const Operation& op, const Step& step) {
         }
 }
 
-// Rows of the hidden states: what a layer gave is added to them, then y is their norm.
+// Add the output of a layer to the hidden states, then y = norm(hidden).
 void norm(const Operation& op, const Step& step, int64_t tokens) {
     float* hidden = const_cast<float*>(static_cast<const float*>(op.x));
 #pragma omp parallel for num_threads(threads_for(step, tokens * op.width)) schedule(static)
@@ -76,7 +76,7 @@ void norm(const Operation& op, const Step& step, int64_t tokens) {
     }
 }
 
-// The norm of every head of queries or keys, in place.
+// Normalize each head of queries or keys in place.
 void head_norm(const Operation& op, const Step& step) {
 #pragma omp parallel for num_threads(threads_for(step, step.tokens * op.count * op.width)) schedule(static)
     for (int64_t item = 0; item < step.tokens * op.count; ++item) {
@@ -88,8 +88,7 @@ void head_norm(const Operation& op, const Step& step) {
     }
 }
 
-// Rotary positions, in place: halves of a head turn by the angle of the position. `weight` holds cosines then sines of
-// every position, [positions, width] each, `other` points to the sines.
+// Apply RoPE in place. `weight` holds cos, then sin of all positions, [positions, width] each; `other` points to sin.
 void rotate(const Operation& op, const Step& step) {
     const float *cosines = static_cast<const float*>(op.weight), *sines = static_cast<const float*>(op.other);
     const int64_t half = op.width / 2;
@@ -113,7 +112,7 @@ void rotate(const Operation& op, const Step& step) {
     }
 }
 
-// A head of a token to its row.
+// Store one head of a token in its row.
 void write_row(const Operation& op, const Attention& a, int64_t token, int64_t head, int64_t row) {
     alignas(64) float values[MAX_HEAD_DIM];
     for (int64_t k = 0; k < a.head_dim; k += 16) {
@@ -125,7 +124,7 @@ void write_row(const Operation& op, const Attention& a, int64_t token, int64_t h
     if (a.page_type >= INT8_ROWS) quantize_row(a.page_type, values, a.rows(), op.y, row);
 }
 
-// New keys or values of clusters of heads go behind what each head holds.
+// Append new keys or values to the per-cluster pages of each head.
 void write_heads(const Operation& op, const Attention& a, const Step& step) {
     const AttentionMetadata& p = step.metadata;
     for (int64_t request = 0; request < p.requests; ++request)
@@ -140,7 +139,7 @@ void write_heads(const Operation& op, const Attention& a, const Step& step) {
         }
 }
 
-// New keys or values go to their places in the pages.
+// Store new keys or values in their slots of the pages.
 void write(const Operation& op, const Step& step) {
     const Attention& a = *static_cast<const Attention*>(op.detail);
     if (a.heads_per_page) return write_heads(op, a, step);
@@ -149,7 +148,7 @@ void write(const Operation& op, const Step& step) {
             write_row(op, a, token, head, step.slot_mapping[token] * a.kv_heads + head);
 }
 
-// Heads of queries or keys times an orthonormal Hadamard matrix, in place; their width is a power of two.
+// Rotate heads of queries or keys by an orthonormal Hadamard matrix in place; `width` is a power of two.
 void hadamard(const Operation& op, const Step& step) {
     const float over = 1.0f / std::sqrt(float(op.width));
 #pragma omp parallel for num_threads(threads_for(step, 8 * step.tokens * op.count * op.width)) schedule(static)
@@ -171,7 +170,7 @@ void hadamard(const Operation& op, const Step& step) {
     }
 }
 
-// y = silu(gate) * up, where gate and up lie side by side.
+// y = silu(gate) * up, with gate and up concatenated.
 void gate(const Operation& op, const Step& step) {
 #pragma omp parallel for num_threads(threads_for(step, 4 * step.tokens * op.width)) schedule(static)
     for (int64_t token = 0; token < step.tokens; ++token)
@@ -185,7 +184,7 @@ void gate(const Operation& op, const Step& step) {
         }
 }
 
-// The hidden states of the tokens whose logits are wanted.
+// Gather the hidden states of the tokens that need logits.
 void pick(const Operation& op, const Step& step) {
     const float* x = static_cast<const float*>(op.x);
     for (int64_t row = 0; row < step.num_logits; ++row)
@@ -194,7 +193,7 @@ void pick(const Operation& op, const Step& step) {
 }
 
 void run(const Operation& op, const Step& step) {
-    const int64_t tokens = op.count < 0 ? step.num_logits : step.tokens;  // after PICK: only those whose logits are wanted
+    const int64_t tokens = op.count < 0 ? step.num_logits : step.tokens;  // after PICK: only those that need logits
     switch (op.kind) {
         case EMBED: return embed(op, step);
         case ADD_NORM: return norm(op, step, tokens);
@@ -230,7 +229,7 @@ void run(const Operation& op, const Step& step) {
 
 extern "C" {
 
-// Sizes of what is passed, so that a caller with another idea of them is found out; 0: no programs on this machine.
+// Sizes of the structures, so that callers can check their layout; 0: not supported on this machine.
 int64_t smelt_program_sizes(int which) {
 #ifdef SMELT_LANES
     const int64_t sizes[] = {sizeof(Operation), sizeof(Step), sizeof(DenseMatrix), sizeof(Attention)};

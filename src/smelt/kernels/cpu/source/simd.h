@@ -1,4 +1,4 @@
-// Sixteen numbers of any type at once, read and written as float32; the exponential function; sums. AVX-512.
+// AVX-512 helpers: load and store 16 values of any dtype as float32, the exponential function, sums.
 #pragma once
 
 #include "gemv.h"
@@ -30,16 +30,16 @@ inline void store_floats(void* numbers, DType type, int64_t index, __m512 values
     _mm512_mask_cvtepi32_storeu_epi16(to, valid, _mm512_srli_epi32(nearest, 16));
 }
 
-// e^x to about one unit in the last place; below -87 it is zero, above 88 infinite.
+// e^x to about one ulp; 0 below -87, infinity above 88.
 inline __m512 exp_ps(__m512 x) {
     const __mmask16 tiny = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_LT_OQ);
     const __mmask16 huge = _mm512_cmp_ps_mask(x, _mm512_set1_ps(88.0f), _CMP_GT_OQ);
     x = _mm512_min_ps(x, _mm512_set1_ps(88.0f));
     const __m512 whole = _mm512_roundscale_ps(
         _mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);  // ln 2 in two pieces
+    __m512 r = _mm512_fnmadd_ps(whole, _mm512_set1_ps(0.693359375f), x);  // ln 2 in two parts
     r = _mm512_fnmadd_ps(whole, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 sum = _mm512_set1_ps(1.0f / 5040);  // the series, good for |r| <= 0.35
+    __m512 sum = _mm512_set1_ps(1.0f / 5040);  // Taylor series, for |r| <= 0.35
     for (const float next : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
         sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(next));
     const __m512 found = _mm512_mask_mov_ps(_mm512_scalef_ps(sum, whole), tiny, _mm512_setzero_ps());

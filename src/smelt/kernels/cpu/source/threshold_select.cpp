@@ -1,10 +1,10 @@
-// Add a gradient to a residual and select the elements above a threshold, in one pass. A library of its own: it compiles
-// in a second, and the ranks of a training run need not wait for the others.
+// Add a gradient to a residual and select the elements above a threshold, in one pass. A separate library: it compiles
+// in a second, so that training ranks need not wait for the other kernels.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
-struct ThresholdSelect {            // laid out as in threshold_select.py; nothing here is owned
+struct ThresholdSelect {            // same layout as in threshold_select.py; owns nothing
     float* values;          // [elements]: the residual, to which the gradient is added
     const float* gradient;  // [elements]; null: values are only read
     int64_t elements, start, stop;
@@ -14,7 +14,7 @@ struct ThresholdSelect {            // laid out as in threshold_select.py; nothi
 
 namespace {
 
-constexpr int64_t GROUP = 32;  // elements that are looked at together: at low densities most such groups hold no match
+constexpr int64_t GROUP = 32;  // elements tested together: at low densities most groups have no match
 
 void add(float* __restrict values, const float* __restrict gradient, int64_t count) {
 #pragma omp simd
@@ -28,7 +28,7 @@ bool any_match(const float* values, float threshold) {
     return any;
 }
 
-// The matches among values [first, last) of the range, the sums of which are still in the nearest cache.
+// Find the matches among values [first, last) of the range, whose sums are still in the L1 cache.
 int64_t find(const float* values, int64_t first, int64_t last, float threshold, int32_t* indices, int64_t count) {
     for (int64_t i = first; i < last; ++i) {
         indices[count] = int32_t(i);  // overwritten unless it is a match
@@ -37,7 +37,7 @@ int64_t find(const float* values, int64_t first, int64_t last, float threshold, 
     return count;
 }
 
-// The part [begin, end) of the vector; its matches go to where they would stand if all before them matched too.
+// Process [begin, end) of the vector; its matches are stored at the offset they would have if all before matched.
 int64_t run(const ThresholdSelect& task, int64_t begin, int64_t end, int32_t* indices) {
     int64_t low = begin > task.start ? begin : task.start, high = end < task.stop ? end : task.stop;
     if (low >= high) low = high = end;
