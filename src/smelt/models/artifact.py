@@ -225,7 +225,7 @@ def layer_fields(anatomy: Anatomy) -> dict[str, Any]:
                 sizes[part.kind] = part.units
         if len(set(sizes.get("experts", []))) == 1:  # otherwise keep the list, for which transformers has no field
             sizes["experts"] = sizes["experts"][0]
-        layers[str(block.index)] = {names[kind]: size for kind, size in sizes.items() if kind in names}
+        layers[str(block.index)] = {names[size_name]: size for size_name, size in sizes.items() if size_name in names}
     if not names or not _was_cut(anatomy):
         return {}
     first = layers["0"]

@@ -93,8 +93,8 @@ def _outline(folder: Path, device: str) -> tuple[PreTrainedModel, dict[str, str]
 
 def _is_part(name: str, layers: dict[str, QuantizedLinear]) -> bool:
     """Return whether a tensor belongs to a packed weight (codes, scales); a bias is an ordinary tensor."""
-    path, _, own = name.rpartition(".")
-    return path in layers and own != "bias"
+    path, _, leaf = name.rpartition(".")
+    return path in layers and leaf != "bias"
 
 
 def _targets(network: nn.Module, quantization: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -66,9 +66,9 @@ def read_lora(folder: str | Path, network: nn.Module, dtype: torch.dtype, device
 
 
 def _scale(config: dict[str, Any], folder: Path) -> float:
-    kind = config.get("peft_type")
-    if kind != "LORA":
-        raise ModelError(f"{folder} is an adapter of type {kind!r}; only LORA can be served.")
+    adapter_type = config.get("peft_type")
+    if adapter_type != "LORA":
+        raise ModelError(f"{folder} is an adapter of type {adapter_type!r}; only LORA can be served.")
     for key, plain in _PLAIN.items():
         if config.get(key) not in plain:
             raise ModelError(f"{folder} uses {key}, which is not plain LoRA; merge it into the model before serving.")

@@ -33,7 +33,7 @@ class _Vocabulary:
     metadata: dict[str, Any]
 
     def of_kind(self, *kinds: int) -> list[str]:
-        return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds]
+        return [token for token, token_type in zip(self.tokens, self.kinds, strict=True) if token_type in kinds]
 
     def special(self, name: str) -> str | None:
         """Return the token that the metadata gives for a role: bos, eos, unknown, padding."""
@@ -64,7 +64,7 @@ def _read_vocabulary(file: GgufFile) -> _Vocabulary:
     if not isinstance(tokens, list) or not tokens:
         raise ModelError(f"{file.path} has a tokenizer without tokens.")
     kinds = _numbers(file, "tokenizer.ggml.token_type", len(tokens), default=NORMAL)
-    return _Vocabulary(tokens, [int(kind) for kind in kinds], file.metadata)
+    return _Vocabulary(tokens, [int(token_type) for token_type in kinds], file.metadata)
 
 
 def _numbers(file: GgufFile, key: str, length: int, default: float) -> Any:
