@@ -8,7 +8,7 @@ quantize, and attention reads codes.
     int4  two codes per byte, the second half a padded row later; scale in float16 and zero point in int16
 
 Keys may be rotated by a Hadamard matrix before they are quantized, and queries with them, which leaves their products
-unchanged (QuaRot, Ashkboos et al., 2024): channels that are large in every key no longer take up the whole range.
+unchanged (QuaRot, Ashkboos et al., 2024): channels that are large in every key no longer take up the full range.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Add a gradient to a residual and select the elements above a threshold, in one pass (threshold sparsifiers).
 
-Holds the plain reference; the fast kernels leave the same bits in the residual and return the same indices for any
+Contains the reference; the fast kernels leave the same bits in the residual and return the same indices for any
 size, empty ranges, thresholds of 0 and infinity, and more matches than the capacity. Selected values stay in the
 residual: a rank clears the elements that any rank selected, once all ranks have exchanged their indices.
 """
@@ -20,12 +20,12 @@ _CHUNK = 1 << 16  # elements; on CPU the temporaries of one chunk stay in the ca
 
 def select_backend(values: Tensor) -> str:
     """Return the backend that selects from such a vector."""
-    plain = values.dtype == torch.float32 and values.is_contiguous()
+    supported = values.dtype == torch.float32 and values.is_contiguous()
     return _select_backend(
         "threshold selection",
         (
-            (GPU, lambda: plain and values.is_cuda and has_triton()),
-            (CPU, lambda: plain and values.device.type == "cpu" and _has_library()),
+            (GPU, lambda: supported and values.is_cuda and has_triton()),
+            (CPU, lambda: supported and values.device.type == "cpu" and _has_library()),
         ),
     )
 

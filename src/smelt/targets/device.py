@@ -112,14 +112,10 @@ def _block(operator: Operator, pool: _RandomPool) -> Callable[[], Tensor]:
 
 def _attention(operator: AttentionOp, pool: _RandomPool) -> Callable[[], Tensor]:
     """Return a block of Q/K/V projections, attention, output projection, residual, LayerNorm."""
-    hidden, query_dim, kv_dim = (
-        operator.hidden,
-        operator.heads * operator.head_dim,
-        operator.kv_heads * operator.head_dim,
-    )
+    hidden, q_dim, kv_dim = operator.hidden, operator.heads * operator.head_dim, operator.kv_heads * operator.head_dim
     states = pool.take(operator.batch, operator.tokens, hidden)  # [batch, tokens, hidden]
-    query, key, value = pool.take(query_dim, hidden), pool.take(kv_dim, hidden), pool.take(kv_dim, hidden)
-    output = pool.take(hidden, query_dim)
+    query, key, value = pool.take(q_dim, hidden), pool.take(kv_dim, hidden), pool.take(kv_dim, hidden)
+    output = pool.take(hidden, q_dim)
     scale, shift = pool.take(hidden), pool.take(hidden)
 
     def split(flat: Tensor, heads: int) -> Tensor:
@@ -133,7 +129,7 @@ def _attention(operator: AttentionOp, pool: _RandomPool) -> Callable[[], Tensor]
             is_causal=operator.causal,
             enable_gqa=operator.kv_heads != operator.heads,
         )  # [batch, heads, tokens, head_dim]
-        joined = context.transpose(1, 2).reshape(operator.batch, operator.tokens, query_dim)
+        joined = context.transpose(1, 2).reshape(operator.batch, operator.tokens, q_dim)
         return functional.layer_norm(states + functional.linear(joined, output), (hidden,), scale, shift)
 
     return block

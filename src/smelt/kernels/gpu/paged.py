@@ -117,8 +117,8 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         head, split, num_parts = tl.program_id(1), tl.program_id(2), SPLITS
     DTYPE: tl.constexpr = qkv.dtype.element_ty
     row, lane = tl.arange(0, BLOCK_M), tl.arange(0, HEAD_DIM)
-    within = lane < head_dim
-    valid = (row < Q_PER_KV)[:, None] & within[None, :]
+    in_head = lane < head_dim
+    valid = (row < Q_PER_KV)[:, None] & in_head[None, :]
     seq_len = tl.load(seq_lens + request).to(tl.int32)
     table, seq_len_offset, block_rows, token_rows, first_row = head_pages(
         block_tables, seq_len_offsets, head_cluster, head_column, tl.load(slots + request), head, table_stride,
@@ -139,22 +139,22 @@ def decode_kernel(  # type: ignore[no-untyped-def]
         gdc_launch_dependents()
     angle = tl.maximum(seq_len - 1, 0)
     source = qkv + request * stride
-    query_place = (head * Q_PER_KV + row)[:, None] * head_dim
+    query_offset = (head * Q_PER_KV + row)[:, None] * head_dim
     query = apply_rope(
-        source, query_place, valid, query_norm, cos, sin, angle, lane[None, :], epsilon, head_dim, HALF, NORM
+        source, query_offset, valid, query_norm, cos, sin, angle, lane[None, :], epsilon, head_dim, HALF, NORM
     )
     query = hadamard_if(query, DTYPE, HADAMARD_STEPS)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM], tl.float32)
     if (split == 0) & (kv_len > 0):
-        key_place = (kv_heads * Q_PER_KV + head) * head_dim
-        key = apply_rope(source, key_place, within, key_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
-        value = tl.load(source + key_place + kv_heads * head_dim + lane, mask=within, other=0.0)
-        row_of_new = key_rows(table, kv_len - 1, kv_len > 0, block_rows, token_rows, first_row, BLOCK_SIZE)
+        key_offset = (kv_heads * Q_PER_KV + head) * head_dim
+        key = apply_rope(source, key_offset, in_head, key_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
+        value = tl.load(source + key_offset + kv_heads * head_dim + lane, mask=in_head, other=0.0)
+        new_row = key_rows(table, kv_len - 1, kv_len > 0, block_rows, token_rows, first_row, BLOCK_SIZE)
         key = store_kv_row(
             key_pages,
-            row_of_new,
+            new_row,
             hadamard_if(key, DTYPE, HADAMARD_STEPS),
             kv_len > 0,
             lane,
@@ -163,7 +163,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             ROW_BYTES,
             HALF_DIM,
         )
-        value = store_kv_row(value_pages, row_of_new, value, kv_len > 0, lane, head_dim, FORMAT, ROW_BYTES, HALF_DIM)
+        value = store_kv_row(value_pages, new_row, value, kv_len > 0, lane, head_dim, FORMAT, ROW_BYTES, HALF_DIM)
         m_i = tl.sum(query.to(tl.float32) * key[None, :], axis=1) * scale
         l_i = tl.full([BLOCK_M], 1.0, tl.float32)
         acc = acc + interleave(value[None, :] * scale_lift(FORMAT), FORMAT, HALF_DIM)
@@ -191,20 +191,20 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     heads = kv_heads * Q_PER_KV
     if SPLITS == 1:
         acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
-        output_ptr = output + request * heads * head_dim + query_place + lane[None, :]
+        output_ptr = output + request * heads * head_dim + query_offset + lane[None, :]
         tl.store(output_ptr, acc.to(output.dtype.element_ty), mask=valid)
     else:
-        at = (request * heads + head * Q_PER_KV + row) * SPLITS + split
-        tl.store(partial_acc + at[:, None] * head_dim + lane[None, :], acc, mask=valid)
-        tl.store(softmax_stats + at * 2, m_i, mask=row < Q_PER_KV)
-        tl.store(softmax_stats + at * 2 + 1, l_i, mask=row < Q_PER_KV)
+        stat_index = (request * heads + head * Q_PER_KV + row) * SPLITS + split
+        tl.store(partial_acc + stat_index[:, None] * head_dim + lane[None, :], acc, mask=valid)
+        tl.store(softmax_stats + stat_index * 2, m_i, mask=row < Q_PER_KV)
+        tl.store(softmax_stats + stat_index * 2 + 1, l_i, mask=row < Q_PER_KV)
         tl.debug_barrier()  # all threads have stored
-        before = tl.atomic_add(split_counter + request * kv_heads + head, 1, sem="acq_rel")
-        if before == num_parts - 1:
+        finished = tl.atomic_add(split_counter + request * kv_heads + head, 1, sem="acq_rel")
+        if finished == num_parts - 1:
             tl.store(split_counter + request * kv_heads + head, 0)
             for member in tl.static_range(Q_PER_KV):
-                at_member = request * heads + head * Q_PER_KV + member
-                merge_splits(partial_acc, softmax_stats, output, at_member, num_parts, head_dim, SPLITS, HEAD_DIM)
+                member_row = request * heads + head * Q_PER_KV + member
+                merge_splits(partial_acc, softmax_stats, output, member_row, num_parts, head_dim, SPLITS, HEAD_DIM)
 
 
 @triton.jit
@@ -214,9 +214,9 @@ def merge_splits(  # type: ignore[no-untyped-def]
     """Merge the splits of one head of one request."""
     split, lane = tl.arange(0, SPLITS), tl.arange(0, HEAD_DIM)
     in_range = split < num_parts
-    place = softmax_stats + (at * SPLITS + split) * 2
-    m_i = tl.load(place, mask=in_range, other=float("-inf"), cache_modifier=".cg")
-    l_i = tl.load(place + 1, mask=in_range, other=0.0, cache_modifier=".cg")
+    stats_ptr = softmax_stats + (at * SPLITS + split) * 2
+    m_i = tl.load(stats_ptr, mask=in_range, other=float("-inf"), cache_modifier=".cg")
+    l_i = tl.load(stats_ptr + 1, mask=in_range, other=0.0, cache_modifier=".cg")
     m_max = tl.max(m_i, axis=0)
     alpha = tl.exp2(m_i - tl.where(m_max == float("-inf"), 0.0, m_max))
     inside = (lane < head_dim)[None, :] & (l_i > 0)[:, None]
@@ -234,14 +234,14 @@ def attend_range(  # type: ignore[no-untyped-def]
     ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr, UNMASKED: tl.constexpr,
 ):  # fmt: skip
     """Update the softmax of a tile of queries with the keys from `begin` to `end`; UNMASKED: all are visible."""
-    for at in range(begin, end, BLOCK_N):
+    for start in range(begin, end, BLOCK_N):
         keys, values, in_range, key_scales, value_scales = load_kv_tile(
-            key_pages, value_pages, table, at, end, block_rows, token_rows, first_row, lane, head_dim, query.dtype,
+            key_pages, value_pages, table, start, end, block_rows, token_rows, first_row, lane, head_dim, query.dtype,
             BLOCK_SIZE, BLOCK_N, FORMAT, ROW_BYTES, HALF_DIM, UNMASKED,
         )  # fmt: skip
-        keys_at = at + tl.arange(0, BLOCK_N)
+        key_positions = start + tl.arange(0, BLOCK_N)
         scores = tl.dot(query, tl.trans(keys), input_precision="ieee")
-        visible = (keys_at[None, :] <= position[:, None]) & (keys_at[None, :] > position[:, None] - window)
+        visible = (key_positions[None, :] <= position[:, None]) & (key_positions[None, :] > position[:, None] - window)
         m_i, l_i, acc = softmax_update(
             scores,
             scale,
@@ -293,8 +293,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     valid = (token < stop)[:, None] & (lane < head_dim)[None, :]
     lowest = kv_len - (stop - start) + first  # position of the first query
     position = lowest + row
-    place = query_head * head_dim + lane[None, :]
-    query = tl.load(queries + token.to(tl.int64)[:, None] * query_stride + place, mask=valid, other=0.0)
+    head_offset = query_head * head_dim + lane[None, :]
+    query = tl.load(queries + token.to(tl.int64)[:, None] * query_stride + head_offset, mask=valid, other=0.0)
     query = interleave(query, FORMAT, HALF_DIM)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
@@ -321,8 +321,8 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     acc = deinterleave(acc, FORMAT, HALF_DIM) / tl.where(l_i == 0.0, 1.0, l_i * scale_lift(FORMAT))[:, None]
     heads = kv_heads * group
-    output_ptr = token.to(tl.int64)[:, None] * heads * head_dim + place
-    tl.store(output + output_ptr, acc.to(output.dtype.element_ty), mask=valid)
+    output_offset = token.to(tl.int64)[:, None] * heads * head_dim + head_offset
+    tl.store(output + output_offset, acc.to(output.dtype.element_ty), mask=valid)
 
 
 NO_WINDOW = 2**30
@@ -330,8 +330,8 @@ NO_WINDOW = 2**30
 
 def num_splits(requests: int, kv_heads: int, max_seq_len: int, num_sms: int) -> int:
     """Return the number of splits of the keys, a power of two: enough to occupy the GPU, at least two tiles each."""
-    most = min(WAVES * num_sms // max(requests * kv_heads, 1), max_seq_len // (2 * BLOCK_N))
-    return 1 << max(most, 1).bit_length() - 1
+    max_splits = min(WAVES * num_sms // max(requests * kv_heads, 1), max_seq_len // (2 * BLOCK_N))
+    return 1 << max(max_splits, 1).bit_length() - 1
 
 
 def decode_config(programs: int, splits: int, max_seq_len: int, num_sms: int) -> tuple[int, int, int]:
@@ -358,7 +358,7 @@ class DecodeMetadata:
 
     slots: Tensor  # [requests], int64: row of block_tables
     seq_lens: Tensor  # [requests], int64: tokens of the sequence, the new one included
-    block_tables: Tensor  # [slots, most blocks], int32, or [slots, clusters, most blocks]
+    block_tables: Tensor  # [slots, max blocks], int32, or [slots, clusters, max blocks]
     split_counters: Tensor  # [at least requests * kv heads], int32: zero before and after every call
     max_seq_len: int  # an upper bound of seq_lens
 
@@ -379,12 +379,12 @@ def paged_decode(
         kv_heads = len(head_pages.head_cluster)
     heads = qkv.shape[1] // head_dim - 2 * kv_heads
     group, padded = heads // kv_heads, max(triton.next_power_of_2(head_dim), 16)
-    chip, about = num_sms(qkv.device), triton.next_power_of_2(requests)  # limits the number of compiled kernels
+    sms, batch = num_sms(qkv.device), triton.next_power_of_2(requests)  # limits the number of compiled kernels
     if splits is None:
-        splits = num_splits(about, kv_heads, metadata.max_seq_len, chip)
+        splits = num_splits(batch, kv_heads, metadata.max_seq_len, sms)
     split_work = metadata.slots if head_pages is None or head_pages.split_work is None else head_pages.split_work
     grid = (requests, kv_heads, splits) if head_pages is None else (requests, len(split_work), 1)
-    tile_keys, warps, stages = config or decode_config(about * math.prod(grid[1:]), splits, metadata.max_seq_len, chip)
+    tile_keys, warps, stages = config or decode_config(batch * math.prod(grid[1:]), splits, metadata.max_seq_len, sms)
     output = torch.empty(requests, heads * head_dim, dtype=qkv.dtype, device=qkv.device)
     partial_acc = softmax_stats = output
     if splits > 1:
@@ -446,6 +446,6 @@ class QueryTiles:
     @classmethod
     def of(cls, query_lens: Sequence[int], device: torch.device, config: tuple[int, int, int, int]) -> QueryTiles:
         pairs = [(request, first) for request, count in enumerate(query_lens) for first in range(0, count, config[0])]
-        both = torch.tensor(pairs, dtype=torch.int32).T.contiguous()
-        both = both.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else both.to(device)
-        return cls(both[0], both[1], *config)
+        tiles = torch.tensor(pairs, dtype=torch.int32).T.contiguous()
+        tiles = tiles.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tiles.to(device)
+        return cls(tiles[0], tiles[1], *config)

@@ -69,32 +69,32 @@ def rope_and_store_kv_kernel(  # type: ignore[no-untyped-def]
     if part < groups:
         head = (part * HEADS_PER_PROGRAM + tl.arange(0, HEADS_PER_PROGRAM))[:, None]
         inside = (head < heads) & (lane < head_dim)
-        at = head * head_dim
-        query = apply_rope(source, at, inside, query_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
+        offset = head * head_dim
+        query = apply_rope(source, offset, inside, query_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
         query = hadamard_if(query, queries.dtype.element_ty, HADAMARD_STEPS)
         tl.store(queries + (token * heads + head) * head_dim + lane, query, mask=inside)
         return
-    place = tl.load(slot_mapping + token)
+    slot = tl.load(slot_mapping + token)
     kv_head = (part - groups) % kv_groups * KV_HEADS_PER_PROGRAM + tl.arange(0, KV_HEADS_PER_PROGRAM)
     in_range = kv_head < kv_heads
     if HEADS_PER_PAGE:  # slot_mapping holds slots of requests
         table, seq_len_offset, block_rows, token_rows, first_row = head_pages(
-            block_tables, seq_len_offsets, head_cluster, head_column, place, tl.where(in_range, kv_head, 0),
+            block_tables, seq_len_offsets, head_cluster, head_column, slot, tl.where(in_range, kv_head, 0),
             table_stride, cluster_stride, offset_stride, kv_heads, BLOCK_SIZE, HEADS_PER_PAGE,
         )  # fmt: skip
-        rows = key_rows(table, angle + seq_len_offset, place >= 0, block_rows, token_rows, first_row, BLOCK_SIZE)
+        rows = key_rows(table, angle + seq_len_offset, slot >= 0, block_rows, token_rows, first_row, BLOCK_SIZE)
     else:
-        rows = place * kv_heads + kv_head
+        rows = slot * kv_heads + kv_head
     inside = in_range[:, None] & (lane < head_dim)
-    written = in_range & (place >= 0)
+    written = in_range & (slot >= 0)
     if part < groups + kv_groups:
-        at = (heads + kv_head)[:, None] * head_dim
-        key = apply_rope(source, at, inside, key_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
+        offset = (heads + kv_head)[:, None] * head_dim
+        key = apply_rope(source, offset, inside, key_norm, cos, sin, angle, lane, epsilon, head_dim, HALF, NORM)
         key = hadamard_if(key, qkv.dtype.element_ty, HADAMARD_STEPS)
         store_heads(key_pages, rows, key, written, lane, head_dim, HEAD_DIM, FORMAT, ROW_BYTES, HALF_DIM)
     else:
-        at = (heads + kv_heads + kv_head)[:, None] * head_dim
-        value = tl.load(source + at + lane, mask=inside, other=0.0)
+        offset = (heads + kv_heads + kv_head)[:, None] * head_dim
+        value = tl.load(source + offset + lane, mask=inside, other=0.0)
         store_heads(value_pages, rows, value, written, lane, head_dim, HEAD_DIM, FORMAT, ROW_BYTES, HALF_DIM)
 
 
