@@ -110,7 +110,7 @@ class Conversation:
         return list(self.tokenizer(str(text), add_special_tokens=False)["input_ids"])
 
     def _sampling(self) -> SamplingParams:
-        """Use a new seed for each turn, and the tokenizer's EOS token beside the model's."""
+        """Use a new seed for each turn, and the tokenizer's EOS token in addition to the model's."""
         end = self.tokenizer.eos_token_id
         seed = None if self.sampling.seed is None else self.sampling.seed + len(self.turns)
         return replace(self.sampling, seed=seed, stop_token_ids=() if end is None else (end,))

@@ -45,11 +45,11 @@ class Encoder:
 
     @torch.inference_mode()
     def _vectors(self, texts: list[list[int]]) -> Tensor:  # [texts, hidden size]
-        longest = max(map(len, texts))
-        ids = torch.tensor([text + [self._padding] * (longest - len(text)) for text in texts])
-        mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
+        max_len = max(map(len, texts))
+        ids = torch.tensor([text + [self._padding] * (max_len - len(text)) for text in texts])
+        mask = torch.tensor([[1] * len(text) + [0] * (max_len - len(text)) for text in texts])
         ids, mask = ids.to(self.model.device), mask.to(self.model.device)
-        states = self.network(input_ids=ids, attention_mask=mask).last_hidden_state.float()  # [texts, longest, hidden]
+        states = self.network(input_ids=ids, attention_mask=mask).last_hidden_state.float()  # [texts, max_len, hidden]
         weights = mask[..., None].float()
         means = (states * weights).sum(1) / weights.sum(1).clamp(min=1e-9)
         return torch.nn.functional.normalize(means, dim=-1).cpu()

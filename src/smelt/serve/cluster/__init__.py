@@ -1,2 +1,1 @@
-"""Several engines behind one server, placed and replaced by Ray Serve. Needs the extra `cluster`; only here is Ray
-imported."""
+"""Several engines behind one server as Ray Serve replicas. Needs the extra `cluster`; serving imports Ray only here."""

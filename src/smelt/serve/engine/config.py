@@ -41,7 +41,7 @@ class KVCacheConfig:
     kv_profile: EvictionPolicy | EvictionProfile | str | Path | None = None  # per-head eviction: `smelt kv profile`
     page_selection: SparseAttentionConfig | None = None  # sparse page attention; nothing is evicted
     kv_offload: OffloadConfig | None = None  # with page_selection: pages in host memory
-    kv_token_cap: BoundedCacheConfig | None = None  # at most so many tokens per request, however long its text
+    kv_token_cap: BoundedCacheConfig | None = None  # max cached tokens per request, however long its text
 
     def __post_init__(self) -> None:
         check_kv_cache_dtype(self.kv_cache_dtype)

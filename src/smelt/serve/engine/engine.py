@@ -98,10 +98,12 @@ class Engine:
 
     def _run_warmup(self, lengths: Sequence[int]) -> None:
         """Run prompts of these lengths at once, at most as many as may wait."""
-        longest = self.max_request_tokens - WARMUP_TOKENS
+        max_length = self.max_request_tokens - WARMUP_TOKENS
         sampling = SamplingParams(max_tokens=WARMUP_TOKENS, temperature=0, ignore_eos=True)
-        for length in lengths[: self.scheduler.max_queued if longest > 0 else 0]:
-            self.submit([0] * min(length, longest), sampling, salt=secrets.token_bytes(16))  # no request can share it
+        for length in lengths[: self.scheduler.max_queued if max_length > 0 else 0]:
+            self.submit(
+                [0] * min(length, max_length), sampling, salt=secrets.token_bytes(16)
+            )  # no request can share it
         while self.busy:
             self.step()
 
@@ -156,8 +158,8 @@ class Engine:
         self.scheduler.finish(request, "abort")
 
     def stream(self, cap: int = 4096, **options: Any) -> TextStream:
-        """Return an endless text in a KV cache of `cap` tokens, beside the requests: push to it, ask it at any time. It
-        runs the network in the caller's thread, so do not step in another thread meanwhile."""
+        """Return an endless text stream with a KV cache of `cap` tokens, independent of the requests. It runs the
+        network in the caller's thread, so do not step in another thread meanwhile."""
         return TextStream(self.model, cap, **options)
 
     @property
@@ -165,7 +167,7 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting or self._inflight)
 
     def state(self) -> dict[str, int]:
-        """Return metrics: what there is now, and what was counted since the start."""
+        """Return metrics: current gauges, and counters since the start."""
         return {
             "running": len(self.scheduler.running),
             "waiting": len(self.scheduler.waiting),

@@ -29,7 +29,7 @@ class RequestId(NamedTuple):
 
 
 class CacheState:
-    """What a cache manager knows of a request beside its blocks; each manager that needs one has its own."""
+    """State that a cache manager keeps for a request besides its blocks; managers that need one subclass it."""
 
 
 @dataclass(eq=False)

@@ -65,7 +65,7 @@ class Scheduler:
         self.max_queued = max_queued
         self.spare = int(
             watermark * cache_manager.pool.blocks
-        )  # blocks kept free when a request is admitted beside others
+        )  # blocks kept free when a request is admitted while others run
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self._slots = deque(range(max_num_seqs))

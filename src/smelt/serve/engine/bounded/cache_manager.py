@@ -88,7 +88,7 @@ class BoundedCacheManager(KVCacheManager):
         state.source = []
 
     def commit(self, request: Request) -> None:
-        """Do nothing: a bounded cache changes until its request has finished, so nobody can share it before."""
+        """Do nothing: a bounded cache changes until its request has finished, so it cannot be shared before."""
 
     def schedulable_tokens(self, request: Request, budget: int, chunk_size: int) -> int:
         """Return the tokens until the cache is full, in complete chunks: what is kept depends on the text alone."""

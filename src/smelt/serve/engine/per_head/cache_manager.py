@@ -60,7 +60,7 @@ class PerHeadCacheManager(KVCacheManager):
     def admit(self, request: Request, reserved: int) -> bool:
         session = self._find(request)
         state = self._initial_state(request, session)
-        shared = [] if session is None else [session.pages[place] for place in state.places]
+        shared = [] if session is None else [session.pages[entry] for entry in state.places]
         self.pool.share(shared)
         self._use(shared)
         request.cache_state, request.blocks, request.num_computed_tokens = state, shared, state.kept.start
@@ -73,14 +73,14 @@ class PerHeadCacheManager(KVCacheManager):
     def allocate(self, request: Request, tokens: int) -> None:
         state = per_head_state(request)
         needed = state.kept.num_pages(tokens)
-        places = places_between(state.pages, needed, self.width)
-        pages = self.pool.take(len(places))
+        entries = places_between(state.pages, needed, self.width)
+        pages = self.pool.take(len(entries))
         self._use(pages)
         self.copies += [
-            (state.tails.pop(place), page) for place, page in zip(places, pages, strict=True) if place in state.tails
+            (state.tails.pop(entry), page) for entry, page in zip(entries, pages, strict=True) if entry in state.tails
         ]
         request.blocks += pages
-        state.places += places
+        state.places += entries
         state.pages = needed
         state.capacity = _capacity(state.kept, needed, tokens)
 
@@ -95,7 +95,7 @@ class PerHeadCacheManager(KVCacheManager):
             request.registered = 1
 
     def schedulable_tokens(self, request: Request, budget: int, chunk_size: int) -> int:
-        """Return whole chunks of a prompt, so that what is kept does not depend on other requests."""
+        """Schedule complete chunks of a prompt, so that what is kept does not depend on other requests."""
         state = per_head_state(request)
         if request.num_computed_tokens < state.kept.stop:
             count = state.kept.next_chunk(request.num_computed_tokens, chunk_size)
@@ -140,11 +140,11 @@ class PerHeadCacheManager(KVCacheManager):
             kept = RequestRetention.empty(self.policy, stop)
             return PerHeadCacheState(kept, np.zeros_like(kept.carried))
         full = session.lengths // self.policy.block_size
-        places = places_between(np.zeros_like(full), full, self.width)
-        shared = set(places)
-        tails = {place: page for place, page in session.pages.items() if place not in shared}
+        entries = places_between(np.zeros_like(full), full, self.width)
+        shared = set(entries)
+        tails = {entry: page for entry, page in session.pages.items() if entry not in shared}
         kept = RequestRetention(self.policy, session.lengths, session.tokens, stop)
-        return PerHeadCacheState(kept, full, places, tails)
+        return PerHeadCacheState(kept, full, entries, tails)
 
     def _keep_session(self, request: Request, tokens: int) -> None:
         if not self.reuse:
@@ -152,7 +152,7 @@ class PerHeadCacheManager(KVCacheManager):
         state = per_head_state(request)
         lengths = state.kept.lengths(tokens)
         filled = set(places_between(np.zeros_like(lengths), -(-lengths // self.policy.block_size), self.width))
-        pages = {place: page for place, page in zip(state.places, request.blocks, strict=True) if place in filled}
+        pages = {entry: page for entry, page in zip(state.places, request.blocks, strict=True) if entry in filled}
         root = root_digest(request.salt, request.adapter)
         if self.sessions.add(root, request.tokens, PerHeadSession(tokens, lengths, pages)):
             self.pool.share(list(pages.values()))
