@@ -74,7 +74,7 @@ class LinearKernel(ABC):
     def run(
         self, x: Tensor, packed: PackedMatrix, inputs: ActivationQuant | None, bias: Tensor | None, prepared: Any
     ) -> Tensor:
-        """x [..., columns] -> [..., rows], in the dtype of x."""
+        """Compute x [..., columns] -> [..., rows], in the dtype of x."""
 
 
 class ReferenceLinear(LinearKernel):

@@ -77,7 +77,7 @@ class Format(ABC):
         return F.pad(x.float(), (0, -x.shape[-1] % size)).unflatten(-1, (-1, size))
 
     def effective_group_size(self, columns: int) -> int:
-        """Number of values of a row that share a scale."""
+        """Return the number of values of a row that share a scale."""
         return max(columns, 1) if self.group_size in (PER_ROW, PER_TENSOR) else min(self.group_size, max(columns, 1))
 
     def tensor_amax(self, x: Tensor) -> Tensor | None:

@@ -41,7 +41,7 @@ def _declare(lib: ctypes.CDLL) -> ctypes.CDLL:
 def add_and_select(
     values: Tensor, gradient: Tensor | None, threshold: float, start: int, stop: int, capacity: int | None = None
 ) -> Tensor:
-    """The contract of `smelt.kernels.gpu.threshold_select.add_and_select`."""
+    """Add and select with the contract of `smelt.kernels.gpu.threshold_select.add_and_select`."""
     gradient = None if gradient is None else gradient.float().contiguous()
     elements, address = len(values), 0 if gradient is None else gradient.data_ptr()
     buffer = torch.empty(max(stop - start, 0), dtype=torch.int32)  # pages that are never written take no memory

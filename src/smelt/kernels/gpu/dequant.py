@@ -70,7 +70,7 @@ def _larger(a, b):
 
 @triton.jit
 def largest_of(t):
-    """[n, m] -> [n]: return the largest magnitude of each row; NaN propagates."""
+    """Return the largest magnitude of each row: [n, m] -> [n]; NaN propagates."""
     return tl.reduce(tl.abs(t), 1, _larger)
 
 
@@ -115,7 +115,7 @@ def dot_pair(pairs, octets, total, HIGH: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def pick(t, INDEX: tl.constexpr, COUNT: tl.constexpr):
-    """[..., COUNT] -> [...]: select one entry of the last axis (COUNT is a power of two). No data moves if each thread
+    """Select one entry of the last axis: [..., COUNT] -> [...] (COUNT is a power of two). No data moves if each thread
     holds the full axis."""
     if COUNT == 1:
         entry = tl.reshape(t, t.shape[:-1])

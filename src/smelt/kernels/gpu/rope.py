@@ -59,7 +59,7 @@ def rope_and_store_kv_kernel(  # type: ignore[no-untyped-def]
     HEADS_PER_PAGE: tl.constexpr, FORMAT: tl.constexpr, ROW_BYTES: tl.constexpr, HALF_DIM: tl.constexpr,
     HADAMARD_STEPS: tl.constexpr, HEADS_PER_PROGRAM: tl.constexpr, KV_HEADS_PER_PROGRAM: tl.constexpr,
 ):  # fmt: skip
-    """One program handles HEADS_PER_PROGRAM query heads, or KV_HEADS_PER_PROGRAM keys or values, of one token. In `qkv`
+    """Handle HEADS_PER_PROGRAM query heads, or KV_HEADS_PER_PROGRAM keys or values, of one token. In `qkv`
     [tokens, stride] query heads come first, then keys, then values, which are not rotated."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lane = tl.arange(0, HEAD_DIM)[None, :]

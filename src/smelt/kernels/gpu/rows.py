@@ -40,7 +40,7 @@ def head_dim_of(rows: KVQuantFormat | None, last: int) -> int:
 
 @triton.jit
 def scale_lift(FORMAT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Factor by which value scales and sums are enlarged: a weight times a scale could underflow in float16."""
+    """Return the factor that enlarges value scales and sums: a weight times a scale could underflow in float16."""
     SCALE_LIFT: tl.constexpr = (
         1.0 if FORMAT == UNQUANTIZED else 128.0 if FORMAT == INT8 else 512.0 if FORMAT == FP8 else 16.0
     )
