@@ -241,7 +241,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(FormatError, match="int9"):
         perplexity(trained(), TEXT, context=32, kv="int9")
     labeled = LabeledData("rows", ("a",), None, torch.tensor([0]).numpy(), False)
-    with pytest.raises(DataError, match="measured on text"):
+    with pytest.raises(DataError, match="evaluated on text"):
         measure_quality(trained(), labeled, EvaluationSettings(), kv="int8")
 
 

@@ -1,6 +1,6 @@
-"""What a run has finished so far, on disk, so that a killed run goes on where it was and ends with the same bytes.
+"""Checkpoints of a run, so that an interrupted run resumes and ends with the same bytes.
 
-Safetensors and JSON only, each file written whole or not at all.
+Safetensors and JSON only; every file is written atomically.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from smelt.files import write_atomically
 
 
 class Checkpoint:
-    """A folder of finished pieces, each under a name. Without a folder nothing is kept."""
+    """A folder of named results. Without a folder nothing is saved."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
 
     def inside(self, name: str) -> Checkpoint:
-        """A checkpoint of its own for one step."""
+        """Return a nested checkpoint for one step."""
         return Checkpoint(None if self.folder is None else self.folder / name)
 
     def load(self, name: str) -> dict[str, Tensor] | None:
-        """The tensors saved under a name, or None."""
+        """Return the tensors saved under a name, or None."""
         path = self._path(name, "safetensors")
         if path is None or not path.exists():
             return None
@@ -46,7 +46,7 @@ class Checkpoint:
             write_atomically(path, lambda temporary: save_file(tensors, temporary))
 
     def load_facts(self, name: str) -> dict[str, Any] | None:
-        """The plain data saved under a name, or None."""
+        """Return the plain data saved under a name, or None."""
         path = self._path(name, "json")
         if path is None or not path.exists():
             return None
@@ -55,7 +55,7 @@ class Checkpoint:
         except (ValueError, OSError) as error:
             raise _damaged(path, error) from error
         if not isinstance(facts, dict):
-            raise _damaged(path, "no set of facts")
+            raise _damaged(path, "not a JSON object")
         return facts
 
     def save_facts(self, name: str, facts: dict[str, Any]) -> None:

@@ -101,7 +101,7 @@ def test_whole_numbers_are_numbers_to_a_model_with_one_output(tmp_path: Path) ->
 
 @pytest.mark.parametrize("labels", [[0, 3], [0.5, 1]])
 def test_labels_that_the_model_does_not_know(labels: list[object], tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="classes apart"):
+    with pytest.raises(DataError, match="the model has"):
         calibration_data(recipe(rows(tmp_path / "rows.jsonl", labels)), classifier())
 
 

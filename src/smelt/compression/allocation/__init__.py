@@ -1,1 +1,1 @@
-"""Budget allocation: which units of which layer stay under a budget of parameters, MACs, bytes or latency."""
+"""Budget allocation: choose the units to keep in each layer under a budget of parameters, MACs, bytes or latency."""

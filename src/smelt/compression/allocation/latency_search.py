@@ -1,8 +1,8 @@
-"""Search under a latency budget: tables measured on this machine, the fitted line, and layers that may go whole.
+"""Search under a latency budget, from latency tables measured on this machine and a piecewise linear fit of them.
 
-Follows Kwon et al., 2022, in its corrected form: units below the fitted threshold cost nothing once their layer
-exists; for every number of attention and feed-forward layers dropped, the rest of the budget buys further units. What
-was found is priced on the measured table, not on the line, and the budget is tightened until that fits too.
+Follows Kwon et al., 2022, in its corrected form: units below the fitted threshold cost nothing once their layer exists;
+for every number of dropped attention and FFN layers, the remaining budget buys further units. The result is checked
+against the measured table, not the fit, and the budget is tightened until it fits there too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIGHTENINGS = 40
 
 @dataclass(frozen=True)
 class LatencyTables:
-    """Latency of a layer by how many units it keeps, for attention and feed-forward."""
+    """Latency of a layer by the number of units kept, for attention and FFN."""
 
     heads: LatencyTable
     filters: LatencyTable
@@ -34,7 +34,7 @@ class LatencyTables:
         return self.heads if kind == "heads" else self.filters
 
     def seconds(self, parts: Sequence[Candidates], choice: KeptUnits) -> float:
-        """What a choice costs on the tables."""
+        """Return the latency of a choice according to the tables."""
         return float(sum(self.of(part.kind).seconds[len(kept)] for part, kept in zip(parts, choice, strict=True)))
 
 
@@ -43,14 +43,14 @@ def search_under_latency(
 ) -> KeptUnits:
     """Measure latency tables on this machine, then search."""
     if any(part.kind == "channels" for part in anatomy.parts):
-        raise RecipeError("a latency budget is for attention and feed-forward parts; for convolutions use macs.")
+        raise RecipeError("a latency budget supports attention and FFN layers only; for convolutions use macs.")
     if any(part.mixture is not None for part in anatomy.parts):
-        raise RecipeError("a latency budget times one feed-forward a block; for a mixture of experts use macs.")
+        raise RecipeError("a latency budget supports one FFN per block; for a mixture of experts use macs.")
     return search_latency(parts, measure_latency_tables(anatomy, workload, seed), keep)
 
 
 def measure_latency_tables(anatomy: Anatomy, workload: Workload, seed: int = 0, seconds: float = 20.0) -> LatencyTables:
-    """Time stand-alone blocks of this network's sizes on the device it lies on."""
+    """Measure stand-alone layers of this network's sizes on its device."""
     weight = next(anatomy.network.parameters())
     device = Device(weight.device.type, seed=seed)
     dtype = str(weight.dtype).removeprefix("torch.")
@@ -81,18 +81,18 @@ def _widest(anatomy: Anatomy, kind: str) -> Part:
 
 
 def search_latency(parts: Sequence[Candidates], tables: LatencyTables, keep: float) -> KeptUnits:
-    """The best choice whose latency on the tables is at most `keep` of the whole network's."""
-    whole = [np.arange(len(part.importance)) for part in parts]
-    allowed = keep * tables.seconds(parts, whole)
-    budget = allowed
+    """Return the best choice with at most the fraction `keep` of the network's latency in the tables."""
+    all_units = [np.arange(len(part.importance)) for part in parts]
+    limit = keep * tables.seconds(parts, all_units)
+    budget = limit
     for _ in range(TIGHTENINGS):
         choice = _search_on_line(parts, fit_piecewise(tables.heads), fit_piecewise(tables.filters), budget)
         if choice is None:
             break
-        spent = tables.seconds(parts, choice)
-        if spent <= allowed:
+        latency = tables.seconds(parts, choice)
+        if latency <= limit:
             return choice
-        budget *= min(0.99, allowed / spent)
+        budget *= min(0.99, limit / latency)
     raise BudgetError(
         f"a latency of {keep:.0%} cannot be met on this machine: even the smallest layers measured slower; allow more."
     )
@@ -100,7 +100,7 @@ def search_latency(parts: Sequence[Candidates], tables: LatencyTables, keep: flo
 
 @dataclass(frozen=True)
 class _Layers:
-    """The layers of one kind, least important base first, and what the line says of them."""
+    """The layers of one kind, in ascending importance of their free units, and the fit of their latency."""
 
     positions: list[int]  # of the parts, in that order
     base: np.ndarray  # importance of each layer's free units, in that order
@@ -118,7 +118,7 @@ def _layers(parts: Sequence[Candidates], kind: str, line: PiecewiseFit) -> _Laye
 
 
 def _free(part: Candidates, line: PiecewiseFit) -> int:
-    """Units that cost nothing once the layer exists; all of them when the line is flat."""
+    """Return the number of units that cost nothing once the layer exists; all of them if the fit is flat."""
     units = len(part.importance)
     return units if line.slope == 0 else max(min(line.threshold, units), part.floor)
 
@@ -131,8 +131,8 @@ def _search_on_line(
     best_value = -np.inf
     for heads_dropped in range(_most_dropped(parts, heads) + 1):
         for filters_dropped in range(_most_dropped(parts, filters) + 1):
-            gone = set(heads.dropped(heads_dropped) + filters.dropped(filters_dropped))
-            choice = _fill(parts, gone, heads, filters, budget)
+            dropped = set(heads.dropped(heads_dropped) + filters.dropped(filters_dropped))
+            choice = _fill(parts, dropped, heads, filters, budget)
             if choice is None:
                 continue
             value = kept_importance(parts, choice)
@@ -148,7 +148,7 @@ def _most_dropped(parts: Sequence[Candidates], layers: _Layers) -> int:
 def _fill(
     parts: Sequence[Candidates], gone: set[int], heads: _Layers, filters: _Layers, budget: float
 ) -> KeptUnits | None:
-    """Free units of every surviving layer, and the best further ones that the rest of the budget buys."""
+    """Keep the free units of every remaining layer and the best further ones within the remaining budget."""
     priced: list[Candidates] = []
     for i, part in enumerate(parts):
         line = heads.line if part.kind == "heads" else filters.line

@@ -1,7 +1,7 @@
-"""How many sequences are calibrated on at once, where the recipe leaves it open.
+"""The calibration batch size for `batch_size: auto`.
 
-It follows from the size of the network and the memory the device has in all, and not from what is free at the moment,
-so that the same recipe on the same machine gives the same batches, and with them the same bytes.
+It depends on the size of the network and the total memory of the device, not on what is free at the moment, so that the
+same recipe on the same machine gives the same batches, and with them the same bytes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from smelt.compression.recipe.recipe import Recipe
 from smelt.measure.memory import total_memory
 from smelt.models.anatomy import Anatomy
 
-SHARE = 8  # of the memory, one part is for the activations of a batch
+SHARE = 8  # activations of a batch take at most 1/8 of the memory
 LARGEST = 64
 
 
 def with_batch(recipe: Recipe, anatomy: Anatomy, device: torch.device) -> Recipe:
-    """The recipe with the number of sequences settled."""
+    """Return the recipe with its calibration batch size resolved."""
     if recipe.data.batch_size is not None:
         return recipe
     gradients = any("gradients" in step.needs for step in recipe.steps)
@@ -28,12 +28,12 @@ def with_batch(recipe: Recipe, anatomy: Anatomy, device: torch.device) -> Recipe
 
 
 def fitting_batch(anatomy: Anatomy, length: int, *, gradients: bool, device: torch.device) -> int:
-    """The largest power of two whose activations take at most an eighth of the device's memory."""
-    width = anatomy.parts[0].output.out_features
-    wide = [
+    """Return the largest power of two whose activations take at most an eighth of the device's memory."""
+    hidden_size = anatomy.parts[0].output.out_features
+    intermediate = [
         round(sum(part.token_fraction * part.output.in_features for part in block.parts)) for block in anatomy.blocks
     ]
-    block = 8 * width + 3 * max(wide)
+    block = 8 * hidden_size + 3 * max(intermediate)
     values = block * (len(anatomy.blocks) if gradients else 1)
     sequences = total_memory(device) // SHARE // (4 * values * length)
     return min(LARGEST, 1 << max(0, int(sequences).bit_length() - 1))

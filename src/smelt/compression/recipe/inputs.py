@@ -82,11 +82,11 @@ def split(recipe: Recipe, data: TextData | LabeledData) -> tuple[TextData | Labe
         return data, None
     if isinstance(data, LabeledData):
         order = np.random.Generator(np.random.PCG64(0)).permutation(len(data))
-        held = max(1, int(len(data) * HELD_OUT))
-        if held >= len(data):
+        num_held_out = max(1, int(len(data) * HELD_OUT))
+        if num_held_out >= len(data):
             raise DataError(f"{data.name} has too few rows to hold some out; name other data to evaluate on.")
-        return data.take(np.sort(order[held:])), replace(
-            data.take(np.sort(order[:held])), name=f"{data.name} (held out)"
+        return data.take(np.sort(order[num_held_out:])), replace(
+            data.take(np.sort(order[:num_held_out])), name=f"{data.name} (held out)"
         )
     text = data.joined
     cut = int(len(text) * (1 - HELD_OUT))
@@ -137,8 +137,10 @@ def calibration_batches(
 def measure_quality(
     model: Model, data: Data, settings: EvaluationSettings, progress: Progress | None = None, kv: str | None = None
 ) -> EvalResult:
-    """The model's quality on the data, by the recipe's settings; on text also with keys and values in another format
-    than the one that the model remembers."""
+    """Evaluate the model on the data with the recipe's settings.
+
+    On text, `kv` overrides the KV cache format saved with the model.
+    """
     options: dict[str, Any] = {
         "batch_size": settings.batch_size,
         "limit": settings.limit,
@@ -148,7 +150,7 @@ def measure_quality(
         context = min(settings.context, getattr(model.network.config, "max_position_embeddings", settings.context))
         options |= {"context": context, "kv": kv}
     elif kv is not None:
-        raise DataError("a format of keys and values is measured on text, by perplexity; this data is not plain text.")
+        raise DataError("a KV cache format is evaluated on text, by perplexity; this data is not plain text.")
     return evaluate(model, data, metric=settings.metric, **options)
 
 
@@ -183,11 +185,9 @@ def _fitting_labels(model: Model, data: LabeledData) -> LabeledData:
     if classes == 1:
         return replace(data, labels=data.labels.astype(np.float32), regression=True)
     if data.regression:
-        raise DataError(f"{data.name} has numbers as labels, but the model tells {classes} classes apart.")
+        raise DataError(f"{data.name} has numbers as labels, but the model has {classes} classes.")
     if data.labels.max() >= classes:
-        raise DataError(
-            f"{data.name} has the label {data.labels.max()}, but the model tells only {classes} classes apart."
-        )
+        raise DataError(f"{data.name} has the label {data.labels.max()}, but the model has only {classes} classes.")
     return data
 
 

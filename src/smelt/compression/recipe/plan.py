@@ -1,7 +1,7 @@
-"""The plan: what a recipe will cost and change, before any work and without loading weights.
+"""Estimate what a recipe will cost and change, before any work and without loading weights.
 
-Memory is counted from the sizes of what will live at once; time from the passes each step makes and the speed of a
-short matrix product on this machine. A run that cannot fit is refused here.
+Memory is the sum of what exists at once; time follows from the passes of each step and the speed of a short matrix
+product on this machine. A run that cannot fit is refused here.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from smelt.models.anatomy import Anatomy, anatomy_of
 from smelt.models.load import skeleton
 from smelt.report.numbers import size as written
 
-EFFICIENCY = 0.5  # of the speed of a large matrix product that whole blocks reach
-BYTES_A_TOKEN = 24  # of calibration data: its number, mask and label
+EFFICIENCY = 0.5  # speed of complete blocks relative to a large matrix product
+BYTES_A_TOKEN = 24  # of calibration data: token id, mask and label
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: seconds, bytes besides the weights, and the share of a measure it keeps."""
+    """One step: seconds, bytes besides the weights, and the budget it will meet."""
 
     method: str
     needs: tuple[str, ...]
@@ -49,7 +49,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """A whole run. Bytes and seconds are estimates; parameters are exact before, and at most this after."""
+    """A complete run. Bytes and seconds are estimates; parameters are exact before, and an upper bound after."""
 
     model: str
     parameters: int
@@ -68,7 +68,7 @@ class CompressionPlan:
         return asdict(self)
 
     def check(self) -> None:
-        """Refuse what cannot fit."""
+        """Raise ResourceError if the run does not fit in memory or on disk."""
         if self.peak_memory > self.available_memory:
             raise ResourceError(
                 f"this run needs about {written(self.peak_memory)} of memory and {written(self.available_memory)} "
@@ -95,8 +95,8 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> CompressionPl
     weights = count_bytes(network)
     batches = BYTES_A_TOKEN * size.tokens if needs_data(recipe) else 0
     before = block_parameters(anatomy)
-    passed = count_parameters(network) - before + active_parameters(anatomy)
-    evaluation = 3 * 2 * passed * (recipe.evaluate.limit or 300_000) / rate
+    active = count_parameters(network) - before + active_parameters(anatomy)
+    evaluation = 3 * 2 * active * (recipe.evaluate.limit or 300_000) / rate
     with explain_disk_errors(Path(folder)):
         free = free_disk(folder)
     return CompressionPlan(
@@ -106,7 +106,7 @@ def plan(source: str, recipe: Recipe, folder: str | Path = ".") -> CompressionPl
         block_parameters_after=_parameters_after(recipe, anatomy, before),
         bytes=weights,
         macs=_macs(anatomy),
-        # Two models live at once while they are compared; torch itself is there already.
+        # Two models exist at once while they are compared; resident_bytes is what torch already takes.
         peak_memory=weights + max([weights, *(step.memory for step in steps)]) + batches + resident_bytes(),
         available_memory=available_memory() + resident_bytes(),
         disk=2 * weights,
@@ -123,7 +123,7 @@ def _step_plan(step: Any, anatomy: Anatomy, size: CalibrationSize, limit: int | 
 
 
 def _parameters_after(recipe: Recipe, anatomy: Anatomy, before: int) -> int:
-    """At most so many block parameters are left, where the budgets say so, with what steps add to them."""
+    """Return an upper bound on the block parameters after all steps, from their budgets and what they add."""
     share, added = 1.0, 0
     for step in recipe.steps:
         budget = getattr(step, "budget", None)
@@ -141,7 +141,7 @@ def _macs(anatomy: Anatomy) -> float:
 
 
 def matrix_speed(size: int = 1024, seconds: float = 0.3) -> float:
-    """Floating-point operations a second of a float32 matrix product on the CPU."""
+    """Return the FLOP/s of a float32 matrix product on the CPU."""
     left, right = torch.randn(size, size), torch.randn(size, size)
     left @ right
     start, products = time.perf_counter(), 0

@@ -1,4 +1,4 @@
-"""The record of a run: before and after in plain values, from which the report and the JSON result are made."""
+"""The record of a run: measurements before and after as plain data, for the report and the JSON result."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DECODED_TOKENS = 24
 
 @dataclass(frozen=True)
 class Before:
-    """What was measured before any change."""
+    """Measurements of the source model."""
 
     size: dict[str, float]
     quality: EvalResult | None
@@ -35,7 +35,7 @@ class Before:
 
 @dataclass(frozen=True)
 class After:
-    """What was measured of the result, and against what it came from."""
+    """Measurements of the result, and its comparison with the source model."""
 
     size: dict[str, float]
     quality: EvalResult | None
@@ -45,7 +45,7 @@ class After:
 
     @property
     def unvarying(self) -> dict[str, Any]:
-        """What is the same in every run with the same seed, and so may stand in smelt.json."""
+        """Return what is the same in every run with the same seed, and so may go into smelt.json."""
         quality = None if self.quality is None else {**self.quality.to_json(), "comparison": self.comparison}
         return {"size": self.size, **({"quality": quality} if quality else {})}
 
@@ -83,7 +83,7 @@ def after_record(
 
 
 def compared(comparison: PairedComparison) -> dict[str, Any]:
-    """A paired comparison under the names the report uses."""
+    """Return a paired comparison as plain data, with the keys of the report."""
     low, high = comparison.interval
     ratio_low, ratio_high = comparison.ratio_interval or (None, None)
     values = {
@@ -103,9 +103,9 @@ def compared(comparison: PairedComparison) -> dict[str, Any]:
 
 def _timing(comparison: LatencyComparison, what: str) -> dict[str, Any]:
     new, base = comparison.new, comparison.base
-    where = f"{new.length} tokens" if what == "forward" else f"after {new.length} tokens"
+    context = f"{new.length} tokens" if what == "forward" else f"after {new.length} tokens"
     return {
-        "name": f"{what}, batch {new.batch}, {where}",
+        "name": f"{what}, batch {new.batch}, {context}",
         "device": new.device,
         "before": asdict(base),
         "after": asdict(new),
@@ -125,7 +125,7 @@ def run_record(
     model: Model,
     prompts: list[str],
 ) -> dict[str, Any]:
-    """The whole run, as the report reads it."""
+    """Return the record of the run, as the report reads it."""
     record: dict[str, Any] = {
         "title": f"{source}, smaller",
         "model": source,
@@ -143,9 +143,9 @@ def run_record(
     layers = {path: layer for step in steps for path, layer in step.get("layers", {}).items()}
     if layers:
         record["precision"] = precision(model, layers)
-    few = [expert for step in steps for expert in step.get("few_tokens", [])]
-    if few:
-        record["few_tokens"] = few
+    few_tokens = [expert for step in steps for expert in step.get("few_tokens", [])]
+    if few_tokens:
+        record["few_tokens"] = few_tokens
     if after.quality is not None and before.quality is not None:
         record["quality"] = {
             "metric": after.quality.metric,
@@ -168,26 +168,26 @@ def run_record(
 
 
 def precision(model: Model, layers: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """How each layer of each block is held, for the map; the experts of a mixture together."""
-    held = quantized_layers(model.network)
+    """Return the format and error of each quantized layer by block; the experts of a mixture are averaged."""
+    quantized = quantized_layers(model.network)
     rows = []
     for block in model.anatomy.blocks:
         experts = {part.path: part.mixture.path for part in block.parts if part.mixture is not None}
-        places: dict[str, list[str]] = {}
-        for path in (path for path in layers if path.startswith(f"{block.path}.") and path in held):
+        paths_by_name: dict[str, list[str]] = {}
+        for path in (path for path in layers if path.startswith(f"{block.path}.") and path in quantized):
             parent, _, name = path.rpartition(".")
-            place = f"{experts[parent]}.*.{name}" if parent in experts else path
-            places.setdefault(place.removeprefix(f"{block.path}."), []).append(path)
+            name_in_block = f"{experts[parent]}.*.{name}" if parent in experts else path
+            paths_by_name.setdefault(name_in_block.removeprefix(f"{block.path}."), []).append(path)
         row = {
-            place: _precision([held[path] for path in paths], [layers[path] for path in paths])
-            for place, paths in places.items()
+            name_in_block: _precision([quantized[path] for path in paths], [layers[path] for path in paths])
+            for name_in_block, paths in paths_by_name.items()
         }
         rows.append({"block": block.index, "layers": row})
     return rows
 
 
 def _precision(held: list[QuantizedLinear], layers: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of one layer, or of the layers that several experts have at one place: means."""
+    """Return the mean bits and error of one layer, or of the same layer of several experts."""
     formats = dict.fromkeys(format_name(layer.scheme.weight) for layer in held)
     return {
         "bits": round(sum(layer.bits_per_weight for layer in held) / len(held), 2),
@@ -197,7 +197,7 @@ def _precision(held: list[QuantizedLinear], layers: list[dict[str, Any]]) -> dic
 
 
 def kept(model: Model) -> list[dict[str, Any]]:
-    """What is left in each block, for the heat map."""
+    """Return the units kept in each block, for the heat map."""
     rows = []
     for block in model.anatomy.blocks:
         row: dict[str, Any] = {"block": block.index}

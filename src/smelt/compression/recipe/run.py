@@ -134,7 +134,7 @@ class _Run:
         return unfinished
 
     def check(self) -> None:
-        """Raise, before any weight is loaded, what the recipe, the model's configuration and the data already tell."""
+        """Check recipe, model configuration, data and resources before any weight is loaded."""
         estimate = plan(self.source, self.recipe, self.folder)
         if self.device == "cpu":
             estimate.check()
@@ -257,9 +257,9 @@ class _Run:
 
     def _checkpointed_quality(self, name: str, model: Model, data: Data) -> EvalResult:
         """Measure, or return the measurement of the interrupted run."""
-        kept, facts = self.checkpoint.load(f"quality-{name}"), self.checkpoint.load_facts(f"quality-{name}")
-        if kept is not None and facts is not None:
-            arrays = {key: tensor.numpy() for key, tensor in kept.items()}
+        tensors, facts = self.checkpoint.load(f"quality-{name}"), self.checkpoint.load_facts(f"quality-{name}")
+        if tensors is not None and facts is not None:
+            arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
             return EvalResult(**{**facts, **arrays})
         quality = measure_quality(model, data, self.recipe.evaluate, self.progress)
         arrays = {key: value for key, value in vars(quality).items() if isinstance(value, np.ndarray)}
