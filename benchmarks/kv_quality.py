@@ -46,12 +46,12 @@ def main() -> None:
             if all((task, seed, number) in done for number in range(options.prompts)):
                 continue
             others = asked(model.tokenizer, task, BEFORE, length, 1000 + seed)
-            profiles = profiled(model, [prepared(model, each) for each in others])
-            for number, each in enumerate(asked(model.tokenizer, task, options.prompts, length, seed)):
+            profiles = profiled(model, [prepared(model, question) for question in others])
+            for number, question in enumerate(asked(model.tokenizer, task, options.prompts, length, seed)):
                 if (task, seed, number) in done:
                     continue
-                found = judged(model, each, profiles)
-                rows.append({"task": task, "seed": seed, "number": number, "found": found})
+                result = judged(model, question, profiles)
+                rows.append({"task": task, "seed": seed, "number": number, "found": result})
                 write("kv_quality", rows, _text(rows))
 
 
@@ -70,17 +70,19 @@ def prepared(model: Model, each: Asked) -> RecordedPrefill:
 
 def profiled(model: Model, readings: list[RecordedPrefill]) -> dict[tuple[str, float], EvictionProfile]:
     """Return, for every scorer and keep ratio, how much `ada` lets each head keep of these prompts."""
-    found = {}
+    result = {}
     for name in SCORERS:
         scores = [score_layers(reading, make_scorer(name, **FORCED)) for reading in readings]
         for keep in KEEP:
-            counts = [make_budget_rule("ada").counts(each, keep)[:, 0] for each in scores]  # [layers, kv_heads]
+            counts = [
+                make_budget_rule("ada").counts(prompt_scores, keep)[:, 0] for prompt_scores in scores
+            ]  # [layers, kv_heads]
             samples = torch.stack([
                 retained_ratios(count, reading.seq_len, **FORCED)
                 for count, reading in zip(counts, readings, strict=True)
             ])  # fmt: skip
-            found[name, keep] = EvictionProfile.from_ratios(kv_shape_of(model), name, keep, samples, FORCED)
-    return found
+            result[name, keep] = EvictionProfile.from_ratios(kv_shape_of(model), name, keep, samples, FORCED)
+    return result
 
 
 def judged(
@@ -96,11 +98,11 @@ def judged(
                 budget = make_budget_rule(rule, **({"profile": profiles[name, keep]} if rule == "static" else {}))
                 counts = budget.counts(scores, keep)
                 ways[f"{name}|{rule}|{keep:g}"] = retained_mask(scores, counts)
-    found = _answers(model, reading, each, {"all": torch.ones_like(next(iter(ways.values())))})
+    result = _answers(model, reading, each, {"all": torch.ones_like(next(iter(ways.values())))})
     names = list(ways)
     for start in range(0, len(names), AT_ONCE):
-        found |= _answers(model, reading, each, {name: ways[name] for name in names[start : start + AT_ONCE]})
-    return found
+        result |= _answers(model, reading, each, {name: ways[name] for name in names[start : start + AT_ONCE]})
+    return result
 
 
 def _answers(
@@ -108,10 +110,10 @@ def _answers(
 ) -> dict[str, dict[str, float]]:
     after = torch.tensor([each.after])
     logits = decode_logits(model, reading, torch.cat(list(ways.values()), dim=1), after)
-    wanted = after[0, -each.answer :]
+    expected = after[0, -each.answer :]
     rows = logits[:, -each.answer - 1 : -1].log_softmax(-1)  # [configurations, answer, vocab]
-    own = rows.gather(-1, wanted.expand(len(rows), -1)[..., None])[..., 0]
-    right = (rows.argmax(-1) == wanted).all(-1)
+    own = rows.gather(-1, expected.expand(len(rows), -1)[..., None])[..., 0]
+    right = (rows.argmax(-1) == expected).all(-1)
     shares = [way.double().mean().item() for way in ways.values()]
     return {
         name: {"right": float(right[at]), "loss": float(-own[at].mean()), "kept": shares[at]}

@@ -66,9 +66,9 @@ def main() -> None:
     for task, length, count, page in CASES:
         if (task, length, page) not in done:
             start = time.process_time()  # other work on the machine does not count
-            found = judged(model, asked(model.tokenizer, task, count, length, SEED), page)
+            result = judged(model, asked(model.tokenizer, task, count, length, SEED), page)
             facts = {"task": task, "length": length, "prompts": count, "page": page}
-            rows.append({**facts, "processor_seconds": time.process_time() - start, "found": found})
+            rows.append({**facts, "processor_seconds": time.process_time() - start, "found": result})
             write("kv_select", rows, _text(rows))
 
 
@@ -98,9 +98,9 @@ class Texts:
     """Prompts prefilled by one runner in one batch, to be continued under many configurations."""
 
     def __init__(self, model: Model, questions: list[Asked], page: int) -> None:
-        self.model, self.questions, self.page = model, [_shortened(each) for each in questions], page
-        held = max(-(-(len(each.prompt) + len(each.after)) // page) for each in self.questions)
-        self.blocks = held * len(self.questions)
+        self.model, self.questions, self.page = model, [_shortened(question) for question in questions], page
+        max_pages = max(-(-(len(question.prompt) + len(question.after)) // page) for question in self.questions)
+        self.blocks = max_pages * len(self.questions)
         self.residence = OffloadConfig(num_slots=self.blocks)
         self.runner = SparseRunner(
             model,
@@ -108,7 +108,7 @@ class Texts:
             block_size=page,
             max_num_batched_tokens=CHUNK,
             max_num_seqs=len(self.questions),
-            max_model_len=held * page,
+            max_model_len=max_pages * page,
             selection=Way(PAGE_SUMMARIES.build("quest"), 1.0).selection(page),
             kv_offload=self.residence,
         )
@@ -117,15 +117,15 @@ class Texts:
         self.requests = [
             Request(
                 RequestId(str(number)),
-                each.prompt,
+                question.prompt,
                 SamplingParams(),
-                limit=held * page,
+                limit=max_pages * page,
                 slot=number,
                 state=RequestStatus.RUNNING,
-                tokens=each.prompt + each.after,
-                blocks=list(range(number * held, (number + 1) * held)),
+                tokens=question.prompt + question.after,
+                blocks=list(range(number * max_pages, (number + 1) * max_pages)),
             )
-            for number, each in enumerate(self.questions)
+            for number, question in enumerate(self.questions)
         ]
         for request in self.requests:
             for start in range(0, len(request.prompt), CHUNK):
@@ -156,7 +156,9 @@ class Texts:
         """Start a configuration: summaries of the prefilled pages, an empty device, and a new trace."""
         heads, device = sparse_attention_heads(self.model), self.model.device
         digested = PageSummaryTable(way.digest, heads, self.blocks, self.model.network.dtype, device)
-        full = torch.cat([torch.tensor(each.blocks[: len(each.prompt) // self.page]) for each in self.requests])
+        full = torch.cat(
+            [torch.tensor(request.blocks[: len(request.prompt) // self.page]) for request in self.requests]
+        )
         for layer in heads:
             digested.update(layer, full, self.pages.gather_keys(layer, full))
         residence = OffloadConfig(self.residence.num_slots, way.steady)
@@ -178,15 +180,15 @@ class Texts:
             at = len(request.prompt) + step
             request.sampling = SamplingParams(temperature=0, logprobs=1, logit_bias={request.tokens[at + 1]: 100.0})
             pieces.append(ScheduledChunk(request, at, 1, True))
-        drawn = self.runner.launch(ScheduledBatch(pieces)).drawn
-        assert drawn is not None
-        found = []
+        sampled = self.runner.launch(ScheduledBatch(pieces)).drawn
+        assert sampled is not None
+        actual = []
         for row, piece in enumerate(pieces):
-            wanted = piece.request.tokens[piece.start + 1]
-            assert int(drawn.tokens[row]) == wanted
-            told = drawn.logprobs(row, 1)
-            found.append((told.own, told.top[0][0] == wanted))
-        return found
+            expected = piece.request.tokens[piece.start + 1]
+            assert int(sampled.tokens[row]) == expected
+            logprob = sampled.logprobs(row, 1)
+            actual.append((logprob.own, logprob.top[0][0] == expected))
+        return actual
 
 
 def _shortened(each: Asked) -> Asked:
@@ -206,8 +208,8 @@ def overlaps(trace: Trace) -> tuple[float, float]:
         pages, last = set(row.pages), before.get((row.request, row.layer, row.head))
         before[row.request, row.layer, row.head] = pages
         if last is not None:
-            held = max(pages) + 1
-            chosen = {page for page in pages if SINK <= page < held - WINDOW}
+            num_pages = max(pages) + 1
+            chosen = {page for page in pages if SINK <= page < num_pages - WINDOW}
             every.append(len(pages & last) / len(pages))
             free.append(len(chosen & last) / max(len(chosen), 1))
     return mean(every), mean(free)
@@ -216,8 +218,8 @@ def overlaps(trace: Trace) -> tuple[float, float]:
 def chosen_share(trace: Trace) -> float:
     """Return the share of pages that were attended to."""
     counts = trace.ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
-    held = trace.pages[trace.ends - 1].long() + 1  # the last page is always selected
-    return float(counts.sum() / held.sum())
+    num_pages = trace.pages[trace.ends - 1].long() + 1  # the last page is always selected
+    return float(counts.sum() / num_pages.sum())
 
 
 def _text(rows: list[dict[str, Any]]) -> str:
@@ -250,10 +252,10 @@ def _quality(row: dict[str, Any]) -> list[list[str]]:
 
 
 def _figures(row: dict[str, Any], key: str) -> list[str]:
-    found = row["found"][key]
-    figure = f"{found['right']:.2f}" if row["task"] == "needle" else f"{math.exp(found['loss']):.2f}"
-    shares = [f"{found[name]:.1%}" for name in ("overlap", "overlap_free")]
-    return [f"{found['chosen']:.1%}", figure, *shares, _megabytes(found)]
+    result = row["found"][key]
+    figure = f"{result['right']:.2f}" if row["task"] == "needle" else f"{math.exp(result['loss']):.2f}"
+    shares = [f"{result[name]:.1%}" for name in ("overlap", "overlap_free")]
+    return [f"{result['chosen']:.1%}", figure, *shares, _megabytes(result)]
 
 
 def _steady(row: dict[str, Any]) -> list[str]:

@@ -106,10 +106,10 @@ def long_stream(options: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iter
 
 def _over_time(steps: list[tuple[int, int, int, float, float]]) -> dict[str, Any]:
     """Measure steps of a stream: cache bytes and tokens, resident memory, speed by wall clock and by CPU time."""
-    held, lengths, resident, wall, busy = ([step[at] for step in steps] for at in range(5))
+    nbytes, lengths, resident, wall, busy = ([step[at] for step in steps] for at in range(5))
     tenth = len(steps) // 10
     return {
-        "sizes": sorted(set(held)), "longest": max(lengths), "resident": resident, "wall": wall, "busy": busy,
+        "sizes": sorted(set(nbytes)), "longest": max(lengths), "resident": resident, "wall": wall, "busy": busy,
         "first": mean(wall[:tenth]), "last": mean(wall[-tenth:]),
         "first_busy": mean(busy[:tenth]), "last_busy": mean(busy[-tenth:]),
     }  # fmt: skip
@@ -125,8 +125,8 @@ def passkeys(options: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterato
                 for way in ways:
                     row = {"haystack": haystack, "length": length, "depth": depth, "seed": seed, "way": way}
                     if _key(row) not in done:
-                        said = _kept(model, text, way).ask(QUESTION, 6)
-                        yield {**row, "right": said.strip() == str(number), "cap": KEYS_CAP, "dtype": options.dtype}
+                        answer = _kept(model, text, way).ask(QUESTION, 6)
+                        yield {**row, "right": answer.strip() == str(number), "cap": KEYS_CAP, "dtype": options.dtype}
 
 
 def _kept(model: Model, text: list[int], way: str) -> TextStream:
@@ -218,9 +218,9 @@ def _passkey_page(rows: list[dict[str, Any]]) -> str:
     for haystack, length, way in dict.fromkeys((row["haystack"], row["length"], row["way"]) for row in rows):
         here = [row for row in rows if (row["haystack"], row["length"], row["way"]) == (haystack, length, way)]
         by_depth = [[float(row["right"]) for row in here if row["depth"] == depth] for depth in DEPTHS]
-        found = [f"{mean(right):.2f}" if right else "" for right in by_depth]
+        result = [f"{mean(right):.2f}" if right else "" for right in by_depth]
         overall = mean([mean(right) for right in by_depth if right])
-        cells.append([haystack, f"{length:,}", way, f"{len(here)}", *found, f"{overall:.2f}"])
+        cells.append([haystack, f"{length:,}", way, f"{len(here)}", *result, f"{overall:.2f}"])
     cap = rows[0]["cap"]
     return (
         f"## A passkey\n\nSmolLM2-135M in {rows[0]['dtype']}, trained for 8,192 tokens; a pot of {cap}, "

@@ -38,5 +38,5 @@ def _tokens(tokenizer: Any, split: str) -> list[int]:
     text = load_text(shared() / f"data/wikitext2/{split}.txt.gz").joined
     if split == "train":
         text = text[: 6 * 250_000]
-    found: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    return found
+    result: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    return result

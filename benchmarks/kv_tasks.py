@@ -61,5 +61,5 @@ def _continuation(_: Any, text: list[int], length: int, chance: random.Random) -
 
 
 def _with_question(task: str, tokenizer: Any, prompt: list[int], question: str, answer: str) -> Asked:
-    before, whole = tokenizer(question)["input_ids"], tokenizer(question + answer)["input_ids"]
-    return Asked(task, prompt, whole, len(whole) - len(before))
+    before, full = tokenizer(question)["input_ids"], tokenizer(question + answer)["input_ids"]
+    return Asked(task, prompt, full, len(full) - len(before))

@@ -29,8 +29,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = [row for seed in range(SEEDS) for row in measured(f"skewed, seed {seed}", skewed(seed))]
     if options.profile is not None:
-        found = EvictionProfile.load(options.profile)
-        rows += measured(f"{found.shape.model_type}, {found.scorer}", found.rescaled(found.keep_ratio))
+        result = EvictionProfile.load(options.profile)
+        rows += measured(f"{result.shape.model_type}, {result.scorer}", result.rescaled(result.keep_ratio))
     write("kv_waste", rows, _text(rows))
 
 
@@ -48,10 +48,10 @@ def measured(name: str, budgets: Tensor) -> list[dict[str, Any]]:
     for size in SIZES:
         row: dict[str, Any] = {"profile": name, "heads": size, "ideal": int(amounts.sum())}
         for scope in SCOPES:
-            whole = budgets.shape[1] if scope == "per_layer" else budgets.numel()
-            if whole % size == 0:
-                found = sharing_overhead(amounts, cluster_heads(budgets, size, scope))
-                row |= {scope: found.ratio, "monolithic": found.monolithic / found.ideal}
+            max_size = budgets.shape[1] if scope == "per_layer" else budgets.numel()
+            if max_size % size == 0:
+                result = sharing_overhead(amounts, cluster_heads(budgets, size, scope))
+                row |= {scope: result.ratio, "monolithic": result.monolithic / result.ideal}
         if "global" in row:
             rows.append(row)
     return rows

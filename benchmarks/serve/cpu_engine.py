@@ -36,17 +36,17 @@ def main() -> None:
     tokens = tokenizer("\n".join(default_documents("evaluation").values()), verbose=False)["input_ids"]
     batches = [[tokens[row * 997 : row * 997 + PROMPT] for row in range(streams)] for streams in STREAMS]
     texts = [[tokenizer.decode(prompt) for prompt in batch] for batch in batches]
-    asked = {"batches": batches, "texts": texts, "answer": ANSWER}
+    job = {"batches": batches, "texts": texts, "answer": ANSWER}
     rows: list[dict[str, Any]] = []
     for turn in range(options.rounds):
-        found: list[dict[str, Any]] = []
+        result: list[dict[str, Any]] = []
         for name, interpreter in (("llama.cpp", options.llama_cpp), ("OpenVINO GenAI", options.openvino)):
             if interpreter:
-                found += _peer(name, interpreter, options, asked)
+                result += _peer(name, interpreter, options, job)
         for kind in (torch.bfloat16, torch.float32):
-            found += _ours(options.gguf, batches, kind)
-        found += _transformers(batches)
-        rows += [{"round": turn, **row} for row in found]
+            result += _ours(options.gguf, batches, kind)
+        result += _transformers(batches)
+        rows += [{"round": turn, **row} for row in result]
         write("serve_cpu", rows, _text(rows))
 
 
@@ -70,10 +70,10 @@ def _peer(name: str, interpreter: str, options: argparse.Namespace, asked: dict[
         prompts.write_text(json.dumps(asked))
         place = Path(__file__).parents[1] / "peers" / script
         subprocess.run([interpreter, place, options.gguf, prompts, result, str(os.cpu_count())], check=True)
-        found = json.loads(result.read_text())
+        output = json.loads(result.read_text())
     return [
-        _row(f"{name} {found['version']}", streams, row["seconds"], decoding=row.get("decoding"))
-        for streams, row in zip(STREAMS, found["rows"], strict=True)
+        _row(f"{name} {output['version']}", streams, row["seconds"], decoding=row.get("decoding"))
+        for streams, row in zip(STREAMS, output["rows"], strict=True)
     ]
 
 
@@ -123,11 +123,11 @@ def _text(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(row["who"] for row in rows))
 
     def cell(who: str, streams: int) -> str:
-        found = [row for row in rows if row["who"] == who and row["streams"] == streams]
-        if not found:
+        result = [row for row in rows if row["who"] == who and row["streams"] == streams]
+        if not result:
             return ""
-        middle = statistics.median(row["tokens_per_second"] for row in found)
-        decoding = [streams * (ANSWER - 1) / row["decoding"] for row in found if row.get("decoding")]
+        middle = statistics.median(row["tokens_per_second"] for row in result)
+        decoding = [streams * (ANSWER - 1) / row["decoding"] for row in result if row.get("decoding")]
         more = f" ({statistics.median(decoding):.0f})" if decoding else ""
         return f"{middle:.0f}{more}"
 

@@ -34,11 +34,11 @@ def main() -> None:
     plain = load(MODEL)
     words = words_of(plain)
     begin = time.perf_counter()
-    made = profile_of(plain, words["calibration"], options.keep)
+    profile = profile_of(plain, words["calibration"], options.keep)
     profiling = time.perf_counter() - begin
     texts = sample_prompts(words["evaluation"] * 4, options.requests, options.prompt, SEED)
     rows: list[dict[str, Any]] = []
-    for name, kv in (("plain pages", None), (f"head clusters, keep {options.keep:.0%}", made)):
+    for name, kv in (("plain pages", None), (f"head clusters, keep {options.keep:.0%}", profile)):
         engine = Engine(
             MODEL, max_model_len=4096, max_num_seqs=options.requests, max_num_batched_tokens=1024, kv_profile=kv,
             kv_cache_bytes=int(options.cache_gb * 1e9),
@@ -60,8 +60,8 @@ def words_of(model: Model) -> dict[str, list[int]]:
 
 def profile_of(model: Model, words: list[int], keep: float) -> EvictionProfile:
     texts = sample_prompts(words, 12, 1024, SEED)
-    found = measure_kept_ratios(model, texts, make_scorer(SCORER), make_budget_rule("ada"), keep)
-    return EvictionProfile.from_ratios(kv_shape_of(model), SCORER, keep, found)
+    result = measure_kept_ratios(model, texts, make_scorer(SCORER), make_budget_rule("ada"), keep)
+    return EvictionProfile.from_ratios(kv_shape_of(model), SCORER, keep, result)
 
 
 def second_turn(engine: Engine, texts: list[list[int]]) -> dict[str, Any]:

@@ -53,13 +53,13 @@ def seconds_until_ready(model: str) -> float:
         try:
             while True:
                 log.seek(0)
-                said = log.read().decode()
-                if "http://" in said:
-                    url = "http://" + said.split("http://")[1].split()[0].rstrip(".,/")
+                output = log.read().decode()
+                if "http://" in output:
+                    url = "http://" + output.split("http://")[1].split()[0].rstrip(".,/")
                     if httpx.get(f"{url}/health").status_code == 200:
                         return time.monotonic() - begun
                 if process.poll() is not None:
-                    raise SystemExit(said)
+                    raise SystemExit(output)
                 time.sleep(0.02)
         finally:
             process.terminate()
@@ -79,9 +79,9 @@ async def streamed(server: Server, streams: int) -> dict[str, Any]:
 
 async def _answer(client: httpx.AsyncClient, url: str, number: int) -> int:
     """Return the number of chunks of one answer."""
-    asked = {"prompt": f"client {number}", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
+    body = {"prompt": f"client {number}", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     count = 0
-    async with client.stream("POST", f"{url}/v1/completions", json=asked) as answer:
+    async with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
             count += line.startswith("data: {")

@@ -59,8 +59,8 @@ def _options() -> argparse.Namespace:
 def _guarded(shape: str, who: str, work: Any) -> list[dict[str, Any]]:
     """Record a failure, and continue with the rest."""
     try:
-        found: list[dict[str, Any]] = work()
-        return found
+        result: list[dict[str, Any]] = work()
+        return result
     except Exception as error:
         return [{"shape": shape, "who": who, "failed": f"{type(error).__name__}: {error}"[:300]}]
 
@@ -147,14 +147,14 @@ def traced(engine: Engine, streams: int) -> tuple[float, dict[str, float]]:
     for begin, stop in kernels:
         busy += max(0.0, stop - max(begin, end))
         end = max(end, stop)
-    whole = end - kernels[0][0]
+    total = end - kernels[0][0]
     while engine.busy:
         engine.step()
     by_name: dict[str, float] = {}
     for event in events:
         by_name[event.name[:60]] = by_name.get(event.name[:60], 0.0) + event.time_range.elapsed_us() / 40
-    most = dict(sorted(by_name.items(), key=lambda each: -each[1])[:12])
-    return 1 - busy / whole, {name: round(us, 1) for name, us in most.items()}
+    slowest = dict(sorted(by_name.items(), key=lambda each: -each[1])[:12])
+    return 1 - busy / total, {name: round(us, 1) for name, us in slowest.items()}
 
 
 def peers(network: Any, shape: str) -> list[dict[str, Any]]:
@@ -179,9 +179,9 @@ def peers(network: Any, shape: str) -> list[dict[str, Any]]:
         network.set_attn_implementation("paged|sdpa")
         config = GenerationConfig(max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1, pad_token_id=0)
         start = time.perf_counter()
-        found = network.generate_batch(prompts(streams), generation_config=config)
+        result = network.generate_batch(prompts(streams), generation_config=config)
         seconds = time.perf_counter() - start
-        tokens = sum(len(each.generated_tokens) for each in found.values())
+        tokens = sum(len(each.generated_tokens) for each in result.values())
         return [{"shape": shape, "who": together, "streams": streams, "tokens_per_second": tokens / seconds}]
 
     for who, work in ((together, many), (alone, one)):

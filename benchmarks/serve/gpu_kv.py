@@ -44,7 +44,7 @@ def main() -> None:
     for kind in options.kv_types:
         engines[f"plain pages, {kind}"] = {"kv_cache_dtype": kind}
         engines[f"head clusters, keep 25 %, {kind}"] = {"kv_profile": profile(0.25), "kv_cache_dtype": kind}
-    few = max(2, options.requests // 16)
+    small_batch = max(2, options.requests // 16)
     for name in engines if options.engines is None else options.engines:
         engine = _engine(network, options, engines[name])
         assert engine.runner.backend == _path(engines[name]), engine.runner.backend
@@ -52,10 +52,10 @@ def main() -> None:
         engine.warmup()
         preparing = time.perf_counter() - begin
         everything = [] if name == "head clusters, keep 100 %" else options.answers
-        for requests, answer in ((few, options.short), *((options.requests, answer) for answer in everything)):
+        for requests, answer in ((small_batch, options.short), *((options.requests, answer) for answer in everything)):
             with compiling() as compiled:
-                made = answered(engine, prompts(requests, options.prompt), answer)
-            rows.append({"engine": name, "preparing": preparing, **made, "compiled": len(compiled)})
+                run = answered(engine, prompts(requests, options.prompt), answer)
+            rows.append({"engine": name, "preparing": preparing, **run, "compiled": len(compiled)})
             print(rows[-1], compiled, flush=True)
         write(options.name, rows, _text(rows, options, bandwidth))
         del engine

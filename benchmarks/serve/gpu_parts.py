@@ -77,7 +77,7 @@ def vectors(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
         _check(ours(matrices[0].clone()), x, norm, matrices[0], kind, y)
         count = height // (2 if kind == "gate" else 1)
         mine = vector.tiles_for(count, kind != "add", kind == "gate")
-        for tiles in [mine, *(each for each in VECTOR_TILES if tune and each != mine)]:
+        for tiles in [mine, *(other for other in VECTOR_TILES if tune and other != mine)]:
             time = graph_seconds([lambda m=matrix, t=tiles: ours(m, t) for matrix in matrices])
             rows.append(_row(shape, name, f"vector {tiles}", tiles == mine, time, 2 * height * width / bandwidth))
         time = graph_seconds([lambda m=matrix, x=x: F.linear(x, m) for matrix in matrices])
@@ -91,19 +91,20 @@ def _check(found: Tensor, x: Tensor, norm: Tensor, matrix: Tensor, kind: str, y:
         return  # works in place and was already called: covered by the tests
     wide = x.double()
     wide = wide * torch.rsqrt(wide.square().mean() + 1e-5) * norm.double()
-    wanted = wide @ matrix.double().T
+    expected = wide @ matrix.double().T
     if kind == "gate":
-        gates, through = wanted.chunk(2, dim=-1)
-        wanted = F.silu(gates) * through
-    assert float((found.double() - wanted).norm() / wanted.norm()) < 5e-3
+        gates, through = expected.chunk(2, dim=-1)
+        expected = F.silu(gates) * through
+    assert float((found.double() - expected).norm() / expected.norm()) < 5e-3
 
 
 def _pages(shape: str, requests: int) -> tuple[list[list[Tensor]], Tensor]:
     blocks = requests * -(-LENGTH // SIZE)
     width = WIDTHS[shape][2]
-    each = 2 * 2 * blocks * SIZE * KV_HEADS * width
+    copy_bytes = 2 * 2 * blocks * SIZE * KV_HEADS * width
     pages = [
-        [_random(blocks, SIZE, KV_HEADS, width) for _ in range(2)] for _ in range(max(1, min(16, ROTATED // each)))
+        [_random(blocks, SIZE, KV_HEADS, width) for _ in range(2)]
+        for _ in range(max(1, min(16, ROTATED // copy_bytes)))
     ]
     return pages, torch.randperm(blocks, device="cuda").view(requests, -1).int()
 

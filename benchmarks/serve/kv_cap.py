@@ -48,8 +48,8 @@ def measured(engine: Engine, tokens: int, answer: int) -> dict[str, Any]:
         if len(request.output) <= 1 and request.num_computed_tokens >= min((len(steps) + 1) * STEP, tokens):
             steps.append(stretch.end())
             print(steps[-1], flush=True)
-    said = stretch.end()
-    return {"prompt": tokens, "steps": steps, "answer": said, "cooked": getattr(engine.runner, "cooked", 0)}
+    answer_stats = stretch.end()
+    return {"prompt": tokens, "steps": steps, "answer": answer_stats, "cooked": getattr(engine.runner, "cooked", 0)}
 
 
 class Stretch:
@@ -70,12 +70,12 @@ class Stretch:
     def end(self) -> dict[str, float]:
         """Finish this stretch and begin another."""
         thousands = (self._seen - self._first) / 1000
-        found = {
+        result = {
             "tokens": self._seen, "bytes": self._bytes, "seconds": (time.perf_counter() - self._wall) / thousands,
             "processor": (time.process_time() - self._busy) / thousands,
         }  # fmt: skip
         self._begin()
-        return found
+        return result
 
     def _begin(self) -> None:
         self._bytes, self._first = 0, self._seen
@@ -97,21 +97,21 @@ def _options() -> argparse.Namespace:
 
 
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
-    most = max(len(row["steps"]) for row in rows)
+    num_steps = max(len(row["steps"]) for row in rows)
     lines = [
         [f"{(at + 1) * STEP:,}", *(cell for row in rows for cell in _cells(row["steps"][at : at + 1]))]
-        for at in range(most)
+        for at in range(num_steps)
     ]
     lines.append(["answer", *(cell for row in rows for cell in _cells([row["answer"]]))])
     headings = ["tokens", *(cell for row in rows for cell in (f"{row['engine']}: MB", "s", "processor s"))]
-    told = "; ".join(
+    summary = "; ".join(
         f"{row['engine']}: {row['path']}, a prompt of {row['prompt']:,} tokens"
         + (f", cooked down {row['cooked']} times" if row["cooked"] else "")
         for row in rows
     )
     return (
         "# One request under a hard cap\n\n"
-        f"{MODEL}, one thread, chunks of at most {CHUNK} tokens, answers of {options.answer:,}. {told}. Over each "
+        f"{MODEL}, one thread, chunks of at most {CHUNK} tokens, answers of {options.answer:,}. {summary}. Over each "
         "thousand tokens of the prompt, and over the answer: what the request held of keys and values at most, and how "
         "long a thousand tokens took, by the clock and of the processor. A stretch ends with the step that passes its "
         "thousand, or with the prompt. One run.\n\n" + table(headings, lines) + "\n"

@@ -21,8 +21,8 @@ def answered(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, A
     while engine.busy:
         engine.step()
         now = time.perf_counter()
-        reading = any(each.num_computed_tokens < len(each.prompt) for each in engine.scheduler.running)
-        ready = sum(each.num_computed_tokens >= len(each.prompt) for each in engine.scheduler.running)
+        reading = any(request.num_computed_tokens < len(request.prompt) for request in engine.scheduler.running)
+        ready = sum(request.num_computed_tokens >= len(request.prompt) for request in engine.scheduler.running)
         residents = max(residents, ready)
         if reading:
             prefilled = now - start
@@ -30,17 +30,17 @@ def answered(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, A
         elif ready:
             decoding.append((ready, now - last))
         last = now
-    assert all(len(each.output) == answer for each in requests)
-    most = max(count for count, _ in decoding)
-    full = statistics.median(seconds for count, seconds in decoding if count == most)
+    assert all(len(request.output) == answer for request in requests)
+    max_batch = max(count for count, _ in decoding)
+    full = statistics.median(seconds for count, seconds in decoding if count == max_batch)
     return {
         "requests": len(texts), "prompt": len(texts[0]), "answer": answer, "residents": residents,
         "seconds": last - start, "tokens_per_second": len(texts) * answer / (last - start),
-        "until_all_are_read": prefilled, "decoding_at_once": most, "decode_ms": full * 1e3,
-        "decode_tokens_per_second": most / full, "preemptions": engine.state()["preemptions"],
+        "until_all_are_read": prefilled, "decoding_at_once": max_batch, "decode_ms": full * 1e3,
+        "decode_tokens_per_second": max_batch / full, "preemptions": engine.state()["preemptions"],
         "pages": engine.pool.blocks, "reading_steps": len(mixing),
         "reading_ms": statistics.median(mixing or [0.0]) * 1e3,
-        "longest_ms": [round(each * 1e3, 1) for each in sorted(mixing)[:-6:-1]],
+        "longest_ms": [round(request * 1e3, 1) for request in sorted(mixing)[:-6:-1]],
     }  # fmt: skip
 
 

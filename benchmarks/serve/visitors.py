@@ -17,24 +17,24 @@ KINDS = ("whole", "stream", "leaves", "leaves early", "slow", "stop")
 
 async def visit(client: httpx.AsyncClient, number: int) -> str:
     """Run one request whose behavior depends on its number; return its outcome."""
-    chance = random.Random(number)
+    rng = random.Random(number)
     kind = KINDS[number % len(KINDS)]
     body: dict[str, Any] = {
-        "prompt": [chance.randrange(32, 127) for _ in range(chance.randrange(1, 200))],
-        "max_tokens": chance.randrange(1, 120), "seed": number, "n": chance.choice((1, 1, 2, 4)), "ignore_eos": True,
+        "prompt": [rng.randrange(32, 127) for _ in range(rng.randrange(1, 200))],
+        "max_tokens": rng.randrange(1, 120), "seed": number, "n": rng.choice((1, 1, 2, 4)), "ignore_eos": True,
     }  # fmt: skip
     if kind == "stop":
-        body |= {"stop": [chr(chance.randrange(97, 123)) for _ in range(8)], "max_tokens": 400}
+        body |= {"stop": [chr(rng.randrange(97, 123)) for _ in range(8)], "max_tokens": 400}
     if kind.startswith("leaves"):
         body |= {"max_tokens": 1500}
     try:
         if kind == "leaves early":  # without waiting for the answer
-            await asyncio.wait_for(client.post("/v1/completions", json=body), chance.random() / 5)
+            await asyncio.wait_for(client.post("/v1/completions", json=body), rng.random() / 5)
             return "answered before it left"
         if kind == "whole":
             answer = await client.post("/v1/completions", json=body)
             return kind if answer.status_code == 200 and len(answer.json()["choices"]) == body["n"] else "wrong"
-        return await _streamed(client, body, kind, chance)
+        return await _streamed(client, body, kind, rng)
     except (TimeoutError, httpx.TimeoutException):
         return kind
 

@@ -164,12 +164,14 @@ def test_gptq_with_and_without_the_kernel(kind: str, act_order: bool, group: int
     """Groups shorter than a column block, partial groups, longer groups, per-row and per-tensor scales."""
     weight, hessian = problem(21, 288)
     run: Callable[[], Any] = partial(gptq, weight, hessian, format_of(kind, 3, group), act_order=act_order)
-    found = run()
+    actual = run()
     with use_backend("reference"):
-        wanted = run()
-    assert torch.equal(found.codes, wanted.codes)
-    assert found.qparams.tensors().keys() == wanted.qparams.tensors().keys()
-    assert all(torch.equal(tensor, wanted.qparams.tensors()[name]) for name, tensor in found.qparams.tensors().items())
+        expected = run()
+    assert torch.equal(actual.codes, expected.codes)
+    assert actual.qparams.tensors().keys() == expected.qparams.tensors().keys()
+    assert all(
+        torch.equal(tensor, expected.qparams.tensors()[name]) for name, tensor in actual.qparams.tensors().items()
+    )
 
 
 @compiled

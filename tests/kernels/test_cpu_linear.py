@@ -162,14 +162,14 @@ def test_any_shape_of_x() -> None:
 @pytest.mark.parametrize("inputs", [None, "int8"])
 def test_thread_count_changes_no_bit(name: str, inputs: str | None) -> None:
     matrix = packed(name, 1000, 576)  # not a multiple of any block
-    told = INPUTS[inputs] if inputs else None
-    kernel = select_kernel(matrix, told, torch.float32)
+    input_format = INPUTS[inputs] if inputs else None
+    kernel = select_kernel(matrix, input_format, torch.float32)
     for tokens in (1, 3, 16):
         x = torch.randn(tokens, 576)
         with threads(1):
-            alone = product(kernel, x, matrix, told)
+            alone = product(kernel, x, matrix, input_format)
         with threads(2):
-            together = product(kernel, x, matrix, told)
+            together = product(kernel, x, matrix, input_format)
         assert torch.equal(alone, together)
 
 
@@ -218,8 +218,8 @@ def test_extreme_inputs(tokens: int) -> None:
     y = product(select_kernel(matrix, inputs, torch.float32), x, matrix, inputs)
     assert error(x, y, matrix, inputs) < 1e-6
     x[0, 3], x[0, 4] = math.nan, 0.0
-    for told in (None, inputs):
-        y = product(select_kernel(matrix, told, torch.float32), x, matrix, told)
+    for input_format in (None, inputs):
+        y = product(select_kernel(matrix, input_format, torch.float32), x, matrix, input_format)
         assert bool(y[0].isnan().all())
         assert not bool(y[1:].isnan().any())
 

@@ -37,31 +37,31 @@ def test_products(
     program = Program(LIBRARY)
     program.dense(weight, bias, x, y)
     run(program, tokens)
-    wanted = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     tolerance = 1e-5 if outputs == torch.float32 else 1e-2
-    assert torch.allclose(y.double(), wanted, rtol=tolerance, atol=tolerance * columns**0.5)
+    assert torch.allclose(y.double(), expected, rtol=tolerance, atol=tolerance * columns**0.5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 16, 50])
 def test_norm_and_gate(dtype: torch.dtype, width: int) -> None:
     torch.manual_seed(1)
-    hidden, given = torch.randn(5, width), torch.randn(5, width).to(dtype)
+    hidden, residual = torch.randn(5, width), torch.randn(5, width).to(dtype)
     weight, y = torch.randn(width), torch.empty(5, width, dtype=dtype)
     both, gated = (3 * torch.randn(5, 2 * width)).to(dtype), torch.empty(5, width, dtype=dtype)
-    total = hidden + given.float()
+    total = hidden + residual.float()
     program = Program(LIBRARY)
     program.add(
-        compiled.ADD_NORM, x=hidden, other=given, y=y, weight=weight, weight_type=weight.dtype, type=dtype, width=width,
-        epsilon=1e-5,
+        compiled.ADD_NORM, x=hidden, other=residual, y=y, weight=weight, weight_type=weight.dtype, type=dtype,
+        width=width, epsilon=1e-5,
     )  # fmt: skip
     up = both.view(-1)[width:]
     program.add(compiled.GATE, x=both, other=up, y=gated, type=dtype, x_stride=2 * width, width=width)
     run(program, 5)
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
     assert torch.allclose(hidden, total, atol=1e-6)
-    wanted = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight
-    assert torch.allclose(y.float(), wanted, **tolerance)
+    expected = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight
+    assert torch.allclose(y.float(), expected, **tolerance)
     wide = both.float()
     assert torch.allclose(gated.float(), torch.nn.functional.silu(wide[:, :width]) * wide[:, width:], **tolerance)
 

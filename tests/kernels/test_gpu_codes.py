@@ -38,17 +38,17 @@ def halves_kernel(octets, numbers):  # type: ignore[no-untyped-def]
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_every_byte(kind: torch.dtype, dtype: torch.dtype) -> None:
     octets = torch.arange(256, dtype=torch.uint8)
-    found = torch.empty(256, dtype=dtype, device=DEVICE)
-    byte_kernel[(1,)](octets.to(DEVICE), found, EIGHT=kind == torch.int8)
-    wanted = octets.view(kind).float()
-    real = ~wanted.isnan()  # E4M3 has two NaN codes, which are never written
-    assert torch.equal(found.cpu().float()[real], wanted[real])
+    actual = torch.empty(256, dtype=dtype, device=DEVICE)
+    byte_kernel[(1,)](octets.to(DEVICE), actual, EIGHT=kind == torch.int8)
+    expected = octets.view(kind).float()
+    real = ~expected.isnan()  # E4M3 has two NaN codes, which are never written
+    assert torch.equal(actual.cpu().float()[real], expected[real])
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_both_halves_of_every_byte_minus_every_zero_point(dtype: torch.dtype) -> None:
     octets = torch.arange(256, dtype=torch.uint8)
-    found = torch.empty(16, 2, 256, dtype=dtype, device=DEVICE)
-    halves_kernel[(1,)](octets.to(DEVICE), found)
-    wanted = torch.stack([octets & 15, octets >> 4]).float() - torch.arange(16.0)[:, None, None]
-    assert torch.equal(found.cpu().float(), wanted)
+    actual = torch.empty(16, 2, 256, dtype=dtype, device=DEVICE)
+    halves_kernel[(1,)](octets.to(DEVICE), actual)
+    expected = torch.stack([octets & 15, octets >> 4]).float() - torch.arange(16.0)[:, None, None]
+    assert torch.equal(actual.cpu().float(), expected)

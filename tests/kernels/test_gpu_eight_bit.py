@@ -45,8 +45,8 @@ def test_matches_the_product_of_quantized_inputs(name: str, path: str, monkeypat
     assert launch.eight_bit_path(6, describe(matrix)) == path
     x = torch.randn(2, 3, 128, device=DEVICE, dtype=HALF)
     bias = torch.randn(11, device=DEVICE, dtype=HALF)
-    found = KERNEL.run(x, matrix, inputs, bias, KERNEL.prepare(matrix, inputs))
-    assert distance(found, expected(x, matrix, inputs) + bias.double()) < TOLERANCE[HALF]
+    actual = KERNEL.run(x, matrix, inputs, bias, KERNEL.prepare(matrix, inputs))
+    assert distance(actual, expected(x, matrix, inputs) + bias.double()) < TOLERANCE[HALF]
 
 
 def test_inputs_are_quantized_exactly_as_the_format_does() -> None:
@@ -56,9 +56,9 @@ def test_inputs_are_quantized_exactly_as_the_format_does() -> None:
     for number_format in map(get_format, names):
         codes, scales = launch.round_rows(x, torch.int8, 127.0, number_format.scale_dtype)
         # on CPU: on GPU, PyTorch divides by a scalar by multiplying with its inverse
-        found, wanted = (codes * scales[:, None]).cpu(), number_format.fake_quantize(x.cpu().float())
-        assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))
-        assert found.isnan().any(-1).tolist() == [False, True, False, False, False, False]
+        actual, reference = (codes * scales[:, None]).cpu(), number_format.fake_quantize(x.cpu().float())
+        assert torch.equal(actual.nan_to_num(7.0), reference.nan_to_num(7.0))
+        assert actual.isnan().any(-1).tolist() == [False, True, False, False, False, False]
 
 
 def test_rows_longer_than_a_tile_are_quantized_the_same() -> None:
@@ -75,8 +75,8 @@ def test_a_clipped_range_and_a_static_scale() -> None:
         ActivationQuant(INT8, scale=torch.full((1, 1, 1), 0.013, device=DEVICE)),
     ):
         assert KERNEL.supports(matrix, inputs, HALF)
-        found = KERNEL.run(x, matrix, inputs, None, KERNEL.prepare(matrix, inputs))
-        assert distance(found, expected(x, matrix, inputs)) < TOLERANCE[HALF]
+        actual = KERNEL.run(x, matrix, inputs, None, KERNEL.prepare(matrix, inputs))
+        assert distance(actual, expected(x, matrix, inputs)) < TOLERANCE[HALF]
 
 
 def test_unsupported_formats_are_left_to_other_kernels() -> None:
@@ -103,8 +103,8 @@ def test_e4m3_uses_pytorchs_own_product() -> None:
         assert launch.eight_bit_path(16, describe(matrix)) == "scaled_mm"
         for batch in (1, 16, 300):
             x = torch.randn(batch, columns, device="cuda", dtype=torch.bfloat16)
-            found = KERNEL.run(x, matrix, inputs, None, KERNEL.prepare(matrix, inputs))
-            assert distance(found, expected(x, matrix, inputs)) < TOLERANCE[torch.bfloat16]
+            actual = KERNEL.run(x, matrix, inputs, None, KERNEL.prepare(matrix, inputs))
+            assert distance(actual, expected(x, matrix, inputs)) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.gpu
@@ -117,8 +117,8 @@ def test_large_products_captured_in_a_graph() -> None:
             KERNEL.run(x, matrix, inputs, None, prepared)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                found = KERNEL.run(x, matrix, inputs, None, prepared)
+                actual = KERNEL.run(x, matrix, inputs, None, prepared)
             x.copy_(torch.randn_like(x))
-            found.fill_(float("nan"))
+            actual.fill_(float("nan"))
             graph.replay()
-            assert distance(found, expected(x, matrix, inputs)) < TOLERANCE[torch.bfloat16]
+            assert distance(actual, expected(x, matrix, inputs)) < TOLERANCE[torch.bfloat16]

@@ -52,10 +52,10 @@ def test_bit_for_bit(kind: str, rows: int, columns: int) -> None:
 
 
 def test_a_block_inside_larger_tensors() -> None:
-    whole, factor = torch.randn(8, 64, device=DEVICE), torch.eye(64, device=DEVICE)
+    full, factor = torch.randn(8, 64, device=DEVICE), torch.eye(64, device=DEVICE)
     scale = torch.full((8, 64), 0.1, device=DEVICE)
-    codes, errors = gptq_block(whole[:, 16:32], factor[16:32, 16:32], scale[:, 16:32], None, 255, default_zero=128.0)
-    assert torch.equal(codes, ((whole[:, 16:32] / 0.1).round() + 128).clamp(0, 255).to(torch.uint8))
+    codes, errors = gptq_block(full[:, 16:32], factor[16:32, 16:32], scale[:, 16:32], None, 255, default_zero=128.0)
+    assert torch.equal(codes, ((full[:, 16:32] / 0.1).round() + 128).clamp(0, 255).to(torch.uint8))
     assert errors.abs().max() <= 0.0501
 
 

@@ -42,9 +42,9 @@ def check(name: str, batch: int, rows: int, columns: int, path: str) -> None:
     matrix, quantized = packed(name, rows, columns)
     assert launch.weight_only_path(batch, describe(matrix)) == path
     x = torch.randn(batch, columns, device=DEVICE, dtype=HALF)
-    found = KERNEL.run(x, matrix, None, None, KERNEL.prepare(matrix, None))
-    assert found.dtype == HALF
-    assert distance(found, x.double() @ quantized.dequantize().double().T) < TOLERANCE[HALF]
+    result = KERNEL.run(x, matrix, None, None, KERNEL.prepare(matrix, None))
+    assert result.dtype == HALF
+    assert distance(result, x.double() @ quantized.dequantize().double().T) < TOLERANCE[HALF]
 
 
 @pytest.mark.parametrize("name", WORDS + OTHERS)
@@ -71,8 +71,8 @@ def test_columns_that_do_not_fill_a_chunk(name: str, columns: int) -> None:
 def test_split_k() -> None:
     matrix, quantized = packed("int4-asym/32", 20, 160)
     x, bias = torch.randn(3, 160, device=DEVICE, dtype=HALF), torch.randn(20, device=DEVICE, dtype=HALF)
-    found = launch.gemm(x, describe(matrix), bias, None, HALF, tiles=(16, 16, 4, 1), split=3)
-    assert distance(found, x.double() @ quantized.dequantize().double().T + bias.double()) < TOLERANCE[HALF]
+    result = launch.gemm(x, describe(matrix), bias, None, HALF, tiles=(16, 16, 4, 1), split=3)
+    assert distance(result, x.double() @ quantized.dequantize().double().T + bias.double()) < TOLERANCE[HALF]
 
 
 def test_inputs_of_any_shape_and_stride_with_a_bias() -> None:
@@ -80,9 +80,9 @@ def test_inputs_of_any_shape_and_stride_with_a_bias() -> None:
     wide = torch.randn(2, 64, 3, device=DEVICE, dtype=HALF)
     bias = torch.randn(5, device=DEVICE, dtype=HALF)
     for x in (wide.transpose(1, 2), wide[:, :, :1].transpose(1, 2), torch.randn(64, device=DEVICE, dtype=HALF)):
-        found = KERNEL.run(x, matrix, None, bias, KERNEL.prepare(matrix, None))
-        assert found.shape == (*x.shape[:-1], 5)
-        assert distance(found, x.double() @ quantized.dequantize().double().T + bias.double()) < TOLERANCE[HALF]
+        result = KERNEL.run(x, matrix, None, bias, KERNEL.prepare(matrix, None))
+        assert result.shape == (*x.shape[:-1], 5)
+        assert distance(result, x.double() @ quantized.dequantize().double().T + bias.double()) < TOLERANCE[HALF]
 
 
 def test_an_empty_batch_gives_an_empty_result() -> None:
@@ -99,16 +99,16 @@ def test_a_broken_group_makes_its_rows_nan_and_no_others() -> None:
         matrix = PackedMatrix(number_format, 6, 64, number_format.quantize(weight).pack())
         for batch in (1, 3):
             x = torch.randn(batch, 64, device=DEVICE, dtype=HALF)
-            found = KERNEL.run(x, matrix, None, None, KERNEL.prepare(matrix, None))
-            assert torch.equal(found.isnan(), REFERENCE.run(x, matrix, None, None, None).isnan())
+            result = KERNEL.run(x, matrix, None, None, KERNEL.prepare(matrix, None))
+            assert torch.equal(result.isnan(), REFERENCE.run(x, matrix, None, None, None).isnan())
 
 
 def test_large_and_small_inputs_keep_their_precision() -> None:
     matrix, quantized = packed("int4/32", 4, 64)
     for factor in (1e-3, 1e3):
         x = (torch.randn(1, 64, device=DEVICE) * factor).to(HALF)
-        found = KERNEL.run(x, matrix, None, None, KERNEL.prepare(matrix, None))
-        assert distance(found, x.double() @ quantized.dequantize().double().T) < TOLERANCE[HALF]
+        result = KERNEL.run(x, matrix, None, None, KERNEL.prepare(matrix, None))
+        assert distance(result, x.double() @ quantized.dequantize().double().T) < TOLERANCE[HALF]
 
 
 def test_float32_or_quantized_inputs_are_left_to_other_kernels() -> None:
@@ -136,8 +136,8 @@ def test_a_layer_uses_the_kernel_compiled_and_captured() -> None:
             assert torch.equal(compiled(x), layer(x))
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                found = layer(x)
+                actual = layer(x)
             x.copy_(torch.randn_like(x))
-            found.fill_(float("nan"))
+            actual.fill_(float("nan"))
             graph.replay()
-            assert distance(found, x.double() @ quantized.dequantize().double().T) < TOLERANCE[torch.bfloat16]
+            assert distance(actual, x.double() @ quantized.dequantize().double().T) < TOLERANCE[torch.bfloat16]

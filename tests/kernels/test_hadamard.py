@@ -29,9 +29,9 @@ def test_the_transform_equals_the_matrix_product(size: int, dtype: torch.dtype, 
     x = torch.randn(3, 5, size).to(dtype)
     for inverse in (False, True):
         matrix = hadamard_matrix(size).T if inverse else hadamard_matrix(size)
-        expected, found = x.double() @ matrix, hadamard_transform(x, inverse=inverse)
-        assert found.dtype == dtype and found.shape == x.shape
-        assert (found.double() - expected).norm() <= tolerance * expected.norm()
+        expected, actual = x.double() @ matrix, hadamard_transform(x, inverse=inverse)
+        assert actual.dtype == dtype and actual.shape == x.shape
+        assert (actual.double() - expected).norm() <= tolerance * expected.norm()
 
 
 def test_the_inverse_undoes_it_where_the_matrix_is_not_symmetric() -> None:

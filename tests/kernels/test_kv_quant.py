@@ -32,11 +32,11 @@ def test_rows_match_the_catalog_format(name: str, width: int) -> None:
     assert (
         rows.row_bytes == {"int8": width + 4, "fp8": width + 4, "int4": (1 << (width - 1).bit_length()) // 2 + 4}[name]
     )
-    found = rows.dequantize(packed)
-    step = found.abs().amax(-1, keepdim=True) / 100
-    wanted = reference(name, x.flatten(0, 1)).view_as(x)
-    assert float(((found - wanted).abs() > 2 * step).float().mean()) < 0.002  # except ties
-    assert float((found - x).norm() / x.norm()) < {"int8": 0.01, "fp8": 0.04, "int4": 0.12}[name]
+    actual = rows.dequantize(packed)
+    step = actual.abs().amax(-1, keepdim=True) / 100
+    expected = reference(name, x.flatten(0, 1)).view_as(x)
+    assert float(((actual - expected).abs() > 2 * step).float().mean()) < 0.002  # except ties
+    assert float((actual - x).norm() / x.norm()) < {"int8": 0.01, "fp8": 0.04, "int4": 0.12}[name]
 
 
 @pytest.mark.parametrize("name", KV_QUANT_DTYPES)
@@ -59,12 +59,12 @@ def test_the_hadamard_transform_keeps_products_and_spreads_outliers() -> None:
     )
     queries, keys = torch.randn(20, 64), torch.randn(30, 64)
     keys[:, 3] += 25  # an outlier channel
-    wanted = queries @ keys.T
-    assert torch.allclose(rows.rotate(queries) @ rows.rotate(keys).T, wanted, atol=1e-3)
+    expected = queries @ keys.T
+    assert torch.allclose(rows.rotate(queries) @ rows.rotate(keys).T, expected, atol=1e-3)
     assert torch.allclose(rows.unrotate(rows.rotate(keys)), keys, atol=1e-4)
     plain = KVQuantFormat(INT4, 64)
     errors = [
-        float((each.rotate(queries) @ each.dequantize(each.quantize(each.rotate(keys))).T - wanted).norm())
+        float((each.rotate(queries) @ each.dequantize(each.quantize(each.rotate(keys))).T - expected).norm())
         for each in (rows, plain)
     ]
     assert errors[0] < 0.6 * errors[1]

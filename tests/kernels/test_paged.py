@@ -42,22 +42,22 @@ def oracle(
     window=st.sampled_from([None, 1, 5]),
 )
 def test_random_block_tables(seed: int, size: int, heads: tuple[int, int], width: int, window: int | None) -> None:
-    chance = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
 
     def draw(low: int, high: int) -> int:
-        return int(torch.randint(low, high, (1,), generator=chance))
+        return int(torch.randint(low, high, (1,), generator=rng))
 
     lengths = [draw(1, 40) for _ in range(draw(1, 5))]
     counts = [draw(1, length + 1) for length in lengths]
     needed = [math.ceil(length / size) for length in lengths]
-    order = torch.randperm(sum(needed) + 3, generator=chance).tolist()  # blocks in random order
+    order = torch.randperm(sum(needed) + 3, generator=rng).tolist()  # blocks in random order
     tables = torch.full((len(lengths), max(needed)), 0, dtype=torch.int32)
     for row, count in enumerate(needed):
         tables[row, :count] = torch.tensor([order.pop() for _ in range(count)])
     pages = [
-        torch.randn(sum(needed) + 3, size, heads[1], width, generator=chance) for _ in range(2)
+        torch.randn(sum(needed) + 3, size, heads[1], width, generator=rng) for _ in range(2)
     ]  # filled with garbage
-    keys, values = ([torch.randn(length, heads[1], width, generator=chance) for length in lengths] for _ in range(2))
+    keys, values = ([torch.randn(length, heads[1], width, generator=rng) for length in lengths] for _ in range(2))
 
     def places(row: int, positions: Tensor) -> Tensor:
         return tables[row].long()[positions // size] * size + positions % size
@@ -77,10 +77,10 @@ def test_random_block_tables(seed: int, size: int, heads: tuple[int, int], width
         torch.cat([each[-count:] for each, count in zip(side, counts, strict=True)]) for side in (keys, values)
     )
     store_kv(fresh_keys, fresh_values, *pages, new)
-    queries = torch.randn(sum(counts), heads[0], width, generator=chance)
-    found = paged_attention_reference(queries, *pages, batch, 0.3, window)
-    wanted = oracle(queries, keys, values, counts, 0.3, window)
-    assert torch.allclose(found.double(), wanted, atol=1e-5)
+    queries = torch.randn(sum(counts), heads[0], width, generator=rng)
+    actual = paged_attention_reference(queries, *pages, batch, 0.3, window)
+    expected = oracle(queries, keys, values, counts, 0.3, window)
+    assert torch.allclose(actual.double(), expected, atol=1e-5)
 
 
 def test_a_slot_of_minus_one_is_not_written() -> None:
@@ -97,5 +97,5 @@ def test_one_page_holding_everything_is_plain_attention(window: int | None) -> N
         torch.tensor([0, 7], dtype=torch.int32), torch.tensor([7], dtype=torch.int32),
         torch.tensor([[0]], dtype=torch.int32), torch.arange(7), 7, [7],
     )  # fmt: skip
-    found = paged_attention_reference(queries, keys[None], values[None], pages, 8**-0.5, window)
-    assert torch.allclose(found.double(), oracle(queries, [keys], [values], [7], 8**-0.5, window), atol=1e-5)
+    result = paged_attention_reference(queries, keys[None], values[None], pages, 8**-0.5, window)
+    assert torch.allclose(result.double(), oracle(queries, [keys], [values], [7], 8**-0.5, window), atol=1e-5)

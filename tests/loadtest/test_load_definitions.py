@@ -34,19 +34,19 @@ def test_latencies_of_one_request() -> None:
 
 
 def test_the_summary_by_hand() -> None:
-    found = summarize(LINES, {"ttft": 300.0, "tpot": 100.0})
-    assert (found.requests, found.answered, found.failures) == (3, 2, {"status 503": 1})
-    assert found.seconds == pytest.approx(2.0)  # 1 s to 3 s
-    assert found.requests_per_second == pytest.approx(1.0)
-    assert found.output_tokens_per_second == pytest.approx(3.5)
-    assert found.total_tokens_per_second == pytest.approx(18.5)
-    assert found.peak_tokens_per_second == pytest.approx(6.0)
-    assert found.peak_concurrency == 2
-    assert found.ttft is not None and found.ttft.mean == pytest.approx(350) and found.ttft.p50 == pytest.approx(350)
-    assert found.tpot is not None and found.tpot.mean == pytest.approx(80)  # a single token has none
-    assert found.itl is not None and found.itl.mean == pytest.approx(200) and found.itl.max == pytest.approx(300)
-    assert found.e2el is not None and found.e2el.p90 == pytest.approx(590)
-    assert (found.good, found.goodput) == (1, pytest.approx(0.5))  # the other's first token came after 500 ms
+    result = summarize(LINES, {"ttft": 300.0, "tpot": 100.0})
+    assert (result.requests, result.answered, result.failures) == (3, 2, {"status 503": 1})
+    assert result.seconds == pytest.approx(2.0)  # 1 s to 3 s
+    assert result.requests_per_second == pytest.approx(1.0)
+    assert result.output_tokens_per_second == pytest.approx(3.5)
+    assert result.total_tokens_per_second == pytest.approx(18.5)
+    assert result.peak_tokens_per_second == pytest.approx(6.0)
+    assert result.peak_concurrency == 2
+    assert result.ttft is not None and result.ttft.mean == pytest.approx(350) and result.ttft.p50 == pytest.approx(350)
+    assert result.tpot is not None and result.tpot.mean == pytest.approx(80)  # a single token has none
+    assert result.itl is not None and result.itl.mean == pytest.approx(200) and result.itl.max == pytest.approx(300)
+    assert result.e2el is not None and result.e2el.p90 == pytest.approx(590)
+    assert (result.good, result.goodput) == (1, pytest.approx(0.5))  # the other's first token came after 500 ms
     assert summarize(LINES).goodput is None and summarize(LINES, {"e2el": 1.0}).good == 0
     assert summarize([]).ttft is None and summarize([]).requests_per_second == 0
 
@@ -59,9 +59,9 @@ def test_tokens_are_counted_in_the_second_of_their_chunk() -> None:
 
 
 def test_percentiles_match_numpy() -> None:
-    chance = random.Random(0)
+    rng = random.Random(0)
     for count in (1, 2, 7, 100):
-        values = sorted(chance.random() for _ in range(count))
+        values = sorted(rng.random() for _ in range(count))
         for rank in (0, 50, 90, 99, 100):
             assert percentile(values, rank) == pytest.approx(float(np.percentile(values, rank)))
 
@@ -84,11 +84,11 @@ def test_arrivals_follow_the_seed() -> None:
 
 
 def test_random_prompts_have_the_requested_lengths() -> None:
-    drawn = random_prompts(50, LengthRange(5, 9), LengthRange(3, 4), seed=2)
-    assert {len(str(prompt.content).split()) for prompt in drawn} == {5, 6, 7, 8, 9}
-    assert {prompt.output for prompt in drawn} == {3, 4}
+    prompts = random_prompts(50, LengthRange(5, 9), LengthRange(3, 4), seed=2)
+    assert {len(str(prompt.content).split()) for prompt in prompts} == {5, 6, 7, 8, 9}
+    assert {prompt.output for prompt in prompts} == {3, 4}
     assert (
-        drawn
+        prompts
         == random_prompts(50, LengthRange(5, 9), LengthRange(3, 4), seed=2)
         != random_prompts(50, LengthRange(5, 9), LengthRange(3, 4))
     )

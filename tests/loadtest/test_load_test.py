@@ -31,16 +31,16 @@ def measured(server: SseServer, **options: Any) -> LoadTestResult:
 def test_times_match_the_server(chat: bool) -> None:
     """A client can only be later than the server, on a busy machine by some milliseconds."""
     with SseServer(first=0.15, gap=0.03) as server:
-        found = measured(server, chat=chat, limits={"ttft": 400.0, "tpot": 60.0}).summary
-    assert found.answered == 10 and not found.failures
-    assert found.ttft and found.tpot and found.itl and found.e2el
-    assert 149 <= found.ttft.p50 < 250, found.ttft
-    assert 28 <= found.tpot.p50 < 45, found.tpot
-    assert 25 <= found.itl.p50 < 45, found.itl
-    assert 359 <= found.e2el.p50 < 500, found.e2el
-    assert found.e2el.p50 == pytest.approx(found.ttft.p50 + 7 * found.tpot.p50, rel=0.1)
-    assert found.output_tokens == 80 and found.input_tokens == 70  # as the server counted
-    assert found.peak_concurrency == 10 and found.good >= 8
+        result = measured(server, chat=chat, limits={"ttft": 400.0, "tpot": 60.0}).summary
+    assert result.answered == 10 and not result.failures
+    assert result.ttft and result.tpot and result.itl and result.e2el
+    assert 149 <= result.ttft.p50 < 250, result.ttft
+    assert 28 <= result.tpot.p50 < 45, result.tpot
+    assert 25 <= result.itl.p50 < 45, result.itl
+    assert 359 <= result.e2el.p50 < 500, result.e2el
+    assert result.e2el.p50 == pytest.approx(result.ttft.p50 + 7 * result.tpot.p50, rel=0.1)
+    assert result.output_tokens == 80 and result.input_tokens == 70  # as the server counted
+    assert result.peak_concurrency == 10 and result.good >= 8
 
 
 def test_tokens_are_counted_by_usage_or_else_by_chunks() -> None:
@@ -89,11 +89,11 @@ def test_request_bodies() -> None:
 def test_failures_are_counted_by_kind() -> None:
     kinds = {1: "503", 2: "cut", 3: "error", 4: "slow", 5: "429", 6: "429"}
     with SseServer(first=0.01, gap=0.001, fails=lambda number: kinds.get(number - 1, "")) as server:
-        found = measured(server, seconds=1.0).summary
-    assert found.failures == {
+        result = measured(server, seconds=1.0).summary
+    assert result.failures == {
         "status 429": 2, "status 503": 1, "cut off": 1, "error in the stream": 1, "timed out": 1,
     }  # fmt: skip
-    assert found.answered == 4 and found.ttft is not None
+    assert result.answered == 4 and result.ttft is not None
 
 
 def test_invalid_options_are_one_sentence() -> None:
@@ -142,8 +142,8 @@ def test_the_command(smelt_here: Smelt, tmp_path: Path) -> None:  # noqa: F811
     assert (
         "11 of 12" in done.out and "failed: status 429" in done.out and "goodput (ttft 500 ms, tpot 50 ms)" in done.out
     )
-    found = json.loads((tmp_path / "r.json").read_text())
-    assert found["summary"]["answered"] == 11 and len(found["requests"]) == 12 and "secret" not in str(found)
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["summary"]["answered"] == 11 and len(result["requests"]) == 12 and "secret" not in str(result)
     page = (tmp_path / "r.html").read_text()
     assert page.count("<svg") >= 16 and "polyline" in page and "http-equiv" in page and "<script" not in page
     assert "nan" not in page and "1 of 12 requests failed" in page
@@ -169,7 +169,7 @@ def test_control_c_reports_finished_requests(tmp_path: Path) -> None:
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
         os.kill(process.pid, signal.SIGINT)
-        _, said = process.communicate(timeout=60)
-    assert process.returncode == 0 and "stopped; only finished requests are included" in said
-    found = json.loads((tmp_path / "r.json").read_text())
-    assert found["stopped"] and 5 <= found["summary"]["answered"] < 400
+        _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0 and "stopped; only finished requests are included" in stderr
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["stopped"] and 5 <= result["summary"]["answered"] < 400

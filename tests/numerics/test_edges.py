@@ -40,10 +40,10 @@ def test_all_equal_values_lose_little(name: str) -> None:
 def test_an_infinity_saturates_and_does_not_set_the_scale(name: str) -> None:
     number_format = get_format(name)
     x = torch.randn(2, 40)
-    held = x.clone()
-    held[0, 3], held[1, 7] = 0.0, 0.0
+    finite = x.clone()
+    finite[0, 3], finite[1, 7] = 0.0, 0.0
     x[0, 3], x[1, 7] = math.inf, -math.inf
-    rounded, expected = number_format.fake_quantize(x), number_format.fake_quantize(held)
+    rounded, expected = number_format.fake_quantize(x), number_format.fake_quantize(finite)
     others = x.isfinite()
     assert torch.equal(rounded[others], expected[others])
     assert bool(rounded.isfinite().all())

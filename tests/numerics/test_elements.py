@@ -140,8 +140,8 @@ def test_element_types_compare_by_name() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_tables_do_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
-    made = normal_floats(4)
-    fresh = ElementType("fresh" + str(dtype), 4, made.values)  # without cached tables
+    reference = normal_floats(4)
+    fresh = ElementType("fresh" + str(dtype), 4, reference.values)  # without cached tables
     x = 2 * torch.rand(100_000) - 1
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -150,5 +150,5 @@ def test_tables_do_not_depend_on_the_default_dtype(dtype: torch.dtype) -> None:
         random = fresh.encode_stochastic(x)
     finally:
         torch.set_default_dtype(before)
-    assert torch.equal(codes, made.encode(x))
+    assert torch.equal(codes, reference.encode(x))
     assert float((fresh.decode(random) - x).abs().max()) < 0.31  # the widest gap

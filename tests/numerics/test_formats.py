@@ -200,22 +200,22 @@ def test_stochastic_rounding_is_unbiased_and_lands_on_neighbors(name: str) -> No
     grouped = number_format.split_groups(x)
     grid = number_format.compute_qparams(grouped, tensor_amax=number_format.tensor_amax(x))
     codes = number_format.quantize_groups_stochastic(grouped.expand(draws, *grouped.shape), grid, generator)
-    drawn = number_format.dequantize_groups(codes, grid)
+    samples = number_format.dequantize_groups(codes, grid)
     choices = every_value(number_format, grid).nan_to_num(nan=torch.inf)
     choices = choices.expand(*grouped.shape[:-1], -1)[..., None, :]
     slack = 1e-6 * grouped.abs()
     high = choices.masked_fill(choices < (grouped - slack)[..., None], torch.inf).amin(-1)
     low = choices.masked_fill(choices > (grouped + slack)[..., None], -torch.inf).amax(-1)
-    assert bool(((drawn == low) | (drawn == high)).all())
+    assert bool(((samples == low) | (samples == high)).all())
     inside = high.isfinite() & low.isfinite()
     deviation = ((high - grouped) * (grouped - low)).clamp(min=0).sqrt() / draws**0.5  # of the mean
-    assert bool(((drawn.mean(0) - grouped).abs() <= 5 * deviation + 10 * slack)[inside].all())
+    assert bool(((samples.mean(0) - grouped).abs() <= 5 * deviation + 10 * slack)[inside].all())
 
 
 def test_a_generator_makes_quantize_stochastic() -> None:
     x = torch.full((1, 2000), 0.3).index_fill(1, torch.tensor([0]), 7.0)  # a scale of one
-    drawn = get_format("int4").quantize(x, generator=torch.Generator().manual_seed(0)).dequantize()
-    assert set(drawn.unique().tolist()) == {0.0, 1.0, 7.0} and float(drawn[0, 1:].mean()) == pytest.approx(
+    sampled = get_format("int4").quantize(x, generator=torch.Generator().manual_seed(0)).dequantize()
+    assert set(sampled.unique().tolist()) == {0.0, 1.0, 7.0} and float(sampled[0, 1:].mean()) == pytest.approx(
         0.3, abs=0.05
     )
     assert float(get_format("int4").fake_quantize(x)[0, 1:].abs().max()) == 0
@@ -226,11 +226,11 @@ def test_a_clip_ratio_clips() -> None:
     for name in ("int4", "int4-asym", "dint4", "dint4-sym", "fp8-e4m3", "nf4", "nvfp4", "amxfp4@float32", "ternary"):
         number_format = get_format(name)
         grouped = number_format.split_groups(x)
-        whole, half = (
+        full, half = (
             number_format.compute_qparams(grouped, clip_ratio=shrink, tensor_amax=number_format.tensor_amax(x))
             for shrink in (1.0, 0.5)
         )
-        ratio = half.scale / whole.scale
+        ratio = half.scale / full.scale
         assert torch.allclose(ratio, torch.full_like(ratio, 0.5), rtol=0.07), name  # up to the rounding to E4M3
 
 

@@ -101,8 +101,8 @@ def test_the_codes_of_symmetric_dint(bits: int, top: int) -> None:
     number_format = get_format(f"dint{bits}-sym")
     grouped, grid = fitted(number_format, torch.linspace(-top, top, 40 * top + 1)[None])
     assert float(grid.scale) == 1.0
-    found = number_format.dequantize_groups(number_format.quantize_groups(grouped, grid), grid).unique().tolist()
-    assert found == sorted([*range(-top, top + 1), 0.5, -0.5])
+    result = number_format.dequantize_groups(number_format.quantize_groups(grouped, grid), grid).unique().tolist()
+    assert result == sorted([*range(-top, top + 1), 0.5, -0.5])
 
 
 def test_the_thresholds_of_dint() -> None:
@@ -137,9 +137,9 @@ def test_the_integer_product_of_dint_equals_the_float_path(name: str) -> None:
     codes = torch.arange(1 << number_format.bits, dtype=torch.uint8)
     table = number_format.doubled(codes.expand(24, 1, -1), weight.qparams)[:, 0]  # [rows, codes]
     assert torch.equal(table, table.to(torch.int8).float())
-    whole = table.to(torch.int8).gather(1, weight.codes.long())
-    product = inputs.int() @ whole.int().T
+    integers = table.to(torch.int8).gather(1, weight.codes.long())
+    product = inputs.int() @ integers.int().T
     half = weight.qparams.scale[..., 0] / 2
-    assert torch.equal(weight.dequantize(), whole.float() * half)
+    assert torch.equal(weight.dequantize(), integers.float() * half)
     by_floats = inputs.double() @ (weight.dequantize().double() / half.double()).T
     assert torch.equal(product.double(), by_floats.round()) and float((by_floats - product).abs().max()) < 1e-3

@@ -111,13 +111,13 @@ def test_the_two_levels_of_nvfp4() -> None:
     number_format = get_format("nvfp4")
     grid = number_format.quantize(x).qparams
     assert grid.tensor is not None and grid.tensor.shape == (1, 1, 1) and grid.scale.shape == (8, 4, 1)
-    whole = 448 * 6 / x.abs().max()
-    assert torch.equal(grid.tensor.flatten(), whole.reshape(1))
-    by_hand = (x.reshape(8, 4, 16).abs().amax(-1, keepdim=True) * whole / 6).to(torch.float8_e4m3fn).float()
+    tensor_scale = 448 * 6 / x.abs().max()
+    assert torch.equal(grid.tensor.flatten(), tensor_scale.reshape(1))
+    by_hand = (x.reshape(8, 4, 16).abs().amax(-1, keepdim=True) * tensor_scale / 6).to(torch.float8_e4m3fn).float()
     assert torch.equal(grid.scale, by_hand.clamp(min=2.0**-9)) and float(grid.scale.max()) == 448
     stored = number_format.store_qparams(grid)
     assert (stored["scale"].dtype, stored["tensor"].dtype) == (torch.float8_e4m3fn, torch.float32)
-    values = number_format.quantize(x).dequantize().reshape(8, 4, 16) / (grid.scale / whole)
+    values = number_format.quantize(x).dequantize().reshape(8, 4, 16) / (grid.scale / tensor_scale)
     assert set(values.abs().round(decimals=4).unique().tolist()) <= {0, 0.5, 1, 1.5, 2, 3, 4, 6}
 
 

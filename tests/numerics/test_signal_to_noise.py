@@ -99,9 +99,9 @@ def test_dint_does_not_win_on_small_groups_of_normal_values(drawn: dict[str, Ten
 )
 def test_underflow(draw: str, name: str, lost: float, share: float | None, drawn: dict[str, Tensor]) -> None:
     x = drawn[draw]
-    found = underflow_share(x, get_format(name).fake_quantize(x))
-    assert found[0] == pytest.approx(lost, abs=0.001)
-    assert share is None or found[1] == pytest.approx(share, abs=0.001)
+    result = underflow_share(x, get_format(name).fake_quantize(x))
+    assert result[0] == pytest.approx(lost, abs=0.001)
+    assert share is None or result[1] == pytest.approx(share, abs=0.001)
 
 
 def test_underflow_counts_only_what_was_not_zero() -> None:
@@ -130,13 +130,13 @@ def test_rotation_helps_coarse_scales_and_hurts_fine_ones(name: str, before: flo
     """Tokens with 8 of 1024 channels 40 times as large. The card does not say which channels: with random ones the
     figures vary by some tenths, so the mean over ten draws is compared, with a looser tolerance than above.
     """
-    draw, found = np.random.default_rng(0), []
+    draw, result = np.random.default_rng(0), []
     for _ in range(10):
         x = draw.standard_normal((128, 1024))
         x[:, draw.choice(1024, 8, replace=False)] *= 40
         plain = torch.from_numpy(x).float()
         pair = [signal_to_noise(t, get_format(name).fake_quantize(t)) for t in (plain, hadamard_transform(plain))]
-        found.append(pair)
-    means = np.mean(found, axis=0)
+        result.append(pair)
+    means = np.mean(result, axis=0)
     assert means == pytest.approx([before, after], abs=0.3)
     assert (means[1] > means[0]) == (after > before)

@@ -67,7 +67,7 @@ def logits(network: Any, compiled: bool, texts: list[list[int]]) -> Tensor:
     requests = [Request(RequestId(str(slot)), text, SamplingParams(), 96, slot=slot) for slot, text in enumerate(texts)]
     for slot, request in enumerate(requests):
         request.blocks = list(range(slot * 10 + 9, slot * 10 - 1, -1))
-    found = None
+    result = None
     with torch.inference_mode():
         for part in range(2):
             pieces = []
@@ -79,11 +79,11 @@ def logits(network: Any, compiled: bool, texts: list[list[int]]) -> Tensor:
             if not pieces:
                 continue
             count = runner._fill(pieces)
-            ids, positions = (torch.from_numpy(np.array(each[:count])) for each in (runner._ids, runner._positions))
+            ids, positions = (torch.from_numpy(np.array(array[:count])) for array in (runner._ids, runner._positions))
             rows = torch.tensor(last_tokens(pieces), dtype=torch.int64)
-            found = runner._logits(ids, positions, rows, runner._pages(pieces, count)).clone()
-    assert found is not None
-    return found
+            result = runner._logits(ids, positions, rows, runner._pages(pieces, count)).clone()
+    assert result is not None
+    return result
 
 
 TEXTS = [[5, 6, 7, 8, 9, 10, 11], [20], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45, 46]]
@@ -93,16 +93,16 @@ TEXTS = [[5, 6, 7, 8, 9, 10, 11], [20], [30, 31, 32, 33, 34, 35, 36, 37, 38, 39,
 def test_a_program_matches_the_network(name: str) -> None:
     network = NETWORKS[name]()
     assert reason_against(Model(network)) is None
-    found, wanted = logits(network, True, TEXTS), logits(network, False, TEXTS)
-    assert torch.allclose(found, wanted, atol=2e-4, rtol=1e-4), float((found - wanted).abs().max())
+    actual, expected = logits(network, True, TEXTS), logits(network, False, TEXTS)
+    assert torch.allclose(actual, expected, atol=2e-4, rtol=1e-4), float((actual - expected).abs().max())
 
 
 @pytest.mark.parametrize("name", ["llama", "int4", "qwen3"])
 def test_half_precision(name: str) -> None:
     network = NETWORKS[name]().to(torch.bfloat16)
-    found, wanted = logits(network, True, TEXTS), logits(network, False, TEXTS).float()
+    actual, expected = logits(network, True, TEXTS), logits(network, False, TEXTS).float()
     exact = logits(copy.deepcopy(network).float(), False, TEXTS)
-    assert (found - exact).norm() < 1.2 * (wanted - exact).norm() + 1e-3 * exact.norm()
+    assert (actual - exact).norm() < 1.2 * (expected - exact).norm() + 1e-3 * exact.norm()
 
 
 def test_batch_composition_changes_no_bit() -> None:
@@ -163,9 +163,11 @@ def test_attention(
     )
     queries = torch.randn(sum(counts), heads, width).to(dtype)
     assert attention_backend(queries, pages[0]) == CPU
-    found = paged_attention(queries, pages[0], pages[1], batch, width**-0.5, window)
-    wanted = paged_attention_reference(queries.float(), pages[0].float(), pages[1].float(), batch, width**-0.5, window)
-    assert torch.allclose(found.float(), wanted, atol=1e-5 if dtype == torch.float32 else 1e-2)
+    actual = paged_attention(queries, pages[0], pages[1], batch, width**-0.5, window)
+    expected = paged_attention_reference(
+        queries.float(), pages[0].float(), pages[1].float(), batch, width**-0.5, window
+    )
+    assert torch.allclose(actual.float(), expected, atol=1e-5 if dtype == torch.float32 else 1e-2)
 
 
 def test_attention_with_scores_that_would_overflow() -> None:
@@ -174,5 +176,5 @@ def test_attention_with_scores_that_would_overflow() -> None:
         torch.tensor([0, 1], dtype=torch.int32), torch.tensor([4], dtype=torch.int32),
         torch.tensor([[0]], dtype=torch.int32), torch.zeros(1, dtype=torch.int64), 4, [1],
     )  # fmt: skip
-    found = paged_attention(torch.full((1, 1, 16), 100.0), pages[0], pages[1], batch, 1.0)
-    assert torch.allclose(found, pages[1][0].mean(0)[None])
+    result = paged_attention(torch.full((1, 1, 16), 100.0), pages[0], pages[1], batch, 1.0)
+    assert torch.allclose(result, pages[1][0].mean(0)[None])

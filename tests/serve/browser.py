@@ -51,8 +51,8 @@ class Browser:
         self.call("Page.navigate", url=url)
 
     def ask(self, expression: str) -> Any:
-        found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        return found["result"].get("value")
+        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        return result["result"].get("value")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
@@ -61,12 +61,12 @@ class Browser:
             message["sessionId"] = self.session
         os.write(self._output, json.dumps(message).encode() + b"\0")
         while True:
-            found = self._next()
-            if found.get("id") == self._number:
-                assert "error" not in found, found
-                result: dict[str, Any] = found["result"]
+            output = self._next()
+            if output.get("id") == self._number:
+                assert "error" not in output, output
+                result: dict[str, Any] = output["result"]
                 return result
-            self.events.append(found)
+            self.events.append(output)
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._read:
@@ -74,5 +74,5 @@ class Browser:
             assert part, "the browser has ended"
             self._read += part
         message, _, self._read = self._read.partition(b"\0")
-        found: dict[str, Any] = json.loads(message)
-        return found
+        result: dict[str, Any] = json.loads(message)
+        return result

@@ -23,10 +23,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Start a server on loopback without an API key."""
-    found = start(model_folder, tmp_path_factory.mktemp("server"), "--kv-cache-gib", "0.02", "--client-timeout", "1")
-    yield found
-    found.wait_until_idle()
-    assert found.end(signal.SIGINT) == 0, found.log.read_text()
+    result = start(model_folder, tmp_path_factory.mktemp("server"), "--kv-cache-gib", "0.02", "--client-timeout", "1")
+    yield result
+    result.wait_until_idle()
+    assert result.end(signal.SIGINT) == 0, result.log.read_text()
 
 
 @pytest.fixture(scope="session")
@@ -35,15 +35,15 @@ def keyed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder = tmp_path_factory.mktemp("keyed")
     (folder / "keys").write_text("# two keys\n" + "\n".join(KEYS) + "\n")
     options = ("--max-queued", "0", "--max-num-seqs", "2", "--kv-cache-gib", "0.01", "--max-restarts", "0")
-    found = start(model_folder, folder, "--api-key-file", str(folder / "keys"), *options, host="0.0.0.0")
-    yield found
-    worker = found.get("/state", headers={"x-api-key": KEYS[0]}).json()["worker"]
+    result = start(model_folder, folder, "--api-key-file", str(folder / "keys"), *options, host="0.0.0.0")
+    yield result
+    worker = result.get("/state", headers={"x-api-key": KEYS[0]}).json()["worker"]
     os.kill(worker, signal.SIGKILL)
-    assert found.process.wait(PATIENCE) == 1, found.log.read_text()
-    assert "giving up" in found.log.read_text() and "Traceback" not in found.log.read_text()
+    assert result.process.wait(PATIENCE) == 1, result.log.read_text()
+    assert "giving up" in result.log.read_text() and "Traceback" not in result.log.read_text()
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as result:
+        yield result

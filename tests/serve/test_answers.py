@@ -25,8 +25,8 @@ def network() -> Any:
 
 @pytest.fixture(scope="module")
 def http(server: Server) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60) as found:
-        yield found
+    with httpx.Client(base_url=server.url, timeout=60) as result:
+        yield result
 
 
 def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -37,12 +37,12 @@ def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[
     choices: dict[int, dict[str, Any]] = {}
     for event in events[:-1]:
         (part,) = event["choices"]
-        whole = choices.setdefault(part["index"], {"text": "", "finish_reason": None, "logprobs": [], "token_ids": []})
-        assert whole["finish_reason"] is None  # nothing follows the end
-        whole["text"] += part["text"] if "text" in part else part["delta"].get("content", "")
-        whole["finish_reason"] = part["finish_reason"]
-        whole["logprobs"] += (part["logprobs"] or {}).get("token_logprobs", [])
-        whole["token_ids"] += part.get("token_ids", [])
+        choice = choices.setdefault(part["index"], {"text": "", "finish_reason": None, "logprobs": [], "token_ids": []})
+        assert choice["finish_reason"] is None  # nothing follows the end
+        choice["text"] += part["text"] if "text" in part else part["delta"].get("content", "")
+        choice["finish_reason"] = part["finish_reason"]
+        choice["logprobs"] += (part["logprobs"] or {}).get("token_logprobs", [])
+        choice["token_ids"] += part.get("token_ids", [])
     return [choices[index] for index in sorted(choices)], events[-1]["usage"]
 
 
@@ -50,9 +50,11 @@ def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[
 def test_greedy_tokens_match_transformers(server: Server, prompt: str) -> None:
     ids = torch.tensor([tokenizer()(prompt)["input_ids"]])
     with torch.no_grad():
-        wanted = network().generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+        expected = (
+            network().generate(ids, max_new_tokens=24, do_sample=False, pad_token_id=0)[0, ids.shape[1] :].tolist()
+        )
     (choice,) = server.complete(prompt, max_tokens=24, return_token_ids=True)["choices"]
-    assert choice["token_ids"] == wanted
+    assert choice["token_ids"] == expected
     assert choice["prompt_token_ids"] == ids[0].tolist()
     by_tokens = server.complete(ids[0].tolist(), max_tokens=24)["choices"][0]
     assert by_tokens["text"] == choice["text"]
@@ -103,14 +105,14 @@ def is_tie(body: dict[str, Any], sample: int, first: list[int], second: list[int
 @given(body=SETTINGS, seed=st.integers(0, 2**62))
 def test_streaming_does_not_change_the_answer(http: httpx.Client, body: dict[str, Any], seed: int) -> None:
     body = {**body, "seed": seed, "return_token_ids": True}
-    whole = http.post("/v1/completions", json=body).json()
+    complete = http.post("/v1/completions", json=body).json()
     choices, usage = streamed(http, "/v1/completions", body)
     # The second request may run with another batch size and on a cached prompt: its logits differ in their last bits.
-    both = [(part["token_ids"], choice["token_ids"]) for part, choice in zip(choices, whole["choices"], strict=True)]
+    both = [(part["token_ids"], choice["token_ids"]) for part, choice in zip(choices, complete["choices"], strict=True)]
     assume(not any(is_tie(body, sample, *pair) for sample, pair in enumerate(both)))
-    assert [choice["text"] for choice in choices] == [choice["text"] for choice in whole["choices"]]
-    assert [choice["token_ids"] for choice in choices] == [choice["token_ids"] for choice in whole["choices"]]
-    for part, choice in zip(choices, whole["choices"], strict=True):
+    assert [choice["text"] for choice in choices] == [choice["text"] for choice in complete["choices"]]
+    assert [choice["token_ids"] for choice in choices] == [choice["token_ids"] for choice in complete["choices"]]
+    for part, choice in zip(choices, complete["choices"], strict=True):
         assert part["finish_reason"] == choice["finish_reason"]
         logprobs = (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"]
         assert part["logprobs"] == pytest.approx(logprobs, abs=ROUNDING)
@@ -120,7 +122,7 @@ def test_streaming_does_not_change_the_answer(http: httpx.Client, body: dict[str
         if not body.get("include_stop_str_in_output"):
             assert not any(stop in choice["text"] for stop in body.get("stop", []))
     assert usage["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
-    assert usage["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert usage["completion_tokens"] == complete["usage"]["completion_tokens"]
     assert usage["prompt_tokens"] == len(tokenizer()(body["prompt"])["input_ids"])
 
 
@@ -141,10 +143,10 @@ def test_a_stop_string_ends_the_answer_before_it_and_in_the_engine(server: Serve
     place = next(place for place in range(20, len(text)) if text.index(text[place : place + 2]) == place)
     stop = text[place : place + 2]
     before = server.state()["generated_tokens"]
-    found = http.post("/v1/completions", json={**body, "stop": stop}).json()
-    assert found["choices"][0]["text"] == text[:place] and found["choices"][0]["finish_reason"] == "stop"
-    assert found["usage"]["completion_tokens"] < 400
-    assert server.state()["generated_tokens"] - before == found["usage"]["completion_tokens"]
+    result = http.post("/v1/completions", json={**body, "stop": stop}).json()
+    assert result["choices"][0]["text"] == text[:place] and result["choices"][0]["finish_reason"] == "stop"
+    assert result["usage"]["completion_tokens"] < 400
+    assert server.state()["generated_tokens"] - before == result["usage"]["completion_tokens"]
     kept = http.post("/v1/completions", json={**body, "stop": [stop], "include_stop_str_in_output": True}).json()
     assert kept["choices"][0]["text"] == text[: place + 2]
     server.wait_until_idle()
@@ -155,8 +157,10 @@ def test_stop_tokens_logit_bias_and_eos(server: Server) -> None:
     forced = server.complete(max_tokens=4, logit_bias={"65": 100}, return_token_ids=True)["choices"][0]
     assert forced["token_ids"] == [65] * 4
     letter = forced["text"][0]
-    held = server.complete(max_tokens=4, logit_bias={"65": 100}, stop=[letter * 2 + "!", letter * 5])["choices"][0]
-    assert held["text"] == letter * 4 and held["finish_reason"] == "length"  # held-back text is flushed at the end
+    flushed = server.complete(max_tokens=4, logit_bias={"65": 100}, stop=[letter * 2 + "!", letter * 5])["choices"][0]
+    assert (
+        flushed["text"] == letter * 4 and flushed["finish_reason"] == "length"
+    )  # held-back text is flushed at the end
     stopped = server.complete(max_tokens=10, ignore_eos=True, stop_token_ids=[plain[3]], return_token_ids=True)
     (choice,) = stopped["choices"]
     assert choice["token_ids"] == plain[: plain.index(plain[3]) + 1] and choice["finish_reason"] == "stop"
@@ -170,15 +174,15 @@ def test_stop_tokens_logit_bias_and_eos(server: Server) -> None:
 
 def test_several_prompts_and_echo(server: Server) -> None:
     prompts = ["hello", "other", "hello"]
-    found = server.complete(prompts, max_tokens=5, n=2, echo=True)
-    assert [choice["index"] for choice in found["choices"]] == list(range(6))
-    for place, choice in enumerate(found["choices"]):
+    result = server.complete(prompts, max_tokens=5, n=2, echo=True)
+    assert [choice["index"] for choice in result["choices"]] == list(range(6))
+    for place, choice in enumerate(result["choices"]):
         alone = server.complete(prompts[place // 2], max_tokens=5)["choices"][0]["text"]
         assert choice["text"] == prompts[place // 2] + alone
-    assert found["usage"]["prompt_tokens"] == 15 and found["usage"]["completion_tokens"] == 30
+    assert result["usage"]["prompt_tokens"] == 15 and result["usage"]["completion_tokens"] == 30
     ids = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
     assert [each["text"] for each in server.complete(ids, max_tokens=5, n=2, echo=True)["choices"]] == [
-        each["text"] for each in found["choices"]
+        each["text"] for each in result["choices"]
     ]
 
 
@@ -187,16 +191,16 @@ def test_logprobs_match_the_network(server: Server) -> None:
     (choice,) = server.complete("hello", max_tokens=5, logprobs=2, return_token_ids=True)["choices"]
     with torch.no_grad():
         logits = network()(torch.tensor([prompt + choice["token_ids"]])).logits[0, len(prompt) - 1 : -1]
-    wanted = logits.log_softmax(-1).gather(-1, torch.tensor(choice["token_ids"])[:, None])[:, 0]
-    assert choice["logprobs"]["token_logprobs"] == pytest.approx(wanted.tolist(), abs=1e-4)
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(choice["token_ids"])[:, None])[:, 0]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected.tolist(), abs=1e-4)
 
 
 def test_each_salt_has_its_own_prefix_cache(server: Server) -> None:
     prompt = "a prompt that nobody else in this file has, long enough for blocks " * 2
 
     def cached(**more: Any) -> int:
-        found: int = server.complete(prompt, max_tokens=1, **more)["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return found
+        result: int = server.complete(prompt, max_tokens=1, **more)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return result
 
     assert cached() == 0
     assert cached() >= 96
@@ -206,10 +210,10 @@ def test_each_salt_has_its_own_prefix_cache(server: Server) -> None:
 
 def test_chat_streams_every_sample_with_continuous_usage(http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "hi"}], "n": 2, "seed": 3, "max_tokens": 8}
-    whole = http.post("/v1/chat/completions", json=body).json()
+    complete = http.post("/v1/chat/completions", json=body).json()
     choices, usage = streamed(http, "/v1/chat/completions", body)
-    assert [choice["text"] for choice in choices] == [choice["message"]["content"] for choice in whole["choices"]]
-    assert usage == whole["usage"] | {"prompt_tokens_details": usage["prompt_tokens_details"]}
+    assert [choice["text"] for choice in choices] == [choice["message"]["content"] for choice in complete["choices"]]
+    assert usage == complete["usage"] | {"prompt_tokens_details": usage["prompt_tokens_details"]}
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     with http.stream("POST", "/v1/chat/completions", json={**body, **options}) as answer:
         counts = [event["usage"]["completion_tokens"] for event in pieces(answer)]
@@ -217,9 +221,9 @@ def test_chat_streams_every_sample_with_continuous_usage(http: httpx.Client) -> 
 
 
 def test_tokenize_and_detokenize(server: Server) -> None:
-    found = server.post("/tokenize", {"prompt": "über", "return_token_strs": True}).json()
-    assert found["tokens"] == tokenizer()("über")["input_ids"] and found["count"] == 5 == len(found["token_strs"])
-    assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "über"}
+    result = server.post("/tokenize", {"prompt": "über", "return_token_strs": True}).json()
+    assert result["tokens"] == tokenizer()("über")["input_ids"] and result["count"] == 5 == len(result["token_strs"])
+    assert server.post("/detokenize", {"tokens": result["tokens"]}).json() == {"prompt": "über"}
     chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
     assert server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "user: x\nassistant:"
     assert server.get("/version").json()["version"] and server.get("/v1/models").json()["data"][0]["id"] == NAME

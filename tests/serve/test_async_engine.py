@@ -23,8 +23,8 @@ from tests.trained import sentences, trained_llama
 @pytest.fixture
 def live() -> Iterator[AsyncEngine]:
     model = Model(copy.deepcopy(trained_llama(sentences(400))), character_tokenizer())
-    with smelt.AsyncEngine(smelt.Engine(model, **SMALL)) as found:
-        yield found
+    with smelt.AsyncEngine(smelt.Engine(model, **SMALL)) as result:
+        yield result
 
 
 async def whole(live: AsyncEngine, prompt: str, **settings: Any) -> tuple[str, str, int]:
@@ -40,11 +40,11 @@ def test_streams_match_generate(live: AsyncEngine) -> None:
     async def all_at_once() -> list[tuple[str, str, int]]:
         return await asyncio.gather(*(whole(live, prompt) for prompt in prompts))
 
-    found = asyncio.run(all_at_once())
+    actual = asyncio.run(all_at_once())
     live.close()
-    wanted = live.engine.generate(prompts, smelt.SamplingParams(max_tokens=20, temperature=0))
-    assert [(text, reason) for text, reason, _ in found] == [(each.text, each.reason) for each in wanted]
-    assert all(pieces > 5 for _, _, pieces in found)
+    expected = live.engine.generate(prompts, smelt.SamplingParams(max_tokens=20, temperature=0))
+    assert [(text, reason) for text, reason, _ in actual] == [(output.text, output.reason) for output in expected]
+    assert all(pieces > 5 for _, _, pieces in actual)
 
 
 def test_a_stop_string_ends_a_stream_and_frees_its_blocks(live: AsyncEngine) -> None:

@@ -187,26 +187,26 @@ def test_a_large_body_is_refused_with_and_without_its_length(server: Server) -> 
 def raw(server: Server, request: bytes) -> bytes:
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        found = b""
+        result = b""
         try:
             connection.sendall(request)
             while part := connection.recv(65536):
-                found += part
-                if b"\r\n\r\n" in found and b"}" in found:
+                result += part
+                if b"\r\n\r\n" in result and b"}" in result:
                     break
         except (ConnectionResetError, BrokenPipeError):
             pass
-        return found
+        return result
 
 
 @pytest.mark.parametrize("size", [40_000, 200_000, 5_000_000])
 def test_a_huge_header(server: Server, size: int) -> None:
     """CVE-2025-48956."""
-    found = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * size + b"\r\n\r\n")
-    assert found[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431") or found == b""
+    result = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * size + b"\r\n\r\n")
+    assert result[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431") or result == b""
     many = b"".join(b"X-%d: x\r\n" % number for number in range(size // 10))
-    found = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + many + b"\r\n")
-    assert found[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431") or found == b""
+    result = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + many + b"\r\n")
+    assert result[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431") or result == b""
     assert server.get("/health").status_code == 200
 
 

@@ -35,13 +35,13 @@ TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}\n{% en
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write a small character-level model with 128 positions and a chat template."""
-    made = tmp_path_factory.mktemp("chat") / "model"
-    trained_llama(sentences(400)).save_pretrained(made)
+    path = tmp_path_factory.mktemp("chat") / "model"
+    trained_llama(sentences(400)).save_pretrained(path)
     tokenizer = character_tokenizer()
     tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # characters without spaces between them
     tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(made)
-    return made
+    tokenizer.save_pretrained(path)
+    return path
 
 
 @pytest.fixture
@@ -55,18 +55,20 @@ def test_the_second_turn_computes_only_new_tokens(talk: Conversation) -> None:
     assert first and second
     assert [message["content"] for message in talk.messages] == ["the cat", first, "the dog", second]
     assert talk.turns[0].cached_tokens == 0
-    said = len(f"s: be kind.\nu: the cat\na: {first}")
-    assert talk.turns[1].cached_tokens >= said - 8 and talk.turns[1].prompt_tokens > said  # all but one block
+    num_tokens = len(f"s: be kind.\nu: the cat\na: {first}")
+    assert (
+        talk.turns[1].cached_tokens >= num_tokens - 8 and talk.turns[1].prompt_tokens > num_tokens
+    )  # all but one block
     assert talk.engine.pool.free == talk.engine.pool.blocks
 
 
 def test_answers_match_the_engine(talk: Conversation) -> None:
     pieces = list(talk.answer("the cat"))
     prompt = "s: be kind.\nu: the cat\na: "
-    (wanted,) = Engine(talk.engine.model, prefix_cache=False).generate(
+    (expected,) = Engine(talk.engine.model, prefix_cache=False).generate(
         [prompt], SamplingParams(max_tokens=12, temperature=0)
     )
-    assert "".join(pieces) == wanted.text and len(pieces) > 1
+    assert "".join(pieces) == expected.text and len(pieces) > 1
 
 
 def test_a_full_context_drops_the_oldest_messages(talk: Conversation) -> None:
@@ -155,10 +157,10 @@ def test_the_command_with_piped_input(
     done = typed(smelt_here, monkeypatch, text, str(folder), *options)
     assert done.code == 0 and len(done.out.splitlines()) == 3, done
     assert "Ctrl-D ends" in done.err and "forgotten" in done.err
-    found: Any = json.loads((tmp_path / "r.json").read_text())
-    assert found["system"] == "be brief." and len(found["messages"]) == 2 and len(found["turns"]) == 3
-    assert found["turns"][1]["cached_tokens"] > 0
-    assert found["messages"][1]["content"] == done.out.splitlines()[2]
+    result: Any = json.loads((tmp_path / "r.json").read_text())
+    assert result["system"] == "be brief." and len(result["messages"]) == 2 and len(result["turns"]) == 3
+    assert result["turns"][1]["cached_tokens"] > 0
+    assert result["messages"][1]["content"] == done.out.splitlines()[2]
     long = typed(smelt_here, monkeypatch, "\n".join(["the child sees"] * 9), str(folder), *options)
     assert "the context of 128 tokens is full; the oldest 2 messages are dropped" in long.err
     typed(smelt_here, monkeypatch, "x", "nowhere").refused("no model at nowhere")
@@ -181,10 +183,10 @@ def test_at_a_terminal(folder: Path, tmp_path: Path) -> None:
     os.write(ours, b"\x03")
     assert "Ctrl-D ends" in _read_until(ours, "> ", process)
     os.write(ours, b"the cat\n")
-    said = _read_until(ours, "the", process, after="the cat\r\n")
+    output = _read_until(ours, "the", process, after="the cat\r\n")
     os.write(ours, b"\x03")
-    said += _read_until(ours, "\r\n> ", process)
-    assert 10 < len(said) < 7000, len(said)
+    output += _read_until(ours, "\r\n> ", process)
+    assert 10 < len(output) < 7000, len(output)
     os.write(ours, b"/reset\n")
     _read_until(ours, "> ", process, after="forgotten.")
     time.sleep(0.5)

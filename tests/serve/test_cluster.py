@@ -49,30 +49,30 @@ LONG = {"prompt": "x", "max_tokens": 1900, "ignore_eos": True, "stream": True, "
 def left_after(processes: list[Any], seconds: float) -> list[str]:
     """Return the processes that have not ended."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
-    return [" ".join(each.cmdline()) for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    return [" ".join(process.cmdline()) for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
 @pytest.fixture(scope="module")
 def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder, before = tmp_path_factory.mktemp("cluster"), folders_of_ray()
     (folder / "keys").write_text("\n".join(KEYS))
-    found = start(model_folder, folder, *OPTIONS, "--api-key-file", str(folder / "keys"), own_session=True)
+    result = start(model_folder, folder, *OPTIONS, "--api-key-file", str(folder / "keys"), own_session=True)
     processes = []
     try:
-        found.http.headers["x-api-key"] = KEYS[0]
-        yield found
-        found.wait_until_idle()
-        processes = psutil.Process(found.process.pid).children(recursive=True)
+        result.http.headers["x-api-key"] = KEYS[0]
+        yield result
+        result.wait_until_idle()
+        processes = psutil.Process(result.process.pid).children(recursive=True)
         assert len(processes) >= 8
-        os.killpg(found.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
-        assert found.process.wait(30) == 0, found.log.read_text()
+        os.killpg(result.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
+        assert result.process.wait(30) == 0, result.log.read_text()
         assert left_after(processes, 5) == []
         assert folders_of_ray() == before
-        log = found.log.read_text()
+        log = result.log.read_text()
         assert "Traceback" not in log and "stopped" in log
     finally:
-        if found.process.poll() is None:
-            found.process.kill()
+        if result.process.poll() is None:
+            result.process.kill()
 
 
 def folders_of_ray() -> set[Path]:
@@ -80,7 +80,7 @@ def folders_of_ray() -> set[Path]:
 
 
 def generated(server: Server) -> dict[str, int]:
-    return {name: each["state"]["generated_tokens"] for name, each in server.state()["replicas"].items()}
+    return {name: replica["state"]["generated_tokens"] for name, replica in server.state()["replicas"].items()}
 
 
 def test_both_replicas_answer_like_a_single_engine(cluster: Server, server: Server) -> None:
@@ -97,18 +97,18 @@ def test_both_replicas_answer_like_a_single_engine(cluster: Server, server: Serv
 
 
 def test_the_official_client(cluster: Server, server: Server) -> None:
-    asked: Any = {"model": NAME, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 30}
+    body: Any = {"model": NAME, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 30}
     with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key=KEYS[1], max_retries=0) as client:
-        whole = client.chat.completions.create(**asked, temperature=0)
+        complete = client.chat.completions.create(**body, temperature=0)
         first, *chunks, last = client.chat.completions.create(
-            **asked, temperature=0, stream=True, stream_options={"include_usage": True}
+            **body, temperature=0, stream=True, stream_options={"include_usage": True}
         )
         assert first.choices[0].delta.role == "assistant"
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == complete.choices[0].message.content
         assert last.usage is not None and last.usage.completion_tokens == 30
-        samples = client.chat.completions.create(**asked, n=3, seed=5, logprobs=True, top_logprobs=2)
+        samples = client.chat.completions.create(**body, n=3, seed=5, logprobs=True, top_logprobs=2)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        same = client.chat.completions.create(**asked, n=3, seed=5, logprobs=True, top_logprobs=2)
+        same = client.chat.completions.create(**body, n=3, seed=5, logprobs=True, top_logprobs=2)
     assert samples.choices == same.choices and len({choice.message.content for choice in same.choices}) == 3
 
 
@@ -131,11 +131,11 @@ def test_a_bad_request_is_refused_and_an_abandoned_one_is_freed(cluster: Server)
 
 def test_metrics_cover_all_replicas(cluster: Server) -> None:
     state = cluster.wait_until_idle()
-    every = [each["state"] for each in state["replicas"].values()]
+    every = [replica["state"] for replica in state["replicas"].values()]
     text = cluster.get("/metrics").text
     for name, key in (("smelt:kv_blocks", "blocks"), ("vllm:prefix_cache_queries_total", "prompt_tokens")):
         (line,) = [line for line in text.splitlines() if line.startswith(f"{name}{{")]
-        assert float(line.split()[-1]) == sum(each[key] for each in every) > 0
+        assert float(line.split()[-1]) == sum(replica[key] for replica in every) > 0
     assert state["capacity"] == 2 * 1 + 512
     queued = state["latency"]["queue_time"]
     assert 0 <= queued["sum"] < 60 * queued["count"]
@@ -156,7 +156,7 @@ def test_ray_listens_on_loopback_requires_a_token_and_sends_no_usage_reports(clu
     assert 8265 not in {address.port for address in listening}, "that is the dashboard"
     (control,) = [process for process in processes if process.name() == "gcs_server"]
     assert control.environ()["RAY_USAGE_STATS_ENABLED"] == "0"
-    (port,) = {found.laddr.port for found in control.net_connections() if found.status == psutil.CONN_LISTEN}
+    (port,) = {result.laddr.port for result in control.net_connections() if result.status == psutil.CONN_LISTEN}
     right = control.environ()["RAY_AUTH_TOKEN"]
     assert [may_enter(port, token) for token in (right, "0" * len(right), "")] == [True, False, False]
 
@@ -164,8 +164,8 @@ def test_ray_listens_on_loopback_requires_a_token_and_sends_no_usage_reports(clu
 def may_enter(port: int, token: str) -> bool:
     """Return whether Ray accepts a local client with this token."""
     code = f"from ray._raylet import GcsClient; print(GcsClient(address='127.0.0.1:{port}').internal_kv_keys(b'', b''))"
-    told = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
-    environment = {**os.environ, **told, "RAY_gcs_rpc_server_connect_timeout_s": "2"}
+    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token} if token else {"RAY_AUTH_MODE": "disabled"}
+    environment = {**os.environ, **auth, "RAY_gcs_rpc_server_connect_timeout_s": "2"}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, capture_output=True, env=environment, timeout=60, check=False).returncode == 0
 
@@ -207,12 +207,12 @@ def test_a_killed_replica_is_replaced_and_the_others_continue(cluster: Server, v
     knocking = Knocking(cluster)
     after = cluster.wait_until(lambda now: len(now["replicas"]) == 2 and name not in now["replicas"], 40)
     assert cluster.get("/health").status_code == 200
-    for each in streams:
-        each.join(40)
+    for stream in streams:
+        stream.join(40)
     knocking.stop(after=4)
     assert set(knocking.found) == {200}, "no other request was lost"
-    lost = [each for each in streams if '"engine_died"' in each.lines[-2]]
-    assert len(lost) == 1 and all(each.lines[-1] == "data: [DONE]" for each in streams)
+    lost = [stream for stream in streams if '"engine_died"' in stream.lines[-2]]
+    assert len(lost) == 1 and all(stream.lines[-1] == "data: [DONE]" for stream in streams)
     assert after["restarts"] == before["restarts"] + 1
     assert "died; Ray starts another" in cluster.log.read_text()
     new = next(iter(set(after["replicas"]) - set(before["replicas"])))
@@ -232,7 +232,11 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    told = {**ALONE, "RAY_AUTH_TOKEN": "a-token-that-the-owner-of-the-cluster-chose", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {
+        **ALONE,
+        "RAY_AUTH_TOKEN": "a-token-that-the-owner-of-the-cluster-chose",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
     folder = tempfile.mkdtemp(prefix="ray-of-tests-")  # sockets need a short path
     options = ["--node-ip-address=127.0.0.1", f"--port={port}", "--num-cpus=2", "--include-dashboard=false"]
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *options]
@@ -240,17 +244,17 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
     with log.open("wb") as file:
         process = subprocess.Popen(
             [*command, f"--temp-dir={folder}", "--object-store-memory=80000000"],
-            stdout=file, stderr=file, env={**os.environ, **told},
+            stdout=file, stderr=file, env={**os.environ, **environment},
         )  # fmt: skip
     try:
         until = time.monotonic() + 40
         while "Ray runtime started" not in log.read_text():
             assert process.poll() is None and time.monotonic() < until, log.read_text()
             time.sleep(0.1)
-        yield f"127.0.0.1:{port}", told
+        yield f"127.0.0.1:{port}", environment
     finally:
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            each.kill()
+        for child in [*psutil.Process(process.pid).children(recursive=True), process]:
+            child.kill()
         process.wait(20)
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -258,32 +262,32 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, dict[s
 def test_a_running_cluster_is_used_and_left_unchanged(
     head: tuple[str, dict[str, str]], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address, told = head
-    for name, value in told.items():
+    address, environment = head
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    found = start(model_folder, tmp_path, *OPTIONS, "--ray-address", address)
+    result = start(model_folder, tmp_path, *OPTIONS, "--ray-address", address)
     try:
-        assert found.complete("hello", max_tokens=4)["usage"]["completion_tokens"] == 4
-        replicas = [psutil.Process(each["process"]) for each in found.state()["replicas"].values()]
+        assert result.complete("hello", max_tokens=4)["usage"]["completion_tokens"] == 4
+        replicas = [psutil.Process(each["process"]) for each in result.state()["replicas"].values()]
         (raylet,) = {replica.parent() for replica in replicas}
         ours = [*replicas, *(child for replica in replicas for child in replica.children(recursive=True))]
-        assert len(ours) == 4 and found.end(signal.SIGTERM) == 0, found.log.read_text()
+        assert len(ours) == 4 and result.end(signal.SIGTERM) == 0, result.log.read_text()
         assert left_after(ours, 5) == []
-        assert raylet.is_running() and "requires no token" not in found.log.read_text()
+        assert raylet.is_running() and "requires no token" not in result.log.read_text()
     finally:
-        if found.process.poll() is None:
-            found.process.kill()
+        if result.process.poll() is None:
+            result.process.kill()
 
 
 def test_an_error_in_a_replica_is_one_sentence(
     head: tuple[str, dict[str, str]], model_folder: Path, tmp_path: Path
 ) -> None:
-    address, told = head
+    address, environment = head
     command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model_folder), "--port", "0", *OPTIONS]
-    found = subprocess.run(
+    completed = subprocess.run(
         [*command, "--ray-address", address, "--lora-modules", f"poet={tmp_path}"],
-        capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **told},
+        capture_output=True, text=True, check=False, timeout=60, env={**os.environ, **environment},
     )  # fmt: skip
-    assert found.returncode == 2 and "Traceback" not in found.stderr, found.stderr
-    last = found.stderr.splitlines()[-1]
-    assert last.startswith("smelt: ") and "adapter_config.json" in last, found.stderr
+    assert completed.returncode == 2 and "Traceback" not in completed.stderr, completed.stderr
+    last = completed.stderr.splitlines()[-1]
+    assert last.startswith("smelt: ") and "adapter_config.json" in last, completed.stderr

@@ -48,12 +48,12 @@ class Call:
         self.script, self.cancelled = script, False
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        for each in self.script:
-            if isinstance(each, Exception):
-                raise each
-            if each is None:
+        for event in self.script:
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
                 await asyncio.Event().wait()
-            yield json.dumps(each)
+            yield json.dumps(event)
 
     def cancel(self) -> None:
         self.cancelled = True
@@ -87,7 +87,7 @@ class Handle:
         assert timeout_s and return_exceptions
         if self.fault is not None:
             raise self.fault
-        return [each if isinstance(each, Exception) else json.dumps(each) for each in self.there]
+        return [state if isinstance(state, Exception) else json.dumps(state) for state in self.there]
 
 
 def client_of(handle: Handle, seen: list[dict[str, int]] | None = None) -> ClusterClient:
@@ -105,13 +105,13 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 async def all_of(client: ClusterClient, n: int = 1) -> list[TokenEvent]:
     stream = client.stream([[1, 2]], SamplingParams(n=n))
-    found: list[TokenEvent] = []
+    result: list[TokenEvent] = []
     try:
         while events := await stream.next():
-            found += events
+            result += events
     finally:
         stream.close()
-    return found
+    return result
 
 
 def test_a_request_without_any_token_moves_to_another_replica() -> None:
@@ -285,14 +285,16 @@ def test_the_command_without_ray_or_with_a_wrong_number(tmp_path: Any) -> None:
     code = "import sys; sys.modules['ray'] = None\nfrom smelt.cli.main import main; main(sys.argv[1:])"
     for options, sentence in ((["2"], "pip install 'smelt[cluster]'"), (["0"], "--replicas"), (["two"], "--replicas")):
         command = [sys.executable, "-c", code, "serve", str(tmp_path), "--replicas", *options]
-        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        assert found.returncode == 2 and sentence in found.stderr and "Traceback" not in found.stderr, found.stderr
+        completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        assert completed.returncode == 2 and sentence in completed.stderr and "Traceback" not in completed.stderr, (
+            completed.stderr
+        )
 
 
 def test_ray_is_imported_lazily_and_in_few_files() -> None:
     source = Path(smelt.__file__).parent
-    wanted = re.compile(r"^ *(?:import|from) ray\b", re.MULTILINE)
-    found = {file for file in source.rglob("*.py") if wanted.search(file.read_text(encoding="utf-8"))}
+    expected = re.compile(r"^ *(?:import|from) ray\b", re.MULTILINE)
+    actual = {file for file in source.rglob("*.py") if expected.search(file.read_text(encoding="utf-8"))}
     names = ("ray_start.py", "serve/cluster/ray_serve.py", "serve/cluster/replica.py", "train/on_ray.py")
-    assert found == {source / name for name in names}
-    assert not any(re.search(r"^(?:import|from) ray\b", file.read_text(encoding="utf-8"), re.M) for file in found)
+    assert actual == {source / name for name in names}
+    assert not any(re.search(r"^(?:import|from) ray\b", file.read_text(encoding="utf-8"), re.M) for file in actual)

@@ -79,9 +79,9 @@ def test_a_slow_reader_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         writer.write(HEAD)
         size = 0
         while size < 100 * (1 << 17):
-            found = await reader.read(1 << 18)
-            assert found
-            size += len(found)
+            result = await reader.read(1 << 18)
+            assert result
+            size += len(result)
             await asyncio.sleep(0.05)
 
     started = time.monotonic()
@@ -96,8 +96,8 @@ def test_too_many_connections_and_broken_requests(monkeypatch: pytest.MonkeyPatc
 
     async def broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
         writer.write(b"nonsense\r\n\r\n")
-        found = await reader.read(-1)
-        assert found.startswith(b"HTTP/1.1 400") and b'"type": "invalid_request_error"' in found
+        result = await reader.read(-1)
+        assert result.startswith(b"HTTP/1.1 400") and b'"type": "invalid_request_error"' in result
 
     assert talked(monkeypatch, nothing, max_connections=0) == []
     assert talked(monkeypatch, broken) == []

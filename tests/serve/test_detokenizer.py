@@ -54,10 +54,10 @@ TEXT = st.text(alphabet="ab .é語🙂\n", max_size=30)
 
 
 def streamed(tokens: list[int], seed: int, stop: tuple[str, ...] = (), prompt: list[int] | None = None) -> list[str]:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     stream, pieces, at = Detokenizer(TOKENIZER, prompt or [], stop), [], 0
     while at < len(tokens):
-        count = chance.randrange(1, 4)
+        count = rng.randrange(1, 4)
         pieces.append(stream.push(tokens[at : at + count]))
         at += count
     return [*pieces, stream.finish()]
@@ -76,12 +76,12 @@ def test_chunks_add_up_to_the_text_and_characters_are_complete(before: str, text
 @given(TEXT, st.lists(st.text(alphabet="ab .é🙂", min_size=1, max_size=3), min_size=1, max_size=3), st.integers(0, 99))
 def test_no_part_of_a_stop_string_is_shown(text: str, stop: list[str], seed: int) -> None:
     pieces = streamed(TOKENIZER(text)["input_ids"], seed, tuple(stop))
-    ends = [place for each in stop if (place := text.find(each)) >= 0]
+    ends = [place for stop_string in stop if (place := text.find(stop_string)) >= 0]
     shown = "".join(pieces)
     if not ends:
         assert shown == text
     else:  # tokens that arrive together may contain a second stop string before the first match
-        assert shown == text[: len(shown)] and not any(each in shown for each in stop)
+        assert shown == text[: len(shown)] and not any(stop_string in shown for stop_string in stop)
         assert len(shown) <= max(ends)
 
 
@@ -115,23 +115,23 @@ BYTES = st.lists(st.sampled_from([*range(256), *[0x80, 0xE2, 0x82, 0xAC, 0xF0, 0
 @settings(max_examples=500, deadline=None)
 @given(BYTES, st.integers(0, 99), st.integers(1, 30))
 def test_invalid_bytes_are_not_held_back(tokens: list[int], seed: int, most: int) -> None:
-    chance, stream, shown, at = random.Random(seed), Detokenizer(TOKENIZER, []), "", 0
+    rng, stream, shown, at = random.Random(seed), Detokenizer(TOKENIZER, []), "", 0
     while at < len(tokens):
-        count = chance.randrange(1, most + 1)
+        count = rng.randrange(1, most + 1)
         shown += stream.push(tokens[at : at + count])
         at += count
-        whole = TOKENIZER.decode(tokens[:at])
-        assert whole.startswith(shown) and len(whole) - len(shown) <= 3
+        decoded = TOKENIZER.decode(tokens[:at])
+        assert decoded.startswith(shown) and len(decoded) - len(shown) <= 3
     assert shown + stream.finish() == TOKENIZER.decode(tokens)
 
 
 @settings(max_examples=300, deadline=None)
 @given(TEXT, TEXT, st.integers(0, 99), st.integers(1, 12))
 def test_multibyte_characters_are_emitted_complete(text: str, before: str, seed: int, most: int) -> None:
-    tokens, chance = list(text.encode()), random.Random(seed)
+    tokens, rng = list(text.encode()), random.Random(seed)
     stream, pieces = Detokenizer(FALLBACK, list(before.encode())), []
     while tokens:
-        count = chance.randrange(1, most + 1)
+        count = rng.randrange(1, most + 1)
         pieces.append(stream.push(tokens[:count]))
         del tokens[:count]
     assert "".join([*pieces, stream.finish()]) == text and not any("\ufffd" in piece for piece in pieces)
@@ -140,14 +140,14 @@ def test_multibyte_characters_are_emitted_complete(text: str, before: str, seed:
 @settings(max_examples=500, deadline=None)
 @given(st.text(alphabet="a語🙂", max_size=12), st.integers(0, 999), st.integers(1, 9))
 def test_tokens_may_contain_parts_of_two_characters(text: str, seed: int, most: int) -> None:
-    chance, left, tokens = random.Random(seed), text.encode(), []
+    rng, left, tokens = random.Random(seed), text.encode(), []
     while left:
-        count = chance.randrange(1, 4)
+        count = rng.randrange(1, 4)
         tokens.append(left[:count])
         left = left[count:]
     stream, pieces, at = Detokenizer(Spelled(tokens), []), [], 0  # type: ignore[arg-type]
     while at < len(tokens):
-        count = min(chance.randrange(1, most + 1), len(tokens) - at)
+        count = min(rng.randrange(1, most + 1), len(tokens) - at)
         pieces.append(stream.push(range(at, at + count)))
         at += count
     assert "".join([*pieces, stream.finish()]) == text and not any("\ufffd" in piece for piece in pieces)

@@ -29,11 +29,11 @@ TEXTS = ["hello", "a longer text, so that there is padding", "x"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = tmp_path_factory.mktemp("encoders") / "encoder"
+    result = tmp_path_factory.mktemp("encoders") / "encoder"
     torch.manual_seed(0)
-    hf.BertModel(hf.BertConfig(**ENCODER, max_position_embeddings=64)).eval().save_pretrained(found)
-    character_tokenizer(encoder=True).save_pretrained(found)
-    return found
+    hf.BertModel(hf.BertConfig(**ENCODER, max_position_embeddings=64)).eval().save_pretrained(result)
+    character_tokenizer(encoder=True).save_pretrained(result)
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +71,9 @@ def expected(folder: Path, text: str) -> torch.Tensor:
 
 def test_embeddings(ask: Any, folder: Path) -> None:
     answer = ask("POST", "/v1/embeddings", {"input": TEXTS, "model": "encoder"}).json()
-    assert [each["index"] for each in answer["data"]] == [0, 1, 2] and answer["object"] == "list"
-    for text, each in zip(TEXTS, answer["data"], strict=True):
-        torch.testing.assert_close(torch.tensor(each["embedding"]), expected(folder, text), atol=1e-5, rtol=1e-4)
+    assert [item["index"] for item in answer["data"]] == [0, 1, 2] and answer["object"] == "list"
+    for text, item in zip(TEXTS, answer["data"], strict=True):
+        torch.testing.assert_close(torch.tensor(item["embedding"]), expected(folder, text), atol=1e-5, rtol=1e-4)
     counts = [len(character_tokenizer(encoder=True)(text)["input_ids"]) for text in TEXTS]
     assert answer["usage"] == {"prompt_tokens": sum(counts), "total_tokens": sum(counts)}
     packed = ask("POST", "/v1/embeddings", {"input": TEXTS[0], "encoding_format": "base64"}).json()["data"][0]

@@ -32,10 +32,10 @@ SMALL: dict[str, Any] = {"block_size": 4, "max_model_len": 96, "kv_cache_bytes":
 
 
 def prompts(count: int = 6, seed: int = 0) -> list[list[int]]:
-    chance = random.Random(seed)
-    beginning = [chance.randrange(3, 99) for _ in range(30)]
+    rng = random.Random(seed)
+    beginning = [rng.randrange(3, 99) for _ in range(30)]
     return [
-        beginning[: chance.randrange(30)] + [chance.randrange(3, 99) for _ in range(chance.randrange(1, 20))]
+        beginning[: rng.randrange(30)] + [rng.randrange(3, 99) for _ in range(rng.randrange(1, 20))]
         for _ in range(count)
     ]
 
@@ -45,14 +45,14 @@ def expected(network: PreTrainedModel, prompt: list[int], count: int = 16) -> li
     network = copy.deepcopy(network)
     network.generation_config.eos_token_id = None
     with torch.no_grad():
-        found = network.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return list(found[0, len(prompt) :].tolist())
+        actual = network.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return list(actual[0, len(prompt) :].tolist())
 
 
 def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
     requests = [engine.submit(text, sampling)[0] for text in texts]
     run(engine)
-    return [each.output for each in requests]
+    return [request.output for request in requests]
 
 
 def run(engine: Engine) -> None:
@@ -66,8 +66,8 @@ def run(engine: Engine) -> None:
 @pytest.mark.parametrize("name", DECODERS)
 def test_greedy_tokens_match_transformers(name: str) -> None:
     network = BUILDS[name]()
-    wanted = [expected(network, prompt) for prompt in prompts()]
-    assert answers(Engine(Model(network), **SMALL), prompts()) == wanted
+    reference = [expected(network, prompt) for prompt in prompts()]
+    assert answers(Engine(Model(network), **SMALL), prompts()) == reference
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +83,7 @@ def llama() -> tuple[PreTrainedModel, list[list[int]]]:
 def test_no_setting_changes_a_token(
     llama: tuple[PreTrainedModel, list[list[int]]], prefix_cache: bool, chunk: int | None, batch_tokens: int
 ) -> None:
-    network, wanted = llama
+    network, reference = llama
     engine = Engine(
         Model(copy.deepcopy(network)),
         prefix_cache=prefix_cache,
@@ -91,14 +91,14 @@ def test_no_setting_changes_a_token(
         max_num_batched_tokens=batch_tokens,
         **SMALL,
     )
-    assert answers(engine, prompts()) == wanted
-    assert answers(engine, prompts()) == wanted  # now from the prefix cache, if enabled
+    assert answers(engine, prompts()) == reference
+    assert answers(engine, prompts()) == reference  # now from the prefix cache, if enabled
 
 
 @pytest.mark.parametrize("requests", [1, 2, 6])
 def test_any_batch(llama: tuple[PreTrainedModel, list[list[int]]], requests: int) -> None:
-    network, wanted = llama
-    assert answers(Engine(Model(copy.deepcopy(network)), max_num_seqs=requests, **SMALL), prompts()) == wanted
+    network, reference = llama
+    assert answers(Engine(Model(copy.deepcopy(network)), max_num_seqs=requests, **SMALL), prompts()) == reference
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -147,7 +147,7 @@ def test_warmup_respects_max_queued(llama: tuple[PreTrainedModel, Any]) -> None:
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_preemption_loses_nothing(llama: tuple[PreTrainedModel, list[list[int]]], prefix_cache: bool) -> None:
-    network, wanted = llama
+    network, reference = llama
     bytes_of_block = 3 * 2 * 4 * 2 * 8 * 4
     engine = Engine(
         Model(copy.deepcopy(network)),
@@ -158,8 +158,8 @@ def test_preemption_loses_nothing(llama: tuple[PreTrainedModel, list[list[int]]]
     )
     requests = [engine.submit(prompt, GREEDY)[0] for prompt in prompts()]
     run(engine)
-    assert sum(each.preemptions for each in requests) > 0
-    assert [each.output for each in requests] == wanted
+    assert sum(request.preemptions for request in requests) > 0
+    assert [request.output for request in requests] == reference
 
 
 @pytest.mark.parametrize("seed", [3, 5])
@@ -179,8 +179,8 @@ def test_a_request_that_returns_to_its_row_uses_its_new_blocks(
     long = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     requests = [engine.submit(text, long)[0] for text in texts]
     run(engine)
-    assert sum(each.preemptions for each in requests) > 0
-    assert [each.output for each in requests] == [expected(network, text, 30) for text in texts]
+    assert sum(request.preemptions for request in requests) > 0
+    assert [request.output for request in requests] == [expected(network, text, 30) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -189,23 +189,23 @@ def test_a_request_that_returns_to_its_row_uses_its_new_blocks(
 def test_a_pruned_network_with_per_layer_widths(empty: tuple[str, ...]) -> None:
     network = BUILDS["llama"]()
     cut(network, random_masks(network, empty=empty))
-    wanted = [expected(network, prompt) for prompt in prompts()]
-    assert answers(Engine(Model(network), **SMALL), prompts()) == wanted
+    reference = [expected(network, prompt) for prompt in prompts()]
+    assert answers(Engine(Model(network), **SMALL), prompts()) == reference
 
 
 def test_a_quantized_network() -> None:
     model = Model(BUILDS["llama"]())
     RoundToNearest(bits=4, group_size=16).apply(model, MethodContext())
-    wanted = [expected(model.network, prompt) for prompt in prompts()]
-    assert answers(Engine(model, **SMALL), prompts()) == wanted
+    reference = [expected(model.network, prompt) for prompt in prompts()]
+    assert answers(Engine(model, **SMALL), prompts()) == reference
 
 
 def test_a_sliding_window_is_respected() -> None:
     network = BUILDS["mistral"]()
     network.config.sliding_window = 6
     network = type(network)(network.config).eval()
-    wanted = [expected(network, prompt) for prompt in prompts()]
-    assert answers(Engine(Model(network), **SMALL), prompts()) == wanted
+    reference = [expected(network, prompt) for prompt in prompts()]
+    assert answers(Engine(Model(network), **SMALL), prompts()) == reference
 
 
 def engine_of(network: PreTrainedModel, **more: Any) -> Engine:
@@ -214,13 +214,13 @@ def engine_of(network: PreTrainedModel, **more: Any) -> Engine:
 
 def test_a_seed_gives_the_same_tokens_at_any_batch_position(llama: tuple[PreTrainedModel, Any]) -> None:
     network, _ = llama
-    text, drawn = prompts()[0], SamplingParams(max_tokens=16, seed=7, temperature=1.3, top_p=0.95, ignore_eos=True)
-    alone = answers(engine_of(network), [text], drawn)[0]
+    text, params = prompts()[0], SamplingParams(max_tokens=16, seed=7, temperature=1.3, top_p=0.95, ignore_eos=True)
+    alone = answers(engine_of(network), [text], params)[0]
     engine = engine_of(network, prefill_chunk_size=3)
     others = [engine.submit(prompt, SamplingParams(max_tokens=9, temperature=0.9))[0] for prompt in prompts()]
-    mine = engine.submit(text, drawn)[0]
+    mine = engine.submit(text, params)[0]
     run(engine)
-    assert mine.output == alone and all(len(each.output) for each in others)
+    assert mine.output == alone and all(len(request.output) for request in others)
     assert answers(
         engine_of(network), [text], SamplingParams(max_tokens=16, seed=8, temperature=1.3, ignore_eos=True)
     ) != [alone]
@@ -236,7 +236,7 @@ def test_samples_of_one_prompt_differ_and_share_its_blocks(llama: tuple[PreTrain
         step = engine.scheduler.schedule()
         computed += step.tokens
         engine._read(engine.runner.launch(step))
-    assert len({tuple(each.output) for each in requests}) == 4
+    assert len({tuple(request.output) for request in requests}) == 4
     assert computed < 2 * len(text) + 4 * 12
     assert engine.pool.free == engine.pool.blocks
 
@@ -268,17 +268,17 @@ def test_logprobs_match_the_network(llama: tuple[PreTrainedModel, Any]) -> None:
     answer = engine_of(network).generate([text], SamplingParams(max_tokens=5, temperature=0, logprobs=3))[0]
     with torch.no_grad():
         logits = network(torch.tensor([[*text, *answer.tokens]])).logits[0, len(text) - 1 : -1]
-    wanted = logits.log_softmax(-1)
-    for place, (token, found) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
-        assert found.own == pytest.approx(float(wanted[place, token]), abs=1e-4)
-        values, tokens = wanted[place].topk(3)
-        assert [pair[0] for pair in found.top] == tokens.tolist()
-        assert [pair[1] for pair in found.top] == pytest.approx(values.tolist(), abs=1e-4)
+    reference = logits.log_softmax(-1)
+    for place, (token, actual) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+        assert actual.own == pytest.approx(float(reference[place, token]), abs=1e-4)
+        values, tokens = reference[place].topk(3)
+        assert [pair[0] for pair in actual.top] == tokens.tolist()
+        assert [pair[1] for pair in actual.top] == pytest.approx(values.tolist(), abs=1e-4)
 
 
 def test_eos_stop_tokens_and_min_tokens(llama: tuple[PreTrainedModel, Any]) -> None:
-    network, wanted = llama
-    text, answer = prompts()[0], wanted[0]
+    network, reference = llama
+    text, answer = prompts()[0], reference[0]
     stop = answer[4]
     first = answer.index(stop)
     engine = engine_of(network)
@@ -288,8 +288,8 @@ def test_eos_stop_tokens_and_min_tokens(llama: tuple[PreTrainedModel, Any]) -> N
         run(engine)
         return request
 
-    found = only(stop_token_ids=(stop,))
-    assert found.output == answer[: first + 1] and found.reason == "stop"
+    actual = only(stop_token_ids=(stop,))
+    assert actual.output == answer[: first + 1] and actual.reason == "stop"
     later = only(stop_token_ids=(stop,), min_tokens=first + 2)
     assert stop not in later.output[: first + 1]
     engine.runner.eos_token_ids = (stop,)

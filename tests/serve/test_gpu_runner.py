@@ -73,35 +73,35 @@ def test_preemption_and_the_prefix_cache() -> None:
     requests = [engine.submit(text, few)[0] for text in texts]
     while engine.busy:
         engine.step()
-    assert sum(each.preemptions for each in requests) > 0
-    assert [each.output for each in requests] == [expected(network, text, 10) for text in texts]
+    assert sum(request.preemptions for request in requests) > 0
+    assert [request.output for request in requests] == [expected(network, text, 10) for text in texts]
 
 
 def test_requests_that_need_previous_tokens_wait_for_them() -> None:
     plain = engine_of("llama")[0]
-    asked = SamplingParams(max_tokens=8, temperature=0, repetition_penalty=5.0, ignore_eos=True)
-    found = answers(plain, prompts(2), asked)
-    assert all(len(set(each)) == 8 for each in found)  # no token repeats
-    drawn = SamplingParams(max_tokens=6, temperature=1.5, seed=3, ignore_eos=True)
-    alone = answers(engine_of("llama")[0], prompts(1), drawn)
+    params = SamplingParams(max_tokens=8, temperature=0, repetition_penalty=5.0, ignore_eos=True)
+    result = answers(plain, prompts(2), params)
+    assert all(len(set(request)) == 8 for request in result)  # no token repeats
+    sampling = SamplingParams(max_tokens=6, temperature=1.5, seed=3, ignore_eos=True)
+    alone = answers(engine_of("llama")[0], prompts(1), sampling)
     engine = engine_of("llama")[0]
     others = [engine.submit(text, GREEDY)[0] for text in prompts(3)[1:]]
-    mine = engine.submit(prompts(1)[0], drawn)[0]
+    mine = engine.submit(prompts(1)[0], sampling)[0]
     while engine.busy:
         engine.step()
-    assert mine.output == alone[0] and all(len(each.output) == 16 for each in others)
+    assert mine.output == alone[0] and all(len(request.output) == 16 for request in others)
 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_greedy_tokens_with_a_quantized_cache_match_the_module(kind: str) -> None:
     engine, network = engine_of("llama", kv_cache_dtype=kind)
     plain = Engine(Model(network), **SMALL, kv_cache_dtype=kind, compiled=False)
-    texts = [each[-5:] for each in prompts(3)]
-    few = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+    texts = [tokens[-5:] for tokens in prompts(3)]
+    params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
     assert engine.runner.backend.startswith("fused-gpu") and plain.runner.backend.startswith("eager")
-    found, wanted = answers(engine, texts, few), answers(plain, texts, few)
-    assert [each[:2] for each in found] == [each[:2] for each in wanted]
-    assert sum(a == b for a, b in zip(found, wanted, strict=True)) >= 2  # up to a near tie
+    actual, reference = answers(engine, texts, params), answers(plain, texts, params)
+    assert [tokens[:2] for tokens in actual] == [tokens[:2] for tokens in reference]
+    assert sum(a == b for a, b in zip(actual, reference, strict=True)) >= 2  # up to a near tie
 
 
 def random_pages(blocks: int, size: int, kv_heads: int, width: int, rows: KVQuantFormat | None) -> list[torch.Tensor]:
@@ -148,10 +148,10 @@ def test_decode_attention(splits: int, window: int | None, normed: bool, kind: s
     queries = rope_and_store_kv(mixed, last, places, rotation, *others, kv_quant=rows)
     starts = torch.arange(4, dtype=torch.int32, device=DEVICE)
     batch = AttentionMetadata(starts, tokens.seq_lens[:3].int(), tables[slots[:3]], places, 300, [1, 1, 1])
-    found = paged_decode(mixed, *pages, tokens, rotation, 0.2, window, splits=splits, kv_quant=rows)
-    wanted = paged_attention_reference(queries[:3], *pages, batch, 0.2, window, rows)
-    assert torch.allclose(found[:3], wanted.flatten(1), atol=1e-4)
-    assert bool((found[3] == 0).all())  # a padding row
+    actual = paged_decode(mixed, *pages, tokens, rotation, 0.2, window, splits=splits, kv_quant=rows)
+    reference = paged_attention_reference(queries[:3], *pages, batch, 0.2, window, rows)
+    assert torch.allclose(actual[:3], reference.flatten(1), atol=1e-4)
+    assert bool((actual[3] == 0).all())  # a padding row
     assert all(alike(page, other, rows) for page, other in zip(pages, others, strict=True))
     assert not bool(arrived.any())  # ready for the next call
 
@@ -160,23 +160,23 @@ def test_decode_attention(splits: int, window: int | None, normed: bool, kind: s
 def test_matrix_vector_products(around: str) -> None:
     torch.manual_seed(4)
     x, matrix, bias, norm = torch.randn(1, 300), torch.randn(50, 300), torch.randn(50), torch.rand(300)
-    there = [each.to(DEVICE) for each in (x, matrix, bias, norm)]
+    there = [tensor.to(DEVICE) for tensor in (x, matrix, bias, norm)]
     normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm
     if around == "plain":
-        found, wanted = fused_gemv(there[0], there[1], there[2]), x @ matrix.T + bias
+        actual, reference = fused_gemv(there[0], there[1], there[2]), x @ matrix.T + bias
     elif around == "normed":
-        found = fused_gemv(there[0], there[1], there[2], norm=there[3], epsilon=1e-5)
-        wanted = normal @ matrix.T + bias
+        actual = fused_gemv(there[0], there[1], there[2], norm=there[3], epsilon=1e-5)
+        reference = normal @ matrix.T + bias
     elif around == "gated":
-        found = fused_gemv(there[0], there[1], norm=there[3], epsilon=1e-5, gated=True, tiles=(4, 64, 4))
+        actual = fused_gemv(there[0], there[1], norm=there[3], epsilon=1e-5, gated=True, tiles=(4, 64, 4))
         gates, through = (normal @ matrix.T).chunk(2, dim=-1)
-        wanted = torch.nn.functional.silu(gates) * through
+        reference = torch.nn.functional.silu(gates) * through
     else:
         hidden = torch.randn(1, 50)
-        wanted, moved = hidden + x @ matrix.T, hidden.to(DEVICE)
-        found = fused_gemv(there[0], there[1], added=moved)
-        assert found is moved
-    assert torch.allclose(found.cpu(), wanted, rtol=1e-4, atol=1e-4)
+        reference, moved = hidden + x @ matrix.T, hidden.to(DEVICE)
+        actual = fused_gemv(there[0], there[1], added=moved)
+        assert actual is moved
+    assert torch.allclose(actual.cpu(), reference, rtol=1e-4, atol=1e-4)
 
 
 def test_tokens_still_on_the_device_are_embedded() -> None:
@@ -206,8 +206,8 @@ def test_prefill_attention(window: int | None, kind: str | None, width: int) -> 
         starts, torch.tensor(lengths, dtype=torch.int32, device=DEVICE), tables, starts.long(), 330, counts
     )
     queries = torch.randn(106, 4, width, device=DEVICE)
-    found = paged_prefill(queries, *pages, batch, 0.25, window, kv_quant=rows)
-    assert torch.allclose(found, paged_attention_reference(queries, *pages, batch, 0.25, window, rows), atol=1e-5)
+    result = paged_prefill(queries, *pages, batch, 0.25, window, kv_quant=rows)
+    assert torch.allclose(result, paged_attention_reference(queries, *pages, batch, 0.25, window, rows), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
@@ -227,14 +227,14 @@ def test_quantized_rows_in_half_precision(kind: str, width: int) -> None:
     bounds = torch.arange(3, dtype=torch.int32, device=DEVICE)
     batch = AttentionMetadata(bounds, ends.int(), tables, ends, length, [1, 1])
     for splits in (1, 4):
-        found = paged_decode(mixed, *pages, tokens, rotation, width**-0.5, splits=splits, kv_quant=rows)
-        wanted = paged_attention_reference(rows.rotate(queries), *pages, batch, width**-0.5, kv_quant=rows)
-        assert distance(found, wanted.flatten(1)) < 0.01
+        actual = paged_decode(mixed, *pages, tokens, rotation, width**-0.5, splits=splits, kv_quant=rows)
+        reference = paged_attention_reference(rows.rotate(queries), *pages, batch, width**-0.5, kv_quant=rows)
+        assert distance(actual, reference.flatten(1)) < 0.01
     asking = torch.randn(sum(lengths), 8, width, device=DEVICE, dtype=HALF)
     starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=DEVICE)
     batch = AttentionMetadata(starts, ends.int(), tables, starts.long(), length, lengths)
-    found = paged_prefill(asking, *pages, batch, width**-0.5, kv_quant=rows)
-    assert distance(found, paged_attention_reference(asking.float(), *pages, batch, width**-0.5, kv_quant=rows)) < 0.01
+    actual = paged_prefill(asking, *pages, batch, width**-0.5, kv_quant=rows)
+    assert distance(actual, paged_attention_reference(asking.float(), *pages, batch, width**-0.5, kv_quant=rows)) < 0.01
 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
@@ -251,22 +251,22 @@ def test_small_weights_are_not_lost_in_half_precision(kind: str) -> None:
         bounds, torch.tensor([length], dtype=torch.int32, device=DEVICE), tables, bounds.long(), length, [1]
     )
     queries = rows.rotate(torch.full((1, 1, 16), 1.0)).half().to(DEVICE)
-    found = paged_prefill(queries, *pages, batch, 0.5, kv_quant=rows)
-    wanted = paged_attention_reference(queries.float(), *pages, batch, 0.5, kv_quant=rows)
-    assert distance(found, wanted) < 0.02
+    actual = paged_prefill(queries, *pages, batch, 0.5, kv_quant=rows)
+    reference = paged_attention_reference(queries.float(), *pages, batch, 0.5, kv_quant=rows)
+    assert distance(actual, reference) < 0.02
 
 
 def test_small_operations() -> None:
     torch.manual_seed(2)
-    hidden, given, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
-    total = hidden + given
-    wanted = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight
+    hidden, residual, weight = torch.randn(3, 40), torch.randn(3, 40), torch.randn(40)
+    total = hidden + residual
+    reference = total * torch.rsqrt(total.square().mean(-1, keepdim=True) + 1e-5) * weight
     moved = hidden.to(DEVICE)
-    assert torch.allclose(add_rms_norm(moved, given.to(DEVICE), weight.to(DEVICE), 1e-5).cpu(), wanted, atol=1e-5)
+    assert torch.allclose(add_rms_norm(moved, residual.to(DEVICE), weight.to(DEVICE), 1e-5).cpu(), reference, atol=1e-5)
     assert torch.allclose(moved.cpu(), total)
     both = torch.randn(3, 72)
-    found = silu_and_mul(both.to(DEVICE)).cpu()
-    assert torch.allclose(found, torch.nn.functional.silu(both[:, :36]) * both[:, 36:], atol=1e-5)
+    actual = silu_and_mul(both.to(DEVICE)).cpu()
+    assert torch.allclose(actual, torch.nn.functional.silu(both[:, :36]) * both[:, 36:], atol=1e-5)
 
 
 def test_argmax_returns_the_first_of_equal_tokens() -> None:
@@ -303,23 +303,23 @@ def test_rope_and_cache_writes(
     last, dtype = row_layout(rows, width, torch.float32)
     pages = [torch.zeros(3, 4, kv_heads, last, dtype=dtype, device=DEVICE) for _ in range(2)]
     weights = (torch.rand(width), torch.rand(width)) if normed else None
-    each = mixed.unflatten(1, (-1, width)).clone()
+    per_head = mixed.unflatten(1, (-1, width)).clone()
     for place, count, weight in ((0, heads, 0), (heads, kv_heads, 1)):
-        part = each[:, place : place + count]
+        part = per_head[:, place : place + count]
         if weights is not None:
             part = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + 1e-6) * weights[weight]
         half = torch.cat([-part[..., width // 2 :], part[..., : width // 2]], dim=-1)
-        each[:, place : place + count] = part * cosines[positions][:, None] + half * sines[positions][:, None]
+        per_head[:, place : place + count] = part * cosines[positions][:, None] + half * sines[positions][:, None]
     moved = mixed.to(DEVICE)
     there = None if weights is None else (weights[0].to(DEVICE), weights[1].to(DEVICE))
     rotation = RotaryParams(cosines.to(DEVICE), sines.to(DEVICE), there, 1e-6)
     queries = rope_and_store_kv(moved, positions.to(DEVICE), places.to(DEVICE), rotation, *pages, kv_quant=rows)
-    asking, keys, values = quantize_qkv(rows, *each.split((heads, kv_heads, kv_heads), dim=1))
+    asking, keys, values = quantize_qkv(rows, *per_head.split((heads, kv_heads, kv_heads), dim=1))
     assert torch.allclose(queries.cpu(), asking, atol=1e-5)
     real = places >= 0
-    for page, wanted in ((pages[0], keys), (pages[1], values)):
+    for page, reference in ((pages[0], keys), (pages[1], values)):
         written = page.cpu().flatten(0, 1)
-        assert alike(written[places[real]], wanted[real], rows)
+        assert alike(written[places[real]], reference[real], rows)
         assert int((written.float().abs().sum((1, 2)) > 0).sum()) == 4  # the token without a slot is not written
 
 

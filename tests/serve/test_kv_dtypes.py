@@ -69,11 +69,11 @@ def by_transformers(network: PreTrainedModel, prompt: list[int], kv: KVCacheForm
     network = copy.deepcopy(network)
     network.generation_config.eos_token_id = None
     with torch.no_grad():
-        found = network.generate(
+        result = network.generate(
             torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0,
             past_key_values=kv.cache(network.config),
         )  # fmt: skip
-    return list(found[0, len(prompt) :].tolist())
+    return list(result[0, len(prompt) :].tolist())
 
 
 def engine_of(network: PreTrainedModel, kind: str | None, **more: Any) -> Engine:
@@ -91,8 +91,8 @@ def same(found: list[list[int]], wanted: list[list[int]]) -> bool:
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_tokens_match_a_cache_in_the_same_format(llama: PreTrainedModel, kind: str, compiled: bool) -> None:
     engine = engine_of(llama, kind, compiled=compiled)
-    wanted = [by_transformers(llama, prompt, SAME[kind]) for prompt in prompts(4)]
-    assert same(answers(engine, prompts(4)), wanted)
+    expected = [by_transformers(llama, prompt, SAME[kind]) for prompt in prompts(4)]
+    assert same(answers(engine, prompts(4)), expected)
     if kind == INT4 and compiled:  # and differ from an unquantized cache
         caches = (SAME[kind], KVCacheFormat())
         packed_ones, plain_ones = ([by_transformers(llama, prompt, kv) for prompt in prompts(24)] for kv in caches)
@@ -128,27 +128,27 @@ def test_compiled_attention_over_rows(kind: str, width: int, window: int | None)
     batch = AttentionMetadata(starts, torch.tensor(lengths, dtype=torch.int32), tables, starts.long(), 290, counts)
     queries = torch.randn(106, 6, width)
     assert paged.attention_backend(queries, pages[0], rows) == CPU
-    found = paged_attention(queries, *pages, batch, 0.2, window, rows)
-    assert torch.allclose(found, paged_attention_reference(queries, *pages, batch, 0.2, window, rows), atol=1e-5)
+    result = paged_attention(queries, *pages, batch, 0.2, window, rows)
+    assert torch.allclose(result, paged_attention_reference(queries, *pages, batch, 0.2, window, rows), atol=1e-5)
 
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_heads_that_keep_everything_match_plain_pages_in_the_same_format(kind: str, compiled: bool) -> None:
     network = wide()
-    wanted = answers(engine_of(network, kind, compiled=False), prompts())
+    expected = answers(engine_of(network, kind, compiled=False), prompts())
     engine = engine_of(network, kind, compiled=compiled, kv_profile=retention(1.0, 3, 1), prefix_cache=False)
-    assert answers(engine, prompts()) == wanted
+    assert answers(engine, prompts()) == expected
 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_heads_that_keep_little(llama: PreTrainedModel, kind: str) -> None:
     """The scorer sees quantized keys, and selects nearly the same tokens."""
-    texts = [each * 3 for each in prompts(4, seed=5)]
-    wanted = answers(engine_of(llama, None, kv_profile=retention(0.4), prefix_cache=False), texts)
+    texts = [prompt * 3 for prompt in prompts(4, seed=5)]
+    expected = answers(engine_of(llama, None, kv_profile=retention(0.4), prefix_cache=False), texts)
     engine = engine_of(llama, kind, kv_profile=retention(0.4))
-    found = answers_without_a_check(engine, texts)
-    assert sum(a[:4] == b[:4] for a, b in zip(found, wanted, strict=True)) >= (2 if kind == INT4 else 3)
+    actual = answers_without_a_check(engine, texts)
+    assert sum(a[:4] == b[:4] for a, b in zip(actual, expected, strict=True)) >= (2 if kind == INT4 else 3)
     assert isinstance(engine.scheduler.cache_manager, PerHeadCacheManager)
     engine.scheduler.cache_manager.drop_sessions()
     assert engine.pool.free == engine.pool.blocks
@@ -158,21 +158,21 @@ def answers_without_a_check(engine: Engine, texts: list[list[int]]) -> list[list
     requests = [engine.submit(text, GREEDY)[0] for text in texts]
     while engine.busy:
         engine.step()
-    return [each.output for each in requests]
+    return [request.output for request in requests]
 
 
 @pytest.mark.parametrize("residence", [None, OffloadConfig(num_slots=24, keep_steps=3, refresh_interval=2)], ids=str)
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_selecting_all_pages_matches_plain_pages_in_the_same_format(kind: str, residence: OffloadConfig | None) -> None:
     network, everything = wide(), SparseAttentionConfig(page_size=4, token_budget=96, sink_pages=1, recent_pages=1)
-    wanted = answers(engine_of(network, kind), prompts(3))
-    assert answers(engine_of(network, kind, page_selection=everything, kv_offload=residence), prompts(3)) == wanted
+    expected = answers(engine_of(network, kind), prompts(3))
+    assert answers(engine_of(network, kind, page_selection=everything, kv_offload=residence), prompts(3)) == expected
 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
 def test_a_text_that_fits_a_bounded_cache_matches_plain_pages(kind: str) -> None:
     network = wide()
-    wanted = answers(engine_of(network, kind, compiled=False), prompts())
+    expected = answers(engine_of(network, kind, compiled=False), prompts())
     engine = engine_of(
         network,
         kind,
@@ -180,7 +180,7 @@ def test_a_text_that_fits_a_bounded_cache_matches_plain_pages(kind: str) -> None
         max_model_len=None,
         prefix_cache=False,
     )
-    assert answers(engine, prompts()) == wanted
+    assert answers(engine, prompts()) == expected
 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)
@@ -192,17 +192,17 @@ def test_a_bounded_cache_is_compressed_like_an_unquantized_one(kind: str) -> Non
     keys, values = torch.randn(2, 3, 40, 2, 64).unbind(0)  # [layers, tokens, kv_heads, head_dim]
     attention = {layer: torch.rand(2, 40) for layer in range(3)}
     rows = torch.randperm(48)[:40]
-    found = []
-    for each in (None, kind):
-        cache = PagedCache.empty(model.anatomy, 12, 4, torch.float32, torch.device("cpu"), each)
+    result = []
+    for dtype in (None, kind):
+        cache = PagedCache.empty(model.anatomy, 12, 4, torch.float32, torch.device("cpu"), dtype)
         pages = BoundedCachePages(cache, 12, torch.float32)
         for layer, form in cache.rows.items():
             _, new_keys, new_values = quantize_qkv(form, keys[layer], keys[layer], values[layer])
             store_kv(new_keys, new_values, cache.keys[layer], cache.values[layer], rows)
         pages.number(rows, torch.arange(40))
         pages.keep(rows, attention, torch.arange(0, 40, 3), 14, distiller)
-        found.append(([pages.keys(layer, rows[:14]) for layer in range(3)], pages.numbers.flatten(0, 1)[rows[:14]]))
-    (plain, plain_numbers), (mine, numbers) = found
+        result.append(([pages.keys(layer, rows[:14]) for layer in range(3)], pages.numbers.flatten(0, 1)[rows[:14]]))
+    (plain, plain_numbers), (mine, numbers) = result
     assert torch.equal(numbers, plain_numbers)
     for a, b in zip(mine, plain, strict=True):
         assert float((a - b).norm() / b.norm()) < {INT8: 0.012, FP8: 0.05, INT4: 0.16}[kind]
@@ -210,10 +210,10 @@ def test_a_bounded_cache_is_compressed_like_an_unquantized_one(kind: str) -> Non
 
 def test_more_tokens_fit(llama: PreTrainedModel) -> None:
     anatomy = Model(wide()).anatomy
-    each = {kind: block_bytes(anatomy, 4, torch.float32, kind) for kind in (None, *KV_QUANT_DTYPES)}
-    assert each[None] == 3 * 2 * 4 * 2 * 64 * 4
-    assert each[INT8] == each[FP8] == each[None] * 68 // 256 and each[INT4] == each[None] * 36 // 256
-    memory = {"kv_cache_bytes": each[None] * 10, "max_model_len": 128}
+    nbytes = {kind: block_bytes(anatomy, 4, torch.float32, kind) for kind in (None, *KV_QUANT_DTYPES)}
+    assert nbytes[None] == 3 * 2 * 4 * 2 * 64 * 4
+    assert nbytes[INT8] == nbytes[FP8] == nbytes[None] * 68 // 256 and nbytes[INT4] == nbytes[None] * 36 // 256
+    memory = {"kv_cache_bytes": nbytes[None] * 10, "max_model_len": 128}
     assert engine_of(wide(), None, **memory).pool.blocks == 10
     assert engine_of(wide(), INT8, **memory).pool.blocks == 37 and engine_of(wide(), INT4, **memory).pool.blocks == 71
 
@@ -221,7 +221,7 @@ def test_more_tokens_fit(llama: PreTrainedModel) -> None:
 def test_the_artifacts_kv_dtype_is_the_default(caplog: pytest.LogCaptureFixture) -> None:
     model = Model(wide())
     assert resolve_kv_cache_dtype(model, None) is None and resolve_kv_cache_dtype(model, "model") is None
-    for name, wanted in (
+    for name, expected in (
         ("int8", INT8),
         ("fp8-e4m3/row", FP8),
         ("int4-asym/128@float16", INT4),
@@ -229,7 +229,7 @@ def test_the_artifacts_kv_dtype_is_the_default(caplog: pytest.LogCaptureFixture)
     ):
         model.kv = KVCacheFormat(name)
         assert (
-            resolve_kv_cache_dtype(model, None) == wanted
+            resolve_kv_cache_dtype(model, None) == expected
             and resolve_kv_cache_dtype(model, "model") is None
             and resolve_kv_cache_dtype(model, INT8) == INT8
         )
@@ -258,7 +258,7 @@ def test_unsupported_settings_are_refused() -> None:
 
 def test_prefixes_are_shared(llama: PreTrainedModel) -> None:
     engine = engine_of(llama, INT8)
-    few = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     text = (prompts(1, seed=2)[0] * 3)[:70]
-    first, second = (answers(engine, [text], few)[0] for _ in range(2))
+    first, second = (answers(engine, [text], params)[0] for _ in range(2))
     assert first == second and engine.state()["cached_tokens"] > 0

@@ -76,15 +76,15 @@ def test_a_killed_engine_is_restarted_and_a_stopped_server_finishes_short_answer
 def _killed(server: Server) -> None:
     expected = server.complete("hello", max_tokens=20)["choices"]
     streams = [Reader(server, {**LONG, "stream": True}) for _ in range(2)]
-    whole = Reader(server, LONG)
-    assert all(each.begun.wait(PATIENCE) and each.status == 200 for each in streams), streams[0].lines
+    complete = Reader(server, LONG)
+    assert all(reader.begun.wait(PATIENCE) and reader.status == 200 for reader in streams), streams[0].lines
     killed = server.wait_until(lambda state: state["running"] == 48)["worker"]
     os.kill(killed, signal.SIGKILL)
-    for each in (*streams, whole):  # none waits for the new engine or a timeout of minutes
-        each.read()
-    for each in streams:
-        assert each.status == 200 and each.error["code"] == "engine_died" and each.lines[-1] == "data: [DONE]"
-    assert whole.status == 500 and json.loads(whole.lines[0])["error"]["code"] == "engine_died"
+    for reader in (*streams, complete):  # none waits for the new engine or a timeout of minutes
+        reader.read()
+    for reader in streams:
+        assert reader.status == 200 and reader.error["code"] == "engine_died" and reader.lines[-1] == "data: [DONE]"
+    assert complete.status == 500 and json.loads(complete.lines[0])["error"]["code"] == "engine_died"
     started = server.wait_until(lambda state: state["worker"] != killed)["worker"]
     with server.paused(started):  # the new process cannot be ready before this is seen
         health = server.get("/health")

@@ -29,12 +29,12 @@ NAMES = {
 def metrics(server: Server) -> dict[str, float]:
     answer = server.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    found = {}
+    result = {}
     for line in answer.text.splitlines():
         if not line.startswith("#"):
             name, value = line.rsplit(" ", 1)
-            found[name.replace(f'model_name="{NAME}",', "").replace(f'{{model_name="{NAME}"}}', "")] = float(value)
-    return found
+            result[name.replace(f'model_name="{NAME}",', "").replace(f'{{model_name="{NAME}"}}', "")] = float(value)
+    return result
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])
@@ -73,8 +73,8 @@ def test_counters_match_the_clients(server: Server) -> None:
     assert grown("request_prompt_tokens_count") == 5
     assert grown("request_params_n_sum") == 5 and grown("request_params_max_tokens_sum") == 7 + 3 + 9 + 6
     assert grown("iteration_tokens_total_sum") > 0
-    whole, queue = grown("e2e_request_latency_seconds_sum"), grown("request_queue_time_seconds_sum")
-    assert whole == pytest.approx(queue + grown("request_inference_time_seconds_sum"), abs=1e-3)
+    latency, queue = grown("e2e_request_latency_seconds_sum"), grown("request_queue_time_seconds_sum")
+    assert latency == pytest.approx(queue + grown("request_inference_time_seconds_sum"), abs=1e-3)
     assert after["vllm:num_requests_running"] == after["smelt:kv_blocks_used"] == 0
     assert all(value >= before[name] for name, value in after.items() if "_total" in name or "_bucket" in name)
 

@@ -43,7 +43,7 @@ def test_every_route_needs_a_key(keyed: Server, method: str, path: str) -> None:
 
     wrong = ["", "Bearer", "Bearer wrong", f"Bearer {KEYS[0]}x", f"Bearer {KEYS[0][:-1]}", f"Token {KEYS[0]}",
              "Basic !!", "Bearer " + ",".join(KEYS)]  # fmt: skip
-    assert [status(authorization=each) for each in wrong] == [401] * len(wrong)
+    assert [status(authorization=value) for value in wrong] == [401] * len(wrong)
     assert status() == 401
     basic = base64.b64encode(f"me:{KEYS[1]}".encode()).decode()
     right: list[dict[str, str]] = [
@@ -51,7 +51,7 @@ def test_every_route_needs_a_key(keyed: Server, method: str, path: str) -> None:
         {"x-api-key": KEYS[0]},
         {"authorization": f"Basic {basic}"},
     ]
-    assert all(status(**each) not in (401, 403) for each in right)
+    assert all(status(**value) not in (401, 403) for value in right)
 
 
 def test_disguised_paths_need_a_key_too(keyed: Server) -> None:
@@ -81,8 +81,8 @@ def test_keys_do_not_share_cached_prompts(keyed: Server) -> None:
     def cached(key: str) -> int:
         body = {"prompt": "a prompt long enough for several blocks " * 3, "max_tokens": 1}
         answer = keyed.post("/v1/completions", body, headers={"authorization": f"Bearer {key}"}).json()
-        found: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        return found
+        result: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        return result
 
     assert [cached(key) > 0 for key in (KEYS[0], KEYS[1], KEYS[0], KEYS[1])] == [False, False, True, True]
 
@@ -136,9 +136,9 @@ def test_the_key_file(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("\n# none\n  first-long-key \nsecond-long-key\n\n")
     assert read_keys(file) == {hashlib.sha256(key).digest() for key in (b"first-long-key", b"second-long-key")}
-    for content, told in (("", "no API key"), ("# only this\n", "no API key"), ("short\n", "fewer than 8")):
+    for content, sentence in (("", "no API key"), ("# only this\n", "no API key"), ("short\n", "fewer than 8")):
         file.write_text(content)
-        with pytest.raises(SmeltError, match=told):
+        with pytest.raises(SmeltError, match=sentence):
             read_keys(file)
     with pytest.raises(SmeltError, match="cannot be read"):
         read_keys(tmp_path / "nothing")
@@ -156,8 +156,8 @@ def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=compare))
     for key in (b"0", b"4", b"none"):
         seen.clear()
-        found = known_key(keys, [(b"authorization", b"Bearer " + key)])
-        assert (found is not None) == (key != b"none")
+        result = known_key(keys, [(b"authorization", b"Bearer " + key)])
+        assert (result is not None) == (key != b"none")
         assert [one for one, _ in seen] == keys and all(len(other) == 32 for _, other in seen)
 
 

@@ -23,11 +23,11 @@ def test_models(client: openai.OpenAI) -> None:
 
 
 def test_completions(client: openai.OpenAI) -> None:
-    whole = client.completions.create(prompt="hello", max_tokens=12, **GREEDY)
-    (choice,) = whole.choices
-    assert choice.finish_reason == "length" and choice.text and whole.object == "text_completion"
-    assert whole.usage is not None
-    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens, whole.usage.total_tokens) == (5, 12, 17)
+    complete = client.completions.create(prompt="hello", max_tokens=12, **GREEDY)
+    (choice,) = complete.choices
+    assert choice.finish_reason == "length" and choice.text and complete.object == "text_completion"
+    assert complete.usage is not None
+    assert (complete.usage.prompt_tokens, complete.usage.completion_tokens, complete.usage.total_tokens) == (5, 12, 17)
     stream = client.completions.create(
         prompt="hello", max_tokens=12, stream=True, stream_options={"include_usage": True}, **GREEDY
     )
@@ -38,12 +38,12 @@ def test_completions(client: openai.OpenAI) -> None:
 
 
 def test_chat(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(messages=HELLO, max_completion_tokens=9, **GREEDY)
-    (choice,) = whole.choices
+    complete = client.chat.completions.create(messages=HELLO, max_completion_tokens=9, **GREEDY)
+    (choice,) = complete.choices
     assert choice.message.role == "assistant" and choice.finish_reason == "length"
-    assert whole.usage is not None and whole.usage.completion_tokens == 9
+    assert complete.usage is not None and complete.usage.completion_tokens == 9
     rendered = "system: be brief\nuser: hello\nassistant:"
-    assert whole.usage.prompt_tokens == len(tokenizer()(rendered)["input_ids"])
+    assert complete.usage.prompt_tokens == len(tokenizer()(rendered)["input_ids"])
     parts: Any = [{"role": "system", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]}]
     same = client.chat.completions.create(messages=parts + HELLO[1:], max_completion_tokens=9, **GREEDY)
     assert same.choices[0].message.content == choice.message.content
@@ -59,9 +59,9 @@ def test_chat(client: openai.OpenAI) -> None:
 
 def test_samples_are_identified_by_their_index(client: openai.OpenAI) -> None:
     settings: dict[str, Any] = {"model": NAME, "n": 3, "seed": 5, "max_tokens": 20}
-    whole = client.chat.completions.create(messages=HELLO, **settings)
-    texts = [choice.message.content for choice in whole.choices]
-    assert [choice.index for choice in whole.choices] == [0, 1, 2] and len(set(texts)) == 3
+    complete = client.chat.completions.create(messages=HELLO, **settings)
+    texts = [choice.message.content for choice in complete.choices]
+    assert [choice.index for choice in complete.choices] == [0, 1, 2] and len(set(texts)) == 3
     streamed, order = ["", "", ""], []
     for chunk in client.chat.completions.create(messages=HELLO, stream=True, **settings):
         (choice,) = chunk.choices
@@ -93,16 +93,18 @@ def test_async(server: Server) -> None:
 
 def test_logprobs(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(messages=HELLO, max_tokens=4, logprobs=True, top_logprobs=3, **GREEDY)
-    told = chat.choices[0].logprobs
-    assert told is not None and told.content is not None and len(told.content) == 4
-    for entry in told.content:
-        assert entry.logprob == max(each.logprob for each in entry.top_logprobs) and len(entry.top_logprobs) == 3
+    logprobs = chat.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None and len(logprobs.content) == 4
+    for entry in logprobs.content:
+        assert (
+            entry.logprob == max(candidate.logprob for candidate in entry.top_logprobs) and len(entry.top_logprobs) == 3
+        )
         assert entry.bytes is not None and len(entry.bytes) == 1  # one token per byte
     completion = client.completions.create(prompt="hello", max_tokens=4, logprobs=2, **GREEDY)
-    found = completion.choices[0].logprobs
-    assert found is not None and found.tokens is not None and found.token_logprobs is not None
-    assert len(found.tokens) == len(found.token_logprobs) == 4 and found.text_offset is not None
-    assert found.text_offset[0] == 0 and found.text_offset == sorted(found.text_offset)
+    result = completion.choices[0].logprobs
+    assert result is not None and result.tokens is not None and result.token_logprobs is not None
+    assert len(result.tokens) == len(result.token_logprobs) == 4 and result.text_offset is not None
+    assert result.text_offset[0] == 0 and result.text_offset == sorted(result.text_offset)
 
 
 def test_errors(client: openai.OpenAI, server: Server, keyed: Server) -> None:

@@ -48,9 +48,9 @@ def test_the_counters_move(server: Server, tmp_path: Path) -> None:
                 browser.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
                 image = browser.call("Page.captureScreenshot")["data"]
                 (Path(folder) / f"page-{scheme}.png").write_bytes(base64.b64decode(image))
-        asked = [event["params"]["request"]["url"] for event in browser.events
+        urls = [event["params"]["request"]["url"] for event in browser.events
                  if event.get("method") == "Network.requestWillBeSent"]  # fmt: skip
-        assert asked and all(url.startswith((server.url, "data:")) for url in asked)
+        assert urls and all(url.startswith((server.url, "data:")) for url in urls)
         assert not [
             event for event in browser.events if event.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown")
         ]

@@ -57,9 +57,9 @@ def test_frequencies(asked: dict[str, Any]) -> None:
     logits, draws = torch.randn(WORDS) * 2, 6000
     rows = [request(seed=seed, **asked) for seed in range(draws)]
     counts = Counter(sample(logits.expand(draws, -1), rows).tokens.tolist())
-    wanted = allowed(logits.tolist(), rows[0].sampling)
-    assert set(counts) <= set(wanted)
-    for place, share in wanted.items():
+    expected = allowed(logits.tolist(), rows[0].sampling)
+    assert set(counts) <= set(expected)
+    for place, share in expected.items():
         assert abs(counts[place] / draws - share) < 4.5 * math.sqrt(share * (1 - share) / draws) + 1e-9
 
 
@@ -75,24 +75,24 @@ def test_frequencies(asked: dict[str, Any]) -> None:
 def test_no_disallowed_token_is_sampled(
     values: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
-    asked = request(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    found = token(torch.tensor(values), asked)
-    inside = allowed(values, asked.sampling)
+    sampled_request = request(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    result = token(torch.tensor(values), sampled_request)
+    inside = allowed(values, sampled_request.sampling)
     # At the edge of top-p or min-p, float32 and float64 may differ; the token then counts as allowed.
     near = {place for place in range(len(values)) if any(abs(values[place] - values[other]) < 1e-4 for other in inside)}
     wide = allowed(
         values, SamplingParams(temperature=temperature, top_k=top_k, top_p=min(1, top_p + 1e-4), min_p=min_p * 0.999)
     )
-    assert found in inside or found in near or found in wide
+    assert result in inside or result in near or result in wide
 
 
 def test_greedy_and_sampled_rows_in_one_batch() -> None:
     torch.manual_seed(1)
     logits = torch.randn(3, WORDS)
     rows = [request(temperature=0), request(seed=5), request(temperature=0)]
-    found = sample(logits, rows).tokens.tolist()
-    assert found[0] == int(logits[0].argmax()) and found[2] == int(logits[2].argmax())
-    assert found[1] == token(logits[1], rows[1])
+    result = sample(logits, rows).tokens.tolist()
+    assert result[0] == int(logits[0].argmax()) and result[2] == int(logits[2].argmax())
+    assert result[1] == token(logits[1], rows[1])
 
 
 def test_only_position_and_seed_determine_the_sample() -> None:
@@ -125,8 +125,8 @@ def test_eos_is_banned_before_min_tokens() -> None:
 
 def test_logprobs_use_the_unmodified_logits() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0]])
-    drawn = sample(logits, [request(temperature=0, logprobs=2, logit_bias={0: 50.0})])
-    found = drawn.logprobs(0, 2)
-    assert int(drawn.tokens[0]) == 0
-    assert found.own == pytest.approx(float(logits[0].log_softmax(-1)[0]))
-    assert [pair[0] for pair in found.top] == [2, 1]
+    sampled = sample(logits, [request(temperature=0, logprobs=2, logit_bias={0: 50.0})])
+    result = sampled.logprobs(0, 2)
+    assert int(sampled.tokens[0]) == 0
+    assert result.own == pytest.approx(float(logits[0].log_softmax(-1)[0]))
+    assert [pair[0] for pair in result.top] == [2, 1]

@@ -24,9 +24,9 @@ def request(name: int, prompt: list[int], answer: int, **more: object) -> Reques
 def check(scheduler: Scheduler) -> None:
     """Assert the invariants after every step."""
     pool = scheduler.cache_manager.pool
-    held = Counter(block for each in scheduler.running for block in each.blocks)
-    assert {block: count for block, count in enumerate(pool.references) if count} == dict(held)
-    assert pool.free + len(held) == pool.blocks
+    references = Counter(block for each in scheduler.running for block in each.blocks)
+    assert {block: count for block, count in enumerate(pool.references) if count} == dict(references)
+    assert pool.free + len(references) == pool.blocks
     for each in scheduler.running:
         assert each.state is RequestStatus.RUNNING and len(each.blocks) >= pool.blocks_for(each.num_computed_tokens)
         assert len(set(each.blocks)) == len(each.blocks)
@@ -34,7 +34,7 @@ def check(scheduler: Scheduler) -> None:
         assert each.state is RequestStatus.WAITING and not each.blocks and each.slot == -1
     slots = [each.slot for each in scheduler.running]
     assert len(set(slots)) == len(slots) and all(0 <= slot < scheduler.max_num_seqs for slot in slots)
-    shared = [block for block, count in held.items() if count > 1]
+    shared = [block for block, count in references.items() if count > 1]
     for block in shared:  # only full blocks are shared
         for each in scheduler.running:
             if block in each.blocks:
@@ -93,7 +93,7 @@ def test_random_requests(
     prefix: bool,
     ahead: int,
 ) -> None:
-    chance = random.Random(seed)
+    rng = random.Random(seed)
     pool = BlockPool(blocks, size, prefix_cache=prefix)
     scheduler = Scheduler(
         PagedCacheManager(pool),
@@ -102,18 +102,18 @@ def test_random_requests(
         prefill_chunk_size=prefill_chunk_size,
     )
     clerk, requests = Clerk(scheduler, ahead), []
-    beginning = [chance.randrange(5) for _ in range(20)]
+    beginning = [rng.randrange(5) for _ in range(20)]
     for turn in range(4000):
-        if turn < 40 and chance.random() < 0.5:
-            prompt = beginning[: chance.randrange(20)] + [chance.randrange(5) for _ in range(chance.randrange(1, 10))]
+        if turn < 40 and rng.random() < 0.5:
+            prompt = beginning[: rng.randrange(20)] + [rng.randrange(5) for _ in range(rng.randrange(1, 10))]
             if pool.blocks_for(len(prompt) + 1) <= blocks:
-                parent = chance.choice(requests) if requests and chance.random() < 0.2 else None
-                new = request(turn, prompt if parent is None else parent.prompt, chance.randrange(1, 12), parent=parent)
-                new.priority = chance.randrange(2)
+                parent = rng.choice(requests) if requests and rng.random() < 0.2 else None
+                new = request(turn, prompt if parent is None else parent.prompt, rng.randrange(1, 12), parent=parent)
+                new.priority = rng.randrange(2)
                 requests.append(new)
                 scheduler.add(new)
-        if requests and chance.random() < 0.05:
-            scheduler.finish(chance.choice(requests), "abort")
+        if requests and rng.random() < 0.05:
+            scheduler.finish(rng.choice(requests), "abort")
             check(scheduler)
         if not clerk.turn() and turn >= 40:
             break
@@ -129,17 +129,17 @@ def test_random_requests(
 
 
 def steps_of(scheduler: Scheduler) -> list[ScheduledBatch]:
-    found, clerk = [], Clerk(scheduler, 0)
+    result, clerk = [], Clerk(scheduler, 0)
     plan = scheduler.schedule
 
     def noted() -> ScheduledBatch:
-        found.append(plan())
-        return found[-1]
+        result.append(plan())
+        return result[-1]
 
     scheduler.schedule = noted  # type: ignore[method-assign]
     while clerk.turn():
         pass
-    return found
+    return result
 
 
 def test_first_come_first_served() -> None:
@@ -197,10 +197,10 @@ def test_blocks_for_the_answer_are_reserved_after_a_long_prefill() -> None:
         PagedCacheManager(BlockPool(68, 2, prefix_cache=False)), max_num_batched_tokens=256, max_num_seqs=4
     )
     long = [request(name, [name] * 64, 6) for name in range(2)]
-    for each in long:
-        scheduler.add(each)
+    for item in long:
+        scheduler.add(item)
     steps = steps_of(scheduler)
-    assert [each.preemptions for each in long] == [0, 0] and max(len(step.pieces) for step in steps) == 1
+    assert [item.preemptions for item in long] == [0, 0] and max(len(step.pieces) for step in steps) == 1
     enough = Scheduler(
         PagedCacheManager(BlockPool(71, 2, prefix_cache=False)), max_num_batched_tokens=256, max_num_seqs=4
     )
@@ -211,8 +211,8 @@ def test_blocks_for_the_answer_are_reserved_after_a_long_prefill() -> None:
         PagedCacheManager(BlockPool(12, 2, prefix_cache=False)), max_num_batched_tokens=64, max_num_seqs=4, watermark=0
     )
     short = [request(name, [name] * 6, 12) for name in range(2)]
-    for each in short:
-        scheduler.add(each)
+    for item in short:
+        scheduler.add(item)
     assert len(steps_of(scheduler)[0].pieces) == 2 and short[1].preemptions > 0
 
 

@@ -36,9 +36,9 @@ def answered(model_folder: Path, path: str, body: dict[str, Any]) -> httpx.Respo
         await service.start()
         transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            found = await client.post(f"/v1/{path}", json=body)
+            response = await client.post(f"/v1/{path}", json=body)
         await service.stop()
-        return found
+        return response
 
     return asyncio.run(main())
 
@@ -54,19 +54,19 @@ def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             bodies: list[dict[str, Any]] = [{"prompt": "x", "stream": stream} for stream in (True, False)]
-            found = [await client.post("/v1/completions", json=body) for body in bodies]
+            response = [await client.post("/v1/completions", json=body) for body in bodies]
         assert service.admission.admitted == 0 and service.metrics.finished.values["abort"] == 2
         service.admission.close()
         assert service.unhealthy_reason == "the server is shutting down."
         await service.stop()
-        return found
+        return response
 
-    streamed, whole = asyncio.run(main())
+    streamed, complete = asyncio.run(main())
     *pings, error, done = [line for line in streamed.text.split("\n\n") if line]
     assert set(pings) == {": still here"} and 1 <= len(pings) <= 4 and done == "data: [DONE]"
-    for told in (json.loads(error.removeprefix("data: ")), whole.json()):
-        assert "longer than 0.35 seconds" in told["error"]["message"]
-    assert whole.status_code == 504
+    for error_body in (json.loads(error.removeprefix("data: ")), complete.json()):
+        assert "longer than 0.35 seconds" in error_body["error"]["message"]
+    assert complete.status_code == 504
 
 
 @pytest.mark.parametrize(

@@ -72,10 +72,10 @@ def llama() -> tuple[PreTrainedModel, list[list[int]]]:
 def test_with_all_pages_it_matches_the_plain_engine(
     llama: tuple[PreTrainedModel, list[list[int]]], residence: OffloadConfig | None, more: dict[str, Any]
 ) -> None:
-    network, wanted = llama
+    network, reference = llama
     engine, _ = selecting(network, ALL, residence, **more)
-    assert answers(engine, prompts()) == wanted
-    assert answers(engine, prompts()) == wanted  # on blocks that were used before, some from the prefix cache
+    assert answers(engine, prompts()) == reference
+    assert answers(engine, prompts()) == reference  # on blocks that were used before, some from the prefix cache
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +98,8 @@ def test_after_preemption(
     )
     requests = [engine.submit(text, long)[0] for text in texts]
     run(engine)
-    assert sum(each.preemptions for each in requests) > 0
-    assert [each.output for each in requests] == long_answers
+    assert sum(request.preemptions for request in requests) > 0
+    assert [request.output for request in requests] == long_answers
     assert runner.resident_pages == 0
 
 
@@ -124,8 +124,8 @@ def test_a_pruned_network_with_per_layer_widths(empty: tuple[str, ...], tmp_path
 
 def test_a_half_precision_network() -> None:
     network = BUILDS["llama"]().to(torch.bfloat16)
-    wanted = answers(Engine(Model(copy.deepcopy(network)), compiled=False, **SMALL), prompts())
-    assert [answers(selecting(network, ALL, place)[0], prompts()) for place in PLACES] == [wanted] * len(PLACES)
+    reference = answers(Engine(Model(copy.deepcopy(network)), compiled=False, **SMALL), prompts())
+    assert [answers(selecting(network, ALL, place)[0], prompts()) for place in PLACES] == [reference] * len(PLACES)
 
 
 def test_adapters(tmp_path: Path) -> None:
@@ -146,9 +146,9 @@ def test_a_few_pages_wherever_they_are_stored(
     network, _ = llama
     selection = SparseAttentionConfig(digest, page_size=4, token_budget=12, sink_pages=1, recent_pages=1)
     long = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    found = [answers(selecting(network, selection, place)[0], prompts(4), long) for place in PLACES]
+    result = [answers(selecting(network, selection, place)[0], prompts(4), long) for place in PLACES]
     alone = [answers(selecting(network, selection)[0], [text], long)[0] for text in prompts(4)]
-    assert all(each == alone for each in found)
+    assert all(tokens == alone for tokens in result)
     assert (
         answers(selecting(network, selection, prefill_chunk_size=1)[0], prompts(4), long) == alone
     )  # prefill uses full attention
@@ -163,14 +163,14 @@ def test_the_device_never_exceeds_its_slots_and_copies_less_when_pages_stay(
         engine, runner = selecting(llama[0], FEW, OffloadConfig(num_slots=20, keep_steps=steady))
         for text in prompts():
             engine.submit(text, GREEDY)
-        most = 0
+        peak = 0
         while engine.busy:
             engine.step()
             assert runner.host is not None
-            counts = [int((each.block_in >= 0).sum(1).max()) for each in runner.host.residents.values()]
-            most = max(most, *counts)
-            assert most <= 20 and all(each.block_in.shape == (2, 20) for each in runner.host.residents.values())
-        assert (most > 0) == (steady > 0)
+            counts = [int((resident.block_in >= 0).sum(1).max()) for resident in runner.host.residents.values()]
+            peak = max(peak, *counts)
+            assert peak <= 20 and all(resident.block_in.shape == (2, 20) for resident in runner.host.residents.values())
+        assert (peak > 0) == (steady > 0)
         copied[steady] = runner.host.recalled_bytes
     assert copied[0] > copied[1] > copied[6] > 0
 
@@ -180,19 +180,19 @@ def test_no_pages_of_finished_or_waiting_requests_are_kept(llama: tuple[PreTrain
     engine, runner = selecting(
         llama[0], FEW, OffloadConfig(num_slots=64, keep_steps=1000), kv_cache_bytes=30 * BLOCK_BYTES
     )
-    chance, held = random.Random(0), 0
+    rng, peak = random.Random(0), 0
     long = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     requests = [engine.submit(text, long)[0] for text in prompts(12)]
     while engine.busy:
         engine.step()
-        if chance.random() < 0.1:
-            engine.abort(chance.choice(requests))
-        held = max(held, runner.resident_pages)
+        if rng.random() < 0.1:
+            engine.abort(rng.choice(requests))
+        peak = max(peak, runner.resident_pages)
         running = {block for request in engine.scheduler.running for block in request.blocks}
         assert runner.host is not None
         for residents in runner.host.residents.values():
             assert set(residents.block_in.flatten().tolist()) <= running | {-1}
-    assert {request.reason for request in requests} == {"abort", "length"} and held > 0
+    assert {request.reason for request in requests} == {"abort", "length"} and peak > 0
     assert sum(request.preemptions for request in requests) > 0
     assert runner.resident_pages == 0 and not runner._known
 
@@ -219,13 +219,15 @@ def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) 
     shared = []
     for row in rows:
         length = next(len(each.prompt) for each in requests if each.id == row.request) + row.step - 1
-        held = -(-length // 4)
+        num_pages = -(-length // 4)
         assert (
-            len(row.pages) == min(held, 5) and {0, held - 1} <= set(row.pages) and list(row.pages) == sorted(row.pages)
+            len(row.pages) == min(num_pages, 5)
+            and {0, num_pages - 1} <= set(row.pages)
+            and list(row.pages) == sorted(row.pages)
         )
         last = before.get((row.request, row.layer, row.head), set())
         assert set(row.recalled) == set(row.pages) - last  # only those of the last step stayed
-        if last and held > 5:
+        if last and num_pages > 5:
             shared.append(len(last & set(row.pages)) / len(row.pages))
         before[row.request, row.layer, row.head] = set(row.pages)
     assert sum(shared) / len(shared) > 0.5
@@ -254,13 +256,13 @@ def test_a_growing_budget_needs_slots_for_the_longest_text() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("residence", PLACES, ids=str)
 def test_on_a_gpu(llama: tuple[PreTrainedModel, list[list[int]]], residence: OffloadConfig | None) -> None:
-    network, wanted = llama
+    network, reference = llama
     engine, runner = selecting(network, ALL, residence, device="cuda", compiled=False)
-    assert answers(engine, prompts()) == wanted
+    assert answers(engine, prompts()) == reference
     if runner.host is not None:
         assert runner.host._keys[0].is_pinned() and runner.host._key_slots[0].is_cuda
-    few = [answers(selecting(network, FEW, place, device="cuda", compiled=False)[0], prompts()) for place in PLACES]
-    assert all(each == few[0] for each in few)
+    results = [answers(selecting(network, FEW, place, device="cuda", compiled=False)[0], prompts()) for place in PLACES]
+    assert all(tokens == results[0] for tokens in results)
     torch.cuda.synchronize()
 
 
@@ -274,23 +276,23 @@ def test_an_engine_takes_a_selection_config() -> None:
     texts = [[5, 6, 7, 8] * 9, [9, 10, 11]]
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     answers = [[engine.submit(text, sampling)[0] for text in texts] for engine in (engine, plain)]
-    for each in (engine, plain):
-        while each.busy:
-            each.step()
-    assert [each.output for each in answers[0]] == [each.output for each in answers[1]]
-    few = {"page": 4, "budget": 24}
+    for request in (engine, plain):
+        while request.busy:
+            request.step()
+    assert [request.output for request in answers[0]] == [request.output for request in answers[1]]
+    selection = {"page": 4, "budget": 24}
     host = Engine(
         Model(BUILDS["llama"]()),
         max_model_len=96,
         kv_cache_bytes=10**7,
-        page_selection=few,
+        page_selection=selection,
         kv_offload={"num_slots": 64},
     )
     assert isinstance(host.runner, SparseRunner) and host.runner.host is not None
-    assert [each.runner.backend for each in (engine, host)] == [
+    assert [request.runner.backend for request in (engine, host)] == [
         "eager, sparse page attention", "eager, sparse page attention from host memory",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="not both"):
-        Engine(Model(BUILDS["llama"]()), page_selection=few, kv_profile="profile.json")
+        Engine(Model(BUILDS["llama"]()), page_selection=selection, kv_profile="profile.json")
     with pytest.raises(ModelError, match="several devices"):
-        Engine(Model(BUILDS["llama"]()), page_selection=few, tensor_parallel_size=2)
+        Engine(Model(BUILDS["llama"]()), page_selection=selection, tensor_parallel_size=2)

@@ -19,11 +19,11 @@ def test_a_stream_and_requests_in_turns(compiled: bool) -> None:
     stream = engine.stream(40, keep=14, reserved=8, method=rule)
     alone = TextStream(Model(BUILDS["llama"]()), 40, keep=14, reserved=8, method=rule)
     texts = prompts(3)
-    wanted = [expected(BUILDS["llama"](), text) for text in texts]
+    reference = [expected(BUILDS["llama"](), text) for text in texts]
     size = stream.nbytes
     for piece in words.split(50):
         stream.push(piece)
         alone.push(piece)
-        assert answers(engine, texts) == wanted
+        assert answers(engine, texts) == reference
         assert torch.equal(stream.answer([9, 10], 4), alone.answer([9, 10], 4))
     assert stream.num_seen == 200 and stream.num_compressions > 3 and stream.nbytes == size

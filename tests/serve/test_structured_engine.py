@@ -45,17 +45,17 @@ def engine() -> Engine:
 
 def answer(engine: Engine, form: StructuredOutputParams, **more: Any) -> list[str]:
     sampling = SamplingParams(**{"max_tokens": 300, "seed": 1, **more}, structured_output=form)
-    found = engine.generate(["write: "], sampling)
-    assert all(each.reason == "stop" for each in found), [each.text for each in found]
-    return [each.text for each in found]
+    result = engine.generate(["write: "], sampling)
+    assert all(output.reason == "stop" for output in result), [output.text for output in result]
+    return [output.text for output in result]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])
 def test_a_schema(engine: Engine, temperature: float) -> None:
     for text in answer(engine, StructuredOutputParams("schema", json.dumps(SCHEMA)), temperature=temperature, n=3):
-        found = json.loads(text)
-        assert list(found) == ["name", "age", "tags"] and 0 <= found["age"] <= 130 and len(found["name"]) <= 8
-        assert set(found["tags"]) <= {"red", "green"} and len(found["tags"]) <= 2
+        result = json.loads(text)
+        assert list(result) == ["name", "age", "tags"] and 0 <= result["age"] <= 130 and len(result["name"]) <= 8
+        assert set(result["tags"]) <= {"red", "green"} and len(result["tags"]) <= 2
 
 
 def test_a_regular_expression(engine: Engine) -> None:

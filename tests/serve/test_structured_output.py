@@ -33,23 +33,23 @@ class Colours(BaseModel):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
-    wanted: Any = {"type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA, "strict": True}}
+    expected: Any = {"type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA, "strict": True}}
     if stream:
-        pieces = client.chat.completions.create(**ASKED, response_format=wanted, max_tokens=200, stream=True)
+        pieces = client.chat.completions.create(**ASKED, response_format=expected, max_tokens=200, stream=True)
         text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
     else:
-        answer = client.chat.completions.create(**ASKED, response_format=wanted, max_tokens=200)
+        answer = client.chat.completions.create(**ASKED, response_format=expected, max_tokens=200)
         assert answer.choices[0].finish_reason == "stop"
         text = answer.choices[0].message.content or ""
-    found = json.loads(text)
-    assert found["colour"] in ("red", "blue") and 1 <= found["count"] <= 9 and len(found) == 2
+    actual = json.loads(text)
+    assert actual["colour"] in ("red", "blue") and 1 <= actual["count"] <= 9 and len(actual) == 2
 
 
 def test_the_client_parses_into_a_class(client: openai.OpenAI) -> None:
-    found = client.chat.completions.parse(
+    result = client.chat.completions.parse(
         model=NAME, messages=[{"role": "user", "content": "hi"}], response_format=Colours, max_tokens=2000, seed=3
     )
-    assert found.choices[0].finish_reason == "stop" and isinstance(found.choices[0].message.parsed, Colours)
+    assert result.choices[0].finish_reason == "stop" and isinstance(result.choices[0].message.parsed, Colours)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_invalid_formats_are_refused_before_anything_is_sent(
     server: Server, wrong: dict[str, Any], stream: bool
 ) -> None:
     body = {"model": NAME, "prompt": "hi", "stream": stream, **wrong}
-    found = server.http.post(f"{server.url}/v1/completions", json=body)
-    assert found.status_code == 400 and found.json()["error"]["message"]
+    response = server.http.post(f"{server.url}/v1/completions", json=body)
+    assert response.status_code == 400 and response.json()["error"]["message"]
 
 
 def test_adapters_are_models(model_folder: Path, tmp_path: Path) -> None:

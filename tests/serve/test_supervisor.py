@@ -27,9 +27,9 @@ LISTENS = "ready()\nwhile True: pipe.receive()"
 def supervised(script: str, **limits: float) -> EngineSupervisor:
     client = EngineClient("nothing")
     client.command = pretending(script)  # type: ignore[assignment]
-    found = EngineSupervisor(client, ServerLimits(**limits))  # type: ignore[arg-type]
-    found.metrics = ServerMetrics("x", 64)
-    return found
+    result = EngineSupervisor(client, ServerLimits(**limits))  # type: ignore[arg-type]
+    result.metrics = ServerMetrics("x", 64)
+    return result
 
 
 def _restarted(found: EngineSupervisor, times: int) -> Callable[[], bool]:
@@ -68,26 +68,26 @@ def test_the_real_process_reports_why_it_cannot_start(monkeypatch: pytest.Monkey
 
 def test_an_engine_that_keeps_dying_is_given_up() -> None:
     async def main() -> None:
-        found = supervised("ready()", max_restarts=2)
-        await found.start()
+        result = supervised("ready()", max_restarts=2)
+        await result.start()
         async with asyncio.timeout(PATIENCE):
-            await found.watch()
-        assert found.given_up.is_set() and found.metrics is not None and found.metrics.restarts.value == 2
-        assert found.unhealthy_reason == "the engine's process is not running."
+            await result.watch()
+        assert result.given_up.is_set() and result.metrics is not None and result.metrics.restarts.value == 2
+        assert result.unhealthy_reason == "the engine's process is not running."
 
     asyncio.run(main())
 
 
 def test_old_deaths_do_not_count() -> None:
     async def main() -> None:
-        found = supervised(LISTENS, max_restarts=1, restart_window=0.0)
-        await found.start()
-        watching = asyncio.create_task(found.watch())
+        result = supervised(LISTENS, max_restarts=1, restart_window=0.0)
+        await result.start()
+        watching = asyncio.create_task(result.watch())
         for restarts in (1, 2, 3):
-            found.client.kill()
-            await until(_restarted(found, restarts))
+            result.client.kill()
+            await until(_restarted(result, restarts))
         watching.cancel()
-        await found.client.stop()
+        await result.client.stop()
 
     asyncio.run(main())
 
@@ -96,25 +96,25 @@ def test_a_hanging_engine_is_detected_and_replaced_without_blocking() -> None:
     """Not even with more submitted than its pipe holds."""
 
     async def main() -> None:
-        found = supervised(LISTENS, step_timeout=0.6)
-        await found.start()
-        client = found.client
-        assert client.process is not None and found.unhealthy_reason == ""
+        result = supervised(LISTENS, step_timeout=0.6)
+        await result.start()
+        client = result.client
+        assert client.process is not None and result.unhealthy_reason == ""
         first = client.process.pid
         os.kill(first, signal.SIGSTOP)
         await asyncio.sleep(0.8)
-        assert found.unhealthy_reason == ""  # the client does not wait
+        assert result.unhealthy_reason == ""  # the client does not wait
         streams = [
             client.stream([[9] * 2000] * 8, SamplingParams()) for _ in range(40)
         ]  # would block forever if it waited
         assert client.alive
-        await until(lambda: "no step was finished for 0.6 seconds" in found.unhealthy_reason)
-        watching = asyncio.create_task(found.watch())
+        await until(lambda: "no step was finished for 0.6 seconds" in result.unhealthy_reason)
+        watching = asyncio.create_task(result.watch())
         for stream in streams:
             with pytest.raises(WorkerDiedError):
                 async with asyncio.timeout(PATIENCE):
                     await stream.next()
-        await until(lambda: not found.unhealthy_reason)
+        await until(lambda: not result.unhealthy_reason)
         assert client.process.pid != first and client.silent_seconds == 0
         watching.cancel()
         await client.stop()
@@ -125,9 +125,9 @@ def test_a_hanging_engine_is_detected_and_replaced_without_blocking() -> None:
 
 def test_an_engine_that_does_not_exit_is_killed() -> None:
     async def main() -> None:
-        found = supervised("ready()\ntime.sleep(60)")
-        await found.start()
-        await found.client.stop(0.3)
-        assert found.client.process is not None and found.client.process.returncode == -signal.SIGKILL
+        result = supervised("ready()\ntime.sleep(60)")
+        await result.start()
+        await result.client.stop(0.3)
+        assert result.client.process is not None and result.client.process.returncode == -signal.SIGKILL
 
     asyncio.run(main())

@@ -57,9 +57,9 @@ def split(folder: str, **options: Any) -> Iterator[tuple[Engine, Any]]:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_two_processes_match_one(name: str, tmp_path: Path) -> None:
     folder = saved(Model(BUILDS[name](), source=name), tmp_path / "model")
-    wanted = [expected(load(folder).network, text) for text in prompts(3)]
+    reference = [expected(load(folder).network, text) for text in prompts(3)]
     with split(folder) as (engine, runner):
-        assert answers(engine, prompts(3)) == wanted
+        assert answers(engine, prompts(3)) == reference
         runner._others[0].kill()
         runner._others[0].wait()
         engine.submit(prompts()[0], GREEDY)
@@ -72,12 +72,12 @@ def test_adapters_over_two_processes(tmp_path: Path) -> None:
     network = BUILDS["llama"]()
     folders = {f"a{seed}": write_adapter(tmp_path / f"a{seed}", network, seed, rank=seed + 1) for seed in range(2)}
     names, text = [None, "a0", "a1", None, "a1"], prompts()[0]
-    wanted = [expected(merged(network, folders[n], 8 / (int(n[1:]) + 1)) if n else network, text) for n in names]
+    reference = [expected(merged(network, folders[n], 8 / (int(n[1:]) + 1)) if n else network, text) for n in names]
     with split(saved(Model(network), tmp_path / "model"), adapters=folders) as (engine, _):
         requests = [engine.submit(text, GREEDY, adapter=name)[0] for name in names]
         run(engine)
-        assert [request.output for request in requests] == wanted
-    assert len({tuple(answer) for answer in wanted}) == 3
+        assert [request.output for request in requests] == reference
+    assert len({tuple(answer) for answer in reference}) == 3
 
 
 def wide_llama() -> Model:
@@ -132,12 +132,12 @@ PLACES = {  # in one network: weight-only, quantized inputs, low-rank factors
 def test_a_quantized_model_over_two_processes_gives_the_same_tokens(weight: str, tmp_path: Path) -> None:
     schemes = [described(weight), described(weight, **PLACES[weight]), described(weight, rank=RANK)]
     folder = saved(quantised(wide_llama(), schemes), tmp_path / "model")
-    wanted = [expected(load(folder).network, text) for text in prompts(3)]
-    assert len({tuple(answer) for answer in wanted}) == 3
+    reference = [expected(load(folder).network, text) for text in prompts(3)]
+    assert len({tuple(answer) for answer in reference}) == 3
     with split(folder) as (engine, _):
-        assert answers(engine, prompts(3)) == wanted
-        held = quantized_layers(engine.model.network)
-        down, up = held["model.layers.0.mlp.down_proj"], held["model.layers.0.mlp.up_proj"]
+        assert answers(engine, prompts(3)) == reference
+        quantized = quantized_layers(engine.model.network)
+        down, up = quantized["model.layers.0.mlp.down_proj"], quantized["model.layers.0.mlp.up_proj"]
         assert down.in_features == up.out_features == (64 if weight == "mxfp4" else 48)
         assert down.packed.tensors["codes"].shape[1] == down.in_features * down.scheme.weight.bits // 8
 
@@ -158,26 +158,26 @@ class Together:
         tensor.copy_(all_of_them.amax(0) if op == distributed.ReduceOp.MAX else all_of_them.sum(0))
 
     def run(self, calls: list[Callable[[], Tensor]]) -> list[Tensor]:
-        found: list[Any] = [None] * len(calls)
+        result: list[Any] = [None] * len(calls)
 
         def one(rank: int) -> None:
             self.me.rank = rank
-            found[rank] = calls[rank]()
+            result[rank] = calls[rank]()
 
         threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(calls))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return found
+        return result
 
 
 def logits(model: Model, adapters: Adapters) -> Tensor:
     """Return the logits of nine tokens, three of them with an adapter."""
     ids = torch.randint(3, 99, (1, 9), generator=torch.Generator().manual_seed(1))
     with adapters.applied_by(torch.tensor([0, 1, 1, 0, 0, 0, 0, 1, 0])), torch.no_grad():
-        found: Tensor = model.network(ids).logits
-    return found
+        result: Tensor = model.network(ids).logits
+    return result
 
 
 def logits_of_ranks(
@@ -221,9 +221,9 @@ def test_ranks_match_the_unsplit_model(
     """
     model = quantised(build(), [scheme] * 3)
     folders = {"a": write_adapter(tmp_path / "a", model.network, 0)} if build is wide_llama else {}
-    for found in logits_of_ranks(model, 2, folders, monkeypatch):
-        whole = copy.deepcopy(model)
-        assert torch.allclose(found, logits(whole, Adapters(whole, folders)), rtol=1e-4, atol=2e-4)
+    for result in logits_of_ranks(model, 2, folders, monkeypatch):
+        unsplit = copy.deepcopy(model)
+        assert torch.allclose(result, logits(unsplit, Adapters(unsplit, folders)), rtol=1e-4, atol=2e-4)
 
 
 def test_shards_are_as_even_as_groups_allow() -> None:

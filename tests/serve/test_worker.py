@@ -28,8 +28,8 @@ PROMPTS = [[5, 9, 77, 30], [101] * 40, [3]]
 async def drained(stream: TokenStream) -> list[TokenEvent]:
     events = []
     try:
-        while found := await stream.next():
-            events += found
+        while result := await stream.next():
+            events += result
     finally:
         stream.close()
     return events
@@ -60,8 +60,8 @@ async def samples(client: EngineClient) -> None:
     stream = client.stream([PROMPTS[0]], SamplingParams(max_tokens=1500, n=3, seed=1, ignore_eos=True))
     counts = [0, 0, 0]
     try:
-        while found := await stream.next():
-            for event in found:
+        while result := await stream.next():
+            for event in result:
                 counts[event.answer] += event.token is not None
             if counts[1] >= 5:
                 stream.abort(1)

@@ -43,8 +43,8 @@ def scores_of(sizes: Sizes, seed: int, sink: int = 0, window: int = 0, levels: i
 
 
 def profile_of(layers: int, heads: int, seed: int, keep: float = 0.3) -> EvictionProfile:
-    found = torch.rand(6, layers, heads, generator=torch.Generator().manual_seed(seed)) ** 3
-    return EvictionProfile.from_ratios(KVShape("llama", layers, heads, 8), "snapkv", keep, found)
+    result = torch.rand(6, layers, heads, generator=torch.Generator().manual_seed(seed)) ** 3
+    return EvictionProfile.from_ratios(KVShape("llama", layers, heads, 8), "snapkv", keep, result)
 
 
 def rules(layers: int, heads: int, seed: int) -> list[BudgetRule]:
@@ -135,7 +135,7 @@ def test_a_larger_keep_keeps_at_least_as_much_in_every_head(
 def test_ada_matches_brute_force(sizes: Sizes, keep: float, seed: int, levels: int | None, part: float) -> None:
     layers, batch, heads, tokens = sizes
     scores = scores_of(sizes, seed, 1, 2, levels)
-    each = max(int(tokens * keep), int(num_forced(scores).max()))
+    per_head = max(int(tokens * keep), int(num_forced(scores).max()))
     counts = AdaKVBudget(part).counts(scores, keep)
     safe = int(int(tokens * keep) * part)
     for layer in range(layers):
@@ -146,7 +146,7 @@ def test_ada_matches_brute_force(sizes: Sizes, keep: float, seed: int, levels: i
                 ranked = sorted((-value, token) for token, value in enumerate(values))
                 for rank, (value, token) in enumerate(ranked):
                     cells.append((-math.inf if rank < safe else value, token, head))
-            chosen = [head for _, _, head in sorted(cells)[: heads * each]]
+            chosen = [head for _, _, head in sorted(cells)[: heads * per_head]]
             assert counts[layer, row].tolist() == [chosen.count(head) for head in range(heads)]
 
 

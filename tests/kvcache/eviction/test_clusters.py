@@ -40,8 +40,8 @@ def retrieval_profile(seed: int, layers: int = 36, heads: int = 8) -> Tensor:
     """Return budgets where most heads keep little, some more, and a few retrieval heads nearly all."""
     random = torch.Generator().manual_seed(seed)
     budgets = 0.02 + 0.25 * torch.rand(layers, heads, generator=random, dtype=torch.float64) ** 3
-    few = torch.randperm(layers * heads, generator=random)[:14]
-    budgets.view(-1)[few] = 0.6 + 0.4 * torch.rand(14, generator=random, dtype=torch.float64)
+    retrieval = torch.randperm(layers * heads, generator=random)[:14]
+    budgets.view(-1)[retrieval] = 0.6 + 0.4 * torch.rand(14, generator=random, dtype=torch.float64)
     return budgets
 
 
@@ -55,17 +55,17 @@ def test_the_map_is_a_bijection(
 ) -> None:
     size = data.draw(st.sampled_from(divisors(heads if scope == "per_layer" else layers * heads)))
     budgets = budgets_of(layers, heads, seed)
-    made = cluster_heads((budgets * 3).floor() if ties else budgets, size, scope)
-    assert made.size == size and len(made.members) == layers * heads // size
-    assert made.cells.shape == (len(made.members), size)
-    places = (made.cluster * size + made.column).flatten()
+    clusters = cluster_heads((budgets * 3).floor() if ties else budgets, size, scope)
+    assert clusters.size == size and len(clusters.members) == layers * heads // size
+    assert clusters.cells.shape == (len(clusters.members), size)
+    places = (clusters.cluster * size + clusters.column).flatten()
     assert places.sort().values.tolist() == list(range(layers * heads))
     for layer in range(layers):
         for head in range(heads):
-            assert made.members[made.cluster[layer, head]][made.column[layer, head]] == (layer, head)
-    assert all(list(cluster) == sorted(cluster) for cluster in made.members)
+            assert clusters.members[clusters.cluster[layer, head]][clusters.column[layer, head]] == (layer, head)
+    assert all(list(cluster) == sorted(cluster) for cluster in clusters.members)
     if scope == "per_layer":
-        assert all(len({layer for layer, _ in cluster}) == 1 for cluster in made.members)
+        assert all(len({layer for layer, _ in cluster}) == 1 for cluster in clusters.members)
 
 
 def test_largest_budgets_come_first_and_ties_keep_their_order() -> None:
@@ -85,13 +85,13 @@ def test_the_order_of_waste(shape: tuple[int, int, int], seed: int, skew: float,
     layers, heads, size = shape
     budgets = budgets_of(layers, heads, seed, skew)
     for amounts in (budgets, num_pages(budgets, 5000, 4, 32, block)):
-        found = {scope: sharing_overhead(amounts, cluster_heads(budgets, size, scope)) for scope in SCOPES}
-        ideal, monolithic = found["global"].ideal, found["global"].monolithic
+        result = {scope: sharing_overhead(amounts, cluster_heads(budgets, size, scope)) for scope in SCOPES}
+        ideal, monolithic = result["global"].ideal, result["global"].monolithic
         chain = [
             ideal,
-            found["global"].clustered,
-            found["per_layer"].clustered,
-            found["adjacent"].clustered,
+            result["global"].clustered,
+            result["per_layer"].clustered,
+            result["adjacent"].clustered,
             monolithic,
         ]
         assert all(less <= more * (1 + 1e-12) for less, more in pairwise(chain)), chain
@@ -124,9 +124,9 @@ def test_a_few_retrieval_heads_cost_little_more_than_the_ideal(seed: int, size: 
 
 def test_waste_by_hand() -> None:
     amounts = torch.tensor([[1, 4], [3, 2]])
-    found = sharing_overhead(amounts, cluster_heads(amounts, 2, "adjacent"))
-    assert (found.ideal, found.clustered, found.monolithic) == (10, 14, 16)
-    assert found.ratio == 1.4
+    result = sharing_overhead(amounts, cluster_heads(amounts, 2, "adjacent"))
+    assert (result.ideal, result.clustered, result.monolithic) == (10, 14, 16)
+    assert result.ratio == 1.4
     assert sharing_overhead(amounts, cluster_heads(amounts, 2)).clustered == 12
     assert sharing_overhead(amounts, cluster_heads(amounts, 1)).ratio == 1
 

@@ -68,15 +68,15 @@ def test_rope_on_queries_is_inverted_and_reapplied() -> None:
 def test_masking_tokens_equals_evicting_them() -> None:
     model, prompt, more = given()
     reading, kept = record_prefill(model, prompt), some(model, 7)
-    found = decode_logits(model, reading, kept, more)
+    actual = decode_logits(model, reading, kept, more)
     cache = DynamicCache(config=model.network.config)
     for layer, seen in enumerate(reading.layers):
         places = kept[layer].nonzero()[:, 2].view(2, -1, 7)[..., None].expand(-1, -1, -1, seen.keys.shape[-1])
         cache.update(seen.keys.gather(2, places), seen.values.gather(2, places), layer)
     positions = torch.arange(PROMPT, PROMPT + MORE)[None].expand(2, -1)
-    wanted = model.network(more, past_key_values=cache, position_ids=positions).logits
-    assert torch.allclose(found, wanted, atol=1e-5)
-    assert not torch.allclose(found, decode_logits(model, reading, None, more), atol=1e-3)
+    expected = model.network(more, past_key_values=cache, position_ids=positions).logits
+    assert torch.allclose(actual, expected, atol=1e-5)
+    assert not torch.allclose(actual, decode_logits(model, reading, None, more), atol=1e-3)
 
 
 @torch.no_grad()
@@ -103,11 +103,11 @@ def test_attention_while_the_prompt_is_repeated() -> None:
     """Against loops over one long text: the prompt, the request, and the prompt's chunks again."""
     model, prompt, _ = given()
     prompt, ask, chunk = prompt[:1], torch.tensor([5, 6]), 12
-    found = record_reconstruction(model, record_prefill(model, prompt), prompt, ask, chunk=chunk, sink=2).layers
+    result = record_reconstruction(model, record_prefill(model, prompt), prompt, ask, chunk=chunk, sink=2).layers
     for begin, end in ((0, 12), (12, 20)):
         words = torch.cat((ask, prompt[0, max(begin - 8, 0) : begin]))[None]
-        whole = record_prefill(model, torch.cat((prompt, words, prompt[:, begin:end]), dim=1))
-        for seen, long in zip(found, whole.layers, strict=True):
+        full = record_prefill(model, torch.cat((prompt, words, prompt[:, begin:end]), dim=1))
+        for seen, long in zip(result, full.layers, strict=True):
             queries = long.rotate(long.queries, 0)
             columns = [*range(min(2, begin)), *range(begin, end)]
             for head in range(seen.keys.shape[1]):

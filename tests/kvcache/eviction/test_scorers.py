@@ -64,8 +64,8 @@ def logit(seen: AttentionInputs, b: int, head: int, place: int, t: int) -> float
 
 def attention(seen: AttentionInputs, b: int, head: int, place: int) -> list[float]:
     """Return one query's attention to all tokens, zero for those after it."""
-    found = softmax([logit(seen, b, head, place, t) for t in range(place + 1)])
-    return found + [0.0] * (seen.seq_len - place - 1)
+    result = softmax([logit(seen, b, head, place, t) for t in range(place + 1)])
+    return result + [0.0] * (seen.seq_len - place - 1)
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -83,16 +83,16 @@ def test_all_scorers_are_registered_under_their_names() -> None:
 
 
 def test_streaming_keeps_the_first_and_the_most_recent() -> None:
-    found = make_scorer("streaming", sink=4, window=0).scores(seen_of())
-    assert found.shape == (BATCH, HEADS, TOKENS)
-    for kept in found.topk(10, dim=-1).indices.reshape(-1, 10):
+    result = make_scorer("streaming", sink=4, window=0).scores(seen_of())
+    assert result.shape == (BATCH, HEADS, TOKENS)
+    for kept in result.topk(10, dim=-1).indices.reshape(-1, 10):
         assert sorted(kept.tolist()) == [0, 1, 2, 3, *range(TOKENS - 6, TOKENS)]
 
 
 def test_knorm_is_the_negative_norm_of_the_key() -> None:
     seen = seen_of()
-    wanted = by_loop(TOKENS, lambda b, h, t: -math.sqrt(sum(x * x for x in seen.keys[b, h, t].tolist())))
-    close(make_scorer("knorm").score(seen), wanted)
+    expected = by_loop(TOKENS, lambda b, h, t: -math.sqrt(sum(x * x for x in seen.keys[b, h, t].tolist())))
+    close(make_scorer("knorm").score(seen), expected)
 
 
 def test_keydiff_is_the_negative_cosine_to_the_mean_direction() -> None:
@@ -109,16 +109,16 @@ def test_keydiff_is_the_negative_cosine_to_the_mean_direction() -> None:
 def test_tova_is_the_last_querys_attention_over_all_heads() -> None:
     seen = seen_of()
     rows = [[attention(seen, b, head, TOKENS - 1) for head in range(HEADS * GROUP)] for b in range(BATCH)]
-    wanted = by_loop(TOKENS, lambda b, h, t: sum(row[t] for row in rows[b]) / (HEADS * GROUP))
-    close(make_scorer("tova").score(seen), wanted)
+    expected = by_loop(TOKENS, lambda b, h, t: sum(row[t] for row in rows[b]) / (HEADS * GROUP))
+    close(make_scorer("tova").score(seen), expected)
 
 
 def pooled(values: list[float], kernel: int, pool: str) -> list[float]:
-    half, found = kernel // 2, []
+    half, result = kernel // 2, []
     for t in range(len(values)):
         near = values[max(t - half, 0) : t + half + 1]
-        found.append(max(near) if pool == "max" else sum(near) / kernel)
-    return found
+        result.append(max(near) if pool == "max" else sum(near) / kernel)
+    return result
 
 
 @pytest.mark.parametrize(("window", "kernel", "pool"), [(7, 5, "mean"), (7, 7, "max"), (1, 1, "mean"), (28, 5, "max")])
@@ -130,10 +130,10 @@ def test_snapkv_is_the_pooled_attention_of_the_window(window: int, kernel: int, 
         return pooled([sum(row[t] for row in rows) / window for t in range(before)], kernel, pool)
 
     heads = [[of_head(b, head) for head in range(HEADS * GROUP)] for b in range(BATCH)]
-    wanted = by_loop(before, lambda b, h, t: sum(heads[b][h * GROUP + g][t] for g in range(GROUP)) / GROUP)
-    found = make_scorer("snapkv", window=window, kernel=kernel, pool=pool).score(seen)
-    close(found[..., :before], wanted)
-    assert (found[..., before:] == torch.inf).all()
+    expected = by_loop(before, lambda b, h, t: sum(heads[b][h * GROUP + g][t] for g in range(GROUP)) / GROUP)
+    actual = make_scorer("snapkv", window=window, kernel=kernel, pool=pool).score(seen)
+    close(actual[..., :before], expected)
+    assert (actual[..., before:] == torch.inf).all()
 
 
 def test_snapkv_can_use_the_largest_logit_of_the_group() -> None:
@@ -148,8 +148,8 @@ def test_snapkv_can_use_the_largest_logit_of_the_group() -> None:
         return pooled([sum(row[t] for row in rows) / window for t in range(before)], 7, "max")
 
     heads = [[of_head(b, h) for h in range(HEADS)] for b in range(BATCH)]
-    found = make_scorer("snapkv", window=window, kernel=7, pool="max", sharing="max").score(seen)
-    close(found[..., :before], by_loop(before, lambda b, h, t: heads[b][h][t]))
+    result = make_scorer("snapkv", window=window, kernel=7, pool="max", sharing="max").score(seen)
+    close(result[..., :before], by_loop(before, lambda b, h, t: heads[b][h][t]))
 
 
 def mean_rotation(future: int) -> Tensor:
@@ -178,9 +178,9 @@ def test_expected_attention_matches_its_formula(sink: int, future: int, eps: flo
         share = sum(heads[b][h * GROUP + g][t] for g in range(GROUP)) / GROUP
         return (share + eps) * float(seen.values[b, h, t + sink].norm())
 
-    found = make_scorer("expected", sink=sink, future=future, eps=eps, skip=skip).score(seen)
-    close(found[..., sink:], by_loop(TOKENS - sink, score))
-    assert (found[..., :sink] == torch.inf).all()
+    result = make_scorer("expected", sink=sink, future=future, eps=eps, skip=skip).score(seen)
+    close(result[..., sink:], by_loop(TOKENS - sink, score))
+    assert (result[..., :sink] == torch.inf).all()
 
 
 def test_kvzip_uses_the_reconstruction_attention() -> None:
@@ -209,10 +209,10 @@ def test_knorm_ranks_short_keys_first() -> None:
 
 
 def test_tova_gives_all_heads_the_same_and_sums_to_one() -> None:
-    found = make_scorer("tova").score(seen_of())
-    assert (found[:, 0] == found[:, 1]).all()
-    torch.testing.assert_close(found.sum(dim=-1), torch.ones(BATCH, HEADS))
-    assert not torch.allclose(found[0], found[1])  # prompts are independent
+    result = make_scorer("tova").score(seen_of())
+    assert (result[:, 0] == result[:, 1]).all()
+    torch.testing.assert_close(result.sum(dim=-1), torch.ones(BATCH, HEADS))
+    assert not torch.allclose(result[0], result[1])  # prompts are independent
 
 
 @pytest.mark.parametrize("variant", [{}, {"pool": "max"}, {"sharing": "max"}])
@@ -221,8 +221,8 @@ def test_snapkv_finds_the_token_the_last_queries_attend_to(variant: dict[str, An
     looks = turn(seen.queries[:, :, -window:], TOKENS - window).unflatten(1, (HEADS, GROUP)).mean(dim=(2, 3))
     keys = seen.keys.clone()
     keys[:, :, needle] = 20 * looks / looks.norm(dim=-1, keepdim=True)
-    found = make_scorer("snapkv", sink=0, window=window, kernel=1, **variant).score(replace(seen, keys=keys))
-    assert (found[..., : TOKENS - window].argmax(dim=-1) == needle).all()
+    result = make_scorer("snapkv", sink=0, window=window, kernel=1, **variant).score(replace(seen, keys=keys))
+    assert (result[..., : TOKENS - window].argmax(dim=-1) == needle).all()
 
 
 def test_snapkv_does_not_pool_across_its_window() -> None:
@@ -232,8 +232,8 @@ def test_snapkv_does_not_pool_across_its_window() -> None:
     keys[:, :, -window] = 10
     looking = replace(seen, keys=keys, queries=torch.ones_like(seen.queries), rotate=lambda vectors, first: vectors)
     for pool in ("mean", "max"):
-        found = make_scorer("snapkv", window=window, pool=pool).score(looking)[..., :-window]
-        assert found.max() < 1e-6
+        result = make_scorer("snapkv", window=window, pool=pool).score(looking)[..., :-window]
+        assert result.max() < 1e-6
 
 
 def test_expected_attention_is_the_mean_over_gaussian_queries() -> None:
@@ -250,8 +250,8 @@ def test_expected_attention_is_the_mean_over_gaussian_queries() -> None:
             rotated_queries = turn(draws[:, None], TOKENS)[:, 0]
             mass = (rotated_queries @ seen.keys[b, head // GROUP].double().T * SCALE).exp().mean(dim=0)
             shares[b, head // GROUP] += mass / mass.sum() / GROUP
-    found = make_scorer("expected", sink=0, future=1, skip=0).score(seen)
-    torch.testing.assert_close(found.double(), shares, rtol=0.1, atol=0.002)
+    result = make_scorer("expected", sink=0, future=1, skip=0).score(seen)
+    torch.testing.assert_close(result.double(), shares, rtol=0.1, atol=0.002)
 
 
 def test_expected_attention_of_equal_queries_is_their_attention() -> None:
@@ -259,8 +259,8 @@ def test_expected_attention_of_equal_queries_is_their_attention() -> None:
     seen = seen_of()
     same = replace(seen, queries=seen.queries[:, :, -1:].expand_as(seen.queries))
     query = turn(same.queries[:, :, :1], TOKENS).unflatten(1, (HEADS, GROUP))[:, :, :, 0]
-    wanted = (query @ seen.keys.mT * SCALE).softmax(dim=-1).mean(dim=2) * seen.values.norm(dim=-1)
-    close(make_scorer("expected", sink=0, future=1).score(same), wanted.double())
+    expected = (query @ seen.keys.mT * SCALE).softmax(dim=-1).mean(dim=2) * seen.values.norm(dim=-1)
+    close(make_scorer("expected", sink=0, future=1).score(same), expected.double())
 
 
 def test_expected_attention_of_only_outliers_is_finite() -> None:
@@ -272,34 +272,34 @@ def test_expected_attention_of_only_outliers_is_finite() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_and_the_last_tokens_are_always_kept(name: str) -> None:
-    found = make_scorer(name, sink=3, window=5).scores(seen_of())
+    result = make_scorer(name, sink=3, window=5).scores(seen_of())
     forced = torch.zeros(TOKENS, dtype=torch.bool)
     forced[:3] = forced[-5:] = True
-    assert (found.isinf() == forced).all()
-    assert not found.isnan().any()
+    assert (result.isinf() == forced).all()
+    assert not result.isnan().any()
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tokens", [1, 3, 5, 8])
 def test_a_prompt_shorter_than_the_budget_is_not_evicted(name: str, tokens: int) -> None:
-    found = make_scorer(name, sink=4, window=8).scores(seen_of(tokens))
-    assert found.shape == (BATCH, HEADS, tokens)
-    assert (found == torch.inf).all()
+    result = make_scorer(name, sink=4, window=8).scores(seen_of(tokens))
+    assert result.shape == (BATCH, HEADS, tokens)
+    assert (result == torch.inf).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_batching_and_half_precision_do_not_change_the_scores(name: str) -> None:
     seen = seen_of()
-    whole = make_scorer(name, window=5).score(seen)
+    full = make_scorer(name, window=5).score(seen)
     assert seen.reconstruction is not None
     second = AttentionInputs(seen.keys[1:], seen.values[1:], seen.queries[1:], turn, SCALE, seen.reconstruction[1:])
-    torch.testing.assert_close(make_scorer(name, window=5).score(second), whole[1:])
+    torch.testing.assert_close(make_scorer(name, window=5).score(second), full[1:])
     half = AttentionInputs(
         *(x.bfloat16() for x in (seen.keys, seen.values, seen.queries)), turn, SCALE, seen.reconstruction.bfloat16()
     )
-    found = make_scorer(name, window=5).score(half)
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, whole, rtol=0.05, atol=0.05)
+    result = make_scorer(name, window=5).score(half)
+    assert result.dtype == torch.float32
+    torch.testing.assert_close(result, full, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize(
@@ -333,9 +333,9 @@ def test_invalid_parameters_are_refused_in_one_sentence(name: str, parameters: d
 
 
 def test_parameters_reach_the_scorer() -> None:
-    made = make_scorer("expected", eps=1, future=7)
-    assert isinstance(made, Scorer)
-    assert made == SCORERS["expected"](eps=1, future=7)
+    scorer = make_scorer("expected", eps=1, future=7)
+    assert isinstance(scorer, Scorer)
+    assert scorer == SCORERS["expected"](eps=1, future=7)
 
 
 def test_a_scorer_may_have_a_bool_parameter() -> None:

@@ -29,22 +29,24 @@ def test_selection_matches_brute_force(
         sink_pages=sink,
         recent_pages=window,
     )
-    most = max(-(-length // page) for length in lengths)
-    scores = torch.randn(len(lengths), 2, most, generator=torch.Generator().manual_seed(seed))
+    max_pages = max(-(-length // page) for length in lengths)
+    scores = torch.randn(len(lengths), 2, max_pages, generator=torch.Generator().manual_seed(seed))
     counts = selection.num_selected_pages(torch.tensor(lengths)).tolist()
     chosen = selection.select_pages(scores, torch.tensor(lengths))
     assert chosen.shape == (len(lengths), 2, max(counts))
     for row, length in enumerate(lengths):
-        held = -(-length // page)
-        wanted = max(sink + window + more, next(count for count in range(held + 1) if count >= share * held - 1e-6))
-        assert counts[row] == min(wanted, held)
-        always = {place for place in range(held) if place < sink or place >= held - window}
+        num_pages = -(-length // page)
+        reference = max(
+            sink + window + more, next(count for count in range(num_pages + 1) if count >= share * num_pages - 1e-6)
+        )
+        assert counts[row] == min(reference, num_pages)
+        always = {place for place in range(num_pages) if place < sink or place >= num_pages - window}
         for head in range(2):
-            best = sorted(set(range(held)) - always, key=lambda place: -float(scores[row, head, place]))
+            best = sorted(set(range(num_pages)) - always, key=lambda place: -float(scores[row, head, place]))
             expected = sorted([*always, *best[: counts[row] - len(always)]])
-            found = chosen[row, head].tolist()
-            assert found[: counts[row]] == expected and expected[-1] == held - 1
-            assert set(found[counts[row] :]) <= {held - 1}
+            actual = chosen[row, head].tolist()
+            assert actual[: counts[row]] == expected and expected[-1] == num_pages - 1
+            assert set(actual[counts[row] :]) <= {num_pages - 1}
 
 
 def test_a_budget_may_grow_with_the_length() -> None:

@@ -24,9 +24,9 @@ def host(**more: int) -> HostPageStore:
 
 def fill(pages: HostPageStore | DevicePageStore, seed: int = 0) -> None:
     """Write every slot of every layer."""
-    chance = torch.Generator().manual_seed(seed)
+    rng = torch.Generator().manual_seed(seed)
     for layer, (kv_heads, width) in HEADS.items():
-        keys, values = torch.randn(2, BLOCKS * SIZE, kv_heads, width, generator=chance)
+        keys, values = torch.randn(2, BLOCKS * SIZE, kv_heads, width, generator=rng)
         pages.write(layer, keys, values, torch.arange(BLOCKS * SIZE))
 
 
@@ -49,25 +49,25 @@ def test_resident_and_recalled_pages_are_the_selection(keep_steps: int, refresh_
     )
     fill(pages)
     fill(plain)
-    chance, hits = random.Random(keep_steps), 0
+    rng, hits = random.Random(keep_steps), 0
     for step in range(1, 60):
         for layer, (kv_heads, width) in HEADS.items():
-            places = torch.tensor(chance.sample(range(BLOCKS * SIZE), 3))
+            places = torch.tensor(rng.sample(range(BLOCKS * SIZE), 3))
             keys, values = torch.randn(2, 3, kv_heads, width)
             pages.write(layer, keys, values, places)
             plain.write(layer, keys, values, places)
-            blocks, there = asked(chance, kv_heads)
+            blocks, there = asked(rng, kv_heads)
             residents, before = pages.residents[layer], pages.recalled_bytes
             head = torch.arange(kv_heads)[:, None].expand_as(blocks)
             resident = residents.slots(head, blocks) >= 0
-            found, wanted = (
+            actual, expected = (
                 pages.gather_selected(layer, blocks, there, step),
                 plain.gather_selected(layer, blocks, there, step),
             )
-            assert torch.equal(found.keys[found.block_tables[there]], wanted.keys[wanted.block_tables[there]])
-            assert torch.equal(found.values[found.block_tables[there]], wanted.values[wanted.block_tables[there]])
-            assert found.recalled is not None and torch.equal(found.recalled, there & ~resident)
-            copied = {tuple(pair) for pair in torch.stack((head, blocks), -1)[found.recalled].tolist()}
+            assert torch.equal(actual.keys[actual.block_tables[there]], expected.keys[expected.block_tables[there]])
+            assert torch.equal(actual.values[actual.block_tables[there]], expected.values[expected.block_tables[there]])
+            assert actual.recalled is not None and torch.equal(actual.recalled, there & ~resident)
+            copied = {tuple(pair) for pair in torch.stack((head, blocks), -1)[actual.recalled].tolist()}
             assert pages.recalled_bytes - before == len(copied) * PAGE_BYTES  # a shared page counts once
             assert (residents.block_in >= 0).sum(1).max() <= 6
             hits += int((there & resident).sum())
@@ -113,9 +113,9 @@ def test_pages_of_no_request_are_dropped() -> None:
         blocks = torch.tensor([1, 4, 9]).expand(1, kv_heads, 3)
         pages.gather_selected(layer, blocks, torch.ones_like(blocks, dtype=torch.bool), 1)
     pages.retain_blocks(torch.tensor([4, 5]))
-    assert [sorted(set(each.block_in.flatten().tolist())) for each in pages.residents.values()] == [[-1, 4]] * 2
+    assert [sorted(set(resident.block_in.flatten().tolist())) for resident in pages.residents.values()] == [[-1, 4]] * 2
     pages.retain_blocks(torch.tensor([], dtype=torch.int64))
-    assert all(each.count == 0 and (each.slot_of == -1).all() for each in pages.residents.values())
+    assert all(resident.count == 0 and (resident.slot_of == -1).all() for resident in pages.residents.values())
 
 
 def test_prefill_sees_all_of_its_pages_in_order() -> None:
@@ -123,11 +123,11 @@ def test_prefill_sees_all_of_its_pages_in_order() -> None:
     fill(pages)
     fill(plain)
     blocks = torch.tensor([11, 0, 7])
-    found, wanted = pages.gather_all(2, blocks), plain.gather_all(2, blocks)
+    actual, expected = pages.gather_all(2, blocks), plain.gather_all(2, blocks)
     assert torch.equal(
-        found.keys[found.block_tables], wanted.keys[wanted.block_tables]
-    ) and found.block_tables.shape == (3, 3)
-    assert torch.equal(found.values[found.block_tables], wanted.values[wanted.block_tables])
+        actual.keys[actual.block_tables], expected.keys[expected.block_tables]
+    ) and actual.block_tables.shape == (3, 3)
+    assert torch.equal(actual.values[actual.block_tables], expected.values[expected.block_tables])
     assert torch.equal(pages.gather_keys(2, blocks), plain.gather_keys(2, blocks))
     assert pages.staged_bytes == 3 * 3 * PAGE_BYTES and pages.recalled_bytes == 0
 

@@ -59,8 +59,8 @@ class Texts:
                 layout = SparseBatch(1, self.places(request, start, stop), filled, reading)
                 keys, values = self.keys[request][here], self.values[request][here]
                 parts.append(attention.attend(0, queries[here], keys, values, layout, SCALE))
-            wanted = expected(queries, self.keys[request][:length], self.values[request][:length], None)
-            torch.testing.assert_close(torch.cat(parts), wanted, atol=1e-5, rtol=1e-5)
+            reference = expected(queries, self.keys[request][:length], self.values[request][:length], None)
+            torch.testing.assert_close(torch.cat(parts), reference, atol=1e-5, rtol=1e-5)
 
     def new(self) -> SparseBatch:
         """Add one token to each request."""
@@ -86,19 +86,21 @@ def expected(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None)
     mask = torch.ones(new, length, dtype=torch.bool).tril(length - new)
     if seen is not None:
         mask = mask & seen.repeat_interleave(GROUP, 0)[:, None]
-    q, k, v = (each.transpose(0, 1)[None].double() for each in (queries, keys, values))
-    found = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
-    return found[0].transpose(0, 1).float()
+    q, k, v = (tensor.transpose(0, 1)[None].double() for tensor in (queries, keys, values))
+    actual = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
+    return actual[0].transpose(0, 1).float()
 
 
 def pages_by_hand(selection: SparseAttentionConfig, queries: Tensor, keys: Tensor) -> Tensor:
     """Return which tokens each KV head sees, computed from the keys themselves. [kv_heads, tokens]"""
-    held = -(-len(keys) // PAGE)
-    seen = torch.zeros(KV_HEADS, held * PAGE, dtype=torch.bool)
-    always = {page for page in range(held) if page < selection.sink_pages or page >= held - selection.recent_pages}
+    num_pages = -(-len(keys) // PAGE)
+    seen = torch.zeros(KV_HEADS, num_pages * PAGE, dtype=torch.bool)
+    always = {
+        page for page in range(num_pages) if page < selection.sink_pages or page >= num_pages - selection.recent_pages
+    }
     for head in range(KV_HEADS):
         scores = {}
-        for page in set(range(held)) - always:
+        for page in set(range(num_pages)) - always:
             high, low = selection.summary.box(keys[page * PAGE : (page + 1) * PAGE, head])
             group = queries[head * GROUP : (head + 1) * GROUP]
             scores[page] = float(torch.maximum(group * high, group * low).sum())
@@ -120,12 +122,12 @@ def test_selected_pages_hide_the_others(residence: OffloadConfig | None, digest:
     with use_backend("reference") if kernel == "reference" else nullcontext():
         texts.read(attention, chunk=7)
         queries = torch.randn(len(LENGTHS), KV_HEADS * GROUP, WIDTH)
-        found = attention.attend(0, queries, *texts.newest(), texts.new(), SCALE)
+        actual = attention.attend(0, queries, *texts.newest(), texts.new(), SCALE)
     for row, keys in enumerate(texts.keys):
         seen = pages_by_hand(selection, queries[row], keys)
         assert LENGTHS[row] < 16 or not seen.all()
-        wanted = expected(queries[row : row + 1], keys, texts.values[row], seen)
-        torch.testing.assert_close(found[row : row + 1], wanted, atol=1e-5, rtol=1e-5)
+        reference = expected(queries[row : row + 1], keys, texts.values[row], seen)
+        torch.testing.assert_close(actual[row : row + 1], reference, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("residence", [None, OffloadConfig(num_slots=40)], ids=str)
@@ -134,7 +136,7 @@ def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig
     attention, texts = selected(SparseAttentionConfig(page_size=PAGE, token_budget=BLOCKS * PAGE), residence), Texts()
     texts.read(attention, chunk=16)
     queries, layout = torch.randn(len(LENGTHS), KV_HEADS * GROUP, WIDTH), texts.new()
-    found = attention.attend(0, queries, *texts.newest(), layout, SCALE)
+    result = attention.attend(0, queries, *texts.newest(), layout, SCALE)
     key_pages, value_pages = torch.zeros(2, BLOCKS, PAGE, KV_HEADS, WIDTH)
     for row, length in enumerate(LENGTHS):
         places = texts.places(row, 0, length + 1)
@@ -144,7 +146,7 @@ def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig
         torch.arange(count + 1).int(), asking.seq_lens.int(), asking.block_tables.int(), layout.slot_mapping,
         max_seq_len=max(LENGTHS) + 1, query_lens=[1] * count,
     )  # fmt: skip
-    assert torch.equal(found, paged_attention(queries, key_pages, value_pages, pages, SCALE))
+    assert torch.equal(result, paged_attention(queries, key_pages, value_pages, pages, SCALE))
 
 
 def test_prefill_and_decode_in_one_batch() -> None:
@@ -153,7 +155,9 @@ def test_prefill_and_decode_in_one_batch() -> None:
     attention, texts = selected(selection), Texts([30, 11])
     texts.read(attention, chunk=64)
     other = Texts([9])
-    free = torch.tensor([block for block in range(BLOCKS) if not any(block in held for held in texts.blocks)])
+    free = torch.tensor(
+        [block for block in range(BLOCKS) if not any(block in used_blocks for used_blocks in texts.blocks)]
+    )
     other.blocks = [free[:3]]
     new, prompt = texts.new(), other.places(0, 0, 9)
     asking = new.decodes[0]
@@ -164,13 +168,13 @@ def test_prefill_and_decode_in_one_batch() -> None:
     queries = torch.randn(11, KV_HEADS * GROUP, WIDTH)
     keys = torch.cat([texts.keys[1][-1:], other.keys[0][:9], texts.keys[0][-1:]])
     values = torch.cat([texts.values[1][-1:], other.values[0][:9], texts.values[0][-1:]])
-    found = attention.attend(0, queries, keys, values, layout, SCALE)
-    wanted = expected(queries[1:10], other.keys[0][:9], other.values[0][:9], None)
-    torch.testing.assert_close(found[1:10], wanted, atol=1e-5, rtol=1e-5)
+    actual = attention.attend(0, queries, keys, values, layout, SCALE)
+    reference = expected(queries[1:10], other.keys[0][:9], other.values[0][:9], None)
+    torch.testing.assert_close(actual[1:10], reference, atol=1e-5, rtol=1e-5)
     for row, at in ((0, 10), (1, 0)):
         seen = pages_by_hand(selection, queries[at], texts.keys[row])
-        wanted = expected(queries[at : at + 1], texts.keys[row], texts.values[row], seen)
-        torch.testing.assert_close(found[at : at + 1], wanted, atol=1e-5, rtol=1e-5)
+        reference = expected(queries[at : at + 1], texts.keys[row], texts.values[row], seen)
+        torch.testing.assert_close(actual[at : at + 1], reference, atol=1e-5, rtol=1e-5)
 
 
 def test_requests_that_do_not_fit_together_are_split_in_order() -> None:

@@ -15,9 +15,9 @@ from smelt.kvcache.selection.split_kv import merge_splits, partial_attention, sp
 def test_merged_splits_equal_full_attention(num_splits: int, tokens: int, size: float) -> None:
     queries = size * torch.randn(2, 3, 4, 16)  # [requests, kv_heads, group, head_dim]
     keys, values = torch.randn(2, 2, 3, tokens, 16)
-    wanted = F.scaled_dot_product_attention(queries.double(), keys.double(), values.double(), scale=0.25).float()
-    found = split_kv_attention(queries, keys, values, 0.25, num_splits)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    expected = F.scaled_dot_product_attention(queries.double(), keys.double(), values.double(), scale=0.25).float()
+    actual = split_kv_attention(queries, keys, values, 0.25, num_splits)
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_merged_splits_can_be_merged_again_and_empty_ones_weigh_nothing() -> None:
@@ -28,8 +28,8 @@ def test_merged_splits_can_be_merged_again_and_empty_ones_weigh_nothing() -> Non
     empty = partial_attention(queries, keys[:, :0], values[:, :0], 0.3)
     assert not empty[0].any() and (empty[1] == -torch.inf).all()
     two, total = merge_splits(*zip(*parts[:2], empty, strict=True))
-    found, whole = merge_splits([two, parts[2][0]], [total, parts[2][1]])
-    wanted, sums = partial_attention(queries, keys, values, 0.3)
-    torch.testing.assert_close((found, whole), (wanted, sums), atol=1e-5, rtol=1e-5)
+    actual, lse = merge_splits([two, parts[2][0]], [total, parts[2][1]])
+    expected, sums = partial_attention(queries, keys, values, 0.3)
+    torch.testing.assert_close((actual, lse), (expected, sums), atol=1e-5, rtol=1e-5)
     nothing = merge_splits(*zip(empty, empty, strict=True))
     assert not nothing[0].any() and (nothing[1] == -torch.inf).all()

@@ -51,14 +51,14 @@ def test_each_head_keeps_its_own_tokens_after_the_prefix(first: int) -> None:
     for layer in range(LAYERS):
         cache.retain(layer, places, first)
     assert cache.length == first + 3 and cache.num_seen == 9
-    for layer, held in enumerate(cache.layers):
+    for layer, layer_cache in enumerate(cache.layers):
         for head in range(HEADS):
-            wanted = [*range(first), *(first + int(place) for place in places[head])]
-            assert held.token_indices[head, : cache.length].tolist() == wanted
-            assert held.token_scores[head, : cache.length].tolist() == [number * 10.0 for number in wanted]
-            assert torch.equal(held.keys[head, : cache.length], keys[layer, 0, head, wanted])
-            assert torch.equal(held.values[head, : cache.length], keys[layer, 0, head, wanted] + 1)
-        assert all(not tensor[:, cache.length :].any() for tensor in held.tensors())  # the others are zeroed
+            expected = [*range(first), *(first + int(place) for place in places[head])]
+            assert layer_cache.token_indices[head, : cache.length].tolist() == expected
+            assert layer_cache.token_scores[head, : cache.length].tolist() == [number * 10.0 for number in expected]
+            assert torch.equal(layer_cache.keys[head, : cache.length], keys[layer, 0, head, expected])
+            assert torch.equal(layer_cache.values[head, : cache.length], keys[layer, 0, head, expected] + 1)
+        assert all(not tensor[:, cache.length :].any() for tensor in layer_cache.tensors())  # the others are zeroed
 
 
 def test_keys_are_rotated_when_they_move() -> None:

@@ -42,12 +42,12 @@ def test_tar_matches_loops_when_heads_have_lost_tokens() -> None:
     keys, _ = drawn()
     recent = torch.randn(HEADS, 3, PATCHES, WIDTH)
     patch = torch.randint(0, PATCHES, (HEADS, FRAMES * PATCHES))
-    found = temporal_novelty(keys, patch, recent)
+    actual = temporal_novelty(keys, patch, recent)
     for head in range(HEADS):
         for token in range(FRAMES * PATCHES):
             same = recent[head, :, patch[head, token]]  # [3, head_dim]
-            wanted = -F.cosine_similarity(keys[head, token].expand(3, -1), same, dim=-1).mean()
-            assert abs(float(found[head, token] - wanted)) < 2e-5
+            expected = -F.cosine_similarity(keys[head, token].expand(3, -1), same, dim=-1).mean()
+            assert abs(float(actual[head, token] - expected)) < 2e-5
 
 
 def test_equal_frames_are_redundant_and_value_norms_decide() -> None:
@@ -55,11 +55,11 @@ def test_equal_frames_are_redundant_and_value_norms_decide() -> None:
     recent = keys[:, -2 * PATCHES :].unflatten(1, (2, PATCHES))
     assert bool((temporal_novelty(keys, held(keys, marks).patch_index, recent) == -1).all())
     count = KEEP * PATCHES
-    found = InfiniPotV().select(held(keys, marks), count)
+    result = InfiniPotV().select(held(keys, marks), count)
     for head in range(HEADS):
         older = (FRAMES - 2) * PATCHES  # a quarter of the frames is recent and stays
         best = marks[head, :older].argsort(descending=True)[: count - 2 * PATCHES]
-        assert found[head].tolist() == [*best.sort().values.tolist(), *range(older, FRAMES * PATCHES)]
+        assert result[head].tolist() == [*best.sort().values.tolist(), *range(older, FRAMES * PATCHES)]
 
 
 def test_moving_patches_stay() -> None:
@@ -70,8 +70,8 @@ def test_moving_patches_stay() -> None:
         moving.append(frame * PATCHES + frame % PATCHES)
     marks = torch.ones(HEADS, FRAMES * PATCHES)
     marks[:, moving] = 0.0
-    found = InfiniPotV(tar=0.6).select(held(keys.flatten(1, 2), marks), 4 * PATCHES)
-    assert all(set(moving[:2]) <= set(row.tolist()) for row in found)
+    result = InfiniPotV(tar=0.6).select(held(keys.flatten(1, 2), marks), 4 * PATCHES)
+    assert all(set(moving[:2]) <= set(row.tolist()) for row in result)
     enough = InfiniPotV(tar=0.9).select(held(keys.flatten(1, 2), marks), 4 * PATCHES)
     assert all(set(moving) <= set(row.tolist()) for row in enough)
 
@@ -83,7 +83,7 @@ def test_the_full_rule_matches_loops(tar: float, recent: float) -> None:
     last = int(recent * FRAMES) * PATCHES
     patch[:, -last:] = torch.arange(last) % PATCHES
     rule, count, older = InfiniPotV(tar=tar, recent=recent), KEEP * PATCHES, FRAMES * PATCHES - last
-    found = rule.select(held(keys, marks, patch), count)
+    result = rule.select(held(keys, marks, patch), count)
     for head in range(HEADS):
         scores = []
         for token in range(older):
@@ -93,7 +93,7 @@ def test_the_full_rule_matches_loops(tar: float, recent: float) -> None:
         by_tar = count - round((1 - tar) * count) - last
         chosen = set(sorted(range(older), key=lambda t: -scores[t])[:by_tar]) | set(range(older, FRAMES * PATCHES))
         others = [t for t in marks[head].argsort(descending=True).tolist() if t not in chosen]
-        assert found[head].tolist() == sorted(chosen | set(others[: count - len(chosen)]))
+        assert result[head].tolist() == sorted(chosen | set(others[: count - len(chosen)]))
 
 
 def test_value_norms_are_pooled_over_neighbors() -> None:
@@ -109,9 +109,9 @@ def test_value_norms_are_pooled_over_neighbors() -> None:
         plane = padded[:, frame + 1, row : row + 3, column : column + 3].sum((1, 2)) / kernel**2
         place = (frame * 4 + row) * 4 + column
         line = F.pad(norms.flatten(1), (1, 1))[:, place : place + 3].sum(1) / kernel
-        wanted = (cube, cube, plane, plane, line, line, norms[here], norms[here])
+        expected = (cube, cube, plane, plane, line, line, norms[here], norms[here])
         for layer in range(layers):
-            assert torch.allclose(pool_by_depth(norms, layer, layers)[here], wanted[layer], atol=1e-6)
+            assert torch.allclose(pool_by_depth(norms, layer, layers)[here], expected[layer], atol=1e-6)
 
 
 def test_pooling_kernels_are_seven_five_and_three_where_they_fit() -> None:
@@ -131,9 +131,9 @@ def test_pooling_is_chosen_by_depth() -> None:
 
 
 def test_baselines() -> None:
-    given = held(*drawn())
-    assert RecentFrames().select(given, 4).tolist() == [[44, 45, 46, 47]] * HEADS
-    assert UniformFrames().select(given, 5).tolist() == [[0, 9, 19, 28, 38]] * HEADS
+    tokens = held(*drawn())
+    assert RecentFrames().select(tokens, 4).tolist() == [[44, 45, 46, 47]] * HEADS
+    assert UniformFrames().select(tokens, 5).tolist() == [[0, 9, 19, 28, 38]] * HEADS
 
 
 @pytest.mark.parametrize(

@@ -58,10 +58,10 @@ def test_a_stream_that_fits_matches_the_plain_network(name: str) -> None:
     stream.push(ids[11:20].tolist())
     assert torch.allclose(stream.logits(ids[20:30]), plain[19:29], atol=1e-4)
     stream.push(ids[20:])
-    wanted = ids
+    expected = ids
     for _ in range(5):
-        wanted = torch.cat((wanted, stream.model.network(wanted[None]).logits[0, -1:].argmax(-1)))
-    assert torch.equal(stream.answer(ids[:0], 5), wanted[FULL:])
+        expected = torch.cat((expected, stream.model.network(expected[None]).logits[0, -1:].argmax(-1)))
+    assert torch.equal(stream.answer(ids[:0], 5), expected[FULL:])
     assert stream.num_compressions == 0 and stream.num_seen == stream.length == FULL
 
 
@@ -117,8 +117,8 @@ def by_hand(stream: TextStream, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Compute attention [layers, kv_heads, tokens] of the prompt's tokens and -log p of each token with loops over the
     plain network.
     """
-    whole = torch.cat((ids, torch.tensor(PROMPT)))[None]
-    count, reading = len(ids), record_prefill(stream.model, whole)
+    full = torch.cat((ids, torch.tensor(PROMPT)))[None]
+    count, reading = len(ids), record_prefill(stream.model, full)
     with torch.no_grad():
         rows = stream.model.network(ids[None]).logits[0].log_softmax(-1)
     novelty = torch.tensor([torch.inf, *(-float(rows[t - 1, ids[t]]) for t in range(1, count))])
@@ -145,8 +145,8 @@ def test_novel_tokens_stay_in_all_heads_and_others_by_attention(alpha: float) ->
     for layer in range(3):
         for head in range(2):
             others = [int(t) for t in attention[layer, head].argsort(descending=True) if int(t) not in novel]
-            wanted = sorted(novel | set(others[: KEEP - len(novel)]))
-            assert stream.cache.layers[layer].token_indices[head, :KEEP].tolist() == wanted
+            expected = sorted(novel | set(others[: KEEP - len(novel)]))
+            assert stream.cache.layers[layer].token_indices[head, :KEEP].tolist() == expected
     assert stream.length == KEEP + 1 and stream.num_compressions == 1
 
 
@@ -156,18 +156,18 @@ def test_without_renumbering_compression_equals_masking_evicted_tokens() -> None
     stream.push(ids[:FULL])
     stream._compress()
     kept = torch.zeros(3, 1, 2, FULL, dtype=torch.bool).scatter_(-1, numbers(stream)[:, None], True)
-    wanted = decode_logits(stream.model, record_prefill(stream.model, ids[None, :FULL]), kept, ids[None, FULL:])[0]
-    assert torch.allclose(stream.logits(ids[FULL:])[1:], wanted[:-1], atol=1e-4)
+    expected = decode_logits(stream.model, record_prefill(stream.model, ids[None, :FULL]), kept, ids[None, FULL:])[0]
+    assert torch.allclose(stream.logits(ids[FULL:])[1:], expected[:-1], atol=1e-4)
 
 
 def test_a_token_kept_for_novelty_stays_in_every_head() -> None:
     stream, ids = stream_of(), words(9 * CAP)
     for start in range(0, len(ids), 5):
         stream.push(ids[start : start + 5])
-        held = set(stream._novelty.token_indices[: stream._novelty.length].tolist())
-        assert all(held <= set(row.tolist()) for row in numbers(stream).flatten(0, 1))
+        novel = set(stream._novelty.token_indices[: stream._novelty.length].tolist())
+        assert all(novel <= set(row.tolist()) for row in numbers(stream).flatten(0, 1))
         assert bool((numbers(stream).diff(dim=-1) > 0).all())  # in time order, each once
-    assert {0} < held  # the first token has no prediction and is always novel
+    assert {0} < novel  # the first token has no prediction and is always novel
 
 
 def snapkv_in_chunks(model: Model, ids: Tensor, kernel: int) -> Tensor:
@@ -220,15 +220,15 @@ def test_novelty_is_the_negative_log_probability() -> None:
     network: Any = BUILDS["llama"]()
     ids = words(100)
     states = network.model(ids[None]).last_hidden_state[0]
-    wanted = -network(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    expected = -network(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
     rows: list[int] = []
 
     def head(states: Tensor) -> Tensor:
         rows.append(len(states))
-        found: Tensor = network.lm_head(states)
-        return found
+        actual: Tensor = network.lm_head(states)
+        return actual
 
-    assert torch.allclose(token_novelty(states[:-1], ids[1:], head), wanted, atol=1e-5)  # type: ignore[arg-type]
+    assert torch.allclose(token_novelty(states[:-1], ids[1:], head), expected, atol=1e-5)  # type: ignore[arg-type]
     assert max(rows) <= 64 and sum(rows) == 99
 
 
@@ -284,10 +284,10 @@ def test_after_many_rounds_every_key_has_the_position_of_its_slot() -> None:
     layer = stream.cache.layers[0]
     assert stream.num_compressions > 10
     for head in range(2):
-        wanted = _keys_at(
+        expected = _keys_at(
             stream.model.network, ids[layer.token_indices[head, : stream.length]], torch.arange(stream.length)
         )
-        assert torch.allclose(layer.keys[head, : stream.length], wanted[head], atol=1e-4)
+        assert torch.allclose(layer.keys[head, : stream.length], expected[head], atol=1e-4)
 
 
 # Asking

@@ -25,8 +25,8 @@ NAMES = tuple(SEEING)
 
 
 def stream_of(name: str, **changes: Any) -> VideoStream:
-    given: dict[str, Any] = {"max_frames": FRAMES, "keep_frames": KEEP, "prefix": PREFIX, "reserved": 16, **changes}
-    return VideoStream(SEEING[name](), **given)
+    options: dict[str, Any] = {"max_frames": FRAMES, "keep_frames": KEEP, "prefix": PREFIX, "reserved": 16, **changes}
+    return VideoStream(SEEING[name](), **options)
 
 
 def plainly(name: str, network: Any, frames: Tensor) -> dict[str, Any]:
@@ -49,11 +49,11 @@ def plainly(name: str, network: Any, frames: Tensor) -> dict[str, Any]:
 def test_a_stream_that_fits_matches_the_plain_network(name: str) -> None:
     stream = stream_of(name)
     frames = film(FRAMES * JOINED[name])
-    wanted = stream.network(**plainly(name, stream.network, frames)).logits[0, -len(QUESTION) :]
+    expected = stream.network(**plainly(name, stream.network, frames)).logits[0, -len(QUESTION) :]
     for start in range(0, len(frames), 3):  # a frame of a split pair waits for the other
         stream.push(frames[start : start + 3])
     assert stream.num_seen == FRAMES and stream.num_compressions == 0 and stream._layout.patches == PATCHES[name]
-    assert torch.allclose(stream.logits(QUESTION), wanted, atol=1e-4)
+    assert torch.allclose(stream.logits(QUESTION), expected, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -62,10 +62,10 @@ def test_answers_match_the_networks_generate(name: str) -> None:
     stream = stream_of(name, max_frames=6, keep_frames=5, rule="recent")
     stream.network.generation_config.eos_token_id = None
     frames = film(6 * JOINED[name])
-    given = plainly(name, stream.network, frames)
-    wanted = stream.network.generate(**given, max_new_tokens=6, do_sample=False)[0, given["input_ids"].shape[1] :]
+    inputs = plainly(name, stream.network, frames)
+    expected = stream.network.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
     stream.push(frames)
-    assert torch.equal(stream.answer(QUESTION, 6), wanted)
+    assert torch.equal(stream.answer(QUESTION, 6), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,17 +113,17 @@ def test_heads_keep_complete_recent_frames_and_unchanged_keys(name: str) -> None
 
 def test_rules_receive_the_patch_of_each_token() -> None:
     """Whatever precedes the frames."""
-    told: list[Tensor] = []
+    patches: list[Tensor] = []
 
     class Listening(RecentFrames):
         def select(self, tokens: FrameTokens, count: int) -> Tensor:
-            told.append(tokens.patch_index.clone())
+            patches.append(tokens.patch_index.clone())
             return super().select(tokens, count)
 
     stream = stream_of("smolvlm", rule=Listening())
     stream.push(film(20))
-    assert len(told) == stream.num_compressions * 4
-    assert all(row.tolist() == [0, 1, 2, 3] * FRAMES for patch in told for row in patch)
+    assert len(patches) == stream.num_compressions * 4
+    assert all(row.tolist() == [0, 1, 2, 3] * FRAMES for patch in patches for row in patch)
 
 
 @pytest.mark.parametrize("pooling", [False, True])
@@ -172,17 +172,19 @@ def test_positions_match_the_full_video(name: str) -> None:
     shape = FrameEncoder(network).layout(film(1))
     numbering = FramePositions(network, len(PREFIX), shape)
     for count in (1, 3, 5, 6, 7, 20):
-        found = torch.cat((numbering.frames(0, count), numbering.text(count, 4)), dim=1)
+        actual = torch.cat((numbering.frames(0, count), numbering.text(count, 4)), dim=1)
         pieces = torch.cat([numbering.frames(at, 1) for at in range(count)], dim=1)
-        assert torch.equal(found[:, : pieces.shape[1]], pieces)
+        assert torch.equal(actual[:, : pieces.shape[1]], pieces)
         if name.startswith("qwen"):
-            given = plainly(name, network, film(2 * count))
-            wanted, _ = network.model.get_rope_index(
-                given["input_ids"], mm_token_type_ids=given["mm_token_type_ids"], video_grid_thw=given["video_grid_thw"]
+            inputs = plainly(name, network, film(2 * count))
+            expected, _ = network.model.get_rope_index(
+                inputs["input_ids"],
+                mm_token_type_ids=inputs["mm_token_type_ids"],
+                video_grid_thw=inputs["video_grid_thw"],
             )
-            assert torch.equal(found, wanted[:, 0, len(PREFIX) :])
+            assert torch.equal(actual, expected[:, 0, len(PREFIX) :])
         else:
-            assert found.tolist() == [list(range(3, 3 + count * PATCHES[name] + 4))]
+            assert actual.tolist() == [list(range(3, 3 + count * PATCHES[name] + 4))]
 
 
 def test_text_positions_may_follow_the_longest_axis(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,8 +202,8 @@ def test_text_positions_may_follow_the_longest_axis(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(network.model, "get_rope_index", highest)
     numbering = FramePositions(network, len(PREFIX), FrameEncoder(network).layout(film(1)))
-    found = [int(numbering.text(count, 1)[0, 0]) for count in range(40)]
-    assert found == [3, *(3 + max(4, 2 * count - 1) for count in range(1, 40))]
+    result = [int(numbering.text(count, 1)[0, 0]) for count in range(40)]
+    assert result == [3, *(3 + max(4, 2 * count - 1) for count in range(1, 40))]
 
 
 def test_patches_match_loops() -> None:
@@ -215,8 +217,8 @@ def test_patches_match_loops() -> None:
                 for down in (0, 4):
                     for right in (0, 4):
                         y, x = top + down, left + right
-                        wanted = frames[2 * time : 2 * time + 2, :, y : y + 4, x : x + 4].transpose(0, 1)
-                        assert torch.equal(patches[row], wanted.flatten())
+                        expected = frames[2 * time : 2 * time + 2, :, y : y + 4, x : x + 4].transpose(0, 1)
+                        assert torch.equal(patches[row], expected.flatten())
                         row += 1
 
 
@@ -261,34 +263,34 @@ def test_asking_leaves_the_cache_bit_identical(rule: str) -> None:
     stream.push(film(30))
     assert stream.cache is not None
     before, length = everything(stream.cache), stream.length
-    said = stream.answer(QUESTION, 5)
+    answer = stream.answer(QUESTION, 5)
     stream.logits(QUESTION)
     assert same(everything(stream.cache), before) and stream.length == length
-    assert torch.equal(stream.answer(QUESTION, 5), said)
+    assert torch.equal(stream.answer(QUESTION, 5), answer)
 
 
 def test_recent_keeps_only_the_last_frames() -> None:
     stream = stream_of("smolvlm", rule="recent", prefix=())
     stream.push(film(21))
     assert stream.cache is not None
-    wanted = list(range(21 * 4 - stream.length, 21 * 4))
+    expected = list(range(21 * 4 - stream.length, 21 * 4))
     assert all(
-        row.tolist() == wanted for layer in stream.cache.layers for row in layer.token_indices[:, : stream.length]
+        row.tolist() == expected for layer in stream.cache.layers for row in layer.token_indices[:, : stream.length]
     )
 
 
 def test_frames_are_preprocessed_by_the_given_function() -> None:
     network: Any = SEEING["qwen2-vl"]()
     plain = VideoStream(network, max_frames=FRAMES, keep_frames=KEEP)
-    told = VideoStream(
+    preprocessed = VideoStream(
         network,
         max_frames=FRAMES,
         keep_frames=KEEP,
         preprocess=lambda frames: FrameEncoder(network)._inputs(frames / 2),
     )
     plain.push(film(6) / 2)
-    told.push(film(6))
-    assert torch.allclose(plain.logits(QUESTION), told.logits(QUESTION), atol=1e-5)
+    preprocessed.push(film(6))
+    assert torch.allclose(plain.logits(QUESTION), preprocessed.logits(QUESTION), atol=1e-5)
 
 
 def test_text_in_and_out() -> None:

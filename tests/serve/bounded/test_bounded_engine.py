@@ -39,9 +39,9 @@ LONG = SamplingParams(max_tokens=70, temperature=0, ignore_eos=True)
 
 def capped(network: PreTrainedModel | None = None, **more: Any) -> Engine:
     """Build an engine with memory for 8 bounded caches by default."""
-    given = {"block_size": BLOCK, "kv_cache_bytes": 8 * MOST * BLOCK_BYTES, **more}
+    settings = {"block_size": BLOCK, "kv_cache_bytes": 8 * MOST * BLOCK_BYTES, **more}
     model = Model(copy.deepcopy(network) if network is not None else BUILDS["llama"]())
-    return Engine(model, **{"kv_token_cap": BoundedCacheConfig(CAP, KEEP, RULE), **given})
+    return Engine(model, **{"kv_token_cap": BoundedCacheConfig(CAP, KEEP, RULE), **settings})
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def runner_of(engine: Engine) -> BoundedRunner:
 
 
 def words(count: int, seed: int = 0) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(3, 99) for _ in range(count)]
+    rng = random.Random(seed)
+    return [rng.randrange(3, 99) for _ in range(count)]
 
 
 def texts_of(lengths: list[int]) -> list[list[int]]:
@@ -84,8 +84,8 @@ def run(engine: Engine) -> None:
 
 
 def check(engine: Engine) -> None:
-    held = [block for request in engine.scheduler.running for block in request.blocks]
-    assert len(held) == len(set(held)) == engine.state()["blocks_used"]
+    used_blocks = [block for request in engine.scheduler.running for block in request.blocks]
+    assert len(used_blocks) == len(set(used_blocks)) == engine.state()["blocks_used"]
     assert all(len(request.blocks) <= MOST for request in engine.scheduler.running)
     for request in engine.scheduler.waiting:
         assert request.cache_state is None and not request.blocks
@@ -94,7 +94,7 @@ def check(engine: Engine) -> None:
 def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
     requests = [engine.submit(text, sampling)[0] for text in texts]
     run(engine)
-    return [each.output for each in requests]
+    return [request.output for request in requests]
 
 
 # While everything fits
@@ -116,18 +116,18 @@ def test_logits_of_a_text_that_fits_match_the_plain_engine(llama: PreTrainedMode
     plain = Engine(
         Model(copy.deepcopy(llama)), block_size=BLOCK, max_model_len=96, kv_cache_bytes=10**7, compiled=compiled
     )
-    found = [logprobs(engine, text, asked) for engine in (plain, capped(llama, compiled=compiled))]
-    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=0)
+    result = [logprobs(engine, text, asked) for engine in (plain, capped(llama, compiled=compiled))]
+    torch.testing.assert_close(result[1], result[0], atol=1e-5, rtol=0)
 
 
 def logprobs(engine: Engine, text: list[int], sampling: SamplingParams) -> torch.Tensor:
     engine.submit(text, sampling)
-    found = []
+    result = []
     while engine.busy:
         for event in engine.step():
             assert event.logprobs is not None
-            found.append([value for _, value in event.logprobs.top])
-    return torch.tensor(found)
+            result.append([value for _, value in event.logprobs.top])
+    return torch.tensor(result)
 
 
 def test_a_half_precision_network() -> None:
@@ -135,11 +135,11 @@ def test_a_half_precision_network() -> None:
     plain = Engine(
         Model(copy.deepcopy(network)), block_size=BLOCK, max_model_len=96, kv_cache_bytes=10**7, compiled=False
     )
-    wanted = [plain.submit(text, GREEDY)[0] for text in texts]
+    reference = [plain.submit(text, GREEDY)[0] for text in texts]
     while plain.busy:
         plain.step()
     engine = capped(network, compiled=False)
-    assert answers(engine, texts) == [each.output for each in wanted]
+    assert answers(engine, texts) == [request.output for request in reference]
     assert len(answers(engine, [words(200)])[0]) == 16 and runner_of(engine).cooked > 5
 
 
@@ -193,12 +193,12 @@ def test_the_answer_matches_the_stream(llama: PreTrainedModel) -> None:
         stream, text = streamed(llama), words(length, 4)
         stream.push(text)
         free = CAP - stream.length
-        found = answers(
+        result = answers(
             capped(llama), [text], SamplingParams(max_tokens=min(free, 20), temperature=0, ignore_eos=True)
         )[0]
         fits = FULL - stream.length + 1  # before the engine compresses its own answer
         stream.model.network.generation_config.eos_token_id = None
-        assert stream.answer([], len(found))[:fits].tolist() == found[:fits]
+        assert stream.answer([], len(result))[:fits].tolist() == result[:fits]
 
 
 # Capacity
@@ -282,17 +282,17 @@ def test_a_batch_changes_no_answer(llama: PreTrainedModel, alone: list[list[int]
 def test_prompt_chunks_do_not_depend_on_the_batch() -> None:
     def cut(engine: Engine, texts: list[list[int]]) -> dict[int, list[tuple[int, int]]]:
         """Return, for each prompt by its length, where its chunks begin and their tokens."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        result: dict[int, list[tuple[int, int]]] = {}
         launch = runner_of(engine).launch
 
         def noted(step: ScheduledBatch) -> InflightBatch:
             for piece in step.pieces:
-                found.setdefault(len(piece.request.prompt), []).append((piece.start, piece.count))
+                result.setdefault(len(piece.request.prompt), []).append((piece.start, piece.count))
             return launch(step)
 
         engine.runner.launch = noted  # type: ignore[method-assign]
         answers(engine, texts)
-        return found
+        return result
 
     texts = texts_of(LENGTHS)
     together = cut(capped(prefill_chunk_size=9, max_num_seqs=4), texts)
@@ -314,24 +314,24 @@ def test_answers_after_preemption(llama: PreTrainedModel, alone: list[list[int]]
 
 def test_random_requests_finish_and_leak_nothing(llama: PreTrainedModel) -> None:
     """Requests arrive, leave and continue each other at random."""
-    chance = random.Random(1)
+    rng = random.Random(1)
     engine, ended, came = capped(llama, kv_cache_bytes=(3 * MOST + 1) * BLOCK_BYTES, max_num_batched_tokens=16), [], []
     for turn in range(400):
-        if turn < 250 and chance.random() < 0.12:
-            before = chance.choice(ended).tokens if ended and chance.random() < 0.5 else []
-            text = [*before[: chance.randrange(len(before) + 1)], *words(chance.randrange(1, 80), turn)]
-            asked = SamplingParams(max_tokens=chance.randrange(1, 40), temperature=0, n=chance.randrange(1, 3))
-            came += engine.submit(text, asked)
-        if engine.scheduler.running and chance.random() < 0.05:
-            engine.abort(chance.choice(engine.scheduler.running))
+        if turn < 250 and rng.random() < 0.12:
+            before = rng.choice(ended).tokens if ended and rng.random() < 0.5 else []
+            text = [*before[: rng.randrange(len(before) + 1)], *words(rng.randrange(1, 80), turn)]
+            params = SamplingParams(max_tokens=rng.randrange(1, 40), temperature=0, n=rng.randrange(1, 3))
+            came += engine.submit(text, params)
+        if engine.scheduler.running and rng.random() < 0.05:
+            engine.abort(rng.choice(engine.scheduler.running))
         ended += [event.request for event in engine.step() if event.reason]
         check(engine)
     run(engine)
-    assert len(came) > 20 and {each.reason for each in came} >= {"length", "abort"}
-    checked = [each for each in ended if len(each.prompt) > FULL][:6]
-    assert [answers(capped(llama), [each.prompt], each.sampling)[0][: len(each.output)] for each in checked] == [
-        each.output for each in checked
-    ]
+    assert len(came) > 20 and {request.reason for request in came} >= {"length", "abort"}
+    checked = [request for request in ended if len(request.prompt) > FULL][:6]
+    assert [
+        answers(capped(llama), [request.prompt], request.sampling)[0][: len(request.output)] for request in checked
+    ] == [request.output for request in checked]
 
 
 def test_an_aborted_request_frees_everything() -> None:
@@ -366,8 +366,8 @@ def test_the_next_turn_continues_from_the_session_cache(llama: PreTrainedModel, 
     text = [*first.tokens, *words(60, 1)]
     again = [engine.submit(text, LONG)[0] for _ in range(2)]  # both continue the same turn
     run(engine)
-    assert [each.num_cached_tokens for each in again] == [length + 15] * 2
-    assert [each.output for each in again] == [answers(other, [text], LONG)[0]] * 2
+    assert [request.num_cached_tokens for request in again] == [length + 15] * 2
+    assert [request.output for request in again] == [answers(other, [text], LONG)[0]] * 2
 
 
 def test_a_session_cache_is_reused_only_with_the_same_salt_and_adapter(llama: PreTrainedModel) -> None:
@@ -376,10 +376,10 @@ def test_a_session_cache_is_reused_only_with_the_same_salt_and_adapter(llama: Pr
     while engine.busy:
         engine.step()
     changed = [*first.tokens[:-1], (first.tokens[-1] + 1) % 99, 7]  # the last token differs
-    found = [engine.submit([*first.tokens, 7], GREEDY, salt=salt)[0] for salt in (b"b", b"a")]
-    found.append(engine.submit(changed, GREEDY, salt=b"a")[0])
+    result = [engine.submit([*first.tokens, 7], GREEDY, salt=salt)[0] for salt in (b"b", b"a")]
+    result.append(engine.submit(changed, GREEDY, salt=b"a")[0])
     run(engine)
-    assert [each.num_cached_tokens for each in found] == [0, 65, 0]
+    assert [request.num_cached_tokens for request in result] == [0, 65, 0]
 
 
 def test_session_caches_are_evicted_when_memory_is_needed(llama: PreTrainedModel) -> None:

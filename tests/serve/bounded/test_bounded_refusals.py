@@ -100,6 +100,6 @@ def test_the_command_line_refuses_at_once(options: list[str], sentence: str) -> 
 def test_a_cap_that_is_too_small_for_the_model_is_one_sentence(model_folder: Path) -> None:
     command = [sys.executable, "-m", "smelt.cli.main", "serve", str(model_folder), "--kv-token-cap", "100"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    said = " ".join(ended.stderr.split())
-    assert ended.returncode == 2 and "Traceback" not in said
-    assert "a cap of 100 tokens is too small" in said and "give at least" in said
+    message = " ".join(ended.stderr.split())
+    assert ended.returncode == 2 and "Traceback" not in message
+    assert "a cap of 100 tokens is too small" in message and "give at least" in message

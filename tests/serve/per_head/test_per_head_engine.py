@@ -42,9 +42,9 @@ def shuffled(size: int, seed: int) -> HeadClusters:
 
 
 def retention(share: float | list[float], size: int = 2, seed: int = 0, scorer: Scorer | None = None) -> EvictionPolicy:
-    made = shuffled(size, seed)
-    budgets = [share] * len(made.members) if isinstance(share, float) else share
-    return EvictionPolicy(made, tuple(budgets), scorer or make_scorer("keydiff", sink=2, window=4), BLOCK)
+    clusters = shuffled(size, seed)
+    budgets = [share] * len(clusters.members) if isinstance(share, float) else share
+    return EvictionPolicy(clusters, tuple(budgets), scorer or make_scorer("keydiff", sink=2, window=4), BLOCK)
 
 
 def model_of(family: str) -> Model:
@@ -52,13 +52,13 @@ def model_of(family: str) -> Model:
 
 
 def words(count: int, seed: int = 0) -> list[int]:
-    chance = random.Random(seed)
-    return [chance.randrange(3, 99) for _ in range(count)]
+    rng = random.Random(seed)
+    return [rng.randrange(3, 99) for _ in range(count)]
 
 
 def prompts(count: int, seed: int = 0, most: int = 80) -> list[list[int]]:
-    chance = random.Random(seed)
-    return [[chance.randrange(3, 99) for _ in range(chance.randrange(1, most))] for _ in range(count)]
+    rng = random.Random(seed)
+    return [[rng.randrange(3, 99) for _ in range(rng.randrange(1, most))] for _ in range(count)]
 
 
 def run(engine: Engine) -> None:
@@ -91,7 +91,7 @@ def check(engine: Engine) -> None:
 def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
     requests = [engine.submit(text, sampling)[0] for text in texts]
     run(engine)
-    return [each.output for each in requests]
+    return [request.output for request in requests]
 
 
 def test_warmup_leaves_no_session_cache() -> None:
@@ -108,35 +108,37 @@ def test_everything_kept_equals_the_plain_cache(family: str) -> None:
     heads = sum(part.units for part in model.anatomy.parts if part.kind == "heads") // LAYERS
     plain = answers(Engine(model_of(family), **SMALL), texts)
     for size in (1, 2, LAYERS * heads):
-        whole = cluster_heads(torch.rand(LAYERS, heads), size)
-        every = EvictionPolicy(whole, (1.0,) * len(whole.members), make_scorer("keydiff", sink=2, window=4), BLOCK)
+        clusters = cluster_heads(torch.rand(LAYERS, heads), size)
+        every = EvictionPolicy(
+            clusters, (1.0,) * len(clusters.members), make_scorer("keydiff", sink=2, window=4), BLOCK
+        )
         assert answers(Engine(model, kv_profile=every, max_num_batched_tokens=16, **SMALL), texts) == plain
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
 def test_logits_with_everything_kept_under_any_cluster_map(size: int) -> None:
     text = words(90, seed=3)
-    asked = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=20)
-    plain = logprobs(Engine(model_of("llama"), **SMALL), text, asked)
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=20)
+    plain = logprobs(Engine(model_of("llama"), **SMALL), text, params)
     for seed in range(3):
         engine = Engine(model_of("llama"), kv_profile=retention(1.0, size, seed), max_num_batched_tokens=16, **SMALL)
-        torch.testing.assert_close(logprobs(engine, text, asked), plain, atol=1e-5, rtol=0)
+        torch.testing.assert_close(logprobs(engine, text, params), plain, atol=1e-5, rtol=0)
 
 
 def logprobs(engine: Engine, text: list[int], sampling: SamplingParams) -> torch.Tensor:
     engine.submit(text, sampling)
-    found = []
+    result = []
     while engine.busy:
         for event in engine.step():
             assert event.logprobs is not None
-            found.append(sorted(value for _, value in event.logprobs.top))
-    return torch.tensor(found)
+            result.append(sorted(value for _, value in event.logprobs.top))
+    return torch.tensor(result)
 
 
 def test_pages_match_the_budgets() -> None:
     """Page for page: the blocks of a request, and the ideal of its heads."""
-    wanted = retention([0.5, 0.25, 0.1])
-    engine = Engine(model_of("llama"), kv_profile=wanted, max_num_batched_tokens=32, **SMALL)
+    expected = retention([0.5, 0.25, 0.1])
+    engine = Engine(model_of("llama"), kv_profile=expected, max_num_batched_tokens=32, **SMALL)
     text = words(103, seed=1)
     request = engine.submit(text, GREEDY)[0]
     engine.step()
@@ -150,31 +152,31 @@ def test_a_prompt_in_one_chunk_matches_the_masked_reference(name: str) -> None:
     """The masked network, which frees nothing, gives the same logits."""
     scorer = make_scorer(name, sink=2, window=8)
     shares = [0.6, 0.3, 0.1]
-    wanted = retention(shares, size=2, seed=1, scorer=scorer)
+    expected = retention(shares, size=2, seed=1, scorer=scorer)
     model = model_of("llama")
     text = words(100, seed=5)
     *prompt, last = text
-    found = record_prefill(model, torch.tensor([prompt]))
-    counts = RequestRetention.empty(wanted, len(prompt)).lengths(len(prompt))
-    each = torch.from_numpy(counts)[wanted.clusters.cluster]  # [layers, kv_heads]
-    assert each.min() < each.max() < len(prompt), "nothing would be compressed, or all alike"
-    scores = torch.stack([scorer.scores(seen) for seen in found.layers])
-    reference = decode_logits(model, found, retained_mask(scores, each[:, None]), torch.tensor([[last]]))[0, -1]
-    asked = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
-    own = logprobs(Engine(model, kv_profile=wanted, max_num_batched_tokens=256, **SMALL), text, asked)
+    actual = record_prefill(model, torch.tensor([prompt]))
+    counts = RequestRetention.empty(expected, len(prompt)).lengths(len(prompt))
+    head_counts = torch.from_numpy(counts)[expected.clusters.cluster]  # [layers, kv_heads]
+    assert head_counts.min() < head_counts.max() < len(prompt), "nothing would be compressed, or all alike"
+    scores = torch.stack([scorer.scores(seen) for seen in actual.layers])
+    reference = decode_logits(model, actual, retained_mask(scores, head_counts[:, None]), torch.tensor([[last]]))[0, -1]
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
+    own = logprobs(Engine(model, kv_profile=expected, max_num_batched_tokens=256, **SMALL), text, params)
     torch.testing.assert_close(own[0], reference.log_softmax(-1).topk(20).values.sort().values, atol=2e-5, rtol=0)
 
 
 def test_a_prompt_in_two_chunks_matches_the_masked_reference() -> None:
     """The second chunk sees what is left of the first, and scores the first one's window with its own tokens."""
     scorer = make_scorer("snapkv", sink=2, window=8)
-    wanted, model = retention([0.6, 0.3, 0.1], seed=1, scorer=scorer), model_of("llama")
+    expected, model = retention([0.6, 0.3, 0.1], seed=1, scorer=scorer), model_of("llama")
     *prompt, last = words(101, seed=6)
-    kept_ = RequestRetention.empty(wanted, 100)
+    kept_ = RequestRetention.empty(expected, 100)
     half = kept_.next_chunk(0, 60)
     first = record_prefill(model, torch.tensor([prompt[:half]]))
     scores = torch.stack([scorer.scores(seen) for seen in first.layers])
-    own = torch.from_numpy(kept_.lengths(half))[wanted.clusters.cluster][:, None]
+    own = torch.from_numpy(kept_.lengths(half))[expected.clusters.cluster][:, None]
     mask = retained_mask(scores, own)  # [layers, 1, kv_heads, half]
     caught: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     cache = first.cache()
@@ -182,22 +184,22 @@ def test_a_prompt_in_two_chunks_matches_the_masked_reference() -> None:
         model.network(torch.tensor([prompt[half:]]), past_key_values=cache)
     region = 100 - half + 8
     later = make_scorer("snapkv", sink=0, window=8)
-    ends = torch.from_numpy(kept_.lengths(100))[wanted.clusters.cluster][:, None]
-    whole = torch.zeros(LAYERS, 1, HEADS, 100, dtype=torch.bool)
-    whole[..., : half - 8] = mask[..., : half - 8]
+    ends = torch.from_numpy(kept_.lengths(100))[expected.clusters.cluster][:, None]
+    mask_of_both = torch.zeros(LAYERS, 1, HEADS, 100, dtype=torch.bool)
+    mask_of_both[..., : half - 8] = mask[..., : half - 8]
     for layer, (queries, keys, values) in caught.items():
-        tail = [each[:, :, -region:] for each in (keys, values)]
+        tail = [side[:, :, -region:] for side in (keys, values)]
         seen = AttentionInputs(*tail, queries[:, :, :0], lambda x, _: x, 8**-0.5, rotated_queries=queries)
         locked = own[layer] - 8
-        whole[layer, :, :, -region:] = retained_mask(later.scores(seen)[None], (ends[layer] - locked)[None])[0]
+        mask_of_both[layer, :, :, -region:] = retained_mask(later.scores(seen)[None], (ends[layer] - locked)[None])[0]
     after = RecordedPrefill(
         [AttentionInputs(keys, values, keys, lambda x, _: x, 1.0) for _, keys, values in caught.values()], first.logits,
         model.network.config,
     )  # fmt: skip
-    reference = decode_logits(model, after, whole, torch.tensor([[last]]))[0, -1].log_softmax(-1)
-    asked = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
-    found = logprobs(Engine(model, kv_profile=wanted, max_num_batched_tokens=60, **SMALL), [*prompt, last], asked)
-    torch.testing.assert_close(found[0], reference.topk(20).values.sort().values, atol=2e-5, rtol=0)
+    reference = decode_logits(model, after, mask_of_both, torch.tensor([[last]]))[0, -1].log_softmax(-1)
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
+    actual = logprobs(Engine(model, kv_profile=expected, max_num_batched_tokens=60, **SMALL), [*prompt, last], params)
+    torch.testing.assert_close(actual[0], reference.topk(20).values.sort().values, atol=2e-5, rtol=0)
 
 
 def test_several_turns_with_everything_kept_equal_the_plain_cache() -> None:
@@ -214,7 +216,7 @@ def test_several_turns_with_everything_kept_equal_the_plain_cache() -> None:
             while engine.busy:
                 engine.step()
                 check(engine)
-            answered.append([each.output for each in both])
+            answered.append([request.output for request in both])
             text = both[1].tokens
     assert answered[:3] == answered[3:]
     assert engines[0].state()["cached_tokens"] > 0
@@ -235,8 +237,8 @@ def test_kept_tokens_do_not_depend_on_the_batch() -> None:
     settings = {"kv_profile": retention([0.5, 0.2, 0.0]), "max_num_batched_tokens": 24, **SMALL}
     alone = [answers(Engine(model_of("llama"), **settings), [text])[0] for text in texts]
     assert answers(Engine(model_of("llama"), **settings), texts) == alone
-    few = answers(Engine(model_of("llama"), max_num_seqs=3, **settings), texts)
-    assert few == alone
+    small_batch = answers(Engine(model_of("llama"), max_num_seqs=3, **settings), texts)
+    assert small_batch == alone
 
 
 def test_a_tight_cache_preempts_and_answers_every_request() -> None:
@@ -246,9 +248,9 @@ def test_a_tight_cache_preempts_and_answers_every_request() -> None:
         model_of("llama"), kv_profile=retention([0.5, 0.2, 0.0]), max_num_batched_tokens=24, max_num_seqs=6, **tight
     )
     long = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    found = answers(engine, texts, long)
+    result = answers(engine, texts, long)
     assert engine.state()["preemptions"] > 0, "the cache is not tight enough to see anything"
-    assert all(len(answer) == min(40, 120 - len(text)) for answer, text in zip(found, texts, strict=True))
+    assert all(len(answer) == min(40, 120 - len(text)) for answer, text in zip(result, texts, strict=True))
 
 
 def test_pages_are_reserved_once_and_grow_only_with_written_tokens() -> None:
@@ -278,9 +280,9 @@ def test_a_conversation_continues_from_its_kept_tokens() -> None:
     one = engine.submit(first, GREEDY)[0]
     while engine.busy:
         engine.step()
-    whole = first + one.output + more
-    two = engine.submit(whole, GREEDY)[0]
-    twin = engine.submit(whole, GREEDY)[0]
+    full_text = first + one.output + more
+    two = engine.submit(full_text, GREEDY)[0]
+    twin = engine.submit(full_text, GREEDY)[0]
     while engine.busy:
         engine.step()
         check(engine)
@@ -291,7 +293,7 @@ def test_a_conversation_continues_from_its_kept_tokens() -> None:
     while other.busy:
         other.step()
     assert again.output == one.output
-    third = other.submit(whole, GREEDY)[0]
+    third = other.submit(full_text, GREEDY)[0]
     while other.busy:
         other.step()
     assert third.output == two.output
@@ -318,7 +320,7 @@ def test_samples_of_one_prompt_share_its_kept_tokens() -> None:
     while engine.busy:
         engine.step()
         check(engine)
-    assert [each.num_cached_tokens for each in requests] == [0, *[len(text) - 1] * 3]
+    assert [request.num_cached_tokens for request in requests] == [0, *[len(text) - 1] * 3]
     alone = Engine(model_of("llama"), kv_profile=retention(0.5), max_num_batched_tokens=24, **SMALL)
     last = alone.submit(text, SamplingParams(max_tokens=8, temperature=1.0, seed=6, ignore_eos=True))[0]
     run(alone)
@@ -327,7 +329,7 @@ def test_samples_of_one_prompt_share_its_kept_tokens() -> None:
 
 def test_nothing_leaks_over_500_conversations() -> None:
     """Random turns, ends and disconnects on a cache that must evict; at the end every page is free."""
-    chance = random.Random(0)
+    rng = random.Random(0)
     tight = {**SMALL, "kv_cache_bytes": 120_000}
     engine = Engine(
         model_of("llama"), kv_profile=retention([0.5, 0.2, 0.0]), max_num_batched_tokens=24, max_num_seqs=8, **tight
@@ -337,20 +339,20 @@ def test_nothing_leaks_over_500_conversations() -> None:
     begun = left = 0
     while begun < 500 or running:
         if len(running) < 8 and begun < 500:
-            texts[begun] = [chance.randrange(3, 99) for _ in range(chance.randrange(1, 60))]
+            texts[begun] = [rng.randrange(3, 99) for _ in range(rng.randrange(1, 60))]
             begun += 1
         for who in [who for who in texts if who not in running][:4]:
-            sampling = SamplingParams(max_tokens=chance.randrange(1, 10), temperature=0, ignore_eos=True)
+            sampling = SamplingParams(max_tokens=rng.randrange(1, 10), temperature=0, ignore_eos=True)
             running[who] = engine.submit(texts[who], sampling, salt=bytes([who % 3]))[0]
-        if chance.random() < 0.15:
-            engine.abort(running[chance.choice(list(running))])
+        if rng.random() < 0.15:
+            engine.abort(running[rng.choice(list(running))])
             left += 1
         engine.step()
         check(engine)
         for who in [who for who, request in running.items() if request.state.value == "ended"]:
             request = running.pop(who)
-            texts[who] = [*request.tokens, *(chance.randrange(3, 99) for _ in range(3))]
-            if request.reason == "abort" or len(texts[who]) > 100 or chance.random() < 0.3:
+            texts[who] = [*request.tokens, *(rng.randrange(3, 99) for _ in range(3))]
+            if request.reason == "abort" or len(texts[who]) > 100 or rng.random() < 0.3:
                 del texts[who]
     state = engine.state()
     assert left > 100 and state["cached_tokens"] > 1000 and state["generated_tokens"] > 1000
@@ -358,9 +360,9 @@ def test_nothing_leaks_over_500_conversations() -> None:
 
 
 def test_chunks_have_about_equal_length_and_their_budgets_add_up() -> None:
-    wanted = retention([0.5, 0.2, 0.0])
+    expected = retention([0.5, 0.2, 0.0])
     for tokens in range(1, 200):
-        kept_ = RequestRetention.empty(wanted, tokens)
+        kept_ = RequestRetention.empty(expected, tokens)
         done, sizes = 0, []
         while done < tokens:
             sizes.append(kept_.next_chunk(done, 24))
@@ -376,8 +378,8 @@ def test_chunks_have_about_equal_length_and_their_budgets_add_up() -> None:
 
 
 def test_moved_tokens_have_distinct_slots() -> None:
-    wanted = retention([0.5, 0.2, 0.0])
-    engine = Engine(model_of("llama"), kv_profile=wanted, max_num_batched_tokens=24, **SMALL)
+    expected = retention([0.5, 0.2, 0.0])
+    engine = Engine(model_of("llama"), kv_profile=expected, max_num_batched_tokens=24, **SMALL)
     seen = []
 
     def watched(judge: Any, step: PerHeadBatch, layer: int, *rest: Any) -> None:
@@ -395,8 +397,8 @@ def test_session_caches_are_evicted_in_lru_order() -> None:
     for length in (3, 5, 7):
         assert texts.add(b"", list(range(10)), PerHeadSession(length, nothing, {}))
     assert not texts.add(b"", list(range(10)), PerHeadSession(3, nothing, {}))  # already cached; this refreshes it
-    found = texts.find(b"", list(range(6)))
-    assert found is not None and found.tokens == 5
+    result = texts.find(b"", list(range(6)))
+    assert result is not None and result.tokens == 5
     assert texts.find(b"", list(range(3))) is None  # at least one token must remain to compute
     assert [texts.drop().tokens for _ in range(3)] == [7, 3, 5] and len(texts) == 0
     assert texts.find(b"", list(range(10))) is None

@@ -65,10 +65,10 @@ def test_the_tokens_match_the_module(
     fused = engine_of(monkeypatch, name, **settings)
     assert fused.runner.backend.startswith("fused-gpu, per-head cache")
     plain = Engine(Model(BUILDS[name]()), **SMALL, **settings)
-    found = [[engine.submit(text, FEW)[0] for text in texts] for engine in (fused, plain)]
+    result = [[engine.submit(text, FEW)[0] for text in texts] for engine in (fused, plain)]
     run(fused)
     run(plain)
-    assert [each.output for each in found[0]] == [each.output for each in found[1]]
+    assert [request.output for request in result[0]] == [request.output for request in result[1]]
     if kind is not None:  # the same tokens were kept, in the same slots
         mine, other = fused.runner.pages.cache, plain.runner.cache
         assert int((mine.keys.cpu() != other.keys).any(-1).sum()) <= 8
@@ -87,7 +87,7 @@ def test_a_conversation_continues(monkeypatch: pytest.MonkeyPatch) -> None:
                 engine.step()
                 check(engine)
             text = [*text, *requests[0].output, 11, 12]
-            outputs.append([each.output for each in requests])
+            outputs.append([request.output for request in requests])
         assert engine.state()["cached_tokens"] > 0
         run(engine)
     assert outputs[:3] == outputs[3:]
@@ -127,9 +127,9 @@ def test_heads_of_different_lengths_in_one_call(
     )
     arrived = torch.zeros(3 * kv_heads, dtype=torch.int32, device=DEVICE)
     tokens = DecodeMetadata(slots, texts, tables, arrived, 150)
-    most = 1 << (max(parts) - 1).bit_length()
-    found = paged_decode(mixed, keys, values, tokens, rotation, 0.2, head_pages=own, splits=most, kv_quant=rows)
-    found = found.view(3, heads, width)
+    max_parts = 1 << (max(parts) - 1).bit_length()
+    actual = paged_decode(mixed, keys, values, tokens, rotation, 0.2, head_pages=own, splits=max_parts, kv_quant=rows)
+    actual = actual.view(3, heads, width)
     for request in range(2):
         for head in range(kv_heads):
             slot, which = int(slots[request]), int(cluster[head])
@@ -140,11 +140,11 @@ def test_heads_of_different_lengths_in_one_call(
                 length, [1],
             )  # fmt: skip
             mine = slice(2 * head, 2 * head + 2)
-            wanted = paged_attention_reference(
+            expected = paged_attention_reference(
                 queries[request : request + 1, mine], keys, values, one, 0.2, kv_quant=rows
             )
-            assert torch.allclose(found[request, mine], wanted[0], atol=1e-4), (request, head)
-    assert bool((found[2] == 0).all()) and not bool(arrived.any())
+            assert torch.allclose(actual[request, mine], expected[0], atol=1e-4), (request, head)
+    assert bool((actual[2] == 0).all()) and not bool(arrived.any())
     assert torch.allclose(keys.float(), others[0].float(), atol=1e-6 if rows is None else 1)
     assert torch.equal(values, others[1])
 
@@ -160,8 +160,8 @@ def test_last_queries_are_scored_in_the_dtype_of_the_keys(dtype: torch.dtype) ->
         )
         for place in (DEVICE, "cpu")
     ]
-    found, wanted = (last_query_logits(each, 32) for each in seen)
-    assert found.dtype == torch.float32 and torch.allclose(found.cpu(), wanted, atol=1e-4)
+    actual, expected = (last_query_logits(inputs, 32) for inputs in seen)
+    assert actual.dtype == torch.float32 and torch.allclose(actual.cpu(), expected, atol=1e-4)
 
 
 def test_splits_follow_budgets() -> None:

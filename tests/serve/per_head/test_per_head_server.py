@@ -14,8 +14,8 @@ def written(folder: Path, layers: int = 3) -> Path:
     shape = KVShape("llama", layers, 2, 8)
     means = tuple((0.4, 0.1) for _ in range(layers))
     none = tuple((0.0, 0.0) for _ in range(layers))
-    made = EvictionProfile(shape, "keydiff", 0.25, 1, means, none, {"sink": 4, "window": 16}).with_clusters(2)
-    made.save(folder / "tiny.kv.json")
+    profile = EvictionProfile(shape, "keydiff", 0.25, 1, means, none, {"sink": 4, "window": 16}).with_clusters(2)
+    profile.save(folder / "tiny.kv.json")
     return folder / "tiny.kv.json"
 
 
@@ -49,5 +49,7 @@ def test_a_profile_of_another_model_is_one_sentence(model_folder: Path, tmp_path
     ]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 2
-    said = " ".join(ended.stderr.split())
-    assert "the profile is of a llama with 4 layers, 2 KV heads and head_dim 8" in said and "Traceback" not in said
+    message = " ".join(ended.stderr.split())
+    assert (
+        "the profile is of a llama with 4 layers, 2 KV heads and head_dim 8" in message and "Traceback" not in message
+    )
