@@ -122,7 +122,7 @@ def test_what_does_not_fit() -> None:
         ),
         (classifier, choices, None, "choices holds multiple-choice rows"),
         (Model(BUILDS["vit"]()), SINGLES, None, "no quality measurement yet for models of the task 'images'"),
-        (decoder, text, "accuracy", "'accuracy' does not fit plain text: there it is perplexity"),
+        (decoder, text, "accuracy", "'accuracy' does not fit plain text: use perplexity"),
         (
             classifier,
             SINGLES,
@@ -130,9 +130,9 @@ def test_what_does_not_fit() -> None:
             "'spearman' does not fit labels that are classes: use accuracy or f1 or matthews",
         ),
         (encoder(num_labels=1), PAIRS, "f1", "labels that are numbers: use spearman or pearson"),
-        (classifier, PAIRS, None, "numbers as labels, but the model tells 2 classes apart"),
-        (classifier, replace(SINGLES, labels=SINGLES.labels + 1), None, "label 2, but the model tells only 2 classes"),
-        (encoder(hf.BertModel), SINGLES, None, "measured on pairs"),
+        (classifier, PAIRS, None, "numbers as labels, but the model has 2 classes"),
+        (classifier, replace(SINGLES, labels=SINGLES.labels + 1), None, "label 2, but the model has only 2 classes"),
+        (encoder(hf.BertModel), SINGLES, None, "evaluated on pairs"),
         (Model(classifier.network), SINGLES, None, "no tokenizer"),
         (classifier, SINGLES.take([]), None, "singles is empty"),
     ]

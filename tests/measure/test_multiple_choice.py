@@ -89,7 +89,7 @@ def test_limit_and_refusals() -> None:
     assert len(evaluate_multiple_choice(decoder(), DATA, limit=2).items) == 2
     with pytest.raises(DataError, match="no normalization 'words'"):
         evaluate_multiple_choice(decoder(), DATA, normalize="words")
-    with pytest.raises(DataError, match="takes a language model"):
+    with pytest.raises(DataError, match="a language model is required"):
         evaluate_multiple_choice(Model(BUILDS["bert"](), character_tokenizer()), DATA)
     with pytest.raises(DataError, match="Limit must be at least 1"):
         evaluate_multiple_choice(decoder(), DATA, limit=0)

@@ -139,7 +139,7 @@ def test_impossible_settings(settings: dict[str, int], sentence: str) -> None:
 
 
 def test_models_without_language_or_tokenizer() -> None:
-    with pytest.raises(DataError, match="no language model"):
+    with pytest.raises(DataError, match="not a language model"):
         perplexity(Model(BUILDS["bert"](), character_tokenizer()), TEXT, context=16)
     with pytest.raises(DataError, match="no tokenizer"):
         perplexity(Model(BUILDS["llama"]()), TEXT, context=16)

@@ -245,7 +245,7 @@ def test_special_tokens_and_template(tmp_path: Path) -> None:
 
 
 def test_an_unknown_cut_or_a_broken_merge_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="pre-tokenizer 'tekken'; Smelt knows"):
+    with pytest.raises(ModelError, match="pre-tokenizer 'tekken'; Smelt supports"):
         gguf_tokenizer(read_gguf(_byte_level_file("tekken", tmp_path / "t.gguf")))
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": ["a zzz"]}
     with pytest.raises(ModelError, match="cannot be built"):

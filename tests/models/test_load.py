@@ -128,7 +128,7 @@ def test_loading_leaves_the_random_numbers_alone(bert: Path) -> None:
 def test_a_config_that_disagrees_with_the_weights(bert: Path) -> None:
     _edit_config(bert, intermediate_size=52)
     with pytest.raises(
-        ModelError, match=r"intermediate\.dense\.weight is \[48, 32\], but the config makes it \[52, 32\]"
+        ModelError, match=r"intermediate\.dense\.weight is \[48, 32\], but the config expects \[52, 32\]"
     ):
         load(bert)
 

@@ -458,7 +458,7 @@ _BAD_GGUF: dict[str, tuple[bytes, str]] = {
     "heads a list": (_gguf(metadata={"llama.attention.head_count": [2, 2]}).to_bytes(), "head_count"),
     "four billion blocks": (_gguf(metadata={"llama.block_count": 2**32 - 1}).to_bytes(), "num_hidden_layers"),
     "a hundred blocks": (_gguf(metadata={"llama.block_count": 100}).to_bytes(), "describes 100 blocks"),
-    "wide claim": (_gguf(metadata={"llama.feed_forward_length": 2**20}).to_bytes(), "the config makes it"),
+    "wide claim": (_gguf(metadata={"llama.feed_forward_length": 2**20}).to_bytes(), "the config expects"),
     "epsilon not a number": (
         _gguf(metadata={"llama.attention.layer_norm_rms_epsilon": float("nan")}).to_bytes(),
         "epsilon",

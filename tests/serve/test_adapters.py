@@ -138,7 +138,7 @@ def test_files_that_do_not_match_the_model(tmp_path: Path) -> None:
     assert "more than pairs" in told({**pair, "base_model.model.lm_head.weight": torch.zeros(2)})
     assert "more than pairs" in told({name.format("A"): torch.zeros(2, 32)})
     nowhere = {key.replace("q_proj", "x_proj"): tensor for key, tensor in pair.items()}
-    assert "no linear layer" in told(nowhere)
+    assert "not a linear layer" in told(nowhere)
     head = {key.replace("model.layers.0.self_attn.q_proj", "lm_head"): tensor for key, tensor in pair.items()}
     head["base_model.model.lm_head.lora_B.weight"] = torch.zeros(99, 2)
     assert "the head" in told(head)

@@ -126,7 +126,7 @@ def _window_starts(tokens: int, samples: int, length: int, generator: np.random.
     if samples > num_starts or samples * length > _MOST_USES_OF_A_TOKEN * tokens:
         raise DataError(
             f"{name} has {tokens:,} tokens, too few for {samples:,} windows of {length:,}: "
-            "give more text, or ask for fewer or shorter windows."
+            "give more text, or use fewer or shorter windows."
         )
     slack = tokens - samples * length
     if slack >= 0:
@@ -144,5 +144,5 @@ def _chosen_items(data: LabeledData, samples: int | None, seed: int, replace: bo
     if replace:
         return generator.integers(0, len(data), count)
     if count > len(data):
-        raise DataError(f"{data.name} has {len(data):,} rows, too few for {count:,} samples: ask for fewer.")
+        raise DataError(f"{data.name} has {len(data):,} rows, too few for {count:,} samples: use fewer.")
     return generator.permutation(len(data))[:count] if shuffle else np.arange(count)

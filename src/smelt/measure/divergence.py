@@ -65,7 +65,7 @@ def _shared_vocabulary(new: Model, base: Model) -> int:
     sizes = [model.network.config.get_text_config().vocab_size for model in (new, base)]
     if sizes[0] != sizes[1]:
         raise DataError(
-            f"The models have {sizes[0]:,} and {sizes[1]:,} tokens: only models with one vocabulary compare."
+            f"The models have {sizes[0]:,} and {sizes[1]:,} tokens: only models with one vocabulary can be compared."
         )
     return int(sizes[0])
 

@@ -45,9 +45,9 @@ class EvalResult:
 def meets_threshold(quality: EvalResult, minimum: float | None = None, maximum: float | None = None) -> bool:
     """Return whether the value is at least the minimum (higher is better) or at most the maximum (perplexity)."""
     if minimum is not None and not quality.higher_is_better:
-        raise DataError(f"A minimum makes no sense for {quality.metric}, where less is better: give a maximum.")
+        raise DataError(f"A minimum makes no sense for {quality.metric}, where lower is better: give a maximum.")
     if maximum is not None and quality.higher_is_better:
-        raise DataError(f"A maximum makes no sense for {quality.metric}, where more is better: give a minimum.")
+        raise DataError(f"A maximum makes no sense for {quality.metric}, where higher is better: give a minimum.")
     # NaN must not pass, hence these comparisons instead of their negations.
     above = minimum is None or quality.value >= minimum
     return above and (maximum is None or quality.value <= maximum)

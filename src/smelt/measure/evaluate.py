@@ -31,7 +31,7 @@ def evaluate(model: Model, data: Data, *, metric: str | None = None, **settings:
         return evaluate_task(model, data, metric=metric, **settings)
     supported = "perplexity" if isinstance(data, TextData) else "accuracy"
     if metric not in (None, supported):
-        raise DataError(f"The metric '{metric}' does not fit {_NAMES[type(data)]}: there it is {supported}.")
+        raise DataError(f"The metric '{metric}' does not fit {_NAMES[type(data)]}: use {supported}.")
     if isinstance(data, TextData):
         return perplexity(model, data, **settings)
     return evaluate_multiple_choice(model, data, **settings)

@@ -126,7 +126,7 @@ def _in_turns(
     new: Model, base: Model, make: Callable[[Model], Callable[[], object]], warmup: int, repeats: int
 ) -> np.ndarray:  # [repeats, 2]
     if new.device != base.device:
-        raise ModelError(f"The two models lie on {new.device} and {base.device}: put both on one device.")
+        raise ModelError(f"The two models are on {new.device} and {base.device}: put both on one device.")
     clock = stopwatch(new.device)
     with _inference(new), _inference(base):
         calls = [make(model) for model in (new, base)]
@@ -218,9 +218,7 @@ def _check_decoding(model: Model, length: int) -> None:
 def _check_length(model: Model, length: int) -> None:
     max_positions = getattr(model.network.config, "max_position_embeddings", None)
     if max_positions is not None and length > max_positions:
-        raise ModelError(
-            f"{_name(model)} takes at most {max_positions} tokens, not {length}: ask for a smaller length."
-        )
+        raise ModelError(f"{_name(model)} takes at most {max_positions} tokens, not {length}: use a smaller length.")
 
 
 def _name(model: Model) -> str:

@@ -47,7 +47,7 @@ def evaluate_multiple_choice(
         raise DataError(f"There is no normalization '{normalize}': expected one of {', '.join(NORMALIZATIONS)}.")
     if model.task != "language" or model.tokenizer is None:
         raise DataError(
-            f"{model.source or 'This model'} ({model.task}) cannot score options: it takes a language model."
+            f"{model.source or 'This model'} ({model.task}) cannot score options: a language model is required."
         )
     check_positive(batch_size=batch_size, limit=limit)
     items = data.items[:limit]

@@ -114,7 +114,7 @@ def mcnemar(gained: int, lost: int) -> float:
 def _check_pair(new: EvalResult, base: EvalResult, confidence: float, resamples: int) -> None:
     if not 0 < confidence < 1 or resamples < 1:
         raise DataError(
-            f"Confidence {confidence} or resamples {resamples} is impossible: expected 0 to 1, and at least 1."
+            f"Confidence {confidence} or resamples {resamples} is invalid: expected 0 to 1, and at least 1."
         )
     if new.metric != base.metric:
         raise DataError(f"{new.metric} and {base.metric} cannot be compared: measure both models by the same metric.")

@@ -87,21 +87,23 @@ def cache_in(model: Model, kv: str | None) -> NewCache | None:
 def check_context(model: Model, context: int, stride: int) -> None:
     """Raise if windows exceed the model's context or would skip text."""
     if model.task != "language":
-        raise DataError(f"{model.source or 'This model'} is no language model ({model.task}): perplexity needs one.")
+        raise DataError(f"{model.source or 'This model'} is not a language model ({model.task}): perplexity needs one.")
     if context < 2 or not 1 <= stride <= context:
         raise DataError(
             f"Context {context} and stride {stride} do not fit: expected 2 <= context and 1 <= stride <= context."
         )
     positions = getattr(model.network.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and context > positions:
-        raise DataError(f"A context of {context:,} is longer than the model's {positions:,} positions: ask for less.")
+        raise DataError(
+            f"A context of {context:,} is longer than the model's {positions:,} positions: use a shorter one."
+        )
 
 
 def tokens_of(model: Model, data: TextData, limit: int | None) -> Tensor:
     """Tokenize the text and return its first `limit` tokens, or all. [tokens]"""
     tokenizer: PreTrainedTokenizerBase | None = model.tokenizer
     if tokenizer is None:
-        raise DataError(f"{model.source or 'This model'} has no tokenizer: text cannot be measured with it.")
+        raise DataError(f"{model.source or 'This model'} has no tokenizer: it cannot be evaluated on text.")
     tokens = torch.tensor(tokenizer(data.joined, verbose=False)["input_ids"][:limit], dtype=torch.int64)
     if len(tokens) < 2:
         raise DataError(f"{data.name} has {len(tokens)} token(s) within the limit: perplexity needs at least two.")

@@ -65,7 +65,7 @@ def _outputs(
 ) -> np.ndarray:
     """Return the output of `compute` for each item, in order. Batches are sorted by length to reduce padding."""
     if model.tokenizer is None:
-        raise DataError(f"{model.source or 'This model'} has no tokenizer: text cannot be measured with it.")
+        raise DataError(f"{model.source or 'This model'} has no tokenizer: it cannot be evaluated on text.")
     # A decoder without a padding token cannot find the end of a shorter row in a batch.
     batch_size = batch_size if model.network.config.pad_token_id is not None else 1
     order = sorted(
@@ -110,10 +110,10 @@ def _predictions(logits: np.ndarray, labels: np.ndarray, data: LabeledData, numb
     outputs = logits.shape[1]
     if numbers:
         if outputs != 1:
-            raise DataError(f"{data.name} has numbers as labels, but the model tells {outputs} classes apart.")
+            raise DataError(f"{data.name} has numbers as labels, but the model has {outputs} classes.")
         return logits[:, 0].astype(np.float64)
     if outputs <= labels.max():
-        raise DataError(f"{data.name} has the label {labels.max()}, but the model tells only {outputs} classes apart.")
+        raise DataError(f"{data.name} has the label {labels.max()}, but the model has only {outputs} classes.")
     return logits.argmax(axis=1)
 
 
@@ -121,7 +121,7 @@ def _closeness(model: Model, data: LabeledData, outputs: Outputs) -> np.ndarray:
     """Return the cosine similarity of each pair's embeddings. [items]"""
     if data.second is None:
         raise DataError(
-            f"{data.name} has single texts, but an embedding model is measured on pairs: name a second column."
+            f"{data.name} has single texts, but an embedding model is evaluated on pairs: name a second column."
         )
     first = outputs(replace(data, second=None), partial(_embedded, model))
     second = outputs(replace(data, first=data.second, second=None), partial(_embedded, model))

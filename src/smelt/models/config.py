@@ -87,11 +87,11 @@ def config_from(values: dict[str, Any], where: str) -> PreTrainedConfig:
     """Build the transformers config from `values`; `where` names their source in errors."""
     model_type = values.get("model_type")
     if not isinstance(model_type, str):
-        raise ModelError(f"{where} does not say its model_type, so Smelt cannot tell what network it describes.")
+        raise ModelError(f"{where} has no model_type, so the architecture is unknown.")
     if model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"{where} has the model_type {model_type!r:.80}, which transformers {transformers.__version__} does not "
-            "know; Smelt never runs code that comes with a model."
+            "support; Smelt never runs code that comes with a model."
         )
     if values.get("quantization_config"):
         raise ModelError(f"{where} describes an already quantized model; give the unquantized one.")

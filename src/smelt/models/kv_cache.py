@@ -214,7 +214,7 @@ class KVCacheFormat:
 
 def _check_clip(clip: float) -> None:
     if not 0 < clip <= 1:
-        raise FormatError(f"the clip ratio of a KV cache must be above 0 and at most 1, not {clip}.")
+        raise FormatError(f"the clip ratio of a KV cache must be between 0 and 1, not {clip}.")
 
 
 def _row_format(given: str | Format) -> Format | None:

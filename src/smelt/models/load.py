@@ -88,12 +88,12 @@ def _fetch_from_hub(hub_id: str, patterns: list[str]) -> Path:
     try:
         return Path(snapshot_download(hub_id, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
-        raise ModelError(f"no folder {hub_id} here, and the hub cannot be reached to fetch it from there.") from error
+        raise ModelError(f"there is no local folder {hub_id}, and the hub cannot be reached.") from error
     except GatedRepoError as error:
         raise ModelError(f"{hub_id} is gated: accept its terms on the hub and log in with `hf auth login`.") from error
     except RepositoryNotFoundError as error:
         raise ModelError(
-            f"no folder {hub_id} here, and the hub has no model of that name (or it is private)."
+            f"there is no local folder {hub_id}, and the hub has no model of that name (or it is private)."
         ) from error
     except Exception as error:  # network stacks raise many exception types
         raise ModelError(f"{hub_id} could not be fetched from the hub ({one_line(error)}).") from error

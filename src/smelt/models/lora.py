@@ -83,7 +83,7 @@ def _check_shapes(network: nn.Module, layer: str, down: Tensor, up: Tensor, path
         module: Any = network.get_submodule(layer)
         expected = (module.in_features, module.out_features)
     except AttributeError as error:
-        raise ModelError(f"{path} adapts {layer}, which is no linear layer of this model.") from error
+        raise ModelError(f"{path} adapts {layer}, which is not a linear layer of this model.") from error
     if down.shape[1] != expected[0] or up.shape[0] != expected[1] or down.shape[0] != up.shape[1]:
         raise ModelError(
             f"{path}: the matrices of {layer} are for {down.shape[1]} inputs and {up.shape[0]} outputs; the model has "

@@ -76,9 +76,7 @@ def matching_network(config: PreTrainedConfig, shapes: dict[str, tuple[int, ...]
     empty = empty_network(config, where)
     for name, expected in empty.state_dict().items():
         if name in shapes and shapes[name] != tuple(expected.shape):
-            raise ModelError(
-                f"{where}: {name} is {list(shapes[name])}, but the config makes it {list(expected.shape)}."
-            )
+            raise ModelError(f"{where}: {name} is {list(shapes[name])}, but the config expects {list(expected.shape)}.")
     num_parameters = sum(parameter.numel() for parameter in empty.parameters())
     num_stored = sum(math.prod(shape) for shape in shapes.values())
     # Names can differ between file and network, so the exact comparison comes after loading; this bound keeps a

@@ -118,7 +118,7 @@ def weight_files(folder: Path) -> list[Path]:
             f"{folder} holds only pickled weights ({pickles[0]}), which can run code when opened; "
             "convert it to safetensors first."
         )
-    raise ModelError(f"{folder} holds no weights: neither {WEIGHTS} nor {INDEX} is there.")
+    raise ModelError(f"{folder} holds no weights: neither {WEIGHTS} nor {INDEX} exists.")
 
 
 def _indexed_files(folder: Path) -> list[Path]:

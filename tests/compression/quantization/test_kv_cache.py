@@ -118,7 +118,7 @@ def test_folders_without_the_field_and_with_a_broken_one(tmp_path: Path) -> None
     )
     for broken in ("int8", {"format": "int9"}, {"format": 8}, {"bits": 8}, {"format": "int8", "clip": 2.0}, None):
         (tmp_path / "smelt.json").write_text(json.dumps({**content, "kv": broken}))
-        with pytest.raises(ModelError, match=r"smelt\.json: (this is not the description|there is no|a cache's range)"):
+        with pytest.raises(ModelError, match=r"smelt\.json: (this does not describe|there is no|the clip ratio)"):
             load_artifact(tmp_path)
 
 

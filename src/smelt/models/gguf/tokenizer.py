@@ -113,7 +113,7 @@ def word_splits(name: Any) -> list[Any]:
             pre_tokenizers.Split(words, behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
-    raise ModelError(f"has the pre-tokenizer {name!r:.40}; Smelt knows gpt-2, default, smollm, qwen2 and llama-bpe.")
+    raise ModelError(f"has the pre-tokenizer {name!r:.40}; Smelt supports gpt-2, default, smollm, qwen2 and llama-bpe.")
 
 
 def _sentence_piece(vocabulary: _Vocabulary) -> Tokenizer:
