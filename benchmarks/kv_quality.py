@@ -50,8 +50,8 @@ def main() -> None:
             for number, question in enumerate(asked(model.tokenizer, task, options.prompts, length, seed)):
                 if (task, seed, number) in done:
                     continue
-                result = judged(model, question, profiles)
-                rows.append({"task": task, "seed": seed, "number": number, "found": result})
+                quality = judged(model, question, profiles)
+                rows.append({"task": task, "seed": seed, "number": number, "found": quality})
                 write("kv_quality", rows, _text(rows))
 
 
@@ -70,7 +70,7 @@ def prepared(model: Model, each: Asked) -> RecordedPrefill:
 
 def profiled(model: Model, readings: list[RecordedPrefill]) -> dict[tuple[str, float], EvictionProfile]:
     """Return, for every scorer and keep ratio, how much `ada` lets each head keep of these prompts."""
-    result = {}
+    profiles = {}
     for name in SCORERS:
         scores = [score_layers(reading, make_scorer(name, **FORCED)) for reading in readings]
         for keep in KEEP:
@@ -81,8 +81,8 @@ def profiled(model: Model, readings: list[RecordedPrefill]) -> dict[tuple[str, f
                 retained_ratios(count, reading.seq_len, **FORCED)
                 for count, reading in zip(counts, readings, strict=True)
             ])  # fmt: skip
-            result[name, keep] = EvictionProfile.from_ratios(kv_shape_of(model), name, keep, samples, FORCED)
-    return result
+            profiles[name, keep] = EvictionProfile.from_ratios(kv_shape_of(model), name, keep, samples, FORCED)
+    return profiles
 
 
 def judged(
@@ -90,19 +90,19 @@ def judged(
 ) -> dict[str, dict[str, float]]:
     """Score the full cache and every way to compress it: whether the answer is right, and its likelihood."""
     reading = prepared(model, each)
-    ways: dict[str, Tensor] = {}
+    masks: dict[str, Tensor] = {}
     for name in SCORERS:
         scores = score_layers(reading, make_scorer(name, **FORCED))
         for rule in RULES:
             for keep in KEEP:
                 budget = make_budget_rule(rule, **({"profile": profiles[name, keep]} if rule == "static" else {}))
                 counts = budget.counts(scores, keep)
-                ways[f"{name}|{rule}|{keep:g}"] = retained_mask(scores, counts)
-    result = _answers(model, reading, each, {"all": torch.ones_like(next(iter(ways.values())))})
-    names = list(ways)
+                masks[f"{name}|{rule}|{keep:g}"] = retained_mask(scores, counts)
+    answers = _answers(model, reading, each, {"all": torch.ones_like(next(iter(masks.values())))})
+    names = list(masks)
     for start in range(0, len(names), AT_ONCE):
-        result |= _answers(model, reading, each, {name: ways[name] for name in names[start : start + AT_ONCE]})
-    return result
+        answers |= _answers(model, reading, each, {name: masks[name] for name in names[start : start + AT_ONCE]})
+    return answers
 
 
 def _answers(
@@ -112,12 +112,12 @@ def _answers(
     logits = decode_logits(model, reading, torch.cat(list(ways.values()), dim=1), after)
     expected = after[0, -each.answer :]
     rows = logits[:, -each.answer - 1 : -1].log_softmax(-1)  # [configurations, answer, vocab]
-    own = rows.gather(-1, expected.expand(len(rows), -1)[..., None])[..., 0]
+    likelihoods = rows.gather(-1, expected.expand(len(rows), -1)[..., None])[..., 0]
     right = (rows.argmax(-1) == expected).all(-1)
-    shares = [way.double().mean().item() for way in ways.values()]
+    shares = [mask.double().mean().item() for mask in ways.values()]
     return {
-        name: {"right": float(right[at]), "loss": float(-own[at].mean()), "kept": shares[at]}
-        for at, name in enumerate(ways)
+        name: {"right": float(right[row]), "loss": float(-likelihoods[row].mean()), "kept": shares[row]}
+        for row, name in enumerate(ways)
     }
 
 
@@ -131,9 +131,9 @@ def _text(rows: list[dict[str, Any]]) -> str:
         "in all.\n"
     )
     for task in tasks:
-        here = [row["found"] for row in rows if row["task"] == task]
-        all_of_it = _figure(here, "all", task)
-        text += f"\n## {task}, {len(here)} prompts: {all_of_it} with everything\n\n{_table(here, task)}\n"
+        results = [row["found"] for row in rows if row["task"] == task]
+        all_of_it = _figure(results, "all", task)
+        text += f"\n## {task}, {len(results)} prompts: {all_of_it} with everything\n\n{_table(results, task)}\n"
     return text
 
 
@@ -149,8 +149,8 @@ def _table(found: list[dict[str, dict[str, float]]], task: str) -> str:
 
 def _figure(found: list[dict[str, dict[str, float]]], way: str, task: str) -> str:
     if task == "continuation":
-        return f"{math.exp(mean([each[way]['loss'] for each in found])):.2f}"
-    return f"{mean([each[way]['right'] for each in found]):.2f}"
+        return f"{math.exp(mean([result[way]['loss'] for result in found])):.2f}"
+    return f"{mean([result[way]['right'] for result in found]):.2f}"
 
 
 if __name__ == "__main__":

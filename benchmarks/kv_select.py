@@ -81,13 +81,15 @@ def _options() -> argparse.Namespace:
 def judged(model: Model, questions: list[Asked], page: int) -> dict[str, dict[str, float]]:
     """Return, for every configuration, likelihood and accuracy of the answers, the selection, and the bytes copied."""
     reading = Texts(model, questions, page)
-    ways = {
+    configurations = {
         _key(name, share): Way(PAGE_SUMMARIES.build(name), share) for name in PAGE_SUMMARIES for share in SHARES[1:]
     }
     if questions[0].task == "continuation":
-        ways |= {_key("arkvale", 0.25, steady): Way(PAGE_SUMMARIES.build("arkvale"), 0.25, steady) for steady in STEADY}
-    ways["all"] = Way(PAGE_SUMMARIES.build("arkvale"), 1.0)
-    return {name: reading.answered(way) for name, way in ways.items()}
+        configurations |= {
+            _key("arkvale", 0.25, steady): Way(PAGE_SUMMARIES.build("arkvale"), 0.25, steady) for steady in STEADY
+        }
+    configurations["all"] = Way(PAGE_SUMMARIES.build("arkvale"), 1.0)
+    return {name: reading.answered(configuration) for name, configuration in configurations.items()}
 
 
 def _key(digest: str, share: float, steady: int = 8) -> str:
@@ -137,17 +139,17 @@ class Texts:
         copied = 0
         losses: list[list[float]] = [[] for _ in self.requests]
         right = [True] * len(self.requests)
-        steps = max(len(each.after) for each in self.questions) - 1
+        steps = max(len(item.after) for item in self.questions) - 1
         for step in range(steps):
-            here = [number for number, each in enumerate(self.questions) if step < len(each.after) - 1]
-            for number, (own, is_best) in zip(here, self._next(here, step), strict=True):
+            active = [number for number, item in enumerate(self.questions) if step < len(item.after) - 1]
+            for number, (loss, is_best) in zip(active, self._next(active, step), strict=True):
                 if step >= len(self.questions[number].after) - 1 - self.questions[number].answer:
-                    losses[number].append(-own)
+                    losses[number].append(-loss)
                     right[number] &= is_best
             copied = copied or self.pages.recalled_bytes  # the device is empty at the first token
         overlap, free = overlaps(recorder.trace())
         return {
-            "loss": mean([mean(each) for each in losses]), "right": mean([float(each) for each in right]),
+            "loss": mean([mean(item) for item in losses]), "right": mean([float(item) for item in right]),
             "chosen": chosen_share(recorder.trace()), "overlap": overlap, "overlap_free": free,
             "copied": (self.pages.recalled_bytes - copied) / (steps - 1) / len(self.requests),
         }  # fmt: skip
@@ -174,21 +176,23 @@ class Texts:
         """Feed one token to each; return the likelihood of the next one, and whether it was the most likely. A logit
         bias forces it to be sampled, which changes no reported probability.
         """
-        pieces = []
+        chunks = []
         for number in here:
             request = self.requests[number]
-            at = len(request.prompt) + step
-            request.sampling = SamplingParams(temperature=0, logprobs=1, logit_bias={request.tokens[at + 1]: 100.0})
-            pieces.append(ScheduledChunk(request, at, 1, True))
-        sampled = self.runner.launch(ScheduledBatch(pieces)).drawn
+            position = len(request.prompt) + step
+            request.sampling = SamplingParams(
+                temperature=0, logprobs=1, logit_bias={request.tokens[position + 1]: 100.0}
+            )
+            chunks.append(ScheduledChunk(request, position, 1, True))
+        sampled = self.runner.launch(ScheduledBatch(chunks)).drawn
         assert sampled is not None
-        actual = []
-        for row, piece in enumerate(pieces):
-            expected = piece.request.tokens[piece.start + 1]
+        likelihoods = []
+        for row, chunk in enumerate(chunks):
+            expected = chunk.request.tokens[chunk.start + 1]
             assert int(sampled.tokens[row]) == expected
             logprob = sampled.logprobs(row, 1)
-            actual.append((logprob.own, logprob.top[0][0] == expected))
-        return actual
+            likelihoods.append((logprob.own, logprob.top[0][0] == expected))
+        return likelihoods
 
 
 def _shortened(each: Asked) -> Asked:
@@ -252,10 +256,10 @@ def _quality(row: dict[str, Any]) -> list[list[str]]:
 
 
 def _figures(row: dict[str, Any], key: str) -> list[str]:
-    result = row["found"][key]
-    figure = f"{result['right']:.2f}" if row["task"] == "needle" else f"{math.exp(result['loss']):.2f}"
-    shares = [f"{result[name]:.1%}" for name in ("overlap", "overlap_free")]
-    return [f"{result['chosen']:.1%}", figure, *shares, _megabytes(result)]
+    figures = row["found"][key]
+    figure = f"{figures['right']:.2f}" if row["task"] == "needle" else f"{math.exp(figures['loss']):.2f}"
+    shares = [f"{figures[name]:.1%}" for name in ("overlap", "overlap_free")]
+    return [f"{figures['chosen']:.1%}", figure, *shares, _megabytes(figures)]
 
 
 def _steady(row: dict[str, Any]) -> list[str]:

@@ -106,7 +106,7 @@ def long_stream(options: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iter
 
 def _over_time(steps: list[tuple[int, int, int, float, float]]) -> dict[str, Any]:
     """Measure steps of a stream: cache bytes and tokens, resident memory, speed by wall clock and by CPU time."""
-    nbytes, lengths, resident, wall, busy = ([step[at] for step in steps] for at in range(5))
+    nbytes, lengths, resident, wall, busy = ([step[column] for step in steps] for column in range(5))
     tenth = len(steps) // 10
     return {
         "sizes": sorted(set(nbytes)), "longest": max(lengths), "resident": resident, "wall": wall, "busy": busy,
@@ -118,14 +118,14 @@ def _over_time(steps: list[tuple[int, int, int, float, float]]) -> dict[str, Any
 def passkeys(options: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
     model = _model(options)
     for seed in range(options.seeds):
-        for haystack, length, ways in KEYS:
+        for haystack, length, methods in KEYS:
             for depth in DEPTHS:
                 number = random.Random(f"{haystack} {length} {depth} {seed}").randrange(10_000, 100_000)
                 text = with_passkey(model.tokenizer, haystack, length, depth, number)
-                for way in ways:
-                    row = {"haystack": haystack, "length": length, "depth": depth, "seed": seed, "way": way}
+                for method in methods:
+                    row = {"haystack": haystack, "length": length, "depth": depth, "seed": seed, "way": method}
                     if _key(row) not in done:
-                        answer = _kept(model, text, way).ask(QUESTION, 6)
+                        answer = _kept(model, text, method).ask(QUESTION, 6)
                         yield {**row, "right": answer.strip() == str(number), "cap": KEYS_CAP, "dtype": options.dtype}
 
 
@@ -144,17 +144,17 @@ def shares(options: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[
         start = random.Random(f"alpha {number}").randrange(200_000)
         ids = drawn_text(model.tokenizer, "test", start, BEFORE + AFTER)
         before, after = ids[:BEFORE], ids[BEFORE:]
-        for way in ("everything", "truncation", *(f"alpha {alpha:g}" for alpha in ALPHAS)):
-            if _key({"number": number, "way": way}) in done:
+        for method in ("everything", "truncation", *(f"alpha {alpha:g}" for alpha in ALPHAS)):
+            if _key({"number": number, "way": method}) in done:
                 continue
-            if way == "everything":
+            if method == "everything":
                 stream = TextStream(model, BEFORE + AFTER + 64, keep=1, reserved=AFTER + 64)
             else:
-                rule = InfiniPot(alpha=float(way.split()[1])) if way != "truncation" else None
+                rule = InfiniPot(alpha=float(method.split()[1])) if method != "truncation" else None
                 stream = TextStream(model, CAP, method=rule)
-            stream.push(before[-(CAP - stream.room) :] if way == "truncation" else before)
+            stream.push(before[-(CAP - stream.room) :] if method == "truncation" else before)
             loss = float(F.cross_entropy(stream.logits(after).float(), torch.tensor(after)))
-            yield {"number": number, "way": way, "loss": loss, "cap": CAP, "dtype": options.dtype}
+            yield {"number": number, "way": method, "loss": loss, "cap": CAP, "dtype": options.dtype}
 
 
 def video(_: argparse.Namespace, done: set[tuple[Any, ...]]) -> Iterator[dict[str, Any]]:
@@ -189,15 +189,15 @@ def _text(rows: list[dict[str, Any]]) -> str:
     text = "# Streams in bounded memory\n"
     pages = {"stream": _stream_page, "passkey": _passkey_page, "alpha": _alpha_page, "video": _video_page}
     for part in PARTS:
-        if here := [row for row in rows if row["part"] == part]:
-            text += f"\n{pages[part](here)}\n"
+        if part_rows := [row for row in rows if row["part"] == part]:
+            text += f"\n{pages[part](part_rows)}\n"
     return text
 
 
 def _stream_page(rows: list[dict[str, Any]]) -> str:
     row = rows[0]
     resident = [size / 2**20 for size in row["resident"]]
-    tenths = [resident[len(resident) * at // 10 - 1] for at in range(1, 11)]
+    tenths = [resident[len(resident) * tenth // 10 - 1] for tenth in range(1, 11)]
     sizes = ", ".join(f"{size:,}" for size in row["sizes"])
     return (
         f"## {row['tokens']:,} tokens of WikiText-2 through a pot of {row['cap']}\n\n"
@@ -215,12 +215,14 @@ def shared_keep(cap: int) -> str:
 
 def _passkey_page(rows: list[dict[str, Any]]) -> str:
     cells = []
-    for haystack, length, way in dict.fromkeys((row["haystack"], row["length"], row["way"]) for row in rows):
-        here = [row for row in rows if (row["haystack"], row["length"], row["way"]) == (haystack, length, way)]
-        by_depth = [[float(row["right"]) for row in here if row["depth"] == depth] for depth in DEPTHS]
-        result = [f"{mean(right):.2f}" if right else "" for right in by_depth]
+    for haystack, length, method in dict.fromkeys((row["haystack"], row["length"], row["way"]) for row in rows):
+        method_rows = [
+            row for row in rows if (row["haystack"], row["length"], row["way"]) == (haystack, length, method)
+        ]
+        by_depth = [[float(row["right"]) for row in method_rows if row["depth"] == depth] for depth in DEPTHS]
+        figures = [f"{mean(right):.2f}" if right else "" for right in by_depth]
         overall = mean([mean(right) for right in by_depth if right])
-        cells.append([haystack, f"{length:,}", way, f"{len(here)}", *result, f"{overall:.2f}"])
+        cells.append([haystack, f"{length:,}", method, f"{len(method_rows)}", *figures, f"{overall:.2f}"])
     cap = rows[0]["cap"]
     return (
         f"## A passkey\n\nSmolLM2-135M in {rows[0]['dtype']}, trained for 8,192 tokens; a pot of {cap}, "
@@ -231,10 +233,10 @@ def _passkey_page(rows: list[dict[str, Any]]) -> str:
 
 
 def _alpha_page(rows: list[dict[str, Any]]) -> str:
-    cap, ways = rows[0]["cap"], list(dict.fromkeys(row["way"] for row in rows))
-    by_way = {way: {row["number"]: row["loss"] for row in rows if row["way"] == way} for way in ways}
-    texts = set.intersection(*(set(losses) for losses in by_way.values()))  # read by all configurations
-    cells = [[way, f"{math.exp(mean([by_way[way][number] for number in texts])):.2f}"] for way in ways]
+    cap, methods = rows[0]["cap"], list(dict.fromkeys(row["way"] for row in rows))
+    by_method = {method: {row["number"]: row["loss"] for row in rows if row["way"] == method} for method in methods}
+    texts = set.intersection(*(set(losses) for losses in by_method.values()))  # read by all configurations
+    cells = [[method, f"{math.exp(mean([by_method[method][number] for number in texts])):.2f}"] for method in methods]
     return (
         f"## The share kept for novelty\n\nPerplexity of {AFTER} tokens after {BEFORE:,} of WikiText-2, {len(texts)} "
         f"texts, SmolLM2-135M in {rows[0]['dtype']}; a pot of {cap}, {shared_keep(cap)}; truncation sees the last "

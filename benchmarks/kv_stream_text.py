@@ -28,8 +28,8 @@ def with_passkey(tokenizer: Any, haystack: str, length: int, depth: float, numbe
     else:
         hay = drawn_text(tokenizer, "test", number, length)
     fact = tokenizer(f"\nThe passkey is {number}. Remember it: the passkey is {number}.\n")["input_ids"]
-    place = int(length * depth)
-    hay[place : place + len(fact)] = fact
+    position = int(length * depth)
+    hay[position : position + len(fact)] = fact
     return hay
 
 
@@ -38,5 +38,5 @@ def _tokens(tokenizer: Any, split: str) -> list[int]:
     text = load_text(shared() / f"data/wikitext2/{split}.txt.gz").joined
     if split == "train":
         text = text[: 6 * 250_000]
-    result: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    return result
+    ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
+    return ids

@@ -29,7 +29,7 @@ def film(first: int, count: int, seed: int) -> Tensor:
     """Return frames from this one on: [count, 3, SIDE, SIDE]"""
     generator = torch.Generator().manual_seed(seed)
     frames = torch.randn(3, SIDE, SIDE, generator=generator).repeat(count, 1, 1, 1)
-    for at in range(count):
-        place = (first + at) % (SIDE - SQUARE)
-        frames[at, :, place : place + SQUARE, place : place + SQUARE] = 2.0
+    for frame in range(count):
+        offset = (first + frame) % (SIDE - SQUARE)
+        frames[frame, :, offset : offset + SQUARE, offset : offset + SQUARE] = 2.0
     return frames

@@ -35,8 +35,8 @@ def _needle(tokenizer: Any, text: list[int], length: int, chance: random.Random)
     city, number = chance.choice(CITIES), chance.randrange(10000, 100000)
     fact = tokenizer(f"\nThe secret number of {city} is {number}.\n")["input_ids"]
     start = chance.randrange(len(text) - length)
-    place = chance.randrange(32, length - len(fact) - 64)
-    prompt = text[start : start + place] + fact + text[start + place : start + length - len(fact)]
+    position = chance.randrange(32, length - len(fact) - 64)
+    prompt = text[start : start + position] + fact + text[start + position : start + length - len(fact)]
     return _with_question("needle", tokenizer, prompt, f"\nThe secret number of {city} is", f" {number}")
 
 

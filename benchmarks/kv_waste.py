@@ -29,8 +29,8 @@ def main() -> None:
     options = parser.parse_args()
     rows = [row for seed in range(SEEDS) for row in measured(f"skewed, seed {seed}", skewed(seed))]
     if options.profile is not None:
-        result = EvictionProfile.load(options.profile)
-        rows += measured(f"{result.shape.model_type}, {result.scorer}", result.rescaled(result.keep_ratio))
+        profile = EvictionProfile.load(options.profile)
+        rows += measured(f"{profile.shape.model_type}, {profile.scorer}", profile.rescaled(profile.keep_ratio))
     write("kv_waste", rows, _text(rows))
 
 
@@ -50,8 +50,8 @@ def measured(name: str, budgets: Tensor) -> list[dict[str, Any]]:
         for scope in SCOPES:
             max_size = budgets.shape[1] if scope == "per_layer" else budgets.numel()
             if max_size % size == 0:
-                result = sharing_overhead(amounts, cluster_heads(budgets, size, scope))
-                row |= {scope: result.ratio, "monolithic": result.monolithic / result.ideal}
+                overhead = sharing_overhead(amounts, cluster_heads(budgets, size, scope))
+                row |= {scope: overhead.ratio, "monolithic": overhead.monolithic / overhead.ideal}
         if "global" in row:
             rows.append(row)
     return rows

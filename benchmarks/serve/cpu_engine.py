@@ -43,8 +43,8 @@ def main() -> None:
         for name, interpreter in (("llama.cpp", options.llama_cpp), ("OpenVINO GenAI", options.openvino)):
             if interpreter:
                 result += _peer(name, interpreter, options, job)
-        for kind in (torch.bfloat16, torch.float32):
-            result += _ours(options.gguf, batches, kind)
+        for dtype in (torch.bfloat16, torch.float32):
+            result += _ours(options.gguf, batches, dtype)
         result += _transformers(batches)
         rows += [{"round": turn, **row} for row in result]
         write("serve_cpu", rows, _text(rows))
@@ -68,12 +68,12 @@ def _peer(name: str, interpreter: str, options: argparse.Namespace, asked: dict[
     with tempfile.TemporaryDirectory() as folder:
         prompts, result = Path(folder) / "prompts.json", Path(folder) / "result.json"
         prompts.write_text(json.dumps(asked))
-        place = Path(__file__).parents[1] / "peers" / script
-        subprocess.run([interpreter, place, options.gguf, prompts, result, str(os.cpu_count())], check=True)
-        output = json.loads(result.read_text())
+        path = Path(__file__).parents[1] / "peers" / script
+        subprocess.run([interpreter, path, options.gguf, prompts, result, str(os.cpu_count())], check=True)
+        rows = json.loads(result.read_text())
     return [
-        _row(f"{name} {output['version']}", streams, row["seconds"], decoding=row.get("decoding"))
-        for streams, row in zip(STREAMS, output["rows"], strict=True)
+        _row(f"{name} {rows['version']}", streams, row["seconds"], decoding=row.get("decoding"))
+        for streams, row in zip(STREAMS, rows["rows"], strict=True)
     ]
 
 
@@ -85,8 +85,8 @@ def _ours(source: str, batches: list[list[list[int]]], kind: torch.dtype) -> lis
     for batch in batches:
         _generate(engine, batch, 4)
         seconds, decoding = _generate(engine, batch, ANSWER)
-        who = f"Smelt, inputs in {str(kind).removeprefix('torch.')}"
-        rows.append(_row(who, len(batch), seconds, decoding=decoding, path=engine.runner.backend))
+        name = f"Smelt, inputs in {str(kind).removeprefix('torch.')}"
+        rows.append(_row(name, len(batch), seconds, decoding=decoding, path=engine.runner.backend))
     return rows
 
 
@@ -123,11 +123,11 @@ def _text(rows: list[dict[str, Any]]) -> str:
     names = list(dict.fromkeys(row["who"] for row in rows))
 
     def cell(who: str, streams: int) -> str:
-        result = [row for row in rows if row["who"] == who and row["streams"] == streams]
-        if not result:
+        matches = [row for row in rows if row["who"] == who and row["streams"] == streams]
+        if not matches:
             return ""
-        middle = statistics.median(row["tokens_per_second"] for row in result)
-        decoding = [streams * (ANSWER - 1) / row["decoding"] for row in result if row.get("decoding")]
+        middle = statistics.median(row["tokens_per_second"] for row in matches)
+        decoding = [streams * (ANSWER - 1) / row["decoding"] for row in matches if row.get("decoding")]
         more = f" ({statistics.median(decoding):.0f})" if decoding else ""
         return f"{middle:.0f}{more}"
 

@@ -60,8 +60,8 @@ def words_of(model: Model) -> dict[str, list[int]]:
 
 def profile_of(model: Model, words: list[int], keep: float) -> EvictionProfile:
     texts = sample_prompts(words, 12, 1024, SEED)
-    result = measure_kept_ratios(model, texts, make_scorer(SCORER), make_budget_rule("ada"), keep)
-    return EvictionProfile.from_ratios(kv_shape_of(model), SCORER, keep, result)
+    kept_ratios = measure_kept_ratios(model, texts, make_scorer(SCORER), make_budget_rule("ada"), keep)
+    return EvictionProfile.from_ratios(kv_shape_of(model), SCORER, keep, kept_ratios)
 
 
 def second_turn(engine: Engine, texts: list[list[int]]) -> dict[str, Any]:

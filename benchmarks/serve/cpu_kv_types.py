@@ -38,20 +38,22 @@ def main() -> None:
     profile = profile_of(model, words["calibration"], KEEP)
     rows: list[dict[str, Any]] = []
     texts = sample_prompts(words["evaluation"] * 4, options.texts, LENGTH, SEED)
-    for kind in KV_CACHE_DTYPES:
-        rows.append({"measure": "perplexity", "type": kind or "model", "perplexity": perplexity(model, texts, kind)})
-        rows[-1]["bytes"] = block_bytes(model.anatomy, 1, model.network.dtype, kind)
+    for kv_dtype in KV_CACHE_DTYPES:
+        rows.append(
+            {"measure": "perplexity", "type": kv_dtype or "model", "perplexity": perplexity(model, texts, kv_dtype)}
+        )
+        rows[-1]["bytes"] = block_bytes(model.anatomy, 1, model.network.dtype, kv_dtype)
         print(rows[-1], flush=True)
     long = sample_prompts(words["evaluation"] * 4, options.requests, options.prompt, SEED)
-    for kv, kind in (*((None, kind) for kind in KV_CACHE_DTYPES), (profile, None), (profile, INT8)):
-        name = f"{'plain pages' if kv is None else f'head clusters, keep {KEEP:.0%}'}, {kind or 'model'}"
+    for kv, kv_dtype in (*((None, kv_dtype) for kv_dtype in KV_CACHE_DTYPES), (profile, None), (profile, INT8)):
+        name = f"{'plain pages' if kv is None else f'head clusters, keep {KEEP:.0%}'}, {kv_dtype or 'model'}"
         engine = Engine(
             MODEL,
             max_model_len=4096,
             max_num_seqs=options.requests,
             max_num_batched_tokens=1024,
             kv_profile=kv,
-            kv_cache_dtype=kind,
+            kv_cache_dtype=kv_dtype,
             kv_cache_bytes=int(options.cache_gb * 1e9),
         )
         assert engine.runner.backend.startswith("compiled-cpu"), engine.runner.backend
@@ -66,16 +68,16 @@ def perplexity(model: Model, texts: list[list[int]], kind: str | None) -> float:
     blocks = LENGTH // BLOCK
     cache = PagedCache.empty(model.anatomy, blocks, BLOCK, model.network.dtype, model.device, kind)
     model.network.set_attn_implementation(NAME)
-    places = torch.arange(LENGTH)
+    slots = torch.arange(LENGTH)
     pages = AttentionMetadata(
         torch.tensor([0, LENGTH], dtype=torch.int32), torch.tensor([LENGTH], dtype=torch.int32),
-        torch.arange(blocks, dtype=torch.int32)[None], places, LENGTH, [LENGTH],
+        torch.arange(blocks, dtype=torch.int32)[None], slots, LENGTH, [LENGTH],
     )  # fmt: skip
     total = 0.0
     for text in texts:
         ids = torch.tensor(text)
         with attending(paged(cache, pages)):
-            logits = model.network(input_ids=ids[None], position_ids=places[None], use_cache=False).logits[0]
+            logits = model.network(input_ids=ids[None], position_ids=slots[None], use_cache=False).logits[0]
         total += float(torch.nn.functional.cross_entropy(logits[:-1].float(), ids[1:]))
     return math.exp(total / len(texts))
 
@@ -93,13 +95,13 @@ def _options() -> argparse.Namespace:
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     quality = [row for row in rows if row["measure"] == "perplexity"]
     runs = [row_of_run(row) for row in rows if row["measure"] == "run"]
-    own = quality[0]
+    baseline = quality[0]
     cells = [
         [
             row["type"],
             f"{row['bytes']:,}",
             f"{row['perplexity']:.3f}",
-            f"{row['perplexity'] / own['perplexity'] - 1:+.2%}",
+            f"{row['perplexity'] / baseline['perplexity'] - 1:+.2%}",
         ]
         for row in quality
     ]

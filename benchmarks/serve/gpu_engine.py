@@ -39,10 +39,10 @@ def main() -> None:
     measures: list[tuple[str, Any]] = [("engine", lambda network, shape: ours(network, shape, bandwidth))]
     if options.peers:
         measures.append(("transformers", peers))
-    for who, measure in measures:
+    for name, measure in measures:
         for shape in options.shapes:
             network = random_network(shape)  # one per engine, which rearranges its weights
-            rows += _guarded(shape, who, lambda n=network, s=shape, m=measure: m(n, s))
+            rows += _guarded(shape, name, lambda n=network, s=shape, m=measure: m(n, s))
             write("serve_gpu", rows, _text(rows, bandwidth))
             del network
             torch.cuda.empty_cache()
@@ -59,8 +59,8 @@ def _options() -> argparse.Namespace:
 def _guarded(shape: str, who: str, work: Any) -> list[dict[str, Any]]:
     """Record a failure, and continue with the rest."""
     try:
-        result: list[dict[str, Any]] = work()
-        return result
+        rows: list[dict[str, Any]] = work()
+        return rows
     except Exception as error:
         return [{"shape": shape, "who": who, "failed": f"{type(error).__name__}: {error}"[:300]}]
 
@@ -162,7 +162,7 @@ def peers(network: Any, shape: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     inputs = torch.tensor(prompts(1), device="cuda")
     settings = {"max_new_tokens": ANSWER, "min_new_tokens": ANSWER, "do_sample": False, "pad_token_id": 0}
-    alone, together = "transformers generate (static cache, compiled)", "transformers generate_batch (paged|sdpa)"
+    single, batched = "transformers generate (static cache, compiled)", "transformers generate_batch (paged|sdpa)"
     streams = PEER_STREAMS[shape]
 
     def one() -> list[dict[str, Any]]:
@@ -173,19 +173,19 @@ def peers(network: Any, shape: str) -> list[dict[str, Any]]:
         network.generate(inputs, cache_implementation="static", **settings)
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
-        return [{"shape": shape, "who": alone, "streams": 1, "tokens_per_second": ANSWER / seconds}]
+        return [{"shape": shape, "who": single, "streams": 1, "tokens_per_second": ANSWER / seconds}]
 
     def many() -> list[dict[str, Any]]:
         network.set_attn_implementation("paged|sdpa")
         config = GenerationConfig(max_new_tokens=ANSWER, do_sample=False, eos_token_id=-1, pad_token_id=0)
         start = time.perf_counter()
-        result = network.generate_batch(prompts(streams), generation_config=config)
+        outputs = network.generate_batch(prompts(streams), generation_config=config)
         seconds = time.perf_counter() - start
-        tokens = sum(len(each.generated_tokens) for each in result.values())
-        return [{"shape": shape, "who": together, "streams": streams, "tokens_per_second": tokens / seconds}]
+        tokens = sum(len(output.generated_tokens) for output in outputs.values())
+        return [{"shape": shape, "who": batched, "streams": streams, "tokens_per_second": tokens / seconds}]
 
-    for who, work in ((together, many), (alone, one)):
-        rows += _guarded(shape, who, work)
+    for name, work in ((batched, many), (single, one)):
+        rows += _guarded(shape, name, work)
         network.set_attn_implementation("sdpa")
         print(rows[-1], flush=True)
     return rows

@@ -41,9 +41,9 @@ def main() -> None:
         "plain pages": {},
         "head clusters, keep 100 %": {"kv_profile": profile(1.0)},
     }
-    for kind in options.kv_types:
-        engines[f"plain pages, {kind}"] = {"kv_cache_dtype": kind}
-        engines[f"head clusters, keep 25 %, {kind}"] = {"kv_profile": profile(0.25), "kv_cache_dtype": kind}
+    for kv_dtype in options.kv_types:
+        engines[f"plain pages, {kv_dtype}"] = {"kv_cache_dtype": kv_dtype}
+        engines[f"head clusters, keep 25 %, {kv_dtype}"] = {"kv_profile": profile(0.25), "kv_cache_dtype": kv_dtype}
     small_batch = max(2, options.requests // 16)
     for name in engines if options.engines is None else options.engines:
         engine = _engine(network, options, engines[name])

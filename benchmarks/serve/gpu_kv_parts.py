@@ -47,7 +47,9 @@ def splitting(length: int, bandwidth: float, kinds: Sequence[str]) -> list[dict[
     for requests in (4, 64):
         for heads, budgets in (("skewed", SKEWED), ("even", (1.0,) * KV_HEADS)):
             rows += [{"requests": requests, "heads": heads, **row} for row in _layer(length, requests, budgets)]
-        rows += [{"requests": requests, "heads": "even", **_plain(length, requests, kind)} for kind in (None, *kinds)]
+        rows += [
+            {"requests": requests, "heads": "even", **_plain(length, requests, kv_dtype)} for kv_dtype in (None, *kinds)
+        ]
     for row in rows:
         row["share_of_bandwidth"] = row["bytes"] / bandwidth / (row["us"] / 1e6)
         print(row, flush=True)
@@ -71,10 +73,10 @@ def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[
     tokens = DecodeMetadata(torch.arange(requests, device="cuda"), lengths, tables, arrived, length)
     shares = tuple(splits_per_cluster(torch.tensor(budgets)).tolist())
     alike = (num_splits(requests, KV_HEADS, length, chip),) * KV_HEADS
-    ways = {"as the table says": alike if len(set(shares)) == 1 else parts_of(shares, requests, chip)}
-    ways |= {f"{count} for every head": (count,) * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}
+    layouts = {"as the table says": alike if len(set(shares)) == 1 else parts_of(shares, requests, chip)}
+    layouts |= {f"{count} for every head": (count,) * KV_HEADS for count in (1, 2, 4, 8, 16, 32)}
     rows = []
-    for way, parts in ways.items():
+    for layout, parts in layouts.items():
         work = torch.tensor(work_of(shares, parts), dtype=torch.int32, device="cuda")
         own = ClusteredHeadPages(tables, shifts, every, every % COLUMNS, COLUMNS, work)
         most = 1 << (max(parts) - 1).bit_length()
@@ -82,7 +84,7 @@ def _layer(length: int, requests: int, budgets: tuple[float, ...]) -> list[dict[
         def call(own: ClusteredHeadPages = own, most: int = most) -> Any:
             return paged_decode(mixed, keys, values, tokens, rotation, 0.1, head_pages=own, splits=most)
 
-        rows.append({"way": way, "parts": parts, "us": graph_seconds([call] * 4) * 1e6})
+        rows.append({"way": layout, "parts": parts, "us": graph_seconds([call] * 4) * 1e6})
     return [{"tokens": length, "bytes": 4 * WIDTH * int(kept.sum()) * requests, **row} for row in rows]
 
 
@@ -103,8 +105,8 @@ def _plain(length: int, requests: int, kind: str | None) -> dict[str, Any]:
     rotation = RotaryParams(*(torch.randn(length + 1, WIDTH, device="cuda") for _ in range(2)))
     seconds = graph_seconds([lambda: paged_decode(mixed, *pages, tokens, rotation, 0.1, kv_quant=form)] * 4)
     octets = 2 * last * dtype.itemsize * KV_HEADS * length * requests
-    way = "plain pages" if kind is None else f"plain pages, {kind}"
-    return {"tokens": length, "bytes": octets, "way": way, "parts": [], "us": seconds * 1e6}
+    name = "plain pages" if kind is None else f"plain pages, {kind}"
+    return {"tokens": length, "bytes": octets, "way": name, "parts": [], "us": seconds * 1e6}
 
 
 def _text(rows: list[dict[str, Any]], bandwidth: float) -> str:

@@ -76,10 +76,10 @@ def vectors(shape: str, bandwidth: float, tune: bool) -> list[dict[str, Any]]:
 
         _check(ours(matrices[0].clone()), x, norm, matrices[0], kind, y)
         count = height // (2 if kind == "gate" else 1)
-        mine = vector.tiles_for(count, kind != "add", kind == "gate")
-        for tiles in [mine, *(other for other in VECTOR_TILES if tune and other != mine)]:
+        chosen = vector.tiles_for(count, kind != "add", kind == "gate")
+        for tiles in [chosen, *(other for other in VECTOR_TILES if tune and other != chosen)]:
             time = graph_seconds([lambda m=matrix, t=tiles: ours(m, t) for matrix in matrices])
-            rows.append(_row(shape, name, f"vector {tiles}", tiles == mine, time, 2 * height * width / bandwidth))
+            rows.append(_row(shape, name, f"vector {tiles}", tiles == chosen, time, 2 * height * width / bandwidth))
         time = graph_seconds([lambda m=matrix, x=x: F.linear(x, m) for matrix in matrices])
         rows.append(_row(shape, name, "PyTorch, the product alone", False, time, 2 * height * width / bandwidth))
         del matrices
@@ -122,20 +122,24 @@ def _decoding(shape: str, requests: int, bandwidth: float, tune: bool) -> list[d
     tokens = paged.DecodeMetadata(torch.arange(requests, device="cuda"), lengths, tables, arrived, 1024)
     mixed = _random(requests, (HEADS + 2 * KV_HEADS) * width)
     chip = num_sms(mixed.device)
-    mine = paged.num_splits(requests, KV_HEADS, tokens.max_seq_len, chip)
-    ways = [(paged.decode_config(requests * KV_HEADS * mine, mine, tokens.max_seq_len, chip), mine)]
+    num_splits = paged.num_splits(requests, KV_HEADS, tokens.max_seq_len, chip)
+    configs = [
+        (paged.decode_config(requests * KV_HEADS * num_splits, num_splits, tokens.max_seq_len, chip), num_splits)
+    ]
     if tune:
-        ways += [(tiles, mine) for tiles in DECODE_TILES if tiles != ways[0][0]]
-        ways += [(ways[0][0], parts) for parts in {max(1, mine // 2), mine * 2} if parts != mine]
+        configs += [(tiles, num_splits) for tiles in DECODE_TILES if tiles != configs[0][0]]
+        configs += [
+            (configs[0][0], parts) for parts in {max(1, num_splits // 2), num_splits * 2} if parts != num_splits
+        ]
     rows = []
-    for tiles, parts in ways:
+    for tiles, parts in configs:
         calls = [
             lambda p=page, t=tiles, s=parts: paged.paged_decode(mixed, *p, tokens, rotation, 0.1, splits=s, config=t)
             for page in pages
         ]
         time = graph_seconds(calls * (1 if len(calls) > 4 else 8))
-        way, least = f"tiles {tiles}, {parts} parts", 4 * requests * LENGTH * KV_HEADS * width / bandwidth
-        rows.append(_row(shape, f"decoding, {requests} requests", way, (tiles, parts) == ways[0], time, least))
+        name, least = f"tiles {tiles}, {parts} parts", 4 * requests * LENGTH * KV_HEADS * width / bandwidth
+        rows.append(_row(shape, f"decoding, {requests} requests", name, (tiles, parts) == configs[0], time, least))
     return rows
 
 
@@ -157,11 +161,11 @@ def _prefilling(shape: str, work: str, count: int, new: int, length: int, tune: 
     lengths = torch.full((count,), length, device="cuda", dtype=torch.int32)
     batch = AttentionMetadata(starts, lengths, tables, starts.long(), length, [new] * count)
     queries = _random(count * new, HEADS, width)
-    mine = paged.prefill_config(batch, width)
-    for tiles in PREFILL_TILES if tune else [mine]:
+    chosen = paged.prefill_config(batch, width)
+    for tiles in PREFILL_TILES if tune else [chosen]:
         cut = paged.QueryTiles.of(batch.query_lens, queries.device, tiles)
         time = graph_seconds([lambda c=cut: paged.paged_prefill(queries, *pages, batch, 0.1, tiles=c)] * 4)
-        rows.append(_row(shape, work, f"tiles {tiles}", tiles == mine, time, None))
+        rows.append(_row(shape, work, f"tiles {tiles}", tiles == chosen, time, None))
     dense = [
         _random(count, heads, tokens, width) for heads, tokens in ((HEADS, new), (KV_HEADS, length), (KV_HEADS, length))
     ]

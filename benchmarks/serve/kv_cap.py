@@ -70,12 +70,12 @@ class Stretch:
     def end(self) -> dict[str, float]:
         """Finish this stretch and begin another."""
         thousands = (self._seen - self._first) / 1000
-        result = {
+        stretch = {
             "tokens": self._seen, "bytes": self._bytes, "seconds": (time.perf_counter() - self._wall) / thousands,
             "processor": (time.process_time() - self._busy) / thousands,
         }  # fmt: skip
         self._begin()
-        return result
+        return stretch
 
     def _begin(self) -> None:
         self._bytes, self._first = 0, self._seen
@@ -99,8 +99,8 @@ def _options() -> argparse.Namespace:
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
     num_steps = max(len(row["steps"]) for row in rows)
     lines = [
-        [f"{(at + 1) * STEP:,}", *(cell for row in rows for cell in _cells(row["steps"][at : at + 1]))]
-        for at in range(num_steps)
+        [f"{(step + 1) * STEP:,}", *(cell for row in rows for cell in _cells(row["steps"][step : step + 1]))]
+        for step in range(num_steps)
     ]
     lines.append(["answer", *(cell for row in rows for cell in _cells([row["answer"]]))])
     headings = ["tokens", *(cell for row in rows for cell in (f"{row['engine']}: MB", "s", "processor s"))]

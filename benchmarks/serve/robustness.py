@@ -36,11 +36,11 @@ def measured(requests: int, at_once: int) -> dict[str, Any]:
         try:
             asyncio.run(visits(server.url, range(10**6, 10**6 + WARM_UP), at_once))
             server.wait_until_idle(60)
-            memory, result, began = [server.resident_bytes()], {}, time.monotonic()
+            memory, outcomes, began = [server.resident_bytes()], {}, time.monotonic()
             for part in range(PARTS):
                 numbers = range(part * requests // PARTS, (part + 1) * requests // PARTS)
                 for name, count in asyncio.run(visits(server.url, numbers, at_once)).items():
-                    result[name] = result.get(name, 0) + count
+                    outcomes[name] = outcomes.get(name, 0) + count
                 server.wait_until_idle(60)
                 memory.append(server.resident_bytes())
                 print(f"{numbers.stop:>6} requests, {memory[-1] / 2**20:.1f} MiB", file=sys.stderr, flush=True)
@@ -49,7 +49,7 @@ def measured(requests: int, at_once: int) -> dict[str, Any]:
         finally:
             code = server.end()
     return {
-        "requests": requests, "at_once": at_once, "seconds": round(seconds, 1), "outcomes": result,
+        "requests": requests, "at_once": at_once, "seconds": round(seconds, 1), "outcomes": outcomes,
         "blocks_used_at_the_end": state["blocks_used"], "answers_at_the_end": state["admitted"],
         "ended": state["finished"],
         "restarts": state["restarts"], "memory_mib": [round(value / 2**20, 1) for value in memory], "exit_code": code,

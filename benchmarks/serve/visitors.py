@@ -18,25 +18,25 @@ KINDS = ("whole", "stream", "leaves", "leaves early", "slow", "stop")
 async def visit(client: httpx.AsyncClient, number: int) -> str:
     """Run one request whose behavior depends on its number; return its outcome."""
     rng = random.Random(number)
-    kind = KINDS[number % len(KINDS)]
+    behavior = KINDS[number % len(KINDS)]
     body: dict[str, Any] = {
         "prompt": [rng.randrange(32, 127) for _ in range(rng.randrange(1, 200))],
         "max_tokens": rng.randrange(1, 120), "seed": number, "n": rng.choice((1, 1, 2, 4)), "ignore_eos": True,
     }  # fmt: skip
-    if kind == "stop":
+    if behavior == "stop":
         body |= {"stop": [chr(rng.randrange(97, 123)) for _ in range(8)], "max_tokens": 400}
-    if kind.startswith("leaves"):
+    if behavior.startswith("leaves"):
         body |= {"max_tokens": 1500}
     try:
-        if kind == "leaves early":  # without waiting for the answer
+        if behavior == "leaves early":  # without waiting for the answer
             await asyncio.wait_for(client.post("/v1/completions", json=body), rng.random() / 5)
             return "answered before it left"
-        if kind == "whole":
+        if behavior == "whole":
             answer = await client.post("/v1/completions", json=body)
-            return kind if answer.status_code == 200 and len(answer.json()["choices"]) == body["n"] else "wrong"
-        return await _streamed(client, body, kind, rng)
+            return behavior if answer.status_code == 200 and len(answer.json()["choices"]) == body["n"] else "wrong"
+        return await _streamed(client, body, behavior, rng)
     except (TimeoutError, httpx.TimeoutException):
-        return kind
+        return behavior
 
 
 async def _streamed(client: httpx.AsyncClient, body: dict[str, Any], kind: str, chance: random.Random) -> str:

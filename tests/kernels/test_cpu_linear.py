@@ -169,8 +169,8 @@ def test_thread_count_changes_no_bit(name: str, inputs: str | None) -> None:
         with threads(1):
             alone = product(kernel, x, matrix, input_format)
         with threads(2):
-            together = product(kernel, x, matrix, input_format)
-        assert torch.equal(alone, together)
+            batched = product(kernel, x, matrix, input_format)
+        assert torch.equal(alone, batched)
 
 
 @compiled

@@ -19,10 +19,12 @@ def column_by_column(
     part = weight.clone()
     codes, errors = torch.empty(part.shape, dtype=torch.uint8, device=part.device), torch.empty_like(part)
     for column in range(part.shape[1]):
-        here = QuantParams(**{name: tensor[:, column : column + 1] for name, tensor in grid.tensors().items()})
+        column_qparams = QuantParams(
+            **{name: tensor[:, column : column + 1] for name, tensor in grid.tensors().items()}
+        )
         values = part[:, column, None, None]
-        code = number_format.quantize_groups(values, here)
-        error = (values - number_format.dequantize_groups(code, here))[:, 0] / factor[column, column]
+        code = number_format.quantize_groups(values, column_qparams)
+        error = (values - number_format.dequantize_groups(code, column_qparams))[:, 0] / factor[column, column]
         part[:, column + 1 :] -= error * factor[column, column + 1 :]
         codes[:, column], errors[:, column] = code[:, 0, 0], error[:, 0]
     return codes, errors

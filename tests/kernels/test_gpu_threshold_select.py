@@ -37,9 +37,9 @@ def plain(values: Tensor, threshold: float, start: int, stop: int) -> Tensor:
 def test_bit_for_bit(elements: int, start: int, stop: int, dtype: torch.dtype) -> None:
     residual, gradient = torch.randn(elements, device=DEVICE), torch.randn(elements, device=DEVICE).to(dtype)
     expected = residual + gradient
-    actual = kernel.add_and_select(residual, gradient, 1.5, start, stop, tiles=TILES, words=WORDS)
+    indices = kernel.add_and_select(residual, gradient, 1.5, start, stop, tiles=TILES, words=WORDS)
     assert torch.equal(residual, expected)
-    assert torch.equal(actual, plain(expected, 1.5, start, stop))
+    assert torch.equal(indices, plain(expected, 1.5, start, stop))
 
 
 @pytest.mark.parametrize("slots", [0, 1, 40, 5000])
@@ -47,44 +47,44 @@ def test_bit_for_bit(elements: int, start: int, stop: int, dtype: torch.dtype) -
 def test_fixed_capacity_keeps_the_first_matches_and_marks_empty_slots(threshold: float, slots: int) -> None:
     residual, gradient = torch.randn(3001, device=DEVICE), torch.zeros(3001, device=DEVICE)
     residual[7], residual[2900] = torch.inf, 0.1  # exactly at the threshold
-    result = kernel.add_and_select(residual, gradient, threshold, 5, 2999, slots, tiles=TILES, words=WORDS)
+    indices = kernel.add_and_select(residual, gradient, threshold, 5, 2999, slots, tiles=TILES, words=WORDS)
     matches = plain(residual, threshold, 5, 2999).tolist()
-    assert result.tolist() == [*matches, *[3001] * slots][:slots]
+    assert indices.tolist() == [*matches, *[3001] * slots][:slots]
 
 
 def test_without_a_gradient_values_are_only_read() -> None:
     values = torch.randn(2000, device=DEVICE)
     values[300:500] = torch.nan
     before = values.clone()
-    result = kernel.add_and_select(values, None, 1.0, 700, 1900, tiles=TILES, words=WORDS)
+    indices = kernel.add_and_select(values, None, 1.0, 700, 1900, tiles=TILES, words=WORDS)
     assert torch.equal(values.nan_to_num(), before.nan_to_num())
-    assert torch.equal(result, plain(before, 1.0, 700, 1900))
+    assert torch.equal(indices, plain(before, 1.0, 700, 1900))
 
 
 def test_a_tile_with_many_matches_among_tiles_without() -> None:
     values = torch.zeros(40 * 256, device=DEVICE)
     values[5 * 256 : 6 * 256] = 1.0
     values[-1] = 1.0
-    result = kernel.add_and_select(values, None, 1.0, 0, len(values), tiles=TILES, words=WORDS)
-    assert result.tolist() == [*range(5 * 256, 6 * 256), 40 * 256 - 1]
+    indices = kernel.add_and_select(values, None, 1.0, 0, len(values), tiles=TILES, words=WORDS)
+    assert indices.tolist() == [*range(5 * 256, 6 * 256), 40 * 256 - 1]
 
 
 def test_a_view_at_any_offset() -> None:
     room, gradient = torch.randn(1003, device=DEVICE), torch.randn(1003, device=DEVICE)
     expected = room.clone()
     expected[3:1000] += gradient[1:998]
-    actual = kernel.add_and_select(room[3:1000], gradient[1:998], 1.0, 0, 997, tiles=TILES, words=WORDS)
+    indices = kernel.add_and_select(room[3:1000], gradient[1:998], 1.0, 0, 997, tiles=TILES, words=WORDS)
     assert torch.equal(room, expected)
-    assert torch.equal(actual, plain(expected[3:1000], 1.0, 0, 997))
+    assert torch.equal(indices, plain(expected[3:1000], 1.0, 0, 997))
 
 
 def test_tile_sizes() -> None:
     residual, gradient = torch.randn(9000, device=DEVICE), torch.randn(9000, device=DEVICE)
     expected = residual + gradient
-    actual = kernel.add_and_select(residual, gradient, 3.0, 0, 9000, 200)
+    indices = kernel.add_and_select(residual, gradient, 3.0, 0, 9000, 200)
     matches = plain(expected, 3.0, 0, 9000).tolist()
     assert torch.equal(residual, expected)
-    assert actual.tolist() == [*matches, *[9000] * 200][:200]
+    assert indices.tolist() == [*matches, *[9000] * 200][:200]
 
 
 @pytest.mark.gpu
@@ -97,17 +97,17 @@ def test_a_gpu_uses_the_kernel_without_synchronizing() -> None:
     dispatch.add_and_select(residual.clone(), gradient, 3.0, 10, 90_000, 5000)  # compiled
     torch.cuda.set_sync_debug_mode("error")
     try:
-        actual = dispatch.add_and_select(residual, gradient, 3.0, 10, 90_000, 5000)
+        indices = dispatch.add_and_select(residual, gradient, 3.0, 10, 90_000, 5000)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(actual, expected)
+    assert torch.equal(indices, expected)
 
 
 @pytest.mark.gpu
 def test_more_elements_than_32_bit_byte_offsets_reach() -> None:
     elements = 2**30 + 12345
     values = torch.zeros(elements, device="cuda")
-    places = torch.tensor([0, 2**29 + 1, 2**30 - 1, 2**30, elements - 1], device="cuda")
-    values[places] = 1.0
+    indices = torch.tensor([0, 2**29 + 1, 2**30 - 1, 2**30, elements - 1], device="cuda")
+    values[indices] = 1.0
     result = dispatch.add_and_select(values, torch.zeros_like(values), 0.5, 1, elements, 7)
-    assert result.tolist() == [*places[1:].tolist(), *[elements] * 3]
+    assert result.tolist() == [*indices[1:].tolist(), *[elements] * 3]

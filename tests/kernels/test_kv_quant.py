@@ -64,8 +64,8 @@ def test_the_hadamard_transform_keeps_products_and_spreads_outliers() -> None:
     assert torch.allclose(rows.unrotate(rows.rotate(keys)), keys, atol=1e-4)
     plain = KVQuantFormat(INT4, 64)
     errors = [
-        float((each.rotate(queries) @ each.dequantize(each.quantize(each.rotate(keys))).T - expected).norm())
-        for each in (rows, plain)
+        float((tensor.rotate(queries) @ tensor.dequantize(tensor.quantize(tensor.rotate(keys))).T - expected).norm())
+        for tensor in (rows, plain)
     ]
     assert errors[0] < 0.6 * errors[1]
 

@@ -18,18 +18,20 @@ def oracle(
     queries: Tensor, keys: list[Tensor], values: list[Tensor], counts: list[int], scale: float, window: int | None
 ) -> Tensor:
     """Compute attention query by query and head by head in float64, from contiguous keys and values."""
-    rows, at = [], 0
+    rows, query = [], 0
     group = queries.shape[1] // keys[0].shape[1]
-    for mine, theirs, count in zip(keys, values, counts, strict=True):
-        for place in range(len(mine) - count, len(mine)):
-            first = 0 if window is None else max(0, place - window + 1)
+    for request_keys, request_values, count in zip(keys, values, counts, strict=True):
+        for position in range(len(request_keys) - count, len(request_keys)):
+            first = 0 if window is None else max(0, position - window + 1)
             heads = []
             for head in range(queries.shape[1]):
-                dots = mine[first : place + 1, head // group].double() @ queries[at, head].double() * scale
+                dots = (
+                    request_keys[first : position + 1, head // group].double() @ queries[query, head].double() * scale
+                )
                 weights = (dots - dots.max()).exp()
-                heads.append((weights / weights.sum()) @ theirs[first : place + 1, head // group].double())
+                heads.append((weights / weights.sum()) @ request_values[first : position + 1, head // group].double())
             rows.append(torch.stack(heads))
-            at += 1
+            query += 1
     return torch.stack(rows)
 
 
@@ -74,7 +76,7 @@ def test_random_block_tables(seed: int, size: int, heads: tuple[int, int], width
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
     batch = AttentionMetadata(starts, torch.tensor(lengths, dtype=torch.int32), tables, new, max(lengths), counts)
     fresh_keys, fresh_values = (
-        torch.cat([each[-count:] for each, count in zip(side, counts, strict=True)]) for side in (keys, values)
+        torch.cat([tensor[-count:] for tensor, count in zip(side, counts, strict=True)]) for side in (keys, values)
     )
     store_kv(fresh_keys, fresh_values, *pages, new)
     queries = torch.randn(sum(counts), heads[0], width, generator=rng)

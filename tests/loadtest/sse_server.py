@@ -87,20 +87,20 @@ class SseServer:
             return
         start(writer, 200, "Content-Type: text/event-stream\r\nTransfer-Encoding: chunked")
         loop = asyncio.get_running_loop()
-        at = loop.time() + self.first + (30 if failing == "slow" else 0)
+        deadline = loop.time() + self.first + (30 if failing == "slow" else 0)
         if chat:
             event(writer, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
         count = body["max_tokens"]
         for number in range(0, count, self.together):
-            await asyncio.sleep(max(0.0, at - loop.time()))
-            at += self.gap
+            await asyncio.sleep(max(0.0, deadline - loop.time()))
+            deadline += self.gap
             if failing == "cut" and number:
                 return
             if failing == "error" and number:
                 event(writer, {"error": {"message": "the engine died"}})
             last = number + self.together >= count
-            piece = {"delta": {"content": "word "}} if chat else {"text": "word "}
-            event(writer, {"choices": [{"index": 0, **piece, "finish_reason": "length" if last else None}]})
+            choice = {"delta": {"content": "word "}} if chat else {"text": "word "}
+            event(writer, {"choices": [{"index": 0, **choice, "finish_reason": "length" if last else None}]})
         if self.usage:
             event(writer, {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": count}})
         chunk(writer, b"data: [DONE]\n\n")

@@ -34,19 +34,21 @@ def test_latencies_of_one_request() -> None:
 
 
 def test_the_summary_by_hand() -> None:
-    result = summarize(LINES, {"ttft": 300.0, "tpot": 100.0})
-    assert (result.requests, result.answered, result.failures) == (3, 2, {"status 503": 1})
-    assert result.seconds == pytest.approx(2.0)  # 1 s to 3 s
-    assert result.requests_per_second == pytest.approx(1.0)
-    assert result.output_tokens_per_second == pytest.approx(3.5)
-    assert result.total_tokens_per_second == pytest.approx(18.5)
-    assert result.peak_tokens_per_second == pytest.approx(6.0)
-    assert result.peak_concurrency == 2
-    assert result.ttft is not None and result.ttft.mean == pytest.approx(350) and result.ttft.p50 == pytest.approx(350)
-    assert result.tpot is not None and result.tpot.mean == pytest.approx(80)  # a single token has none
-    assert result.itl is not None and result.itl.mean == pytest.approx(200) and result.itl.max == pytest.approx(300)
-    assert result.e2el is not None and result.e2el.p90 == pytest.approx(590)
-    assert (result.good, result.goodput) == (1, pytest.approx(0.5))  # the other's first token came after 500 ms
+    summary = summarize(LINES, {"ttft": 300.0, "tpot": 100.0})
+    assert (summary.requests, summary.answered, summary.failures) == (3, 2, {"status 503": 1})
+    assert summary.seconds == pytest.approx(2.0)  # 1 s to 3 s
+    assert summary.requests_per_second == pytest.approx(1.0)
+    assert summary.output_tokens_per_second == pytest.approx(3.5)
+    assert summary.total_tokens_per_second == pytest.approx(18.5)
+    assert summary.peak_tokens_per_second == pytest.approx(6.0)
+    assert summary.peak_concurrency == 2
+    assert (
+        summary.ttft is not None and summary.ttft.mean == pytest.approx(350) and summary.ttft.p50 == pytest.approx(350)
+    )
+    assert summary.tpot is not None and summary.tpot.mean == pytest.approx(80)  # a single token has none
+    assert summary.itl is not None and summary.itl.mean == pytest.approx(200) and summary.itl.max == pytest.approx(300)
+    assert summary.e2el is not None and summary.e2el.p90 == pytest.approx(590)
+    assert (summary.good, summary.goodput) == (1, pytest.approx(0.5))  # the other's first token came after 500 ms
     assert summarize(LINES).goodput is None and summarize(LINES, {"e2el": 1.0}).good == 0
     assert summarize([]).ttft is None and summarize([]).requests_per_second == 0
 

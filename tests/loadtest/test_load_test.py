@@ -31,16 +31,16 @@ def measured(server: SseServer, **options: Any) -> LoadTestResult:
 def test_times_match_the_server(chat: bool) -> None:
     """A client can only be later than the server, on a busy machine by some milliseconds."""
     with SseServer(first=0.15, gap=0.03) as server:
-        result = measured(server, chat=chat, limits={"ttft": 400.0, "tpot": 60.0}).summary
-    assert result.answered == 10 and not result.failures
-    assert result.ttft and result.tpot and result.itl and result.e2el
-    assert 149 <= result.ttft.p50 < 250, result.ttft
-    assert 28 <= result.tpot.p50 < 45, result.tpot
-    assert 25 <= result.itl.p50 < 45, result.itl
-    assert 359 <= result.e2el.p50 < 500, result.e2el
-    assert result.e2el.p50 == pytest.approx(result.ttft.p50 + 7 * result.tpot.p50, rel=0.1)
-    assert result.output_tokens == 80 and result.input_tokens == 70  # as the server counted
-    assert result.peak_concurrency == 10 and result.good >= 8
+        summary = measured(server, chat=chat, limits={"ttft": 400.0, "tpot": 60.0}).summary
+    assert summary.answered == 10 and not summary.failures
+    assert summary.ttft and summary.tpot and summary.itl and summary.e2el
+    assert 149 <= summary.ttft.p50 < 250, summary.ttft
+    assert 28 <= summary.tpot.p50 < 45, summary.tpot
+    assert 25 <= summary.itl.p50 < 45, summary.itl
+    assert 359 <= summary.e2el.p50 < 500, summary.e2el
+    assert summary.e2el.p50 == pytest.approx(summary.ttft.p50 + 7 * summary.tpot.p50, rel=0.1)
+    assert summary.output_tokens == 80 and summary.input_tokens == 70  # as the server counted
+    assert summary.peak_concurrency == 10 and summary.good >= 8
 
 
 def test_tokens_are_counted_by_usage_or_else_by_chunks() -> None:
@@ -89,11 +89,11 @@ def test_request_bodies() -> None:
 def test_failures_are_counted_by_kind() -> None:
     kinds = {1: "503", 2: "cut", 3: "error", 4: "slow", 5: "429", 6: "429"}
     with SseServer(first=0.01, gap=0.001, fails=lambda number: kinds.get(number - 1, "")) as server:
-        result = measured(server, seconds=1.0).summary
-    assert result.failures == {
+        summary = measured(server, seconds=1.0).summary
+    assert summary.failures == {
         "status 429": 2, "status 503": 1, "cut off": 1, "error in the stream": 1, "timed out": 1,
     }  # fmt: skip
-    assert result.answered == 4 and result.ttft is not None
+    assert summary.answered == 4 and summary.ttft is not None
 
 
 def test_invalid_options_are_one_sentence() -> None:

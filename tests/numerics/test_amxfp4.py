@@ -17,13 +17,13 @@ def test_with_one_sign_it_equals_the_format_with_one_scale(scale: str, sign: int
 
 def test_the_other_sign_mirrors_the_codes() -> None:
     x = torch.randn(16, 128).pow(3) + 0.3
-    there, back = get_format("amxfp4").quantize(x), get_format("amxfp4").quantize(-x)
-    mirrored = torch.where(there.codes == 0, 0, there.codes ^ 8)
+    quantized, back = get_format("amxfp4").quantize(x), get_format("amxfp4").quantize(-x)
+    mirrored = torch.where(quantized.codes == 0, 0, quantized.codes ^ 8)
     assert torch.equal(back.codes, mirrored)
-    assert torch.equal(back.qparams.scale, there.qparams.negative) and torch.equal(
-        back.qparams.negative, there.qparams.scale
+    assert torch.equal(back.qparams.scale, quantized.qparams.negative) and torch.equal(
+        back.qparams.negative, quantized.qparams.scale
     )  # type: ignore[arg-type]
-    assert torch.equal(back.dequantize(), -there.dequantize())
+    assert torch.equal(back.dequantize(), -quantized.dequantize())
 
 
 def test_each_sign_has_its_own_scale() -> None:

@@ -48,10 +48,10 @@ def test_values_of_e3m2() -> None:
 
 @pytest.mark.parametrize(("elements", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)], ids=["e4m3", "e5m2"])
 def test_values_of_fp8_match_torch(elements: ElementType, largest: float) -> None:
-    theirs = torch.arange(256, dtype=torch.uint8).view(TORCH[elements.name]).float()
+    expected = torch.arange(256, dtype=torch.uint8).view(TORCH[elements.name]).float()
     ours = torch.tensor(elements.values)
-    assert torch.equal(ours.isnan(), ~theirs.isfinite())
-    assert torch.equal(ours[theirs.isfinite()], theirs[theirs.isfinite()])
+    assert torch.equal(ours.isnan(), ~expected.isfinite())
+    assert torch.equal(ours[expected.isfinite()], expected[expected.isfinite()])
     assert elements.max_value == largest and elements.min_value == -largest
     assert int(ours.isnan().sum()) == (2 if elements is E4M3 else 8)
 
@@ -64,8 +64,8 @@ def test_rounding_to_fp8_matches_torch(elements: ElementType) -> None:
     around = [torch.nextafter(ties, torch.full_like(ties, end)) for end in (-math.inf, math.inf)]
     wide = torch.randn(200_000) * torch.exp2(torch.randint(-24, 20, (200_000,)).float())
     x = torch.cat([wide, ties, *around, values, torch.tensor([1e30, -1e30, math.inf, -math.inf])])
-    theirs = x.clamp(elements.min_value, elements.max_value).to(TORCH[elements.name]).float()
-    assert torch.equal(elements.decode(elements.encode(x)), theirs)
+    expected = x.clamp(elements.min_value, elements.max_value).to(TORCH[elements.name]).float()
+    assert torch.equal(elements.decode(elements.encode(x)), expected)
 
 
 @pytest.mark.parametrize(

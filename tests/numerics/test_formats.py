@@ -25,14 +25,14 @@ def matrices(draw: st.DrawFn) -> Tensor:
     rows, columns = draw(st.integers(1, 4)), draw(st.integers(1, 70))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     x = torch.randn(rows, columns, generator=generator)
-    kind = draw(st.sampled_from(["normal", "wide", "constant", "one-signed", "sparse"]))
-    if kind == "wide":
+    distribution = draw(st.sampled_from(["normal", "wide", "constant", "one-signed", "sparse"]))
+    if distribution == "wide":
         x = x * torch.exp2(6 * torch.randn(rows, columns, generator=generator))
-    elif kind == "constant":
+    elif distribution == "constant":
         x = x[:1, :1].expand(rows, columns)
-    elif kind == "one-signed":
+    elif distribution == "one-signed":
         x = -x.abs()
-    elif kind == "sparse":
+    elif distribution == "sparse":
         x = torch.where(torch.rand(rows, columns, generator=generator) < 0.8, 0.0, x)
     return x * 2.0 ** draw(st.integers(-20, 20))
 

@@ -35,7 +35,9 @@ def test_ranges(bits: int) -> None:
     x = torch.randn(4, 64)
     largest, (low, high) = x.abs().amax(1), x.aminmax(dim=1)
     top = 2 ** (bits - 1)
-    scales = {kind: fitted(get_format(f"int{bits}{kind}"), x)[1].scale.flatten() for kind in ("", "-wide", "-asym")}
+    scales = {
+        variant: fitted(get_format(f"int{bits}{variant}"), x)[1].scale.flatten() for variant in ("", "-wide", "-asym")
+    }
     torch.testing.assert_close(scales[""], largest / (top - 1))
     torch.testing.assert_close(scales["-wide"], largest / (top - 0.5))
     torch.testing.assert_close(scales["-asym"], (high - low) / (2 * top - 1))

@@ -70,18 +70,18 @@ def logits(network: Any, compiled: bool, texts: list[list[int]]) -> Tensor:
     result = None
     with torch.inference_mode():
         for part in range(2):
-            pieces = []
+            chunks = []
             for request in requests:
                 half = len(request.tokens) // 2
                 start, stop = ((0, half), (half, len(request.tokens)))[part]
                 if stop > start:
-                    pieces.append(ScheduledChunk(request, start, stop - start, part == 1))
-            if not pieces:
+                    chunks.append(ScheduledChunk(request, start, stop - start, part == 1))
+            if not chunks:
                 continue
-            count = runner._fill(pieces)
+            count = runner._fill(chunks)
             ids, positions = (torch.from_numpy(np.array(array[:count])) for array in (runner._ids, runner._positions))
-            rows = torch.tensor(last_tokens(pieces), dtype=torch.int64)
-            result = runner._logits(ids, positions, rows, runner._pages(pieces, count)).clone()
+            rows = torch.tensor(last_tokens(chunks), dtype=torch.int64)
+            result = runner._logits(ids, positions, rows, runner._pages(chunks, count)).clone()
     assert result is not None
     return result
 
@@ -107,9 +107,9 @@ def test_half_precision(name: str) -> None:
 
 def test_batch_composition_changes_no_bit() -> None:
     network = BUILDS["llama"]()
-    together = logits(network, True, TEXTS)
+    batched = logits(network, True, TEXTS)
     for row, text in enumerate(TEXTS):
-        assert torch.equal(logits(network, True, [text])[0], together[row])
+        assert torch.equal(logits(network, True, [text])[0], batched[row])
 
 
 @pytest.mark.parametrize(

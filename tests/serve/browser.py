@@ -51,8 +51,8 @@ class Browser:
         self.call("Page.navigate", url=url)
 
     def ask(self, expression: str) -> Any:
-        result = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        return result["result"].get("value")
+        reply = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        return reply["result"].get("value")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
@@ -74,5 +74,5 @@ class Browser:
             assert part, "the browser has ended"
             self._read += part
         message, _, self._read = self._read.partition(b"\0")
-        result: dict[str, Any] = json.loads(message)
-        return result
+        decoded: dict[str, Any] = json.loads(message)
+        return decoded

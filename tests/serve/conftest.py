@@ -23,10 +23,10 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Start a server on loopback without an API key."""
-    result = start(model_folder, tmp_path_factory.mktemp("server"), "--kv-cache-gib", "0.02", "--client-timeout", "1")
-    yield result
-    result.wait_until_idle()
-    assert result.end(signal.SIGINT) == 0, result.log.read_text()
+    running = start(model_folder, tmp_path_factory.mktemp("server"), "--kv-cache-gib", "0.02", "--client-timeout", "1")
+    yield running
+    running.wait_until_idle()
+    assert running.end(signal.SIGINT) == 0, running.log.read_text()
 
 
 @pytest.fixture(scope="session")
@@ -35,15 +35,15 @@ def keyed(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     folder = tmp_path_factory.mktemp("keyed")
     (folder / "keys").write_text("# two keys\n" + "\n".join(KEYS) + "\n")
     options = ("--max-queued", "0", "--max-num-seqs", "2", "--kv-cache-gib", "0.01", "--max-restarts", "0")
-    result = start(model_folder, folder, "--api-key-file", str(folder / "keys"), *options, host="0.0.0.0")
-    yield result
-    worker = result.get("/state", headers={"x-api-key": KEYS[0]}).json()["worker"]
+    running = start(model_folder, folder, "--api-key-file", str(folder / "keys"), *options, host="0.0.0.0")
+    yield running
+    worker = running.get("/state", headers={"x-api-key": KEYS[0]}).json()["worker"]
     os.kill(worker, signal.SIGKILL)
-    assert result.process.wait(PATIENCE) == 1, result.log.read_text()
-    assert "giving up" in result.log.read_text() and "Traceback" not in result.log.read_text()
+    assert running.process.wait(PATIENCE) == 1, running.log.read_text()
+    assert "giving up" in running.log.read_text() and "Traceback" not in running.log.read_text()
 
 
 @pytest.fixture
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as result:
-        yield result
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as connected:
+        yield connected

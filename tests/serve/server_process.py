@@ -33,10 +33,10 @@ TEMPLATE = (
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per byte and an end-of-text token."""
-    result = byte_tokenizer()
-    result.add_special_tokens({"eos_token": "<end>"})
-    result.chat_template = TEMPLATE
-    return result
+    bytewise = byte_tokenizer()
+    bytewise.add_special_tokens({"eos_token": "<end>"})
+    bytewise.chat_template = TEMPLATE
+    return bytewise
 
 
 def language_model(context: int = CONTEXT) -> PreTrainedModel:
@@ -78,8 +78,8 @@ class Server:
     def complete(self, prompt: Any = "hello", **fields: Any) -> dict[str, Any]:
         answer = self.post("/v1/completions", {"prompt": prompt, "temperature": 0, **fields})
         assert answer.status_code == 200, answer.text
-        result: dict[str, Any] = answer.json()
-        return result
+        body: dict[str, Any] = answer.json()
+        return body
 
     def state(self) -> dict[str, Any]:
         result: dict[str, Any] = self.get("/state").json()
@@ -103,8 +103,8 @@ class Server:
     def resident_bytes(self) -> int:
         """Return the resident memory of the server and its engine."""
         pids = [self.process.pid, self.state()["worker"]]
-        result = [re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text()) for pid in pids]
-        return sum(int(match[1]) * 1024 for match in result if match)
+        matches = [re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text()) for pid in pids]
+        return sum(int(match[1]) * 1024 for match in matches if match)
 
     @contextmanager
     def paused(self, worker: int | None = None) -> Iterator[None]:
@@ -139,11 +139,11 @@ def start(model: str | Path, folder: Path, *options: str, host: str = "127.0.0.1
             command, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=own_session
         )
     until = time.monotonic() + 2 * PATIENCE
-    while not (result := re.search(r"served at http://\S+?:(\d+) ", log.read_text())):
+    while not (match := re.search(r"served at http://\S+?:(\d+) ", log.read_text())):
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < until, log.read_text()
         time.sleep(0.05)
-    return Server(process, f"http://127.0.0.1:{result[1]}", log)
+    return Server(process, f"http://127.0.0.1:{match[1]}", log)
 
 
 def pieces(response: httpx.Response) -> list[dict[str, Any]]:

@@ -25,8 +25,8 @@ def network() -> Any:
 
 @pytest.fixture(scope="module")
 def http(server: Server) -> Any:
-    with httpx.Client(base_url=server.url, timeout=60) as result:
-        yield result
+    with httpx.Client(base_url=server.url, timeout=60) as connected:
+        yield connected
 
 
 def streamed(http: httpx.Client, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -87,18 +87,18 @@ ROUNDING = 1e-5  # log-probabilities of one token in two batches agree within th
 
 def is_tie(body: dict[str, Any], sample: int, first: list[int], second: list[int]) -> bool:
     """Return whether two answers diverge at a draw that rounding errors of the logits can decide either way."""
-    place = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
-    if place is None:
+    position = next((i for i, pair in enumerate(zip(first, second, strict=False)) if pair[0] != pair[1]), None)
+    if position is None:
         return False
     prompt = tokenizer()(body["prompt"])["input_ids"]
     names = ("temperature", "top_p", "repetition_penalty", "frequency_penalty", "min_tokens")
     sampling = SamplingParams(**{name: body[name] for name in names if name in body})
-    tokens = prompt + first[:place]
+    tokens = prompt + first[:position]
     request = Request(RequestId("tie"), prompt, sampling, limit=2**30, seed=body["seed"] + sample, tokens=tokens)
     with torch.no_grad():
         logits = network()(torch.tensor([tokens])).logits[0, -1]
     rows = logits + ROUNDING * (2 * torch.rand(256, len(logits)) - 1)
-    return {first[place], second[place]} <= set(sample(rows, [request] * len(rows), (256,)).tokens.tolist())
+    return {first[position], second[position]} <= set(sample(rows, [request] * len(rows), (256,)).tokens.tolist())
 
 
 @FEW
@@ -140,15 +140,17 @@ def test_a_tie_is_distinguished_from_a_different_answer() -> None:
 def test_a_stop_string_ends_the_answer_before_it_and_in_the_engine(server: Server, http: httpx.Client) -> None:
     body = {"prompt": "hello", "seed": 11, "max_tokens": 400, "ignore_eos": True}
     text = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
-    place = next(place for place in range(20, len(text)) if text.index(text[place : place + 2]) == place)
-    stop = text[place : place + 2]
+    position = next(
+        position for position in range(20, len(text)) if text.index(text[position : position + 2]) == position
+    )
+    stop = text[position : position + 2]
     before = server.state()["generated_tokens"]
-    result = http.post("/v1/completions", json={**body, "stop": stop}).json()
-    assert result["choices"][0]["text"] == text[:place] and result["choices"][0]["finish_reason"] == "stop"
-    assert result["usage"]["completion_tokens"] < 400
-    assert server.state()["generated_tokens"] - before == result["usage"]["completion_tokens"]
+    answer = http.post("/v1/completions", json={**body, "stop": stop}).json()
+    assert answer["choices"][0]["text"] == text[:position] and answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] < 400
+    assert server.state()["generated_tokens"] - before == answer["usage"]["completion_tokens"]
     kept = http.post("/v1/completions", json={**body, "stop": [stop], "include_stop_str_in_output": True}).json()
-    assert kept["choices"][0]["text"] == text[: place + 2]
+    assert kept["choices"][0]["text"] == text[: position + 2]
     server.wait_until_idle()
 
 
@@ -176,9 +178,9 @@ def test_several_prompts_and_echo(server: Server) -> None:
     prompts = ["hello", "other", "hello"]
     result = server.complete(prompts, max_tokens=5, n=2, echo=True)
     assert [choice["index"] for choice in result["choices"]] == list(range(6))
-    for place, choice in enumerate(result["choices"]):
-        alone = server.complete(prompts[place // 2], max_tokens=5)["choices"][0]["text"]
-        assert choice["text"] == prompts[place // 2] + alone
+    for index, choice in enumerate(result["choices"]):
+        alone = server.complete(prompts[index // 2], max_tokens=5)["choices"][0]["text"]
+        assert choice["text"] == prompts[index // 2] + alone
     assert result["usage"]["prompt_tokens"] == 15 and result["usage"]["completion_tokens"] == 30
     ids = [tokenizer()(prompt)["input_ids"] for prompt in prompts]
     assert [each["text"] for each in server.complete(ids, max_tokens=5, n=2, echo=True)["choices"]] == [
@@ -221,9 +223,11 @@ def test_chat_streams_every_sample_with_continuous_usage(http: httpx.Client) -> 
 
 
 def test_tokenize_and_detokenize(server: Server) -> None:
-    result = server.post("/tokenize", {"prompt": "über", "return_token_strs": True}).json()
-    assert result["tokens"] == tokenizer()("über")["input_ids"] and result["count"] == 5 == len(result["token_strs"])
-    assert server.post("/detokenize", {"tokens": result["tokens"]}).json() == {"prompt": "über"}
+    tokenized = server.post("/tokenize", {"prompt": "über", "return_token_strs": True}).json()
+    assert tokenized["tokens"] == tokenizer()("über")["input_ids"] and tokenized["count"] == 5 == len(
+        tokenized["token_strs"]
+    )
+    assert server.post("/detokenize", {"tokens": tokenized["tokens"]}).json() == {"prompt": "über"}
     chat = server.post("/tokenize", {"messages": [{"role": "user", "content": "x"}]}).json()
     assert server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "user: x\nassistant:"
     assert server.get("/version").json()["version"] and server.get("/v1/models").json()["data"][0]["id"] == NAME

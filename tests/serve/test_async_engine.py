@@ -23,15 +23,15 @@ from tests.trained import sentences, trained_llama
 @pytest.fixture
 def live() -> Iterator[AsyncEngine]:
     model = Model(copy.deepcopy(trained_llama(sentences(400))), character_tokenizer())
-    with smelt.AsyncEngine(smelt.Engine(model, **SMALL)) as result:
-        yield result
+    with smelt.AsyncEngine(smelt.Engine(model, **SMALL)) as running:
+        yield running
 
 
 async def whole(live: AsyncEngine, prompt: str, **settings: Any) -> tuple[str, str, int]:
-    text, reason, pieces = "", "", 0
-    async for piece in live.stream(prompt, smelt.SamplingParams(max_tokens=20, temperature=0, **settings)):
-        text, reason, pieces = text + piece.text, piece.reason or reason, pieces + 1
-    return text, reason, pieces
+    text, reason, num_chunks = "", "", 0
+    async for chunk in live.stream(prompt, smelt.SamplingParams(max_tokens=20, temperature=0, **settings)):
+        text, reason, num_chunks = text + chunk.text, chunk.reason or reason, num_chunks + 1
+    return text, reason, num_chunks
 
 
 def test_streams_match_generate(live: AsyncEngine) -> None:
@@ -44,7 +44,7 @@ def test_streams_match_generate(live: AsyncEngine) -> None:
     live.close()
     expected = live.engine.generate(prompts, smelt.SamplingParams(max_tokens=20, temperature=0))
     assert [(text, reason) for text, reason, _ in actual] == [(output.text, output.reason) for output in expected]
-    assert all(pieces > 5 for _, _, pieces in actual)
+    assert all(num_chunks > 5 for _, _, num_chunks in actual)
 
 
 def test_a_stop_string_ends_a_stream_and_frees_its_blocks(live: AsyncEngine) -> None:

@@ -178,35 +178,35 @@ def test_a_large_body_is_refused_with_and_without_its_length(server: Server) -> 
         httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError
     ):  # the server may close it while we write
         assert server.http.post(server.url + "/v1/completions", content=endless(), headers=headers).status_code == 413
-    told = raw(
+    received = raw(
         server, b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999999999999999999\r\n\r\n"
     )
-    assert told.startswith(b"HTTP/1.1 413")
+    assert received.startswith(b"HTTP/1.1 413")
 
 
 def raw(server: Server, request: bytes) -> bytes:
     host, _, port = server.url.removeprefix("http://").partition(":")
     with socket.create_connection((host, int(port)), timeout=10) as connection:
-        result = b""
+        received = b""
         try:
             connection.sendall(request)
             while part := connection.recv(65536):
-                result += part
-                if b"\r\n\r\n" in result and b"}" in result:
+                received += part
+                if b"\r\n\r\n" in received and b"}" in received:
                     break
         except (ConnectionResetError, BrokenPipeError):
             pass
-        return result
+        return received
 
 
 @pytest.mark.parametrize("size", [40_000, 200_000, 5_000_000])
 def test_a_huge_header(server: Server, size: int) -> None:
     """CVE-2025-48956."""
-    result = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * size + b"\r\n\r\n")
-    assert result[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431") or result == b""
+    received = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * size + b"\r\n\r\n")
+    assert received[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431") or received == b""
     many = b"".join(b"X-%d: x\r\n" % number for number in range(size // 10))
-    result = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + many + b"\r\n")
-    assert result[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431") or result == b""
+    received = raw(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + many + b"\r\n")
+    assert received[:12] in (b"HTTP/1.1 400", b"HTTP/1.1 431") or received == b""
     assert server.get("/health").status_code == 200
 
 

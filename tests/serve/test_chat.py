@@ -63,12 +63,12 @@ def test_the_second_turn_computes_only_new_tokens(talk: Conversation) -> None:
 
 
 def test_answers_match_the_engine(talk: Conversation) -> None:
-    pieces = list(talk.answer("the cat"))
+    chunks = list(talk.answer("the cat"))
     prompt = "s: be kind.\nu: the cat\na: "
     (expected,) = Engine(talk.engine.model, prefix_cache=False).generate(
         [prompt], SamplingParams(max_tokens=12, temperature=0)
     )
-    assert "".join(pieces) == expected.text and len(pieces) > 1
+    assert "".join(chunks) == expected.text and len(chunks) > 1
 
 
 def test_a_full_context_drops_the_oldest_messages(talk: Conversation) -> None:
@@ -89,11 +89,11 @@ def test_a_full_context_drops_the_oldest_messages(talk: Conversation) -> None:
 
 
 def test_a_stopped_answer_is_kept_and_leaves_nothing_behind(talk: Conversation) -> None:
-    pieces: list[str] = []
-    for piece in talk.answer("the cat", lambda: len(pieces) >= 3):
-        pieces.append(piece)
+    chunks: list[str] = []
+    for chunk in talk.answer("the cat", lambda: len(chunks) >= 3):
+        chunks.append(chunk)
     assert talk.turns[-1].reason == "abort" and 3 <= talk.turns[-1].tokens < 12
-    assert talk.messages[-1]["content"] == "".join(pieces)
+    assert talk.messages[-1]["content"] == "".join(chunks)
     assert talk.engine.pool.free == talk.engine.pool.blocks and not talk.engine.busy
     coming = talk.answer("the dog")
     next(coming)
@@ -205,12 +205,12 @@ def _controlling_terminal() -> None:
 
 def _read_until(descriptor: int, words: str, process: subprocess.Popen[bytes], after: str = "") -> str:
     """Return the terminal's output up to this text, which must follow other output."""
-    seen, until = "", time.monotonic() + 60
-    while words not in seen.partition(after)[2] if after else words not in seen:
-        assert time.monotonic() < until and process.poll() is None, f"waited for {words!r}, saw {seen[-500:]!r}"
+    output, deadline = "", time.monotonic() + 60
+    while words not in output.partition(after)[2] if after else words not in output:
+        assert time.monotonic() < deadline and process.poll() is None, f"waited for {words!r}, saw {output[-500:]!r}"
         if select.select([descriptor], [], [], 0.2)[0]:
-            seen += os.read(descriptor, 4096).decode(errors="replace")
-    return seen
+            output += os.read(descriptor, 4096).decode(errors="replace")
+    return output
 
 
 def _drain(descriptor: int) -> None:

@@ -56,23 +56,23 @@ def left_after(processes: list[Any], seconds: float) -> list[str]:
 def cluster(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder, before = tmp_path_factory.mktemp("cluster"), folders_of_ray()
     (folder / "keys").write_text("\n".join(KEYS))
-    result = start(model_folder, folder, *OPTIONS, "--api-key-file", str(folder / "keys"), own_session=True)
+    running = start(model_folder, folder, *OPTIONS, "--api-key-file", str(folder / "keys"), own_session=True)
     processes = []
     try:
-        result.http.headers["x-api-key"] = KEYS[0]
-        yield result
-        result.wait_until_idle()
-        processes = psutil.Process(result.process.pid).children(recursive=True)
+        running.http.headers["x-api-key"] = KEYS[0]
+        yield running
+        running.wait_until_idle()
+        processes = psutil.Process(running.process.pid).children(recursive=True)
         assert len(processes) >= 8
-        os.killpg(result.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
-        assert result.process.wait(30) == 0, result.log.read_text()
+        os.killpg(running.process.pid, signal.SIGINT)  # as a terminal does on Ctrl-C
+        assert running.process.wait(30) == 0, running.log.read_text()
         assert left_after(processes, 5) == []
         assert folders_of_ray() == before
-        log = result.log.read_text()
+        log = running.log.read_text()
         assert "Traceback" not in log and "stopped" in log
     finally:
-        if result.process.poll() is None:
-            result.process.kill()
+        if running.process.poll() is None:
+            running.process.kill()
 
 
 def folders_of_ray() -> set[Path]:
@@ -92,8 +92,8 @@ def test_both_replicas_answer_like_a_single_engine(cluster: Server, server: Serv
     tokens = sum(answer["usage"]["completion_tokens"] for answer in answers)
     cluster.wait_until(lambda state: sum(generated(cluster).values()) == tokens == state["generated_tokens"])
     assert len(generated(cluster)) == 2 and all(generated(cluster).values())
-    together = cluster.complete(prompts, max_tokens=12)  # several prompts of one request may go to different replicas
-    assert [choice["text"] for choice in together["choices"]] == texts
+    batched = cluster.complete(prompts, max_tokens=12)  # several prompts of one request may go to different replicas
+    assert [choice["text"] for choice in batched["choices"]] == texts
 
 
 def test_the_official_client(cluster: Server, server: Server) -> None:
@@ -265,18 +265,18 @@ def test_a_running_cluster_is_used_and_left_unchanged(
     address, environment = head
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    result = start(model_folder, tmp_path, *OPTIONS, "--ray-address", address)
+    running = start(model_folder, tmp_path, *OPTIONS, "--ray-address", address)
     try:
-        assert result.complete("hello", max_tokens=4)["usage"]["completion_tokens"] == 4
-        replicas = [psutil.Process(each["process"]) for each in result.state()["replicas"].values()]
+        assert running.complete("hello", max_tokens=4)["usage"]["completion_tokens"] == 4
+        replicas = [psutil.Process(state["process"]) for state in running.state()["replicas"].values()]
         (raylet,) = {replica.parent() for replica in replicas}
         ours = [*replicas, *(child for replica in replicas for child in replica.children(recursive=True))]
-        assert len(ours) == 4 and result.end(signal.SIGTERM) == 0, result.log.read_text()
+        assert len(ours) == 4 and running.end(signal.SIGTERM) == 0, running.log.read_text()
         assert left_after(ours, 5) == []
-        assert raylet.is_running() and "requires no token" not in result.log.read_text()
+        assert raylet.is_running() and "requires no token" not in running.log.read_text()
     finally:
-        if result.process.poll() is None:
-            result.process.kill()
+        if running.process.poll() is None:
+            running.process.kill()
 
 
 def test_an_error_in_a_replica_is_one_sentence(

@@ -105,13 +105,13 @@ def run(work: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 async def all_of(client: ClusterClient, n: int = 1) -> list[TokenEvent]:
     stream = client.stream([[1, 2]], SamplingParams(n=n))
-    result: list[TokenEvent] = []
+    received: list[TokenEvent] = []
     try:
         while events := await stream.next():
-            result += events
+            received += events
     finally:
         stream.close()
-    return result
+    return received
 
 
 def test_a_request_without_any_token_moves_to_another_replica() -> None:
@@ -181,25 +181,25 @@ def test_leaving_cancels_and_one_aborted_sample_is_reported_at_the_next_poll() -
 
 def test_counters_never_decrease_and_gauges_cover_living_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        seen: list[dict[str, int]] = []
+        states: list[dict[str, int]] = []
         handle = Handle()
-        client = client_of(handle, seen)
+        client = client_of(handle, states)
         handle.there = [told("a"), told("b", steps=70, running=3)]
         assert await client.poll() == []
-        assert (seen[-1]["steps"], seen[-1]["running"], seen[-1]["blocks"]) == (75, 4, 16)
+        assert (states[-1]["steps"], states[-1]["running"], states[-1]["blocks"]) == (75, 4, 16)
         monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + LOST_SECONDS + 1)
         handle.there = [told("a", steps=6), RuntimeError("gone")]
         assert await client.poll() == ["b"]
-        assert (seen[-1]["steps"], seen[-1]["running"], seen[-1]["blocks"]) == (76, 1, 8)
+        assert (states[-1]["steps"], states[-1]["running"], states[-1]["blocks"]) == (76, 1, 8)
         handle.there = [told("a", steps=6), told("b", steps=71)]  # it was only slow
         await client.poll()
-        assert seen[-1]["steps"] == 77
+        assert states[-1]["steps"] == 77
         monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + LOST_SECONDS + 1)
         handle.fault = TimeoutError()  # one hangs: no replica's state is known
         assert await client.poll() == [] and client.alive
         handle.fault = RuntimeError("no replica")
         assert sorted(await client.poll()) == ["a", "b"] and not client.alive
-        assert (seen[-1]["steps"], seen[-1]["running"], seen[-1]["blocks"]) == (77, 0, 0)
+        assert (states[-1]["steps"], states[-1]["running"], states[-1]["blocks"]) == (77, 0, 0)
         with pytest.raises(WorkerDiedError):
             client.stream([[1, 2]], SamplingParams())
 
@@ -208,11 +208,11 @@ def test_counters_never_decrease_and_gauges_cover_living_replicas(monkeypatch: p
 
 def test_an_out_of_order_message_does_not_decrease_counters() -> None:
     async def main() -> None:
-        seen: list[dict[str, int]] = []
-        client = client_of(Handle([told("a", token(7, "stop"), steps=6, clock=-9)]), seen)
+        states: list[dict[str, int]] = []
+        client = client_of(Handle([told("a", token(7, "stop"), steps=6, clock=-9)]), states)
         client._update_replica(told("a", steps=8))
         assert [event.token for event in await all_of(client)] == [7]
-        assert seen[-1]["steps"] == 8
+        assert states[-1]["steps"] == 8
 
     run(main)
 

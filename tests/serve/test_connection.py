@@ -20,17 +20,17 @@ Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter, list[str]], Awaitab
 
 def talked(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", **limits: Any) -> list[str]:
     """Run a client against the server and return what the application saw."""
-    seen: list[str] = []
+    events: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        seen.append("request")
+        events.append("request")
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(100):
             await send({"type": "http.response.body", "body": answer, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
         while (await receive())["type"] != "http.disconnect":
             pass
-        seen.append("gone")
+        events.append("gone")
 
     async def main() -> None:
         config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None)
@@ -40,13 +40,13 @@ def talked(monkeypatch: pytest.MonkeyPatch, talk: Talk, answer: bytes = b"ok", *
         async with server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname(), limit=1)
             async with asyncio.timeout(60):
-                await talk(reader, writer, seen)
+                await talk(reader, writer, events)
             writer.transport.abort()
             await asyncio.sleep(0.05)
 
     monkeypatch.setattr(TimedConnection, "limits", ServerLimits(**limits))
     asyncio.run(main())
-    return seen
+    return events
 
 
 @pytest.mark.parametrize("slowly", [False, True])
@@ -79,9 +79,9 @@ def test_a_slow_reader_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         writer.write(HEAD)
         size = 0
         while size < 100 * (1 << 17):
-            result = await reader.read(1 << 18)
-            assert result
-            size += len(result)
+            received = await reader.read(1 << 18)
+            assert received
+            size += len(received)
             await asyncio.sleep(0.05)
 
     started = time.monotonic()
@@ -96,8 +96,8 @@ def test_too_many_connections_and_broken_requests(monkeypatch: pytest.MonkeyPatc
 
     async def broken(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seen: list[str]) -> None:
         writer.write(b"nonsense\r\n\r\n")
-        result = await reader.read(-1)
-        assert result.startswith(b"HTTP/1.1 400") and b'"type": "invalid_request_error"' in result
+        received = await reader.read(-1)
+        assert received.startswith(b"HTTP/1.1 400") and b'"type": "invalid_request_error"' in received
 
     assert talked(monkeypatch, nothing, max_connections=0) == []
     assert talked(monkeypatch, broken) == []

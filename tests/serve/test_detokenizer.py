@@ -16,7 +16,7 @@ from smelt.serve.engine.detokenizer import Detokenizer
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer with one token per byte, so that most characters outside ASCII take several."""
     letters = pre_tokenizers.ByteLevel.alphabet()
-    inner = Tokenizer(models.BPE(vocab={letter: place for place, letter in enumerate(sorted(letters))}, merges=[]))
+    inner = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(sorted(letters))}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=inner)
@@ -55,29 +55,29 @@ TEXT = st.text(alphabet="ab .é語🙂\n", max_size=30)
 
 def streamed(tokens: list[int], seed: int, stop: tuple[str, ...] = (), prompt: list[int] | None = None) -> list[str]:
     rng = random.Random(seed)
-    stream, pieces, at = Detokenizer(TOKENIZER, prompt or [], stop), [], 0
-    while at < len(tokens):
+    stream, chunks, start = Detokenizer(TOKENIZER, prompt or [], stop), [], 0
+    while start < len(tokens):
         count = rng.randrange(1, 4)
-        pieces.append(stream.push(tokens[at : at + count]))
-        at += count
-    return [*pieces, stream.finish()]
+        chunks.append(stream.push(tokens[start : start + count]))
+        start += count
+    return [*chunks, stream.finish()]
 
 
 @settings(max_examples=300, deadline=None)
 @given(TEXT, TEXT, st.integers(0, 99))
 def test_chunks_add_up_to_the_text_and_characters_are_complete(before: str, text: str, seed: int) -> None:
     tokens = TOKENIZER(text)["input_ids"]
-    pieces = streamed(tokens, seed, prompt=TOKENIZER(before)["input_ids"])
-    assert "".join(pieces) == text
-    assert not any("\ufffd" in piece for piece in pieces)
+    chunks = streamed(tokens, seed, prompt=TOKENIZER(before)["input_ids"])
+    assert "".join(chunks) == text
+    assert not any("\ufffd" in chunk for chunk in chunks)
 
 
 @settings(max_examples=300, deadline=None)
 @given(TEXT, st.lists(st.text(alphabet="ab .é🙂", min_size=1, max_size=3), min_size=1, max_size=3), st.integers(0, 99))
 def test_no_part_of_a_stop_string_is_shown(text: str, stop: list[str], seed: int) -> None:
-    pieces = streamed(TOKENIZER(text)["input_ids"], seed, tuple(stop))
-    ends = [place for stop_string in stop if (place := text.find(stop_string)) >= 0]
-    shown = "".join(pieces)
+    chunks = streamed(TOKENIZER(text)["input_ids"], seed, tuple(stop))
+    ends = [position for stop_string in stop if (position := text.find(stop_string)) >= 0]
+    shown = "".join(chunks)
     if not ends:
         assert shown == text
     else:  # tokens that arrive together may contain a second stop string before the first match
@@ -87,8 +87,8 @@ def test_no_part_of_a_stop_string_is_shown(text: str, stop: list[str], seed: int
 
 def test_token_by_token_it_stops_at_the_first_stop_string() -> None:
     stream = Detokenizer(TOKENIZER, [], ("###", "##b"))
-    pieces = [stream.push([token]) for token in TOKENIZER("a##c##bd###")["input_ids"]]
-    assert "".join(pieces) == "a##c" and stream.stopped == "##b"
+    chunks = [stream.push([token]) for token in TOKENIZER("a##c##bd###")["input_ids"]]
+    assert "".join(chunks) == "a##c" and stream.stopped == "##b"
     assert stream.push(TOKENIZER("more")["input_ids"]) == "" and stream.finish() == ""
 
 
@@ -115,12 +115,12 @@ BYTES = st.lists(st.sampled_from([*range(256), *[0x80, 0xE2, 0x82, 0xAC, 0xF0, 0
 @settings(max_examples=500, deadline=None)
 @given(BYTES, st.integers(0, 99), st.integers(1, 30))
 def test_invalid_bytes_are_not_held_back(tokens: list[int], seed: int, most: int) -> None:
-    rng, stream, shown, at = random.Random(seed), Detokenizer(TOKENIZER, []), "", 0
-    while at < len(tokens):
+    rng, stream, shown, start = random.Random(seed), Detokenizer(TOKENIZER, []), "", 0
+    while start < len(tokens):
         count = rng.randrange(1, most + 1)
-        shown += stream.push(tokens[at : at + count])
-        at += count
-        decoded = TOKENIZER.decode(tokens[:at])
+        shown += stream.push(tokens[start : start + count])
+        start += count
+        decoded = TOKENIZER.decode(tokens[:start])
         assert decoded.startswith(shown) and len(decoded) - len(shown) <= 3
     assert shown + stream.finish() == TOKENIZER.decode(tokens)
 
@@ -129,12 +129,12 @@ def test_invalid_bytes_are_not_held_back(tokens: list[int], seed: int, most: int
 @given(TEXT, TEXT, st.integers(0, 99), st.integers(1, 12))
 def test_multibyte_characters_are_emitted_complete(text: str, before: str, seed: int, most: int) -> None:
     tokens, rng = list(text.encode()), random.Random(seed)
-    stream, pieces = Detokenizer(FALLBACK, list(before.encode())), []
+    stream, chunks = Detokenizer(FALLBACK, list(before.encode())), []
     while tokens:
         count = rng.randrange(1, most + 1)
-        pieces.append(stream.push(tokens[:count]))
+        chunks.append(stream.push(tokens[:count]))
         del tokens[:count]
-    assert "".join([*pieces, stream.finish()]) == text and not any("\ufffd" in piece for piece in pieces)
+    assert "".join([*chunks, stream.finish()]) == text and not any("\ufffd" in chunk for chunk in chunks)
 
 
 @settings(max_examples=500, deadline=None)
@@ -145,12 +145,12 @@ def test_tokens_may_contain_parts_of_two_characters(text: str, seed: int, most: 
         count = rng.randrange(1, 4)
         tokens.append(left[:count])
         left = left[count:]
-    stream, pieces, at = Detokenizer(Spelled(tokens), []), [], 0  # type: ignore[arg-type]
-    while at < len(tokens):
-        count = min(rng.randrange(1, most + 1), len(tokens) - at)
-        pieces.append(stream.push(range(at, at + count)))
-        at += count
-    assert "".join([*pieces, stream.finish()]) == text and not any("\ufffd" in piece for piece in pieces)
+    stream, chunks, start = Detokenizer(Spelled(tokens), []), [], 0  # type: ignore[arg-type]
+    while start < len(tokens):
+        count = min(rng.randrange(1, most + 1), len(tokens) - start)
+        chunks.append(stream.push(range(start, start + count)))
+        start += count
+    assert "".join([*chunks, stream.finish()]) == text and not any("\ufffd" in chunk for chunk in chunks)
 
 
 @pytest.mark.parametrize("token", [b"a", b"\x80", b"\xf0"])

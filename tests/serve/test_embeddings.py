@@ -29,11 +29,11 @@ TEXTS = ["hello", "a longer text, so that there is padding", "x"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    result = tmp_path_factory.mktemp("encoders") / "encoder"
+    path = tmp_path_factory.mktemp("encoders") / "encoder"
     torch.manual_seed(0)
-    hf.BertModel(hf.BertConfig(**ENCODER, max_position_embeddings=64)).eval().save_pretrained(result)
-    character_tokenizer(encoder=True).save_pretrained(result)
-    return result
+    hf.BertModel(hf.BertConfig(**ENCODER, max_position_embeddings=64)).eval().save_pretrained(path)
+    character_tokenizer(encoder=True).save_pretrained(path)
+    return path
 
 
 @pytest.fixture(scope="module")

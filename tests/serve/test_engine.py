@@ -45,8 +45,8 @@ def expected(network: PreTrainedModel, prompt: list[int], count: int = 16) -> li
     network = copy.deepcopy(network)
     network.generation_config.eos_token_id = None
     with torch.no_grad():
-        actual = network.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
-    return list(actual[0, len(prompt) :].tolist())
+        output = network.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return list(output[0, len(prompt) :].tolist())
 
 
 def answers(engine: Engine, texts: list[list[int]], sampling: SamplingParams = GREEDY) -> list[list[int]]:
@@ -269,9 +269,9 @@ def test_logprobs_match_the_network(llama: tuple[PreTrainedModel, Any]) -> None:
     with torch.no_grad():
         logits = network(torch.tensor([[*text, *answer.tokens]])).logits[0, len(text) - 1 : -1]
     reference = logits.log_softmax(-1)
-    for place, (token, actual) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
-        assert actual.own == pytest.approx(float(reference[place, token]), abs=1e-4)
-        values, tokens = reference[place].topk(3)
+    for position, (token, actual) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+        assert actual.own == pytest.approx(float(reference[position, token]), abs=1e-4)
+        values, tokens = reference[position].topk(3)
         assert [pair[0] for pair in actual.top] == tokens.tolist()
         assert [pair[1] for pair in actual.top] == pytest.approx(values.tolist(), abs=1e-4)
 

@@ -137,17 +137,17 @@ def test_decode_attention(splits: int, window: int | None, normed: bool, kind: s
     tables = torch.randperm(100)[:80].view(4, 20).int().to(DEVICE)
     slots = torch.tensor([2, 0, 3, 1], device=DEVICE)
     last = torch.tensor([max(length - 1, 0) for length in lengths], device=DEVICE)
-    places = tables[slots, last // size].long() * size + last % size
-    places[3] = -1
+    slot_mapping = tables[slots, last // size].long() * size + last % size
+    slot_mapping[3] = -1
     arrived = torch.zeros(4 * kv_heads, dtype=torch.int32, device=DEVICE)
     tokens = DecodeMetadata(slots, torch.tensor(lengths, device=DEVICE), tables, arrived, 300)
     norms = (torch.rand(width, device=DEVICE), torch.rand(width, device=DEVICE)) if normed else None
     rotation = RotaryParams(torch.randn(300, width, device=DEVICE), torch.randn(300, width, device=DEVICE), norms, 1e-6)
     mixed = torch.randn(4, (heads + 2 * kv_heads) * width, device=DEVICE)
     others = [page.clone() for page in pages]
-    queries = rope_and_store_kv(mixed, last, places, rotation, *others, kv_quant=rows)
+    queries = rope_and_store_kv(mixed, last, slot_mapping, rotation, *others, kv_quant=rows)
     starts = torch.arange(4, dtype=torch.int32, device=DEVICE)
-    batch = AttentionMetadata(starts, tokens.seq_lens[:3].int(), tables[slots[:3]], places, 300, [1, 1, 1])
+    batch = AttentionMetadata(starts, tokens.seq_lens[:3].int(), tables[slots[:3]], slot_mapping, 300, [1, 1, 1])
     actual = paged_decode(mixed, *pages, tokens, rotation, 0.2, window, splits=splits, kv_quant=rows)
     reference = paged_attention_reference(queries[:3], *pages, batch, 0.2, window, rows)
     assert torch.allclose(actual[:3], reference.flatten(1), atol=1e-4)
@@ -160,21 +160,21 @@ def test_decode_attention(splits: int, window: int | None, normed: bool, kind: s
 def test_matrix_vector_products(around: str) -> None:
     torch.manual_seed(4)
     x, matrix, bias, norm = torch.randn(1, 300), torch.randn(50, 300), torch.randn(50), torch.rand(300)
-    there = [tensor.to(DEVICE) for tensor in (x, matrix, bias, norm)]
+    on_device = [tensor.to(DEVICE) for tensor in (x, matrix, bias, norm)]
     normal = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * norm
     if around == "plain":
-        actual, reference = fused_gemv(there[0], there[1], there[2]), x @ matrix.T + bias
+        actual, reference = fused_gemv(on_device[0], on_device[1], on_device[2]), x @ matrix.T + bias
     elif around == "normed":
-        actual = fused_gemv(there[0], there[1], there[2], norm=there[3], epsilon=1e-5)
+        actual = fused_gemv(on_device[0], on_device[1], on_device[2], norm=on_device[3], epsilon=1e-5)
         reference = normal @ matrix.T + bias
     elif around == "gated":
-        actual = fused_gemv(there[0], there[1], norm=there[3], epsilon=1e-5, gated=True, tiles=(4, 64, 4))
+        actual = fused_gemv(on_device[0], on_device[1], norm=on_device[3], epsilon=1e-5, gated=True, tiles=(4, 64, 4))
         gates, through = (normal @ matrix.T).chunk(2, dim=-1)
         reference = torch.nn.functional.silu(gates) * through
     else:
         hidden = torch.randn(1, 50)
         reference, moved = hidden + x @ matrix.T, hidden.to(DEVICE)
-        actual = fused_gemv(there[0], there[1], added=moved)
+        actual = fused_gemv(on_device[0], on_device[1], added=moved)
         assert actual is moved
     assert torch.allclose(actual.cpu(), reference, rtol=1e-4, atol=1e-4)
 
@@ -299,27 +299,29 @@ def test_rope_and_cache_writes(
     rows = None if kind is None else KVQuantFormat.for_head_dim(kind, width)
     mixed = torch.randn(tokens, (heads + 2 * kv_heads) * width)
     cosines, sines = torch.randn(9, width), torch.randn(9, width)
-    positions, places = torch.tensor([0, 8, 3, 3, 1]), torch.tensor([7, 0, 11, -1, 4])
+    positions, slot_mapping = torch.tensor([0, 8, 3, 3, 1]), torch.tensor([7, 0, 11, -1, 4])
     last, dtype = row_layout(rows, width, torch.float32)
     pages = [torch.zeros(3, 4, kv_heads, last, dtype=dtype, device=DEVICE) for _ in range(2)]
     weights = (torch.rand(width), torch.rand(width)) if normed else None
     per_head = mixed.unflatten(1, (-1, width)).clone()
-    for place, count, weight in ((0, heads, 0), (heads, kv_heads, 1)):
-        part = per_head[:, place : place + count]
+    for first_head, count, weight in ((0, heads, 0), (heads, kv_heads, 1)):
+        part = per_head[:, first_head : first_head + count]
         if weights is not None:
             part = part * torch.rsqrt(part.square().mean(-1, keepdim=True) + 1e-6) * weights[weight]
         half = torch.cat([-part[..., width // 2 :], part[..., : width // 2]], dim=-1)
-        per_head[:, place : place + count] = part * cosines[positions][:, None] + half * sines[positions][:, None]
+        per_head[:, first_head : first_head + count] = (
+            part * cosines[positions][:, None] + half * sines[positions][:, None]
+        )
     moved = mixed.to(DEVICE)
-    there = None if weights is None else (weights[0].to(DEVICE), weights[1].to(DEVICE))
-    rotation = RotaryParams(cosines.to(DEVICE), sines.to(DEVICE), there, 1e-6)
-    queries = rope_and_store_kv(moved, positions.to(DEVICE), places.to(DEVICE), rotation, *pages, kv_quant=rows)
+    on_device = None if weights is None else (weights[0].to(DEVICE), weights[1].to(DEVICE))
+    rotation = RotaryParams(cosines.to(DEVICE), sines.to(DEVICE), on_device, 1e-6)
+    queries = rope_and_store_kv(moved, positions.to(DEVICE), slot_mapping.to(DEVICE), rotation, *pages, kv_quant=rows)
     asking, keys, values = quantize_qkv(rows, *per_head.split((heads, kv_heads, kv_heads), dim=1))
     assert torch.allclose(queries.cpu(), asking, atol=1e-5)
-    real = places >= 0
+    real = slot_mapping >= 0
     for page, reference in ((pages[0], keys), (pages[1], values)):
         written = page.cpu().flatten(0, 1)
-        assert alike(written[places[real]], reference[real], rows)
+        assert alike(written[slot_mapping[real]], reference[real], rows)
         assert int((written.float().abs().sum((1, 2)) > 0).sum()) == 4  # the token without a slot is not written
 
 

@@ -69,11 +69,11 @@ def by_transformers(network: PreTrainedModel, prompt: list[int], kv: KVCacheForm
     network = copy.deepcopy(network)
     network.generation_config.eos_token_id = None
     with torch.no_grad():
-        result = network.generate(
+        output = network.generate(
             torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0,
             past_key_values=kv.cache(network.config),
         )  # fmt: skip
-    return list(result[0, len(prompt) :].tolist())
+    return list(output[0, len(prompt) :].tolist())
 
 
 def engine_of(network: PreTrainedModel, kind: str | None, **more: Any) -> Engine:
@@ -192,7 +192,7 @@ def test_a_bounded_cache_is_compressed_like_an_unquantized_one(kind: str) -> Non
     keys, values = torch.randn(2, 3, 40, 2, 64).unbind(0)  # [layers, tokens, kv_heads, head_dim]
     attention = {layer: torch.rand(2, 40) for layer in range(3)}
     rows = torch.randperm(48)[:40]
-    result = []
+    caches = []
     for dtype in (None, kind):
         cache = PagedCache.empty(model.anatomy, 12, 4, torch.float32, torch.device("cpu"), dtype)
         pages = BoundedCachePages(cache, 12, torch.float32)
@@ -201,16 +201,16 @@ def test_a_bounded_cache_is_compressed_like_an_unquantized_one(kind: str) -> Non
             store_kv(new_keys, new_values, cache.keys[layer], cache.values[layer], rows)
         pages.number(rows, torch.arange(40))
         pages.keep(rows, attention, torch.arange(0, 40, 3), 14, distiller)
-        result.append(([pages.keys(layer, rows[:14]) for layer in range(3)], pages.numbers.flatten(0, 1)[rows[:14]]))
-    (plain, plain_numbers), (mine, numbers) = result
+        caches.append(([pages.keys(layer, rows[:14]) for layer in range(3)], pages.numbers.flatten(0, 1)[rows[:14]]))
+    (plain, plain_numbers), (quantized, numbers) = caches
     assert torch.equal(numbers, plain_numbers)
-    for a, b in zip(mine, plain, strict=True):
+    for a, b in zip(quantized, plain, strict=True):
         assert float((a - b).norm() / b.norm()) < {INT8: 0.012, FP8: 0.05, INT4: 0.16}[kind]
 
 
 def test_more_tokens_fit(llama: PreTrainedModel) -> None:
     anatomy = Model(wide()).anatomy
-    nbytes = {kind: block_bytes(anatomy, 4, torch.float32, kind) for kind in (None, *KV_QUANT_DTYPES)}
+    nbytes = {dtype: block_bytes(anatomy, 4, torch.float32, dtype) for dtype in (None, *KV_QUANT_DTYPES)}
     assert nbytes[None] == 3 * 2 * 4 * 2 * 64 * 4
     assert nbytes[INT8] == nbytes[FP8] == nbytes[None] * 68 // 256 and nbytes[INT4] == nbytes[None] * 36 // 256
     memory = {"kv_cache_bytes": nbytes[None] * 10, "max_model_len": 128}

@@ -29,12 +29,12 @@ NAMES = {
 def metrics(server: Server) -> dict[str, float]:
     answer = server.get("/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-    result = {}
+    samples = {}
     for line in answer.text.splitlines():
         if not line.startswith("#"):
             name, value = line.rsplit(" ", 1)
-            result[name.replace(f'model_name="{NAME}",', "").replace(f'{{model_name="{NAME}"}}', "")] = float(value)
-    return result
+            samples[name.replace(f'model_name="{NAME}",', "").replace(f'{{model_name="{NAME}"}}', "")] = float(value)
+    return samples
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in NAMES.items() for name in names])

@@ -147,18 +147,18 @@ def test_the_key_file(tmp_path: Path) -> None:
 def test_every_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """CVE-2025-59425: compare digests of all keys, whichever matches."""
     keys = [hashlib.sha256(b"%d" % number).digest() for number in range(5)]
-    seen: list[tuple[bytes, bytes]] = []
+    compared: list[tuple[bytes, bytes]] = []
 
     def compare(one: bytes, other: bytes) -> bool:
-        seen.append((one, other))
+        compared.append((one, other))
         return hmac.compare_digest(one, other)
 
     monkeypatch.setattr(auth, "hmac", SimpleNamespace(compare_digest=compare))
     for key in (b"0", b"4", b"none"):
-        seen.clear()
-        result = known_key(keys, [(b"authorization", b"Bearer " + key)])
-        assert (result is not None) == (key != b"none")
-        assert [one for one, _ in seen] == keys and all(len(other) == 32 for _, other in seen)
+        compared.clear()
+        matched = known_key(keys, [(b"authorization", b"Bearer " + key)])
+        assert (matched is not None) == (key != b"none")
+        assert [one for one, _ in compared] == keys and all(len(other) == 32 for _, other in compared)
 
 
 def guarded(settings: ServerSettings, messages: list[dict[str, Any]], headers: list[tuple[bytes, bytes]]) -> int:

@@ -84,11 +84,11 @@ def test_async(server: Server) -> None:
 
     async def main() -> tuple[list[str], list[str]]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-            together = await asyncio.gather(*(ask(client, number) for number in range(16)))
-            return list(together), [await ask(client, number) for number in range(16)]
+            batched = await asyncio.gather(*(ask(client, number) for number in range(16)))
+            return list(batched), [await ask(client, number) for number in range(16)]
 
-    together, alone = asyncio.run(main())
-    assert together == alone and len(set(alone)) > 8
+    batched, alone = asyncio.run(main())
+    assert batched == alone and len(set(alone)) > 8
 
 
 def test_logprobs(client: openai.OpenAI) -> None:
@@ -101,10 +101,19 @@ def test_logprobs(client: openai.OpenAI) -> None:
         )
         assert entry.bytes is not None and len(entry.bytes) == 1  # one token per byte
     completion = client.completions.create(prompt="hello", max_tokens=4, logprobs=2, **GREEDY)
-    result = completion.choices[0].logprobs
-    assert result is not None and result.tokens is not None and result.token_logprobs is not None
-    assert len(result.tokens) == len(result.token_logprobs) == 4 and result.text_offset is not None
-    assert result.text_offset[0] == 0 and result.text_offset == sorted(result.text_offset)
+    completion_logprobs = completion.choices[0].logprobs
+    assert (
+        completion_logprobs is not None
+        and completion_logprobs.tokens is not None
+        and completion_logprobs.token_logprobs is not None
+    )
+    assert (
+        len(completion_logprobs.tokens) == len(completion_logprobs.token_logprobs) == 4
+        and completion_logprobs.text_offset is not None
+    )
+    assert completion_logprobs.text_offset[0] == 0 and completion_logprobs.text_offset == sorted(
+        completion_logprobs.text_offset
+    )
 
 
 def test_errors(client: openai.OpenAI, server: Server, keyed: Server) -> None:

@@ -31,12 +31,12 @@ def allowed(logits: list[float], sampling: SamplingParams) -> dict[int, float]:
     """Compute by hand which tokens may be sampled and their probabilities."""
     largest = max(logits)
     weights = [math.exp((value - largest) / sampling.temperature) for value in logits]
-    whole = sum(weights)
+    weight_sum = sum(weights)
     order = sorted(range(len(logits)), key=lambda place: -weights[place])
     kept, above = [], 0.0
     for rank, place in enumerate(order):
-        share = weights[place] / whole
-        inside = above < sampling.top_p and share >= sampling.min_p * weights[order[0]] / whole
+        share = weights[place] / weight_sum
+        inside = above < sampling.top_p and share >= sampling.min_p * weights[order[0]] / weight_sum
         if rank == 0 or (inside and not (sampling.top_k and rank >= sampling.top_k)):
             kept.append(place)
         above += share
@@ -59,8 +59,8 @@ def test_frequencies(asked: dict[str, Any]) -> None:
     counts = Counter(sample(logits.expand(draws, -1), rows).tokens.tolist())
     expected = allowed(logits.tolist(), rows[0].sampling)
     assert set(counts) <= set(expected)
-    for place, share in expected.items():
-        assert abs(counts[place] / draws - share) < 4.5 * math.sqrt(share * (1 - share) / draws) + 1e-9
+    for token_id, share in expected.items():
+        assert abs(counts[token_id] / draws - share) < 4.5 * math.sqrt(share * (1 - share) / draws) + 1e-9
 
 
 @settings(max_examples=80, deadline=None)
@@ -76,14 +76,14 @@ def test_no_disallowed_token_is_sampled(
     values: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
     sampled_request = request(seed=seed, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    result = token(torch.tensor(values), sampled_request)
+    sampled = token(torch.tensor(values), sampled_request)
     inside = allowed(values, sampled_request.sampling)
     # At the edge of top-p or min-p, float32 and float64 may differ; the token then counts as allowed.
-    near = {place for place in range(len(values)) if any(abs(values[place] - values[other]) < 1e-4 for other in inside)}
+    near = {index for index in range(len(values)) if any(abs(values[index] - values[other]) < 1e-4 for other in inside)}
     wide = allowed(
         values, SamplingParams(temperature=temperature, top_k=top_k, top_p=min(1, top_p + 1e-4), min_p=min_p * 0.999)
     )
-    assert result in inside or result in near or result in wide
+    assert sampled in inside or sampled in near or sampled in wide
 
 
 def test_greedy_and_sampled_rows_in_one_batch() -> None:
@@ -97,10 +97,10 @@ def test_greedy_and_sampled_rows_in_one_batch() -> None:
 
 def test_only_position_and_seed_determine_the_sample() -> None:
     logits = torch.zeros(1000)
-    first = [token(logits, request(output=(1,) * place, seed=3)) for place in range(20)]
+    first = [token(logits, request(output=(1,) * position, seed=3)) for position in range(20)]
     assert len(set(first)) > 15  # every position has its own random number
-    assert first == [token(logits, request((5, 6), output=(1,) * place, seed=3)) for place in range(20)]
-    assert first != [token(logits, request(output=(1,) * place, seed=4)) for place in range(20)]
+    assert first == [token(logits, request((5, 6), output=(1,) * position, seed=3)) for position in range(20)]
+    assert first != [token(logits, request(output=(1,) * position, seed=4)) for position in range(20)]
 
 
 def test_logit_bias_and_penalties() -> None:
@@ -126,7 +126,7 @@ def test_eos_is_banned_before_min_tokens() -> None:
 def test_logprobs_use_the_unmodified_logits() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     sampled = sample(logits, [request(temperature=0, logprobs=2, logit_bias={0: 50.0})])
-    result = sampled.logprobs(0, 2)
+    logprobs = sampled.logprobs(0, 2)
     assert int(sampled.tokens[0]) == 0
-    assert result.own == pytest.approx(float(logits[0].log_softmax(-1)[0]))
-    assert [pair[0] for pair in result.top] == [2, 1]
+    assert logprobs.own == pytest.approx(float(logits[0].log_softmax(-1)[0]))
+    assert [pair[0] for pair in logprobs.top] == [2, 1]

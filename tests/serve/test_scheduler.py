@@ -24,21 +24,23 @@ def request(name: int, prompt: list[int], answer: int, **more: object) -> Reques
 def check(scheduler: Scheduler) -> None:
     """Assert the invariants after every step."""
     pool = scheduler.cache_manager.pool
-    references = Counter(block for each in scheduler.running for block in each.blocks)
+    references = Counter(block for member in scheduler.running for block in member.blocks)
     assert {block: count for block, count in enumerate(pool.references) if count} == dict(references)
     assert pool.free + len(references) == pool.blocks
-    for each in scheduler.running:
-        assert each.state is RequestStatus.RUNNING and len(each.blocks) >= pool.blocks_for(each.num_computed_tokens)
-        assert len(set(each.blocks)) == len(each.blocks)
-    for each in scheduler.waiting:
-        assert each.state is RequestStatus.WAITING and not each.blocks and each.slot == -1
-    slots = [each.slot for each in scheduler.running]
+    for member in scheduler.running:
+        assert member.state is RequestStatus.RUNNING and len(member.blocks) >= pool.blocks_for(
+            member.num_computed_tokens
+        )
+        assert len(set(member.blocks)) == len(member.blocks)
+    for member in scheduler.waiting:
+        assert member.state is RequestStatus.WAITING and not member.blocks and member.slot == -1
+    slots = [member.slot for member in scheduler.running]
     assert len(set(slots)) == len(slots) and all(0 <= slot < scheduler.max_num_seqs for slot in slots)
     shared = [block for block, count in references.items() if count > 1]
     for block in shared:  # only full blocks are shared
-        for each in scheduler.running:
-            if block in each.blocks:
-                assert (each.blocks.index(block) + 1) * pool.size <= each.num_computed_tokens
+        for member in scheduler.running:
+            if block in member.blocks:
+                assert (member.blocks.index(block) + 1) * pool.size <= member.num_computed_tokens
 
 
 class Clerk:
@@ -62,14 +64,14 @@ class Clerk:
         return bool(self.scheduler.running or self.scheduler.waiting or self.num_inflight)
 
     def read(self, step: ScheduledBatch) -> None:
-        for piece in step.pieces:
-            here = piece.request
-            if not piece.samples_token:
-                self.scheduler.on_computed(here)
-            elif here.state is not RequestStatus.FINISHED:
-                self.scheduler.on_token(here, sum(here.tokens) * 31 % 97)
-                if len(here.tokens) >= here.limit:
-                    self.scheduler.finish(here, "length")
+        for chunk in step.pieces:
+            current = chunk.request
+            if not chunk.samples_token:
+                self.scheduler.on_computed(current)
+            elif current.state is not RequestStatus.FINISHED:
+                self.scheduler.on_token(current, sum(current.tokens) * 31 % 97)
+                if len(current.tokens) >= current.limit:
+                    self.scheduler.finish(current, "length")
 
 
 @settings(max_examples=150, deadline=None)
@@ -117,43 +119,43 @@ def test_random_requests(
             check(scheduler)
         if not clerk.turn() and turn >= 40:
             break
-    assert all(each.state is RequestStatus.FINISHED for each in requests)
+    assert all(member.state is RequestStatus.FINISHED for member in requests)
     assert pool.free == blocks and not any(pool.references)
-    for each in requests:
-        expected = list(each.prompt)
-        while len(expected) < len(each.tokens):
+    for member in requests:
+        expected = list(member.prompt)
+        while len(expected) < len(member.tokens):
             expected.append(sum(expected) * 31 % 97)
-        assert each.tokens == expected  # no token lost or repeated, also after preemption
-        if each.reason == "length":
-            assert len(each.tokens) == each.limit
+        assert member.tokens == expected  # no token lost or repeated, also after preemption
+        if member.reason == "length":
+            assert len(member.tokens) == member.limit
 
 
 def steps_of(scheduler: Scheduler) -> list[ScheduledBatch]:
-    result, clerk = [], Clerk(scheduler, 0)
+    steps, clerk = [], Clerk(scheduler, 0)
     plan = scheduler.schedule
 
     def noted() -> ScheduledBatch:
-        result.append(plan())
-        return result[-1]
+        steps.append(plan())
+        return steps[-1]
 
     scheduler.schedule = noted  # type: ignore[method-assign]
     while clerk.turn():
         pass
-    return result
+    return steps
 
 
 def test_first_come_first_served() -> None:
     """An earlier request never has computed fewer steps than a later one while both are running (Orca's invariant)."""
     pool = BlockPool(1000, 4)
     scheduler = Scheduler(PagedCacheManager(pool), max_num_batched_tokens=12, max_num_seqs=3, prefill_chunk_size=8)
-    requests = [request(place, [place] * (place * 7 % 20 + 1), 10) for place in range(12)]
-    for each in requests:
-        scheduler.add(each)
+    requests = [request(index, [index] * (index * 7 % 20 + 1), 10) for index in range(12)]
+    for member in requests:
+        scheduler.add(member)
     first = {}
     for turn, step in enumerate(steps_of(scheduler)):
-        for piece in step.pieces:
-            first.setdefault(piece.request.id, turn)
-    starts = [first[each.id] for each in requests]
+        for chunk in step.pieces:
+            first.setdefault(chunk.request.id, turn)
+    starts = [first[member.id] for member in requests]
     assert starts == sorted(starts)
 
 
@@ -161,10 +163,10 @@ def test_a_large_request_is_not_overtaken() -> None:
     pool = BlockPool(10, 4, prefix_cache=False)
     scheduler = Scheduler(PagedCacheManager(pool), max_num_batched_tokens=64, max_num_seqs=8, watermark=0)
     holder, large, small = request(0, [1] * 20, 12), request(1, [2] * 32, 4), request(2, [3], 2)
-    for each in (holder, large, small):
-        scheduler.add(each)
+    for member in (holder, large, small):
+        scheduler.add(member)
     step = scheduler.schedule()
-    assert [piece.request for piece in step.pieces] == [holder]  # 5 blocks are left, the large one needs 8
+    assert [chunk.request for chunk in step.pieces] == [holder]  # 5 blocks are left, the large one needs 8
 
 
 def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
@@ -174,7 +176,7 @@ def test_a_lower_priority_number_runs_first_and_is_preempted_last() -> None:
     late = request(1, [2] * 4, 4, priority=-1)
     scheduler.add(request(0, [1] * 4, 4))
     scheduler.add(late)
-    assert [piece.request for piece in scheduler.schedule().pieces] == [late]
+    assert [chunk.request for chunk in scheduler.schedule().pieces] == [late]
 
 
 def test_preemption_takes_the_last_request_and_keeps_its_tokens() -> None:
@@ -182,8 +184,8 @@ def test_preemption_takes_the_last_request_and_keeps_its_tokens() -> None:
         PagedCacheManager(BlockPool(4, 2, prefix_cache=False)), max_num_batched_tokens=64, max_num_seqs=4, watermark=0
     )
     first, second = request(0, [1, 2, 3], 5), request(1, [4, 5, 6], 5)
-    for each in (first, second):
-        scheduler.add(each)
+    for member in (first, second):
+        scheduler.add(member)
     steps_of(scheduler)
     assert first.preemptions == 0 and second.preemptions > 0
     assert len(second.output) == 5
@@ -223,7 +225,7 @@ def test_prefill_chunks_run_beside_decoding() -> None:
     Clerk(scheduler, 0).read(steps[0])
     scheduler.add(request(1, list(range(11)), 2))
     step = scheduler.schedule()
-    assert [(piece.start, piece.count, piece.samples_token) for piece in step.pieces] == [(2, 1, True), (0, 4, False)]
+    assert [(chunk.start, chunk.count, chunk.samples_token) for chunk in step.pieces] == [(2, 1, True), (0, 4, False)]
 
 
 def test_a_cached_prefix_never_covers_the_full_prompt() -> None:
@@ -231,19 +233,19 @@ def test_a_cached_prefix_never_covers_the_full_prompt() -> None:
     scheduler = Scheduler(PagedCacheManager(pool))
     first, again, longer = request(0, list(range(8)), 3), request(1, list(range(8)), 3), request(2, list(range(12)), 3)
     other = request(3, list(range(12)), 3, salt=b"another key")
-    for each in (first, again, longer, other):
-        scheduler.add(each)
+    for member in (first, again, longer, other):
+        scheduler.add(member)
         steps_of(scheduler)
-    assert [each.num_cached_tokens for each in (first, again, longer, other)] == [0, 4, 8, 0]
+    assert [member.num_cached_tokens for member in (first, again, longer, other)] == [0, 4, 8, 0]
 
 
 def test_the_prefix_cache_can_be_disabled() -> None:
     scheduler = Scheduler(PagedCacheManager(BlockPool(100, 4, prefix_cache=False)))
-    for place in range(2):
-        each = request(place, list(range(20)), 2)
-        scheduler.add(each)
+    for index in range(2):
+        submitted = request(index, list(range(20)), 2)
+        scheduler.add(submitted)
         steps_of(scheduler)
-        assert each.num_cached_tokens == 0
+        assert submitted.num_cached_tokens == 0
 
 
 def test_samples_share_the_blocks_of_their_prompt_without_a_prefix_cache() -> None:
@@ -251,8 +253,8 @@ def test_samples_share_the_blocks_of_their_prompt_without_a_prefix_cache() -> No
     scheduler = Scheduler(PagedCacheManager(pool))
     parent = request(0, list(range(10)), 4)
     child = request(1, list(range(10)), 4, parent=parent)
-    for each in (parent, child):
-        scheduler.add(each)
+    for sample in (parent, child):
+        scheduler.add(sample)
     clerk = Clerk(scheduler, 0)
     clerk.turn()
     clerk.turn()
@@ -263,8 +265,8 @@ def test_samples_share_the_blocks_of_their_prompt_without_a_prefix_cache() -> No
 def test_least_recently_freed_blocks_are_evicted_first_and_tails_before_heads() -> None:
     pool = BlockPool(4, 2)
     text = pool.take(3)
-    for place, block in enumerate(text):
-        pool.register(block, bytes([place]))
+    for index, block in enumerate(text):
+        pool.register(block, bytes([index]))
     pool.release(text)
     pool.take(2)  # the never used block, then the tail
     assert pool.find([bytes([0]), bytes([1]), bytes([2])]) == text[:2]

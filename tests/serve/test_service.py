@@ -54,12 +54,12 @@ def test_a_silent_engine(model_folder: Path, monkeypatch: pytest.MonkeyPatch) ->
         transport = httpx.ASGITransport(create_app(service))  # type: ignore[arg-type]
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             bodies: list[dict[str, Any]] = [{"prompt": "x", "stream": stream} for stream in (True, False)]
-            response = [await client.post("/v1/completions", json=body) for body in bodies]
+            responses = [await client.post("/v1/completions", json=body) for body in bodies]
         assert service.admission.admitted == 0 and service.metrics.finished.values["abort"] == 2
         service.admission.close()
         assert service.unhealthy_reason == "the server is shutting down."
         await service.stop()
-        return response
+        return responses
 
     streamed, complete = asyncio.run(main())
     *pings, error, done = [line for line in streamed.text.split("\n\n") if line]
@@ -131,8 +131,8 @@ def test_the_fast_path_gives_the_same_text(each: Any) -> None:
         def decode(self, *arguments: Any, **more: Any) -> str:
             return "mine"
 
-    own = Own(tokenizer_object=each.backend_tokenizer)
-    assert AsyncTokenizer(own, 100)._decoder is own
+    subclassed = Own(tokenizer_object=each.backend_tokenizer)
+    assert AsyncTokenizer(subclassed, 100)._decoder is subclassed
 
 
 def test_bytes_of_tokens() -> None:

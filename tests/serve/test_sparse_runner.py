@@ -125,7 +125,7 @@ def test_a_pruned_network_with_per_layer_widths(empty: tuple[str, ...], tmp_path
 def test_a_half_precision_network() -> None:
     network = BUILDS["llama"]().to(torch.bfloat16)
     reference = answers(Engine(Model(copy.deepcopy(network)), compiled=False, **SMALL), prompts())
-    assert [answers(selecting(network, ALL, place)[0], prompts()) for place in PLACES] == [reference] * len(PLACES)
+    assert [answers(selecting(network, ALL, device)[0], prompts()) for device in PLACES] == [reference] * len(PLACES)
 
 
 def test_adapters(tmp_path: Path) -> None:
@@ -146,9 +146,9 @@ def test_a_few_pages_wherever_they_are_stored(
     network, _ = llama
     selection = SparseAttentionConfig(digest, page_size=4, token_budget=12, sink_pages=1, recent_pages=1)
     long = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
-    result = [answers(selecting(network, selection, place)[0], prompts(4), long) for place in PLACES]
+    results = [answers(selecting(network, selection, device)[0], prompts(4), long) for device in PLACES]
     alone = [answers(selecting(network, selection)[0], [text], long)[0] for text in prompts(4)]
-    assert all(tokens == alone for tokens in result)
+    assert all(tokens == alone for tokens in results)
     assert (
         answers(selecting(network, selection, prefill_chunk_size=1)[0], prompts(4), long) == alone
     )  # prefill uses full attention
@@ -218,7 +218,7 @@ def test_the_trace_of_a_run(llama: tuple[PreTrainedModel, Any], tmp_path: Path) 
     before: dict[tuple[str, int, int], set[int]] = {}
     shared = []
     for row in rows:
-        length = next(len(each.prompt) for each in requests if each.id == row.request) + row.step - 1
+        length = next(len(candidate.prompt) for candidate in requests if candidate.id == row.request) + row.step - 1
         num_pages = -(-length // 4)
         assert (
             len(row.pages) == min(num_pages, 5)
@@ -261,7 +261,9 @@ def test_on_a_gpu(llama: tuple[PreTrainedModel, list[list[int]]], residence: Off
     assert answers(engine, prompts()) == reference
     if runner.host is not None:
         assert runner.host._keys[0].is_pinned() and runner.host._key_slots[0].is_cuda
-    results = [answers(selecting(network, FEW, place, device="cuda", compiled=False)[0], prompts()) for place in PLACES]
+    results = [
+        answers(selecting(network, FEW, device, device="cuda", compiled=False)[0], prompts()) for device in PLACES
+    ]
     assert all(tokens == results[0] for tokens in results)
     torch.cuda.synchronize()
 

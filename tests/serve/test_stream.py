@@ -21,9 +21,9 @@ def test_a_stream_and_requests_in_turns(compiled: bool) -> None:
     texts = prompts(3)
     reference = [expected(BUILDS["llama"](), text) for text in texts]
     size = stream.nbytes
-    for piece in words.split(50):
-        stream.push(piece)
-        alone.push(piece)
+    for chunk in words.split(50):
+        stream.push(chunk)
+        alone.push(chunk)
         assert answers(engine, texts) == reference
         assert torch.equal(stream.answer([9, 10], 4), alone.answer([9, 10], 4))
     assert stream.num_seen == 200 and stream.num_compressions > 3 and stream.nbytes == size

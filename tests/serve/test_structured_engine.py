@@ -45,9 +45,9 @@ def engine() -> Engine:
 
 def answer(engine: Engine, form: StructuredOutputParams, **more: Any) -> list[str]:
     sampling = SamplingParams(**{"max_tokens": 300, "seed": 1, **more}, structured_output=form)
-    result = engine.generate(["write: "], sampling)
-    assert all(output.reason == "stop" for output in result), [output.text for output in result]
-    return [output.text for output in result]
+    outputs = engine.generate(["write: "], sampling)
+    assert all(output.reason == "stop" for output in outputs), [output.text for output in outputs]
+    return [output.text for output in outputs]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 5.0])

@@ -35,8 +35,8 @@ class Colours(BaseModel):
 def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
     expected: Any = {"type": "json_schema", "json_schema": {"name": "colours", "schema": SCHEMA, "strict": True}}
     if stream:
-        pieces = client.chat.completions.create(**ASKED, response_format=expected, max_tokens=200, stream=True)
-        text = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+        chunks = client.chat.completions.create(**ASKED, response_format=expected, max_tokens=200, stream=True)
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     else:
         answer = client.chat.completions.create(**ASKED, response_format=expected, max_tokens=200)
         assert answer.choices[0].finish_reason == "stop"
@@ -46,10 +46,10 @@ def test_a_schema(client: openai.OpenAI, stream: bool) -> None:
 
 
 def test_the_client_parses_into_a_class(client: openai.OpenAI) -> None:
-    result = client.chat.completions.parse(
+    parsed = client.chat.completions.parse(
         model=NAME, messages=[{"role": "user", "content": "hi"}], response_format=Colours, max_tokens=2000, seed=3
     )
-    assert result.choices[0].finish_reason == "stop" and isinstance(result.choices[0].message.parsed, Colours)
+    assert parsed.choices[0].finish_reason == "stop" and isinstance(parsed.choices[0].message.parsed, Colours)
 
 
 @pytest.mark.parametrize(

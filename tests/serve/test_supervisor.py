@@ -27,9 +27,9 @@ LISTENS = "ready()\nwhile True: pipe.receive()"
 def supervised(script: str, **limits: float) -> EngineSupervisor:
     client = EngineClient("nothing")
     client.command = pretending(script)  # type: ignore[assignment]
-    result = EngineSupervisor(client, ServerLimits(**limits))  # type: ignore[arg-type]
-    result.metrics = ServerMetrics("x", 64)
-    return result
+    supervisor = EngineSupervisor(client, ServerLimits(**limits))  # type: ignore[arg-type]
+    supervisor.metrics = ServerMetrics("x", 64)
+    return supervisor
 
 
 def _restarted(found: EngineSupervisor, times: int) -> Callable[[], bool]:
@@ -68,26 +68,28 @@ def test_the_real_process_reports_why_it_cannot_start(monkeypatch: pytest.Monkey
 
 def test_an_engine_that_keeps_dying_is_given_up() -> None:
     async def main() -> None:
-        result = supervised("ready()", max_restarts=2)
-        await result.start()
+        supervisor = supervised("ready()", max_restarts=2)
+        await supervisor.start()
         async with asyncio.timeout(PATIENCE):
-            await result.watch()
-        assert result.given_up.is_set() and result.metrics is not None and result.metrics.restarts.value == 2
-        assert result.unhealthy_reason == "the engine's process is not running."
+            await supervisor.watch()
+        assert (
+            supervisor.given_up.is_set() and supervisor.metrics is not None and supervisor.metrics.restarts.value == 2
+        )
+        assert supervisor.unhealthy_reason == "the engine's process is not running."
 
     asyncio.run(main())
 
 
 def test_old_deaths_do_not_count() -> None:
     async def main() -> None:
-        result = supervised(LISTENS, max_restarts=1, restart_window=0.0)
-        await result.start()
-        watching = asyncio.create_task(result.watch())
+        supervisor = supervised(LISTENS, max_restarts=1, restart_window=0.0)
+        await supervisor.start()
+        watching = asyncio.create_task(supervisor.watch())
         for restarts in (1, 2, 3):
-            result.client.kill()
-            await until(_restarted(result, restarts))
+            supervisor.client.kill()
+            await until(_restarted(supervisor, restarts))
         watching.cancel()
-        await result.client.stop()
+        await supervisor.client.stop()
 
     asyncio.run(main())
 
@@ -96,25 +98,25 @@ def test_a_hanging_engine_is_detected_and_replaced_without_blocking() -> None:
     """Not even with more submitted than its pipe holds."""
 
     async def main() -> None:
-        result = supervised(LISTENS, step_timeout=0.6)
-        await result.start()
-        client = result.client
-        assert client.process is not None and result.unhealthy_reason == ""
+        supervisor = supervised(LISTENS, step_timeout=0.6)
+        await supervisor.start()
+        client = supervisor.client
+        assert client.process is not None and supervisor.unhealthy_reason == ""
         first = client.process.pid
         os.kill(first, signal.SIGSTOP)
         await asyncio.sleep(0.8)
-        assert result.unhealthy_reason == ""  # the client does not wait
+        assert supervisor.unhealthy_reason == ""  # the client does not wait
         streams = [
             client.stream([[9] * 2000] * 8, SamplingParams()) for _ in range(40)
         ]  # would block forever if it waited
         assert client.alive
-        await until(lambda: "no step was finished for 0.6 seconds" in result.unhealthy_reason)
-        watching = asyncio.create_task(result.watch())
+        await until(lambda: "no step was finished for 0.6 seconds" in supervisor.unhealthy_reason)
+        watching = asyncio.create_task(supervisor.watch())
         for stream in streams:
             with pytest.raises(WorkerDiedError):
                 async with asyncio.timeout(PATIENCE):
                     await stream.next()
-        await until(lambda: not result.unhealthy_reason)
+        await until(lambda: not supervisor.unhealthy_reason)
         assert client.process.pid != first and client.silent_seconds == 0
         watching.cancel()
         await client.stop()
@@ -125,9 +127,9 @@ def test_a_hanging_engine_is_detected_and_replaced_without_blocking() -> None:
 
 def test_an_engine_that_does_not_exit_is_killed() -> None:
     async def main() -> None:
-        result = supervised("ready()\ntime.sleep(60)")
-        await result.start()
-        await result.client.stop(0.3)
-        assert result.client.process is not None and result.client.process.returncode == -signal.SIGKILL
+        supervisor = supervised("ready()\ntime.sleep(60)")
+        await supervisor.start()
+        await supervisor.client.stop(0.3)
+        assert supervisor.client.process is not None and supervisor.client.process.returncode == -signal.SIGKILL
 
     asyncio.run(main())

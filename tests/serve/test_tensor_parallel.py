@@ -183,15 +183,15 @@ def logits(model: Model, adapters: Adapters) -> Tensor:
 def logits_of_ranks(
     model: Model, ranks: int, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> list[Tensor]:
-    together = Together(ranks)
-    monkeypatch.setattr(distributed, "all_reduce", together.all_reduce)
+    group = Together(ranks)
+    monkeypatch.setattr(distributed, "all_reduce", group.all_reduce)
     calls: list[Callable[[], Tensor]] = []
     for rank in range(ranks):
         one = copy.deepcopy(model)
         adapters = Adapters(one, folders)
         shard(one, rank, ranks, adapters)
         calls.append(partial(logits, one, adapters))
-    return together.run(calls)
+    return group.run(calls)
 
 
 SPLIT = [

@@ -47,11 +47,11 @@ async def answers(client: EngineClient) -> None:
     while engine.busy:
         engine.step()
     events = await drained(client.stream(PROMPTS, GREEDY))
-    for place, request in enumerate(requests):
-        mine = [event for event in events if event.answer == place]
-        assert [event.token for event in mine] == request.output
-        assert [event.reason for event in mine] == [""] * 11 + ["length"]
-        assert all(0 < event.started <= time.monotonic() for event in mine)
+    for index, request in enumerate(requests):
+        own_events = [event for event in events if event.answer == index]
+        assert [event.token for event in own_events] == request.output
+        assert [event.reason for event in own_events] == [""] * 11 + ["length"]
+        assert all(0 < event.started <= time.monotonic() for event in own_events)
     assert client.state["blocks_used"] == 0 and client.silent_seconds == 0
 
 

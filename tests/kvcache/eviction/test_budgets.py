@@ -43,8 +43,8 @@ def scores_of(sizes: Sizes, seed: int, sink: int = 0, window: int = 0, levels: i
 
 
 def profile_of(layers: int, heads: int, seed: int, keep: float = 0.3) -> EvictionProfile:
-    result = torch.rand(6, layers, heads, generator=torch.Generator().manual_seed(seed)) ** 3
-    return EvictionProfile.from_ratios(KVShape("llama", layers, heads, 8), "snapkv", keep, result)
+    ratios = torch.rand(6, layers, heads, generator=torch.Generator().manual_seed(seed)) ** 3
+    return EvictionProfile.from_ratios(KVShape("llama", layers, heads, 8), "snapkv", keep, ratios)
 
 
 def rules(layers: int, heads: int, seed: int) -> list[BudgetRule]:

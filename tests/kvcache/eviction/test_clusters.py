@@ -58,8 +58,8 @@ def test_the_map_is_a_bijection(
     clusters = cluster_heads((budgets * 3).floor() if ties else budgets, size, scope)
     assert clusters.size == size and len(clusters.members) == layers * heads // size
     assert clusters.cells.shape == (len(clusters.members), size)
-    places = (clusters.cluster * size + clusters.column).flatten()
-    assert places.sort().values.tolist() == list(range(layers * heads))
+    cells = (clusters.cluster * size + clusters.column).flatten()
+    assert cells.sort().values.tolist() == list(range(layers * heads))
     for layer in range(layers):
         for head in range(heads):
             assert clusters.members[clusters.cluster[layer, head]][clusters.column[layer, head]] == (layer, head)
@@ -85,13 +85,13 @@ def test_the_order_of_waste(shape: tuple[int, int, int], seed: int, skew: float,
     layers, heads, size = shape
     budgets = budgets_of(layers, heads, seed, skew)
     for amounts in (budgets, num_pages(budgets, 5000, 4, 32, block)):
-        result = {scope: sharing_overhead(amounts, cluster_heads(budgets, size, scope)) for scope in SCOPES}
-        ideal, monolithic = result["global"].ideal, result["global"].monolithic
+        overheads = {scope: sharing_overhead(amounts, cluster_heads(budgets, size, scope)) for scope in SCOPES}
+        ideal, monolithic = overheads["global"].ideal, overheads["global"].monolithic
         chain = [
             ideal,
-            result["global"].clustered,
-            result["per_layer"].clustered,
-            result["adjacent"].clustered,
+            overheads["global"].clustered,
+            overheads["per_layer"].clustered,
+            overheads["adjacent"].clustered,
             monolithic,
         ]
         assert all(less <= more * (1 + 1e-12) for less, more in pairwise(chain)), chain
@@ -124,9 +124,9 @@ def test_a_few_retrieval_heads_cost_little_more_than_the_ideal(seed: int, size: 
 
 def test_waste_by_hand() -> None:
     amounts = torch.tensor([[1, 4], [3, 2]])
-    result = sharing_overhead(amounts, cluster_heads(amounts, 2, "adjacent"))
-    assert (result.ideal, result.clustered, result.monolithic) == (10, 14, 16)
-    assert result.ratio == 1.4
+    overhead = sharing_overhead(amounts, cluster_heads(amounts, 2, "adjacent"))
+    assert (overhead.ideal, overhead.clustered, overhead.monolithic) == (10, 14, 16)
+    assert overhead.ratio == 1.4
     assert sharing_overhead(amounts, cluster_heads(amounts, 2)).clustered == 12
     assert sharing_overhead(amounts, cluster_heads(amounts, 1)).ratio == 1
 

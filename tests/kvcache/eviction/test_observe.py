@@ -43,10 +43,10 @@ def test_observing_changes_nothing_and_records_all_attention_inputs(name: str) -
     assert torch.allclose(decode_logits(model, reading, None, more), plain[:, PROMPT:], atol=1e-5)
     assert torch.allclose(decode_logits(model, reading, None, more), plain[:, PROMPT:], atol=1e-5)  # unchanged cache
     assert reading.seq_len == PROMPT and len(reading.layers) == 3
-    for seen in reading.layers:
-        keys, queries = seen.keys, seen.rotate(seen.queries, 0)
-        products = queries @ keys.repeat_interleave(seen.num_queries_per_kv, dim=1).transpose(-1, -2) * seen.scale
-        assert products.shape == (2, seen.queries.shape[1], PROMPT, PROMPT) and bool(products.isfinite().all())
+    for inputs in reading.layers:
+        keys, queries = inputs.keys, inputs.rotate(inputs.queries, 0)
+        products = queries @ keys.repeat_interleave(inputs.num_queries_per_kv, dim=1).transpose(-1, -2) * inputs.scale
+        assert products.shape == (2, inputs.queries.shape[1], PROMPT, PROMPT) and bool(products.isfinite().all())
 
 
 @torch.no_grad()
@@ -57,11 +57,11 @@ def test_rope_on_queries_is_inverted_and_reapplied() -> None:
     layer = network.model.layers[0]
     raw = layer.self_attn.q_proj(layer.input_layernorm(network.model.embed_tokens(prompt)))
     keys = layer.self_attn.k_proj(layer.input_layernorm(network.model.embed_tokens(prompt)))
-    seen = record_prefill(model, prompt).layers[0]
-    assert torch.allclose(seen.queries, raw.unflatten(-1, (-1, 8)).transpose(1, 2), atol=1e-5)
-    assert torch.allclose(seen.keys, seen.rotate(keys.unflatten(-1, (-1, 8)).transpose(1, 2), 0), atol=1e-5)
-    moved = seen.rotate(seen.queries[:, :, 3:4], 3)
-    assert torch.allclose(moved, seen.rotate(seen.queries, 0)[:, :, 3:4], atol=1e-5)  # positions count from `first`
+    inputs = record_prefill(model, prompt).layers[0]
+    assert torch.allclose(inputs.queries, raw.unflatten(-1, (-1, 8)).transpose(1, 2), atol=1e-5)
+    assert torch.allclose(inputs.keys, inputs.rotate(keys.unflatten(-1, (-1, 8)).transpose(1, 2), 0), atol=1e-5)
+    moved = inputs.rotate(inputs.queries[:, :, 3:4], 3)
+    assert torch.allclose(moved, inputs.rotate(inputs.queries, 0)[:, :, 3:4], atol=1e-5)  # positions count from `first`
 
 
 @torch.no_grad()
@@ -70,9 +70,9 @@ def test_masking_tokens_equals_evicting_them() -> None:
     reading, kept = record_prefill(model, prompt), some(model, 7)
     actual = decode_logits(model, reading, kept, more)
     cache = DynamicCache(config=model.network.config)
-    for layer, seen in enumerate(reading.layers):
-        places = kept[layer].nonzero()[:, 2].view(2, -1, 7)[..., None].expand(-1, -1, -1, seen.keys.shape[-1])
-        cache.update(seen.keys.gather(2, places), seen.values.gather(2, places), layer)
+    for layer, inputs in enumerate(reading.layers):
+        indices = kept[layer].nonzero()[:, 2].view(2, -1, 7)[..., None].expand(-1, -1, -1, inputs.keys.shape[-1])
+        cache.update(inputs.keys.gather(2, indices), inputs.values.gather(2, indices), layer)
     positions = torch.arange(PROMPT, PROMPT + MORE)[None].expand(2, -1)
     expected = model.network(more, past_key_values=cache, position_ids=positions).logits
     assert torch.allclose(actual, expected, atol=1e-5)
@@ -82,10 +82,10 @@ def test_masking_tokens_equals_evicting_them() -> None:
 @torch.no_grad()
 def test_one_prompt_under_many_masks_in_one_batch() -> None:
     model, prompt, more = given()
-    reading, ways = record_prefill(model, prompt[:1]), some(model, 7)
-    together = decode_logits(model, reading, ways, more[:1])
-    alone = [decode_logits(model, reading, ways[:, way : way + 1], more[:1]) for way in range(2)]
-    assert torch.allclose(together, torch.cat(alone), atol=1e-5)
+    reading, masks = record_prefill(model, prompt[:1]), some(model, 7)
+    batched = decode_logits(model, reading, masks, more[:1])
+    alone = [decode_logits(model, reading, masks[:, index : index + 1], more[:1]) for index in range(2)]
+    assert torch.allclose(batched, torch.cat(alone), atol=1e-5)
 
 
 @torch.no_grad()
@@ -103,22 +103,22 @@ def test_attention_while_the_prompt_is_repeated() -> None:
     """Against loops over one long text: the prompt, the request, and the prompt's chunks again."""
     model, prompt, _ = given()
     prompt, ask, chunk = prompt[:1], torch.tensor([5, 6]), 12
-    result = record_reconstruction(model, record_prefill(model, prompt), prompt, ask, chunk=chunk, sink=2).layers
+    layers = record_reconstruction(model, record_prefill(model, prompt), prompt, ask, chunk=chunk, sink=2).layers
     for begin, end in ((0, 12), (12, 20)):
         words = torch.cat((ask, prompt[0, max(begin - 8, 0) : begin]))[None]
         full = record_prefill(model, torch.cat((prompt, words, prompt[:, begin:end]), dim=1))
-        for seen, long in zip(result, full.layers, strict=True):
+        for inputs, long in zip(layers, full.layers, strict=True):
             queries = long.rotate(long.queries, 0)
             columns = [*range(min(2, begin)), *range(begin, end)]
-            for head in range(seen.keys.shape[1]):
+            for head in range(inputs.keys.shape[1]):
                 largest = torch.zeros(end - begin)
                 for row in range(PROMPT, long.seq_len):
                     seen_by_row = [*columns, *range(PROMPT, row + 1)]
-                    for member in range(head * seen.num_queries_per_kv, (head + 1) * seen.num_queries_per_kv):
+                    for member in range(head * inputs.num_queries_per_kv, (head + 1) * inputs.num_queries_per_kv):
                         weights = (long.keys[0, head, seen_by_row] @ queries[0, member, row] * long.scale).softmax(0)
                         largest = torch.maximum(largest, weights[min(2, begin) : min(2, begin) + end - begin])
-                assert seen.reconstruction is not None
-                assert torch.allclose(seen.reconstruction[0, head, begin:end], largest, atol=1e-5)
+                assert inputs.reconstruction is not None
+                assert torch.allclose(inputs.reconstruction[0, head, begin:end], largest, atol=1e-5)
 
 
 def test_unsupported_models_are_refused() -> None:

@@ -24,8 +24,8 @@ NAMES = ("streaming", "knorm", "keydiff", "tova", "snapkv", "expected", "kvzip")
 def turn(vectors: Tensor, first: int) -> Tensor:
     """Apply RoPE: rotate components i and i + half by position / 50^(2i / head_dim)."""
     half = vectors.shape[-1] // 2
-    places = torch.arange(first, first + vectors.shape[-2], dtype=torch.float64)
-    angles = places[:, None] / 50.0 ** (torch.arange(half) / half)
+    positions = torch.arange(first, first + vectors.shape[-2], dtype=torch.float64)
+    angles = positions[:, None] / 50.0 ** (torch.arange(half) / half)
     cosine, sine = angles.cos().to(vectors.dtype), angles.sin().to(vectors.dtype)
     left, right = vectors[..., :half], vectors[..., half:]
     return torch.cat([left * cosine - right * sine, right * cosine + left * sine], dim=-1)
@@ -64,8 +64,8 @@ def logit(seen: AttentionInputs, b: int, head: int, place: int, t: int) -> float
 
 def attention(seen: AttentionInputs, b: int, head: int, place: int) -> list[float]:
     """Return one query's attention to all tokens, zero for those after it."""
-    result = softmax([logit(seen, b, head, place, t) for t in range(place + 1)])
-    return result + [0.0] * (seen.seq_len - place - 1)
+    weights = softmax([logit(seen, b, head, place, t) for t in range(place + 1)])
+    return weights + [0.0] * (seen.seq_len - place - 1)
 
 
 def close(found: Tensor, wanted: Tensor) -> None:
@@ -83,183 +83,185 @@ def test_all_scorers_are_registered_under_their_names() -> None:
 
 
 def test_streaming_keeps_the_first_and_the_most_recent() -> None:
-    result = make_scorer("streaming", sink=4, window=0).scores(seen_of())
-    assert result.shape == (BATCH, HEADS, TOKENS)
-    for kept in result.topk(10, dim=-1).indices.reshape(-1, 10):
+    scores = make_scorer("streaming", sink=4, window=0).scores(seen_of())
+    assert scores.shape == (BATCH, HEADS, TOKENS)
+    for kept in scores.topk(10, dim=-1).indices.reshape(-1, 10):
         assert sorted(kept.tolist()) == [0, 1, 2, 3, *range(TOKENS - 6, TOKENS)]
 
 
 def test_knorm_is_the_negative_norm_of_the_key() -> None:
-    seen = seen_of()
-    expected = by_loop(TOKENS, lambda b, h, t: -math.sqrt(sum(x * x for x in seen.keys[b, h, t].tolist())))
-    close(make_scorer("knorm").score(seen), expected)
+    inputs = seen_of()
+    expected = by_loop(TOKENS, lambda b, h, t: -math.sqrt(sum(x * x for x in inputs.keys[b, h, t].tolist())))
+    close(make_scorer("knorm").score(inputs), expected)
 
 
 def test_keydiff_is_the_negative_cosine_to_the_mean_direction() -> None:
-    seen = seen_of()
+    inputs = seen_of()
 
     def score(b: int, h: int, t: int) -> float:
-        keys = seen.keys[b, h].double()
+        keys = inputs.keys[b, h].double()
         anchor = sum((key / key.norm() for key in keys), torch.zeros(WIDTH, dtype=torch.float64)) / TOKENS
         return -float(keys[t] @ anchor / (keys[t].norm() * anchor.norm()))
 
-    close(make_scorer("keydiff").score(seen), by_loop(TOKENS, score))
+    close(make_scorer("keydiff").score(inputs), by_loop(TOKENS, score))
 
 
 def test_tova_is_the_last_querys_attention_over_all_heads() -> None:
-    seen = seen_of()
-    rows = [[attention(seen, b, head, TOKENS - 1) for head in range(HEADS * GROUP)] for b in range(BATCH)]
+    inputs = seen_of()
+    rows = [[attention(inputs, b, head, TOKENS - 1) for head in range(HEADS * GROUP)] for b in range(BATCH)]
     expected = by_loop(TOKENS, lambda b, h, t: sum(row[t] for row in rows[b]) / (HEADS * GROUP))
-    close(make_scorer("tova").score(seen), expected)
+    close(make_scorer("tova").score(inputs), expected)
 
 
 def pooled(values: list[float], kernel: int, pool: str) -> list[float]:
-    half, result = kernel // 2, []
+    half, pools = kernel // 2, []
     for t in range(len(values)):
         near = values[max(t - half, 0) : t + half + 1]
-        result.append(max(near) if pool == "max" else sum(near) / kernel)
-    return result
+        pools.append(max(near) if pool == "max" else sum(near) / kernel)
+    return pools
 
 
 @pytest.mark.parametrize(("window", "kernel", "pool"), [(7, 5, "mean"), (7, 7, "max"), (1, 1, "mean"), (28, 5, "max")])
 def test_snapkv_is_the_pooled_attention_of_the_window(window: int, kernel: int, pool: str) -> None:
-    seen, before = seen_of(), TOKENS - window
+    inputs, before = seen_of(), TOKENS - window
 
     def of_head(b: int, head: int) -> list[float]:
-        rows = [attention(seen, b, head, place) for place in range(before, TOKENS)]
+        rows = [attention(inputs, b, head, position) for position in range(before, TOKENS)]
         return pooled([sum(row[t] for row in rows) / window for t in range(before)], kernel, pool)
 
     heads = [[of_head(b, head) for head in range(HEADS * GROUP)] for b in range(BATCH)]
     expected = by_loop(before, lambda b, h, t: sum(heads[b][h * GROUP + g][t] for g in range(GROUP)) / GROUP)
-    actual = make_scorer("snapkv", window=window, kernel=kernel, pool=pool).score(seen)
-    close(actual[..., :before], expected)
-    assert (actual[..., before:] == torch.inf).all()
+    scores = make_scorer("snapkv", window=window, kernel=kernel, pool=pool).score(inputs)
+    close(scores[..., :before], expected)
+    assert (scores[..., before:] == torch.inf).all()
 
 
 def test_snapkv_can_use_the_largest_logit_of_the_group() -> None:
-    seen, window = seen_of(), 6
+    inputs, window = seen_of(), 6
     before = TOKENS - window
 
     def of_head(b: int, h: int) -> list[float]:
         rows = []
-        for place in range(before, TOKENS):
-            logits = [max(logit(seen, b, h * GROUP + g, place, t) for g in range(GROUP)) for t in range(place + 1)]
+        for position in range(before, TOKENS):
+            logits = [
+                max(logit(inputs, b, h * GROUP + g, position, t) for g in range(GROUP)) for t in range(position + 1)
+            ]
             rows.append(softmax(logits))
         return pooled([sum(row[t] for row in rows) / window for t in range(before)], 7, "max")
 
     heads = [[of_head(b, h) for h in range(HEADS)] for b in range(BATCH)]
-    result = make_scorer("snapkv", window=window, kernel=7, pool="max", sharing="max").score(seen)
-    close(result[..., :before], by_loop(before, lambda b, h, t: heads[b][h][t]))
+    scores = make_scorer("snapkv", window=window, kernel=7, pool="max", sharing="max").score(inputs)
+    close(scores[..., :before], by_loop(before, lambda b, h, t: heads[b][h][t]))
 
 
 def mean_rotation(future: int) -> Tensor:
     matrices = []
-    for place in range(TOKENS, TOKENS + future):
-        columns = [turn(unit[None], place)[0] for unit in torch.eye(WIDTH, dtype=torch.float64)]
+    for position in range(TOKENS, TOKENS + future):
+        columns = [turn(unit[None], position)[0] for unit in torch.eye(WIDTH, dtype=torch.float64)]
         matrices.append(torch.stack(columns, dim=1))
     return torch.stack(matrices).mean(dim=0)
 
 
 @pytest.mark.parametrize(("sink", "future", "eps", "skip"), [(4, 512, 0.0, 4), (0, 3, 0.01, 0), (4, 1, 0.5, 2)])
 def test_expected_attention_matches_its_formula(sink: int, future: int, eps: float, skip: int) -> None:
-    seen = seen_of()
+    inputs = seen_of()
     rotation = mean_rotation(future)
 
     def of_head(b: int, head: int) -> list[float]:
-        queries = seen.queries[b, head, skip:].double()
+        queries = inputs.queries[b, head, skip:].double()
         mean = rotation @ queries.mean(dim=0)
         covariance = rotation @ torch.cov(queries.T, correction=0) @ rotation.T
-        keys = seen.keys[b, head // GROUP, sink:].double()
+        keys = inputs.keys[b, head // GROUP, sink:].double()
         return softmax([float(mean @ k * SCALE + k @ covariance @ k * SCALE**2 / 2) for k in keys])
 
     heads = [[of_head(b, head) for head in range(HEADS * GROUP)] for b in range(BATCH)]
 
     def score(b: int, h: int, t: int) -> float:
         share = sum(heads[b][h * GROUP + g][t] for g in range(GROUP)) / GROUP
-        return (share + eps) * float(seen.values[b, h, t + sink].norm())
+        return (share + eps) * float(inputs.values[b, h, t + sink].norm())
 
-    result = make_scorer("expected", sink=sink, future=future, eps=eps, skip=skip).score(seen)
-    close(result[..., sink:], by_loop(TOKENS - sink, score))
-    assert (result[..., :sink] == torch.inf).all()
+    scores = make_scorer("expected", sink=sink, future=future, eps=eps, skip=skip).score(inputs)
+    close(scores[..., sink:], by_loop(TOKENS - sink, score))
+    assert (scores[..., :sink] == torch.inf).all()
 
 
 def test_kvzip_uses_the_reconstruction_attention() -> None:
-    seen = seen_of()
-    assert seen.reconstruction is not None
-    close(make_scorer("kvzip").score(seen), seen.reconstruction.double())
+    inputs = seen_of()
+    assert inputs.reconstruction is not None
+    close(make_scorer("kvzip").score(inputs), inputs.reconstruction.double())
     with pytest.raises(ModelError, match="second pass"):
-        make_scorer("kvzip").score(replace(seen, reconstruction=None))
+        make_scorer("kvzip").score(replace(inputs, reconstruction=None))
 
 
 # Meaning
 
 
 def test_keydiff_ignores_the_norm_of_a_key() -> None:
-    seen = seen_of()
-    longer = seen.keys * torch.linspace(0.1, 20, TOKENS)[:, None]
-    close(make_scorer("keydiff").score(replace(seen, keys=longer)), make_scorer("keydiff").score(seen).double())
+    inputs = seen_of()
+    longer = inputs.keys * torch.linspace(0.1, 20, TOKENS)[:, None]
+    close(make_scorer("keydiff").score(replace(inputs, keys=longer)), make_scorer("keydiff").score(inputs).double())
 
 
 def test_knorm_ranks_short_keys_first() -> None:
-    seen = seen_of()
+    inputs = seen_of()
     lengths = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1)) + 1.0
-    keys = torch.nn.functional.normalize(seen.keys, dim=-1) * lengths[:, None]
-    order = make_scorer("knorm").score(replace(seen, keys=keys)).argsort(dim=-1, descending=True)
+    keys = torch.nn.functional.normalize(inputs.keys, dim=-1) * lengths[:, None]
+    order = make_scorer("knorm").score(replace(inputs, keys=keys)).argsort(dim=-1, descending=True)
     assert (order == lengths.argsort()).all()
 
 
 def test_tova_gives_all_heads_the_same_and_sums_to_one() -> None:
-    result = make_scorer("tova").score(seen_of())
-    assert (result[:, 0] == result[:, 1]).all()
-    torch.testing.assert_close(result.sum(dim=-1), torch.ones(BATCH, HEADS))
-    assert not torch.allclose(result[0], result[1])  # prompts are independent
+    scores = make_scorer("tova").score(seen_of())
+    assert (scores[:, 0] == scores[:, 1]).all()
+    torch.testing.assert_close(scores.sum(dim=-1), torch.ones(BATCH, HEADS))
+    assert not torch.allclose(scores[0], scores[1])  # prompts are independent
 
 
 @pytest.mark.parametrize("variant", [{}, {"pool": "max"}, {"sharing": "max"}])
 def test_snapkv_finds_the_token_the_last_queries_attend_to(variant: dict[str, Any]) -> None:
-    seen, window, needle = seen_of(), 6, 13
-    looks = turn(seen.queries[:, :, -window:], TOKENS - window).unflatten(1, (HEADS, GROUP)).mean(dim=(2, 3))
-    keys = seen.keys.clone()
+    inputs, window, needle = seen_of(), 6, 13
+    looks = turn(inputs.queries[:, :, -window:], TOKENS - window).unflatten(1, (HEADS, GROUP)).mean(dim=(2, 3))
+    keys = inputs.keys.clone()
     keys[:, :, needle] = 20 * looks / looks.norm(dim=-1, keepdim=True)
-    result = make_scorer("snapkv", sink=0, window=window, kernel=1, **variant).score(replace(seen, keys=keys))
-    assert (result[..., : TOKENS - window].argmax(dim=-1) == needle).all()
+    scores = make_scorer("snapkv", sink=0, window=window, kernel=1, **variant).score(replace(inputs, keys=keys))
+    assert (scores[..., : TOKENS - window].argmax(dim=-1) == needle).all()
 
 
 def test_snapkv_does_not_pool_across_its_window() -> None:
     """All attention falls on the first token of the window; none may leak to earlier tokens."""
-    seen, window = seen_of(), 6
-    keys = seen.keys.clone()
+    inputs, window = seen_of(), 6
+    keys = inputs.keys.clone()
     keys[:, :, -window] = 10
-    looking = replace(seen, keys=keys, queries=torch.ones_like(seen.queries), rotate=lambda vectors, first: vectors)
+    looking = replace(inputs, keys=keys, queries=torch.ones_like(inputs.queries), rotate=lambda vectors, first: vectors)
     for pool in ("mean", "max"):
-        result = make_scorer("snapkv", window=window, pool=pool).score(looking)[..., :-window]
-        assert result.max() < 1e-6
+        scores = make_scorer("snapkv", window=window, pool=pool).score(looking)[..., :-window]
+        assert scores.max() < 1e-6
 
 
 def test_expected_attention_is_the_mean_over_gaussian_queries() -> None:
     """E[exp(q.k)] at the next position, from queries drawn from the prompt's distribution."""
-    seen = seen_of()
-    seen = replace(seen, values=torch.nn.functional.normalize(seen.values, dim=-1))
+    inputs = seen_of()
+    inputs = replace(inputs, values=torch.nn.functional.normalize(inputs.values, dim=-1))
     generator = torch.Generator().manual_seed(3)
     shares = torch.zeros(BATCH, HEADS, TOKENS, dtype=torch.float64)
     for b in range(BATCH):
         for head in range(HEADS * GROUP):
-            queries = seen.queries[b, head].double()
+            queries = inputs.queries[b, head].double()
             root = torch.linalg.cholesky(torch.cov(queries.T, correction=0))
             draws = torch.randn(40_000, WIDTH, dtype=torch.float64, generator=generator) @ root.T + queries.mean(dim=0)
             rotated_queries = turn(draws[:, None], TOKENS)[:, 0]
-            mass = (rotated_queries @ seen.keys[b, head // GROUP].double().T * SCALE).exp().mean(dim=0)
+            mass = (rotated_queries @ inputs.keys[b, head // GROUP].double().T * SCALE).exp().mean(dim=0)
             shares[b, head // GROUP] += mass / mass.sum() / GROUP
-    result = make_scorer("expected", sink=0, future=1, skip=0).score(seen)
-    torch.testing.assert_close(result.double(), shares, rtol=0.1, atol=0.002)
+    scores = make_scorer("expected", sink=0, future=1, skip=0).score(inputs)
+    torch.testing.assert_close(scores.double(), shares, rtol=0.1, atol=0.002)
 
 
 def test_expected_attention_of_equal_queries_is_their_attention() -> None:
     """With no variance and one future position: the attention of the query itself times the norm of the value."""
-    seen = seen_of()
-    same = replace(seen, queries=seen.queries[:, :, -1:].expand_as(seen.queries))
+    inputs = seen_of()
+    same = replace(inputs, queries=inputs.queries[:, :, -1:].expand_as(inputs.queries))
     query = turn(same.queries[:, :, :1], TOKENS).unflatten(1, (HEADS, GROUP))[:, :, :, 0]
-    expected = (query @ seen.keys.mT * SCALE).softmax(dim=-1).mean(dim=2) * seen.values.norm(dim=-1)
+    expected = (query @ inputs.keys.mT * SCALE).softmax(dim=-1).mean(dim=2) * inputs.values.norm(dim=-1)
     close(make_scorer("expected", sink=0, future=1).score(same), expected.double())
 
 
@@ -272,34 +274,39 @@ def test_expected_attention_of_only_outliers_is_finite() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_first_and_the_last_tokens_are_always_kept(name: str) -> None:
-    result = make_scorer(name, sink=3, window=5).scores(seen_of())
+    scores = make_scorer(name, sink=3, window=5).scores(seen_of())
     forced = torch.zeros(TOKENS, dtype=torch.bool)
     forced[:3] = forced[-5:] = True
-    assert (result.isinf() == forced).all()
-    assert not result.isnan().any()
+    assert (scores.isinf() == forced).all()
+    assert not scores.isnan().any()
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("tokens", [1, 3, 5, 8])
 def test_a_prompt_shorter_than_the_budget_is_not_evicted(name: str, tokens: int) -> None:
-    result = make_scorer(name, sink=4, window=8).scores(seen_of(tokens))
-    assert result.shape == (BATCH, HEADS, tokens)
-    assert (result == torch.inf).all()
+    scores = make_scorer(name, sink=4, window=8).scores(seen_of(tokens))
+    assert scores.shape == (BATCH, HEADS, tokens)
+    assert (scores == torch.inf).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_batching_and_half_precision_do_not_change_the_scores(name: str) -> None:
-    seen = seen_of()
-    full = make_scorer(name, window=5).score(seen)
-    assert seen.reconstruction is not None
-    second = AttentionInputs(seen.keys[1:], seen.values[1:], seen.queries[1:], turn, SCALE, seen.reconstruction[1:])
+    inputs = seen_of()
+    full = make_scorer(name, window=5).score(inputs)
+    assert inputs.reconstruction is not None
+    second = AttentionInputs(
+        inputs.keys[1:], inputs.values[1:], inputs.queries[1:], turn, SCALE, inputs.reconstruction[1:]
+    )
     torch.testing.assert_close(make_scorer(name, window=5).score(second), full[1:])
     half = AttentionInputs(
-        *(x.bfloat16() for x in (seen.keys, seen.values, seen.queries)), turn, SCALE, seen.reconstruction.bfloat16()
+        *(x.bfloat16() for x in (inputs.keys, inputs.values, inputs.queries)),
+        turn,
+        SCALE,
+        inputs.reconstruction.bfloat16(),
     )
-    result = make_scorer(name, window=5).score(half)
-    assert result.dtype == torch.float32
-    torch.testing.assert_close(result, full, rtol=0.05, atol=0.05)
+    scores = make_scorer(name, window=5).score(half)
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, full, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize(

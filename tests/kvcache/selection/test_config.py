@@ -44,9 +44,9 @@ def test_selection_matches_brute_force(
         for head in range(2):
             best = sorted(set(range(num_pages)) - always, key=lambda place: -float(scores[row, head, place]))
             expected = sorted([*always, *best[: counts[row] - len(always)]])
-            actual = chosen[row, head].tolist()
-            assert actual[: counts[row]] == expected and expected[-1] == num_pages - 1
-            assert set(actual[counts[row] :]) <= {num_pages - 1}
+            pages = chosen[row, head].tolist()
+            assert pages[: counts[row]] == expected and expected[-1] == num_pages - 1
+            assert set(pages[counts[row] :]) <= {num_pages - 1}
 
 
 def test_a_budget_may_grow_with_the_length() -> None:

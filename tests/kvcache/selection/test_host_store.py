@@ -34,8 +34,8 @@ def asked(chance: random.Random, kv_heads: int, requests: int = 2, most: int = 3
     """Return different blocks for each head of a request; requests may share some. Trailing entries may be unused."""
     blocks = [[chance.sample(range(BLOCKS), most) for _ in range(kv_heads)] for _ in range(requests)]
     counts = torch.tensor([chance.randrange(1, most + 1) for _ in range(requests)])
-    there = (torch.arange(most) < counts[:, None, None]).expand(requests, kv_heads, most)
-    return torch.tensor(blocks), there
+    valid = (torch.arange(most) < counts[:, None, None]).expand(requests, kv_heads, most)
+    return torch.tensor(blocks), valid
 
 
 @pytest.mark.parametrize(("keep_steps", "refresh_interval"), [(0, 1), (1, 1), (3, 1), (2, 4), (100, 7)])
@@ -52,28 +52,28 @@ def test_resident_and_recalled_pages_are_the_selection(keep_steps: int, refresh_
     rng, hits = random.Random(keep_steps), 0
     for step in range(1, 60):
         for layer, (kv_heads, width) in HEADS.items():
-            places = torch.tensor(rng.sample(range(BLOCKS * SIZE), 3))
+            slots = torch.tensor(rng.sample(range(BLOCKS * SIZE), 3))
             keys, values = torch.randn(2, 3, kv_heads, width)
-            pages.write(layer, keys, values, places)
-            plain.write(layer, keys, values, places)
-            blocks, there = asked(rng, kv_heads)
+            pages.write(layer, keys, values, slots)
+            plain.write(layer, keys, values, slots)
+            blocks, valid = asked(rng, kv_heads)
             residents, before = pages.residents[layer], pages.recalled_bytes
             head = torch.arange(kv_heads)[:, None].expand_as(blocks)
             resident = residents.slots(head, blocks) >= 0
             actual, expected = (
-                pages.gather_selected(layer, blocks, there, step),
-                plain.gather_selected(layer, blocks, there, step),
+                pages.gather_selected(layer, blocks, valid, step),
+                plain.gather_selected(layer, blocks, valid, step),
             )
-            assert torch.equal(actual.keys[actual.block_tables[there]], expected.keys[expected.block_tables[there]])
-            assert torch.equal(actual.values[actual.block_tables[there]], expected.values[expected.block_tables[there]])
-            assert actual.recalled is not None and torch.equal(actual.recalled, there & ~resident)
+            assert torch.equal(actual.keys[actual.block_tables[valid]], expected.keys[expected.block_tables[valid]])
+            assert torch.equal(actual.values[actual.block_tables[valid]], expected.values[expected.block_tables[valid]])
+            assert actual.recalled is not None and torch.equal(actual.recalled, valid & ~resident)
             copied = {tuple(pair) for pair in torch.stack((head, blocks), -1)[actual.recalled].tolist()}
             assert pages.recalled_bytes - before == len(copied) * PAGE_BYTES  # a shared page counts once
             assert (residents.block_in >= 0).sum(1).max() <= 6
-            hits += int((there & resident).sum())
+            hits += int((valid & resident).sum())
         pages.end_step(step)
         if keep_steps == 0:
-            assert all(each.count == 0 for each in pages.residents.values())
+            assert all(pages_on_device.count == 0 for pages_on_device in pages.residents.values())
     assert (hits == 0) == (keep_steps == 0)
 
 
@@ -84,10 +84,10 @@ def test_pages_stay_for_keep_steps() -> None:
     pages = host(keep_steps=2, refresh_interval=3)
     fill(pages)
     choices = {1: 7, 2: 8, 3: 9, 4: 10, 5: 9, 6: 9}
-    there = torch.ones(1, 2, 1, dtype=torch.bool)
+    valid = torch.ones(1, 2, 1, dtype=torch.bool)
     left = {}
     for step, block in choices.items():
-        pages.gather_selected(0, torch.tensor([[[block], [block]]]), there, step)
+        pages.gather_selected(0, torch.tensor([[[block], [block]]]), valid, step)
         pages.end_step(step)
         left[step] = sorted(pages.residents[0].block_in[0][pages.residents[0].block_in[0] >= 0].tolist())
     assert left == {1: [7], 2: [7, 8], 3: [8, 9], 4: [8, 9, 10], 5: [8, 9, 10], 6: [9]}
@@ -95,9 +95,9 @@ def test_pages_stay_for_keep_steps() -> None:
 
 def test_full_slots_evict_the_least_recently_selected_page() -> None:
     pages = host(num_slots=3, keep_steps=100)
-    there = torch.ones(1, 2, 1, dtype=torch.bool)
+    valid = torch.ones(1, 2, 1, dtype=torch.bool)
     for step, block in enumerate([0, 1, 2, 0, 3], start=1):
-        pages.gather_selected(0, torch.tensor([[[block], [block]]]), there, step)
+        pages.gather_selected(0, torch.tensor([[[block], [block]]]), valid, step)
     residents = pages.residents[0]
     assert sorted(residents.block_in[0].tolist()) == [0, 2, 3] and residents.count == 6
     assert residents.slot_of[0].tolist().count(-1) == BLOCKS - 3

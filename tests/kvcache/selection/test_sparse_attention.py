@@ -53,12 +53,12 @@ class Texts:
             queries, parts = torch.randn(length, KV_HEADS * GROUP, WIDTH), []
             for start in range(0, length, chunk):
                 stop = min(start + chunk, length)
-                here, filled = slice(start, stop), self.blocks[request][start // PAGE : stop // PAGE]
+                rows, filled = slice(start, stop), self.blocks[request][start // PAGE : stop // PAGE]
                 blocks = self.blocks[request][: -(-stop // PAGE)]
                 reading = [PrefillChunk(slice(0, stop - start), stop, blocks)]
                 layout = SparseBatch(1, self.places(request, start, stop), filled, reading)
-                keys, values = self.keys[request][here], self.values[request][here]
-                parts.append(attention.attend(0, queries[here], keys, values, layout, SCALE))
+                keys, values = self.keys[request][rows], self.values[request][rows]
+                parts.append(attention.attend(0, queries[rows], keys, values, layout, SCALE))
             reference = expected(queries, self.keys[request][:length], self.values[request][:length], None)
             torch.testing.assert_close(torch.cat(parts), reference, atol=1e-5, rtol=1e-5)
 
@@ -68,11 +68,11 @@ class Texts:
         for row, blocks in enumerate(self.blocks):
             tables[row, : len(blocks)] = blocks
         lengths = torch.tensor(self.lengths)
-        places = torch.cat([self.places(row, length, length + 1) for row, length in enumerate(self.lengths)])
+        slots = torch.cat([self.places(row, length, length + 1) for row, length in enumerate(self.lengths)])
         full = [self.blocks[row][-1:] for row, length in enumerate(self.lengths) if (length + 1) % PAGE == 0]
         filled = torch.cat([torch.empty(0, dtype=torch.int64), *full])
         asking = DecodeBatch(torch.arange(len(lengths)), lengths + 1, tables, [str(row) for row in range(len(lengths))])
-        return SparseBatch(2, places, filled, (), [asking])
+        return SparseBatch(2, slots, filled, (), [asking])
 
     def newest(self) -> tuple[Tensor, Tensor]:
         return torch.stack([keys[-1] for keys in self.keys]), torch.stack([values[-1] for values in self.values])
@@ -87,14 +87,14 @@ def expected(queries: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None)
     if seen is not None:
         mask = mask & seen.repeat_interleave(GROUP, 0)[:, None]
     q, k, v = (tensor.transpose(0, 1)[None].double() for tensor in (queries, keys, values))
-    actual = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
-    return actual[0].transpose(0, 1).float()
+    output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SCALE, enable_gqa=True)
+    return output[0].transpose(0, 1).float()
 
 
 def pages_by_hand(selection: SparseAttentionConfig, queries: Tensor, keys: Tensor) -> Tensor:
     """Return which tokens each KV head sees, computed from the keys themselves. [kv_heads, tokens]"""
     num_pages = -(-len(keys) // PAGE)
-    seen = torch.zeros(KV_HEADS, num_pages * PAGE, dtype=torch.bool)
+    visible = torch.zeros(KV_HEADS, num_pages * PAGE, dtype=torch.bool)
     always = {
         page for page in range(num_pages) if page < selection.sink_pages or page >= num_pages - selection.recent_pages
     }
@@ -107,8 +107,8 @@ def pages_by_hand(selection: SparseAttentionConfig, queries: Tensor, keys: Tenso
         best = sorted(scores, key=lambda page: -scores[page])
         count = int(selection.num_selected_pages(torch.tensor([len(keys)])))
         for page in {*always, *best[: max(count - len(always), 0)]}:
-            seen[head, page * PAGE : (page + 1) * PAGE] = True
-    return seen[:, : len(keys)]
+            visible[head, page * PAGE : (page + 1) * PAGE] = True
+    return visible[:, : len(keys)]
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_selected_pages_hide_the_others(residence: OffloadConfig | None, digest:
         queries = torch.randn(len(LENGTHS), KV_HEADS * GROUP, WIDTH)
         actual = attention.attend(0, queries, *texts.newest(), texts.new(), SCALE)
     for row, keys in enumerate(texts.keys):
-        seen = pages_by_hand(selection, queries[row], keys)
-        assert LENGTHS[row] < 16 or not seen.all()
-        reference = expected(queries[row : row + 1], keys, texts.values[row], seen)
+        visible = pages_by_hand(selection, queries[row], keys)
+        assert LENGTHS[row] < 16 or not visible.all()
+        reference = expected(queries[row : row + 1], keys, texts.values[row], visible)
         torch.testing.assert_close(actual[row : row + 1], reference, atol=1e-5, rtol=1e-5)
 
 
@@ -139,8 +139,8 @@ def test_a_budget_of_all_pages_is_plain_paged_attention(residence: OffloadConfig
     result = attention.attend(0, queries, *texts.newest(), layout, SCALE)
     key_pages, value_pages = torch.zeros(2, BLOCKS, PAGE, KV_HEADS, WIDTH)
     for row, length in enumerate(LENGTHS):
-        places = texts.places(row, 0, length + 1)
-        store_kv(texts.keys[row], texts.values[row], key_pages, value_pages, places)
+        slots = texts.places(row, 0, length + 1)
+        store_kv(texts.keys[row], texts.values[row], key_pages, value_pages, slots)
     asking, count = layout.decodes[0], len(LENGTHS)
     pages = AttentionMetadata(
         torch.arange(count + 1).int(), asking.seq_lens.int(), asking.block_tables.int(), layout.slot_mapping,
@@ -162,19 +162,19 @@ def test_prefill_and_decode_in_one_batch() -> None:
     new, prompt = texts.new(), other.places(0, 0, 9)
     asking = new.decodes[0]
     moved = DecodeBatch(torch.tensor([10, 0]), asking.seq_lens, asking.block_tables, asking.request_ids)
-    places = torch.cat([new.slot_mapping[1:], prompt, new.slot_mapping[:1]])
+    slots = torch.cat([new.slot_mapping[1:], prompt, new.slot_mapping[:1]])
     filled = torch.cat([new.filled_blocks, other.blocks[0][:2]])
-    layout = SparseBatch(2, places, filled, [PrefillChunk(slice(1, 10), 9, other.blocks[0])], [moved])
+    layout = SparseBatch(2, slots, filled, [PrefillChunk(slice(1, 10), 9, other.blocks[0])], [moved])
     queries = torch.randn(11, KV_HEADS * GROUP, WIDTH)
     keys = torch.cat([texts.keys[1][-1:], other.keys[0][:9], texts.keys[0][-1:]])
     values = torch.cat([texts.values[1][-1:], other.values[0][:9], texts.values[0][-1:]])
     actual = attention.attend(0, queries, keys, values, layout, SCALE)
     reference = expected(queries[1:10], other.keys[0][:9], other.values[0][:9], None)
     torch.testing.assert_close(actual[1:10], reference, atol=1e-5, rtol=1e-5)
-    for row, at in ((0, 10), (1, 0)):
-        seen = pages_by_hand(selection, queries[at], texts.keys[row])
-        reference = expected(queries[at : at + 1], texts.keys[row], texts.values[row], seen)
-        torch.testing.assert_close(actual[at : at + 1], reference, atol=1e-5, rtol=1e-5)
+    for row, query in ((0, 10), (1, 0)):
+        visible = pages_by_hand(selection, queries[query], texts.keys[row])
+        reference = expected(queries[query : query + 1], texts.keys[row], texts.values[row], visible)
+        torch.testing.assert_close(actual[query : query + 1], reference, atol=1e-5, rtol=1e-5)
 
 
 def test_requests_that_do_not_fit_together_are_split_in_order() -> None:

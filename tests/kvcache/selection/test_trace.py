@@ -26,10 +26,10 @@ METADATA = TraceMetadata(
 def recorded() -> Trace:
     recorder = TraceRecorder(METADATA)
     pages = torch.tensor([[[0, 2, 5], [1, 2, 5]], [[0, 1, 1], [0, 1, 1]]])
-    there = torch.tensor([[[True] * 3] * 2, [[True, True, False]] * 2])
+    valid = torch.tensor([[[True] * 3] * 2, [[True, True, False]] * 2])
     recalled = torch.tensor([[[False, True, False], [False] * 3], [[True, False, False], [False] * 3]])
-    recorder.add(3, 1, ["a", "b"], pages, there, recalled)
-    recorder.add(4, 0, ["b"], pages[1:], there[1:], None)
+    recorder.add(3, 1, ["a", "b"], pages, valid, recalled)
+    recorder.add(4, 0, ["b"], pages[1:], valid[1:], None)
     return recorder.trace()
 
 

@@ -47,13 +47,13 @@ def test_each_head_keeps_its_own_tokens_after_the_prefix(first: int) -> None:
     cache, keys = filled(9, with_token_scores=True)
     for layer in cache.layers:
         layer.token_scores[:, :9] = layer.token_indices[:, :9] * 10.0
-    places = torch.tensor([[0, 3, 4], [1, 2, 5]])
+    kept = torch.tensor([[0, 3, 4], [1, 2, 5]])
     for layer in range(LAYERS):
-        cache.retain(layer, places, first)
+        cache.retain(layer, kept, first)
     assert cache.length == first + 3 and cache.num_seen == 9
     for layer, layer_cache in enumerate(cache.layers):
         for head in range(HEADS):
-            expected = [*range(first), *(first + int(place) for place in places[head])]
+            expected = [*range(first), *(first + int(slot) for slot in kept[head])]
             assert layer_cache.token_indices[head, : cache.length].tolist() == expected
             assert layer_cache.token_scores[head, : cache.length].tolist() == [number * 10.0 for number in expected]
             assert torch.equal(layer_cache.keys[head, : cache.length], keys[layer, 0, head, expected])

@@ -55,11 +55,11 @@ def test_equal_frames_are_redundant_and_value_norms_decide() -> None:
     recent = keys[:, -2 * PATCHES :].unflatten(1, (2, PATCHES))
     assert bool((temporal_novelty(keys, held(keys, marks).patch_index, recent) == -1).all())
     count = KEEP * PATCHES
-    result = InfiniPotV().select(held(keys, marks), count)
+    kept = InfiniPotV().select(held(keys, marks), count)
     for head in range(HEADS):
         older = (FRAMES - 2) * PATCHES  # a quarter of the frames is recent and stays
         best = marks[head, :older].argsort(descending=True)[: count - 2 * PATCHES]
-        assert result[head].tolist() == [*best.sort().values.tolist(), *range(older, FRAMES * PATCHES)]
+        assert kept[head].tolist() == [*best.sort().values.tolist(), *range(older, FRAMES * PATCHES)]
 
 
 def test_moving_patches_stay() -> None:
@@ -70,8 +70,8 @@ def test_moving_patches_stay() -> None:
         moving.append(frame * PATCHES + frame % PATCHES)
     marks = torch.ones(HEADS, FRAMES * PATCHES)
     marks[:, moving] = 0.0
-    result = InfiniPotV(tar=0.6).select(held(keys.flatten(1, 2), marks), 4 * PATCHES)
-    assert all(set(moving[:2]) <= set(row.tolist()) for row in result)
+    kept = InfiniPotV(tar=0.6).select(held(keys.flatten(1, 2), marks), 4 * PATCHES)
+    assert all(set(moving[:2]) <= set(row.tolist()) for row in kept)
     enough = InfiniPotV(tar=0.9).select(held(keys.flatten(1, 2), marks), 4 * PATCHES)
     assert all(set(moving) <= set(row.tolist()) for row in enough)
 
@@ -83,7 +83,7 @@ def test_the_full_rule_matches_loops(tar: float, recent: float) -> None:
     last = int(recent * FRAMES) * PATCHES
     patch[:, -last:] = torch.arange(last) % PATCHES
     rule, count, older = InfiniPotV(tar=tar, recent=recent), KEEP * PATCHES, FRAMES * PATCHES - last
-    result = rule.select(held(keys, marks, patch), count)
+    kept = rule.select(held(keys, marks, patch), count)
     for head in range(HEADS):
         scores = []
         for token in range(older):
@@ -93,7 +93,7 @@ def test_the_full_rule_matches_loops(tar: float, recent: float) -> None:
         by_tar = count - round((1 - tar) * count) - last
         chosen = set(sorted(range(older), key=lambda t: -scores[t])[:by_tar]) | set(range(older, FRAMES * PATCHES))
         others = [t for t in marks[head].argsort(descending=True).tolist() if t not in chosen]
-        assert result[head].tolist() == sorted(chosen | set(others[: count - len(chosen)]))
+        assert kept[head].tolist() == sorted(chosen | set(others[: count - len(chosen)]))
 
 
 def test_value_norms_are_pooled_over_neighbors() -> None:
@@ -104,14 +104,14 @@ def test_value_norms_are_pooled_over_neighbors() -> None:
     kernel = 3  # the largest odd size within four rows and columns
     padded = F.pad(norms, (1, 1, 1, 1, 1, 1))
     for frame, row, column in ((0, 0, 0), (2, 1, 3), (4, 3, 2)):
-        here = (slice(None), frame, row, column)
+        cell = (slice(None), frame, row, column)
         cube = padded[:, frame : frame + 3, row : row + 3, column : column + 3].sum((1, 2, 3)) / kernel**3
         plane = padded[:, frame + 1, row : row + 3, column : column + 3].sum((1, 2)) / kernel**2
-        place = (frame * 4 + row) * 4 + column
-        line = F.pad(norms.flatten(1), (1, 1))[:, place : place + 3].sum(1) / kernel
-        expected = (cube, cube, plane, plane, line, line, norms[here], norms[here])
+        index = (frame * 4 + row) * 4 + column
+        line = F.pad(norms.flatten(1), (1, 1))[:, index : index + 3].sum(1) / kernel
+        expected = (cube, cube, plane, plane, line, line, norms[cell], norms[cell])
         for layer in range(layers):
-            assert torch.allclose(pool_by_depth(norms, layer, layers)[here], expected[layer], atol=1e-6)
+            assert torch.allclose(pool_by_depth(norms, layer, layers)[cell], expected[layer], atol=1e-6)
 
 
 def test_pooling_kernels_are_seven_five_and_three_where_they_fit() -> None:

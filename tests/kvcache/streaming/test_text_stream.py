@@ -79,7 +79,7 @@ def test_an_empty_stream_matches_the_plain_network() -> None:
 
 def test_a_stream_of_fifty_times_the_capacity_stays_bounded() -> None:
     stream, ids = stream_of(), words(50 * CAP)
-    size, places = stream.nbytes, [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()]
+    size, addresses = stream.nbytes, [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()]
     longest = 0
     seen_positions: list[int] = []
     network: Any = stream.model.network
@@ -96,7 +96,7 @@ def test_a_stream_of_fifty_times_the_capacity_stays_bounded() -> None:
         longest = max(longest, stream.length)
         assert stream.nbytes == size
     assert stream.num_seen == 50 * CAP and longest <= FULL and max(seen_positions) < CAP
-    assert [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()] == places
+    assert [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()] == addresses
     layers, heads, width = 3, 2, 8
     assert size == layers * heads * CAP * (2 * width * 4 + 8) + CAP * (8 + 4)
 
@@ -123,15 +123,17 @@ def by_hand(stream: TextStream, ids: Tensor) -> tuple[Tensor, Tensor]:
         rows = stream.model.network(ids[None]).logits[0].log_softmax(-1)
     novelty = torch.tensor([torch.inf, *(-float(rows[t - 1, ids[t]]) for t in range(1, count))])
     attention = torch.zeros(len(reading.layers), reading.layers[0].keys.shape[1], count)
-    for layer, seen in enumerate(reading.layers):
-        queries = seen.rotate(seen.queries, 0)
+    for layer, inputs in enumerate(reading.layers):
+        queries = inputs.rotate(inputs.queries, 0)
         for head in range(queries.shape[1]):
-            for place in range(count, count + len(PROMPT)):
+            for position in range(count, count + len(PROMPT)):
                 row = (
-                    seen.keys[0, head // seen.num_queries_per_kv, : place + 1] @ queries[0, head, place] * seen.scale
+                    inputs.keys[0, head // inputs.num_queries_per_kv, : position + 1]
+                    @ queries[0, head, position]
+                    * inputs.scale
                 ).softmax(0)
-                attention[layer, head // seen.num_queries_per_kv] += row[:count] / (
-                    len(PROMPT) * seen.num_queries_per_kv
+                attention[layer, head // inputs.num_queries_per_kv] += row[:count] / (
+                    len(PROMPT) * inputs.num_queries_per_kv
                 )
     return attention, novelty
 
@@ -188,12 +190,12 @@ def snapkv_in_chunks(model: Model, ids: Tensor, kernel: int) -> Tensor:
         if which.shape[-1] == FULL:
             with masked_attention(network, hook=listen):
                 network(prompt, past_key_values=cache, position_ids=begin + torch.arange(len(PROMPT))[None])
-            places = torch.stack([scorer.scores(caught[layer])[0, :, :FULL] for layer in range(3)])
-            places = places.argsort(dim=-1, descending=True, stable=True)[..., :KEEP].sort(-1).values
-            cache, which = DynamicCache(config=network.config), which.gather(-1, places)
-            for layer, seen in caught.items():
-                index = places[layer][None, :, :, None].expand(-1, -1, -1, seen.keys.shape[-1])
-                cache.update(seen.keys.gather(2, index), seen.values.gather(2, index), layer)
+            kept = torch.stack([scorer.scores(caught[layer])[0, :, :FULL] for layer in range(3)])
+            kept = kept.argsort(dim=-1, descending=True, stable=True)[..., :KEEP].sort(-1).values
+            cache, which = DynamicCache(config=network.config), which.gather(-1, kept)
+            for layer, inputs in caught.items():
+                index = kept[layer][None, :, :, None].expand(-1, -1, -1, inputs.keys.shape[-1])
+                cache.update(inputs.keys.gather(2, index), inputs.values.gather(2, index), layer)
         new = ids[begin : begin + FULL - which.shape[-1]]
         positions = torch.arange(begin, begin + len(new))
         network(new[None], past_key_values=cache, position_ids=positions[None])
@@ -235,8 +237,8 @@ def test_novelty_is_the_negative_log_probability() -> None:
 @torch.no_grad()
 def test_novelty_continues_across_pushes() -> None:
     stream, ids = stream_of(), words(20)
-    for piece in (ids[:1], ids[1:8], ids[8:9], ids[9:]):
-        stream.push(piece)
+    for chunk in (ids[:1], ids[1:8], ids[8:9], ids[9:]):
+        stream.push(chunk)
     _, novelty = by_hand(stream, ids)
     assert torch.allclose(stream._novelty.novelty[:20], novelty, atol=1e-4)
 
@@ -297,10 +299,10 @@ def test_after_many_rounds_every_key_has_the_position_of_its_slot() -> None:
 def test_asking_leaves_the_cache_bit_identical(pushed: int) -> None:
     stream = stream_of()
     stream.push(words(pushed))
-    before, length, seen = everything(stream.cache), stream.length, stream.num_seen
+    before, length, num_seen = everything(stream.cache), stream.length, stream.num_seen
     first = stream.answer(words(4), 4)
     stream.logits(words(5))
-    assert same(everything(stream.cache), before) and (stream.length, stream.num_seen) == (length, seen)
+    assert same(everything(stream.cache), before) and (stream.length, stream.num_seen) == (length, num_seen)
     assert torch.equal(stream.answer(words(4), 4), first)
 
 
@@ -314,14 +316,14 @@ def test_text_in_and_out_and_memory_statistics() -> None:
         return stream
 
     one, other = fresh(), fresh()
-    said = one.answer([5, 6], 3)
+    first_answer = one.answer([5, 6], 3)
     assert one.ask("why", 3) == model.tokenizer.decode(one.answer(byte_tokenizer()("why")["input_ids"], 3))
     assert one.num_seen == other.num_seen
     one.ask("why", 3, remember=True)
     answer = other.answer(byte_tokenizer()("why")["input_ids"], 3)
     other.push("why")
     other.push(answer)
-    assert one.num_seen == other.num_seen and torch.equal(numbers(one), numbers(other)) and len(said) <= 3
+    assert one.num_seen == other.num_seen and torch.equal(numbers(one), numbers(other)) and len(first_answer) <= 3
 
 
 # Refusals
@@ -388,7 +390,7 @@ def refusals() -> list[tuple[Callable[[TextStream], Any], type[Exception], str]]
 def test_impossible_requests_are_refused_and_change_nothing(at: int) -> None:
     stream = stream_of()
     before = everything(stream.cache)
-    call, kind, sentence = refusals()[at]
-    with pytest.raises(kind, match=sentence):
+    call, error, sentence = refusals()[at]
+    with pytest.raises(error, match=sentence):
         call(stream)
     assert same(everything(stream.cache), before) and stream.num_seen == 0

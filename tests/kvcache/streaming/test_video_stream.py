@@ -75,14 +75,14 @@ def test_a_video_of_fifty_times_the_capacity_stays_bounded(name: str) -> None:
     size, cap = stream.nbytes, len(PREFIX) + FRAMES * PATCHES[name] + len(stream._layout.trailing) + 16
     assert stream.cache is not None and stream.cache.capacity == cap
     assert size == 4 * 2 * cap * (2 * 8 * 4 + 8 + 4)  # layers, heads; keys and values, a token number and a score
-    places = [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()]
+    addresses = [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()]
     frames, longest = film(50 * FRAMES * JOINED[name] - JOINED[name], seed=1), 0
     for start in range(0, len(frames), 31):
         stream.push(frames[start : start + 31])
         longest = max(longest, stream.length)
         assert stream.nbytes == size
     assert stream.num_seen == 50 * FRAMES and longest == len(PREFIX) + FRAMES * PATCHES[name]
-    assert [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()] == places
+    assert [tensor.data_ptr() for layer in stream.cache.layers for tensor in layer.tensors()] == addresses
     assert stream.answer(QUESTION, 3).shape == (3,)
 
 
@@ -97,7 +97,7 @@ def test_heads_keep_complete_recent_frames_and_unchanged_keys(name: str) -> None
         before = stream.num_compressions
         stream.push(frames[start : start + JOINED[name]])
         assert stream.cache is not None
-        for at, layer in enumerate(stream.cache.layers):
+        for index, layer in enumerate(stream.cache.layers):
             for head in range(2):
                 numbers = layer.token_indices[head, : stream.length].tolist()
                 assert numbers[:first] == list(range(first)) and numbers == sorted(set(numbers))
@@ -106,7 +106,7 @@ def test_heads_keep_complete_recent_frames_and_unchanged_keys(name: str) -> None
                     assert set(recent) <= set(numbers)  # two of eight, and the frame since then
                 for slot, number in enumerate(numbers):
                     now = (layer.keys[head, slot].clone(), layer.values[head, slot].clone())
-                    was = kept.setdefault((at, head, number), now)
+                    was = kept.setdefault((index, head, number), now)
                     assert torch.equal(now[0], was[0]) and torch.equal(now[1], was[1])
     assert stream.num_compressions > 10
 
@@ -134,7 +134,7 @@ def test_value_norms_are_recorded_while_frames_are_complete(pooling: bool) -> No
     for start in range(0, 60, 2):
         stream.push(frames[start : start + 2])
         assert stream.cache is not None
-        for at, layer in enumerate(stream.cache.layers):
+        for index, layer in enumerate(stream.cache.layers):
             marked = slice(len(PREFIX), stream.length - stream._new_frames * 16)
             for head in range(2):
                 for number, mark, value in zip(
@@ -143,8 +143,8 @@ def test_value_norms_are_recorded_while_frames_are_complete(pooling: bool) -> No
                     layer.values[head, marked],
                     strict=True,
                 ):
-                    assert noted.setdefault((at, head, number), float(mark)) == float(mark)
-                    if not pooling or at == 3:
+                    assert noted.setdefault((index, head, number), float(mark)) == float(mark)
+                    if not pooling or index == 3:
                         assert torch.allclose(mark, value.norm(), atol=1e-5)
     assert len(noted) > 0
 
@@ -173,8 +173,8 @@ def test_positions_match_the_full_video(name: str) -> None:
     numbering = FramePositions(network, len(PREFIX), shape)
     for count in (1, 3, 5, 6, 7, 20):
         actual = torch.cat((numbering.frames(0, count), numbering.text(count, 4)), dim=1)
-        pieces = torch.cat([numbering.frames(at, 1) for at in range(count)], dim=1)
-        assert torch.equal(actual[:, : pieces.shape[1]], pieces)
+        one_by_one = torch.cat([numbering.frames(frame, 1) for frame in range(count)], dim=1)
+        assert torch.equal(actual[:, : one_by_one.shape[1]], one_by_one)
         if name.startswith("qwen"):
             inputs = plainly(name, network, film(2 * count))
             expected, _ = network.model.get_rope_index(
@@ -202,8 +202,8 @@ def test_text_positions_may_follow_the_longest_axis(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(network.model, "get_rope_index", highest)
     numbering = FramePositions(network, len(PREFIX), FrameEncoder(network).layout(film(1)))
-    result = [int(numbering.text(count, 1)[0, 0]) for count in range(40)]
-    assert result == [3, *(3 + max(4, 2 * count - 1) for count in range(1, 40))]
+    positions = [int(numbering.text(count, 1)[0, 0]) for count in range(40)]
+    assert positions == [3, *(3 + max(4, 2 * count - 1) for count in range(1, 40))]
 
 
 def test_patches_match_loops() -> None:

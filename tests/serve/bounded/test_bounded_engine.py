@@ -153,7 +153,7 @@ def streamed(network: PreTrainedModel) -> TextStream:
 def held(engine: Engine, request: Request, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a running request's token numbers [kv_heads, length], keys and values [kv_heads, length, head_dim]."""
     runner, length = runner_of(engine), memory_of(engine).size.length(request.num_computed_tokens)
-    rows = torch.tensor([request.blocks[place // BLOCK] * BLOCK + place % BLOCK for place in range(length)])
+    rows = torch.tensor([request.blocks[position // BLOCK] * BLOCK + position % BLOCK for position in range(length)])
     numbers = runner.pages.numbers.flatten(0, 1)[rows, layer].T.long()
     keys, values = (
         pages[layer].flatten(0, 1)[rows].transpose(0, 1) for pages in (runner.cache.keys, runner.cache.values)
@@ -173,12 +173,12 @@ def test_the_pages_of_a_long_text_match_a_streams_cache(llama: PreTrainedModel, 
         stream.push(request.tokens[stream.num_seen : request.num_computed_tokens])
         assert stream.length == memory_of(engine).size.length(request.num_computed_tokens)
         assert request.cache_state is not None and request.cache_state.ledger.length == stream._novelty.length
-        for mine, theirs in (
+        for actual, theirs in (
             (request.cache_state.ledger.token_indices, stream._novelty.token_indices),
             (request.cache_state.ledger.novelty, stream._novelty.novelty),
         ):
             count = stream._novelty.length
-            assert torch.allclose(mine[:count].double(), theirs[:count].double(), atol=1e-4)
+            assert torch.allclose(actual[:count].double(), theirs[:count].double(), atol=1e-4)
         for layer, pot in enumerate(stream.cache.layers):
             numbers, keys, values = held(engine, request, layer)
             assert torch.equal(numbers, pot.numbers[:, : stream.length])
@@ -282,21 +282,21 @@ def test_a_batch_changes_no_answer(llama: PreTrainedModel, alone: list[list[int]
 def test_prompt_chunks_do_not_depend_on_the_batch() -> None:
     def cut(engine: Engine, texts: list[list[int]]) -> dict[int, list[tuple[int, int]]]:
         """Return, for each prompt by its length, where its chunks begin and their tokens."""
-        result: dict[int, list[tuple[int, int]]] = {}
+        chunks: dict[int, list[tuple[int, int]]] = {}
         launch = runner_of(engine).launch
 
         def noted(step: ScheduledBatch) -> InflightBatch:
-            for piece in step.pieces:
-                result.setdefault(len(piece.request.prompt), []).append((piece.start, piece.count))
+            for chunk in step.pieces:
+                chunks.setdefault(len(chunk.request.prompt), []).append((chunk.start, chunk.count))
             return launch(step)
 
         engine.runner.launch = noted  # type: ignore[method-assign]
         answers(engine, texts)
-        return result
+        return chunks
 
     texts = texts_of(LENGTHS)
-    together = cut(capped(prefill_chunk_size=9, max_num_seqs=4), texts)
-    assert together == {len(text): cut(capped(prefill_chunk_size=9), [text])[len(text)] for text in texts}
+    batched = cut(capped(prefill_chunk_size=9, max_num_seqs=4), texts)
+    assert batched == {len(text): cut(capped(prefill_chunk_size=9), [text])[len(text)] for text in texts}
 
 
 def test_answers_after_preemption(llama: PreTrainedModel, alone: list[list[int]]) -> None:
@@ -376,10 +376,10 @@ def test_a_session_cache_is_reused_only_with_the_same_salt_and_adapter(llama: Pr
     while engine.busy:
         engine.step()
     changed = [*first.tokens[:-1], (first.tokens[-1] + 1) % 99, 7]  # the last token differs
-    result = [engine.submit([*first.tokens, 7], GREEDY, salt=salt)[0] for salt in (b"b", b"a")]
-    result.append(engine.submit(changed, GREEDY, salt=b"a")[0])
+    requests = [engine.submit([*first.tokens, 7], GREEDY, salt=salt)[0] for salt in (b"b", b"a")]
+    requests.append(engine.submit(changed, GREEDY, salt=b"a")[0])
     run(engine)
-    assert [request.num_cached_tokens for request in result] == [0, 65, 0]
+    assert [request.num_cached_tokens for request in requests] == [0, 65, 0]
 
 
 def test_session_caches_are_evicted_when_memory_is_needed(llama: PreTrainedModel) -> None:

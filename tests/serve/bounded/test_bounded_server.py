@@ -20,10 +20,10 @@ TEXT = "once upon a time there was a cache that forgot what nobody looked at. " 
 def small(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("capped")
     options = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-len", str(CONTEXT_GIVEN))
-    result = start(model_folder, folder, "--kv-token-cap", str(CAP), *options)
-    yield result
-    result.wait_until_idle()
-    assert result.end() == 0, result.log.read_text()
+    running = start(model_folder, folder, "--kv-token-cap", str(CAP), *options)
+    yield running
+    running.wait_until_idle()
+    assert running.end() == 0, running.log.read_text()
 
 
 def test_a_prompt_longer_than_the_models_context(small: Server) -> None:
@@ -38,8 +38,8 @@ def test_a_conversation_continues_from_its_session_cache(small: Server) -> None:
     prompt = list(TEXT.encode()[:3000])
     for turn in range(3):
         answer = small.complete(prompt, max_tokens=8, ignore_eos=True, return_token_ids=True)
-        result = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert result == (0 if turn == 0 else len(prompt) - 101)
+        cached_tokens = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached_tokens == (0 if turn == 0 else len(prompt) - 101)
         prompt += [*answer["choices"][0]["token_ids"], *b"x" * 100]
 
 
@@ -59,8 +59,8 @@ def test_several_clients_at_once_and_one_that_disconnects(small: Server) -> None
         assert 0 < small.state()["blocks_used"] <= MOST
     small.wait_until_idle()
     with small.http.stream("POST", small.url + "/v1/completions", json={**body, "max_tokens": 20, "n": 3}) as response:
-        result = pieces(response)
-    texts = ["".join(c["text"] for e in result for c in e["choices"] if c["index"] == at) for at in range(3)]
+        events = pieces(response)
+    texts = ["".join(c["text"] for e in events for c in e["choices"] if c["index"] == index) for index in range(3)]
     assert texts[0] and len(set(texts)) == 1
     small.wait_until_idle()
 

@@ -38,7 +38,9 @@ def shuffled(size: int, seed: int) -> HeadClusters:
     """Cluster arbitrary heads of arbitrary layers."""
     cells = [(layer, head) for layer in range(LAYERS) for head in range(HEADS)]
     random.Random(seed).shuffle(cells)
-    return HeadClusters(LAYERS, HEADS, tuple(tuple(sorted(cells[at : at + size])) for at in range(0, len(cells), size)))
+    return HeadClusters(
+        LAYERS, HEADS, tuple(tuple(sorted(cells[start : start + size])) for start in range(0, len(cells), size))
+    )
 
 
 def retention(share: float | list[float], size: int = 2, seed: int = 0, scorer: Scorer | None = None) -> EvictionPolicy:
@@ -82,9 +84,9 @@ def check(engine: Engine) -> None:
             assert len(request.blocks) == len(set(request.cache_state.places)) == len(request.cache_state.places)
             assert len(request.blocks) >= int(request.cache_state.kept.num_pages(request.num_computed_tokens).sum())
     if isinstance(engine.scheduler.cache_manager, PerHeadCacheManager):
-        own = {page for request in engine.scheduler.running for page in request.blocks}
+        used_pages = {page for request in engine.scheduler.running for page in request.blocks}
         state = engine.state()
-        assert state["blocks_used"] == len(own)
+        assert state["blocks_used"] == len(used_pages)
         assert state["blocks_used"] + state["blocks_carried"] + pool.free == pool.blocks
 
 
@@ -156,15 +158,19 @@ def test_a_prompt_in_one_chunk_matches_the_masked_reference(name: str) -> None:
     model = model_of("llama")
     text = words(100, seed=5)
     *prompt, last = text
-    actual = record_prefill(model, torch.tensor([prompt]))
+    prefill = record_prefill(model, torch.tensor([prompt]))
     counts = RequestRetention.empty(expected, len(prompt)).lengths(len(prompt))
     head_counts = torch.from_numpy(counts)[expected.clusters.cluster]  # [layers, kv_heads]
     assert head_counts.min() < head_counts.max() < len(prompt), "nothing would be compressed, or all alike"
-    scores = torch.stack([scorer.scores(seen) for seen in actual.layers])
-    reference = decode_logits(model, actual, retained_mask(scores, head_counts[:, None]), torch.tensor([[last]]))[0, -1]
+    scores = torch.stack([scorer.scores(inputs) for inputs in prefill.layers])
+    reference = decode_logits(model, prefill, retained_mask(scores, head_counts[:, None]), torch.tensor([[last]]))[
+        0, -1
+    ]
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, logprobs=20)
-    own = logprobs(Engine(model, kv_profile=expected, max_num_batched_tokens=256, **SMALL), text, params)
-    torch.testing.assert_close(own[0], reference.log_softmax(-1).topk(20).values.sort().values, atol=2e-5, rtol=0)
+    actual_logprobs = logprobs(Engine(model, kv_profile=expected, max_num_batched_tokens=256, **SMALL), text, params)
+    torch.testing.assert_close(
+        actual_logprobs[0], reference.log_softmax(-1).topk(20).values.sort().values, atol=2e-5, rtol=0
+    )
 
 
 def test_a_prompt_in_two_chunks_matches_the_masked_reference() -> None:
@@ -176,8 +182,8 @@ def test_a_prompt_in_two_chunks_matches_the_masked_reference() -> None:
     half = kept_.next_chunk(0, 60)
     first = record_prefill(model, torch.tensor([prompt[:half]]))
     scores = torch.stack([scorer.scores(seen) for seen in first.layers])
-    own = torch.from_numpy(kept_.lengths(half))[expected.clusters.cluster][:, None]
-    mask = retained_mask(scores, own)  # [layers, 1, kv_heads, half]
+    head_counts = torch.from_numpy(kept_.lengths(half))[expected.clusters.cluster][:, None]
+    mask = retained_mask(scores, head_counts)  # [layers, 1, kv_heads, half]
     caught: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
     cache = first.cache()
     with masked_attention(model.network, mask, lambda layer, *seen: caught.update({layer: seen})), torch.no_grad():
@@ -190,7 +196,7 @@ def test_a_prompt_in_two_chunks_matches_the_masked_reference() -> None:
     for layer, (queries, keys, values) in caught.items():
         tail = [side[:, :, -region:] for side in (keys, values)]
         seen = AttentionInputs(*tail, queries[:, :, :0], lambda x, _: x, 8**-0.5, rotated_queries=queries)
-        locked = own[layer] - 8
+        locked = head_counts[layer] - 8
         mask_of_both[layer, :, :, -region:] = retained_mask(later.scores(seen)[None], (ends[layer] - locked)[None])[0]
     after = RecordedPrefill(
         [AttentionInputs(keys, values, keys, lambda x, _: x, 1.0) for _, keys, values in caught.values()], first.logits,
@@ -212,7 +218,7 @@ def test_several_turns_with_everything_kept_equal_the_plain_cache() -> None:
     for engine in engines:
         text = words(33, seed=7)
         for turn in range(3):
-            both = [engine.submit([*text, 50 + turn, 60 + who], GREEDY)[0] for who in range(2)]
+            both = [engine.submit([*text, 50 + turn, 60 + client], GREEDY)[0] for client in range(2)]
             while engine.busy:
                 engine.step()
                 check(engine)
@@ -257,18 +263,18 @@ def test_pages_are_reserved_once_and_grow_only_with_written_tokens() -> None:
     engine = Engine(model_of("llama"), kv_profile=retention([1.0, 0.1, 0.0]), max_num_batched_tokens=24, **SMALL)
     text = words(99, seed=8)
     request = engine.submit(text, GREEDY)[0]
-    seen = []
+    page_counts = []
     while engine.busy:
         engine.step()
         check(engine)
         if request.cache_state is not None:
-            seen.append((request.num_computed_tokens, len(request.blocks)))
+            page_counts.append((request.num_computed_tokens, len(request.blocks)))
     stop = len(text) - 1
-    reserved = {pages for computed, pages in seen if computed <= stop}
+    reserved = {pages for computed, pages in page_counts if computed <= stop}
     assert len(reserved) == 1, "a prompt's pages change while it is read"
     full = 3 * -(-stop // BLOCK)
     assert reserved.pop() < 0.6 * full
-    counts = [pages for _, pages in seen]
+    counts = [pages for _, pages in page_counts]
     assert counts == sorted(counts)
 
 
@@ -341,19 +347,19 @@ def test_nothing_leaks_over_500_conversations() -> None:
         if len(running) < 8 and begun < 500:
             texts[begun] = [rng.randrange(3, 99) for _ in range(rng.randrange(1, 60))]
             begun += 1
-        for who in [who for who in texts if who not in running][:4]:
+        for client in [client for client in texts if client not in running][:4]:
             sampling = SamplingParams(max_tokens=rng.randrange(1, 10), temperature=0, ignore_eos=True)
-            running[who] = engine.submit(texts[who], sampling, salt=bytes([who % 3]))[0]
+            running[client] = engine.submit(texts[client], sampling, salt=bytes([client % 3]))[0]
         if rng.random() < 0.15:
             engine.abort(running[rng.choice(list(running))])
             left += 1
         engine.step()
         check(engine)
-        for who in [who for who, request in running.items() if request.state.value == "ended"]:
-            request = running.pop(who)
-            texts[who] = [*request.tokens, *(rng.randrange(3, 99) for _ in range(3))]
-            if request.reason == "abort" or len(texts[who]) > 100 or rng.random() < 0.3:
-                del texts[who]
+        for client in [client for client, request in running.items() if request.state.value == "ended"]:
+            request = running.pop(client)
+            texts[client] = [*request.tokens, *(rng.randrange(3, 99) for _ in range(3))]
+            if request.reason == "abort" or len(texts[client]) > 100 or rng.random() < 0.3:
+                del texts[client]
     state = engine.state()
     assert left > 100 and state["cached_tokens"] > 1000 and state["generated_tokens"] > 1000
     run(engine)
@@ -380,16 +386,16 @@ def test_chunks_have_about_equal_length_and_their_budgets_add_up() -> None:
 def test_moved_tokens_have_distinct_slots() -> None:
     expected = retention([0.5, 0.2, 0.0])
     engine = Engine(model_of("llama"), kv_profile=expected, max_num_batched_tokens=24, **SMALL)
-    seen = []
+    moves = []
 
     def watched(judge: Any, step: PerHeadBatch, layer: int, *rest: Any) -> None:
-        seen.extend(row.tolist() for chunk in step.chunks for row in chunk.there[layer])
+        moves.extend(row.tolist() for chunk in step.chunks for row in chunk.there[layer])
         judge(step, layer, *rest)
 
     engine.runner._judge = partial(watched, engine.runner._judge)  # type: ignore[attr-defined]
     engine.submit(words(90), GREEDY)
     run(engine)
-    assert len(seen) > 10 and all(len(set(row)) == len(row) for row in seen)
+    assert len(moves) > 10 and all(len(set(row)) == len(row) for row in moves)
 
 
 def test_session_caches_are_evicted_in_lru_order() -> None:
@@ -397,8 +403,8 @@ def test_session_caches_are_evicted_in_lru_order() -> None:
     for length in (3, 5, 7):
         assert texts.add(b"", list(range(10)), PerHeadSession(length, nothing, {}))
     assert not texts.add(b"", list(range(10)), PerHeadSession(3, nothing, {}))  # already cached; this refreshes it
-    result = texts.find(b"", list(range(6)))
-    assert result is not None and result.tokens == 5
+    match = texts.find(b"", list(range(6)))
+    assert match is not None and match.tokens == 5
     assert texts.find(b"", list(range(3))) is None  # at least one token must remain to compute
     assert [texts.drop().tokens for _ in range(3)] == [7, 3, 5] and len(texts) == 0
     assert texts.find(b"", list(range(10))) is None

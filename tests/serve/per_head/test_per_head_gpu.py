@@ -65,10 +65,10 @@ def test_the_tokens_match_the_module(
     fused = engine_of(monkeypatch, name, **settings)
     assert fused.runner.backend.startswith("fused-gpu, per-head cache")
     plain = Engine(Model(BUILDS[name]()), **SMALL, **settings)
-    result = [[engine.submit(text, FEW)[0] for text in texts] for engine in (fused, plain)]
+    requests = [[engine.submit(text, FEW)[0] for text in texts] for engine in (fused, plain)]
     run(fused)
     run(plain)
-    assert [request.output for request in result[0]] == [request.output for request in result[1]]
+    assert [request.output for request in requests[0]] == [request.output for request in requests[1]]
     if kind is not None:  # the same tokens were kept, in the same slots
         mine, other = fused.runner.pages.cache, plain.runner.cache
         assert int((mine.keys.cpu() != other.keys).any(-1).sum()) <= 8
@@ -116,19 +116,21 @@ def test_heads_of_different_lengths_in_one_call(
     shifts[0] = torch.tensor([0, -39, -10, -20, -7])
     cluster, column = torch.tensor([3, 1, 4], device=DEVICE), torch.tensor([2, 0, 3], device=DEVICE)
     work = [(head, part, count) for head, count in enumerate(parts) for part in range(count)]
-    own = ClusteredHeadPages(
+    head_pages = ClusteredHeadPages(
         tables, shifts, cluster, column, columns, torch.tensor(work, dtype=torch.int32, device=DEVICE)
     )
     rotation = RotaryParams(torch.randn(150, width, device=DEVICE), torch.randn(150, width, device=DEVICE))
     mixed = torch.randn(3, (heads + 2 * kv_heads) * width, device=DEVICE)
     others = [keys.clone(), values.clone()]
     queries = rope_and_store_kv(
-        mixed, (texts - 1).clamp(min=0), torch.where(texts > 0, slots, -1), rotation, *others, own, rows
+        mixed, (texts - 1).clamp(min=0), torch.where(texts > 0, slots, -1), rotation, *others, head_pages, rows
     )
     arrived = torch.zeros(3 * kv_heads, dtype=torch.int32, device=DEVICE)
     tokens = DecodeMetadata(slots, texts, tables, arrived, 150)
     max_parts = 1 << (max(parts) - 1).bit_length()
-    actual = paged_decode(mixed, keys, values, tokens, rotation, 0.2, head_pages=own, splits=max_parts, kv_quant=rows)
+    actual = paged_decode(
+        mixed, keys, values, tokens, rotation, 0.2, head_pages=head_pages, splits=max_parts, kv_quant=rows
+    )
     actual = actual.view(3, heads, width)
     for request in range(2):
         for head in range(kv_heads):
@@ -139,11 +141,11 @@ def test_heads_of_different_lengths_in_one_call(
                 torch.tensor([0, 1], dtype=torch.int32), torch.tensor([length], dtype=torch.int32), table, table,
                 length, [1],
             )  # fmt: skip
-            mine = slice(2 * head, 2 * head + 2)
+            query_heads = slice(2 * head, 2 * head + 2)
             expected = paged_attention_reference(
-                queries[request : request + 1, mine], keys, values, one, 0.2, kv_quant=rows
+                queries[request : request + 1, query_heads], keys, values, one, 0.2, kv_quant=rows
             )
-            assert torch.allclose(actual[request, mine], expected[0], atol=1e-4), (request, head)
+            assert torch.allclose(actual[request, query_heads], expected[0], atol=1e-4), (request, head)
     assert bool((actual[2] == 0).all()) and not bool(arrived.any())
     assert torch.allclose(keys.float(), others[0].float(), atol=1e-6 if rows is None else 1)
     assert torch.equal(values, others[1])
@@ -156,9 +158,14 @@ def test_last_queries_are_scored_in_the_dtype_of_the_keys(dtype: torch.dtype) ->
     keys, queries = torch.randn(1, 2, 300, 32).to(dtype), torch.randn(1, 6, 40, 32).to(dtype)
     seen = [
         AttentionInputs(
-            keys.to(place), keys.to(place), queries[:, :, :0], lambda x, at: x, 0.2, rotated_queries=queries.to(place)
+            keys.to(device),
+            keys.to(device),
+            queries[:, :, :0],
+            lambda x, at: x,
+            0.2,
+            rotated_queries=queries.to(device),
         )
-        for place in (DEVICE, "cpu")
+        for device in (DEVICE, "cpu")
     ]
     actual, expected = (last_query_logits(inputs, 32) for inputs in seen)
     assert actual.dtype == torch.float32 and torch.allclose(actual.cpu(), expected, atol=1e-4)
@@ -178,15 +185,15 @@ def test_no_other_split_would_finish_earlier(requests: int) -> None:
     shares = (64, 33, 17, 17, 7, 7, 4, 4)
 
     def ends(parts: tuple[int, ...]) -> float:
-        places = [0.0] * AT_ONCE * 132
+        free_at = [0.0] * AT_ONCE * 132
         for head, _, count in work_of(shares, parts):
             for _ in range(requests):
-                heapq.heapreplace(places, places[0] + shares[head] / count / 64 + OVERHEAD)
-        return max(places)
+                heapq.heapreplace(free_at, free_at[0] + shares[head] / count / 64 + OVERHEAD)
+        return max(free_at)
 
-    mine = ends(parts_of(shares, requests, 132))
-    assert mine <= 1.01 * min(ends((count,) * 8) for count in (1, 2, 4, 8, 16, 32))
-    assert mine < 1.35 * (requests * sum(shares) / 64 / (AT_ONCE * 132)) or requests < 4
+    end = ends(parts_of(shares, requests, 132))
+    assert end <= 1.01 * min(ends((count,) * 8) for count in (1, 2, 4, 8, 16, 32))
+    assert end < 1.35 * (requests * sum(shares) / 64 / (AT_ONCE * 132)) or requests < 4
 
 
 def test_long_splits_start_first_and_each_occurs_once() -> None:
