@@ -162,7 +162,7 @@ def test_pairs_that_are_none() -> None:
             compare(other, quality)
     with pytest.raises(DataError, match="f1 and accuracy cannot be compared"):
         compare(replace(quality, metric="f1"), quality)
-    with pytest.raises(DataError, match="impossible"):
+    with pytest.raises(DataError, match="invalid"):
         compare(quality, quality, confidence=1)
 
 

@@ -169,7 +169,7 @@ def _read_entries(cursor: _Cursor, count: int, alignment: int) -> dict[str, Tens
         if name in entries:
             raise _Damage(f"the tensor {name!r:.80} appears twice")
         if offset % alignment or end > len(cursor.data):
-            raise _Damage(f"the tensor {name!r:.80} is outside of the file or not aligned")
+            raise _Damage(f"the tensor {name!r:.80} is outside of the file or violates the alignment")
         entries[name] = TensorEntry(name, shape, block_format, begin, end)
     _check_overlap(entries)
     return entries
