@@ -190,7 +190,7 @@ def test_methods_for_dense_networks_refuse_it(tmp_path: Path) -> None:
         LogitLoss.check(model.anatomy)
     with pytest.raises(ModelError, match=r"quanti[sz]ed already"):
         RoundToNearest().apply(model, MethodContext())
-    with pytest.raises(ModelError, match=r"quanti[sz]ed already; prune"):
+    with pytest.raises(ModelError, match=r"is already quantized; prune"):
         Magnitude(budget=Budget("parameters", 0.8)).apply(model, MethodContext())
 
 

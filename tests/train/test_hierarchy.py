@@ -365,7 +365,7 @@ def test_shares_tile_the_vector(parts: int, sides: list[int]) -> None:
     assert flat == expected + [""] * (parts * size - layout.numel)
     for part in results:
         assert [entry.start for entry in part.slices] == [
-            sum(p.size for p in part.slices[:n]) for n in range(len(part.slices))
+            sum(p.numel for p in part.slices[:n]) for n in range(len(part.slices))
         ]
 
 

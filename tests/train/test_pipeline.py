@@ -250,7 +250,7 @@ def test_errors_are_one_sentence_on_every_replica(work: Any, sentence: str) -> N
 def waits() -> list[float]:
     module = stages()[0]
     compression = compress_stage(module, MiCRO(), distributed.group.WORLD, microbatches=1)
-    return [group_timeout(group).total_seconds() for group in (None, compression.reducers[0].workers.group)]
+    return [group_timeout(group).total_seconds() for group in (None, compression.reducers[0].comm.group)]
 
 
 def test_its_process_group_uses_the_timeout_of_the_run() -> None:

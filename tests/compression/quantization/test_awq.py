@@ -162,7 +162,7 @@ def test_queries_and_keys_are_never_clipped() -> None:
     for name, rows in (("llama", 16), ("gpt2", 32)):
         groups = layer_groups(anatomy_of(BUILDS[name]()).blocks[0])
         (values,) = clipped_projections(groups[0])
-        assert values.part == (2 if name == "gpt2" else 0) and values.rows == rows
+        assert values.chunk == (2 if name == "gpt2" else 0) and values.out_features == rows
         assert all(len(clipped_projections(group)) == len(group.layers) for group in groups[1:])
 
 
@@ -197,7 +197,7 @@ def test_it_beats_round_to_nearest_where_channels_are_loud(rounding: str) -> Non
     assert error({"method": "awq", "rounding": rounding}) < 0.5 * error({"method": "rtn"})
 
 
-@pytest.mark.parametrize("settings", [{"rounding": "magic"}, {"tokens": 0}, {"clip": 1}, {"bits": 9}])
+@pytest.mark.parametrize("settings", [{"rounding": "magic"}, {"search_tokens": 0}, {"clip": 1}, {"bits": 9}])
 def test_impossible_settings_are_one_sentence(settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:
         METHODS.build({"method": "awq", **settings})

@@ -190,7 +190,7 @@ DOWN = "model.layers.1.mlp.down_proj"
     ("change", "message"),
     [
         (lambda layers: layers[DOWN].update(weight="int4711"), "there is no number format"),
-        (lambda layers: layers[DOWN].update(weight="int4-asym/0"), "the group in"),
+        (lambda layers: layers[DOWN].update(weight="int4-asym/0"), "the group size in"),
         (lambda layers: layers[DOWN].update(weight="int4-asym/16@float32"), "torch.float16 and not torch.float32"),
         (lambda layers: layers[DOWN].update(weight="int8-asym/16@float16"), "as smelt.json says"),
         (lambda layers: layers[DOWN].update(weight="int4/16@float16"), "does not describe"),
@@ -250,7 +250,7 @@ def test_calibration_activations_that_are_no_numbers(settings: dict[str, Any], b
         ({"bits": 9}, "2 to 8 bits, not 9"),
         ({"bits": 1}, "2 to 8 bits, not 1"),
         ({"bits": "4"}, "must be an integer"),
-        ({"group_size": -2}, "-1 means a whole row"),
+        ({"group_size": -2}, "-1 means one group per row"),
         ({"format": "int4711"}, "there is no number format"),
         ({"input_activations": "int4711"}, "there is no number format"),
         ({"static_activations": True}, "give their format"),

@@ -137,7 +137,7 @@ def test_the_rate_falls_to_zero_along_a_cosine(monkeypatch: pytest.MonkeyPatch) 
     assert rates[:4] == pytest.approx([0.01, 0.00853553, 0.005, 0.00146447], rel=1e-4) and rates[4] == 0.01
 
 
-@pytest.mark.parametrize("settings", [{"rank": 0}, {"iterations": -1}, {"rate": 0.0}, {"format": "nf4"}])
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"iterations": -1}, {"lr": 0.0}, {"format": "nf4"}])
 def test_impossible_values_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(RecipeError):
         FlexRound(**settings)  # type: ignore[arg-type]

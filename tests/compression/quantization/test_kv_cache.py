@@ -29,8 +29,8 @@ from tests.trained import HELD_OUT
 
 STEPS: list[dict[str, Any]] = [
     {"format": "int4-asym/4@float16"},
-    {"format": "int2", "values": "none", "rotate_keys": False},
-    {"format": "int8", "values": "mxfp4", "clip": 0.9},
+    {"format": "int2", "value_format": "none", "rotate_keys": False},
+    {"format": "int8", "value_format": "mxfp4", "clip_ratio": 0.9},
 ]
 
 
@@ -126,12 +126,14 @@ def test_what_cannot_be_is_one_sentence() -> None:
     with pytest.raises(RecipeError, match="kv-cache: there is no number format 'int9'; `smelt formats` lists them"):
         METHODS.build({"method": "kv-cache", "format": "int9"})
     with pytest.raises(RecipeError, match="kv-cache: there is no number format 'x'"):
-        METHODS.build({"method": "kv-cache", "values": "x"})
-    with pytest.raises(RecipeError, match="between 0 and 1"):
-        METHODS.build({"method": "kv-cache", "clip": 0})
+        METHODS.build({"method": "kv-cache", "value_format": "x"})
+    with pytest.raises(RecipeError, match="above 0 and at most 1"):
+        METHODS.build({"method": "kv-cache", "clip_ratio": 0})
     with pytest.raises(ModelError, match="generate text"):
         KvCache().apply(Model(BUILDS["bert"]()), MethodContext())
-    assert METHODS.build({"method": "kv-cache", "clip": 1}).to_json()["clip"] == 1  # a whole number, as YAML has it
+    assert (
+        METHODS.build({"method": "kv-cache", "clip_ratio": 1}).to_json()["clip_ratio"] == 1
+    )  # a whole number, as YAML has it
     assert type(KvCache(clip_ratio=1).kv.clip) is float
 
 

@@ -159,7 +159,7 @@ def test_only_the_last_block_differs(method: type[FlexRound] | type[OmniQuant]) 
     for lfq in (False, True):
         model = Model(BUILDS["llama"]())
         batches = [inputs("llama", seed=seed) for seed in range(2)]
-        method(bits=3, group=16, rate=0.05, lfq=lfq, **settings).apply(model, MethodContext(batches=batches))
+        method(bits=3, group_size=16, lr=0.05, lfq=lfq, **settings).apply(model, MethodContext(batches=batches))
         networks.append(model.network.state_dict())
     differing = {name for name in networks[0] if not torch.equal(networks[0][name], networks[1][name])}
     assert differing and all(name.startswith("model.layers.2.") for name in differing)

@@ -103,7 +103,7 @@ def test_the_error_is_that_of_the_block() -> None:
         network = BUILDS["llama"]()
         layer = network.get_submodule(path)
         if rounded:
-            layer.weight.copy_(number_format.rounded(layer.weight))
+            layer.weight.copy_(number_format.fake_quantize(layer.weight))
         states.append(torch.stack([network(**b, output_hidden_states=True).hidden_states[2] for b in batches()]))
     expected = float((states[1] - states[0]).square().sum() / states[0].square().sum())
     assert facts["layers"][path]["block_error"]["2"] == pytest.approx(expected, rel=1e-3)

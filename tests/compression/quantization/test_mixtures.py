@@ -101,7 +101,9 @@ def test_an_expert_sees_the_real_tokens_that_chose_it(folders: dict[str, Path]) 
     """The Hessian of each expert, with padding, against what the router says."""
     model, data = load(folders["olmoe"]), batches(padded=True)
     block_inputs, block = capture_block_inputs(model.anatomy, data), model.anatomy.blocks[0]
-    seen: dict[nn.Module, HessianObserver] = {p.writers[0].module: HessianObserver() for p in block.parts if p.mixture}
+    seen: dict[nn.Module, HessianObserver] = {
+        p.input_projections[0].module: HessianObserver() for p in block.parts if p.mixture
+    }
     rows: list[tuple[Tensor, Tensor]] = []
     hook = block.module.mlp.gate.register_forward_hook(lambda _, args, output: rows.append((args[0], output[2])))
     observe(block_inputs, block, seen)

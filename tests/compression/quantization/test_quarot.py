@@ -67,7 +67,9 @@ def with_outliers(seed: int) -> hf.PreTrainedModel:
 def test_eight_bits_hardly_change_the_function(name: str, rounding: str) -> None:
     model = Model(BUILDS[name]())
     before = logits(model.network, name)
-    facts = quarot(model, name=name, bits=8, inputs="int8", clip=1.0, search=False, rounding=rounding)
+    facts = quarot(
+        model, name=name, bits=8, input_activations="int8", input_clip_ratio=1.0, range_search=False, rounding=rounding
+    )
     assert signal_to_noise(before, logits(model.network, name)) > 30
     layers = quantized_layers(model.network)
     assert (
@@ -161,7 +163,7 @@ def test_a_width_without_a_hadamard_matrix_is_left_alone_and_told() -> None:
     )
     model = Model(hf.LlamaForCausalLM(config).eval())
     before = logits(model.network)
-    facts = quarot(model, bits=8, inputs="int8", rounding="rtn")
+    facts = quarot(model, bits=8, input_activations="int8", rounding="rtn")
     assert facts["widths_without_hadamard"] == [58] and facts["layers_rotating_their_inputs"] == 1
     assert signal_to_noise(before, logits(model.network)) > 25
 
@@ -175,7 +177,7 @@ def test_rotations_as_the_network_runs_can_be_left_out() -> None:
 
 def test_weights_alone() -> None:
     model = Model(BUILDS["llama"]())
-    quarot(model, inputs=None, rounding="rtn")
+    quarot(model, input_activations=None, rounding="rtn")
     schemes = {layer.scheme.clip for layer in quantized_layers(model.network).values()}
     assert schemes == {1.0}
     assert quantized_layers(model.network)["model.layers.0.mlp.up_proj"].scheme.weight == Integer(-1, "float16", 4)
@@ -198,8 +200,8 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"rounding": "hqq"}, "gptq, rtn"),
-        ({"clip": 0.0}, "between 0.1 and 1"),
-        ({"clip": 1.1}, "between 0.1 and 1"),
+        ({"input_clip_ratio": 0.0}, "between 0.1 and 1"),
+        ({"input_clip_ratio": 1.1}, "between 0.1 and 1"),
         ({"static_activations": True}, "leave static_activations out"),
         ({"input_activations": "int9"}, "no number format"),
         ({"damping": -1.0}, "damping"),

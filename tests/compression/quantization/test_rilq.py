@@ -52,7 +52,7 @@ def quality(model: Model) -> float:
 
 def repaired(place: str, **settings: Any) -> Model:
     model = quantized(place)
-    settings = {"rate": RATE, "updates": 30, "accumulation": 2, "every": 10, **settings}
+    settings = {"lr": RATE, "updates": 30, "accumulation": 2, "validate_every": 10, **settings}
     Rilq(**settings).apply(model, MethodContext(batches=character_batches()))
     return model
 
@@ -71,7 +71,7 @@ def rank_two(place: str) -> Model:
 @pytest.mark.parametrize("inputs_format", [None, "int8"])
 @pytest.mark.parametrize("merge", [False, True])
 def test_before_training_nothing_is_changed(place: str, merge: bool, inputs_format: str | None) -> None:
-    model, plain = (quantized(place, inputs=inputs_format) for _ in range(2))
+    model, plain = (quantized(place, input_activations=inputs_format) for _ in range(2))
     Rilq(rank=4, updates=0, merge=merge).apply(model, MethodContext(batches=character_batches(samples=4)))
     assert torch.equal(logits(model), logits(plain))
     layer = quantized_layers(model.network)["model.layers.0.mlp.up_proj"]
@@ -82,7 +82,7 @@ def test_before_training_nothing_is_changed(place: str, merge: bool, inputs_form
 
 def test_the_rank_matters_less_than_for_the_best_factors_of_each_layer(place: str, rank_two: Model) -> None:
     """Trained model-wise, ranks 2 and 16 end close together; factors of the layers' own errors do not."""
-    svd = [quality(repaired(place, rank=rank, initial="svd", updates=0)) for rank in (2, 16)]
+    svd = [quality(repaired(place, rank=rank, init="svd", updates=0)) for rank in (2, 16)]
     trained = [quality(rank_two), quality(repaired(place, rank=16))]
     assert quality(quantized(place)) > svd[0] > svd[1]
     assert max(trained) < svd[0]
@@ -93,7 +93,7 @@ def test_the_wider_the_loss_looks_the_more_is_recovered(place: str, rank_two: Mo
     """Linear-wise and layer-wise, then model-wise, then model-wise with the next token. The paper has linear-wise
     before layer-wise; in so small a network these two change places with the calibration data."""
     linear, layer = (quality(locally_repaired(place, whole_blocks=whole)) for whole in (False, True))
-    whole, truth = quality(repaired(place, rank=2, truth=0.0)), quality(rank_two)
+    whole, truth = quality(repaired(place, rank=2, gt_loss_weight=0.0)), quality(rank_two)
     assert quality(quantized(place)) > max(linear, layer)
     assert min(linear, layer) > whole > truth
 
@@ -344,10 +344,10 @@ def test_svd_is_refused_where_the_weights_were_changed_before(place: str) -> Non
     model = quantized(place)
     with torch.no_grad():
         model.network.model.layers[1].input_layernorm.weight.mul_(1.01)
-    assert "use `initial: zero`" in refusal(Rilq(init="svd", updates=0), model)
+    assert "use `init: zero`" in refusal(Rilq(init="svd", updates=0), model)
 
 
-@pytest.mark.parametrize("settings", [{"rank": 0}, {"initial": "gaussian"}, {"truth": 1.5}, {"patience": 0}])
+@pytest.mark.parametrize("settings", [{"rank": 0}, {"init": "gaussian"}, {"gt_loss_weight": 1.5}, {"patience": 0}])
 def test_impossible_values_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeError):
         Rilq(**settings)

@@ -129,7 +129,9 @@ def test_it_helps_where_a_channel_is_loud(rounding: str, static: bool) -> None:
     assert error({"method": "smoothquant", "rounding": rounding}) < plain / 10
 
 
-@pytest.mark.parametrize("settings", [{"alpha": 1.5}, {"alpha": -0.1}, {"rounding": "magic"}, {"inputs": "int4711"}])
+@pytest.mark.parametrize(
+    "settings", [{"alpha": 1.5}, {"alpha": -0.1}, {"rounding": "magic"}, {"input_activations": "int4711"}]
+)
 def test_impossible_settings_are_one_sentence(settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:
         METHODS.build({"method": "smoothquant", **settings})

@@ -156,7 +156,9 @@ def really_rounded(anatomy: Anatomy, method: SpinQuant) -> Iterator[None]:
         hook.remove()
 
 
-@pytest.mark.parametrize("settings", [{"rotate_heads": True}, {"inputs": "int4-asym", "clip": 1.0}])
+@pytest.mark.parametrize(
+    "settings", [{"rotate_heads": True}, {"input_activations": "int4-asym", "input_clip_ratio": 1.0}]
+)
 @torch.no_grad()
 def test_the_network_that_is_trained_is_the_rotated_one(settings: dict[str, Any]) -> None:
     method = SpinQuant(**settings)

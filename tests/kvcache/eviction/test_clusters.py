@@ -57,7 +57,7 @@ def test_the_map_is_a_bijection(
     budgets = budgets_of(layers, heads, seed)
     clusters = cluster_heads((budgets * 3).floor() if ties else budgets, size, scope)
     assert clusters.size == size and len(clusters.members) == layers * heads // size
-    assert clusters.cells.shape == (len(clusters.members), size)
+    assert clusters.head_indices.shape == (len(clusters.members), size)
     cells = (clusters.cluster * size + clusters.column).flatten()
     assert cells.sort().values.tolist() == list(range(layers * heads))
     for layer in range(layers):
