@@ -57,7 +57,7 @@ def main() -> None:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prompts", type=int, default=16, help="of each task")
+    parser.add_argument("--prompts", type=int, default=16, help="prompts per task")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--resume", action="store_true")
     return parser.parse_args()
@@ -124,16 +124,16 @@ def _answers(
 def _text(rows: list[dict[str, Any]]) -> str:
     tasks = [task for task in LENGTHS if any(row["task"] == task for row in rows)]
     text = (
-        "# What is left of a prompt: scorers, budgets and quality\n\n"
+        "# Quality after KV cache eviction: scorers and budgets\n\n"
         "SmolLM2-135M in float32, prompts compressed before the question is seen; the first "
         f"{FORCED['sink']} and the last {FORCED['window']} tokens always stay. `needle` and `lookup`: the share of "
-        "questions answered exactly; `continuation`: perplexity. Columns are the share of keys and values that is kept "
-        "in all.\n"
+        "questions answered exactly; `continuation`: perplexity. Columns are the total share of the KV cache that is "
+        "kept.\n"
     )
     for task in tasks:
         results = [row["found"] for row in rows if row["task"] == task]
         all_of_it = _figure(results, "all", task)
-        text += f"\n## {task}, {len(results)} prompts: {all_of_it} with everything\n\n{_table(results, task)}\n"
+        text += f"\n## {task}, {len(results)} prompts: {all_of_it} with the full cache\n\n{_table(results, task)}\n"
     return text
 
 

@@ -228,24 +228,24 @@ def chosen_share(trace: Trace) -> float:
 
 def _text(rows: list[dict[str, Any]]) -> str:
     text = (
-        "# Pages chosen step by step: what it costs in quality, and in copies\n\n"
-        f"SmolLM2-135M in float32, {SINK} first and {WINDOW} last pages always chosen "
-        "as part of the share. Prompts attend to everything; all tokens after them, questions too, "
-        "attend to what was chosen. Overlap: of a step's pages, the share that the step before had chosen; `free` "
-        "leaves out the first and last ones. Copied: from host pages, MB a token and request, where pages stay for 8 "
-        f"steps; the first token is left out. A continuation is {NEXT} tokens. Seed {SEED}.\n"
+        "# Sparse page attention: quality, and bytes copied\n\n"
+        f"SmolLM2-135M in float32, {SINK} first and {WINDOW} last pages always selected "
+        "as part of the share. Prompts use full attention; all tokens after them, questions too, "
+        "attend to the selected pages. Overlap: the share of a step's pages that the step before had selected; `free` "
+        "excludes the first and last pages. Copied: from host pages, MB per token and request, where pages stay for 8 "
+        f"steps; the first token is excluded. A continuation is {NEXT} tokens. Seed {SEED}.\n"
     )
     for row in rows:
         unit = "answered" if row["task"] == "needle" else "perplexity"
         pages = f"pages of {row['page']}, {row['prompts']} prompts"
         text += f"\n## {row['task']}, {row['length']:,} tokens, {pages}\n\n"
-        text += table(["digest", "share", "pages chosen", unit, "overlap", "free", "copied"], _quality(row)) + "\n"
+        text += table(["summary", "share", "pages selected", unit, "overlap", "free", "copied"], _quality(row)) + "\n"
     steady = [_steady(row) for row in rows if row["task"] == "continuation"]
     if steady:
-        text += "\n## The steady rule (arkvale, 25 % of the pages): MB copied a token and request\n\n"
-        text += table(["tokens", *(f"stays {steps} steps" for steps in STEADY)], steady) + "\n"
+        text += "\n## Keeping pages for several steps (arkvale, 25% of the pages): MB copied per token and request\n\n"
+        text += table(["tokens", *(f"kept {steps} steps" for steps in STEADY)], steady) + "\n"
     seconds = sum(row["processor_seconds"] for row in rows)
-    return f"{text}\nAll of it took {seconds / 60:.1f} minutes of one processor core.\n"
+    return f"{text}\nTotal: {seconds / 60:.1f} minutes of CPU time.\n"
 
 
 def _quality(row: dict[str, Any]) -> list[list[str]]:

@@ -71,10 +71,10 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--seeds", type=int, default=2, help="texts of each kind and depth with a passkey")
+    parser.add_argument("--seeds", type=int, default=2, help="passkey texts per haystack and depth")
     parser.add_argument("--texts", type=int, default=8, help="texts for the perplexity")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--resume", action="store_true", help="go on with parts that were cut off")
+    parser.add_argument("--resume", action="store_true", help="resume interrupted parts")
     return parser.parse_args()
 
 
@@ -200,17 +200,17 @@ def _stream_page(rows: list[dict[str, Any]]) -> str:
     tenths = [resident[len(resident) * tenth // 10 - 1] for tenth in range(1, 11)]
     sizes = ", ".join(f"{size:,}" for size in row["sizes"])
     return (
-        f"## {row['tokens']:,} tokens of WikiText-2 through a pot of {row['cap']}\n\n"
+        f"## {row['tokens']:,} tokens of WikiText-2 through a cache of {row['cap']}\n\n"
         f"SmolLM2-135M in {row['dtype']} on one thread, {shared_keep(row['cap'])}. After every {STEP:,} tokens the "
-        f"stream held {sizes} bytes and at most {row['longest']} tokens; it was cooked down {row['cooked']} times. "
-        f"Tokens a second of the processor's time: {row['first_busy']:.0f} in the first tenth, {row['last_busy']:.0f} "
-        f"in the last; by the clock, on a machine that others used too, {row['first']:.0f} and {row['last']:.0f}. "
+        f"stream used {sizes} bytes and at most {row['longest']} tokens; it was compressed {row['cooked']} times. "
+        f"Tokens per second of CPU time: {row['first_busy']:.0f} in the first tenth, {row['last_busy']:.0f} "
+        f"in the last; by wall clock, on a shared machine, {row['first']:.0f} and {row['last']:.0f}. "
         f"Resident memory of the process in MiB after each tenth: {', '.join(f'{size:.0f}' for size in tenths)}."
     )
 
 
 def shared_keep(cap: int) -> str:
-    return f"cooked down to {cap // 2}, {cap // 8} left free for questions"
+    return f"compressed to {cap // 2}, {cap // 8} reserved for questions"
 
 
 def _passkey_page(rows: list[dict[str, Any]]) -> str:
@@ -225,10 +225,10 @@ def _passkey_page(rows: list[dict[str, Any]]) -> str:
         cells.append([haystack, f"{length:,}", method, f"{len(method_rows)}", *figures, f"{overall:.2f}"])
     cap = rows[0]["cap"]
     return (
-        f"## A passkey\n\nSmolLM2-135M in {rows[0]['dtype']}, trained for 8,192 tokens; a pot of {cap}, "
-        f"{shared_keep(cap)}. A number is said twice at some depth of a text and asked for at its end; the share that "
-        "is said rightly.\n\n"
-        + table(["text", "tokens", "what is kept", "texts", *(f"depth {depth:.0%}" for depth in DEPTHS), "mean"], cells)
+        f"## A passkey\n\nSmolLM2-135M in {rows[0]['dtype']}, trained on 8,192 tokens; a cache of {cap}, "
+        f"{shared_keep(cap)}. A number is stated twice at some depth of a text and asked for at its end; the share "
+        "of correct answers.\n\n"
+        + table(["text", "tokens", "method", "texts", *(f"depth {depth:.0%}" for depth in DEPTHS), "mean"], cells)
     )
 
 
@@ -239,8 +239,8 @@ def _alpha_page(rows: list[dict[str, Any]]) -> str:
     cells = [[method, f"{math.exp(mean([by_method[method][number] for number in texts])):.2f}"] for method in methods]
     return (
         f"## The share kept for novelty\n\nPerplexity of {AFTER} tokens after {BEFORE:,} of WikiText-2, {len(texts)} "
-        f"texts, SmolLM2-135M in {rows[0]['dtype']}; a pot of {cap}, {shared_keep(cap)}; truncation sees the last "
-        f"{cap - cap // 8} tokens.\n\n" + table(["what is kept", "perplexity"], cells)
+        f"texts, SmolLM2-135M in {rows[0]['dtype']}; a cache of {cap}, {shared_keep(cap)}; truncation sees the last "
+        f"{cap - cap // 8} tokens.\n\n" + table(["method", "perplexity"], cells)
     )
 
 
@@ -250,11 +250,11 @@ def _video_page(rows: list[dict[str, Any]]) -> str:
         f"{row['longest']:,}", f"{row['first_busy']:.0f}", f"{row['last_busy']:.0f}",
         f"{row['resident'][len(row['resident']) // 10] / 2**20:.0f}", f"{row['resident'][-1] / 2**20:.0f}",
     ] for row in rows]  # fmt: skip
-    headings = ["rule", "frames", "cooked down", "bytes held", "tokens at most", "frames/s, first tenth", "last tenth"]
+    headings = ["rule", "frames", "compressions", "bytes", "max tokens", "frames/s, first tenth", "last tenth"]
     return (
-        "## Frames\n\nA Qwen2-VL with random weights (4 layers, width 64, float32), which joins frames in pairs of 16 "
-        "tokens; a pot of 32 pairs, cooked down to 24; frames of 56 x 56 pixels with a still background and one moving "
-        "square. Speed by the processor's time; resident memory of the process.\n\n"
+        "## Frames\n\nA Qwen2-VL with random weights (4 layers, width 64, float32), which merges frames in pairs of 16 "
+        "tokens; a cache of 32 pairs, compressed to 24; frames of 56 x 56 pixels with a still background and a moving "
+        "square. Speed by CPU time; resident memory of the process.\n\n"
         + table([*headings, "MiB, first tenth", "end"], cells)
     )
 

@@ -25,7 +25,7 @@ SIZES = (2, 3, 4, 8)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--profile", type=Path, help="of `smelt kv profile`")
+    parser.add_argument("--profile", type=Path, help="output of `smelt kv profile`")
     options = parser.parse_args()
     rows = [row for seed in range(SEEDS) for row in measured(f"skewed, seed {seed}", skewed(seed))]
     if options.profile is not None:
@@ -69,9 +69,9 @@ def _text(rows: list[dict[str, Any]]) -> str:
         for row in rows
     ]
     return (
-        "# What sharing pages costs\n\n"
-        f"Pages of {BLOCK} tokens that a prompt of {TOKENS:,} takes, times the ideal in which no head shares.\n\n"
-        + table(["profile", "heads that share", "ideal, pages of one head", *columns], cells)
+        "# The cost of sharing pages\n\n"
+        f"Pages of {BLOCK} tokens for a prompt of {TOKENS:,}, relative to the ideal in which no head shares.\n\n"
+        + table(["profile", "heads per cluster", "ideal, pages of one head", *columns], cells)
         + "\n"
     )
 

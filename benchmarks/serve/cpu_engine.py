@@ -53,7 +53,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gguf", required=True)
-    parser.add_argument("--rounds", type=int, default=3, help="all of them in turns, so many times")
+    parser.add_argument("--rounds", type=int, default=3, help="alternating rounds over all engines")
     parser.add_argument("--llama-cpp", help="an interpreter with llama-cpp-python")
     parser.add_argument("--openvino", help="an interpreter with openvino-genai")
     return parser.parse_args()
@@ -133,10 +133,10 @@ def _text(rows: list[dict[str, Any]]) -> str:
 
     cells = [[name, *(cell(name, streams) for streams in STREAMS)] for name in names]
     return (
-        "# The engine on a processor: SmolLM2-135M in its own four bits\n\n"
-        f"Tokens generated a second, prompts of {PROMPT} tokens included (in brackets: while decoding alone), medians "
-        f"of {1 + max(row['round'] for row in rows)} rounds in turns; {ANSWER} "
-        "tokens an answer, greedy, the same GGUF file (Q4_1, head Q8_0) and prompts for all; transformers from the "
+        "# The engine on CPU: SmolLM2-135M in its own 4-bit format\n\n"
+        f"Tokens generated per second, prompts of {PROMPT} tokens included (in parentheses: decode only), medians "
+        f"of {1 + max(row['round'] for row in rows)} alternating rounds; {ANSWER} "
+        "tokens per answer, greedy, the same GGUF file (Q4_1, head Q8_0) and prompts for all; transformers from the "
         "same weights in float32.\n\n" + table(["", *(f"{streams} streams" for streams in STREAMS)], cells)
     )
 

@@ -96,12 +96,12 @@ def _options() -> argparse.Namespace:
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace, profiling: float) -> str:
     turns = [[row["engine"], f"{row['second_turn_cached']:.0%}", f"{row['second_turn_ms']:.0f}"] for row in rows]
     return (
-        "# A compressed cache on a processor\n\n"
-        f"{MODEL}, prompts of {options.prompt:,} tokens, {options.cache_gb:g} GB for keys and values; a profile "
+        "# A compressed KV cache on CPU\n\n"
+        f"{MODEL}, prompts of {options.prompt:,} tokens, {options.cache_gb:g} GB of KV cache; a profile "
         f"by {SCORER} took {profiling:.0f} s. One run, seed {SEED}.\n\n"
         + table(headings_of_runs(), [row_of_run(row) for row in rows])
-        + "\n\nThe next turn of a conversation: the share of the first prompt that is not read again, and the time to "
-        "the first token.\n\n" + table(["engine", "found", "ms"], turns) + "\n"
+        + "\n\nThe next turn of a conversation: the share of the first prompt that is not recomputed, and the time to "
+        "the first token.\n\n" + table(["engine", "cached", "ms"], turns) + "\n"
     )
 
 

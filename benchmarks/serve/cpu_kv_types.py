@@ -106,10 +106,10 @@ def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
         for row in quality
     ]
     return (
-        f"# Keys and values in few bits on a processor\n\n{MODEL}, {options.texts} texts of {LENGTH:,} tokens, seed "
-        f"{SEED}. Keys in int4 are turned by a Hadamard matrix first.\n\n"
-        + table(["type", "bytes a token", "perplexity", "more"], cells)
-        + f"\n\nPrompts of {options.prompt:,} tokens, {options.cache_gb:g} GB for keys and values. One run.\n\n"
+        f"# Quantized KV cache on CPU\n\n{MODEL}, {options.texts} texts of {LENGTH:,} tokens, seed "
+        f"{SEED}. Keys in int4 are first multiplied by a Hadamard matrix.\n\n"
+        + table(["dtype", "bytes per token", "perplexity", "change"], cells)
+        + f"\n\nPrompts of {options.prompt:,} tokens, {options.cache_gb:g} GB of KV cache. One run.\n\n"
         + table(headings_of_runs(), runs) + "\n"
     )  # fmt: skip
 

@@ -102,11 +102,11 @@ def _text(rows: list[dict[str, Any]]) -> str:
         ]
         for row in rows[1:]
     ]  # fmt: skip
-    headings = ["clients", "tokens/s", "tokens a chunk", "server, us a token", "engine's process, us a token"]
+    headings = ["clients", "tokens/s", "tokens per chunk", "server, us per token", "engine process, us per token"]
     return (
-        "# In front of the engine\n\n"
+        "# Server overhead\n\n"
         f"`smelt serve smollm2-135m` answered after {statistics.median(starts):.1f} s (median of {len(starts)} starts, "
-        f"{min(starts):.1f} to {max(starts):.1f}).\n\nStreamed answers of {TOKENS} tokens by a model of random weights "
+        f"{min(starts):.1f} to {max(starts):.1f}).\n\nStreamed answers of {TOKENS} tokens from a tiny random model "
         "that costs next to nothing; the clients run on the same machine.\n\n" + table(headings, cells)
     )
 

@@ -204,10 +204,10 @@ def _text(rows: list[dict[str, Any]], bandwidth: float) -> str:
         ]
         for row in rows
     ]
-    headings = ["shape", "who", "streams", "tokens/s", "decoding step, ms", "of copy bandwidth", "GPU idle"]
+    headings = ["shape", "engine", "streams", "tokens/s", "decode step, ms", "of copy bandwidth", "GPU idle"]
     return (
         "# The engine on one GPU\n\n"
-        f"Random bf16 weights, {PROMPT} tokens in, {ANSWER} out, greedy; tokens generated over all of the time, "
+        f"Random bf16 weights, {PROMPT} tokens in, {ANSWER} out, greedy; tokens generated over the total time, "
         f"prompts included. Copy bandwidth {bandwidth / 1e12:.2f} TB/s.\n\n" + table(headings, cells)
     )
 

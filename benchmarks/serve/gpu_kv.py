@@ -76,16 +76,16 @@ def _freed() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", type=int, default=32768)
-    parser.add_argument("--answers", type=int, nargs="+", default=[1024], help="tokens of the answers; a run for each")
-    parser.add_argument("--short", type=int, default=128, help="tokens of the answers where a few requests are run")
+    parser.add_argument("--answers", type=int, nargs="+", default=[1024], help="answer lengths; one run for each")
+    parser.add_argument("--short", type=int, default=128, help="answer length of the small-batch run")
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--cache-gb", type=float, default=64.0)
     parser.add_argument("--chunk", type=int, default=4096)
     parser.add_argument("--engines", nargs="*", help="only these")
     parser.add_argument(
-        "--kv-types", nargs="+", choices=KV_QUANT_DTYPES, default=[], help="keys and values also in these"
+        "--kv-types", nargs="+", choices=KV_QUANT_DTYPES, default=[], help="also measure these KV cache dtypes"
     )
-    parser.add_argument("--name", default="serve_gpu_kv", help="of the results; another run under another name")
+    parser.add_argument("--name", default="serve_gpu_kv", help="name of the results")
     return parser.parse_args()
 
 
@@ -117,11 +117,11 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 def _text(rows: list[dict[str, Any]], options: argparse.Namespace, bandwidth: float) -> str:
     return (
-        "# A compressed cache on one GPU\n\n"
-        f"Llama 8B shape, random bfloat16 weights, prompts of {options.prompt:,} tokens, {options.cache_gb:g} GB for "
-        f"keys and values, chunks of {options.chunk:,}; copy bandwidth {bandwidth / 1e12:.2f} TB/s. One run; engines "
-        "are prepared before they are timed, as a server does before it says that it is ready.\n\n"
-        + table([*headings_of_runs(), "kernels compiled meanwhile"], [_cells(row) for row in rows])
+        "# A compressed KV cache on one GPU\n\n"
+        f"Llama 8B shape, random bfloat16 weights, prompts of {options.prompt:,} tokens, {options.cache_gb:g} GB of "
+        f"KV cache, chunks of {options.chunk:,}; copy bandwidth {bandwidth / 1e12:.2f} TB/s. One run; engines "
+        "are warmed up before they are timed, as a server does before it reports ready.\n\n"
+        + table([*headings_of_runs(), "kernels compiled during the run"], [_cells(row) for row in rows])
         + "\n"
     )
 

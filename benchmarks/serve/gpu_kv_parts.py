@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt", type=int, default=32768)
     parser.add_argument(
-        "--kv-types", nargs="+", choices=KV_QUANT_DTYPES, default=[], help="keys and values also in these"
+        "--kv-types", nargs="+", choices=KV_QUANT_DTYPES, default=[], help="also measure these KV cache dtypes"
     )
     options = parser.parse_args()
     bandwidth = copy_bandwidth()
@@ -116,10 +116,10 @@ def _text(rows: list[dict[str, Any]], bandwidth: float) -> str:
         for row in rows
     ]  # fmt: skip
     return (
-        "# One layer's attention to a token, by how keys are cut\n\n"
+        "# One layer's decode attention, by KV splits\n\n"
         f"Llama 8B shape, one token of every request; skewed heads keep {', '.join(f'{share:g}' for share in SKEWED)} "
-        f"of the tokens, even ones all. Inside a captured graph; copy bandwidth {bandwidth / 1e12:.2f} TB/s.\n\n"
-        + table(["requests", "tokens", "heads", "parts of a head's keys", "us", "of the copy bandwidth"], lines)
+        f"of the tokens, even ones all. Inside a CUDA graph; copy bandwidth {bandwidth / 1e12:.2f} TB/s.\n\n"
+        + table(["requests", "tokens", "heads", "splits per head", "us", "of the copy bandwidth"], lines)
         + "\n"
     )
 

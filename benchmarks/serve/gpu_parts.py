@@ -38,7 +38,7 @@ PREFILL_TILES = [(64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2), (128, 64, 8, 2
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tune", action="store_true", help="other tiles too")
+    parser.add_argument("--tune", action="store_true", help="also measure other tiles")
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS), help="only these")
     options = parser.parse_args()
     torch.manual_seed(SEED)
@@ -193,9 +193,9 @@ def _text(rows: list[dict[str, Any]], bandwidth: float) -> str:
     ]  # fmt: skip
     return (
         "# The engine's kernels on one GPU\n\n"
-        f"Copy bandwidth {bandwidth / 1e12:.2f} TB/s, read and written; the bytes of weights, or of keys and values, "
-        f"over the time. Requests have {LENGTH} tokens. Products of one vector include the norm, gate or sum beside "
-        "them.\n\n" + table(["shape", "what", "how", "time, us", "of copy bandwidth"], cells)
+        f"Copy bandwidth {bandwidth / 1e12:.2f} TB/s, read and written; the bytes of weights, or of the KV cache, "
+        f"over the time. Requests have {LENGTH} tokens. Matrix-vector products include the fused norm, gate or "
+        "sum.\n\n" + table(["shape", "operation", "configuration", "time, us", "of copy bandwidth"], cells)
     )
 
 

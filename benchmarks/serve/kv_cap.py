@@ -90,8 +90,8 @@ def _words(engine: Engine, count: int) -> list[int]:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--tokens", type=int, default=20_000, help="of the prompt")
-    parser.add_argument("--answer", type=int, default=1000, help="tokens of the answer")
+    parser.add_argument("--tokens", type=int, default=20_000, help="prompt length")
+    parser.add_argument("--answer", type=int, default=1000, help="answer length")
     parser.add_argument("--cap", type=int, default=512)
     return parser.parse_args()
 
@@ -103,17 +103,17 @@ def _text(rows: list[dict[str, Any]], options: argparse.Namespace) -> str:
         for step in range(num_steps)
     ]
     lines.append(["answer", *(cell for row in rows for cell in _cells([row["answer"]]))])
-    headings = ["tokens", *(cell for row in rows for cell in (f"{row['engine']}: MB", "s", "processor s"))]
+    headings = ["tokens", *(cell for row in rows for cell in (f"{row['engine']}: MB", "s", "CPU s"))]
     summary = "; ".join(
         f"{row['engine']}: {row['path']}, a prompt of {row['prompt']:,} tokens"
-        + (f", cooked down {row['cooked']} times" if row["cooked"] else "")
+        + (f", compressed {row['cooked']} times" if row["cooked"] else "")
         for row in rows
     )
     return (
-        "# One request under a hard cap\n\n"
+        "# One request with a bounded KV cache\n\n"
         f"{MODEL}, one thread, chunks of at most {CHUNK} tokens, answers of {options.answer:,}. {summary}. Over each "
-        "thousand tokens of the prompt, and over the answer: what the request held of keys and values at most, and how "
-        "long a thousand tokens took, by the clock and of the processor. A stretch ends with the step that passes its "
+        "thousand tokens of the prompt, and over the answer: the request's peak KV cache size, and the seconds per "
+        "thousand tokens, by wall clock and CPU time. A stretch ends with the step that passes its "
         "thousand, or with the prompt. One run.\n\n" + table(headings, lines) + "\n"
     )
 

@@ -40,14 +40,14 @@ def answered(engine: Engine, texts: list[list[int]], answer: int) -> dict[str, A
         "decode_tokens_per_second": max_batch / full, "preemptions": engine.state()["preemptions"],
         "pages": engine.pool.blocks, "reading_steps": len(mixing),
         "reading_ms": statistics.median(mixing or [0.0]) * 1e3,
-        "longest_ms": [round(request * 1e3, 1) for request in sorted(mixing)[:-6:-1]],
+        "longest_ms": [round(seconds * 1e3, 1) for seconds in sorted(mixing)[:-6:-1]],
     }  # fmt: skip
 
 
 def headings_of_runs() -> list[str]:
     return [
-        "engine", "requests", "tokens of an answer", "at once", "seconds", "tokens/s", "seconds until all are read",
-        "decoding: requests, ms a step", "tokens/s then",
+        "engine", "requests", "tokens per answer", "at once", "seconds", "tokens/s", "seconds to prefill all",
+        "decode: requests, ms per step", "decode tokens/s",
     ]  # fmt: skip
 
 
