@@ -61,12 +61,12 @@ class Browser:
             message["sessionId"] = self.session
         os.write(self._output, json.dumps(message).encode() + b"\0")
         while True:
-            output = self._next()
-            if output.get("id") == self._number:
-                assert "error" not in output, output
-                result: dict[str, Any] = output["result"]
+            reply = self._next()
+            if reply.get("id") == self._number:
+                assert "error" not in reply, reply
+                result: dict[str, Any] = reply["result"]
                 return result
-            self.events.append(output)
+            self.events.append(reply)
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._read:

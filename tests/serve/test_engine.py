@@ -218,9 +218,9 @@ def test_a_seed_gives_the_same_tokens_at_any_batch_position(llama: tuple[PreTrai
     alone = answers(engine_of(network), [text], params)[0]
     engine = engine_of(network, prefill_chunk_size=3)
     others = [engine.submit(prompt, SamplingParams(max_tokens=9, temperature=0.9))[0] for prompt in prompts()]
-    mine = engine.submit(text, params)[0]
+    seeded = engine.submit(text, params)[0]
     run(engine)
-    assert mine.output == alone and all(len(request.output) for request in others)
+    assert seeded.output == alone and all(len(request.output) for request in others)
     assert answers(
         engine_of(network), [text], SamplingParams(max_tokens=16, seed=8, temperature=1.3, ignore_eos=True)
     ) != [alone]

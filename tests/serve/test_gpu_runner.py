@@ -81,15 +81,15 @@ def test_requests_that_need_previous_tokens_wait_for_them() -> None:
     plain = engine_of("llama")[0]
     params = SamplingParams(max_tokens=8, temperature=0, repetition_penalty=5.0, ignore_eos=True)
     result = answers(plain, prompts(2), params)
-    assert all(len(set(request)) == 8 for request in result)  # no token repeats
+    assert all(len(set(tokens)) == 8 for tokens in result)  # no token repeats
     sampling = SamplingParams(max_tokens=6, temperature=1.5, seed=3, ignore_eos=True)
     alone = answers(engine_of("llama")[0], prompts(1), sampling)
     engine = engine_of("llama")[0]
     others = [engine.submit(text, GREEDY)[0] for text in prompts(3)[1:]]
-    mine = engine.submit(prompts(1)[0], sampling)[0]
+    seeded = engine.submit(prompts(1)[0], sampling)[0]
     while engine.busy:
         engine.step()
-    assert mine.output == alone[0] and all(len(request.output) == 16 for request in others)
+    assert seeded.output == alone[0] and all(len(request.output) == 16 for request in others)
 
 
 @pytest.mark.parametrize("kind", KV_QUANT_DTYPES)

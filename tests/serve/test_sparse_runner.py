@@ -278,9 +278,9 @@ def test_an_engine_takes_a_selection_config() -> None:
     texts = [[5, 6, 7, 8] * 9, [9, 10, 11]]
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
     answers = [[engine.submit(text, sampling)[0] for text in texts] for engine in (engine, plain)]
-    for request in (engine, plain):
-        while request.busy:
-            request.step()
+    for member in (engine, plain):
+        while member.busy:
+            member.step()
     assert [request.output for request in answers[0]] == [request.output for request in answers[1]]
     selection = {"page": 4, "budget": 24}
     host = Engine(
@@ -291,7 +291,7 @@ def test_an_engine_takes_a_selection_config() -> None:
         kv_offload={"num_slots": 64},
     )
     assert isinstance(host.runner, SparseRunner) and host.runner.host is not None
-    assert [request.runner.backend for request in (engine, host)] == [
+    assert [member.runner.backend for member in (engine, host)] == [
         "eager, sparse page attention", "eager, sparse page attention from host memory",
     ]  # fmt: skip
     with pytest.raises(ConfigError, match="not both"):

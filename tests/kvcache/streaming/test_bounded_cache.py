@@ -64,10 +64,10 @@ def test_each_head_keeps_its_own_tokens_after_the_prefix(first: int) -> None:
 def test_keys_are_rotated_when_they_move() -> None:
     """The rotation receives the old positions, and nothing else of the layer changes."""
     cache, keys = filled(9)
-    places = torch.tensor([[0, 3, 4], [1, 2, 5]])
-    cache.retain(0, places, 2, lambda kept, slots: kept + 100 * slots[..., None])
+    indices = torch.tensor([[0, 3, 4], [1, 2, 5]])
+    cache.retain(0, indices, 2, lambda kept, slots: kept + 100 * slots[..., None])
     for head in range(HEADS):
-        slots = places[head] + 2
+        slots = indices[head] + 2
         assert torch.equal(cache.layers[0].keys[head, 2:5], keys[0, 0, head, slots] + 100 * slots[:, None])
         assert torch.equal(cache.layers[0].values[head, 2:5], keys[0, 0, head, slots] + 1)
         assert torch.equal(cache.layers[0].keys[head, :2], keys[0, 0, head, :2])

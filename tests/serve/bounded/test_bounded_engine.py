@@ -173,12 +173,12 @@ def test_the_pages_of_a_long_text_match_a_streams_cache(llama: PreTrainedModel, 
         stream.push(request.tokens[stream.num_seen : request.num_computed_tokens])
         assert stream.length == memory_of(engine).size.length(request.num_computed_tokens)
         assert request.cache_state is not None and request.cache_state.ledger.length == stream._novelty.length
-        for actual, theirs in (
+        for actual, reference in (
             (request.cache_state.ledger.token_indices, stream._novelty.token_indices),
             (request.cache_state.ledger.novelty, stream._novelty.novelty),
         ):
             count = stream._novelty.length
-            assert torch.allclose(actual[:count].double(), theirs[:count].double(), atol=1e-4)
+            assert torch.allclose(actual[:count].double(), reference[:count].double(), atol=1e-4)
         for layer, pot in enumerate(stream.cache.layers):
             numbers, keys, values = held(engine, request, layer)
             assert torch.equal(numbers, pot.numbers[:, : stream.length])
