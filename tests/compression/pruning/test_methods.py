@@ -165,7 +165,7 @@ def test_ordering_on_a_real_language_model(shared: Path) -> None:
     stories = base.network.generate(start, max_new_tokens=200, do_sample=True, pad_token_id=0)
     texts = [base.tokenizer.decode(story, skip_special_tokens=True) for story in stories]
     calibration, evaluation = TextData("stories", tuple(texts[:16])), TextData("more", tuple(texts[16:]))
-    perplexities: dict[str, list[float]] = {"random": [], "range_search": [], "full": []}
+    perplexities: dict[str, list[float]] = {"random": [], "search": [], "full": []}
     for seed in range(3):
         batches = text_batches(calibration, base.tokenizer, samples=24, length=96, batch_size=4, seed=seed)
         for name, settings in {
