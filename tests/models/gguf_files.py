@@ -1,4 +1,4 @@
-"""Writes small GGUF files, valid or deliberately wrong, byte by byte."""
+"""Write small GGUF files byte by byte, valid or deliberately invalid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KINDS = {bool: (7, "<?"), int: (4, "<I"), float: (6, "<f")}
 
 @dataclass
 class Tensor:
-    """A tensor to write. `shape` is in GGUF's order, fastest dimension first; `offset` overrides the right one."""
+    """A tensor to write; `shape` is in GGUF order, fastest dimension first; `offset` overrides the correct one."""
 
     name: str
     shape: Sequence[int]
@@ -27,7 +27,7 @@ class Tensor:
 
 @dataclass
 class Gguf:
-    """A file to write; the fields that are not given are right."""
+    """A file to write; omitted fields get correct values."""
 
     metadata: dict[str, Any] = field(default_factory=dict)
     tensors: list[Tensor] = field(default_factory=list)
@@ -63,7 +63,7 @@ def text(content: str) -> bytes:
 
 
 def value(item: Any) -> bytes:
-    """A metadata value with its type before it."""
+    """Return a metadata value, prefixed by its type."""
     if isinstance(item, str):
         return struct.pack("<I", 8) + text(item)
     if isinstance(item, list):
@@ -76,5 +76,5 @@ def value(item: Any) -> bytes:
 
 
 def matrix(name: str, values: np.ndarray) -> Tensor:
-    """A float32 tensor from an array in PyTorch's order."""
+    """Return a float32 tensor from an array in PyTorch's dimension order."""
     return Tensor(name, values.shape[::-1], values.astype("<f4").tobytes())

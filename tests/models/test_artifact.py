@@ -1,4 +1,4 @@
-"""An artifact gives back what was saved, bit for bit, here and in a clean process; the same model, the same bytes."""
+"""Artifacts round-trip bit for bit, here and in a clean process; equal models give equal bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pruned(name: str) -> Model:
 
 @pytest.mark.parametrize("name", BUILDS)
 @torch.no_grad()
-def test_saved_and_reloaded_is_the_same_to_the_bit(name: str, tmp_path: Path) -> None:
+def test_save_and_load_is_bit_identical(name: str, tmp_path: Path) -> None:
     model = pruned(name)
     save_artifact(model, tmp_path)
     reloaded = load_artifact(tmp_path)
@@ -54,7 +54,7 @@ def test_an_added_bias_survives(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "bert", "resnet"])
-def test_a_clean_process_proves_it(name: str, tmp_path: Path) -> None:
+def test_it_is_verified_in_a_clean_process(name: str, tmp_path: Path) -> None:
     model = pruned(name)
     save_artifact(model, tmp_path)
     verify(model, tmp_path)
@@ -65,15 +65,15 @@ def test_a_clean_process_proves_it(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("enabled", [True, False])
-def test_the_process_that_proves_computes_as_this_one(enabled: bool, tmp_path: Path) -> None:
-    """PyTorch leaves oneDNN for good on a processor that lacks a type; last bits change with it."""
+def test_the_verifying_process_computes_like_this_one(enabled: bool, tmp_path: Path) -> None:
+    """PyTorch disables oneDNN for good on a CPU that lacks a dtype, which changes the last bits."""
     model = pruned("resnet")
     save_artifact(model, tmp_path)
     with torch.backends.mkldnn.flags(enabled=enabled):
         verify(model, tmp_path)
 
 
-def test_layers_of_different_widths_are_in_the_per_layer_configuration(tmp_path: Path) -> None:
+def test_different_layer_widths_are_in_the_per_layer_configuration(tmp_path: Path) -> None:
     model = pruned("qwen3")
     save_artifact(model, tmp_path)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -85,7 +85,7 @@ def test_layers_of_different_widths_are_in_the_per_layer_configuration(tmp_path:
 
 
 @torch.no_grad()
-def test_equal_widths_open_in_transformers_itself(tmp_path: Path) -> None:
+def test_equal_widths_load_in_transformers(tmp_path: Path) -> None:
     network = BUILDS["llama"]()
     for position in range(len(anatomy_of(network).parts)):
         part = anatomy_of(network).parts[position]
@@ -98,8 +98,8 @@ def test_equal_widths_open_in_transformers_itself(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_equal_heads_that_do_not_divide_the_hidden_size_reload(tmp_path: Path) -> None:
-    """Transformers refuses such a configuration when it stands in the plain fields."""
+def test_heads_that_do_not_divide_the_hidden_size_reload(tmp_path: Path) -> None:
+    """Transformers refuses such a configuration in its standard fields."""
     sizes = {"hidden_size": 32, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = transformers.LlamaConfig(**sizes, intermediate_size=16, num_hidden_layers=2, vocab_size=99)
     network = transformers.LlamaForCausalLM(config).eval()

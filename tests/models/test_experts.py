@@ -1,4 +1,4 @@
-"""Mixtures of experts: taken apart they compute the same, are saved and reloaded to the bit, and can be cut."""
+"""Mixtures of experts: unfused experts compute the same, round-trip bit for bit, and can be pruned."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def labeled() -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_taken_apart_it_computes_the_same(name: str, tmp_path: Path) -> None:
+def test_unfused_experts_compute_the_same(name: str, tmp_path: Path) -> None:
     network, folder = saved(name, tmp_path)
     model = load(folder)
     torch.testing.assert_close(logits(model.network, padded=True), logits(network, padded=True), atol=2e-6, rtol=0)
@@ -46,7 +46,7 @@ def test_taken_apart_it_computes_the_same(name: str, tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_a_mixture_by_hand(tmp_path: Path) -> None:
-    """Token by token, the chosen experts' outputs times their weights."""
+    """Compute token by token: the selected experts' outputs times their routing weights."""
     experts = loaded("qwen3-moe", tmp_path).network.model.layers[0].mlp.experts
     x, index = torch.randn(7, HIDDEN), torch.stack([torch.randperm(EXPERTS)[:CHOSEN] for _ in range(7)])
     weights = torch.rand(7, CHOSEN)
@@ -67,22 +67,22 @@ def test_each_expert_is_a_part(name: str, tmp_path: Path) -> None:
     )
     assert part.mixture is not None and (part.mixture.num_experts, part.mixture.top_k) == (EXPERTS, CHOSEN)
     (_, first), (_, second) = anatomy.blocks[0].norm_consumers
-    assert len(first) == 3 and len(second) == 1 + 2 * EXPERTS  # the router and the writers of all experts
+    assert len(first) == 3 and len(second) == 1 + 2 * EXPERTS  # the router and the input projections of all experts
 
 
-def test_blocks_without_experts_are_as_ever(tmp_path: Path) -> None:
+def test_blocks_without_experts_are_unchanged(tmp_path: Path) -> None:
     first, second = loaded("qwen3-moe-dense-first", tmp_path).anatomy.blocks
     assert [part.path for part in first.parts] == ["model.layers.0.self_attn", "model.layers.0.mlp"]
     assert [part.units for part in second.parts[1:]] == [INNER] * EXPERTS and first.parts[1].units == 80
 
 
-def test_fused_experts_are_told_of() -> None:
+def test_fused_experts_are_reported() -> None:
     with pytest.raises(ModelError, match="are fused; load the model with Smelt"):
         anatomy_of(fused("mixtral"))
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_what_is_saved_is_loaded_to_the_bit_and_opens_in_transformers(name: str, tmp_path: Path) -> None:
+def test_save_and_load_is_bit_identical_and_loads_in_transformers(name: str, tmp_path: Path) -> None:
     model = loaded(name, tmp_path / "source")
     (tmp_path / "out").mkdir()
     save_artifact(model, tmp_path / "out")
@@ -104,7 +104,7 @@ def test_generation_with_a_cache_equals_generation_without(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", PLAIN)
 @torch.no_grad()
-def test_cut_experts_have_widths_of_their_own_and_are_saved_so(name: str, tmp_path: Path) -> None:
+def test_pruned_experts_have_individual_widths_and_are_saved(name: str, tmp_path: Path) -> None:
     model = loaded(name, tmp_path / "source")
     kept = [range(part.units) if part.fixed else range(1, part.units, 1 + i % 3)
             for i, part in enumerate(model.anatomy.parts)]  # fmt: skip
@@ -127,12 +127,12 @@ def test_cut_experts_have_widths_of_their_own_and_are_saved_so(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("method", ["magnitude", "taylor", "wanda-sp", "flap", "fisher", "random"])
-def test_pruning_methods_take_mixtures(method: str, tmp_path: Path) -> None:
+def test_pruning_methods_support_mixtures(method: str, tmp_path: Path) -> None:
     model = loaded("olmoe", tmp_path, starved=True)
     settings = {"method": method, "budget": {"parameters": 0.8}, **({"repair": "none"} if method == "fisher" else {})}
     facts = METHODS.build(settings).apply(model, MethodContext(batches=labeled()))
     assert facts["parameters_removed"] > 0
-    assert all(part.units == 2 for part in model.anatomy.parts if part.fixed)  # normed together, so they stay
+    assert all(part.units == 2 for part in model.anatomy.parts if part.fixed)  # normalized together, so they stay
     assert bool(logits(model.network).isfinite().all())
 
 
@@ -156,13 +156,13 @@ def test_a_latency_budget_is_refused(tmp_path: Path) -> None:
         )
 
 
-def test_heads_that_are_normed_together_cannot_be_removed(tmp_path: Path) -> None:
+def test_jointly_normalized_heads_cannot_be_removed(tmp_path: Path) -> None:
     model = loaded("olmoe", tmp_path)
     with pytest.raises(ModelError, match="none of them can be removed"):
         keep_units(model.network, model.anatomy.parts[0], [0])
 
 
-def test_only_the_chosen_experts_count_as_work(tmp_path: Path) -> None:
+def test_only_the_selected_experts_count_as_macs(tmp_path: Path) -> None:
     folder = saved("mixtral", tmp_path)[1]
     anatomy, workload = anatomy_of(skeleton(folder)), Workload(tokens=10)
     expert = anatomy.parts[1]

@@ -1,4 +1,4 @@
-"""GGUF: block formats against the reference package, networks and tokenizers against those they were made from."""
+"""GGUF: block formats against the reference package, networks and tokenizers against their sources."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SIZES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: FORMATS[kind].name)
-def test_blocks_equal_the_reference_package(kind: int) -> None:
+def test_blocks_match_the_reference_package(kind: int) -> None:
     reference = pytest.importorskip("gguf.quants")
     block_format = FORMATS[kind]
     blocks = np.random.default_rng(kind).integers(0, 256, (7 * 5, block_format.bytes), dtype=np.uint8)
@@ -56,7 +56,7 @@ def test_a_block_by_hand() -> None:
     assert np.count_nonzero(weights) == 2
 
 
-def test_decoding_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunked_dequantization_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = np.random.default_rng(0).integers(0, 60, 34 * 101, dtype=np.uint8)
     full = dequantize(blocks, FORMATS[8], (101, 32))
     monkeypatch.setattr("smelt.models.gguf.blocks._WEIGHTS_AT_ONCE", 96)
@@ -64,13 +64,13 @@ def test_decoding_in_pieces_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def _paired(weights: np.ndarray, heads: int) -> np.ndarray:
-    """What GGUF's makers do to q and k of a llama: first and second halves of a head become neighbors."""
+    """Permute q and k as llama.cpp's converter does: the halves of a head are interleaved."""
     halves = weights.reshape(heads, 2, -1, weights.shape[-1])
     return halves.swapaxes(1, 2).reshape(weights.shape)
 
 
 def _as_gguf(network: PreTrainedModel, metadata: dict[str, Any] | None = None) -> Gguf:
-    """The network as a GGUF file, named and ordered as GGUF's makers do it."""
+    """Write the network as GGUF with llama.cpp's names and order."""
     config = network.config
     arch = config.model_type
     file = Gguf(
@@ -109,13 +109,13 @@ def _as_gguf(network: PreTrainedModel, metadata: dict[str, Any] | None = None) -
 def _random_network(config: Any) -> PreTrainedModel:
     network = AutoModelForCausalLM.from_config(config).eval()
     for parameter in network.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)  # norms and biases too, so that a swap of them shows
+        torch.nn.init.normal_(parameter, std=0.2)  # norms and biases too, so that swapping them shows
     return network
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen2Config, Qwen3Config])
-def test_a_network_survives_gguf(config_class: Any, tied: bool, tmp_path: Path) -> None:
+def test_a_network_round_trips_through_gguf(config_class: Any, tied: bool, tmp_path: Path) -> None:
     config = config_class(
         **_SIZES,
         tie_word_embeddings=tied,
@@ -167,7 +167,7 @@ def test_yarn_and_unknown_scaling(tmp_path: Path) -> None:
         gguf_config(read_gguf(other))
 
 
-def test_quantized_tensors_arrive_as_floats(tmp_path: Path) -> None:
+def test_quantized_tensors_are_dequantized(tmp_path: Path) -> None:
     network = _random_network(LlamaConfig(**{**_SIZES, "intermediate_size": 64}))
     file = _as_gguf(network)
     index = next(i for i, tensor in enumerate(file.tensors) if tensor.name == "blk.1.ffn_down.weight")
@@ -178,7 +178,7 @@ def test_quantized_tensors_arrive_as_floats(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded.network.model.layers[1].mlp.down_proj.weight.detach().numpy(), expected)
 
 
-def test_what_is_missing_or_unknown_is_said(tmp_path: Path) -> None:
+def test_missing_or_unknown_fields_are_reported(tmp_path: Path) -> None:
     network = _random_network(LlamaConfig(**_SIZES))
     file = _as_gguf(network)
     lost = [tensor for tensor in file.tensors if tensor.name != "blk.1.attn_v.weight"]
@@ -221,13 +221,13 @@ def _byte_level_file(pre: str | None, path: Path) -> Path:
         ("llama-bpe", ["<|end|>", "Ġa", "Ġ", "123", "4", "Ġ", "Ċ"]),
     ],
 )
-def test_text_is_cut_as_the_file_says(pre: str | None, expected: list[str], tmp_path: Path) -> None:
+def test_text_is_pre_tokenized_as_the_file_says(pre: str | None, expected: list[str], tmp_path: Path) -> None:
     tokenizer = gguf_tokenizer(read_gguf(_byte_level_file(pre, tmp_path / "t.gguf")))
     assert tokenizer is not None
     assert tokenizer.convert_ids_to_tokens(tokenizer(" a 1234 \n")["input_ids"]) == expected
 
 
-def test_llama3_takes_three_digits_from_the_left(tmp_path: Path) -> None:
+def test_llama3_splits_digits_in_threes_from_the_left(tmp_path: Path) -> None:
     tokenizer = gguf_tokenizer(read_gguf(_byte_level_file("llama-bpe", tmp_path / "t.gguf")))
     assert tokenizer is not None
     assert tokenizer.tokenize("51234") == ["5", "12", "34"]  # 512 and 34, not 5, 123, 4
@@ -244,7 +244,7 @@ def test_special_tokens_and_template(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
 
 
-def test_an_unknown_cut_or_a_broken_merge_is_an_error(tmp_path: Path) -> None:
+def test_an_unknown_pre_tokenizer_or_a_broken_merge_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="pre-tokenizer 'tekken'; Smelt supports"):
         gguf_tokenizer(read_gguf(_byte_level_file("tekken", tmp_path / "t.gguf")))
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.merges": ["a zzz"]}
@@ -265,7 +265,7 @@ def _sentence_piece_metadata(tokens: list[str], kinds: list[int], scores: list[f
 
 
 def test_sentence_piece_by_hand(tmp_path: Path) -> None:
-    """'abc' can become ab+c or a+bc; the better score of 'bc' decides. What is not in the vocabulary becomes bytes."""
+    """'abc' can become ab+c or a+bc; the better score of 'bc' wins. Unknown text falls back to bytes."""
     vocabulary = ["bc", "ab", "▁", "a", "b", "c"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *vocabulary]
     token_types = [2, 3, 3] + [6] * 256 + [1] * len(vocabulary)
@@ -281,7 +281,7 @@ def test_sentence_piece_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.shared
 def test_a_real_small_llama_with_its_tokenizer(shared: Path, tmp_path: Path) -> None:
-    """stories260K written as GGUF and read back: same ids, same logits, same story."""
+    """stories260K round-trips through GGUF: same IDs, logits and generated text."""
     folder = shared / "weights" / "stories260K"
     original = load(folder)
     state = json.loads((folder / "tokenizer.json").read_text())
@@ -310,7 +310,7 @@ def smollm2() -> Path:
         pytest.skip(str(error))
 
 
-def test_smollm2_is_what_it_is_known_to_be(smollm2: Path) -> None:
+def test_smollm2_matches_its_known_outputs(smollm2: Path) -> None:
     model = load("smollm2-135m")
     config = model.network.config
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (30, 576, 1536)
@@ -327,7 +327,7 @@ def test_smollm2_is_what_it_is_known_to_be(smollm2: Path) -> None:
 
 
 def test_smollm2_weights_lie_on_the_grid_of_their_file(smollm2: Path) -> None:
-    """The warning in `bundled` is a fact: 16 levels in each group of 32 inputs."""
+    """The warning in `bundled` holds: 16 levels in each group of 32 inputs."""
     weight = load("smollm2-135m").network.model.layers[3].mlp.down_proj.weight.detach()
     groups = weight[:50].reshape(-1, 32)
     assert max(len(group.unique()) for group in groups) <= 16

@@ -1,4 +1,4 @@
-"""The cache in few bits: as good as none where it rounds nothing, as small as its bits say, and fit for generation."""
+"""The quantized KV cache: exact without a format, as small as its bits, and usable for generation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False, "pad_token_i
 
 @lru_cache(maxsize=1)
 def trained() -> Model:
-    """A small Llama that has really learned a little text."""
+    """A small Llama trained on a little text."""
     torch.manual_seed(0)
     model = Model(hf.LlamaForCausalLM(hf.LlamaConfig(**{**DECODER, "num_hidden_layers": 2})), character_tokenizer())
     assert model.tokenizer is not None
@@ -59,7 +59,7 @@ def rows(name: str, **settings: Any) -> PackedRows:
 
 @pytest.mark.parametrize("name", DECODERS)
 @torch.no_grad()
-def test_without_a_format_nothing_changes(name: str) -> None:
+def test_no_format_changes_nothing(name: str) -> None:
     network = BUILDS[name]()
     expected = network(**inputs(name), use_cache=False).logits
     logits = network(**inputs(name), past_key_values=QuantizedKVCache(network.config, "none")).logits
@@ -73,7 +73,7 @@ def test_without_a_format_nothing_changes(name: str) -> None:
 
 @pytest.mark.parametrize("name", DECODERS)
 @torch.no_grad()
-def test_token_by_token_is_the_same_as_all_at_once(name: str) -> None:
+def test_decode_matches_prefill(name: str) -> None:
     network = BUILDS[name]()
     ids = inputs(name)["input_ids"]
     full = network(ids, past_key_values=QuantizedKVCache(network.config, "int4-asym")).logits
@@ -89,8 +89,8 @@ def test_token_by_token_is_the_same_as_all_at_once(name: str) -> None:
 
 
 @torch.no_grad()
-def test_beams_under_rounding_follow_their_own_past() -> None:
-    """Eight bits are fine enough for the same beams as without rounding; a cache that is not reordered gives others."""
+def test_beam_search_reorders_the_quantized_cache() -> None:
+    """Eight bits give the same beams as no quantization; a cache that is not reordered gives others."""
     network = BUILDS["gpt2"]()
     plain = network.generate(**inputs("gpt2"), **GREEDY, num_beams=4)
     cache = QuantizedKVCache(network.config, "int8")
@@ -99,7 +99,7 @@ def test_beams_under_rounding_follow_their_own_past() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 @torch.no_grad()
-def test_networks_that_lost_an_attention_generate(name: str) -> None:
+def test_networks_without_an_attention_layer_generate(name: str) -> None:
     network = BUILDS[name]()
     keep_units(network, anatomy_of(network).parts[0], [])
     keep_units(network, anatomy_of(network).parts[2], [1])
@@ -113,7 +113,7 @@ def test_networks_that_lost_an_attention_generate(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["int8", "int4", "int4-asym@float16", "int3/16", "int4-asym/32", "mxfp4", "fp8-e4m3"])
 @torch.no_grad()
-def test_it_is_as_small_as_its_bits_say(name: str) -> None:
+def test_its_size_matches_its_bits(name: str) -> None:
     config = hf.LlamaConfig(hidden_size=128, head_dim=64, num_attention_heads=2, num_key_value_heads=1,
                             num_hidden_layers=3, intermediate_size=16, vocab_size=99)  # fmt: skip
     network = hf.LlamaForCausalLM(config).eval()
@@ -123,10 +123,10 @@ def test_it_is_as_small_as_its_bits_say(name: str) -> None:
     assert cache.nbytes * 8 == numbers * get_format(name).bits_per_value(64)
 
 
-def test_a_trained_model_hardly_notices_eight_bits() -> None:
+def test_eight_bits_barely_change_a_trained_model() -> None:
     model = trained()
     plain = perplexity(model, TEXT, context=32, limit=320)
-    assert plain.value < 20  # it has learned something
+    assert plain.value < 20  # it is trained
     values = {name: perplexity(model, TEXT, context=32, limit=320, kv=name).value for name in ("none", "int8", "int2")}
     assert values["none"] == plain.value
     assert values["int8"] == pytest.approx(plain.value, rel=0.01)
@@ -136,7 +136,7 @@ def test_a_trained_model_hardly_notices_eight_bits() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(FORMATS))
-def test_every_format_holds_rows_that_come_in_pieces(name: str) -> None:
+def test_every_format_supports_chunked_appends(name: str) -> None:
     x = torch.randn(2, 3, 7, 16)
     cache = rows(name)
     for chunk in x.split((4, 1, 2), dim=2):
@@ -148,7 +148,7 @@ def test_every_format_holds_rows_that_come_in_pieces(name: str) -> None:
     assert signal_to_noise(x, cache.values()) > 1.5
 
 
-def test_a_scale_for_the_whole_tensor_becomes_one_for_each_row() -> None:
+def test_per_tensor_scales_become_per_row() -> None:
     config = BUILDS["llama"]().config
     layer: Any = QuantizedKVCache(config, "int4/tensor").layers[0]
     x = torch.randn(1, 2, 5, 8) * torch.tensor([1.0, 100.0]).view(1, 2, 1, 1)
@@ -158,14 +158,14 @@ def test_a_scale_for_the_whole_tensor_becomes_one_for_each_row() -> None:
     )
 
 
-def test_keys_and_values_may_have_formats_of_their_own() -> None:
+def test_keys_and_values_may_have_separate_formats() -> None:
     layer: Any = QuantizedKVCache(BUILDS["llama"]().config, "int8", "int2").layers[1]
     x = torch.randn(1, 2, 5, 8)
     keys, values = layer.update(x, x)
     assert torch.equal(keys, FORMATS["int8"].fake_quantize(x)) and torch.equal(values, FORMATS["int2"].fake_quantize(x))
 
 
-def test_types_are_kept_and_clipping_narrows() -> None:
+def test_dtypes_are_kept_and_clipping_narrows_the_range() -> None:
     x = torch.randn(1, 1, 3, 64).bfloat16()
     cache = rows("int4", clip=0.5)
     cache.append(x)
@@ -174,7 +174,7 @@ def test_types_are_kept_and_clipping_narrows() -> None:
 
 
 @pytest.mark.parametrize("width", [8, 12, 64, 80])  # those of 12 and 80 are not their own inverse
-def test_rotated_keys_come_back_in_place_and_lose_less_to_outliers(width: int) -> None:
+def test_rotated_keys_are_rotated_back_and_lose_less_to_outliers(width: int) -> None:
     x = torch.randn(2, 2, 9, width)
     x[..., 3] *= 25
     plain, rotated, fine = rows("int4"), rows("int4", rotate=True), rows("int8", rotate=True)
@@ -204,7 +204,7 @@ def held(layer: PackedLayer) -> tuple[Tensor, Tensor]:
     return layer.rows[0].values(), layer.rows[1].values()
 
 
-def test_what_generation_does_to_a_cache() -> None:
+def test_cache_operations_of_generation() -> None:
     order = torch.tensor([2, 0, 0])
     changes: list[tuple[str, Any, Any]] = [
         ("reorder_cache", order, lambda x: x[order]),
@@ -228,7 +228,7 @@ def test_what_generation_does_to_a_cache() -> None:
         layer.crop(2)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     config = BUILDS["llama"]().config
     with pytest.raises(FormatError, match="int9"):
         QuantizedKVCache(config, "int9")

@@ -1,4 +1,4 @@
-"""Loading from folders: every family comes back as it was saved, and what a folder lacks is never made up."""
+"""Loading from folders: every family round-trips, and missing weights are never invented."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny import BUILDS, ENCODER, inputs
 
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
-    """A small classifier with its tokenizer, in Hugging Face format."""
+    """Write a small classifier with its tokenizer in Hugging Face format."""
     BUILDS["bert"]().save_pretrained(tmp_path / "bert")
     (tmp_path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad"]))
     hf.BertTokenizer(str(tmp_path / "vocab.txt")).save_pretrained(tmp_path / "bert")
@@ -26,7 +26,7 @@ def bert(tmp_path: Path) -> Path:
 
 
 def _rewrite(folder: Path, change: dict[str, str | None]) -> None:
-    """Renames tensors, or removes those that map to None."""
+    """Rename tensors, or remove those that map to None."""
     tensors = load_file(folder / "model.safetensors")
     kept = {change.get(name, name): tensor.clone() for name, tensor in tensors.items()}
     kept.pop(None, None)
@@ -40,7 +40,7 @@ def _edit_config(folder: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize("family", BUILDS)
-def test_every_family_comes_back_as_it_was_saved(family: str, tmp_path: Path) -> None:
+def test_every_family_round_trips(family: str, tmp_path: Path) -> None:
     network = BUILDS[family]()
     network.save_pretrained(tmp_path)
     model = load(tmp_path)
@@ -59,7 +59,7 @@ def test_every_family_comes_back_as_it_was_saved(family: str, tmp_path: Path) ->
         (hf.BertForSequenceClassification, "classification"),
     ],
 )
-def test_the_head_is_the_one_in_the_file(network_class: type, task: str, tmp_path: Path) -> None:
+def test_the_head_follows_the_file(network_class: type, task: str, tmp_path: Path) -> None:
     network_class(hf.BertConfig(**ENCODER)).save_pretrained(tmp_path)
     model = load(tmp_path)
     assert type(model.network) is network_class
@@ -67,16 +67,16 @@ def test_the_head_is_the_one_in_the_file(network_class: type, task: str, tmp_pat
     assert model.tokenizer is None
 
 
-def test_the_tokenizer_comes_along(bert: Path) -> None:
+def test_the_tokenizer_is_loaded(bert: Path) -> None:
     tokenizer = load(bert).tokenizer
     assert tokenizer is not None
     assert tokenizer("good bad")["input_ids"] == [2, 5, 6, 3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_dtype_is_the_files_unless_asked(dtype: torch.dtype, bert: Path) -> None:
+def test_the_dtype_defaults_to_the_files(dtype: torch.dtype, bert: Path) -> None:
     hf.BertForSequenceClassification.from_pretrained(bert, dtype=dtype).save_pretrained(bert)
-    _edit_config(bert, dtype="float32")  # the weights decide, not what the config claims
+    _edit_config(bert, dtype="float32")  # the weights decide, not the config
     assert load(bert).network.dtype == dtype
     assert load(bert, dtype=torch.float64).network.dtype == torch.float64
 
@@ -111,7 +111,7 @@ def test_a_missing_pooler_matters_only_under_a_head(bert: Path, tmp_path: Path) 
         load(bert)
     hf.BertModel(hf.BertConfig(**ENCODER), add_pooling_layer=False).save_pretrained(tmp_path / "encoder")
     first = load(tmp_path / "encoder")
-    torch.manual_seed(1)  # what is made up for the pooler must not depend on it
+    torch.manual_seed(1)  # the pooler's random weights must not depend on it
     second = load(tmp_path / "encoder")
     for name, tensor in first.network.state_dict().items():
         assert torch.equal(tensor, second.network.state_dict()[name]), name
@@ -133,15 +133,15 @@ def test_a_config_that_disagrees_with_the_weights(bert: Path) -> None:
         load(bert)
 
 
-def test_disagreement_under_other_names_is_found_too(bert: Path) -> None:
-    """Names without the usual prefix escape the first comparison; the second catches them."""
+def test_a_mismatch_under_other_names_is_detected(bert: Path) -> None:
+    """Names without the usual prefix pass the first comparison; the second catches them."""
     hf.BertModel(hf.BertConfig(**ENCODER)).save_pretrained(bert)
     _edit_config(bert, architectures=["BertForMaskedLM"], intermediate_size=52)
     with pytest.raises(ModelError, match="of another shape"):
         load(bert)
 
 
-def test_the_generation_config_comes_along(tmp_path: Path) -> None:
+def test_the_generation_config_is_loaded(tmp_path: Path) -> None:
     network = BUILDS["llama"]()
     network.save_pretrained(tmp_path)
     values = {"eos_token_id": [7, 8], "temperature": 0.6, "do_sample": True, "custom_generate": "evil/code"}
@@ -152,7 +152,7 @@ def test_the_generation_config_comes_along(tmp_path: Path) -> None:
     assert not hasattr(generation, "custom_generate")
 
 
-def test_config_and_skeleton_need_no_memory(bert: Path) -> None:
+def test_config_and_skeleton_allocate_no_memory(bert: Path) -> None:
     assert load_config(bert).hidden_size == 32
     empty = skeleton(bert)
     assert all(parameter.is_meta for parameter in empty.parameters())
@@ -168,7 +168,7 @@ def test_a_skeleton_needs_no_weights(bert: Path) -> None:
 
 
 def test_a_folder_that_smelt_wrote(bert: Path, tmp_path: Path) -> None:
-    """`smelt.json` turns a folder over to its own loader, which knows of widths that the config cannot say."""
+    """`smelt.json` selects Smelt's own loader, which supports widths that the config cannot express."""
     model = load(bert)
     model.history.append({"method": "none"})
     (tmp_path / "artifact").mkdir()
@@ -184,9 +184,7 @@ def test_a_folder_that_smelt_wrote(bert: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "spec", ["nothing/here/at/all", "./models", "~/no-such-model", "model.gguf", "a/b.gguf", "smollm"]
 )
-def test_what_is_not_there_is_said_with_the_ways_out(
-    spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_path_error_suggests_alternatives(spec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match=r"no model at .*; give a bundled name \(smollm2-135m, minilm-l6\)"):
         load(spec)
@@ -197,7 +195,7 @@ def test_a_loose_file_is_refused(bert: Path) -> None:
         load(bert / "model.safetensors")
 
 
-def test_a_folder_comes_before_the_hub(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_local_folder_takes_precedence_over_the_hub(bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (bert.parent / "owner").mkdir()
     bert.rename(bert.parent / "owner" / "name")
     monkeypatch.chdir(bert.parent)
@@ -212,7 +210,7 @@ def test_a_hub_id_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "\n" not in str(caught.value)
 
 
-def test_a_device_that_is_not_there(bert: Path) -> None:
+def test_a_missing_device(bert: Path) -> None:
     for device in ("cuda:99", "abacus"):
         with pytest.raises(ModelError, match=f"'{device}' is not usable here"):
             load(bert, device=device)

@@ -1,4 +1,4 @@
-"""Hostile files: each gives one clear sentence, at once, without a large allocation and without running anything."""
+"""Malicious files: each raises one clear sentence at once, without large allocations or running code."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def weights() -> bytes:
 
 @pytest.fixture
 def folder(tmp_path: Path, weights: bytes) -> Path:
-    """A small valid model; loading it once also gets imports out of the way of the clock."""
+    """A small valid model; loading it once keeps imports out of the timings."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(_CONFIG))
     (tmp_path / "model" / "model.safetensors").write_bytes(weights)
@@ -59,7 +59,7 @@ def folder(tmp_path: Path, weights: bytes) -> Path:
 
 @contextmanager
 def _little_memory() -> Iterator[None]:
-    """Half a gigabyte of address space beyond what is in use: a larger allocation fails, even if never touched."""
+    """Limit address space to half a gigabyte more than in use: larger allocations fail even if untouched."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + _HEADROOM, hard))
@@ -70,8 +70,8 @@ def _little_memory() -> Iterator[None]:
 
 
 def _refused(action: Callable[[], object]) -> str:
-    """The sentence with which the action refuses, having cost little time and memory."""
-    start = time.process_time()  # of this process alone: other work on the machine does not count
+    """Return the error message of the action, checking that it took little time and memory."""
+    start = time.process_time()  # CPU time of this process: other load does not count
     with _little_memory(), pytest.raises(ModelError) as caught:
         action()
     seconds = time.process_time() - start
@@ -150,7 +150,7 @@ def test_bad_safetensors(case: str, folder: Path) -> None:
 
 
 def test_good_safetensors_pass_the_check(tmp_path: Path) -> None:
-    """The check must not be so strict that it refuses everything: empty tensors, scalars and metadata are fine."""
+    """Empty tensors, scalars and metadata must pass the check."""
     tensors = {**_TENSORS, "empty": torch.empty(0, 5), "scalar": torch.tensor(1.0), "half": torch.ones(3).bfloat16()}
     (tmp_path / "x.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     headers = check_safetensors(tmp_path / "x.safetensors")
@@ -176,7 +176,7 @@ def test_flipped_bytes_in_safetensors(position: int, byte: int, length: int, tmp
 
 
 class _Bomb:
-    """Unpickling this makes a file."""
+    """Unpickling this creates a file."""
 
     def __init__(self, marker: Path):
         self.marker = marker
@@ -211,7 +211,7 @@ def test_a_pickle_beside_the_weights_is_never_opened(folder: Path, tmp_path: Pat
     "target",
     ["../../etc/passwd", "../model/model.safetensors", "/etc/passwd", "a/b.safetensors", "x.bin", "..", 7, None],
 )
-def test_an_index_that_leads_out(target: object, folder: Path) -> None:
+def test_an_index_that_escapes_the_folder(target: object, folder: Path) -> None:
     index = {"weight_map": {"model.norm.weight": target}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     assert "not a safetensors file in this folder" in _refused(lambda: load(folder))
@@ -244,7 +244,7 @@ def test_code_beside_a_model_is_never_run(model_type: str, folder: Path, tmp_pat
         "AutoModelForCausalLM": "modeling_evil.Evil",
     }
     (folder / "config.json").write_text(json.dumps({**_CONFIG, "model_type": model_type, "auto_map": auto_map}))
-    if model_type == "llama":  # transformers knows it, so its own code is used
+    if model_type == "llama":  # transformers supports it, so its own code is used
         assert type(load(folder).network) is LlamaForCausalLM
     else:
         assert "never runs code" in _refused(lambda: load(folder))
@@ -259,7 +259,7 @@ def test_code_of_a_tokenizer_is_never_run(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "marker").exists()
 
 
-def test_an_adapter_does_not_lead_to_another_model(folder: Path) -> None:
+def test_an_adapter_does_not_load_another_model(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "evil/model"}))
     load(folder)
 
@@ -292,7 +292,7 @@ def test_instructions_in_a_config_are_dropped(field: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b"[1, 2]", b"7", b"null", b"\xff\xfe", b'{"a": ' * 20_000, b'{"a": 1, "a": 2}']
 )
-def test_a_config_that_is_no_object(raw: bytes, folder: Path) -> None:
+def test_a_config_that_is_not_an_object(raw: bytes, folder: Path) -> None:
     (folder / "config.json").write_bytes(raw)
     assert "config.json" in _refused(lambda: load(folder))
 
@@ -331,13 +331,13 @@ def test_a_config_that_is_no_object(raw: bytes, folder: Path) -> None:
     ],
     ids=lambda changes: "-".join(f"{key}={value!r:.20}" for key, value in changes.items()),
 )
-def test_a_config_that_lies(changes: dict[str, Any], folder: Path) -> None:
+def test_a_config_that_contradicts_the_weights(changes: dict[str, Any], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**_CONFIG, **changes}))
     _refused(lambda: load(folder))
 
 
 @pytest.mark.parametrize("changes", [{"architectures": None}, {"dtype": "load"}, {"dtype": ["x"]}])
-def test_a_config_with_nonsense_that_does_not_matter(changes: dict[str, Any], folder: Path) -> None:
+def test_a_config_with_irrelevant_nonsense(changes: dict[str, Any], folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**_CONFIG, **changes}))
     assert load(folder).network.dtype == torch.float32
 
@@ -477,7 +477,7 @@ _BAD_GGUF: dict[str, tuple[bytes, str]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _valid_gguf(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The file that all the bad ones are made from is good."""
+    """The file that all invalid ones derive from is valid."""
     model = load(_gguf().write(tmp_path_factory.mktemp("gguf") / "good.gguf"))
     assert model.tokenizer is not None
     assert model.tokenizer("ab")["input_ids"] == [1, 7]
@@ -492,7 +492,7 @@ def test_bad_gguf(case: str, tmp_path: Path) -> None:
     assert cause in sentence, sentence
 
 
-def test_special_ids_outside_of_the_vocabulary_are_ignored(tmp_path: Path) -> None:
+def test_special_ids_outside_the_vocabulary_are_ignored(tmp_path: Path) -> None:
     path = _gguf(metadata={"tokenizer.ggml.eos_token_id": 10**6}).write(tmp_path / "x.gguf")
     model = load(path)
     assert model.network.config.eos_token_id is None or model.network.config.eos_token_id < 8

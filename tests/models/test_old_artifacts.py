@@ -1,4 +1,4 @@
-"""Artifacts written by version 0.1 still load and compute the same, and new ones say that their format is newer."""
+"""Artifacts written by version 0.1 still load and compute the same; new ones have a newer format number."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_an_old_artifact_saved_again_has_a_newer_format_and_the_same_logits(name
     assert reloaded.anatomy.shape() == model.anatomy.shape()
 
 
-def test_the_shape_of_an_old_artifact_is_read_in_todays_names() -> None:
+def test_the_shape_of_an_old_artifact_is_read_with_current_names() -> None:
     old = json.dumps(content(FIXTURES / "pruned-decoder")["shape"])
     assert '"filters"' in old and "ffn_channels" not in old
     part_kinds = {part.kind for part in load(FIXTURES / "pruned-decoder").anatomy.parts}
@@ -54,7 +54,7 @@ def test_the_shape_of_an_old_artifact_is_read_in_todays_names() -> None:
     assert skeleton(FIXTURES / "pruned-decoder").num_parameters() > 0
 
 
-def test_the_measurements_of_an_old_artifact_are_drawn() -> None:
+def test_the_measurements_of_an_old_artifact_are_reported() -> None:
     blocks = json.loads((FIXTURES / "pruned-decoder" / "measurements.json").read_text())["kept"]
     assert "FFN channels" in str(kept_map(blocks))
 

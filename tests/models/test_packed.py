@@ -1,4 +1,4 @@
-"""GGUF files held in their own bits: the weights are the file's, and the tokens those of the dense network."""
+"""Packed GGUF models: weights match the file, and tokens match the dense network."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SCALES = {  # where the float16 numbers of a block are, so that random ones are
 
 
 def random_matrix(name: str, kind: str, rows: int, columns: int, seed: int, *, flat: bool = False) -> Tensor:
-    """Blocks of random bytes with scales and minima of both signs; `flat`: of some blocks the scale is zero."""
+    """Return blocks of random bytes with scales and minima of both signs; `flat` zeroes some scales."""
     number, form = next((number, form) for number, form in FORMATS.items() if form.name == kind)
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (rows * columns // form.weights, form.bytes), dtype=np.uint8)
@@ -64,7 +64,7 @@ def random_matrix(name: str, kind: str, rows: int, columns: int, seed: int, *, f
 
 
 def llama_file(path: Path, kind: str, *, tied: bool = False, flat: bool = False, without: str = "") -> Path:
-    """A Llama of two blocks whose matrices are all of one type; its rows of q and k are in GGUF's order."""
+    """Write a two-block Llama with all matrices of one type, q and k rows in GGUF order."""
     width, inner, vocabulary = 256, 512, 48
     metadata: dict[str, Any] = {
         "general.architecture": "llama", "llama.block_count": 2, "llama.embedding_length": width,
@@ -88,7 +88,7 @@ def llama_file(path: Path, kind: str, *, tied: bool = False, flat: bool = False,
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("kind", EXACT + NEAR)
-def test_decoded_weights_are_the_files(kind: str, flat: bool, tmp_path: Path) -> None:
+def test_dequantized_weights_match_the_file(kind: str, flat: bool, tmp_path: Path) -> None:
     file = read_gguf(llama_file(tmp_path / "m.gguf", kind, flat=flat))
     config = gguf_config(file)
     dense, packed = gguf_tensors(file, config), gguf_packed(file, config)
@@ -122,7 +122,7 @@ def test_the_packed_network_computes_the_same(kind: str, tied: bool, tmp_path: P
 
 @pytest.fixture(scope="module", params=["q4_0", "q4_1", "q8_0"])
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A trained network, whose answers differ, in a file; matrices of 48 columns have no blocks and stay floats."""
+    """Write a trained network, whose outputs vary; 48-column matrices fit no block and stay floats."""
     network = copy.deepcopy(trained_llama(sentences(400)))
     file = tmp_path_factory.mktemp("trained") / "m.gguf"
     export(Model(network), "gguf", file, type=request.param)
@@ -137,7 +137,7 @@ def tokens_of(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_greedy_tokens_are_those_of_the_dense_network(trained: Path, compiled: bool) -> None:
+def test_greedy_tokens_match_the_dense_network(trained: Path, compiled: bool) -> None:
     expected = tokens_of(Engine(load(trained), compiled=False))
     engine = Engine(str(trained), compiled=compiled)  # which loads it packed
     assert len(quantized_layers(engine.model.network)) > 10
@@ -158,7 +158,7 @@ def test_biases_and_layers_that_stay_floats(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in half.network.parameters()} == {torch.bfloat16}
 
 
-def test_it_can_be_saved_and_read_again(tmp_path: Path) -> None:
+def test_it_can_be_saved_and_reloaded(tmp_path: Path) -> None:
     model = load(llama_file(tmp_path / "m.gguf", "Q4_1", tied=True), packed=True)
     (tmp_path / "artifact").mkdir()
     save_artifact(model, tmp_path / "artifact")
@@ -170,7 +170,7 @@ def test_it_can_be_saved_and_read_again(tmp_path: Path) -> None:
     assert count_bytes(read.network) == count_bytes(model.network)
 
 
-def test_an_export_gives_the_files_bytes_back(tmp_path: Path) -> None:
+def test_an_export_reproduces_the_bytes_of_the_file(tmp_path: Path) -> None:
     source = llama_file(tmp_path / "m.gguf", "Q4_1", tied=True)
     export(load(source, packed=True), "gguf", tmp_path / "again.gguf")
     first, reloaded = read_gguf(source), read_gguf(tmp_path / "again.gguf")
@@ -220,7 +220,7 @@ def bundled() -> Path:
     return result
 
 
-def test_the_bundled_model_in_its_own_bits(bundled: Path) -> None:
+def test_the_bundled_model_packed(bundled: Path) -> None:
     dense, packed = load("smollm2-135m"), load("smollm2-135m", packed=True)
     layers = quantized_layers(packed.network)
     assert {format_name(layer.scheme.weight) for layer in layers.values()} == {OURS["Q4_1"], OURS["Q8_0"]}

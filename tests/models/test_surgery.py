@@ -1,4 +1,4 @@
-"""Surgery is exact: removing units equals masking them, for every family, down to nothing, and under generation."""
+"""Surgery is exact: removing units equals masking them, for every family, even all units, and in generation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.tiny import BUILDS, DECODERS, TRANSFORMERS, inputs
 
 
 def random_masks(network: torch.nn.Module, seed: int = 3, empty: tuple[str, ...] = ()) -> list[torch.Tensor]:
-    """Real-valued masks with zeros; parts named in `empty` as (kind, block) lose everything."""
+    """Return real-valued masks with zeros; parts in `empty`, as (kind, block), are masked entirely."""
     generator = torch.Generator().manual_seed(seed)
     masks = []
     for part in anatomy_of(network).parts:
@@ -33,7 +33,7 @@ def cut(network: torch.nn.Module, masks: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("name", BUILDS)
 @torch.no_grad()
-def test_masks_of_one_change_no_bit(name: str) -> None:
+def test_masks_of_ones_change_no_bit(name: str) -> None:
     network = BUILDS[name]()
     before = network(**inputs(name)).logits
     anatomy = anatomy_of(network)
@@ -83,7 +83,7 @@ def test_generation_with_a_cache_equals_generation_without(name: str, empty: tup
 
 @pytest.mark.parametrize("name", BUILDS)
 @torch.no_grad()
-def test_a_second_surgery_remembers_original_indices(name: str) -> None:
+def test_a_second_surgery_keeps_original_indices(name: str) -> None:
     network = BUILDS[name]()
     part = anatomy_of(network).parts[0]
     keep_units(network, part, range(1, part.units))

@@ -1,4 +1,4 @@
-"""The latency search: never below its own no-drop solution, within the measured table, whole layers may go."""
+"""Latency search: never worse than without dropped layers, and within the measured latency table."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_table_is_respected_and_dropping_layers_never_hurts(seed: int, keep:
     choice = search_latency(candidates, TABLES, keep)
     full = TABLES.seconds(candidates, [np.arange(len(c.importance)) for c in candidates])
     assert TABLES.seconds(candidates, choice) <= keep * full + 1e-12
-    protected = parts(seed, layers=4, floor=1)  # nothing may be dropped: the (0, 0) solution
+    protected = parts(seed, layers=4, floor=1)  # no layer may be dropped: the (0, 0) solution
     try:
         undropped = kept_importance(protected, search_latency(protected, TABLES, keep))
     except BudgetError:
@@ -58,7 +58,7 @@ def test_a_flat_table_makes_units_free() -> None:
     assert 0 < sum(len(kept) == 0 for kept in choice) < 8
 
 
-def test_a_wobbly_table_is_met_although_the_line_is_not_the_table() -> None:
+def test_a_nonlinear_table_is_met_although_the_search_fits_a_line() -> None:
     wobble = np.random.default_rng(0).normal(scale=0.3, size=16)
     seconds = np.maximum(0.5, np.array(staircase(16, 4, 1.5, 0.25)) + wobble)
     tables = LatencyTables(TABLES.heads, table("ffn_channels", seconds.tolist()))

@@ -21,7 +21,7 @@ from smelt.errors import BudgetError
 
 
 def brute_force(parts: list[Candidates], capacity: float) -> float:
-    """The best importance over all allowed counts: within a part the best units of a count are its top ones."""
+    """Return the best total importance over all allowed counts; for each count a part keeps its top units."""
     options = []
     for part in parts:
         units = len(part.importance)
@@ -54,7 +54,7 @@ def problems(draw: st.DrawFn) -> tuple[list[Candidates], float]:
 
 @settings(max_examples=200, deadline=None)
 @given(problems())
-def test_search_equals_brute_force(problem: tuple[list[Candidates], float]) -> None:
+def test_search_matches_brute_force(problem: tuple[list[Candidates], float]) -> None:
     parts, capacity = problem
     best = brute_force(parts, capacity)
     if best == -np.inf:
@@ -86,7 +86,7 @@ def test_uniform_takes_the_same_share_of_every_layer_and_meets_the_budget() -> N
     assert 0.98 * capacity < cost(parts, choice) <= capacity
 
 
-def test_threshold_keeps_one_global_order() -> None:
+def test_threshold_keeps_the_global_order() -> None:
     parts = random_parts(1)
     capacity = 0.6 * sum(part.price * len(part.importance) for part in parts)
     choice = search_threshold(parts, capacity)
@@ -95,7 +95,7 @@ def test_threshold_keeps_one_global_order() -> None:
     assert kept.min() >= gone.max() and cost(parts, choice) <= capacity
 
 
-def test_more_than_two_prices_stay_within_the_budget() -> None:
+def test_more_than_two_costs_stay_within_the_budget() -> None:
     generator = np.random.default_rng(2)
     parts = [Candidates("channels", generator.random(16), float(price), floor=1) for price in (3, 5, 11, 17)]
     capacity = 0.5 * sum(part.price * 16 for part in parts)
@@ -103,7 +103,7 @@ def test_more_than_two_prices_stay_within_the_budget() -> None:
     assert 0.9 * capacity < cost(parts, choice) <= capacity and all(len(kept) >= 1 for kept in choice)
 
 
-def test_a_budget_below_the_floors_is_refused() -> None:
+def test_a_budget_below_the_minimum_is_refused() -> None:
     parts = [Candidates("heads", np.ones(4), 10.0, floor=3)]
     for rule in (search, search_uniform, search_threshold):
         with pytest.raises(BudgetError, match="cannot be met"):

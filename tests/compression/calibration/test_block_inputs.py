@@ -1,4 +1,4 @@
-"""Block by block equals the whole network; gradients are the true ones; activations past a limit go to disk."""
+"""Running block by block matches the network; mask gradients are exact; activations spill to disk."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiny import BUILDS, labeled
 
 @pytest.mark.parametrize("name", BUILDS)
 @torch.no_grad()
-def test_walking_the_blocks_gives_what_the_network_gives(name: str) -> None:
+def test_running_the_blocks_matches_the_network(name: str) -> None:
     network = BUILDS[name]()
     anatomy = anatomy_of(network)
     batches = [labeled(name, seed) for seed in range(2)]
@@ -36,7 +36,7 @@ def test_walking_the_blocks_gives_what_the_network_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_mask_gradients_are_finite_differences(name: str) -> None:
+def test_mask_gradients_match_finite_differences(name: str) -> None:
     network = BUILDS[name]().double()
     batch = {k: v.double() if v.is_floating_point() else v for k, v in labeled(name).items()}
     anatomy = anatomy_of(network)
@@ -59,7 +59,7 @@ def test_mask_gradients_are_finite_differences(name: str) -> None:
         position += part.units
 
 
-def test_finished_gradients_are_taken_from_the_checkpoint(tmp_path: Path) -> None:
+def test_finished_gradients_are_loaded_from_the_checkpoint(tmp_path: Path) -> None:
     network = BUILDS["llama"]()
     batches = [labeled("llama", seed) for seed in range(10)]
     checkpoint = Checkpoint(tmp_path)
@@ -71,7 +71,9 @@ def test_finished_gradients_are_taken_from_the_checkpoint(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_past_the_limit_lie_on_disk_and_come_back_whole(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_activations_past_the_limit_spill_to_disk_and_are_read_back_unchanged(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     tensors = [torch.randn(3, 5, 7).to(dtype) for _ in range(4)]
     size = tensors[0].numel() * tensors[0].element_size()
     store = ActivationStore(limit=2 * size, folder=tmp_path)

@@ -1,4 +1,4 @@
-"""The product of inputs with themselves, computed in strips."""
+"""The Gram matrix of the inputs, computed in strips."""
 
 from __future__ import annotations
 

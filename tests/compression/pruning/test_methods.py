@@ -1,4 +1,4 @@
-"""Every method in the frame: it meets its budget, keeps its promises about shape, and is the same twice."""
+"""Every pruning method: meets its budget, respects shape constraints, and is deterministic."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(name: str, settings: dict[str, Any], batches: int = 4, seed: int = 0) ->
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(str(v) for v in s.values()))
 @pytest.mark.parametrize("name", ["bert", "mpnet", "gpt2", "opt", "llama", "qwen3", "vit"])
-def test_the_budget_is_met_and_nearly_used(name: str, settings: dict[str, Any]) -> None:
+def test_the_budget_is_met_and_nearly_exhausted(name: str, settings: dict[str, Any]) -> None:
     full = block_cost(Model(BUILDS[name]()).anatomy, "macs", WORKLOAD)
     model = run(name, {**settings, "budget": {"macs": 0.7}})
     share = block_cost(model.anatomy, "macs", WORKLOAD) / full
@@ -61,7 +61,7 @@ def test_channels_of_convolutions(name: str, method: str, measure: Any) -> None:
 
 
 @pytest.mark.parametrize("measure", ["parameters", "bytes"])
-def test_other_measures(measure: Any) -> None:
+def test_other_budget_metrics(measure: Any) -> None:
     full = block_cost(Model(BUILDS["llama"]()).anatomy, measure, Workload())
     model = run("llama", {"method": "fisher", "budget": {measure: 0.75}})
     assert 0.6 < block_cost(model.anatomy, measure, Workload()) / full <= 0.75
@@ -72,13 +72,13 @@ def test_latency_is_measured_and_met() -> None:
     assert sum(part.units for part in model.anatomy.parts) < sum(p.units for p in Model(BUILDS["bert"]()).anatomy.parts)
 
 
-def test_widths_are_multiples_inside_the_search() -> None:
+def test_the_search_keeps_widths_at_multiples() -> None:
     model = run("bert", {"method": "fisher", "budget": {"macs": 0.6}, "multiple": 8, "head_multiple": 2})
     parts = model.anatomy.parts
     assert all(part.units % (2 if part.kind == "heads" else 8) == 0 for part in parts)
 
 
-def test_a_decoder_keeps_its_ends_and_half_of_every_layer() -> None:
+def test_a_decoder_keeps_its_outer_layers_and_half_of_every_layer() -> None:
     model = run("llama", {"method": "fisher", "budget": {"parameters": 0.6}})
     assert all(part.units >= part.original_units / 2 for part in model.anatomy.parts)
     model = run("llama", {"method": "fisher", "budget": {"parameters": 0.3}, "max_sparsity": 1.0})
@@ -86,12 +86,12 @@ def test_a_decoder_keeps_its_ends_and_half_of_every_layer() -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda s: "-".join(str(v) for v in s.values()))
-def test_the_same_seed_gives_the_same_bits(settings: dict[str, Any]) -> None:
+def test_the_same_seed_is_bit_identical(settings: dict[str, Any]) -> None:
     one, two = (run("llama", {**settings, "budget": {"parameters": 0.8}}).network.state_dict() for _ in range(2))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
-def test_published_leaves_the_first_attention_alone() -> None:
+def test_published_does_not_prune_the_first_attention() -> None:
     settings = {"method": "fisher", "budget": {"macs": 0.8}, "teacher": "assistant"}
     plain = run("bert", {**settings, "repair": "none"})
     tuned = run("bert", {**settings, "repair": "tune", "published": True})
@@ -102,7 +102,7 @@ def test_published_leaves_the_first_attention_alone() -> None:
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_weights_come_back_trainable_and_the_network_unhooked(name: str) -> None:
+def test_weights_stay_trainable_and_hooks_are_removed(name: str) -> None:
     model = run(name, {"method": "fisher", "budget": {"macs": 0.8}})
     assert all(parameter.requires_grad for parameter in model.network.parameters())
     own = {"_PlaneSlicer"}
@@ -130,13 +130,13 @@ def test_weights_come_back_trainable_and_the_network_unhooked(name: str) -> None
         ({"method": "fisher", "budget": {"macs": 0.5}, "lazers": 3}, "no parameter"),
     ],
 )
-def test_impossible_settings_are_one_sentence(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_raise_one_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         METHODS.build(settings)
     assert "\n" not in str(caught.value)
 
 
-def test_a_budget_below_what_must_stay_is_refused() -> None:
+def test_a_budget_below_the_minimum_is_refused() -> None:
     with pytest.raises(BudgetError, match="cannot be met"):
         run("llama", {"method": "fisher", "budget": {"parameters": 0.05}})
 
@@ -146,14 +146,14 @@ def test_repairs_are_refused_for_convolutions() -> None:
         run("resnet", {"method": "fisher", "repair": "full", "budget": {"macs": 0.7}})
 
 
-def test_all_methods_are_on_the_list_with_their_papers() -> None:
+def test_all_methods_are_registered_with_their_papers() -> None:
     assert set(METHODS) >= {"random", "magnitude", "wanda-sp", "flap", "taylor", "fisher"}
     assert all(cls.paper and cls.summary.endswith(".") for cls in METHODS.values())
 
 
 @pytest.mark.shared
 def test_ordering_on_a_real_language_model(shared: Path) -> None:
-    """stories260K at 80 %: full reconstruction below the plain search, that below random (mean of 3 seeds)."""
+    """stories260K at 80%: perplexity of full reconstruction < search alone < random (mean of 3 seeds)."""
     from smelt.data.batches import text_batches
     from smelt.data.text import TextData
     from smelt.measure.perplexity import perplexity

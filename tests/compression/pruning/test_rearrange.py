@@ -1,4 +1,4 @@
-"""Rearrangement lowers the block-diagonal objective and equals the plain greedy of the paper."""
+"""Mask rearrangement lowers the block-diagonal objective and matches the paper's greedy algorithm."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def correlated(seed: int, units: int = 40, batches: int = 64) -> np.ndarray:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_equals_the_plain_greedy(seed: int) -> None:
+def test_matches_the_plain_greedy_algorithm(seed: int) -> None:
     gradients = correlated(seed, units=15)
     kept = np.sort(np.argsort(-(gradients**2).sum(0))[:9])
     assert np.array_equal(rearrange(gradients, kept), plain_greedy(gradients, kept))

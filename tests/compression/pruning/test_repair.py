@@ -1,4 +1,4 @@
-"""The repairs: the Gram identity, solvers against closed forms, and recovery of what can be recovered."""
+"""Repairs after pruning: the Gram identity, solvers against closed forms, and exact recovery."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def equations_of(inputs: torch.Tensor, targets: torch.Tensor, pieces: int = 3) -
 
 
 def contributions(inputs: torch.Tensor, weight: torch.Tensor, width: int) -> torch.Tensor:
-    """A, built explicitly: column i is unit i's contribution, tokens x outputs flattened."""
+    """Build A explicitly: column i is unit i's contribution, tokens x outputs flattened."""
     columns = [
         (inputs[:, i : i + width] @ weight[:, i : i + width].T).flatten() for i in range(0, inputs.shape[1], width)
     ]
@@ -81,7 +81,7 @@ def test_one_unit_does_not_crash_the_solver() -> None:
 
 
 @pytest.mark.parametrize("intercept", [False, True])
-def test_reconstruction_finds_a_projection_that_exists(intercept: bool) -> None:
+def test_reconstruction_recovers_an_existing_projection(intercept: bool) -> None:
     inputs, weight, _ = problem(rows=400)
     truth, offset = torch.randn_like(weight), torch.randn(weight.shape[0]) * intercept
     result, bias = reconstruct(
@@ -107,8 +107,8 @@ def half(network: torch.nn.Module) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 @pytest.mark.parametrize("kind", ["tune", "full"])
-def test_a_network_that_loses_nothing_is_left_as_it_is(name: str, kind: str) -> None:
-    """Student and teacher agree, so the fit must find the weights that are there: any wrong residual shows."""
+def test_an_unpruned_network_is_unchanged(name: str, kind: str) -> None:
+    """Student and teacher agree, so the fit must return the current weights; a wrong residual would show."""
     network = BUILDS[name]()
     batches = [labeled(name, seed) for seed in range(3)]
     with torch.no_grad():
@@ -127,7 +127,7 @@ def last_states(network: torch.nn.Module, batches: list[dict[str, torch.Tensor]]
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 @pytest.mark.parametrize("kind", ["tune", "full"])
-def test_repair_brings_the_last_states_closer_than_cutting_alone(name: str, kind: str) -> None:
+def test_repair_reduces_the_error_of_the_last_hidden_states(name: str, kind: str) -> None:
     batches = [labeled(name, seed) for seed in range(8)]
     expected = last_states(BUILDS[name](), batches)
     plain, network = BUILDS[name](), BUILDS[name]()
@@ -137,7 +137,7 @@ def test_repair_brings_the_last_states_closer_than_cutting_alone(name: str, kind
 
 
 @pytest.mark.parametrize("kind", ["tune", "full"])
-def test_a_killed_repair_goes_on_to_the_same_bits(kind: str, tmp_path: Path) -> None:
+def test_a_resumed_repair_is_bit_identical(kind: str, tmp_path: Path) -> None:
     batches = [labeled("llama", seed) for seed in range(3)]
     uninterrupted, resumed = BUILDS["llama"](), BUILDS["llama"]()
     settings = RepairSettings(kind, solver="ridge")
@@ -155,7 +155,7 @@ def test_a_killed_repair_goes_on_to_the_same_bits(kind: str, tmp_path: Path) -> 
         assert torch.equal(tensor, resumed.state_dict()[name]), name
 
 
-def test_memory_past_the_limit_changes_nothing(tmp_path: Path) -> None:
+def test_spilling_past_the_memory_limit_changes_nothing(tmp_path: Path) -> None:
     batches = [labeled("bert", seed) for seed in range(3)]
     in_memory, spilled = BUILDS["bert"](), BUILDS["bert"]()
     cut_and_repair(Model(in_memory), half(in_memory), RepairSettings("full"), MethodContext(batches=batches))

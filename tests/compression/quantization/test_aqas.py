@@ -1,4 +1,4 @@
-"""AQAS: by the joint error it never loses to AWQ, SmoothQuant or no scale; the card's layer; what it tells."""
+"""AQAS: joint error never above AWQ, SmoothQuant or no scale; the method card's layer; reported facts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.tiny import BUILDS, inputs
 
 
 class Alone(OutputError):
-    """A layer outside of any network."""
+    """Return a layer outside any network."""
 
     def __init__(self, x: Tensor, weight: Tensor) -> None:
         self.x, self.truth = x, [x @ weight.T]
@@ -35,7 +35,7 @@ class Alone(OutputError):
 
 
 class Anything(ScaleSource):
-    """Takes every scale."""
+    """Accepts every scale."""
 
     name = "anything"
 
@@ -43,7 +43,7 @@ class Anything(ScaleSource):
 
 
 def decibels(x: Tensor, weight: Tensor) -> dict[str, float]:
-    """Output signal to noise of 4-bit weights and 8-bit inputs under the scales of each method."""
+    """Return the output SNR of 4-bit weights and 8-bit inputs under each method's scales."""
     group, around = layer_group(weight), Alone(x, weight)
     mean, largest = x.abs().mean(0), x.abs().amax(0)
     joint = Aqas(denormal=False)
@@ -69,29 +69,29 @@ def opt_like() -> tuple[Tensor, Tensor]:
 
 
 def llama_like() -> tuple[Tensor, Tensor]:
-    """Heavy tails in the weights, and columns of different size."""
+    """Return weights with heavy tails and columns of different magnitude."""
     weight = 0.02 * torch.distributions.StudentT(5.0).sample((256, 512)) * torch.exp(0.5 * torch.randn(512))
     return torch.randn(1024, 512) * torch.exp(0.3 * torch.randn(512)), weight
 
 
-def test_a_layer_with_loud_channels_as_on_the_card() -> None:
+def test_outlier_channels_match_the_card() -> None:
     result = decibels(*opt_like())
     assert result == pytest.approx({"none": 18.2, "smooth": 21.9, "awq": 24.1, "aqas": 24.2}, abs=0.5)
 
 
 @pytest.mark.parametrize("made", [opt_like, llama_like])
-def test_it_never_loses(made: Any) -> None:
+def test_it_is_never_worse(made: Any) -> None:
     result = decibels(*made())
     assert result["aqas"] >= max(result.values()) - 1e-6
 
 
-def test_it_wins_where_neither_family_alone_does() -> None:
-    """Uneven columns of the weights, which AWQ does not look at, and another exponent than SmoothQuant's."""
+def test_it_wins_where_neither_family_alone_does_well() -> None:
+    """Weight columns are uneven, which AWQ ignores, and the best exponent is not SmoothQuant's."""
     result = decibels(*llama_like())
     assert result["aqas"] > max(result["none"], result["smooth"], result["awq"]) + 0.3
 
 
-def test_the_inputs_are_rounded_after_they_were_divided() -> None:
+def test_inputs_are_quantized_after_scaling() -> None:
     x, weight = opt_like()
     group, around = layer_group(weight), Alone(x, weight)
     scale = torch.rand(512) + 0.5
@@ -101,7 +101,7 @@ def test_the_inputs_are_rounded_after_they_were_divided() -> None:
     assert method.trial_error(group, around, scale) == pytest.approx(expected, rel=1e-4)
 
 
-def test_both_families_are_tried_and_balanced() -> None:
+def test_both_families_are_searched_and_normalized() -> None:
     x, weight = opt_like()
     group: LayerGroup = layer_group(weight)
     result = list(Aqas().candidates(group, x.abs().mean(0), x.abs().amax(0)))
@@ -122,7 +122,7 @@ def run(settings: dict[str, Any]) -> tuple[Model, dict[str, Any]]:
     return model, facts
 
 
-def test_what_it_tells() -> None:
+def test_reported_facts() -> None:
     model, facts = run({})
     assert facts["calibration_length"] == 11
     assert len(facts["layers"]) == 21
@@ -134,7 +134,7 @@ def test_what_it_tells() -> None:
         assert fact["scaling"]["error"] <= fact["scaling"]["error_unscaled"]
 
 
-def test_fewer_weights_vanish_in_dint() -> None:
+def test_fewer_weights_round_to_zero_in_dint() -> None:
     shares = []
     for denormal in (False, True):
         _, facts = run({"denormal": denormal, "rounding": "rtn"})
@@ -159,7 +159,7 @@ def test_the_format_follows_the_settings(settings: dict[str, Any], scheme: str) 
     "settings",
     [{"rounding": "magic"}, {"tokens": 0}, {"bits": 2}, {"static_activations": True, "input_activations": None}],
 )
-def test_impossible_settings_are_one_sentence(settings: dict[str, Any]) -> None:
+def test_invalid_settings_raise_one_sentence(settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:
         METHODS.build({"method": "aqas", **settings})
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""AWQ: no scale is RTN, a search never loses to it, its error is that of the enclosing module, and clips only help."""
+"""AWQ: no scale is RTN, the search is never worse, errors are of the enclosing module, clipping only helps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_no_scale_and_no_clip_is_round_to_nearest(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2", "vit", "bert"])
-def test_the_search_never_loses_to_round_to_nearest(name: str) -> None:
+def test_the_search_is_never_worse_than_round_to_nearest(name: str) -> None:
     _, facts = quantised(name, bits=3, tokens=40)
     notes = [fact["scaling"] for fact in facts["layers"].values() if fact["scaling"]["into"]]
     assert notes and all(note["error"] <= note["error_unscaled"] for note in notes)
@@ -68,8 +68,8 @@ def test_the_search_never_loses_to_round_to_nearest(name: str) -> None:
 
 
 @torch.no_grad()
-def test_the_error_is_that_of_the_enclosing_module() -> None:
-    """Attention for q, k, v; feed-forward for up and gate; the layer for what reads them: found by plain forwards."""
+def test_the_error_is_of_the_enclosing_module() -> None:
+    """Error of attention for q, k, v, of the FFN for up and gate, else of the layer: by plain forwards."""
     method = Awq(group_size=16, bits=3)
     work = first_work("llama", method)
     assert work.block_inputs is not None
@@ -93,7 +93,7 @@ def test_the_error_is_that_of_the_enclosing_module() -> None:
 
 
 @torch.no_grad()
-def test_padding_counts_for_nothing() -> None:
+def test_padding_is_ignored() -> None:
     work = first_work("bert", Awq(group_size=16))
     assert work.block_inputs is not None
     group = layer_groups(work.block)[1]
@@ -102,7 +102,7 @@ def test_padding_counts_for_nothing() -> None:
     assert sum(len(true) for true in around.truth) == real == 3 * (3 * 11 - 3)
 
 
-def test_trials_leave_no_trace() -> None:
+def test_the_search_leaves_the_network_unchanged() -> None:
     method = Awq(group_size=16, bits=2)
     work = first_work("llama", method)
     before = {key: tensor.clone() for key, tensor in work.network.state_dict().items()}
@@ -117,7 +117,7 @@ def test_trials_leave_no_trace() -> None:
 
 
 @torch.no_grad()
-def test_the_scaled_network_computes_the_same() -> None:
+def test_scaling_preserves_the_function() -> None:
     for name in ("llama", "opt", "gpt2"):
         method = Awq(group_size=16, bits=3)
         work = first_work(name, method)
@@ -127,13 +127,13 @@ def test_the_scaled_network_computes_the_same() -> None:
         assert torch.allclose(work.network(**inputs(name)).logits, before, atol=1e-5)
 
 
-def test_trials_run_on_few_batches() -> None:
+def test_the_search_uses_a_subset_of_batches() -> None:
     block_inputs = capture_block_inputs(anatomy_of(BUILDS["llama"]()), batches("llama"))  # 33 positions each
     assert [first_batches(block_inputs, tokens) for tokens in (1, 65, 66, 1000)] == [[0], [0], [0, 1], [0, 1, 2]]
 
 
 def exhaustive_clip(weight: Tensor, x: Tensor, number_format: Format, size: int) -> Tensor:
-    """LayerGroup by group and row by row."""
+    """Per group and per row."""
     best = weight.clone()
     for row in range(len(weight)):
         for start in range(0, weight.shape[1], size):
@@ -149,7 +149,7 @@ def exhaustive_clip(weight: Tensor, x: Tensor, number_format: Format, size: int)
 
 
 @pytest.mark.parametrize("name", ["int3-asym/16", "int3/16", "int2-asym/40"])
-def test_the_clip_is_the_best_of_all_tried(name: str) -> None:
+def test_the_clip_ratio_is_the_best_candidate(name: str) -> None:
     number_format = get_format(name)
     weight, x = torch.distributions.StudentT(3.0).sample((70, 40)), torch.randn(50, 40)
     result = weight.clone()
@@ -166,7 +166,7 @@ def test_queries_and_keys_are_never_clipped() -> None:
         assert all(len(clipped_projections(group)) == len(group.layers) for group in groups[1:])
 
 
-def test_a_clip_changes_no_query_or_key_rows() -> None:
+def test_clipping_changes_no_query_or_key_rows() -> None:
     for name, untouched in (("gpt2", 64), ("llama", None)):
         clipped, plain = (quantised(name, bits=2, clip=clip, tokens=40)[0].network for clip in (True, False))
         one, two = quantized_layers(clipped), quantized_layers(plain)
@@ -178,7 +178,7 @@ def test_a_clip_changes_no_query_or_key_rows() -> None:
 
 
 @pytest.mark.parametrize("rounding", ["rtn", "gptq"])
-def test_it_beats_round_to_nearest_where_channels_are_loud(rounding: str) -> None:
+def test_it_beats_round_to_nearest_with_outlier_channels(rounding: str) -> None:
     def loud() -> Model:
         model = Model(BUILDS["opt"]())
         with torch.no_grad():
@@ -198,7 +198,7 @@ def test_it_beats_round_to_nearest_where_channels_are_loud(rounding: str) -> Non
 
 
 @pytest.mark.parametrize("settings", [{"rounding": "magic"}, {"search_tokens": 0}, {"clip": 1}, {"bits": 9}])
-def test_impossible_settings_are_one_sentence(settings: dict[str, Any]) -> None:
+def test_invalid_settings_raise_one_sentence(settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:
         METHODS.build({"method": "awq", **settings})
     assert "\n" not in str(caught.value)

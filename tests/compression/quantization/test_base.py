@@ -1,4 +1,4 @@
-"""The frame of quantisation: it counts what it changed, goes on where it was, and refuses what cannot be done."""
+"""The base of all quantization methods: reported counts, resuming, and refused inputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Killed(Exception):
 
 
 class Dying(NullProgress):
-    """Ends the run when a block is about to be begun."""
+    """Stop the run when a block is about to start."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -58,7 +58,7 @@ class Dying(NullProgress):
             yield item
 
 
-def test_it_counts_what_it_changed() -> None:
+def test_it_counts_the_changed_weights() -> None:
     model = Model(BUILDS["llama"]())
     facts = METHODS.build({"method": "rtn", **SMALL}).apply(model, MethodContext())
     layers = quantized_layers(model.network)
@@ -73,20 +73,20 @@ def test_it_counts_what_it_changed() -> None:
         assert fact["scheme"] == {"weight": "int4-asym/16@float16"}
 
 
-def test_nothing_to_change_is_an_error() -> None:
+def test_nothing_to_quantize_is_an_error() -> None:
     model = Model(BUILDS["llama"]())
     model.network.model.layers = torch.nn.ModuleList()
     with pytest.raises(ModelError):
         METHODS.build({"method": "rtn", **SMALL}).apply(model, MethodContext())
 
 
-SEARCHES = ("awq", "aqas", "mixed")  # that take longer: one family of every structure
+SEARCHES = ("awq", "aqas", "mixed")  # slow methods: one family per architecture
 TAKEN = [(name, method) for name in TRANSFORMERS for method in ("gptq", "smoothquant")]
 TAKEN += [(name, method) for name in ("bert", "vit", "gpt2", "opt", "qwen2") for method in ("rtn", "hqq", *SEARCHES)]
 
 
 @pytest.mark.parametrize(("name", "method"), TAKEN)
-def test_every_method_takes_every_family(name: str, method: str) -> None:
+def test_every_method_supports_every_family(name: str, method: str) -> None:
     settings = {"method": method, "group_size": 16, "bits": 10.0 if method == "mixed" else 8}
     model = quantised(name, {**settings, **({"tokens": 30} if method in SEARCHES else {})})
     with torch.no_grad():
@@ -108,7 +108,7 @@ def test_every_method_takes_every_family(name: str, method: str) -> None:
     ],
     ids=lambda s: "-".join(str(value) for value in s.values()),
 )
-def test_a_killed_run_goes_on_to_the_same_bits(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical(settings: dict[str, Any], tmp_path: Path) -> None:
     after = 2
     uninterrupted = quantised("llama", settings)
     with pytest.raises(Killed):
@@ -131,13 +131,13 @@ def test_finished_blocks_are_not_computed_again(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "mixed"])
-def test_a_memory_limit_gives_the_same_bits(method: str, tmp_path: Path) -> None:
+def test_a_memory_limit_is_bit_identical(method: str, tmp_path: Path) -> None:
     settings = {"method": method, **SMALL, **({"bits": 5.0} if method == "mixed" else {})}
     free, limited = quantised("llama", settings), quantised("llama", settings, memory_limit=1500, folder=tmp_path)
     assert same(free, limited)
 
 
-def test_static_scales_are_those_of_the_largest_input() -> None:
+def test_static_scales_come_from_the_largest_input() -> None:
     model = quantised("llama", {"method": "rtn", **SMALL, "input_activations": "int8", "static_activations": True})
     layer = model.network.model.layers[1].mlp.down_proj
     largest = []
@@ -158,7 +158,7 @@ FORMATS_SAVED = {
 
 
 @pytest.mark.parametrize(("name", "number_format"), [(n, f) for n, result in FORMATS_SAVED.items() for f in result])
-def test_what_is_saved_is_loaded_to_the_bit(name: str, number_format: str, tmp_path: Path) -> None:
+def test_save_and_load_is_bit_identical(name: str, number_format: str, tmp_path: Path) -> None:
     settings = {
         "method": "rtn",
         "format": number_format,
@@ -175,7 +175,7 @@ def test_what_is_saved_is_loaded_to_the_bit(name: str, number_format: str, tmp_p
 
 
 def forged(tmp_path: Path, change: Any) -> Path:
-    """A saved artifact whose list of quantised layers was changed by hand."""
+    """A saved artifact with a tampered list of quantized layers."""
     save_artifact(quantised("llama", {"method": "rtn", **SMALL}), tmp_path)
     content = json.loads((tmp_path / "smelt.json").read_text())
     change(content["quantized"])
@@ -214,7 +214,7 @@ def test_a_forged_list_of_layers_is_refused(change: Any, message: str, tmp_path:
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @pytest.mark.parametrize("method", METHODS_HERE)
-def test_weights_that_are_no_numbers(method: str, bad: float) -> None:
+def test_nan_weights(method: str, bad: float) -> None:
     model = Model(BUILDS["llama"]())
     before = {key: tensor.clone() for key, tensor in model.network.state_dict().items()}
     with torch.no_grad():
@@ -235,7 +235,7 @@ def test_weights_that_are_no_numbers(method: str, bad: float) -> None:
     ids=lambda s: s["method"],
 )
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_calibration_activations_that_are_no_numbers(settings: dict[str, Any], bad: float) -> None:
+def test_nan_calibration_activations(settings: dict[str, Any], bad: float) -> None:
     model = Model(BUILDS["llama"]())
     with torch.no_grad():
         model.network.model.embed_tokens.weight[int(batches("llama")[0]["input_ids"][0, 0])] = bad
@@ -259,20 +259,20 @@ def test_calibration_activations_that_are_no_numbers(settings: dict[str, Any], b
         ({"colour": 1}, "no parameter"),
     ],
 )
-def test_impossible_settings_are_one_sentence(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_raise_one_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         METHODS.build({"method": "gptq", **settings})
     assert "\n" not in str(caught.value)
 
 
-def test_a_group_that_does_not_divide() -> None:
+def test_a_group_size_that_does_not_divide_the_columns() -> None:
     with pytest.raises(RecipeError, match="groups of 40 do not divide; use group_size 32, 16 or -1"):
         quantised("llama", {"method": "gptq", "group_size": 40})
     model = quantised("llama", {"method": "gptq", "group_size": 40, "allow_partial_group": True})
     assert model.network.model.layers[0].mlp.down_proj.scale.shape == (32, 2, 1)  # 48 columns
 
 
-def test_quantising_twice_is_refused() -> None:
+def test_quantizing_twice_is_refused() -> None:
     model = quantised("llama", {"method": "rtn", **SMALL})
     with pytest.raises(ModelError, match="quantized already"):
         METHODS.build({"method": "rtn", **SMALL}).apply(model, MethodContext())
@@ -284,12 +284,12 @@ def test_convolutions_are_refused() -> None:
 
 
 @pytest.mark.parametrize("method", NEED_DATA)
-def test_missing_data_is_said_at_once(method: str) -> None:
+def test_missing_data_is_reported_at_once(method: str) -> None:
     with pytest.raises(DataError, match=f"{method} needs calibration data"):
         METHODS.build({"method": method, **SMALL}).apply(Model(BUILDS["llama"]()), MethodContext())
 
 
-def test_all_methods_are_on_the_list_with_their_papers() -> None:
+def test_all_methods_are_registered_with_their_papers() -> None:
     assert set(METHODS_HERE) <= set(METHODS)
     results = [cls for name, cls in METHODS.items() if name in METHODS_HERE]
     assert all(issubclass(cls, Quantization) and cls.paper and cls.summary.endswith(".") for cls in results)

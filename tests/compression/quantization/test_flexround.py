@@ -1,4 +1,4 @@
-"""Learned rounding: where it begins, what gradients see, that what is trained is what is stored, and that it helps."""
+"""FlexRound and LRQ: initialization, gradients, stored weights equal trained ones, and accuracy."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def divided(matrix: torch.Tensor, number_format: Integer, rank: int | None, sear
 @pytest.mark.parametrize("rank", [None, 3])
 @pytest.mark.parametrize("search", [False, True])
 @pytest.mark.parametrize("number_format", FORMATS, ids=str)
-def test_before_training_it_is_rounding_to_nearest(number_format: Integer, search: bool, rank: int | None) -> None:
+def test_before_training_it_is_round_to_nearest(number_format: Integer, search: bool, rank: int | None) -> None:
     matrix = weights()
     assert torch.equal(
         divided(matrix, number_format, rank, search)(), round_to_nearest(matrix, number_format, search).dequantize()
@@ -67,8 +67,8 @@ def test_the_packed_layer_is_the_trained_weight_bit_for_bit(number_format: Integ
     assert torch.equal(layer.weight, trained)
 
 
-def test_gradients_pass_the_rounding_and_stop_at_the_ends() -> None:
-    """W' = s round(W / (s e^D)): to D the rounding is not there, dW'/dD = -W; a clipped weight does not follow D."""
+def test_gradients_pass_through_rounding_and_stop_at_the_clipping_range() -> None:
+    """W' = s round(W / (s e^D)), straight-through: dW'/dD = -W, and zero for a clipped weight."""
     matrix = torch.tensor([[-0.5, -0.2, 0.3, 1.0]])
     quantizer = divided(matrix, Integer(-1, "float32", 4, False), None)
     with torch.no_grad():
@@ -80,7 +80,7 @@ def test_gradients_pass_the_rounding_and_stop_at_the_ends() -> None:
     assert quantizer.row.grad is not None and torch.allclose(quantizer.row.grad, gradient.sum(1, keepdim=True))
 
 
-def test_low_rank_divisors_are_used_where_they_save() -> None:
+def test_low_rank_divisors_are_used_where_they_are_smaller() -> None:
     method = FlexRound(bits=4, rank=4)
     generator = torch.Generator().manual_seed(0)
     wide, thin = (method.quantizer(torch.randn(rows, 64), generator) for rows in (64, 4))
@@ -96,7 +96,7 @@ def at_two_bits() -> float:
 
 
 @pytest.mark.parametrize("rank", [None, 4])
-def test_it_beats_rounding_to_nearest(rank: int | None, at_two_bits: float) -> None:
+def test_it_beats_round_to_nearest(rank: int | None, at_two_bits: float) -> None:
     model = character_model()
     FlexRound(bits=2, group_size=16, iterations=50, lr=1e-2, rank=rank).apply(
         model, MethodContext(batches=character_batches())
@@ -104,8 +104,8 @@ def test_it_beats_rounding_to_nearest(rank: int | None, at_two_bits: float) -> N
     assert divergence(model).kl < 0.4 * at_two_bits
 
 
-def test_the_seed_gives_the_bytes(tmp_path: Path) -> None:
-    """The order of the batches and LRQ's random matrix come from it, also where a run is taken up in the middle."""
+def test_the_same_seed_is_bit_identical(tmp_path: Path) -> None:
+    """The seed sets the batch order and LRQ's random matrix, also in a resumed run."""
 
     def run(seed: int) -> dict[str, torch.Tensor]:
         model = Model(BUILDS["llama"]())
@@ -123,7 +123,7 @@ def test_the_seed_gives_the_bytes(tmp_path: Path) -> None:
     assert not all(torch.equal(first[name], other[name]) for name in first)
 
 
-def test_the_rate_falls_to_zero_along_a_cosine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_learning_rate_follows_a_cosine_to_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = []
     step = torch.optim.Adam.step
 
@@ -138,6 +138,6 @@ def test_the_rate_falls_to_zero_along_a_cosine(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("settings", [{"rank": 0}, {"iterations": -1}, {"lr": 0.0}, {"format": "nf4"}])
-def test_impossible_values_are_refused(settings: dict[str, object]) -> None:
+def test_invalid_values_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(RecipeError):
         FlexRound(**settings)  # type: ignore[arg-type]

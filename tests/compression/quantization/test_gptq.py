@@ -1,4 +1,4 @@
-"""GPTQ: its gain where inputs are correlated, none where they are not, and the same result however it is computed."""
+"""GPTQ: gains on correlated inputs, none on uncorrelated ones, and the same result for every block size."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ def hessian(x: Tensor) -> Tensor:
 
 
 def correlated(rows: int = 4096, columns: int = 256) -> Tensor:
-    """Sixteen strong common directions, and a little of everything."""
+    """Return inputs with sixteen strong common directions plus small noise."""
     return torch.randn(rows, 16) @ torch.randn(16, columns) + 0.3 * torch.randn(rows, columns)
 
 
 def quality(x: Tensor, weight: Tensor, rounded: Tensor) -> float:
-    """Of the output, in decibel."""
+    """Return the output SNR in decibels."""
     return signal_to_noise(x @ weight.T, x @ rounded.T)
 
 
 def layer_group(*weights: Tensor) -> LayerGroup:
-    """Layers that share an input, outside of any network."""
+    """Return layers that share an input, outside any network."""
     layers = []
     for index, weight in enumerate(weights):
         module = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
@@ -59,7 +59,7 @@ def test_uncorrelated_inputs_gain_nothing() -> None:
 
 
 @pytest.mark.parametrize(("number_format", "published"), [(ROW4, (19.4, 33.8, 36.2)), (ROW2, (5.4, 18.9, 22.0))])
-def test_common_directions_gain_what_the_card_says(number_format: Integer, published: tuple[float, ...]) -> None:
+def test_correlated_inputs_gain_what_the_card_says(number_format: Integer, published: tuple[float, ...]) -> None:
     x, weight = correlated(), torch.randn(256, 256)
     h = hessian(x)
     results = (
@@ -73,7 +73,7 @@ def test_common_directions_gain_what_the_card_says(number_format: Integer, publi
 
 @pytest.mark.parametrize("act_order", [False, True])
 @pytest.mark.parametrize("group", [-1, 0, 16, 48, 64, 96])
-def test_blocks_of_columns_change_nothing(group: int, act_order: bool) -> None:
+def test_the_column_block_size_changes_nothing(group: int, act_order: bool) -> None:
     """48 and 96 neither divide a block of 64 nor are divided by it."""
     x, weight = correlated(1024, 192), torch.randn(24, 192)
     number_format = Integer(group, "float32", 3, symmetric=False)
@@ -83,7 +83,7 @@ def test_blocks_of_columns_change_nothing(group: int, act_order: bool) -> None:
     assert quality(x, weight, one.dequantize()) == pytest.approx(quality(x, weight, other.dequantize()), abs=0.1)
 
 
-def test_a_grid_is_fitted_to_the_weights_as_they_are_when_it_is_reached() -> None:
+def test_qparams_are_computed_from_the_updated_weights_of_each_group() -> None:
     x, weight = correlated(1024, 128), torch.randn(8, 128)
     number_format = Integer(32, "float32", 2, symmetric=False)
     result = gptq(weight, hessian(x), number_format, act_order=False)
@@ -94,8 +94,8 @@ def test_a_grid_is_fitted_to_the_weights_as_they_are_when_it_is_reached() -> Non
     assert torch.equal(ordered.qparams.scale, beforehand.qparams.scale)
 
 
-def test_it_is_the_formula() -> None:
-    """Column by column with a full inverse Hessian, updated by elimination, in float64."""
+def test_it_matches_the_formula() -> None:
+    """Reference: column by column with a full inverse Hessian, updated by elimination, in float64."""
     x, weight = correlated(512, 24), torch.randn(5, 24)
     number_format = Integer(-1, "float32", 3, symmetric=False)
     grid = number_format.quantize(weight).qparams
@@ -121,13 +121,13 @@ def test_every_format_gains(name: str, act_order: bool) -> None:
     assert quality(x, weight, result.dequantize()) > quality(x, weight, FORMATS[name].fake_quantize(weight)) + 3
 
 
-def test_the_search_for_ranges_helps_where_two_bits_meet_long_tails() -> None:
+def test_the_range_search_helps_at_two_bits_with_long_tails() -> None:
     x, weight = torch.randn(2048, 128), torch.distributions.StudentT(3.0).sample((64, 128))
     plain, searched = (gptq(weight, hessian(x), ROW2, search=search) for search in (False, True))
     assert quality(x, weight, searched.dequantize()) > quality(x, weight, plain.dequantize()) + 1
 
 
-def test_columns_without_inputs_are_zero_and_the_rest_is_as_without_them() -> None:
+def test_dead_columns_are_zero_and_do_not_change_the_rest() -> None:
     x, weight = correlated(512, 64), torch.randn(8, 64)
     x[:, 60:] = 0
     result = gptq(weight, hessian(x), ROW4).dequantize()
@@ -143,14 +143,14 @@ def test_fewer_inputs_than_columns(rows: int) -> None:
     assert quality(x, weight, result.dequantize()) > quality(x, weight, ROW4.fake_quantize(weight))
 
 
-def test_a_hessian_that_is_not_positive_is_damped_until_it_is() -> None:
+def test_an_indefinite_hessian_is_damped_until_positive() -> None:
     h = torch.eye(32)
     h[0, 1] = h[1, 0] = 1.05  # an eigenvalue of -0.05
     assert bool(gptq(torch.randn(4, 32), h, ROW4).dequantize().isfinite().all())
 
 
 @pytest.mark.parametrize("name", ["int4-asym/16", "int3", "dint4", "mxfp4", "amxfp4", "nf4"])
-def test_stacked_layers_come_out_as_separate_ones(name: str) -> None:
+def test_stacked_layers_match_separate_ones(name: str) -> None:
 
     x, weights = correlated(512, 64), [torch.randn(rows, 64) for rows in (24, 8, 8)]
     moment = HessianObserver()
@@ -161,7 +161,7 @@ def test_stacked_layers_come_out_as_separate_ones(name: str) -> None:
         assert all(torch.equal(t, alone.qparams.tensors()[k]) for k, t in layer.qparams.tensors().items())
 
 
-def test_one_scale_a_tensor_is_one_a_layer() -> None:
+def test_a_per_tensor_scale_is_per_layer() -> None:
     weights = [torch.randn(8, 64), 10 * torch.randn(8, 64)]
     moment = HessianObserver()
     moment(correlated(512, 64))
@@ -170,7 +170,7 @@ def test_one_scale_a_tensor_is_one_a_layer() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_inputs_that_are_no_numbers(bad: float) -> None:
+def test_nan_inputs(bad: float) -> None:
     x = torch.randn(64, 16)
     x[3, 5] = bad
     moment = HessianObserver()
@@ -180,14 +180,14 @@ def test_inputs_that_are_no_numbers(bad: float) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_layer_that_was_never_reached() -> None:
+def test_a_layer_without_calibration_inputs() -> None:
     with pytest.raises(ModelError, match="layer0 was never reached"):
         round_group(layer_group(torch.randn(4, 16)), HessianObserver(), ROW4)
 
 
 @pytest.mark.parametrize("sequential", [False, True])
-def test_in_the_frame_it_rounds_against_the_inputs_of_the_rounded_network(sequential: bool) -> None:
-    """Every layer is what the function gives on the Hessian of what the layer then reads."""
+def test_the_method_uses_inputs_of_the_quantized_network(sequential: bool) -> None:
+    """Every layer equals `gptq` on the Hessian of the inputs it then receives."""
     model = Model(BUILDS["llama"]())
     batches = [inputs("llama", seed=seed) for seed in range(4)]
     full = {path: module.weight.detach().clone() for path, module in model.network.named_modules() if "proj" in path}

@@ -1,4 +1,4 @@
-"""HQQ: the card's figures, zero points that are no codes, and groups that lie far from zero."""
+"""HQQ: the method card's figures, fractional zero points, and groups far from zero."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def heavy_tails() -> Tensor:
 
 
 def start(weight: Tensor, bits: int) -> QuantizedTensor:
-    """Nothing moved yet."""
+    """Return the starting point, before optimization."""
     return Hqq(bits=bits, iterations=0).fit(weight)
 
 
 @pytest.mark.parametrize(("bits", "before", "after"), [(4, 2.379e-3, 2.287e-3), (2, 1.186e-2, 1.098e-2)])
 def test_the_mean_error_falls_as_the_card_says(bits: int, before: float, after: float) -> None:
-    """The card's draw is not known; with heavy tails another one differs by a percent or two."""
+    """The card's seed is unknown; with heavy tails another sample differs by a percent or two."""
     weight = heavy_tails()
     results = [float((q.dequantize() - weight).abs().mean()) for q in (start(weight, bits), Hqq(bits=bits).fit(weight))]
     assert results == pytest.approx([before, after], rel=0.03)
@@ -41,7 +41,7 @@ def test_the_squared_error_falls_as_the_card_says() -> None:
     assert squares == pytest.approx([2.11e-4, 1.76e-4], rel=0.04)
 
 
-def test_zero_points_are_fractions_and_the_scale_is_never_changed() -> None:
+def test_zero_points_are_fractional_and_the_scale_is_unchanged() -> None:
     weight = heavy_tails()[:16]
     result = Hqq().fit(weight)
     assert result.qparams.zero is not None
@@ -50,14 +50,14 @@ def test_zero_points_are_fractions_and_the_scale_is_never_changed() -> None:
 
 
 @pytest.mark.parametrize(("middle", "spread"), [(0.0, 0.0), (0.7, 0.0), (-3.0, 1e-6), (100.0, 1e-3), (-4e4, 1.0)])
-def test_groups_far_from_zero_and_groups_of_one_value(middle: float, spread: float) -> None:
-    """A zero point far outside of the codes must stay within float16."""
+def test_groups_far_from_zero_and_constant_groups(middle: float, spread: float) -> None:
+    """A zero point far outside the code range must fit in float16."""
     weight = middle + spread * torch.randn(4, 64)
     result = Hqq().fit(weight).dequantize()
     assert torch.allclose(result, weight, rtol=2e-3, atol=1e-6)
 
 
-def test_in_the_frame_it_needs_no_data() -> None:
+def test_the_method_needs_no_data() -> None:
     model, full = Model(BUILDS["llama"]()), BUILDS["llama"]()
     facts = METHODS.build({"method": "hqq", "group_size": 16}).apply(model, MethodContext())
     assert facts["layers_quantised"] == len(quantized_layers(model.network)) == 21
@@ -75,7 +75,7 @@ def test_in_the_frame_it_needs_no_data() -> None:
         ({"bits": 1}, "2 to 8 bits"),
     ],
 )
-def test_impossible_settings_are_one_sentence(settings: dict[str, object], message: str) -> None:
+def test_invalid_settings_raise_one_sentence(settings: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         METHODS.build({"method": "hqq", **settings})
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""The format of keys and values: set by a step, saved with the model, used by everything that runs it."""
+"""The quantized KV cache step: set by a recipe, saved with the model, used by everything that runs it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def made(**step: Any) -> Model:
 
 
 def generated(model: Model) -> tuple[Tensor, ...]:
-    """The logits of each token, by generation as `Model.generate` does it."""
+    """Return the logits of each generated token, as `Model.generate` computes them."""
     options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     result: Any = model.network.generate(
         **inputs("llama"),
@@ -55,7 +55,7 @@ def generated(model: Model) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=str)
-def test_reloaded_it_generates_with_the_same_logits(step: dict[str, Any], tmp_path: Path) -> None:
+def test_a_reloaded_model_generates_with_the_same_logits(step: dict[str, Any], tmp_path: Path) -> None:
     model = made(**step)
     save_artifact(model, tmp_path)
     loaded = load_artifact(tmp_path)
@@ -67,7 +67,7 @@ def test_reloaded_it_generates_with_the_same_logits(step: dict[str, Any], tmp_pa
     assert not torch.equal(outputs(loaded, probe(loaded)), outputs(Model(loaded.network), probe(loaded)))
 
 
-def test_generation_and_choices_are_given_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_and_multiple_choice_use_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = made(format="int2"), []
     update = QuantizedKVCache.update
 
@@ -84,8 +84,8 @@ def test_generation_and_choices_are_given_the_cache(monkeypatch: pytest.MonkeyPa
     assert len(seen) == 3 * 3 + 3  # both options in a batch
 
 
-def test_everything_that_measures_uses_it() -> None:
-    """Without being told, and until told otherwise."""
+def test_every_metric_uses_it() -> None:
+    """The model's cache format is the default, and an explicit one overrides it."""
     model, plain = made(format="int2", rotate_keys=False), Model(BUILDS["llama"](), character_tokenizer())
     settings: dict[str, Any] = {"context": 32, "limit": 128}
     remembered = perplexity(model, HELD_OUT, **settings).value
@@ -93,11 +93,11 @@ def test_everything_that_measures_uses_it() -> None:
     assert remembered != perplexity(plain, HELD_OUT, **settings).value
     assert perplexity(model, HELD_OUT, kv="none", **settings).value == perplexity(plain, HELD_OUT, **settings).value
     assert logit_divergence(model, plain, HELD_OUT, **settings).kl > 1e-6
-    assert logit_divergence(plain, model, HELD_OUT, **settings).kl > 1e-6  # as the base, too
+    assert logit_divergence(plain, model, HELD_OUT, **settings).kl > 1e-6  # as the baseline, too
     assert abs(logit_divergence(model, model, HELD_OUT, **settings).kl) < 1e-9
 
 
-def test_it_outlives_other_steps_and_can_be_taken_away() -> None:
+def test_it_survives_other_steps_and_can_be_removed() -> None:
     model = made(format="int8")
     RoundToNearest(bits=4, group_size=16).apply(model, MethodContext())
     assert model.kv == KVCacheFormat("int8", rotate_keys=True)
@@ -107,7 +107,7 @@ def test_it_outlives_other_steps_and_can_be_taken_away() -> None:
     assert model.kv is None and model.new_cache() is None
 
 
-def test_folders_without_the_field_and_with_a_broken_one(tmp_path: Path) -> None:
+def test_artifacts_without_the_field_and_with_a_broken_one(tmp_path: Path) -> None:
     save_artifact(Model(BUILDS["llama"]()), tmp_path)
     content = json.loads((tmp_path / "smelt.json").read_text())
     assert "kv" not in content
@@ -122,7 +122,7 @@ def test_folders_without_the_field_and_with_a_broken_one(tmp_path: Path) -> None
             load_artifact(tmp_path)
 
 
-def test_what_cannot_be_is_one_sentence() -> None:
+def test_invalid_settings_raise_one_sentence() -> None:
     with pytest.raises(RecipeError, match="kv-cache: there is no number format 'int9'; `smelt formats` lists them"):
         METHODS.build({"method": "kv-cache", "format": "int9"})
     with pytest.raises(RecipeError, match="kv-cache: there is no number format 'x'"):
@@ -131,13 +131,11 @@ def test_what_cannot_be_is_one_sentence() -> None:
         METHODS.build({"method": "kv-cache", "clip_ratio": 0})
     with pytest.raises(ModelError, match="generate text"):
         KvCache().apply(Model(BUILDS["bert"]()), MethodContext())
-    assert (
-        METHODS.build({"method": "kv-cache", "clip_ratio": 1}).to_json()["clip_ratio"] == 1
-    )  # a whole number, as YAML has it
+    assert METHODS.build({"method": "kv-cache", "clip_ratio": 1}).to_json()["clip_ratio"] == 1  # an integer, as in YAML
     assert type(KvCache(clip_ratio=1).kv.clip) is float
 
 
-def test_an_export_says_that_it_is_left_out(tmp_path: Path) -> None:
+def test_an_export_reports_that_it_is_left_out(tmp_path: Path) -> None:
     result = export(made(format="int8"), "gguf", tmp_path / "model.gguf", tokenizer=False)
     assert [note for note in result["notes"] if "the KV cache format int8 is left out" in note]
     plain = export(Model(BUILDS["llama"]()), "gguf", tmp_path / "plain.gguf", tokenizer=False)

@@ -1,4 +1,4 @@
-"""LFQ: what its loss prefers, where it is least, that it is computed in slices, and that it keeps predictions."""
+"""LFQ: its loss prefers matching tokens, has the right minimum, runs in slices, and preserves predictions."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ CPU = torch.device("cpu")
 
 
 def last_hidden(model: Model, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-    """What the last block gives, before the final norm."""
+    """Return the output of the last block, before the final norm."""
     block_inputs = capture_block_inputs(model.anatomy, batches)
     for block in model.anatomy.blocks:
         advance(block_inputs, block)
     return [block_inputs.hidden[batch] for batch in range(len(batches))]
 
 
-def test_it_prefers_the_right_token_to_the_smaller_error() -> None:
-    """FP logits (1, 0). A (0.45, 0.55) is nearer and says the wrong token; B (3, 2) is far and says the same."""
+def test_it_prefers_the_right_token_over_the_smaller_error() -> None:
+    """FP logits (1, 0). A (0.45, 0.55) is closer but predicts the wrong token; B (3, 2) is far but agrees."""
     model = Model(BUILDS["llama"]())
     loss = LogitLoss(model.anatomy, CPU)
     loss.norm, loss.weight = torch.nn.Identity(), torch.eye(2)
@@ -48,8 +48,8 @@ def test_it_prefers_the_right_token_to_the_smaller_error() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "opt", "opt-post-norm"])
-def test_it_is_least_at_the_full_network_and_there_the_entropy(family: str) -> None:
-    """With final norm and head as the network has them: the same hidden states give its own predictions' entropy."""
+def test_its_minimum_is_the_full_network_and_equals_the_entropy(family: str) -> None:
+    """With the network's own final norm and head, equal hidden states give the entropy of its predictions."""
     model, batch = Model(BUILDS[family]()), inputs(family)
     (hidden,) = last_hidden(model, [batch])
     loss = LogitLoss(model.anatomy, CPU)
@@ -69,7 +69,7 @@ def test_it_is_least_at_the_full_network_and_there_the_entropy(family: str) -> N
 
 
 class Counted(LogitLoss):
-    """Notes for how many rows logits are made at once."""
+    """Record how many rows of logits are computed at once."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         self.rows = [*getattr(self, "rows", []), len(hidden)]
@@ -95,7 +95,7 @@ def test_slices_change_nothing_and_bound_the_logits(monkeypatch: pytest.MonkeyPa
 
 
 class HardLabels(LogitLoss):
-    """What the method must not do: the text's next token in place of the full network's predictions."""
+    """The wrong variant: the text's next token in place of the full network's predictions."""
 
     def __init__(self, anatomy: Anatomy, device: torch.device) -> None:
         super().__init__(anatomy, device)
@@ -110,7 +110,7 @@ class HardLabels(LogitLoss):
 
 @pytest.fixture(scope="module")
 def blockwise(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
-    """The trained language model at three bits without LFQ, and the blocks of its run."""
+    """The trained language model at three bits without LFQ, and its checkpointed blocks."""
     model, folder = character_model(), tmp_path_factory.mktemp("blockwise")
     method = FlexRound(bits=3, group_size=16, iterations=60, lr=6e-3)
     method.apply(model, MethodContext(batches=character_batches(), checkpoint=Checkpoint(folder)))
@@ -118,7 +118,7 @@ def blockwise(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
 
 
 def with_lfq(first_blocks: Path, folder: Path) -> Model:
-    """The same with LFQ: the blocks before the last are taken over, as a test below shows they may."""
+    """The same with LFQ, reusing all blocks but the last (a test below checks that they are equal)."""
     shutil.copytree(first_blocks, folder)
     for last in folder.glob("block-2.*"):
         last.unlink()
@@ -134,7 +134,7 @@ def soft(blockwise: tuple[Model, Path], tmp_path_factory: pytest.TempPathFactory
     return model, divergence(model)
 
 
-def test_it_keeps_predictions_better_than_hidden_states_do(
+def test_it_preserves_predictions_better_than_a_hidden_state_loss(
     blockwise: tuple[Model, Path], soft: tuple[Model, Divergence]
 ) -> None:
     without, (model, result) = divergence(blockwise[0]), soft
@@ -165,8 +165,8 @@ def test_only_the_last_block_differs(method: type[FlexRound] | type[OmniQuant]) 
     assert differing and all(name.startswith("model.layers.2.") for name in differing)
 
 
-def test_the_student_sees_what_the_quantised_blocks_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The output that the loss is given comes from the quantised prefix, the target from the untouched network."""
+def test_the_student_receives_the_output_of_the_quantized_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss's output comes from the quantized prefix, its target from the original network."""
     model, batch = Model(BUILDS["llama"]()), inputs("llama")
     (target,) = last_hidden(model, [batch])
     seen: list[tuple[Tensor, Tensor]] = []

@@ -1,4 +1,4 @@
-"""Mixed precision: the integer program against all combinations, the budget kept, and bits where they are needed."""
+"""Mixed precision: the integer program against brute force, the budget, and bits where errors are large."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def widths(model: Model) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_program_finds_the_best_of_all_combinations(seed: int) -> None:
+def test_the_integer_program_matches_brute_force(seed: int) -> None:
     generator = np.random.default_rng(seed)
     groups, choices = 5, 4
-    errors = np.sort(generator.exponential(1e-9, (groups, choices)), axis=1)[:, ::-1]  # as small as they may be
+    errors = np.sort(generator.exponential(1e-9, (groups, choices)), axis=1)[:, ::-1]  # as small as possible
     if seed % 3 == 0:
         errors = generator.permuted(errors, axis=1)  # more bits need not mean less error
     costs = generator.integers(1, 20, (groups, 1)) * np.array([2.5, 3.5, 4.5, 8.5])
@@ -62,7 +62,7 @@ def test_no_errors_at_all() -> None:
 
 @pytest.mark.parametrize("bits", [4.0, 5.0, 6.5, 9.5])
 @pytest.mark.parametrize("rounding", ["rtn", "gptq"])
-def test_the_average_is_kept_and_used(bits: float, rounding: str) -> None:
+def test_the_average_bit_width_is_met_and_nearly_exhausted(bits: float, rounding: str) -> None:
     """Scales count: 16 weights share 24 bits of scale and zero point."""
     model, facts = run({"bits": bits, "rounding": rounding, "tokens": 40})
     assert facts["bits_per_weight"] <= bits + 1e-9
@@ -72,7 +72,7 @@ def test_the_average_is_kept_and_used(bits: float, rounding: str) -> None:
         assert set(widths(model).values()) == {8}
 
 
-def test_layers_that_share_an_input_share_a_width() -> None:
+def test_layers_that_share_an_input_share_a_bit_width() -> None:
     model, _ = run({"bits": 5.0, "tokens": 40})
     result = widths(model)
     for index in range(3):
@@ -81,7 +81,7 @@ def test_layers_that_share_an_input_share_a_width() -> None:
 
 
 def test_bits_go_where_errors_are_large() -> None:
-    """A block whose feed-forward writes thirty times as much needs its bits more than the others."""
+    """A block whose feed-forward output is thirty times as large needs more bits."""
     model = Model(BUILDS["llama"]())
     with torch.no_grad():
         model.network.model.layers[1].mlp.down_proj.weight.mul_(30)
@@ -93,8 +93,8 @@ def test_bits_go_where_errors_are_large() -> None:
 
 
 @torch.no_grad()
-def test_the_error_is_that_of_the_block() -> None:
-    """Of one group alone, over the size of what the block gives, found by a plain forward of the network."""
+def test_the_error_is_of_the_block_output() -> None:
+    """Error of one group alone, relative to the block's output, by a plain forward of the network."""
     _, facts = run({"bits": 9.5})
     path = "model.layers.1.mlp.down_proj"
     number_format = METHODS.build({"method": "mixed", "group_size": 16}).formats[0]  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def test_the_error_is_that_of_the_block() -> None:
     assert facts["layers"][path]["block_error"]["2"] == pytest.approx(expected, rel=1e-3)
 
 
-def test_it_beats_one_width_for_all_of_the_same_size() -> None:
+def test_it_beats_a_uniform_bit_width_of_the_same_size() -> None:
     model = Model(BUILDS["llama"]())
     with torch.no_grad():
         for index in (0, 2):
@@ -129,7 +129,7 @@ def test_it_beats_one_width_for_all_of_the_same_size() -> None:
     assert error({"method": "mixed", "bits": 4.5, "rounding": "rtn"}) < 0.8 * error({"method": "rtn", "bits": 3})
 
 
-def test_a_budget_below_the_narrowest_choice() -> None:
+def test_a_budget_below_the_smallest_bit_width() -> None:
     with pytest.raises(BudgetError, match=r"takes 3\.50 bits per weight") as caught:
         run({"bits": 3.0})
     assert "\n" not in str(caught.value)
@@ -147,7 +147,7 @@ def test_a_budget_below_the_narrowest_choice() -> None:
         ({"bits": float("nan")}, "between"),
     ],
 )
-def test_impossible_settings_are_one_sentence(settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_raise_one_sentence(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message) as caught:
         METHODS.build({"method": "mixed", **settings})
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Quantising mixtures of experts: each expert by its own tokens, and those that saw too few are named."""
+"""Quantizing mixtures of experts: each expert on its own tokens; experts with too few tokens are reported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def far(one: Tensor, two: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every mixture once, and once with an expert that no token reaches."""
+    """Every mixture, and a copy with an expert that no token reaches."""
     folder = tmp_path_factory.mktemp("mixtures")
     for name in BUILDS:
         loaded(name, folder / name)
@@ -66,7 +66,7 @@ TAKEN = [*(("olmoe", method) for method in SETTINGS), ("mixtral", "awq"), ("qwen
 
 
 @pytest.mark.parametrize(("name", "method"), TAKEN)
-def test_every_method_takes_a_mixture_with_an_expert_that_nothing_reaches(
+def test_every_method_supports_a_mixture_with_an_unreached_expert(
     name: str, method: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     model = load(folders[f"{name}-starved"])
@@ -86,7 +86,7 @@ def test_every_method_takes_a_mixture_with_an_expert_that_nothing_reaches(
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_all_choices_of_all_real_tokens_are_counted(name: str, folders: dict[str, Path]) -> None:
+def test_all_routing_choices_of_real_tokens_are_counted(name: str, folders: dict[str, Path]) -> None:
     model, data = load(folders[name]), batches(padded=True)
     block_inputs = capture_block_inputs(model.anatomy, data)
     real = sum(int(batch["attention_mask"].sum()) for batch in data)
@@ -97,8 +97,8 @@ def test_all_choices_of_all_real_tokens_are_counted(name: str, folders: dict[str
         advance(block_inputs, block)
 
 
-def test_an_expert_sees_the_real_tokens_that_chose_it(folders: dict[str, Path]) -> None:
-    """The Hessian of each expert, with padding, against what the router says."""
+def test_an_expert_sees_the_real_tokens_routed_to_it(folders: dict[str, Path]) -> None:
+    """The Hessian of each expert, with padding, against the router's choices."""
     model, data = load(folders["olmoe"]), batches(padded=True)
     block_inputs, block = capture_block_inputs(model.anatomy, data), model.anatomy.blocks[0]
     seen: dict[nn.Module, HessianObserver] = {
@@ -127,8 +127,8 @@ def test_gptq_rounds_each_expert_against_its_own_hessian(folders: dict[str, Path
             assert torch.equal(model.network.get_submodule(layer.path).weight, matrix.dequantize())
 
 
-def test_few_tokens_are_fewer_than_inputs(folders: dict[str, Path]) -> None:
-    """What is named, and that a layer's facts carry the count."""
+def test_too_few_tokens_means_fewer_than_input_channels(folders: dict[str, Path]) -> None:
+    """Which experts are reported, and that the layer's facts include the count."""
     model, data = load(folders["qwen3-moe"]), batches(2)
     counts = {}
     block_inputs = capture_block_inputs(model.anatomy, data)
@@ -142,8 +142,8 @@ def test_few_tokens_are_fewer_than_inputs(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN)
-def test_gptq_beats_rounding_to_nearest(name: str, folders: dict[str, Path]) -> None:
-    """The error of what the experts' layers give on the tokens that reach them, of other text than it was made with."""
+def test_gptq_beats_round_to_nearest(name: str, folders: dict[str, Path]) -> None:
+    """Return the output error of the experts' layers on routed tokens of text not used for calibration."""
     errors = {}
     for method in ("rtn", "gptq"):
         model, true = load(folders[name]), load(folders[name])
@@ -151,7 +151,7 @@ def test_gptq_beats_rounding_to_nearest(name: str, folders: dict[str, Path]) -> 
         block_inputs = capture_block_inputs(true.anatomy, [ids(seed) for seed in range(50, 54)])
         errors[method] = [float(e) for block in true.anatomy.blocks for e in _layer_errors(block_inputs, block, model)]
     wins = [g < r for g, r in zip(errors["gptq"], errors["rtn"], strict=True)]
-    assert sum(wins) >= 0.75 * len(wins)  # inputs of random networks are nearly white, and leave little to make up for
+    assert sum(wins) >= 0.75 * len(wins)  # inputs of random networks are nearly white, so there is little to gain
     assert sum(errors["gptq"]) < 0.85 * sum(errors["rtn"])
 
 
@@ -167,7 +167,7 @@ def _layer_errors(block_inputs: Any, block: Any, model: Model) -> Iterator[Tenso
     advance(block_inputs, block)
 
 
-def test_an_expert_that_nothing_reaches_is_rounded_to_nearest(folders: dict[str, Path]) -> None:
+def test_an_unreached_expert_is_rounded_to_nearest(folders: dict[str, Path]) -> None:
     model = load(folders["mixtral-starved"])
     weight = model.network.get_submodule(f"{LOST}.w1").weight.detach().clone()
     method: Any = METHODS.build({"method": "gptq", **SMALL})
@@ -176,7 +176,7 @@ def test_an_expert_that_nothing_reaches_is_rounded_to_nearest(folders: dict[str,
     assert torch.equal(result.weight, round_to_nearest(weight, method.weight_format).dequantize())
 
 
-def test_of_an_ordinary_layer_it_is_still_an_error(folders: dict[str, Path]) -> None:
+def test_an_unreached_dense_layer_is_still_an_error(folders: dict[str, Path]) -> None:
     model = load(folders["mixtral"])
     attention = model.network.model.layers[0].self_attn
     attention.forward = lambda hidden_states, **_: (hidden_states, None)
@@ -184,7 +184,7 @@ def test_of_an_ordinary_layer_it_is_still_an_error(folders: dict[str, Path]) -> 
         METHODS.build({"method": "gptq", **SMALL}).apply(model, MethodContext(batches=batches()))
 
 
-def test_a_static_scale_is_lent(folders: dict[str, Path]) -> None:
+def test_an_unreached_expert_borrows_a_static_scale(folders: dict[str, Path]) -> None:
     model = load(folders["olmoe-starved"])
     METHODS.build({"method": "rtn", **SMALL, "input_activations": "int8", "static_activations": True}).apply(
         model, MethodContext(batches=batches())
@@ -193,8 +193,8 @@ def test_a_static_scale_is_lent(folders: dict[str, Path]) -> None:
     assert scales[3] == max(scales[:3]) > 0
 
 
-def test_mixed_does_not_starve_whom_the_data_does(folders: dict[str, Path]) -> None:
-    """An expert without tokens does no harm on trial; it gets the bits of its neighbours' errors all the same."""
+def test_mixed_precision_gives_bits_to_unreached_experts(folders: dict[str, Path]) -> None:
+    """An expert without tokens has no measured error; its bits follow its neighbors' errors."""
     block = load(folders["mixtral-starved"]).anatomy.blocks[1]
     method: Any = METHODS.build({"method": "mixed", **SMALL, "bits": 5.0, "search_tokens": 60})
     model = load(folders["mixtral-starved"])
@@ -206,9 +206,7 @@ def test_mixed_does_not_starve_whom_the_data_does(folders: dict[str, Path]) -> N
 
 
 @pytest.mark.parametrize("settings", [{"method": "gptq"}, {"method": "awq", "tokens": 60}], ids=lambda s: s["method"])
-def test_a_killed_run_goes_on_to_the_same_bits(
-    settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_bit_identical(settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path) -> None:
     method, data = METHODS.build({**settings, **SMALL}), batches(padded=True)
     uninterrupted, killed, resumed = (load(folders["qwen3-moe-starved"]) for _ in range(3))
     facts = method.apply(uninterrupted, MethodContext(batches=data))
@@ -219,7 +217,7 @@ def test_a_killed_run_goes_on_to_the_same_bits(
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_rotations_take_the_router_along(name: str, folders: dict[str, Path]) -> None:
+def test_rotations_include_the_router(name: str, folders: dict[str, Path]) -> None:
     model = load(folders[name])
     before = logits(model)
     rotate_network(model.anatomy, random_rotations(model.anatomy, seed=3))
@@ -231,7 +229,7 @@ def test_rotations_take_the_router_along(name: str, folders: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_scales_take_the_router_along(name: str, folders: dict[str, Path]) -> None:
+def test_scales_include_the_router(name: str, folders: dict[str, Path]) -> None:
     model = load(folders[name])
     before, generator, folded = logits(model), torch.Generator().manual_seed(0), 0
     for block in model.anatomy.blocks:
@@ -243,7 +241,7 @@ def test_scales_take_the_router_along(name: str, folders: dict[str, Path]) -> No
     experts = sum(part.mixture is not None for part in model.anatomy.parts)
     clipped = sum(part.clipped for part in model.anatomy.parts)
     dense = name == "qwen3-moe-dense-first"
-    assert folded == 3 * LAYERS - clipped + experts + dense  # norms twice and values a block; each down projection
+    assert folded == 3 * LAYERS - clipped + experts + dense  # two norms and values per block; each down projection
     assert far(logits(model), before) < 1e-5
 
 
@@ -254,6 +252,6 @@ def test_spinquant_is_refused(folders: dict[str, Path]) -> None:
         )
 
 
-def test_a_group_that_does_not_divide_is_said_of_the_expert(folders: dict[str, Path]) -> None:
+def test_a_group_size_that_does_not_divide_names_the_expert(folders: dict[str, Path]) -> None:
     with pytest.raises(Exception, match=rf"experts\.0\.down_proj has {INNER} inputs, which groups of 32"):
         METHODS.build({"method": "rtn", "group_size": 32}).apply(load(folders["olmoe"]), MethodContext())

@@ -1,4 +1,4 @@
-"""Learned clipping: where it begins, what gradients see, that what is trained is what is stored, and that it helps."""
+"""OmniQuant: initialization, gradients, stored weights equal trained ones, and accuracy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def states(model: Model) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("number_format", FORMATS, ids=str)
-def test_before_training_it_is_rounding_to_nearest_at_0982(number_format: Integer) -> None:
+def test_before_training_it_is_round_to_nearest_at_0982(number_format: Integer) -> None:
     matrix = weights()
     start = torch.sigmoid(torch.tensor(4.0))
     grouped = number_format.split_groups(matrix)
@@ -53,7 +53,7 @@ def test_before_training_it_is_rounding_to_nearest_at_0982(number_format: Intege
     assert torch.equal(Clipped(matrix, number_format)(), expected)
 
 
-def test_zero_epochs_of_the_method_are_that() -> None:
+def test_zero_epochs_equal_the_initialization() -> None:
     model = Model(BUILDS["llama"]())
     original = model.network.model.layers[1].mlp.down_proj.weight.clone()
     OmniQuant(bits=3, group_size=16, epochs=0).apply(model, MethodContext(batches=[inputs("llama")]))
@@ -77,8 +77,8 @@ def test_the_packed_layer_is_the_trained_weight_bit_for_bit(number_format: Integ
     assert torch.equal(layer.weight, trained)
 
 
-def test_a_clipped_weight_follows_its_gate() -> None:
-    """At the upper end W' = sigmoid(g) max; nothing there depends on the lower end, and its gate is left alone."""
+def test_a_clipped_weight_has_the_gradient_of_its_gate() -> None:
+    """At the upper end W' = sigmoid(g) max; the gate of the lower end gets no gradient."""
     quantizer = Clipped(torch.tensor([[-0.5, -0.2, 0.3, 1.0]]), Integer(-1, "float32", 8, False))  # zero is 85
     quantizer()[0, 3].backward()
     gate = torch.sigmoid(torch.tensor(4.0))
@@ -89,8 +89,8 @@ def test_a_clipped_weight_follows_its_gate() -> None:
 
 @pytest.mark.parametrize("rounded", [None, "int8"])
 @pytest.mark.parametrize("family", TRANSFORMERS)
-def test_what_is_trained_is_what_runs_afterwards(family: str, rounded: str | None) -> None:
-    """The block with fake-quantised weights gives what the same block gives once its layers are packed."""
+def test_the_trained_block_equals_the_packed_block(family: str, rounded: str | None) -> None:
+    """The block with fake-quantized weights matches the same block with packed layers."""
     model, batch = Model(BUILDS[family]()), inputs(family)
     method = OmniQuant(bits=3, group_size=16, epochs=0, input_activations=rounded)
     block_inputs = capture_block_inputs(model.anatomy, [batch])
@@ -109,7 +109,7 @@ def test_what_is_trained_is_what_runs_afterwards(family: str, rounded: str | Non
     assert not any(module._forward_pre_hooks for module in model.network.modules())
 
 
-def test_padding_counts_for_nothing() -> None:
+def test_padding_is_ignored() -> None:
     output, target = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     mask = torch.tensor([[True, True, False], [True, True, True]])
     expected = (output[mask] - target[mask]).square().mean()
@@ -119,7 +119,7 @@ def test_padding_counts_for_nothing() -> None:
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
-    """The trained language model at two bits, and the pieces its run left."""
+    """The trained language model at two bits, and the checkpoint its run left."""
     model, folder = character_model(), tmp_path_factory.mktemp("omniquant")
     OmniQuant(bits=2, group_size=16, epochs=5, lr=0.05).apply(
         model, MethodContext(batches=character_batches(), checkpoint=Checkpoint(folder))
@@ -127,14 +127,14 @@ def fitted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Path]:
     return model, folder
 
 
-def test_it_beats_rounding_to_nearest(fitted: tuple[Model, Path]) -> None:
+def test_it_beats_round_to_nearest(fitted: tuple[Model, Path]) -> None:
     nearest = character_model()
     RoundToNearest(bits=2, group_size=16).apply(nearest, MethodContext())
     assert divergence(fitted[0]).kl < 0.75 * divergence(nearest).kl
 
 
-def test_a_run_that_is_taken_up_gives_the_same_bytes(fitted: tuple[Model, Path], tmp_path: Path) -> None:
-    """Also that a seed gives the same bytes: the last block is trained a second time."""
+def test_a_resumed_run_is_bit_identical(fitted: tuple[Model, Path], tmp_path: Path) -> None:
+    """Also determinism: the last block is trained a second time."""
     shutil.copytree(fitted[1], tmp_path / "half")
     for left in (tmp_path / "half").glob("block-2.*"):
         left.unlink()
@@ -147,7 +147,7 @@ def test_a_run_that_is_taken_up_gives_the_same_bytes(fitted: tuple[Model, Path],
     assert all(torch.equal(expected[name], result[name]) for name in expected)
 
 
-def test_a_network_in_bfloat16_is_trained_in_float32_and_stays_as_it_was() -> None:
+def test_a_bfloat16_network_is_trained_in_float32_and_keeps_its_dtype() -> None:
     model = Model(BUILDS["llama"]().bfloat16())
     OmniQuant(bits=4, group_size=16, epochs=2).apply(model, MethodContext(batches=[inputs("llama")]))
     assert len(quantized_layers(model.network)) == 21
@@ -160,7 +160,7 @@ def test_only_plain_integers_are_learned(name: str) -> None:
         OmniQuant(format=name)
 
 
-def test_a_nan_is_one_sentence() -> None:
+def test_a_nan_raises_one_sentence() -> None:
     model = Model(BUILDS["llama"]())
     with torch.no_grad():
         model.network.model.embed_tokens.weight[5] = torch.nan

@@ -1,4 +1,4 @@
-"""QuaRot: the rotations made as the network runs are exact, clipping is what it says, and outliers no longer hurt."""
+"""QuaRot: online rotations are exact, clipping matches its definition, and outliers no longer hurt."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def logits(network: Any, name: str = "llama") -> Tensor:
 
 
 def with_outliers(seed: int) -> hf.PreTrainedModel:
-    """A network whose stream has three channels far larger than the rest, as large models have."""
+    """Return a network whose residual stream has three outlier channels, like large models."""
     torch.manual_seed(seed)
     network = hf.LlamaForCausalLM(
         hf.LlamaConfig(
@@ -64,7 +64,7 @@ def with_outliers(seed: int) -> hf.PreTrainedModel:
 
 @pytest.mark.parametrize("name", ["llama-tied", "qwen2", "qwen3", "gpt2", "opt"])
 @pytest.mark.parametrize("rounding", ["gptq", "rtn"])
-def test_eight_bits_hardly_change_the_function(name: str, rounding: str) -> None:
+def test_eight_bits_barely_change_the_function(name: str, rounding: str) -> None:
     model = Model(BUILDS[name]())
     before = logits(model.network, name)
     facts = quarot(
@@ -84,7 +84,7 @@ def test_eight_bits_hardly_change_the_function(name: str, rounding: str) -> None
 
 
 def test_a_transform_of_the_inputs_is_undone_in_the_weight() -> None:
-    network = BUILDS["gpt2"]()  # its weights are stored the other way round
+    network = BUILDS["gpt2"]()  # its weights are stored transposed
     group = layer_groups(anatomy_of(network).blocks[0])[3]
     assert group.columns == 48 and not group.writes
     x, moment, expected = torch.randn(20, 48), HessianObserver(), HessianObserver()
@@ -98,7 +98,7 @@ def test_a_transform_of_the_inputs_is_undone_in_the_weight() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_rotation_saves_four_bit_inputs_from_outliers(seed: int) -> None:
+def test_rotation_protects_four_bit_inputs_from_outliers(seed: int) -> None:
     quality = {}
     settings = {"group_size": -1, "symmetric": True, "input_activations": "int4", "range_search": True}
     for step in (
@@ -116,7 +116,7 @@ def test_rotation_saves_four_bit_inputs_from_outliers(seed: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "int4-asym", "int8", "fp4", "mxfp4", "amxfp4", "nvfp4"])
-def test_clipped_inputs_lie_on_a_grid_of_the_narrower_range(name: str) -> None:
+def test_clipped_inputs_use_the_narrower_range(name: str) -> None:
     number_format = FORMATS[name]
     x = torch.randn(6, 64)
     assert torch.equal(ActivationQuant(number_format, clip_ratio=1.0).fake_quantize(x), number_format.fake_quantize(x))
@@ -125,7 +125,7 @@ def test_clipped_inputs_lie_on_a_grid_of_the_narrower_range(name: str) -> None:
     assert (clipped.abs().amax(-1) < 0.8 * x.abs().amax(-1)).all()  # scales are rounded too, hence not 0.5
 
 
-def test_clipping_is_by_the_token() -> None:
+def test_clipping_is_per_token() -> None:
     x = torch.tensor([[0.1, 0.2, -1.0, 0.9], [10.0, 1.0, 2.0, -3.0]])
     steps = 0.9 * x.abs().amax(-1, keepdim=True) / 7
     assert torch.allclose(
@@ -133,7 +133,7 @@ def test_clipping_is_by_the_token() -> None:
     )
 
 
-def test_a_scheme_with_clipping_and_rotation_is_remembered(tmp_path: Path) -> None:
+def test_a_scheme_with_clipping_and_rotation_is_saved(tmp_path: Path) -> None:
     model = Model(BUILDS["llama-tied"]())
     quarot(model)
     scheme = next(layer.scheme for layer in quantized_layers(model.network).values() if layer.scheme.hadamard)
@@ -151,12 +151,12 @@ def test_a_scheme_with_clipping_and_rotation_is_remembered(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, 1.5, math.nan, "0.9", True])
-def test_an_impossible_clip_in_a_file_is_refused(clip: object) -> None:
+def test_an_invalid_clip_ratio_in_a_file_is_refused(clip: object) -> None:
     with pytest.raises(ModelError, match="here"):
         QuantizationScheme.from_json({"weight": "int4", "inputs": "int4", "clip": clip}, "here")
 
 
-def test_a_width_without_a_hadamard_matrix_is_left_alone_and_told() -> None:
+def test_a_width_without_a_hadamard_matrix_is_skipped_and_reported() -> None:
     torch.manual_seed(0)
     config = hf.LlamaConfig(
         hidden_size=32, intermediate_size=58, num_attention_heads=4, num_hidden_layers=1, vocab_size=99
@@ -168,14 +168,14 @@ def test_a_width_without_a_hadamard_matrix_is_left_alone_and_told() -> None:
     assert signal_to_noise(before, logits(model.network)) > 25
 
 
-def test_rotations_as_the_network_runs_can_be_left_out() -> None:
+def test_online_rotations_can_be_disabled() -> None:
     model = Model(BUILDS["llama"]())
     facts = quarot(model, rotate_filters=False, rotate_heads=False, rounding="rtn")
     assert facts["layers_rotating_their_inputs"] == 0
     assert not any(layer.scheme.hadamard for layer in quantized_layers(model.network).values())
 
 
-def test_weights_alone() -> None:
+def test_weights_only() -> None:
     model = Model(BUILDS["llama"]())
     quarot(model, input_activations=None, rounding="rtn")
     schemes = {layer.scheme.clip for layer in quantized_layers(model.network).values()}
@@ -183,9 +183,9 @@ def test_weights_alone() -> None:
     assert quantized_layers(model.network)["model.layers.0.mlp.up_proj"].scheme.weight == Integer(-1, "float16", 4)
 
 
-def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_identical(tmp_path: Path) -> None:
     results = []
-    for folder in (tmp_path / "work", tmp_path / "work", None):  # the second finds the first one's blocks
+    for folder in (tmp_path / "work", tmp_path / "work", None):  # the second run reuses the blocks of the first
         model = Model(BUILDS["llama-tied"]())
         context = MethodContext(seed=3, batches=batches("llama"), checkpoint=Checkpoint(folder))
         METHODS.build({"method": "quarot"}).apply(model, context)
@@ -207,7 +207,7 @@ def test_a_run_that_was_killed_ends_with_the_same_bits(tmp_path: Path) -> None:
         ({"damping": -1.0}, "damping"),
     ],
 )
-def test_impossible_settings_are_refused(settings: dict[str, object], message: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         METHODS.build({"method": "quarot", **settings})
 

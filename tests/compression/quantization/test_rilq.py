@@ -1,4 +1,4 @@
-"""RILQ: nothing is changed at first, ranks hardly matter, what is trained is what is stored, merged or beside."""
+"""RILQ: starts as identity, depends little on rank, stores what was trained, merged or as factors."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from smelt.numerics.integer import Integer
 from tests.tiny import BUILDS, inputs
 from tests.trained import HELD_OUT, character_batches, character_model
 
-RATE = 3e-3  # for so small a network; the paper's is for billions of weights
+RATE = 3e-3  # for a small network; the paper's value is for billions of weights
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Where the trained language model lies: the teacher."""
+    """The folder of the trained language model: the teacher."""
     folder = tmp_path_factory.mktemp("teacher")
     character_model().network.save_pretrained(folder)
     return str(folder)
@@ -80,7 +80,7 @@ def test_before_training_nothing_is_changed(place: str, merge: bool, inputs_form
     assert merge or (float(layer.down.abs().min()) > 0 and float(layer.up.abs().max()) == 0)
 
 
-def test_the_rank_matters_less_than_for_the_best_factors_of_each_layer(place: str, rank_two: Model) -> None:
+def test_the_rank_matters_less_than_for_per_layer_svd_factors(place: str, rank_two: Model) -> None:
     """Trained model-wise, ranks 2 and 16 end close together; factors of the layers' own errors do not."""
     svd = [quality(repaired(place, rank=rank, init="svd", updates=0)) for rank in (2, 16)]
     trained = [quality(rank_two), quality(repaired(place, rank=16))]
@@ -89,7 +89,7 @@ def test_the_rank_matters_less_than_for_the_best_factors_of_each_layer(place: st
     assert abs(trained[0] - trained[1]) < 0.5 * (svd[0] - svd[1])
 
 
-def test_the_wider_the_loss_looks_the_more_is_recovered(place: str, rank_two: Model) -> None:
+def test_the_wider_the_scope_of_the_loss_the_more_is_recovered(place: str, rank_two: Model) -> None:
     """Linear-wise and layer-wise, then model-wise, then model-wise with the next token. The paper has linear-wise
     before layer-wise; in so small a network these two change places with the calibration data."""
     linear, layer = (quality(locally_repaired(place, whole_blocks=whole)) for whole in (False, True))
@@ -99,7 +99,7 @@ def test_the_wider_the_loss_looks_the_more_is_recovered(place: str, rank_two: Mo
 
 
 def locally_repaired(place: str, *, whole_blocks: bool) -> Model:
-    """Factors of rank 2 trained, as often, on the outputs of each layer, or of each block, of the full network."""
+    """Train rank-2 factors for as many steps on the outputs of each layer or block of the full network."""
     full, model = character_model(), quantized(place)
     layers, modules = quantized_layers(model.network), dict(full.network.named_modules())
     adapters = {path: Adapter(layer, 2, pooled=False) for path, layer in layers.items()}
@@ -150,8 +150,8 @@ FORMATS = [
 
 
 @pytest.mark.parametrize("number_format", FORMATS, ids=str)
-def test_merged_zero_points_are_the_factors(number_format: Integer) -> None:
-    """(code - z') s = (code - z) s + BA, as far as a zero point in float16 tells; inputs of no group are mixed up."""
+def test_merged_zero_points_equal_the_factors(number_format: Integer) -> None:
+    """(code - z') s = (code - z) s + BA, up to float16 zero points; groups are not mixed up."""
     weight = torch.randn(24, 48) / 8
     layer = QuantizedLinear.from_quantized(
         number_format.quantize(weight), QuantizationScheme(number_format), bias=torch.randn(24), dtype=torch.float32
@@ -174,7 +174,7 @@ def test_merged_zero_points_are_the_factors(number_format: Integer) -> None:
     assert torch.allclose(merged(x), trained, atol=float(allowed.sum(1).max()) * 4)
 
 
-def test_a_merged_model_is_better_and_as_small(place: str, tmp_path: Path) -> None:
+def test_a_merged_model_is_better_at_the_same_size(place: str, tmp_path: Path) -> None:
     plain, model = quantized(place), repaired(place, rank=2, merge=True, updates=20)
     assert quality(model) < quality(plain) - 0.02
     layers = quantized_layers(model.network)
@@ -193,8 +193,8 @@ def test_factors_are_saved_and_loaded(rank_two: Model, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(rank_two))
 
 
-def test_what_was_trained_is_what_is_stored(place: str) -> None:
-    """The hidden states with adapters attached are those of the stored model: same scale, same tap."""
+def test_the_stored_model_equals_the_trained_one(place: str) -> None:
+    """Hidden states with adapters match the stored model: same scale, same tap."""
     model = quantized(place)
     layers = quantized_layers(model.network)
     adapters = {path: Adapter(layer, 3, pooled=False) for path, layer in layers.items()}
@@ -216,7 +216,7 @@ def test_what_was_trained_is_what_is_stored(place: str) -> None:
 @pytest.mark.parametrize("hadamard", [False, True])
 @pytest.mark.parametrize("rounded", [None, "int4"])
 def test_a_layer_computes_as_it_was_trained(rounded: str | None, hadamard: bool) -> None:
-    """Factors read the rotated inputs before these are rounded; gradients pass the rounding."""
+    """Factors read the rotated inputs before quantization; gradients pass through the rounding."""
     number_format = Integer(16, "float16", 4, False)
     scheme = QuantizationScheme(number_format, get_format(rounded) if rounded else None, hadamard=hadamard)
     matrix = number_format.quantize(torch.randn(24, 32))
@@ -237,7 +237,7 @@ def test_a_layer_computes_as_it_was_trained(rounded: str | None, hadamard: bool)
 
 
 @pytest.mark.parametrize("pooled", [False, True])
-def test_svd_factors_are_the_best_ones(pooled: bool) -> None:
+def test_svd_factors_are_optimal(pooled: bool) -> None:
     error = torch.randn(12, 32)
     layer = QuantizedLinear.from_quantized(
         Integer(8, "float16", 2, False).quantize(error), QuantizationScheme(Integer(8, "float16", 2, False)), bias=None,
@@ -264,7 +264,7 @@ class Killed(Exception):
 
 
 class Killing:
-    """A progress under which a training ends at an update, as a killed process does."""
+    """A progress reporter that ends training at an update, like a killed process."""
 
     def __init__(self, update: int) -> None:
         self.update = update
@@ -276,8 +276,8 @@ class Killing:
             yield item
 
 
-def test_a_killed_training_goes_on_to_the_same_bytes(place: str, tmp_path: Path) -> None:
-    """Killed between two validations; and a seed gives the same bytes, another one others."""
+def test_resumed_training_is_bit_identical(place: str, tmp_path: Path) -> None:
+    """Killed between two validations; the same seed is bit-identical, another one differs."""
     method = Rilq(rank=2, lr=RATE, updates=7, accumulation=1, validate_every=2)
 
     def run(seed: int = 0, **context: Any) -> dict[str, Tensor]:
@@ -293,8 +293,8 @@ def test_a_killed_training_goes_on_to_the_same_bytes(place: str, tmp_path: Path)
     assert not all(torch.equal(uninterrupted[name], other[name]) for name in uninterrupted)
 
 
-def test_the_best_factors_are_kept_and_training_stops(place: str) -> None:
-    """At a rate that ruins everything the best is the beginning, and patience ends it."""
+def test_the_best_factors_are_kept_and_training_stops_early(place: str) -> None:
+    """At a far too large learning rate the best step is the first, and patience stops training."""
     model, plain = quantized(place), quantized(place)
     method = Rilq(rank=2, lr=1.0, updates=50, accumulation=1, validate_every=1, patience=3)
     facts = method.apply(model, MethodContext(batches=character_batches(samples=6)))
@@ -305,7 +305,7 @@ def test_the_best_factors_are_kept_and_training_stops(place: str) -> None:
     assert torch.equal(logits(model), logits(plain))
 
 
-def test_padding_counts_for_nothing(place: str) -> None:
+def test_padding_is_ignored(place: str) -> None:
     batches = [inputs("llama", seed=seed) for seed in range(2)]
     garbled = [{name: tensor.clone() for name, tensor in batch.items()} for batch in batches]
     for batch in (*batches, *garbled):
@@ -325,7 +325,7 @@ def refusal(method: Method, model: Model, kind: type[Exception] = ModelError, ba
     return str(caught.value)
 
 
-def test_models_and_teachers_that_do_not_fit_are_refused(place: str, tmp_path: Path) -> None:
+def test_mismatched_models_and_teachers_are_refused(place: str, tmp_path: Path) -> None:
     assert "put one, such as rtn, before it" in refusal(Rilq(), character_model(place))
     assert "name it, as `teacher: FOLDER`" in refusal(Rilq(), quantized(""))
     assert "no model at" in refusal(Rilq(teacher="nowhere"), quantized(place))
@@ -340,7 +340,7 @@ def test_models_and_teachers_that_do_not_fit_are_refused(place: str, tmp_path: P
     assert "`merge: true` needs them" in refusal(Rilq(merge=True), quantized(place, format="nf2/16"))
 
 
-def test_svd_is_refused_where_the_weights_were_changed_before(place: str) -> None:
+def test_svd_is_refused_if_the_weights_were_changed_before(place: str) -> None:
     model = quantized(place)
     with torch.no_grad():
         model.network.model.layers[1].input_layernorm.weight.mul_(1.01)
@@ -348,7 +348,7 @@ def test_svd_is_refused_where_the_weights_were_changed_before(place: str) -> Non
 
 
 @pytest.mark.parametrize("settings", [{"rank": 0}, {"init": "gaussian"}, {"gt_loss_weight": 1.5}, {"patience": 0}])
-def test_impossible_values_are_refused(settings: dict[str, Any]) -> None:
+def test_invalid_values_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeError):
         Rilq(**settings)
 

@@ -1,4 +1,4 @@
-"""Rotations change no output, whatever the family; what cannot be rotated is refused; the artifact remembers it all."""
+"""Rotations preserve the output of every family; unsupported networks are refused; artifacts store it all."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_random_rotation_is_orthogonal(size: int, keeps_mean: bool) -> None:
 
 @pytest.mark.usefixtures("exact_norms")
 @pytest.mark.parametrize("name", ROTATABLE)
-def test_the_function_stays_the_same(name: str) -> None:
+def test_rotation_preserves_the_function(name: str) -> None:
     model = exact_model(name)
     before, parameters = logits(model), count_parameters(model.network)
     untouched = [table.weight.clone() for table in model.anatomy.embeddings]  # type: ignore[operator]
@@ -94,7 +94,7 @@ def test_the_function_stays_the_same(name: str) -> None:
 
 @pytest.mark.usefixtures("exact_norms")
 @pytest.mark.parametrize("name", ["llama", "qwen2", "opt", "gpt2"])
-def test_a_pruned_network_with_added_biases_stays_the_same(name: str) -> None:
+def test_rotation_preserves_a_pruned_network_with_added_biases(name: str) -> None:
     model = exact_model(name)
     cut(model.network, random_masks(model.network, empty=("heads1", "ffn_channels2")))
     for part in model.anatomy.parts:
@@ -105,7 +105,7 @@ def test_a_pruned_network_with_added_biases_stays_the_same(name: str) -> None:
 
 
 @pytest.mark.usefixtures("exact_norms")
-def test_a_width_without_a_hadamard_matrix_is_rotated_all_the_same() -> None:
+def test_a_width_without_a_hadamard_matrix_is_still_rotated() -> None:
     sizes = {"hidden_size": 58, "num_attention_heads": 2, "intermediate_size": 24, "num_hidden_layers": 2}
     for network in (
         hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, vocab_size=99, num_key_value_heads=1, head_dim=8)),
@@ -119,7 +119,7 @@ def test_a_width_without_a_hadamard_matrix_is_rotated_all_the_same() -> None:
 
 
 @pytest.mark.usefixtures("exact_norms")
-def test_values_alone_leave_the_stream_as_it_is() -> None:
+def test_rotating_only_values_leaves_the_residual_stream_unchanged() -> None:
     model = exact_model("llama-tied")
     before, bytes_before = logits(model), count_bytes(model.network)
     old = [part.output.weight.clone() for part in model.anatomy.parts if part.kind == "heads"]
@@ -130,7 +130,7 @@ def test_values_alone_leave_the_stream_as_it_is() -> None:
     assert all(not torch.allclose(a, b, atol=1e-3) for a, b in zip(old, new, strict=True))
 
 
-def test_low_precision_is_cast_once() -> None:
+def test_low_precision_weights_are_cast_once() -> None:
     """Every weight is the float64 result rounded once, not the rounded result of rounded steps."""
     low, exact = BUILDS["llama"]().bfloat16(), BUILDS["llama"]().bfloat16().double()
     rotations = random_rotations(anatomy_of(low), seed=0)
@@ -141,7 +141,7 @@ def test_low_precision_is_cast_once() -> None:
 
 
 def test_outliers_are_spread() -> None:
-    """The largest of a token's channels falls from many times its mean to what random numbers have."""
+    """A token's largest channel falls from many times its mean to that of Gaussian noise."""
     network = hf.LlamaForCausalLM(hf.LlamaConfig(hidden_size=256, intermediate_size=64, num_attention_heads=4,
                                                  num_hidden_layers=1, vocab_size=99)).eval()  # fmt: skip
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_outliers_are_spread() -> None:
 
 
 def test_rotation_helps_coarse_scales_and_hurts_fine_blocks() -> None:
-    """Four bits, 8 of 1024 channels forty times as large: decibels before and after, as on the method's card."""
+    """Four bits, 8 of 1024 channels forty times as large: decibels before and after, as on the method card."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(512, 1024, generator=generator)
     x[:, torch.randperm(1024, generator=generator)[:8]] *= 40
@@ -213,7 +213,7 @@ def test_a_bias_that_cannot_be_kept_is_refused_before_anything_changes() -> None
 
 
 @pytest.mark.parametrize("name", ["llama-tied", "gpt2", "opt"])
-def test_an_artifact_remembers_it_bit_for_bit(name: str, tmp_path: Path) -> None:
+def test_an_artifact_round_trips_bit_for_bit(name: str, tmp_path: Path) -> None:
     model = Model(BUILDS[name](), source=name)
     rotate(model)
     save_artifact(model, tmp_path)
@@ -225,14 +225,14 @@ def test_an_artifact_remembers_it_bit_for_bit(name: str, tmp_path: Path) -> None
     assert torch.equal(logits(Model(stock, source=name)), logits(model))
 
 
-def test_a_clean_process_proves_it(tmp_path: Path) -> None:
+def test_it_is_verified_in_a_clean_process(tmp_path: Path) -> None:
     model = Model(BUILDS["llama-tied"](), source="llama-tied")
     rotate(model)
     save_artifact(model, tmp_path)
     verify(model, tmp_path)
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_determines_the_rotation() -> None:
     models = [Model(BUILDS["qwen3"](), source="qwen3") for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):
         rotate(model, seed=seed)

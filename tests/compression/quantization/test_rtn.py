@@ -1,4 +1,4 @@
-"""Round to nearest: no error beyond half a step, the card's figures, and a range search that never loses."""
+"""Round to nearest: errors within half a step, the method card's figures, and a range search never worse."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.tiny import BUILDS
     bits=st.integers(2, 8), symmetric=st.booleans(), group=st.sampled_from([-1, 0, 8, 16, 5]),
     size=st.floats(1e-3, 1e3), shift=st.floats(-2, 2), seed=st.integers(0, 10**6),
 )  # fmt: skip
-def test_no_error_is_beyond_half_a_step(
+def test_no_error_exceeds_half_a_step(
     bits: int, symmetric: bool, group: int, size: float, shift: float, seed: int
 ) -> None:
     weight = size * (torch.randn(6, 32, generator=torch.Generator().manual_seed(seed)) + shift)
@@ -40,7 +40,7 @@ def test_the_figures_of_the_card(group: int, decibel: float) -> None:
 
 
 @pytest.mark.parametrize("name", [*FORMATS, "int4/tensor", "int4-asym/tensor", "int3-asym/7"])
-def test_the_search_for_a_range_never_loses(name: str) -> None:
+def test_the_range_search_is_never_worse(name: str) -> None:
     number_format = get_format(name)
     weight = torch.distributions.StudentT(4.0).sample((12, 96))
     grouped = number_format.split_groups(weight)
@@ -55,7 +55,7 @@ def test_the_search_for_a_range_never_loses(name: str) -> None:
     assert all(torch.equal(tensor, searched.qparams.tensors()[key]) for key, tensor in grid.tensors().items())
 
 
-def test_the_search_narrows_what_has_an_outlier() -> None:
+def test_the_range_search_narrows_groups_with_an_outlier() -> None:
     weight = torch.randn(4, 128)
     weight[:, 0] = 6.0
     number_format = Integer(-1, "float32", 2, symmetric=True)
@@ -65,7 +65,7 @@ def test_the_search_narrows_what_has_an_outlier() -> None:
 
 
 @pytest.mark.parametrize("search", [False, True])
-def test_in_the_frame_every_layer_is_rounded_on_its_own(search: bool) -> None:
+def test_the_method_rounds_every_layer_independently(search: bool) -> None:
     model, full = Model(BUILDS["gpt2"]()), BUILDS["gpt2"]()
     METHODS.build({"method": "rtn", "group_size": 16, "range_search": search}).apply(model, MethodContext())
     layers = quantized_layers(model.network)

@@ -1,4 +1,4 @@
-"""Folded scales leave every family's function as it was, and what cannot be folded exactly is left alone."""
+"""Folding scales preserves every family's function; what cannot be folded exactly is skipped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def every_source(blocks: tuple[Block, ...]) -> list[tuple[LayerGroup, ScaleSourc
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 @torch.no_grad()
-def test_a_folded_network_computes_the_same(name: str) -> None:
+def test_folding_preserves_the_function(name: str) -> None:
     network = BUILDS[name]().double()
     batch = {key: t.double() if t.is_floating_point() else t for key, t in inputs(name).items()}
     before = network(**batch).logits
@@ -46,7 +46,7 @@ def test_a_folded_network_computes_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
-def test_what_each_group_folds_into(name: str) -> None:
+def test_fold_target_of_each_group(name: str) -> None:
     results = [None if source is None else source.name for _, source in every_source(anatomy_of(BUILDS[name]()).blocks)]
     norm = None if name in POST_NORM else "norm"
     assert results == 3 * [norm, "values", norm, "up projection" if name in (*GATED, *RELU) else None]

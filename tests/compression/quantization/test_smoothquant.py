@@ -1,4 +1,4 @@
-"""SmoothQuant: the card's figures on one loud channel, only norm-fed layers changed, and the closed form itself."""
+"""SmoothQuant: the method card's figures on one outlier channel, only norm-fed layers, and the closed form."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def quantised(name: str, **settings: Any) -> tuple[Model, dict[str, Any]]:
     return model, facts
 
 
-def test_one_loud_channel_as_on_the_card() -> None:
+def test_one_outlier_channel_matches_the_card() -> None:
     x, weight = torch.randn(2048, 512), 0.02 * torch.randn(512, 512)
     x[:, 100] *= 100
     true, quiet = x @ weight.T, torch.arange(512) != 100
@@ -50,13 +50,13 @@ def test_one_loud_channel_as_on_the_card() -> None:
     assert (ordinary(none), ordinary(smooth)) == pytest.approx((12.5, 33.0), abs=0.7)
 
 
-def test_the_closed_form_looks_at_all_layers_that_share_the_input() -> None:
+def test_the_closed_form_uses_all_layers_that_share_the_input() -> None:
     group = layer_group(torch.tensor([[1.0, -4.0]]), torch.tensor([[-9.0, 2.0], [0.5, 0.0]]))
     result = smoothing(group, torch.tensor([16.0, 25.0]), 0.25)
     assert torch.allclose(result, torch.tensor([16.0**0.25 / 9.0**0.75, 25.0**0.25 / 4.0**0.75]))
 
 
-def test_silent_channels_and_empty_columns_keep_a_positive_scale() -> None:
+def test_zero_channels_and_zero_columns_keep_a_positive_scale() -> None:
     result = smoothing(layer_group(torch.tensor([[0.0, 1.0, 0.0]])), torch.tensor([3.0, 0.0, 0.0]), 0.5)
     assert bool((result > 0).all()) and bool(result.isfinite().all())
 
@@ -88,12 +88,12 @@ def test_only_what_a_norm_feeds_is_smoothed() -> None:
         assert plain == (into[path.rpartition(".")[2]] is None)
 
 
-def test_a_post_norm_network_is_rounded_unsmoothed_and_says_so() -> None:
+def test_a_post_norm_network_is_not_smoothed_and_reports_it() -> None:
     _, facts = quantised("bert")
     assert {fact["scaling"]["into"] for fact in facts["layers"].values()} == {None}
 
 
-def test_the_defaults_are_eight_bits_of_both() -> None:
+def test_the_defaults_are_w8a8() -> None:
     _, facts = quantised("opt")
     schemes = [fact["scheme"] for fact in facts["layers"].values()]
     assert all(scheme == {"weight": "int8@float16", "inputs": "int8", "static": False} for scheme in schemes)
@@ -101,8 +101,8 @@ def test_the_defaults_are_eight_bits_of_both() -> None:
 
 @pytest.mark.parametrize("rounding", ["rtn", "gptq"])
 @pytest.mark.parametrize("static", [False, True])
-def test_it_helps_where_a_channel_is_loud(rounding: str, static: bool) -> None:
-    """A loud channel of the norm, made quiet in the weights so that the function stays tame."""
+def test_it_helps_with_an_outlier_channel(rounding: str, static: bool) -> None:
+    """An outlier channel in the norm, scaled down in the weights to keep outputs moderate."""
 
     def loud() -> Model:
         model = Model(BUILDS["llama"]())
@@ -132,7 +132,7 @@ def test_it_helps_where_a_channel_is_loud(rounding: str, static: bool) -> None:
 @pytest.mark.parametrize(
     "settings", [{"alpha": 1.5}, {"alpha": -0.1}, {"rounding": "magic"}, {"input_activations": "int4711"}]
 )
-def test_impossible_settings_are_one_sentence(settings: dict[str, Any]) -> None:
+def test_invalid_settings_raise_one_sentence(settings: dict[str, Any]) -> None:
     with pytest.raises(RecipeError) as caught:
         METHODS.build({"method": "smoothquant", **settings})
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""SpinQuant: descent stays on orthogonal matrices and goes down; what it trains is the network that is made of it."""
+"""SpinQuant: Cayley descent stays orthogonal and reduces the loss; the trained network is the rotated one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.tiny import BUILDS, inputs
 
 
 def network_with_outliers() -> hf.PreTrainedModel:
-    """Random, but sure of itself: its own choices are what it is asked for, so that rounding shows in the loss."""
+    """A random network trained on its own predictions, so that quantization shows in the loss."""
     torch.manual_seed(0)
     config = hf.LlamaConfig(
         hidden_size=64, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2,
@@ -40,7 +40,7 @@ def network_with_outliers() -> hf.PreTrainedModel:
     with torch.no_grad():
         for name, parameter in network.named_parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-            if "embed" in name:  # two channels that are large for every token, as in large models
+            if "embed" in name:  # two outlier channels for every token, as in large models
                 parameter[:, [3, 40]] = 2.0
             if "lm_head" in name:
                 parameter.mul_(2)
@@ -62,7 +62,7 @@ def orthogonality(matrix: Tensor) -> float:
 
 
 @pytest.mark.parametrize("size", [2, 8, 58, 96])
-def test_a_step_stays_orthogonal_and_goes_down(size: int) -> None:
+def test_a_step_stays_orthogonal_and_reduces_the_loss(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     turn = random_rotation(size, generator).float()
     target = torch.randn(size, size, generator=generator)
@@ -88,12 +88,12 @@ def test_a_step_is_the_cayley_transform() -> None:
     assert not torch.allclose(expected, turn, atol=1e-4)
 
 
-def test_no_gradient_no_step() -> None:
+def test_a_zero_gradient_makes_no_step() -> None:
     turn = random_rotation(16, torch.Generator().manual_seed(0)).float()
     assert torch.allclose(cayley_step(turn, torch.zeros(16, 16), 1.5), turn, atol=1e-6)
 
 
-def test_a_large_gradient_is_held_back() -> None:
+def test_a_large_gradient_is_limited() -> None:
     turn = random_rotation(32, torch.Generator().manual_seed(0)).float()
     moved = cayley_step(turn, 1e6 * torch.randn(32, 32), 1.5)
     assert orthogonality(moved) < 1e-3
@@ -107,7 +107,7 @@ def test_the_nearest_orthogonal_matrix() -> None:
 
 @pytest.mark.parametrize("name", ["int4", "int4-asym/16", "int8", "mxfp4", "nvfp4", "amxfp4", "nf4/20", "dint4"])
 @pytest.mark.parametrize("clip", [1.0, 0.7])
-def test_rounding_gives_the_format_s_values(name: str, clip: float) -> None:
+def test_fake_quantization_matches_the_format(name: str, clip: float) -> None:
     number_format = get_format(name)
     x = torch.randn(5, 48, requires_grad=True)
     values = rounded(x, number_format, clip)
@@ -120,7 +120,7 @@ def test_rounding_gives_the_format_s_values(name: str, clip: float) -> None:
     assert name == "mxfp4" or torch.allclose(slope, output, rtol=0.1 if name in ("nvfp4", "amxfp4") else 1e-4)
 
 
-def test_the_gradient_of_rounding_by_hand() -> None:
+def test_the_gradient_of_fake_quantization_by_hand() -> None:
     x = torch.tensor([[0.30, -1.00, 2.00, 0.05]], requires_grad=True)
     weight = torch.tensor([[1.0, 10.0, 100.0, 1000.0]])
     scale = 0.7 * 2.0 / 7  # 0.2: the steps are 2 (1.5 rounded to even), -5, 7 (clipped from 10), 0
@@ -131,13 +131,13 @@ def test_the_gradient_of_rounding_by_hand() -> None:
     assert torch.allclose(gradient, torch.tensor([[1.0, 10.0, of_scale * 0.7 / 7, 1000.0]]), rtol=1e-4)
 
 
-def test_rounding_keeps_the_dtype() -> None:
+def test_fake_quantization_keeps_the_dtype() -> None:
     assert rounded(torch.randn(2, 16).bfloat16(), FORMATS["int4"]).dtype == torch.bfloat16
 
 
 @contextmanager
 def really_rounded(anatomy: Anatomy, method: SpinQuant) -> Iterator[None]:
-    """The inputs of every linear layer of a rotated network are rounded, as packed layers do it."""
+    """Quantize the inputs of every linear layer of a rotated network, as packed layers do."""
     given = ActivationQuant(FORMATS[str(method.input_activations)], clip_ratio=method.input_clip_ratio)
 
     def plain(_: Any, args: tuple[Tensor, ...]) -> Tensor:
@@ -160,7 +160,7 @@ def really_rounded(anatomy: Anatomy, method: SpinQuant) -> Iterator[None]:
     "settings", [{"rotate_heads": True}, {"input_activations": "int4-asym", "input_clip_ratio": 1.0}]
 )
 @torch.no_grad()
-def test_the_network_that_is_trained_is_the_rotated_one(settings: dict[str, Any]) -> None:
+def test_the_trained_network_equals_the_rotated_one(settings: dict[str, Any]) -> None:
     method = SpinQuant(**settings)
     network, rotated = BUILDS["qwen3"](), BUILDS["qwen3"]()
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
@@ -202,7 +202,7 @@ def test_twenty_steps_are_better_than_random_and_stay_orthogonal(tmp_path: Path)
     assert not torch.allclose(kept["0"], turns["0"], atol=1e-3)  # those of the values moved too
     assert learned.facts["rotations_learned"] and learned.facts["loss_random_rotations"] == pytest.approx(random)
     assert learned.facts["loss_learned_rotations"] == pytest.approx(mean_loss(model, method, kept, data))
-    assert_same(method.rotations(model, context), learned)  # a killed run takes up what was learned
+    assert_same(method.rotations(model, context), learned)  # a resumed run loads the learned rotations
 
 
 def test_rotations_that_are_no_better_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,7 +228,7 @@ def assert_same(one: Rotations, other: Rotations) -> None:
 
 
 @pytest.mark.parametrize("rounding", ["gptq", "rtn"])
-def test_a_whole_run(rounding: str) -> None:
+def test_a_complete_run(rounding: str) -> None:
     results = []
     for _ in range(2):
         model = Model(network_with_outliers())

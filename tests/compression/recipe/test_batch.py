@@ -1,4 +1,4 @@
-"""The number of sequences at once, where the recipe leaves it to us."""
+"""The automatic calibration batch size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny import BUILDS
 CPU = torch.device("cpu")
 
 
-def test_it_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_follows_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     anatomy = anatomy_of(BUILDS["llama"]())
     results = []
     for memory in (0, 2**20, 2**24, 2**26, 2**40):
@@ -32,7 +32,7 @@ def test_it_follows_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_only_where_the_recipe_says_so() -> None:
+def test_only_if_the_recipe_asks_for_it() -> None:
     anatomy = anatomy_of(BUILDS["llama"]())
     steps = [{"method": "rtn", "group_size": -1}]
     open_one = with_batch(Recipe.parse({"data": {"batch_size": "auto"}, "steps": steps}), anatomy, CPU)
@@ -42,7 +42,7 @@ def test_only_where_the_recipe_says_so() -> None:
         Recipe.parse({"data": {"batch_size": "all"}, "steps": steps})
 
 
-def test_what_cannot_be_offloaded(tmp_path: Path) -> None:
+def test_unsupported_offloading(tmp_path: Path) -> None:
     recipe = Recipe.parse({"steps": [{"method": "random", "budget": {"macs": 0.5}}]})
     with pytest.raises(RecipeError, match="whole model on one device"):
         compress("nowhere", recipe, tmp_path / "out", offload=True)

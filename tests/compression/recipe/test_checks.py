@@ -1,4 +1,4 @@
-"""What cannot work is refused by the Python API before any weight is loaded."""
+"""The Python API refuses invalid recipes before loading any weight."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_calibrated_method_on_an_image_model(method: str, folders: dict[str, s
         compress(folders["vit"], recipe(method), tmp_path / "out")
 
 
-def test_a_context_that_the_model_does_not_have(folders: dict[str, str], tmp_path: Path) -> None:
+def test_a_context_longer_than_the_model_supports(folders: dict[str, str], tmp_path: Path) -> None:
     refused(folders["llama"], recipe(seq_len=10**6, samples=1, batch_size=1), "this model's context is", tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""What calibration sees and what the result is judged on never overlap; labels are as the model's loss takes them."""
+"""Calibration and evaluation data never overlap; labels match the model's loss."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def language_model() -> Model:
     return Model(BUILDS["llama"](), character_tokenizer())
 
 
-def test_labeled_rows_are_either_seen_or_held_out(tmp_path: Path) -> None:
+def test_labeled_rows_are_split_into_calibration_and_evaluation(tmp_path: Path) -> None:
     config = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 25))
     data = calibration_data(config, classifier())
     seen, held_out = split(config, data)
@@ -57,7 +57,7 @@ def test_labeled_rows_are_either_seen_or_held_out(tmp_path: Path) -> None:
     assert not set(seen.first) & set(held_out.first)
 
 
-def test_text_is_cut_in_two(tmp_path: Path) -> None:
+def test_text_is_split_into_calibration_and_evaluation(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(chr(97 + i // 100) for i in range(1000)))
     config = recipe(tmp_path / "text.txt")
     seen, held_out = split(config, calibration_data(config, language_model()))
@@ -65,7 +65,7 @@ def test_text_is_cut_in_two(tmp_path: Path) -> None:
     assert set(seen.joined) == set("abcdefgh") and set(held_out.joined) == set("ij")
 
 
-def test_the_default_text_has_a_part_for_each() -> None:
+def test_the_default_text_has_both_splits() -> None:
     config, model = recipe(), language_model()
     seen, held_out = split(config, calibration_data(config, model))
     evaluation = evaluation_data(config, held_out, model)
@@ -73,7 +73,7 @@ def test_the_default_text_has_a_part_for_each() -> None:
     assert not set(seen.documents) & set(evaluation.documents)
 
 
-def test_other_data_to_evaluate_on_leaves_all_rows_to_calibration(tmp_path: Path) -> None:
+def test_separate_evaluation_data_leaves_all_rows_to_calibration(tmp_path: Path) -> None:
     other = rows(tmp_path / "other.jsonl", [1, 0])
     config = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 5), evaluate={"source": str(other)})
     seen, held_out = split(config, calibration_data(config, classifier()))
@@ -82,8 +82,8 @@ def test_other_data_to_evaluate_on_leaves_all_rows_to_calibration(tmp_path: Path
     assert isinstance(evaluation, LabeledData) and evaluation.name == str(other)
 
 
-def test_what_cannot_be_measured_is_not_measured(tmp_path: Path) -> None:
-    """A masked language model learns from text here, but nothing says how good it is at it."""
+def test_models_without_a_metric_are_not_evaluated(tmp_path: Path) -> None:
+    """A masked language model calibrates on text but has no metric."""
     (tmp_path / "text.txt").write_text("some words " * 100)
     network = transformers.BertForMaskedLM(transformers.BertConfig(**ENCODER)).eval()
     model, config = Model(network, character_tokenizer(encoder=True)), recipe(tmp_path / "text.txt")
@@ -91,7 +91,7 @@ def test_what_cannot_be_measured_is_not_measured(tmp_path: Path) -> None:
     assert evaluation_data(config, held_out, model) is None
 
 
-def test_whole_numbers_are_numbers_to_a_model_with_one_output(tmp_path: Path) -> None:
+def test_integer_labels_are_regression_targets_for_a_single_output(tmp_path: Path) -> None:
     config, model = recipe(rows(tmp_path / "rows.jsonl", [1, 2, 5])), classifier(1)
     data = calibration_data(config, model)
     batches = calibration_batches(config.data, data, model, seed=0)
@@ -100,12 +100,12 @@ def test_whole_numbers_are_numbers_to_a_model_with_one_output(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("labels", [[0, 3], [0.5, 1]])
-def test_labels_that_the_model_does_not_know(labels: list[object], tmp_path: Path) -> None:
+def test_labels_unknown_to_the_model(labels: list[object], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="the model has"):
         calibration_data(recipe(rows(tmp_path / "rows.jsonl", labels)), classifier())
 
 
-def test_rows_longer_than_the_model_takes_are_cut(tmp_path: Path) -> None:
+def test_rows_longer_than_the_context_are_truncated(tmp_path: Path) -> None:
     config = transformers.BertConfig(**ENCODER, max_position_embeddings=10)
     model = Model(transformers.BertForSequenceClassification(config), character_tokenizer(encoder=True))
     made = recipe(rows(tmp_path / "rows.jsonl", [0, 1] * 4))
@@ -122,7 +122,7 @@ def test_which_recipes_need_data() -> None:
     assert needed(method="random", repair="full") and needed(method="flap") and needed(method="fisher", repair="none")
 
 
-def test_a_fingerprint_tells_batches_apart() -> None:
+def test_a_fingerprint_distinguishes_batches() -> None:
     one = [{"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([0])}]
     other = [{"input_ids": torch.tensor([[1, 3]]), "labels": torch.tensor([0])}]
     assert fingerprint(one) == fingerprint([dict(reversed(one[0].items()))])

@@ -1,4 +1,4 @@
-"""A recipe says the same in YAML and in Python, and refuses what it does not know."""
+"""Recipes mean the same in YAML and in Python, and refuse unknown keys."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ steps:
 """
 
 
-def test_what_is_written_is_what_is_meant(tmp_path: Path) -> None:
+def test_yaml_is_parsed_into_the_expected_recipe(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(WRITTEN)
     recipe = Recipe.load(tmp_path / "recipe.yaml")
     assert recipe.seed == 3 and recipe.memory_limit == "2 GB"
@@ -49,7 +49,7 @@ def test_a_recipe_in_python_is_the_same_object() -> None:
     )
 
 
-def test_written_out_and_read_again_it_is_the_same(tmp_path: Path) -> None:
+def test_a_recipe_round_trips_through_yaml(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(WRITTEN)
     recipe = Recipe.load(tmp_path / "recipe.yaml")
     (tmp_path / "again.yaml").write_text(recipe.to_yaml())
@@ -57,7 +57,7 @@ def test_written_out_and_read_again_it_is_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_every_method_with_its_defaults_survives_being_written_out(name: str) -> None:
+def test_every_method_with_its_defaults_round_trips(name: str) -> None:
     removes = issubclass(METHODS[name], StructuredPruning)
     recipe = Recipe.parse({"steps": [{"method": name, **({"budget": {"parameters": 0.5}} if removes else {})}]})
     assert Recipe.parse(recipe.to_json()) == recipe
@@ -72,7 +72,7 @@ def test_sizes(text: object, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "2 lightyears", "-1 GB", "0", "nan", "inf", "1e999", "2 GB 3", [1], True])
-def test_sizes_that_are_none(text: object) -> None:
+def test_invalid_sizes(text: object) -> None:
     with pytest.raises(RecipeError):
         bytes_of(text)
 
@@ -83,7 +83,7 @@ def test_a_file_too_large_to_be_a_recipe(tmp_path: Path) -> None:
         Recipe.load(tmp_path / "recipe.yaml")
 
 
-def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+def test_a_folder_is_not_a_recipe(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be read"):
         Recipe.load(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Files and folders appear whole or not at all, and what stands in the way of writing is one sentence."""
+"""Files and folders are written atomically, and write errors are one sentence."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ def test_a_folder_appears_when_it_is_complete(inside: bool, tmp_path: Path) -> N
         (OSError(errno.EACCES, "Permission denied"), "Permission denied"),
     ],
 )
-def test_what_the_system_says_becomes_a_sentence(error: Exception, words: str) -> None:
+def test_os_errors_become_one_sentence(error: Exception, words: str) -> None:
     with pytest.raises(ResourceError, match=words), explain_disk_errors(Path("result")):
         raise error
 
 
 @pytest.mark.parametrize("error", [ValueError("anything"), SmeltError("a sentence already")])
-def test_other_errors_stay_what_they_are(error: Exception) -> None:
+def test_other_errors_pass_through(error: Exception) -> None:
     with pytest.raises(type(error), match=str(error)), explain_disk_errors(Path("result")):
         raise error
 
 
-def test_places(tmp_path: Path) -> None:
+def test_output_paths(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     check_writable(tmp_path / "new" / "deep" / "out")
     check_writable(tmp_path / "file")
@@ -78,7 +78,7 @@ def test_places(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_one_may_not_write_to(tmp_path: Path) -> None:
+def test_a_folder_without_write_permission(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(ResourceError, match="may not be written to"):
         check_writable(tmp_path / "out")
@@ -88,7 +88,7 @@ class TestCheckpoint:
     TENSORS = {"a": torch.arange(6.0).view(2, 3).T, "b": torch.tensor([1, 2])}
     FACTS = {"number": 0.1, "words": ["é"], "nothing": None}
 
-    def test_what_is_kept_comes_back(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_round_trips(self, tmp_path: Path) -> None:
         kept = Checkpoint(tmp_path / "work").inside("step-0")
         assert kept.load("piece") is None and kept.load_facts("facts") is None
         kept.save("piece", self.TENSORS)
@@ -101,7 +101,7 @@ class TestCheckpoint:
         repeated.clear()
         assert not (tmp_path / "work" / "step-0").exists()
 
-    def test_without_a_folder_nothing_is_kept(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_without_a_folder_nothing_is_saved(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         kept = Checkpoint().inside("step-0")
         kept.save("piece", self.TENSORS)
@@ -110,7 +110,7 @@ class TestCheckpoint:
         assert kept.load("piece") is None and kept.load_facts("facts") is None and names(tmp_path) == []
 
     @pytest.mark.parametrize("damage", [b"", b"{", b"[1, 2]", b"\xff" * 100])
-    def test_a_damaged_piece_is_named(self, damage: bytes, tmp_path: Path) -> None:
+    def test_a_damaged_checkpoint_file_is_named(self, damage: bytes, tmp_path: Path) -> None:
         kept = Checkpoint(tmp_path)
         readers: dict[str, Any] = {"a.safetensors": kept.load, "a.json": kept.load_facts}
         for name, read in readers.items():

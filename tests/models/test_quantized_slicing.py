@@ -1,4 +1,4 @@
-"""Rows and columns of packed layers: what is kept decodes to what it was, bit for bit; a group is not cut apart."""
+"""Slicing packed layers: kept rows and columns dequantize unchanged, bit for bit; groups are not split."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def layer(name: str, columns: int = 128, rows: int = 24) -> QuantizedLinear:
 
 
 def whole(held: QuantizedLinear) -> Tensor:
-    """The matrix with the factors in it."""
+    """Return the dequantized matrix including the low-rank factors."""
     return held.weight + held.up @ held.down
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_are_free(name: str) -> None:
+def test_rows_can_be_sliced_freely(name: str) -> None:
     packed, rows = layer(name), torch.tensor([5, 3, 20, 21])
     weight, matrix, bias = packed.weight, whole(packed), packed.bias
     assert bias is not None and packed.bias is not None
@@ -55,8 +55,8 @@ def test_rows_are_free(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_columns_leave_in_groups(name: str) -> None:
-    """In any order of the groups, and where a row has one scale, any columns at all."""
+def test_columns_are_sliced_by_group(name: str) -> None:
+    """In any order of the groups; with per-row scales, any columns."""
     packed, size = layer(name), get_format(name).effective_group_size(128)
     columns = torch.tensor([100, 7, 1]) if size == 128 else torch.cat((torch.arange(64, 128), torch.arange(size)))
     weight, down, x = packed.weight, packed.down, torch.randn(2, len(columns))
@@ -67,7 +67,7 @@ def test_columns_leave_in_groups(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int4/32", "mxfp4", "int3/32"])
-def test_a_shorter_last_group_stays_the_last(name: str) -> None:
+def test_a_partial_last_group_stays_last(name: str) -> None:
     packed = layer(name, columns=80)
     weight = packed.weight
     packed.keep_columns(torch.arange(32, 80))
@@ -76,12 +76,12 @@ def test_a_shorter_last_group_stays_the_last(name: str) -> None:
         layer(name, columns=80).keep_columns(torch.cat((torch.arange(64, 80), torch.arange(32))))
 
 
-def test_what_shares_a_scale_is_not_mixed() -> None:
+def test_groups_are_not_mixed() -> None:
     for columns in (torch.arange(16, 80), torch.arange(0, 128, 2)):
         with pytest.raises(ModelError, match="32 inputs of a layer share a scale: keep or remove them together"):
             layer("int4/32").keep_columns(columns)
     part = layer("int4/32")
-    part.keep_columns(torch.arange(40, 60))  # a part of one group has the scale of that group
+    part.keep_columns(torch.arange(40, 60))  # a slice of one group keeps the scale of that group
     assert torch.equal(part.weight, layer("int4/32").weight[:, 40:60])
     rotated = layer("int4")
     rotated.scheme = replace(rotated.scheme, hadamard=True)
@@ -90,8 +90,8 @@ def test_what_shares_a_scale_is_not_mixed() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
-def test_surgery_on_packed_layers_is_surgery_on_what_they_decode_to(name: str) -> None:
-    """Heads and filters leave; prices, low-rank factors included, are what they free."""
+def test_surgery_on_packed_layers_matches_surgery_on_dequantized_ones(name: str) -> None:
+    """Remove heads and channels; unit costs, low-rank factors included, equal what is freed."""
     model = Model(BUILDS[name]())
     RoundToNearest(bits=8, group_size=-1).apply(model, MethodContext())
     plain = BUILDS[name]()
