@@ -1,4 +1,4 @@
-"""A tokenizer of 99 tokens, one a character, that fits the small networks and whose tokens one can count by eye."""
+"""A character tokenizer of 99 tokens that fits the small test networks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ VOCABULARY = {token: number for number, token in enumerate(SPECIAL + tuple(CHARA
 
 
 def character_tokenizer(*, padding: bool = True, encoder: bool = False) -> PreTrainedTokenizerFast:
-    """For decoders nothing is added; for encoders [CLS] and [SEP] are, with token types for pairs."""
+    """Return the tokenizer; encoders add [CLS] and [SEP], with token types for pairs."""
     core = Tokenizer(models.WordLevel(VOCABULARY, unk_token="[UNK]"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     if encoder:

@@ -1,4 +1,4 @@
-"""What every test may use: where the real data and weights lie, if they are there at all."""
+"""Shared fixtures: the folder with real data and weights, if present."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in jobs in the background; processes of tests inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in background jobs; subprocesses of tests inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -37,7 +37,7 @@ PLAIN = ("mixtral", "qwen3-moe", "olmoe")
 
 
 def fused(name: str, *, starved: bool = False) -> PreTrainedModel:
-    """The network of transformers, its routers far from undecided. `starved`: no token chooses expert 3 of block 1."""
+    """Build the transformers network with decisive routers; `starved`: no token reaches expert 3 of block 1."""
     torch.manual_seed(0)
     network: PreTrainedModel = BUILDS[name]().eval()
     with torch.no_grad():
@@ -51,7 +51,7 @@ def fused(name: str, *, starved: bool = False) -> PreTrainedModel:
 
 
 def _starve(network: PreTrainedModel) -> None:
-    """The first channel of the stream is a positive constant that nothing writes to, and the router dreads it."""
+    """Make the first residual channel a positive constant, with a large negative router weight."""
     network.get_input_embeddings().weight[:, 0] = 0.3
     for path, parameter in network.named_parameters():
         if path.endswith(("o_proj.weight", "down_proj.weight")):

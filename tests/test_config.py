@@ -85,7 +85,7 @@ def test_every_type_is_read() -> None:
         ({"extra": [1]}, "must be a mapping or a string or null, not [1]"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(content: dict[str, Any], words: str) -> None:
+def test_invalid_values_raise_one_sentence(content: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(**content)
     assert words in str(caught.value) and "\n" not in str(caught.value)
@@ -132,7 +132,7 @@ def test_yaml_that_is_refused(text: str, words: str, tmp_path: Path) -> None:
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_aliases_and_merges_of_a_sane_size_are_read(tmp_path: Path) -> None:
+def test_aliases_and_merges_of_reasonable_size_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("base: &base {a: 1, b: 2}\nother: {<<: *base, b: 3}\nsame: *base")
     content = read_yaml(tmp_path / "a.yaml")
     assert content["other"] == {"a": 1, "b": 3} and content["same"] == {"a": 1, "b": 2}

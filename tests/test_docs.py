@@ -1,4 +1,4 @@
-"""The docs say what the code does: commands parse, recipes are accepted, snippets name what exists or even run."""
+"""The docs match the code: commands parse, recipes are accepted, snippets use existing names or run."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ COMMANDS: dict[str, Any] = get_command(app_with()).commands  # type: ignore[attr
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of a language on a page."""
+    """Return the fenced blocks of a language on a page."""
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
@@ -52,12 +52,12 @@ def module_from(path: Path) -> Any:
     return module
 
 
-def test_the_page_of_methods_is_fresh() -> None:
+def test_the_methods_page_is_up_to_date() -> None:
     generator = module_from(ROOT / "docs" / "make_methods.py")
     assert generator.PAGE.read_text(encoding="utf-8") == generator.page(), "docs/methods.md is stale: run `make docs`"
 
 
-def test_every_parameter_has_a_meaning() -> None:
+def test_every_parameter_is_documented() -> None:
     generator = module_from(ROOT / "docs" / "make_methods.py")
     for cls in METHODS.values():
         for field in fields(cls):  # type: ignore[arg-type]
@@ -108,15 +108,15 @@ def test_an_example_is_accepted(path: Path) -> None:
     assert Recipe.load(path).steps
 
 
-def test_the_page_of_recipes_has_every_key_and_no_other() -> None:
+def test_the_recipes_page_lists_exactly_the_keys() -> None:
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
     shown = [set(re.findall(r"^\| `(\w+)` \|", table, re.M)) for table in page.split("| key | default | meaning |")[1:]]
-    shown[-1] -= {"parameters", "macs", "bytes", "latency"}  # the measures of a budget come after the last of them
+    shown[-1] -= {"parameters", "macs", "bytes", "latency"}  # budget metrics follow the last heading
     assert shown == [{field.name for field in fields(cls)} for cls in (Recipe, CalibrationSettings, EvaluationSettings)]
 
 
 def resolved(node: ast.expr, names: dict[str, Any]) -> Any:
-    """What an expression like `smelt.Recipe.load` stands for; None where it is no chain of known names."""
+    """Resolve an expression like `smelt.Recipe.load`; None if it is not a chain of known names."""
     chain = ast.unparse(node).split(".")
     if not all(part.isidentifier() for part in chain) or chain[0] not in names:
         return None
@@ -124,14 +124,14 @@ def resolved(node: ast.expr, names: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("text", all_blocks("python", but=WORKED_EXAMPLE))
-def test_a_snippet_uses_what_exists(text: str) -> None:
+def test_a_snippet_uses_existing_names(text: str) -> None:
     tree = ast.parse(text)
     names: dict[str, Any] = {}
     imports: list[ast.stmt] = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     exec(compile(ast.Module(imports, []), "snippet", "exec"), names)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            resolved(node, names)  # an AttributeError where a name is gone
+            resolved(node, names)  # AttributeError if a name no longer exists
         if isinstance(node, ast.Call) and callable(function := resolved(node.func, names)):
             inspect.signature(function).bind(*node.args, **{str(one.arg): one.value for one in node.keywords})
 
@@ -142,12 +142,12 @@ def test_python_in_the_readme_is_under_ten_lines() -> None:
 
 
 def test_the_worked_example_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The method on the page, put where the page says, passes the test on the page."""
+    """The page's example method, placed where the page says, passes the page's test."""
     method_text, test_text = blocks(WORKED_EXAMPLE, "python")
     example, its_test = ModuleType("smelt.compression.pruning.activation"), ModuleType("test_activation")
     monkeypatch.setattr(
         "smelt.compression.base.METHODS", Registry("method")
-    )  # so that the example does not stay on the list
+    )  # so that the example does not stay registered
     for module, text in ((example, method_text), (its_test, test_text)):
         monkeypatch.setitem(sys.modules, module.__name__, module)
         exec(compile(text, module.__name__, "exec", dont_inherit=True), module.__dict__)
@@ -164,6 +164,6 @@ def test_the_readme_names_every_method_and_family() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), target

@@ -69,7 +69,7 @@ def test_it_builds_from_a_mapping_or_a_name() -> None:
         ({"shape": "disc"}, "the shape disc needs `radius`"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings_raise_one_sentence(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(RecipeError) as caught:
         SHAPES.build(settings)
     assert words in str(caught.value) and "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Small networks of every family with random weights: for identities, never for quality."""
+"""Small random networks of every family, for exactness tests, never for quality."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NO_HEAD_DIM = {name: value for name, value in DECODER.items() if name != "head_d
 def _made(cls: Any, config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     network = cls(config).eval()
-    with torch.no_grad():  # biases and norms away from 0 and 1, so that forgetting to slice one shows
+    with torch.no_grad():  # biases and norms away from 0 and 1, so that failing to slice one shows
         for parameter in network.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
         for name, buffer in network.named_buffers():
@@ -88,7 +88,7 @@ TRANSFORMERS = tuple(name for name in BUILDS if not name.startswith("resnet"))
 
 
 def inputs(name: str, batch: int = 3, length: int = 11, seed: int = 1) -> dict[str, torch.Tensor]:
-    """A batch that suits a family; text encoders get padding in one row."""
+    """Return a batch for a family; text encoders get padding in one row."""
     generator = torch.Generator().manual_seed(seed)
     if name in IMAGES:
         return {"pixel_values": torch.randn(batch, 3, 32, 32, generator=generator)}
@@ -100,7 +100,7 @@ def inputs(name: str, batch: int = 3, length: int = 11, seed: int = 1) -> dict[s
 
 
 def labeled(name: str, seed: int = 1) -> dict[str, torch.Tensor]:
-    """The same batch with labels, for a loss."""
+    """Return the same batch with labels."""
     batch = inputs(name, seed=seed)
     batch["labels"] = batch["input_ids"].clone() if name in DECODERS else torch.tensor([0, 1, 1])
     return batch

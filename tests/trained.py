@@ -1,4 +1,4 @@
-"""Small networks that have learned something, where quality must be seen to change: text, rows, and their training."""
+"""Small trained networks for tests of quality: text, labeled rows, and their training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def labeled_rows(count: int) -> list[dict[str, Any]]:
 
 @lru_cache(maxsize=4)
 def trained_llama(text: str, steps: int = 100) -> PreTrainedModel:
-    """A language model of characters. It is made once and shared: copy it before changing it."""
+    """Return the character language model; it is shared, so copy it before changing it."""
     tokens = torch.tensor(character_tokenizer()(text)["input_ids"])
     network = BUILDS["llama"]()
 
@@ -53,7 +53,7 @@ def trained_llama(text: str, steps: int = 100) -> PreTrainedModel:
 
 
 def trained_bert(rows: list[dict[str, Any]]) -> PreTrainedModel:
-    """A classifier of sentences."""
+    """Return the sentence classifier."""
     tokenizer, network = character_tokenizer(encoder=True), BUILDS["bert"]()
     batch = dict(tokenizer([row["sentence"] for row in rows], padding=True, return_tensors="pt"))
     labels = torch.tensor([row["label"] for row in rows])
@@ -75,16 +75,16 @@ HELD_OUT = TextData("held out", (sentences(60, seed=1),))
 
 
 def character_model(source: str = "") -> Model:
-    """A copy of the trained language model with its tokenizer."""
+    """Return a copy of the trained language model with its tokenizer."""
     return Model(copy.deepcopy(trained_llama(TEXT)), character_tokenizer(), source)
 
 
 def character_batches(samples: int = 24, length: int = 64, batch: int = 2, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Calibration data for it."""
+    """Return its calibration data."""
     text = TextData("text", (TEXT,))
     return text_batches(text, character_tokenizer(), samples=samples, length=length, batch_size=batch, seed=seed)
 
 
 def divergence(model: Model) -> Divergence:
-    """How far a model is from the trained one on text that neither has seen."""
+    """Return a model's divergence from the trained one on unseen text."""
     return logit_divergence(model, character_model(), HELD_OUT, context=64)

@@ -1,4 +1,4 @@
-"""Batches: the right tokens, the right padding, the same for a seed."""
+"""Batches: correct tokens and padding, deterministic for a seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smelt.data import batches as batches_module
 from smelt.errors import DataError
 from tests.character_tokenizer import VOCABULARY, character_tokenizer
 
-# Every place is told by what stands there: "0000001\n0000002\n..."
+# Every position is identified by its text: "0000001\n0000002\n..."
 COUNTED = TextData("counted", tuple(f"{number:06d}" for number in range(2000)))
 LENGTHS = LabeledData("lengths", tuple("x" * n for n in range(1, 21)), None, np.arange(20), False)
 
@@ -31,7 +31,7 @@ def places(drawn: torch.Tensor, text: str) -> list[int]:
     return sorted(results)
 
 
-def test_windows_are_passages_that_do_not_overlap() -> None:
+def test_windows_do_not_overlap() -> None:
     drawn = windows(COUNTED, samples=100, length=128)
     assert drawn.shape == (100, 128)
     starts = places(drawn, COUNTED.joined)
@@ -46,7 +46,7 @@ def test_windows_fill_the_text_to_the_last_token(monkeypatch: pytest.MonkeyPatch
     assert places(windows(text, samples=10, length=128), text.joined) == list(range(0, 1280, 128))
 
 
-def test_short_text_overlaps_a_little_but_not_more() -> None:
+def test_windows_of_short_text_overlap_as_little_as_possible() -> None:
     text = TextData("short", (COUNTED.joined[:1000],))
     starts = places(windows(text, samples=15, length=128), text.joined)
     assert len(set(starts)) == 15
@@ -58,14 +58,14 @@ def test_short_text_overlaps_a_little_but_not_more() -> None:
         windows(text, samples=2, length=1000)
 
 
-def test_windows_hold_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_contain_only_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches_module, "_PIECE_CHARACTERS", 100)
     tokenizer = character_tokenizer(encoder=True)
     (part,) = text_batches(COUNTED, tokenizer, samples=40, length=300, batch_size=40, seed=0)
     assert not {VOCABULARY["[CLS]"], VOCABULARY["[SEP]"]} & set(part["input_ids"].unique().tolist())
 
 
-def test_the_seed_decides() -> None:
+def test_the_seed_determines_the_windows() -> None:
     first, repeated, other = (windows(COUNTED, samples=20, length=50, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, repeated) and not torch.equal(first, other)
 
@@ -86,7 +86,7 @@ def test_long_text_is_tokenized_only_as_far_as_needed(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("text", ["a b\n" * 999, "word " * 999, "x" * 5000, "", "\n" * 2000])
-def test_pieces_lose_nothing(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_chunks_lose_nothing(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setattr(batches_module, "_PIECE_CHARACTERS", 64)
     chunks = list(batches_module._pieces(text))
     assert "".join(chunks) == text and max(map(len, chunks)) <= 64
@@ -97,24 +97,24 @@ def labeled(data: LabeledData = LENGTHS, **options: object) -> list[Batch]:
     return labeled_batches(data, character_tokenizer(encoder=True), **(defaults | options))  # type: ignore[arg-type]
 
 
-def test_padding_goes_to_the_longest_of_each_batch() -> None:
+def test_batches_are_padded_to_their_longest_row() -> None:
     parts = labeled(shuffle=False)
     assert [tuple(part["input_ids"].shape) for part in parts] == [(8, 10), (8, 18), (4, 22)]
     assert parts[0].keys() == {"input_ids", "attention_mask", "token_type_ids", "labels"}
     for part in parts:
-        # [CLS] and [SEP] stand around as many characters as the label says, less one.
+        # [CLS] and [SEP] surround label - 1 characters.
         assert part["attention_mask"].sum(dim=1).tolist() == (part["labels"] + 3).tolist()
         assert bool((part["input_ids"][part["attention_mask"] == 0] == VOCABULARY["[PAD]"]).all())
 
 
-def test_pairs_are_truncated_and_typed() -> None:
+def test_pairs_are_truncated_and_have_token_types() -> None:
     pairs = LabeledData("pairs", ("aaaa", "b"), ("cc", "d" * 50), np.array([0.5, 1.0], dtype=np.float32), True)
     (part,) = labeled(pairs, max_length=20, shuffle=False)
     assert part["input_ids"].shape == (2, 20) and part["labels"].dtype == torch.float32
     assert part["token_type_ids"][0].tolist() == [0] * 6 + [1] * 3 + [0] * 11
 
 
-def test_a_tokenizer_without_padding_lends_its_end() -> None:
+def test_a_tokenizer_without_padding_uses_eos() -> None:
     tokenizer = character_tokenizer(padding=False)
     (part,) = labeled_batches(
         LENGTHS.take([0, 2]), tokenizer, samples=2, max_length=9, batch_size=2, seed=0, shuffle=False
@@ -124,7 +124,7 @@ def test_a_tokenizer_without_padding_lends_its_end() -> None:
     assert tokenizer.pad_token is None
 
 
-def test_draws() -> None:
+def test_sampling() -> None:
     def drawn(**options: object) -> list[int]:
         return [int(label) for part in labeled(**options) for label in part["labels"]]
 
@@ -136,7 +136,7 @@ def test_draws() -> None:
     assert len(set(drawn(samples=20, replace=True))) < 20
 
 
-def test_impossible_draws() -> None:
+def test_invalid_sampling() -> None:
     with pytest.raises(DataError, match="20 rows, too few for 21 samples"):
         labeled(samples=21)
     with pytest.raises(DataError, match="lengths is empty"):

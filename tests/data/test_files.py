@@ -1,4 +1,4 @@
-"""Files of every kind give back what was put in, and broken ones say in one sentence what is wrong."""
+"""Files of every format round-trip, and broken ones raise one sentence."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_csv_quotes_and_long_fields(tmp_path: Path) -> None:
     assert read_rows(path) == [*ROWS, {"text": long, "label": "1"}]
 
 
-def test_tsv_takes_a_lone_quote_as_a_character(tmp_path: Path) -> None:
+def test_a_lone_quote_in_tsv_is_a_character(tmp_path: Path) -> None:
     path = written(tmp_path / "a.tsv", b'sentence\tlabel\n"so it begins\t1\nhe said "no"\t0\n')
     assert read_rows(path) == [{"sentence": '"so it begins', "label": "1"}, {"sentence": 'he said "no"', "label": "0"}]
 
@@ -62,7 +62,7 @@ def test_parquet(tmp_path: Path) -> None:
     assert read_rows(path) == ROWS
 
 
-def test_parquet_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_import = builtins.__import__
 
     def without_pyarrow(name: str, *arguments: Any, **options: Any) -> Any:
@@ -114,7 +114,7 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
         read_text(tmp_path)
 
 
-def test_a_bomb_is_stopped_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_stopped_early(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MOST_BYTES", 2**20)
     monkeypatch.setattr(files, "_CHUNK_BYTES", 2**16)
     path = written(tmp_path / "bomb.txt.gz", b"0" * 2**24)

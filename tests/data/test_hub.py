@@ -1,4 +1,4 @@
-"""What counts as a name on the hub, and what is said when the hub cannot be reached."""
+"""Hub dataset names, and the errors when the hub cannot be reached."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smelt.errors import DataError
 HAS_DATASETS = importlib.util.find_spec("datasets") is not None
 
 
-def test_what_is_a_hub_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_text("here")
@@ -29,7 +29,7 @@ def test_without_the_package() -> None:
         load_text("owner/name")
 
 
-def test_a_name_that_cannot_be() -> None:
+def test_an_invalid_name() -> None:
     with pytest.raises(DataError, match=r"expected hub:owner/name"):
         load_text("hub:../../etc/passwd")
 

@@ -1,4 +1,4 @@
-"""Images from every form that is read, and one sentence about files that are broken."""
+"""Images from every supported format, and one sentence for broken files."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_cifar(tmp_path: Path) -> None:
         load_images(tmp_path, "test")
 
 
-def test_a_name_below_the_folder_of_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_inside_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "few").mkdir()
     np.savez(tmp_path / "few" / "few.npz", images=PIXELS, labels=LABELS)
     monkeypatch.setenv("SMELT_DATA", str(tmp_path))
     assert load_images("few") is not None
 
 
-def test_what_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+def test_unreadable_files_raise_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="there are no images at"):
         load_images(tmp_path / "nowhere")
     with pytest.raises(DataError, match="contains no images"):

@@ -1,4 +1,4 @@
-"""Labeled rows: columns by name or by custom, labels as classes or numbers."""
+"""Labeled rows: columns by name or convention, labels as classes or numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def table(folder: Path, *rows: dict[str, Any]) -> Path:
     ("columns", "pair"),
     [(("sentence",), None), (("text",), None), (("sentence1", "sentence2"), "b"), (("question", "sentence"), "b")],
 )
-def test_customary_columns(tmp_path: Path, columns: tuple[str, ...], pair: str | None) -> None:
+def test_conventional_columns(tmp_path: Path, columns: tuple[str, ...], pair: str | None) -> None:
     data = load_labeled(table(tmp_path, {**dict(zip(columns, "ab", strict=False)), "label": 1}))
     assert (data.first, data.second) == (("a",), (pair,) if pair else None)
 
@@ -37,14 +37,14 @@ def test_named_columns(tmp_path: Path) -> None:
     assert (swapped.first, swapped.second, swapped.labels.tolist()) == (("c", "a", "c"), ("d", "b", "d"), [0, 2, 0])
 
 
-def test_numbers_that_are_not_whole_are_regression(tmp_path: Path) -> None:
+def test_fractional_labels_are_regression(tmp_path: Path) -> None:
     data = load_labeled(table(tmp_path, {"text": "a", "label": 5.0}, {"text": "b", "label": 4.75}))
     assert data.regression and data.labels.dtype == np.float32 and data.labels.tolist() == [5.0, 4.75]
     whole = load_labeled(table(tmp_path, {"text": "a", "label": 1.0}, {"text": "b", "label": 0.0}))
     assert not whole.regression and whole.labels.tolist() == [1, 0]
 
 
-def test_words_become_classes_in_sorted_order(tmp_path: Path) -> None:
+def test_string_labels_become_classes_in_sorted_order(tmp_path: Path) -> None:
     data = load_labeled(table(tmp_path, *({"text": "a", "label": word} for word in ("no", "maybe", "yes", "no"))))
     assert data.classes == ("maybe", "no", "yes") and data.labels.tolist() == [1, 0, 2, 1]
 
@@ -72,7 +72,7 @@ def test_bad_labels(tmp_path: Path) -> None:
         load_labeled(table(tmp_path, {"a": "x", "label": 1}), pair="a")
 
 
-def test_the_kind_is_told_by_the_columns(tmp_path: Path) -> None:
+def test_the_data_type_follows_from_the_columns(tmp_path: Path) -> None:
     labeled = load_data(table(tmp_path, {"sentence": "a", "label": 1}))
     assert isinstance(labeled, LabeledData)
     other = load_data(table(tmp_path, {"text": "a", "stars": 1}), label="stars")
@@ -90,7 +90,7 @@ def test_glue_files(shared: Path) -> None:
     assert len(stsb) == 1500 and stsb.second is not None and stsb.regression
 
 
-def test_the_old_spelling_of_the_kind_still_works(tmp_path: Path) -> None:
+def test_the_old_spelling_of_the_data_type_still_works(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"sentence": "a", "label": 1}\n{"sentence": "b", "label": 0}\n')
     with pytest.warns(FutureWarning, match="now called `labeled`"):

@@ -1,4 +1,4 @@
-"""Multiple choice in its three forms."""
+"""Multiple-choice data in its three formats."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_broken_rows(tmp_path: Path, row: dict[str, Any], sentence: str) -> None
 
 
 @pytest.mark.shared
-def test_every_shared_set_loads_by_its_columns(shared: Path) -> None:
+def test_every_shared_dataset_loads_by_its_columns(shared: Path) -> None:
     sizes = {"copa": 100, "winogrande": 1267, "mmlu_dev": 285, "openbook_qa": 500}
     for name, size in sizes.items():
         data = load_data(shared / f"data/zeroshot/{name}.jsonl.gz")

@@ -1,4 +1,4 @@
-"""Short names of data sets: a local copy first, else the hub; a file of that name is a file."""
+"""Short dataset names: a local copy first, then the hub; an existing file takes precedence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_local_copy_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert resolve_source("wikitext2", "calibration") == folder / "train.txt.gz"
 
 
-def test_what_is_no_short_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_names_are_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert resolve_source("text.txt", "evaluation") == "text.txt"
     Path("wikitext2").mkdir()
@@ -31,9 +31,7 @@ def test_what_is_no_short_name_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("source", "hint"), [("wikitext", "did you mean wikitext2?"), ("c4", "wikitext2")])
-def test_an_unknown_name_is_said_to_be_one(
-    source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_name_is_reported(source: str, hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for kind in (None, "text"):
         with pytest.raises(DataError, match="no file and no data set has this name") as error:
@@ -42,6 +40,6 @@ def test_an_unknown_name_is_said_to_be_one(
 
 
 @pytest.mark.shared
-def test_the_real_one(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_real_dataset(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SMELT_DATA", str(shared / "data"))
     assert len(load_data("wikitext2").joined) > 1_000_000

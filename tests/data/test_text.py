@@ -1,4 +1,4 @@
-"""Text from files and the built-in set."""
+"""Text from files and the built-in dataset."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_text_column(tmp_path: Path) -> None:
     assert load_text(only).documents == ("one",)
 
 
-def test_columns_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_columns(tmp_path: Path) -> None:
     path = rows(tmp_path / "a.jsonl", {"title": "a", "body": "b"})
     with pytest.raises(DataError, match="no column 'words': its columns are title, body"):
         load_text(path, column="words")
@@ -60,7 +60,7 @@ def test_default_splits_share_nothing() -> None:
         for split in (calibration, evaluation)
     ]
     assert not paragraphs[0] & paragraphs[1]
-    # Nor a run of twelve words in more than a few places: formulas of speech, not passages.
+    # Nor twelve consecutive words in more than a few places: set phrases, not passages.
     runs = [
         {tuple(words[start : start + 12]) for words in map(str.split, split) for start in range(len(words) - 11)}
         for split in paragraphs
@@ -68,7 +68,7 @@ def test_default_splits_share_nothing() -> None:
     assert len(runs[0] & runs[1]) < 0.01 * len(runs[1])
 
 
-def test_default_is_prose_in_the_stated_shares() -> None:
+def test_default_is_prose_with_the_stated_split_sizes() -> None:
     sizes = [sum(map(len, default_documents(split).values())) for split in ("calibration", "evaluation")]
     assert sum(sizes) > 200_000
     assert 0.65 < sizes[0] / sum(sizes) < 0.75
@@ -80,7 +80,7 @@ def test_default_is_prose_in_the_stated_shares() -> None:
     assert {"assignment", "compound", "raise"} <= default_documents("evaluation").keys()
 
 
-def test_default_by_any_loader() -> None:
+def test_default_works_with_every_loader() -> None:
     assert load_data("default") == load_text("default")
     with pytest.raises(DataError, match="plain text"):
         load_data("default", kind="labeled")

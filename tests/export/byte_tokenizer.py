@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer with a few merges, and a SentencePiece-like one, small enough for the small networks."""
+"""Byte-level BPE and SentencePiece-like tokenizers that fit the small test networks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("Ġ", "the"), ("e", "r"), ("1", 
 
 
 def byte_level(*, digits: bool = True, regex: bool = True) -> PreTrainedTokenizerFast:
-    """`smollm` where digits stand alone, `gpt-2` where they do not."""
+    """Return a `smollm` tokenizer, which splits digits, or a `gpt-2` one, which does not."""
     vocabulary = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in MERGES)]
     core = Tokenizer(models.BPE({piece: number for number, piece in enumerate(vocabulary)}, MERGES))
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex)
@@ -24,11 +24,11 @@ def byte_level(*, digits: bool = True, regex: bool = True) -> PreTrainedTokenize
 
 
 def pieces(*, start: bool = True) -> PreTrainedTokenizerFast:
-    """SentencePiece BPE with byte fallback, a prefixed space and a start token, as Llama 2 has it."""
+    """Return a SentencePiece BPE tokenizer with byte fallback, a prefix space and BOS, like Llama 2."""
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyzHIT.!,'"]
     merges = [("r", "e"), ("▁", "t"), ("▁t", "h"), ("▁th", "e"), ("i", "n"), ("e", "r"), ("o", "r"), ("▁", "w")]
     vocabulary = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    vocabulary += ["".join(pair) for pair in reversed(merges)] + letters  # numbers do not tell which merge is first
+    vocabulary += ["".join(pair) for pair in reversed(merges)] + letters  # token IDs do not determine the merge order
     core = Tokenizer(
         models.BPE(
             {piece: number for number, piece in enumerate(vocabulary)}, merges,

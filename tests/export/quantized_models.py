@@ -1,4 +1,4 @@
-"""Small networks with packed layers, made by rounding to nearest: what exports are tried on."""
+"""Small networks with packed layers, quantized by RTN, for export tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CAUSAL: dict[str, Any] = {**SIZES, "num_key_value_heads": 2}
 
 
 def network(kind: str = "Llama", dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
-    """A decoder by the name of its family, with biases and norms away from 0 and 1."""
+    """Build a decoder of a family, with biases and norms away from 0 and 1."""
     torch.manual_seed(0)
     config = getattr(hf, f"{kind}Config")(**{**CAUSAL, **changes})
     return _shaken(hf.AutoModelForCausalLM.from_config(config, dtype=dtype).eval(), 0.05)
@@ -59,7 +59,7 @@ def quantized(
     chosen: QuantizationScheme | Callable[[str], QuantizationScheme | None],
     source: str = "a model",
 ) -> Model:
-    """Every linear layer of the blocks exchanged for a packed one, by its scheme or by what its path says."""
+    """Replace every linear layer of the blocks by a packed one, with one scheme or a scheme per path."""
     for path, module in list(made.named_modules()):
         inside = "layers." in path or "layer." in path
         own = chosen if isinstance(chosen, QuantizationScheme) else chosen(path)

@@ -1,4 +1,4 @@
-"""compressed-tensors: our reader and the real one give the model back; what the format cannot say is refused."""
+"""compressed-tensors export: our reader and the reference restore the model; the rest is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from smelt.numerics.catalog import get_format
 from smelt.numerics.format import QuantizedTensor, QuantParams
 from tests.export.quantized_models import encoder, logits, network, quantized, scheme, tokens
 
-# The name, its scheme, and the format that the folder must say.
+# The name, its scheme, and the expected format of the folder.
 SCHEMES: dict[str, tuple[QuantizationScheme, str]] = {
     "w4": (scheme("int4/32"), "pack-quantized"),
     "w4-asym": (scheme("int4-asym/32@float16"), "pack-quantized"),
@@ -45,7 +45,7 @@ SCHEMES: dict[str, tuple[QuantizationScheme, str]] = {
     "mxfp4": (scheme("mxfp4"), "mxfp4-pack-quantized"),
     "mxfp4-both": (scheme("mxfp4-up", "mxfp4-up"), "mxfp4-pack-quantized"),
 }
-FOUR_BIT_FLOATS = ("nvfp4", "mxfp4", "mxfp4-both")  # the real reader computes these in bfloat16
+FOUR_BIT_FLOATS = ("nvfp4", "mxfp4", "mxfp4-both")  # the reference reader computes these in bfloat16
 
 
 def edited(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
@@ -68,7 +68,7 @@ def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], None]) -> None
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_our_reader_gives_the_same_layers_and_logits(name: str, tmp_path: Path) -> None:
+def test_our_reader_restores_the_same_layers_and_logits(name: str, tmp_path: Path) -> None:
     chosen, storage = SCHEMES[name]
     model = quantized(network(num_hidden_layers=1), chosen)
     result = export(model, "compressed-tensors", tmp_path / "out")
@@ -80,7 +80,7 @@ def test_our_reader_gives_the_same_layers_and_logits(name: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_transformers_gives_the_same_logits(name: str, tmp_path: Path) -> None:
+def test_transformers_computes_the_same_logits(name: str, tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smelt[compressed-tensors]")
     dtype = torch.bfloat16 if name in FOUR_BIT_FLOATS else torch.float32
     model = quantized(network(dtype=dtype, num_hidden_layers=1), SCHEMES[name][0])
@@ -91,8 +91,8 @@ def test_transformers_gives_the_same_logits(name: str, tmp_path: Path) -> None:
         torch.testing.assert_close(logits(reference), logits(model.network), atol=1e-5, rtol=0)
 
 
-def test_transformers_rounds_scales_to_the_type_of_the_model_and_nothing_more(tmp_path: Path) -> None:
-    """A bfloat16 model with float16 scales: the folder keeps them, the reader rounds them, we say so."""
+def test_transformers_rounds_only_scales_to_the_dtype_of_the_model(tmp_path: Path) -> None:
+    """A bfloat16 model with float16 scales: kept in the folder, rounded by the reader, and reported."""
     pytest.importorskip("compressed_tensors", reason="the real reader is not installed: smelt[compressed-tensors]")
     model = quantized(network(dtype=torch.bfloat16), scheme("int4/32@float16"))
     result = export(model, "compressed-tensors", tmp_path / "out")
@@ -104,8 +104,8 @@ def test_transformers_rounds_scales_to_the_type_of_the_model_and_nothing_more(tm
     assert far < effect / 8
 
 
-def test_words_by_hand() -> None:
-    """Codes 0 to 7 of four bits are the word 0x76543210; zero points lie down the columns."""
+def test_packed_words_by_hand() -> None:
+    """4-bit codes 0 to 7 pack into 0x76543210; zero points are packed along columns."""
     form = get_format("int4-asym")
     codes = torch.arange(8, dtype=torch.uint8).expand(8, 8)
     zeros = torch.arange(8).flip(0).float().reshape(8, 1, 1)
@@ -118,7 +118,7 @@ def test_words_by_hand() -> None:
 
 
 @pytest.mark.parametrize("bits", range(2, 9))
-def test_words_are_those_of_the_library(bits: int) -> None:
+def test_packed_words_match_the_library(bits: int) -> None:
     packing = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers", reason="not installed")
     layer = quantized(network(num_hidden_layers=1), scheme(f"int{bits}-asym/32")).network.model.layers[0].mlp.down_proj
     tensors = layer_tensors(layer, torch.float32)
@@ -135,7 +135,7 @@ def mixed(path: str) -> QuantizationScheme | None:
     return scheme("int8") if "down_proj" in path else scheme("int4/32")
 
 
-def test_mixed_schemes_are_groups_that_name_their_layers(tmp_path: Path) -> None:
+def test_mixed_schemes_become_groups_that_name_their_layers(tmp_path: Path) -> None:
     model = quantized(network(), mixed)
     export(model, "compressed-tensors", tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -149,7 +149,7 @@ def test_mixed_schemes_are_groups_that_name_their_layers(tmp_path: Path) -> None
         torch.testing.assert_close(logits(reference), logits(model.network), atol=1e-5, rtol=0)
 
 
-def test_two_storages_are_mixed_precision(tmp_path: Path) -> None:
+def test_two_storage_formats_are_mixed_precision(tmp_path: Path) -> None:
     model = quantized(network(), lambda path: scheme("fp8-e4m3") if "down" in path else scheme("int4/32"))
     export(model, "compressed-tensors", tmp_path / "out")
     said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
@@ -206,7 +206,7 @@ def test_reading_in_another_dtype_keeps_the_codes(tmp_path: Path) -> None:
         (scheme("int8", hadamard=True), "rotates its inputs"),
     ],
 )
-def test_what_the_format_cannot_say_is_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
+def test_unsupported_schemes_are_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=words):
         export(quantized(network(), chosen), "compressed-tensors", tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
@@ -237,14 +237,14 @@ def test_conv1d_is_refused(tmp_path: Path) -> None:
 
 
 class TestDamage:
-    """A folder that nobody vouches for: one sentence, never a wrong network."""
+    """An untrusted folder raises one sentence, never loads a wrong network."""
 
     @pytest.fixture
     def folder(self, tmp_path: Path) -> Path:
         export(quantized(network(), scheme("int4-asym/32", "int8-wide")), "compressed-tensors", tmp_path / "out")
         return tmp_path / "out"
 
-    def test_codes_beyond_their_bits(self, folder: Path) -> None:
+    def test_codes_outside_their_bit_width(self, folder: Path) -> None:
         rewritten(folder, lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"].fill_(100))
         with pytest.raises(ModelError, match="do not fit into 4 bits"):
             load(folder)
@@ -264,7 +264,7 @@ class TestDamage:
         with pytest.raises(ModelError, match=r"lack model.norm.weight"):
             load(folder)
 
-    def test_codes_of_another_shape_or_type(self, folder: Path) -> None:
+    def test_codes_of_another_shape_or_dtype(self, folder: Path) -> None:
         name = "model.layers.0.mlp.up_proj.weight"
         rewritten(folder, lambda tensors: tensors.update({name: tensors[name][:-1].contiguous()}))
         with pytest.raises(ModelError, match=r"I8 \[95, 64\] and not I8 \[96, 64\]"):
@@ -273,7 +273,7 @@ class TestDamage:
         with pytest.raises(ModelError, match="F32"):
             load(folder)
 
-    def test_a_cut_file(self, folder: Path) -> None:
+    def test_a_truncated_file(self, folder: Path) -> None:
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-100])
         with pytest.raises(ModelError, match="cut off"):
@@ -297,14 +297,14 @@ class TestDamage:
             (lambda said: said["config_groups"]["group_0"]["input_activations"].update(num_bits=4), "inputs quantized"),
         ],
     )
-    def test_a_config_that_says_something_else(self, folder: Path, change: Any, words: str) -> None:
+    def test_a_config_that_contradicts_the_tensors(self, folder: Path, change: Any, words: str) -> None:
         edited(folder, change)
         with pytest.raises(ModelError, match=words):
             load(folder)
 
 
-def test_patterns_and_presets_of_others_are_read(tmp_path: Path) -> None:
-    """Folders from elsewhere name their targets by patterns."""
+def test_patterns_and_presets_of_other_tools_are_read(tmp_path: Path) -> None:
+    """Folders from other tools name their targets by patterns."""
     model = quantized(network(), lambda path: scheme("int4/32") if "mlp" in path else None)
     export(model, "compressed-tensors", tmp_path / "out")
 

@@ -1,4 +1,4 @@
-"""GGUF: our reader, the `gguf` package, transformers and llama.cpp read what was written; the rest is refused."""
+"""GGUF export: readable by Smelt, the `gguf` package, transformers and llama.cpp; the rest is refused."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def kinds(file: Path) -> dict[str, str]:
         ("Qwen3", {"head_dim": 32}),
     ],
 )
-def test_an_unquantized_network_comes_back_bit_for_bit(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
+def test_an_unquantized_network_round_trips_bit_for_bit(kind: str, changes: dict[str, Any], tmp_path: Path) -> None:
     model = network(kind, **changes)
     written(Model(model), tmp_path)
     assert torch.equal(logits(load(tmp_path / "out" / "model.gguf").network), logits(model))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_stay_what_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_half_precision_weights_are_unchanged(dtype: torch.dtype, tmp_path: Path) -> None:
     model = network(dtype=dtype, num_hidden_layers=1)
     written(Model(model), tmp_path)
     read = load(tmp_path / "out" / "model.gguf", dtype=dtype).network
@@ -74,7 +74,7 @@ def test_halves_stay_what_they_are(dtype: torch.dtype, tmp_path: Path) -> None:
         (scheme("int8@float16", "int8"), "Q8_0"),
     ],
 )
-def test_codes_are_carried_over_exactly(chosen: QuantizationScheme, kind: str, tmp_path: Path) -> None:
+def test_codes_are_exported_exactly(chosen: QuantizationScheme, kind: str, tmp_path: Path) -> None:
     model = quantized(network(num_hidden_layers=1), chosen)
     written(model, tmp_path)
     file = tmp_path / "out" / "model.gguf"
@@ -93,8 +93,8 @@ def test_a_minimum_that_is_a_float16_is_q4_1(tmp_path: Path) -> None:
     assert set(kinds(tmp_path / "out" / "model.gguf").values()) == {"F32", "Q4_1"}
 
 
-def test_the_way_out_of_an_artifact(tmp_path: Path) -> None:
-    """A quantized artifact on disk, as the command gets it, into a single file."""
+def test_export_of_an_artifact(tmp_path: Path) -> None:
+    """A quantized artifact on disk, as passed to the command, becomes a single file."""
     model = quantized(network(), scheme("int4@float16"))
     (tmp_path / "artifact").mkdir()
     save_artifact(model, tmp_path / "artifact")
@@ -118,7 +118,7 @@ def test_the_way_out_of_an_artifact(tmp_path: Path) -> None:
         ("q6_k", "Q6_K", "Q6_K"),
     ],
 )
-def test_types_that_are_asked_for(asked: str, inner: str, last: str, tmp_path: Path) -> None:
+def test_requested_types(asked: str, inner: str, last: str, tmp_path: Path) -> None:
     model = network(**WIDE)
     written(Model(model), tmp_path, type=asked)
     types = kinds(tmp_path / "out" / "model.gguf")
@@ -130,7 +130,7 @@ def test_types_that_are_asked_for(asked: str, inner: str, last: str, tmp_path: P
     assert far < {"F16": 1e-3, "Q8_0": 0.02, "Q6_K": 0.08}.get(inner, 0.3)
 
 
-def test_rows_that_super_blocks_do_not_divide_take_the_next_type(tmp_path: Path) -> None:
+def test_rows_not_divisible_by_super_blocks_use_the_next_type(tmp_path: Path) -> None:
     result = written(Model(network(intermediate_size=256)), tmp_path, type="q4_k")
     types = kinds(tmp_path / "out" / "model.gguf")
     assert types["blk.0.ffn_down.weight"] == "Q4_K" and types["blk.0.attn_q.weight"] == "Q5_0"
@@ -138,7 +138,7 @@ def test_rows_that_super_blocks_do_not_divide_take_the_next_type(tmp_path: Path)
     assert "12 in Q5_0" in result["notes"][0] or "13 in Q5_0" in result["notes"][0]
 
 
-def test_a_type_for_what_is_not_quantized(tmp_path: Path) -> None:
+def test_a_type_for_unquantized_tensors(tmp_path: Path) -> None:
     written(quantized(network(), scheme("int4/32@float16")), tmp_path, type="q8_0")
     types = kinds(tmp_path / "out" / "model.gguf")
     assert types["token_embd.weight"] == "Q8_0" and types["blk.0.attn_q.weight"] == "Q4_0"
@@ -157,7 +157,7 @@ def test_a_type_for_what_is_not_quantized(tmp_path: Path) -> None:
         (scheme("int4/32@float16", hadamard=True), "rotates its inputs"),
     ],
 )
-def test_a_grid_that_no_type_holds_is_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
+def test_a_grid_that_no_type_supports_is_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=words):
         written(quantized(network(), chosen), tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -187,7 +187,7 @@ def test_layers_of_different_widths_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_weights_that_are_no_numbers_are_refused(value: float, tmp_path: Path) -> None:
+def test_nan_weights_are_refused(value: float, tmp_path: Path) -> None:
     model = network()
     model.lm_head.weight.data[3, 3] = value
     with pytest.raises(FormatError, match="NaN or infinity"):
@@ -219,13 +219,13 @@ def test_an_unknown_type_is_refused(tmp_path: Path) -> None:
     ],
     ids=lambda rotary: rotary["rope_type"],
 )  # fmt: skip
-def test_scaled_rotary_positions(rotary: dict[str, Any], tmp_path: Path) -> None:
+def test_scaled_rope(rotary: dict[str, Any], tmp_path: Path) -> None:
     model = network(num_hidden_layers=1, head_dim=64, max_position_embeddings=16384, rope_parameters=rotary)
     written(Model(model), tmp_path)
     assert torch.equal(logits(load(tmp_path / "out" / "model.gguf").network), logits(model))
 
 
-def test_a_sliding_window_is_the_context(tmp_path: Path) -> None:
+def test_a_sliding_window_limits_the_context(tmp_path: Path) -> None:
     written(Model(network("Mistral", sliding_window=40)), tmp_path)
     assert read_gguf(tmp_path / "out" / "model.gguf").metadata["llama.context_length"] == 40
 
@@ -253,19 +253,19 @@ class TestTokenizers:
             assert read(text)["input_ids"] == tokenizer(text)["input_ids"]
         assert (read.bos_token, read.eos_token) == ("<s>", "</s>")
 
-    def test_one_that_is_no_bpe_is_refused_unless_left_out(self, tmp_path: Path) -> None:
+    def test_a_tokenizer_that_is_not_bpe_is_refused_unless_left_out(self, tmp_path: Path) -> None:
         model = Model(network(), character_tokenizer())
         with pytest.raises(FormatError, match="WordLevel; export with --no-tokenizer"):
             written(model, tmp_path)
         written(model, tmp_path, tokenizer=False)
         assert load(tmp_path / "out" / "model.gguf").tokenizer is None
 
-    def test_an_unknown_way_to_cut_words_is_refused(self, tmp_path: Path) -> None:
+    def test_an_unknown_pre_tokenizer_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(FormatError, match="cuts text into words"):
             written(Model(network(vocab_size=310), byte_level(regex=False)), tmp_path)
 
-    def test_one_that_does_more_than_gguf_can_say_is_refused(self, tmp_path: Path) -> None:
-        """A normalizer that no name of a rule implies: only reading back finds it."""
+    def test_a_tokenizer_beyond_gguf_is_refused(self, tmp_path: Path) -> None:
+        """No pre-tokenizer name implies this normalizer: only reading back detects it."""
         from tokenizers import normalizers
 
         tokenizer = byte_level()
@@ -310,7 +310,7 @@ class TestOtherReaders:
 
     @pytest.mark.parametrize("asked", ["f32", "q8_0", "q4_k"])
     def test_llama_cpp(self, asked: str, tmp_path: Path) -> None:
-        """The engine itself: the same tokens, and logits as near as its arithmetic in few bits goes."""
+        """llama.cpp itself: the same tokens, and logits within its quantized arithmetic."""
         llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
         model = network(vocab_size=310, **WIDE)
         tokenizer = byte_level()
@@ -326,8 +326,8 @@ class TestOtherReaders:
         assert (result - expected).abs().max() < {"f32": 0.005}.get(asked, 0.05) * expected.abs().max()
 
 
-def test_the_bundled_model_goes_out_as_it_came_in(tmp_path: Path) -> None:
-    """GGUF in, GGUF out: SmolLM2 came from a Q4_1 file, and its weights are written again as they were."""
+def test_the_bundled_model_round_trips(tmp_path: Path) -> None:
+    """SmolLM2 came from a Q4_1 file, and its weights are written back unchanged."""
     try:
         model = load("smollm2-135m")
     except ModelError as error:

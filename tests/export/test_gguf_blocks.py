@@ -1,4 +1,4 @@
-"""GGML blocks: against the `gguf` package bit for bit, against the decibels of the method card, and layouts by hand."""
+"""GGML blocks: bit for bit against the `gguf` package, SNR against the method card, and layouts by hand."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def gaussian(rows: int = 1024) -> NDArray[np.float32]:
 
 
 def awkward() -> NDArray[np.float32]:
-    """Zeros, equal weights, one sign only, tiny and huge ones, and one weight alone."""
+    """Return zeros, equal weights, one sign only, tiny, huge, and a single nonzero weight."""
     x = gaussian(64)
     x[0], x[1], x[2], x[3] = 0, 3, -0.25, np.abs(x[3])
     x[4], x[5], x[6] = x[4] * 1e-9, x[5] * 1e4, -np.abs(x[6])
@@ -48,7 +48,7 @@ def decibel(x: NDArray[np.float32], y: NDArray[np.float32]) -> float:
 
 
 @pytest.mark.parametrize("name", SIMPLE)
-def test_the_bytes_of_the_gguf_package(name: str) -> None:
+def test_bytes_match_the_gguf_package(name: str) -> None:
     gguf = pytest.importorskip("gguf")
     x = np.concatenate([gaussian(), awkward()])
     ggml_type = getattr(gguf.GGMLQuantizationType, name)
@@ -64,7 +64,7 @@ def test_the_gguf_package_reads_the_same_weights(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CARD)
-def test_the_decibels_of_the_card(name: str) -> None:
+def test_snr_matches_the_card(name: str) -> None:
     x = gaussian()
     encode = {**SIMPLE, **SEARCHED}[name]
     data = encode(x.reshape(-1, 32) if name in SIMPLE else x)
@@ -72,7 +72,7 @@ def test_the_decibels_of_the_card(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEARCHED)
-def test_awkward_weights_stay_near(name: str) -> None:
+def test_edge_case_weights_stay_close(name: str) -> None:
     x = awkward()
     result = read_back(name, SEARCHED[name](x))
     assert np.array_equal(result[0], x[0])
@@ -82,12 +82,12 @@ def test_awkward_weights_stay_near(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SEARCHED)
-def test_what_was_read_is_written_almost_as_it_was(name: str) -> None:
+def test_requantizing_read_weights_is_nearly_exact(name: str) -> None:
     once = read_back(name, SEARCHED[name](gaussian(128)))
     assert decibel(once, read_back(name, SEARCHED[name](once))) > 60
 
 
-def test_the_search_beats_the_extremes() -> None:
+def test_the_search_beats_min_max_scales() -> None:
     """Without the search Q4_K would be Q4_1 with coarser scales."""
     x = gaussian()
     plain = read_back("Q4_1", gguf_blocks.round_q4_1(x.reshape(-1, 32)))
@@ -102,7 +102,7 @@ def test_the_search_beats_the_extremes() -> None:
         (gguf_blocks.lay_q8_0, "Q8_0", -128, 127),
     ],
 )
-def test_levels_and_scales_are_carried_exactly(
+def test_codes_and_scales_are_stored_exactly(
     lay: Callable[..., NDArray[np.uint8]], name: str, lowest: int, highest: int
 ) -> None:
     generator = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""Exports of a mixture of experts: what transformers reads is written, everything else refused in a sentence."""
+"""Mixture-of-experts exports: what transformers can read is written, the rest is refused."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_symmetric_integers_are_read_by_us_and_by_transformers(name: str, tmp_pa
         ("gguf", SYMMETRIC, "networks as GGUF, not mixtral; keep the artifact"),
     ],
 )
-def test_what_no_reader_takes_is_refused(to: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_schemes_without_a_reader_are_refused(to: str, settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     model = quantized("mixtral", tmp_path / "source", **settings)
     with pytest.raises(FormatError, match=message) as caught:
         export(model, to, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""ONNX: onnxruntime gives what the network gives, for any batch and length, with pruned and eight-bit layers."""
+"""ONNX export: onnxruntime matches the network for any batch size and length, pruned and 8-bit layers too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def needed() -> Any:
 
 
 def pruned() -> Model:
-    """An encoder whose blocks have different widths."""
+    """Return an encoder whose blocks have different widths."""
     model = Model(encoder(**SMALL), character_tokenizer(encoder=True))
     heads, filters = (next(p for p in model.anatomy.parts if p.kind == kind) for kind in ("heads", "ffn_channels"))
     keep_units(model.network, heads, [0, 2, 3])
@@ -56,7 +56,7 @@ def batch(size: int, length: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "token_type_ids": token_types.contiguous()}
 
 
-def test_a_pruned_encoder_at_any_batch_and_length(tmp_path: Path) -> None:
+def test_a_pruned_encoder_at_any_batch_size_and_length(tmp_path: Path) -> None:
     runtime = needed()
     model = pruned()
     export(model, "onnx", tmp_path / "out")
@@ -70,18 +70,18 @@ def test_a_pruned_encoder_at_any_batch_and_length(tmp_path: Path) -> None:
     }
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "bert"
-    assert b".py" not in (tmp_path / "out" / "model.onnx").read_bytes()  # nothing of where it was made
+    assert b".py" not in (tmp_path / "out" / "model.onnx").read_bytes()  # no local paths
 
 
 def test_eight_bit_layers_keep_their_codes(tmp_path: Path) -> None:
-    """Attention with zero points and free inputs; the feed-forward symmetric, with fixed scales of its inputs."""
+    """Attention weight-only with zero points; feed-forward symmetric, with static input scales."""
     runtime = needed()
     import onnx
 
     net = encoder(**{**SMALL, "num_hidden_layers": 1})
     fixed = scheme("int8", "int8", static=True)
     model = quantized(net, lambda path: scheme("int8-asym") if "attention" in path else fixed)
-    logits(model.network)  # a network that has run holds what its kernels prepared
+    logits(model.network)  # a network that has run keeps prepared kernel weights
     export(model, "onnx", tmp_path / "out")
     graph = onnx.load(str(tmp_path / "out" / "model.onnx")).graph
     types = [tensor.data_type for tensor in graph.initializer if len(tensor.dims) == 2]
@@ -105,7 +105,7 @@ def test_eight_bit_layers_keep_their_codes(tmp_path: Path) -> None:
         (scheme("int8", clip=0.9), "clipped inputs"),
     ],
 )
-def test_what_onnx_has_no_words_for_is_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
+def test_schemes_without_onnx_operators_are_refused(chosen: QuantizationScheme, words: str, tmp_path: Path) -> None:
     needed()
     with pytest.raises(FormatError, match=words):
         export(quantized(encoder(**SMALL), chosen), "onnx", tmp_path / "out")

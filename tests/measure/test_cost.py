@@ -1,4 +1,4 @@
-"""Costs are what surgery really frees, and equal published counts."""
+"""Costs match what surgery frees, and published counts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ RANK = 3
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_unit_prices_are_what_surgery_frees(name: str) -> None:
+def test_unit_costs_are_what_surgery_frees(name: str) -> None:
     network = BUILDS[name]()
     workload = Workload(tokens=16, image_size=32)
     for position in range(len(anatomy_of(network).parts)):
@@ -80,7 +80,7 @@ def test_card_formula_for_an_encoder() -> None:
     ids=["llama-3-8b", "tinyllama-1.1b"],
 )  # fmt: skip
 def test_published_parameter_counts_of_llm_pruner(config: dict[str, int], layers: range, expected: int) -> None:
-    """A quarter of the groups and filters of the middle layers removed, as LLM-Pruner's own tables report it."""
+    """Remove a quarter of the groups and channels of the middle layers, as in LLM-Pruner's tables."""
     with torch.device("meta"):
         network = hf.LlamaForCausalLM(hf.LlamaConfig(**config, tie_word_embeddings=False))
     for position, part in enumerate(anatomy_of(network).parts):
@@ -90,7 +90,7 @@ def test_published_parameter_counts_of_llm_pruner(config: dict[str, int], layers
     assert count_parameters(network) == expected
 
 
-def test_prices_of_llama_3_8b() -> None:
+def test_unit_costs_of_llama_3_8b() -> None:
     with torch.device("meta"):
         network = hf.LlamaForCausalLM(
             hf.LlamaConfig(
@@ -104,7 +104,7 @@ def test_prices_of_llama_3_8b() -> None:
 
 
 def with_factors(build: Callable[[], hf.PreTrainedModel]) -> tuple[Model, Model]:
-    """A quantized model, and the same one with low-rank factors beside every layer."""
+    """Return a quantized model, and the same one with low-rank factors on every layer."""
     plain, model = (Model(build()) for _ in range(2))
     for variant in (plain, model):
         RoundToNearest(bits=4, group_size=16).apply(variant, MethodContext())
@@ -115,7 +115,7 @@ def with_factors(build: Callable[[], hf.PreTrainedModel]) -> tuple[Model, Model]
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_low_rank_factors_are_counted(name: str, tmp_path: Path) -> None:
-    """In memory, and of a saved folder without its weights: parameters, bytes on disk, MACs of what a token meets."""
+    """In memory and from a saved folder without weights: parameters, bytes on disk, MACs per token."""
     plain, model = with_factors(BUILDS[name])
     layers = quantized_layers(model.network).values()
     added = RANK * sum(layer.in_features + layer.out_features for layer in layers)
@@ -143,7 +143,7 @@ def test_a_plan_counts_the_factors_that_will_be_added(tmp_path: Path, monkeypatc
     assert merged.block_parameters_after == merged.block_parameters
 
 
-def test_of_a_mixture_the_factors_of_chosen_experts_are_counted() -> None:
+def test_factors_of_selected_experts_are_counted() -> None:
     plain, model = with_factors(lambda: split_experts(fused("mixtral")))
     expected, tokens = 0.0, 5
     for path, layer in quantized_layers(model.network).items():

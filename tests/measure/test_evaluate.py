@@ -1,4 +1,4 @@
-"""Labeled tasks against a plain loop, and the choice of the measurement that fits model and data."""
+"""Labeled tasks against a plain loop, and metric selection by model and data."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_embedding() -> None:
     assert result.metric == "spearman" and result.logits is None and result.settings["pooling"] == "mean"
     assert np.allclose(result.predictions, cosines, atol=1e-5)
     assert result.value == pytest.approx(stats.spearmanr(cosines, PAIRS.labels)[0])
-    # Closeness in rank is 1 at the same rank and loses a sixth a place.
+    # Rank similarity is 1 at the same rank and falls by a sixth per rank.
     distance = np.abs(stats.rankdata(cosines) - stats.rankdata(PAIRS.labels))
     assert np.allclose(result.items, 1 - distance / 6)
 
@@ -90,7 +90,7 @@ def test_classes_are_matched_by_name() -> None:
     assert evaluate(model, named).labels.tolist() == SINGLES.labels.tolist()  # type: ignore[union-attr]
 
 
-def test_a_decoder_without_padding_token_classifies_the_last_real_token() -> None:
+def test_a_decoder_without_padding_classifies_the_last_real_token() -> None:
     config = hf.GPT2Config(
         n_embd=32, n_layer=2, n_head=4, vocab_size=99, n_positions=64, num_labels=2, pad_token_id=None
     )
@@ -98,12 +98,12 @@ def test_a_decoder_without_padding_token_classifies_the_last_real_token() -> Non
     assert np.allclose(evaluate(model, SINGLES).logits, one_by_one(model, SINGLES), atol=1e-5)
 
 
-def test_limit_takes_the_first() -> None:
+def test_limit_takes_the_first_rows() -> None:
     result = evaluate(encoder(num_labels=2), SINGLES, limit=4)
     assert result.settings["items"] == 4 and result.labels is not None and result.labels.tolist() == [0, 1, 1, 0]
 
 
-def test_what_does_not_fit() -> None:
+def test_incompatible_model_and_data() -> None:
     decoder = Model(BUILDS["llama"](), character_tokenizer(), source="tiny-llama")
     classifier, text = encoder(num_labels=2), TextData("text", ("some words",))
     choices = MultipleChoiceData("choices", (MultipleChoiceItem(("a",) * 2, ("b", "c"), 0),))
@@ -141,7 +141,7 @@ def test_what_does_not_fit() -> None:
             evaluate(model, data, metric=metric)  # type: ignore[arg-type]
 
 
-def test_meets() -> None:
+def test_bounds() -> None:
     quality = evaluate(encoder(num_labels=2), SINGLES)
     assert (
         meets_threshold(quality)

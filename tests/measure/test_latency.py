@@ -1,4 +1,4 @@
-"""Measured speed: the right thing is called the right number of times, and the summary says what was measured."""
+"""Latency: the right call runs the right number of times, and the summary reports it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_time_call_warms_up_and_repeats() -> None:
     assert len(calls) == 11 and readings.shape == (7,)
 
 
-def test_time_call_goes_on_until_the_time_is_full() -> None:
+def test_time_call_repeats_until_the_minimum_time() -> None:
     readings = time_call(lambda: time.sleep(0.004), warmup=0, repeats=1, min_seconds=0.03)
     assert readings.min() >= 0.004 and readings.sum() >= 0.03
     assert readings[:-1].sum() < 0.03
@@ -102,7 +102,7 @@ def test_forward_over_images(build: object, side: int) -> None:
 
 
 @pytest.mark.parametrize("build", [gpt2, llama, opt])
-def test_decoding_runs_one_token_a_step_and_follows_generate(build: object) -> None:
+def test_decoding_runs_one_token_per_step_and_matches_generate(build: object) -> None:
     model = Model(build())  # type: ignore[operator]
     fed: list[torch.Tensor] = []
     hook = model.network.register_forward_pre_hook(
@@ -119,21 +119,21 @@ def test_decoding_runs_one_token_a_step_and_follows_generate(build: object) -> N
     assert result.tokens_per_second == pytest.approx(1000 / result.median_ms)
 
 
-def test_decoding_needs_a_language_head_and_room() -> None:
+def test_decoding_needs_a_language_head_and_free_context() -> None:
     with pytest.raises(ModelError, match="no language head"):
         decode_latency(Model(bert()))
     with pytest.raises(ModelError, match="at most 64 tokens"):
         decode_latency(Model(llama()), prompt=60, tokens=10)
 
 
-def test_a_length_beyond_the_positions_is_one_sentence() -> None:
+def test_a_length_beyond_the_context_raises_one_sentence() -> None:
     with pytest.raises(ModelError, match="at most 64 tokens, not 65"):
         latency(Model(bert()), length=65)
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Several threads on a busy machine wait for each other, and the waiting would drown the work."""
+    """Use one thread: on a busy machine, threads waiting for each other would dominate the time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -141,7 +141,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_comparison_takes_turns_and_favours_the_smaller_model() -> None:
+def test_comparison_alternates_and_favors_the_smaller_model() -> None:
     small, large = Model(llama(16)), Model(llama(1024))
     order: list[str] = []
     small.network.register_forward_pre_hook(lambda *_: order.append("new"))
@@ -153,7 +153,7 @@ def test_comparison_takes_turns_and_favours_the_smaller_model() -> None:
 
 
 def test_interval_pairs_the_rounds() -> None:
-    drift = np.linspace(1.0, 5.0, 30)  # the machine slows down five times over, for both models alike
+    drift = np.linspace(1.0, 5.0, 30)  # the machine becomes five times slower for both models
     assert ratio_interval(drift, 2 * drift, confidence=0.95, seed=0) == pytest.approx((2.0, 2.0))
 
 
@@ -166,7 +166,7 @@ def test_interval_widens_with_noise_and_covers_the_ratio() -> None:
 
 
 @pytest.mark.gpu
-def test_cuda_clock_waits_for_the_device() -> None:
+def test_cuda_timing_synchronizes_the_device() -> None:
     matrix = torch.randn(8192, 8192, device="cuda")
     seconds = float(np.median(time_call(lambda: matrix @ matrix, warmup=3, repeats=5, device="cuda")))
     assert seconds > 2 * 8192**3 / 2e15, "faster than any device: only the launch was timed"

@@ -1,4 +1,4 @@
-"""The machine's description says what matters for speed and nothing that names a host, a user or a folder."""
+"""The machine description has what matters for speed and no host, user or folder name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from smelt.measure.machine import machine
 
 
-def test_machine_says_hardware_and_versions() -> None:
+def test_machine_reports_hardware_and_versions() -> None:
     facts = machine()
     assert facts["cpu"] and facts["cores"] >= 1 and facts["memory_bytes"] > 10**8
     assert facts["threads"] == torch.get_num_threads()
@@ -20,7 +20,7 @@ def test_machine_says_hardware_and_versions() -> None:
     assert {"os", "transformers", "smelt"} <= set(facts)
 
 
-def test_machine_names_nobody() -> None:
+def test_machine_has_no_personal_names() -> None:
     values = [str(value) for value in machine().values()]
     private = {platform.node(), getpass.getuser(), str(Path.home()), str(Path.cwd())} - {""}
     assert not [value for value in values for secret in private if secret in value]

@@ -1,4 +1,4 @@
-"""Memory: the peak of a region is seen even after it was given back, and limits below the machine's own count."""
+"""Memory: the peak of a region is recorded after it was freed, and cgroup limits count."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ print(json.dumps({**figures, "after": after}))
 
 @pytest.fixture(scope="module")
 def spikes() -> dict[str, Any]:
-    """Regions watched in a process of their own: in this one, what earlier tests left may be freed at any moment."""
+    """Measure regions in a separate process: here, leftovers of earlier tests may be freed at any time."""
     child = subprocess.run([sys.executable, "-c", SPIKES], capture_output=True, text=True, check=True)
     return dict(json.loads(child.stdout))
 
 
-def test_peak_is_kept_after_the_memory_was_given_back(spikes: dict[str, Any]) -> None:
+def test_peak_is_kept_after_the_memory_was_freed(spikes: dict[str, Any]) -> None:
     before, peak, added = spikes["first"]
     assert 295 * MEGABYTE < added < 400 * MEGABYTE
     assert peak == before + added
@@ -81,7 +81,7 @@ def machine_tree(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_without_a_cgroup_the_system_says(tmp_path: Path) -> None:
+def test_without_a_cgroup_the_system_memory_counts(tmp_path: Path) -> None:
     assert available_memory(machine_tree(tmp_path, {})) == 4000 * 1024
 
 
@@ -102,7 +102,7 @@ def test_cgroup_2_limit_of_a_parent_counts(tmp_path: Path) -> None:
     assert available_memory(machine_tree(tmp_path, files)) == 300000
 
 
-def test_cgroup_2_inside_a_container_lies_at_the_mount(tmp_path: Path) -> None:
+def test_cgroup_2_inside_a_container_is_at_the_mount(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "0::/../../docker/abc\n", **cgroup("sys/fs/cgroup", "700000\n", 600000)}
     assert available_memory(machine_tree(tmp_path, files)) == 100000
 
@@ -131,7 +131,7 @@ def test_this_machine_has_memory() -> None:
     assert 0 < available_memory() < 2**50
 
 
-def test_free_disk_of_a_folder_to_be(tmp_path: Path) -> None:
+def test_free_disk_of_a_folder_that_does_not_exist_yet(tmp_path: Path) -> None:
     assert free_disk(tmp_path / "not" / "there" / "yet") == pytest.approx(free_disk(tmp_path), rel=0.2)
     assert free_disk(tmp_path) > 0
 

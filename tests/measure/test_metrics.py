@@ -1,4 +1,4 @@
-"""Scores against scipy, against their definitions written out, and against cases worked by hand."""
+"""Metrics against scipy, against their definitions, and against hand-computed cases."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def test_more_classes_by_hand() -> None:
     labels = np.array([0, 0, 1, 1, 2, 2])
     predictions = np.array([0, 1, 1, 1, 2, 0])
     assert f1(predictions, labels) == pytest.approx(np.mean([2 / (2 + 2), 4 / (4 + 1), 2 / (2 + 1)]))
-    # right 4, of 6; predicted 2, 3, 1 and actual 2, 2, 2 of each class
+    # 4 of 6 correct; predicted 2, 3, 1 and actual 2, 2, 2 per class
     assert matthews(predictions, labels) == pytest.approx((4 * 6 - 12) / np.sqrt((36 - 14) * (36 - 12)))
 
 
-def test_matthews_is_the_correlation_of_two_classes() -> None:
+def test_matthews_is_the_correlation_for_two_classes() -> None:
     generator = np.random.default_rng(0)
     labels, predictions = generator.integers(0, 2, (2, 300))
     assert matthews(predictions, labels) == pytest.approx(stats.pearsonr(predictions, labels)[0])
@@ -47,18 +47,18 @@ def test_correlations_equal_scipy(pairs: list[tuple[int, float]]) -> None:
     assert np.array_equal(ranks(first, np.ones(len(first))), stats.rankdata(first))
 
 
-def test_one_sided_answers() -> None:
+def test_constant_predictions() -> None:
     labels = np.array([0, 1, 1, 0])
     assert f1(np.zeros(4), labels) == 0 and matthews(np.ones(4), labels) == 0
     assert f1(np.zeros(4), np.zeros(4)) == 0
 
 
 @pytest.mark.parametrize("name", METRICS)
-def test_counts_are_repetitions(name: str) -> None:
+def test_counts_equal_repeated_rows(name: str) -> None:
     generator = np.random.default_rng(1)
     labels, predictions = generator.integers(0, 3, (2, 30))
     counts = generator.multinomial(30, np.full(30, 1 / 30), size=20).astype(float)
-    counts[0] = (labels != 0) & (predictions != 0)  # a sample that lacks a class altogether
+    counts[0] = (labels != 0) & (predictions != 0)  # a sample without one of the classes
     together = METRICS[name](predictions, labels, counts)
     for row, value in zip(counts.astype(int), together, strict=True):
         assert value == pytest.approx(

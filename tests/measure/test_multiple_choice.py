@@ -1,4 +1,4 @@
-"""Multiple choice against brute force, and with a network that is made to prefer one option."""
+"""Multiple choice against brute force, and with a network that prefers one option."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def likelihood(model: Model, context: str, continuation: str) -> tuple[float, in
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 @pytest.mark.parametrize("normalize", ["tokens", "characters", "none"])
-def test_equals_brute_force(name: str, normalize: str) -> None:
+def test_matches_brute_force(name: str, normalize: str) -> None:
     model = decoder(name)
     expected = []
     for item in ITEMS:
@@ -69,7 +69,7 @@ def test_batches_without_a_padding_token(batch_size: int) -> None:
     assert np.allclose(result, expected, rtol=1e-5)
 
 
-def test_long_contexts_lose_their_beginning() -> None:
+def test_long_contexts_are_truncated_from_the_left() -> None:
     tokenizer = character_tokenizer()
     option = choice_module._option(tokenizer, "b" * 10 + "a" * 125, "cd", 128)
     assert tokenizer.decode(option.tokens).replace(" ", "") == "a" * 125 + "cd"
@@ -78,14 +78,14 @@ def test_long_contexts_lose_their_beginning() -> None:
     assert (len(too_long.tokens), too_long.scored_from) == (128, 1)
 
 
-def test_length_matters_as_stated() -> None:
+def test_length_normalization() -> None:
     model = decoder()
-    model.network.get_output_embeddings().weight.data.zero_()  # every token as likely as any other
+    model.network.get_output_embeddings().weight.data.zero_()  # a uniform distribution over tokens
     data = MultipleChoiceData("lengths", (MultipleChoiceItem(("q",) * 2, ("a long one", "b"), 0),))
     assert evaluate_multiple_choice(model, data, normalize="none").predictions == [1]
 
 
-def test_limit_and_refusals() -> None:
+def test_limit_and_errors() -> None:
     assert len(evaluate_multiple_choice(decoder(), DATA, limit=2).items) == 2
     with pytest.raises(DataError, match="no normalization 'words'"):
         evaluate_multiple_choice(decoder(), DATA, normalize="words")

@@ -1,4 +1,4 @@
-"""Paired comparison: exact tests against scipy, intervals against the truth, and pairs that are none."""
+"""Paired comparison: exact tests against scipy, intervals against the truth, and invalid pairs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def windowed(items: np.ndarray, weights: np.ndarray) -> EvalResult:
 
 
 def simulated(generator: np.random.Generator, items: int) -> tuple[EvalResult, EvalResult]:
-    """Base is right at 80 %; new at 90 % of those and 20 % of the others, in all 76 %: the truth is -4 points."""
+    """Base is right on 80%; new on 90% of those and 20% of the others, 76% in total: the truth is -4 points."""
     labels = generator.integers(0, 2, items)
     right = generator.random(items) < 0.8
     right_after = np.where(right, generator.random(items) < 0.9, generator.random(items) < 0.2)
@@ -87,7 +87,7 @@ def test_perplexity_counts_tokens() -> None:
     assert result.difference == pytest.approx(result.new - result.base)
     assert [change.item for change in result.worst] == [1, 0]
     assert result.verdict == "worse" and result.mcnemar is None and result.flips is None
-    # Resamples are of the first window only (a quarter), of both (half), or of the second only.
+    # Resamples have only the first window (a quarter), both (half), or only the second.
     assert result.ratio_interval == pytest.approx((math.exp(0.5), math.exp(6)))
     assert compare(*pair, resamples=500, confidence=0.1).ratio_interval == pytest.approx((result.ratio, result.ratio))
 
@@ -103,13 +103,13 @@ def test_each_resample_is_the_metric_itself(metric: str) -> None:
     values = [
         float(METRICS[metric](new[row], labels[row]) - METRICS[metric](base[row], labels[row])) for row in drawn[:1500]
     ]
-    # The same percentiles from a plain loop; the widening for 80 items is a few per cent of the width.
+    # The same percentiles from a plain loop; the widening for 80 items is a few percent of the width.
     expected = np.quantile(values, [0.05, 0.95])
     assert np.abs(np.array(result.interval) - expected).max() < 0.15 * np.ptp(expected)
     assert result.interval[0] <= result.difference <= result.interval[1]
 
 
-def test_divergence_and_sameness() -> None:
+def test_divergence_and_agreement() -> None:
     generator = np.random.default_rng(3)
     base, new = generator.normal(size=(2, 50, 3)).astype(np.float32)
     labels = generator.integers(0, 3, 50)
@@ -140,14 +140,14 @@ def test_the_seed_decides_and_json_is_plain() -> None:
     assert plain["interval"] == list(first.interval) and plain["verdict"] == first.verdict and plain["items"] == 100
 
 
-def test_one_item_says_nothing() -> None:
+def test_one_item_is_inconclusive() -> None:
     one = windowed(np.array([2.0]), np.array([10.0]))
     result = compare(one, one, resamples=10)
     assert result.verdict == "no clear difference"
     assert json.loads(json.dumps(result.to_json(), allow_nan=False))["interval"] == [None, None]
 
 
-def test_pairs_that_are_none() -> None:
+def test_invalid_pairs() -> None:
     quality = simulated(np.random.default_rng(5), 50)[0]
     assert quality.labels is not None
     others = [

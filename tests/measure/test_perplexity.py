@@ -1,4 +1,4 @@
-"""Perplexity against what the network itself says, against brute force, and against closed forms."""
+"""Perplexity against the network's own loss, brute force, and closed forms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ids(model: Model, text: TextData = TEXT) -> torch.Tensor:
 
 @torch.no_grad()
 def brute_force(model: Model, context: int, stride: int, limit: int) -> float:
-    """Each token alone, from the whole logits of the first window that reaches it."""
+    """Score each token from the full logits of the first window that contains it."""
     tokens, losses = ids(model)[:limit], []
     for position in range(1, len(tokens)):
         begin = max(0, math.ceil((position + 1 - context) / stride)) * stride
@@ -45,7 +45,7 @@ def brute_force(model: Model, context: int, stride: int, limit: int) -> float:
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_equals_the_loss_of_the_network(name: str) -> None:
+def test_matches_the_loss_of_the_network(name: str) -> None:
     model = decoder(name)
     tokens = ids(model)[:120].view(5, 24)
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_equals_the_loss_of_the_network(name: str) -> None:
 
 
 @pytest.mark.parametrize(("context", "stride"), [(32, 32), (32, 16), (32, 5), (32, 1), (70, 60)])
-def test_strided_equals_brute_force(context: int, stride: int) -> None:
+def test_strided_matches_brute_force(context: int, stride: int) -> None:
     model = decoder("gpt2")
     result = perplexity(model, TEXT, context=context, stride=stride, batch_size=3, limit=75)
     assert result.value == pytest.approx(brute_force(model, context, stride, limit=75), rel=1e-5)
@@ -76,7 +76,7 @@ def test_overlapping_windows_score_every_token_once() -> None:
         assert scored == expected
 
 
-def test_a_network_that_knows_nothing_is_as_bad_as_chance() -> None:
+def test_a_uniform_network_scores_at_chance() -> None:
     model = decoder()
     model.network.get_output_embeddings().weight.data.zero_()
     assert perplexity(model, TEXT, context=32).value == pytest.approx(99, rel=1e-6)
@@ -93,7 +93,7 @@ def test_batch_size_and_slices_change_nothing(monkeypatch: pytest.MonkeyPatch) -
     assert together.weights is not None and together.weights.sum() == together.settings["tokens_scored"]
 
 
-def test_logits_never_exist_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_never_materialized_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits_module, "_MOST_BYTES", 5 * 4 * 99)
     model, sizes = decoder(), []
     model.network.get_output_embeddings().register_forward_hook(
@@ -103,7 +103,7 @@ def test_logits_never_exist_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert max(sizes) == 5 and sum(sizes) >= 63
 
 
-def test_a_head_that_is_not_plain_is_right_too() -> None:
+def test_a_nonlinear_head_is_supported() -> None:
     config = hf.Gemma2Config(**DECODER, final_logit_softcapping=0.5)
     torch.manual_seed(0)
     model = Model(hf.Gemma2ForCausalLM(config).eval(), character_tokenizer())
@@ -113,7 +113,7 @@ def test_a_head_that_is_not_plain_is_right_too() -> None:
     assert perplexity(model, TEXT, context=40, limit=40).value == pytest.approx(math.exp(loss), rel=1e-5)
 
 
-def test_dropout_is_off_and_the_mode_given_back() -> None:
+def test_dropout_is_off_and_the_mode_is_restored() -> None:
     model = decoder("gpt2")
     expected = perplexity(model, TEXT, context=32).value
     model.network.train()
@@ -133,12 +133,12 @@ def test_dropout_is_off_and_the_mode_given_back() -> None:
         ({"context": 16, "batch_size": 0}, "Batch size must be at least 1"),
     ],
 )
-def test_impossible_settings(settings: dict[str, int], sentence: str) -> None:
+def test_invalid_settings(settings: dict[str, int], sentence: str) -> None:
     with pytest.raises(DataError, match=sentence):
         perplexity(decoder(), TEXT, **settings)  # type: ignore[arg-type]
 
 
-def test_models_without_language_or_tokenizer() -> None:
+def test_models_without_language_head_or_tokenizer() -> None:
     with pytest.raises(DataError, match="not a language model"):
         perplexity(Model(BUILDS["bert"](), character_tokenizer()), TEXT, context=16)
     with pytest.raises(DataError, match="no tokenizer"):
@@ -146,7 +146,7 @@ def test_models_without_language_or_tokenizer() -> None:
 
 
 @torch.no_grad()
-def test_divergence_equals_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_divergence_matches_its_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logits_module, "_MOST_BYTES", 10 * 4 * 99)
     base, new = decoder(), decoder()
     for parameter in new.network.parameters():
@@ -161,7 +161,7 @@ def test_divergence_equals_its_definition(monkeypatch: pytest.MonkeyPatch) -> No
     assert abs(same.kl) < 1e-9 and same.agreement == 1
 
 
-def test_divergence_needs_one_vocabulary() -> None:
+def test_divergence_needs_a_shared_vocabulary() -> None:
     other = Model(hf.LlamaForCausalLM(hf.LlamaConfig(**{**DECODER, "vocab_size": 50})), character_tokenizer())
     with pytest.raises(DataError, match="50 and 99 tokens"):
         logit_divergence(other, decoder(), TEXT, context=32)

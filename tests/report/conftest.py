@@ -1,4 +1,4 @@
-"""A run with every part of a report, as the recipes hand it over."""
+"""A run with every section of a report, as recipes provide it."""
 
 from __future__ import annotations
 

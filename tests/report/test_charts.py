@@ -1,4 +1,4 @@
-"""Charts: what is drawn lies where its number says."""
+"""Charts: marks are drawn at the position of their value."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def places(svg: str, style: str, attribute: str) -> list[float]:
     return [float(re.search(rf'{attribute}="([-\d.]+)%"', tag).group(1)) for tag in tags]  # type: ignore[union-attr]
 
 
-def test_interval_lies_on_one_scale_with_its_reference() -> None:
+def test_interval_and_reference_share_one_scale() -> None:
     svg = interval_plot(Interval(3.5, 3.0, 4.5, 0.0, higher_is_better=False), "title")
     (reference,), (dot,) = places(svg, "reference", "x1"), places(svg, "estimate", "cx")
     low, high = places(svg, "interval", "x1")[0], places(svg, "interval", "x2")[0]
@@ -32,7 +32,7 @@ def test_the_better_side_is_named(higher_is_better: bool, left: str) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-9, 1.0, 1e12, -5.0])
-def test_an_interval_of_no_width_is_drawn(value: float) -> None:
+def test_a_zero_width_interval_is_drawn(value: float) -> None:
     svg = interval_plot(Interval(value, value, value, 0.0, higher_is_better=True), "title")
     assert "nan" not in svg and 0 <= places(svg, "estimate", "cx")[0] <= 100
 
@@ -49,7 +49,7 @@ def test_kept_fraction_fills_the_track() -> None:
     assert places(svg, "kept", "width") == [25.0] and "<title>a quarter</title>" in svg
 
 
-def test_cells_keep_their_places() -> None:
+def test_cells_keep_their_positions() -> None:
     svg = cells({0, 2}, 4, "head")
     assert places(svg, "cell kept", "x") == pytest.approx([1.5, 51.5])
     assert places(svg, "cell removed", "x") == pytest.approx([26.5, 76.5])

@@ -1,4 +1,4 @@
-"""Markup: plain text is escaped wherever it goes in, and finished markup is left as it is."""
+"""Markup: plain text is always escaped, and finished markup is unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_finished_markup_is_kept_and_none_is_left_out() -> None:
     assert join("<", Markup("<br />")) == "&lt;<br />"
 
 
-def test_names_of_attributes() -> None:
+def test_attribute_names() -> None:
     assert tag("text", "x", text_anchor="end", class_="y") == '<text text-anchor="end" class="y">x</text>'
     assert tag("rect", x=1) == '<rect x="1" />'
     assert tag("rect", tag("title", "t"), x=1) == '<rect x="1"><title>t</title></rect>'

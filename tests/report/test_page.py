@@ -1,4 +1,4 @@
-"""The page: whole, self-contained, escaped, and with the run's numbers in it."""
+"""The report page: complete, self-contained, escaped, and with the numbers of the run."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_heat_map_has_a_cell_for_every_head_and_fills_the_kept_ones(run: dict[st
         assert f'width="{share:.2f}%" height="12" rx="2" class="kept"' in row
 
 
-def test_page_asks_the_network_for_nothing(run: dict[str, Any]) -> None:
+def test_the_page_loads_nothing_from_the_network(run: dict[str, Any]) -> None:
     html = render(run)
     assert re.findall(r"https?://[^\"]*", html) == ["https://arxiv.org/abs/2204.09656"]
     page = Page(html)
@@ -106,7 +106,7 @@ def poisoned(value: Any) -> Any:
     return value
 
 
-def test_hostile_text_in_every_field_comes_out_as_text(run: dict[str, Any]) -> None:
+def test_hostile_text_in_every_field_is_escaped(run: dict[str, Any]) -> None:
     hostile = poisoned(run)
     for free_keys in (hostile["machine"], hostile["quality"]["settings"], hostile["steps"][0]["facts"]):
         free_keys[HOSTILE] = HOSTILE
@@ -144,19 +144,19 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_each_part_stands_alone(run: dict[str, Any], part: str) -> None:
+def test_each_section_works_alone(run: dict[str, Any], part: str) -> None:
     page = Page(render({"title": "t", "model": "m", part: run[part]}))
     assert page.headings() == PARTS[part]
 
 
-def test_a_verdict_is_made_where_none_is_given(run: dict[str, Any]) -> None:
+def test_a_missing_verdict_is_generated(run: dict[str, Any]) -> None:
     del run["verdict"]
     expected = (
         "parameters 134.5 M → 113.3 M, −15.8 %; perplexity on wikitext2 23.60 → 27.10, +14.8 % (worse); "
         "1.21× faster (forward, batch 1, 128 tokens, cpu)"
     )
     assert expected in Page(render(run)).text
-    run["size"]["parameters"]["after"] = run["size"]["parameters"]["before"]  # as after quantisation
+    run["size"]["parameters"]["after"] = run["size"]["parameters"]["before"]  # as after quantization
     run["size"]["block_parameters"]["after"] = run["size"]["block_parameters"]["before"]
     assert "weight bytes 538 MB → " in Page(render(run)).text
 
@@ -167,7 +167,7 @@ def warnings_of(run: dict[str, Any], **speed: Any) -> list[str]:
     return re.findall(r"<b>Not faster\. </b>([^<]*)</div>", html)
 
 
-def test_what_is_not_faster_is_said(run: dict[str, Any]) -> None:
+def test_a_slowdown_is_reported(run: dict[str, Any]) -> None:
     name = "forward, batch 1, 128 tokens, cpu"
     assert warnings_of(run) == []
     assert warnings_of(run, ratio=0.8, ratio_low=0.78, ratio_high=0.82) == [f"{name}: 1.25× slower."]
@@ -197,7 +197,7 @@ def test_a_model_that_broke_is_still_reported(run: dict[str, Any]) -> None:
     assert "not finite" in text and "(worse)" in text
 
 
-def test_samples_stand_beside_their_twins() -> None:
+def test_samples_are_shown_side_by_side() -> None:
     samples = [("before", "b1"), ("before", "b2"), ("after", "a1"), ("after", "a2")]
     text = Page(
         render({"title": "t", "model": "m", "samples": [{"who": who, "text": text} for who, text in samples]})
@@ -205,7 +205,7 @@ def test_samples_stand_beside_their_twins() -> None:
     assert text.index("b1") < text.index("a1") < text.index("b2") < text.index("a2")
 
 
-def test_flips_may_be_a_count_or_a_share(run: dict[str, Any]) -> None:
+def test_flips_may_be_a_count_or_a_fraction(run: dict[str, Any]) -> None:
     run["quality"]["comparison"]["flips"] = 0.0234
     assert "flipped answers2.34 %" in Page(render(run)).text
 
@@ -216,12 +216,12 @@ def test_channels_of_a_convolution_network() -> None:
     assert "32 / 64" in page.text and "128 / 128" in page.text and not page.with_class("cell")
 
 
-def test_rendering_leaves_the_run_alone(run: dict[str, Any]) -> None:
+def test_rendering_does_not_modify_the_run(run: dict[str, Any]) -> None:
     before = copy.deepcopy(run)
     assert render(run) == render(run) and run == before
 
 
-def test_report_is_written_whole_or_not_at_all(run: dict[str, Any], tmp_path: Path) -> None:
+def test_report_is_written_atomically(run: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "report.html"
     run["samples"][0]["text"] = "half a character \ud83d"
     write_report(run, path)

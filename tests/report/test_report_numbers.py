@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Number formatting in reports."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from smelt.report import numbers
         (numbers.plain, "kv group", "kv group"),
     ],
 )
-def test_numbers_are_written_as_people_read_them(write: Callable[[object], str], value: object, text: str) -> None:
+def test_numbers_are_formatted_readably(write: Callable[[object], str], value: object, text: str) -> None:
     assert write(value) == text
 
 

@@ -1,4 +1,4 @@
-"""The table for the terminal: the same rows as the page, with the run's texts shown as they are."""
+"""The terminal table: the same rows as the page, with text shown verbatim."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def printed(run: dict[str, Any]) -> str:
     return console.export_text()
 
 
-def test_table_holds_the_run(run: dict[str, Any]) -> None:
+def test_table_contains_the_run(run: dict[str, Any]) -> None:
     lines = printed(run).splitlines()
 
     def cells(label: str) -> list[str]:
@@ -32,7 +32,7 @@ def test_table_holds_the_run(run: dict[str, Any]) -> None:
     assert cells("forward, batch 1, 128 tokens, cpu") == ["182.4 ± 4.5 ms", "150.7 ± 3.6 ms", "1.21× faster"]
 
 
-def test_markup_in_a_name_is_shown_and_not_obeyed(run: dict[str, Any]) -> None:
+def test_markup_in_a_name_is_shown_verbatim(run: dict[str, Any]) -> None:
     run["title"] = "[red]model[/red]"
     run["quality"]["metric"] = "[bold]metric[/]"
     text = printed(run)

@@ -1,4 +1,4 @@
-"""A device runs the operator's real arithmetic, and more work takes longer."""
+"""Devices run the operator's real arithmetic, and more work takes longer."""
 
 from __future__ import annotations
 
@@ -70,14 +70,14 @@ def test_every_operator_takes_time(operator: Operator) -> None:
     assert 0 < Device("cpu").latency(operator) < 1
 
 
-def test_no_units_take_no_time() -> None:
+def test_zero_units_take_no_time() -> None:
     assert Device("cpu").latency(FeedForwardOp(hidden=8, ffn_channels=0, gated=False, tokens=4)) == 0.0
     assert Device("cpu").latency(AttentionOp(hidden=8, heads=0, kv_heads=0, head_dim=4, tokens=4)) == 0.0
 
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """Several threads on a busy machine wait for each other, and the waiting would drown the work."""
+    """Use one thread: on a busy machine, threads waiting for each other would dominate the time."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -86,7 +86,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_more_filters_take_longer_in_every_dtype(dtype: str) -> None:
+def test_more_channels_take_longer_in_every_dtype(dtype: str) -> None:
     device = Device("cpu", repeats=5)
     narrow, many = (
         FeedForwardOp(hidden=256, ffn_channels=count, gated=True, tokens=64, dtype=dtype) for count in (32, 4096)
@@ -94,17 +94,17 @@ def test_more_filters_take_longer_in_every_dtype(dtype: str) -> None:
     assert min(device.latency(many) for _ in range(3)) > 3 * min(device.latency(narrow) for _ in range(6))
 
 
-def test_fits_asks_what_is_free() -> None:
+def test_fits_checks_free_memory() -> None:
     assert Device("cpu").fits(1000) and not Device("cpu").fits(2**60)
 
 
-def test_unknown_device_is_one_sentence() -> None:
+def test_unknown_device_raises_one_sentence() -> None:
     with pytest.raises(ResourceError, match="cpu or cuda"):
         Device("abacus")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
-def test_missing_cuda_is_one_sentence() -> None:
+def test_missing_cuda_raises_one_sentence() -> None:
     with pytest.raises(ResourceError, match="no CUDA device"):
         Device("cuda")
 

@@ -1,4 +1,4 @@
-"""The latency table: measured fairly, kept safely, fitted as the paper does."""
+"""The latency table: measured in shuffled rounds, stored as JSON, fitted as in the paper."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smelt.targets.table import LatencyTable, fit_piecewise, measure_table, samp
 
 
 class Imagined:
-    """A target whose latency is a formula of the width and of how often it was asked."""
+    """A target whose latency is a function of the width and the number of calls."""
 
     name = "imagined"
 
@@ -43,13 +43,13 @@ def table_of(latencies: list[float] | np.ndarray) -> LatencyTable:
     return LatencyTable("imagined", filters(len(latencies)), tuple(range(1, len(latencies) + 1)), tuple(latencies))
 
 
-def test_widths_hold_both_ends() -> None:
+def test_widths_include_both_ends() -> None:
     assert sample_widths(4) == [1, 2, 3, 4]
     assert sample_widths(200, step=64) == [1, 64, 128, 192, 200]
     assert sample_widths(1, step=64) == [1]
 
 
-def test_staircase_is_kept_and_gaps_are_straight() -> None:
+def test_steps_are_kept_and_gaps_are_interpolated() -> None:
     target = Imagined(lambda width, asked: float(-(-width // 8)))
     table = measure_table(target, filters, [1, 8, 9, 16])
     assert table.seconds.shape == (17,) and table.seconds[0] == 0.0
@@ -70,7 +70,7 @@ def test_rounds_differ_in_order_and_cover_every_width() -> None:
     assert len({tuple(order) for order in rounds}) == 4 and list(range(1, 11)) not in rounds
 
 
-def test_a_slow_spell_leaves_no_trace() -> None:
+def test_a_temporary_slowdown_does_not_affect_the_table() -> None:
     target = Imagined(lambda width, asked: width * (10.0 if 21 <= asked <= 40 else 1.0))
     table = measure_table(target, filters, range(1, 11), rounds=5)
     assert table.seconds.tolist() == list(range(11))
@@ -99,7 +99,7 @@ def test_a_real_device_gives_a_table() -> None:
     assert table.key == table_key(Device("cpu").name, heads(4)) and "tokens=32" in table.key
 
 
-def test_json_gives_the_same_table_back(tmp_path: Path) -> None:
+def test_the_table_round_trips_through_json(tmp_path: Path) -> None:
     attention = AttentionOp(hidden=64, heads=8, kv_heads=2, head_dim=16, tokens=32, causal=True, dtype="bfloat16")
     for table in (table_of([0.1, 0.30000000000000004]), LatencyTable("gpu", attention, (1, 2), (1e-5, 2e-5))):
         assert LatencyTable.from_json(table.to_json()) == table
@@ -150,13 +150,13 @@ def test_missing_or_binary_file_is_refused(tmp_path: Path) -> None:
             LatencyTable.load(tmp_path / name)
 
 
-def test_fit_of_the_exact_shape_is_exact() -> None:
+def test_fit_of_an_exact_line_is_exact() -> None:
     line = fit_piecewise(table_of([1.0] * 4 + [1 + 0.25 * k for k in range(1, 9)]))
     assert (line.threshold, line.constant, line.slope, line.error) == (4, 1.0, 0.25, 0.0)
     assert [line.seconds(units) for units in (0, 1, 4, 5, 12)] == [0.0, 1.0, 1.0, 1.25, 3.0]
 
 
-def test_fit_never_slopes_down_and_takes_flat_tables() -> None:
+def test_fit_never_slopes_down_and_accepts_flat_tables() -> None:
     assert fit_piecewise(table_of([3.0, 2.0, 1.0])).slope == 0.0
     flat = fit_piecewise(table_of([2.0] * 6))
     assert (flat.constant, flat.slope, flat.error) == (2.0, 0.0, 0.0)
@@ -165,7 +165,7 @@ def test_fit_never_slopes_down_and_takes_flat_tables() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_fit_beats_every_other_choice(seed: int) -> None:
+def test_fit_matches_brute_force(seed: int) -> None:
     random = np.random.default_rng(seed)
     latencies = np.cumsum(random.random(12)) + 2
     line = fit_piecewise(table_of(latencies))

@@ -1,4 +1,4 @@
-"""Operators count what the published formulas count."""
+"""Operator costs match the published formulas."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from smelt.targets.operators import AttentionOp, FeedForwardOp
 
 
-def test_a_head_of_bert_costs_what_the_paper_says() -> None:
+def test_the_cost_of_a_bert_head_matches_the_paper() -> None:
     def macs(heads: int) -> int:
         return AttentionOp(hidden=768, heads=heads, kv_heads=heads, head_dim=64, tokens=128).macs()
 
@@ -34,14 +34,14 @@ def test_feed_forward_grows_with_batch_tokens_and_gate() -> None:
 @pytest.mark.parametrize(
     "change", [{"dtype": "int3"}, {"heads": 3}, {"tokens": 0}, {"heads": -2, "kv_heads": -2}, {"kv_heads": 0}]
 )
-def test_impossible_attention_is_refused(change: dict[str, object]) -> None:
+def test_invalid_attention_is_refused(change: dict[str, object]) -> None:
     sizes = {"hidden": 8, "heads": 4, "kv_heads": 2, "head_dim": 2, "tokens": 4}
     with pytest.raises(ValueError):
         AttentionOp(**{**sizes, **change})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("change", [{"dtype": "int3"}, {"ffn_channels": -1}, {"batch": 0}])
-def test_impossible_feed_forward_is_refused(change: dict[str, object]) -> None:
+def test_invalid_feed_forward_is_refused(change: dict[str, object]) -> None:
     sizes = {"hidden": 8, "ffn_channels": 4, "gated": False, "tokens": 4}
     with pytest.raises(ValueError):
         FeedForwardOp(**{**sizes, **change})  # type: ignore[arg-type]
